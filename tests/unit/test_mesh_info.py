@@ -1,0 +1,127 @@
+"""MeshInfo is a value: it keeps what it was given, answers where ranks sit, and goes to other forms and back."""
+
+import os
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from xfer.errors import LayoutError
+from xfer.mesh import MeshInfo, MeshRecord
+
+EXAMPLES = int(os.environ.get("XFER_EXAMPLES", 200))
+NAMES = ("pp", "dp", "cp", "tp")
+
+
+@st.composite
+def meshes(draw):
+    sizes = draw(st.lists(st.integers(1, 4), max_size=4))
+    n = int(np.prod(sizes))
+    table = draw(st.lists(st.integers(-5, 10**12), min_size=n, max_size=n, unique=True))
+    return MeshInfo(draw(st.permutations(NAMES))[: len(sizes)], np.array(table).reshape(sizes))
+
+
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(meshes(), st.data())
+def test_every_rank_is_found_where_the_table_has_it(mesh, data):
+    flat = mesh.ranks.ravel()
+    strangers = [r for r in range(-10, 0) if r not in flat]
+    asked = [*flat.tolist(), *strangers]
+    many = mesh.coordinates(asked)
+    for rank, row in zip(asked, many):
+        one = mesh.coordinate(rank)
+        assert (one is None) == (rank in strangers) == (rank not in mesh)
+        assert row.tolist() == (list(one) if one is not None else [-1] * mesh.ndim)
+        if one is not None:
+            assert mesh.ranks[one] == rank
+
+    rank = data.draw(st.sampled_from(flat.tolist()))
+    axes = data.draw(st.permutations(mesh.axes))[: data.draw(st.integers(0, mesh.ndim))]
+    sub = mesh.through(rank, axes)
+    assert sub.axes == tuple(axes) and sub.sizes == tuple(mesh.size(a) for a in axes) and rank in sub
+    groups = mesh.groups(axes)
+    assert sorted(groups.ravel()) == sorted(flat), "groups part the ranks"
+    assert sub.ranks.ravel().tolist() in groups.tolist()
+    for r in sub.ranks.ravel():  # only the coordinates along `axes` differ inside a sub-mesh
+        a, b = mesh.coordinate(r), mesh.coordinate(rank)
+        assert all(x == y for x, y, name in zip(a, b, mesh.axes) if name not in axes)
+
+
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(meshes())
+def test_records_survive_the_wire_and_equality_is_by_value(mesh):
+    wire = msgspec.msgpack.encode(mesh.to_record())
+    back = MeshInfo.from_record(msgspec.msgpack.decode(wire, type=MeshRecord))
+    assert back == mesh and hash(back) == hash(mesh) and back is not mesh
+    other = mesh.shifted(1)
+    assert other != mesh and other.shifted(-1) == mesh
+    if mesh.ndim:
+        renamed = MeshInfo(("other", *mesh.axes[1:]), mesh.ranks)
+        assert renamed != mesh, "names are part of a mesh"
+
+
+def test_a_mesh_does_not_follow_the_array_it_was_made_from():
+    table = np.arange(4).reshape(2, 2)
+    mesh = MeshInfo(("dp", "tp"), table)
+    table[:] = 7
+    assert mesh == MeshInfo.grid(dp=2, tp=2)
+    with pytest.raises(ValueError):
+        mesh.ranks[0, 0] = 9
+
+
+def test_all_faults_of_a_mesh_come_at_once():
+    with pytest.raises(LayoutError) as e:
+        MeshInfo(("tp", "tp", ""), np.array([[1, 2], [2, 1]]))
+    text = "\n".join(e.value.violations)
+    assert len(e.value.violations) == 5
+    assert (
+        "3 axis names" in text and "'tp' appears 2" in text and "''" in text and "rank 1 " in text and "rank 2 " in text
+    )
+    for axes, ranks in [(("a",), np.zeros((0,), int)), (("a",), np.array([0.5])), (("a", "b"), [[1, 2], [3]])]:
+        with pytest.raises(LayoutError):
+            MeshInfo(axes, ranks)
+    for record in [
+        MeshRecord(("a",), (3,), (1, 2)),
+        MeshRecord(("a",), (-1,), (1, 2)),
+        MeshRecord(("a",), (1,), (1 << 80,)),
+    ]:
+        with pytest.raises(LayoutError):
+            MeshInfo.from_record(record)
+    mesh = MeshInfo.grid(dp=2, tp=2)
+    with pytest.raises(LayoutError) as e:
+        mesh.at(pp=0, tp=2)
+    assert len(e.value.violations) == 2
+    for call in [lambda: mesh.through(9, ["tp"]), lambda: mesh.size("pp"), lambda: mesh.transpose(["tp"])]:
+        with pytest.raises(LayoutError):
+            call()
+
+
+@pytest.fixture(scope="module")
+def fake_world():
+    dist = pytest.importorskip("torch.distributed")
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if dist.is_initialized():
+        pytest.skip("this process already is in a torch world")
+    dist.init_process_group("fake", rank=3, world_size=24, store=FakeStore())
+    yield
+    dist.destroy_process_group()
+
+
+@settings(max_examples=max(EXAMPLES // 8, 5), deadline=None)
+@given(sizes=st.lists(st.integers(1, 3), min_size=1, max_size=3).filter(lambda s: np.prod(s) <= 24), data=st.data())
+def test_device_meshes_come_back(fake_world, sizes, data):
+    from torch.distributed.device_mesh import DeviceMesh
+
+    ranks = data.draw(st.permutations(range(24)))[: int(np.prod(sizes))]
+    names = data.draw(st.sampled_from([None, NAMES[: len(sizes)]]))
+    theirs = DeviceMesh("cpu", np.array(ranks).reshape(sizes), mesh_dim_names=names)
+    ours = MeshInfo.from_device_mesh(theirs)
+    assert ours.sizes == tuple(sizes) and ours.ranks.ravel().tolist() == list(ranks)
+    assert ours.to_device_mesh("cpu") == theirs
+    if names and 3 in ranks:  # torch's own slicing agrees with ours, on the rank that this process plays
+        axes = data.draw(st.permutations(names))[: data.draw(st.integers(1, len(names)))]
+        axes = tuple(a for a in names if a in axes)  # torch slices in mesh order only
+        assert MeshInfo.from_device_mesh(theirs[axes]) == ours.through(3, axes)

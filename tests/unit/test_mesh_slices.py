@@ -1,0 +1,228 @@
+"""Which part of a tensor a rank holds: equal to torch for torch's placements, to a numpy oracle for the rest, and complete."""
+
+import os
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch.distributed.tensor import placement_types as tp
+from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
+
+from xfer.errors import LayoutError, Unsupported
+from xfer.mesh import (
+    Interleaved,
+    MeshInfo,
+    Replicate,
+    Segmented,
+    Shard,
+    StridedShard,
+    from_torch,
+    local_boxes,
+    local_layout,
+    local_shape,
+    to_torch,
+)
+from xfer.trace.declared import declared_fragments
+
+EXAMPLES = int(os.environ.get("XFER_EXAMPLES", 200))
+
+
+# ---------------------------------------------------------------- the oracle: cut real arrays, never think about indices
+
+
+def chunks(a: np.ndarray, n: int, dim: int) -> list[np.ndarray]:
+    parts = [c.numpy() for c in torch.chunk(torch.from_numpy(a), n, dim)] if a.shape[dim] else []
+    return parts + [a.take([], axis=dim)] * (n - len(parts))
+
+
+def segments(a: np.ndarray, sizes, dim: int) -> list[np.ndarray]:
+    return np.split(a, np.cumsum(sizes)[:-1], axis=dim) if len(sizes) else []
+
+
+def cut(a: np.ndarray, p, size: int, index: int) -> np.ndarray:
+    """The local part of `a` under one placement over one axis."""
+    if isinstance(p, Replicate):
+        return a
+    if isinstance(p, Shard):
+        return chunks(a, size, p.dim)[index]
+    if isinstance(p, StridedShard):
+        return np.concatenate([chunks(s, size, p.dim)[index] for s in chunks(a, p.split_factor, p.dim)], p.dim)
+    if isinstance(p, Segmented):
+        copies = p.copies or (1,) * len(p.segments)
+        parts = segments(a, p.segments, p.dim)
+        return np.concatenate([chunks(s, size // c, p.dim)[index // c] for s, c in zip(parts, copies)], p.dim)
+    by_segment = [np.split(s, p.groups, axis=p.dim) for s in segments(a, p.segments, p.dim)]
+    by_group = [np.concatenate(parts, p.dim) for parts in zip(*by_segment)]
+    mine = chunks(np.arange(p.groups), size, 0)[index]
+    return np.concatenate([a.take([], axis=p.dim), *(by_group[g] for g in mine)], p.dim)
+
+
+def read(full: np.ndarray, shape, boxes) -> np.ndarray:
+    """The local array that `boxes` describe; each local element must be written once."""
+    local, written = np.full(shape, -1, full.dtype), np.zeros(shape, int)
+    for box, at in boxes:
+        here = tuple(slice(a, a + e) for a, e in zip(at, box.extent))
+        local[here] = full[tuple(slice(o, o + e) for o, e in zip(box.origin, box.extent))]
+        written[here] += 1
+    assert (written == 1).all()
+    return local
+
+
+# ---------------------------------------------------------------- generated layouts
+
+
+@st.composite
+def torch_layouts(draw):
+    shape = draw(st.lists(st.integers(0, 13), min_size=1, max_size=3))
+    sizes = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
+    dims = st.integers(0, len(shape) - 1)
+    one = st.one_of(st.just(Replicate()), st.builds(Shard, dims), st.builds(StridedShard, dims, st.integers(1, 4)))
+    mesh = MeshInfo.grid(100, **{f"m{i}": n for i, n in enumerate(sizes)})
+    return tuple(shape), mesh, tuple(draw(one) for _ in sizes)
+
+
+@st.composite
+def fused_layouts(draw):
+    """One fused placement, alone on its dim, on one axis of a random mesh; torch's on the others."""
+    shape, mesh, placements = draw(torch_layouts())
+    axis, dim = draw(st.integers(0, mesh.ndim - 1)), draw(st.integers(0, len(shape) - 1))
+    size = mesh.sizes[axis]
+    groups = draw(st.integers(1, 4))
+    parts = draw(st.lists(st.integers(0, 7), min_size=1, max_size=3))
+    if draw(st.booleans()):
+        parts = [groups * s for s in parts]
+        fused = Interleaved(dim, parts, groups)
+    else:
+        divisors = st.sampled_from([c for c in range(1, size + 1) if size % c == 0])
+        fused = Segmented(dim, parts, draw(st.sampled_from([(), tuple(draw(divisors) for _ in parts)])))
+    rest = [Replicate() if getattr(p, "dim", None) == dim else p for p in placements]
+    return (
+        (*shape[:dim], sum(parts), *shape[dim + 1 :]),
+        mesh,
+        (*rest[:axis], fused, *rest[axis + 1 :]),
+    )
+
+
+# ---------------------------------------------------------------- tests
+
+
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(torch_layouts())
+@example(((10,), MeshInfo.grid(tp=4), (Shard(0),)))
+@example(((3,), MeshInfo.grid(tp=4), (Shard(0),)))
+@example(((8, 8), MeshInfo.grid(dp=2, tp=2), (StridedShard(0, 2), Shard(0))))
+def test_shards_are_where_torch_puts_them(layout):
+    shape, mesh, placements = layout
+    theirs = to_torch(placements)
+    assert from_torch(theirs) == placements
+    for rank in mesh.ranks.ravel():
+        size, offset = _compute_local_shape_and_global_offset(shape, mesh.sizes, list(mesh.coordinate(rank)), theirs)
+        boxes = local_boxes(shape, mesh, placements, rank)
+        assert local_shape(shape, mesh, placements, rank) == size
+        assert bool(boxes) == (0 not in size)
+        if boxes:
+            assert boxes[0][1] == (0,) * len(shape) and boxes[0][0].origin == offset
+
+
+@settings(max_examples=2 * EXAMPLES, deadline=None)
+@given(st.one_of(torch_layouts(), fused_layouts()))
+@example(((24,), MeshInfo.grid(tp=4), (Segmented(0, (16, 4, 4)),)))
+@example(((20,), MeshInfo.grid(tp=4), (Segmented(0, (16, 2, 2), (1, 2, 2)),)))
+@example(((24, 3), MeshInfo.grid(tp=2), (Interleaved(0, (16, 4, 4), 4),)))
+def test_local_tensors_equal_the_oracle_and_cover_everything(layout):
+    shape, mesh, placements = layout
+    full = np.arange(np.prod(shape, dtype=int)).reshape(shape)
+    held = np.zeros(shape, int)
+    for rank in mesh.ranks.ravel():
+        expected = full
+        for p, size, index in zip(placements, mesh.sizes, mesh.coordinate(rank)):
+            expected = cut(expected, p, size, index)
+        found = local_layout(shape, mesh, placements, rank)
+        assert found.shape == expected.shape
+        np.testing.assert_array_equal(read(full, found.shape, [(b.box, b.at) for b in found.boxes]), expected)
+        np.add.at(held.reshape(-1), expected.reshape(-1), 1)
+    # Each element lies on as many ranks as the replicated axes multiply to, more only where a segment asks for copies.
+    times = np.prod([n for n, p in zip(mesh.sizes, placements) if isinstance(p, Replicate)], dtype=int)
+    copied = {c for p in placements if isinstance(p, Segmented) for c in p.copies} | {1}
+    assert set(np.unique(held)) <= {times * c for c in copied}
+    assert local_layout(shape, mesh, placements, rank=99) is None and local_boxes(shape, mesh, placements, 99) == ()
+
+
+@settings(max_examples=EXAMPLES // 2, deadline=None)
+@given(st.integers(0, 6), st.integers(0, 6), st.integers(1, 3), st.integers(1, 4), st.booleans())
+def test_several_axes_cut_the_segments_of_one_dim(gate, up, dp, tp_size, fsdp_flat):
+    """[gate; up] over tp, then over dp: each segment again (Segmented), or the fused local dim as it lies (Shard)."""
+    segs = (gate * 2, up)
+    mesh = MeshInfo.grid(tp=tp_size, dp=dp)
+    second = Shard(0) if fsdp_flat else Segmented(0, segs)
+    full = np.arange(sum(segs))
+    for rank in mesh.ranks.ravel():
+        t, d = mesh.coordinate(rank)
+        halves = [chunks(s, tp_size, 0)[t] for s in segments(full, segs, 0)]
+        flat = np.concatenate(halves)
+        want = chunks(flat, dp, 0)[d] if fsdp_flat else np.concatenate([chunks(h, dp, 0)[d] for h in halves])
+        got = read(full, want.shape, local_boxes(full.shape, mesh, (Segmented(0, segs), second), rank))
+        np.testing.assert_array_equal(got, want)
+
+
+def test_the_oracle_notices_a_wrong_cut():
+    """The comparison above can fail: an even split instead of torch.chunk's is not accepted."""
+    full = np.arange(10)
+    box = local_boxes((10,), MeshInfo.grid(tp=4), (Shard(0),), 2)
+    assert read(full, (3,), box).tolist() == [6, 7, 8] != np.array_split(full, 4)[2].tolist()
+
+
+@settings(max_examples=EXAMPLES // 2, deadline=None)
+@given(st.one_of(torch_layouts(), fused_layouts()), st.integers(0, 64), st.booleans(), st.data())
+def test_fragments_address_the_bytes_of_the_local_tensor(layout, offset, transposed, data):
+    shape, mesh, placements = layout
+    full = np.arange(np.prod(shape, dtype=int), dtype=np.int32).reshape(shape)
+    rank = data.draw(st.sampled_from(mesh.ranks.ravel().tolist()))
+    expected = full
+    for p, size, index in zip(placements, mesh.sizes, mesh.coordinate(rank)):
+        expected = cut(expected, p, size, index)
+    storage = np.zeros(offset + 4 * expected.size, np.uint8)
+    order = "F" if transposed else "C"
+    local = np.ndarray(expected.shape, np.int32, storage, offset, order=order)
+    local[...] = expected
+    fragments = declared_fragments(
+        "w", shape, "int32", mesh, placements, rank, "root", local.strides if transposed else None, offset
+    )
+    seen = 0
+    for f in fragments:
+        assert (f.tensor, f.root, f.dtype) == ("w", "root", "int32")
+        assert all(s == 0 for s, e in zip(f.strides, f.extent) if e == 1)
+        part = np.ndarray(f.extent, np.int32, storage, f.offset, f.strides)
+        np.testing.assert_array_equal(part, full[tuple(slice(o, o + e) for o, e in zip(f.origin, f.extent))])
+        seen += part.size
+    assert seen == expected.size
+    assert declared_fragments("w", shape, "int32", mesh, placements, 99, "root") == ()
+
+
+def test_all_faults_of_a_layout_come_at_once():
+    mesh = MeshInfo.grid(dp=2, tp=3)
+    with pytest.raises(LayoutError) as e:
+        local_layout((8, 6), mesh, (Shard(2), Segmented(0, (4, 3), (2,)), Replicate()), 0, "fc1")
+    text = "\n".join(e.value.violations)
+    assert len(e.value.violations) == 5 and "3 placements for the 2 axes" in text and "no dim 2" in text
+    assert "add up to 7" in text and "1 copies for 2 segments" in text and "copies 2 does not divide" in text
+    for p in [Interleaved(0, (5, 3), 2), Interleaved(0, (8,), 0), StridedShard(0, 0), "tp", Segmented(0, (9, -1))]:
+        with pytest.raises(LayoutError, match="fc1"):
+            local_layout((8, 6), mesh, (Replicate(), p), 0, "fc1")
+    assert local_shape((8, 6), mesh, (Replicate(), Shard(-1)), 0) == (8, 2), "negative dims count from the end"
+    with pytest.raises(LayoutError, match="no dtype"):
+        declared_fragments("w", (8, 6), "float7", mesh, (Replicate(), Replicate()), 0, "root")
+    with pytest.raises(LayoutError, match="strides"):
+        declared_fragments("w", (8, 6), "int8", mesh, (Replicate(), Replicate()), 0, "root", (1,))
+
+
+def test_what_torch_and_xfer_cannot_say_in_each_others_words_is_refused_by_name():
+    with pytest.raises(Unsupported) as e:
+        from_torch((tp.Partial(), tp.Shard(0), tp.Partial("avg"), object()))
+    assert len(e.value.violations) == 3 and "avg" in str(e.value) and "object" in str(e.value)
+    with pytest.raises(Unsupported) as e:
+        to_torch((Segmented(0, (1, 2)), Shard(0), Interleaved(0, (2,), 2)))
+    assert len(e.value.violations) == 2
+    assert from_torch((Segmented(0, (1,)), tp.Replicate())) == (Segmented(0, (1,)), Replicate())

@@ -1,0 +1,36 @@
+"""xfer: a model's weights from the GPUs that train it to the GPUs that serve it, in one call.
+
+Importing this package is cheap: no torch.distributed, no Megatron, no vLLM, no CUDA. Names below load on first use.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "connect": "xfer.api", "serve": "xfer.api", "nccl_xfer_refit": "xfer.api", "Refit": "xfer.api",
+    "MegatronTrainer": "xfer.trainers.megatron", "xferdtensor": "xfer.dtensor", "RefitReport": "xfer.session.report",
+    "MeshInfo": "xfer.mesh.mesh_info", "errors": "xfer", "XferError": "xfer.errors",
+}  # fmt: skip
+
+__all__ = [name for name in _HOME if name != "errors"]
+
+if TYPE_CHECKING:
+    from xfer.api import Refit, connect, nccl_xfer_refit, serve  # noqa: F401
+    from xfer.dtensor import xferdtensor  # noqa: F401
+    from xfer.errors import XferError  # noqa: F401
+    from xfer.mesh.mesh_info import MeshInfo  # noqa: F401
+    from xfer.session.report import RefitReport  # noqa: F401
+    from xfer.trainers.megatron import MegatronTrainer  # noqa: F401
+
+
+def __getattr__(name: str):
+    import importlib
+
+    if name == "errors":
+        return importlib.import_module("xfer.errors")
+    if name in _HOME:
+        return getattr(importlib.import_module(_HOME[name]), name)
+    raise AttributeError(f"module 'xfer' has no attribute {name!r}")

@@ -1,0 +1,169 @@
+"""The public face: connect once per trainer rank, serve once per engine replica, refit after every optimizer step.
+
+    refit = xfer.connect(trainer=xfer.MegatronTrainer(model_chunks, bridge), rendezvous="tcp://10.0.0.1:29600", token=TOKEN)
+    for step in range(steps):
+        train_step()
+        report = xfer.nccl_xfer_refit(refit)
+
+What happens underneath is in session/; this module only checks arguments.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from xfer.errors import Unsupported, XferError
+
+if TYPE_CHECKING:
+    from xfer.session.controller import Controller
+    from xfer.session.report import RefitReport
+    from xfer.session.trainer import Source, TrainerSession
+
+DEADLINE_S = 600.0
+BUCKET_BYTES = 64 << 20
+
+
+def default_cache_dir() -> str:
+    """$XFER_CACHE, else xfer/ under the user's cache directory."""
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return os.environ.get("XFER_CACHE") or os.path.join(base, "xfer")
+
+
+class Refit:
+    """A connected trainer rank. Made by `connect`; pass it to `nccl_xfer_refit`. Also a context manager that closes itself."""
+
+    def __init__(self, session: TrainerSession, controllers: Sequence[Controller]):
+        self._session, self.controllers = session, tuple(controllers)
+
+    @property
+    def version(self) -> str:
+        """The last version that this rank saw committed; empty before the first."""
+        return self._session.version
+
+    def prepare(self) -> None:
+        """Arm the engines for the next refit now: for loops that know that no request will be waiting."""
+        self._session.prepare()
+
+    def explain(self) -> str:
+        """What moves where, per replica, for a person to read."""
+        return self._session.explain()
+
+    def close(self) -> None:
+        """Leave the rendezvous. Engines keep serving what they have; trainer rank 0 leaving ends it for everyone."""
+        for c in self.controllers:
+            c.close()
+        self._session.close()
+
+    def __enter__(self) -> Refit:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def connect(
+    *,
+    trainer: Source,
+    rendezvous: str,
+    token: str,
+    replicas: int | None = None,
+    engines: Sequence[Any] = (),
+    deadline_s: float = DEADLINE_S,
+    bucket_bytes: int = BUCKET_BYTES,
+    drop: Sequence[str] = (),
+    narrow: Sequence[str] = (),
+    cache_dir: str | None = "default",
+    wait: bool = True,
+) -> Refit:
+    """Join the rendezvous as one trainer rank; every rank of the trainer calls this with equal arguments.
+
+    rendezvous: "tcp://HOST:PORT"; trainer rank 0 listens there, HOST must reach it from every trainer and engine host.
+    token: secret of at least 8 characters, the same on all processes of the job.
+    replicas: how many engine replicas will join (each calls `serve`); default `len(engines)`, else 1.
+    engines: handles or URLs that trainer rank 0 itself controls, in place of `serve` calls elsewhere.
+    deadline_s: seconds for connecting and, unless given there, for each refit. Every wait inside ends by it.
+    bucket_bytes: largest message; two such buffers each way are all the memory a rank needs beside the model.
+    drop: canonical names (globs) that the engine may leave unread. narrow: fp32 checkpoint tensors (globs) that the engine may
+    hold in fewer bits. cache_dir: where plans are kept between runs; None for nowhere.
+    wait: return only when every replica has a plan. With False, `serve` may come later in this same thread.
+
+    Raises LayoutError, CoverageError, Unsupported, HandshakeError, PlanMismatch, DeadlineExceeded, PeerLost.
+    """
+    from xfer.session.controller import Controller
+    from xfer.session.trainer import TrainerSession
+
+    count = replicas if replicas is not None else max(1, len(engines))
+    bad = []
+    if count < 1:
+        bad.append(f"replicas={count}: at least one")
+    if engines and len(engines) != count:
+        bad.append(f"replicas={count} but {len(engines)} engines")
+    if deadline_s <= 0:
+        bad.append(f"deadline_s={deadline_s}: must be positive")
+    if bucket_bytes < 1 << 12:
+        bad.append(f"bucket_bytes={bucket_bytes}: at least 4096")
+    if bad:
+        raise XferError("connect() was called with arguments that cannot work", bad)
+    where = default_cache_dir() if cache_dir == "default" else cache_dir
+    session = TrainerSession(trainer, rendezvous, token, replicas=count, deadline_s=deadline_s, bucket_bytes=bucket_bytes,
+                             drop=tuple(drop), narrow=tuple(narrow), cache_dir=where)
+    controllers = []
+    try:
+        if engines and trainer.rank == 0:
+            controllers = [Controller(e, rendezvous, token, replica=i, deadline_s=deadline_s) for i, e in enumerate(engines)]
+        session.open(wait)
+    except BaseException:
+        Refit(session, controllers).close()
+        raise
+    return Refit(session, controllers)
+
+
+def serve(
+    engine: Any,
+    *,
+    rendezvous: str,
+    token: str,
+    replica: int = 0,
+    deadline_s: float = DEADLINE_S,
+    keep: Sequence[str] = (),
+    engine_rendezvous: str | None = None,
+    **handle_options: Any,
+) -> Controller:
+    """Put one engine replica under xfer's control and return at once; refits happen when the trainers call.
+
+    engine: an in-process `LLM`, an `AsyncLLM` (with `loop=`), a URL, or any object that forwards vLLM's weight-transfer calls;
+    it must have been started with `weight_transfer_config={"backend": "xfer"}`. With an in-process `LLM` generate inside
+    `with controller.serving() as llm:` only. keep: engine parameters (globs) that no refit shall write. engine_rendezvous: the
+    rendezvous as the engine's workers see it, where that differs from this process's view.
+
+    `controller.wait_ready()` raises what kept the replica from joining.
+    """
+    from xfer.session.controller import Controller
+
+    return Controller(engine, rendezvous, token, replica=replica, deadline_s=deadline_s, keep=tuple(keep),
+                      engine_rendezvous=engine_rendezvous, **handle_options)
+
+
+def nccl_xfer_refit(
+    refit: Refit,
+    *,
+    version: int | str | None = None,
+    verify: bool = False,
+    wait: Literal["commit", "sources"] = "commit",
+    min_replicas: int | None = None,
+    deadline_s: float | None = None,
+) -> RefitReport:
+    """Move this trainer's current weights into every engine replica. Called by every trainer rank, right after `step()`.
+
+    version: label that the engines report from then on; default 1, 2, 3, …; all ranks must pass the same. verify: checksum what
+    was sent against what lies in the engines, before the commit. wait: "commit" returns when the replicas serve the version;
+    "sources" as soon as this rank's storage is no longer read (the outcome is raised or reported by the next call).
+    min_replicas: raise only if fewer committed; default all. deadline_s: default connect()'s.
+
+    Raises the typed error of what went wrong (`xfer.errors`) on every rank; the trainer can go on, and a later refit repairs.
+    """
+    if wait not in ("commit", "sources"):
+        raise Unsupported(f"wait={wait!r}", ['use "commit" or "sources"'])
+    return refit._session.refit(version=version, verify=verify, wait=wait, min_replicas=min_replicas, deadline_s=deadline_s)

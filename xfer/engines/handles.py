@@ -1,0 +1,398 @@
+"""How a controller talks to one engine replica, whatever its handle is: LLM, AsyncLLM, a URL, an actor. No vLLM is imported.
+
+Every call has a timeout and ends by it. vLLM itself has none: a worker stuck in a call blocks its engine for good, so a call
+that did not answer is *outstanding*; nothing else is sent until it ended, and errors name it. Nor does vLLM survive calls out
+of order: with more than one worker, a session started twice (or finished without a start) raises on all of them, the
+executor reads one reply, and from then on answers every call with the reply to the one before. So a handle keeps the state
+of the session itself and never sends what vLLM would refuse.
+
+Not here: when to call what (session/), what happens inside a worker (vllm_worker.py), and the HTTP and actor handles'
+wire formats (remote.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, runtime_checkable
+
+from xfer.errors import DeadlineExceeded, EngineLost, Unsupported, XferError
+
+PauseMode = Literal["keep", "wait", "abort"]
+
+
+@runtime_checkable
+class EngineHandle(Protocol):
+    """The controller's view of an engine. Timeouts in seconds; one that runs out raises DeadlineExceeded.
+
+    EngineLost: the engine's process is gone. XferError: it answered with an error, whose text is in the message.
+    """
+
+    name: str
+
+    def workers(self, timeout: float) -> int:
+        """Number of workers that `init` and `update` reach, all data-parallel ranks of the replica together."""
+
+    def init(self, info: Mapping[str, Any], timeout: float) -> None:
+        """Hand `info` to every worker's transfer engine, once per connection."""
+
+    def pause(self, timeout: float) -> None:
+        """Returns when nothing is being computed; requests that arrive later wait. Idempotent."""
+
+    def resume(self, timeout: float) -> None:
+        """Serve again. Undoes only this handle's own `pause`; otherwise does nothing."""
+
+    def start_update(self, timeout: float) -> None:
+        """Open vLLM's update session. One that a failed refit left open is finished first."""
+
+    def update(self, info: Mapping[str, Any], timeout: float) -> None:
+        """Blocks, and blocks the engine, until every worker has left its receive call."""
+
+    def finish(self, version: str | None, timeout: float) -> None:
+        """Close the session if one is open; then set the version if one is given."""
+
+    def set_version(self, text: str, timeout: float) -> None:
+        """The engine's own label of its weights, which it attaches to outputs."""
+
+    def reset_caches(self, timeout: float) -> None:
+        """Drop what older weights computed: prefix (frozen requests recompute), connector, multimodal, encoder caches."""
+
+
+@dataclass
+class _Outstanding:
+    """A call that was sent; `settled` applies its effect on the handle's state, once, when it has ended."""
+
+    call: str
+    future: Future
+    on_success: Callable[[], None]
+    on_error: Callable[[], None]
+
+    def settled(self) -> None:
+        (self.on_success if self.future.exception() is None else self.on_error)()
+
+
+class Handle(ABC):
+    """Session state, deadlines and error texts of all handles; a subclass says how one call is sent."""
+
+    def __init__(self, name: str):
+        self.name = name
+        self._open = False
+        self._paused = False
+        self._outstanding: _Outstanding | None = None
+        self._turn = threading.RLock()  # one call at a time; compound calls hold it throughout
+
+    @abstractmethod
+    def _send(self, call: str, **args: Any) -> Future:
+        """Start one call and return at once; the future carries its result. Names of calls are those used below."""
+
+    @property
+    def session_open(self) -> bool:
+        """Whether vLLM's update session is open, as far as the calls that ended tell."""
+        return self._open
+
+    def assume_open_session(self) -> None:
+        """Tell the handle of a session that an earlier controller left open; workers report it when they join."""
+        self._open = True
+
+    def workers(self, timeout: float) -> int:
+        return int(self._call("workers", timeout))
+
+    def init(self, info: Mapping[str, Any], timeout: float) -> None:
+        self._call("init", timeout, info=dict(info))
+
+    def pause(self, timeout: float) -> None:
+        with self._sequence(timeout) as left:
+            if not self._paused:
+                self._call("pause", left(), done=lambda: setattr(self, "_paused", True))
+
+    def resume(self, timeout: float) -> None:
+        with self._sequence(timeout) as left:
+            if self._paused:
+                self._call("resume", left(), done=lambda: setattr(self, "_paused", False))
+
+    def start_update(self, timeout: float) -> None:
+        with self._sequence(timeout) as left:
+            if self._open:
+                self._close_session(left())
+            self._call("start", left(), done=lambda: setattr(self, "_open", True))
+
+    def update(self, info: Mapping[str, Any], timeout: float) -> None:
+        with self._sequence(timeout) as left:
+            if not self._open:
+                raise XferError(f"{self.name}: update without an open session; call start_update first")
+            # When a worker's update_weights raises (xfer's own never does), vLLM closes the session by itself.
+            self._call("update", left(), failed=lambda: setattr(self, "_open", False), info=dict(info))
+
+    def finish(self, version: str | None, timeout: float) -> None:
+        with self._sequence(timeout) as left:
+            if self._open:
+                self._close_session(left())
+            if version is not None:
+                self._call("set_version", left(), text=version)
+
+    def set_version(self, text: str, timeout: float) -> None:
+        self._call("set_version", timeout, text=text)
+
+    def reset_caches(self, timeout: float) -> None:
+        with self._sequence(timeout) as left:
+            for call in ("reset_prefix", "reset_mm", "reset_encoder"):
+                if self._call(call, left()) is False:
+                    raise XferError(
+                        f"{self.name} did not drop its prefix cache",
+                        ["cache blocks are held, e.g. by a remote KV transfer: keep the engine paused and reset again"],
+                    )
+
+    def _close_session(self, timeout: float) -> None:
+        # An error in finish leaves vLLM's session open, and only another finish can close it. So it stays open here too,
+        # and the next start_update or finish tries again.
+        self._call("finish", timeout, done=lambda: setattr(self, "_open", False))
+
+    @contextmanager
+    def _sequence(self, timeout: float) -> Iterator[Callable[[], float]]:
+        """Exclusive use of the handle, with every earlier call ended; yields the seconds that are left."""
+        deadline = time.monotonic() + timeout
+
+        def left() -> float:
+            return max(0.0, deadline - time.monotonic())
+
+        if not self._turn.acquire(timeout=timeout):
+            raise DeadlineExceeded(f"{self.name} is still in another thread's call after {timeout:.1f} s")
+        try:
+            self._settle(left())
+            yield left
+        finally:
+            self._turn.release()
+
+    def _settle(self, timeout: float) -> None:
+        """Wait for a call that earlier ran into its timeout: until it ends, its effect is not known."""
+        if self._outstanding is None:
+            return
+        try:
+            self._outstanding.future.exception(timeout)
+        except FutureTimeout:
+            raise DeadlineExceeded(
+                f"{self.name} has not answered an earlier call",
+                [f"{self._outstanding.call} is still under way, and the engine serves nothing until it ends: restart it if stuck"],
+            ) from None
+        ended, self._outstanding = self._outstanding, None
+        ended.settled()
+
+    def _call(
+        self,
+        call: str,
+        timeout: float,
+        *,
+        done: Callable[[], None] = lambda: None,
+        failed: Callable[[], None] = lambda: None,
+        **args: Any,
+    ) -> Any:
+        with self._sequence(timeout) as left:
+            sent = _Outstanding(call, self._send(call, **args), done, failed)
+            try:
+                sent.future.exception(left())
+            except FutureTimeout:
+                self._outstanding = sent
+                raise DeadlineExceeded(
+                    f"{self.name} did not answer {call} in {timeout:.1f} s", ["the next call waits for this one to end"]
+                ) from None
+            sent.settled()
+            error = sent.future.exception()
+            if error is None:
+                return sent.future.result()
+            raise self._explained(call, error) from error
+
+    def _explained(self, call: str, error: BaseException) -> XferError:
+        if isinstance(error, XferError):
+            return error
+        text = f"{self.name}: {call} failed: {type(error).__name__}: {error}"
+        # By name: the class is vLLM's, which the controller's process need not have.
+        if type(error).__name__ == "EngineDeadError" or isinstance(error, ConnectionError):
+            return EngineLost(text)
+        return DeadlineExceeded(text) if isinstance(error, TimeoutError) else XferError(text)
+
+
+class CallThread:
+    """One daemon thread that runs blocking calls in order. A call that never returns then holds up neither the caller, who
+    waits with a deadline, nor the end of the interpreter."""
+
+    def __init__(self, name: str):
+        self._todo: queue.SimpleQueue[tuple[Callable[[], Any], Future]] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name=f"xfer calls to {name}", daemon=True).start()
+
+    def submit(self, call: Callable[[], Any]) -> Future:
+        future: Future = Future()
+        self._todo.put((call, future))
+        return future
+
+    def _run(self) -> None:
+        while True:
+            call, future = self._todo.get()
+            try:
+                future.set_result(call())
+            except BaseException as e:  # also SystemExit: it must reach the waiter, not end the thread
+                future.set_exception(e)
+
+
+class Gate:
+    """Lets either one user thread in (again and again: it is re-entrant) or the controller, which no thread owns."""
+
+    _CONTROLLER = -1
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._holder: int | None = None
+        self._depth = 0
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Waits while the controller, or another thread, is in."""
+        me = threading.get_ident()
+        self._take(me)
+        try:
+            yield
+        finally:
+            self._drop(me)
+
+    def close(self) -> None:
+        """Waits until the user is out, then keeps users out until `open`. Re-entrant for the controller."""
+        self._take(self._CONTROLLER)
+
+    def open(self) -> None:
+        self._drop(self._CONTROLLER)
+
+    def _take(self, who: int) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._holder in (None, who))
+            self._holder, self._depth = who, self._depth + 1
+
+    def _drop(self, who: int) -> None:
+        with self._changed:
+            if self._holder != who:
+                raise RuntimeError("the gate is not held by who opens it")
+            self._depth -= 1
+            if self._depth == 0:
+                self._holder = None
+                self._changed.notify_all()
+
+
+class OfflineLLM(Handle):
+    """vLLM's synchronous `LLM` in this process.
+
+    It has no pause, and must not be used by two threads at once: the owner generates inside `serving()`, and a refit waits
+    for its turn at that gate and keeps it from `pause` to `resume`.
+    """
+
+    def __init__(self, llm: Any, name: str = "LLM"):
+        super().__init__(name)
+        self._llm, self._gate, self._thread = llm, Gate(), CallThread(name)
+
+    @contextmanager
+    def serving(self) -> Iterator[Any]:
+        """`with handle.serving() as llm: llm.generate(…)`. Re-entrant in a thread; waits while a refit is under way."""
+        with self._gate.entered():
+            yield self._llm
+
+    def _send(self, call: str, **args: Any) -> Future:
+        if call == "pause":
+            return self._thread.submit(self._gate.close)
+        if call == "resume":
+            return self._thread.submit(self._gate.open)
+        return self._thread.submit(lambda: self._at_the_gate(call, args))
+
+    def _at_the_gate(self, call: str, args: dict[str, Any]) -> Any:
+        self._gate.close()
+        try:
+            return self._now(call, **args)
+        finally:
+            self._gate.open()
+
+    def _now(self, call: str, info: dict[str, Any] | None = None, text: str = "") -> Any:
+        llm = self._llm
+        calls: dict[str, Callable[[], Any]] = {
+            # An offline LLM reaches the workers of its own data-parallel rank only.
+            "workers": lambda: llm.llm_engine.vllm_config.parallel_config.world_size,
+            "init": lambda: llm.init_weight_transfer_engine({"init_info": info}),
+            "start": llm.start_weight_update,
+            "update": lambda: llm.update_weights({"update_info": info}),
+            "finish": llm.finish_weight_update,
+            "set_version": lambda: llm.update_weight_version(text),
+            "reset_prefix": lambda: llm.reset_prefix_cache(reset_running_requests=True, reset_connector=True),
+            "reset_mm": llm.reset_mm_cache,
+            "reset_encoder": lambda: llm.llm_engine.reset_encoder_cache(),
+        }
+        return calls[call]()
+
+
+class AsyncEngine(Handle):
+    """vLLM's `AsyncLLM`, driven from a thread other than the one that runs its event loop."""
+
+    def __init__(self, engine: Any, loop: asyncio.AbstractEventLoop, *, pause_mode: PauseMode = "keep", name: str = "AsyncLLM"):
+        super().__init__(name)
+        self._engine, self._loop, self._mode = engine, loop, pause_mode
+
+    def _send(self, call: str, **args: Any) -> Future:
+        if self._loop.is_closed():
+            raise EngineLost(f"{self.name}: its event loop is closed")
+        if _running_loop() is self._loop:
+            raise Unsupported(
+                f"{self.name}: {call} would block the engine's own event loop",
+                ["run the controller in another thread, e.g. await asyncio.to_thread(...)"],
+            )
+        return asyncio.run_coroutine_threadsafe(self._now(call, **args), self._loop)
+
+    async def _now(self, call: str, info: dict[str, Any] | None = None, text: str = "") -> Any:
+        engine = self._engine
+        rpc = engine.collective_rpc
+        calls: dict[str, Callable[[], Awaitable[Any]]] = {
+            "init": lambda: rpc("init_weight_transfer_engine", kwargs={"init_info": info}),
+            # Caches are not dropped here but after the commit, when what they hold is known to be of old weights.
+            "pause": lambda: engine.pause_generation(mode=self._mode, clear_cache=False),
+            "resume": engine.resume_generation,
+            "start": engine.start_weight_update,
+            "update": lambda: rpc("update_weights", kwargs={"update_info": info}),
+            "finish": engine.finish_weight_update,
+            "set_version": lambda: engine.update_weight_version(text),
+            "reset_prefix": lambda: engine.reset_prefix_cache(reset_running_requests=True, reset_connector=True),
+            "reset_mm": engine.reset_mm_cache,
+            "reset_encoder": engine.reset_encoder_cache,
+        }
+        if call == "workers":
+            return engine.vllm_config.parallel_config.world_size_across_dp
+        return await calls[call]()
+
+
+def _running_loop() -> asyncio.AbstractEventLoop | None:
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None
+
+
+def handle_for(engine: Any, *, loop: asyncio.AbstractEventLoop | None = None, name: str | None = None) -> EngineHandle:
+    """The handle that fits `engine`: a handle already, a URL, an `AsyncLLM` (with its `loop`), an `LLM`, or a forwarder.
+
+    Unsupported: the object offers none of these interfaces; the violations say what it lacks.
+    """
+    from xfer.engines.remote import CallableEngine, HttpEngine
+
+    named = {} if name is None else {"name": name}
+    if isinstance(engine, EngineHandle):
+        return engine
+    if isinstance(engine, str):
+        return HttpEngine(engine, **named)
+    if asyncio.iscoroutinefunction(getattr(engine, "pause_generation", None)):
+        loop = loop or _running_loop()
+        if loop is None:
+            raise Unsupported("an AsyncLLM needs its event loop", ["pass loop=…, or call this from a coroutine of that loop"])
+        return AsyncEngine(engine, loop, **named)
+    if hasattr(engine, "llm_engine"):
+        return OfflineLLM(engine, **named)
+    return CallableEngine(engine, **named)

@@ -1,0 +1,254 @@
+"""A live engine model compared with its traced twin: what a refit writes, byte for byte, and what it leaves alone.
+
+The twin is the same model class on the meta device, in the same parallel groups, whose own loader has been traced: it tells
+where each canonical element goes *in the twin*. Here that is carried over to the live storages, and every byte of the live
+model gets one class: written, filled, staged (computed by the loader), or kept. Aliases need no class of their own: names that
+share a storage share its bytes. What has no class is an error that lists every name. Plain torch; vLLM's side is
+vllm_layout.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from math import prod
+
+import numpy as np
+import torch
+
+from xfer.engines.live import Intervals, Slot, Storages, common, runs, size, union, without, written
+from xfer.errors import LayoutError
+from xfer.plan.inventory import SCRATCH, Kept
+from xfer.plan.program import ITEMSIZE
+from xfer.mesh.box import row_major
+from xfer.trace.fragment import Fill, Fragment, Root, Span, TensorSpec
+from xfer.trace.traced import Recipe, Traced
+
+EMPTIED = "the live tensor is empty: its bytes were packed elsewhere after loading. On CPU set XFER_CPU_RESIDENT=1"
+
+
+@dataclass(frozen=True, eq=False)
+class EngineLayout:
+    """What one worker's model offers to a refit. Nothing in it changes; storages that move make new `tensors` elsewhere.
+
+    roots      the live storages, and one "scratch/<name>" per checkpoint tensor that the loader computes with; by name
+    tensors    root name -> flat uint8 tensor over the whole storage
+    traced     fragments, fills and recipes over these roots
+    footprint  every byte of every live parameter and buffer, disjoint, by root
+    kept       bytes that no refit touches, and why
+    staged     bytes that recipes write
+    aliases    (name, storage's name) of live tensors that lie in a storage called after another tensor
+    """
+
+    roots: tuple[Root, ...]
+    tensors: Mapping[str, torch.Tensor]
+    traced: Traced
+    footprint: tuple[Span, ...]
+    kept: tuple[Kept, ...]
+    staged: tuple[Span, ...]
+    aliases: tuple[tuple[str, str], ...]
+
+    def bytes_of(self, spans: Iterable[Span | Kept]) -> int:
+        return sum(s.stop - s.start for s in spans)
+
+
+def read_layout(live: Storages, twin: Storages, traced: Traced, *, keep: Sequence[str] = (), device: torch.device) -> EngineLayout:
+    """`traced`: over the twin's storages, called as in `twin.roots`. `keep`: globs over live names.
+
+    Raises one LayoutError with every name whose live place cannot be told from the twin's, and every live parameter byte
+    that the loader leaves untouched and nobody asked to keep: a model refitted by half must be impossible to report as done.
+    """
+    places, violations = _places(live, twin, traced, keep)
+    if violations:
+        raise LayoutError("the live model does not lie in memory as its class lays it out when it is built", violations)
+    traced = _relocated(traced, places)
+    scratch, scratch_fragments = _scratch(traced)
+    footprint = {root.name: union([s.bytes() for s in live.in_root(root.name)]) for root in live.roots}
+    touched = written(traced.fragments, traced.fills, ITEMSIZE)
+    staged = _staged(traced.recipes)
+    done = {name: union([touched.get(name, _NONE), staged.get(name, _NONE)]) for name in footprint}
+    kept, violations = _kept(live, twin, {n: without(b, done[n]) for n, b in footprint.items()}, keep)
+    violations += [
+        f"{name}: the loader writes {size(outside)} bytes of this storage where no live parameter or buffer lies"
+        for name in footprint
+        if len(outside := without(done[name], footprint[name]))
+    ]
+    if violations:
+        raise LayoutError("a refit would leave parts of this model as they are", violations)
+    return EngineLayout(
+        roots=tuple(sorted((*live.roots, *scratch), key=lambda r: r.name)),
+        tensors={**live.tensors, **{r.name: torch.empty(r.nbytes, dtype=torch.uint8, device=device) for r in scratch}},
+        traced=replace(traced, fragments=traced.fragments + scratch_fragments),
+        footprint=_spans(footprint),
+        kept=kept,
+        staged=_spans(staged),
+        aliases=tuple((s.name, s.root) for s in live.slots.values() if s.root not in ("", s.name)),
+    )
+
+
+_NONE = np.empty((0, 2), np.int64)
+
+
+# ---- from the twin's storages to the live ones
+
+
+def _places(
+    live: Storages, twin: Storages, traced: Traced, keep: Sequence[str]
+) -> tuple[dict[str, tuple[str, int]], list[str]]:
+    """Twin root -> (live root, bytes to add to offsets there), and what stands against it.
+
+    Every parameter of the twin must be there alive with shape, dtype and strides, and so must every buffer in a storage
+    that the loader writes; what lies together in a twin storage that the loader writes must lie together alive.
+    """
+    targets = {x.root for x in (*traced.fragments, *traced.fills)} | {r.target for r in traced.recipes}
+    places: dict[str, tuple[str, int]] = {}
+    by: dict[str, str] = {}
+    bad: list[str] = []
+    for slot in twin.slots.values():
+        loaded = slot.root in targets
+        if not (loaded or slot.is_parameter) or (not loaded and _named(slot.name, keep)):
+            continue
+        alive = live.slots.get(slot.name)
+        if alive is None:
+            # A parameter that the loader does not write and that post-load code removed has no bytes to be wrong.
+            if loaded:
+                bad.append(f"{slot.name}: written by the loader, but not in the live model")
+            continue
+        if (alive.shape, alive.dtype, alive.strides) != (slot.shape, slot.dtype, slot.strides):
+            why = EMPTIED if not prod(alive.shape) else "it was laid out anew after loading, and xfer does not know how"
+            bad.append(f"{slot.name}: built as {slot.described()}, alive as {alive.described()}: {why}")
+            continue
+        if not loaded or not slot.root:
+            continue
+        place = (alive.root, alive.offset - slot.offset)
+        if places.setdefault(slot.root, place) != place:
+            bad.append(
+                f"{slot.name}: shares a storage with {by[slot.root]} when built, but lies elsewhere in the live model "
+                f"(byte {alive.offset} of {alive.root})"
+            )
+        by.setdefault(slot.root, slot.name)
+    bad += [f"{t}: the loader writes a storage that no parameter or buffer names" for t in sorted(targets - {s.root for s in twin.slots.values()})]
+    return places, bad
+
+
+def _relocated(traced: Traced, places: Mapping[str, tuple[str, int]]) -> Traced:
+    def move(x: Fragment | Fill):
+        root, by = places[x.root]
+        return replace(x, root=root, offset=x.offset + by)
+
+    return replace(
+        traced,
+        # Twin storages may be one live storage (a head tied again after loading): equal writes are one write.
+        fragments=tuple(dict.fromkeys(map(move, traced.fragments))),
+        fills=tuple(dict.fromkeys(map(move, traced.fills))),
+        recipes=tuple(replace(r, target=places[r.target][0], offset=r.offset + places[r.target][1]) for r in traced.recipes),
+        casts=tuple(replace(c, root=places[c.root][0]) for c in traced.casts),
+    )
+
+
+# ---- loader arithmetic
+
+
+def scratch_name(tensor: str) -> str:
+    return SCRATCH + tensor
+
+
+def _scratch(traced: Traced) -> tuple[tuple[Root, ...], tuple[Fragment, ...]]:
+    """A whole checkpoint tensor in scratch for each one that a recipe reads, and the fragment that brings it there."""
+    specs: dict[str, TensorSpec] = {s.name: s for s in traced.specs}
+    roots, fragments = [], []
+    for name in sorted({n for r in traced.recipes for n in r.sources}):
+        spec = specs[name]
+        item = ITEMSIZE[spec.dtype]
+        strides = tuple(s * item if n > 1 else 0 for s, n in zip(row_major(spec.shape), spec.shape))
+        roots.append(Root(scratch_name(name), prod(spec.shape) * item))
+        origin = (0,) * len(spec.shape)
+        fragments.append(Fragment(name, origin, spec.shape, scratch_name(name), 0, strides, spec.dtype))
+    return tuple(roots), tuple(fragments)
+
+
+def _staged(recipes: Iterable[Recipe]) -> dict[str, Intervals]:
+    parts: dict[str, list[Intervals]] = {}
+    for r in recipes:
+        parts.setdefault(r.target, []).append(runs(r.offset, r.shape, r.strides, ITEMSIZE[r.dtype]))
+    return {name: union(p) for name, p in parts.items()}
+
+
+def run_recipes(layout: EngineLayout, tensors: Mapping[str, torch.Tensor]) -> None:
+    """The loader's own arithmetic, from scratch into `tensors` (root name -> flat uint8), after the wire."""
+    specs = {s.name: s for s in layout.traced.specs}
+
+    def source(name: str) -> torch.Tensor:
+        return tensors[scratch_name(name)].view(getattr(torch, specs[name].dtype)).view(specs[name].shape)
+
+    for recipe in layout.traced.recipes:
+        recipe.apply(source, tensors)
+
+
+# ---- what stays
+
+
+def _kept(
+    live: Storages, twin: Storages, untouched: Mapping[str, Intervals], keep: Sequence[str]
+) -> tuple[tuple[Kept, ...], list[str]]:
+    """Bytes that stay, with reasons, and the names whose bytes may not.
+
+    A byte stays when a name that covers it was given by the caller, or when only buffers that the class itself makes cover
+    it: those hold no checkpoint values (rotary tables, attention scales). A buffer that only the live model has was computed
+    after loading, perhaps from weights, and would go stale unseen.
+    """
+    kept: list[Kept] = []
+    bad: dict[str, str] = {}
+    for root, left in untouched.items():
+        if not len(left):
+            continue
+        owners = [(s, o) for s in live.in_root(root) if len(o := common(s.bytes(), left))]
+        asked = [(s, o, _named(s.name, keep)) for s, o in owners]
+        by_caller = union([o for _, o, pattern in asked if pattern])
+        for slot, own, pattern in asked:
+            if pattern:
+                kept += [Kept(root, a, b, f"{slot.name}: kept by request ({pattern})") for a, b in own.tolist()]
+                continue
+            rest = without(own, by_caller)
+            if not len(rest):
+                continue
+            problem = _why_not_kept(slot, twin, size(rest), size(slot.bytes()))
+            if problem:
+                bad[slot.name] = problem
+            else:
+                kept += [Kept(root, a, b, f"{slot.name}: a buffer that no checkpoint tensor fills") for a, b in rest.tolist()]
+    return _disjoint(kept), list(bad.values())
+
+
+def _why_not_kept(slot: Slot, twin: Storages, missing: int, whole: int) -> str:
+    if slot.name not in twin.slots:
+        return (
+            f"{slot.name}: made after loading, in a storage of its own, and not redone after a refit; "
+            f"name it in keep= only if it does not depend on weights"
+        )
+    if slot.is_parameter:
+        return (
+            f"{slot.name}: {missing} of its {whole} bytes are written by no tensor of the trainers' checkpoint; "
+            f"send them, or name it in keep= if it is frozen"
+        )
+    return ""
+
+
+def _disjoint(kept: list[Kept]) -> tuple[Kept, ...]:
+    """One reason per byte: the first name in the order of storage and byte."""
+    out: list[Kept] = []
+    seen: dict[str, Intervals] = {}
+    for k in sorted(kept, key=lambda k: (k.root, k.start, k.stop, k.reason)):
+        new = without(np.array([[k.start, k.stop]], np.int64), seen.get(k.root, _NONE))
+        out += [replace(k, start=a, stop=b) for a, b in new.tolist()]
+        seen[k.root] = union([seen.get(k.root, _NONE), new])
+    return tuple(out)
+
+
+def _named(name: str, patterns: Sequence[str]) -> str:
+    return next((p for p in patterns if fnmatchcase(name, p)), "")
+
+
+def _spans(by_root: Mapping[str, Intervals]) -> tuple[Span, ...]:
+    return tuple(Span(root, a, b) for root in sorted(by_root) for a, b in by_root[root].tolist())

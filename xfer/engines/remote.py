@@ -1,0 +1,137 @@
+"""Handles of engines that live in another process: an HTTP server in development mode, or any object that forwards calls.
+
+What a handle promises is in handles.py; here is only how each call looks on the wire.
+"""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from typing import Any
+
+from xfer.engines.handles import CallThread, Handle, PauseMode
+from xfer.errors import EngineLost, Unsupported, XferError
+
+_STRAGGLER_S = 3600.0
+"""How long a request may stay unanswered on its socket. Callers wait by their own, shorter timeouts; hanging up earlier would
+not stop the call in the engine, only leave us not knowing when it ended."""
+
+
+class HttpEngine(Handle):
+    """`vllm serve … --weight-transfer-config '{"backend": "xfer"}'`, started with VLLM_SERVER_DEV_MODE=1.
+
+    `headers`: sent with every request, e.g. {"Authorization": "Bearer …"}.
+    """
+
+    def __init__(
+        self, url: str, *, pause_mode: PauseMode = "keep", headers: Mapping[str, str] | None = None, name: str | None = None
+    ):
+        parts = urllib.parse.urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.netloc:
+            raise Unsupported(f"not an engine URL: {url!r}", ["expected http://host:port"])
+        super().__init__(name or url)
+        self._url, self._mode = url.rstrip("/"), pause_mode
+        self._headers = {"Content-Type": "application/json", **(headers or {})}
+        self._thread = CallThread(self.name)
+
+    def _send(self, call: str, **args: Any) -> Future:
+        return self._thread.submit(lambda: self._now(call, **args))
+
+    def _now(self, call: str, info: dict[str, Any] | None = None, text: str = "") -> Any:
+        calls: dict[str, Callable[[], Any]] = {
+            "workers": lambda: self._ask("GET", "/get_world_size")["world_size"],
+            "init": lambda: self._ask("POST", "/init_weight_transfer_engine", {"init_info": info}),
+            "pause": lambda: self._ask("POST", f"/pause?mode={self._mode}&clear_cache=false"),
+            "resume": lambda: self._ask("POST", "/resume"),
+            "start": lambda: self._ask("POST", "/start_weight_update"),
+            "update": lambda: self._ask("POST", "/update_weights", {"update_info": info}),
+            "finish": lambda: self._ask("POST", "/finish_weight_update", {}),
+            "set_version": lambda: self._ask("POST", "/update_weight_version", {"new_version": text}),
+            "reset_prefix": lambda: self._ask(
+                "POST", "/reset_prefix_cache?reset_running_requests=true&reset_external=true"
+            ).get("success", True),
+            "reset_mm": lambda: self._ask("POST", "/reset_mm_cache"),
+            "reset_encoder": lambda: self._ask("POST", "/reset_encoder_cache"),
+        }
+        return calls[call]()
+
+    def _ask(self, method: str, path: str, body: Any = None) -> dict[str, Any]:
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self._url + path, data=data, headers=self._headers, method=method)
+        try:
+            with urllib.request.urlopen(request, timeout=_STRAGGLER_S) as reply:
+                text = reply.read()
+        except urllib.error.HTTPError as e:
+            detail = e.read(2000).decode(errors="replace")
+            if e.code == 404:
+                raise Unsupported(
+                    f"{self.name} has no route {path}", ["start the server with VLLM_SERVER_DEV_MODE=1 in its environment"]
+                ) from None
+            raise XferError(f"{self.name}: {path} answered {e.code}", [detail] if detail else []) from None
+        except urllib.error.URLError as e:
+            raise EngineLost(f"{self.name} cannot be reached: {e.reason}", [f"{method} {path}"]) from None
+        return json.loads(text) if text else {}
+
+
+class CallableEngine(Handle):
+    """Any object that forwards vLLM's calls, e.g. around a Ray actor: synchronous methods by vLLM's names, plain arguments.
+
+    Needed on `obj`, or given here: init_weight_transfer_engine, start_weight_update, update_weights, finish_weight_update
+    (vLLM's weight-sync client), update_weight_version, pause_generation, resume_generation, reset_prefix_cache. Used if
+    there: reset_mm_cache, reset_encoder_cache. `workers`: how many workers the four calls reach; asked of
+    `obj.get_world_size()` when not given.
+
+    Unsupported lists what is missing: an engine that cannot be paused, or keeps its caches, would answer with old work.
+    """
+
+    _METHODS = {
+        "init": "init_weight_transfer_engine",
+        "start": "start_weight_update",
+        "update": "update_weights",
+        "finish": "finish_weight_update",
+        "set_version": "update_weight_version",
+        "pause": "pause_generation",
+        "resume": "resume_generation",
+        "reset_prefix": "reset_prefix_cache",
+        "workers": "get_world_size",
+    }
+    _OPTIONAL = {"reset_mm": "reset_mm_cache", "reset_encoder": "reset_encoder_cache"}
+
+    def __init__(
+        self,
+        obj: Any,
+        *,
+        workers: int | None = None,
+        pause: Callable[[], Any] | None = None,
+        resume: Callable[[], Any] | None = None,
+        reset_prefix_cache: Callable[[], Any] | None = None,
+        name: str | None = None,
+    ):
+        super().__init__(name or type(obj).__name__)
+        given: dict[str, Callable[..., Any] | None] = {
+            "pause": pause,
+            "resume": resume,
+            "reset_prefix": reset_prefix_cache,
+            "workers": None if workers is None else lambda: workers,
+        }
+        self._calls = {
+            call: given.get(call) or getattr(obj, method, None) for call, method in {**self._METHODS, **self._OPTIONAL}.items()
+        }
+        missing = [f"{type(obj).__name__}.{method}" for call, method in self._METHODS.items() if self._calls[call] is None]
+        if missing:
+            raise Unsupported("this object cannot stand for an engine; it lacks", missing)
+        self._thread = CallThread(self.name)
+
+    def _send(self, call: str, info: dict[str, Any] | None = None, text: str = "") -> Future:
+        method = self._calls[call]
+        if method is None:
+            return self._thread.submit(lambda: None)
+        if call == "init":
+            return self._thread.submit(lambda: method({"init_info": info}))
+        if call == "update":
+            return self._thread.submit(lambda: method({"update_info": info}))
+        return self._thread.submit(lambda: method(text)) if call == "set_version" else self._thread.submit(method)

@@ -1,0 +1,122 @@
+"""xfer inside a vLLM worker: the weight-transfer engine that vLLM creates and calls, one per worker.
+
+It translates vLLM's calls into those of a WorkerSession and does nothing else; layouts are read in vllm_layout.py, bytes and
+decisions are the session's. vLLM's view of one refit: start_weight_update, update_weights (blocks until the session has its
+decision), finish_weight_update.
+
+Nothing here raises once the engine is connected. vLLM's executor reads the workers' replies in rank order and stops at the
+first failure; the replies of later workers stay in their queues, and every later call gets the reply to the one before. So
+errors travel on xfer's own channel, where each names its worker, and vLLM sees calls that succeed.
+"""
+
+from __future__ import annotations
+
+import traceback
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.logger import init_logger
+
+from xfer.engines.vllm_layout import EngineModel
+
+if TYPE_CHECKING:
+    from xfer.session.worker import WorkerSession
+
+logger = init_logger(__name__)
+
+
+@dataclass
+class XferInitInfo(WeightTransferInitInfo):
+    """What a controller sends with `init`. `token` authenticates; it is never logged."""
+
+    rendezvous: str
+    token: str = field(repr=False)
+    replica: int = 0
+    workers: int = 0  # of the replica, over all its data-parallel ranks; 0: as vLLM's configuration says
+    deadline_s: float = 300.0
+    keep: list[str] = field(default_factory=list)  # globs over the engine's own tensor names
+    drop: list[str] = field(default_factory=list)  # globs over checkpoint names that this engine need not take
+    options: dict[str, Any] = field(default_factory=dict)  # further keywords of WorkerSession
+
+
+@dataclass
+class XferUpdateInfo(WeightTransferUpdateInfo):
+    """What a controller sends with `update`: plain strings and numbers, understood by the session."""
+
+    update: dict[str, Any] = field(default_factory=dict)
+
+
+class XferWeightTransferEngine(WeightTransferEngine[XferInitInfo, XferUpdateInfo]):
+    init_info_cls = XferInitInfo
+    update_info_cls = XferUpdateInfo
+    supports_draft_weight_update = False
+    """A drafter is a second model with a layout of its own; vLLM then refuses to open a draft update by name."""
+
+    def __init__(self, config, vllm_config, device, model):
+        super().__init__(config, vllm_config, device, model)
+        self.session: WorkerSession | None = None
+        self.session_open = False
+
+    def init_transfer_engine(self, init_info: XferInitInfo) -> None:
+        """Read nothing yet, only join: the layout needs the trainers' catalog, which the session brings."""
+        self._quietly("join", self._join, init_info)
+
+    def start_weight_update(self) -> None:
+        self.session_open = True
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        # Overridden because the base class raises on a malformed dict and synchronizes the device once more; the session
+        # has done so before it answered.
+        self._quietly("update", lambda: self.receive_weights(self.parse_update_info(update_info)))
+
+    def receive_weights(self, update_info: XferUpdateInfo) -> None:
+        if self.session is None:
+            logger.error("xfer: update before init; nothing was received")
+            return
+        self._quietly("receive", self.session.receive, update_info.update)
+
+    def finish_weight_update(self) -> None:
+        self.session_open = False
+
+    def shutdown(self) -> None:
+        session, self.session = self.session, None
+        if session is not None:
+            self._quietly("close", session.close)
+
+    def worker_rank(self) -> int:
+        """Rank in the replica: workers of data-parallel rank 0 first, in vLLM's own order within each."""
+        from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
+
+        p = self.parallel_config
+        within = getattr(p, "rank", None)
+        if within is None:
+            within = get_pp_group().rank_in_group * p.tensor_parallel_size + get_tensor_model_parallel_rank()
+        return p.data_parallel_index * p.world_size + within
+
+    def _join(self, info: XferInitInfo) -> None:
+        from xfer.session.worker import WorkerSession
+
+        self.shutdown()
+        p = self.parallel_config
+        model = EngineModel(self.vllm_config, self.model, self.device, keep=info.keep, drop=info.drop)
+        self.session = WorkerSession(
+            model,
+            replica=info.replica,
+            worker_rank=self.worker_rank(),
+            workers=info.workers or p.world_size_across_dp,
+            rendezvous=info.rendezvous,
+            token=info.token,
+            deadline_s=info.deadline_s,
+            **info.options,
+        )
+        self.session.join()
+
+    def _quietly(self, what: str, call, *args: Any) -> None:
+        """Run `call`; an error ends here, in the worker's log. The session has told its peers, or they see it gone."""
+        try:
+            call(*args)
+        except BaseException as error:
+            if isinstance(error, KeyboardInterrupt | SystemExit):
+                raise
+            logger.error("xfer: %s failed on worker %d: %s", what, self.worker_rank(), "".join(traceback.format_exception(error)))

@@ -1,0 +1,91 @@
+"""Every error that xfer raises on purpose. One class per thing that a caller would do differently.
+
+An error carries *all* violations found, not the first, and where it happened. It can cross a control connection: `to_wire`
+gives plain strings, `from_wire` finds the class by name in this module (never by import path) and falls back to `XferError`.
+Errors of programming (a wrong type passed to an internal function) are ordinary TypeErrors and not listed here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+class XferError(Exception):
+    """Base of all. `violations`: one line each, naming tensor, rank, what was expected and what to do.
+
+    `where`: who raised it, e.g. "trainer 3" or "engine 0 worker 1"; empty when not known.
+    """
+
+    def __init__(self, message: str, violations: Iterable[str] = (), *, where: str = ""):
+        self.message, self.violations, self.where = message, tuple(violations), where
+        super().__init__(message)
+
+    def __str__(self) -> str:
+        head = f"[{self.where}] {self.message}" if self.where else self.message
+        shown = "".join(f"\n  - {v}" for v in self.violations[:40])
+        more = f"\n  … and {len(self.violations) - 40} more" if len(self.violations) > 40 else ""
+        return head + shown + more
+
+    def to_wire(self) -> tuple[str, str, tuple[str, ...], str]:
+        return type(self).__name__, self.message, self.violations, self.where
+
+
+class LayoutError(XferError):
+    """The layout of a model cannot be read, or the two sides describe tensors that do not fit each other."""
+
+
+class CoverageError(XferError):
+    """Some destination byte has no writer, two writers, or no class; or a trained tensor has no taker."""
+
+
+class PlanMismatch(XferError):
+    """Ranks computed different plans from what should be the same inputs. Nothing was moved."""
+
+
+class RebindError(XferError):
+    """Storage changed in a way that cannot be re-planned at this point."""
+
+
+class HandshakeError(XferError):
+    """A peer could not prove the token, or its hello does not match (wire version, torch, dtype support, sizes)."""
+
+
+class ProtocolError(XferError):
+    """A malformed, oversized or out-of-order control message."""
+
+
+class PeerLost(XferError):
+    """A process that took part is gone. `drained`: whether its reads and writes of our memory are known to have ended."""
+
+    def __init__(self, message: str, violations: Iterable[str] = (), *, where: str = "", drained: bool = True):
+        super().__init__(message, violations, where=where)
+        self.drained = drained
+
+
+class EngineLost(XferError):
+    """An engine replica cannot serve any more without being restarted."""
+
+
+class DeadlineExceeded(XferError):
+    """A wait ended at its deadline. The violations say per rank what was waited for."""
+
+
+class VerificationError(XferError):
+    """Checksums of what was sent and of what lies in the engine differ. The version was not committed."""
+
+
+class RefitFailed(XferError):
+    """Fewer replicas committed than asked for, or another rank raised; the violations carry each cause."""
+
+
+class Unsupported(XferError):
+    """A feature or layout that xfer refuses by name rather than getting it wrong."""
+
+
+_BY_NAME = {c.__name__: c for c in list(globals().values()) if isinstance(c, type) and issubclass(c, XferError)}
+
+
+def from_wire(kind: str, message: str, violations: Iterable[str], where: str) -> XferError:
+    """The error that `to_wire` described; unknown kinds become a plain XferError whose message keeps the name."""
+    cls = _BY_NAME.get(kind)
+    return cls(message, violations, where=where) if cls else XferError(f"{kind}: {message}", violations, where=where)

@@ -1,0 +1,65 @@
+"""Moving the rows of a program between live storages and wire buffers: pack, unpack, local copy, fill.
+
+Every transport calls `bind` once per set of rows and then only the bound object's methods. Which implementation runs
+depends on the device of the storages; a row means the same in all of them. Checksums are in `checksum.py`. Not here: which
+rows there are (plan/), when and to whom bytes travel (transport/).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal, Protocol
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["BoundRows", "Side", "bind"]
+
+Side = Literal["src", "dst", "local"]
+"""Which end of the rows lies in this process: the sender's, the taker's, or both."""
+
+
+class BoundRows(Protocol):
+    """Rows tied to storages. All Python work is done at binding; the calls below only launch copies.
+
+    A wire buffer is a flat uint8 tensor; a row's bytes begin at its `wire` column. A bound object keeps views of every
+    buffer that it was called with, so callers pass the same few buffers again and again.
+    """
+
+    nbytes: int
+    """Length that a wire buffer needs: end of the last row."""
+    scratch_bytes: int
+    """Memory kept beside buffers, for casts of values that are not aligned to their own size. Zero in every usual plan."""
+
+    def pack(self, buffer: torch.Tensor) -> None:
+        """side "src": storage -> buffer, converted to the wire dtype."""
+
+    def unpack(self, buffer: torch.Tensor) -> None:
+        """side "dst": buffer -> storage, converted from the wire dtype."""
+
+    def copy(self) -> None:
+        """side "local": storage -> storage."""
+
+    def fill(self) -> None:
+        """side "dst" or "local": sets the destination of every FILL row; the other calls pass FILL rows over."""
+
+
+def bind(
+    rows: np.ndarray,
+    roots: Sequence[torch.Tensor],
+    side: Side,
+    *,
+    src_roots: Sequence[torch.Tensor] | None = None,
+) -> BoundRows:
+    """Ties `rows` (dtype ROW) to storages.
+
+    `roots[i]` is a flat uint8 tensor over the whole of storage i of this rank's inventory. For side "local" they are the
+    taker's, and `src_roots` the sender's when the two inventories differ (default: the same list).
+    LayoutError, listing every row, when a row reaches outside its storage or names a storage that is not there.
+    """
+    # One implementation so far: torch's own strided copies, which are right on every device.
+    from xfer.kernels.torch_impl import TorchRows
+
+    return TorchRows(rows, roots, side, roots if src_roots is None else src_roots)

@@ -1,0 +1,33 @@
+"""Who sits where, and which part of a tensor each rank holds when that is declared rather than read.
+
+Importing this touches neither CUDA nor torch.distributed; torch is imported only by the calls that translate its types.
+"""
+
+from xfer.mesh.box import Box, row_major, whole
+from xfer.mesh.mesh_info import MeshInfo, MeshRecord
+from xfer.mesh.parallel import EngineParallel, TrainerParallel
+from xfer.mesh.placement import Interleaved, Placement, Replicate, Segmented, Shard, StridedShard, from_torch, to_torch
+from xfer.mesh.slices import LocalBox, LocalLayout, local_boxes, local_layout, local_shape
+
+__all__ = [
+    "Box",
+    "EngineParallel",
+    "Interleaved",
+    "LocalBox",
+    "LocalLayout",
+    "MeshInfo",
+    "MeshRecord",
+    "Placement",
+    "Replicate",
+    "Segmented",
+    "Shard",
+    "StridedShard",
+    "TrainerParallel",
+    "from_torch",
+    "local_boxes",
+    "local_layout",
+    "local_shape",
+    "row_major",
+    "to_torch",
+    "whole",
+]

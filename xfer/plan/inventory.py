@@ -1,0 +1,411 @@
+"""Inventories: everything the planner knows of one rank. Which box of which canonical tensor lies where in which storage.
+
+Here live the columnar table of fragments, the inventory around it, its digest and its wire form. No address is in it and no
+plan: a rank publishes it once, and ranks whose digests are equal (data-parallel replicas) publish it once for all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+
+from xfer.errors import LayoutError, ProtocolError, Unsupported
+from xfer.plan import columns as col
+from xfer.plan.program import DTYPE_CODE, DTYPES, ITEMSIZE, MAX_DIMS
+from xfer.trace.fragment import Fill, Fragment, Root, Span
+
+if TYPE_CHECKING:
+    from xfer.trace.catalog import Catalog
+
+VERSION = 1
+ITEM = np.array([ITEMSIZE[n] for n in DTYPES], np.int64)
+"""Bytes of one element by dtype code."""
+
+SCRATCH = "scratch/"
+"""Prefix of the names of roots that hold inputs of recipes. They are ordinary roots, but no part of the live model."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Bytes `start <= b < stop` of a storage that a refit leaves as they are, and why that is right."""
+
+    root: str
+    start: int
+    stop: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FragmentTable:
+    """Fragments as columns, in canonical order (tensor, box, storage position), so that equal sets are equal tables.
+
+    Boxes and strides have MAX_DIMS columns; a tensor of fewer dims is padded in front with origin 0, extent 1, stride 0.
+    """
+
+    tensor: np.ndarray  # int32 [N], index in catalog.tensors
+    root: np.ndarray  # int32 [N], index in the inventory's roots
+    dtype: np.ndarray  # uint8 [N], wire code
+    offset: np.ndarray  # int64 [N], bytes
+    origin: np.ndarray  # int64 [N, MAX_DIMS], elements
+    extent: np.ndarray  # int64 [N, MAX_DIMS], elements
+    strides: np.ndarray  # int64 [N, MAX_DIMS], bytes; 0 where the extent is 1
+
+    def __len__(self) -> int:
+        return len(self.tensor)
+
+    @classmethod
+    def build(cls, fragments: Iterable[Fragment], catalog: Catalog, roots: Sequence[Root]) -> FragmentTable:
+        """Fragments of grouped canonical names -> columns; fragments without elements are left out.
+
+        Raises Unsupported (too many dims, unknown dtype) and LayoutError (unknown names, boxes outside their tensor, bytes
+        outside their storage), each naming every offender.
+        """
+        fragments = [f for f in fragments if all(f.extent)]
+        number = {r.name: i for i, r in enumerate(roots)}
+        _refuse_unsupported(fragments)
+        bad = [f"{f.tensor}: not in the catalog" for f in fragments if f.tensor not in catalog.index]
+        bad += [f"{f.tensor}: lies in storage {f.root}, which is not among the roots" for f in fragments if f.root not in number]
+        bad += [
+            f"{f.tensor}: origin {f.origin}, extent {f.extent} and strides {f.strides} do not fit shape {catalog.tensors[catalog.index[f.tensor]].shape}"
+            for f in fragments
+            if f.tensor in catalog.index and not _same_dims(f, catalog.tensors[catalog.index[f.tensor]].shape)
+        ]
+        if bad:
+            raise LayoutError("fragments do not fit the catalog", sorted(set(bad)))
+        pad = [MAX_DIMS - len(f.origin) for f in fragments]
+        table = cls(
+            np.array([catalog.index[f.tensor] for f in fragments], np.int32),
+            np.array([number[f.root] for f in fragments], np.int32),
+            np.array([DTYPE_CODE[f.dtype] for f in fragments], np.uint8),
+            np.array([f.offset for f in fragments], np.int64),
+            _wide([(0,) * p + tuple(f.origin) for p, f in zip(pad, fragments)]),
+            _wide([(1,) * p + tuple(f.extent) for p, f in zip(pad, fragments)]),
+            _wide([(0,) * p + tuple(s if n > 1 else 0 for s, n in zip(f.strides, f.extent)) for p, f in zip(pad, fragments)]),
+        ).sorted()
+        bad = list(table.misfits(catalog, roots))
+        if bad:
+            raise LayoutError("fragments lie outside their tensor or their storage", bad)
+        return table
+
+    def sorted(self) -> FragmentTable:
+        keys = [self.dtype, *self.strides.T[::-1], self.offset, self.root, *self.extent.T[::-1], *self.origin.T[::-1], self.tensor]
+        return self.take(np.lexsort(keys))
+
+    def take(self, rows: np.ndarray) -> FragmentTable:
+        return FragmentTable(*(getattr(self, name)[rows] for name in self.__slots__))
+
+    def bounds(self) -> tuple[np.ndarray, np.ndarray]:
+        """First and one-past-last byte of each fragment in its storage, int64 [N]."""
+        reach = (self.extent - 1) * self.strides
+        low = self.offset + np.minimum(reach, 0).sum(axis=1)
+        return low, self.offset + np.maximum(reach, 0).sum(axis=1) + ITEM[self.dtype]
+
+    def misfits(self, catalog: Catalog, roots: Sequence[Root]) -> Iterator[str]:
+        """One line per fragment whose box is not inside its tensor or whose bytes are not inside its storage."""
+        if not len(self):
+            return
+        foreign = self.tensor >= len(catalog.tensors)
+        for i in np.flatnonzero(foreign):
+            yield f"fragment {i}: tensor number {self.tensor[i]} of {len(catalog.tensors)} in the catalog"
+        shapes = padded_shapes(catalog)[np.where(foreign, 0, self.tensor)]
+        outside = ((self.origin < 0) | (self.origin + self.extent > shapes)).any(axis=1) & ~foreign
+        for i in np.flatnonzero(outside):
+            spec = catalog.tensors[self.tensor[i]]
+            yield f"{spec.name}: box {box_text(self.origin[i], self.extent[i], len(spec.shape))} outside shape {spec.shape}"
+        low, high = self.bounds()
+        size = np.array([r.nbytes for r in roots] or [0], np.int64)[self.root]
+        for i in np.flatnonzero((low < 0) | (high > size)):
+            yield f"{roots[self.root[i]].name}: bytes {low[i]}..{high[i]} of a fragment outside a storage of {size[i]} bytes"
+
+    def fragments(self, catalog: Catalog, roots: Sequence[Root]) -> Iterator[Fragment]:
+        """The rows as objects again, in table order."""
+        for i in range(len(self)):
+            spec = catalog.tensors[self.tensor[i]]
+            cut = slice(MAX_DIMS - len(spec.shape), None)
+            origin, extent, strides = (tuple(c[i, cut].tolist()) for c in (self.origin, self.extent, self.strides))
+            yield Fragment(spec.name, origin, extent, roots[self.root[i]].name, int(self.offset[i]), strides, DTYPES[self.dtype[i]])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Inventory:
+    """All that one rank holds (trainer) or wants and has (engine).
+
+    `rank` counts within the side. `rank` and `host` are not in the digest. `roots` are sorted by name: a row's root number,
+    and the place in the binding table, is the position in this tuple.
+    """
+
+    catalog: str  # digest of the catalog whose numbers are used
+    side: str  # "trainer" | "engine"
+    rank: int
+    host: str
+    roots: tuple[Root, ...]
+    table: FragmentTable
+    fills: tuple[Fill, ...] = ()
+    footprint: tuple[Span, ...] = ()  # one span per live parameter or buffer; spans may overlap where two share bytes
+    kept: tuple[Kept, ...] = ()
+    staged: tuple[Span, ...] = ()  # bytes that recipes write after the wire
+    reads: tuple[str, ...] = ()  # checkpoint names that the loader consumed
+    _memo: list[bytes] = field(default_factory=list, repr=False)
+
+    @property
+    def who(self) -> str:
+        return f"trainer {self.rank}" if self.side == "trainer" else f"engine worker {self.rank}"
+
+    def content(self) -> bytes:
+        """Everything that affects a plan, canonically encoded. Equal for equal ranks."""
+        if not self._memo:
+            self._memo.append(_encode_content(self))
+        return self._memo[0]
+
+    def digest(self) -> str:
+        return col.digest([self.content()])
+
+    def to_bytes(self) -> bytes:
+        return msgspec.msgpack.encode(_Envelope(self.rank, self.host, self.content()))
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Inventory:
+        """ProtocolError for anything that `to_bytes` cannot have written. Costs at most a small multiple of len(data)."""
+        try:
+            env = msgspec.msgpack.decode(col.size_checked(data, "inventory"), type=_Envelope)
+            body = msgspec.msgpack.decode(env.content, type=_Content)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as e:
+            raise ProtocolError(f"inventory: {e}") from e
+        return _decode(env, body)
+
+
+def trainer_inventory(catalog: Catalog, *, rank: int, host: str, roots: Iterable[Root], fragments: Iterable[Fragment]) -> Inventory:
+    """`fragments` may carry checkpoint names or grouped ones. Raises LayoutError and Unsupported as FragmentTable.build."""
+    ordered = _ordered(roots)
+    table = FragmentTable.build(catalog.lift(tuple(fragments)), catalog, ordered)
+    return Inventory(catalog.digest(), "trainer", rank, host, ordered, table)
+
+
+def engine_inventory(
+    catalog: Catalog,
+    *,
+    rank: int,
+    host: str,
+    roots: Iterable[Root],
+    fragments: Iterable[Fragment],
+    fills: Iterable[Fill] = (),
+    footprint: Iterable[Span],
+    kept: Iterable[Kept] = (),
+    staged: Iterable[Span] = (),
+    reads: Iterable[str] = (),
+) -> Inventory:
+    """As trainer_inventory; `footprint` has one span per live parameter and buffer, and every byte of them."""
+    ordered = _ordered(roots)
+    table = FragmentTable.build(catalog.lift(tuple(fragments)), catalog, ordered)
+    inv = Inventory(
+        catalog.digest(), "engine", rank, host, ordered, table,
+        tuple(sorted((f for f in fills if all(f.extent)), key=lambda f: (f.root, f.offset, f.extent, f.strides, f.dtype, f.bits))),
+        tuple(sorted(footprint, key=_span_key)), tuple(sorted(kept, key=lambda k: (*_span_key(k), k.reason))),
+        tuple(sorted(staged, key=_span_key)), tuple(sorted(set(reads))),
+    )  # fmt: skip
+    odd = {f"{f.root}: fill of dtype {f.dtype} with {len(f.extent)} dims" for f in inv.fills if f.dtype not in DTYPE_CODE or len(f.extent) > MAX_DIMS}
+    if odd:
+        raise Unsupported("fills that cannot be planned", sorted(odd))
+    bad = list(_span_misfits(inv))
+    if bad:
+        raise LayoutError("fills or spans lie outside their storage", bad)
+    return inv
+
+
+def box_text(origin: Sequence[int], extent: Sequence[int], dims: int) -> str:
+    """"[0:4, 8:16]": the last `dims` columns of a padded box."""
+    pairs = list(zip(origin, extent))[MAX_DIMS - dims :] if len(origin) == MAX_DIMS else list(zip(origin, extent))
+    return "[" + ", ".join(f"{int(o)}:{int(o) + int(e)}" for o, e in pairs) + "]"
+
+
+# ---- wire form
+
+
+class _Envelope(msgspec.Struct, forbid_unknown_fields=True, array_like=True):
+    rank: int
+    host: str
+    content: bytes
+
+
+class _Spans(msgspec.Struct, forbid_unknown_fields=True, array_like=True):
+    count: int
+    root: bytes
+    start: bytes
+    stop: bytes
+
+
+class _FillWire(msgspec.Struct, forbid_unknown_fields=True, array_like=True):
+    root: int
+    offset: int
+    extent: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: int
+    bits: bytes
+
+
+class _Content(msgspec.Struct, forbid_unknown_fields=True, array_like=True):
+    version: int
+    catalog: str
+    side: str
+    root_names: list[str]
+    root_bytes: bytes
+    count: int
+    dims: int  # columns of box and strides that are sent; the ones in front are all padding
+    columns: tuple[bytes, bytes, bytes, bytes, bytes, bytes, bytes]
+    fills: list[_FillWire]
+    footprint: _Spans
+    kept: _Spans
+    reasons: list[str]
+    staged: _Spans
+    reads: list[str]
+
+
+_WIRE = ("<i4", "<i4", "<u1", "<i8", "<i8", "<i8", "<i8")
+
+
+def _encode_content(inv: Inventory) -> bytes:
+    t, number = inv.table, {r.name: i for i, r in enumerate(inv.roots)}
+    used = np.flatnonzero((t.extent != 1).any(axis=0) | (t.origin != 0).any(axis=0))
+    dims = MAX_DIMS - int(used[0]) if len(used) else 0
+    arrays = (t.tensor, t.root, t.dtype, t.offset, *(c[:, MAX_DIMS - dims :] for c in (t.origin, t.extent, t.strides)))
+
+    def spans(items: Sequence[Span | Kept]) -> _Spans:
+        cols = [np.array(v, np.int64) for v in ([number[s.root] for s in items], [s.start for s in items], [s.stop for s in items])]
+        return _Spans(len(items), *(col.pack(c, d) for c, d in zip(cols, ("<i4", "<i8", "<i8"))))
+
+    fills = [_FillWire(number[f.root], f.offset, tuple(f.extent), tuple(f.strides), DTYPE_CODE[f.dtype], f.bits) for f in inv.fills]
+    return msgspec.msgpack.encode(
+        _Content(
+            VERSION, inv.catalog, inv.side, [r.name for r in inv.roots], col.pack(np.array([r.nbytes for r in inv.roots], np.int64), "<i8"),
+            len(t), dims, tuple(col.pack(a, d) for a, d in zip(arrays, _WIRE)), fills, spans(inv.footprint), spans(inv.kept),
+            [k.reason for k in inv.kept], spans(inv.staged), list(inv.reads),
+        )
+    )  # fmt: skip
+
+
+def _decode(env: _Envelope, body: _Content) -> Inventory:
+    if body.version != VERSION:
+        raise ProtocolError(f"inventory: version {body.version}, this side speaks {VERSION}")
+    if body.side not in ("trainer", "engine"):
+        raise ProtocolError(f"inventory: side {body.side!r}")
+    if not 0 <= env.rank < 1 << 24 or not 0 <= body.dims <= MAX_DIMS:
+        raise ProtocolError(f"inventory: rank {env.rank}, {body.dims} dims")
+    if body.root_names != sorted(set(body.root_names)):
+        raise ProtocolError("inventory: root names are not sorted and distinct")
+    size = col.unpack(body.root_bytes, "<i8", len(body.root_names), what="root sizes")
+    col.in_range(size, 0, col.MAX_VALUE, "root sizes")
+    roots = tuple(Root(n, s) for n, s in zip(body.root_names, size.tolist()))
+    table = _decode_table(body, size)
+    footprint, kept, staged = (_decode_spans(s, roots) for s in (body.footprint, body.kept, body.staged))
+    if len(body.reasons) != len(kept):
+        raise ProtocolError(f"inventory: {len(body.reasons)} reasons for {len(kept)} kept spans")
+    inv = Inventory(
+        body.catalog, body.side, env.rank, env.host, roots, table, tuple(_decode_fill(f, roots) for f in body.fills), footprint,
+        tuple(Kept(s.root, s.start, s.stop, r) for s, r in zip(kept, body.reasons)), staged, tuple(body.reads),
+    )  # fmt: skip
+    bad = list(_span_misfits(inv))
+    if bad:
+        raise ProtocolError("inventory: fills or spans lie outside their storage", bad)
+    if _encode_content(inv) != env.content:  # one encoding per content, or equal ranks would not have equal digests
+        raise ProtocolError("inventory: not in canonical form")
+    return inv
+
+
+def _decode_table(body: _Content, size: np.ndarray) -> FragmentTable:
+    n, names = body.count, ("tensor", "root", "dtype", "offset", "origin", "extent", "strides")
+    width = (0, 0, 0, 0, body.dims, body.dims, body.dims)
+    if body.dims == 0 and any(body.columns[4:]):
+        raise ProtocolError("inventory: box columns where none were announced")
+    raw = [
+        np.zeros((n, 0), np.int64) if i > 3 and w == 0 and 0 <= n <= len(body.columns[0]) else col.unpack(b, d, n, w, what=name)
+        for i, (b, d, w, name) in enumerate(zip(body.columns, _WIRE, width, names))
+    ]
+    for array, low, high, name in zip(
+        raw, (0, 0, 0, -col.MAX_VALUE, 0, 1, -col.MAX_VALUE),
+        (2**31, len(size), len(DTYPES), col.MAX_VALUE, col.MAX_VALUE, col.MAX_VALUE, col.MAX_VALUE), names,
+    ):  # fmt: skip
+        col.in_range(array, low, high, name)
+    pad = ((0, 0), (MAX_DIMS - body.dims, 0))
+    boxes = (np.pad(raw[4], pad), np.pad(raw[5], pad, constant_values=1), np.pad(raw[6], pad))
+    table = FragmentTable(*raw[:4], *boxes)
+    # In floats first: hostile extents and strides must not wrap around int64 and come out as something harmless.
+    reach = ((table.extent - 1.0) * np.abs(table.strides.astype(float))).sum(axis=1)
+    if (table.extent.astype(float).prod(axis=1) >= col.MAX_VALUE).any() or (reach >= col.MAX_VALUE).any():
+        raise ProtocolError("inventory: a fragment has more elements or a longer reach than any storage")
+    low, high = table.bounds()
+    if len(table) and ((low < 0) | (high > size[table.root])).any():
+        raise ProtocolError("inventory: a fragment lies outside its storage")
+    return table
+
+
+def _decode_spans(wire: _Spans, roots: Sequence[Root]) -> tuple[Span, ...]:
+    root, start, stop = (
+        col.unpack(b, d, wire.count, what="spans") for b, d in ((wire.root, "<i4"), (wire.start, "<i8"), (wire.stop, "<i8"))
+    )
+    col.in_range(root, 0, len(roots), "span roots")
+    return tuple(Span(roots[r].name, a, b) for r, a, b in zip(root.tolist(), start.tolist(), stop.tolist()))
+
+
+def _decode_fill(f: _FillWire, roots: Sequence[Root]) -> Fill:
+    if not 0 <= f.root < len(roots) or not 0 <= f.dtype < len(DTYPES) or len(f.extent) > MAX_DIMS or len(f.extent) != len(f.strides):
+        raise ProtocolError(f"inventory: malformed fill {f}")
+    if not all(1 <= e < col.MAX_VALUE for e in f.extent) or not all(abs(v) < col.MAX_VALUE for v in (f.offset, *f.strides)):
+        raise ProtocolError("inventory: a fill has impossible extents or strides")
+    if len(f.bits) != ITEMSIZE[DTYPES[f.dtype]]:
+        raise ProtocolError(f"inventory: a fill of {DTYPES[f.dtype]} with {len(f.bits)} bytes of value")
+    return Fill(roots[f.root].name, f.offset, f.extent, f.strides, DTYPES[f.dtype], f.bits)
+
+
+# ---- small checks
+
+
+def _span_misfits(inv: Inventory) -> Iterator[str]:
+    size = {r.name: r.nbytes for r in inv.roots}
+    for what, items in (("footprint", inv.footprint), ("kept", inv.kept), ("staged", inv.staged)):
+        for s in items:
+            if not 0 <= s.start <= s.stop <= size.get(s.root, -1):
+                yield f"{s.root}: {what} bytes {s.start}..{s.stop} outside a storage of {size.get(s.root)} bytes"
+    for f in inv.fills:
+        reach = [(n - 1) * s for n, s in zip(f.extent, f.strides)]  # Python ints: no overflow
+        low, high = f.offset + sum(min(r, 0) for r in reach), f.offset + sum(max(r, 0) for r in reach) + ITEMSIZE[f.dtype]
+        if not 0 <= low <= high <= size.get(f.root, -1):
+            yield f"{f.root}: fill of bytes {low}..{high} outside a storage of {size.get(f.root)} bytes"
+        if len(f.bits) != ITEMSIZE[f.dtype]:
+            yield f"{f.root}: fill with {len(f.bits)} bytes as the value of one {f.dtype}"
+
+
+def _refuse_unsupported(fragments: Sequence[Fragment]) -> None:
+    bad = {f"{f.tensor}: {len(f.extent)} dims, at most {MAX_DIMS} are supported" for f in fragments if len(f.extent) > MAX_DIMS}
+    bad |= {f"{f.tensor}: dtype {f.dtype} has no wire code" for f in fragments if f.dtype not in DTYPE_CODE}
+    if bad:
+        raise Unsupported("tensors that cannot be planned", sorted(bad))
+
+
+def _same_dims(f: Fragment, shape: tuple[int, ...]) -> bool:
+    return len(f.origin) == len(f.extent) == len(f.strides) == len(shape)
+
+
+def padded_shapes(catalog: Catalog) -> np.ndarray:
+    """Shapes of catalog.tensors, int64 [tensors, MAX_DIMS], padded in front with 1. All 0 for a tensor of too many dims."""
+    dims = [tuple(t.shape) for t in catalog.tensors]
+    return _wide([(1,) * (MAX_DIMS - len(s)) + s if len(s) <= MAX_DIMS else (0,) * MAX_DIMS for s in dims])
+
+
+def _wide(rows: Sequence[Sequence[int]]) -> np.ndarray:
+    return np.array(rows, np.int64).reshape(len(rows), MAX_DIMS)
+
+
+def _ordered(roots: Iterable[Root]) -> tuple[Root, ...]:
+    out = tuple(sorted(roots, key=lambda r: r.name))
+    twice = sorted({a.name for a, b in zip(out, out[1:]) if a.name == b.name})
+    if twice:
+        raise LayoutError("two storages have one name", [f"{n}: name storages by the first parameter or buffer in them" for n in twice])
+    return out
+
+
+def _span_key(s: Span | Kept) -> tuple[str, int, int]:
+    return s.root, s.start, s.stop

@@ -1,0 +1,62 @@
+"""What a caller may choose about a plan. Everything here is part of the plan's digest; nothing here is about one refit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+import msgspec
+
+ALIGN = 512
+"""Streams are cut at multiples of this many bytes, so that a cut never costs a kernel its vector loads."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanOptions:
+    """`bucket_bytes`: most wire bytes of one message (one sender, one taker, one wave).
+    `wave_bytes`: most wire bytes that one rank sends, and most that it receives, in one wave: what staging buffers must hold.
+    `drop`: checkpoint tensors that need no taker; `narrow`: tensors whose cast to fewer bits is wanted although the
+    checkpoint has them wide. Both: names or fnmatch patterns; a grouped name (`…experts.*.up_proj.weight`) is one.
+    `hosts`: host of every joint rank (trainers first), or empty when no rank is nearer than another.
+    `remote_cost`: what a byte to another host costs a sender, in bytes to its own host.
+    `rotation`: shifts which sender a taker starts with.
+    `align_bytes`: granule of all cuts; a power of two and at least 8, the largest element.
+    """
+
+    bucket_bytes: int = 64 << 20
+    wave_bytes: int = 128 << 20
+    drop: tuple[str, ...] = ()
+    narrow: tuple[str, ...] = ()
+    hosts: tuple[str | int, ...] = ()
+    remote_cost: int = 8
+    rotation: int = 0
+    align_bytes: int = ALIGN
+
+    def __post_init__(self) -> None:
+        a = self.align_bytes
+        if a < 8 or a & (a - 1):
+            raise ValueError(f"align_bytes={a}: a power of two of at least 8 is needed")
+        if self.bucket_bytes < a or self.wave_bytes < self.bucket_bytes:
+            raise ValueError(f"align_bytes={a} <= bucket_bytes={self.bucket_bytes} <= wave_bytes={self.wave_bytes} must hold")
+        if self.remote_cost < 1 or self.rotation < 0:
+            raise ValueError(f"remote_cost={self.remote_cost} must be at least 1, rotation={self.rotation} at least 0")
+
+    @property
+    def message_bytes(self) -> int:
+        """bucket_bytes, rounded down to whole granules."""
+        return self.bucket_bytes // self.align_bytes * self.align_bytes
+
+    def host_numbers(self) -> tuple[int, ...]:
+        """Hosts numbered by first appearance: what a host is called does not matter to a plan, who shares one does."""
+        seen: dict[str | int, int] = {}
+        return tuple(seen.setdefault(h, len(seen)) for h in self.hosts)
+
+    def to_bytes(self) -> bytes:
+        """Canonical: order and repeats in `drop` and `narrow` do not matter."""
+        names = sorted(set(self.drop)), sorted(set(self.narrow))
+        numbers = self.message_bytes, self.wave_bytes, self.remote_cost, self.rotation, self.align_bytes
+        return msgspec.msgpack.encode((numbers, names, self.host_numbers()))
+
+
+def matches(name: str, patterns: tuple[str, ...]) -> bool:
+    return any(name == p or fnmatchcase(name, p) for p in patterns)

@@ -1,0 +1,131 @@
+"""Programs: what one rank does in a refit, as flat tables. Relocatable: no address, no process, no object is in them.
+
+A program is the unit that is hashed, cached, sent, simulated and run. Its rows say *what* moves (canonical tensor and box),
+*from where to where* (rank, storage number, byte offset, byte strides) and *when* (wave, byte offset in the message). A
+rank keeps a binding table, storage number -> flat byte tensor, beside it; rebinding never touches the program.
+
+Here live the table's columns and the view of it by message. Not here: how rows are chosen (balance.py), how bytes are
+moved (transport/, kernels/).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+
+MAX_DIMS = 6
+"""Canonical dims of a row, grouped expert dim included. More is refused by the planner (`Unsupported`)."""
+
+DTYPES: tuple[str, ...] = (
+    "bfloat16", "float16", "float32", "float64", "uint8", "int8", "int16", "int32", "int64", "bool",
+    "float8_e4m3fn", "float8_e5m2", "uint16", "uint32", "uint64", "float8_e8m0fnu",
+)  # fmt: skip
+"""Wire codes of dtypes: the index in this tuple. Append only: codes are in digests and caches."""
+
+DTYPE_CODE = {name: i for i, name in enumerate(DTYPES)}
+ITEMSIZE = {
+    "bfloat16": 2, "float16": 2, "float32": 4, "float64": 8, "uint8": 1, "int8": 1, "int16": 2, "int32": 4, "int64": 8,
+    "bool": 1, "float8_e4m3fn": 1, "float8_e5m2": 1, "uint16": 2, "uint32": 4, "uint64": 8, "float8_e8m0fnu": 1,
+}  # fmt: skip
+
+
+class Op(IntEnum):
+    COPY = 0  # same dtype on both sides
+    CAST = 1  # the value is converted; the wire carries the narrower of the two dtypes
+    FILL = 2  # no source: `fill` holds the element's bits
+
+
+_D = MAX_DIMS
+ROW = np.dtype(
+    [
+        ("tensor", "<i4"),  # index in the catalog; -1 for fills
+        ("op", "u1"),
+        ("src_dtype", "u1"),
+        ("dst_dtype", "u1"),
+        ("route", "u1"),  # 0: p2p. Others come with their transports.
+        ("src", "<i4"),  # joint rank of the sender; -1 for fills
+        ("src_root", "<i4"),  # index in the sender's inventory roots
+        ("dst", "<i4"),
+        ("dst_root", "<i4"),
+        ("wave", "<i4"),
+        ("reserved", "<i4"),  # zero; keeps the 8-byte columns aligned without padding bytes, which would enter the digest
+        ("wire", "<i8"),  # byte offset in message (src, dst, wave)
+        ("src_offset", "<i8"),  # bytes
+        ("dst_offset", "<i8"),
+        ("fill", "<u8"),  # little-endian bits of one element, zero-extended
+        ("origin", "<i8", (_D,)),  # canonical box, padded in front with origin 0 / extent 1
+        ("extent", "<i8", (_D,)),
+        ("src_strides", "<i8", (_D,)),  # bytes per canonical dim
+        ("dst_strides", "<i8", (_D,)),
+    ]
+)
+
+
+def wire_dtype(src: str, dst: str) -> str:
+    """What travels: the narrower of the two, so that a narrowing cast halves the bytes and a widening one adds none.
+
+    Equal sizes (float16 <-> bfloat16) travel as the source's and are converted by the taker.
+    """
+    return dst if ITEMSIZE[dst] < ITEMSIZE[src] else src
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """All rows of one (sender, taker, wave): one contiguous run of `nbytes` wire bytes, rows in wire order."""
+
+    wave: int
+    src: int
+    dst: int
+    nbytes: int
+    rows: np.ndarray  # of dtype ROW; a view, not a copy
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """The rows that one joint rank takes part in, sorted by (wave, src, dst, wire); fills first (wave 0, src -1).
+
+    `waves` is the same on every rank of the sub-plan: ranks step through wave numbers together even where they have no row.
+    """
+
+    rank: int
+    waves: int
+    rows: np.ndarray
+
+    def sends(self) -> Iterator[Message]:
+        return _messages(self.rows[(self.rows["src"] == self.rank) & (self.rows["dst"] != self.rank)])
+
+    def receives(self) -> Iterator[Message]:
+        return _messages(self.rows[(self.rows["dst"] == self.rank) & (self.rows["src"] != self.rank) & (self.rows["op"] != Op.FILL)])
+
+    def local(self) -> np.ndarray:
+        """Rows whose sender and taker are this same rank (a colocated or one-process world)."""
+        return self.rows[(self.rows["src"] == self.rank) & (self.rows["dst"] == self.rank)]
+
+    def fills(self) -> np.ndarray:
+        return self.rows[(self.rows["op"] == Op.FILL) & (self.rows["dst"] == self.rank)]
+
+    def digest(self) -> str:
+        return hashlib.blake2b(np.ascontiguousarray(self.rows).tobytes(), digest_size=16).hexdigest()
+
+
+def row_wire_bytes(rows: np.ndarray) -> np.ndarray:
+    """Wire bytes of each row (int64 array); zero for fills."""
+    sizes = np.array([ITEMSIZE[n] for n in DTYPES], np.int64)
+    item = np.where(sizes[rows["dst_dtype"]] < sizes[rows["src_dtype"]], sizes[rows["dst_dtype"]], sizes[rows["src_dtype"]])
+    return np.where(rows["op"] == Op.FILL, 0, rows["extent"].prod(axis=1) * item)
+
+
+def _messages(rows: np.ndarray) -> Iterator[Message]:
+    if not len(rows):
+        return
+    key = np.stack([rows["wave"], rows["src"], rows["dst"]], axis=1)
+    cuts = np.flatnonzero((np.diff(key, axis=0) != 0).any(axis=1)) + 1
+    nbytes = row_wire_bytes(rows)
+    for lo, hi in zip([0, *cuts.tolist()], [*cuts.tolist(), len(rows)]):
+        part = rows[lo:hi]
+        end = int((part["wire"] + nbytes[lo:hi]).max())
+        yield Message(int(part["wave"][0]), int(part["src"][0]), int(part["dst"][0]), end, part)

@@ -1,0 +1,355 @@
+"""One refit attempt, as the hub sees it: who has entered, which replica is how far, and the decision for each.
+
+Every replica runs through its own line; a failure moves only that line to `aborting`:
+
+    arming --all workers armed, all trainers entered--> (planning, linking when a layout changed) --> moving
+    moving --all done, checksums equal--> committing --all workers committed--> settling --controller settled--> over
+    any state before committing --error, loss, deadline--> aborting --armed workers stopped--> settling --> over
+
+Presumed abort: a worker that never hears `Commit` never installs. The decision is taken once, here, on the hub's one thread.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from xfer.errors import DeadlineExceeded, EngineLost, PlanMismatch, VerificationError, XferError
+from xfer.session import messages as m
+
+if TYPE_CHECKING:
+    from xfer.session.hub import Client, Hub, Replica
+
+STOP_GRACE_S = 10.0
+"""Seconds that armed workers have to stop after an abort before the replica is taken for dirty and lost."""
+SETTLE_GRACE_S = 60.0
+"""Seconds that a controller has to bring its engine back into service after the decision."""
+
+
+@dataclass(eq=False)
+class Run:
+    """One replica in this attempt."""
+
+    replica: Replica
+    state: str = "arming"
+    armed: set[int] = field(default_factory=set)
+    done: dict[str, m.Done] = field(default_factory=dict)
+    committed: set[int] = field(default_factory=set)
+    stopped: dict[int, bool] = field(default_factory=dict)
+    replan: bool = False
+    error: XferError | None = None
+    armed_at: float = 0.0
+    go_at: float = 0.0
+    decided_at: float = 0.0
+    settled: m.Settled | None = None
+    dirty: bool = False
+    verified: bool = False
+
+    @property
+    def over(self) -> bool:
+        return self.state == "over"
+
+
+class Attempt:
+    """Lives on the hub's brain thread only."""
+
+    MESSAGES = (m.Armed, m.Done, m.Committed, m.Stopped, m.Settled)
+
+    def __init__(self, hub: Hub, number: int):
+        self.hub, self.number = hub, number
+        self.entered: dict[int, m.Enter] = {}
+        self.runs: dict[int, Run] = {}
+        self.began = time.monotonic()
+        self.version = ""
+        self.verify = False
+        self.deadline_s = hub.options.deadline_s
+        self.replan_all = False
+
+    # ---- starting
+
+    def start(self) -> None:
+        for r in self.hub.replicas.values():
+            run = self.runs[r.index] = Run(r)
+            if r.controller is None:
+                why = r.error or EngineLost(f"replica {r.index} is not connected", ["start it and call xfer.serve() with this replica number"])
+                run.error, run.state = why, "over"
+                continue
+            if r.state == "failed" and r.complete:
+                run.replan = True
+            r.controller.send(m.Arm(self.number, self.deadline_s))
+        self._deadline(self.deadline_s)
+
+    def _deadline(self, seconds: float) -> None:
+        self.until = self.began + seconds
+        self.hub.at(self.until, self._late)
+
+    def enter(self, client: Client, msg: m.Enter) -> None:
+        index = client.hello.index
+        if not self.entered:
+            self.version, self.verify = msg.version, msg.verify
+            self.deadline_s, self.began = msg.deadline_s, time.monotonic()
+            self._deadline(msg.deadline_s)
+        self.entered[index] = msg
+        if msg.inventory:
+            self.hub.trainer_inventories[index] = msg.inventory
+            self.replan_all = True
+        if msg.specs:
+            self.hub.specs[index] = msg.specs
+            self.replan_all = True
+        if len(self.entered) == self.hub.options.trainers:
+            odd = [f"trainer {i}: version {e.version!r}, verify={e.verify}" for i, e in sorted(self.entered.items())
+                   if (e.version, e.verify) != (self.version, self.verify)]
+            if odd:
+                first = min(self.entered)
+                self.fail(PlanMismatch("trainer ranks asked for different refits; nothing was moved", [
+                    *odd, f"trainer {first}: version {self.entered[first].version!r}, verify={self.entered[first].verify}"]))
+                return
+            if self.replan_all:
+                self.hub.make_catalog()  # a new catalog makes everyone send a new inventory
+                for run in self.runs.values():
+                    run.replan = True
+        self.advance()
+
+    def takes(self, msg: m.Message) -> bool:
+        return isinstance(msg, self.MESSAGES) and msg.attempt == self.number
+
+    # ---- going forward
+
+    def handle(self, client: Client, msg: m.Message) -> None:
+        h = client.hello
+        run = self.runs.get(h.replica if h.role != "trainer" else getattr(msg, "replica", -1))
+        if run is None:
+            return
+        if isinstance(msg, m.Armed):
+            self._armed(client, run, msg)
+        elif isinstance(msg, m.Done):
+            if run.state == "moving":
+                run.done[client.label] = msg
+                self._decide(run)
+        elif isinstance(msg, m.Committed):
+            run.committed.add(h.index)
+            if run.state == "committing" and len(run.committed) == run.replica.size:
+                run.state = "settling"
+                self._settle_timer(run)
+                run.replica.controller.send(m.Commit(run.replica.index, self.number, self.version))
+        elif isinstance(msg, m.Stopped):
+            run.stopped[h.index] = msg.dirty
+            self._stopped(run)
+        elif isinstance(msg, m.Settled):
+            self._settled(run, msg)
+        self.finish_if_over()
+
+    def _armed(self, client: Client, run: Run, msg: m.Armed) -> None:
+        if run.state != "arming":
+            client.send(m.Abort(run.replica.index, self.number, run.replica.epoch, m.WireError.of(run.error or EngineLost("too late"), "rendezvous")))
+            return
+        run.armed.add(client.hello.index)
+        if msg.inventory:
+            run.replica.inventories[client.hello.index] = msg.inventory
+            run.replan = True
+        if len(run.armed) == run.replica.size:
+            run.armed_at = time.monotonic()
+        self.advance()
+
+    def advance(self) -> None:
+        """Move every line that can move. Called whenever something changed."""
+        if len(self.entered) < self.hub.options.trainers:
+            return
+        for run in self.runs.values():
+            r = run.replica
+            if run.state != "arming" or not r.size or len(run.armed) < r.size:
+                continue
+            if r.state in ("planning", "linking", "joining"):
+                continue
+            if run.replan:
+                if r.complete and len(self.hub.trainer_inventories) == self.hub.options.trainers:
+                    run.replan = False
+                    self.hub.plan(r)
+            elif r.relink:
+                self.hub.relink(r)
+            elif r.state == "ready":
+                run.state, run.go_at = "moving", time.monotonic()
+                left = max(1.0, self.until - time.monotonic())
+                self.hub.broadcast(self.hub.domain(r), m.Go(r.index, self.number, r.epoch, self.version, self.verify, left))
+
+    def _decide(self, run: Run) -> None:
+        if len(run.done) < len(self.hub.domain(run.replica)):
+            return
+        bad = self._checksum_violations(run) if self.verify else []
+        if bad:
+            self.abort(run, VerificationError(f"replica {run.replica.index}: version {self.version!r} was not committed", bad))
+            return
+        run.verified = self.verify
+        run.state, run.decided_at = "committing", time.monotonic()
+        self.hub.broadcast(run.replica.workers.values(), m.Commit(run.replica.index, self.number, self.version))
+
+    def _checksum_violations(self, run: Run) -> list[str]:
+        sent, lies = dict.fromkeys(range(run.replica.size), 0), {}
+        for label, done in run.done.items():
+            for c in done.checksums:
+                value = int.from_bytes(c.value, "little")
+                if label.startswith("trainer"):
+                    sent[c.worker] = (sent[c.worker] + value) % (1 << 64)
+                else:
+                    lies[c.worker] = value
+        return [
+            f"replica {run.replica.index} worker {w}: trainers sent checksum {sent[w]:016x}, its live bytes have {lies.get(w, 0):016x}; "
+            "the replica stays paused until a refit succeeds" for w in sent if w not in lies or lies[w] != sent[w]
+        ]  # fmt: skip
+
+    # ---- going back
+
+    def abort(self, run: Run, error: XferError) -> None:
+        """End one replica's line before its decision; later than that nothing can be taken back."""
+        if run.state in ("committing", "settling", "aborting", "over"):
+            return
+        moved = run.state == "moving"
+        run.state, run.error = "aborting", error
+        run.dirty = moved
+        run.replica.relink = True  # an abort frees whoever is blocked by breaking the communicator: never used again
+        if run.replica.state in ("planning", "linking"):
+            run.replica.state, run.replica.error = "failed", error  # planned anew by the next attempt
+        wire = m.WireError.of(error, "rendezvous")
+        self.hub.broadcast(self.hub.domain(run.replica), m.Abort(run.replica.index, self.number, run.replica.epoch, wire))
+        self.hub.at(time.monotonic() + STOP_GRACE_S, lambda: self._stop_late(run))
+        self._stopped(run)
+
+    def _stopped(self, run: Run) -> None:
+        if run.state == "aborting" and all(w in run.stopped for w in run.armed if w in run.replica.workers):
+            self._settle(run, any(run.stopped.values()))
+
+    def _stop_late(self, run: Run) -> None:
+        if run.state == "aborting":
+            self._settle(run, run.dirty)  # someone did not answer: if bytes may have moved, they count as moved
+            self.finish_if_over()
+
+    def _settle(self, run: Run, dirty: bool) -> None:
+        run.dirty = dirty
+        run.state = "settling"
+        self._settle_timer(run)
+        controller = run.replica.controller
+        if controller is None:
+            run.state = "over"
+        else:
+            controller.send(m.Settle(self.number, dirty, m.WireError.of(run.error, "rendezvous")))
+
+    def _settle_timer(self, run: Run) -> None:
+        def late() -> None:
+            if run.state == "settling":
+                run.state = "over"
+                run.error = run.error or DeadlineExceeded(
+                    f"replica {run.replica.index}: the controller did not answer within {SETTLE_GRACE_S:.0f} s of the decision")
+                self.hub.lose(run.replica, EngineLost(f"replica {run.replica.index} did not settle", [str(run.error)]))
+                self.finish_if_over()
+
+        self.hub.at(time.monotonic() + SETTLE_GRACE_S, late)
+
+    def _settled(self, run: Run, msg: m.Settled) -> None:
+        if run.state != "settling":
+            return
+        run.settled, run.state = msg, "over"
+        run.replica.dirty = run.dirty and not msg.serving
+        if msg.version:
+            run.replica.version = msg.version
+        if run.error is None and not msg.serving:
+            run.error = EngineLost(f"replica {run.replica.index} committed version {self.version!r} but could not be resumed")
+
+    def lost(self, replica: Replica, error: XferError) -> None:
+        """A process of the replica is gone (the hub has told its other processes)."""
+        run = self.runs.get(replica.index)
+        if run is None or run.over:
+            return
+        run.error = run.error or error
+        wire = m.WireError.of(error, "rendezvous")
+        self.hub.broadcast(self.hub.domain(replica), m.Abort(replica.index, self.number, replica.epoch, wire))
+        if replica.controller is not None:
+            replica.controller.send(m.Settle(self.number, True, wire))
+        run.dirty, run.state = run.state != "arming", "over"
+        self.hub.at(time.monotonic(), self.finish_if_over)
+
+    def planning_failed(self, replica: Replica, error: XferError) -> None:
+        run = self.runs.get(replica.index)
+        if run is not None:
+            self.abort(run, error)
+            self.finish_if_over()
+
+    def failed(self, client: Client, replicas: list[Replica] | None, error: XferError) -> None:
+        """A rank raised. `replicas` None: it concerns all."""
+        for run in self.runs.values():
+            if replicas is None or run.replica in replicas:
+                self.abort(run, error)
+        self.finish_if_over()
+
+    def fail(self, error: XferError) -> None:
+        self.failed(None, None, error)
+
+    def _late(self) -> None:
+        if self.hub.attempt is not self or time.monotonic() < self.until:
+            return
+        for run in list(self.runs.values()):
+            if run.state in ("arming", "moving"):
+                self.abort(run, DeadlineExceeded(
+                    f"refit of version {self.version or '?'!r} to replica {run.replica.index} ended at its deadline of {self.deadline_s:.1f} s",
+                    [f"waiting for {w}" for w in self._waiting(run)]))
+        self.finish_if_over()
+
+    # ---- the end
+
+    def finish_if_over(self) -> None:
+        if self.hub.attempt is not self or not all(run.over for run in self.runs.values()):
+            return
+        outcomes = tuple(self._outcome(run) for run in self.runs.values())
+        self.hub.end(m.Outcome(self.number, self.version, outcomes))
+
+    def _outcome(self, run: Run) -> m.OutcomeMsg:
+        s, ok = run.settled, run.error is None
+        per_worker = tuple(run.done[c.label].bytes_in for _, c in sorted(run.replica.workers.items()) if c.label in run.done)
+        phases = (
+            ("arm", max(0.0, run.armed_at - self.began) if run.armed_at else 0.0),
+            ("pack", max((d.pack_s for d in run.done.values()), default=0.0)),
+            ("wire", max((d.wire_s for d in run.done.values()), default=0.0)),
+            ("unpack", max((d.unpack_s for d in run.done.values()), default=0.0)),
+            ("verify", max((d.verify_s for d in run.done.values()), default=0.0)),
+            ("drain", max((e.drained_s for e in self.entered.values()), default=0.0)),
+            *(s.phases if s else ()),
+        )
+        return m.OutcomeMsg(
+            run.replica.index, ok and bool(s), bool(s and s.serving), s.version if s else run.replica.version if not run.dirty else "",
+            max(0.0, run.decided_at - run.go_at) if run.decided_at else 0.0, s.outage_s if s else 0.0,
+            sum(per_worker), per_worker, phases, run.verified, run.dirty and not ok,
+            None if ok else m.WireError.of(run.error, "rendezvous"),
+        )  # fmt: skip
+
+    # ---- telling
+
+    def _waiting(self, run: Run) -> list[str]:
+        r, hub = run.replica, self.hub
+        who = [f"trainer {i}: it has not called nccl_xfer_refit()" for i in range(hub.options.trainers) if i not in self.entered]
+        if run.state == "arming":
+            who += [f"replica {r.index} worker {w}: not armed (its controller is pausing the engine or a request is still running)"
+                    for w in range(r.size) if w not in run.armed]
+            who += [f"{c.label}: {r.state}" for c in sorted(r.pending, key=lambda c: c.label) if r.state in ("planning", "linking")]
+        if run.state == "moving":
+            for c in hub.domain(r):
+                if c.label not in run.done:
+                    p = c.progress
+                    far = f", wave {p.wave}, {p.bytes_done} of {p.bytes_planned} bytes" if p and p.attempt == self.number and p.replica == r.index else ""
+                    who.append(f"{c.label}: still moving{far}")
+        if run.state == "committing":
+            who += [f"replica {r.index} worker {w}: installing" for w in range(r.size) if w not in run.committed]
+        if run.state == "settling":
+            who.append(f"replica {r.index} controller: resuming")
+        return who
+
+    def waiting_for(self) -> list[str]:
+        return list(dict.fromkeys(w for run in self.runs.values() if not run.over for w in self._waiting(run)))
+
+    def phase_of(self, client: Client) -> str:
+        h = client.hello
+        if h.role == "trainer":
+            if h.index not in self.entered:
+                return "training"
+            return "moving" if any(run.state == "moving" and client.label not in run.done for run in self.runs.values()) else "waiting"
+        run = self.runs.get(h.replica)
+        return run.state if run else "idle"

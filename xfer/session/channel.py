@@ -1,0 +1,233 @@
+"""Authenticated, framed, typed connections: the mutual challenge, the frames, one reader thread per connection.
+
+Before the challenge has succeeded in both directions only reads of fixed length happen, and nothing is parsed. After it a
+frame is 4 bytes of little-endian length and one encoded message. What messages mean is not known here.
+
+The data plane (gloo's or NCCL's own sockets) is not authenticated by this: those libraries have no such thing. Addresses
+travel over this channel only, so a stranger has to find an open port during the moment of connecting; run the data plane
+on a trusted network, as one does for NCCL anyway.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import select
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+
+from xfer.errors import DeadlineExceeded, HandshakeError, PeerLost, ProtocolError
+from xfer.session.messages import MAX_FRAME, Message, decode, encode
+
+MAGIC = b"xfer\x01\x00\x00\x00"
+_NONCE = 32
+HANDSHAKE_S = 20.0
+"""Seconds that either side may take for the challenge."""
+SEND_S = 120.0
+"""Seconds that one frame may take to leave; a peer that does not read for so long counts as lost."""
+
+
+def _proof(token: str, side: bytes, first: bytes, second: bytes) -> bytes:
+    return hmac.new(token.encode(), side + first + second, hashlib.sha256).digest()
+
+
+def _read_exactly(sock: socket.socket, n: int) -> bytes:
+    parts, left = [], n
+    while left:
+        part = sock.recv(min(left, 1 << 20))
+        if not part:
+            raise ConnectionError("connection closed")
+        parts.append(part)
+        left -= len(part)
+    return b"".join(parts)
+
+
+def _check_token(token: str) -> None:
+    if not isinstance(token, str) or len(token) < 8:
+        raise HandshakeError("the token must be a string of at least 8 characters, the same on every process of the job")
+
+
+def accept_handshake(sock: socket.socket, token: str) -> None:
+    """Listener's half. Raises HandshakeError; the socket is then useless."""
+    sock.settimeout(HANDSHAKE_S)
+    mine = os.urandom(_NONCE)
+    try:
+        sock.sendall(MAGIC + mine)
+        answer = _read_exactly(sock, len(MAGIC) + _NONCE + 32)
+        magic, theirs, proof = answer[: len(MAGIC)], answer[len(MAGIC) : len(MAGIC) + _NONCE], answer[len(MAGIC) + _NONCE :]
+        good = magic == MAGIC and hmac.compare_digest(proof, _proof(token, b"client", mine, theirs))
+        sock.sendall(_proof(token, b"server", theirs, mine) if good else b"\0" * 32)
+    except (OSError, ConnectionError) as e:
+        raise HandshakeError(f"peer went away during the challenge: {e}") from None
+    if not good:
+        raise HandshakeError("a client could not prove the token")
+    sock.settimeout(None)
+
+
+def connect_handshake(sock: socket.socket, token: str, address: str) -> None:
+    """Client's half."""
+    sock.settimeout(HANDSHAKE_S)
+    try:
+        greeting = _read_exactly(sock, len(MAGIC) + _NONCE)
+        if greeting[: len(MAGIC)] != MAGIC:
+            raise HandshakeError(f"{address} is not an xfer rendezvous of wire version {MAGIC[4]}")
+        theirs, mine = greeting[len(MAGIC) :], os.urandom(_NONCE)
+        sock.sendall(MAGIC + mine + _proof(token, b"client", theirs, mine))
+        proof = _read_exactly(sock, 32)
+    except (OSError, ConnectionError) as e:
+        raise HandshakeError(f"the rendezvous at {address} closed the connection during the challenge: {e}") from None
+    if not hmac.compare_digest(proof, _proof(token, b"server", mine, theirs)):
+        raise HandshakeError(
+            f"the rendezvous at {address} and this process hold different tokens", ["pass the same token= on every rank"]
+        )
+    sock.settimeout(None)
+
+
+class Channel:
+    """One authenticated connection. `send` may be called from any thread; received messages go to `on_message` on the
+    reader thread, and the end of the connection to `on_close`, once, with the reason."""
+
+    def __init__(self, sock: socket.socket, label: str):
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        sock.setblocking(False)
+        self.label = label
+        self._sock, self._lock = sock, threading.Lock()
+        self._closed = threading.Event()
+        self._leaving = False
+        self._reader: threading.Thread | None = None
+
+    def start(self, on_message: Callable[[Message], None], on_close: Callable[[str], None]) -> None:
+        def read() -> None:
+            reason = "connection closed"
+            try:
+                while True:
+                    on_message(self._receive())
+            except ProtocolError as e:
+                reason = str(e)
+            except (OSError, ConnectionError, ValueError) as e:
+                reason = str(e) or "connection closed"
+            self.close()
+            on_close(reason)
+
+        self._reader = threading.Thread(target=read, name=f"xfer-read-{self.label}", daemon=True)
+        self._reader.start()
+
+    @property
+    def closed(self) -> bool:
+        return self._closed.is_set()
+
+    def _wait(self, write: bool, until: float | None) -> None:
+        while not self._closed.is_set():
+            left = 1.0 if until is None else min(1.0, until - time.monotonic())
+            if left <= 0:
+                raise TimeoutError("peer does not read")
+            poll = select.poll()  # not select(): a hub of a large job has descriptors above 1023
+            poll.register(self._sock, select.POLLOUT if write else select.POLLIN)
+            if poll.poll(left * 1000):
+                return
+        raise ConnectionError("connection closed")
+
+    def _read(self, n: int) -> bytes:
+        out = bytearray(n)
+        view, at = memoryview(out), 0
+        while at < n:
+            try:
+                got = self._sock.recv_into(view[at:], n - at)
+            except BlockingIOError:
+                self._wait(False, None)
+                continue
+            if not got:
+                raise ConnectionError("connection closed by peer")
+            at += got
+        return bytes(out)
+
+    def _receive(self) -> Message:
+        (size,) = struct.unpack("<I", self._read(4))
+        if size > MAX_FRAME:
+            raise ProtocolError(f"{self.label} announced a frame of {size} bytes, over the limit of {MAX_FRAME}")
+        return decode(self._read(size))
+
+    def send(self, message: Message) -> None:
+        """Raises PeerLost when the connection is gone or the peer does not read for SEND_S."""
+        body = encode(message)
+        data = memoryview(struct.pack("<I", len(body)) + body)
+        until = time.monotonic() + SEND_S
+        with self._lock:
+            try:
+                while data:
+                    try:
+                        data = data[self._sock.send(data) :]
+                    except BlockingIOError:
+                        self._wait(True, until)
+            except (OSError, ConnectionError, ValueError) as e:
+                self.close()
+                raise PeerLost(f"cannot send {type(message).__name__} to {self.label}: {e}") from None
+
+    def close(self) -> None:
+        if not self._closed.is_set():
+            self._closed.set()
+            try:
+                self._sock.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                pass
+            self._sock.close()
+
+
+def parse_address(rendezvous: str) -> tuple[str, int]:
+    """`tcp://host:port` -> (host, port); ValueError-like HandshakeError otherwise."""
+    rest = rendezvous.removeprefix("tcp://")
+    host, _, port = rest.rpartition(":")
+    if not rendezvous.startswith("tcp://") or not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise HandshakeError(f"rendezvous {rendezvous!r} is not of the form tcp://HOST:PORT")
+    return host.strip("[]"), int(port)
+
+
+def dial(rendezvous: str, token: str, deadline_s: float) -> Channel:
+    """Connect and prove the token. Waits for the listener to appear until the deadline (the sides start in any order)."""
+    _check_token(token)
+    host, port = parse_address(rendezvous)
+    until, last = time.monotonic() + deadline_s, "nothing tried"
+    while True:
+        left = until - time.monotonic()
+        if left <= 0:
+            raise DeadlineExceeded(
+                f"no xfer rendezvous answered at {rendezvous} within {deadline_s:.0f} s",
+                [f"last attempt: {last}", "trainer rank 0 hosts it: has it called xfer.connect()?"],
+            )
+        try:
+            sock = socket.create_connection((host, port), timeout=min(left, 5.0))
+        except OSError as e:
+            last = str(e)
+            time.sleep(min(0.2, max(left, 0.01)))
+            continue
+        try:
+            connect_handshake(sock, token, rendezvous)
+        except HandshakeError:
+            sock.close()
+            raise
+        return Channel(sock, "rendezvous")
+
+
+def listen(rendezvous: str, token: str) -> socket.socket:
+    """The rendezvous' socket, listening. An address in use is an error that says so."""
+    _check_token(token)
+    host, port = parse_address(rendezvous)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((host, port))
+    except OSError as e:
+        # The name may be another interface's (a service address, NAT): then any interface will do.
+        try:
+            sock.bind(("::" if family == socket.AF_INET6 else "0.0.0.0", port))
+        except OSError:
+            sock.close()
+            raise HandshakeError(f"cannot listen at {rendezvous}: {e}", ["is another job using this port?"]) from None
+    sock.listen(1024)
+    return sock

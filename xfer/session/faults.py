@@ -1,0 +1,47 @@
+"""Faults for tests: make a named process die, hang or raise at a named point. Does nothing unless XFER_FAULT is set.
+
+    XFER_FAULT="worker:1:moving:kill"       role : rank : point : action, several separated by commas
+    XFER_FAULT="trainer:2:enter:hang@2"     @N: only at the Nth time this point is passed (default: every time)
+
+Actions: kill (SIGKILL to itself), hang (sleeps for XFER_FAULT_HANG_S, default 3600 s), raise (RuntimeError), digest and
+checksum (the caller asks `wants` and corrupts its own value). Points: see the callers of `point` and `wants`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections import Counter
+
+_passed: Counter[str] = Counter()
+
+
+def _actions(role: str, rank: int, where: str) -> list[str]:
+    text = os.environ.get("XFER_FAULT", "")
+    if not text:
+        return []
+    here = f"{role}:{rank}:{where}"
+    _passed[here] += 1
+    found = []
+    for item in text.split(","):
+        head, _, action = item.rpartition(":")
+        action, _, nth = action.partition("@")
+        if head == here and (not nth or int(nth) == _passed[here]):
+            found.append(action)
+    return found
+
+
+def wants(role: str, rank: int, where: str) -> bool:
+    """True when a fault of any kind is set for this point."""
+    return bool(_actions(role, rank, where))
+
+
+def point(role: str, rank: int, where: str) -> None:
+    for action in _actions(role, rank, where):
+        if action == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif action == "hang":
+            time.sleep(float(os.environ.get("XFER_FAULT_HANG_S", "3600")))
+        elif action == "raise":
+            raise RuntimeError(f"injected fault at {where}")

@@ -1,0 +1,582 @@
+"""The rendezvous: one hub per job, in trainer rank 0's process. It introduces, relays and decides; it never touches weights.
+
+One thread per connection reads; one thread, the *brain*, handles every event in order, so that state needs no lock. Here:
+who is connected, catalogs and inventories, planning and linking of each replica, the key-value store for communicators.
+The state machine of a refit attempt is in `session/attempt.py`.
+
+    trainers --Specs--> hub --CatalogMsg--> trainers, workers --InventoryMsg--> hub
+    hub --PlanInputs(replica)--> its domain --Planned(digest)--> hub --OpenLink--> domain --LinkOpen--> hub --ReplicaReady--> trainers
+
+The *domain* of a replica is all trainers and that replica's workers: an error in it ends there, other replicas go on.
+"""
+
+from __future__ import annotations
+
+import queue
+import socket
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from xfer.errors import DeadlineExceeded, HandshakeError, LayoutError, PeerLost, PlanMismatch, ProtocolError, XferError
+from xfer.session import messages as m
+from xfer.session.attempt import Attempt
+from xfer.session.channel import Channel, accept_handshake, listen
+from xfer.trace.catalog import Catalog
+
+
+@dataclass(eq=False)
+class Client:
+    """One authenticated connection, after its hello."""
+
+    channel: Channel
+    hello: m.Hello | None = None
+    left: bool = False
+    progress: m.Progress | None = None
+
+    @property
+    def label(self) -> str:
+        h = self.hello
+        if h is None:
+            return "a client without hello"
+        if h.role == "trainer":
+            return f"trainer {h.index}"
+        return f"replica {h.replica} worker {h.index}" if h.role == "worker" else f"replica {h.replica} controller" if h.role == "controller" else "observer"
+
+    def send(self, message: m.Message) -> None:
+        """A client that cannot be reached is handled when its reader reports the end, never here."""
+        try:
+            self.channel.send(message)
+        except PeerLost:
+            pass
+
+
+@dataclass(eq=False)
+class Replica:
+    """What the hub knows of one engine replica."""
+
+    index: int
+    size: int = 0
+    controller: Client | None = None
+    workers: dict[int, Client] = field(default_factory=dict)
+    inventories: dict[int, bytes] = field(default_factory=dict)
+    epoch: int = 0
+    state: str = "absent"  # absent | joining | planning | linking | ready | lost
+    pending: set[Client] = field(default_factory=set)  # who still owes an answer in this state
+    digests: dict[str, str] = field(default_factory=dict)  # label -> plan digest
+    digest: str = ""
+    version: str = ""
+    dirty: bool = False
+    error: XferError | None = None
+    until: float = 0.0
+    relink: bool = False  # plan is still right, the communicator is not
+
+    @property
+    def complete(self) -> bool:
+        return self.controller is not None and self.size > 0 and len(self.workers) == self.size == len(self.inventories)
+
+
+@dataclass(frozen=True)
+class HubOptions:
+    trainers: int
+    replicas: int
+    deadline_s: float
+    bucket_bytes: int
+    drop: tuple[str, ...] = ()
+    narrow: tuple[str, ...] = ()
+    settings: tuple[tuple[str, str], ...] = ()  # must be equal in every hello that carries the same key
+
+
+class Hub:
+    """Listens at `rendezvous` from construction until `close()`."""
+
+    def __init__(self, rendezvous: str, token: str, options: HubOptions):
+        self.options, self._token = options, token
+        self.trainers: dict[int, Client] = {}
+        self.replicas = {r: Replica(r) for r in range(options.replicas)}
+        self.catalog: Catalog | None = None
+        self.generation = 0
+        self.specs: dict[int, bytes] = {}
+        self.trainer_inventories: dict[int, bytes] = {}
+        self.attempt: Attempt | None = None
+        self.finished: dict[int, m.Outcome] = {}
+        self.failure: XferError | None = None  # a trainer is gone: nothing can be refitted any more
+        self._clients: set[Client] = set()
+        self._store: dict[str, bytes] = {}
+        self._parked: dict[str, list[tuple[Client, int]]] = defaultdict(list)
+        self._timers: list[tuple[float, Callable[[], None]]] = []
+        self._events: queue.Queue[Callable[[], None] | None] = queue.Queue()
+        self._listener = listen(rendezvous, token)
+        self._closing = threading.Event()
+        self._threads = [
+            threading.Thread(target=self._accept, name="xfer-hub-accept", daemon=True),
+            threading.Thread(target=self._think, name="xfer-hub", daemon=True),
+        ]
+        for t in self._threads:
+            t.start()
+
+    # ---- threads
+
+    def _accept(self) -> None:
+        while not self._closing.is_set():
+            try:
+                sock, peer = self._listener.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._greet, args=(sock, str(peer)), name="xfer-hub-greet", daemon=True).start()
+
+    def _greet(self, sock: socket.socket, peer: str) -> None:
+        try:
+            accept_handshake(sock, self._token)
+        except HandshakeError:
+            sock.close()  # a stranger costs one thread for HANDSHAKE_S at most and learns nothing
+            return
+        client = Client(Channel(sock, peer))
+        client.channel.start(
+            lambda msg: self._events.put(lambda: self._handle(client, msg)),
+            lambda reason: self._events.put(lambda: self._gone(client, reason)),
+        )
+
+    def _think(self) -> None:
+        while True:
+            wait = min((t for t, _ in self._timers), default=time.monotonic() + 1.0) - time.monotonic()
+            try:
+                event = self._events.get(timeout=max(0.0, min(wait, 1.0)))
+            except queue.Empty:
+                event = self._nothing
+            if event is None:
+                return
+            now = time.monotonic()
+            due = [f for t, f in self._timers if t <= now]
+            self._timers = [(t, f) for t, f in self._timers if t > now]
+            for f in (event, *due):
+                try:
+                    f()
+                except Exception as e:  # a bug here must not leave everyone waiting for their deadlines
+                    self.fail_everything(e if isinstance(e, XferError) else XferError(f"the hub failed: {type(e).__name__}: {e}"))
+
+    @staticmethod
+    def _nothing() -> None:
+        pass
+
+    def at(self, when: float, action: Callable[[], None]) -> None:
+        """Run `action` on the brain at monotonic time `when`."""
+        self._timers.append((when, action))
+
+    def close(self) -> None:
+        self._closing.set()
+        try:
+            self._listener.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass
+        self._listener.close()
+        self._events.put(None)
+        self._threads[1].join(timeout=5.0)
+        for c in list(self._clients):
+            c.channel.close()
+
+    # ---- who is here
+
+    def domain(self, replica: Replica) -> list[Client]:
+        """Trainers, then workers, in joint rank order."""
+        return [self.trainers[i] for i in sorted(self.trainers)] + [replica.workers[i] for i in sorted(replica.workers)]
+
+    def broadcast(self, clients: Iterable[Client], message: m.Message) -> None:
+        for c in clients:
+            c.send(message)
+
+    def _handle(self, client: Client, msg: m.Message) -> None:
+        if client.left or client.channel.closed and not isinstance(msg, m.Leave | m.Stopped | m.Failed):
+            return
+        try:
+            if client.hello is None:
+                if not isinstance(msg, m.Hello):
+                    raise ProtocolError(f"{type(msg).__name__} before hello")
+                return self._hello(client, msg)
+            if client.hello.role not in _SENDERS.get(type(msg), ()):
+                raise ProtocolError(f"{client.label} may not send {type(msg).__name__}")
+            handler = getattr(self, f"_on_{type(msg).__name__}", None)
+            if handler is not None:
+                return handler(client, msg)
+            if self.attempt is not None and self.attempt.takes(msg):
+                return self.attempt.handle(client, msg)
+            if isinstance(msg, _LATE):
+                return None  # an answer to an attempt that is over: refused by being ignored
+            raise ProtocolError(f"{client.label} sent {type(msg).__name__}, which is not for the hub now")
+        except ProtocolError as e:
+            client.send(m.Refused(m.WireError.of(e, "rendezvous")))
+            client.channel.close()
+
+    def _hello(self, client: Client, h: m.Hello) -> None:
+        o, bad = self.options, []
+        if h.wire_version != m.WIRE_VERSION:
+            bad.append(f"wire version {h.wire_version}, the rendezvous speaks {m.WIRE_VERSION}: install the same xfer on all sides")
+        if h.role == "trainer":
+            if h.size != o.trainers:
+                bad.append(f"it says there are {h.size} trainer ranks, trainer 0 says {o.trainers}")
+            if h.index >= o.trainers:
+                bad.append(f"trainer rank {h.index} of {o.trainers}")
+            if h.index in self.trainers:
+                bad.append(f"trainer {h.index} is connected already")
+        if h.role in ("controller", "worker") and h.replica not in self.replicas:
+            bad.append(f"replica {h.replica}: trainers expect replicas 0..{o.replicas - 1}; pass replicas= to connect()")
+        mine = dict(o.settings)
+        bad += [f"{k} is {v!r}, trainer 0 has {mine[k]!r}" for k, v in h.settings if k in mine and mine[k] != v]
+        replica = self.replicas.get(h.replica)
+        if not bad and replica is not None:
+            if h.role == "controller" and replica.controller is not None:
+                bad.append(f"replica {h.replica} has a controller already")
+            if h.role == "worker":
+                if replica.controller is None:
+                    bad.append(f"worker of replica {h.replica} came before its controller")
+                elif h.size != replica.size:
+                    bad.append(f"{h.size} workers, its controller says {replica.size}")
+                elif h.index in replica.workers:
+                    bad.append(f"worker {h.index} of replica {h.replica} is connected already")
+        client.hello = h
+        if bad:
+            client.hello = None
+            error = HandshakeError("the rendezvous refused this process", [f"{h.role} {h.index} (host {h.host}, pid {h.pid}): {b}" for b in bad])
+            client.send(m.Refused(m.WireError.of(error, "rendezvous")))
+            client.left = True
+            self.at(time.monotonic() + 2.0, client.channel.close)
+            return
+        client.channel.label = client.label
+        self._clients.add(client)
+        client.send(m.Welcome(o.trainers, o.replicas))
+        if h.role == "trainer":
+            self.trainers[h.index] = client
+        elif h.role == "controller":
+            replica.controller, replica.size, replica.state, replica.error = client, h.size, "joining", None
+            replica.workers, replica.inventories, replica.version, replica.dirty = {}, {}, "", False
+            replica.until = time.monotonic() + o.deadline_s
+            self.at(replica.until, lambda: self._check_join(replica))
+        elif h.role == "worker":
+            replica.workers[h.index] = client
+            if self.catalog is not None:
+                client.send(m.CatalogMsg(self.catalog.to_bytes(), self.generation))
+        if self.failure is not None:
+            client.send(m.Failed(m.WireError.of(self.failure, "rendezvous")))
+
+    def _gone(self, client: Client, reason: str) -> None:
+        self._clients.discard(client)
+        for parked in self._parked.values():
+            parked[:] = [p for p in parked if p[0] is not client]
+        h = client.hello
+        if h is None or h.role == "observer":
+            return
+        lost = PeerLost(f"{client.label} (host {h.host}, pid {h.pid}) {'left' if client.left else 'is gone'}: {reason}", where="rendezvous")
+        if h.role == "trainer":
+            self.trainers.pop(h.index, None)
+            self.fail_everything(lost)
+            return
+        replica = self.replicas[h.replica]
+        if h.role == "controller" and replica.controller is client:
+            replica.controller = None
+        elif h.role == "worker" and replica.workers.get(h.index) is client:
+            replica.workers.pop(h.index)
+        else:
+            return
+        self.lose(replica, lost)
+
+    def _on_Leave(self, client: Client, _: m.Leave) -> None:
+        client.left = True
+        h = client.hello
+        if h.role != "observer":
+            self._gone(client, "left on purpose")
+        client.hello = None
+        client.channel.close()
+
+    def lose(self, replica: Replica, error: XferError) -> None:
+        """A process of this replica is gone: it is out until a new controller joins with its number."""
+        if replica.state == "lost":
+            return
+        was, replica.state, replica.error = replica.state, "lost", error
+        if self.attempt is not None:
+            self.attempt.lost(replica, error)
+        if was in ("planning", "linking"):
+            self._abort_planning(replica, error)
+        wire = m.WireError.of(error, "rendezvous")
+        for c in (*replica.workers.values(), *([replica.controller] if replica.controller else [])):
+            c.send(m.Failed(wire, replica=replica.index))
+        replica.controller, replica.workers, replica.inventories = None, {}, {}
+        if self.attempt is None:
+            self.broadcast(self.trainers.values(), m.Failed(wire, replica=replica.index))
+
+    def fail_everything(self, error: XferError) -> None:
+        """A trainer is gone or the hub is broken: every attempt ends and no later one can succeed."""
+        if self.failure is None:
+            self.failure = error
+        if self.attempt is not None:
+            self.attempt.fail(error)
+        wire = m.WireError.of(error, "rendezvous")
+        for r in self.replicas.values():
+            if r.state in ("planning", "linking"):
+                self._abort_planning(r, error)
+        self.broadcast(list(self._clients), m.Failed(wire))
+
+    def _check_join(self, replica: Replica) -> None:
+        if replica.state == "joining" and time.monotonic() >= replica.until:
+            missing = [f"worker {i}" for i in range(replica.size) if i not in replica.inventories]
+            missing += [] if len(self.trainer_inventories) == self.options.trainers else [
+                f"trainer {i}" for i in range(self.options.trainers) if i not in self.trainer_inventories]
+            self.lose(replica, DeadlineExceeded(f"replica {replica.index} did not finish joining within {self.options.deadline_s:.0f} s",
+                                                [f"no layout yet from {x}" for x in missing]))
+
+    # ---- catalog and inventories
+
+    def _on_Specs(self, client: Client, msg: m.Specs) -> None:
+        self.specs[client.hello.index] = msg.catalog
+        if len(self.specs) == self.options.trainers:
+            self.make_catalog()
+
+    def make_catalog(self) -> bool:
+        """Union of what the trainers export; True when it changed. Fails everything when they disagree."""
+        try:
+            parts = [(f"trainer {i}", Catalog.from_bytes(b).specs) for i, b in sorted(self.specs.items())]
+            union = Catalog.union(parts)
+        except XferError as e:
+            self.fail_everything(e)
+            return False
+        if self.catalog is not None and union.digest() == self.catalog.digest():
+            return False
+        self.catalog, self.generation = union, self.generation + 1
+        self.trainer_inventories.clear()
+        for r in self.replicas.values():
+            r.inventories.clear()
+        message = m.CatalogMsg(union.to_bytes(), self.generation)
+        self.broadcast(self.trainers.values(), message)
+        for r in self.replicas.values():
+            self.broadcast(r.workers.values(), message)
+        return True
+
+    def _on_InventoryMsg(self, client: Client, msg: m.InventoryMsg) -> None:
+        if msg.generation != self.generation:
+            return  # made from an older catalog; a newer one is on its way
+        self.take_inventory(client, msg.inventory)
+        for r in self.replicas.values():
+            self.plan_if_complete(r)
+
+    def take_inventory(self, client: Client, data: bytes) -> None:
+        h = client.hello
+        if h.role == "trainer":
+            self.trainer_inventories[h.index] = data
+        elif h.role == "worker":
+            self.replicas[h.replica].inventories[h.index] = data
+
+    def plan_if_complete(self, replica: Replica) -> None:
+        if replica.state == "joining" and replica.complete and len(self.trainer_inventories) == self.options.trainers:
+            self.plan(replica)
+
+    # ---- planning and linking of one replica
+
+    def plan(self, replica: Replica, *, open_link: bool = True) -> None:
+        """Start a planning epoch for a replica whose inventories are all here."""
+        replica.epoch += 1
+        replica.state, replica.error, replica.relink = "planning", None, False
+        replica.digests, replica.pending = {}, set(self.domain(replica))
+        replica.until = time.monotonic() + self.options.deadline_s
+        domain = self.domain(replica)
+        self.broadcast(domain, m.PlanInputs(
+            replica.index, replica.epoch,
+            tuple(self.trainer_inventories[i] for i in range(self.options.trainers)),
+            tuple(replica.inventories[i] for i in range(replica.size)),
+            tuple(c.hello.host for c in domain), open_link, self.options.drop, self.options.narrow, self.options.bucket_bytes,
+            self.options.deadline_s,
+        ))  # fmt: skip
+        epoch = replica.epoch
+        self.at(replica.until, lambda: self._planning_late(replica, epoch))
+
+    def _planning_late(self, replica: Replica, epoch: int) -> None:
+        if replica.epoch == epoch and replica.state in ("planning", "linking"):
+            waiting = sorted(c.label for c in replica.pending)
+            self.planning_failed(replica, DeadlineExceeded(
+                f"replica {replica.index} is still {replica.state} after {self.options.deadline_s:.0f} s", [f"waiting for {w}" for w in waiting]))
+
+    def planning_failed(self, replica: Replica, error: XferError) -> None:
+        self._abort_planning(replica, error)
+        replica.state, replica.error = "failed", error
+        if self.attempt is not None:
+            self.attempt.planning_failed(replica, error)
+        else:
+            self.broadcast(self.trainers.values(), m.Failed(m.WireError.of(error, "rendezvous"), replica=replica.index))
+            if replica.controller is not None:
+                replica.controller.send(m.Failed(m.WireError.of(error, "rendezvous"), replica=replica.index))
+
+    def _abort_planning(self, replica: Replica, error: XferError) -> None:
+        abort = m.Abort(replica.index, self.attempt.number if self.attempt else 0, replica.epoch, m.WireError.of(error, "rendezvous"))
+        self.broadcast(self.domain(replica), abort)
+
+    def _on_Planned(self, client: Client, msg: m.Planned) -> None:
+        replica = self.replicas[msg.replica]
+        if msg.epoch != replica.epoch or replica.state != "planning" or client not in replica.pending:
+            return
+        replica.pending.discard(client)
+        replica.digests[client.label] = msg.digest
+        if replica.pending:
+            return
+        if len(set(replica.digests.values())) > 1:
+            most = max(sorted(set(replica.digests.values())), key=list(replica.digests.values()).count)
+            odd = [f"{who}: digest {d}, most ranks have {most}" for who, d in sorted(replica.digests.items()) if d != most]
+            self.planning_failed(replica, PlanMismatch(
+                f"ranks planned replica {replica.index} differently; nothing was moved", odd + ["install the same xfer and numpy on all sides"]))
+            return
+        replica.digest = next(iter(replica.digests.values()))
+        self.link(replica)
+
+    def link(self, replica: Replica) -> None:
+        replica.state, replica.relink, replica.pending = "linking", False, set(self.domain(replica))
+        self._forget_store(replica)
+        self.broadcast(self.domain(replica), m.OpenLink(replica.index, replica.epoch))
+
+    def relink(self, replica: Replica) -> None:
+        """The plan stands, the communicator of the last attempt does not: a new epoch with the same digest."""
+        replica.epoch += 1
+        replica.until = time.monotonic() + self.options.deadline_s
+        epoch = replica.epoch
+        self.at(replica.until, lambda: self._planning_late(replica, epoch))
+        self.link(replica)
+
+    def _on_LinkOpen(self, client: Client, msg: m.LinkOpen) -> None:
+        replica = self.replicas[msg.replica]
+        if msg.epoch != replica.epoch or replica.state != "linking" or client not in replica.pending:
+            return
+        replica.pending.discard(client)
+        if not replica.pending:
+            replica.state = "ready"
+            ready = m.ReplicaReady(replica.index, replica.epoch, replica.digest)
+            self.broadcast(self.domain(replica), ready)
+            if replica.controller is not None:
+                replica.controller.send(ready)
+            if self.attempt is not None:
+                self.attempt.advance()
+
+    def _on_Failed(self, client: Client, msg: m.Failed) -> None:
+        error = msg.error.error()
+        targets = [self.replicas[msg.replica]] if msg.replica in self.replicas else list(self.replicas.values())
+        if client.hello.role != "trainer":
+            targets = [self.replicas[client.hello.replica]]
+        for r in targets:
+            if r.state in ("planning", "linking"):
+                self.planning_failed(r, error)
+        if self.attempt is not None:
+            self.attempt.failed(client, targets if msg.replica >= 0 or client.hello.role != "trainer" else None, error)
+        elif client.hello.role == "trainer" and msg.replica < 0:
+            self.early_failure(msg.attempt, error)
+        elif client.hello.role != "trainer":
+            for r in targets:
+                if r.state == "joining":
+                    r.state, r.error = "failed", error
+                    self.broadcast(self.trainers.values(), m.Failed(msg.error, replica=r.index))
+                    if r.controller is not None:
+                        r.controller.send(m.Failed(msg.error, replica=r.index))
+
+    def early_failure(self, attempt: int, error: XferError) -> None:
+        """A trainer raised before anyone entered: everyone who enters that attempt gets the same error; connecting ones now."""
+        if attempt:
+            self.finished[attempt] = m.Outcome(attempt, "", (), m.WireError.of(error, "rendezvous"))
+        else:
+            self.fail_everything(error)
+
+    # ---- refits
+
+    def _on_Prepare(self, client: Client, msg: m.Prepare) -> None:
+        if msg.attempt not in self.finished:
+            self.begin(msg.attempt)
+
+    def _on_Enter(self, client: Client, msg: m.Enter) -> None:
+        if msg.attempt in self.finished:
+            client.send(self.finished[msg.attempt])
+            return
+        if self.failure is not None:
+            client.send(m.Outcome(msg.attempt, msg.version, (), m.WireError.of(self.failure, "rendezvous")))
+            return
+        self.begin(msg.attempt)
+        self.attempt.enter(client, msg)
+
+    def begin(self, number: int) -> None:
+        if self.attempt is None:
+            self.attempt = Attempt(self, number)
+            self.attempt.start()
+        elif self.attempt.number != number:
+            raise ProtocolError(f"attempt {number} while attempt {self.attempt.number} is running")
+
+    def end(self, outcome: m.Outcome) -> None:
+        """Called by the attempt, once, when every replica has settled."""
+        self.attempt = None
+        self.finished[outcome.attempt] = outcome
+        for old in [k for k in self.finished if k < outcome.attempt - 8]:
+            del self.finished[old]
+        self.broadcast(self.trainers.values(), outcome)
+
+    # ---- the store: only introduces peers to each other's data addresses
+
+    def _prefix(self, client: Client) -> str:
+        return "" if client.hello.role == "trainer" else f"r{client.hello.replica}/"
+
+    def _forget_store(self, replica: Replica) -> None:
+        prefix = f"r{replica.index}/"
+        for k in [k for k in self._store if k.startswith(prefix)]:
+            del self._store[k]
+
+    def _put(self, key: str, value: bytes) -> None:
+        self._store[key] = value
+        for client, call in self._parked.pop(key, ()):
+            client.send(m.StoreReply(call, value))
+
+    def _on_StoreSet(self, client: Client, msg: m.StoreSet) -> None:
+        m.check_store_key(msg.key, self._prefix(client))
+        self._put(msg.key, msg.value)
+
+    def _on_StoreGet(self, client: Client, msg: m.StoreGet) -> None:
+        m.check_store_key(msg.key, self._prefix(client))
+        if msg.key in self._store:
+            client.send(m.StoreReply(msg.call, self._store[msg.key]))
+        else:
+            self._parked[msg.key].append((client, msg.call))
+
+    def _on_StoreAdd(self, client: Client, msg: m.StoreAdd) -> None:
+        m.check_store_key(msg.key, self._prefix(client))
+        try:
+            value = int(self._store.get(msg.key, b"0")) + msg.amount
+        except ValueError:
+            raise ProtocolError(f"store key {msg.key!r} does not hold a number") from None
+        self._put(msg.key, str(value).encode())
+        client.send(m.StoreReply(msg.call, str(value).encode()))
+
+    def _on_StoreCheck(self, client: Client, msg: m.StoreCheck) -> None:
+        for key in msg.keys:
+            m.check_store_key(key, self._prefix(client))
+        client.send(m.StoreReply(msg.call, flag=all(k in self._store for k in msg.keys)))
+
+    # ---- observers
+
+    def _on_Progress(self, client: Client, msg: m.Progress) -> None:
+        client.progress = msg
+
+    def _on_StatusAsk(self, client: Client, _: m.StatusAsk) -> None:
+        parties = []
+        for c in sorted(self._clients, key=lambda c: c.label):
+            if c.hello is None or c.hello.role == "observer":
+                continue
+            p = c.progress
+            phase = self.attempt.phase_of(c) if self.attempt else "idle"
+            parties.append(m.PartyStatus(c.label, c.hello.host, phase, *((p.wave, p.bytes_done, p.bytes_planned) if p else ())))
+        state = "; ".join(f"replica {r.index}: {r.state}{' (dirty)' if r.dirty else ''} {r.version and 'version ' + r.version}".strip() for r in self.replicas.values())
+        waiting = self.attempt.waiting_for() if self.attempt else [f"{c.label}: {r.state}" for r in self.replicas.values() for c in sorted(r.pending, key=lambda c: c.label) if r.state in ("planning", "linking")]
+        client.send(m.StatusReply(self.attempt.number if self.attempt else 0, state, tuple(waiting), tuple(parties),
+                                  tuple((r.index, r.version) for r in self.replicas.values() if r.version)))
+
+
+_LATE = (m.Done, m.Committed, m.Stopped, m.Settled, m.Armed)
+
+_BOTH, _ALL = ("trainer", "worker"), ("trainer", "worker", "controller", "observer")
+_SENDERS: dict[type, tuple[str, ...]] = {
+    m.Specs: ("trainer",), m.InventoryMsg: _BOTH, m.Planned: _BOTH, m.LinkOpen: _BOTH, m.Prepare: ("trainer",), m.Enter: ("trainer",),
+    m.Armed: ("worker",), m.Progress: _BOTH, m.Done: _BOTH, m.Committed: ("worker",), m.Stopped: ("worker",),
+    m.Settled: ("controller",), m.Failed: ("trainer", "worker", "controller"), m.Leave: _ALL, m.StoreSet: _BOTH, m.StoreGet: _BOTH,
+    m.StoreAdd: _BOTH, m.StoreCheck: _BOTH, m.StatusAsk: _ALL,
+}  # fmt: skip
+"""Which role may send what. A message that is not listed comes from the hub only."""

@@ -1,0 +1,210 @@
+"""One rank's part in one replica: plan it, open its link, run its program. A thread of its own, the same for both sides.
+
+A trainer has a lane per replica, so that a replica that hangs or dies holds up nobody else's; a worker has one. The lane
+never decides anything: it answers `Planned`, `LinkOpen`, `Done` or `Failed`, and stops when told to (`cancel`).
+
+What differs between the sides hangs behind `Side`: where storages are, and what happens before and after the bytes move.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from xfer.errors import PeerLost, PlanMismatch, XferError
+from xfer.plan.cache import PlanCache
+from xfer.plan.inventory import Inventory
+from xfer.plan.planner import PlanOptions, SubPlan, plan_replica
+from xfer.session import faults
+from xfer.session import messages as m
+from xfer.session.store import HubStore
+from xfer.trace.catalog import Catalog
+from xfer.transport.group import open_group
+from xfer.transport.p2p import P2P
+
+PROGRESS_S = 0.5
+"""Seconds between two progress messages of a running transfer."""
+
+
+class Side(Protocol):
+    """What a lane asks of the trainer's or worker's session."""
+
+    role: str
+    index: int
+    device: torch.device
+
+    def catalog(self) -> Catalog: ...
+
+    def roots(self) -> tuple[int, Sequence[torch.Tensor]]:
+        """(binding generation, flat uint8 tensors in the inventory's root order)."""
+
+    def before(self, go: m.Go, plan: SubPlan) -> None:
+        """Just before the first byte may move."""
+
+    def after(self, go: m.Go, plan: SubPlan, joint_rank: int, p2p: P2P) -> tuple[m.Checksum, ...]:
+        """After the last byte has: recipes, checksums when `go.verify`."""
+
+
+class Lane:
+    def __init__(self, party, side: Side, replica: int, joint_rank: int, cache: PlanCache | None):
+        self.party, self.side, self.replica, self.joint_rank = party, side, replica, joint_rank
+        self.cache = cache
+        self.labels: tuple[str, ...] = ()
+        self.done_attempt = 0
+        self.plan: SubPlan | None = None
+        self.plan_seconds = 0.0
+        self._link, self._p2p, self._bound = None, None, -1
+        self._queue: queue.Queue = queue.Queue()
+        self._idle = threading.Event()
+        self._idle.set()
+        self._cancelled: XferError | None = None
+        self._epoch = 0
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._work, name=f"xfer-lane-{replica}", daemon=True)
+        self._thread.start()
+
+    # ---- called from other threads
+
+    def post(self, message: m.Message) -> None:
+        with self._lock:
+            self._idle.clear()
+            if isinstance(message, m.PlanInputs | m.OpenLink):
+                self._epoch, self._cancelled = message.epoch, None
+        self._queue.put(message)
+
+    def cancel(self, error: XferError, epoch: int | None) -> None:
+        """Stop what runs: frees a blocked transfer. `epoch` None: whatever the epoch."""
+        with self._lock:
+            if epoch is not None and epoch < self._epoch:
+                return
+            self._cancelled = error
+            link = self._link
+        if link is not None:
+            link.abort()
+
+    def wait_idle(self, seconds: float) -> bool:
+        """True when nothing of the lane runs any more: no byte will be read or written by it."""
+        return self._idle.wait(seconds)
+
+    @property
+    def extra_bytes(self) -> int:
+        """Bytes of buffers that this lane holds beside the model."""
+        return self._p2p.extra_bytes if self._p2p is not None else 0
+
+    def close(self) -> None:
+        self.cancel(PeerLost("closed"), None)
+        self._queue.put(None)
+        self._thread.join(timeout=5.0)
+        self._close_link()
+
+    # ---- the lane's own thread
+
+    def _work(self) -> None:
+        while True:
+            message = self._queue.get()
+            if message is None:
+                return
+            try:
+                with torch.no_grad():
+                    if isinstance(message, m.PlanInputs):
+                        self._do_plan(message)
+                    elif isinstance(message, m.OpenLink):
+                        self._do_link(message)
+                    elif isinstance(message, m.Go):
+                        self._do_go(message)
+            except Exception as e:
+                error = self._cancelled or (e if isinstance(e, XferError) else None)
+                wire = m.WireError.of(error or e, self.party.label)
+                if self._cancelled is None:  # else the hub knows already
+                    self.party.try_send(m.Failed(wire, getattr(message, "attempt", 0), self.replica))
+            finally:
+                with self._lock:
+                    if self._queue.empty():
+                        self._idle.set()
+
+    def _check(self) -> None:
+        if self._cancelled is not None:
+            raise self._cancelled
+
+    def _do_plan(self, p: m.PlanInputs) -> None:
+        faults.point(self.side.role, self.side.index, "plan")
+        self._close_link()
+        t0 = time.perf_counter()
+        catalog = self.side.catalog()
+        sources = [Inventory.from_bytes(b) for b in p.trainers]
+        takers = [Inventory.from_bytes(b) for b in p.workers]
+        options = PlanOptions(bucket_bytes=p.bucket_bytes, drop=p.drop, narrow=p.narrow, hosts=p.hosts, rotation=p.replica)
+        if self.cache is not None:
+            self.plan = self.cache.plan(catalog, sources, takers, options)
+        else:
+            self.plan = plan_replica(catalog, sources, takers, options)
+        digest = self.plan.digest
+        if faults.wants(self.side.role, self.side.index, "digest"):
+            digest = digest[::-1]
+        self.plan_seconds = time.perf_counter() - t0
+        s = self.plan.summary
+        self.labels = (*(f"trainer {i}" for i in range(len(sources))), *(f"replica {self.replica} worker {i}" for i in range(len(takers))))
+        self._check()
+        self.party.send(m.Planned(self.replica, p.epoch, digest, self.plan_seconds,
+                                  s.bytes_in(self.joint_rank), s.bytes_out(self.joint_rank)))
+        self._deadline_s = p.deadline_s
+
+    def _do_link(self, o: m.OpenLink) -> None:
+        faults.point(self.side.role, self.side.index, "link")
+        if self.plan is None:
+            raise PlanMismatch("asked to open a link without a plan")
+        self._close_link()
+        store = HubStore(self.party.channel, self.party.replies, f"r{self.replica}/e{o.epoch}/", self._deadline_s,
+                         lambda: self._cancelled is not None)
+        link = open_group(store, self.joint_rank, len(self.labels), self._deadline_s, self.side.device, self.labels)
+        with self._lock:
+            self._link = link
+        self._check()
+        self._bind()
+        self.party.send(m.LinkOpen(self.replica, o.epoch))
+
+    def _bind(self) -> None:
+        generation, roots = self.side.roots()
+        if self._p2p is None or self._bound != generation:
+            self._p2p = P2P(self._link, self.plan.program(self.joint_rank), roots)
+            self._bound = generation
+
+    def _do_go(self, go: m.Go) -> None:
+        self._check()
+        until = time.monotonic() + go.deadline_s + 2.0  # the hub's own deadline comes first: it knows who is late
+        self._bind()
+        self.side.before(go, self.plan)
+        s = self.plan.summary
+        planned = s.bytes_in(self.joint_rank) + s.bytes_out(self.joint_rank)
+        said = 0.0
+
+        def progress(wave: int, nbytes: int) -> None:
+            nonlocal said
+            faults.point(self.side.role, self.side.index, "wave")
+            now = time.monotonic()
+            if now - said >= PROGRESS_S:
+                said = now
+                self.party.try_send(m.Progress(self.replica, go.attempt, "moving", wave, nbytes, planned))
+
+        self.party.try_send(m.Progress(self.replica, go.attempt, "moving", 0, 0, planned))
+        faults.point(self.side.role, self.side.index, "moving")
+        stats = self._p2p.run(until, lambda: self._cancelled is not None, progress)
+        t0 = time.perf_counter()
+        self._check()
+        sums = self.side.after(go, self.plan, self.joint_rank, self._p2p)
+        faults.point(self.side.role, self.side.index, "done")
+        self._check()
+        self.party.send(m.Done(self.replica, go.attempt, stats.bytes_in, stats.bytes_out, stats.pack_s, stats.wire_s, stats.unpack_s,
+                               time.perf_counter() - t0, sums))
+        self.done_attempt = go.attempt
+
+    def _close_link(self) -> None:
+        with self._lock:
+            link, self._link, self._p2p, self._bound = self._link, None, None, -1
+        if link is not None:
+            link.close()

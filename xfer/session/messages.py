@@ -1,0 +1,404 @@
+"""Every control message, typed. Encoding, size limits and field checks live here; sockets, state and meaning do not.
+
+A message is a tagged `msgspec.Struct`; what does not decode to exactly one of them is a `ProtocolError` and ends the
+connection. Nothing is ever unpickled or evaluated. Blobs (catalogs, inventories) are opaque bytes here and are decoded by
+their own modules, which check every length again.
+
+Who says what to whom is told by `session/hub.py`; the short version: everyone talks to the hub, the hub talks to everyone.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta, Struct
+
+from xfer.errors import ProtocolError, XferError, from_wire
+
+WIRE_VERSION = 1
+MAX_FRAME = 1 << 30
+"""Bytes of one control frame; an inventory of a 30 B model's rank is about 1.5 MB."""
+MAX_STORE_VALUE = 1 << 16
+
+Name = Annotated[str, Meta(max_length=256)]
+Text = Annotated[str, Meta(max_length=1 << 16)]
+Count = Annotated[int, Meta(ge=0, lt=1 << 31)]
+Bytes64 = Annotated[int, Meta(ge=0, lt=1 << 63)]
+Seconds = Annotated[float, Meta(ge=0.0, lt=1e9)]
+Blob = Annotated[bytes, Meta(max_length=MAX_FRAME)]
+StoreKey = Annotated[str, Meta(max_length=256)]
+StoreValue = Annotated[bytes, Meta(max_length=MAX_STORE_VALUE)]
+
+_STORE_KEY = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./:\-]{0,255}")
+
+
+class _Message(Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Base of all messages; the tag is the class name."""
+
+
+class WireError(Struct, frozen=True, forbid_unknown_fields=True):
+    """An `XferError` as plain strings."""
+
+    kind: Name
+    message: Text
+    violations: Annotated[tuple[Text, ...], Meta(max_length=4096)] = ()
+    where: Name = ""
+
+    @classmethod
+    def of(cls, error: BaseException, where: str) -> WireError:
+        """Foreign exceptions travel as XferError with their class name; texts are cut to what a frame may hold."""
+        if isinstance(error, XferError):
+            kind, message, violations, at = error.to_wire()
+        else:
+            kind, message, violations, at = "XferError", f"{type(error).__name__}: {error}", (), ""
+        return cls(kind[:256], message[:60000], tuple(v[:8000] for v in violations[:1000]), (at or where)[:256])
+
+    def error(self) -> XferError:
+        return from_wire(self.kind, self.message, self.violations, self.where)
+
+
+# ---- introduction
+
+
+class Hello(_Message):
+    """First message of every client. `index`: trainer rank, or worker rank inside its replica; 0 for others."""
+
+    wire_version: int
+    role: Annotated[str, Meta(pattern="^(trainer|controller|worker|observer)$")]
+    index: Count
+    size: Count  # ranks on that side: trainer world, or workers of the replica
+    replica: Count
+    host: Name
+    pid: Count
+    versions: Annotated[tuple[tuple[Name, Name], ...], Meta(max_length=64)] = ()
+    settings: Annotated[tuple[tuple[Name, Name], ...], Meta(max_length=64)] = ()
+
+
+class Welcome(_Message):
+    trainers: Count
+    replicas: Count
+
+
+class Refused(_Message):
+    error: WireError
+
+
+# ---- layouts and plans
+
+
+class Specs(_Message):
+    """trainer -> hub: canonical tensors that this rank's export touches, as an encoded partial catalog."""
+
+    catalog: Blob
+
+
+class CatalogMsg(_Message):
+    """hub -> trainer, worker: the union over all trainer ranks."""
+
+    catalog: Blob
+    generation: Count
+
+
+class InventoryMsg(_Message):
+    inventory: Blob
+    generation: Count
+
+
+class PlanInputs(_Message):
+    """hub -> domain: plan this replica from these inventories (joint rank order)."""
+
+    replica: Count
+    epoch: Count
+    trainers: Annotated[tuple[Blob, ...], Meta(max_length=65536)]
+    workers: Annotated[tuple[Blob, ...], Meta(max_length=65536)]
+    hosts: Annotated[tuple[Name, ...], Meta(max_length=131072)]
+    open_link: bool
+    drop: Annotated[tuple[Name, ...], Meta(max_length=4096)] = ()
+    narrow: Annotated[tuple[Name, ...], Meta(max_length=4096)] = ()
+    bucket_bytes: Bytes64 = 0
+    deadline_s: Seconds = 600.0
+
+
+class Planned(_Message):
+    replica: Count
+    epoch: Count
+    digest: Name
+    seconds: Seconds
+    bytes_in: Bytes64 = 0
+    bytes_out: Bytes64 = 0
+
+
+class OpenLink(_Message):
+    """hub -> domain: digests agree; open the data link of this epoch."""
+
+    replica: Count
+    epoch: Count
+
+
+class LinkOpen(_Message):
+    replica: Count
+    epoch: Count
+
+
+class ReplicaReady(_Message):
+    """hub -> trainers: this replica has a plan and a link."""
+
+    replica: Count
+    epoch: Count
+    digest: Name
+
+
+# ---- one refit
+
+
+class Prepare(_Message):
+    """trainer -> hub: arm the engines early."""
+
+    attempt: Count
+
+
+class Enter(_Message):
+    """trainer -> hub: drained and synchronized; my storage holds `version`. `specs`, `inventory`: empty unless changed."""
+
+    attempt: Count
+    version: Name
+    verify: bool
+    min_replicas: Count
+    deadline_s: Seconds
+    drained_s: Seconds = 0.0
+    specs: Blob = b""
+    inventory: Blob = b""
+
+
+class Arm(_Message):
+    """hub -> controller: stop serving and enter the receive call."""
+
+    attempt: Count
+    deadline_s: Seconds
+
+
+class Armed(_Message):
+    """worker -> hub: inside the receive call. `inventory`: empty unless the layout changed."""
+
+    attempt: Count
+    inventory: Blob = b""
+
+
+class Go(_Message):
+    """hub -> domain: move version `version` now."""
+
+    replica: Count
+    attempt: Count
+    epoch: Count
+    version: Name
+    verify: bool
+    deadline_s: Seconds
+
+
+class Progress(_Message):
+    replica: Count
+    attempt: Count
+    phase: Name
+    wave: Count
+    bytes_done: Bytes64
+    bytes_planned: Bytes64
+
+
+class Checksum(Struct, frozen=True, forbid_unknown_fields=True):
+    """Sum over the bytes that go to worker `worker`, mod 2**64."""
+
+    worker: Count
+    value: Annotated[bytes, Meta(min_length=8, max_length=8)]
+
+
+class Done(_Message):
+    """domain -> hub: my part of the program has run; nobody reads or writes my storage any more."""
+
+    replica: Count
+    attempt: Count
+    bytes_in: Bytes64
+    bytes_out: Bytes64
+    pack_s: Seconds
+    wire_s: Seconds
+    unpack_s: Seconds
+    verify_s: Seconds = 0.0
+    checksums: Annotated[tuple[Checksum, ...], Meta(max_length=65536)] = ()
+
+
+class Commit(_Message):
+    """hub -> workers, controller: install and serve `version`."""
+
+    replica: Count
+    attempt: Count
+    version: Name
+
+
+class Committed(_Message):
+    """worker -> hub: the new version lies in live storage, lock released."""
+
+    replica: Count
+    attempt: Count
+
+
+class Abort(_Message):
+    """hub -> domain: this attempt (or planning epoch) is over for this replica."""
+
+    replica: Count
+    attempt: Count
+    epoch: Count
+    error: WireError
+
+
+class Stopped(_Message):
+    """worker -> hub, after an abort: nothing of this attempt will be written any more. `dirty`: live bytes were written."""
+
+    replica: Count
+    attempt: Count
+    dirty: bool
+
+
+class Settle(_Message):
+    """hub -> controller, after an abort: resume when clean, stay paused when dirty."""
+
+    attempt: Count
+    dirty: bool
+    error: WireError
+
+
+class Settled(_Message):
+    """controller -> hub: the attempt is over on the engine's side. `version`: what it serves now, empty when paused."""
+
+    attempt: Count
+    version: Name
+    serving: bool
+    outage_s: Seconds
+    phases: Annotated[tuple[tuple[Name, Seconds], ...], Meta(max_length=32)] = ()
+
+
+class Failed(_Message):
+    """anyone -> hub: I raised. `replica` limits the damage; -1: all replicas."""
+
+    error: WireError
+    attempt: Count = 0
+    replica: Annotated[int, Meta(ge=-1, lt=1 << 31)] = -1
+
+
+class OutcomeMsg(Struct, frozen=True, forbid_unknown_fields=True):
+    """What became of one replica in one attempt; seconds on the clocks that `session/report.py` explains."""
+
+    replica: Count
+    committed: bool
+    serving: bool
+    version: Name
+    transfer_s: Seconds = 0.0
+    outage_s: Seconds = 0.0
+    bytes_moved: Bytes64 = 0
+    bytes_per_worker: Annotated[tuple[Bytes64, ...], Meta(max_length=65536)] = ()
+    phases: Annotated[tuple[tuple[Name, Seconds], ...], Meta(max_length=64)] = ()
+    verified: bool = False
+    dirty: bool = False
+    error: WireError | None = None
+
+
+class Outcome(_Message):
+    """hub -> trainers: the attempt is over everywhere."""
+
+    attempt: Count
+    version: Name
+    outcomes: Annotated[tuple[OutcomeMsg, ...], Meta(max_length=65536)]
+    error: WireError | None = None
+
+
+class Leave(_Message):
+    """client -> hub: I am going on purpose."""
+
+
+# ---- the store, for communicators that want one
+
+
+class StoreSet(_Message):
+    key: StoreKey
+    value: StoreValue
+
+
+class StoreGet(_Message):
+    """Answered when the key exists."""
+
+    call: Count
+    key: StoreKey
+
+
+class StoreAdd(_Message):
+    call: Count
+    key: StoreKey
+    amount: Annotated[int, Meta(gt=-(1 << 31), lt=1 << 31)]
+
+
+class StoreCheck(_Message):
+    call: Count
+    keys: Annotated[tuple[StoreKey, ...], Meta(max_length=65536)]
+
+
+class StoreReply(_Message):
+    call: Count
+    value: StoreValue = b""
+    flag: bool = True
+
+
+# ---- observers
+
+
+class StatusAsk(_Message):
+    pass
+
+
+class PartyStatus(Struct, frozen=True, forbid_unknown_fields=True):
+    label: Name
+    host: Name
+    phase: Name
+    wave: Count = 0
+    bytes_done: Bytes64 = 0
+    bytes_planned: Bytes64 = 0
+
+
+class StatusReply(_Message):
+    attempt: Count
+    state: Text
+    waiting_for: Annotated[tuple[Name, ...], Meta(max_length=65536)]
+    parties: Annotated[tuple[PartyStatus, ...], Meta(max_length=131072)]
+    versions: Annotated[tuple[tuple[Count, Name], ...], Meta(max_length=65536)] = ()
+
+
+Message = (
+    Hello | Welcome | Refused | Specs | CatalogMsg | InventoryMsg | PlanInputs | Planned | OpenLink | LinkOpen | ReplicaReady
+    | Prepare | Enter | Arm | Armed | Go | Progress | Done | Commit | Committed | Abort | Stopped | Settle | Settled | Failed
+    | Outcome | Leave | StoreSet | StoreGet | StoreAdd | StoreCheck | StoreReply | StatusAsk | StatusReply
+)  # fmt: skip
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Message)
+
+
+def encode(message: Message) -> bytes:
+    data = _encoder.encode(message)
+    if len(data) > MAX_FRAME:
+        raise ProtocolError(f"{type(message).__name__} of {len(data)} bytes is over the {MAX_FRAME} bytes that a frame may have")
+    return data
+
+
+def decode(data: bytes) -> Message:
+    """Raises ProtocolError for whatever is not exactly one message; never anything else."""
+    try:
+        return _decoder.decode(data)
+    except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError, RecursionError, OverflowError, ValueError) as e:
+        raise ProtocolError(f"malformed control message of {len(data)} bytes: {e}"[:500]) from None
+
+
+def check_store_key(key: str, prefix: str) -> None:
+    """A client may only touch the keys of its own domain's prefix; anything else is a ProtocolError."""
+    if not _STORE_KEY.fullmatch(key) or ".." in key:
+        raise ProtocolError(f"store key {key[:80]!r} has characters or a length that are not allowed")
+    if not key.startswith(prefix):
+        raise ProtocolError(f"store key {key[:80]!r} is outside this client's prefix {prefix!r}")

@@ -1,0 +1,125 @@
+"""A client of the hub: one connection, one inbox for the main thread, one lane per replica this process takes part in.
+
+The reader thread only sorts: store answers to whoever waits for them, lane messages to the lane, aborts to the lane at
+once (they must free a blocked transfer), everything else to the inbox. It never touches weights.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import queue
+import socket
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from xfer.errors import DeadlineExceeded, HandshakeError, PeerLost, XferError
+from xfer.session import messages as m
+from xfer.session.channel import dial
+from xfer.session.lane import Lane
+from xfer.session.store import Replies
+
+M = TypeVar("M")
+
+
+def host_identity() -> str:
+    """Name of this host for the plan's same-host preference; XFER_HOST overrides it (tests, containers with one name)."""
+    return os.environ.get("XFER_HOST") or socket.gethostname()
+
+
+def versions() -> tuple[tuple[str, str], ...]:
+    import numpy
+    import torch
+
+    return (("python", platform.python_version()), ("torch", torch.__version__), ("numpy", numpy.__version__))
+
+
+class Party:
+    """`lanes` is filled by the owner before messages for them can arrive (lanes start with the first PlanInputs)."""
+
+    def __init__(self, rendezvous: str, token: str, role: str, *, index: int = 0, size: int = 0, replica: int = 0,
+                 deadline_s: float, settings: tuple[tuple[str, str], ...] = ()):
+        self.label = {"trainer": f"trainer {index}", "worker": f"replica {replica} worker {index}"}.get(role, f"replica {replica} {role}")
+        self.lanes: dict[int, Lane] = {}
+        self.replies = Replies()
+        self.inbox: queue.Queue[m.Message | XferError] = queue.Queue()
+        self.on_lane: Callable[[int], Lane | None] = self.lanes.get
+        self.lost: PeerLost | None = None
+        self.channel = dial(rendezvous, token, deadline_s)
+        self.channel.start(self._sort, self._end)
+        self.send(m.Hello(m.WIRE_VERSION, role, index, size, replica, host_identity(), os.getpid(), versions(), settings))
+        answer = self.take((m.Welcome, m.Refused), time.monotonic() + deadline_s, "the rendezvous' welcome")
+        if isinstance(answer, m.Refused):
+            self.channel.close()
+            raise answer.error.error()
+        self.welcome = answer
+
+    def send(self, message: m.Message) -> None:
+        if self.lost is not None:
+            raise self.lost
+        self.channel.send(message)
+
+    def try_send(self, message: m.Message) -> None:
+        """For last words: the peer may be gone already."""
+        try:
+            self.send(message)
+        except PeerLost:
+            pass
+
+    def _sort(self, message: m.Message) -> None:
+        if isinstance(message, m.StoreReply):
+            self.replies.put(message)
+            return
+        if isinstance(message, m.Abort):
+            lane = self.lanes.get(message.replica)
+            if lane is not None:
+                lane.cancel(message.error.error(), message.epoch)
+        elif isinstance(message, m.PlanInputs | m.OpenLink | m.Go):
+            lane = self.on_lane(message.replica)
+            if lane is not None:
+                lane.post(message)
+            return
+        self.inbox.put(message)
+
+    def _end(self, reason: str) -> None:
+        self.lost = PeerLost("lost the control connection to the rendezvous in trainer 0's process", [f"reason: {reason}"], where=self.label)
+        self.replies.close(reason)
+        for lane in list(self.lanes.values()):
+            lane.cancel(self.lost, None)
+        self.inbox.put(self.lost)
+
+    def take(self, kinds: tuple[type[M], ...], until: float, what: str, match: Callable[[M], bool] = lambda _: True) -> M:
+        """Next inbox message of these kinds; others are dropped. Raises PeerLost when the hub is gone."""
+        while True:
+            left = until - time.monotonic()
+            if left <= 0:
+                raise DeadlineExceeded(f"no answer in time: {what}", where=self.label)
+            try:
+                message = self.inbox.get(timeout=min(left, 1.0))
+            except queue.Empty:
+                continue
+            if isinstance(message, XferError):
+                self.inbox.put(message)  # stays true for the next caller too
+                raise message
+            if isinstance(message, kinds) and match(message):
+                return message
+            if isinstance(message, m.Refused) and m.Refused not in kinds:
+                error = message.error.error()
+                raise error if isinstance(error, XferError) else HandshakeError(str(error))
+
+    def drop_old(self) -> None:
+        """Forget inbox messages from before now, except a lost connection."""
+        kept = []
+        while not self.inbox.empty():
+            message = self.inbox.get_nowait()
+            if isinstance(message, XferError | m.Outcome):
+                kept.append(message)
+        for message in kept:
+            self.inbox.put(message)
+
+    def close(self) -> None:
+        self.try_send(m.Leave())
+        for lane in list(self.lanes.values()):
+            lane.close()
+        self.channel.close()

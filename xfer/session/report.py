@@ -1,0 +1,104 @@
+"""What a refit tells its caller: versions, bytes, and seconds on three clocks that are never mixed.
+
+    transfer   last trainer ready and all workers armed -> decision        (hub's clock)
+    outage     pause sent -> resume acknowledged, as requests see it        (controller's clock)
+    call       entry of nccl_xfer_refit -> return                           (trainer's clock)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from xfer.errors import RefitFailed, XferError
+from xfer.session import messages as m
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaOutcome:
+    """What became of one replica. `version`: what it serves now, empty when it serves nothing."""
+
+    replica: int
+    committed: bool
+    serving: bool
+    version: str
+    transfer_s: float
+    outage_s: float
+    bytes_moved: int
+    bytes_per_worker: tuple[int, ...]
+    phases: tuple[tuple[str, float], ...]
+    verified: bool
+    dirty: bool
+    error: XferError | None
+
+    @classmethod
+    def of(cls, o: m.OutcomeMsg) -> ReplicaOutcome:
+        return cls(o.replica, o.committed, o.serving, o.version, o.transfer_s, o.outage_s, o.bytes_moved, o.bytes_per_worker,
+                   o.phases, o.verified, o.dirty, o.error.error() if o.error else None)
+
+
+@dataclass(frozen=True, slots=True)
+class RefitReport:
+    """Result of `nccl_xfer_refit` on one trainer rank. `rank`: that rank; seconds are wall time."""
+
+    rank: int
+    version: str
+    seconds: float
+    outcomes: tuple[ReplicaOutcome, ...]
+    bytes_sent: int
+    broadcast_bytes: int
+    extra_bytes: int
+    pending: bool = False
+
+    @property
+    def bytes(self) -> int:
+        """Bytes received by all workers of all committed replicas."""
+        return sum(o.bytes_moved for o in self.outcomes)
+
+    @property
+    def transfer_s(self) -> float:
+        return max((o.transfer_s for o in self.outcomes), default=0.0)
+
+    @property
+    def outage_s(self) -> float:
+        return max((o.outage_s for o in self.outcomes), default=0.0)
+
+    @property
+    def gbps(self) -> float:
+        """Gigabytes (1e9) a second over the slowest replica's transfer clock; 0 when nothing was moved."""
+        return self.bytes / self.transfer_s / 1e9 if self.transfer_s else 0.0
+
+    @property
+    def committed(self) -> int:
+        return sum(o.committed for o in self.outcomes)
+
+    @property
+    def verified(self) -> bool:
+        return bool(self.outcomes) and all(o.verified for o in self.outcomes if o.committed)
+
+    def flatten(self, prefix: str = "xfer/") -> dict[str, float]:
+        """Scalars for a logger."""
+        out = {
+            "call_s": self.seconds, "transfer_s": self.transfer_s, "outage_s": self.outage_s, "bytes": float(self.bytes),
+            "gbps": self.gbps, "committed": float(self.committed), "replicas": float(len(self.outcomes)),
+            "broadcast_bytes": float(self.broadcast_bytes), "bytes_sent": float(self.bytes_sent),
+        }  # fmt: skip
+        for name in dict.fromkeys(n for o in self.outcomes for n, _ in o.phases):
+            out[f"{name}_s"] = max(s for o in self.outcomes for n, s in o.phases if n == name)
+        return {prefix + k: v for k, v in out.items()}
+
+    def raise_unless(self, min_replicas: int) -> None:
+        """The typed error when too few replicas committed: the common type of all causes, else RefitFailed."""
+        if self.pending or self.committed >= min_replicas:
+            return
+        errors = [o.error for o in self.outcomes if o.error is not None]
+        lines = []
+        for o in self.outcomes:
+            state = "serves nothing" if not o.version else f"serves version {o.version!r}"
+            lines.append(f"replica {o.replica}: {'committed' if o.committed else 'not committed'}, {state}"
+                         + (f"; {o.error}" if o.error is not None and len(errors) > 1 else ""))
+        head = f"refit to version {self.version!r}: {self.committed} of {len(self.outcomes)} replicas committed, {min_replicas} wanted"
+        kinds = {type(e) for e in errors}
+        if len(kinds) == 1:
+            first = errors[0]
+            raise type(first)(f"{first.message} ({head})", (*first.violations, *lines), where=first.where)
+        raise RefitFailed(head, lines)

@@ -1,0 +1,96 @@
+"""torch's `Store` over the authenticated control connection, so that communicators meet without an open key-value port.
+
+Only what ProcessGroupGloo and ProcessGroupNCCL ask for: set, get, add, check, wait, delete. Values are addresses and NCCL ids
+(a few hundred bytes). The hub checks each key against this client's prefix (`messages.check_store_key`).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+
+from torch.distributed import Store
+
+from xfer.errors import DeadlineExceeded, PeerLost
+from xfer.session import messages as m
+from xfer.session.channel import Channel
+
+
+class Replies:
+    """Answers to store calls, handed over from the reader thread."""
+
+    def __init__(self) -> None:
+        self._lock, self._ready = threading.Lock(), threading.Condition()
+        self._next, self._answers, self._closed = 0, {}, ""
+
+    def ticket(self) -> int:
+        with self._lock:
+            self._next += 1
+            return self._next
+
+    def put(self, reply: m.StoreReply) -> None:
+        with self._ready:
+            self._answers[reply.call] = reply
+            self._ready.notify_all()
+
+    def close(self, reason: str) -> None:
+        with self._ready:
+            self._closed = reason or "closed"
+            self._ready.notify_all()
+
+    def wait(self, call: int, until: float, what: str, cancelled=lambda: False) -> m.StoreReply:
+        with self._ready:
+            while call not in self._answers:
+                left = until - time.monotonic()
+                if self._closed:
+                    raise PeerLost(f"the rendezvous is gone while waiting for {what}: {self._closed}")
+                if cancelled():
+                    raise PeerLost(f"cancelled while waiting for {what}")
+                if left <= 0:
+                    raise DeadlineExceeded(f"{what} did not appear in time", ["a peer did not open its data link"])
+                self._ready.wait(min(left, 0.2))
+            return self._answers.pop(call)
+
+
+class HubStore(Store):
+    """Keys live under `prefix`, which names the replica and the epoch: a late joiner of an old epoch meets nobody."""
+
+    def __init__(self, channel: Channel, replies: Replies, prefix: str, deadline_s: float, cancelled=lambda: False):
+        super().__init__()
+        self._channel, self._replies, self._prefix = channel, replies, prefix
+        self._seconds, self._cancelled = deadline_s, cancelled
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._seconds = timeout.total_seconds()
+
+    @property
+    def timeout(self) -> timedelta:
+        return timedelta(seconds=self._seconds)
+
+    def _ask(self, make, what: str, seconds: float | None = None) -> m.StoreReply:
+        call = self._replies.ticket()
+        self._channel.send(make(call))
+        return self._replies.wait(call, time.monotonic() + (self._seconds if seconds is None else seconds), what, self._cancelled)
+
+    def set(self, key: str, value: bytes | str) -> None:
+        data = value.encode() if isinstance(value, str) else bytes(value)
+        self._channel.send(m.StoreSet(self._prefix + key, data))
+
+    def get(self, key: str) -> bytes:
+        return self._ask(lambda c: m.StoreGet(c, self._prefix + key), f"store key {key!r}").value
+
+    def add(self, key: str, amount: int) -> int:
+        return int(self._ask(lambda c: m.StoreAdd(c, self._prefix + key, amount), f"store counter {key!r}").value)
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return self._ask(lambda c: m.StoreCheck(c, tuple(self._prefix + k for k in keys)), "store check").flag
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        for key in keys:
+            self._ask(lambda c, key=key: m.StoreGet(c, self._prefix + key), f"store key {key!r}",
+                      None if timeout is None else timeout.total_seconds())
+
+    def delete_key(self, key: str) -> bool:
+        return False  # epochs are forgotten as a whole

@@ -1,0 +1,264 @@
+"""The trainer's half: connect once, then one `refit` per optimizer step, on every trainer rank.
+
+Trainer rank 0 hosts the hub. Every rank: reads its own layout, publishes what it exports, and keeps one lane per replica.
+What Megatron or FSDP is, is known only to the `Source` that was passed in.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import torch
+
+from xfer.errors import DeadlineExceeded, PeerLost, XferError
+from xfer.kernels.checksum import checksum_rows
+from xfer.plan.cache import PlanCache
+from xfer.plan.inventory import trainer_inventory
+from xfer.plan.planner import SubPlan
+from xfer.session import faults
+from xfer.session import messages as m
+from xfer.session.attempt import SETTLE_GRACE_S, STOP_GRACE_S
+from xfer.session.hub import Hub, HubOptions
+from xfer.session.lane import Lane
+from xfer.session.party import Party, host_identity
+from xfer.session.report import RefitReport, ReplicaOutcome
+from xfer.trace.catalog import Catalog
+from xfer.trace.fragment import Root
+from xfer.trace.traced import Traced
+from xfer.transport.p2p import P2P
+
+
+class Layout(Protocol):
+    """What a `Source` reads: fragments in storages, and the storages."""
+
+    traced: Traced
+    roots: tuple[Root, ...]
+    tensors: Mapping[str, torch.Tensor]
+
+
+class Source(Protocol):
+    """A trainer framework's adapter on one rank."""
+
+    rank: int
+    world: int
+    device: torch.device
+
+    def drain(self) -> None:
+        """Finish every parameter gather in flight and synchronize the device."""
+
+    def read(self) -> Layout: ...
+
+    def check(self) -> str:
+        """"same", "moved" (same layout, other addresses) or "changed"."""
+
+    def rebind(self) -> Mapping[str, torch.Tensor]: ...
+
+
+class TrainerSession:
+    """Made by `xfer.connect`; use that."""
+
+    role = "trainer"
+
+    def __init__(self, source: Source, rendezvous: str, token: str, *, replicas: int, deadline_s: float, bucket_bytes: int,
+                 drop: Sequence[str], narrow: Sequence[str], cache_dir: str | None):
+        self.source, self.index, self.device = source, source.rank, source.device
+        self.deadline_s, self.replicas = deadline_s, replicas
+        self.attempt, self.version = 0, ""
+        self._cache = PlanCache(cache_dir) if cache_dir else None
+        self._hub: Hub | None = None
+        self._catalog: Catalog | None = None
+        self._generation = 0
+        self._pending: int = 0
+        settings = (("bucket_bytes", str(bucket_bytes)), ("data plane", "nccl" if self.device.type == "cuda" else "gloo"))
+        if source.rank == 0:
+            self._hub = Hub(rendezvous, token, HubOptions(source.world, replicas, deadline_s, bucket_bytes, tuple(drop), tuple(narrow), settings))
+        try:
+            self._party = Party(rendezvous, token, "trainer", index=source.rank, size=source.world, deadline_s=deadline_s, settings=settings)
+        except BaseException:
+            if self._hub is not None:
+                self._hub.close()
+            raise
+        self._party.on_lane = self._lane
+
+    # ---- connecting
+
+    def open(self, wait: bool) -> None:
+        """Publish the layout; with `wait`, until every replica has a plan and a link."""
+        until = time.monotonic() + self.deadline_s
+        try:
+            layout = self.source.read()
+        except Exception as e:
+            self._party.try_send(m.Failed(m.WireError.of(e, self._party.label)))
+            raise
+        self._take(layout)
+        self._party.send(m.Specs(Catalog.union([(self._party.label, layout.traced.specs)]).to_bytes()))
+        message = self._party.take((m.CatalogMsg, m.Failed), until, "the catalog: other trainer ranks have not connected yet")
+        self._raise_failed(message)
+        self._take_catalog(message)
+        self._party.send(m.InventoryMsg(self._inventory, self._generation))
+        if wait:
+            ready: set[int] = set()
+            while len(ready) < self.replicas:
+                missing = sorted(set(range(self.replicas)) - ready)
+                message = self._party.take((m.ReplicaReady, m.Failed, m.CatalogMsg), until,
+                                           f"replicas {missing} have not joined; is xfer.serve() running for them?")
+                if isinstance(message, m.CatalogMsg):
+                    self._take_catalog(message)
+                    self._party.send(m.InventoryMsg(self._inventory, self._generation))
+                    continue
+                self._raise_failed(message)
+                ready.add(message.replica)
+
+    def _raise_failed(self, message: m.Message) -> None:
+        if isinstance(message, m.Failed):
+            raise message.error.error()
+
+    def _take(self, layout: Layout) -> None:
+        self._layout = layout
+        self._roots = [layout.tensors[r.name] for r in layout.roots]
+        self._binding = getattr(self, "_binding", 0) + 1
+
+    def _take_catalog(self, message: m.CatalogMsg) -> None:
+        self._catalog, self._generation = Catalog.from_bytes(message.catalog), message.generation
+        self._inventory = trainer_inventory(self.index, host_identity(), self._catalog, self._layout.traced, self._layout.roots).to_bytes()
+
+    def _lane(self, replica: int) -> Lane | None:
+        return self._party.lanes.get(replica) or self._new_lane(replica)
+
+    def _new_lane(self, replica: int) -> Lane | None:
+        if not 0 <= replica < self.replicas:
+            return None
+        lane = self._party.lanes[replica] = Lane(self._party, self, replica, self.index, self._cache)
+        return lane
+
+    # ---- Side, for the lanes
+
+    def catalog(self) -> Catalog:
+        return self._catalog
+
+    def roots(self) -> tuple[int, Sequence[torch.Tensor]]:
+        return self._binding, self._roots
+
+    def before(self, go: m.Go, plan: SubPlan) -> None:
+        pass
+
+    def after(self, go: m.Go, plan: SubPlan, joint_rank: int, p2p: P2P) -> tuple[m.Checksum, ...]:
+        if not go.verify:
+            return ()
+        rows, shapes, first = plan.program(joint_rank).rows, plan.shapes, self.source.world
+        out = []
+        for worker in range(plan.takers):
+            mine = rows[(rows["src"] == joint_rank) & (rows["dst"] == first + worker)]
+            value = checksum_rows(mine, self._roots, "src", shapes)
+            if faults.wants("trainer", self.index, "checksum"):
+                value ^= 1
+            out.append(m.Checksum(worker, (value % (1 << 64)).to_bytes(8, "little")))
+        return tuple(out)
+
+    # ---- refitting
+
+    def prepare(self) -> None:
+        """Arm the engines for the next refit now; they stop serving until it has run."""
+        self._party.send(m.Prepare(self.attempt + 1))
+
+    def refit(self, *, version: str | int | None, verify: bool, wait: str, min_replicas: int | None, deadline_s: float | None) -> RefitReport:
+        began = time.perf_counter()
+        if self._pending:
+            self._finish(self._pending, self._pending_version, began, self.replicas if min_replicas is None else min_replicas)
+        self.attempt += 1
+        number, name = self.attempt, str(self.attempt if version is None else version)
+        seconds = self.deadline_s if deadline_s is None else deadline_s
+        self._seconds = seconds
+        try:
+            t0 = time.perf_counter()
+            faults.point("trainer", self.index, "enter")
+            self.source.drain()
+            drained = time.perf_counter() - t0
+            specs, inventory = self._refresh()
+        except Exception as e:
+            self._party.try_send(m.Failed(m.WireError.of(e, self._party.label), number))
+            raise
+        want = self.replicas if min_replicas is None else min_replicas
+        self._party.send(m.Enter(number, name, verify, want, seconds, drained, specs, inventory))
+        if wait == "sources":
+            return self._until_sources_free(number, name, began)
+        return self._finish(number, name, began, want)
+
+    def _refresh(self) -> tuple[bytes, bytes]:
+        """Re-read what a framework has moved since the last refit. Returns (specs, inventory), empty when unchanged."""
+        state = self.source.check()
+        if state == "same":
+            return b"", b""
+        if state == "moved":
+            tensors = self.source.rebind()
+            self._roots = [tensors[r.name] for r in self._layout.roots]
+            self._binding += 1
+            return b"", b""
+        self._take(self.source.read())
+        specs = Catalog.union([(self._party.label, self._layout.traced.specs)]).to_bytes()
+        old = self._inventory
+        self._inventory = trainer_inventory(self.index, host_identity(), self._catalog, self._layout.traced, self._layout.roots).to_bytes()
+        return (specs, self._inventory) if self._inventory != old else (b"", b"")
+
+    def _outcome(self, number: int) -> m.Outcome:
+        until = time.monotonic() + self._seconds + STOP_GRACE_S + SETTLE_GRACE_S + 10.0
+        while True:
+            try:
+                message = self._party.take((m.Outcome, m.CatalogMsg, m.Failed), until, "the outcome of this refit")
+            except (DeadlineExceeded, PeerLost) as e:
+                self._stop_lanes(e)
+                raise
+            if isinstance(message, m.CatalogMsg):
+                self._take_catalog(message)
+                self._party.send(m.InventoryMsg(self._inventory, self._generation))
+            elif isinstance(message, m.Outcome) and message.attempt == number:
+                return message
+            # Failed: the outcome that follows tells it per replica; older outcomes belong to attempts that ended early here
+
+    def _stop_lanes(self, error: XferError) -> bool:
+        for lane in self._party.lanes.values():
+            lane.cancel(error, None)
+        return all([lane.wait_idle(STOP_GRACE_S) for lane in self._party.lanes.values()])
+
+    def _finish(self, number: int, name: str, began: float, want: int) -> RefitReport:
+        self._pending = 0
+        outcome = self._outcome(number)
+        if outcome.error is not None:
+            raise outcome.error.error()
+        if not all([lane.wait_idle(STOP_GRACE_S) for lane in self._party.lanes.values()]):
+            raise PeerLost("a transfer of this rank did not stop: its parameters may still be read", where=self._party.label, drained=False)
+        report = self._report(name, tuple(ReplicaOutcome.of(o) for o in outcome.outcomes), began)
+        report.raise_unless(want)
+        self.version = name
+        return report
+
+    def _until_sources_free(self, number: int, name: str, began: float) -> RefitReport:
+        """Return when this rank's storage is no longer read; the outcome is collected by the next call."""
+        until = time.monotonic() + self._seconds + STOP_GRACE_S
+        # A lane is idle before Go as well, so idleness alone says nothing: wait until each lane has sent its Done.
+        while not all(lane.done_attempt >= number for lane in self._party.lanes.values()):
+            early = [x for x in list(self._party.inbox.queue) if isinstance(x, m.Outcome | XferError)]
+            if early or time.monotonic() > until:
+                return self._finish(number, name, began, self.replicas)
+            time.sleep(0.0005)
+        self._pending, self._pending_version = number, name
+        return self._report(name, (), began, pending=True)
+
+    def _report(self, name: str, outcomes: tuple[ReplicaOutcome, ...], began: float, pending: bool = False) -> RefitReport:
+        lanes = [lane for lane in self._party.lanes.values() if lane.plan is not None]
+        full = sum(lane.plan.summary.broadcast_bytes for lane in lanes)
+        sent = sum(lane.plan.summary.bytes_out(self.index) for lane in lanes)
+        return RefitReport(self.index, name, time.perf_counter() - began, outcomes, sent, full, sum(lane.extra_bytes for lane in lanes), pending)
+
+    def explain(self) -> str:
+        from xfer.plan.explain import explain
+
+        return "\n\n".join(f"replica {r}\n{explain(lane.plan)}" for r, lane in sorted(self._party.lanes.items()) if lane.plan is not None)
+
+    def close(self) -> None:
+        self._party.close()
+        if self._hub is not None:
+            time.sleep(0.05)  # let the others' goodbyes arrive before the socket goes
+            self._hub.close()

@@ -1,0 +1,218 @@
+"""The engine worker's half: join once, then one `receive` per refit, inside the engine's own call.
+
+Nothing here raises into the engine and nothing hangs past its deadline: vLLM reads its workers' replies in rank order and
+stops at the first failure, after which every later answer belongs to the wrong call. Outcomes travel on xfer's own channel.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import torch
+
+from xfer.errors import DeadlineExceeded, PeerLost, XferError
+from xfer.kernels.checksum import checksum_rows
+from xfer.plan.inventory import Inventory, engine_inventory
+from xfer.plan.planner import SubPlan
+from xfer.session import faults
+from xfer.session import messages as m
+from xfer.session.attempt import STOP_GRACE_S
+from xfer.session.lane import Lane
+from xfer.session.party import Party, host_identity
+from xfer.trace.catalog import Catalog
+from xfer.transport.p2p import P2P
+
+logger = logging.getLogger("xfer")
+
+
+class Taker(Protocol):
+    """An engine framework's adapter on one worker; `engines/vllm_layout.py` has the one for vLLM."""
+
+    device: torch.device
+
+    def read(self, catalog: Catalog): ...
+
+    def check(self) -> str: ...
+
+    def rebind(self) -> Mapping[str, torch.Tensor]: ...
+
+    def choose_lock(self) -> str:
+        """Find the tensor whose NaN makes every output NaN; all workers of the replica call this together."""
+
+    def engage_lock(self) -> None: ...
+
+    def release_lock(self) -> None: ...
+
+    def run_recipes(self) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
+class WorkerSession:
+    role = "worker"
+
+    def __init__(self, model: Taker, replica: int, worker_rank: int, workers: int, rendezvous: str, token: str, deadline_s: float):
+        self.model, self.replica, self.index, self.size = model, replica, worker_rank, workers
+        self.rendezvous, self.deadline_s = rendezvous, deadline_s
+        self._token = token
+        self.device = model.device
+        self.error: XferError | None = None
+        self._party: Party | None = None
+        self._lane_: Lane | None = None
+        self._catalog: Catalog | None = None
+        self._inventory = b""
+        self._binding = 0
+        self._locked = False
+
+    # ---- joining
+
+    def join(self) -> None:
+        """Connect, read the live layout, publish it, wait for a plan and a link. Returns normally whatever happens."""
+        try:
+            self._join()
+        except Exception as e:
+            self._fail(e)
+
+    def _join(self) -> None:
+        until = time.monotonic() + self.deadline_s
+        self._party = Party(self.rendezvous, self._token, "worker", index=self.index, size=self.size, replica=self.replica,
+                            deadline_s=self.deadline_s, settings=(("data plane", "nccl" if self.device.type == "cuda" else "gloo"),))
+        self._party.on_lane = self._lane
+        first = self._party.take((m.CatalogMsg, m.Failed), until, "the catalog: trainers have not connected yet")
+        self._raise_failed(first)
+        self._read(first)
+        while True:
+            message = self._party.take((m.ReplicaReady, m.Failed, m.CatalogMsg), until, "a plan: another rank is still reading its layout")
+            if isinstance(message, m.CatalogMsg):
+                self._read(message)
+                continue
+            self._raise_failed(message)
+            break
+        self.model.choose_lock()  # after everyone is known to be alive: it runs the model's own collectives
+
+    def _raise_failed(self, message: m.Message) -> None:
+        if isinstance(message, m.Failed):
+            raise message.error.error()
+
+    def _read(self, message: m.CatalogMsg) -> None:
+        faults.point("worker", self.index, "read")
+        self._catalog = Catalog.from_bytes(message.catalog)
+        self._publish()
+        self._party.send(m.InventoryMsg(self._inventory, message.generation))
+
+    def _publish(self) -> None:
+        layout = self.model.read(self._catalog)
+        self._layout = layout
+        self._inventory = engine_inventory(
+            self.index, host_identity(), self._catalog, layout.traced, layout.roots, footprint=layout.footprint, kept=layout.kept,
+            staged=layout.staged,
+        ).to_bytes()  # fmt: skip
+        self._names = [r.name for r in layout.roots]
+        self._rows = Inventory.from_bytes(self._inventory).destination_rows()
+        self._bind(layout.tensors)
+
+    def _bind(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._roots = [tensors[n] for n in self._names]
+        self._binding += 1
+
+    def _lane(self, replica: int) -> Lane | None:
+        if replica != self.replica:
+            return None
+        if self._lane_ is None:
+            self._lane_ = self._party.lanes[replica] = Lane(self._party, self, replica, self._party.welcome.trainers + self.index, None)
+        return self._lane_
+
+    def _fail(self, e: BaseException) -> None:
+        self.error = e if isinstance(e, XferError) else XferError(f"{type(e).__name__}: {e}")
+        logger.error("xfer: replica %d worker %d: %s", self.replica, self.index, self.error)
+        if self._party is not None:
+            self._party.try_send(m.Failed(m.WireError.of(self.error, self._party.label), replica=self.replica))
+
+    # ---- Side, for the lane
+
+    def catalog(self) -> Catalog:
+        return self._catalog
+
+    def roots(self) -> tuple[int, Sequence[torch.Tensor]]:
+        return self._binding, self._roots
+
+    def before(self, go: m.Go, plan: SubPlan) -> None:
+        self.model.synchronize()
+        self.model.engage_lock()
+        self._locked = True
+
+    def after(self, go: m.Go, plan: SubPlan, joint_rank: int, p2p: P2P) -> tuple[m.Checksum, ...]:
+        # What the trainers sent is checked where it landed, before the loader's own arithmetic runs over scratch.
+        out: tuple[m.Checksum, ...] = ()
+        if go.verify:
+            value = checksum_rows(self._rows, self._roots, "dst", plan.shapes)
+            if faults.wants("worker", self.index, "checksum"):
+                value ^= 1
+            out = (m.Checksum(self.index, (value % (1 << 64)).to_bytes(8, "little")),)
+        self.model.run_recipes()
+        self.model.synchronize()
+        return out
+
+    # ---- receiving
+
+    def receive(self, attempt: int, deadline_s: float) -> None:
+        """One refit attempt, from armed to decided. Returns normally, by the deadline, whatever happens."""
+        try:
+            self._receive(attempt, deadline_s)
+        except Exception as e:
+            self._fail(e)
+            lane = self._lane_
+            if lane is not None:
+                lane.cancel(self.error, None)
+                lane.wait_idle(STOP_GRACE_S)
+            if self._party is not None:
+                self._party.try_send(m.Stopped(self.replica, attempt, self._locked))
+
+    def _receive(self, attempt: int, deadline_s: float) -> None:
+        if self._party is None:
+            raise self.error or PeerLost("this worker never joined")
+        party, until = self._party, time.monotonic() + deadline_s + STOP_GRACE_S
+        self._locked = False
+        self.model.synchronize()
+        inventory = self._refresh()
+        faults.point("worker", self.index, "arm")
+        party.send(m.Armed(attempt, inventory))
+        while True:
+            message = party.take((m.Commit, m.Abort, m.Failed, m.CatalogMsg), until, "the decision of this refit")
+            if isinstance(message, m.CatalogMsg):
+                self._read(message)
+            elif isinstance(message, m.Failed):
+                self._raise_failed(message)
+            elif message.attempt != attempt:
+                continue  # an answer to an earlier attempt
+            elif isinstance(message, m.Commit):
+                faults.point("worker", self.index, "commit")
+                self._lane_.wait_idle(STOP_GRACE_S)
+                self.model.release_lock()
+                self.model.synchronize()
+                party.send(m.Committed(self.replica, attempt))
+                return
+            else:
+                lane = self._lane_
+                if lane is not None and not lane.wait_idle(STOP_GRACE_S):
+                    raise DeadlineExceeded("the transfer of this worker did not stop after an abort")
+                party.send(m.Stopped(self.replica, attempt, self._locked))
+                return
+
+    def _refresh(self) -> bytes:
+        state = self.model.check()
+        if state == "same":
+            return b""
+        if state == "moved":
+            self._bind(self.model.rebind())
+            return b""
+        old = self._inventory
+        self._publish()
+        return self._inventory if self._inventory != old else b""
+
+    def close(self) -> None:
+        if self._party is not None:
+            self._party.close()

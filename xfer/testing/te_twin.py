@@ -1,0 +1,197 @@
+"""CPU stand-ins for TransformerEngine's modules. They stand in ONLY where TransformerEngine is not installed.
+
+Why they exist: Bridge's parameter mappings are written for TransformerEngine's parameter names (`linear_qkv.layer_norm_weight`,
+`experts.linear_fc1.weight7`), and its AutoMapping tells column-, row-parallel and replicated apart by the *class name* of the
+module. Megatron's own non-TE layers name parameters differently, and Bridge cannot export their experts at all. These
+modules have the class names, parameter names, shard shapes and attributes of the real ones, so what is traced here is what
+is traced on a GPU trainer. They are slow, and they know nothing of fp8 or fusion.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from megatron.core.models.backends import BackendSpecProvider
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    set_tensor_model_parallel_attributes,
+)
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.moe.experts import TEGroupedMLP
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from megatron.core.utils import get_tensor_model_parallel_group_if_none
+
+
+class TEColumnParallelLinear(ColumnParallelLinear):
+    """Same parameters as Megatron's; the name is what Bridge looks at."""
+
+
+class TERowParallelLinear(RowParallelLinear):
+    """Same parameters as Megatron's; the name is what Bridge looks at."""
+
+
+class TELayerNormColumnParallelLinear(ColumnParallelLinear):
+    """A norm's weight and the column-parallel weight behind it, in one module."""
+
+    def __init__(self, input_size, output_size, *, config, **kwargs):
+        super().__init__(input_size, output_size, config=config, **kwargs)
+        self.layer_norm_weight = torch.nn.Parameter(torch.ones(input_size, dtype=config.params_dtype))
+        self.layer_norm_weight.sequence_parallel = config.sequence_parallel
+
+    def forward(self, x, *args, **kwargs):
+        weight, eps = self.layer_norm_weight, self.config.layernorm_epsilon
+        if self.config.normalization == "RMSNorm":
+            x = F.rms_norm(x, weight.shape, weight, eps)
+        else:
+            x = F.layer_norm(x, weight.shape, weight, None, eps)
+        return super().forward(x, *args, **kwargs)
+
+    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
+        return _sharded(self, prefix, {"weight": 0, "bias": 0}, sharded_offsets, metadata)
+
+
+class TELinear(torch.nn.Module):
+    """Duplicated linear (MLA's down projections): the full weight on every TP rank."""
+
+    def __init__(self, input_size, output_size, *, parallel_mode=None, config, init_method, bias=False, tp_group=None, **_):
+        super().__init__()
+        if parallel_mode not in (None, "duplicated") or bias:
+            raise NotImplementedError(f"TELinear twin with parallel_mode={parallel_mode!r}, bias={bias}")
+        self.config, self.parallel_mode = config, None
+        self.tp_group = get_tensor_model_parallel_group_if_none(tp_group)
+        self.weight = torch.nn.Parameter(torch.empty(output_size, input_size, dtype=config.params_dtype))
+        self.weight.sequence_parallel = config.sequence_parallel
+        with torch.no_grad():
+            init_method(self.weight)
+
+    def forward(self, x):
+        return F.linear(x, self.weight), None
+
+    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
+        return _sharded(self, prefix, None, sharded_offsets, metadata)
+
+
+class _GroupedLinear(torch.nn.Module):
+    """weight0 … weight{n-1}, one per local expert, cut over expert-TP along `cut`. The token dispatcher communicates."""
+
+    cut: int
+
+    def __init__(self, num_gemms, input_size, output_size, *, config, init_method, bias, is_expert=True, pg_collection, **_):
+        super().__init__()
+        if bias or not is_expert:
+            raise NotImplementedError("grouped linear twin with bias, or outside experts")
+        self.config, self.num_gemms, self.use_bias, self.groups = config, num_gemms, False, pg_collection
+        shards = pg_collection.expt_tp.size()
+        shape = [output_size, input_size]
+        shape[self.cut] //= shards
+        for i in range(num_gemms):
+            weight = torch.nn.Parameter(torch.empty(shape, dtype=config.params_dtype))
+            set_tensor_model_parallel_attributes(weight, is_parallel=True, dim=self.cut, stride=1)
+            weight.allreduce = not (pg_collection.ep.size() > 1 or shards > 1)  # False: gradients go over expert-DP
+            with torch.no_grad():
+                init_method(weight)
+            self.register_parameter(f"weight{i}", weight)
+
+    def forward(self, x, m_splits):
+        parts = torch.split(x, m_splits)
+        return torch.cat([F.linear(p, getattr(self, f"weight{i}")) for i, p in enumerate(parts)]), None
+
+    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
+        out, n = {}, self.num_gemms
+        first, total = self.groups.ep.rank() * n, self.groups.ep.size() * n
+        for i in range(n):
+            shard = make_sharded_tensors_for_checkpoint(
+                {"weight": getattr(self, f"weight{i}")},
+                prefix,
+                {"weight": self.cut},
+                (*sharded_offsets, (len(sharded_offsets), first + i, total)),
+                tp_group=self.groups.expt_tp,
+                dp_cp_group=(metadata or {}).get("dp_cp_group"),
+            )[f"{prefix}weight"]
+            shard.replica_id = (*shard.replica_id[:2], self.groups.expt_dp.rank())
+            out[f"{prefix}weight{i}"] = shard
+        return out
+
+
+class TEColumnParallelGroupedLinear(_GroupedLinear):
+    cut = 0
+
+
+class TERowParallelGroupedLinear(_GroupedLinear):
+    cut = 1
+
+
+class TEDotProductAttention(DotProductAttention):
+    """Causal attention by torch's kernel; serves MLA as well, whose value heads are narrower than its key heads."""
+
+    def __init__(self, *args, k_channels=None, v_channels=None, **kwargs):
+        kwargs.pop("cp_comm_type", None)
+        super().__init__(*args, **kwargs)
+
+    def forward(self, query, key, value, attention_mask=None, **_):
+        q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))  # [s, b, h, d] -> [b, h, s, d]
+        if q.shape[1] != k.shape[1]:
+            k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.softmax_scale)
+        return out.permute(2, 0, 1, 3).reshape(query.shape[0], query.shape[1], -1)
+
+
+def _sharded(module, prefix, cuts, offsets, metadata):
+    return make_sharded_tensors_for_checkpoint(
+        module.state_dict(prefix="", keep_vars=True),
+        prefix,
+        cuts,
+        offsets,
+        tp_group=module.tp_group,
+        dp_cp_group=(metadata or {}).get("dp_cp_group"),
+    )
+
+
+class TwinProvider(BackendSpecProvider):
+    """What TESpecProvider answers, with the modules of this file."""
+
+    def linear(self):
+        return TELinear
+
+    def column_parallel_linear(self):
+        return TEColumnParallelLinear
+
+    def row_parallel_linear(self):
+        return TERowParallelLinear
+
+    def fuse_layernorm_and_linear(self):
+        return True
+
+    def column_parallel_layer_norm_linear(self):
+        return TELayerNormColumnParallelLinear
+
+    def layer_norm(self, rms_norm=False, for_qk=False):
+        return WrappedTorchNorm
+
+    def core_attention(self):
+        return TEDotProductAttention
+
+    def activation_func(self):
+        return None
+
+    def grouped_mlp_modules(self, moe_use_grouped_gemm, moe_use_legacy_grouped_gemm):
+        experts = MLPSubmodules(linear_fc1=TEColumnParallelGroupedLinear, linear_fc2=TERowParallelGroupedLinear)
+        return TEGroupedMLP, experts
+
+
+def install() -> None:
+    """Megatron's own TE layer specs build from these modules from now on. RuntimeError where TransformerEngine exists."""
+    from megatron.core.models.gpt import gpt_layer_specs
+    from megatron.core.transformer import multi_latent_attention as mla
+
+    from xfer.testing.megatron_cpu import has_transformer_engine
+
+    if has_transformer_engine():
+        raise RuntimeError("TransformerEngine is installed: use it, not its stand-ins")
+    gpt_layer_specs.TESpecProvider = TwinProvider
+    gpt_layer_specs.TENorm = WrappedTorchNorm
+    # MLA compares its submodules with these two; without TE the names hold MagicMock instances.
+    mla.TELinear, mla.TEColumnParallelLinear = TELinear, TEColumnParallelLinear

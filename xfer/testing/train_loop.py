@@ -1,0 +1,262 @@
+"""A small real trainer: Bridge builds Megatron-Core chunks from a toy checkpoint, Megatron's own DDP, optimizer and pipeline
+schedule train them on a synthetic task. Used by functional tests and the demo.
+
+    with Trainer(folder, tp=2, pp=2, ep=2, etp=1) as trainer:      # on every rank of a world that exists
+        for _ in range(10):
+            loss = trainer.step()
+        trainer.export(out)                                        # the ground truth: Bridge's own HF export
+
+Parameters are bf16 with fp32 masters. With `distopt` and `overlap` (the defaults) `step()` returns while the parameters of
+this rank are still stale: Megatron gathers them in the next forward's pre-hooks. That is the state a refit finds in real
+jobs, so nothing here hides it. Nothing in this file knows xfer.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from xfer.testing import megatron_cpu
+
+
+@dataclass(frozen=True)
+class Task:
+    """Count upwards modulo the vocabulary, from random starts: learned by any model in a few steps."""
+
+    vocab: int
+    seq: int = 16
+    micro_batch: int = 4
+    micro_batches: int = 4
+
+    def batches(self, step: int, dp_rank: int) -> torch.Tensor:
+        """int64 [micro_batches, micro_batch, seq + 1]: the same for all ranks of one data-parallel rank."""
+        g = torch.Generator().manual_seed(100_003 * step + dp_rank)
+        start = torch.randint(0, self.vocab, (self.micro_batches, self.micro_batch, 1), generator=g)
+        return (start + torch.arange(self.seq + 1)) % self.vocab
+
+
+class Trainer:
+    """`chunks`: list of DDP-wrapped model chunks (one per virtual stage); `bridge`: the AutoBridge they came from.
+
+    Parallel sizes as Megatron names them. `distopt`: distributed optimizer. `overlap`: overlap_grad_reduce and, with
+    `distopt`, overlap_param_gather. `provider` keywords are set on Bridge's model provider before it is finalized (uneven
+    stages: num_layers_in_first_pipeline_stage=1; padded vocabulary: should_pad_vocab=True, load=False).
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        tp: int = 1,
+        pp: int = 1,
+        vpp: int | None = None,
+        ep: int = 1,
+        etp: int | None = None,
+        distopt: bool = True,
+        overlap: bool = True,
+        lr: float = 1e-2,
+        load: bool = True,
+        align_param_gather: bool = False,
+        bucket_size: int = 50_000,
+        **provider: object,
+    ):
+        self.folder = Path(folder)
+        self._groups = megatron_cpu.parallel(tp=tp, pp=pp, vpp=vpp, ep=ep, etp=etp)
+        self._groups.__enter__()
+        try:
+            self.bridge = megatron_cpu.import_bridge().from_hf_pretrained(str(folder))
+            sizes = dict(
+                tensor_model_parallel_size=tp,
+                pipeline_model_parallel_size=pp,
+                virtual_pipeline_model_parallel_size=vpp,
+                expert_model_parallel_size=ep,
+                expert_tensor_parallel_size=etp,
+            )
+            self.chunks = build_chunks(
+                self.bridge,
+                load=load,
+                ddp=dict(
+                    grad_reduce_in_fp32=True,
+                    use_distributed_optimizer=distopt,
+                    overlap_grad_reduce=overlap,
+                    overlap_param_gather=overlap and distopt,
+                    align_param_gather=align_param_gather,
+                    bucket_size=bucket_size,  # several buckets even in a toy, or nothing would overlap
+                ),
+                **sizes,
+                **provider,
+            )
+            self.optimizer = _optimizer(self.chunks, distopt, overlap, lr)
+        except BaseException:
+            self.close()
+            raise
+        self.task = Task(vocab=self.bridge.hf_pretrained.config.vocab_size)
+        self.steps = 0
+
+    def __enter__(self) -> Trainer:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Forget Megatron's process groups, so that another layout can follow in the same world."""
+        if self._groups is not None:
+            groups, self._groups = self._groups, None
+            groups.__exit__(None, None, None)
+
+    # -- training ---------------------------------------------------------------------------------------------------
+
+    def step(self) -> float:
+        """One optimizer step. Returns the mean loss before it, the same on all ranks."""
+        from megatron.core import parallel_state
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        batches = self.task.batches(self.steps, parallel_state.get_data_parallel_rank())
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        virtual = len(self.chunks) > 1
+        losses = get_forward_backward_func()(
+            forward_step_func=_forward,
+            data_iterator=[iter(batches) for _ in self.chunks] if virtual else iter(batches),
+            model=self.chunks if virtual else self.chunks[0],
+            num_microbatches=self.task.micro_batches,
+            seq_length=self.task.seq,
+            micro_batch_size=self.task.micro_batch,
+            forward_only=False,
+        )
+        updated, _, _ = self.optimizer.step()
+        if not updated:
+            raise RuntimeError("the optimizer skipped a step: gradients were not finite")
+        self.steps += 1
+        total = torch.tensor([sum(x["loss"] for x in losses), len(losses)], dtype=torch.float64)
+        total = total.to(torch.cuda.current_device())
+        dist.all_reduce(total)  # TP ranks hold equal losses, stages other than the last none: the mean is right
+        return (total[0] / total[1]).item()
+
+    # -- ground truth -----------------------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """What Megatron's own training loop does before it saves or evaluates: gather the parameters for sure."""
+        for chunk in self.chunks:
+            if getattr(chunk, "use_forward_hook", False):
+                chunk.disable_forward_pre_hook(param_sync=True)
+                chunk.enable_forward_pre_hook()
+
+    def exported(self) -> dict[str, torch.Tensor]:
+        """Bridge's own export of what is trained now, on every rank: new conversion tasks, cloned CPU tensors."""
+        self.settle()
+        tasks = self.bridge.get_conversion_tasks(self.chunks)
+        stream = self.bridge.export_hf_weights(self.chunks, cpu=True, show_progress=False, conversion_tasks=tasks)
+        with torch.no_grad():
+            return {name: tensor.detach().clone().contiguous() for name, tensor in stream}
+
+    def export(self, folder: str | Path) -> None:
+        """Write `exported()` as a checkpoint (config.json, model.safetensors) from rank 0; all ranks wait for it."""
+        from safetensors.torch import save_file
+
+        tensors, folder = self.exported(), Path(folder)
+        if dist.get_rank() == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+            shutil.copy(self.folder / "config.json", folder / "config.json")
+            rows = json.loads((folder / "config.json").read_text())["vocab_size"]
+            for name in ("model.embed_tokens.weight", "lm_head.weight"):  # a padded vocabulary is exported padded
+                if name in tensors:
+                    tensors[name] = tensors[name][:rows].contiguous()
+            save_file(tensors, str(folder / "model.safetensors"), metadata={"format": "pt"})
+        dist.barrier()
+
+
+def build_chunks(bridge, *, load: bool = True, ddp: dict | None = None, **provider: object) -> list[torch.nn.Module]:
+    """Model chunks of this rank, every feature that needs a GPU off. `ddp`: DistributedDataParallelConfig fields, or None
+    for unwrapped chunks. Needs Megatron's process groups of the same sizes."""
+    from megatron.core.distributed import DistributedDataParallelConfig
+
+    if not megatron_cpu.has_transformer_engine():
+        from xfer.testing import te_twin
+
+        te_twin.install()
+    p = bridge.to_megatron_provider(load_weights=load)
+    for off in _GPU_ONLY:
+        if hasattr(p, off):
+            setattr(p, off, False)
+    for name, value in provider.items():
+        setattr(p, name, value)
+    # Megatron demands sequence parallel of MoE with tp > 1.
+    p.sequence_parallel = bool(p.num_moe_experts) and p.tensor_model_parallel_size > 1
+    p.pipeline_dtype = p.params_dtype
+    p.cross_entropy_fusion_impl = "native"
+    p.moe_token_dispatcher_type = "alltoall"
+    if p.num_moe_experts and "moe_grouped_gemm" not in provider:
+        p.moe_grouped_gemm = True
+    p.finalize()
+    return p.provide_distributed_model(
+        ddp_config=DistributedDataParallelConfig(**ddp) if ddp else None,
+        wrap_with_ddp=bool(ddp),
+        use_cpu_initialization=not torch.cuda.is_available(),
+        data_parallel_random_init=False,
+        bf16=p.params_dtype == torch.bfloat16,
+    )
+
+
+_GPU_ONLY = (
+    "gradient_accumulation_fusion",
+    "bias_activation_fusion",
+    "bias_dropout_fusion",
+    "masked_softmax_fusion",
+    "apply_rope_fusion",
+    "persist_layer_norm",
+    "cross_entropy_loss_fusion",
+    "moe_permute_fusion",
+    "moe_shared_expert_overlap",
+    "moe_router_fusion",
+    "async_tensor_model_parallel_allreduce",
+    "batch_p2p_comm",
+    "overlap_p2p_comm",
+)
+
+
+def _optimizer(chunks: list[torch.nn.Module], distopt: bool, overlap: bool, lr: float):
+    from megatron.core.distributed import finalize_model_grads
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.utils import get_model_config
+
+    cfg = get_model_config(chunks[0])
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(
+            optimizer="adam",
+            lr=lr,
+            weight_decay=0.0,
+            clip_grad=1.0,
+            bf16=cfg.bf16,
+            params_dtype=cfg.params_dtype,
+            use_distributed_optimizer=distopt,
+            overlap_param_gather=overlap and distopt,
+        ),
+        chunks,
+    )
+    # As Megatron's own training loop wires them.
+    cfg.finalize_model_grads_func = finalize_model_grads
+    cfg.grad_scale_func = optimizer.scale_loss
+    if overlap:
+        no_sync = [chunk.no_sync for chunk in chunks]
+        cfg.no_sync_func = no_sync if len(chunks) > 1 else no_sync[0]
+        if distopt and chunks[0].ddp_config.align_param_gather:
+            gather = [chunk.start_param_sync for chunk in chunks]
+            cfg.param_sync_func = gather if len(chunks) > 1 else gather[0]
+    return optimizer
+
+
+def _forward(batches, model):
+    tokens = next(batches).to(torch.cuda.current_device())
+    seq = tokens.shape[1] - 1
+    positions = torch.arange(seq, device=tokens.device).repeat(tokens.shape[0], 1)
+    future = torch.ones(seq, seq, device=tokens.device).tril()[None, None] < 0.5
+    out = model(tokens[:, :-1].contiguous(), positions, future, labels=tokens[:, 1:].contiguous())
+    return out, lambda losses: (losses.mean(), {"loss": losses.detach().float().mean()})

@@ -1,0 +1,69 @@
+"""The words that both tracers end in and the planner starts from: canonical tensors, storages, fragments, fills.
+
+All offsets and strides of *storage* are in bytes; origins and extents of *canonical tensors* are in elements. Names of
+dtypes are torch's without the module ("bfloat16"), so that they can be sent and compared between torch versions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+Ints = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class TensorSpec:
+    """One tensor of the Hugging Face checkpoint: the common language of both sides."""
+
+    name: str
+    shape: Ints
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class Root:
+    """One storage of one rank. `name` is stable from refit to refit: the first parameter or buffer found in it."""
+
+    name: str
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fragment:
+    """The box `origin`/`extent` of canonical tensor `tensor` lies in storage `root`.
+
+    Element i (counted inside the box) is at byte `offset + sum(i[d] * strides[d])` and has `dtype`. One stride per canonical
+    dim; strides may be negative (Megatron's distributed optimizer lays experts out in reverse); a dim of extent 1 has stride 0.
+    """
+
+    tensor: str
+    origin: Ints
+    extent: Ints
+    root: str
+    offset: int
+    strides: Ints
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class Fill:
+    """A strided region of an engine storage that the loader sets to one constant (vocabulary padding).
+
+    `bits`: the little-endian bytes of one element of `dtype`.
+    """
+
+    root: str
+    offset: int
+    extent: Ints
+    strides: Ints
+    dtype: str
+    bits: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Bytes `start <= b < stop` of a storage."""
+
+    root: str
+    start: int
+    stop: int

@@ -1,0 +1,118 @@
+"""What a trace ends in: fragments, fills and recipes over byte regions, and the names that took part.
+
+Engine side (loader.py): fragments say which box of a checkpoint tensor lies where in a storage; recipes compute a storage
+region from checkpoint tensors. Trainer side (export.py): fragments say which box lies where in a parameter; recipes compute a
+region of a checkpoint tensor from parameters. Importing this module does not import torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from xfer.trace.fragment import Fill, Fragment, Ints, TensorSpec
+from xfer.trace.view import Region
+
+if TYPE_CHECKING:
+    import torch
+
+    from xfer.trace.expr import Expr
+
+
+@dataclass(frozen=True, slots=True)
+class Cast:
+    """A conversion on the way of a fragment. `dtypes`: as the framework's code passed through them, canonical end first on the
+    engine's side, parameter end first on the trainer's."""
+
+    tensor: str
+    root: str
+    dtypes: tuple[str, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Recipe:
+    """A staged computation: `target`'s strided region (bytes) gets the value of an expression over `sources`.
+
+    `target` is a root's name on the engine's side and a canonical tensor's on the trainer's; sources are the reverse.
+    """
+
+    target: str
+    offset: int
+    shape: Ints
+    strides: Ints
+    dtype: str
+    expr: Expr
+    part: Region
+    chain: tuple[str, ...]
+
+    @cached_property
+    def sources(self) -> tuple[str, ...]:
+        """Names that the expression reads, sorted."""
+        from xfer.trace.expr import Source, walk
+
+        return tuple(sorted({x.name for x in walk(self.expr) if isinstance(x, Source)}))
+
+    @cached_property
+    def foreign(self) -> bool:
+        """Whether the expression also needs data that only other ranks hold."""
+        from xfer.trace.expr import Foreign, walk
+
+        return any(isinstance(x, Foreign) for x in walk(self.expr))
+
+    @cached_property
+    def ops(self) -> tuple[str, ...]:
+        """Operators of the expression, sorted, each once."""
+        from xfer.trace.expr import Call, walk
+
+        return tuple(sorted({str(x.op) for x in walk(self.expr) if isinstance(x, Call)}))
+
+    def evaluate(self, lookup: Callable[[str], torch.Tensor]) -> torch.Tensor:
+        """The value for the region, of `shape` and `dtype`, from real full source tensors (with the traced strides)."""
+        import torch
+
+        from xfer.trace.expr import evaluate, reseen, strided
+
+        device = lookup(self.sources[0]).device if self.sources else torch.device("cpu")
+        x = strided(evaluate(self.expr, lookup, device).contiguous().reshape(-1), self.part)
+        for name in self.chain[1:]:
+            x = x.to(getattr(torch, name))
+        return reseen(x.contiguous(), getattr(torch, self.dtype)).reshape(self.shape)
+
+    def apply(self, lookup: Callable[[str], torch.Tensor], roots: Mapping[str, torch.Tensor]) -> None:
+        """Evaluate and write. `roots`: target name -> tensor whose storage bytes begin where the traced one's did."""
+        from xfer.trace.replay import byte_region
+
+        value = self.evaluate(lookup)
+        byte_region(roots[self.target], self.offset, self.shape, self.strides, self.dtype).copy_(value)
+
+    def describe(self) -> str:
+        """Deterministic text for digests: equal texts mean equal work."""
+        from xfer.trace.expr import describe
+
+        part = f"{self.part.offset}:{list(self.part.shape)}:{list(self.part.strides)}"
+        head = f"{self.target}+{self.offset}:{list(self.shape)}:{list(self.strides)} {self.dtype}"
+        return f"{head} <- {part} {'>'.join(self.chain)} of\n{describe(self.expr)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Traced:
+    """One rank's half of the map between checkpoint tensors and storages.
+
+    specs      full shapes and dtypes of the checkpoint tensors that occur, sorted by name
+    fragments  ungrouped checkpoint names; storage offsets and strides in bytes; disjoint in what they write
+    fills      regions that are set to a constant (engine side only)
+    recipes    regions that are computed (staged), in the order in which they must be applied
+    reads      given names that reached something: checkpoint tensors (engine side), parameters (trainer side); sorted
+    unread     given names that did not; sorted
+    casts      conversions that a fragment implies
+    """
+
+    specs: tuple[TensorSpec, ...]
+    fragments: tuple[Fragment, ...]
+    fills: tuple[Fill, ...] = ()
+    recipes: tuple[Recipe, ...] = ()
+    reads: tuple[str, ...] = ()
+    unread: tuple[str, ...] = ()
+    casts: tuple[Cast, ...] = ()
