@@ -1,7 +1,8 @@
-"""Which part of a tensor a rank holds: equal to torch for torch's placements, to a numpy oracle for the rest, and complete."""
+"""Which part of a tensor a rank holds: torch's answer for torch's placements, a numpy oracle's for all; complete."""
 
 import os
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -24,12 +25,13 @@ from xfer.mesh import (
     local_shape,
     to_torch,
 )
+from xfer.mesh.placement import PlacementRecord
 from xfer.trace.declared import declared_fragments
 
 EXAMPLES = int(os.environ.get("XFER_EXAMPLES", 200))
 
 
-# ---------------------------------------------------------------- the oracle: cut real arrays, never think about indices
+# ---------------------------------------------------------------- the oracle: cuts arrays, never thinks about indices
 
 
 def chunks(a: np.ndarray, n: int, dim: int) -> list[np.ndarray]:
@@ -216,6 +218,19 @@ def test_all_faults_of_a_layout_come_at_once():
         declared_fragments("w", (8, 6), "float7", mesh, (Replicate(), Replicate()), 0, "root")
     with pytest.raises(LayoutError, match="strides"):
         declared_fragments("w", (8, 6), "int8", mesh, (Replicate(), Replicate()), 0, "root", (1,))
+
+
+@settings(max_examples=EXAMPLES // 2, deadline=None)
+@given(st.one_of(torch_layouts(), fused_layouts()))
+def test_placements_survive_the_wire(layout):
+    sent = msgspec.msgpack.encode([PlacementRecord.of(p) for p in layout[2]])
+    assert tuple(r.placement() for r in msgspec.msgpack.decode(sent, type=list[PlacementRecord])) == layout[2]
+
+
+@pytest.mark.parametrize("kind, fields", [("Partial", {}), ("Shard", {}), ("Shard", {"dim": (1,)}), ("type", {})])
+def test_records_that_are_no_placement_are_refused(kind, fields):
+    with pytest.raises(LayoutError):
+        PlacementRecord(kind, fields).placement()
 
 
 def test_what_torch_and_xfer_cannot_say_in_each_others_words_is_refused_by_name():

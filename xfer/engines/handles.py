@@ -20,13 +20,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from xfer.errors import DeadlineExceeded, EngineLost, Unsupported, XferError
 
 PauseMode = Literal["keep", "wait", "abort"]
+ASK_S = 60.0
+"""Seconds that an engine has for a question that costs it nothing."""
 
 
 @runtime_checkable
@@ -38,7 +40,14 @@ class EngineHandle(Protocol):
 
     name: str
 
-    def workers(self, timeout: float) -> int:
+    @property
+    def engine(self) -> Any:
+        """What the handle was made of."""
+
+    def hold(self) -> AbstractContextManager[None]:
+        """Inside, the owner may use the engine and no refit begins; needed only where the engine cannot be paused itself."""
+
+    def workers(self, timeout: float = ASK_S) -> int:
         """Number of workers that `init` and `update` reach, all data-parallel ranks of the replica together."""
 
     def init(self, info: Mapping[str, Any], timeout: float) -> None:
@@ -49,6 +58,9 @@ class EngineHandle(Protocol):
 
     def resume(self, timeout: float) -> None:
         """Serve again. Undoes only this handle's own `pause`; otherwise does nothing."""
+
+    def stay_paused(self, timeout: float = ASK_S) -> None:
+        """The engine is not to serve any more. Does not resume it, but lets go of its owner's thread if that waits for us."""
 
     def start_update(self, timeout: float) -> None:
         """Open vLLM's update session. One that a failed refit left open is finished first."""
@@ -102,7 +114,17 @@ class Handle(ABC):
         """Tell the handle of a session that an earlier controller left open; workers report it when they join."""
         self._open = True
 
-    def workers(self, timeout: float) -> int:
+    @property
+    @abstractmethod
+    def engine(self) -> Any: ...
+
+    def hold(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def stay_paused(self, timeout: float = ASK_S) -> None:
+        return None
+
+    def workers(self, timeout: float = ASK_S) -> int:
         return int(self._call("workers", timeout))
 
     def init(self, info: Mapping[str, Any], timeout: float) -> None:
@@ -242,7 +264,10 @@ class CallThread:
 
 
 class Gate:
-    """Lets either one user thread in (again and again: it is re-entrant) or the controller, which no thread owns."""
+    """Lets in either one user thread, which may enter again and again, or the controller, which no thread owns.
+
+    A controller that waits goes before users that are not in yet: one who generates in a loop must not starve refits.
+    """
 
     _CONTROLLER = -1
 
@@ -250,6 +275,7 @@ class Gate:
         self._changed = threading.Condition()
         self._holder: int | None = None
         self._depth = 0
+        self._controllers_waiting = 0
 
     @contextmanager
     def entered(self) -> Iterator[None]:
@@ -269,8 +295,13 @@ class Gate:
         self._drop(self._CONTROLLER)
 
     def _take(self, who: int) -> None:
+        controller = who == self._CONTROLLER
         with self._changed:
-            self._changed.wait_for(lambda: self._holder in (None, who))
+            self._controllers_waiting += controller
+            self._changed.wait_for(
+                lambda: self._holder == who or (self._holder is None and (controller or not self._controllers_waiting))
+            )
+            self._controllers_waiting -= controller
             self._holder, self._depth = who, self._depth + 1
 
     def _drop(self, who: int) -> None:
@@ -286,19 +317,25 @@ class Gate:
 class OfflineLLM(Handle):
     """vLLM's synchronous `LLM` in this process.
 
-    It has no pause, and must not be used by two threads at once: the owner generates inside `serving()`, and a refit waits
-    for its turn at that gate and keeps it from `pause` to `resume`.
+    It has no pause, and must not be used by two threads at once: its owner generates inside `hold()`, and a refit waits for
+    its turn at that gate and keeps it from `pause` to `resume`.
     """
 
     def __init__(self, llm: Any, name: str = "LLM"):
         super().__init__(name)
         self._llm, self._gate, self._thread = llm, Gate(), CallThread(name)
 
-    @contextmanager
-    def serving(self) -> Iterator[Any]:
-        """`with handle.serving() as llm: llm.generate(…)`. Re-entrant in a thread; waits while a refit is under way."""
-        with self._gate.entered():
-            yield self._llm
+    @property
+    def engine(self) -> Any:
+        return self._llm
+
+    def hold(self) -> AbstractContextManager[None]:
+        """`with handle.hold(): llm.generate(…)`. Re-entrant in a thread; waits while a refit is under way."""
+        return self._gate.entered()
+
+    def stay_paused(self, timeout: float = ASK_S) -> None:
+        """Opens the gate: an owner who waits there could never be told that the engine is lost. Who holds it must ask."""
+        self.resume(timeout)
 
     def _send(self, call: str, **args: Any) -> Future:
         if call == "pause":
@@ -337,6 +374,10 @@ class AsyncEngine(Handle):
     def __init__(self, engine: Any, loop: asyncio.AbstractEventLoop, *, pause_mode: PauseMode = "keep", name: str = "AsyncLLM"):
         super().__init__(name)
         self._engine, self._loop, self._mode = engine, loop, pause_mode
+
+    @property
+    def engine(self) -> Any:
+        return self._engine
 
     def _send(self, call: str, **args: Any) -> Future:
         if self._loop.is_closed():
@@ -384,7 +425,7 @@ def handle_for(engine: Any, *, loop: asyncio.AbstractEventLoop | None = None, na
     from xfer.engines.remote import CallableEngine, HttpEngine
 
     named = {} if name is None else {"name": name}
-    if isinstance(engine, EngineHandle):
+    if isinstance(engine, Handle):
         return engine
     if isinstance(engine, str):
         return HttpEngine(engine, **named)
@@ -395,4 +436,4 @@ def handle_for(engine: Any, *, loop: asyncio.AbstractEventLoop | None = None, na
         return AsyncEngine(engine, loop, **named)
     if hasattr(engine, "llm_engine"):
         return OfflineLLM(engine, **named)
-    return CallableEngine(engine, **named)
+    return engine if isinstance(engine, EngineHandle) else CallableEngine(engine, **named)

@@ -19,9 +19,9 @@ import torch
 
 from xfer.engines.live import Intervals, Slot, Storages, common, runs, size, union, without, written
 from xfer.errors import LayoutError
+from xfer.mesh.box import row_major
 from xfer.plan.inventory import SCRATCH, Kept
 from xfer.plan.program import ITEMSIZE
-from xfer.mesh.box import row_major
 from xfer.trace.fragment import Fill, Fragment, Root, Span, TensorSpec
 from xfer.trace.traced import Recipe, Traced
 
@@ -62,7 +62,8 @@ def read_layout(live: Storages, twin: Storages, traced: Traced, *, keep: Sequenc
     places, violations = _places(live, twin, traced, keep)
     if violations:
         raise LayoutError("the live model does not lie in memory as its class lays it out when it is built", violations)
-    traced = _relocated(traced, places)
+    # A trace names a storage after some tensor in it, which need not be the one that this module names it after.
+    traced = _relocated(traced, {name: places[twin.slots[name].root] for name in _targets(traced)})
     scratch, scratch_fragments = _scratch(traced)
     footprint = {root.name: union([s.bytes() for s in live.in_root(root.name)]) for root in live.roots}
     touched = written(traced.fragments, traced.fills, ITEMSIZE)
@@ -101,7 +102,7 @@ def _places(
     Every parameter of the twin must be there alive with shape, dtype and strides, and so must every buffer in a storage
     that the loader writes; what lies together in a twin storage that the loader writes must lie together alive.
     """
-    targets = {x.root for x in (*traced.fragments, *traced.fills)} | {r.target for r in traced.recipes}
+    targets = {twin.slots[name].root for name in _targets(traced) if name in twin.slots}
     places: dict[str, tuple[str, int]] = {}
     by: dict[str, str] = {}
     bad: list[str] = []
@@ -128,8 +129,12 @@ def _places(
                 f"(byte {alive.offset} of {alive.root})"
             )
         by.setdefault(slot.root, slot.name)
-    bad += [f"{t}: the loader writes a storage that no parameter or buffer names" for t in sorted(targets - {s.root for s in twin.slots.values()})]
+    bad += [f"{name}: written by the loader, but neither parameter nor buffer" for name in sorted(_targets(traced) - set(twin.slots))]
     return places, bad
+
+
+def _targets(traced: Traced) -> set[str]:
+    return {x.root for x in (*traced.fragments, *traced.fills)} | {r.target for r in traced.recipes}
 
 
 def _relocated(traced: Traced, places: Mapping[str, tuple[str, int]]) -> Traced:
@@ -143,7 +148,7 @@ def _relocated(traced: Traced, places: Mapping[str, tuple[str, int]]) -> Traced:
         fragments=tuple(dict.fromkeys(map(move, traced.fragments))),
         fills=tuple(dict.fromkeys(map(move, traced.fills))),
         recipes=tuple(replace(r, target=places[r.target][0], offset=r.offset + places[r.target][1]) for r in traced.recipes),
-        casts=tuple(replace(c, root=places[c.root][0]) for c in traced.casts),
+        casts=tuple(replace(c, root=places[c.root][0]) for c in traced.casts if c.root in places),
     )
 
 

@@ -38,6 +38,11 @@ class HttpEngine(Handle):
         self._headers = {"Content-Type": "application/json", **(headers or {})}
         self._thread = CallThread(self.name)
 
+    @property
+    def engine(self) -> str:
+        """The URL."""
+        return self._url
+
     def _send(self, call: str, **args: Any) -> Future:
         return self._thread.submit(lambda: self._now(call, **args))
 
@@ -124,7 +129,11 @@ class CallableEngine(Handle):
         missing = [f"{type(obj).__name__}.{method}" for call, method in self._METHODS.items() if self._calls[call] is None]
         if missing:
             raise Unsupported("this object cannot stand for an engine; it lacks", missing)
-        self._thread = CallThread(self.name)
+        self._engine, self._thread = obj, CallThread(self.name)
+
+    @property
+    def engine(self) -> Any:
+        return self._engine
 
     def _send(self, call: str, info: dict[str, Any] | None = None, text: str = "") -> Future:
         method = self._calls[call]

@@ -37,14 +37,14 @@ class XferInitInfo(WeightTransferInitInfo):
     deadline_s: float = 300.0
     keep: list[str] = field(default_factory=list)  # globs over the engine's own tensor names
     drop: list[str] = field(default_factory=list)  # globs over checkpoint names that this engine need not take
-    options: dict[str, Any] = field(default_factory=dict)  # further keywords of WorkerSession
 
 
 @dataclass
 class XferUpdateInfo(WeightTransferUpdateInfo):
-    """What a controller sends with `update`: plain strings and numbers, understood by the session."""
+    """What a controller sends with `update`: which attempt, and how long it may take."""
 
-    update: dict[str, Any] = field(default_factory=dict)
+    attempt: int
+    deadline_s: float
 
 
 class XferWeightTransferEngine(WeightTransferEngine[XferInitInfo, XferUpdateInfo]):
@@ -74,7 +74,7 @@ class XferWeightTransferEngine(WeightTransferEngine[XferInitInfo, XferUpdateInfo
         if self.session is None:
             logger.error("xfer: update before init; nothing was received")
             return
-        self._quietly("receive", self.session.receive, update_info.update)
+        self._quietly("receive", self.session.receive, update_info.attempt, update_info.deadline_s)
 
     def finish_weight_update(self) -> None:
         self.session_open = False
@@ -108,7 +108,6 @@ class XferWeightTransferEngine(WeightTransferEngine[XferInitInfo, XferUpdateInfo
             rendezvous=info.rendezvous,
             token=info.token,
             deadline_s=info.deadline_s,
-            **info.options,
         )
         self.session.join()
 

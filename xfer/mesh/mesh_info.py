@@ -34,8 +34,8 @@ class MeshRecord(msgspec.Struct, frozen=True):
 class MeshInfo:
     """`ranks[c0, c1, …]` is the rank at coordinate (c0, c1, …); `axes` names the table's axes, slowest first.
 
-    `ranks` may be anything numpy makes an integer array of; it is copied and frozen. Two meshes are equal when names and
-    tables are. Raises LayoutError with every fault of the description at once.
+    `ranks` may be anything numpy makes an integer array of; it is copied and frozen. Two meshes are equal when names
+    and tables are. Raises LayoutError with every fault of the description at once.
     """
 
     axes: tuple[str, ...]

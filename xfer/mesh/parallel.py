@@ -1,8 +1,9 @@
 """Parallelism sizes -> meshes, for both roles, in the rank orders of Megatron-Core and of vLLM.
 
-Each role has two meshes over the same ranks: one that cuts dense tensors and one that cuts experts. Which tensor is of which
-kind is read off the structure of its grouped name, never off its words. Not here: which layer lives on which pipeline stage
-or virtual stage (read from the frameworks). For simulation, declared layouts and tests; real refits read their layouts.
+Each role has two meshes over the same ranks: one that cuts dense tensors and one that cuts experts. Which tensor is of
+which kind is read off the structure of its grouped name, never off its words. Not here: which layer lives on which
+pipeline stage or virtual stage (read from the frameworks). For declared layouts, simulation and tests; real refits read
+their layouts.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from xfer.mesh.mesh_info import MeshInfo
 from xfer.mesh.placement import Placement, Replicate, Shard
 
 MEGATRON_ORDER = "tp-cp-ep-dp-pp"
-"""Megatron-Core's default: fastest first. Dense groups skip ep, expert groups skip cp and read tp as etp and dp as edp."""
+"""Megatron-Core's default: fastest first. Dense meshes skip ep; expert meshes skip cp (tp: etp, dp: edp)."""
 
 
 class Parallel(Protocol):
@@ -30,8 +31,11 @@ class Parallel(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerParallel:
-    """Megatron-Core's parallelism of `world` ranks. `dp` follows from the others and need not be given; `etp` defaults to
-    `tp`, as Megatron's does. `vpp` (model chunks per rank) moves no rank. Raises LayoutError with all violations."""
+    """Megatron-Core's parallelism of `world` ranks. `dp` follows from the others and need not be given.
+
+    `etp` defaults to `tp`, as Megatron's does. `vpp` (model chunks per rank) moves no rank. Raises LayoutError with all
+    violations.
+    """
 
     world: int
     tp: int = 1
@@ -143,14 +147,14 @@ class Named(Protocol):
 
 
 def expert_dim(spec: Named) -> int | None:
-    """The expert dim of a grouped canonical tensor: 0 when a component of its name is `*` (see trace/catalog.py), else None."""
+    """The expert dim of a grouped canonical tensor: 0 when a component of its name is `*`, else None."""
     return 0 if "*" in spec.name.split(".") and spec.shape else None
 
 
 def usual_layout(
     spec: Named, parallel: Parallel, tp_dim: int | None = None, *, stage: int | None = None, rank_offset: int = 0
 ) -> tuple[MeshInfo, tuple[Placement, ...]]:
-    """Mesh and placements of `spec` under `parallel`: experts over `ep`, dim `tp_dim` over `tp` or `etp`, all else replicated.
+    """Mesh and placements of `spec`: experts over `ep`, dim `tp_dim` over `tp` or `etp`, everything else replicated.
 
     `tp_dim` counts in `spec.shape` (expert dim included); None: no tensor parallelism. `stage`: the pipeline stage that
     holds the tensor; None: all do. Negative `tp_dim` counts from the end.

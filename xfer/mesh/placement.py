@@ -1,8 +1,8 @@
 """Placements: what one mesh axis does to one tensor, as plain values, and their translation from and to torch's.
 
 `Shard`, `Replicate` and `StridedShard` mean exactly what torch's DTensor placements mean, uneven splits included.
-`Segmented` and `Interleaved` say what DTensor cannot: fused tensors (`[gate; up]`, `[q; k; v]`) whose parts are cut each
-for itself, in either of the two orders that frameworks store them in. Not here: the arithmetic (slices.py).
+`Segmented` and `Interleaved` say what DTensor cannot: fused tensors (`[gate; up]`, `[q; k; v]`) whose parts are cut
+each for itself, in either of the two orders that frameworks store them in. Not here: the arithmetic (slices.py).
 
 One placement per mesh axis, in mesh order. Several axes may cut one dim: each cuts what the axes before it left.
 """
@@ -10,8 +10,10 @@ One placement per mesh axis, in mesh order. Several axes may cut one dim: each c
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Union
+
+import msgspec
 
 from xfer.errors import LayoutError, Unsupported
 from xfer.mesh.mesh_info import MeshInfo
@@ -29,16 +31,18 @@ class Replicate:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """The dim is cut in consecutive chunks, one per rank, as torch.chunk cuts: 10 over 4 is 3, 3, 3, 1; 3 over 4 is 1, 1, 1, 0."""
+    """The dim is cut in consecutive chunks, as torch.chunk does: 10 over 4 is 3 3 3 1, 3 over 4 is 1 1 1 0."""
 
     dim: int
 
 
 @dataclass(frozen=True, slots=True)
 class StridedShard:
-    """torch's `_StridedShard`: the dim is chunked in `split_factor` parts, each part is chunked over the axis, and a rank
-    holds its chunk of every part. With `split_factor` = size of a later axis that also cuts the dim, this is "the later axis
-    cuts first", the order of FSDP2 over tensor parallelism."""
+    """torch's `_StridedShard`: the dim is chunked in `split_factor` parts, each part is chunked over the axis.
+
+    A rank holds its chunk of every part. With the size of a later axis that also cuts the dim as `split_factor`, this
+    is "the later axis cuts first": the order of FSDP2 over tensor parallelism.
+    """
 
     dim: int
     split_factor: int
@@ -46,11 +50,11 @@ class StridedShard:
 
 @dataclass(frozen=True, slots=True)
 class Segmented:
-    """The dim is the concatenation of `segments` (sizes); each is chunked over the axis by itself, and the local tensor is
-    the concatenation of the rank's chunks: `[gate; up]` or `[q; k; v]` under tensor parallelism.
+    """The dim is the concatenation of `segments` (sizes); each is chunked over the axis by itself.
 
-    `copies[i]` neighbouring ranks share one chunk of segment i (default 1 for all): KV heads replicated where there are more
-    ranks than heads. The axis size must be a multiple of each.
+    The local tensor is the concatenation of the rank's chunks: `[gate; up]` or `[q; k; v]` under tensor parallelism.
+    `copies[i]` neighbouring ranks share one chunk of segment i (default 1 for all): KV heads replicated where there are
+    more ranks than heads. The axis size must be a multiple of each.
     """
 
     dim: int
@@ -64,9 +68,11 @@ class Segmented:
 
 @dataclass(frozen=True, slots=True)
 class Interleaved:
-    """The global dim is the concatenation of `segments` (sizes), but the local tensor stores it group by group: each segment
-    is cut in `groups` equal parts, group g is part g of every segment, and groups are chunked over the axis. Megatron's
-    `linear_qkv` seen from `[q; k; v]`: segments are the sizes of q, k, v; groups is the number of KV heads."""
+    """The global dim is the concatenation of `segments` (sizes), but the local tensor stores it group by group.
+
+    Each segment is cut in `groups` equal parts, group g is part g of every segment, and groups are chunked over the
+    axis. Megatron's `linear_qkv` seen from `[q; k; v]`: their sizes are the segments, groups is the number of KV heads.
+    """
 
     dim: int
     segments: Ints
@@ -78,6 +84,27 @@ class Interleaved:
 
 Placement = Union[Replicate, Shard, StridedShard, Segmented, Interleaved]  # noqa: UP007 (evaluated at run time on 3.10 too)
 KINDS = (Replicate, Shard, StridedShard, Segmented, Interleaved)
+
+
+class PlacementRecord(msgspec.Struct, frozen=True, array_like=True):
+    """The plain form of a placement, for control messages."""
+
+    kind: str
+    fields: dict[str, int | tuple[int, ...]]
+
+    @classmethod
+    def of(cls, placement: Placement) -> PlacementRecord:
+        return cls(type(placement).__name__, asdict(placement))
+
+    def placement(self) -> Placement:
+        """LayoutError when this is no placement (records come over a socket)."""
+        kinds = {k.__name__: k for k in KINDS}
+        if self.kind not in kinds:
+            raise LayoutError(f"no placement is called {self.kind!r}: known are {list(kinds)}")
+        try:
+            return msgspec.convert(self.fields, kinds[self.kind])
+        except msgspec.ValidationError as e:
+            raise LayoutError(f"a {self.kind} placement with fields {self.fields}: {e}") from None
 
 
 def checked(

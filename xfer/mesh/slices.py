@@ -1,7 +1,7 @@
 """Slices: which boxes of a global tensor a rank holds under a declared layout, and where they sit in its local tensor.
 
-Every placement acts on one dim alone, so a layout is, per dim, a list of *runs* (start, length) of global indices in the
-order in which they are stored; the boxes are the product of the dims' runs. Not here: bytes and storages
+Every placement acts on one dim alone, so a layout is, per dim, a list of *runs* (start, length) of global indices in
+the order in which they are stored; the boxes are the product of the dims' runs. Not here: bytes and storages
 (trace/declared.py), and which layer lives on which pipeline stage (read from the frameworks, never computed).
 """
 
@@ -68,7 +68,7 @@ def local_layout(
 def local_boxes(
     global_shape: Sequence[int], mesh: MeshInfo, placements: Sequence[Placement], rank: int
 ) -> tuple[tuple[Box, Ints], ...]:
-    """(box of the global tensor, its origin in the contiguous local tensor) for all that `rank` holds; () if not in the mesh."""
+    """(box of the global tensor, its origin in the local tensor) for all that `rank` holds; () if not in the mesh."""
     layout = local_layout(global_shape, mesh, placements, rank)
     return tuple((b.box, b.at) for b in layout.boxes) if layout else ()
 
@@ -80,7 +80,7 @@ def local_shape(global_shape: Sequence[int], mesh: MeshInfo, placements: Sequenc
 
 
 def chunk(n: int, parts: int, index: int) -> tuple[int, int]:
-    """(start, length) of chunk `index` when `n` is cut in `parts` as torch.chunk cuts; missing chunks are empty at the end."""
+    """(start, length) of chunk `index` of `n` in `parts`, as torch.chunk cuts; chunks that it omits are empty."""
     width = -(-n // parts)
     start = min(n, width * index)
     return start, min(n, start + width) - start
@@ -88,7 +88,7 @@ def chunk(n: int, parts: int, index: int) -> tuple[int, int]:
 
 @lru_cache(maxsize=65536)
 def _runs(n: int, cuts: tuple[tuple[Placement, int, int], ...]) -> Runs:
-    """Runs of a dim of size `n` after each (placement, axis size, coordinate) in turn has cut what was left before it."""
+    """Runs of a dim of size `n` after each (placement, axis size, coordinate) in turn has cut what was left to it."""
     runs: Runs = ((0, n),) if n else ()
     for placement, size, index in cuts:
         runs = _merged(_cut(runs, placement, size, index))

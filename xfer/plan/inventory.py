@@ -179,7 +179,7 @@ class Inventory:
 
 
 def trainer_inventory(catalog: Catalog, *, rank: int, host: str, roots: Iterable[Root], fragments: Iterable[Fragment]) -> Inventory:
-    """`fragments` may carry checkpoint names or grouped ones. Raises LayoutError and Unsupported as FragmentTable.build."""
+    """`fragments` carry checkpoint names; they are grouped and merged here. Raises LayoutError and Unsupported as FragmentTable.build."""
     ordered = _ordered(roots)
     table = FragmentTable.build(catalog.lift(tuple(fragments)), catalog, ordered)
     return Inventory(catalog.digest(), "trainer", rank, host, ordered, table)

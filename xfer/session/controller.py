@@ -159,7 +159,7 @@ class Controller:
 
             def call() -> None:
                 try:
-                    handle.update({"attempt": arm.attempt, "deadline_s": arm.deadline_s}, arm.deadline_s + 2 * STOP_GRACE_S)
+                    handle.update({"update": {"attempt": arm.attempt, "deadline_s": arm.deadline_s}}, arm.deadline_s + 2 * STOP_GRACE_S)
                 except BaseException as e:
                     raised.append(e)
                     self._party.try_send(m.Failed(m.WireError.of(e, self._party.label), arm.attempt, self.replica))

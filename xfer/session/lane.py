@@ -91,6 +91,13 @@ class Lane:
         """True when nothing of the lane runs any more: no byte will be read or written by it."""
         return self._idle.wait(seconds)
 
+    def planned_bytes(self) -> tuple[int, int]:
+        """(bytes in, bytes out) of this rank in one refit; zeros without a plan."""
+        if self.plan is None:
+            return 0, 0
+        s, taker = self.plan.summary, self.joint_rank - self.plan.trainers
+        return (s.bytes_in[taker], 0) if taker >= 0 else (0, s.bytes_out[self.joint_rank])
+
     @property
     def extra_bytes(self) -> int:
         """Bytes of buffers that this lane holds beside the model."""
@@ -147,11 +154,9 @@ class Lane:
         if faults.wants(self.side.role, self.side.index, "digest"):
             digest = digest[::-1]
         self.plan_seconds = time.perf_counter() - t0
-        s = self.plan.summary
         self.labels = (*(f"trainer {i}" for i in range(len(sources))), *(f"replica {self.replica} worker {i}" for i in range(len(takers))))
         self._check()
-        self.party.send(m.Planned(self.replica, p.epoch, digest, self.plan_seconds,
-                                  s.bytes_in(self.joint_rank), s.bytes_out(self.joint_rank)))
+        self.party.send(m.Planned(self.replica, p.epoch, digest, self.plan_seconds, *self.planned_bytes()))
         self._deadline_s = p.deadline_s
 
     def _do_link(self, o: m.OpenLink) -> None:
@@ -179,8 +184,7 @@ class Lane:
         until = time.monotonic() + go.deadline_s + 2.0  # the hub's own deadline comes first: it knows who is late
         self._bind()
         self.side.before(go, self.plan)
-        s = self.plan.summary
-        planned = s.bytes_in(self.joint_rank) + s.bytes_out(self.joint_rank)
+        planned = sum(self.planned_bytes())
         said = 0.0
 
         def progress(wave: int, nbytes: int) -> None:

@@ -25,7 +25,7 @@ MAX_STORE_VALUE = 1 << 16
 Name = Annotated[str, Meta(max_length=256)]
 Text = Annotated[str, Meta(max_length=1 << 16)]
 Count = Annotated[int, Meta(ge=0, lt=1 << 31)]
-Bytes64 = Annotated[int, Meta(ge=0, lt=1 << 63)]
+Bytes64 = Annotated[int, Meta(ge=0, le=(1 << 62))]
 Seconds = Annotated[float, Meta(ge=0.0, lt=1e9)]
 Blob = Annotated[bytes, Meta(max_length=MAX_FRAME)]
 StoreKey = Annotated[str, Meta(max_length=256)]

@@ -15,7 +15,7 @@ import torch
 from xfer.errors import DeadlineExceeded, PeerLost, XferError
 from xfer.kernels.checksum import checksum_rows
 from xfer.plan.cache import PlanCache
-from xfer.plan.inventory import trainer_inventory
+from xfer.plan.inventory import padded_shapes, trainer_inventory
 from xfer.plan.planner import SubPlan
 from xfer.session import faults
 from xfer.session import messages as m
@@ -70,7 +70,8 @@ class TrainerSession:
         self._hub: Hub | None = None
         self._catalog: Catalog | None = None
         self._generation = 0
-        self._pending: int = 0
+        self._inventory, self._names, self._roots, self._binding = b"", [], [], 0
+        self._pending, self._pending_version = 0, ""
         settings = (("bucket_bytes", str(bucket_bytes)), ("data plane", "nccl" if self.device.type == "cuda" else "gloo"))
         if source.rank == 0:
             self._hub = Hub(rendezvous, token, HubOptions(source.world, replicas, deadline_s, bucket_bytes, tuple(drop), tuple(narrow), settings))
@@ -117,12 +118,20 @@ class TrainerSession:
 
     def _take(self, layout: Layout) -> None:
         self._layout = layout
-        self._roots = [layout.tensors[r.name] for r in layout.roots]
-        self._binding = getattr(self, "_binding", 0) + 1
 
     def _take_catalog(self, message: m.CatalogMsg) -> None:
         self._catalog, self._generation = Catalog.from_bytes(message.catalog), message.generation
-        self._inventory = trainer_inventory(self.index, host_identity(), self._catalog, self._layout.traced, self._layout.roots).to_bytes()
+        self._make_inventory()
+
+    def _make_inventory(self) -> None:
+        made = trainer_inventory(self._catalog, rank=self.index, host=host_identity(), roots=self._layout.roots,
+                                 fragments=self._layout.traced.fragments)
+        self._inventory, self._names = made.to_bytes(), [r.name for r in made.roots]
+        self._bind(self._layout.tensors)
+
+    def _bind(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._roots = [tensors[name] for name in self._names]
+        self._binding += 1
 
     def _lane(self, replica: int) -> Lane | None:
         return self._party.lanes.get(replica) or self._new_lane(replica)
@@ -147,9 +156,9 @@ class TrainerSession:
     def after(self, go: m.Go, plan: SubPlan, joint_rank: int, p2p: P2P) -> tuple[m.Checksum, ...]:
         if not go.verify:
             return ()
-        rows, shapes, first = plan.program(joint_rank).rows, plan.shapes, self.source.world
+        rows, shapes, first = p2p.program.rows, padded_shapes(self._catalog), plan.trainers
         out = []
-        for worker in range(plan.takers):
+        for worker in range(plan.workers):
             mine = rows[(rows["src"] == joint_rank) & (rows["dst"] == first + worker)]
             value = checksum_rows(mine, self._roots, "src", shapes)
             if faults.wants("trainer", self.index, "checksum"):
@@ -192,14 +201,12 @@ class TrainerSession:
         if state == "same":
             return b"", b""
         if state == "moved":
-            tensors = self.source.rebind()
-            self._roots = [tensors[r.name] for r in self._layout.roots]
-            self._binding += 1
+            self._bind(self.source.rebind())
             return b"", b""
         self._take(self.source.read())
         specs = Catalog.union([(self._party.label, self._layout.traced.specs)]).to_bytes()
         old = self._inventory
-        self._inventory = trainer_inventory(self.index, host_identity(), self._catalog, self._layout.traced, self._layout.roots).to_bytes()
+        self._make_inventory()
         return (specs, self._inventory) if self._inventory != old else (b"", b"")
 
     def _outcome(self, number: int) -> m.Outcome:
@@ -249,13 +256,11 @@ class TrainerSession:
     def _report(self, name: str, outcomes: tuple[ReplicaOutcome, ...], began: float, pending: bool = False) -> RefitReport:
         lanes = [lane for lane in self._party.lanes.values() if lane.plan is not None]
         full = sum(lane.plan.summary.broadcast_bytes for lane in lanes)
-        sent = sum(lane.plan.summary.bytes_out(self.index) for lane in lanes)
+        sent = sum(lane.planned_bytes()[1] for lane in lanes)
         return RefitReport(self.index, name, time.perf_counter() - began, outcomes, sent, full, sum(lane.extra_bytes for lane in lanes), pending)
 
     def explain(self) -> str:
-        from xfer.plan.explain import explain
-
-        return "\n\n".join(f"replica {r}\n{explain(lane.plan)}" for r, lane in sorted(self._party.lanes.items()) if lane.plan is not None)
+        return "\n\n".join(f"replica {r}\n{lane.plan.explain()}" for r, lane in sorted(self._party.lanes.items()) if lane.plan is not None)
 
     def close(self) -> None:
         self._party.close()

@@ -15,8 +15,9 @@ import torch
 
 from xfer.errors import DeadlineExceeded, PeerLost, XferError
 from xfer.kernels.checksum import checksum_rows
-from xfer.plan.inventory import Inventory, engine_inventory
+from xfer.plan.inventory import engine_inventory, padded_shapes
 from xfer.plan.planner import SubPlan
+from xfer.plan.rows import footprint_rows
 from xfer.session import faults
 from xfer.session import messages as m
 from xfer.session.attempt import STOP_GRACE_S
@@ -105,13 +106,11 @@ class WorkerSession:
 
     def _publish(self) -> None:
         layout = self.model.read(self._catalog)
-        self._layout = layout
-        self._inventory = engine_inventory(
-            self.index, host_identity(), self._catalog, layout.traced, layout.roots, footprint=layout.footprint, kept=layout.kept,
-            staged=layout.staged,
-        ).to_bytes()  # fmt: skip
-        self._names = [r.name for r in layout.roots]
-        self._rows = Inventory.from_bytes(self._inventory).destination_rows()
+        made = engine_inventory(
+            self._catalog, rank=self.index, host=host_identity(), roots=layout.roots, fragments=layout.traced.fragments,
+            fills=layout.traced.fills, footprint=layout.footprint, kept=layout.kept, staged=layout.staged, reads=layout.traced.reads,
+        )  # fmt: skip
+        self._inventory, self._names, self._rows = made.to_bytes(), [r.name for r in made.roots], footprint_rows(made)
         self._bind(layout.tensors)
 
     def _bind(self, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -148,7 +147,7 @@ class WorkerSession:
         # What the trainers sent is checked where it landed, before the loader's own arithmetic runs over scratch.
         out: tuple[m.Checksum, ...] = ()
         if go.verify:
-            value = checksum_rows(self._rows, self._roots, "dst", plan.shapes)
+            value = checksum_rows(self._rows, self._roots, "dst", padded_shapes(self._catalog))
             if faults.wants("worker", self.index, "checksum"):
                 value ^= 1
             out = (m.Checksum(self.index, (value % (1 << 64)).to_bytes(8, "little")),)
@@ -158,8 +157,12 @@ class WorkerSession:
 
     # ---- receiving
 
-    def receive(self, attempt: int, deadline_s: float) -> None:
-        """One refit attempt, from armed to decided. Returns normally, by the deadline, whatever happens."""
+    def receive(self, update: Mapping[str, object]) -> None:
+        """One refit attempt, from armed to decided. Returns normally, by the deadline, whatever happens.
+
+        update: {"attempt": number, "deadline_s": seconds}, as the controller sent it.
+        """
+        attempt, deadline_s = int(update.get("attempt", 0)), float(update.get("deadline_s", self.deadline_s))
         try:
             self._receive(attempt, deadline_s)
         except Exception as e:

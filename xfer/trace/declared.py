@@ -1,4 +1,4 @@
-"""Declared layouts -> fragments: the closed-form twin of the tracers, for DTensor trainers, `xferdtensor` and simulation.
+"""Declared layouts -> fragments: the closed-form twin of tracing, for DTensor trainers, `xferdtensor` and simulation.
 
 Not here: what a placement means (mesh/slices.py), and layouts read by tracing.
 """
@@ -32,8 +32,9 @@ def declared_fragments(
 ) -> tuple[Fragment, ...]:
     """Where `rank` holds which box of the tensor `name`; () when it is not in `mesh` or its shard is empty.
 
-    `root` is the storage that holds the local tensor, `offset` the byte of its first element there, `local_strides_bytes`
-    its strides (default: contiguous). LayoutError, with all violations, when the placements do not fit.
+    `root` is the storage that holds the local tensor, `offset` the byte of its first element there,
+    `local_strides_bytes` its strides (default: contiguous). LayoutError, with all violations, when the placements do
+    not fit.
     """
     kind = getattr(torch, dtype, None)
     if not isinstance(kind, torch.dtype):

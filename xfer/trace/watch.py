@@ -100,12 +100,12 @@ class Watch(TorchDispatchMode):
         ):
             return out  # a view: the tensor itself says all there is to know
         try:
-            self.note(func, args, kwargs, out)
+            self.observe(func, args, kwargs, out)
         except Exception as e:  # must never change what the watched code does
             self.give_up(args, kwargs, out, func, f"{func}: {type(e).__name__}: {e}")
         return out
 
-    def note(self, func, args: tuple, kwargs: dict, out: object) -> None:
+    def observe(self, func, args: tuple, kwargs: dict, out: object) -> None:
         from xfer.trace import rules
 
         if func._schema.is_mutable:

@@ -2,8 +2,8 @@
 
 Bridge exports a parameter by collectives: objects over PP (types, specs, QKV's config), a broadcast over PP, gathers over TP and
 EP. A rank that traces only the parameters it owns needs none of them: it is the PP source of each, and knows all objects.
-So object collectives are answered here with what this rank knows, and tensor collectives symbolically by the tracer.
-Which fragments follow: megatron.py. What the operators mean: xfer.trace.
+So object collectives are answered with what this rank knows, tensor collectives symbolically (both in xfer.trace.collectives).
+Which fragments follow from an export: megatron.py. What its operators mean: xfer.trace.
 
 Tasks are never kept. Bridge's tasks hold Parameter objects and PP caches that go stale without a word when a framework
 replaces a parameter or a dtype; new tasks cost a fraction of a second, and only when the layout is read.
@@ -11,13 +11,10 @@ replaces a parameter or a dtype; new tasks cost a fraction of a second, and only
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
-from unittest import mock
+from collections.abc import Iterable, Sequence
 
 import torch
-import torch.distributed as dist
 
 
 class CheckpointNames(dict):
@@ -34,40 +31,15 @@ class CheckpointNames(dict):
         return self
 
 
-@contextlib.contextmanager
-def alone() -> Iterator[None]:
-    """Object collectives answered with what this rank knows: its own slot, the others empty. Process-wide while it lasts:
-    no other thread of this process may run object collectives meanwhile."""
-
-    def gather(out, obj, group=None):
-        empty = [] if isinstance(obj, list) else None
-        me = dist.get_rank() if group is None else dist.get_group_rank(group, dist.get_rank())
-        out[:] = [obj if i == me else empty for i in range(len(out))]
-
-    def broadcast(objects, src=None, group=None, device=None, **_):
-        if src != dist.get_rank():
-            raise NotImplementedError(f"Bridge asks rank {src} for an object about a parameter that this rank owns")
-
-    with mock.patch.multiple(dist, all_gather_object=gather, broadcast_object_list=broadcast):
-        yield
-
-
 def owned_tasks(model_bridge, chunks: Sequence[torch.nn.Module], names: CheckpointNames) -> list:
-    """New conversion tasks of the parameters and persistent buffers that this rank holds. Call inside `alone()`."""
+    """New conversion tasks of the parameters and persistent buffers that this rank holds. Call inside
+    `xfer.trace.collectives.objects_stay_home()`."""
     vars(model_bridge).pop("_cached_param_names", None)
     try:
         tasks = model_bridge.build_conversion_tasks(names, list(chunks))
         return [t for t in tasks if t is not None and t.param_weight is not None]
     finally:
         vars(model_bridge).pop("_cached_param_names", None)  # it now knows this rank's names only
-
-
-def twin(p: torch.Tensor) -> torch.Tensor:
-    """`p` without bytes: meta, of its own storage at offset 0, with p's strides and Megatron's attributes."""
-    t = torch.empty_strided(p.shape, p.stride(), dtype=p.dtype, device="meta")
-    for k, v in vars(p).items():
-        setattr(t, k, v)
-    return t
 
 
 class _Cursor(list):

@@ -13,10 +13,13 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 
-from xfer.errors import LayoutError, RebindError, Unsupported, XferError
+from xfer.errors import LayoutError, RebindError, Unsupported
+from xfer.trace.boxes import relocate
+from xfer.trace.collectives import objects_stay_home
+from xfer.trace.export import ExportWatch, twin
 from xfer.trace.fragment import Fragment, Root, TensorSpec
 from xfer.trace.traced import Traced
-from xfer.trainers.bridge_export import CheckpointNames, Export, alone, owned_tasks, twin
+from xfer.trainers.bridge_export import CheckpointNames, Export, owned_tasks
 from xfer.trainers.hf_index import read_headers
 from xfer.trainers.slots import Binding, Slot, Slots, walk
 
@@ -93,7 +96,7 @@ class MegatronTrainer:
         model_bridge = self.bridge._model_bridge
         names, index = self._checkpoint()
         slot_of = {id(slot.get()): slot for slot in walk(self.chunks)}
-        with alone(), torch.no_grad():
+        with objects_stay_home(), torch.no_grad():
             tasks = owned_tasks(model_bridge, self.chunks, names)
             self._refuse_unmapped(tasks, slot_of)
             slots = [slot_of[id(t.param_weight)] for t in tasks]
@@ -111,7 +114,179 @@ class MegatronTrainer:
         return self._slots.check() if self._slots else "changed"
 
     def rebind(self) -> Mapping[str, torch.Tensor]:
-        """Root name -> flat uint8 view of the storage, at today's addresses. Only after `check` said "same" or "moved"."""
+        """Root name -> flat uint8 view of the storage, at today's addresses. Only after `check` said "same" or "moved".
+
+        The views keep the storages alive: drop them before a trainer frees or offloads its weights.
+        """
         if self._slots is None:
             raise RebindError("rebind() before read()")
         return self._slots.bind().tensors
+
+    def parameter(self, name: str) -> torch.Tensor:
+        """The live tensor of a slot, for recipes: `recipe.evaluate(trainer.parameter)`. KeyError for an unknown name."""
+        if self._slots is None:
+            raise KeyError(name)
+        return self._slots.by_name[name].get().detach()
+
+    # -- details ------------------------------------------------------------------------------------------------------
+
+    def _checkpoint(self) -> tuple[CheckpointNames, dict[str, TensorSpec]]:
+        """The names that the checkpoint has, and the specs of those whose headers are at hand."""
+        source = getattr(getattr(self.bridge.hf_pretrained, "state", None), "source", None)
+        if self._hf_names is not None:
+            return CheckpointNames(self._hf_names), {}
+        if source is None:
+            raise LayoutError(
+                f"trainer {self.rank}: the bridge was made from a config alone; give MegatronTrainer(hf_names=...), the names "
+                "of the tensors of the checkpoint that the engines serve"
+            )
+        files = getattr(source, "key_to_filename_map", None)
+        index = read_headers(source.path, files) if files else {}
+        return CheckpointNames(source.get_all_keys()), index
+
+    def _trace(self, model_bridge, names, index, tasks, slots: list[Slot], twins: list[torch.Tensor]) -> Traced:
+        export = Export(model_bridge, self.chunks, names, tasks, twins)
+        tied, padded = _tied(self.chunks), _VocabTasks(self.chunks)
+        rows: dict[str, int] = {}  # checkpoint tensor -> rows of the vocabulary
+        first: dict[str, str] = {}  # tied: slot -> the one name that stands for it
+
+        watch = ExportWatch({slot.name: t for slot, t in zip(slots, twins, strict=True)})
+        with watch:
+            for task, name, tensor in export:
+                if padded.has(task):
+                    rows[name] = self._vocab_size()
+                    # Bridge yields a tied embedding once more as the output layer if the checkpoint lists that. One
+                    # canonical tensor is enough: an engine that untied it has two takers of the embedding.
+                    if tied and first.setdefault(task.param_name, name) != name:
+                        continue
+                watch.note(name, tensor)
+        traced = watch.result(strict=False)
+        bad = [*export.failed, *watch.errors]
+        bad += [f"{slot}: no exported tensor holds it" for slot in traced.unread]
+        bad += [
+            f"{r.target}: is computed from parts that other ranks hold ({', '.join(r.ops)})"
+            for r in traced.recipes
+            if r.foreign
+        ]
+        if bad:
+            raise LayoutError(f"trainer {self.rank}: Bridge's export of these cannot be followed", bad)
+        return _canonical(traced, index, rows, self.rank)
+
+    def _vocab_size(self) -> int:
+        config = getattr(self.bridge.hf_pretrained, "config", self.bridge.hf_pretrained)
+        return config.get_text_config().vocab_size
+
+    def _refuse_unsupported(self) -> None:
+        from megatron.core.transformer.moe.experts import SequentialMLP
+
+        bad = []
+        for i, chunk in enumerate(self.chunks):
+            ddp = getattr(chunk, "ddp_config", None)
+            if getattr(ddp, "use_megatron_fsdp", False):
+                bad.append(f"chunk {i}: Megatron-FSDP keeps no whole parameter anywhere; use DDP with the distributed optimizer")
+            for path, module in chunk.named_modules():
+                if isinstance(module, SequentialMLP):
+                    bad.append(
+                        f"{i}:{path}: SequentialMLP experts: Bridge loads the wrong experts into them under EP and cannot export "
+                        "them; build with moe_grouped_gemm=True"
+                    )
+        for slot in walk(self.chunks):
+            kind = type(slot.get())
+            if kind not in (torch.Tensor, torch.nn.Parameter):
+                bad.append(f"{slot.name}: is a {kind.__name__}; its raw bytes are not its values")
+        if _tied(self.chunks) and len(self.chunks) > 1:
+            bad.append(
+                "tied embeddings with virtual pipeline stages: Bridge cannot load them, so nothing says that they are right; "
+                "untie them or use one stage per rank"
+            )
+        if bad:
+            raise Unsupported(f"trainer {self.rank}: not supported", bad)
+
+    def _refuse_unmapped(self, tasks, slot_of: Mapping[int, Slot]) -> None:
+        """Bridge only logs a parameter that it will not export, and exports neither gate nor up when one of them is missing."""
+        mapped = {id(t.param_weight) for t in tasks}
+        tied = _tied(self.chunks)
+        bad = [
+            f"{slot.name}: Bridge has no conversion for it: its mapping is unknown, or the checkpoint lacks one of its tensors"
+            for key, slot in slot_of.items()
+            # The last stage's copy of a tied embedding: kept equal to the embedding, which is exported.
+            if key not in mapped and not (tied and getattr(slot.get(), "shared_embedding", False))
+        ]
+        if bad:
+            raise LayoutError(f"trainer {self.rank}: trained tensors that would never reach an engine", bad)
+
+
+def _bucket_groups(chunk: torch.nn.Module) -> list:
+    """Megatron's bucket groups whose gathers may be pending; none unless the distributed optimizer overlaps them."""
+    while chunk is not None and not hasattr(chunk, "bucket_groups"):
+        chunk = getattr(chunk, "module", None)
+    config = getattr(chunk, "ddp_config", None)
+    if config is None or not (config.use_distributed_optimizer and config.overlap_param_gather):
+        return []
+    return [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]
+
+
+def _tied(chunks: Sequence[torch.nn.Module]) -> bool:
+    """By the flag of the config, as Bridge reads it: never by who happens to own an output layer."""
+    from megatron.core.utils import get_model_config, unwrap_model
+
+    fallback = getattr(unwrap_model(chunks[0]), "share_embeddings_and_output_weights", False)
+    return bool(getattr(get_model_config(chunks[0]), "share_embeddings_and_output_weights", fallback))
+
+
+class _VocabTasks:
+    """Tells the tasks whose first dim is the vocabulary, the one dim that Megatron pads: by module, not by name."""
+
+    def __init__(self, chunks: Sequence[torch.nn.Module]):
+        from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
+        from megatron.core.utils import unwrap_model
+
+        self._embedding = VocabParallelEmbedding
+        self._heads = {id(getattr(unwrap_model(chunk), "output_layer", None)) for chunk in chunks} - {id(None)}
+
+    def has(self, task) -> bool:
+        return isinstance(task.megatron_module, self._embedding) or id(task.megatron_module) in self._heads
+
+
+def _canonical(traced: Traced, index: Mapping[str, TensorSpec], rows: Mapping[str, int], rank: int) -> Traced:
+    """Specs as the checkpoint has them, and fragments cut to them where the vocabulary is padded.
+
+    `index`: what the checkpoint's headers say; `rows`: vocab_size, for the tensors whose first dim is the vocabulary.
+    """
+    specs, bad = {}, []
+    for spec in traced.specs:
+        want = index.get(spec.name)
+        if want is None:
+            n = rows.get(spec.name, None)
+            shape = spec.shape if n is None else (min(n, spec.shape[0]), *spec.shape[1:])
+            want = replace(spec, shape=shape)
+        padded = spec.name in rows and spec.shape[0] >= want.shape[0] and spec.shape[1:] == want.shape[1:]
+        if spec.shape != want.shape and not padded:
+            bad.append(f"{spec.name}: exported as {spec.shape}, the checkpoint has {want.shape}")
+        specs[spec.name] = want
+    bad += [
+        f"{r.target}: is computed ({', '.join(r.ops)}) and has a padded vocabulary"
+        for r in traced.recipes
+        if specs[r.target].shape != next(s.shape for s in traced.specs if s.name == r.target)
+    ]
+    if bad:
+        raise LayoutError(f"trainer {rank}: tensors whose shape disagrees with the checkpoint's", bad)
+    fragments = (_cut(f, specs[f.tensor].shape) for f in traced.fragments)
+    return replace(traced, specs=tuple(sorted(specs.values())), fragments=tuple(f for f in fragments if f is not None))
+
+
+def _cut(f: Fragment, shape: tuple[int, ...]) -> Fragment | None:
+    """The part of `f` inside a canonical tensor of `shape`; None when all of it is padding."""
+    if not shape or f.origin[0] + f.extent[0] <= shape[0]:
+        return f
+    n = shape[0] - f.origin[0]
+    if n <= 0:
+        return None
+    return replace(f, extent=(n, *f.extent[1:]), strides=(f.strides[0] if n > 1 else 0, *f.strides[1:]))
+
+
+def _relocate(traced: Traced, bound: Binding) -> Traced:
+    """Fragments by storage instead of by parameter: a twin begins at byte 0 of its own storage, its parameter somewhere in one
+    that it may share with others."""
+    places = {name: (place.root, place.offset) for name, place in bound.places.items()}
+    return replace(traced, fragments=tuple(relocate(traced.fragments, places)))

@@ -26,9 +26,13 @@ class Slot:
     attr: str
     is_buffer: bool
 
+    @property
+    def table(self) -> dict[str, torch.Tensor | None]:
+        return self.module._buffers if self.is_buffer else self.module._parameters
+
     def get(self) -> torch.Tensor | None:
         """What lies there now."""
-        return (self.module._buffers if self.is_buffer else self.module._parameters).get(self.attr)
+        return self.table.get(self.attr)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,101 +71,73 @@ def walk(chunks: Sequence[torch.nn.Module]) -> Iterator[Slot]:
 
 
 class Slots:
-    """A fixed set of slots of some module trees, and what was in them when `bind` was last called."""
+    """A fixed set of slots of some module trees, and what lay in them when `bind` was last called.
+
+    Keeps weak references only: a replaced parameter or layer must be freed although a plan still knows it.
+    """
 
     def __init__(self, trees: Sequence[torch.nn.Module], slots: Iterable[Slot]):
         self.slots = tuple(slots)
-        self._last: Binding | None = None
-        self._seen: list[tuple] = []
-        self._storages: dict[str, tuple[int, int]] = {}  # root -> (address, bytes)
-        self._device: dict[str, torch.device] = {}
-        # A module replaced in the tree leaves its slots behind, intact and dead: so the edges are compared as well. Weak
-        # references, because a replaced layer must be freed although a plan still knows it.
+        self.by_name = {slot.name: slot for slot in self.slots}
+        self._known: _Reading | None = None
+        # A module replaced in the tree leaves its slots behind, intact and dead: so the edges are compared as well.
         self._edges = [
-            (weakref.ref(module), tuple(weakref.ref(child) for child in module._modules.values() if child is not None))
-            for tree in trees
-            for module in tree.modules()
+            (weakref.ref(module), tuple(map(weakref.ref, _children(module)))) for tree in trees for module in tree.modules()
         ]
 
     def bind(self) -> Binding:
-        """Read every slot. LayoutError-free: RebindError when a tensor is missing, has no bytes or left its device."""
-        self._refuse_absent()
-        places: dict[str, Place] = {}
-        names: dict[int, str] = {}
-        roots: list[Root] = []
-        tensors: dict[str, torch.Tensor] = {}
-        seen = []
-        with torch.no_grad():
-            for slot in self.slots:
-                t = slot.get()
-                storage = t.untyped_storage()
-                root = names.get(storage._cdata)
-                if root is None:
-                    root = names[storage._cdata] = slot.name
-                    roots.append(Root(root, storage.nbytes()))
-                    tensors[root] = torch.empty(0, dtype=torch.uint8, device=t.device).set_(storage)
-                size = t.element_size()
-                strides = tuple(s * size for s in t.stride())
-                dtype = str(t.dtype).removeprefix("torch.")
-                places[slot.name] = Place(root, t.storage_offset() * size, tuple(t.shape), strides, dtype)
-                seen.append((slot, weakref.ref(t), t.data_ptr(), t.dtype, t.shape, t.stride()))
-                self._device[slot.name] = t.device
-        self._seen = seen
-        self._storages = {r.name: (tensors[r.name].data_ptr(), r.nbytes) for r in roots}
-        self._last = Binding(places, tuple(roots), tensors)
-        bound, self._last = self._last, Binding(places, tuple(roots), {})  # keep no storage alive
-        return bound
+        """Read every slot. RebindError lists those that are empty, have no bytes, or left the device they were on."""
+        binding, self._known = self._read()
+        return binding
 
     def check(self) -> str:
         """"same": every address that `bind` returned still holds. "moved": same layout, other addresses: `bind` again.
-        "changed": another layout (or another module tree): read the layout again.
+        "changed": another layout, or another module tree: the layout has to be read again.
 
-        RebindError lists the slots whose tensor is gone, has lost its bytes or lies on another device.
+        RebindError as `bind`. Costs a few microseconds a slot.
         """
-        if self._last is None:
+        known = self._known
+        if known is None or not self._tree_is_same():
             return "changed"
-        if self._same():
+        if known.holds():
             return "same"
+        binding, _ = self._read()
+        return "moved" if (binding.places, binding.roots) == (known.places, known.roots) else "changed"
+
+    def _tree_is_same(self) -> bool:
         for ref, children in self._edges:
             module = ref()
-            if module is None:
-                return "changed"
-            now = [c for c in module._modules.values() if c is not None]
-            if len(now) != len(children) or any(c() is not n for c, n in zip(children, now)):
-                return "changed"
-        self._refuse_absent()
-        old, device = self._last, dict(self._device)
-        new = self.bind()
-        if (new.places, new.roots) == (old.places, old.roots):
-            return "moved"
-        self._last, self._device = old, device
-        return "changed"
-
-    def _same(self) -> bool:
-        for slot, ref, address, dtype, shape, strides in self._seen:
-            t = slot.get()
-            if (
-                t is None
-                or t is not ref()
-                or t.data_ptr() != address
-                or t.dtype != dtype
-                or t.shape != shape
-                or t.stride() != strides
-            ):
+            now = _children(module) if module is not None else ()
+            if module is None or len(now) != len(children) or any(c() is not n for c, n in zip(children, now)):
                 return False
-        for slot, *_ in self._seen:
-            if slot.name in self._storages:
-                storage = slot.get().untyped_storage()
-                if (storage.data_ptr(), storage.nbytes()) != self._storages[slot.name]:
-                    return False
-        return all(
-            (module := ref()) is not None
-            and len(module._modules) >= len(children)
-            and all(c() is n for c, n in zip(children, (m for m in module._modules.values() if m is not None)))
-            for ref, children in self._edges
-        )
+        return True
+
+    def _read(self) -> tuple[Binding, _Reading]:
+        self._refuse_absent()
+        places: dict[str, Place] = {}
+        names: dict[int, str] = {}  # storage -> root
+        roots: list[Root] = []
+        tensors: dict[str, torch.Tensor] = {}
+        contents, storages, devices = [], [], {}
+        for slot in self.slots:
+            t = slot.get()
+            storage = t.untyped_storage()
+            root = names.get(storage._cdata)
+            if root is None:
+                root = names[storage._cdata] = slot.name
+                roots.append(Root(root, storage.nbytes()))
+                tensors[root] = torch.empty(0, dtype=torch.uint8, device=t.device).set_(storage)
+                storages.append((slot, storage.data_ptr(), storage.nbytes()))
+            size = t.element_size()
+            strides = tuple(s * size for s in t.stride())
+            dtype = str(t.dtype).removeprefix("torch.")
+            places[slot.name] = Place(root, t.storage_offset() * size, tuple(t.shape), strides, dtype)
+            contents.append((slot.table, slot.attr, weakref.ref(t), t.data_ptr(), t.dtype, t.shape, t.stride()))
+            devices[slot.name] = t.device
+        return Binding(places, tuple(roots), tensors), _Reading(places, tuple(roots), contents, storages, devices)
 
     def _refuse_absent(self) -> None:
+        was_on = self._known.devices if self._known else {}
         bad = []
         for slot in self.slots:
             t = slot.get()
@@ -169,9 +145,38 @@ class Slots:
                 bad.append(f"{slot.name}: no longer in its module")
             elif t.device.type == "meta" or (t.numel() and not t.untyped_storage().nbytes()):
                 bad.append(f"{slot.name}: has no bytes (offloaded?): bring the parameters back before the refit")
-            elif self._device.get(slot.name, t.device) != t.device:
-                bad.append(
-                    f"{slot.name}: moved from {self._device[slot.name]} to {t.device}: bring it back before the refit"
-                )
+            elif was_on.get(slot.name, t.device) != t.device:
+                bad.append(f"{slot.name}: moved from {was_on[slot.name]} to {t.device}: bring it back before the refit")
         if bad:
             raise RebindError("parameters cannot be read where they were", bad)
+
+
+@dataclass(frozen=True, slots=True)
+class _Reading:
+    """What one `bind` saw. `contents`: (table, attribute, weak tensor, address, dtype, shape, stride) of every slot; `storages`:
+    (a slot in it, address, bytes) of every root; `devices` by slot name."""
+
+    places: dict[str, Place]
+    roots: tuple[Root, ...]
+    contents: list[tuple]
+    storages: list[tuple]
+    devices: dict[str, torch.device]
+
+    def holds(self) -> bool:
+        """Whether all of it is still so. The address alone is not enough: freed memory comes back at the same address, for
+        another dtype even (a router bias that turns fp32). Written as one flat loop: it runs in every refit."""
+        for table, attr, ref, address, dtype, shape, stride in self.contents:
+            t = table.get(attr)
+            if t is None or t is not ref() or t.data_ptr() != address or t.dtype != dtype:
+                return False
+            if t.shape != shape or t.stride() != stride:
+                return False
+        for slot, address, nbytes in self.storages:
+            storage = slot.get().untyped_storage()
+            if storage.data_ptr() != address or storage.nbytes() != nbytes:
+                return False
+        return True
+
+
+def _children(module: torch.nn.Module) -> tuple[torch.nn.Module, ...]:
+    return tuple(child for child in module._modules.values() if child is not None)

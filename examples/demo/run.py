@@ -1,0 +1,186 @@
+"""Starts the demo's processes and draws what they say. Trainer and engine live in different virtual environments.
+
+    python run.py --trainer-python PY --engine-python PY [--steps 5]
+
+Exit code 0 only if every refit was verified and, at the end, the live engine and a fresh engine that loaded Megatron-Bridge's
+exported checkpoint have the same bytes in every parameter and generate the same tokens with the same logprobs.
+"""
+
+import argparse
+import os
+import queue
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+from events import parse
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
+TRAINERS = 4
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+class Process:
+    """A child whose marked lines become events and whose other output goes to a log."""
+
+    def __init__(self, name: str, command: list[str], env: dict[str, str], work: Path, events: queue.Queue):
+        self.name, self.log = name, work / f"{name}.log"
+        self._log = open(self.log, "w")  # noqa: SIM115
+        self.proc = subprocess.Popen(command, stdout=subprocess.PIPE, stdin=subprocess.PIPE, stderr=self._log, text=True, env=env, cwd=HERE)
+        threading.Thread(target=self._read, args=(events,), daemon=True).start()
+
+    def _read(self, events: queue.Queue) -> None:
+        for line in self.proc.stdout:
+            event = parse(line)
+            if event is None:
+                self._log.write(line)
+                self._log.flush()
+            else:
+                events.put((self.name, event))
+        events.put((self.name, {"kind": "ended", "code": self.proc.wait()}))
+
+    def say(self, text: str) -> None:
+        self.proc.stdin.write(text + "\n")
+        self.proc.stdin.flush()
+
+    def stop(self) -> None:
+        if self.proc.poll() is None:
+            self.proc.terminate()
+            try:
+                self.proc.wait(10)
+            except subprocess.TimeoutExpired:
+                self.proc.kill()
+
+
+class Show:
+    """The table."""
+
+    def __init__(self, console: Console):
+        self.console, self.rows, self.note = console, {}, "starting 4 trainer processes and a vLLM engine (imports take a while)"
+        self.began = time.monotonic()
+
+    def table(self) -> Table:
+        t = Table(title=f"Megatron-Core tp2 pp2 ep2 -> vLLM tp2 · {time.monotonic() - self.began:.0f} s · {self.note}", title_justify="left")
+        for name, justify in (("step", "right"), ("loss", "right"), ("version", "right"), ("moved", "right"), ("a broadcast moves", "right"),
+                              ("transfer", "right"), ("pack/wire/unpack ms", "right"), ("outage", "right"), ("verified", "center"),
+                              ("engine continues 5 6 7 8", "left")):
+            t.add_column(name, justify=justify)
+        for r in self.rows.values():
+            s = r.get("scalars", {})
+            ms = lambda k: f"{1000 * s.get(k, 0):.1f}"  # noqa: E731
+            t.add_row(
+                str(r.get("step", "")), f"{r['loss']:.3f}" if "loss" in r else "", r["version"] or "none", f"{r.get('bytes', 0) / 1e6:.2f} MB",
+                f"{r.get('broadcast', 0) / 1e6:.2f} MB", f"{ms('transfer_s')} ms", f"{ms('pack_s')} / {ms('wire_s')} / {ms('unpack_s')}",
+                f"{ms('outage_s')} ms", "yes" if r.get("verified") else "no", " ".join(map(str, r.get("tokens", []))),
+            )  # fmt: skip
+        return t
+
+
+def write_model(folder: Path) -> None:
+    import json
+
+    from xfer.testing import toy
+
+    cfg = json.loads((HERE / "config.json").read_text())
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(cfg))
+    from safetensors.torch import save_file
+
+    save_file(toy.tensors(cfg), str(folder / "model.safetensors"), metadata={"format": "pt"})
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--trainer-python", default=str(ROOT / ".venvs/trainer/bin/python"))
+    parser.add_argument("--engine-python", default=str(ROOT / ".venvs/engine/bin/python"))
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--work", default=str(ROOT / ".demo"), help="where the model, the export and the logs go")
+    parser.add_argument("--plan", action="store_true", help="print what moves where")
+    args = parser.parse_args()
+    console = Console()
+    work = Path(args.work)
+    shutil.rmtree(work, ignore_errors=True)
+    write_model(work / "model")
+    common = {
+        **os.environ, "XFER_TOKEN": secrets.token_hex(16), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TORCHDYNAMO_DISABLE": "1",
+        "XFER_CPU_RESIDENT": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_CI_ENV": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_LOGGING_LEVEL": "ERROR", "PYTHONUNBUFFERED": "1",
+    }  # fmt: skip
+    rendezvous = f"tcp://127.0.0.1:{free_port()}"
+    events: queue.Queue = queue.Queue()
+    procs: list[Process] = []
+    show = Show(console)
+    truths: list[dict] = []
+    try:
+        engine = Process("engine", [args.engine_python, "engine.py", "--model", str(work / "model"), "--rendezvous", rendezvous], common, work, events)
+        procs.append(engine)
+        port = str(free_port())
+        for rank in range(TRAINERS):
+            env = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(TRAINERS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            procs.append(Process(f"trainer{rank}", [args.trainer_python, "trainer.py", "--model", str(work / "model"), "--export", str(work / "export"),
+                                                    "--rendezvous", rendezvous, "--steps", str(args.steps)], env, work, events))
+        with Live(console=console, refresh_per_second=4, get_renderable=show.table):
+            exported, done = 0, False
+            while not done:
+                name, event = events.get(timeout=600)
+                kind = event["kind"]
+                if kind == "connected" and event["plan"]:
+                    show.note = "connected"
+                    if args.plan:
+                        console.print(event["plan"])
+                elif kind == "refit":
+                    show.note = "training"
+                    show.rows[event["version"]] = {**show.rows.get(event["version"], {}), **event}
+                elif kind == "tokens":
+                    row = show.rows.setdefault(event["version"], {"version": event["version"]})
+                    row["tokens"] = event["outputs"][0][0]
+                elif kind == "exported":
+                    exported += 1
+                    if exported == TRAINERS:
+                        show.note = "asking the live engine for its bytes"
+                        engine.say("finish")
+                elif kind == "truth":
+                    truths.append(event)
+                    show.note = "starting a fresh vLLM on Bridge's exported checkpoint"
+                    if len(truths) == 1:
+                        procs.append(Process("fresh", [args.engine_python, "engine.py", "--model", str(work / "export"), "--check"], common, work, events))
+                    else:
+                        done = True
+                elif kind == "ended" and event["code"] != 0:
+                    raise SystemExit(f"{name} ended with code {event['code']}:\n" + tail(work / f"{name}.log"))
+    finally:
+        for p in procs:
+            p.stop()
+    live, fresh = truths
+    wrong = sorted(k for k in live["checksums"].keys() | fresh["checksums"].keys() if live["checksums"].get(k) != fresh["checksums"].get(k))
+    verified = all(r.get("verified") for r in show.rows.values() if "step" in r)
+    same = live["outputs"] == fresh["outputs"]
+    console.print(f"{args.steps} refits, every one verified: {'yes' if verified else 'NO'}")
+    console.print(f"live engine against a fresh vLLM of the exported checkpoint: {len(live['checksums']) - len(wrong)} of {len(fresh['checksums'])} "
+                  f"parameter digests equal, tokens and logprobs {'equal' if same else 'DIFFERENT'}")
+    for k in wrong[:10]:
+        console.print(f"  differs: {k}")
+    console.print(f"{time.monotonic() - show.began:.0f} s; logs in {work}")
+    return 0 if verified and same and not wrong else 1
+
+
+def tail(path: Path, lines: int = 40) -> str:
+    return "\n".join(path.read_text().splitlines()[-lines:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

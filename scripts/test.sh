@@ -1,0 +1,34 @@
+#!/usr/bin/env bash
+# Sets up both environments if needed and runs every test that needs no GPU. One environment cannot hold both frameworks, so
+# tests are run where their marker says: `engine` in .venvs/engine, everything else in .venvs/trainer.
+#   scripts/test.sh              all but the wide matrix
+#   scripts/test.sh --slow       the wide matrix too
+#   scripts/test.sh --unit       unit tests only (seconds)
+# Further arguments go to pytest.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+scripts/setup.sh all || exit 1
+export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+export VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_CI_ENV=1 VLLM_CPU_OMP_THREADS_BIND=nobind VLLM_LOGGING_LEVEL=${VLLM_LOGGING_LEVEL:-ERROR}
+slow="not slow" where="tests"
+args=()
+for a in "$@"; do
+  case $a in
+    --slow) slow="" ;;
+    --unit) where="tests/unit" ;;
+    *) args+=("$a") ;;
+  esac
+done
+and_slow=${slow:+ and $slow}
+status=0
+run() { # environment, marker expression
+  ".venvs/$1/bin/python" -m pytest -p no:cacheprovider -q -m "$2" $where ${args[@]+"${args[@]}"}
+  local rc=$?
+  [ $rc -eq 5 ] && rc=0 # no test of this marker under this path
+  [ $rc -eq 0 ] || status=1
+}
+echo "== trainer environment"
+run trainer "not engine and not gpu$and_slow"
+echo "== engine environment"
+run engine "engine and not gpu$and_slow"
+exit $status

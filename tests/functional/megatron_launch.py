@@ -1,0 +1,49 @@
+"""Starts a script on every rank of a local gloo world and waits for it, with a deadline. No test framework, no Megatron."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+
+
+def launch(script: str, *args: str, world: int, folder: Path, seconds: float = 420) -> None:
+    """Run `script args…` (a file beside this one) as `world` processes. Output goes to `folder`/rank{r}.log.
+
+    RuntimeError with the ends of the logs when a rank fails or the deadline passes; the other ranks are then killed.
+    """
+    env = dict(os.environ, WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port()))
+    env.update(OMP_NUM_THREADS="1", TORCHDYNAMO_DISABLE="1", HF_HUB_OFFLINE="1", PYTHONWARNINGS="ignore")
+    env["PYTHONPATH"] = os.pathsep.join([str(HERE.parents[1]), *filter(None, [env.get("PYTHONPATH")])])
+    folder.mkdir(parents=True, exist_ok=True)
+    logs = [folder / f"rank{r}.log" for r in range(world)]
+    ranks: list[subprocess.Popen] = []
+    try:
+        for r, log in enumerate(logs):
+            with log.open("w") as out:
+                command = [sys.executable, str(HERE / script), *args]
+                mine = dict(env, RANK=str(r), LOCAL_RANK=str(r))
+                ranks.append(subprocess.Popen(command, env=mine, stdout=out, stderr=subprocess.STDOUT))
+        end = time.monotonic() + seconds
+        while any(p.poll() is None for p in ranks) and not any(p.poll() for p in ranks) and time.monotonic() < end:
+            time.sleep(0.1)
+        if any(p.poll() != 0 for p in ranks):
+            codes = [p.poll() for p in ranks]
+            tails = "\n".join(f"--- rank {r}\n{log.read_text()[-3000:]}" for r, log in enumerate(logs) if codes[r] != 0)
+            raise RuntimeError(f"{script} {args}: exit codes {codes} (None: still running after {seconds} s)\n{tails}")
+    finally:
+        for p in ranks:
+            if p.poll() is None:
+                p.kill()
+            p.wait()
+
+
+def _free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]

@@ -1,0 +1,258 @@
+"""One rank of a Megatron trainer under test: `python megatron_worker.py GROUP FOLDER`, started on every rank by megatron_launch.py.
+
+Imports cost far more than a toy case, so one launch runs a whole group of layouts, each in process groups of its own, and rank 0
+writes what was seen to FOLDER/<case>.json. The assertions are in the test files; here is only what they need to know.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+from xfer.testing import megatron_cpu, toy
+
+megatron_cpu.install()
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+
+from xfer.errors import XferError  # noqa: E402
+from xfer.testing.train_loop import Trainer  # noqa: E402
+from xfer.trainers.megatron import Layout, MegatronTrainer  # noqa: E402
+
+Json = dict[str, object]
+
+# (case, family, config overrides, Trainer keywords). Four ranks each.
+VALUES = [
+    ("qwen3-tp2-pp2", "qwen3", {}, dict(tp=2, pp=2)),
+    ("qwen3-tp2-pp2-vpp2", "qwen3", {}, dict(tp=2, pp=2, vpp=2)),
+    ("qwen3_tied-tp2-pp2", "qwen3_tied", {}, dict(tp=2, pp=2)),
+    ("qwen3-tp4", "qwen3", {}, dict(tp=4)),
+    ("qwen3-tp2-dp2", "qwen3", {}, dict(tp=2)),
+    ("qwen3-tp2-dp2-no-distopt", "qwen3", {}, dict(tp=2, distopt=False, overlap=False)),
+    ("qwen3-pp2-uneven", "qwen3", {}, dict(pp=2, num_layers_in_first_pipeline_stage=1)),
+    ("qwen3_moe-tp2-pp2-ep2-etp1", "qwen3_moe", {}, dict(tp=2, pp=2, ep=2, etp=1)),
+    ("qwen3_moe-tp2-ep2-etp2", "qwen3_moe", {}, dict(tp=2, ep=2, etp=2)),
+    ("qwen3_moe-ep4", "qwen3_moe", {}, dict(ep=4)),
+    ("qwen3_moe-ep2-dp", "qwen3_moe", {}, dict(ep=2)),
+    ("deepseek_v3-tp2-pp2-ep2-etp1", "deepseek_v3", {}, dict(tp=2, pp=2, ep=2, etp=1)),
+    ("deepseek_v3-ep2-no-distopt", "deepseek_v3", {}, dict(tp=2, ep=2, etp=1, distopt=False)),
+    (
+        "qwen3-padded-vocab",
+        "qwen3",
+        {"vocab_size": 150},
+        dict(tp=4, should_pad_vocab=True, make_vocab_size_divisible_by=64, load=False),
+    ),
+]
+DRAIN = [
+    ("qwen3-dp4", "qwen3", dict()),
+    ("qwen3-pp2-vpp2-align", "qwen3", dict(pp=2, vpp=2, align_param_gather=True)),
+    ("qwen3_moe-ep2", "qwen3_moe", dict(ep=2)),
+    ("qwen3_moe-pp2-no-overlap", "qwen3_moe", dict(pp=2, overlap=False)),
+]
+
+
+# -- reading a layout back ----------------------------------------------------------------------------------------------
+
+
+def region(layout: Layout, f) -> torch.Tensor:
+    """The live elements of a fragment, as a view of its storage."""
+    dtype = getattr(torch, f.dtype)
+    flat = layout.tensors[f.root].view(dtype)
+    return flat.as_strided(f.extent, tuple(s // dtype.itemsize for s in f.strides), f.offset // dtype.itemsize)
+
+
+def held(layout: Layout) -> list[tuple[str, tuple, torch.Tensor]]:
+    """(tensor, origin, values now) of every fragment of this rank."""
+    return [(f.tensor, f.origin, region(layout, f).detach().clone()) for f in layout.traced.fragments]
+
+
+def compare(pieces: list, want: dict[str, torch.Tensor]) -> Json | None:
+    """On rank 0: all ranks' pieces against the full tensors. `wrong`: pieces whose bits differ; `missing`: tensors with an
+    element that nobody holds; `unknown`: tensors that the export does not have."""
+    everyone = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(pieces, everyone, dst=0)
+    if everyone is None:
+        return None
+    seen = {name: torch.zeros(t.shape, dtype=torch.bool) for name, t in want.items()}
+    wrong, unknown = set(), set()
+    for name, origin, values in (p for part in everyone for p in part):
+        if name not in want:
+            unknown.add(name)
+            continue
+        box = tuple(slice(o, o + n) for o, n in zip(origin, values.shape))
+        seen[name][box] = True
+        theirs = want[name][box]
+        same = theirs.shape == values.shape and theirs.dtype == values.dtype
+        if not same or not torch.equal(theirs.contiguous().view(torch.uint8), values.contiguous().view(torch.uint8)):
+            wrong.add(name)
+    missing = [n for n, s in seen.items() if not bool(s.all())]
+    return dict(tensors=len(want), wrong=sorted(wrong), missing=missing, unknown=sorted(unknown))
+
+
+def unowned_bytes(trainer: Trainer, layout: Layout) -> list[str]:
+    """Storage-side witness, from the modules alone: parameters with a byte that no fragment reads, or that two read."""
+    painted = {root: torch.zeros(t.numel(), dtype=torch.int8) for root, t in layout.tensors.items()}
+    for f in layout.traced.fragments:
+        size = getattr(torch, f.dtype).itemsize
+        for byte in range(size):
+            painted[f.root].as_strided(f.extent, f.strides, f.offset + byte).add_(1)
+    by_address = {t.data_ptr(): painted[root] for root, t in layout.tensors.items()}
+    bad = []
+    for chunk in trainer.chunks:
+        for name, p in chunk.named_parameters():
+            base = p.untyped_storage().data_ptr()
+            if base not in by_address:
+                bad.append(f"{name}: not in any root")
+                continue
+            start = p.data_ptr() - base
+            counts = by_address[base][start : start + p.numel() * p.element_size()]
+            if not bool((counts == 1).all()):
+                bad.append(f"{name}: {int((counts != 1).sum())} bytes of {counts.numel()}")
+    return bad
+
+
+def truth(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """Bridge's export, cut to the config's vocabulary (Bridge exports padding rows)."""
+    rows = trainer.bridge.hf_pretrained.config.vocab_size
+    vocab = ("model.embed_tokens.weight", "lm_head.weight")
+    return {n: t[:rows] if n in vocab else t for n, t in trainer.exported().items()}
+
+
+# -- groups -------------------------------------------------------------------------------------------------------------
+
+
+def values(folder: Path, family: str, override: Json, keywords: Json) -> Json | None:
+    """Fragments read from live storages against Bridge's export: before training, and after two steps with the same layout."""
+    checkpoint(folder, family, override)
+    with Trainer(folder, **keywords) as trainer:
+        source = MegatronTrainer(trainer.chunks, trainer.bridge)
+        source.drain()
+        layout = source.read()
+        before = compare(held(layout), truth(trainer))
+        unowned = gathered(unowned_bytes(trainer, layout))
+        losses = [trainer.step(), trainer.step()]
+        source.drain()
+        state = source.check()
+        after = compare(held(layout), truth(trainer))
+        again = source.read()
+        fragments = gathered(len(layout.traced.fragments))
+        stable = gathered(again.traced.fragments == layout.traced.fragments and again.roots == layout.roots)
+        specs = gathered({s.name: [list(s.shape), s.dtype] for s in layout.traced.specs})
+        known = [s.name for s in layout.traced.specs if s.name in on_disk(folder)]
+        agree = gathered(all(on_disk(folder)[s.name] == (s.shape, s.dtype) for s in layout.traced.specs))
+    if before is None:
+        return None
+    return dict(
+        before=before,
+        after=after,
+        losses=losses,
+        unowned=unowned,
+        state=state,
+        stable=stable,
+        fragments=fragments,
+        roots=len(layout.roots),
+        specs_as_on_disk=agree,
+        specs=len({n for part in specs for n in part}),
+        known=len(known),
+        recipes=len(layout.traced.recipes),
+    )
+
+
+def drains(folder: Path, family: str, keywords: Json) -> Json | None:
+    """Is a refit without drain stale, with it right, and does training go on as if nothing had been drained?"""
+    checkpoint(folder, family, {})
+    with Trainer(folder, **keywords) as trainer:
+        undisturbed = [trainer.step() for _ in range(4)]
+    with Trainer(folder, **keywords) as trainer:
+        source = MegatronTrainer(trainer.chunks, trainer.bridge)
+        layout = source.read()
+        losses = [trainer.step(), trainer.step()]
+        raw = held(layout)
+        source.drain()
+        drained = held(layout)
+        source.drain()  # a second refit at once: nothing is pending, nothing may break
+        losses += [trainer.step()]
+        source.drain()
+        losses += [trainer.step()]
+        source.drain()
+        last = held(layout)
+        want_last = truth(trainer)
+    with Trainer(folder, **keywords) as trainer:
+        for _ in range(2):
+            trainer.step()
+        want = truth(trainer)
+        without, with_drain, at_end = compare(raw, want), compare(drained, want), compare(last, want_last)
+    if without is None:
+        return None
+    return dict(undisturbed=undisturbed, losses=losses, without=without, drained=with_drain, at_end=at_end)
+
+
+def learns(folder: Path) -> Json | None:
+    """The combination that was not tried before: bf16, fp32 masters, distributed Adam, both overlaps, tp2 pp2 ep2 etp1."""
+    checkpoint(folder, "qwen3_moe", {})
+    with Trainer(folder, tp=2, pp=2, ep=2, etp=1) as trainer:
+        dtypes = sorted({str(p.dtype) for c in trainer.chunks for p in c.parameters()})
+        overlapped = all(c.ddp_config.overlap_param_gather and c.ddp_config.overlap_grad_reduce for c in trainer.chunks)
+        losses = [trainer.step() for _ in range(10)]
+        trainer.export(folder / "exported")
+    return dict(losses=losses, dtypes=dtypes, overlapped=overlapped)
+
+
+# -- harness ------------------------------------------------------------------------------------------------------------
+
+
+def checkpoint(folder: Path, family: str, override: Json) -> None:
+    if dist.get_rank() == 0:
+        toy.write_checkpoint(family, folder, **override)
+    dist.barrier()
+
+
+def on_disk(folder: Path) -> dict[str, tuple]:
+    cfg = json.loads((folder / "config.json").read_text())
+    return {n: (s, str(d).removeprefix("torch.")) for n, s, d in toy.specs(cfg)}
+
+
+def gathered(mine: object) -> list:
+    out = [None] * dist.get_world_size()
+    dist.all_gather_object(out, mine)
+    return out
+
+
+def run(name: str, folder: Path, case: Callable[[Path], Json | None]) -> None:
+    try:
+        seen = case(folder / name)
+    except XferError as e:
+        seen = dict(error=type(e).__name__, text=str(e))
+    if dist.get_rank() == 0:
+        (folder / f"{name}.json").write_text(json.dumps(seen))
+    dist.barrier()
+
+
+def main() -> None:
+    group, folder = sys.argv[1], Path(sys.argv[2])
+    megatron_cpu.init_world()
+    if group == "values":
+        for name, family, override, keywords in VALUES:
+            run(name, folder, lambda f, a=(family, override, keywords): values(f, *a))
+    elif group == "drains":
+        for name, family, keywords in DRAIN:
+            run(name, folder, lambda f, a=(family, keywords): drains(f, *a))
+        run("learns", folder, learns)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except BaseException:
+        traceback.print_exc()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        import os
+
+        os._exit(1)  # peers may wait in a collective for this rank; do not wait for them

@@ -1,0 +1,286 @@
+"""The refit protocol, driven over real sockets: what is promised when all goes well, and when each part fails.
+
+The engine and the trainer are small stand-ins (tests/support/world.py); hub, channels, planner, transport and checksums are
+the real ones. The same failures with real processes and a real vLLM are in test_refit_errors.py.
+"""
+
+import threading
+import time
+
+import pytest
+import torch
+
+from tests.support.world import TOKEN, ToyEngine, ToySource, World
+from xfer import errors as e
+from xfer.session import faults
+from xfer.session.report import RefitReport
+from xfer.session.trainer import TrainerSession
+
+
+@pytest.fixture
+def fault(monkeypatch):
+    faults._passed.clear()
+
+    def set_fault(text: str, hang_s: float = 60.0):
+        faults._passed.clear()
+        monkeypatch.setenv("XFER_FAULT", text)
+        monkeypatch.setenv("XFER_FAULT_HANG_S", str(hang_s))
+
+    yield set_fault
+    monkeypatch.delenv("XFER_FAULT", raising=False)
+
+
+def good(results) -> RefitReport:
+    for r in results:
+        if isinstance(r, BaseException):
+            raise r
+    return results[0]
+
+
+def right(world: World, version: int, replicas=None) -> None:
+    for i, engine in enumerate(world.engines):
+        if replicas is None or i in replicas:
+            assert [t.wrong(version) for t in engine.takers] == [[] for _ in engine.takers], f"replica {i}"
+
+
+def test_three_refits_in_a_row_each_give_the_new_weights():
+    with World(trainers=3, workers=2) as w:
+        for v in (1, 2, 3):
+            report = good(w.refit(v))
+            right(w, v)
+            assert report.version == str(v) and report.committed == 1 and report.verified
+            assert w.engines[0].label == str(v) and w.controllers[0].version == str(v)
+        assert w.engines[0].log == ["pause", "start", "update", "finish", "reset", "resume"] * 3
+        assert all(s.drained == 3 for s in w.sources)
+
+
+def test_each_worker_receives_exactly_the_bytes_of_its_written_class():
+    with World(trainers=2, workers=2) as w:
+        o = good(w.refit(1)).outcomes[0]
+        per_worker = sum(torch.Size(s).numel() // (2 if len(s) > 1 else 1) for s in w.shapes.values()) * 2
+        assert o.bytes_per_worker == (per_worker, per_worker)
+        assert o.bytes_moved == 2 * per_worker
+
+
+def test_two_replicas_are_served_at_once_and_reported_apart():
+    with World(trainers=2, workers=2, replicas=2) as w:
+        report = good(w.refit(1))
+        right(w, 1)
+        assert [o.committed for o in report.outcomes] == [True, True]
+
+
+def test_version_labels_are_the_callers():
+    with World() as w:
+        report = good(w.refit(5, version="step-5"))
+        assert report.version == "step-5" and w.engines[0].label == "step-5"
+
+
+def test_a_moved_storage_is_rebound_and_a_changed_layout_replanned():
+    with World(trainers=2) as w:
+        good(w.refit(1))
+        s = w.sources[1]
+        s.params["layers.0.w"] = s.params["layers.0.w"].clone()  # moved
+        good(w.refit(2))
+        right(w, 2)
+        wide = torch.zeros(s.params["embed"].shape[0], 40, dtype=torch.bfloat16)
+        wide[:, :8] = s.params["embed"]
+        s.params["embed"] = wide[:, :8]  # other strides, other storage size
+        good(w.refit(3))
+        right(w, 3)
+
+
+def test_an_engine_that_moved_its_storage_is_replanned():
+    with World() as w:
+        good(w.refit(1))
+        t = w.engines[0].takers[0]
+        t.live["layers.0.w"] = torch.zeros_like(t.live["layers.0.w"])
+        good(w.refit(2))
+        right(w, 2)
+
+
+def failed(results, kind, world: World, within: float, since: float, text: str = "") -> None:
+    assert time.monotonic() - since < within, f"took {time.monotonic() - since:.1f} s"
+    for r in results:
+        assert isinstance(r, kind), repr(r)
+        assert text in str(r), str(r)
+
+
+def test_a_rank_that_raises_stops_everyone_with_its_error_and_the_engine_serves_on():
+    with World(trainers=3) as w:
+        good(w.refit(1))
+        w.sources[2].fail = e.RebindError("layer 3 was offloaded", where="trainer 2")
+        t0 = time.monotonic()
+        failed(w.refit(2), e.RebindError, w, 10, t0, "layer 3 was offloaded")
+        assert not w.engines[0].paused and not w.engines[0].open and w.engines[0].label == "1"
+        right(w, 1)
+        w.sources[2].fail = None
+        good(w.refit(3))
+        right(w, 3)
+
+
+def test_calling_on_some_ranks_only_ends_at_the_deadline_and_names_the_missing():
+    with World(trainers=3, deadline_s=3.0) as w:
+        good(w.refit(1))
+        t0 = time.monotonic()
+        failed(w.refit(2, ranks=[0, 2]), e.DeadlineExceeded, w, 15, t0, "trainer 1: it has not called nccl_xfer_refit()")
+        right(w, 1)
+        assert not w.engines[0].paused
+        late = w.refit(ranks=[1])  # the same attempt, too late: answered at once with the same error
+        failed(late, e.DeadlineExceeded, w, 5, time.monotonic() - 0.0)
+        good(w.refit(3))
+        right(w, 3)
+
+
+def test_ranks_that_ask_for_different_versions_are_told_so():
+    with World(trainers=2) as w:
+        good(w.refit(1))
+        out = w.on_all(lambda i: w.sessions[i].refit(version=f"v{i}", verify=False, wait="commit", min_replicas=None, deadline_s=None))
+        failed(out, e.PlanMismatch, w, 10, time.monotonic(), "different refits")
+        good(w.refit(2))
+        right(w, 2)
+
+
+def test_a_checksum_that_fails_never_commits_and_the_engine_holds_nan(fault):
+    with World() as w:
+        good(w.refit(1))
+        fault("worker:1:checksum:flip")
+        failed(w.refit(2), e.VerificationError, w, 15, time.monotonic(), "worker 1")
+        engine = w.engines[0]
+        assert engine.paused and w.controllers[0].error is not None and engine.label == "xfer:mixed"
+        assert all(torch.isnan(t.live["norm"]).all() for t in engine.takers)
+        with pytest.raises(e.EngineLost), w.controllers[0].serving():
+            pass
+        fault("")
+        good(w.refit(3))
+        right(w, 3)
+        assert not engine.paused and w.controllers[0].error is None
+
+
+def test_a_digest_that_differs_on_one_rank_moves_nothing(fault):
+    fault("trainer:1:digest:flip@1")
+    with pytest.raises(e.PlanMismatch, match="trainer 1"):
+        World(trainers=3).connect()
+
+
+@pytest.mark.parametrize("point", ["moving", "wave", "done"])
+@pytest.mark.parametrize("who", ["trainer:1", "worker:0"])
+def test_a_fault_in_the_middle_leaves_the_replica_unservable_until_the_next_refit(fault, who, point):
+    with World(trainers=2) as w:
+        good(w.refit(1))
+        fault(f"{who}:{point}:raise@1")
+        t0 = time.monotonic()
+        failed(w.refit(2), e.XferError, w, 15, t0, "injected fault")
+        assert w.controllers[0].error is not None and w.engines[0].paused
+        fault("")
+        good(w.refit(3))
+        right(w, 3)
+
+
+@pytest.mark.parametrize("who", ["trainer:1", "worker:1"])
+def test_a_rank_that_hangs_while_bytes_move_ends_at_the_deadline(fault, who):
+    with World(trainers=2, deadline_s=15.0) as w:
+        good(w.refit(1))
+        fault(f"{who}:moving:hang", hang_s=6.0)
+        t0 = time.monotonic()
+        out = w.refit(2, deadline_s=2.0)
+        failed(out, e.DeadlineExceeded, w, 30, t0, "still moving")
+        fault("")
+        time.sleep(5.0)
+        good(w.refit(3))
+        right(w, 3)
+
+
+def test_one_replica_fails_and_the_other_goes_on(fault):
+    with World(trainers=2, replicas=2) as w:
+        good(w.refit(1))
+        w.engines[1].fail["start"] = RuntimeError("the engine refused")
+        out = w.refit(2, min_replicas=1)
+        report = good(out)
+        assert [o.committed for o in report.outcomes] == [True, False] and "the engine refused" in str(report.outcomes[1].error)
+        right(w, 2, [0])
+        right(w, 1, [1])
+        good(w.refit(3))
+        right(w, 3)
+
+
+def test_a_trainer_that_is_gone_is_named_to_all_others():
+    with World(trainers=3) as w:
+        good(w.refit(1))
+        w.sessions[2]._party.channel.close()
+        t0 = time.monotonic()
+        failed(w.refit(2, ranks=[0, 1]), e.PeerLost, w, 10, t0, "trainer 2")
+        assert not w.engines[0].paused
+        right(w, 1)
+
+
+def test_an_engine_that_is_gone_ends_its_replica_only_and_can_rejoin():
+    with World(trainers=2, replicas=2) as w:
+        good(w.refit(1))
+        for s in w.engines[1].sessions:
+            s._party.channel.close()
+        w.controllers[1].close()
+        time.sleep(0.3)
+        report = good(w.refit(2, min_replicas=1))
+        assert [o.committed for o in report.outcomes] == [True, False]
+        right(w, 2, [0])
+        w.engines[1] = ToyEngine(2)
+        w.controllers[1] = w.serve(w.engines[1], 1)
+        w.controllers[1].wait_ready(10.0)
+        good(w.refit(3))
+        right(w, 3)
+
+
+def test_sources_are_free_before_the_commit_when_asked():
+    with World(trainers=2) as w:
+        out = w.refit(1, wait="sources")
+        assert all(r.pending for r in out)
+        good(w.refit(2))
+        right(w, 2)
+
+
+def test_engines_serve_until_the_first_trainer_enters_and_prepare_arms_them_early():
+    with World(trainers=2) as w:
+        good(w.refit(1))
+        n = len(w.engines[0].log)
+        time.sleep(0.5)
+        assert len(w.engines[0].log) == n and not w.engines[0].paused
+        w.sessions[0].prepare()
+        until = time.monotonic() + 5
+        while not w.engines[0].paused and time.monotonic() < until:
+            time.sleep(0.01)
+        assert w.engines[0].paused
+        good(w.refit(2))
+        right(w, 2)
+
+
+def test_a_wrong_token_and_a_wrong_world_are_refused():
+    with World(trainers=2) as w:
+        with pytest.raises(e.HandshakeError, match="token"):
+            TrainerSession(ToySource(1, 2), w.rendezvous, "not the right token", replicas=1, deadline_s=5.0, bucket_bytes=4096,
+                           drop=(), narrow=(), cache_dir=None)
+        with pytest.raises(e.HandshakeError, match="trainer ranks") as caught:
+            TrainerSession(ToySource(5, 6), w.rendezvous, TOKEN, replicas=1, deadline_s=5.0, bucket_bytes=8192,
+                           drop=(), narrow=(), cache_dir=None)
+        assert len(caught.value.violations) == 3  # all of them at once: world, rank, bucket size
+        good(w.refit(1))
+        right(w, 1)
+
+
+def test_tensors_that_do_not_fit_are_all_named_at_connect():
+    w = World(trainers=2)
+    w.engines = [ToyEngine(2, {**w.shapes, "layers.0.w": (24, 14), "extra": (4, 4)})]
+    with pytest.raises(e.XferError) as caught:
+        w.connect()
+    assert "layers.0.w" in str(caught.value) or "extra" in str(caught.value)
+
+
+def test_nothing_is_left_behind():
+    """Threads end with the sessions: a job may connect and close many times in one process."""
+    before = threading.active_count()
+    for _ in range(2):
+        with World() as w:
+            good(w.refit(1))
+    until = time.monotonic() + 15
+    while threading.active_count() > before + 2 and time.monotonic() < until:
+        time.sleep(0.1)
+    assert threading.active_count() <= before + 2, [t.name for t in threading.enumerate()]

@@ -1,0 +1,85 @@
+"""What the tests ask of a live vLLM worker, by method name (`worker_extension_cls`). Arguments and answers are plain data."""
+
+import torch
+from safetensors.torch import load_file
+
+from xfer.engines.hf_spec import checkpoint_specs
+from xfer.engines.live import common, size, union, without
+from xfer.engines.vllm_layout import EngineModel
+from xfer.errors import XferError
+from xfer.trace.catalog import Catalog
+from xfer.trace.replay import load
+
+
+class Probe:
+    """Mixed into vLLM's worker: `self` is the worker."""
+
+    def xfer_read(self, folder, leave=(), extra=(), keep=()):
+        """Read the layout for the checkpoint in `folder` without the names in `leave`; errors come back as text."""
+        from xfer.trace.fragment import TensorSpec
+
+        specs = [s for s in checkpoint_specs(folder) if s.name not in leave] + [TensorSpec(n, (4,), "bfloat16") for n in extra]
+        self.xfer = EngineModel(self.vllm_config, self.model_runner.get_model(), self.device, keep=keep)
+        try:
+            layout = self.xfer.read(Catalog(tuple(sorted(specs))))
+        except XferError as e:
+            return {"error": type(e).__name__, "message": e.message, "violations": list(e.violations)}
+        return {
+            "error": "",
+            "roots": {r.name: r.nbytes for r in layout.roots},
+            "footprint": layout.bytes_of(layout.footprint),
+            "kept": sorted({k.reason for k in layout.kept}),
+            "kept_bytes": layout.bytes_of(layout.kept),
+            "aliases": [list(a) for a in layout.aliases],
+            "fragments": len(layout.traced.fragments),
+            "reads": list(layout.traced.reads),
+        }
+
+    def xfer_live_bytes(self):
+        """Bytes of all distinct storages of parameters and buffers, counted without xfer; and the empty parameters."""
+        model = self.model_runner.get_model()
+        tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+        seen = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for _, t in tensors if t.numel()}
+        return sum(seen.values()), [n for n, p in model.named_parameters() if not p.numel()]
+
+    def xfer_differs(self, folder):
+        """Roots whose written bytes are not what the traced loader makes of the checkpoint. Kept bytes are not looked at."""
+        layout, tensors = self.xfer.layout, load_file(f"{folder}/model.safetensors")
+        fresh = {n: torch.zeros_like(t) for n, t in layout.tensors.items()}
+        load(layout.traced, {**tensors, **self._heads(tensors)}, fresh)
+        kept = {r.name: union([_ranges(k) for k in layout.kept if k.root == r.name]) for r in layout.roots}
+        bad = []
+        for root in layout.roots:
+            live, want = self.xfer._live.tensors[root.name], fresh[root.name]
+            wrong = torch.nonzero(live != want).flatten()
+            inside = union([torch.stack([wrong, wrong + 1], 1).numpy()])
+            if size(without(inside, kept[root.name])):
+                bad.append(root.name)
+        assert not any(size(common(kept[s.root], _ranges(s))) == s.stop - s.start for s in layout.footprint if s.root in bad)
+        return bad
+
+    def _heads(self, tensors):
+        return {}
+
+    def xfer_load(self, folder):
+        """Write the checkpoint into live storage by the layout alone, as a refit would."""
+        layout = self.xfer.layout
+        load(layout.traced, load_file(f"{folder}/model.safetensors"), self.xfer.tensors)
+
+    def xfer_call(self, method, *args):
+        out = getattr(self.xfer, method)(*args)
+        return out if isinstance(out, str | int | None) else True
+
+    def xfer_move_norm(self):
+        """Another storage for one parameter, as a framework that reallocates would leave it."""
+        p = next(p for n, p in self.model_runner.get_model().named_parameters() if p.dim() == 1)
+        p.data = p.data.clone()
+
+    def xfer_worker_rank(self):
+        return self.weight_transfer_engine.worker_rank(), type(self.weight_transfer_engine).__name__
+
+
+def _ranges(k):
+    import numpy as np
+
+    return np.array([[k.start, k.stop]], np.int64)

@@ -1,0 +1,317 @@
+"""A small world for tests of the session: trainers that hold rows of tensors, an engine whose workers hold columns.
+
+It stands in for Megatron and vLLM only where the thing under test is the session itself (who says what when). The hub, the
+channels, planner, transport and checksums are the real ones. Trainers and workers are threads of one process.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+from dataclasses import dataclass, field
+
+import torch
+
+from xfer.engines.layout import EngineLayout
+from xfer.session.controller import Controller
+from xfer.session.trainer import TrainerSession
+from xfer.session.worker import WorkerSession
+from xfer.trace.fragment import Fill, Fragment, Root, Span, TensorSpec
+from xfer.trace.traced import Traced
+
+TOKEN = "token of the test world"
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def flat(t: torch.Tensor) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8).set_(t.untyped_storage())
+
+
+@dataclass
+class ToyLayout:
+    traced: Traced
+    roots: tuple[Root, ...]
+    tensors: dict[str, torch.Tensor]
+
+
+SHAPES = {"layers.0.w": (24, 12), "layers.1.w": (24, 12), "embed": (36, 8), "norm": (12,)}
+
+
+class ToySource:
+    """Rank `rank` of `world` holds rows of every matrix and all of every vector, in bf16."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, rank: int, world: int, shapes: dict[str, tuple[int, ...]] = SHAPES):
+        self.rank, self.world, self.shapes = rank, world, shapes
+        self.params: dict[str, torch.Tensor] = {}
+        self.drained = 0
+        self.fail: Exception | None = None
+        self.set(0)
+
+    def rows(self, n: int) -> tuple[int, int]:
+        return self.rank * n // self.world, (self.rank + 1) * n // self.world
+
+    @staticmethod
+    def value(name: str, shape, version: int) -> torch.Tensor:
+        g = torch.Generator().manual_seed(sum(map(ord, name)) * 1000 + version)
+        return torch.randn(shape, generator=g).to(torch.bfloat16)
+
+    def set(self, version: int) -> None:
+        for name, shape in self.shapes.items():
+            full = self.value(name, shape, version)
+            lo, hi = self.rows(shape[0]) if len(shape) > 1 else (0, shape[0])
+            if name in self.params:
+                self.params[name].copy_(full[lo:hi])
+            else:
+                self.params[name] = full[lo:hi].clone()
+
+    def drain(self) -> None:
+        self.drained += 1
+        if self.fail is not None:
+            raise self.fail
+
+    def read(self) -> ToyLayout:
+        specs, fragments, tensors, roots = [], [], {}, []
+        for name, shape in self.shapes.items():
+            t = self.params[name]
+            specs.append(TensorSpec(name, shape, "bfloat16"))
+            roots.append(Root(name, t.untyped_storage().nbytes()))
+            tensors[name] = flat(t)
+            lo = self.rows(shape[0])[0] if len(shape) > 1 else 0
+            strides = tuple(0 if n == 1 else s * 2 for n, s in zip(t.shape, t.stride()))
+            fragments.append(Fragment(name, (lo, *(0,) * (len(shape) - 1)), tuple(t.shape), name, t.storage_offset() * 2, strides, "bfloat16"))
+        self._ptrs = self._now()
+        return ToyLayout(Traced(tuple(sorted(specs)), tuple(fragments)), tuple(roots), tensors)
+
+    def _now(self):
+        return [(t.data_ptr(), t.stride(), t.untyped_storage().nbytes()) for t in self.params.values()]
+
+    def check(self) -> str:
+        now = self._now()
+        if now == self._ptrs:
+            return "same"
+        return "moved" if [n[1:] for n in now] == [p[1:] for p in self._ptrs] else "changed"
+
+    def rebind(self):
+        return self.read().tensors
+
+
+class ToyTaker:
+    """Worker `rank` of `world` holds columns of every matrix, all of every vector, and two padding rows of `embed`."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, rank: int, world: int, shapes: dict[str, tuple[int, ...]] = SHAPES):
+        self.rank, self.world, self.shapes = rank, world, shapes
+        self.live = {n: torch.full((s[0] + 2 * (n == "embed"), s[1] // world) if len(s) > 1 else s, 7.0, dtype=torch.bfloat16) for n, s in shapes.items()}
+        self.spare = torch.full((12,), 7.0, dtype=torch.bfloat16)
+        self.locked = False
+        self.locks = []
+
+    def read(self, catalog) -> EngineLayout:
+        tensors = {n: flat(t) for n, t in self.live.items()}
+        # Refits write the locked tensor's bytes to a spare; the live ones hold NaN until the commit.
+        tensors["norm"] = flat(self.spare)
+        fragments, roots, spans, fills = [], [], [], []
+        for name, shape in self.shapes.items():
+            t = self.live[name]
+            roots.append(Root(name, t.numel() * 2))
+            spans.append(Span(name, 0, t.numel() * 2))
+            rows = shape[0]
+            strides = tuple(0 if n == 1 else s * 2 for n, s in zip((rows, *t.shape[1:]), t.stride()))
+            origin = (0, self.rank * t.shape[1]) if t.dim() > 1 else (0,)
+            fragments.append(Fragment(name, origin, (rows, *t.shape[1:]), name, 0, strides, "bfloat16"))
+        e = self.live["embed"]
+        fills.append(Fill("embed", 36 * e.shape[1] * 2, (2, e.shape[1]), (e.shape[1] * 2, 2), "bfloat16", b"\0\0"))
+        self._ptrs = [t.data_ptr() for t in self.live.values()]
+        traced = Traced(tuple(sorted(TensorSpec(n, s, "bfloat16") for n, s in self.shapes.items())), tuple(fragments), tuple(fills),
+                        reads=tuple(sorted(self.shapes)))
+        return EngineLayout(roots=tuple(roots), tensors=tensors, traced=traced, footprint=tuple(spans), kept=(), staged=(), aliases=())
+
+    def check(self) -> str:
+        return "same" if self._ptrs == [t.data_ptr() for t in self.live.values()] else "changed"
+
+    def rebind(self):
+        return self.read(None).tensors
+
+    def choose_lock(self) -> str:
+        return "norm"
+
+    def engage_lock(self) -> None:
+        self.locked = True
+        self.locks.append("engaged")
+        self.live["norm"].fill_(float("nan"))
+
+    def release_lock(self) -> None:
+        self.locked = False
+        self.locks.append("released")
+        self.live["norm"].copy_(self.spare)
+
+    def run_recipes(self) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+    def wrong(self, version: int) -> list[str]:
+        """Names whose live bytes are not exactly version `version`."""
+        bad = []
+        for n, s in self.shapes.items():
+            want = ToySource.value(n, s, version)
+            if want.dim() > 1:
+                c = s[1] // self.world
+                want = want[:, self.rank * c : (self.rank + 1) * c]
+            if n == "embed":
+                want = torch.cat([want, torch.zeros(2, want.shape[1], dtype=want.dtype)])
+            if not torch.equal(self.live[n].view(torch.int16), want.contiguous().view(torch.int16)):
+                bad.append(n)
+        return bad
+
+
+class ToyEngine:
+    """Answers the calls of an EngineHandle with WorkerSessions in threads, as vLLM's collective calls would."""
+
+    name = "toy engine"
+
+    def __init__(self, workers: int, shapes=SHAPES):
+        self.takers = [ToyTaker(i, workers, shapes) for i in range(workers)]
+        self.sessions: list[WorkerSession] = []
+        self.log: list[str] = []
+        self.label = ""
+        self.paused = self.open = False
+        self.fail: dict[str, Exception] = {}
+
+    def _did(self, what: str) -> None:
+        self.log.append(what)
+        if what in self.fail:
+            raise self.fail.pop(what)
+
+    def _all(self, call) -> None:
+        threads = [threading.Thread(target=call, args=(i,), daemon=True) for i in range(len(self.takers))]
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join()
+
+    def workers(self, timeout):
+        return len(self.takers)
+
+    def init(self, info, timeout):
+        self.sessions = [WorkerSession(t, info["replica"], i, info["workers"], info["rendezvous"], info["token"], info["deadline_s"])
+                         for i, t in enumerate(self.takers)]
+        self._all(lambda i: self.sessions[i].join())
+
+    def pause(self, timeout):
+        self._did("pause")
+        self.paused = True
+
+    def resume(self, timeout):
+        self._did("resume")
+        self.paused = False
+
+    def start_update(self, timeout):
+        self._did("start")
+        self.open = True
+
+    def update(self, info, timeout):
+        self._did("update")
+        self._all(lambda i: self.sessions[i].receive(info["update"]))
+
+    def finish(self, version, timeout):
+        self._did("finish")
+        self.open = False
+        if version is not None:
+            self.label = version
+
+    def set_version(self, text, timeout):
+        self.label = text
+
+    def reset_caches(self, timeout):
+        self._did("reset")
+
+
+@dataclass
+class World:
+    """`trainers` threads and `replicas` engines of `workers` each, met at one rendezvous."""
+
+    trainers: int = 2
+    workers: int = 2
+    replicas: int = 1
+    deadline_s: float = 20.0
+    shapes: dict = field(default_factory=lambda: dict(SHAPES))
+    bucket_bytes: int = 4096
+    cache_dir: str | None = None
+    sources: list[ToySource] = field(default_factory=list)
+    sessions: list[TrainerSession] = field(default_factory=list)
+    engines: list[ToyEngine] = field(default_factory=list)
+    controllers: list[Controller] = field(default_factory=list)
+
+    def connect(self) -> World:
+        self.rendezvous = f"tcp://127.0.0.1:{free_port()}"
+        self.sources = self.sources or [ToySource(i, self.trainers, self.shapes) for i in range(self.trainers)]
+        self.engines = self.engines or [ToyEngine(self.workers, self.shapes) for _ in range(self.replicas)]
+        self.controllers = [self.serve(e, i) for i, e in enumerate(self.engines)]
+        self.sessions = [None] * self.trainers
+        results = self.on_all(self._connect_one)
+        for r in results:
+            if isinstance(r, BaseException):
+                self.close()
+                raise r
+        return self
+
+    def serve(self, engine, replica: int) -> Controller:
+        return Controller(engine, self.rendezvous, TOKEN, replica=replica, deadline_s=self.deadline_s)
+
+    def _connect_one(self, i: int):
+        s = TrainerSession(self.sources[i], self.rendezvous, TOKEN, replicas=self.replicas, deadline_s=self.deadline_s,
+                           bucket_bytes=self.bucket_bytes, drop=(), narrow=(), cache_dir=self.cache_dir)
+        self.sessions[i] = s
+        s.open(True)
+
+    def on_all(self, call, ranks=None) -> list:
+        """call(i) on every trainer's thread; results or the exceptions they raised."""
+        ranks = range(self.trainers) if ranks is None else ranks
+        out = {}
+
+        def run(i):
+            try:
+                out[i] = call(i)
+            except BaseException as e:
+                out[i] = e
+
+        threads = [threading.Thread(target=run, args=(i,), daemon=True) for i in ranks]
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join(self.deadline_s * 6)
+        return [out.get(i, TimeoutError(f"trainer {i} hangs")) for i in ranks]
+
+    def refit(self, version: int | None = None, ranks=None, set_weights=True, **kw) -> list:
+        options = dict(version=None, verify=True, wait="commit", min_replicas=None, deadline_s=None) | kw
+        if version is not None and set_weights:
+            for s in self.sources:
+                s.set(version)
+
+        return self.on_all(lambda i: self.sessions[i].refit(**options), ranks)
+
+    def close(self) -> None:
+        for c in self.controllers:
+            c.close()
+        for e in self.engines:
+            for s in e.sessions:
+                s.close()
+        for s in self.sessions:
+            if s is not None:
+                s.close()
+
+    def __enter__(self):
+        return self.connect()
+
+    def __exit__(self, *exc):
+        self.close()

@@ -1,0 +1,258 @@
+"""Random small worlds for tests of the planner: tensors, trainers' storages, engines' storages, and what must come out.
+
+The oracle is written from fragments and canonical arrays alone. It shares no code with xfer.plan: storages are byte arrays,
+regions are index arithmetic, casts are numpy's (bfloat16's are done on bits).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from hypothesis import strategies as st
+
+from xfer.plan.inventory import Inventory, Kept, engine_inventory, trainer_inventory
+from xfer.plan.planner import PlanOptions
+from xfer.plan.program import DTYPES, Op
+from xfer.trace.catalog import Catalog
+from xfer.trace.fragment import Fill, Fragment, Root, Span, TensorSpec
+
+SIZE = {"bfloat16": 2, "float16": 2, "float32": 4, "int8": 1, "int64": 8}
+
+
+def cast(bits: np.ndarray, src: str, dst: str) -> np.ndarray:
+    """Elements as uint8 [n, size of src] -> uint8 [n, size of dst]."""
+    if src == dst:
+        return bits
+    wide = {"bfloat16": _from_bf16, "float16": lambda b: b.view(np.float16).astype(np.float32), "float32": lambda b: b.view(np.float32)}
+    value = wide[src](np.ascontiguousarray(bits)).reshape(-1)
+    if dst == "bfloat16":
+        i = value.astype(np.float32).view(np.uint32).astype(np.uint64)
+        return ((i + 0x7FFF + (i >> 16 & 1)) >> 16).astype(np.uint16).view(np.uint8).reshape(-1, 2)
+    return value.astype(dst).view(np.uint8).reshape(-1, SIZE[dst])
+
+
+def _from_bf16(b: np.ndarray) -> np.ndarray:
+    return (b.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+
+
+def places(offset: int, extent, strides, item: int) -> np.ndarray:
+    """Byte positions of a region, int64 [elements in row-major order, item]."""
+    at = np.array([offset], np.int64)
+    for n, s in zip(extent, strides):
+        at = (at[:, None] + np.arange(n) * s).reshape(-1)
+    return at[:, None] + np.arange(item)
+
+
+@dataclass
+class Side:
+    """One rank: storages as bytes, and what lies in them."""
+
+    storage: dict[str, np.ndarray] = field(default_factory=dict)
+    fragments: list[Fragment] = field(default_factory=list)
+    fills: list[Fill] = field(default_factory=list)
+    kept: list[Kept] = field(default_factory=list)
+    footprint: list[Span] = field(default_factory=list)
+
+
+@dataclass
+class World:
+    catalog: Catalog
+    values: dict[str, np.ndarray]  # checkpoint name -> uint8 [elements, item] in the trainers' dtype
+    held: dict[str, str]  # checkpoint name -> the trainers' dtype
+    trainers: list[Side]
+    workers: list[Side]
+    options: PlanOptions
+
+    def sources(self) -> list[Inventory]:
+        return [
+            trainer_inventory(self.catalog, rank=i, host="", roots=[Root(n, len(b)) for n, b in s.storage.items()], fragments=s.fragments)
+            for i, s in enumerate(self.trainers)
+        ]
+
+    def takers(self) -> list[Inventory]:
+        return [
+            engine_inventory(
+                self.catalog, rank=i, host="", roots=[Root(n, len(b)) for n, b in s.storage.items()], fragments=s.fragments, fills=s.fills,
+                footprint=s.footprint, kept=s.kept, reads=[t.name for t in self.catalog.specs],
+            )
+            for i, s in enumerate(self.workers)
+        ]  # fmt: skip
+
+    def box(self, f: Fragment) -> np.ndarray:
+        """The trainers' bits of a fragment's box, uint8 [elements, item]."""
+        spec = next(s for s in self.catalog.specs if s.name == f.tensor)
+        item = SIZE[self.held[f.tensor]]
+        cut = tuple(slice(o, o + e) for o, e in zip(f.origin, f.extent))
+        return self.values[f.tensor].reshape(*spec.shape, item)[cut].reshape(-1, item)
+
+    def load_trainers(self) -> None:
+        for side in self.trainers:
+            for f in side.fragments:
+                side.storage[f.root][places(f.offset, f.extent, f.strides, SIZE[f.dtype])] = self.box(f)
+
+    def expected(self, side: Side) -> dict[str, np.ndarray]:
+        """What a refit must leave in a worker's storages."""
+        out = {n: b.copy() for n, b in side.storage.items()}
+        for f in side.fragments:
+            out[f.root][places(f.offset, f.extent, f.strides, SIZE[f.dtype])] = cast(self.box(f), self.held[f.tensor], f.dtype)
+        for f in side.fills:
+            out[f.root][places(f.offset, f.extent, f.strides, len(f.bits))] = np.frombuffer(f.bits, np.uint8)
+        return out
+
+
+def execute(plan, world: World) -> tuple[list[dict[str, np.ndarray]], list[dict[str, np.ndarray]]]:
+    """Runs all programs on copies of the workers' storages. Returns the storages and how often each byte was written."""
+    T = len(world.trainers)
+    roots = [[r.name for r in i.roots] for i in (*world.sources(), *world.takers())]
+    out = [{n: b.copy() for n, b in s.storage.items()} for s in world.workers]
+    count = [{n: np.zeros(len(b), int) for n, b in s.storage.items()} for s in world.workers]
+    wires = {}
+    for rank in range(T):
+        for m in plan.program(rank).sends():
+            wire = np.zeros(m.nbytes, np.uint8)
+            filled = np.zeros(m.nbytes, int)
+            for r in m.rows:
+                src, dst = DTYPES[r["src_dtype"]], DTYPES[r["dst_dtype"]]
+                bits = world.trainers[rank].storage[roots[rank][r["src_root"]]][places(r["src_offset"], r["extent"], r["src_strides"], SIZE[src])]
+                bits = cast(bits, src, dst) if SIZE[dst] < SIZE[src] else bits
+                assert r["wire"] % bits.shape[1] == 0
+                wire[r["wire"] : r["wire"] + bits.size] = bits.reshape(-1)
+                filled[r["wire"] : r["wire"] + bits.size] += 1
+            assert (filled == 1).all()
+            assert (m.wave, m.src, m.dst) not in wires
+            wires[m.wave, m.src, m.dst] = wire, m.rows
+    for w in range(len(world.workers)):
+        program = plan.program(T + w)
+        for m in program.receives():
+            wire, rows = wires.pop((m.wave, m.src, m.dst))
+            assert m.nbytes == len(wire) and m.rows.tobytes() == rows.tobytes()  # both ends derive the same message
+            for r in m.rows:
+                src, dst = DTYPES[r["src_dtype"]], DTYPES[r["dst_dtype"]]
+                assert r["op"] == (Op.COPY if src == dst else Op.CAST)
+                on_wire = dst if SIZE[dst] < SIZE[src] else src
+                n = int(np.prod(r["extent"])) * SIZE[on_wire]
+                bits = cast(wire[r["wire"] : r["wire"] + n].reshape(-1, SIZE[on_wire]), on_wire, dst)
+                at, root = places(r["dst_offset"], r["extent"], r["dst_strides"], SIZE[dst]), roots[T + w][r["dst_root"]]
+                out[w][root][at] = bits
+                np.add.at(count[w][root], at.reshape(-1), 1)
+        for r in program.fills():
+            item, root = SIZE[DTYPES[r["dst_dtype"]]], roots[T + w][r["dst_root"]]
+            at = places(r["dst_offset"], r["extent"], r["dst_strides"], item)
+            out[w][root][at] = np.frombuffer(int(r["fill"]).to_bytes(8, "little")[:item], np.uint8)
+            np.add.at(count[w][root], at.reshape(-1), 1)
+    assert not wires  # every message that is sent is received
+    return out, count
+
+
+# ---- strategies
+
+
+@st.composite
+def layouts(draw, extent, item: int):
+    """(offset, strides, bytes, gap) of a region: dims permuted, some reversed, elements perhaps one apart (gap)."""
+    order = draw(st.permutations(range(len(extent))))
+    gap = draw(st.integers(0, 9)) == 0
+    step, strides, offset = item * (1 + gap), [0] * len(extent), 0
+    for d in order:
+        strides[d] = step
+        step *= extent[d]
+        if draw(st.integers(0, 3)) == 0:  # stored in reverse
+            offset += (extent[d] - 1) * strides[d]
+            strides[d] = -strides[d]
+    return offset, tuple(0 if e == 1 else s for e, s in zip(extent, strides)), step, gap
+
+
+@st.composite
+def partitions(draw, shape):
+    """Disjoint boxes (origin, extent) that cover a shape; uneven."""
+    boxes = [((0,) * len(shape), tuple(shape))]
+    for _ in range(draw(st.integers(0, 3))):
+        i = draw(st.integers(0, len(boxes) - 1))
+        o, e = boxes[i]
+        dims = [d for d in range(len(e)) if e[d] > 1]
+        if not dims:
+            break
+        d = draw(st.sampled_from(dims))
+        k = draw(st.integers(1, e[d] - 1))
+        boxes[i : i + 1] = [(o, (*e[:d], k, *e[d + 1 :])), ((*o[:d], o[d] + k, *o[d + 1 :]), (*e[:d], e[d] - k, *e[d + 1 :]))]
+    return boxes
+
+
+@st.composite
+def sub_boxes(draw, shape):
+    low = [draw(st.integers(0, n - 1)) for n in shape]
+    return tuple(low), tuple(draw(st.integers(1, n - o)) for o, n in zip(low, shape))
+
+
+@st.composite
+def place(draw, side: Side, roots: int, tensor: str, origin, extent, dtype: str, engine: bool):
+    """Appends a fragment to one of `roots` storages of a side, which grows by it."""
+    root = f"p{draw(st.integers(0, roots - 1))}"
+    data = side.storage.get(root, np.zeros(0, np.uint8))
+    slack = draw(st.sampled_from([0, 0, 0, 8]))
+    at = len(data) + slack
+    offset, strides, nbytes, gap = draw(layouts(extent, SIZE[dtype]))
+    side.storage[root] = np.concatenate([data, np.full(slack + nbytes, 0xA5, np.uint8)])
+    side.fragments.append(Fragment(tensor, origin, extent, root, at + offset, strides, dtype))
+    if not engine:
+        return
+    side.footprint.append(Span(root, len(data), at + nbytes))
+    if slack:
+        side.kept.append(Kept(root, len(data), at, "slack"))
+    if gap:
+        item = SIZE[dtype]
+        n = int(np.prod(extent, dtype=int))
+        if n == 1 and nbytes == 2 * item or n > 1:
+            side.fills.append(Fill(root, at + item, (n,), (2 * item,), dtype, bytes(range(1, item + 1))))
+
+
+@st.composite
+def worlds(draw, max_trainers=4, max_workers=3, casts=True):
+    specs: list[TensorSpec] = []
+    held: dict[str, str] = {}
+    for i in range(draw(st.integers(1, 3))):
+        shape = tuple(draw(st.lists(st.integers(1, 6), min_size=0, max_size=3)))
+        dtype = draw(st.sampled_from(["bfloat16", "float32", "float16", "int8", "int64"]))
+        mine = draw(st.sampled_from([dtype, dtype, "float32"])) if casts and dtype in ("bfloat16", "float16") else dtype
+        names = [f"t.{i}"] if draw(st.booleans()) else [f"layers.{i}.experts.{e}.w" for e in range(draw(st.integers(2, 4)))]
+        specs += [TensorSpec(n, shape, dtype) for n in names]
+        held |= dict.fromkeys(names, mine)
+    catalog = Catalog(tuple(sorted(specs)))
+    rng = np.random.default_rng(draw(st.integers(0, 2**16)))
+    values = {}
+    for s in specs:
+        n = int(np.prod(s.shape, dtype=int))
+        real = rng.standard_normal(n).astype(np.float32)
+        bits = real.view(np.uint8).reshape(-1, 4)
+        values[s.name] = (
+            cast(bits, "float32", held[s.name]) if held[s.name] in ("float32", "float16", "bfloat16")
+            else rng.integers(0, 256, (n, SIZE[s.dtype]), np.uint8)
+        )  # fmt: skip
+
+    trainers = [Side() for _ in range(draw(st.integers(1, max_trainers)))]
+    for s in specs:
+        for origin, extent in draw(partitions(s.shape)):
+            for t in draw(st.lists(st.integers(0, len(trainers) - 1), min_size=1, unique=True)):
+                draw(place(trainers[t], 2, s.name, origin, extent, held[s.name], False))
+        if draw(st.integers(0, 4)) == 0:  # somebody also holds a box that is cut otherwise
+            draw(place(draw(st.sampled_from(trainers)), 2, s.name, *draw(sub_boxes(s.shape)), held[s.name], False))
+    workers = [Side() for _ in range(draw(st.integers(1, max_workers)))]
+    for w in workers:
+        for s in specs:
+            dtype = draw(st.sampled_from([s.dtype, "float32"])) if casts and s.dtype in ("bfloat16", "float16") else s.dtype
+            kind = draw(st.sampled_from(["all", "cut", "part", "twice", "none"]))
+            boxes = {"all": [((0,) * len(s.shape), s.shape)], "cut": None, "part": None, "twice": [((0,) * len(s.shape), s.shape)] * 2, "none": []}[kind]
+            boxes = draw(partitions(s.shape)) if kind == "cut" else [draw(sub_boxes(s.shape))] if kind == "part" else boxes
+            for origin, extent in boxes:
+                draw(place(w, 3, s.name, origin, extent, dtype, True))
+    bucket = draw(st.sampled_from([8, 16, 64, 1024]))
+    hosts = draw(st.one_of(st.just(()), st.lists(st.sampled_from("ab"), min_size=len(trainers) + len(workers), max_size=len(trainers) + len(workers)).map(tuple)))
+    options = PlanOptions(
+        bucket_bytes=bucket, wave_bytes=bucket * draw(st.integers(1, 3)), align_bytes=8, hosts=hosts, rotation=draw(st.integers(0, 3)),
+    )  # fmt: skip
+    world = World(catalog, values, held, trainers, workers, options)
+    world.load_trainers()
+    return world
+
+

@@ -1,0 +1,401 @@
+"""Handles against fake engines: order of calls, deadlines, and the states that vLLM itself does not recover from."""
+
+import asyncio
+import json
+import threading
+import time
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
+
+import pytest
+
+from xfer.engines.handles import AsyncEngine, EngineHandle, Gate, OfflineLLM, handle_for
+from xfer.engines.remote import CallableEngine, HttpEngine
+from xfer.errors import DeadlineExceeded, EngineLost, Unsupported, XferError
+
+T = 5.0
+
+
+class FakeVllm:
+    """vLLM's session rules: start twice, update or finish without a start raise; an error in finish leaves it open."""
+
+    def __init__(self, workers=2):
+        self.log, self.active, self.paused, self.version = [], False, False, "default"
+        self.fail, self.block = {}, {}
+        self.world = workers
+
+    def do(self, call, *args):
+        self.log.append((call, *args))
+        if call in self.block:
+            self.block[call].wait(30)
+        if call == "start_weight_update":
+            if self.active:
+                raise RuntimeError("start_weight_update called while a weight update is already active")
+            self.active = True
+        if call in ("update_weights", "finish_weight_update") and not self.active:
+            raise RuntimeError(f"{call} without a matching start")
+        if call in self.fail and self.fail[call] > 0:
+            self.fail[call] -= 1
+            if call == "update_weights":
+                self.active = False
+            raise ValueError(f"{call} broke")
+        if call == "finish_weight_update":
+            self.active = False
+        if call == "pause_generation":
+            self.paused = True
+        if call == "resume_generation":
+            self.paused = False
+        if call == "update_weight_version":
+            self.version = args[0]
+        return True if call == "reset_prefix_cache" else None
+
+    @property
+    def calls(self):
+        return [c[0] for c in self.log]
+
+
+class FakeLLM:
+    def __init__(self, core):
+        self.core = core
+        config = SimpleNamespace(parallel_config=SimpleNamespace(world_size=core.world))
+        self.llm_engine = SimpleNamespace(vllm_config=config, reset_encoder_cache=lambda: core.do("reset_encoder_cache"))
+
+    def __getattr__(self, name):
+        def call(*args, **kwargs):
+            return self.core.do(name, *args, *sorted(kwargs.items()))
+
+        return call
+
+
+class FakeAsync:
+    def __init__(self, core):
+        self.core = core
+        self.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(world_size_across_dp=core.world))
+
+    async def _do(self, *args):
+        return await asyncio.to_thread(self.core.do, *args)
+
+    async def pause_generation(self, *, mode, clear_cache):
+        return await self._do("pause_generation", mode, clear_cache)
+
+    async def collective_rpc(self, name, kwargs):
+        return await self._do(name, *kwargs.values())
+
+    async def finish_weight_update(self):
+        return await self._do("finish_weight_update")
+
+    async def reset_prefix_cache(self, **kwargs):
+        return await self._do("reset_prefix_cache", *sorted(kwargs.items()))
+
+    def __getattr__(self, name):
+        async def call(*args):
+            return await self._do(name, *args)
+
+        return call
+
+
+class FakeActor:
+    def __init__(self, core):
+        self.core = core
+
+    def get_world_size(self):
+        return self.core.world
+
+    def __getattr__(self, name):
+        if name not in {*CallableEngine._METHODS.values(), *CallableEngine._OPTIONAL.values()}:
+            raise AttributeError(name)
+        return lambda *args: self.core.do(name, *args)
+
+
+@contextmanager
+def http_engine(core):
+    routes = {"/pause": "pause_generation", "/resume": "resume_generation"}
+
+    class Handler(BaseHTTPRequestHandler):
+        def answer(self):
+            path = self.path.split("?")[0]
+            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            args = [self.path.partition("?")[2]] if "?" in self.path else []
+            if body:
+                args += list(json.loads(body).values())
+            if path == "/missing_route":
+                return self.send_error(404)
+            try:
+                value = {"world_size": core.world} if path == "/get_world_size" else core.do(routes.get(path, path[1:]), *args)
+                code, out = 200, value if isinstance(value, dict) else {"success": True}
+            except Exception as e:
+                code, out = 500, {"error": str(e)}
+            data = json.dumps(out).encode()
+            self.send_response(code)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        do_GET = do_POST = answer
+
+        def log_message(self, *args):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+    try:
+        yield HttpEngine(f"http://127.0.0.1:{server.server_port}")
+    finally:
+        server.shutdown()
+
+
+@contextmanager
+def running_loop():
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    try:
+        yield loop
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(5)
+
+
+@pytest.fixture(params=["offline", "async", "http", "actor"])
+def pair(request):
+    core = FakeVllm()
+    if request.param == "offline":
+        yield OfflineLLM(FakeLLM(core)), core
+    elif request.param == "async":
+        with running_loop() as loop:
+            yield AsyncEngine(FakeAsync(core), loop), core
+    elif request.param == "http":
+        with http_engine(core) as handle:
+            yield handle, core
+    else:
+        yield CallableEngine(FakeActor(core)), core
+
+
+def refit(h, version="v1"):
+    h.pause(T)
+    h.set_version("xfer:mixed", T)
+    h.start_update(T)
+    h.update({"attempt": 1}, T)
+    h.finish(version, T)
+    h.reset_caches(T)
+    h.resume(T)
+
+
+def test_every_handle_is_one(pair):
+    handle, core = pair
+    assert isinstance(handle, EngineHandle) and handle.workers(T) == 2 and handle_for(handle) is handle
+
+
+def test_a_refit_makes_vllms_calls_in_order_and_the_version_comes_last(pair):
+    handle, core = pair
+    handle.init({"replica": 0}, T)
+    refit(handle)
+    weights = [c for c in core.calls if "weight" in c]
+    assert weights == ["init_weight_transfer_engine", "update_weight_version", "start_weight_update", "update_weights",
+                       "finish_weight_update", "update_weight_version"]  # fmt: skip
+    caches = ["reset_prefix_cache", "reset_mm_cache", "reset_encoder_cache"]
+    assert [c for c in core.calls if c in caches] == caches
+    assert core.calls.index("finish_weight_update") < core.calls.index("reset_prefix_cache")
+    assert core.version == "v1" and not core.active and not core.paused and not handle.session_open
+
+
+def test_frozen_requests_are_made_to_recompute(pair):
+    handle, core = pair
+    handle.reset_caches(T)
+    if not isinstance(handle, CallableEngine):  # whose owner forwards the call as is
+        said = str(next(c for c in core.log if c[0] == "reset_prefix_cache")).replace("'", "").lower()
+        assert "reset_running_requests, true" in said or "reset_running_requests=true" in said
+
+
+def test_pause_and_resume_are_idempotent_and_only_undo_ones_own(pair):
+    handle, core = pair
+    handle.resume(T)
+    handle.pause(T)
+    handle.pause(T)
+    handle.resume(T)
+    handle.resume(T)
+    assert [c for c in core.calls if "generation" in c] in ([], ["pause_generation", "resume_generation"])
+
+
+def test_a_session_left_open_by_an_error_in_finish_is_closed_before_the_next_start(pair):
+    """vLLM stays "active" then; a second start would raise on every worker and put all later replies out of step."""
+    handle, core = pair
+    core.fail = {"finish_weight_update": 1}
+    handle.start_update(T)
+    handle.update({}, T)
+    with pytest.raises(XferError, match="finish|500"):
+        handle.finish("v1", T)
+    assert core.active and handle.session_open and core.version == "default"
+    refit(handle, "v2")
+    assert core.version == "v2" and not core.active
+    assert core.calls.count("start_weight_update") == 2 and core.calls.count("finish_weight_update") == 3
+
+
+def test_an_error_in_update_closes_the_session_as_vllm_does(pair):
+    handle, core = pair
+    core.fail = {"update_weights": 1}
+    handle.start_update(T)
+    with pytest.raises(XferError, match="update"):
+        handle.update({}, T)
+    handle.finish(None, T)  # must not be sent: vLLM would raise, with more than one worker out of step
+    assert "finish_weight_update" not in core.calls
+    refit(handle)
+    assert core.version == "v1"
+
+
+def test_update_and_finish_without_a_session_never_reach_the_engine(pair):
+    handle, core = pair
+    with pytest.raises(XferError, match="start_update"):
+        handle.update({}, T)
+    handle.finish(None, T)
+    assert core.log == []
+
+
+def test_a_session_of_an_earlier_controller_is_finished_first(pair):
+    handle, core = pair
+    core.active = True
+    handle.assume_open_session()
+    refit(handle)
+    assert core.version == "v1" and not core.active
+
+
+def test_a_call_that_hangs_ends_by_its_deadline_and_blocks_others_until_it_returns(pair):
+    handle, core = pair
+    hang = core.block["update_weights"] = threading.Event()
+    handle.start_update(T)
+    began = time.monotonic()
+    with pytest.raises(DeadlineExceeded, match="update"):
+        handle.update({}, 0.2)
+    with pytest.raises(DeadlineExceeded, match="earlier call") as stuck:
+        handle.finish(None, 0.2)
+    assert time.monotonic() - began < 3 and "update" in stuck.value.violations[0]
+    assert core.calls[-1] == "update_weights"  # nothing was sent behind its back
+    hang.set()
+    handle.finish("v1", T)
+    assert core.version == "v1" and not core.active and not handle.session_open
+
+
+def test_a_start_that_returns_late_is_remembered_as_open(pair):
+    handle, core = pair
+    late = core.block["start_weight_update"] = threading.Event()
+    with pytest.raises(DeadlineExceeded):
+        handle.start_update(0.2)
+    late.set()
+    core.block = {}
+    handle.start_update(T)
+    assert core.active and core.calls.count("finish_weight_update") == 1
+
+
+def test_offline_refit_waits_for_the_owner_and_keeps_him_out():
+    core = FakeVllm()
+    handle = OfflineLLM(FakeLLM(core))
+    inside, leave, entered_again = threading.Event(), threading.Event(), threading.Event()
+
+    def owner():
+        with handle.hold(), handle.hold():  # re-entrant
+            inside.set()
+            leave.wait(10)
+        with handle.hold():
+            entered_again.set()
+
+    threading.Thread(target=owner, daemon=True).start()
+    assert inside.wait(5)
+    with pytest.raises(DeadlineExceeded):
+        handle.pause(0.2)
+    leave.set()
+    handle.pause(T)  # settles the first one
+    handle.start_update(T)
+    assert not entered_again.wait(0.2)
+    handle.finish(None, T)
+    handle.resume(T)
+    assert entered_again.wait(5)
+
+
+def test_a_lost_offline_engine_lets_its_owner_go():
+    handle = OfflineLLM(FakeLLM(FakeVllm()))
+    handle.pause(T)
+    handle.stay_paused(T)
+    done = threading.Event()
+
+    def owner():
+        with handle.hold():
+            done.set()
+
+    threading.Thread(target=owner, daemon=True).start()
+    assert done.wait(5)
+
+
+def test_the_gate_admits_one_at_a_time():
+    gate, inside, most = Gate(), 0, 0
+
+    def user():
+        nonlocal inside, most
+        for _ in range(50):
+            with gate.entered():
+                inside += 1
+                most = max(most, inside)
+                time.sleep(0)
+                inside -= 1
+
+    threads = [threading.Thread(target=user) for _ in range(4)]
+    [t.start() for t in threads]
+    for _ in range(20):
+        gate.close()
+        assert inside == 0
+        gate.open()
+    [t.join(10) for t in threads]
+    assert most == 1
+    with pytest.raises(RuntimeError):
+        gate.open()
+
+
+def test_async_engine_refuses_to_block_its_own_loop():
+    core = FakeVllm()
+
+    async def on_the_loop():
+        handle = AsyncEngine(FakeAsync(core), asyncio.get_running_loop())
+        handle.start_update(T)
+
+    with pytest.raises(Unsupported, match="own event loop"):
+        asyncio.run(on_the_loop())
+
+
+def test_dead_engines_are_told_from_failing_ones():
+    class EngineDeadError(Exception):
+        pass
+
+    core = FakeVllm()
+    llm = FakeLLM(core)
+    llm.start_weight_update = lambda: (_ for _ in ()).throw(EngineDeadError("gone"))
+    with pytest.raises(EngineLost, match="gone"):
+        OfflineLLM(llm).start_update(T)
+    with pytest.raises(EngineLost, match="cannot be reached"):
+        HttpEngine("http://127.0.0.1:9").resume(T) or HttpEngine("http://127.0.0.1:9").pause(T)
+    with http_engine(core) as handle, pytest.raises(Unsupported) as missing:
+        handle._ask("POST", "/missing_route")
+    assert "VLLM_SERVER_DEV_MODE=1" in missing.value.violations[0]
+
+
+def test_a_prefix_cache_that_stays_is_an_error():
+    core = FakeVllm()
+    llm = FakeLLM(core)
+    llm.reset_prefix_cache = lambda **_: False
+    with pytest.raises(XferError, match="prefix cache"):
+        OfflineLLM(llm).reset_caches(T)
+
+
+def test_handle_for_picks_by_interface():
+    core = FakeVllm()
+    assert isinstance(handle_for("http://h:1"), HttpEngine)
+    assert isinstance(handle_for(FakeLLM(core)), OfflineLLM)
+    assert isinstance(handle_for(FakeActor(core)), CallableEngine)
+    with running_loop() as loop:
+        assert isinstance(handle_for(FakeAsync(core), loop=loop), AsyncEngine)
+    with pytest.raises(Unsupported, match="event loop"):
+        handle_for(FakeAsync(core))
+    with pytest.raises(Unsupported) as lacking:
+        handle_for(object())
+    assert "object.pause_generation" in lacking.value.violations
+    with pytest.raises(Unsupported, match="URL"):
+        handle_for("somewhere")

@@ -1,0 +1,310 @@
+"""Layouts of engine models, read with torch alone: small modules stand in for vLLM's, built twice, on meta and for real."""
+
+import os
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from xfer.engines import live as lv
+from xfer.engines.layout import read_layout, run_recipes
+from xfer.engines.live import Storages
+from xfer.engines.lock import candidates, choose
+from xfer.errors import LayoutError, RebindError, XferError
+from xfer.plan.inventory import SCRATCH
+from xfer.trace.fragment import TensorSpec
+from xfer.trace.loader import trace_loader
+from xfer.trace.replay import load
+
+EXAMPLES = int(os.environ.get("XFER_EXAMPLES", "200"))
+CPU = torch.device("cpu")
+
+
+class Net(nn.Module):
+    """Fused projections, vocabulary padding, a tie, a rotary table and a loader: what a vLLM model has, eight wide."""
+
+    def __init__(self, tied=False, arithmetic=False):
+        super().__init__()
+        self.embed = nn.Parameter(torch.empty(12, 8))
+        self.head = self.embed if tied else nn.Parameter(torch.empty(12, 8))
+        self.qkv = nn.Parameter(torch.empty(16, 8))
+        self.norm = nn.Parameter(torch.empty(8))
+        self.inner_norm = nn.Parameter(torch.empty(4))
+        if arithmetic:
+            self.decay = nn.Parameter(torch.empty(4))
+        self.register_buffer("rope", torch.arange(32.0).to(self.embed.device).reshape(4, 8), persistent=False)
+
+    @torch.no_grad()
+    def load_weights(self, weights):
+        for name, w in weights:
+            if name in ("embed", "head"):
+                p = getattr(self, name)
+                p[: w.shape[0]].copy_(w)
+                p[w.shape[0] :].fill_(0)
+            elif name in ("q", "k", "v"):
+                rows = {"q": slice(0, 8), "k": slice(8, 12), "v": slice(12, 16)}[name]
+                self.qkv[rows].copy_(w)
+            elif name == "decay":
+                self.decay.copy_(-torch.exp(w))
+            else:
+                getattr(self, name).copy_(w)
+
+    def forward(self, tokens):
+        x = self.embed[tokens]
+        return [(x @ self.qkv[:8]) * self.norm]
+
+
+SHAPES = {"embed": (10, 8), "head": (10, 8), "q": (8, 8), "k": (4, 8), "v": (4, 8), "norm": (8,), "inner_norm": (4,)}
+
+
+def specs(*leave, **extra):
+    shapes = {**{n: s for n, s in SHAPES.items() if n not in leave}, **extra}
+    return tuple(TensorSpec(n, s, "float32") for n, s in sorted(shapes.items()))
+
+
+def built(**kw):
+    with torch.device("meta"):
+        twin = Net(**kw)
+    torch.manual_seed(0)
+    net = Net(**kw)
+    with torch.no_grad():
+        for p in net.parameters():
+            p.copy_(torch.randn(p.shape))
+    return net, twin
+
+
+def read(net, twin, given=None, keep=()):
+    return read_layout(Storages(net), Storages(twin), trace_loader(twin, given or specs()), keep=keep, device=CPU)
+
+
+def checkpoint(given):
+    g = torch.Generator().manual_seed(1)
+    return {s.name: torch.randn(s.shape, generator=g) for s in given}
+
+
+def test_every_byte_has_one_class_and_replaying_the_layout_is_the_loaders_own_load():
+    net, twin = built()
+    layout = read(net, twin)
+    total = sum(r.nbytes for r in layout.roots)
+    assert layout.bytes_of(layout.footprint) == total == sum(t.numel() for t in layout.tensors.values())
+    assert {k.root for k in layout.kept} == {"rope"} and layout.bytes_of(layout.kept) == 128
+    tensors, (other, _) = checkpoint(specs()), built()
+    load(layout.traced, tensors, layout.tensors)
+    other.load_weights(tensors.items())
+    assert all(torch.equal(a, b) for a, b in zip(net.parameters(), other.parameters()))
+    assert [r.name for r in layout.roots] == sorted(r.name for r in layout.roots)
+
+
+def test_a_parameter_that_the_checkpoint_leaves_out_is_refused_by_name_unless_kept():
+    net, twin = built()
+    with pytest.raises(LayoutError) as error:
+        read(net, twin, specs("k", "norm"))
+    text = "\n".join(error.value.violations)
+    assert len(error.value.violations) == 2 and "norm: 32 of its 32 bytes" in text and "qkv: 128 of its 512 bytes" in text
+    layout = read(net, twin, specs("k", "norm"), keep=("no*", "qkv"))
+    assert {(k.root, k.stop - k.start) for k in layout.kept} == {("norm", 32), ("qkv", 128), ("rope", 128)}
+    assert all("request" in k.reason for k in layout.kept if k.root != "rope")
+
+
+def test_ties_are_one_storage_and_the_live_one_decides():
+    net, twin = built(tied=True)
+    layout = read(net, twin, specs("head"))
+    assert "head" not in layout.tensors and ("head", "embed") in layout.aliases
+    net, twin = built()  # built untied, tied again after loading
+    net.head = net.embed
+    layout = read(net, twin, specs("head"))
+    assert "head" not in layout.tensors
+    net, twin = built()
+    with pytest.raises(LayoutError, match="head"):
+        read(net, twin, specs("head"))
+
+
+def test_views_made_after_loading_are_aliases_and_copies_are_refused():
+    net, twin = built()
+    net.absorbed = nn.Parameter(net.qkv.detach().view(4, 4, 8).permute(1, 2, 0)[:2], requires_grad=False)
+    layout = read(net, twin)
+    assert ("absorbed", "qkv") in layout.aliases
+    net.absorbed = nn.Parameter(net.qkv.detach().clone())
+    with pytest.raises(LayoutError, match="absorbed: made after loading"):
+        read(net, twin)
+    read(net, twin, keep=("absorbed",))
+    net, twin = built()
+    net.register_buffer("quantized", torch.zeros(8))
+    with pytest.raises(LayoutError, match="quantized"):
+        read(net, twin)
+
+
+@pytest.mark.parametrize(
+    "spoil, said",
+    [
+        (lambda n: setattr(n, "qkv", nn.Parameter(torch.empty(0))), "XFER_CPU_RESIDENT=1"),
+        (lambda n: setattr(n, "qkv", nn.Parameter(torch.empty(8, 16))), "laid out anew"),
+        (lambda n: setattr(n, "qkv", nn.Parameter(torch.empty(8, 16).t())), "strides"),
+        (lambda n: setattr(n, "qkv", nn.Parameter(torch.empty(16, 8).half())), "float16"),
+        (lambda n: delattr(n, "qkv"), "not in the live model"),
+    ],
+)
+def test_a_live_tensor_that_does_not_lie_as_built_is_refused_beside_all_others(spoil, said):
+    net, twin = built()
+    spoil(net)
+    net.norm = nn.Parameter(torch.empty(0))
+    with pytest.raises(LayoutError) as error:
+        read(net, twin)
+    assert any(v.startswith("qkv") and said in v for v in error.value.violations)
+    assert any(v.startswith("norm") for v in error.value.violations)
+
+
+def test_views_that_the_class_makes_must_share_their_storage_alive_too():
+    class Views(nn.Module):
+        def __init__(self):
+            super().__init__()
+            flat = torch.empty(8)
+            self.low, self.high = nn.Parameter(flat[:4]), nn.Parameter(flat[4:])
+
+        @torch.no_grad()
+        def load_weights(self, weights):
+            for name, w in weights:
+                getattr(self, name).copy_(w)
+
+    with torch.device("meta"):
+        twin = Views()
+    net, given = Views(), (TensorSpec("high", (4,), "float32"), TensorSpec("low", (4,), "float32"))
+    layout = read(net, twin, given)
+    assert [r.name for r in layout.roots] == ["high"] or [r.name for r in layout.roots] == ["low"]
+    big = torch.empty(100)
+    net.low, net.high = nn.Parameter(big[10:14]), nn.Parameter(big[14:18])  # moved together: still the same relation
+    layout = read(net, twin, given)
+    assert sorted(f.offset for f in layout.traced.fragments) == [40, 56] and layout.bytes_of(layout.footprint) == 32
+    net.high = nn.Parameter(torch.empty(4))
+    with pytest.raises(LayoutError, match="lies elsewhere"):
+        read(net, twin, given)
+
+
+def test_loader_arithmetic_runs_from_scratch():
+    net, twin = built(arithmetic=True)
+    given = specs(decay=(4,))
+    layout = read(net, twin, given)
+    scratch = [r for r in layout.roots if r.name.startswith(SCRATCH)]
+    assert [(r.name, r.nbytes) for r in scratch] == [(SCRATCH + "decay", 16)]
+    assert {s.root for s in layout.staged} == {"decay"} and all(not s.root.startswith(SCRATCH) for s in layout.footprint)
+    layout.tensors[SCRATCH + "decay"].view(torch.float32).copy_(torch.tensor([0.0, 1.0, 2.0, 3.0]))
+    run_recipes(layout, layout.tensors)
+    assert torch.equal(net.decay, -torch.exp(torch.tensor([0.0, 1.0, 2.0, 3.0])))
+
+
+# ---- identity
+
+
+def test_a_storage_that_moves_is_rebound_and_a_layout_that_changes_is_not():
+    net, twin = built(tied=True)
+    live = Storages(net)
+    assert live.check() == "same"
+    net.norm.data = net.norm.data.clone()
+    assert live.check() == "moved"
+    now = live.rebound()
+    assert now.check() == "same" and now.tensors["norm"].data_ptr() == net.norm.data_ptr()
+    for change in (
+        lambda: setattr(net, "norm", nn.Parameter(torch.empty(8).half())),
+        lambda: setattr(net, "head", nn.Parameter(torch.empty(12, 8))),
+        lambda: setattr(net, "extra", nn.Parameter(torch.empty(3))),
+        lambda: net.add_module("late", nn.Linear(2, 2)),
+        lambda: delattr(net, "inner_norm"),
+    ):
+        before = Storages(net)
+        change()
+        assert before.check() == "changed"
+        with pytest.raises(RebindError):
+            before.rebound()
+
+
+# ---- the lock
+
+
+def locked(net, twin, agree=lambda x: x):
+    layout, live = read(net, twin), Storages(net)
+    tokens = torch.arange(5)
+    return layout, choose(layout, live, lambda: net(tokens), agree)
+
+
+def test_the_lock_is_found_by_trying_and_a_torn_model_answers_nan():
+    net, twin = built()
+    layout, lock = locked(net, twin)
+    assert lock.root == "norm"  # inner_norm is later in the tree and smaller, but no token passes through it
+    before, tokens = net.norm.detach().clone(), torch.arange(5)
+    assert not net(tokens)[0].isnan().any()
+    lock.engage()
+    assert net(tokens)[0].isnan().all()
+    bound = lock.bound(layout.tensors)
+    assert torch.equal(bound["norm"].view(torch.float32), before)  # what checksums read
+    bound["norm"].view(torch.float32).fill_(3.0)
+    assert net(tokens)[0].isnan().all()
+    lock.engage()  # a second attempt after an aborted one must not take the NaN for the value
+    assert torch.equal(bound["norm"].view(torch.float32), torch.full((8,), 3.0))
+    lock.release()
+    assert torch.equal(net.norm, torch.full((8,), 3.0)) and not lock.engaged
+    net.norm.data = net.norm.data.clone()
+    lock.engage()
+    lock.moved_to(Storages(net).tensors["norm"])
+    assert net.norm.isnan().all()
+
+
+def test_candidates_fill_their_storage_alone_and_are_written():
+    net, twin = built()
+    both = torch.empty(12)
+    net.norm, net.inner_norm = nn.Parameter(both[:8]), nn.Parameter(both[8:])
+    layout = read(net, twin)
+    assert candidates(layout, Storages(net)) == []
+    assert locked(net, twin)[1] is None
+    net, twin = built()
+    layout = read(net, twin, specs("norm"), keep=("norm",))
+    assert [s.name for s in candidates(layout, Storages(net))] == ["inner_norm"]
+
+
+def test_choosing_restores_every_candidate_and_stops_where_all_ranks_agree():
+    net, twin = built()
+    before = [p.detach().clone() for p in net.parameters()]
+    asked = []
+    assert locked(net, twin, lambda x: asked.append(x) or (len(asked) == 1 and x))[1] is None
+    assert asked == [True, False, True]
+    assert all(torch.equal(a, b) for a, b in zip(before, net.parameters()))
+    net.embed.data.fill_(float("nan"))
+    with pytest.raises(XferError, match="answers NaN"):
+        locked(net, twin)
+
+
+# ---- sets of bytes
+
+
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(st.data())
+def test_byte_sets_agree_with_sets(data):
+    def drawn():
+        region = st.tuples(
+            st.integers(0, 20),
+            st.lists(st.tuples(st.integers(0, 3), st.integers(-6, 9)), max_size=3),
+            st.sampled_from([1, 2, 4]),
+        )
+        return data.draw(st.lists(region, max_size=4))
+
+    def both(regions):
+        cells, parts = set(), []
+        for offset, dims, item in regions:
+            extent, strides = tuple(n for n, _ in dims), tuple(s for _, s in dims)
+            points = [offset]
+            for n, s in dims:
+                points = [p + i * s for p in points for i in range(n)]
+            cells |= {p + b for p in points for b in range(item)}
+            parts.append(lv.runs(offset, extent, strides, item))
+        return cells, lv.union(parts)
+
+    def cells(intervals):
+        assert all(a[1] < b[0] for a, b in zip(intervals.tolist(), intervals.tolist()[1:]))
+        return {b for lo, hi in intervals.tolist() for b in range(lo, hi)}
+
+    a, left = both(drawn())
+    b, right = both(drawn())
+    assert cells(left) == a and cells(right) == b and lv.size(left) == len(a)
+    assert cells(lv.common(left, right)) == a & b
+    assert cells(lv.without(left, right)) == a - b

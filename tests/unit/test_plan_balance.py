@@ -1,0 +1,147 @@
+"""Balance and schedule: nobody idles, nobody is overloaded, nothing is lost, and buffers are never exceeded."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from xfer.plan.balance import Demand, balance, nearest
+from xfer.plan.schedule import schedule
+
+EXAMPLES = max(1, int(os.environ.get("XFER_EXAMPLES", "200")))
+
+
+@st.composite
+def demands(draw, senders=st.integers(1, 6), cost=st.just(1), least=0):
+    n = draw(senders)
+    sets = st.lists(st.integers(0, n - 1), min_size=1, max_size=n, unique=True).map(lambda h: tuple(sorted(h)))
+    units = st.one_of(st.integers(least, 20), st.integers(1000, 100_000))
+    return n, draw(st.lists(st.builds(Demand, sets, st.integers(n, n + 4), units, cost), max_size=12))
+
+
+def loads(n, asked, shares):
+    load = np.zeros(n, np.int64)
+    for s in shares:
+        load[s.sender] += (s.end - s.begin) * asked[s.demand].cost
+    return load
+
+
+@given(demands(cost=st.sampled_from([1, 8])))
+@settings(max_examples=EXAMPLES, deadline=None)
+def test_each_demand_is_divided_once_and_wholly_among_its_holders(case):
+    n, asked = case
+    shares = balance(asked, n)
+    assert shares == balance(asked, n)
+    for i, d in enumerate(asked):
+        mine = [s for s in shares if s.demand == i]
+        assert [s.begin for s in mine] == [0, *(s.end for s in mine)][: len(mine)]
+        assert (mine[-1].end if mine else 0) == d.units
+        assert all(s.sender in d.holders and s.begin < s.end for s in mine)
+
+
+@given(demands())
+@settings(max_examples=EXAMPLES // 2 + 1, deadline=None)
+def test_the_busiest_sender_is_as_good_as_the_linear_programme(case):
+    linprog = pytest.importorskip("scipy.optimize").linprog
+    n, asked = case
+    asked = [d for d in asked if d.units]
+    if not asked:
+        return
+    columns = [(i, h) for i, d in enumerate(asked) for h in d.holders]
+    equal = np.zeros((len(asked), len(columns) + 1))
+    below = np.zeros((n, len(columns) + 1))
+    for c, (i, h) in enumerate(columns):
+        equal[i, c] = below[h, c] = 1
+    below[:, -1] = -1
+    best = linprog([0] * len(columns) + [1], below, np.zeros(n), equal, [d.units for d in asked]).fun
+    # Whole units: rounding may cost each set one unit at a sender.
+    assert loads(n, asked, balance(asked, n)).max() <= best * 1.01 + len({d.holders for d in asked}) + 1
+
+
+@given(demands())
+@settings(max_examples=EXAMPLES, deadline=None)
+def test_never_worse_than_sending_each_demand_from_the_least_loaded_holder(case):
+    n, asked = case
+    greedy = np.zeros(n, np.int64)
+    for d in asked:
+        greedy[min(d.holders, key=lambda h: (greedy[h], h))] += d.units
+    assert loads(n, asked, balance(asked, n)).max() <= greedy.max() + len({d.holders for d in asked})
+
+
+@given(st.integers(2, 8), st.lists(st.integers(100, 10_000), min_size=1, max_size=5))
+def test_no_replica_idles(n, units):
+    everybody = tuple(range(n))
+    asked = [Demand(everybody, n + i, u) for i, u in enumerate(units)]
+    load = loads(n, asked, balance(asked, n))
+    assert load.max() - load.min() <= 1
+
+
+def test_a_chain_of_overlapping_sets_is_evened_out_along_the_whole_chain():
+    n = 8
+    asked = [Demand((0,), n, 8000)] + [Demand((i, i + 1), n, 1000) for i in range(n - 1)]
+    load = loads(n, asked, balance(asked, n))
+    assert load[0] == 8000 and load[1:].max() <= 1010  # 7000 units over the seven others
+
+
+def test_a_holder_on_the_takers_host_is_preferred_and_remote_bytes_cost_more():
+    hosts = (0, 1, 1, 0, 2)
+    assert nearest((0, 1, 2), 3, hosts) == ((0,), False)
+    assert nearest((1, 2), 3, hosts) == ((1, 2), True)
+    assert nearest((0, 1), 4, ()) == ((0, 1), False)
+    # Sender 0 already sends 100 remote units (800); the near demand then belongs to sender 1.
+    asked = [Demand((0,), 9, 100, 8), Demand((0, 1), 8, 700, 1)]
+    shares = balance(asked, 2)
+    assert all(s.sender == 1 for s in shares if s.demand == 1)
+
+
+@st.composite
+def traffic(draw):
+    t, w = draw(st.integers(1, 6)), draw(st.integers(1, 6))
+    pairs = draw(st.lists(st.tuples(st.integers(0, t - 1), st.integers(t, t + w - 1)), unique=True, max_size=t * w))
+    sizes = draw(st.lists(st.integers(1, 2000), min_size=len(pairs), max_size=len(pairs)))
+    unit = draw(st.sampled_from([8, 16]))
+    message = unit * draw(st.integers(1, 16))
+    return sorted(pairs), np.array(sizes, np.int64), unit, message, message + draw(st.integers(0, 300)), draw(st.integers(0, 3))
+
+
+@given(traffic())
+@settings(max_examples=EXAMPLES, deadline=None)
+def test_messages_fill_streams_within_the_bounds(case):
+    pairs, sizes, unit, message, per_rank, rotation = case
+    src, dst = (np.array([p[i] for p in pairs], np.int64) for i in (0, 1))
+    s = schedule(src, dst, sizes, message=message, per_rank=per_rank, unit=unit, rotation=rotation)
+    busy: dict[tuple[str, int, int], int] = {}
+    for p in range(len(pairs)):
+        mine = slice(s.first[p], s.first[p + 1])
+        wave, begin = s.wave[mine], s.begin[mine]
+        size = np.diff(np.append(begin, sizes[p]))
+        assert begin[0] == 0 and (size > 0).all() and (size <= message).all() and (begin % unit == 0).all()
+        assert (np.diff(wave) > 0).all()
+        for v, n in zip(wave.tolist(), size.tolist()):
+            for key in (("out", pairs[p][0], v), ("in", pairs[p][1], v)):
+                busy[key] = busy.get(key, 0) + n
+    assert max(busy.values(), default=0) <= per_rank
+    assert sorted({v for _, _, v in busy}) == list(range(s.waves))  # no empty wave
+
+
+@pytest.mark.parametrize("trainers,workers", [(2, 2), (4, 4), (8, 4), (4, 8), (1, 8), (8, 1), (16, 16)])
+def test_even_traffic_keeps_every_link_busy_and_takers_on_different_senders(trainers, workers):
+    src, dst = np.divmod(np.arange(trainers * workers), workers)
+    dst = dst + trainers
+    s = schedule(src, dst, np.full(len(src), 1000), message=100, per_rank=200, unit=10)
+    least = max(trainers, workers) * 1000 // 200
+    assert s.waves <= max(10, int(least * 1.15) + 1)
+    first = [src[p] for p in range(len(src)) if (s.wave[s.first[p] : s.first[p + 1]] == 0).any()]
+    assert max(first.count(r) for r in range(trainers)) <= 2
+    assert len(set(first)) == min(trainers, 2 * workers)
+
+
+def test_a_pair_with_more_than_others_starts_at_once():
+    src, dst = np.arange(10), np.full(10, 10)
+    sizes = np.array([1000] + [100] * 9)
+    s = schedule(src, dst, sizes, message=100, per_rank=200, unit=10)
+    assert s.waves == 10

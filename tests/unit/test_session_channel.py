@@ -1,0 +1,150 @@
+"""Control connections: nobody is heard who has not proved the token, and no frame can hurt whoever reads it."""
+
+import os
+import socket
+import struct
+import threading
+import time
+
+import pytest
+
+from xfer.errors import DeadlineExceeded, HandshakeError, PeerLost
+from xfer.session import channel as c
+from xfer.session import messages as m
+
+TOKEN = "a token for tests"
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+class Listener:
+    """Accepts one client and keeps what it sends."""
+
+    def __init__(self, token=TOKEN):
+        self.address = f"tcp://127.0.0.1:{free_port()}"
+        self._sock = c.listen(self.address, token)
+        self.token, self.got, self.ended, self.refused = token, [], [], []
+        self.done, self.channel = threading.Event(), None
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self):
+        try:
+            sock, _ = self._sock.accept()
+            c.accept_handshake(sock, self.token)
+        except (HandshakeError, OSError) as e:
+            self.refused.append(e)
+            self.done.set()
+            return
+        self.channel = c.Channel(sock, "client")
+
+        def end(reason):
+            self.ended.append(reason)
+            self.done.set()
+
+        self.channel.start(self.got.append, end)
+
+    def close(self):
+        self._sock.close()
+        if self.channel:
+            self.channel.close()
+
+
+@pytest.fixture
+def listener():
+    one = Listener()
+    yield one
+    one.close()
+
+
+def wait(test, seconds=5.0):
+    until = time.monotonic() + seconds
+    while not test():
+        assert time.monotonic() < until, "nothing happened"
+        time.sleep(0.01)
+
+
+def test_both_prove_the_token_and_talk(listener):
+    client = c.dial(listener.address, TOKEN, 5.0)
+    client.start(lambda msg: None, lambda reason: None)
+    client.send(m.StoreSet("r0/a", b"x" * 60000))
+    client.send(m.Leave())
+    wait(lambda: len(listener.got) == 2)
+    assert listener.got[0].value == b"x" * 60000 and isinstance(listener.got[1], m.Leave)
+    client.close()
+
+
+def test_a_wrong_token_is_refused_on_both_sides(listener):
+    with pytest.raises(HandshakeError, match="different tokens"):
+        c.dial(listener.address, "another token", 5.0)
+    wait(listener.done.is_set)
+    assert listener.refused and not listener.got
+
+
+def test_a_listener_that_does_not_know_the_token_is_not_talked_to():
+    impostor = Listener("what the impostor guesses")
+    with pytest.raises(HandshakeError):
+        c.dial(impostor.address, TOKEN, 5.0)
+    assert not impostor.got
+    impostor.close()
+
+
+def test_replaying_a_seen_proof_does_not_open_the_door(listener):
+    """A proof is made of both nonces, so what was seen on another connection is worthless."""
+    host, port = c.parse_address(listener.address)
+    sock = socket.create_connection((host, port))
+    greeting = sock.recv(8 + 32)
+    sock.sendall(c.MAGIC + os.urandom(32) + c._proof(TOKEN, b"client", os.urandom(32), os.urandom(32)))
+    sock.recv(32)
+    wait(listener.done.is_set)
+    assert greeting.startswith(c.MAGIC) and listener.refused and not listener.got
+
+
+@pytest.mark.parametrize("frame", [struct.pack("<I", 0xFFFFFFFF), struct.pack("<I", 5) + b"\x93abcd", struct.pack("<I", 3) + b"\x80\x05."])
+def test_hostile_frames_end_the_connection_and_nothing_else(listener, frame):
+    client = c.dial(listener.address, TOKEN, 5.0)
+    client._sock.setblocking(True)
+    client._sock.sendall(frame)
+    wait(listener.done.is_set)
+    assert not listener.got and listener.ended
+    client.close()
+
+
+def test_garbage_instead_of_a_challenge_is_dropped(listener):
+    host, port = c.parse_address(listener.address)
+    with socket.create_connection((host, port)) as sock:
+        sock.sendall(b"GET / HTTP/1.1\r\n\r\n" + b"\0" * 200)
+        wait(listener.done.is_set)
+    assert listener.refused
+
+
+def test_nobody_at_the_address_ends_at_the_deadline():
+    t0 = time.monotonic()
+    with pytest.raises(DeadlineExceeded, match="no xfer rendezvous"):
+        c.dial(f"tcp://127.0.0.1:{free_port()}", TOKEN, 1.0)
+    assert time.monotonic() - t0 < 4.0
+
+
+def test_a_closed_peer_is_an_error_on_send(listener):
+    client = c.dial(listener.address, TOKEN, 5.0)
+    client.start(lambda msg: None, lambda reason: None)
+    wait(lambda: listener.channel is not None)
+    listener.channel.close()
+    with pytest.raises(PeerLost):
+        for _ in range(100):
+            client.send(m.Leave())
+            time.sleep(0.01)
+
+
+@pytest.mark.parametrize("address", ["10.0.0.1:1", "tcp://x", "tcp://:1", "tcp://h:0", "tcp://h:99999", "http://h:1"])
+def test_addresses_are_checked(address):
+    with pytest.raises(HandshakeError):
+        c.parse_address(address)
+
+
+def test_short_tokens_are_refused():
+    with pytest.raises(HandshakeError, match="8 characters"):
+        c.dial("tcp://127.0.0.1:1", "short", 1.0)

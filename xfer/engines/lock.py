@@ -1,0 +1,121 @@
+"""The second lock: while a refit is open, one small tensor that every token passes through holds NaN in the live model.
+
+Pausing the engine is the first lock, and vLLM lets anyone undo it. An engine that is resumed by force between the first byte
+and the commit then answers NaN and not plausible nonsense. The tensor is found by trying, not by name: NaN in it must turn
+the model's own forward into NaN at every token.
+
+The refit writes the tensor's new bytes to scratch, which stands in for its storage in the binding table; the commit copies
+them over. Checksums read the same table, so they see the new value and never the NaN. Plain torch; how to run a forward of
+vLLM is vllm_layout.py's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from xfer.engines.layout import EngineLayout
+from xfer.engines.live import Slot, Storages, size, without, written
+from xfer.errors import XferError
+from xfer.plan.program import ITEMSIZE
+
+MAX_BYTES = 1 << 20
+"""A lock is copied once per commit, inside the outage; a vector of the model's width is some KiB."""
+
+Forward = Callable[[], Sequence[torch.Tensor]]
+"""A dummy forward: tensors of [tokens, …], every one of which later code adds to or multiplies with the token's state."""
+
+
+class Lock:
+    """Live bytes of one storage, and the scratch that refits write instead.
+
+    `scratch` holds the storage's true bytes while engaged, and equal ones otherwise.
+    """
+
+    def __init__(self, slot: Slot, live: torch.Tensor):
+        self.root, self._slot = slot.root, slot
+        self.scratch = live.clone()
+        self._live = live
+        self._engaged = False
+
+    @property
+    def engaged(self) -> bool:
+        return self._engaged
+
+    def engage(self) -> None:
+        """Before the first write. Again after an abort it changes nothing: the live bytes are NaN already."""
+        if not self._engaged:
+            self.scratch.copy_(self._live)
+            self._engaged = True
+        _fill_nan(self._slot, self._live)
+
+    def release(self) -> None:
+        """At the commit, after the last write: install what scratch holds."""
+        self._live.copy_(self.scratch)
+        self._engaged = False
+
+    def moved_to(self, live: torch.Tensor) -> None:
+        """The storage has another address now."""
+        self._live = live
+        if self._engaged:
+            _fill_nan(self._slot, live)
+
+    def bound(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The binding table of a refit: `tensors` with scratch for the locked storage."""
+        return {**tensors, self.root: self.scratch}
+
+
+def candidates(layout: EngineLayout, live: Storages) -> list[Slot]:
+    """Floating-point vectors that alone fill a storage and that every refit writes whole, the last of the tree first.
+
+    The later in the model, the less is computed on NaN when somebody does resume a torn engine: routers and index kernels
+    come before the last norm, and what they do with NaN is not for us to find out on a live GPU.
+    """
+    done = written(layout.traced.fragments, layout.traced.fills, ITEMSIZE)
+    sizes = {r.name: r.nbytes for r in layout.roots}
+    out = []
+    for slot in live.slots.values():
+        if slot.name != slot.root or len(slot.shape) != 1 or not slot.dtype.is_floating_point:
+            continue
+        whole = slot.bytes()
+        alone = all((s.offset, s.shape) == (slot.offset, slot.shape) for s in live.in_root(slot.root))
+        if alone and size(whole) == sizes[slot.root] <= MAX_BYTES and not len(without(whole, done.get(slot.root, whole[:0]))):
+            out.append(slot)
+    return out[::-1]
+
+
+def choose(
+    layout: EngineLayout, live: Storages, forward: Forward, agree: Callable[[bool], bool]
+) -> Lock | None:
+    """Try the candidates until NaN in one makes every token of the forward NaN. None: no candidate does.
+
+    Collective: every rank that takes part in one another's forward calls this with the same candidates; `agree` returns
+    whether all of them said True, so that they stop at the same one. Raises XferError when the model answers NaN before
+    anything was tried, as then no test can tell.
+    """
+    if not agree(not _all_nan(forward())):
+        raise XferError(
+            "the engine answers NaN with the weights it has, so no lock can be tested",
+            ["start it with a checkpoint or with load_format='dummy', and connect before its weights are disturbed"],
+        )
+    for slot in candidates(layout, live):
+        storage = live.tensors[slot.root]
+        saved = storage.clone()
+        _fill_nan(slot, storage)
+        try:
+            found = _all_nan(forward())
+        finally:
+            storage.copy_(saved)
+        if agree(found):
+            return Lock(slot, storage)
+    return None
+
+
+def _fill_nan(slot: Slot, storage: torch.Tensor) -> None:
+    storage.view(slot.dtype).fill_(float("nan"))
+
+
+def _all_nan(outputs: Sequence[torch.Tensor]) -> bool:
+    """Every token carries NaN throughout, in at least one of the outputs."""
+    return any(t.numel() > 0 and bool(t.isnan().all()) for t in outputs)

@@ -1,0 +1,330 @@
+"""The engine-side reader for vLLM: one worker's live model as a layout, without patching vLLM and without real weights.
+
+The model class's own `load_weights` is traced on a twin of the model on the meta device, built inside the worker, so that
+vLLM's own groups say which shard is whose (meta_model.py, trace/loader.py). layout.py carries the trace over to the live
+storages; lock.py chooses the tensor that holds NaN while a refit is open. Here is what those need of vLLM: the twin, which
+post-load processing leaves weights as they were loaded, what names the checkpoint should have, and how to run a forward.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from xfer.engines import vllm_cpu
+from xfer.engines.layout import EngineLayout, read_layout, run_recipes
+from xfer.engines.live import Storages
+from xfer.engines.lock import Lock, choose
+from xfer.errors import LayoutError, Unsupported, XferError
+from xfer.trace.fragment import TensorSpec
+from xfer.trace.loader import trace_loader
+from xfer.trace.traced import Traced
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+    from xfer.trace.catalog import Catalog
+
+logger = logging.getLogger("xfer")
+
+DUMMY_TOKENS = 16
+"""Tokens of the forward that tests a lock; more than any tensor-parallel group divides them into in practice."""
+
+
+class EngineModel:
+    """One worker's model, seen by a session.
+
+    `keep`: globs over the engine's tensor names that refits leave alone (a frozen tower), and over the checkpoint names of
+    such tensors, where the trainers do not send them at all. `drop`: globs over checkpoint names that this engine ignores.
+    All workers of a replica call `read` and `choose_lock` in step: the latter runs the model's own collectives. Not
+    thread-safe; errors are XferErrors that name tensors, and leave the live model as it was.
+    """
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        model: torch.nn.Module,
+        device: torch.device,
+        *,
+        keep: Sequence[str] = (),
+        drop: Sequence[str] = (),
+    ):
+        self.vllm_config, self.model, self.device = vllm_config, model, device
+        self.keep, self.drop = tuple(keep), tuple(drop)
+        self._live: Storages | None = None
+        self._layout: EngineLayout | None = None
+        self._tensors: Mapping[str, torch.Tensor] = {}
+        self._lock: Lock | None = None
+        self._stale_binding = False
+
+    # ---- reading
+
+    def read(self, catalog: Catalog) -> EngineLayout:
+        """Trace the loader over the catalog's tensors and carry the result over to the live storages.
+
+        LayoutError: the trainers' tensors are not those of this model, the live model is not laid out as its class builds
+        it, or bytes would stay as they are; Unsupported: a quantized model, or post-load processing that moves bytes.
+        """
+        refuse_processed(self.model)
+        expected = self._expected()
+        twin = self._twin()
+        specs = tuple(s for s in catalog.specs if not _matches(s.name, self.drop))
+        head = self._untied_head(twin, specs, expected or ())
+        if expected is not None:
+            ours = [s for s in expected if not _matches(s.name, self.keep) and (head is None or s != head.spec)]
+            _refuse_other_family(specs, ours, self.vllm_config.model_config.model)
+        traced = trace_loader(twin, specs) if head is None else _trace_with_head(twin, specs, head)
+        live = Storages(self.model)
+        layout = read_layout(live, Storages(twin), traced, keep=self.keep, device=self.device)
+        if self._lock is not None and self._lock.engaged:
+            # The lock's storage may have gone with the old layout; NaN in it would now be taken for a value.
+            self._lock.release()
+        self._live, self._layout, self._lock = live, layout, None
+        self._tensors, self._stale_binding = layout.tensors, False
+        return layout
+
+    @property
+    def layout(self) -> EngineLayout:
+        if self._layout is None:
+            raise XferError("the engine's layout has not been read yet")
+        return self._layout
+
+    @property
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        """The binding table: root name -> flat uint8 tensor, scratch in place of the locked storage."""
+        return self._tensors
+
+    def check(self) -> Literal["same", "moved", "changed"]:
+        """Whether the bindings still hold. "moved": call `rebind`; "changed": read and plan again. Costs microseconds.
+
+        Choosing a lock moves a storage too, namely into scratch.
+        """
+        state = self._live.check() if self._live is not None else "changed"
+        return "moved" if state == "same" and self._stale_binding else state
+
+    def rebind(self) -> Mapping[str, torch.Tensor]:
+        """The binding table at the present addresses. RebindError, naming each difference, if the layout is another one."""
+        layout = self.layout
+        self._live = self._live.rebound()
+        tensors = {r.name: self._live.tensors.get(r.name, layout.tensors[r.name]) for r in layout.roots}
+        if self._lock is not None:
+            self._lock.moved_to(tensors[self._lock.root])
+            tensors = self._lock.bound(tensors)
+        self._tensors, self._stale_binding = tensors, False
+        return tensors
+
+    def _twin(self) -> torch.nn.Module:
+        from xfer.engines.meta_model import make_meta_model
+
+        return make_meta_model(self.vllm_config)
+
+    def _expected(self) -> tuple[TensorSpec, ...] | None:
+        """Canonical tensors by the engine's own HF config, which the trainer had no part in; None where unknown."""
+        from xfer.engines.hf_spec import canonical_specs
+
+        config = self.vllm_config.model_config.hf_config
+        try:
+            return canonical_specs(json.loads(config.to_json_string(use_diff=False)))
+        except Exception as e:
+            logger.warning(
+                "xfer: transformers cannot name the tensors of %s (%s: %s); the trainers' names are checked by the loader alone",
+                type(config).__name__, type(e).__name__, e,
+            )  # fmt: skip
+            return None
+
+    def _untied_head(self, twin: torch.nn.Module, specs: Sequence[TensorSpec], expected: Sequence[TensorSpec]) -> _Head | None:
+        """vLLM unties a head whose checkpoint on disk has a tensor for it; a trainer that ties them sends only the embedding."""
+        if not getattr(self.vllm_config.model_config, "word_embeddings_untied_by_checkpoint", False):
+            return None
+        from vllm.model_executor.model_loader.weight_tying import _get_untied_lm_head
+
+        pair = _get_untied_lm_head(twin)
+        missing = [s for s in expected if s.name not in {x.name for x in specs}]
+        return None if pair is None or len(missing) != 1 else _Head(missing[0], pair.embed_tokens.weight)
+
+    # ---- the lock
+
+    def choose_lock(self) -> str:
+        """Name of the storage that will hold NaN while a refit is open, found by test; "" on pipeline stages before the
+        last, which every token leaves for the one that has the lock. XferError when no tensor qualifies."""
+        if self._lock is not None:
+            return self._lock.root
+        from vllm.distributed.parallel_state import get_pp_group
+
+        if not get_pp_group().is_last_rank:
+            return ""
+        with torch.inference_mode():
+            lock = choose(self.layout, self._live, self.forward, _all_agree)
+        if lock is None:
+            raise XferError(
+                "no small tensor of this model turns every output NaN, so a torn engine could not be told from a whole one",
+                ["candidates: vectors that fill a storage of their own and that every refit writes"],
+            )
+        self._lock, self._stale_binding = lock, True
+        return lock.root
+
+    def engage_lock(self) -> None:
+        """Before the first byte is written: whoever resumes the engine now gets NaN."""
+        if self._lock is not None:
+            self._lock.engage()
+
+    def release_lock(self) -> None:
+        """At the commit: install the tensor's new bytes."""
+        if self._lock is not None:
+            self._lock.release()
+
+    @torch.no_grad()
+    def forward(self) -> list[torch.Tensor]:
+        """A dummy forward on a few tokens without attention metadata, as vLLM profiles memory: no KV cache is touched.
+
+        All ranks that share layers call it together. Returns the hidden states [tokens, width], or those of a pipeline
+        stage before the last.
+        """
+        from vllm.config import set_current_vllm_config
+        from vllm.distributed.parallel_state import get_pp_group
+        from vllm.forward_context import set_forward_context
+
+        config, n = self.vllm_config, DUMMY_TOKENS
+        tokens = torch.arange(n, device=self.device)
+        positions = tokens.expand(3, n) if config.model_config.uses_mrope else tokens
+        before = None
+        if not get_pp_group().is_first_rank:
+            before = self.model.make_empty_intermediate_tensors(
+                batch_size=n, dtype=config.model_config.dtype, device=self.device
+            )
+            for t in before.tensors.values():
+                t.fill_(1)
+        with set_current_vllm_config(config), set_forward_context(None, config, num_tokens=n, skip_compiled=True):
+            out = self.model(input_ids=tokens, positions=positions, intermediate_tensors=before, inputs_embeds=None)
+        if isinstance(out, tuple):  # models that also give hidden states to a drafter
+            out = out[0]
+        return [out] if isinstance(out, torch.Tensor) else list(out.tensors.values())
+
+    # ---- around the wire
+
+    def run_recipes(self) -> None:
+        """What the loader computes, from what the wire brought to scratch."""
+        run_recipes(self.layout, self._tensors)
+
+    def synchronize(self) -> None:
+        """Nothing that was queued on the device is still to come."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def checksum_kept(self) -> str:
+        """Of the bytes that no refit may change; equal before and after one."""
+        digest = hashlib.blake2b(digest_size=16)
+        for k in self.layout.kept:
+            digest.update(f"{k.root}:{k.start}:{k.stop}".encode())
+            digest.update(self._tensors[k.root][k.start : k.stop].cpu().numpy().tobytes())
+        return digest.hexdigest()
+
+    def scramble(self, seed: int) -> None:
+        """For tests: noise in every live byte that is not kept, so that whatever a refit leaves out shows."""
+        kept: dict[str, list[tuple[int, int]]] = {}
+        for k in self.layout.kept:
+            kept.setdefault(k.root, []).append((k.start, k.stop))
+        for number, root in enumerate(self._live.roots):
+            storage = self._live.tensors[root.name]
+            saved = [(a, b, storage[a:b].clone()) for a, b in kept.get(root.name, ())]
+            noise = torch.Generator(storage.device).manual_seed(seed * 1_000_003 + number)
+            storage.random_(0, 256, generator=noise)
+            for a, b, was in saved:
+                storage[a:b].copy_(was)
+
+
+# ---- what vLLM did to the weights after loading them
+
+
+_AS_LOADED = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod")
+_MOE_AS_LOADED = ("TRITON", "BATCHED_TRITON")
+
+
+def refuse_processed(model: torch.nn.Module) -> None:
+    """Unsupported, naming every module whose live weights may be laid out otherwise than they were loaded.
+
+    Some post-load processing keeps shape and dtype (FlashInfer swaps the halves of w13), so no look at the result can tell;
+    the methods that are known to leave weights alone are listed, and all others refused.
+    """
+    bad: list[str] = []
+    for name, module in model.named_modules():
+        method: Any = getattr(module, "quant_method", None)
+        if method is None:
+            continue
+        kind = type(method).__name__
+        if kind not in _AS_LOADED:
+            bad.append(f"{name}: {kind}: weights in this form need scales and layouts that xfer does not move")
+        elif hasattr(method, "unquantized_backend"):
+            backend = getattr(method.unquantized_backend, "name", str(method.unquantized_backend))
+            if backend == "CPU" and not vllm_cpu.installed():
+                bad.append(f"{name}: experts packed for the CPU; set XFER_CPU_RESIDENT=1 where vLLM is started")
+            elif backend != "CPU" and backend not in _MOE_AS_LOADED:
+                bad.append(f"{name}: MoE backend {backend} lays experts out anew; start vLLM with moe_backend='triton'")
+    if bad:
+        raise Unsupported("this engine processed its weights after loading them", bad)
+
+
+# ---- names
+
+
+@dataclass(frozen=True)
+class _Head:
+    """An output head that takes the embedding: the checkpoint tensor that its loader wants, and the embedding's parameter."""
+
+    spec: TensorSpec
+    embedding: torch.nn.Parameter
+
+
+def _trace_with_head(twin: torch.nn.Module, specs: Sequence[TensorSpec], head: _Head) -> Traced:
+    """As if the checkpoint had the head's tensor, and then with the embedding's name in its place."""
+    traced = trace_loader(twin, tuple(sorted((*specs, head.spec))))
+    places = {name for name, p in twin.named_parameters(remove_duplicate=False) if p is head.embedding}
+    sources = sorted({f.tensor for f in traced.fragments if f.root in places and f.tensor != head.spec.name})
+    if len(sources) != 1:
+        raise LayoutError(
+            f"vLLM built {head.spec.name} apart from the embedding, and what the embedding takes cannot be told",
+            [f"tensors that reach the embedding: {sources}"],
+        )
+    return replace(
+        traced,
+        specs=tuple(s for s in traced.specs if s.name != head.spec.name),
+        fragments=tuple(replace(f, tensor=sources[0]) if f.tensor == head.spec.name else f for f in traced.fragments),
+        casts=tuple(replace(c, tensor=sources[0]) if c.tensor == head.spec.name else c for c in traced.casts),
+        reads=tuple(n for n in traced.reads if n != head.spec.name),
+    )
+
+
+def _refuse_other_family(given: Sequence[TensorSpec], expected: Sequence[TensorSpec], model: str) -> None:
+    """LayoutError with both sides' names when the trainers' checkpoint is not one of the engine's model."""
+    ours, theirs = {s.name: s.shape for s in expected}, {s.name: s.shape for s in given}
+    lines = [f"{n}: in the trainers' checkpoint, unknown to the engine's model" for n in sorted(theirs.keys() - ours.keys())]
+    lines += [f"{n}: needed by the engine's model, not in the trainers' checkpoint" for n in sorted(ours.keys() - theirs.keys())]
+    lines += [
+        f"{n}: {list(theirs[n])} from the trainers, {list(ours[n])} by the engine's config"
+        for n in sorted(ours.keys() & theirs.keys())
+        if tuple(theirs[n]) != tuple(ours[n])
+    ]
+    if lines:
+        raise LayoutError(f"the trainers' model and the engine's ({model}) are families that do not match", lines)
+
+
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(name, p) for p in patterns)
+
+
+def _all_agree(verdict: bool) -> bool:
+    """And over all ranks that take part in this rank's forward: its tensor-parallel and data-parallel groups."""
+    from vllm.distributed.parallel_state import get_dp_group, get_tp_group
+
+    flag = torch.tensor([int(verdict)], dtype=torch.int32)
+    for group in (get_tp_group(), get_dp_group()):
+        if group.world_size > 1:
+            torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MIN, group=group.cpu_group)
+    return bool(flag.item())

@@ -1,0 +1,244 @@
+"""Proof, before anything moves, that a refit of one replica is whole: every byte of the engine has one class and one writer.
+
+Classes: *written* (a fragment's byte, from the wire), *filled* (a constant), *staged* (written by a recipe after the wire),
+*kept* (left alone, for a stated reason). A byte that several parameters share is one byte; how many such there are is told
+as *aliased*. All violations of all takers come in one CoverageError; shapes that do not fit were refused before this.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from xfer.errors import CoverageError
+from xfer.plan import intervals as iv
+from xfer.plan.intersect import Pieces, Stack, missing
+from xfer.plan.inventory import ITEM, SCRATCH, Inventory, box_text
+from xfer.plan.options import PlanOptions, matches
+from xfer.plan.program import DTYPES, ITEMSIZE, MAX_DIMS
+
+if TYPE_CHECKING:
+    from xfer.trace.catalog import Catalog
+
+WRITTEN, FILLED, STAGED, KEPT = range(4)
+_CLASS = ("written", "filled", "staged", "kept")
+NAMED = 16
+"""Byte ranges with two claims for which the claimants are looked up and named; further ones are listed without names."""
+
+
+@dataclass(frozen=True, slots=True)
+class ByteClasses:
+    """Bytes of one taker. `footprint` = written + filled + staged + kept, each byte counted once."""
+
+    footprint: int
+    written: int
+    filled: int
+    staged: int
+    kept: int
+    aliased: int  # bytes that more than one live parameter or buffer names
+    scratch: int  # written to scratch storage, besides the footprint
+    outside: int  # written to bytes of live storages that no live parameter or buffer names
+
+
+@dataclass(frozen=True, slots=True)
+class Class:
+    """A class of takers with equal inventories: one of them, and the joint ranks of all."""
+
+    inventory: Inventory
+    ranks: tuple[int, ...]
+
+    @property
+    def who(self) -> str:
+        more = f" and {len(self.ranks) - 1} like it" if len(self.ranks) > 1 else ""
+        return f"rank {self.ranks[0]} ({self.inventory.who}){more}"
+
+
+def prove(catalog: Catalog, source_dtype: np.ndarray, takers: Sequence[Class], wanted: Stack, pieces: Pieces, options: PlanOptions) -> list[ByteClasses]:
+    """Byte classes per class of takers, or CoverageError with every violation.
+
+    source_dtype: int [tensors], wire code of what the senders hold, -1 where nobody holds any.
+    """
+    bad = list(_unheld(catalog, takers, wanted, pieces))
+    bad += _untaken(catalog, takers, options)
+    bad += _casts(catalog, source_dtype, wanted, takers, options)
+    classes = []
+    for taker in takers:
+        found, counts = _footprint(catalog, taker)
+        bad += found
+        classes.append(counts)
+    if bad:
+        raise CoverageError(f"this plan would not refit the replica wholly ({len(bad)} violations); nothing was moved", bad)
+    return classes
+
+
+def _unheld(catalog: Catalog, takers: Sequence[Class], wanted: Stack, pieces: Pieces) -> Iterator[str]:
+    cls = wanted.class_of_row()
+    found: dict[tuple[int, str], list[str]] = defaultdict(list)
+    for row, boxes in missing(pieces, wanted):
+        t = int(wanted.table.tensor[row])
+        dims = len(catalog.tensors[t].shape)
+        text = ", ".join(box_text(b.origin, b.extent, dims) for b in boxes[:4]) + (f" and {len(boxes) - 4} more boxes" if len(boxes) > 4 else "")
+        found[t, text].append(takers[cls[row]].who)
+    for (t, text), who in sorted(found.items()):
+        spec = catalog.tensors[t]
+        yield (
+            f"{spec.name} {text} of shape {spec.shape}: wanted by {_some(who)}, held by no trainer; "
+            "let the trainer that owns it export it (was a pipeline stage or an expert rank left out?)"
+        )
+
+
+def _untaken(catalog: Catalog, takers: Sequence[Class], options: PlanOptions) -> Iterator[str]:
+    read = {name for t in takers for name in t.inventory.reads}
+    taken: dict[int, list[tuple[int, int]]] = defaultdict(list)  # ranges of dim 0, for tensors grouped from several
+    for t in takers:
+        table = t.inventory.table
+        dims = np.array([len(s.shape) for s in catalog.tensors] or [0])[table.tensor]
+        lead = np.minimum(MAX_DIMS - dims, MAX_DIMS - 1)
+        rows = np.arange(len(table))
+        low, n = table.origin[rows, lead], table.extent[rows, lead]
+        for tensor, a, b in set(zip(table.tensor.tolist(), low.tolist(), (low + n).tolist())):
+            taken[tensor].append((a, b))
+    for spec in catalog.specs:
+        if spec.name in read or not all(spec.shape) or matches(spec.name, options.drop):
+            continue
+        group, member = catalog.grouped(spec.name)
+        ranges = taken.get(catalog.index[group], [])
+        if (member is None and ranges) or any(a <= member < b for a, b in ranges if member is not None):
+            continue
+        if group in read:
+            continue
+        yield f"{spec.name}: trained, but no taker of this replica reads it; name it in drop= if the engine has no such weights"
+
+
+def _casts(catalog: Catalog, source_dtype: np.ndarray, wanted: Stack, takers: Sequence[Class], options: PlanOptions) -> Iterator[str]:
+    cls = wanted.class_of_row()
+    seen: dict[tuple[int, int], list[str]] = defaultdict(list)
+    different = np.flatnonzero((source_dtype[wanted.table.tensor] != wanted.table.dtype) & (source_dtype[wanted.table.tensor] >= 0))
+    for row in different:
+        seen[int(wanted.table.tensor[row]), int(wanted.table.dtype[row])].append(takers[cls[row]].who)
+    for (t, code), who in sorted(seen.items()):
+        spec, src, dst = catalog.tensors[t], DTYPES[source_dtype[t]], DTYPES[code]
+        wish = cast_kind(src, dst)
+        if wish == "widening" or (wish == "narrowing" and (src != spec.dtype or _asked(spec.name, catalog, options))):
+            continue
+        if wish == "refused":
+            yield f"{spec.name}: {src} in the trainer, {dst} in {_some(who)}: no such conversion; give the engine the checkpoint's dtype"
+        else:
+            yield (
+                f"{spec.name}: {src} in the checkpoint and in the trainer, {dst} in {_some(who)}: loses bits; "
+                "name it in narrow= if that is meant, or have the engine keep it wide"
+            )
+
+
+def cast_kind(src: str, dst: str) -> str:
+    """"equal" | "widening" (every value survives) | "narrowing" (rounds) | "refused"."""
+    if src == dst:
+        return "equal"
+    real = {"float16": 0, "bfloat16": 0, "float32": 1, "float64": 2}
+    if src in real and dst in real:
+        return "widening" if real[src] < real[dst] else "narrowing"
+    signed, unsigned = ("int8", "int16", "int32", "int64"), ("uint8", "uint16", "uint32", "uint64")
+    for family in (signed, unsigned):
+        if src in family and dst in family and ITEMSIZE[src] < ITEMSIZE[dst]:
+            return "widening"
+    return "refused"
+
+
+def _asked(name: str, catalog: Catalog, options: PlanOptions) -> bool:
+    """Whether `narrow` names a grouped tensor, by its own name or by all checkpoint names in it."""
+    if matches(name, options.narrow):
+        return True
+    return all(matches(member, options.narrow) for member in catalog.members(name))
+
+
+def _footprint(catalog: Catalog, taker: Class) -> tuple[list[str], ByteClasses]:
+    """Violations of one class of takers, and its counts."""
+    inv = taker.inventory
+    number = {r.name: i for i, r in enumerate(inv.roots)}
+    # One address space for all storages, with a gap between them: one sort then serves all.
+    size = np.array([r.nbytes for r in inv.roots], np.int64)
+    base = np.concatenate([[0], np.cumsum(size + 1)]).astype(np.int64)[: len(size)]
+
+    def spans(items: Sequence) -> iv.Bytes:
+        at = np.array([base[number[s.root]] for s in items], np.int64)
+        start, stop = (np.array([getattr(s, n) for s in items], np.int64) for n in ("start", "stop"))
+        return iv.Bytes(at + start, at + stop, np.arange(len(items), dtype=np.int64))
+
+    t = inv.table
+    fills = [iv.runs(*(np.array([v]) for v in (f.offset, f.extent, f.strides, ITEMSIZE[f.dtype]))) for f in inv.fills]
+    claims = (
+        iv.runs(base[t.root] + t.offset if len(t) else t.offset, t.extent, t.strides, ITEM[t.dtype]),
+        iv.Bytes.concat([iv.Bytes(b.start + base[number[f.root]], b.stop + base[number[f.root]], np.full(len(b), i)) for i, (f, b) in enumerate(zip(inv.fills, fills))]),
+        spans(inv.staged),
+        spans(inv.kept),
+    )
+    live = iv.union(*_columns(spans(inv.footprint)))
+    scratch_root = np.array([r.name.startswith(SCRATCH) for r in inv.roots], bool)
+    where = _Where(inv, base)
+
+    bad = []
+    every = iv.Bytes.concat(list(claims))
+    twice = iv.overlaps(every)
+    if len(twice):
+        for i, (a, b) in enumerate(zip(*iv.union(twice.start, twice.stop))):
+            who = [f"{_CLASS[c]} by {n}" for c, n in _claimants(catalog, inv, claims, where, a, b)] if i < NAMED else ["as above"]
+            bad.append(f"{where(a, b)}: claimed more than once in {taker.who}: {_some(who)}; one byte has one writer and one class")
+    covered = iv.union(*_columns(every))
+    for a, b in zip(*iv.difference(live, covered)):
+        bad.append(
+            f"{where(a, b)}: {b - a} bytes would stay stale in {taker.who}: no fragment, fill or recipe writes them; "
+            "trace the loader that writes them, or name them in keep= if they must not change"
+        )
+    counts = []
+    in_live = []
+    for c in claims:
+        u = iv.union(*_columns(c))
+        counts.append(iv.size(u))
+        in_live.append(iv.size(u) - iv.size(iv.difference(u, live)))
+    wrote = iv.union(*_columns(iv.Bytes.concat([claims[WRITTEN], claims[FILLED], claims[STAGED]])))
+    stray = iv.difference(wrote, live)
+    in_scratch = int((stray[1] - stray[0])[scratch_root[where.roots(stray[0])]].sum()) if len(stray[0]) else 0
+    named = sum(s.stop - s.start for s in inv.footprint)
+    return bad, ByteClasses(iv.size(live), *in_live, named - iv.size(live), in_scratch, iv.size(stray) - in_scratch)
+
+
+class _Where:
+    """Addresses of the one address space -> names for people."""
+
+    def __init__(self, inv: Inventory, base: np.ndarray):
+        self.inv, self.base = inv, base
+
+    def roots(self, at: np.ndarray) -> np.ndarray:
+        return np.searchsorted(self.base, at, "right") - 1
+
+    def __call__(self, start: int, stop: int) -> str:
+        r = int(self.roots(np.array([start]))[0])
+        return f"{self.inv.roots[r].name} bytes {int(start - self.base[r])}..{int(stop - self.base[r])}"
+
+
+def _claimants(catalog: Catalog, inv: Inventory, claims: Sequence[iv.Bytes], where: _Where, a: int, b: int) -> list[tuple[int, str]]:
+    """Who claims bytes a..b. Slow and exact: only errors come here."""
+    t, out = inv.table, []
+    for i in range(len(t)):
+        row = t.take(np.array([i]))
+        runs = iv.runs(where.base[row.root] + row.offset, row.extent, row.strides, ITEM[row.dtype])
+        hits = int(((runs.start < b) & (runs.stop > a)).sum())
+        name = catalog.tensors[row.tensor[0]].name
+        out += [(WRITTEN, f"{name} {box_text(row.origin[0], row.extent[0], len(catalog.tensors[row.tensor[0]].shape))}")] * min(hits, 2)
+    for c, label in ((FILLED, "fill"), (STAGED, "recipe"), (KEPT, "keep")):
+        for owner in claims[c].owner[(claims[c].start < b) & (claims[c].stop > a)].tolist():
+            out.append((c, inv.kept[owner].reason if c == KEPT else f"{label} {owner}"))
+    return out
+
+
+def _columns(b: iv.Bytes) -> tuple[np.ndarray, np.ndarray]:
+    return b.start, b.stop
+
+
+def _some(names: Sequence[str], most: int = 6) -> str:
+    distinct = list(names)
+    return ", ".join(distinct[:most]) + (f" and {len(distinct) - most} more" if len(distinct) > most else "")

@@ -1,0 +1,192 @@
+"""From pairs of strided regions to fragments: boxes of a canonical tensor with one storage stride per canonical dim.
+
+A region that is no box (heads interleaved in the storage, a flattened range that ends inside a row) becomes several boxes.
+Neighbours are merged again along any dim whose address arithmetic agrees. Integers only, no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import product
+
+from xfer.errors import LayoutError
+from xfer.mesh.box import row_major
+from xfer.trace.fragment import Fragment, Ints, TensorSpec
+from xfer.trace.view import Region, coalesce
+
+MAX_BOXES = 1 << 16
+"""A region that falls apart into more boxes than this is refused by name: a plan of single elements is no plan."""
+
+
+def boxes(spec: TensorSpec, canonical: Region, storage: Region, root: str, dtype: str) -> list[Fragment]:
+    """Fragments that together say: element i of `canonical` (elements of `spec`) lies at element i of `storage` (bytes).
+
+    The regions have one shape. LayoutError when the region leaves the tensor, or takes more than `MAX_BOXES` boxes.
+    """
+    if not canonical.size:
+        return []
+    out: list[Fragment] = []
+    todo = [(canonical, storage)]
+    while todo:
+        c, s = todo.pop()
+        found = _as_boxes(spec, c, s, root, dtype)
+        if found is not None:
+            out += found
+        else:
+            todo += _split(spec.shape, c, s)
+        if len(out) + len(todo) > MAX_BOXES:
+            raise LayoutError(f"{spec.name}{list(spec.shape)}: a region of {canonical.size} elements is not a few boxes")
+    return merge(out) if len(out) > 1 else out
+
+
+def _as_boxes(spec: TensorSpec, c: Region, s: Region, root: str, dtype: str) -> list[Fragment] | None:
+    """The boxes, when each dim of the region is whole digits of the tensor's dims; else None."""
+    shape, row = spec.shape, row_major(spec.shape)
+    digits: list[list[tuple[int, int, int]]] = [[] for _ in shape]  # per canonical dim: (count, step, storage stride)
+    outer: list[list[tuple[int, int, int]]] = []  # dims that are enumerated: (canonical dim, its shift, storage shift)
+    dims = list(zip(*coalesce(c.shape, c.strides, s.strides)))
+    for n, step, stride in dims:
+        if step == 0:  # one canonical element at several places
+            outer.append([(0, 0, i * stride) for i in range(n)])
+            continue
+        while n > 1:  # a run may go over several canonical dims, innermost first
+            k = next((k for k in range(len(shape)) if row[k] <= step and shape[k] > 1), None)
+            if k is None or step % row[k]:
+                return None
+            q = step // row[k]
+            room = n
+            if k > 0 and n * q > shape[k]:
+                room = shape[k] // q
+                if room < 2 or shape[k] % q or n % room:
+                    return None
+            digits[k].append((room, q, stride))
+            n, step, stride = n // room, step * room, stride * room
+    origin, rest = [], c.offset
+    for r, n in zip(row, shape):
+        q, rest = divmod(rest, r) if n > 1 else (0, rest)
+        origin.append(q)
+    if rest:
+        raise LayoutError(f"{spec.name}{list(shape)}: offset {c.offset} is not in the tensor")
+    extent, strides = [], []
+    for k, ds in enumerate(digits):
+        size, stride = 1, 0
+        for n, step, st in sorted(ds, key=lambda d: d[1]):
+            if step == size and (size == 1 or st == stride * size):
+                size, stride = size * n, st if size == 1 else stride
+            else:
+                outer.append([(k, i * step, i * st) for i in range(n)])
+        extent.append(size)
+        strides.append(stride)
+    reach = list(map(sum, zip(origin, extent)))
+    for choices in outer:
+        if choices:
+            reach[choices[-1][0]] += choices[-1][1]
+    if any(r > n for r, n in zip(reach, shape)):
+        return None  # runs over the edge of a dim: not a box from here
+    out = []
+    count = 1
+    for choices in outer:
+        count *= len(choices)
+    if count > MAX_BOXES:
+        raise LayoutError(f"{spec.name}{list(shape)}: a region of {c.size} elements is {count} boxes")
+    for choice in product(*outer):
+        o, at = list(origin), s.offset
+        for k, d, st in choice:
+            if o:
+                o[k] += d
+            at += st
+        out.append(Fragment(spec.name, tuple(o), tuple(extent), root, at, tuple(strides), dtype))
+    return out
+
+
+def _split(shape: Ints, c: Region, s: Region) -> list[tuple[Region, Region]]:
+    """Cut the region in two or more along one dim, at the edge of a row where there is one."""
+    row = row_major(shape)
+    dims = [d for d in zip(*coalesce(c.shape, c.strides, s.strides))]
+    if not dims:
+        raise LayoutError(f"a region outside of shape {list(shape)}")
+    for i, (n, step, _) in enumerate(dims):
+        for r, size in zip(row, shape):
+            width = r * size  # addresses of one row of the dim above
+            if size > 1 and step and r <= step < width and n * step > width - c.offset % width and width % step == 0:
+                head = -(-(width - c.offset % width) // step)
+                body = (n - head) // (width // step) * (width // step)
+                cuts = [x for x in (0, head if c.offset % width else 0, head + body if c.offset % width else
+                                    n // (width // step) * (width // step), n)]  # fmt: skip
+                bounds = sorted(set(cuts))
+                if len(bounds) > 2:
+                    return [_slice(dims, c, s, i, lo, hi) for lo, hi in zip(bounds, bounds[1:])]
+    i = min(range(len(dims)), key=lambda i: dims[i][0])
+    return [_slice(dims, c, s, i, k, k + 1) for k in range(dims[i][0])]
+
+
+def _slice(dims: Sequence[tuple[int, int, int]], c: Region, s: Region, i: int, lo: int, hi: int) -> tuple[Region, Region]:
+    shape, a, b = (tuple(x) for x in zip(*dims))
+    cut = (*shape[:i], hi - lo, *shape[i + 1 :])
+    return Region(c.offset + lo * a[i], cut, a), Region(s.offset + lo * b[i], cut, b)
+
+
+# ---- sets of fragments ------------------------------------------------------------------------------------------------------
+
+
+def merge(fragments: Iterable[Fragment]) -> list[Fragment]:
+    """Join neighbours along any one dim while tensor, root, dtype, the other dims and the address arithmetic agree.
+
+    The map from canonical element to byte stays exactly the same. Order of the result: by tensor and origin within one join,
+    otherwise unspecified but deterministic for a given input set.
+    """
+    rows = [(f.tensor, f.root, f.dtype, f.origin, f.extent, f.strides, f.offset) for f in fragments]
+    rows.sort()
+    count = -1
+    while count != len(rows):
+        count = len(rows)
+        for k in range(max((len(r[3]) for r in rows), default=0)):
+            rows = _merge_dim(rows, k)
+    return [Fragment(t, o, e, root, at, s, dt) for t, root, dt, o, e, s, at in rows]
+
+
+def _merge_dim(rows: list[tuple], k: int) -> list[tuple]:
+    groups: dict[tuple, list[tuple]] = {}
+    out = []
+    for r in rows:
+        t, root, dt, o, e, s, _ = r
+        if k >= len(o):
+            out.append(r)
+        else:
+            groups.setdefault((t, root, dt, o[:k], o[k + 1 :], e[:k], e[k + 1 :], s[:k], s[k + 1 :]), []).append(r)
+    for key, group in groups.items():
+        if len(group) == 1:
+            out += group
+            continue
+        t, root, dt, o0, o1, e0, e1, s0, s1 = key
+        group.sort(key=lambda r: (r[3][k], r[6]))
+        lo = size = step = at = None
+        for r in group:
+            o, e, s, offset = r[3][k], r[4][k], r[5][k], r[6]
+            if lo is not None and lo + size == o:
+                by = step if size > 1 else (offset - at if e == 1 else s)
+                if offset == at + by * size and (e == 1 or s == by):
+                    size, step = size + e, by
+                    continue
+            if lo is not None:
+                out.append((t, root, dt, (*o0, lo, *o1), (*e0, size, *e1), (*s0, step, *s1), at))
+            lo, size, step, at = o, e, s, offset
+        out.append((t, root, dt, (*o0, lo, *o1), (*e0, size, *e1), (*s0, step, *s1), at))
+    return out
+
+
+def relocate(fragments: Iterable[Fragment], places: Mapping[str, tuple[str, int]]) -> list[Fragment]:
+    """The same fragments, relative to storages instead of to parameters, neighbours merged anew.
+
+    `places`: parameter name -> (root name, byte offset of the parameter's first element in that root's storage).
+    LayoutError lists every root that has no place.
+    """
+    fragments = list(fragments)
+    lost = sorted({f.root for f in fragments} - set(places))
+    if lost:
+        raise LayoutError("parameters without a storage", (f"{n}: not in the model that is bound" for n in lost))
+    out = []
+    for f in fragments:
+        root, base = places[f.root]
+        out.append(Fragment(f.tensor, f.origin, f.extent, root, base + f.offset, f.strides, f.dtype))
+    return merge(out)

@@ -1,0 +1,159 @@
+"""The checkpoint as both sides name it, and the grouped view of it that plans are made of.
+
+Per-expert tensors are grouped into one canonical tensor with a leading expert dim, so that a thousand experts are one box.
+Grouping goes by the *structure* of names and never by words: names that differ only in their last integer component, below an
+earlier integer component (the layer), with one shape and dtype and indices exactly 0..E-1. It is lossless, so a group that
+is no expert is harmless. No torch here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import msgspec
+
+from xfer.errors import LayoutError, ProtocolError
+from xfer.trace.boxes import merge
+from xfer.trace.fragment import Fragment, TensorSpec
+
+MAX_BYTES = 64 << 20
+"""Largest encoded catalog that is decoded: fifty times that of a model with 45,000 tensors."""
+_INTEGER = re.compile(r"0|[1-9]\d*")
+
+
+@dataclass(frozen=True)
+class Catalog:
+    """`specs`: checkpoint tensors under their own names, sorted by name, each once. The rest follows from them."""
+
+    specs: tuple[TensorSpec, ...]
+
+    def __post_init__(self) -> None:
+        names = [s.name for s in self.specs]
+        if names != sorted(set(names)):
+            raise LayoutError("a catalog's names must be sorted and different", _repeated(names))
+
+    @staticmethod
+    def union(parts: Iterable[tuple[str, Iterable[TensorSpec]]]) -> Catalog:
+        """One catalog of what several ranks (`who`, specs) name. LayoutError lists every name on which two of them disagree."""
+        seen: dict[str, tuple[TensorSpec, str]] = {}
+        bad: dict[str, list[str]] = {}
+        for who, specs in parts:
+            for s in specs:
+                first, by = seen.setdefault(s.name, (s, who))
+                if first != s:
+                    said = bad.setdefault(s.name, [f"{by} has {first.dtype}{list(first.shape)}"])
+                    said.append(f"{who} has {s.dtype}{list(s.shape)}")
+        if bad:
+            lines = (f"{n}: {', '.join(said)}" for n, said in sorted(bad.items()))
+            raise LayoutError("ranks disagree on the checkpoint's tensors", lines)
+        return Catalog(tuple(s for _, (s, _) in sorted(seen.items())))
+
+    @cached_property
+    def _groups(self) -> dict[str, list[TensorSpec]]:
+        """Group name -> its members in index order; only real groups."""
+        found: dict[str, dict[int, TensorSpec]] = {}
+        for s in self.specs:
+            split = _split(s.name)
+            if split is not None:
+                found.setdefault(split[0], {})[split[1]] = s
+        taken = {s.name for s in self.specs}
+        return {
+            group: [members[i] for i in range(len(members))]
+            for group, members in found.items()
+            if len(members) >= 2
+            and max(members) == len(members) - 1
+            and len({(s.shape, s.dtype) for s in members.values()}) == 1
+            and group not in taken
+        }
+
+    @cached_property
+    def _place(self) -> dict[str, tuple[str, int | None]]:
+        out: dict[str, tuple[str, int | None]] = {s.name: (s.name, None) for s in self.specs}
+        for group, members in self._groups.items():
+            for i, s in enumerate(members):
+                out[s.name] = (group, i)
+        return out
+
+    @cached_property
+    def tensors(self) -> tuple[TensorSpec, ...]:
+        """Canonical tensors: groups with a leading expert dim, and everything that is in no group; sorted by name."""
+        alone = [s for s in self.specs if self._place[s.name][1] is None]
+        groups = [TensorSpec(g, (len(m), *m[0].shape), m[0].dtype) for g, m in self._groups.items()]
+        return tuple(sorted(alone + groups))
+
+    @cached_property
+    def index(self) -> dict[str, int]:
+        """Canonical name -> its position in `tensors`, the `tensor` column of a program."""
+        return {s.name: i for i, s in enumerate(self.tensors)}
+
+    def grouped(self, name: str) -> tuple[str, int | None]:
+        """(canonical name, index in its leading dim or None) of a checkpoint name. KeyError for a name that is not here."""
+        return self._place[name]
+
+    def members(self, canonical: str) -> tuple[str, ...]:
+        """Checkpoint names of a canonical tensor, in index order: the inverse of `grouped`."""
+        group = self._groups.get(canonical)
+        return tuple(s.name for s in group) if group is not None else (canonical,)
+
+    def lift(self, fragments: Iterable[Fragment]) -> tuple[Fragment, ...]:
+        """Fragments of checkpoint tensors as fragments of canonical ones, neighbours merged (experts of one storage).
+
+        LayoutError lists every fragment whose tensor is unknown or whose box leaves it.
+        """
+        shapes = {s.name: s.shape for s in self.specs}
+        bad: list[str] = []
+        out: list[Fragment] = []
+        for f in fragments:
+            shape = shapes.get(f.tensor)
+            if shape is None:
+                bad.append(f"{f.tensor}: not in the catalog")
+            elif len(shape) != len(f.origin) or any(o < 0 or o + e > n for o, e, n in zip(f.origin, f.extent, shape)):
+                bad.append(f"{f.tensor}: box {list(f.origin)}+{list(f.extent)} is not in shape {list(shape)}")
+            else:
+                group, i = self._place[f.tensor]
+                if i is not None:
+                    f = Fragment(group, (i, *f.origin), (1, *f.extent), f.root, f.offset, (0, *f.strides), f.dtype)
+                out.append(f)
+        if bad:
+            raise LayoutError("fragments do not fit the catalog", sorted(set(bad)))
+        return tuple(sorted(merge(out), key=lambda f: (f.tensor, f.origin, f.root, f.offset)))
+
+    def digest(self) -> str:
+        """The same for the same checkpoint tensors, on every rank and every run."""
+        return hashlib.blake2b(self.to_bytes(), digest_size=16).hexdigest()
+
+    def to_bytes(self) -> bytes:
+        return msgspec.msgpack.encode([(s.name, s.shape, s.dtype) for s in self.specs])
+
+    @staticmethod
+    def from_bytes(data: bytes) -> Catalog:
+        """ProtocolError for anything that `to_bytes` does not write."""
+        if len(data) > MAX_BYTES:
+            raise ProtocolError(f"a catalog of {len(data)} bytes; at most {MAX_BYTES} are read")
+        try:
+            rows = msgspec.msgpack.decode(data, type=list[tuple[str, tuple[int, ...], str]])
+            specs = tuple(TensorSpec(*r) for r in rows)
+            if any(n < 0 for s in specs for n in s.shape):
+                raise ValueError("a negative size")
+            return Catalog(specs)
+        except (msgspec.MsgspecError, LayoutError, ValueError) as e:
+            raise ProtocolError(f"not a catalog: {e}") from e
+
+
+def _split(name: str) -> tuple[str, int] | None:
+    """(name with its last integer component replaced by `*`, that integer), if an earlier component is an integer too."""
+    parts = name.split(".")
+    at = [i for i, p in enumerate(parts) if _INTEGER.fullmatch(p)]
+    if len(at) < 2:
+        return None
+    number = int(parts[at[-1]])
+    parts[at[-1]] = "*"
+    return ".".join(parts), number
+
+
+def _repeated(names: Sequence[str]) -> list[str]:
+    return [f"{b}: after {a}" for a, b in zip(names, names[1:]) if a >= b]
