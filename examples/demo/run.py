@@ -74,19 +74,16 @@ class Show:
         self.began = time.monotonic()
 
     def table(self) -> Table:
-        t = Table(title=f"Megatron-Core tp2 pp2 ep2 -> vLLM tp2 · {time.monotonic() - self.began:.0f} s · {self.note}", title_justify="left")
-        for name, justify in (("step", "right"), ("loss", "right"), ("version", "right"), ("moved", "right"), ("a broadcast moves", "right"),
-                              ("transfer", "right"), ("pack/wire/unpack ms", "right"), ("outage", "right"), ("verified", "center"),
-                              ("engine continues 5 6 7 8", "left")):
-            t.add_column(name, justify=justify)
+        t = Table(title=f"Megatron-Core tp2 pp2 ep2 -> vLLM tp2 · {time.monotonic() - self.began:.0f} s · {self.note}", title_justify="left", pad_edge=False)
+        for name, justify in (("step", "right"), ("loss", "right"), ("serves", "right"), ("MB moved / broadcast", "right"), ("transfer", "right"),
+                              ("outage", "right"), ("verified", "center"), ("5 6 7 8 continues", "left")):
+            t.add_column(name, justify=justify, no_wrap=name != "MB moved / broadcast")
         for r in self.rows.values():
             s = r.get("scalars", {})
-            ms = lambda k: f"{1000 * s.get(k, 0):.1f}"  # noqa: E731
-            t.add_row(
-                str(r.get("step", "")), f"{r['loss']:.3f}" if "loss" in r else "", r["version"] or "none", f"{r.get('bytes', 0) / 1e6:.2f} MB",
-                f"{r.get('broadcast', 0) / 1e6:.2f} MB", f"{ms('transfer_s')} ms", f"{ms('pack_s')} / {ms('wire_s')} / {ms('unpack_s')}",
-                f"{ms('outage_s')} ms", "yes" if r.get("verified") else "no", " ".join(map(str, r.get("tokens", []))),
-            )  # fmt: skip
+            moved = f"{r['bytes'] / 1e6:.2f} / {r['broadcast'] / 1e6:.2f}" if "bytes" in r else ""
+            ms = {k: f"{1000 * s[k]:.0f} ms" if k in s else "" for k in ("transfer_s", "outage_s")}
+            t.add_row(str(r.get("step", "")), f"{r['loss']:.2f}" if "loss" in r else "", r["version"] or "random", moved, ms["transfer_s"],
+                      ms["outage_s"], "yes" if r.get("verified") else "", " ".join(map(str, r.get("tokens", [])[:6])))
         return t
 
 
@@ -169,6 +166,10 @@ def main() -> int:
     wrong = sorted(k for k in live["checksums"].keys() | fresh["checksums"].keys() if live["checksums"].get(k) != fresh["checksums"].get(k))
     verified = all(r.get("verified") for r in show.rows.values() if "step" in r)
     same = live["outputs"] == fresh["outputs"]
+    phases = ("drain_s", "arm_s", "pause_s", "pack_s", "wire_s", "unpack_s", "verify_s", "finish_s", "reset caches_s", "resume_s")
+    refits = [r["scalars"] for r in show.rows.values() if "scalars" in r]
+    middle = {p: 1000 * sorted(r.get(p, 0.0) for r in refits)[len(refits) // 2] for p in phases}
+    console.print("milliseconds by phase, median of all refits: " + ", ".join(f"{p[:-2]} {t:.1f}" for p, t in middle.items()))
     console.print(f"{args.steps} refits, every one verified: {'yes' if verified else 'NO'}")
     console.print(f"live engine against a fresh vLLM of the exported checkpoint: {len(live['checksums']) - len(wrong)} of {len(fresh['checksums'])} "
                   f"parameter digests equal, tokens and logprobs {'equal' if same else 'DIFFERENT'}")

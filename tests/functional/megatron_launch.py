@@ -1,4 +1,5 @@
-"""Starts a script on every rank of a local gloo world and waits for it, with a deadline. No test framework, no Megatron."""
+"""Starts a script on every rank of a local gloo world and waits for it, with a deadline. No test framework, no
+Megatron."""
 
 from __future__ import annotations
 

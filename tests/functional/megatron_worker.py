@@ -1,7 +1,9 @@
-"""One rank of a Megatron trainer under test: `python megatron_worker.py GROUP FOLDER`, started on every rank by megatron_launch.py.
+"""One rank of a Megatron trainer under test: `python megatron_worker.py GROUP FOLDER`, started on every rank by
+megatron_launch.py.
 
-Imports cost far more than a toy case, so one launch runs a whole group of layouts, each in process groups of its own, and rank 0
-writes what was seen to FOLDER/<case>.json. The assertions are in the test files; here is only what they need to know.
+Imports cost far more than a toy case, so one launch runs a whole group of layouts, each in process groups of its own,
+and rank 0 writes what was seen to FOLDER/<case>.json. The assertions are in the test files; here is only what they need
+to know.
 """
 
 from __future__ import annotations
@@ -55,7 +57,14 @@ DRAIN = [
 ]
 
 
-# -- reading a layout back ----------------------------------------------------------------------------------------------
+PROBE = [
+    ("qwen3-tp2-pp2", "qwen3", dict(tp=2, pp=2)),
+    ("qwen3_moe-tp2-pp2-ep2-etp1", "qwen3_moe", dict(tp=2, pp=2, ep=2, etp=1)),
+    ("deepseek_v3-tp2-ep2", "deepseek_v3", dict(tp=2, ep=2, etp=1)),
+]
+
+
+# -- reading a layout back ---------------------------------------------------------------------------------------------
 
 
 def region(layout: Layout, f) -> torch.Tensor:
@@ -71,8 +80,8 @@ def held(layout: Layout) -> list[tuple[str, tuple, torch.Tensor]]:
 
 
 def compare(pieces: list, want: dict[str, torch.Tensor]) -> Json | None:
-    """On rank 0: all ranks' pieces against the full tensors. `wrong`: pieces whose bits differ; `missing`: tensors with an
-    element that nobody holds; `unknown`: tensors that the export does not have."""
+    """On rank 0: all ranks' pieces against the full tensors. `wrong`: pieces whose bits differ; `missing`: tensors with
+    an element that nobody holds; `unknown`: tensors that the export does not have."""
     everyone = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object(pieces, everyone, dst=0)
     if everyone is None:
@@ -122,11 +131,12 @@ def truth(trainer: Trainer) -> dict[str, torch.Tensor]:
     return {n: t[:rows] if n in vocab else t for n, t in trainer.exported().items()}
 
 
-# -- groups -------------------------------------------------------------------------------------------------------------
+# -- groups ------------------------------------------------------------------------------------------------------------
 
 
 def values(folder: Path, family: str, override: Json, keywords: Json) -> Json | None:
-    """Fragments read from live storages against Bridge's export: before training, and after two steps with the same layout."""
+    """Fragments read from live storages against Bridge's export: before training, and after two steps with the same
+    layout."""
     checkpoint(folder, family, override)
     with Trainer(folder, **keywords) as trainer:
         source = MegatronTrainer(trainer.chunks, trainer.bridge)
@@ -191,8 +201,72 @@ def drains(folder: Path, family: str, keywords: Json) -> Json | None:
     return dict(undisturbed=undisturbed, losses=losses, without=without, drained=with_drain, at_end=at_end)
 
 
+def painted(layout: Layout) -> dict[str, torch.Tensor]:
+    """Per checkpoint tensor int64 [shape]: which byte of which root each element begins at, -1 where another rank holds
+    it. Two layouts that say the same in other boxes paint the same."""
+    number = {root.name: i for i, root in enumerate(layout.roots)}
+    out = {s.name: torch.full(s.shape, -1, dtype=torch.int64) for s in layout.traced.specs}
+    for f in layout.traced.fragments:
+        at = torch.full(f.extent, (number[f.root] << 40) + f.offset, dtype=torch.int64)
+        for d, (n, stride) in enumerate(zip(f.extent, f.strides)):
+            at += (torch.arange(n) * stride).view([n if k == d else 1 for k in range(len(f.extent))])
+        out[f.tensor][tuple(slice(o, o + e) for o, e in zip(f.origin, f.extent))] = at
+    return out
+
+
+def probes(folder: Path, family: str, keywords: Json) -> Json | None:
+    """Symbolic trace against numbers sent through Bridge's real collectives; then a conversion that cannot be
+    traced."""
+    from megatron.bridge.models.conversion import param_mapping
+
+    checkpoint(folder, family, {})
+    with Trainer(folder, **keywords) as trainer:
+        plain = MegatronTrainer(trainer.chunks, trainer.bridge)
+        traced = plain.read()
+        every = MegatronTrainer(trainer.chunks, trainer.bridge, probe="all").read()
+        same = paints_equal(traced, every)
+
+        original = param_mapping.RowParallelMapping.megatron_to_hf
+
+        def through_numpy(self, weights, module):
+            """Real values are needed here: nothing that a trace could follow."""
+            if weights is not None:
+                weights = torch.from_numpy(weights.detach().float().numpy().copy()).to(weights.dtype)
+            return original(self, weights, module)
+
+        param_mapping.RowParallelMapping.megatron_to_hf = through_numpy
+        try:
+            refused = ""
+            try:
+                plain.read()
+            except XferError as e:
+                refused = str(e)
+            fallback = paints_equal(traced, MegatronTrainer(trainer.chunks, trainer.bridge, probe=True).read())
+
+            def doubled(self, weights, module):
+                out = through_numpy(self, weights, module)
+                return {k: v * 2 for k, v in out.items()}
+
+            param_mapping.RowParallelMapping.megatron_to_hf = doubled
+            computed = ""
+            try:
+                MegatronTrainer(trainer.chunks, trainer.bridge, probe=True).read()
+            except XferError as e:
+                computed = str(e)
+        finally:
+            param_mapping.RowParallelMapping.megatron_to_hf = original
+        seen = gathered((same, fallback, refused, computed))
+    return dict(same=[s[0] for s in seen], fallback=[s[1] for s in seen], refused=refused, computed=computed)
+
+
+def paints_equal(a: Layout, b: Layout) -> bool:
+    x, y = painted(a), painted(b)
+    return x.keys() == y.keys() and all(torch.equal(x[n], y[n]) for n in x) and a.traced.specs == b.traced.specs
+
+
 def learns(folder: Path) -> Json | None:
-    """The combination that was not tried before: bf16, fp32 masters, distributed Adam, both overlaps, tp2 pp2 ep2 etp1."""
+    """The combination that was not tried before: bf16, fp32 masters, distributed Adam, both overlaps, tp2 pp2 ep2
+    etp1."""
     checkpoint(folder, "qwen3_moe", {})
     with Trainer(folder, tp=2, pp=2, ep=2, etp=1) as trainer:
         dtypes = sorted({str(p.dtype) for c in trainer.chunks for p in c.parameters()})
@@ -202,7 +276,7 @@ def learns(folder: Path) -> Json | None:
     return dict(losses=losses, dtypes=dtypes, overlapped=overlapped)
 
 
-# -- harness ------------------------------------------------------------------------------------------------------------
+# -- harness -----------------------------------------------------------------------------------------------------------
 
 
 def checkpoint(folder: Path, family: str, override: Json) -> None:
@@ -234,6 +308,7 @@ def run(name: str, folder: Path, case: Callable[[Path], Json | None]) -> None:
 
 def main() -> None:
     group, folder = sys.argv[1], Path(sys.argv[2])
+    megatron_cpu.import_bridge()
     megatron_cpu.init_world()
     if group == "values":
         for name, family, override, keywords in VALUES:
@@ -242,6 +317,9 @@ def main() -> None:
         for name, family, keywords in DRAIN:
             run(name, folder, lambda f, a=(family, keywords): drains(f, *a))
         run("learns", folder, learns)
+    elif group == "probes":
+        for name, family, keywords in PROBE:
+            run(name, folder, lambda f, a=(family, keywords): probes(f, *a))
     dist.barrier()
     dist.destroy_process_group()
 

@@ -1,4 +1,5 @@
-"""The order between Megatron's optimizer and a refit: parameters in flight are finished, and training does not notice."""
+"""The order between Megatron's optimizer and a refit: parameters in flight are finished, and training does not
+notice."""
 
 from __future__ import annotations
 
@@ -6,7 +7,8 @@ import json
 from math import log
 
 import pytest
-from megatron_launch import launch
+
+from tests.functional.megatron_launch import launch
 
 pytestmark = pytest.mark.trainer
 

@@ -1,7 +1,8 @@
-"""What MegatronTrainer says of live storages is what Megatron-Bridge exports from them, bit for bit, whatever the layout.
+"""What MegatronTrainer says of live storages is what Megatron-Bridge exports from them, bit for bit, whatever the
+layout.
 
-One launch of four gloo ranks trains every layout with real Megatron-Core models, optimizers and schedules (megatron_worker.py);
-the tests below read what it saw.
+One launch of four gloo ranks trains every layout with real Megatron-Core models, optimizers and schedules
+(megatron_worker.py); the tests below read what it saw.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from __future__ import annotations
 import json
 
 import pytest
-from megatron_launch import launch
+
+from tests.functional.megatron_launch import launch
 
 pytestmark = pytest.mark.trainer
 

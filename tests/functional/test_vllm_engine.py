@@ -98,7 +98,7 @@ def test_layout_lock_and_calls(engine):
 
 
 def the_plugin_is_in_every_worker(llm):
-    assert rpc(llm, "xfer_worker_rank") == [(0, "XferWeightTransferEngine"), (1, "XferWeightTransferEngine")]
+    assert rpc(llm, "xfer_worker_rank") == [[0, "XferWeightTransferEngine"], [1, "XferWeightTransferEngine"]]
     for total, empty in rpc(llm, "xfer_live_bytes"):
         assert empty == [] and total > 0
 

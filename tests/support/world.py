@@ -6,6 +6,7 @@ channels, planner, transport and checksums are the real ones. Trainers and worke
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 from dataclasses import dataclass, field
@@ -199,7 +200,17 @@ class ToyEngine:
         for t in threads:
             t.join()
 
-    def workers(self, timeout):
+    @property
+    def engine(self):
+        return self
+
+    def hold(self):
+        return contextlib.nullcontext()
+
+    def stay_paused(self, timeout=0.0):
+        pass
+
+    def workers(self, timeout=0.0):
         return len(self.takers)
 
     def init(self, info, timeout):
@@ -221,7 +232,7 @@ class ToyEngine:
 
     def update(self, info, timeout):
         self._did("update")
-        self._all(lambda i: self.sessions[i].receive(info["update"]))
+        self._all(lambda i: self.sessions[i].receive(info["attempt"], info["deadline_s"]))
 
     def finish(self, version, timeout):
         self._did("finish")
@@ -292,11 +303,11 @@ class World:
             t.join(self.deadline_s * 6)
         return [out.get(i, TimeoutError(f"trainer {i} hangs")) for i in ranks]
 
-    def refit(self, version: int | None = None, ranks=None, set_weights=True, **kw) -> list:
+    def refit(self, weights: int | None = None, ranks=None, **kw) -> list:
         options = dict(version=None, verify=True, wait="commit", min_replicas=None, deadline_s=None) | kw
-        if version is not None and set_weights:
+        if weights is not None:
             for s in self.sources:
-                s.set(version)
+                s.set(weights)
 
         return self.on_all(lambda i: self.sessions[i].refit(**options), ranks)
 

@@ -1,6 +1,7 @@
 """Layouts of engine models, read with torch alone: small modules stand in for vLLM's, built twice, on meta and for real."""
 
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,10 +10,12 @@ from hypothesis import strategies as st
 from torch import nn
 
 from xfer.engines import live as lv
+from xfer.engines import vllm_cpu
 from xfer.engines.layout import read_layout, run_recipes
 from xfer.engines.live import Storages
 from xfer.engines.lock import candidates, choose
-from xfer.errors import LayoutError, RebindError, XferError
+from xfer.engines.vllm_layout import refuse_processed
+from xfer.errors import LayoutError, RebindError, Unsupported, XferError
 from xfer.plan.inventory import SCRATCH
 from xfer.trace.fragment import TensorSpec
 from xfer.trace.loader import trace_loader
@@ -194,6 +197,26 @@ def test_loader_arithmetic_runs_from_scratch():
     assert torch.equal(net.decay, -torch.exp(torch.tensor([0.0, 1.0, 2.0, 3.0])))
 
 
+def test_processed_weights_are_refused_by_module(monkeypatch):
+    """Some post-load processing keeps shapes, so methods are allowed by name and nothing else is."""
+    method = {n: type(n, (), {}) for n in ("UnquantizedLinearMethod", "UnquantizedFusedMoEMethod", "Fp8LinearMethod")}
+    net = nn.ModuleDict({n: nn.Module() for n in ("plain", "fp8", "triton", "swapped", "packed")})
+    net["plain"].quant_method = method["UnquantizedLinearMethod"]()
+    net["fp8"].quant_method = method["Fp8LinearMethod"]()
+    for name, backend in (("triton", "TRITON"), ("swapped", "FLASHINFER_CUTLASS"), ("packed", "CPU")):
+        net[name].quant_method = method["UnquantizedFusedMoEMethod"]()
+        net[name].quant_method.unquantized_backend = SimpleNamespace(name=backend)
+    monkeypatch.setattr(vllm_cpu, "_installed", False)
+    with pytest.raises(Unsupported) as error:
+        refuse_processed(net)
+    assert [v.split(":")[0] for v in error.value.violations] == ["fp8", "swapped", "packed"]
+    assert "XFER_CPU_RESIDENT=1" in error.value.violations[2]
+    monkeypatch.setattr(vllm_cpu, "_installed", True)
+    with pytest.raises(Unsupported) as error:
+        refuse_processed(net)
+    assert [v.split(":")[0] for v in error.value.violations] == ["fp8", "swapped"]
+
+
 # ---- identity
 
 
@@ -222,7 +245,7 @@ def test_a_storage_that_moves_is_rebound_and_a_layout_that_changes_is_not():
 # ---- the lock
 
 
-def locked(net, twin, agree=lambda x: x):
+def locked(net, twin, agree=lambda verdict, about: verdict):
     layout, live = read(net, twin), Storages(net)
     tokens = torch.arange(5)
     return layout, choose(layout, live, lambda: net(tokens), agree)
@@ -266,8 +289,8 @@ def test_choosing_restores_every_candidate_and_stops_where_all_ranks_agree():
     net, twin = built()
     before = [p.detach().clone() for p in net.parameters()]
     asked = []
-    assert locked(net, twin, lambda x: asked.append(x) or (len(asked) == 1 and x))[1] is None
-    assert asked == [True, False, True]
+    assert locked(net, twin, lambda said, about: asked.append((about, said)) or (len(asked) == 1 and said))[1] is None
+    assert asked == [("inner_norm norm", True), ("inner_norm", False), ("norm", True)]
     assert all(torch.equal(a, b) for a, b in zip(before, net.parameters()))
     net.embed.data.fill_(float("nan"))
     with pytest.raises(XferError, match="answers NaN"):

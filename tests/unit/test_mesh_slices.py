@@ -169,6 +169,21 @@ def test_several_axes_cut_the_segments_of_one_dim(gate, up, dp, tp_size, fsdp_fl
         np.testing.assert_array_equal(got, want)
 
 
+@settings(max_examples=EXAMPLES // 4, deadline=None)
+@given(st.lists(st.integers(1, 3), min_size=1, max_size=3), st.integers(1, 9), st.integers(1, 3), st.integers(1, 3))
+def test_several_axes_share_out_whole_groups(widths, groups, a, b):
+    segs = tuple(w * groups for w in widths)
+    mesh, placement = MeshInfo.grid(a=a, b=b), Interleaved(0, segs, groups)
+    full = np.arange(sum(segs))
+    parts = [s.reshape(groups, -1) for s in segments(full, segs, 0)]
+    whole = np.concatenate(parts, 1)  # one row per group
+    for rank in mesh.ranks.ravel():
+        i, j = mesh.coordinate(rank)
+        want = chunks(chunks(whole, a, 0)[i], b, 0)[j].reshape(-1)
+        got = read(full, want.shape, local_boxes(full.shape, mesh, (placement, placement), rank))
+        np.testing.assert_array_equal(got, want)
+
+
 def test_the_oracle_notices_a_wrong_cut():
     """The comparison above can fail: an even split instead of torch.chunk's is not accepted."""
     full = np.arange(10)

@@ -1,4 +1,6 @@
-"""Programs do what the fragments say: every byte right, every byte once, the same plan on every rank, within the bounds."""
+"""Programs do what the fragments say: every byte right, every byte once, the same plan on every rank, within the
+bounds.
+"""
 
 from __future__ import annotations
 
@@ -11,17 +13,17 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from plan_worlds import World, execute, worlds
 
+from tests.support.plan_worlds import Side, World, execute, worlds
 from xfer.errors import LayoutError, Unsupported
-from xfer.plan.inventory import Inventory, engine_inventory, trainer_inventory
+from xfer.plan.inventory import FragmentTable, Inventory, Kept, engine_inventory, trainer_inventory
 from xfer.plan.planner import PlanOptions, SubPlan, plan_key, plan_replica
-from xfer.plan.program import ITEMSIZE, DTYPES, ROW, Op, row_wire_bytes
+from xfer.plan.program import DTYPES, ITEMSIZE, ROW, Op, row_wire_bytes
 from xfer.trace.catalog import Catalog
 from xfer.trace.fragment import Fill, Fragment, Root, Span, TensorSpec
 
 EXAMPLES = max(1, int(os.environ.get("XFER_EXAMPLES", "200")))
-quick = settings(max_examples=EXAMPLES // 4 + 1, deadline=None, suppress_health_check=list(HealthCheck))
+quick = settings(max_examples=EXAMPLES // 8 + 1, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 def planned(world: World) -> SubPlan:
@@ -29,7 +31,7 @@ def planned(world: World) -> SubPlan:
 
 
 @given(worlds())
-@settings(quick, max_examples=EXAMPLES)
+@settings(quick, max_examples=EXAMPLES // 2 + 1)
 def test_every_destination_byte_is_right_and_written_once(world):
     plan = planned(world)
     out, count = execute(plan, world)
@@ -52,10 +54,13 @@ def test_the_oracle_sees_a_wrong_row():
     def fragment(root):
         return Fragment("t", (0,), (4,), root, 0, (1,), "int8")
 
-    from plan_worlds import Side
-
-    trainer, worker = Side({"a": np.arange(4, dtype=np.uint8)}, [fragment("a")]), Side({"b": np.zeros(4, np.uint8)}, [fragment("b")], footprint=[Span("b", 0, 4)])
-    world = World(catalog, {"t": np.arange(4, dtype=np.uint8).reshape(4, 1)}, {"t": "int8"}, [trainer], [worker], PlanOptions())
+    trainer, worker = (
+        Side({"a": np.arange(4, dtype=np.uint8)}, [fragment("a")]),
+        Side({"b": np.zeros(4, np.uint8)}, [fragment("b")], footprint=[Span("b", 0, 4)]),
+    )
+    world = World(
+        catalog, {"t": np.arange(4, dtype=np.uint8).reshape(4, 1)}, {"t": "int8"}, [trainer], [worker], PlanOptions()
+    )
     plan = planned(world)
     assert np.array_equal(execute(plan, world)[0][0]["b"], [0, 1, 2, 3])
 
@@ -81,6 +86,8 @@ def test_waves_and_messages_stay_within_the_bounds(world):
         order = program.rows[["wave", "src", "dst", "wire"]]
         assert np.array_equal(np.sort(order, order=["wave", "src", "dst", "wire"]), order)
         assert (program.rows["wave"] < max(plan.waves, 1)).all() and not program.rows["reserved"].any()
+        for strides in (program.rows["src_strides"], program.rows["dst_strides"]):
+            assert not strides[program.rows["extent"] == 1].any()  # one way to write a row down
         for m in program.sends():
             assert m.nbytes <= options.bucket_bytes and m.nbytes == row_wire_bytes(m.rows).sum()
             for key in (("out", m.src, m.wave), ("in", m.dst, m.wave)):
@@ -133,7 +140,9 @@ def test_a_plan_survives_bytes_and_so_do_inventories(world):
     for inv in (*world.sources(), *world.takers()):
         back = Inventory.from_bytes(inv.to_bytes())
         assert back.digest() == inv.digest() and (back.rank, back.host) == (inv.rank, inv.host)
-        assert list(back.table.fragments(world.catalog, back.roots)) == list(inv.table.fragments(world.catalog, inv.roots))
+        assert list(back.table.fragments(world.catalog, back.roots)) == list(
+            inv.table.fragments(world.catalog, inv.roots)
+        )
         assert (back.fills, back.footprint, back.kept, back.reads) == (inv.fills, inv.footprint, inv.kept, inv.reads)
 
 
@@ -165,17 +174,24 @@ CATALOG = Catalog((TensorSpec("a", (8, 16), "bfloat16"), TensorSpec("b", (16,), 
 
 
 def trainer(rank=0, host="", *, nbytes=256, offset=0, strides=(32, 2), root="w", rows=8) -> Inventory:
-    fragments = [Fragment("a", (0, 0), (rows, 16), root, offset, strides, "bfloat16"), Fragment("b", (0,), (16,), "n", 0, (4,), "float32")]
-    return trainer_inventory(CATALOG, rank=rank, host=host, roots=[Root(root, nbytes), Root("n", 64)], fragments=fragments)
+    fragments = [
+        Fragment("a", (0, 0), (rows, 16), root, offset, strides, "bfloat16"),
+        Fragment("b", (0,), (16,), "n", 0, (4,), "float32"),
+    ]
+    return trainer_inventory(
+        CATALOG, rank=rank, host=host, roots=[Root(root, nbytes), Root("n", 64)], fragments=fragments
+    )
 
 
 def worker(rank=0, host="", *, bits=b"\0\0", keep="", reads=("a", "b"), pad=16) -> Inventory:
-    fragments = [Fragment("a", (0, 0), (8, 16), "w", 0, (32, 2), "bfloat16"), Fragment("b", (0,), (16,), "n", 0, (4,), "float32")]
-    from xfer.plan.inventory import Kept
-
+    fragments = [
+        Fragment("a", (0, 0), (8, 16), "w", 0, (32, 2), "bfloat16"),
+        Fragment("b", (0,), (16,), "n", 0, (4,), "float32"),
+    ]
     return engine_inventory(
         CATALOG, rank=rank, host=host, roots=[Root("w", 256 + 2 * pad), Root("n", 68)], fragments=fragments,
-        fills=[Fill("w", 256, (pad,), (2,), "bfloat16", bits)], footprint=[Span("w", 0, 256 + 2 * pad), Span("n", 0, 68)],
+        fills=[Fill("w", 256, (pad,), (2,), "bfloat16", bits)],
+        footprint=[Span("w", 0, 256 + 2 * pad), Span("n", 0, 68)],
         kept=[Kept("n", 64, 68, keep or "scale")], reads=reads,
     )  # fmt: skip
 
@@ -212,7 +228,10 @@ def test_what_is_no_input_does_not_change_the_digest():
     same = plan_replica(CATALOG, [trainer(host="x"), trainer(1, host="y")], [worker(host="z", reads=("b", "a", "a"))])
     names = plan_replica(CATALOG, [trainer(), trainer(1)], [worker()], PlanOptions(drop=("q", "p", "p")))
     order = plan_replica(CATALOG, [trainer(), trainer(1)], [worker()], PlanOptions(drop=("p", "q")))
-    hosts = [plan_replica(CATALOG, [trainer(), trainer(1)], [worker()], PlanOptions(hosts=h)).digest for h in (("x", "y", "y"), (7, 3, 3))]
+    hosts = [
+        plan_replica(CATALOG, [trainer(), trainer(1)], [worker()], PlanOptions(hosts=h)).digest
+        for h in (("x", "y", "y"), (7, 3, 3))
+    ]
     assert base.digest == same.digest and names.digest == order.digest and hosts[0] == hosts[1]
 
 
@@ -224,9 +243,19 @@ def test_equal_ranks_have_equal_digests():
 def test_senders_share_a_tensor_that_all_of_them_hold():
     catalog = Catalog((TensorSpec("big", (64, 1024), "bfloat16"),))
     fragment = Fragment("big", (0, 0), (64, 1024), "w", 0, (2048, 2), "bfloat16")
-    sources = [trainer_inventory(catalog, rank=r, host="", roots=[Root("w", 1 << 17)], fragments=[fragment]) for r in range(4)]
+    sources = [
+        trainer_inventory(catalog, rank=r, host="", roots=[Root("w", 1 << 17)], fragments=[fragment]) for r in range(4)
+    ]
     takers = [
-        engine_inventory(catalog, rank=r, host="", roots=[Root("w", 1 << 17)], fragments=[fragment], footprint=[Span("w", 0, 1 << 17)]) for r in range(3)
+        engine_inventory(
+            catalog,
+            rank=r,
+            host="",
+            roots=[Root("w", 1 << 17)],
+            fragments=[fragment],
+            footprint=[Span("w", 0, 1 << 17)],
+        )
+        for r in range(3)
     ]
     s = plan_replica(catalog, sources, takers).summary
     assert s.imbalance <= 1.01 and s.nbytes == 3 << 17 and s.broadcast_bytes == 3 << 17
@@ -238,7 +267,13 @@ def test_senders_share_a_tensor_that_all_of_them_hold():
 
 def test_inputs_that_do_not_belong_together_are_refused_by_name():
     other = Catalog((TensorSpec("a", (8, 16), "bfloat16"),))
-    stranger = trainer_inventory(other, rank=1, host="", roots=[Root("w", 256)], fragments=[Fragment("a", (0, 0), (8, 16), "w", 0, (32, 2), "bfloat16")])
+    stranger = trainer_inventory(
+        other,
+        rank=1,
+        host="",
+        roots=[Root("w", 256)],
+        fragments=[Fragment("a", (0, 0), (8, 16), "w", 0, (32, 2), "bfloat16")],
+    )
     with pytest.raises(LayoutError, match="trainer 1.*catalog") as e:
         plan_replica(CATALOG, [trainer(), stranger], [worker(1)])
     assert len(e.value.violations) == 2  # the worker's rank as well
@@ -246,7 +281,13 @@ def test_inputs_that_do_not_belong_together_are_refused_by_name():
         plan_replica(CATALOG, [trainer(), trainer(1)], [worker()], PlanOptions(hosts=("a", "b")))
     with pytest.raises(LayoutError, match="no engine inventory"):
         plan_replica(CATALOG, [trainer()], [])
-    wide = trainer_inventory(CATALOG, rank=1, host="", roots=[Root("w", 512)], fragments=[Fragment("a", (0, 0), (8, 16), "w", 0, (64, 4), "float32")])
+    wide = trainer_inventory(
+        CATALOG,
+        rank=1,
+        host="",
+        roots=[Root("w", 512)],
+        fragments=[Fragment("a", (0, 0), (8, 16), "w", 0, (64, 4), "float32")],
+    )
     with pytest.raises(LayoutError, match="a: bfloat16 in trainer 0, float32 in trainer 1"):
         plan_replica(CATALOG, [trainer(), wide], [worker()])
 
@@ -254,26 +295,58 @@ def test_inputs_that_do_not_belong_together_are_refused_by_name():
 def test_too_many_dims_are_refused_by_name():
     catalog = Catalog((TensorSpec("deep", (1,) * 7, "int8"), TensorSpec("flat", (1,), "int8")))
     with pytest.raises(Unsupported, match="deep: 7 dims"):
-        trainer_inventory(catalog, rank=0, host="", roots=[Root("w", 8)], fragments=[Fragment("deep", (0,) * 7, (1,) * 7, "w", 0, (0,) * 7, "int8")])
+        trainer_inventory(
+            catalog,
+            rank=0,
+            host="",
+            roots=[Root("w", 8)],
+            fragments=[Fragment("deep", (0,) * 7, (1,) * 7, "w", 0, (0,) * 7, "int8")],
+        )
     flat = Fragment("flat", (0,), (1,), "w", 0, (0,), "int8")
     source = trainer_inventory(catalog, rank=0, host="", roots=[Root("w", 8)], fragments=[flat])
-    taker = engine_inventory(catalog, rank=0, host="", roots=[Root("w", 1)], fragments=[flat], footprint=[Span("w", 0, 1)])
+    taker = engine_inventory(
+        catalog, rank=0, host="", roots=[Root("w", 1)], fragments=[flat], footprint=[Span("w", 0, 1)]
+    )
     with pytest.raises(Unsupported, match="deep"):
         plan_replica(catalog, [source], [taker])
 
 
+@given(worlds(), st.randoms(use_true_random=False))
+@quick
+def test_a_table_is_the_same_whatever_the_order_of_its_fragments(world, rng: random.Random):
+    for inv in (*world.sources(), *world.takers()):
+        fragments = list(inv.table.fragments(world.catalog, inv.roots))
+        rng.shuffle(fragments)
+        table = FragmentTable.build(fragments, world.catalog, inv.roots)
+        assert list(table.fragments(world.catalog, inv.roots)) == list(inv.table.fragments(world.catalog, inv.roots))
+
+
 def test_fragments_that_do_not_fit_are_all_named():
     roots = [Root("w", 64)]
-    bad = [Fragment("a", (0, 0), (8, 16), "w", 0, (32, 2), "bfloat16"), Fragment("b", (0,), (16,), "w", 1, (4,), "float32")]
+    bad = [
+        Fragment("a", (0, 0), (8, 16), "w", 0, (32, 2), "bfloat16"),
+        Fragment("b", (0,), (16,), "w", 1, (4,), "float32"),
+    ]
     with pytest.raises(LayoutError) as e:
         trainer_inventory(CATALOG, rank=0, host="", roots=roots, fragments=bad)
     assert len(e.value.violations) == 2
     with pytest.raises(LayoutError, match="gone"):
-        trainer_inventory(CATALOG, rank=0, host="", roots=roots, fragments=[Fragment("b", (0,), (16,), "gone", 0, (4,), "float32")])
+        trainer_inventory(
+            CATALOG, rank=0, host="", roots=roots, fragments=[Fragment("b", (0,), (16,), "gone", 0, (4,), "float32")]
+        )
 
 
 def test_options_are_checked():
-    for wrong in ({"align_bytes": 12}, {"align_bytes": 4}, {"bucket_bytes": 8}, {"wave_bytes": 1 << 20}, {"remote_cost": 0}, {"rotation": -1}):
+    for wrong in (
+        {"align_bytes": 12},
+        {"align_bytes": 4},
+        {"bucket_bytes": 8},
+        {"wave_bytes": 1 << 20},
+        {"remote_cost": 0},
+        {"rotation": -1},
+    ):
         with pytest.raises(ValueError):
             PlanOptions(**wrong)
-    assert plan_key(CATALOG, [trainer()], [worker()], PlanOptions()) == plan_key(CATALOG, [trainer()], [worker()], PlanOptions())
+    assert plan_key(CATALOG, [trainer()], [worker()], PlanOptions()) == plan_key(
+        CATALOG, [trainer()], [worker()], PlanOptions()
+    )

@@ -34,7 +34,7 @@ class Lock:
     """
 
     def __init__(self, slot: Slot, live: torch.Tensor):
-        self.root, self._slot = slot.root, slot
+        self.root, self.slot = slot.root, slot
         self.scratch = live.clone()
         self._live = live
         self._engaged = False
@@ -48,7 +48,7 @@ class Lock:
         if not self._engaged:
             self.scratch.copy_(self._live)
             self._engaged = True
-        _fill_nan(self._slot, self._live)
+        _fill_nan(self.slot, self._live)
 
     def release(self) -> None:
         """At the commit, after the last write: install what scratch holds."""
@@ -59,7 +59,7 @@ class Lock:
         """The storage has another address now."""
         self._live = live
         if self._engaged:
-            _fill_nan(self._slot, live)
+            _fill_nan(self.slot, live)
 
     def bound(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The binding table of a refit: `tensors` with scratch for the locked storage."""
@@ -86,20 +86,21 @@ def candidates(layout: EngineLayout, live: Storages) -> list[Slot]:
 
 
 def choose(
-    layout: EngineLayout, live: Storages, forward: Forward, agree: Callable[[bool], bool]
+    layout: EngineLayout, live: Storages, forward: Forward, agree: Callable[[bool, str], bool]
 ) -> Lock | None:
     """Try the candidates until NaN in one makes every token of the forward NaN. None: no candidate does.
 
-    Collective: every rank that takes part in one another's forward calls this with the same candidates; `agree` returns
-    whether all of them said True, so that they stop at the same one. Raises XferError when the model answers NaN before
-    anything was tried, as then no test can tell.
+    Collective: every rank that takes part in one another's forward calls this. `agree(verdict, about)` returns whether all
+    of them said True, and raises where they speak of different things, so that they stop together. XferError when the model
+    answers NaN before anything was tried, as then no test can tell.
     """
-    if not agree(not _all_nan(forward())):
+    order = candidates(layout, live)
+    if not agree(not _all_nan(forward()), " ".join(slot.name for slot in order)):
         raise XferError(
             "the engine answers NaN with the weights it has, so no lock can be tested",
             ["start it with a checkpoint or with load_format='dummy', and connect before its weights are disturbed"],
         )
-    for slot in candidates(layout, live):
+    for slot in order:
         storage = live.tensors[slot.root]
         saved = storage.clone()
         _fill_nan(slot, storage)
@@ -107,7 +108,7 @@ def choose(
             found = _all_nan(forward())
         finally:
             storage.copy_(saved)
-        if agree(found):
+        if agree(found, slot.name):
             return Lock(slot, storage)
     return None
 

@@ -39,7 +39,6 @@ def install() -> None:
         (utils, "dispatch_cpu_unquantized_gemm", _leave_in_parameter),  # its callers import it by name at call time
         (CPUUnquantizedExperts, "process_weights_after_loading", lambda self, layer: None),
         (CPUUnquantizedExperts, "apply", _apply_experts),
-        (CPUUnquantizedExperts, "supports_expert_map", lambda self: True),  # the packed kernel cannot; the loop below can
         # With AMX, MLA packs kv_b_proj inside its attention backend. vLLM asks torch whether the CPU has it; say no, so that
         # it takes the backend that reads the parameter, whatever machine the tests run on.
         (torch.cpu, "_is_amx_tile_supported", lambda: False),

@@ -21,7 +21,7 @@ import torch
 from xfer.engines import vllm_cpu
 from xfer.engines.layout import EngineLayout, read_layout, run_recipes
 from xfer.engines.live import Storages
-from xfer.engines.lock import Lock, choose
+from xfer.engines.lock import Lock, candidates, choose
 from xfer.errors import LayoutError, Unsupported, XferError
 from xfer.trace.fragment import TensorSpec
 from xfer.trace.loader import trace_loader
@@ -83,10 +83,13 @@ class EngineModel:
         traced = trace_loader(twin, specs) if head is None else _trace_with_head(twin, specs, head)
         live = Storages(self.model)
         layout = read_layout(live, Storages(twin), traced, keep=self.keep, device=self.device)
-        if self._lock is not None and self._lock.engaged:
-            # The lock's storage may have gone with the old layout; NaN in it would now be taken for a value.
-            self._lock.release()
-        self._live, self._layout, self._lock = live, layout, None
+        self._live, self._layout = live, layout
+        if self._lock is not None and any(s == self._lock.slot for s in candidates(layout, live)):
+            # Read again: the tensor that was found by test before is still what it was, engaged or not.
+            self._lock.moved_to(live.tensors[self._lock.root])
+            self._layout = layout = replace(layout, tensors=self._lock.bound(layout.tensors))
+        else:
+            self._lock = None
         self._tensors, self._stale_binding = layout.tensors, False
         return layout
 
@@ -160,7 +163,7 @@ class EngineModel:
 
         if not get_pp_group().is_last_rank:
             return ""
-        with torch.inference_mode():
+        with torch.no_grad():  # not inference_mode: what it makes could not be written outside
             lock = choose(self.layout, self._live, self.forward, _all_agree)
         if lock is None:
             raise XferError(
@@ -319,12 +322,19 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
     return any(fnmatchcase(name, p) for p in patterns)
 
 
-def _all_agree(verdict: bool) -> bool:
-    """And over all ranks that take part in this rank's forward: its tensor-parallel and data-parallel groups."""
+def _all_agree(verdict: bool, about: str) -> bool:
+    """And over all ranks that take part in this rank's forward: its tensor-parallel and data-parallel groups.
+
+    XferError, on all of them alike, when they are not asking about the same thing.
+    """
     from vllm.distributed.parallel_state import get_dp_group, get_tp_group
 
-    flag = torch.tensor([int(verdict)], dtype=torch.int32)
+    number = int.from_bytes(hashlib.blake2b(about.encode(), digest_size=7).digest(), "big")
+    least = torch.tensor([int(verdict), number, -number], dtype=torch.int64)
     for group in (get_tp_group(), get_dp_group()):
         if group.world_size > 1:
-            torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MIN, group=group.cpu_group)
-    return bool(flag.item())
+            torch.distributed.all_reduce(least, op=torch.distributed.ReduceOp.MIN, group=group.cpu_group)
+    said, low, minus_high = least.tolist()
+    if low != -minus_high:
+        raise XferError("the workers of this engine see different models, so they cannot choose a lock together", [f"here: {about}"])
+    return bool(said)

@@ -51,7 +51,7 @@ def wire_strides(extent: list[int], item: int) -> list[int]:
     return [*accumulate(reversed(extent[1:]), int.__mul__, initial=item)][::-1]
 
 
-def moves(rows: np.ndarray, side: str, peel_limit: int = PEEL_LIMIT) -> list[Move]:
+def moves(rows: np.ndarray, side: str) -> list[Move]:
     """The copies that move `rows` (FILL rows are passed over), in the rows' order before joining."""
     rows = rows[rows["op"] != Op.FILL]
     out: list[Move] = []
@@ -66,7 +66,7 @@ def moves(rows: np.ndarray, side: str, peel_limit: int = PEEL_LIMIT) -> list[Mov
             travels = wire_dtype(src, dst)
             left = (sroot, soff, src, sstr) if side == "src" else (droot, doff, dst, dstr)
             right = (WIRE, wire, travels, wire_strides(extent, ITEMSIZE[travels]))
-        out.extend(_simplest(left, right, extent, peel_limit))
+        out.extend(_simplest(left, right, extent))
     return _join_all(out)
 
 
@@ -92,7 +92,7 @@ def contiguous(rows: np.ndarray, end: str) -> np.ndarray:
     return dense
 
 
-def _simplest(left: tuple, right: tuple, extent: list[int], peel_limit: int) -> list[Move]:
+def _simplest(left: tuple, right: tuple, extent: list[int]) -> list[Move]:
     (lroot, loff, ltype, lstrides), (rroot, roff, rtype, rstrides) = left, right
     if 0 in extent:
         return []
@@ -113,7 +113,7 @@ def _simplest(left: tuple, right: tuple, extent: list[int], peel_limit: int) -> 
         dims.append((ITEMSIZE[ltype], 1, 1))
     if not backwards:
         return [Move(lroot, loff, ltype, rroot, roff, rtype, _coalesce(dims))]
-    if prod(dims[d][0] for d in backwards) > peel_limit:
+    if prod(dims[d][0] for d in backwards) > PEEL_LIMIT:
         for d in backwards:
             n, a, b = dims[d]
             roff, dims[d] = roff + (n - 1) * b, (n, a, -b)

@@ -1,11 +1,12 @@
 """Who sends what: divides the bytes of each (set of holders, taker) among the holders, over all tensors at once.
 
-All amounts are whole *units* (granules of the plan), so that everything is integer arithmetic and equal on every rank. Here
-lives only the division of amounts; which bytes make up a unit is the planner's.
+All amounts are whole *units* (granules of the plan), so that everything is integer arithmetic and equal on every
+rank. Here lives only the division of amounts; which bytes make up a unit is the planner's.
 
-The load of a sender is the sum of what it sends. Filling one set's units into its lowest holders ("water-filling", given all
-other loads) is the exact minimum over that set alone; going round the sets until nothing moves descends on the sum of squared
-loads, whose minimum also has the least possible maximum. Nested sets, the usual case, are done after the first round.
+The load of a sender is the sum of what it sends. Filling one set's units into its lowest holders ("water-filling",
+given all other loads) is the exact minimum over that set alone; going round the sets until nothing moves descends on
+the sum of squared loads, whose minimum also has the least possible maximum. Nested sets, the usual case, are done
+after the first round.
 """
 
 from __future__ import annotations
@@ -17,12 +18,16 @@ from dataclasses import dataclass
 import numpy as np
 
 ROUNDS = 256
-"""Most rounds over the sets. A chain of sets that overlap pairwise needs many; whatever is reached is a valid division."""
+"""Most rounds over the sets. A chain of sets that overlap pairwise needs many; whatever is reached is a valid
+division.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """`units` of granules that `taker` needs and that each of `holders` (ascending ranks) could send, at `cost` a unit."""
+    """`units` of granules that `taker` needs and that each of `holders` (ascending ranks) could send, at `cost` a
+    unit.
+    """
 
     holders: tuple[int, ...]
     taker: int
@@ -52,19 +57,27 @@ def balance(demands: Sequence[Demand], senders: int) -> list[Share]:
     amount = _divide(keys, total, senders)
     out = []
     for key in keys:
-        out += _hand_out(key[0], amount[key], [(i, demands[i].units) for i in sorted(pools[key], key=lambda i: (demands[i].taker, i))])
+        out += _hand_out(
+            key[0],
+            amount[key],
+            [(i, demands[i].units) for i in sorted(pools[key], key=lambda i: (demands[i].taker, i))],
+        )
     return sorted(out, key=lambda s: (s.demand, s.begin))
 
 
 def nearest(holders: tuple[int, ...], taker: int, hosts: Sequence[int]) -> tuple[tuple[int, ...], bool]:
-    """(the holders on the taker's host, False), or (all holders, True) when none is there; `hosts` empty: all are near."""
+    """(the holders on the taker's host, False), or (all holders, True) when none is there; `hosts` empty: all are
+    near.
+    """
     if not hosts:
         return holders, False
     near = tuple(h for h in holders if hosts[h] == hosts[taker])
     return (near, False) if near else (holders, True)
 
 
-def _divide(keys: list[tuple[tuple[int, ...], int]], total: dict, senders: int) -> dict[tuple[tuple[int, ...], int], np.ndarray]:
+def _divide(
+    keys: list[tuple[tuple[int, ...], int]], total: dict, senders: int
+) -> dict[tuple[tuple[int, ...], int], np.ndarray]:
     """Units that each holder of each set sends, int64 [holders]."""
     load = np.zeros(senders, np.int64)
     members = {k: np.array(k[0], np.int64) for k in keys}

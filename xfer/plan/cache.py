@@ -1,7 +1,8 @@
-"""Sub-plans on disk, by the digest of their inputs. A cache only ever saves time: whatever is odd about a file, it is planned anew.
+"""Sub-plans on disk, by the digest of their inputs. A cache only ever saves time: whatever is odd about a file, it is
+planned anew.
 
-Here lives the file handling. Several processes may share a directory: files are written beside and renamed into place, and a
-reader sees a whole file or none.
+Here lives the file handling. Several processes may share a directory: files are written beside and renamed into
+place, and a reader sees a whole file or none.
 """
 
 from __future__ import annotations
@@ -33,7 +34,13 @@ class PlanCache:
     def __init__(self, directory: str | os.PathLike[str], max_bytes: int = 1 << 30):
         self.directory, self.max_bytes = Path(directory), max_bytes
 
-    def plan(self, catalog: Catalog, sources: Sequence[Inventory], takers: Sequence[Inventory], options: PlanOptions | None = None) -> SubPlan:
+    def plan(
+        self,
+        catalog: Catalog,
+        sources: Sequence[Inventory],
+        takers: Sequence[Inventory],
+        options: PlanOptions | None = None,
+    ) -> SubPlan:
         """`plan_replica`, or what it gave for equal inputs before. Raises what plan_replica raises."""
         options = options or PlanOptions()
         key = plan_key(catalog, sources, takers, options)
@@ -44,7 +51,9 @@ class PlanCache:
         return found
 
     def get(self, key: str) -> SubPlan | None:
-        """The sub-plan of these inputs, or None: absent, unreadable, cut short, changed, of another version or other inputs."""
+        """The sub-plan of these inputs, or None: absent, unreadable, cut short, changed, of another version or other
+        inputs.
+        """
         path = self._path(key)
         try:
             if path.stat().st_size > col.MAX_BYTES:
@@ -66,7 +75,9 @@ class PlanCache:
         return plan
 
     def put(self, plan: SubPlan) -> bool:
-        """Whether the plan was stored. A full disk, a read-only directory or a plan larger than the cache is no error."""
+        """Whether the plan was stored. A full disk, a read-only directory or a plan larger than the cache is no
+        error.
+        """
         body = plan.to_bytes()
         data = _MAGIC + col.digest([body]).encode() + body
         if len(data) > min(self.max_bytes, col.MAX_BYTES):

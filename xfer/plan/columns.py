@@ -1,4 +1,5 @@
-"""Columns on the wire and on disk: numpy arrays of a known dtype and width as bytes, with every length checked on the way in.
+"""Columns on the wire and on disk: numpy arrays of a known dtype and width as bytes, with every length checked on the
+way in.
 
 Here lives only the coding of arrays and the limits on it. What the columns mean is inventory.py's and subplan.py's.
 """
@@ -16,7 +17,9 @@ MAX_BYTES = 1 << 30
 """Largest encoded inventory or plan that is looked at. (A DeepSeek-V3 inventory of one rank is below 1 MiB.)"""
 
 MAX_VALUE = 1 << 48
-"""Bound on every size, offset, stride and element count read from outside, so that no later int64 arithmetic can overflow."""
+"""Bound on every size, offset, stride and element count read from outside, so that no later int64 arithmetic can
+overflow.
+"""
 
 
 def pack(array: np.ndarray, dtype: str) -> bytes:
@@ -24,7 +27,8 @@ def pack(array: np.ndarray, dtype: str) -> bytes:
 
 
 def unpack(raw: bytes, dtype: str, rows: int, width: int = 0, *, what: str = "column") -> np.ndarray:
-    """A read-only array of `rows` entries (of `width` numbers each when width > 0). ProtocolError when the length is another.
+    """A read-only array of `rows` entries (of `width` numbers each when width > 0). ProtocolError when the length is
+    another.
 
     Nothing is allocated: the array is a view of `raw`.
     """
@@ -39,7 +43,9 @@ def unpack(raw: bytes, dtype: str, rows: int, width: int = 0, *, what: str = "co
 def in_range(array: np.ndarray, low: int, high: int, what: str) -> None:
     """ProtocolError unless low <= every value < high."""
     if array.size and (int(array.min()) < low or int(array.max()) >= high):
-        raise ProtocolError(f"{what}: values from {int(array.min())} to {int(array.max())} where {low} <= value < {high} holds")
+        raise ProtocolError(
+            f"{what}: values from {int(array.min())} to {int(array.max())} where {low} <= value < {high} holds"
+        )
 
 
 def size_checked(data: bytes, what: str) -> bytes:
@@ -51,10 +57,18 @@ def size_checked(data: bytes, what: str) -> bytes:
 
 
 def digest(parts: Iterable[bytes | str | np.ndarray]) -> str:
-    """blake2b-128 over the parts, each with its length in front: moving a byte from one part to the next changes the digest."""
+    """blake2b-128 over the parts, each with its length in front: moving a byte from one part to the next changes the
+    digest.
+    """
     h = hashlib.blake2b(digest_size=16)
     for part in parts:
-        raw = part.encode() if isinstance(part, str) else np.ascontiguousarray(part).tobytes() if isinstance(part, np.ndarray) else part
+        raw = (
+            part.encode()
+            if isinstance(part, str)
+            else np.ascontiguousarray(part).tobytes()
+            if isinstance(part, np.ndarray)
+            else part
+        )
         h.update(len(raw).to_bytes(8, "little"))
         h.update(raw)
     return h.hexdigest()

@@ -1,8 +1,10 @@
-"""Proof, before anything moves, that a refit of one replica is whole: every byte of the engine has one class and one writer.
+"""Proof, before anything moves, that a refit of one replica is whole: every byte of the engine has one class and one
+writer.
 
-Classes: *written* (a fragment's byte, from the wire), *filled* (a constant), *staged* (written by a recipe after the wire),
-*kept* (left alone, for a stated reason). A byte that several parameters share is one byte; how many such there are is told
-as *aliased*. All violations of all takers come in one CoverageError; shapes that do not fit were refused before this.
+Classes: *written* (a fragment's byte, from the wire), *filled* (a constant), *staged* (written by a recipe after the
+wire), *kept* (left alone, for a stated reason). A byte that several parameters share is one byte; how many such there
+are is told as *aliased*. All violations of all takers come in one CoverageError; shapes that do not fit were refused
+before this.
 """
 
 from __future__ import annotations
@@ -17,9 +19,10 @@ import numpy as np
 from xfer.errors import CoverageError
 from xfer.plan import intervals as iv
 from xfer.plan.intersect import Pieces, Stack, missing
-from xfer.plan.inventory import ITEM, SCRATCH, Inventory, box_text
+from xfer.plan.inventory import SCRATCH, Inventory
 from xfer.plan.options import PlanOptions, matches
 from xfer.plan.program import DTYPES, ITEMSIZE, MAX_DIMS
+from xfer.plan.table import ITEM, box_text
 
 if TYPE_CHECKING:
     from xfer.trace.catalog import Catalog
@@ -27,7 +30,8 @@ if TYPE_CHECKING:
 WRITTEN, FILLED, STAGED, KEPT = range(4)
 _CLASS = ("written", "filled", "staged", "kept")
 NAMED = 16
-"""Byte ranges with two claims for which the claimants are looked up and named; further ones are listed without names."""
+"""Byte ranges with two claims for which the claimants are looked up and named; further ones are listed without names.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +61,14 @@ class Class:
         return f"rank {self.ranks[0]} ({self.inventory.who}){more}"
 
 
-def prove(catalog: Catalog, source_dtype: np.ndarray, takers: Sequence[Class], wanted: Stack, pieces: Pieces, options: PlanOptions) -> list[ByteClasses]:
+def prove(
+    catalog: Catalog,
+    source_dtype: np.ndarray,
+    takers: Sequence[Class],
+    wanted: Stack,
+    pieces: Pieces,
+    options: PlanOptions,
+) -> list[ByteClasses]:
     """Byte classes per class of takers, or CoverageError with every violation.
 
     source_dtype: int [tensors], wire code of what the senders hold, -1 where nobody holds any.
@@ -71,7 +82,9 @@ def prove(catalog: Catalog, source_dtype: np.ndarray, takers: Sequence[Class], w
         bad += found
         classes.append(counts)
     if bad:
-        raise CoverageError(f"this plan would not refit the replica wholly ({len(bad)} violations); nothing was moved", bad)
+        raise CoverageError(
+            f"this plan would not refit the replica wholly ({len(bad)} violations); nothing was moved", bad
+        )
     return classes
 
 
@@ -81,7 +94,9 @@ def _unheld(catalog: Catalog, takers: Sequence[Class], wanted: Stack, pieces: Pi
     for row, boxes in missing(pieces, wanted):
         t = int(wanted.table.tensor[row])
         dims = len(catalog.tensors[t].shape)
-        text = ", ".join(box_text(b.origin, b.extent, dims) for b in boxes[:4]) + (f" and {len(boxes) - 4} more boxes" if len(boxes) > 4 else "")
+        text = ", ".join(box_text(b.origin, b.extent, dims) for b in boxes[:4]) + (
+            f" and {len(boxes) - 4} more boxes" if len(boxes) > 4 else ""
+        )
         found[t, text].append(takers[cls[row]].who)
     for (t, text), who in sorted(found.items()):
         spec = catalog.tensors[t]
@@ -111,13 +126,20 @@ def _untaken(catalog: Catalog, takers: Sequence[Class], options: PlanOptions) ->
             continue
         if group in read:
             continue
-        yield f"{spec.name}: trained, but no taker of this replica reads it; name it in drop= if the engine has no such weights"
+        yield (
+            f"{spec.name}: trained, but no taker of this replica reads it; "
+            "name it in drop= if the engine has no such weights"
+        )
 
 
-def _casts(catalog: Catalog, source_dtype: np.ndarray, wanted: Stack, takers: Sequence[Class], options: PlanOptions) -> Iterator[str]:
+def _casts(
+    catalog: Catalog, source_dtype: np.ndarray, wanted: Stack, takers: Sequence[Class], options: PlanOptions
+) -> Iterator[str]:
     cls = wanted.class_of_row()
     seen: dict[tuple[int, int], list[str]] = defaultdict(list)
-    different = np.flatnonzero((source_dtype[wanted.table.tensor] != wanted.table.dtype) & (source_dtype[wanted.table.tensor] >= 0))
+    different = np.flatnonzero(
+        (source_dtype[wanted.table.tensor] != wanted.table.dtype) & (source_dtype[wanted.table.tensor] >= 0)
+    )
     for row in different:
         seen[int(wanted.table.tensor[row]), int(wanted.table.dtype[row])].append(takers[cls[row]].who)
     for (t, code), who in sorted(seen.items()):
@@ -126,7 +148,10 @@ def _casts(catalog: Catalog, source_dtype: np.ndarray, wanted: Stack, takers: Se
         if wish == "widening" or (wish == "narrowing" and (src != spec.dtype or _asked(spec.name, catalog, options))):
             continue
         if wish == "refused":
-            yield f"{spec.name}: {src} in the trainer, {dst} in {_some(who)}: no such conversion; give the engine the checkpoint's dtype"
+            yield (
+                f"{spec.name}: {src} in the trainer, {dst} in {_some(who)}: no such conversion; "
+                "give the engine the checkpoint's dtype"
+            )
         else:
             yield (
                 f"{spec.name}: {src} in the checkpoint and in the trainer, {dst} in {_some(who)}: loses bits; "
@@ -135,7 +160,7 @@ def _casts(catalog: Catalog, source_dtype: np.ndarray, wanted: Stack, takers: Se
 
 
 def cast_kind(src: str, dst: str) -> str:
-    """"equal" | "widening" (every value survives) | "narrowing" (rounds) | "refused"."""
+    """ "equal" | "widening" (every value survives) | "narrowing" (rounds) | "refused"."""
     if src == dst:
         return "equal"
     real = {"float16": 0, "bfloat16": 0, "float32": 1, "float64": 2}
@@ -172,7 +197,12 @@ def _footprint(catalog: Catalog, taker: Class) -> tuple[list[str], ByteClasses]:
     fills = [iv.runs(*(np.array([v]) for v in (f.offset, f.extent, f.strides, ITEMSIZE[f.dtype]))) for f in inv.fills]
     claims = (
         iv.runs(base[t.root] + t.offset if len(t) else t.offset, t.extent, t.strides, ITEM[t.dtype]),
-        iv.Bytes.concat([iv.Bytes(b.start + base[number[f.root]], b.stop + base[number[f.root]], np.full(len(b), i)) for i, (f, b) in enumerate(zip(inv.fills, fills))]),
+        iv.Bytes.concat(
+            [
+                iv.Bytes(b.start + base[number[f.root]], b.stop + base[number[f.root]], np.full(len(b), i))
+                for i, (f, b) in enumerate(zip(inv.fills, fills))
+            ]
+        ),
         spans(inv.staged),
         spans(inv.kept),
     )
@@ -185,8 +215,15 @@ def _footprint(catalog: Catalog, taker: Class) -> tuple[list[str], ByteClasses]:
     twice = iv.overlaps(every)
     if len(twice):
         for i, (a, b) in enumerate(zip(*iv.union(twice.start, twice.stop))):
-            who = [f"{_CLASS[c]} by {n}" for c, n in _claimants(catalog, inv, claims, where, a, b)] if i < NAMED else ["as above"]
-            bad.append(f"{where(a, b)}: claimed more than once in {taker.who}: {_some(who)}; one byte has one writer and one class")
+            who = (
+                [f"{_CLASS[c]} by {n}" for c, n in _claimants(catalog, inv, claims, where, a, b)]
+                if i < NAMED
+                else ["as above"]
+            )
+            bad.append(
+                f"{where(a, b)}: claimed more than once in {taker.who}: {_some(who)}; "
+                "one byte has one writer and one class"
+            )
     covered = iv.union(*_columns(every))
     for a, b in zip(*iv.difference(live, covered)):
         bad.append(
@@ -220,7 +257,9 @@ class _Where:
         return f"{self.inv.roots[r].name} bytes {int(start - self.base[r])}..{int(stop - self.base[r])}"
 
 
-def _claimants(catalog: Catalog, inv: Inventory, claims: Sequence[iv.Bytes], where: _Where, a: int, b: int) -> list[tuple[int, str]]:
+def _claimants(
+    catalog: Catalog, inv: Inventory, claims: Sequence[iv.Bytes], where: _Where, a: int, b: int
+) -> list[tuple[int, str]]:
     """Who claims bytes a..b. Slow and exact: only errors come here."""
     t, out = inv.table, []
     for i in range(len(t)):
@@ -228,7 +267,9 @@ def _claimants(catalog: Catalog, inv: Inventory, claims: Sequence[iv.Bytes], whe
         runs = iv.runs(where.base[row.root] + row.offset, row.extent, row.strides, ITEM[row.dtype])
         hits = int(((runs.start < b) & (runs.stop > a)).sum())
         name = catalog.tensors[row.tensor[0]].name
-        out += [(WRITTEN, f"{name} {box_text(row.origin[0], row.extent[0], len(catalog.tensors[row.tensor[0]].shape))}")] * min(hits, 2)
+        out += [
+            (WRITTEN, f"{name} {box_text(row.origin[0], row.extent[0], len(catalog.tensors[row.tensor[0]].shape))}")
+        ] * min(hits, 2)
     for c, label in ((FILLED, "fill"), (STAGED, "recipe"), (KEPT, "keep")):
         for owner in claims[c].owner[(claims[c].start < b) & (claims[c].stop > a)].tolist():
             out.append((c, inv.kept[owner].reason if c == KEPT else f"{label} {owner}"))

@@ -20,7 +20,9 @@ class Casts:
 
 @dataclass(frozen=True, slots=True)
 class PlanSummary:
-    """Numbers of one sub-plan. Per-trainer and per-worker tuples are in rank order; bytes are wire bytes unless named otherwise."""
+    """Numbers of one sub-plan. Per-trainer and per-worker tuples are in rank order; bytes are wire bytes unless named
+    otherwise.
+    """
 
     trainers: int
     workers: int
@@ -54,7 +56,18 @@ class PlanSummary:
 
     def scalars(self) -> dict[str, float]:
         """Flat numbers for a logger."""
-        names = ("waves", "messages", "largest_piece", "largest_message", "remote_bytes", "fills", "direct", "staged", "broadcast_bytes", "nbytes")
+        names = (
+            "waves",
+            "messages",
+            "largest_piece",
+            "largest_message",
+            "remote_bytes",
+            "fills",
+            "direct",
+            "staged",
+            "broadcast_bytes",
+            "nbytes",
+        )
         return {n: float(getattr(self, n)) for n in names} | {
             "imbalance": self.imbalance,
             "max_bytes_out": float(max(self.bytes_out, default=0)),
@@ -72,21 +85,28 @@ def explain(s: PlanSummary, digest: str) -> str:
     """The answer to "what moves where", as lines of at most about 120 columns."""
     ratio = f" ({s.broadcast_bytes / s.nbytes:.1f}x)" if s.nbytes else ""
     lines = [
-        f"sub-plan {digest[:12]}: {s.trainers} trainer ranks -> {s.workers} engine workers, {s.tensors} canonical tensors",
+        f"sub-plan {digest[:12]}: {s.trainers} trainers -> {s.workers} engine workers, {s.tensors} canonical tensors",
         f"moves {size(s.nbytes)} in {sum(s.pieces_in):,} pieces, {s.messages:,} messages, {s.waves} waves;"
         f" a full broadcast would move {size(s.broadcast_bytes)}{ratio}",
-        f"largest piece {size(s.largest_piece)}, largest message {size(s.largest_message)}; {s.direct:,} pieces direct, {s.staged:,} through scratch, {s.fills:,} fills",
-        f"imbalance of senders {s.imbalance:.3f} (most over mean)" + (f"; {size(s.remote_bytes)} between hosts" if s.remote_bytes else ""),
+        f"largest piece {size(s.largest_piece)}, largest message {size(s.largest_message)};"
+        f" {s.direct:,} pieces direct, {s.staged:,} through scratch, {s.fills:,} fills",
+        f"imbalance of senders {s.imbalance:.3f} (most over mean)"
+        + (f"; {size(s.remote_bytes)} between hosts" if s.remote_bytes else ""),
         "",
     ]
-    lines += table(("trainer", "out", "pieces"), [(str(i), size(b), f"{p:,}") for i, (b, p) in enumerate(zip(s.bytes_out, s.pieces_out))])
+    lines += table(
+        ("trainer", "out", "pieces"),
+        [(str(i), size(b), f"{p:,}") for i, (b, p) in enumerate(zip(s.bytes_out, s.pieces_out))],
+    )
     lines.append("")
     rows = [
         (f"{i} (rank {i + s.trainers})", size(b), f"{p:,}", *(size(getattr(c, n)) for n in _CLASSES))
         for i, (b, p, c) in enumerate(zip(s.bytes_in, s.pieces_in, s.classes))
     ]
     lines += table(("worker", "in", "pieces", *_CLASSES), rows)
-    lines += [f"cast {c.src} -> {c.dst}: {c.tensors:,} tensors, {c.pieces:,} pieces, such as {c.example}" for c in s.casts]
+    lines += [
+        f"cast {c.src} -> {c.dst}: {c.tensors:,} tensors, {c.pieces:,} pieces, such as {c.example}" for c in s.casts
+    ]
     lines += [f"kept {size(n)}: {why}" for why, n in s.kept]
     if s.dropped:
         more = f" and {len(s.dropped) - 8} more" if len(s.dropped) > 8 else ""

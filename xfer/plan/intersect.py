@@ -1,8 +1,8 @@
 """Canonical boxes of senders x canonical boxes of takers -> pieces, with everybody who could send each piece.
 
-Boxes that several senders hold are cut until any two are equal or disjoint: the *atoms*, each with its set of holders. A
-piece is the intersection of an atom and a wanted box. Ranks with equal inventories count once here (a *class* of ranks).
-Not here: which holder sends (balance.py), what is missing (coverage.py).
+Boxes that several senders hold are cut until any two are equal or disjoint: the *atoms*, each with its set of
+holders. A piece is the intersection of an atom and a wanted box. Ranks with equal inventories count once here (a
+*class* of ranks). Not here: which holder sends (balance.py), what is missing (coverage.py).
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from xfer.mesh.box import Box
-from xfer.plan.inventory import FragmentTable
 from xfer.plan.program import MAX_DIMS
+from xfer.plan.table import FragmentTable
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -27,7 +27,9 @@ class Stack:
     @classmethod
     def of(cls, tables: Sequence[FragmentTable]) -> Stack:
         first = np.concatenate([[0], np.cumsum([len(t) for t in tables])]).astype(np.int64)
-        return cls(FragmentTable(*(np.concatenate([getattr(t, n) for t in tables]) for n in FragmentTable.__slots__)), first)
+        return cls(
+            FragmentTable(*(np.concatenate([getattr(t, n) for t in tables]) for n in FragmentTable.__slots__)), first
+        )
 
     def class_of_row(self) -> np.ndarray:
         return np.repeat(np.arange(len(self.first) - 1), np.diff(self.first))
@@ -35,8 +37,9 @@ class Stack:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Atoms:
-    """Disjoint source boxes, sorted by (tensor, box). Atom a is held by the classes `signatures[signature[a]]`, ascending,
-    in the stack rows hold_row[hold_first[a]:hold_first[a + 1]], one per class."""
+    """Disjoint source boxes, sorted by (tensor, box). Atom a is held by the classes `signatures[signature[a]]`,
+    ascending, in the stack rows hold_row[hold_first[a]:hold_first[a + 1]], one per class.
+    """
 
     tensor: np.ndarray  # int32 [A]
     origin: np.ndarray  # int64 [A, MAX_DIMS]
@@ -62,7 +65,9 @@ def find_atoms(sources: Stack) -> Atoms:
     cls = sources.class_of_row()
     order = np.lexsort([np.arange(len(t)), cls, *t.extent.T[::-1], *t.origin.T[::-1], t.tensor])
     tensor, origin, extent, cls = t.tensor[order], t.origin[order], t.extent[order], cls[order]
-    same_box = (np.diff(tensor) == 0) & (np.diff(origin, axis=0) == 0).all(axis=1) & (np.diff(extent, axis=0) == 0).all(axis=1)
+    same_box = (
+        (np.diff(tensor) == 0) & (np.diff(origin, axis=0) == 0).all(axis=1) & (np.diff(extent, axis=0) == 0).all(axis=1)
+    )
     # One class may hold a box in two storages (a copy). Its first one serves.
     keep = np.concatenate([[True], ~(same_box & (np.diff(cls) == 0))]) if len(t) else np.zeros(0, bool)
     fresh = np.concatenate([[True], ~same_box])[keep] if len(t) else keep
@@ -95,7 +100,13 @@ def intersect(atoms: Atoms, wanted: Stack) -> Pieces:
             meet = np.ones((len(part), high[i] - low[i]), bool)
             for d in range(MAX_DIMS):
                 ao, ae = atoms.origin[a, d], a_end[a, d]
-                if len(ao) and (ao[0] == ao).all() and (ae[0] == ae).all() and ao[0] <= w.origin[part, d].min() and ae[0] >= w_end[part, d].max():
+                if (
+                    len(ao)
+                    and (ao[0] == ao).all()
+                    and (ae[0] == ae).all()
+                    and ao[0] <= w.origin[part, d].min()
+                    and ae[0] >= w_end[part, d].max()
+                ):
                     continue  # all atoms span this dim: nothing to compare
                 meet &= (ao < w_end[part, d][:, None]) & (w.origin[part, d][:, None] < ae)
             p, q = np.nonzero(meet)
@@ -165,7 +176,9 @@ def _clashing(tensor: np.ndarray, origin: np.ndarray, extent: np.ndarray) -> np.
     end = origin + extent
     for s, n in zip(start[count > 1], count[count > 1]):
         mine = slice(s, s + n)
-        varies = [d for d in range(MAX_DIMS) if (origin[mine, d] != origin[s, d]).any() or (end[mine, d] != end[s, d]).any()]
+        varies = [
+            d for d in range(MAX_DIMS) if (origin[mine, d] != origin[s, d]).any() or (end[mine, d] != end[s, d]).any()
+        ]
         step = max(1, (1 << 22) // n)
         for at in range(s, s + n, step):
             part = slice(at, min(at + step, s + n))
@@ -176,15 +189,31 @@ def _clashing(tensor: np.ndarray, origin: np.ndarray, extent: np.ndarray) -> np.
     return out
 
 
-def _atoms(tensor: np.ndarray, origin: np.ndarray, extent: np.ndarray, bounds: np.ndarray, rows: np.ndarray, cls: np.ndarray) -> Atoms:
+def _atoms(
+    tensor: np.ndarray, origin: np.ndarray, extent: np.ndarray, bounds: np.ndarray, rows: np.ndarray, cls: np.ndarray
+) -> Atoms:
     numbers: dict[tuple[int, ...], int] = {}
     holders, cuts = cls.tolist(), bounds.tolist()
     signature = [numbers.setdefault(tuple(holders[a:b]), len(numbers)) for a, b in zip(cuts, cuts[1:])]
-    return Atoms(tensor, origin, extent, np.array(signature, np.int32), bounds.astype(np.int64), rows.astype(np.int64), tuple(numbers))
+    return Atoms(
+        tensor,
+        origin,
+        extent,
+        np.array(signature, np.int32),
+        bounds.astype(np.int64),
+        rows.astype(np.int64),
+        tuple(numbers),
+    )
 
 
 def _atomised(
-    clashing: np.ndarray, tensor: np.ndarray, origin: np.ndarray, extent: np.ndarray, bounds: np.ndarray, rows: np.ndarray, cls: np.ndarray
+    clashing: np.ndarray,
+    tensor: np.ndarray,
+    origin: np.ndarray,
+    extent: np.ndarray,
+    bounds: np.ndarray,
+    rows: np.ndarray,
+    cls: np.ndarray,
 ) -> Atoms:
     """Cuts the clashing boxes against each other; the others are atoms already. Plain Python: layouts in which senders
     replicate a tensor *and* cut it differently are rare and small."""
@@ -210,7 +239,8 @@ def _atomised(
     entries = [sorted(held.items()) for _, _, held in done]
     flat = np.array([e for held in entries for e in held], np.int64).reshape(-1, 2)
     return _atoms(
-        np.array([t for t, _, _ in done], np.int32), np.array([b.origin for _, b, _ in done], np.int64), np.array([b.extent for _, b, _ in done], np.int64),
+        np.array([t for t, _, _ in done], np.int32),
+        *(np.array([getattr(b, side) for _, b, _ in done], np.int64) for side in ("origin", "extent")),
         np.concatenate([[0], np.cumsum([len(e) for e in entries])]), flat[:, 1], flat[:, 0],
     )  # fmt: skip
 

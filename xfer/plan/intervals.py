@@ -1,8 +1,8 @@
 """Exact byte sets of strided regions: which bytes of a storage does a fragment, a fill or a span cover?
 
-Sets of bytes are two int64 columns, start and stop. Here lives only that arithmetic; what a byte *means* is coverage.py's.
-Cost goes with the number of contiguous runs, not of elements: permuted dims coalesce by themselves, and interleaved regions
-(combs) that complete each other are joined before they are taken apart into runs.
+Sets of bytes are two int64 columns, start and stop. Here lives only that arithmetic; what a byte *means* is
+coverage.py's. Cost goes with the number of contiguous runs, not of elements: permuted dims coalesce by themselves,
+and interleaved regions (combs) that complete each other are joined before they are taken apart into runs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Bytes:
-    """`start[i] <= b < stop[i]`; `owner[i]` is the row of the region that the run comes from (of one of them, if joined)."""
+    """`start[i] <= b < stop[i]`; `owner[i]` is the row of the region that the run comes from (of one of them, if
+    joined).
+    """
 
     start: np.ndarray
     stop: np.ndarray
@@ -143,4 +145,3 @@ def difference(a: tuple[np.ndarray, np.ndarray], b: tuple[np.ndarray, np.ndarray
 
 def size(runs_: tuple[np.ndarray, np.ndarray]) -> int:
     return int((runs_[1] - runs_[0]).sum())
-

@@ -1,7 +1,9 @@
-"""Inventories: everything the planner knows of one rank. Which box of which canonical tensor lies where in which storage.
+"""Inventories: everything the planner knows of one rank. Which box of which canonical tensor lies where in which
+storage.
 
-Here live the columnar table of fragments, the inventory around it, its digest and its wire form. No address is in it and no
-plan: a rank publishes it once, and ranks whose digests are equal (data-parallel replicas) publish it once for all of them.
+Here live the columnar table of fragments, the inventory around it, its digest and its wire form. No address is in it
+and no plan: a rank publishes it once, and ranks whose digests are equal (data-parallel replicas) publish it once for
+all of them.
 """
 
 from __future__ import annotations
@@ -16,15 +18,13 @@ import numpy as np
 from xfer.errors import LayoutError, ProtocolError, Unsupported
 from xfer.plan import columns as col
 from xfer.plan.program import DTYPE_CODE, DTYPES, ITEMSIZE, MAX_DIMS
+from xfer.plan.table import FragmentTable
 from xfer.trace.fragment import Fill, Fragment, Root, Span
 
 if TYPE_CHECKING:
     from xfer.trace.catalog import Catalog
 
 VERSION = 1
-ITEM = np.array([ITEMSIZE[n] for n in DTYPES], np.int64)
-"""Bytes of one element by dtype code."""
-
 SCRATCH = "scratch/"
 """Prefix of the names of roots that hold inputs of recipes. They are ordinary roots, but no part of the live model."""
 
@@ -40,102 +40,11 @@ class Kept:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class FragmentTable:
-    """Fragments as columns, in canonical order (tensor, box, storage position), so that equal sets are equal tables.
-
-    Boxes and strides have MAX_DIMS columns; a tensor of fewer dims is padded in front with origin 0, extent 1, stride 0.
-    """
-
-    tensor: np.ndarray  # int32 [N], index in catalog.tensors
-    root: np.ndarray  # int32 [N], index in the inventory's roots
-    dtype: np.ndarray  # uint8 [N], wire code
-    offset: np.ndarray  # int64 [N], bytes
-    origin: np.ndarray  # int64 [N, MAX_DIMS], elements
-    extent: np.ndarray  # int64 [N, MAX_DIMS], elements
-    strides: np.ndarray  # int64 [N, MAX_DIMS], bytes; 0 where the extent is 1
-
-    def __len__(self) -> int:
-        return len(self.tensor)
-
-    @classmethod
-    def build(cls, fragments: Iterable[Fragment], catalog: Catalog, roots: Sequence[Root]) -> FragmentTable:
-        """Fragments of grouped canonical names -> columns; fragments without elements are left out.
-
-        Raises Unsupported (too many dims, unknown dtype) and LayoutError (unknown names, boxes outside their tensor, bytes
-        outside their storage), each naming every offender.
-        """
-        fragments = [f for f in fragments if all(f.extent)]
-        number = {r.name: i for i, r in enumerate(roots)}
-        _refuse_unsupported(fragments)
-        bad = [f"{f.tensor}: not in the catalog" for f in fragments if f.tensor not in catalog.index]
-        bad += [f"{f.tensor}: lies in storage {f.root}, which is not among the roots" for f in fragments if f.root not in number]
-        bad += [
-            f"{f.tensor}: origin {f.origin}, extent {f.extent} and strides {f.strides} do not fit shape {catalog.tensors[catalog.index[f.tensor]].shape}"
-            for f in fragments
-            if f.tensor in catalog.index and not _same_dims(f, catalog.tensors[catalog.index[f.tensor]].shape)
-        ]
-        if bad:
-            raise LayoutError("fragments do not fit the catalog", sorted(set(bad)))
-        pad = [MAX_DIMS - len(f.origin) for f in fragments]
-        table = cls(
-            np.array([catalog.index[f.tensor] for f in fragments], np.int32),
-            np.array([number[f.root] for f in fragments], np.int32),
-            np.array([DTYPE_CODE[f.dtype] for f in fragments], np.uint8),
-            np.array([f.offset for f in fragments], np.int64),
-            _wide([(0,) * p + tuple(f.origin) for p, f in zip(pad, fragments)]),
-            _wide([(1,) * p + tuple(f.extent) for p, f in zip(pad, fragments)]),
-            _wide([(0,) * p + tuple(s if n > 1 else 0 for s, n in zip(f.strides, f.extent)) for p, f in zip(pad, fragments)]),
-        ).sorted()
-        bad = list(table.misfits(catalog, roots))
-        if bad:
-            raise LayoutError("fragments lie outside their tensor or their storage", bad)
-        return table
-
-    def sorted(self) -> FragmentTable:
-        keys = [self.dtype, *self.strides.T[::-1], self.offset, self.root, *self.extent.T[::-1], *self.origin.T[::-1], self.tensor]
-        return self.take(np.lexsort(keys))
-
-    def take(self, rows: np.ndarray) -> FragmentTable:
-        return FragmentTable(*(getattr(self, name)[rows] for name in self.__slots__))
-
-    def bounds(self) -> tuple[np.ndarray, np.ndarray]:
-        """First and one-past-last byte of each fragment in its storage, int64 [N]."""
-        reach = (self.extent - 1) * self.strides
-        low = self.offset + np.minimum(reach, 0).sum(axis=1)
-        return low, self.offset + np.maximum(reach, 0).sum(axis=1) + ITEM[self.dtype]
-
-    def misfits(self, catalog: Catalog, roots: Sequence[Root]) -> Iterator[str]:
-        """One line per fragment whose box is not inside its tensor or whose bytes are not inside its storage."""
-        if not len(self):
-            return
-        foreign = self.tensor >= len(catalog.tensors)
-        for i in np.flatnonzero(foreign):
-            yield f"fragment {i}: tensor number {self.tensor[i]} of {len(catalog.tensors)} in the catalog"
-        shapes = padded_shapes(catalog)[np.where(foreign, 0, self.tensor)]
-        outside = ((self.origin < 0) | (self.origin + self.extent > shapes)).any(axis=1) & ~foreign
-        for i in np.flatnonzero(outside):
-            spec = catalog.tensors[self.tensor[i]]
-            yield f"{spec.name}: box {box_text(self.origin[i], self.extent[i], len(spec.shape))} outside shape {spec.shape}"
-        low, high = self.bounds()
-        size = np.array([r.nbytes for r in roots] or [0], np.int64)[self.root]
-        for i in np.flatnonzero((low < 0) | (high > size)):
-            yield f"{roots[self.root[i]].name}: bytes {low[i]}..{high[i]} of a fragment outside a storage of {size[i]} bytes"
-
-    def fragments(self, catalog: Catalog, roots: Sequence[Root]) -> Iterator[Fragment]:
-        """The rows as objects again, in table order."""
-        for i in range(len(self)):
-            spec = catalog.tensors[self.tensor[i]]
-            cut = slice(MAX_DIMS - len(spec.shape), None)
-            origin, extent, strides = (tuple(c[i, cut].tolist()) for c in (self.origin, self.extent, self.strides))
-            yield Fragment(spec.name, origin, extent, roots[self.root[i]].name, int(self.offset[i]), strides, DTYPES[self.dtype[i]])
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class Inventory:
     """All that one rank holds (trainer) or wants and has (engine).
 
-    `rank` counts within the side. `rank` and `host` are not in the digest. `roots` are sorted by name: a row's root number,
-    and the place in the binding table, is the position in this tuple.
+    `rank` counts within the side. `rank` and `host` are not in the digest. `roots` are sorted by name: a row's root
+    number, and the place in the binding table, is the position in this tuple.
     """
 
     catalog: str  # digest of the catalog whose numbers are used
@@ -149,7 +58,9 @@ class Inventory:
     kept: tuple[Kept, ...] = ()
     staged: tuple[Span, ...] = ()  # bytes that recipes write after the wire
     reads: tuple[str, ...] = ()  # checkpoint names that the loader consumed
-    _memo: list[bytes] = field(default_factory=list, repr=False)
+    _memo: list[bytes | str] = field(
+        default_factory=list, init=False, repr=False
+    )  # content and digest, when first asked
 
     @property
     def who(self) -> str:
@@ -158,18 +69,22 @@ class Inventory:
     def content(self) -> bytes:
         """Everything that affects a plan, canonically encoded. Equal for equal ranks."""
         if not self._memo:
-            self._memo.append(_encode_content(self))
+            content = _encode_content(self)
+            self._memo.extend((content, col.digest([content])))
         return self._memo[0]
 
     def digest(self) -> str:
-        return col.digest([self.content()])
+        self.content()
+        return self._memo[1]
 
     def to_bytes(self) -> bytes:
         return msgspec.msgpack.encode(_Envelope(self.rank, self.host, self.content()))
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Inventory:
-        """ProtocolError for anything that `to_bytes` cannot have written. Costs at most a small multiple of len(data)."""
+        """ProtocolError for anything that `to_bytes` cannot have written. Costs at most a small multiple of
+        len(data).
+        """
         try:
             env = msgspec.msgpack.decode(col.size_checked(data, "inventory"), type=_Envelope)
             body = msgspec.msgpack.decode(env.content, type=_Content)
@@ -178,8 +93,12 @@ class Inventory:
         return _decode(env, body)
 
 
-def trainer_inventory(catalog: Catalog, *, rank: int, host: str, roots: Iterable[Root], fragments: Iterable[Fragment]) -> Inventory:
-    """`fragments` carry checkpoint names; they are grouped and merged here. Raises LayoutError and Unsupported as FragmentTable.build."""
+def trainer_inventory(
+    catalog: Catalog, *, rank: int, host: str, roots: Iterable[Root], fragments: Iterable[Fragment]
+) -> Inventory:
+    """`fragments` carry checkpoint names; they are grouped and merged here. Raises LayoutError and Unsupported as
+    FragmentTable.build.
+    """
     ordered = _ordered(roots)
     table = FragmentTable.build(catalog.lift(tuple(fragments)), catalog, ordered)
     return Inventory(catalog.digest(), "trainer", rank, host, ordered, table)
@@ -203,23 +122,21 @@ def engine_inventory(
     table = FragmentTable.build(catalog.lift(tuple(fragments)), catalog, ordered)
     inv = Inventory(
         catalog.digest(), "engine", rank, host, ordered, table,
-        tuple(sorted((f for f in fills if all(f.extent)), key=lambda f: (f.root, f.offset, f.extent, f.strides, f.dtype, f.bits))),
+        tuple(sorted((f for f in fills if all(f.extent)), key=_fill_key)),
         tuple(sorted(footprint, key=_span_key)), tuple(sorted(kept, key=lambda k: (*_span_key(k), k.reason))),
         tuple(sorted(staged, key=_span_key)), tuple(sorted(set(reads))),
     )  # fmt: skip
-    odd = {f"{f.root}: fill of dtype {f.dtype} with {len(f.extent)} dims" for f in inv.fills if f.dtype not in DTYPE_CODE or len(f.extent) > MAX_DIMS}
+    odd = {
+        f"{f.root}: fill of dtype {f.dtype} with {len(f.extent)} dims"
+        for f in inv.fills
+        if f.dtype not in DTYPE_CODE or len(f.extent) > MAX_DIMS
+    }
     if odd:
         raise Unsupported("fills that cannot be planned", sorted(odd))
     bad = list(_span_misfits(inv))
     if bad:
         raise LayoutError("fills or spans lie outside their storage", bad)
     return inv
-
-
-def box_text(origin: Sequence[int], extent: Sequence[int], dims: int) -> str:
-    """"[0:4, 8:16]": the last `dims` columns of a padded box."""
-    pairs = list(zip(origin, extent))[MAX_DIMS - dims :] if len(origin) == MAX_DIMS else list(zip(origin, extent))
-    return "[" + ", ".join(f"{int(o)}:{int(o) + int(e)}" for o, e in pairs) + "]"
 
 
 # ---- wire form
@@ -274,14 +191,21 @@ def _encode_content(inv: Inventory) -> bytes:
     arrays = (t.tensor, t.root, t.dtype, t.offset, *(c[:, MAX_DIMS - dims :] for c in (t.origin, t.extent, t.strides)))
 
     def spans(items: Sequence[Span | Kept]) -> _Spans:
-        cols = [np.array(v, np.int64) for v in ([number[s.root] for s in items], [s.start for s in items], [s.stop for s in items])]
+        cols = [
+            np.array(v, np.int64)
+            for v in ([number[s.root] for s in items], [s.start for s in items], [s.stop for s in items])
+        ]
         return _Spans(len(items), *(col.pack(c, d) for c, d in zip(cols, ("<i4", "<i8", "<i8"))))
 
-    fills = [_FillWire(number[f.root], f.offset, tuple(f.extent), tuple(f.strides), DTYPE_CODE[f.dtype], f.bits) for f in inv.fills]
+    fills = [
+        _FillWire(number[f.root], f.offset, tuple(f.extent), tuple(f.strides), DTYPE_CODE[f.dtype], f.bits)
+        for f in inv.fills
+    ]
+    sizes = np.array([r.nbytes for r in inv.roots], np.int64)
     return msgspec.msgpack.encode(
         _Content(
-            VERSION, inv.catalog, inv.side, [r.name for r in inv.roots], col.pack(np.array([r.nbytes for r in inv.roots], np.int64), "<i8"),
-            len(t), dims, tuple(col.pack(a, d) for a, d in zip(arrays, _WIRE)), fills, spans(inv.footprint), spans(inv.kept),
+            VERSION, inv.catalog, inv.side, [r.name for r in inv.roots], col.pack(sizes, "<i8"), len(t), dims,
+            tuple(col.pack(a, d) for a, d in zip(arrays, _WIRE)), fills, spans(inv.footprint), spans(inv.kept),
             [k.reason for k in inv.kept], spans(inv.staged), list(inv.reads),
         )
     )  # fmt: skip
@@ -303,8 +227,9 @@ def _decode(env: _Envelope, body: _Content) -> Inventory:
     footprint, kept, staged = (_decode_spans(s, roots) for s in (body.footprint, body.kept, body.staged))
     if len(body.reasons) != len(kept):
         raise ProtocolError(f"inventory: {len(body.reasons)} reasons for {len(kept)} kept spans")
+    fills = tuple(_decode_fill(f, roots) for f in body.fills)
     inv = Inventory(
-        body.catalog, body.side, env.rank, env.host, roots, table, tuple(_decode_fill(f, roots) for f in body.fills), footprint,
+        body.catalog, body.side, env.rank, env.host, roots, table, fills, footprint,
         tuple(Kept(s.root, s.start, s.stop, r) for s, r in zip(kept, body.reasons)), staged, tuple(body.reads),
     )  # fmt: skip
     bad = list(_span_misfits(inv))
@@ -321,7 +246,9 @@ def _decode_table(body: _Content, size: np.ndarray) -> FragmentTable:
     if body.dims == 0 and any(body.columns[4:]):
         raise ProtocolError("inventory: box columns where none were announced")
     raw = [
-        np.zeros((n, 0), np.int64) if i > 3 and w == 0 and 0 <= n <= len(body.columns[0]) else col.unpack(b, d, n, w, what=name)
+        np.zeros((n, 0), np.int64)
+        if i > 3 and w == 0 and 0 <= n <= len(body.columns[0])
+        else col.unpack(b, d, n, w, what=name)
         for i, (b, d, w, name) in enumerate(zip(body.columns, _WIRE, width, names))
     ]
     for array, low, high, name in zip(
@@ -336,6 +263,8 @@ def _decode_table(body: _Content, size: np.ndarray) -> FragmentTable:
     reach = ((table.extent - 1.0) * np.abs(table.strides.astype(float))).sum(axis=1)
     if (table.extent.astype(float).prod(axis=1) >= col.MAX_VALUE).any() or (reach >= col.MAX_VALUE).any():
         raise ProtocolError("inventory: a fragment has more elements or a longer reach than any storage")
+    if ((table.extent == 1) & (table.strides != 0)).any():
+        raise ProtocolError("inventory: a dim of extent 1 has a stride")
     low, high = table.bounds()
     if len(table) and ((low < 0) | (high > size[table.root])).any():
         raise ProtocolError("inventory: a fragment lies outside its storage")
@@ -344,16 +273,24 @@ def _decode_table(body: _Content, size: np.ndarray) -> FragmentTable:
 
 def _decode_spans(wire: _Spans, roots: Sequence[Root]) -> tuple[Span, ...]:
     root, start, stop = (
-        col.unpack(b, d, wire.count, what="spans") for b, d in ((wire.root, "<i4"), (wire.start, "<i8"), (wire.stop, "<i8"))
+        col.unpack(b, d, wire.count, what="spans")
+        for b, d in ((wire.root, "<i4"), (wire.start, "<i8"), (wire.stop, "<i8"))
     )
     col.in_range(root, 0, len(roots), "span roots")
     return tuple(Span(roots[r].name, a, b) for r, a, b in zip(root.tolist(), start.tolist(), stop.tolist()))
 
 
 def _decode_fill(f: _FillWire, roots: Sequence[Root]) -> Fill:
-    if not 0 <= f.root < len(roots) or not 0 <= f.dtype < len(DTYPES) or len(f.extent) > MAX_DIMS or len(f.extent) != len(f.strides):
+    if (
+        not 0 <= f.root < len(roots)
+        or not 0 <= f.dtype < len(DTYPES)
+        or len(f.extent) > MAX_DIMS
+        or len(f.extent) != len(f.strides)
+    ):
         raise ProtocolError(f"inventory: malformed fill {f}")
-    if not all(1 <= e < col.MAX_VALUE for e in f.extent) or not all(abs(v) < col.MAX_VALUE for v in (f.offset, *f.strides)):
+    if not all(1 <= e < col.MAX_VALUE for e in f.extent) or not all(
+        abs(v) < col.MAX_VALUE for v in (f.offset, *f.strides)
+    ):
         raise ProtocolError("inventory: a fill has impossible extents or strides")
     if len(f.bits) != ITEMSIZE[DTYPES[f.dtype]]:
         raise ProtocolError(f"inventory: a fill of {DTYPES[f.dtype]} with {len(f.bits)} bytes of value")
@@ -371,40 +308,29 @@ def _span_misfits(inv: Inventory) -> Iterator[str]:
                 yield f"{s.root}: {what} bytes {s.start}..{s.stop} outside a storage of {size.get(s.root)} bytes"
     for f in inv.fills:
         reach = [(n - 1) * s for n, s in zip(f.extent, f.strides)]  # Python ints: no overflow
-        low, high = f.offset + sum(min(r, 0) for r in reach), f.offset + sum(max(r, 0) for r in reach) + ITEMSIZE[f.dtype]
+        low, high = (
+            f.offset + sum(min(r, 0) for r in reach),
+            f.offset + sum(max(r, 0) for r in reach) + ITEMSIZE[f.dtype],
+        )
         if not 0 <= low <= high <= size.get(f.root, -1):
             yield f"{f.root}: fill of bytes {low}..{high} outside a storage of {size.get(f.root)} bytes"
         if len(f.bits) != ITEMSIZE[f.dtype]:
             yield f"{f.root}: fill with {len(f.bits)} bytes as the value of one {f.dtype}"
 
 
-def _refuse_unsupported(fragments: Sequence[Fragment]) -> None:
-    bad = {f"{f.tensor}: {len(f.extent)} dims, at most {MAX_DIMS} are supported" for f in fragments if len(f.extent) > MAX_DIMS}
-    bad |= {f"{f.tensor}: dtype {f.dtype} has no wire code" for f in fragments if f.dtype not in DTYPE_CODE}
-    if bad:
-        raise Unsupported("tensors that cannot be planned", sorted(bad))
-
-
-def _same_dims(f: Fragment, shape: tuple[int, ...]) -> bool:
-    return len(f.origin) == len(f.extent) == len(f.strides) == len(shape)
-
-
-def padded_shapes(catalog: Catalog) -> np.ndarray:
-    """Shapes of catalog.tensors, int64 [tensors, MAX_DIMS], padded in front with 1. All 0 for a tensor of too many dims."""
-    dims = [tuple(t.shape) for t in catalog.tensors]
-    return _wide([(1,) * (MAX_DIMS - len(s)) + s if len(s) <= MAX_DIMS else (0,) * MAX_DIMS for s in dims])
-
-
-def _wide(rows: Sequence[Sequence[int]]) -> np.ndarray:
-    return np.array(rows, np.int64).reshape(len(rows), MAX_DIMS)
-
-
 def _ordered(roots: Iterable[Root]) -> tuple[Root, ...]:
     out = tuple(sorted(roots, key=lambda r: r.name))
     twice = sorted({a.name for a, b in zip(out, out[1:]) if a.name == b.name})
     if twice:
-        raise LayoutError("two storages have one name", [f"{n}: name storages by the first parameter or buffer in them" for n in twice])
+        raise LayoutError(
+            "two storages have one name",
+            [f"{n}: name storages by the first parameter or buffer in them" for n in twice],
+        )
     return out
+
+
+def _fill_key(f: Fill) -> tuple:
+    return f.root, f.offset, f.extent, f.strides, f.dtype, f.bits
 
 
 def _span_key(s: Span | Kept) -> tuple[str, int, int]:

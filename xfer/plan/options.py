@@ -1,4 +1,6 @@
-"""What a caller may choose about a plan. Everything here is part of the plan's digest; nothing here is about one refit."""
+"""What a caller may choose about a plan. Everything here is part of the plan's digest; nothing here is about one
+refit.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ ALIGN = 512
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanOptions:
     """`bucket_bytes`: most wire bytes of one message (one sender, one taker, one wave).
-    `wave_bytes`: most wire bytes that one rank sends, and most that it receives, in one wave: what staging buffers must hold.
+    `wave_bytes`: most wire bytes that one rank sends, and most that it receives, in one wave: what staging buffers
+    must hold.
     `drop`: checkpoint tensors that need no taker; `narrow`: tensors whose cast to fewer bits is wanted although the
     checkpoint has them wide. Both: names or fnmatch patterns; a grouped name (`…experts.*.up_proj.weight`) is one.
     `hosts`: host of every joint rank (trainers first), or empty when no rank is nearer than another.
@@ -37,7 +40,9 @@ class PlanOptions:
         if a < 8 or a & (a - 1):
             raise ValueError(f"align_bytes={a}: a power of two of at least 8 is needed")
         if self.bucket_bytes < a or self.wave_bytes < self.bucket_bytes:
-            raise ValueError(f"align_bytes={a} <= bucket_bytes={self.bucket_bytes} <= wave_bytes={self.wave_bytes} must hold")
+            raise ValueError(
+                f"align_bytes={a} <= bucket_bytes={self.bucket_bytes} <= wave_bytes={self.wave_bytes} must hold"
+            )
         if self.remote_cost < 1 or self.rotation < 0:
             raise ValueError(f"remote_cost={self.remote_cost} must be at least 1, rotation={self.rotation} at least 0")
 

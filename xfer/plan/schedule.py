@@ -13,7 +13,9 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Schedule:
-    """Messages sorted by (pair, wave): message m of its pair carries stream bytes from begin[m] to the next one's begin."""
+    """Messages sorted by (pair, wave): message m of its pair carries stream bytes from begin[m] to the next one's
+    begin.
+    """
 
     first: np.ndarray  # int64 [pairs + 1]
     wave: np.ndarray  # int32 [M]
@@ -21,13 +23,16 @@ class Schedule:
     waves: int
 
 
-def schedule(src: np.ndarray, dst: np.ndarray, nbytes: np.ndarray, *, message: int, per_rank: int, unit: int, rotation: int = 0) -> Schedule:
-    """First fit of messages into waves: at most `message` bytes of a pair and `per_rank` bytes in or out of a rank per wave.
+def schedule(
+    src: np.ndarray, dst: np.ndarray, nbytes: np.ndarray, *, message: int, per_rank: int, unit: int, rotation: int = 0
+) -> Schedule:
+    """First fit of messages into waves: at most `message` bytes of a pair and `per_rank` bytes in or out of a rank
+    per wave.
 
-    src, dst, nbytes: int [pairs], distinct pairs with nbytes > 0. Messages begin at multiples of `unit` bytes, of which
-    `message` is one. Pairs with the most messages left go first, since a pair
-    has one message a wave; among equals, takers begin with different senders (shifted by `rotation`), so that they do not
-    drain one sender together.
+    src, dst, nbytes: int [pairs], distinct pairs with nbytes > 0. Messages begin at multiples of `unit` bytes, of
+    which `message` is one. Pairs with the most messages left go first, since a pair has one message a wave; among
+    equals, takers begin with different senders (shifted by `rotation`), so that they do not drain one sender
+    together.
     """
     pairs = len(src)
     count = -(-nbytes // message)
@@ -101,8 +106,12 @@ def _turns(src: np.ndarray, dst: np.ndarray, rotation: int) -> np.ndarray:
     many = np.diff(np.append(start, len(d)))
     place = np.arange(len(d)) - np.repeat(start, many)
     turn = np.empty(len(d), np.int64)
-    taker = np.repeat(np.arange(len(start)), many)  # takers counted, so that joint ranks with a common divisor do not align
+    taker = np.repeat(
+        np.arange(len(start)), many
+    )  # takers counted, so that joint ranks with a common divisor do not align
     senders = np.repeat(many, many)
-    apart = np.maximum(1, senders // max(1, len(start)))  # with more senders than takers, takers start that far from each other
+    apart = np.maximum(
+        1, senders // max(1, len(start))
+    )  # with more senders than takers, takers start that far from each other
     turn[order] = (place - taker * apart - rotation) % senders if len(d) else place
     return turn

@@ -1,9 +1,9 @@
 """Sub-plans: all transfers from the trainers to one replica, held compactly and expanded to rows rank by rank.
 
-A sub-plan keeps *streams*, not rows. The piece stream has every piece of every class of takers, one behind the other; a share
-is an interval of it with its sender and taker. The shares of one pair, in row order, are that pair's stream; a message is an
-interval of that. Every rank holds the same tables and expands only the rows it takes part in, so both ends of a message
-derive the same rows, and the digest over the tables covers the rows of all ranks.
+A sub-plan keeps *streams*, not rows. The piece stream has every piece of every class of takers, one behind the other;
+a share is an interval of it with its sender and taker. The shares of one pair, in row order, are that pair's stream;
+a message is an interval of that. Every rank holds the same tables and expands only the rows it takes part in, so both
+ends of a message derive the same rows, and the digest over the tables covers the rows of all ranks.
 
 Here live the tables, their expansion and their coding. How they come about is planner.py's.
 """
@@ -20,8 +20,8 @@ from xfer.errors import ProtocolError
 from xfer.plan import columns as col
 from xfer.plan.explain import PlanSummary, explain
 from xfer.plan.intersect import Stack, cut_box
-from xfer.plan.inventory import ITEM, FragmentTable
 from xfer.plan.program import MAX_DIMS, ROW, Op, Program
+from xfer.plan.table import ITEM, FragmentTable
 
 PLANNER = 1
 """Version of the planner: raised whenever the same inputs may give other rows. In every digest and cache key."""
@@ -29,7 +29,9 @@ PLANNER = 1
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tables:
-    """Everything that rows follow from. Byte positions in streams are int64; classes are of ranks with equal inventories."""
+    """Everything that rows follow from. Byte positions in streams are int64; classes are of ranks with equal
+    inventories.
+    """
 
     source_class: np.ndarray  # int32 [trainers]
     source_first: np.ndarray  # int64 [source classes + 1], rows of the source stack
@@ -59,7 +61,9 @@ class Tables:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SubPlan:
-    """`program(rank)` for any joint rank. `key` identifies the inputs, `digest` the plan; both are the same on every rank."""
+    """`program(rank)` for any joint rank. `key` identifies the inputs, `digest` the plan; both are the same on every
+    rank.
+    """
 
     key: str
     trainers: int
@@ -90,7 +94,9 @@ class SubPlan:
         return Program(rank, self.waves, np.concatenate([self._fills(rank), rows]))
 
     def rows(self) -> Iterator[np.ndarray]:
-        """The rows of all ranks, each exactly once: one table per taker, fills first. Nothing is kept between two tables."""
+        """The rows of all ranks, each exactly once: one table per taker, fills first. Nothing is kept between two
+        tables.
+        """
         for rank in self.ranks[self.trainers :]:
             yield np.concatenate([self._fills(rank), self._expand(np.flatnonzero(self.tables.share_dst == rank))])
 
@@ -114,7 +120,9 @@ class SubPlan:
         return rows[np.lexsort((rows["wire"], rows["dst"], rows["src"], rows["wave"]))]
 
     def _share_rows(self, shares: np.ndarray) -> np.ndarray:
-        """Pieces in the shares' intervals, cut where an interval begins or ends inside one. `wave`, `wire` not yet set."""
+        """Pieces in the shares' intervals, cut where an interval begins or ends inside one. `wave`, `wire` not yet
+        set.
+        """
         t, want = self.tables, self.takers.table
         begin, end = t.share_begin[shares], t.share_end[shares]
         low, high = np.searchsorted(t.piece_start, begin, "right") - 1, np.searchsorted(t.piece_start, end, "left")
@@ -125,7 +133,10 @@ class SubPlan:
 
         out = np.zeros(len(piece), ROW)
         origin = np.maximum(t.atom_origin[atom], want.origin[row])
-        out["origin"], out["extent"] = origin, np.minimum(t.atom_origin[atom] + t.atom_extent[atom], want.origin[row] + want.extent[row]) - origin
+        out["origin"], out["extent"] = (
+            origin,
+            np.minimum(t.atom_origin[atom] + t.atom_extent[atom], want.origin[row] + want.extent[row]) - origin,
+        )
         out["src"], out["dst"] = t.share_src[shares][share], t.share_dst[shares][share]
         held = t.hold_row[t.hold_first[atom] + t.place[t.atom_signature[atom], t.source_class[out["src"]]]]
         out["tensor"] = want.tensor[row]
@@ -146,10 +157,20 @@ class SubPlan:
         """Puts the rows of each pair in stream order, cuts them at messages, and sets `wave` and `wire`."""
         t = self.tables
         nbytes = _wire_bytes(rows)
-        # By falling alignment of sizes: every row then starts at a multiple of its own alignment, with no padding. Rows as
-        # large as a message go before others, so that the messages in them need no packing.
+        # By falling alignment of sizes: every row then starts at a multiple of its own alignment, with no padding.
+        # Rows as large as a message go before others, so that the messages in them need no packing.
         align = np.minimum(nbytes & -nbytes, self.align_bytes)
-        order = np.lexsort((rows["dst_offset"], rows["dst_root"], rows["tensor"], nbytes < self.message_bytes, -align, rows["dst"], rows["src"]))
+        order = np.lexsort(
+            (
+                rows["dst_offset"],
+                rows["dst_root"],
+                rows["tensor"],
+                nbytes < self.message_bytes,
+                -align,
+                rows["dst"],
+                rows["src"],
+            )
+        )
         rows, nbytes = rows[order], nbytes[order]
         start = np.cumsum(nbytes) - nbytes
         fresh = np.concatenate([[True], (rows["src"][1:] != rows["src"][:-1]) | (rows["dst"][1:] != rows["dst"][:-1])])
@@ -159,7 +180,9 @@ class SubPlan:
         count = t.message_first[pairs + 1] - t.message_first[pairs]
         nth = np.repeat(np.arange(len(pairs)), count)
         message = np.arange(len(nth)) - np.repeat(np.cumsum(count) - count - t.message_first[pairs], count)
-        edge = start[heads][nth] + t.message_begin[message]  # where each message begins, with all pairs one behind the other
+        edge = (
+            start[heads][nth] + t.message_begin[message]
+        )  # where each message begins, with all pairs one behind the other
         first, last = np.searchsorted(edge, start, "right") - 1, np.searchsorted(edge, start + nbytes, "left") - 1
 
         item, parts, at = _wire_items(rows), [], []
@@ -196,7 +219,18 @@ class SubPlan:
     def to_bytes(self) -> bytes:
         coded = [_Coded(len(a), a.shape[1] if a.ndim > 1 else 0, col.pack(a, a.dtype)) for _, a in self._arrays()]
         return msgspec.msgpack.encode(
-            _Wire(PLANNER, self.key, self.digest, self.trainers, self.workers, self.waves, self.message_bytes, self.align_bytes, coded, self.summary)
+            _Wire(
+                PLANNER,
+                self.key,
+                self.digest,
+                self.trainers,
+                self.workers,
+                self.waves,
+                self.message_bytes,
+                self.align_bytes,
+                coded,
+                self.summary,
+            )
         )
 
     @classmethod
@@ -213,7 +247,11 @@ class SubPlan:
             raise ProtocolError(f"sub-plan: {len(w.arrays)} columns where {len(names)} are expected")
         arrays = [_decoded(name, a) for name, a in zip(names, w.arrays)]
         n, k = len(fields(Tables)), len(FragmentTable.__slots__)
-        tables, sources, takers = Tables(*arrays[:n]), FragmentTable(*arrays[n : n + k]), FragmentTable(*arrays[n + k :])
+        tables, sources, takers = (
+            Tables(*arrays[:n]),
+            FragmentTable(*arrays[n : n + k]),
+            FragmentTable(*arrays[n + k :]),
+        )
         plan = cls(
             w.key, w.trainers, w.workers, w.waves, w.message_bytes, w.align_bytes,
             Stack(sources, tables.source_first), Stack(takers, tables.taker_first), tables, w.summary,
@@ -244,8 +282,9 @@ class _Wire(msgspec.Struct, forbid_unknown_fields=True, array_like=True):
 
 _BOXES = {"atom_origin", "atom_extent", "origin", "extent", "strides"}
 _DTYPES = {
-    **dict.fromkeys(("source_class", "taker_class", "fill_class", "atom_signature", "place", "share_src", "share_dst"), "<i4"),
-    **dict.fromkeys(("pair_src", "pair_dst", "message_wave", "tensor", "root"), "<i4"), "dtype": "<u1", "fill_rows": ROW,
+    **dict.fromkeys(("source_class", "taker_class", "fill_class", "atom_signature", "place", "tensor", "root"), "<i4"),
+    **dict.fromkeys(("share_src", "share_dst", "pair_src", "pair_dst", "message_wave"), "<i4"),
+    "dtype": "<u1", "fill_rows": ROW,
 }  # fmt: skip
 
 
@@ -264,7 +303,9 @@ def cut_row(row: np.ndarray, begin: int, end: int) -> np.ndarray:
     """Elements begin..end of a row, in its row-major order, as rows in that order."""
     boxes = cut_box(row["origin"].tolist(), row["extent"].tolist(), begin, end)
     out = np.repeat(row, len(boxes))
-    out["origin"], out["extent"] = (np.array([getattr(b, n) for b in boxes], np.int64).reshape(-1, MAX_DIMS) for n in ("origin", "extent"))
+    out["origin"], out["extent"] = (
+        np.array([getattr(b, n) for b in boxes], np.int64).reshape(-1, MAX_DIMS) for n in ("origin", "extent")
+    )
     shift = out["origin"] - row["origin"]
     for side in ("src", "dst"):
         out[f"{side}_offset"] += (shift * row[f"{side}_strides"]).sum(axis=1)

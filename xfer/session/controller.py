@@ -9,15 +9,17 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 
 from xfer.engines.handles import EngineHandle, handle_for
-from xfer.errors import DeadlineExceeded, EngineLost, XferError
+from xfer.errors import DeadlineExceeded, EngineLost, PeerLost, XferError
 from xfer.session import messages as m
 from xfer.session.attempt import SETTLE_GRACE_S, STOP_GRACE_S
 from xfer.session.party import Party
 
 logger = logging.getLogger("xfer")
+UPDATE_GRACE_S = 5.0
+"""Seconds between an engine's return from its update call and the decision reaching this controller."""
 MIXED = "xfer:mixed"
 """Version text that an engine carries while its bytes may be of two versions."""
 
@@ -27,11 +29,11 @@ class Controller:
 
     def __init__(self, engine: object, rendezvous: str, token: str, *, replica: int, deadline_s: float, engine_rendezvous: str | None = None,
                  keep: tuple[str, ...] = (), **handle_options):
-        self._engine = engine
         self.handle: EngineHandle = handle_for(engine, **handle_options)
         self.rendezvous, self.replica, self.deadline_s = rendezvous, replica, deadline_s
         self._token, self._keep, self._engine_rendezvous = token, keep, engine_rendezvous or rendezvous
         self.version, self.error = "", None
+        self.lost: PeerLost | None = None  # the trainers are gone: no refit will come, `version` is served on
         self.refits = 0
         self._ready, self._closing = threading.Event(), threading.Event()
         self._changed = threading.Condition()
@@ -62,9 +64,9 @@ class Controller:
         then makes the engine answer NaN).
         """
         self._refuse(force)
-        with getattr(self.handle, "serving", nullcontext)() as engine:
+        with self.handle.hold():
             self._refuse(force)  # a refit may have failed while we waited for our turn
-            yield self._engine if engine is None else engine
+            yield self.handle.engine
 
     def _refuse(self, force: bool) -> None:
         if self.error is not None and not force:
@@ -97,6 +99,15 @@ class Controller:
                     self._ready.set()
             except DeadlineExceeded:
                 continue
+            except PeerLost as e:
+                # Trainers come and go; a replica that holds one whole version goes on serving it.
+                if not self._closing.is_set():
+                    self.lost = e
+                    logger.warning("xfer: replica %d: %s", self.replica, e)
+                    if not self.version:
+                        self._set(error=e)
+                self._ready.set()
+                return
             except Exception as e:
                 if not self._closing.is_set():
                     self._down(e)
@@ -130,11 +141,6 @@ class Controller:
             self._set(error=message.error.error())
         self._ready.set()
 
-    def _quarantine(self) -> None:
-        """Leave the engine paused. An in-process `LLM` has no pause but our gate: there `serving()` refuses instead."""
-        if hasattr(self.handle, "serving"):
-            self.handle.resume(SETTLE_GRACE_S)
-
     def _refit(self, arm: m.Arm) -> None:
         handle, until = self.handle, time.monotonic() + arm.deadline_s + STOP_GRACE_S
         phases: list[tuple[str, float]] = []
@@ -150,6 +156,7 @@ class Controller:
 
         update: threading.Thread | None = None
         raised: list[BaseException] = []
+        decided = threading.Event()
         try:
             handle.pause(arm.deadline_s)
             phase("pause")
@@ -159,7 +166,10 @@ class Controller:
 
             def call() -> None:
                 try:
-                    handle.update({"update": {"attempt": arm.attempt, "deadline_s": arm.deadline_s}}, arm.deadline_s + 2 * STOP_GRACE_S)
+                    handle.update({"attempt": arm.attempt, "deadline_s": arm.deadline_s}, arm.deadline_s + 2 * STOP_GRACE_S)
+                    if not decided.wait(UPDATE_GRACE_S):  # e.g. the workers' plug-in is of another version and refused the call
+                        raise EngineLost(f"replica {self.replica}: the engine's update call returned before the refit was decided",
+                                         ["see the engine workers' logs"])
                 except BaseException as e:
                     raised.append(e)
                     self._party.try_send(m.Failed(m.WireError.of(e, self._party.label), arm.attempt, self.replica))
@@ -170,6 +180,7 @@ class Controller:
             failure = e
             self._party.try_send(m.Failed(m.WireError.of(e, self._party.label), arm.attempt, self.replica))
         decision = self._party.take((m.Commit, m.Settle), until + SETTLE_GRACE_S, "the decision", lambda x: x.attempt == arm.attempt)
+        decided.set()
         if update is not None:
             update.join(timeout=STOP_GRACE_S * 2)
         stuck = update is not None and update.is_alive()
@@ -190,7 +201,7 @@ class Controller:
             elif isinstance(decision, m.Settle) and decision.dirty:
                 # Stays paused: bytes of two versions lie in it. For an in-process LLM `serving()` refuses instead.
                 self._set(version="", error=EngineLost(f"replica {self.replica} holds a mix of two versions", [str(decision.error.error())]))
-                self._quarantine()
+                handle.stay_paused()
                 self._party.send(m.Settled(arm.attempt, "", False, 0.0, tuple(phases)))
                 return
             else:
@@ -203,6 +214,6 @@ class Controller:
         except Exception as e:
             error = e if isinstance(e, XferError) else EngineLost(f"replica {self.replica}: {type(e).__name__}: {e}")
             self._set(version="", error=error)
-            self._quarantine()
+            handle.stay_paused()
             self._party.try_send(m.Settled(arm.attempt, "", False, 0.0, tuple(phases)))
             logger.error("xfer: replica %d could not be brought back: %s", self.replica, error)

@@ -32,7 +32,7 @@ def versions() -> tuple[tuple[str, str], ...]:
     import numpy
     import torch
 
-    return (("python", platform.python_version()), ("torch", torch.__version__), ("numpy", numpy.__version__))
+    return (("python", platform.python_version()), ("torch", str(torch.__version__)), ("numpy", numpy.__version__))
 
 
 class Party:

@@ -15,8 +15,9 @@ import torch
 from xfer.errors import DeadlineExceeded, PeerLost, XferError
 from xfer.kernels.checksum import checksum_rows
 from xfer.plan.cache import PlanCache
-from xfer.plan.inventory import padded_shapes, trainer_inventory
+from xfer.plan.inventory import trainer_inventory
 from xfer.plan.planner import SubPlan
+from xfer.plan.table import padded_shapes
 from xfer.session import faults
 from xfer.session import messages as m
 from xfer.session.attempt import SETTLE_GRACE_S, STOP_GRACE_S

@@ -15,9 +15,10 @@ import torch
 
 from xfer.errors import DeadlineExceeded, PeerLost, XferError
 from xfer.kernels.checksum import checksum_rows
-from xfer.plan.inventory import engine_inventory, padded_shapes
+from xfer.plan.inventory import engine_inventory
 from xfer.plan.planner import SubPlan
 from xfer.plan.rows import footprint_rows
+from xfer.plan.table import padded_shapes
 from xfer.session import faults
 from xfer.session import messages as m
 from xfer.session.attempt import STOP_GRACE_S
@@ -157,12 +158,8 @@ class WorkerSession:
 
     # ---- receiving
 
-    def receive(self, update: Mapping[str, object]) -> None:
-        """One refit attempt, from armed to decided. Returns normally, by the deadline, whatever happens.
-
-        update: {"attempt": number, "deadline_s": seconds}, as the controller sent it.
-        """
-        attempt, deadline_s = int(update.get("attempt", 0)), float(update.get("deadline_s", self.deadline_s))
+    def receive(self, attempt: int, deadline_s: float) -> None:
+        """One refit attempt, from armed to decided. Returns normally, by the deadline, whatever happens."""
         try:
             self._receive(attempt, deadline_s)
         except Exception as e:

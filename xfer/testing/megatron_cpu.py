@@ -168,7 +168,8 @@ def _patch_distributed() -> None:
         return scatter(tensor, scatter_list, src=src, group=group, async_op=async_op, **kwargs)
 
     def all_to_all_sizes(output, input, output_split_sizes=None, input_split_sizes=None, group=None, async_op=False):
-        """The token dispatcher turns split sizes into lists only when they are on a GPU; c10d wants a sequence of int."""
+        """The token dispatcher turns split sizes into lists only when they are on a GPU; c10d wants a sequence of
+        int."""
         sizes = [s.tolist() if isinstance(s, torch.Tensor) else s for s in (output_split_sizes, input_split_sizes)]
         return all_to_all_single(output, input.contiguous(), *sizes, group=group, async_op=async_op)
 
@@ -180,7 +181,6 @@ def _patch_distributed() -> None:
 
 
 def _patch_megatron() -> None:
-    import megatron.core  # noqa: F401
     from megatron.core.tensor_parallel import random as rng
     from megatron.core.transformer.moe import moe_utils
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
@@ -194,8 +194,8 @@ def _patch_megatron() -> None:
         if not hasattr(moe_utils, name):
             setattr(moe_utils, name, None)
 
-    # WrappedTorchNorm refuses sequence parallel, which Megatron demands of MoE with tp > 1. All that sequence parallel needs
-    # from a norm is this mark: finalize_model_grads then sums the weight's gradient over TP.
+    # WrappedTorchNorm refuses sequence parallel, which Megatron demands of MoE with tp > 1. All that sequence parallel
+    # needs from a norm is this mark: finalize_model_grads then sums the weight's gradient over TP.
     def norm(cls, config, hidden_size, eps=1e-5, **_):
         kind = torch.nn.RMSNorm if config.normalization == "RMSNorm" else torch.nn.LayerNorm
         made = kind(hidden_size, eps=eps)
@@ -207,7 +207,8 @@ def _patch_megatron() -> None:
 
 
 def import_bridge():
-    """`megatron.bridge.AutoBridge`. Shows empty TransformerEngine and triton modules while Bridge is imported, if missing.
+    """`megatron.bridge.AutoBridge`. Shows empty TransformerEngine and triton modules while Bridge is imported, if
+    missing.
 
     Bridge imports both at the top of modules whose contents are never called here (peft/lora_layers.py, Mamba).
     Megatron-Core is imported first and the stand-ins are taken away again, so that nothing else believes in them.
@@ -265,7 +266,8 @@ def _stand_ins() -> dict[str, types.ModuleType]:
 
 
 def init_world() -> tuple[int, int]:
-    """The gloo (or NCCL, where CUDA exists) world of RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT. Returns (rank, size)."""
+    """The gloo (or NCCL, where CUDA exists) world of RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT. Returns (rank,
+    size)."""
     if not dist.is_initialized():
         dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     return dist.get_rank(), dist.get_world_size()

@@ -1,10 +1,11 @@
 """CPU stand-ins for TransformerEngine's modules. They stand in ONLY where TransformerEngine is not installed.
 
-Why they exist: Bridge's parameter mappings are written for TransformerEngine's parameter names (`linear_qkv.layer_norm_weight`,
-`experts.linear_fc1.weight7`), and its AutoMapping tells column-, row-parallel and replicated apart by the *class name* of the
-module. Megatron's own non-TE layers name parameters differently, and Bridge cannot export their experts at all. These
-modules have the class names, parameter names, shard shapes and attributes of the real ones, so what is traced here is what
-is traced on a GPU trainer. They are slow, and they know nothing of fp8 or fusion.
+Why they exist: Bridge's parameter mappings are written for TransformerEngine's parameter names
+(`linear_qkv.layer_norm_weight`, `experts.linear_fc1.weight7`), and its AutoMapping tells column-, row-parallel and
+replicated apart by the *class name* of the module. Megatron's own non-TE layers name parameters differently, and Bridge
+cannot export their experts at all. These modules have the class names, parameter names, shard shapes and attributes of
+the real ones, so what is traced here is what is traced on a GPU trainer. They are slow, and they know nothing of fp8 or
+fusion.
 """
 
 from __future__ import annotations
@@ -56,7 +57,9 @@ class TELayerNormColumnParallelLinear(ColumnParallelLinear):
 class TELinear(torch.nn.Module):
     """Duplicated linear (MLA's down projections): the full weight on every TP rank."""
 
-    def __init__(self, input_size, output_size, *, parallel_mode=None, config, init_method, bias=False, tp_group=None, **_):
+    def __init__(
+        self, input_size, output_size, *, parallel_mode=None, config, init_method, bias=False, tp_group=None, **_
+    ):
         super().__init__()
         if parallel_mode not in (None, "duplicated") or bias:
             raise NotImplementedError(f"TELinear twin with parallel_mode={parallel_mode!r}, bias={bias}")
@@ -75,11 +78,14 @@ class TELinear(torch.nn.Module):
 
 
 class _GroupedLinear(torch.nn.Module):
-    """weight0 … weight{n-1}, one per local expert, cut over expert-TP along `cut`. The token dispatcher communicates."""
+    """weight0 … weight{n-1}, one per local expert, cut over expert-TP along `cut`. The token dispatcher
+    communicates."""
 
     cut: int
 
-    def __init__(self, num_gemms, input_size, output_size, *, config, init_method, bias, is_expert=True, pg_collection, **_):
+    def __init__(
+        self, num_gemms, input_size, output_size, *, config, init_method, bias, is_expert=True, pg_collection, **_
+    ):
         super().__init__()
         if bias or not is_expert:
             raise NotImplementedError("grouped linear twin with bias, or outside experts")
@@ -183,7 +189,8 @@ class TwinProvider(BackendSpecProvider):
 
 
 def install() -> None:
-    """Megatron's own TE layer specs build from these modules from now on. RuntimeError where TransformerEngine exists."""
+    """Megatron's own TE layer specs build from these modules from now on. RuntimeError where TransformerEngine
+    exists."""
     from megatron.core.models.gpt import gpt_layer_specs
     from megatron.core.transformer import multi_latent_attention as mla
 

@@ -1,9 +1,9 @@
 """Tiny Hugging Face checkpoints that both Megatron-Bridge and vLLM's CPU backend accept. Imports neither.
 
-A family is a config; the tensors' names and shapes follow from it in closed form (`specs`), so that both environments, with
-their different transformers, write the very same files. Sizes are as small as the strictest of both sides allows: vLLM's CPU
-attention wants head_dim 32 or more, its CPU MLA wants kv_lora_rank + qk_rope_head_dim = 576, Megatron wants heads, KV heads
-and vocabulary divisible by TP.
+A family is a config; the tensors' names and shapes follow from it in closed form (`specs`), so that both environments,
+with their different transformers, write the very same files. Sizes are as small as the strictest of both sides allows:
+vLLM's CPU attention wants head_dim 32 or more, its CPU MLA wants kv_lora_rank + qk_rope_head_dim = 576, Megatron wants
+heads, KV heads and vocabulary divisible by TP.
 """
 
 from __future__ import annotations
@@ -160,7 +160,9 @@ def tensors(cfg: Config, seed: int = 0) -> dict[str, torch.Tensor]:
     """Random weights that train: norms near 1, matrices at 1/sqrt(fan-in). Each depends on its name and `seed` only."""
     out = {}
     for name, shape, dtype in specs(cfg):
-        g = torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:4], "little"))
+        g = torch.Generator().manual_seed(
+            int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:4], "little")
+        )
         x = torch.randn(shape, generator=g)
         if "norm" in name.rsplit(".", 2)[-2]:
             x = 1 + 0.1 * x

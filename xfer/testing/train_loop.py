@@ -1,14 +1,14 @@
-"""A small real trainer: Bridge builds Megatron-Core chunks from a toy checkpoint, Megatron's own DDP, optimizer and pipeline
-schedule train them on a synthetic task. Used by functional tests and the demo.
+"""A small real trainer: Bridge builds Megatron-Core chunks from a toy checkpoint, Megatron's own DDP, optimizer and
+pipeline schedule train them on a synthetic task. Used by functional tests and the demo.
 
     with Trainer(folder, tp=2, pp=2, ep=2, etp=1) as trainer:      # on every rank of a world that exists
         for _ in range(10):
             loss = trainer.step()
         trainer.export(out)                                        # the ground truth: Bridge's own HF export
 
-Parameters are bf16 with fp32 masters. With `distopt` and `overlap` (the defaults) `step()` returns while the parameters of
-this rank are still stale: Megatron gathers them in the next forward's pre-hooks. That is the state a refit finds in real
-jobs, so nothing here hides it. Nothing in this file knows xfer.
+Parameters are bf16 with fp32 masters. With `distopt` and `overlap` (the defaults) `step()` returns while the parameters
+of this rank are still stale: Megatron gathers them in the next forward's pre-hooks. That is the state a refit finds in
+real jobs, so nothing here hides it. Nothing in this file knows xfer.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class Trainer:
     """`chunks`: list of DDP-wrapped model chunks (one per virtual stage); `bridge`: the AutoBridge they came from.
 
     Parallel sizes as Megatron names them. `distopt`: distributed optimizer. `overlap`: overlap_grad_reduce and, with
-    `distopt`, overlap_param_gather. `provider` keywords are set on Bridge's model provider before it is finalized (uneven
-    stages: num_layers_in_first_pipeline_stage=1; padded vocabulary: should_pad_vocab=True, load=False).
+    `distopt`, overlap_param_gather. `provider` keywords are set on Bridge's model provider before it is finalized
+    (uneven stages: num_layers_in_first_pipeline_stage=1; padded vocabulary: should_pad_vocab=True, load=False).
     """
 
     def __init__(
@@ -174,8 +174,8 @@ class Trainer:
 
 
 def build_chunks(bridge, *, load: bool = True, ddp: dict | None = None, **provider: object) -> list[torch.nn.Module]:
-    """Model chunks of this rank, every feature that needs a GPU off. `ddp`: DistributedDataParallelConfig fields, or None
-    for unwrapped chunks. Needs Megatron's process groups of the same sizes."""
+    """Model chunks of this rank, every feature that needs a GPU off. `ddp`: DistributedDataParallelConfig fields, or
+    None for unwrapped chunks. Needs Megatron's process groups of the same sizes."""
     from megatron.core.distributed import DistributedDataParallelConfig
 
     if not megatron_cpu.has_transformer_engine():

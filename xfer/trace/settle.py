@@ -103,7 +103,7 @@ class Ledger:
         """
         mine = False
         for p in pieces:
-            if isinstance(p.origin, Foreign):
+            if _elsewhere(p):
                 continue
             mine = True
             try:
@@ -196,6 +196,14 @@ class Ledger:
             unread=tuple(sorted(set(self.given) - self.reads)),
             casts=tuple(sorted(self.casts, key=lambda c: (c.tensor, c.root, c.dtypes))),
         )
+
+
+def _elsewhere(p: Piece) -> bool:
+    """Whether the piece is another rank's business: its data, or something computed from nothing but its data."""
+    if not isinstance(p.origin, Operand | Call):
+        return isinstance(p.origin, Foreign)
+    kinds = {type(x) for x in walk(p.origin)}
+    return Foreign in kinds and Source not in kinds
 
 
 def spec_of(name: str, t: torch.Tensor) -> TensorSpec:

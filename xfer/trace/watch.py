@@ -149,8 +149,7 @@ class Watch(TorchDispatchMode):
         disjoint = store.whole == len(known) or (len(known) > 1 and spans_disjoint([r for r, _ in known]))
         parts = trace_back(read, Region(0, dst.shape, dst.strides), known, disjoint)
         if parts is None:  # too scattered to be moved directly: put it together where it is needed
-            return [Piece(self.operand(t), contiguous(dst.shape), dst, outer)] if read == region(t) else \
-                   [Piece(self.operand(t.expand(dst.shape)), contiguous(dst.shape), dst, outer)]  # fmt: skip
+            return [Piece(self.operand(t.expand(dst.shape)), contiguous(dst.shape), dst, outer)]
         out = []
         for part in parts:
             to = part.dst.shifted(dst.offset)
@@ -174,9 +173,9 @@ class Watch(TorchDispatchMode):
             whole = contiguous(tuple(t.shape))
             return Operand((undefined("a tensor made elsewhere", whole, t.dtype),), t.numel(), whole, t.dtype)
         r = self.region(t, store)
-        if store.origin is not None:  # only what is read, not the whole source
-            whole = contiguous(r.shape)
-            return Operand((Piece(store.origin, r, whole, (t.dtype,)),), r.size, whole, t.dtype)
+        if store.origin is not None:  # an untouched source, seen where it lies: an operator may round by memory layout
+            whole = store.pieces[0].dst
+            return Operand((Piece(store.origin, whole, whole, (t.dtype,)),), whole.size, r, t.dtype)
         near = tuple(p for p in store.pieces if r.size and p.dst.meets(r))
         size = max([p.dst.last + 1 for p in near] + [r.last + 1 if r.size else 0])
         unwritten = () if near else (undefined(f"{store.name} is read where nothing was written", r, t.dtype),)

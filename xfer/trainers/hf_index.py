@@ -1,4 +1,5 @@
-"""Names, shapes and dtypes of a Hugging Face checkpoint on disk, from the headers of its safetensors files. Reads no weight."""
+"""Names, shapes and dtypes of a Hugging Face checkpoint on disk, from the headers of its safetensors files. Reads no
+weight."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ _MAX_HEADER = 100 << 20
 def read_headers(folder: Path, files: Mapping[str, str]) -> dict[str, TensorSpec]:
     """Specs of the tensors in `files` (tensor name -> file name in `folder`), as far as the files are there.
 
-    A tensor whose dtype is none that trainers hold (a quantized checkpoint) is left out: what the trainer exports then says
-    what it is. LayoutError for a file that is no safetensors file.
+    A tensor whose dtype is none that trainers hold (a quantized checkpoint) is left out: what the trainer exports then
+    says what it is. LayoutError for a file that is no safetensors file.
     """
     specs: dict[str, TensorSpec] = {}
     for file in sorted(set(files.values())):

@@ -1,14 +1,15 @@
 """The Megatron-Core side of a refit: which box of which checkpoint tensor lies where in this rank's live storages.
 
-`MegatronTrainer` is what `xfer.connect` talks to on each trainer rank. It reads the layout by running Megatron-Bridge's own
-export on meta twins (bridge_export.py, xfer.trace), checks cheaply that storages are where they were (slots.py), and finishes
-parameter gathers in flight before a refit may read. It moves no bytes and copies no parameter.
+`MegatronTrainer` is what `xfer.connect` talks to on each trainer rank. It reads the layout by running Megatron-Bridge's
+own export on meta twins (bridge_export.py, xfer.trace), checks cheaply that storages are where they were (slots.py),
+and finishes parameter gathers in flight before a refit may read. It moves no bytes and copies no parameter.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -20,16 +21,17 @@ from xfer.trace.export import ExportWatch, twin
 from xfer.trace.fragment import Fragment, Root, TensorSpec
 from xfer.trace.traced import Traced
 from xfer.trainers.bridge_export import CheckpointNames, Export, owned_tasks
+from xfer.trainers.bridge_probe import Probed, probe_export
 from xfer.trainers.hf_index import read_headers
-from xfer.trainers.slots import Binding, Slot, Slots, walk
+from xfer.trainers.slots import Binding, Slot, Slots, bare, walk
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
     """What one rank holds.
 
-    `traced.fragments` are relocated: `root` is a storage (named after the first slot in it, "chunk:parameter"), offsets count
-    from the storage's first byte. `tensors` maps a root's name to a flat uint8 view of the whole live storage.
+    `traced.fragments` are relocated: `root` is a storage (named after the first slot in it, "chunk:parameter"), offsets
+    count from the storage's first byte. `tensors` maps a root's name to a flat uint8 view of the whole live storage.
     """
 
     traced: Traced
@@ -38,15 +40,18 @@ class Layout:
 
 
 class MegatronTrainer:
-    """One trainer rank: `model_chunks` (one per virtual pipeline stage, wrapped or not) and the AutoBridge they belong to.
+    """One trainer rank: `model_chunks` (one per virtual pipeline stage, wrapped or not) and the AutoBridge they belong
+    to.
 
-    `hf_names`: names of the checkpoint's tensors, needed only when the bridge was made from a config without a checkpoint.
-    `probe`: let a parameter whose export cannot be followed symbolically be probed with the real conversion. Probing is
-    collective: give it on every rank or on none.
+    `hf_names`: names of the checkpoint's tensors, needed only when the bridge was made from a config without a
+    checkpoint. `probe`: let a parameter whose export cannot be followed symbolically be probed with the real
+    conversion. Probing is collective: give it on every rank or on none. "all" probes every parameter, as a second
+    opinion at toy sizes.
 
-    Canonical shapes and dtypes are the checkpoint's, read from its safetensors headers; without them, those of the exported
-    tensors, cut to the config's vocab_size where the vocabulary is padded. A fragment carries the live parameter's own dtype:
-    a trainer in fp32 for a bf16 checkpoint is a cast in the plan, and an fp32 router bias stays fp32.
+    Canonical shapes and dtypes are the checkpoint's, read from its safetensors headers; without them, those of the
+    exported tensors, cut to the config's vocab_size where the vocabulary is padded. A fragment carries the live
+    parameter's own dtype: a trainer in fp32 for a bf16 checkpoint is a cast in the plan, and an fp32 router bias stays
+    fp32.
     """
 
     def __init__(
@@ -55,7 +60,7 @@ class MegatronTrainer:
         bridge,
         *,
         hf_names: Iterable[str] | None = None,
-        probe: bool = False,
+        probe: bool | Literal["all"] = False,
     ):
         self.chunks = [model_chunks] if isinstance(model_chunks, torch.nn.Module) else list(model_chunks)
         self.bridge = bridge
@@ -68,13 +73,13 @@ class MegatronTrainer:
     # -- before bytes move --------------------------------------------------------------------------------------------
 
     def drain(self) -> None:
-        """Finish every parameter gather of this rank, then wait for the device. Collective over data-parallel groups when the
-        distributed optimizer overlaps its gathers; call it after `optimizer.step()`, on all ranks.
+        """Finish every parameter gather of this rank, then wait for the device. Collective over data-parallel groups
+        when the distributed optimizer overlaps its gathers; call it after `optimizer.step()`, on all ranks.
 
-        With `overlap_param_gather`, `step()` only updates this rank's shard: other shards arrive in pre-hooks of the next
-        forward. Here each bucket group is brought to just the state that those hooks leave, so they find nothing to do: not
-        dispatched yet -> dispatched and waited for; in flight -> waited for; done -> nothing (a second refit is free).
-        Dispatching all before waiting for the first lets the gathers overlap each other.
+        With `overlap_param_gather`, `step()` only updates this rank's shard: other shards arrive in pre-hooks of the
+        next forward. Here each bucket group is brought to just the state that those hooks leave, so they find nothing
+        to do: not dispatched yet -> dispatched and waited for; in flight -> waited for; done -> nothing (a second refit
+        is free). Dispatching all before waiting for the first lets the gathers overlap each other.
         """
         groups = [g for chunk in self.chunks for g in _bucket_groups(chunk)]
         for group in groups:
@@ -96,18 +101,22 @@ class MegatronTrainer:
         model_bridge = self.bridge._model_bridge
         names, index = self._checkpoint()
         slot_of = {id(slot.get()): slot for slot in walk(self.chunks)}
-        with objects_stay_home(), torch.no_grad():
-            tasks = owned_tasks(model_bridge, self.chunks, names)
-            self._refuse_unmapped(tasks, slot_of)
-            slots = [slot_of[id(t.param_weight)] for t in tasks]
-            twins = [twin(t.param_weight) for t in tasks]
-            traced = self._trace(model_bridge, names, index, tasks, slots, twins)
-        self._slots = Slots(self.chunks, slots)
+        with torch.no_grad():
+            with objects_stay_home():
+                tasks = owned_tasks(model_bridge, self.chunks, names)
+                self._refuse_unmapped(tasks, slot_of)
+                seen = self._follow(model_bridge, names, tasks, slot_of)
+            if self._probe:
+                failing = None if self._probe == "all" else set(seen.failed)
+                seen.replace(probe_export(model_bridge, self.chunks, names, slot_of, failing))
+        traced = _canonical(seen.result(self.rank), index, self._rows(seen.vocab), self.rank)
+        self._slots = Slots(self.chunks, [slot_of[id(t.param_weight)] for t in tasks])
         bound = self._slots.bind()
         return Layout(_relocate(traced, bound), bound.roots, bound.tensors)
 
     def check(self) -> str:
-        """Is every storage where `read` or `rebind` found it? "same", "moved" (call `rebind`) or "changed" (call `read`).
+        """Is every storage where `read` or `rebind` found it? "same", "moved" (call `rebind`) or "changed" (call
+        `read`).
 
         RebindError lists parameters without bytes, or on another device. Cheap enough to run while bytes move.
         """
@@ -123,7 +132,8 @@ class MegatronTrainer:
         return self._slots.bind().tensors
 
     def parameter(self, name: str) -> torch.Tensor:
-        """The live tensor of a slot, for recipes: `recipe.evaluate(trainer.parameter)`. KeyError for an unknown name."""
+        """The live tensor of a slot, for recipes: `recipe.evaluate(trainer.parameter)`. KeyError for an unknown
+        name."""
         if self._slots is None:
             raise KeyError(name)
         return self._slots.by_name[name].get().detach()
@@ -137,44 +147,40 @@ class MegatronTrainer:
             return CheckpointNames(self._hf_names), {}
         if source is None:
             raise LayoutError(
-                f"trainer {self.rank}: the bridge was made from a config alone; give MegatronTrainer(hf_names=...), the names "
-                "of the tensors of the checkpoint that the engines serve"
+                f"trainer {self.rank}: the bridge was made from a config alone; give MegatronTrainer(hf_names=...), "
+                "the names of the tensors of the checkpoint that the engines serve"
             )
         files = getattr(source, "key_to_filename_map", None)
         index = read_headers(source.path, files) if files else {}
         return CheckpointNames(source.get_all_keys()), index
 
-    def _trace(self, model_bridge, names, index, tasks, slots: list[Slot], twins: list[torch.Tensor]) -> Traced:
+    def _follow(self, model_bridge, names: CheckpointNames, tasks, slot_of: Mapping[int, Slot]) -> _Followed:
+        """Export this rank's tasks on twins, symbolically."""
+        slots = [slot_of[id(t.param_weight)] for t in tasks]
+        twins = [twin(t.param_weight) for t in tasks]
         export = Export(model_bridge, self.chunks, names, tasks, twins)
-        tied, padded = _tied(self.chunks), _VocabTasks(self.chunks)
-        rows: dict[str, int] = {}  # checkpoint tensor -> rows of the vocabulary
-        first: dict[str, str] = {}  # tied: slot -> the one name that stands for it
-
         watch = ExportWatch({slot.name: t for slot, t in zip(slots, twins, strict=True)})
+        seen = _Followed(self.chunks)
         with watch:
             for task, name, tensor in export:
-                if padded.has(task):
-                    rows[name] = self._vocab_size()
-                    # Bridge yields a tied embedding once more as the output layer if the checkpoint lists that. One
-                    # canonical tensor is enough: an engine that untied it has two takers of the embedding.
-                    if tied and first.setdefault(task.param_name, name) != name:
-                        continue
-                watch.note(name, tensor)
-        traced = watch.result(strict=False)
-        bad = [*export.failed, *watch.errors]
-        bad += [f"{slot}: no exported tensor holds it" for slot in traced.unread]
-        bad += [
-            f"{r.target}: is computed from parts that other ranks hold ({', '.join(r.ops)})"
-            for r in traced.recipes
-            if r.foreign
-        ]
-        if bad:
-            raise LayoutError(f"trainer {self.rank}: Bridge's export of these cannot be followed", bad)
-        return _canonical(traced, index, rows, self.rank)
+                if not seen.admits(task, name):
+                    continue
+                known = len(watch.errors)
+                watch.note_export(name, tensor)
+                if len(watch.errors) > known:
+                    seen.failed[task.global_param_name] = "; ".join(watch.errors[known:])
+        seen.failed |= export.failed
+        seen.traced = watch.result(strict=False)
+        slot_name = {t.global_param_name: slot.name for t, slot in zip(tasks, slots, strict=True)}
+        for recipe in seen.traced.recipes:
+            if recipe.foreign:
+                why = f"{recipe.target}: computed ({', '.join(recipe.ops)}) from parts that other ranks hold"
+                seen.failed |= {g: why for g, slot in slot_name.items() if slot in recipe.sources}
+        return seen
 
-    def _vocab_size(self) -> int:
+    def _rows(self, vocab: Iterable[str]) -> dict[str, int]:
         config = getattr(self.bridge.hf_pretrained, "config", self.bridge.hf_pretrained)
-        return config.get_text_config().vocab_size
+        return dict.fromkeys(vocab, config.get_text_config().vocab_size)
 
     def _refuse_unsupported(self) -> None:
         from megatron.core.transformer.moe.experts import SequentialMLP
@@ -183,12 +189,12 @@ class MegatronTrainer:
         for i, chunk in enumerate(self.chunks):
             ddp = getattr(chunk, "ddp_config", None)
             if getattr(ddp, "use_megatron_fsdp", False):
-                bad.append(f"chunk {i}: Megatron-FSDP keeps no whole parameter anywhere; use DDP with the distributed optimizer")
+                bad.append(f"chunk {i}: Megatron-FSDP keeps no whole parameter; use DDP with the distributed optimizer")
             for path, module in chunk.named_modules():
                 if isinstance(module, SequentialMLP):
                     bad.append(
-                        f"{i}:{path}: SequentialMLP experts: Bridge loads the wrong experts into them under EP and cannot export "
-                        "them; build with moe_grouped_gemm=True"
+                        f"{i}:{bare(path)}: SequentialMLP experts: Bridge loads the wrong ones under EP and cannot "
+                        "export them; build with moe_grouped_gemm=True"
                     )
         for slot in walk(self.chunks):
             kind = type(slot.get())
@@ -196,24 +202,79 @@ class MegatronTrainer:
                 bad.append(f"{slot.name}: is a {kind.__name__}; its raw bytes are not its values")
         if _tied(self.chunks) and len(self.chunks) > 1:
             bad.append(
-                "tied embeddings with virtual pipeline stages: Bridge cannot load them, so nothing says that they are right; "
-                "untie them or use one stage per rank"
+                "tied embeddings with virtual pipeline stages: Bridge cannot load them, so nothing says that they are "
+                "right; untie them or use one stage per rank"
             )
         if bad:
             raise Unsupported(f"trainer {self.rank}: not supported", bad)
 
     def _refuse_unmapped(self, tasks, slot_of: Mapping[int, Slot]) -> None:
-        """Bridge only logs a parameter that it will not export, and exports neither gate nor up when one of them is missing."""
+        """Bridge only logs a parameter that it will not export, and exports neither gate nor up when one of them is
+        missing."""
         mapped = {id(t.param_weight) for t in tasks}
         tied = _tied(self.chunks)
         bad = [
-            f"{slot.name}: Bridge has no conversion for it: its mapping is unknown, or the checkpoint lacks one of its tensors"
+            f"{slot.name}: Bridge has no conversion for it: no mapping, or the checkpoint lacks one of its tensors"
             for key, slot in slot_of.items()
             # The last stage's copy of a tied embedding: kept equal to the embedding, which is exported.
             if key not in mapped and not (tied and getattr(slot.get(), "shared_embedding", False))
         ]
         if bad:
             raise LayoutError(f"trainer {self.rank}: trained tensors that would never reach an engine", bad)
+
+
+class _Followed:
+    """What following the export gave. `failed`: global parameter name -> why; `vocab`: names whose first dim is the
+    vocabulary, the one dim that Megatron pads."""
+
+    traced: Traced
+
+    def __init__(self, chunks: Sequence[torch.nn.Module]):
+        from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
+        from megatron.core.utils import unwrap_model
+
+        self.failed: dict[str, str] = {}
+        self.vocab: set[str] = set()
+        self._refused: list[str] = []
+        self._tied = _tied(chunks)
+        self._first: dict[str, str] = {}  # tied: parameter -> the one name that stands for it
+        self._embedding = VocabParallelEmbedding  # told by module, not by name
+        self._heads = {id(getattr(unwrap_model(chunk), "output_layer", None)) for chunk in chunks} - {id(None)}
+
+    def admits(self, task, name: str) -> bool:
+        """Whether an exported name is a canonical tensor of its own. Bridge yields a tied embedding once more as the
+        output layer if the checkpoint lists that; one tensor is enough, an engine that untied it has two takers of the
+        embedding."""
+        if isinstance(task.megatron_module, self._embedding) or id(task.megatron_module) in self._heads:
+            self.vocab.add(name)
+            return not self._tied or self._first.setdefault(task.param_name, name) == name
+        return True
+
+    def replace(self, probed: Probed) -> None:
+        """Take the probed tasks' fragments instead of the followed ones; a task probed because of another rank is as
+        good."""
+        admitted = {name for name, task in probed.tasks.items() if self.admits(task, name)}
+        mine = {slot.name for slot in probed.slots}
+        self.failed, self._refused = {}, probed.errors  # every failing task was probed
+        fragments = [f for f in self.traced.fragments if f.root not in mine]
+        fragments += [f for f in probed.fragments if f.tensor in admitted]
+        specs = {s.name: s for s in (*self.traced.specs, *(s for s in probed.specs if s.name in admitted))}
+        self.traced = replace(
+            self.traced,
+            specs=tuple(sorted(specs.values())),
+            fragments=tuple(sorted(fragments, key=lambda f: (f.tensor, f.origin, f.root, f.offset))),
+            recipes=tuple(r for r in self.traced.recipes if not mine.issuperset(r.sources)),
+            reads=tuple(sorted({*self.traced.reads, *(f.root for f in fragments)})),
+            unread=tuple(sorted(set(self.traced.unread) - {f.root for f in fragments})),
+        )
+
+    def result(self, rank: int) -> Traced:
+        bad = [f"{name}: {why}" for name, why in sorted(self.failed.items())] + self._refused
+        if not bad:
+            bad = [f"{slot}: no exported tensor holds it" for slot in self.traced.unread]
+        if bad:
+            raise LayoutError(f"trainer {rank}: Bridge's export of these cannot be followed", bad)
+        return self.traced
 
 
 def _bucket_groups(chunk: torch.nn.Module) -> list:
@@ -232,20 +293,6 @@ def _tied(chunks: Sequence[torch.nn.Module]) -> bool:
 
     fallback = getattr(unwrap_model(chunks[0]), "share_embeddings_and_output_weights", False)
     return bool(getattr(get_model_config(chunks[0]), "share_embeddings_and_output_weights", fallback))
-
-
-class _VocabTasks:
-    """Tells the tasks whose first dim is the vocabulary, the one dim that Megatron pads: by module, not by name."""
-
-    def __init__(self, chunks: Sequence[torch.nn.Module]):
-        from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
-        from megatron.core.utils import unwrap_model
-
-        self._embedding = VocabParallelEmbedding
-        self._heads = {id(getattr(unwrap_model(chunk), "output_layer", None)) for chunk in chunks} - {id(None)}
-
-    def has(self, task) -> bool:
-        return isinstance(task.megatron_module, self._embedding) or id(task.megatron_module) in self._heads
 
 
 def _canonical(traced: Traced, index: Mapping[str, TensorSpec], rows: Mapping[str, int], rank: int) -> Traced:
@@ -286,7 +333,7 @@ def _cut(f: Fragment, shape: tuple[int, ...]) -> Fragment | None:
 
 
 def _relocate(traced: Traced, bound: Binding) -> Traced:
-    """Fragments by storage instead of by parameter: a twin begins at byte 0 of its own storage, its parameter somewhere in one
-    that it may share with others."""
+    """Fragments by storage instead of by parameter: a twin begins at byte 0 of its own storage, its parameter somewhere
+    in one that it may share with others."""
     places = {name: (place.root, place.offset) for name, place in bound.places.items()}
     return replace(traced, fragments=tuple(relocate(traced.fragments, places)))

@@ -1,8 +1,9 @@
 """Where a module tree keeps its tensors, and whether they are still there. Knows torch modules, no training framework.
 
-A *slot* is a place in the tree: a module and an attribute name. Frameworks swap what lies in it (`param.data = …`, a new
-Parameter, buffers replaced by `module.bfloat16()`, storages resized to nothing by an offload), so a refit re-reads slots, never
-objects that it kept. Nothing here holds a parameter or its storage alive, apart from the bindings that `Slots.bind` returns.
+A *slot* is a place in the tree: a module and an attribute name. Frameworks swap what lies in it (`param.data = …`, a
+new Parameter, buffers replaced by `module.bfloat16()`, storages resized to nothing by an offload), so a refit re-reads
+slots, never objects that it kept. Nothing here holds a parameter or its storage alive, apart from the bindings that
+`Slots.bind` returns.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Binding:
-    """`places` by slot name, `roots` in the order of `tensors`; each tensor is flat uint8 over a whole storage (a view)."""
+    """`places` by slot name, `roots` in the order of `tensors`; each tensor is flat uint8 over a whole storage (a
+    view)."""
 
     places: dict[str, Place]
     roots: tuple[Root, ...]
@@ -56,18 +58,29 @@ class Binding:
 
 
 def walk(chunks: Sequence[torch.nn.Module]) -> Iterator[Slot]:
-    """Every parameter and persistent buffer, each object once, in the order of the modules. Wrappers' "module." is dropped."""
+    """Every parameter and persistent buffer, each object once, in the order of the modules. Wrappers' "module." is
+    dropped."""
     seen: set[int] = set()
     for i, chunk in enumerate(chunks):
         for path, module in chunk.named_modules():
-            while path == "module" or path.startswith("module."):
-                path = path[len("module.") :]
+            path = bare(path)
             for table, is_buffer in ((module._parameters, False), (module._buffers, True)):
                 for attr, tensor in table.items():
-                    if tensor is None or id(tensor) in seen or (is_buffer and attr in module._non_persistent_buffers_set):
+                    if (
+                        tensor is None
+                        or id(tensor) in seen
+                        or (is_buffer and attr in module._non_persistent_buffers_set)
+                    ):
                         continue
                     seen.add(id(tensor))
                     yield Slot(f"{i}:{path}.{attr}" if path else f"{i}:{attr}", module, attr, is_buffer)
+
+
+def bare(path: str) -> str:
+    """A dotted path without the "module." of wrappers."""
+    while path == "module" or path.startswith("module."):
+        path = path[len("module.") :]
+    return path
 
 
 class Slots:
@@ -82,7 +95,9 @@ class Slots:
         self._known: _Reading | None = None
         # A module replaced in the tree leaves its slots behind, intact and dead: so the edges are compared as well.
         self._edges = [
-            (weakref.ref(module), tuple(map(weakref.ref, _children(module)))) for tree in trees for module in tree.modules()
+            (weakref.ref(module), tuple(map(weakref.ref, _children(module))))
+            for tree in trees
+            for module in tree.modules()
         ]
 
     def bind(self) -> Binding:
@@ -91,7 +106,7 @@ class Slots:
         return binding
 
     def check(self) -> str:
-        """"same": every address that `bind` returned still holds. "moved": same layout, other addresses: `bind` again.
+        """ "same": every address that `bind` returned still holds. "moved": same layout, other addresses: `bind` again.
         "changed": another layout, or another module tree: the layout has to be read again.
 
         RebindError as `bind`. Costs a few microseconds a slot.
@@ -153,8 +168,8 @@ class Slots:
 
 @dataclass(frozen=True, slots=True)
 class _Reading:
-    """What one `bind` saw. `contents`: (table, attribute, weak tensor, address, dtype, shape, stride) of every slot; `storages`:
-    (a slot in it, address, bytes) of every root; `devices` by slot name."""
+    """What one `bind` saw. `contents`: (table, attribute, weak tensor, address, dtype, shape, stride) of every slot;
+    `storages`: (a slot in it, address, bytes) of every root; `devices` by slot name."""
 
     places: dict[str, Place]
     roots: tuple[Root, ...]
@@ -163,8 +178,8 @@ class _Reading:
     devices: dict[str, torch.device]
 
     def holds(self) -> bool:
-        """Whether all of it is still so. The address alone is not enough: freed memory comes back at the same address, for
-        another dtype even (a router bias that turns fp32). Written as one flat loop: it runs in every refit."""
+        """Whether all of it is still so. The address alone is not enough: freed memory comes back at the same address,
+        for another dtype even (a router bias that turns fp32). Written as one flat loop: it runs in every refit."""
         for table, attr, ref, address, dtype, shape, stride in self.contents:
             t = table.get(attr)
             if t is None or t is not ref() or t.data_ptr() != address or t.dtype != dtype:

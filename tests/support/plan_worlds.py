@@ -1,7 +1,8 @@
-"""Random small worlds for tests of the planner: tensors, trainers' storages, engines' storages, and what must come out.
+"""Random small worlds for tests of the planner: tensors, trainers' storages, engines' storages, and what must come
+out.
 
-The oracle is written from fragments and canonical arrays alone. It shares no code with xfer.plan: storages are byte arrays,
-regions are index arithmetic, casts are numpy's (bfloat16's are done on bits).
+The oracle is written from fragments and canonical arrays alone. It shares no code with xfer.plan: storages are byte
+arrays, regions are index arithmetic, casts are numpy's (bfloat16's are done on bits).
 """
 
 from __future__ import annotations
@@ -24,7 +25,11 @@ def cast(bits: np.ndarray, src: str, dst: str) -> np.ndarray:
     """Elements as uint8 [n, size of src] -> uint8 [n, size of dst]."""
     if src == dst:
         return bits
-    wide = {"bfloat16": _from_bf16, "float16": lambda b: b.view(np.float16).astype(np.float32), "float32": lambda b: b.view(np.float32)}
+    wide = {
+        "bfloat16": _from_bf16,
+        "float16": lambda b: b.view(np.float16).astype(np.float32),
+        "float32": lambda b: b.view(np.float32),
+    }
     value = wide[src](np.ascontiguousarray(bits)).reshape(-1)
     if dst == "bfloat16":
         i = value.astype(np.float32).view(np.uint32).astype(np.uint64)
@@ -66,15 +71,22 @@ class World:
 
     def sources(self) -> list[Inventory]:
         return [
-            trainer_inventory(self.catalog, rank=i, host="", roots=[Root(n, len(b)) for n, b in s.storage.items()], fragments=s.fragments)
+            trainer_inventory(
+                self.catalog,
+                rank=i,
+                host="",
+                roots=[Root(n, len(b)) for n, b in s.storage.items()],
+                fragments=s.fragments,
+            )
             for i, s in enumerate(self.trainers)
         ]
 
     def takers(self) -> list[Inventory]:
         return [
             engine_inventory(
-                self.catalog, rank=i, host="", roots=[Root(n, len(b)) for n, b in s.storage.items()], fragments=s.fragments, fills=s.fills,
-                footprint=s.footprint, kept=s.kept, reads=[t.name for t in self.catalog.specs],
+                self.catalog, rank=i, host="", roots=[Root(n, len(b)) for n, b in s.storage.items()],
+                fragments=s.fragments, fills=s.fills, footprint=s.footprint, kept=s.kept,
+                reads=[t.name for t in self.catalog.specs],
             )
             for i, s in enumerate(self.workers)
         ]  # fmt: skip
@@ -95,14 +107,16 @@ class World:
         """What a refit must leave in a worker's storages."""
         out = {n: b.copy() for n, b in side.storage.items()}
         for f in side.fragments:
-            out[f.root][places(f.offset, f.extent, f.strides, SIZE[f.dtype])] = cast(self.box(f), self.held[f.tensor], f.dtype)
+            out[f.root][places(f.offset, f.extent, f.strides, SIZE[f.dtype])] = cast(
+                self.box(f), self.held[f.tensor], f.dtype
+            )
         for f in side.fills:
             out[f.root][places(f.offset, f.extent, f.strides, len(f.bits))] = np.frombuffer(f.bits, np.uint8)
         return out
 
 
 def execute(plan, world: World) -> tuple[list[dict[str, np.ndarray]], list[dict[str, np.ndarray]]]:
-    """Runs all programs on copies of the workers' storages. Returns the storages and how often each byte was written."""
+    """Runs all programs on copies of the workers' storages. Returns storages and write counts per byte."""
     T = len(world.trainers)
     roots = [[r.name for r in i.roots] for i in (*world.sources(), *world.takers())]
     out = [{n: b.copy() for n, b in s.storage.items()} for s in world.workers]
@@ -114,7 +128,9 @@ def execute(plan, world: World) -> tuple[list[dict[str, np.ndarray]], list[dict[
             filled = np.zeros(m.nbytes, int)
             for r in m.rows:
                 src, dst = DTYPES[r["src_dtype"]], DTYPES[r["dst_dtype"]]
-                bits = world.trainers[rank].storage[roots[rank][r["src_root"]]][places(r["src_offset"], r["extent"], r["src_strides"], SIZE[src])]
+                bits = world.trainers[rank].storage[roots[rank][r["src_root"]]][
+                    places(r["src_offset"], r["extent"], r["src_strides"], SIZE[src])
+                ]
                 bits = cast(bits, src, dst) if SIZE[dst] < SIZE[src] else bits
                 assert r["wire"] % bits.shape[1] == 0
                 wire[r["wire"] : r["wire"] + bits.size] = bits.reshape(-1)
@@ -133,7 +149,10 @@ def execute(plan, world: World) -> tuple[list[dict[str, np.ndarray]], list[dict[
                 on_wire = dst if SIZE[dst] < SIZE[src] else src
                 n = int(np.prod(r["extent"])) * SIZE[on_wire]
                 bits = cast(wire[r["wire"] : r["wire"] + n].reshape(-1, SIZE[on_wire]), on_wire, dst)
-                at, root = places(r["dst_offset"], r["extent"], r["dst_strides"], SIZE[dst]), roots[T + w][r["dst_root"]]
+                at, root = (
+                    places(r["dst_offset"], r["extent"], r["dst_strides"], SIZE[dst]),
+                    roots[T + w][r["dst_root"]],
+                )
                 out[w][root][at] = bits
                 np.add.at(count[w][root], at.reshape(-1), 1)
         for r in program.fills():
@@ -175,7 +194,10 @@ def partitions(draw, shape):
             break
         d = draw(st.sampled_from(dims))
         k = draw(st.integers(1, e[d] - 1))
-        boxes[i : i + 1] = [(o, (*e[:d], k, *e[d + 1 :])), ((*o[:d], o[d] + k, *o[d + 1 :]), (*e[:d], e[d] - k, *e[d + 1 :]))]
+        boxes[i : i + 1] = [
+            (o, (*e[:d], k, *e[d + 1 :])),
+            ((*o[:d], o[d] + k, *o[d + 1 :]), (*e[:d], e[d] - k, *e[d + 1 :])),
+        ]
     return boxes
 
 
@@ -215,7 +237,9 @@ def worlds(draw, max_trainers=4, max_workers=3, casts=True):
         shape = tuple(draw(st.lists(st.integers(1, 6), min_size=0, max_size=3)))
         dtype = draw(st.sampled_from(["bfloat16", "float32", "float16", "int8", "int64"]))
         mine = draw(st.sampled_from([dtype, dtype, "float32"])) if casts and dtype in ("bfloat16", "float16") else dtype
-        names = [f"t.{i}"] if draw(st.booleans()) else [f"layers.{i}.experts.{e}.w" for e in range(draw(st.integers(2, 4)))]
+        names = (
+            [f"t.{i}"] if draw(st.booleans()) else [f"layers.{i}.experts.{e}.w" for e in range(draw(st.integers(2, 4)))]
+        )
         specs += [TensorSpec(n, shape, dtype) for n in names]
         held |= dict.fromkeys(names, mine)
     catalog = Catalog(tuple(sorted(specs)))
@@ -240,19 +264,35 @@ def worlds(draw, max_trainers=4, max_workers=3, casts=True):
     workers = [Side() for _ in range(draw(st.integers(1, max_workers)))]
     for w in workers:
         for s in specs:
-            dtype = draw(st.sampled_from([s.dtype, "float32"])) if casts and s.dtype in ("bfloat16", "float16") else s.dtype
+            dtype = (
+                draw(st.sampled_from([s.dtype, "float32"])) if casts and s.dtype in ("bfloat16", "float16") else s.dtype
+            )
             kind = draw(st.sampled_from(["all", "cut", "part", "twice", "none"]))
-            boxes = {"all": [((0,) * len(s.shape), s.shape)], "cut": None, "part": None, "twice": [((0,) * len(s.shape), s.shape)] * 2, "none": []}[kind]
-            boxes = draw(partitions(s.shape)) if kind == "cut" else [draw(sub_boxes(s.shape))] if kind == "part" else boxes
+            boxes = {
+                "all": [((0,) * len(s.shape), s.shape)],
+                "cut": None,
+                "part": None,
+                "twice": [((0,) * len(s.shape), s.shape)] * 2,
+                "none": [],
+            }[kind]
+            boxes = (
+                draw(partitions(s.shape)) if kind == "cut" else [draw(sub_boxes(s.shape))] if kind == "part" else boxes
+            )
             for origin, extent in boxes:
                 draw(place(w, 3, s.name, origin, extent, dtype, True))
     bucket = draw(st.sampled_from([8, 16, 64, 1024]))
-    hosts = draw(st.one_of(st.just(()), st.lists(st.sampled_from("ab"), min_size=len(trainers) + len(workers), max_size=len(trainers) + len(workers)).map(tuple)))
+    hosts = draw(
+        st.one_of(
+            st.just(()),
+            st.lists(
+                st.sampled_from("ab"), min_size=len(trainers) + len(workers), max_size=len(trainers) + len(workers)
+            ).map(tuple),
+        )
+    )
     options = PlanOptions(
-        bucket_bytes=bucket, wave_bytes=bucket * draw(st.integers(1, 3)), align_bytes=8, hosts=hosts, rotation=draw(st.integers(0, 3)),
+        bucket_bytes=bucket, wave_bytes=bucket * draw(st.integers(1, 3)), align_bytes=8,
+        hosts=hosts, rotation=draw(st.integers(0, 3)),
     )  # fmt: skip
     world = World(catalog, values, held, trainers, workers, options)
     world.load_trainers()
     return world
-
-

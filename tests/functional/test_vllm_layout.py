@@ -1,0 +1,144 @@
+"""EngineModel over vLLM's own model classes for many ranks, one process, no engine: what the layout says is what vLLM's own
+`load_weights` does, whatever the parallelism. The live engine is test_vllm_engine.py's.
+"""
+
+import json
+import os
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.engine
+pytest.importorskip("vllm")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+
+from xfer.engines import vllm_cpu  # noqa: E402
+from xfer.engines.hf_spec import checkpoint_specs  # noqa: E402
+from xfer.engines.meta_model import fake_rank, make_config, make_model  # noqa: E402
+from xfer.engines.vllm_layout import EngineModel  # noqa: E402
+from xfer.errors import LayoutError  # noqa: E402
+from xfer.testing import toy  # noqa: E402
+from xfer.trace.catalog import Catalog  # noqa: E402
+from xfer.trace.replay import load  # noqa: E402
+
+CPU = torch.device("cpu")
+#        family, tp, pp, dp, ep, rank
+CASES = [
+    ("qwen3", 1, 1, 1, False, 0),
+    ("qwen3", 2, 1, 1, False, 1),
+    ("qwen3", 8, 1, 1, False, 5),  # more ranks than KV heads: replicated ones
+    ("qwen3", 2, 2, 1, False, 0),
+    ("qwen3", 2, 2, 1, False, 3),
+    ("qwen3_tied", 2, 1, 1, False, 1),
+    ("qwen3_tied", 1, 2, 1, False, 1),
+    ("qwen3_moe", 2, 1, 1, False, 0),
+    ("qwen3_moe", 2, 1, 2, True, 3),
+    ("qwen3_moe", 2, 2, 2, True, 6),
+    ("deepseek_v3", 2, 1, 1, False, 1),
+    ("deepseek_v3", 4, 1, 1, True, 2),
+]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    made = {}
+    for family in toy.FAMILIES:
+        folder = tmp_path_factory.mktemp(family)
+        made[family] = str(folder), toy.write_checkpoint(family, folder, seed=3, vocab_size=152)  # padded to 192
+    return made
+
+
+@contextmanager
+def rank_of(folder, tp=1, pp=1, dp=1, ep=False, rank=0, **options):
+    """(config, model with real storage, a second one) as `rank` of that layout sees them."""
+    vllm_cpu.install()
+    config = make_config(folder, tp=tp, pp=pp, dp=dp, ep=ep, **options)
+    with fake_rank(config, rank):
+        yield config, make_model(config, "cpu"), make_model(config, "cpu")
+
+
+def parameters(model):
+    return {n: p.detach().contiguous().view(-1).view(torch.uint8) for n, p in model.named_parameters()}
+
+
+def refitted(config, live, folder, tensors, **options):
+    """`live`, filled with noise and then written by its layout alone."""
+    model = EngineModel(config, live, CPU, **options)
+    layout = model.read(Catalog(checkpoint_specs(folder)))
+    model.scramble(5)
+    load(layout.traced, tensors, model.tensors)
+    model.run_recipes()
+    return layout
+
+
+@pytest.mark.parametrize("family, tp, pp, dp, ep, rank", CASES)
+def test_writing_by_the_layout_is_vllms_own_load(folders, family, tp, pp, dp, ep, rank):
+    folder, tensors = folders[family]
+    with rank_of(folder, tp, pp, dp, ep, rank) as (config, live, reference):
+        layout = refitted(config, live, folder, tensors)
+        with torch.no_grad():
+            for p in reference.parameters():
+                p.fill_(7.0)
+        reference.load_weights((n, t.clone()) for n, t in tensors.items())
+        got, want = parameters(live), parameters(reference)
+        assert got.keys() == want.keys() and not [n for n in want if not torch.equal(got[n], want[n])]
+        assert not {k.root for k in layout.kept} & want.keys()
+        spec = {s.name for s in layout.traced.specs}
+        assert spec <= tensors.keys() and (pp > 1 or ep or spec == tensors.keys())
+
+
+def test_dropping_one_fragment_is_seen(folders):
+    """The comparison above can fail."""
+    from dataclasses import replace
+
+    folder, tensors = folders["qwen3"]
+    with rank_of(folder) as (config, live, reference):
+        model = EngineModel(config, live, CPU)
+        layout = model.read(Catalog(checkpoint_specs(folder)))
+        model.scramble(5)
+        load(replace(layout.traced, fragments=layout.traced.fragments[:-1]), tensors, model.tensors)
+        reference.load_weights(tensors.items())
+        got, want = parameters(live), parameters(reference)
+        assert len([n for n in want if not torch.equal(got[n], want[n])]) == 1
+
+
+def test_a_head_that_vllm_unties_takes_the_embedding_of_a_tied_trainer(folders, tmp_path):
+    """vLLM 0.32 looks into the checkpoint on disk: with a head there, a tied config gives two layouts."""
+    from safetensors.torch import save_file
+
+    folder, tensors = folders["qwen3_tied"]
+    (tmp_path / "config.json").write_text(json.dumps(toy.config("qwen3_tied", vocab_size=152)))
+    head = torch.randn_like(tensors["model.embed_tokens.weight"])
+    save_file({**tensors, "lm_head.weight": head}, str(tmp_path / "model.safetensors"), metadata={"format": "pt"})
+    for tie_again in (False, True):
+        with rank_of(str(tmp_path), tp=2, rank=1, load_format="auto") as (config, live, _):
+            assert config.model_config.word_embeddings_untied_by_checkpoint
+            if tie_again:  # as vLLM does when the two turn out equal
+                live.lm_head.weight = live.model.embed_tokens.weight
+            layout = refitted(config, live, folder, tensors)  # the trainer's catalog has no head
+            assert ("lm_head.weight" in {r.name for r in layout.roots}) is not tie_again
+            assert torch.equal(live.lm_head.weight, live.model.embed_tokens.weight)
+            assert {s.name for s in layout.traced.specs} == tensors.keys()
+
+
+def test_keep_and_drop(folders):
+    folder, tensors = folders["qwen3_moe"]
+    with rank_of(folder) as (config, live, _):
+        kept = live.model.norm.weight.detach().clone()
+        some = Catalog(tuple(s for s in checkpoint_specs(folder) if s.name != "model.norm.weight"))
+        with pytest.raises(LayoutError, match="families that do not match"):
+            EngineModel(config, live, CPU).read(some)
+        layout = EngineModel(config, live, CPU, keep=["model.norm.*"]).read(some)
+        assert "model.norm.weight" in {k.root for k in layout.kept} and torch.equal(kept, live.model.norm.weight)
+        more = Catalog(tuple(sorted((*checkpoint_specs(folder), *(s for s in _mtp())))))
+        with pytest.raises(LayoutError) as error:
+            EngineModel(config, live, CPU).read(more)
+        assert error.value.violations == ("model.layers.4.eh_proj.weight: in the trainers' checkpoint, unknown to the engine's model",)
+        EngineModel(config, live, CPU, drop=["model.layers.4.*"]).read(more)
+
+
+def _mtp():
+    from xfer.trace.fragment import TensorSpec
+
+    return (TensorSpec("model.layers.4.eh_proj.weight", (128, 256), "bfloat16"),)

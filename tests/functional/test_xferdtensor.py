@@ -1,0 +1,448 @@
+"""xferdtensor over real processes: four gloo ranks, spawned once, run every case; a test reads its case's outcome.
+
+The judges are torch's own DTensor.redistribute where it can make the move, slices of the full tensor everywhere else.
+"""
+
+import json
+import os
+import random
+import sys
+import time
+import traceback
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+WORLD = 4
+EXAMPLES = int(os.environ.get("XFER_EXAMPLES", 200))
+CASES = {}
+
+
+def case(fn):
+    CASES[fn.__name__] = fn
+    return fn
+
+
+# ---------------------------------------------------------------- what cases are made of
+
+
+def part_of(full, mesh, placements, rank):
+    """The local tensor of `rank`, assembled from slices of the full one; None when it is not in the mesh."""
+    from xfer.mesh import local_layout
+
+    layout = local_layout(tuple(full.shape), mesh, placements, rank)
+    if layout is None:
+        return None
+    out = torch.empty(layout.shape, dtype=full.dtype)
+    for b in layout.boxes:
+        here = tuple(slice(a, a + e) for a, e in zip(b.at, b.box.extent))
+        out[here] = full[tuple(slice(o, o + e) for o, e in zip(b.box.origin, b.box.extent))]
+    return out
+
+
+def strided_like(t, rng):
+    """An uninitialised tensor of t's shape in odd storage: permuted, offset, with foreign elements between its own."""
+    order = rng.sample(range(t.dim()), t.dim())
+    wide = torch.full([t.shape[d] * 2 + 3 for d in order], 77, dtype=t.dtype)
+    view = wide[
+        tuple(slice(1, 1 + 2 * t.shape[d], 2) if rng.random() < 0.5 else slice(2, 2 + t.shape[d]) for d in order)
+    ]
+    back = [order.index(d) for d in range(t.dim())]
+    return view.permute(back), wide
+
+
+def values(shape, dtype=torch.float32):
+    return torch.arange(int(np.prod(shape)), dtype=torch.int64).reshape(shape).to(dtype)
+
+
+def random_mesh(rng):
+    from xfer.mesh import MeshInfo
+
+    sizes = rng.choice([(1,), (2,), (3,), (4,), (2, 2), (1, 2), (2, 1), (4, 1), (3, 1)])
+    ranks = rng.sample(range(WORLD), int(np.prod(sizes)))
+    return MeshInfo([f"m{i}" for i in range(len(sizes))], np.array(ranks).reshape(sizes))
+
+
+def random_placements(rng, mesh, shape, fused=True):
+    from xfer.mesh import Interleaved, Replicate, Segmented, Shard, StridedShard
+
+    out, fused_dims = [], set()
+    for size in mesh.sizes:
+        dim = rng.randrange(len(shape))
+        n, kind = shape[dim], rng.choice(["shard", "shard", "replicate", "strided", "segmented", "interleaved"])
+        if kind in ("segmented", "interleaved") and (not fused or dim in fused_dims):
+            kind = "shard"
+        if kind == "shard":
+            out.append(Shard(dim))
+        elif kind == "replicate":
+            out.append(Replicate())
+        elif kind == "strided":
+            out.append(StridedShard(dim, rng.randint(1, 3)))
+        elif kind == "segmented":
+            a = rng.randint(0, n)
+            b = rng.randint(0, n - a)
+            copies = (1, size, 1) if rng.random() < 0.3 else ()
+            out.append(Segmented(dim, (a, b, n - a - b), copies))
+            fused_dims.add(dim)
+        else:
+            groups = rng.choice([g for g in (1, 2, 3, 4) if n % g == 0])
+            a = rng.randint(0, n // groups) * groups
+            out.append(Interleaved(dim, (a, n - a), groups))
+            fused_dims.add(dim)
+    return tuple(out)
+
+
+# ---------------------------------------------------------------- cases: each runs on every rank at once
+
+
+@case
+def equals_dtensor_redistribute(rank):
+    """Every move on one mesh that torch can make, even and uneven, between DTensors and between plain tensors."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    from xfer.dtensor import xferdtensor
+
+    rng = random.Random(1)
+    meshes = [init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))]
+    for _ in range(max(EXAMPLES // 10, 4)):
+        mesh = rng.choice(meshes)
+        shape = [rng.randint(1, 11) for _ in range(rng.randint(1, 3))]
+        pick = lambda: [rng.choice([Replicate(), *(Shard(d) for d in range(len(shape)))]) for _ in range(mesh.ndim)]  # noqa: B023, E731
+        source = distribute_tensor(values(shape), mesh, pick())
+        placements = pick()
+        want = source.redistribute(mesh, placements)
+        got = torch.zeros_like(want)
+        xferdtensor(source, None, None, got, None, None)
+        assert torch.equal(got.to_local(), want.to_local()), (shape, source.placements, placements)
+        plain = torch.zeros_like(want.to_local())
+        xferdtensor(source.to_local(), mesh, source.placements, plain, mesh, placements, global_shape=shape)
+        assert torch.equal(plain, want.to_local()), (shape, source.placements, placements)
+
+
+@case
+def fsdp_order_equals_torch(rank):
+    """FSDP2's strided shards, read from DTensors whose dim was cut by the later mesh axis first."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    from xfer.dtensor import xferdtensor
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    full = values((8, 3))
+    dp, tp = mesh.get_coordinate()
+    local = full.chunk(2)[tp].chunk(2)[dp]  # tp first
+    source = DTensor.from_local(local, mesh, [_StridedShard(0, split_factor=2), Shard(0)], run_check=False)
+    assert torch.equal(source.full_tensor(), full)
+    got = DTensor.from_local(torch.zeros(8, 3), mesh, [Replicate(), Replicate()], run_check=False)
+    xferdtensor(source, None, None, got, None, None)
+    assert torch.equal(got.to_local(), full)
+
+    # The same layout as newer torch may also write it: plain shards, and the order of the axes beside them.
+    from torch.distributed.tensor import _dtensor_spec as spec
+
+    if hasattr(spec, "ShardOrderEntry"):
+        meta = spec.TensorMeta(full.shape, full.stride(), full.dtype)
+        order = (spec.ShardOrderEntry(tensor_dim=0, mesh_dims=(1, 0)),)
+        written = spec.DTensorSpec(mesh, (Shard(0), Shard(0)), tensor_meta=meta, shard_order=order)
+        got.to_local().zero_()
+        xferdtensor(DTensor(local, written, requires_grad=False), None, None, got, None, None)
+        assert torch.equal(got.to_local(), full)
+
+
+@case
+def any_mesh_to_any_mesh(rank):
+    """Meshes of different ranks, shapes and sizes, overlapping or not, all placements, odd strides on both sides."""
+    from xfer.dtensor import xferdtensor
+
+    rng = random.Random(2)
+    for i in range(max(EXAMPLES // 4, 10)):
+        shape = tuple(rng.choice([1, 2, 4, 6, 9, 12]) for _ in range(rng.randint(1, 3)))
+        meshes = random_mesh(rng), random_mesh(rng)
+        placements = [random_placements(rng, m, shape) for m in meshes]
+        full = values(shape, rng.choice([torch.bfloat16, torch.float32, torch.uint8, torch.int64]))
+        odd = [rng.random() < 0.4 for _ in range(2)]
+        seed = rng.random()
+        src = part_of(full, meshes[0], placements[0], rank)
+        want = part_of(full, meshes[1], placements[1], rank)
+        mine = random.Random(f"{seed} {rank}")
+        if src is not None and odd[0]:
+            view, _ = strided_like(src, mine)
+            src = view.copy_(src)
+        got = memory = before = None
+        if want is not None:
+            got, memory = strided_like(want, mine) if odd[1] else (torch.full_like(want, 99), None)
+            if memory is not None:
+                shadow = torch.zeros_like(memory, dtype=torch.bool)
+                shadow.as_strided(got.shape, got.stride(), got.storage_offset())[...] = True
+                before = memory[~shadow].clone()
+        shape_said = shape if rng.random() < 0.5 else None  # local shapes tell it too
+        xferdtensor(src, meshes[0], placements[0], got, meshes[1], placements[1], global_shape=shape_said)
+        if want is not None:
+            assert torch.equal(got, want), (i, shape, meshes, placements)
+            if memory is not None:
+                assert torch.equal(memory[~shadow], before), "bytes between the destination's own were written"
+
+
+@case
+def disjoint_meshes_of_dtensors(rank):
+    """A DTensor of ranks 0, 1 to one of ranks 2, 3: each rank knows only its own side."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    from xfer.dtensor import xferdtensor
+
+    left, right = DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [3, 2])
+    full = values((5, 6))
+    src = dst = None
+    if rank < 2:
+        src = DTensor.from_local(
+            full.chunk(2)[rank], left, [Shard(0)], run_check=False, shape=full.shape, stride=(6, 1)
+        )
+    else:
+        dst = DTensor.from_local(torch.zeros(5, 3), right, [Shard(1)], run_check=False)
+    xferdtensor(src, None, None, dst, None, None)
+    if dst is not None:
+        assert torch.equal(dst.to_local(), full.chunk(2, 1)[0 if rank == 3 else 1])
+
+
+@case
+def qkv_of_a_trainer_to_an_engine(rank):
+    """Interleaved per KV group over two ranks -> [q; k; v] over two others, KV heads replicated: Megatron -> vLLM."""
+    from xfer.dtensor import xferdtensor
+    from xfer.mesh import Interleaved, MeshInfo, Segmented
+
+    q, kv, hidden = 16, 2, 5
+    full = values((q + 2 * kv, hidden), torch.bfloat16)
+    trainer, engine = MeshInfo.line("tp", [0, 1]), MeshInfo.line("tp", [2, 3])
+    src = dst = None
+    if rank < 2:  # by hand: group g is q[8g:8g+8], k[g], v[g]
+        src = torch.cat([full[8 * rank : 8 * rank + 8], full[q + rank : q + rank + 1], full[q + kv + rank :][:1]])
+    else:
+        dst = torch.zeros(8 + 2 * kv, hidden, dtype=torch.bfloat16)
+    sizes = (q, kv, kv)
+    xferdtensor(src, trainer, [Interleaved(0, sizes, 2)], dst, engine, [Segmented(0, sizes, (1, 2, 2))])
+    if dst is not None:
+        assert torch.equal(dst, torch.cat([full[8 * (rank - 2) :][:8], full[q:]]))
+
+
+@case
+def what_a_rank_holds_it_takes_from_itself(rank):
+    """Replicate -> Shard on one mesh puts nothing on the wire, and a replica elsewhere is not asked."""
+    from xfer import dtensor
+    from xfer.mesh import MeshInfo, Replicate, Shard
+
+    mesh = MeshInfo.line("tp", range(4))
+    full = values((4096, 3))
+    got = torch.zeros(1024, 3)
+    dtensor.xferdtensor(full, mesh, [Replicate()], got, mesh, [Shard(0)])
+    assert torch.equal(got, full.chunk(4)[rank])
+    rows = next(reversed(dtensor._KEPT.moves.values())).program.rows
+    assert len(rows) and (rows["src"] == rank).all() and (rows["dst"] == rank).all()
+
+
+@case
+def casts_follow_the_destination(rank):
+    from xfer.dtensor import xferdtensor
+    from xfer.errors import CoverageError
+    from xfer.mesh import MeshInfo, Replicate, Shard
+
+    a, b = MeshInfo.line("x", [0, 1]), MeshInfo.line("x", [1, 2, 3])
+    full = torch.randn(7, 4, generator=torch.Generator().manual_seed(0))
+    half = full.bfloat16()
+    src = half.chunk(2)[rank] if rank < 2 else None
+    dst = torch.zeros(7, 4) if rank > 0 else None
+    xferdtensor(src, a, [Shard(0)], dst, b, [Replicate()])
+    assert dst is None or torch.equal(dst, half.float())
+    src = full.chunk(2)[rank] if rank < 2 else None
+    dst = torch.zeros(7, 4, dtype=torch.bfloat16) if rank > 0 else None
+    try:
+        xferdtensor(src, a, [Shard(0)], dst, b, [Replicate()])
+        raise AssertionError("a cast that loses bits was not refused")
+    except CoverageError as e:
+        assert "narrow" in str(e)
+    assert dst is None or not dst.any(), "nothing may move before an error"
+    xferdtensor(src, a, [Shard(0)], dst, b, [Replicate()], narrow=True)
+    assert dst is None or torch.equal(dst, half)
+
+
+@case
+def a_warm_call_ships_new_values_after_one_small_exchange(rank):
+    from xfer import dtensor
+    from xfer.mesh import MeshInfo, Shard
+
+    mesh = MeshInfo.line("tp", range(4))
+    sizes = []
+    real = dtensor._exchange
+    dtensor._exchange = lambda group, data, deadline: sizes.append(len(data)) or real(group, data, deadline)
+    try:
+        for version in range(3):
+            src, got = torch.full((2, 8), float(10 * version + rank)), torch.zeros(8, 2)
+            dtensor.xferdtensor(src, mesh, [Shard(0)], got, mesh, [Shard(1)], global_shape=(8, 8))
+            assert got[:, 0].tolist() == [10 * version + r for r in range(4) for _ in range(2)]
+            assert (len(sizes) == 3 and max(sizes) > 100) if version == 0 else (len(sizes) == 1 and sizes[0] < 64)
+            sizes.clear()
+    finally:
+        dtensor._exchange = real
+
+
+@case
+def subgroups_number_their_own_ranks(rank):
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import Shard as TorchShard
+
+    from xfer.dtensor import xferdtensor
+    from xfer.errors import LayoutError
+    from xfer.mesh import MeshInfo, Replicate
+
+    group = dist.new_group([1, 2, 3])
+    mesh = DeviceMesh("cpu", [2, 3])  # global ranks: 1 and 2 of the group
+    outside = DeviceMesh("cpu", [0, 2])
+    if rank == 0:
+        return
+    full = values((6,))
+    src = full.chunk(2)[rank - 2] if rank >= 2 else None
+    dst = torch.zeros(6) if rank == 1 else None
+    xferdtensor(src, mesh, [TorchShard(0)], dst, MeshInfo.line("x", [0]), [Replicate()], group)
+    assert dst is None or torch.equal(dst, full)
+    raises(LayoutError, "rank 0", src, outside, [TorchShard(0)], dst, MeshInfo.line("x", [0]), [Replicate()], group)
+
+
+@case
+def nothing_and_scalars(rank):
+    from xfer.dtensor import xferdtensor
+    from xfer.mesh import MeshInfo, Replicate, Shard
+
+    mesh, one = MeshInfo.line("x", range(4)), MeshInfo.line("x", [3])
+    got = torch.zeros(()) if rank == 3 else None
+    xferdtensor(torch.tensor(5.0), mesh, [Replicate()], got, one, [Replicate()])
+    assert got is None or got.item() == 5
+    xferdtensor(torch.zeros(0, 4), mesh, [Shard(0)], torch.zeros(0, 1), mesh, [Shard(1)])
+    # 2 rows over 4 ranks: two shards are empty, whatever shape the caller gives to nothing
+    src = torch.full((1, 3), float(rank)) if rank < 2 else torch.zeros(0)
+    got = torch.zeros(2, 3) if rank == 3 else None
+    xferdtensor(src, mesh, [Shard(0)], got, one, [Replicate()], global_shape=(2, 3))
+    assert got is None or got.tolist() == [[0.0] * 3, [1.0] * 3]
+
+
+def raises(kind, text, *args, **kwargs):
+    from xfer.dtensor import xferdtensor
+
+    try:
+        xferdtensor(*args, **kwargs)
+    except kind as e:
+        assert text in str(e), f"{text!r} is not in: {e}"
+    else:
+        raise AssertionError(f"{kind.__name__} was not raised")
+
+
+@case
+def disagreement_is_told_to_every_rank(rank):
+    """Whatever one rank alone gets wrong, all ranks raise, nothing moves, and the group works on."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Partial
+    from torch.distributed.tensor import Replicate as TorchReplicate
+
+    from xfer.dtensor import xferdtensor
+    from xfer.errors import LayoutError, PlanMismatch, Unsupported
+    from xfer.mesh import MeshInfo, Replicate, Segmented, Shard
+
+    mesh = MeshInfo.line("x", range(4))
+    src, dst = values((2, 8)), torch.zeros(8, 2)
+    good = (src, mesh, [Shard(0)], dst, mesh, [Shard(1)])
+    xferdtensor(*good)  # cached: the same descriptions must not shadow the faults below
+    dst.zero_()
+
+    other = [Replicate()] if rank == 2 else [Shard(1)]
+    raises(PlanMismatch, "ranks [2] say", *good[:5], other)
+    raises(PlanMismatch, "narrow", *good, narrow=rank == 1)
+    raises(PlanMismatch, "shape", *good, global_shape=(8, 8 + rank))
+    raises(
+        LayoutError, "rank 3 passed [5, 2]", *good[:3], dst if rank != 3 else dst[:5], *good[4:], global_shape=(8, 8)
+    )
+    raises(LayoutError, "rank 1 is in the mesh and passed no tensor", src if rank != 1 else None, *good[1:])
+    small = MeshInfo.line("x", [0, 1])
+    raises(LayoutError, "rank 3 passed a tensor and is not in the mesh", *good[:4], small, good[5])
+    raises(LayoutError, "the mesh has rank 9", *good[:4], MeshInfo.line("x", [0, 1, 2, 9]), good[5])
+    raises(LayoutError, "add up to 7", *good[:5], [Segmented(1, (3, 4))], global_shape=(8, 8))
+    raises(LayoutError, "the tensors differ", *good[:3], values((8, 3)), *good[4:])
+    raises(LayoutError, "no rank gave mesh", src, None, None, *good[3:])
+    raises(LayoutError, "share memory", *good[:3], src.view(8, 2) if rank == 0 else dst, *good[4:])
+    torch_mesh = init_device_mesh("cpu", (4,))
+    pending = DTensor.from_local(src, torch_mesh, [Partial() if rank == 1 else TorchReplicate()], run_check=False)
+    raises(Unsupported, "Partial", pending, None, None, *good[3:])
+    raises(Unsupported, "meta", src.to("meta") if rank == 0 else src, *good[1:])
+    wide = torch.zeros(1, 2).expand(8, 2) if rank == 0 else dst
+    raises(Exception, "more than once", *good[:3], wide, *good[4:])
+
+    assert not dst.any()
+    xferdtensor(*good)
+    assert dst[:, 0].tolist() == [r * 8 + 2 * rank for r in (0, 1)] * 4
+
+
+@case
+def zz_a_rank_that_does_not_come_is_a_deadline(rank):
+    from xfer.dtensor import xferdtensor
+    from xfer.errors import DeadlineExceeded
+    from xfer.mesh import MeshInfo, Shard
+
+    group = dist.new_group([0, 1])
+    mesh = MeshInfo.line("x", [0, 1])
+    if rank == 0:
+        start = time.monotonic()
+        raises(
+            DeadlineExceeded, "", values((2,)), mesh, [Shard(0)], torch.zeros(2), mesh, [Shard(0)], group, timeout=0.5
+        )
+        assert 0.4 < time.monotonic() - start < 5
+    assert xferdtensor
+
+
+# ---------------------------------------------------------------- running them
+
+
+def rank_main(rank, folder):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
+    outcomes = {}
+    for name, fn in CASES.items():
+        try:
+            fn(rank)
+            outcomes[name] = ""
+        except BaseException:
+            outcomes[name] = f"rank {rank}: {traceback.format_exc()}"
+        with open(f"{folder}/rank{rank}.json", "w") as f:
+            json.dump(outcomes, f)
+        dist.monitored_barrier()
+    sys.stdout.flush()
+    os._exit(0)  # the last case leaves a collective behind that nobody will ever join
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory):
+    if not dist.is_available() or not dist.is_gloo_available():
+        pytest.skip("needs torch.distributed with gloo")
+    folder = tmp_path_factory.mktemp("xferdtensor")
+    workers = mp.spawn(rank_main, (str(folder),), WORLD, join=False)
+    limit = time.monotonic() + 120 + EXAMPLES
+    while not all(not p.is_alive() for p in workers.processes) and time.monotonic() < limit:
+        time.sleep(0.05)
+    for p in workers.processes:
+        p.kill()
+        p.join()
+    found = []
+    for rank in range(WORLD):
+        path = folder / f"rank{rank}.json"
+        found.append(json.loads(path.read_text()) if path.exists() else {})
+    return found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test(name, outcomes):
+    lost = [rank for rank, o in enumerate(outcomes) if name not in o]
+    failed = [o[name] for o in outcomes if o.get(name)]
+    assert not failed, "\n".join(failed)
+    assert not lost, f"ranks {lost} did not finish this case"

@@ -1,0 +1,124 @@
+"""Child processes of functional tests: marked JSON lines out, JSON lines in, logs kept, always ended."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+MARK = "@xfer "
+PYTHON = {side: str(ROOT / f".venvs/{side}/bin/python") for side in ("trainer", "engine")}
+
+
+def emit(kind: str, **fields) -> None:
+    """In a child: say something to the test."""
+    sys.stdout.write(MARK + json.dumps({"kind": kind, **fields}) + "\n")
+    sys.stdout.flush()
+
+
+def commands():
+    """In a child: what the test says, until it closes the pipe."""
+    for line in sys.stdin:
+        yield json.loads(line)
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def environment(**more: str) -> dict[str, str]:
+    return {
+        **os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TORCHDYNAMO_DISABLE": "1", "XFER_CPU_RESIDENT": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_CI_ENV": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_LOGGING_LEVEL": "ERROR",
+        "PYTHONUNBUFFERED": "1", "PYTHONPATH": str(ROOT), **more,
+    }  # fmt: skip
+
+
+class Child:
+    """One process running `tests.support.<module>` in the environment of `side`."""
+
+    def __init__(self, name: str, side: str, module: str, args: list[str], work: Path, **env: str):
+        self.name, self.log_path = name, Path(work) / f"{name}.log"
+        self._log = open(self.log_path, "w")  # noqa: SIM115
+        self.proc = subprocess.Popen([PYTHON[side], "-m", f"tests.support.{module}", *args], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                                     stderr=self._log, text=True, cwd=ROOT, env=environment(**env), start_new_session=True)
+        self.events: queue.Queue = queue.Queue()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        for line in self.proc.stdout:
+            if line.startswith(MARK):
+                self.events.put(json.loads(line[len(MARK) :]))
+            else:
+                self._log.write(line)
+                self._log.flush()
+        self.events.put({"kind": "ended", "code": self.proc.wait()})
+
+    def say(self, **command) -> None:
+        self.proc.stdin.write(json.dumps(command) + "\n")
+        self.proc.stdin.flush()
+
+    def expect(self, *kinds: str, timeout: float = 300.0) -> dict:
+        """The next event of these kinds; others are skipped. AssertionError with the log when the child ends or is late."""
+        until = time.monotonic() + timeout
+        while True:
+            try:
+                event = self.events.get(timeout=max(0.0, until - time.monotonic()))
+            except queue.Empty:
+                raise AssertionError(f"{self.name}: none of {kinds} within {timeout:.0f} s\n{self.tail()}") from None
+            if event["kind"] in kinds:
+                return event
+            if event["kind"] in ("ended", "error"):
+                raise AssertionError(f"{self.name}: {event} while waiting for {kinds}\n{self.tail()}")
+
+    def tail(self, lines: int = 60) -> str:
+        self._log.flush()
+        return "\n".join(self.log_path.read_text(errors="replace").splitlines()[-lines:])
+
+    def kill(self) -> None:
+        self.proc.kill()
+
+    def stop(self) -> None:
+        """End the process and every process it started."""
+        import signal
+
+        if self.proc.poll() is None:
+            self.proc.stdin.close()
+            try:
+                self.proc.wait(5)
+            except subprocess.TimeoutExpired:
+                pass
+        try:
+            os.killpg(self.proc.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        self.proc.wait(10)
+        self._log.close()
+
+
+class Family:
+    """Children that are stopped together, whatever happens."""
+
+    def __init__(self, work: Path):
+        self.work, self.children = Path(work), []
+
+    def start(self, name: str, side: str, module: str, *args: str, **env: str) -> Child:
+        child = Child(name, side, module, list(args), self.work, **env)
+        self.children.append(child)
+        return child
+
+    def __enter__(self) -> Family:
+        return self
+
+    def __exit__(self, *exc) -> None:
+        for child in reversed(self.children):
+            child.stop()

@@ -1,0 +1,215 @@
+"""Random rows, random programs, and a plain numpy executor of both: the judge of kernels and transports.
+
+The executor walks elements one by one through byte offsets. It shares no code with what it judges; values are converted
+by torch, one whole box at a time.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+import torch
+
+from xfer.plan.program import DTYPE_CODE, DTYPES, ITEMSIZE, MAX_DIMS, ROW, Op, Program, wire_dtype
+
+PLAIN = ("bfloat16", "float32", "uint8", "float16", "int64", "float8_e4m3fn")
+CASTS = (("float32", "bfloat16"), ("bfloat16", "float32"), ("float16", "bfloat16"), ("float64", "float32"))
+
+
+def dense(shape, item):
+    out, n = [], item
+    for s in reversed(shape):
+        out.append(n)
+        n *= max(1, s)
+    return tuple(reversed(out))
+
+
+def row(extent, *, src_dtype="bfloat16", dst_dtype=None, src_strides=None, dst_strides=None, **columns) -> np.ndarray:
+    """One row; strides default to dense."""
+    dst_dtype = dst_dtype or src_dtype
+    r = np.zeros(1, ROW)
+    r["src_dtype"], r["dst_dtype"] = DTYPE_CODE[src_dtype], DTYPE_CODE[dst_dtype]
+    r["op"] = Op.COPY if src_dtype == dst_dtype else Op.CAST
+    k = MAX_DIMS - len(extent)
+    r["extent"][:, :k] = 1
+    r["extent"][:, k:] = extent
+    r["src_strides"][:, k:] = src_strides if src_strides is not None else dense(extent, ITEMSIZE[src_dtype])
+    r["dst_strides"][:, k:] = dst_strides if dst_strides is not None else dense(extent, ITEMSIZE[dst_dtype])
+    for name, value in columns.items():
+        r[name] = value
+    return r
+
+
+def byte_starts(offset: int, extent, strides) -> np.ndarray:
+    """Byte offset of each element, in row-major order of the box."""
+    return np.array([offset + sum(i * s for i, s in zip(at, strides)) for at in product(*map(range, extent))], np.int64)
+
+
+def read_box(storage: np.ndarray, r, end: str) -> torch.Tensor:
+    name = DTYPES[r[f"{end}_dtype"]]
+    starts = byte_starts(int(r[f"{end}_offset"]), r["extent"].tolist(), r[f"{end}_strides"].tolist())
+    data = storage[starts[:, None] + np.arange(ITEMSIZE[name])].reshape(-1)
+    return torch.from_numpy(np.ascontiguousarray(data)).view(getattr(torch, name))
+
+
+def write_box(storage: np.ndarray, r, value: torch.Tensor) -> None:
+    name = DTYPES[r["dst_dtype"]]
+    starts = byte_starts(int(r["dst_offset"]), r["extent"].tolist(), r["dst_strides"].tolist())
+    storage[starts[:, None] + np.arange(ITEMSIZE[name])] = value.view(torch.uint8).numpy().reshape(-1, ITEMSIZE[name])
+
+
+def apply_rows(rows: np.ndarray, src: list[np.ndarray], dst: list[np.ndarray]) -> list[np.ndarray]:
+    """What the destination storages hold afterwards."""
+    out = [d.copy() for d in dst]
+    for r in rows:
+        target = out[r["dst_root"]]
+        name = DTYPES[r["dst_dtype"]]
+        if r["op"] == Op.FILL:
+            n = int(r["extent"].prod())
+            one = np.frombuffer(int(r["fill"]).to_bytes(8, "little")[: ITEMSIZE[name]], np.uint8)
+            write_box(target, r, torch.from_numpy(np.tile(one, n)).view(getattr(torch, name)))
+        else:
+            value = read_box(src[r["src_root"]], r, "src")
+            write_box(target, r, value if DTYPES[r["src_dtype"]] == name else value.to(getattr(torch, name)))
+    return out
+
+
+def unpacked_wire(rows: np.ndarray, src: list[np.ndarray], nbytes: int, blank: int) -> np.ndarray:
+    """The wire bytes, with `blank` where no row has any."""
+    out = np.full(nbytes, blank, np.uint8)
+    for r in rows:
+        if r["op"] == Op.FILL:
+            continue
+        name = wire_dtype(DTYPES[r["src_dtype"]], DTYPES[r["dst_dtype"]])
+        value = read_box(src[r["src_root"]], r, "src")
+        value = value if value.dtype == getattr(torch, name) else value.to(getattr(torch, name))
+        data = value.view(torch.uint8).numpy()
+        out[int(r["wire"]) : int(r["wire"]) + len(data)] = data
+    return out
+
+
+class Heap:
+    """Hands out disjoint places in a few storages; grows them."""
+
+    def __init__(self, rng: np.random.Generator, roots: int):
+        self.rng, self.used = rng, [0] * roots
+
+    def place(self, extent, item: int, aligned: bool) -> tuple[int, int, tuple[int, ...]]:
+        """(root, offset, strides) for a box: dims permuted, padded and sometimes walked backwards."""
+        rng, root = self.rng, int(self.rng.integers(len(self.used)))
+        start = self.used[root] + int(rng.integers(0, 3)) * (item if aligned else 1)
+        start = -(-start // item) * item if aligned else start
+        order = list(range(len(extent)))
+        if rng.random() < 0.3:
+            rng.shuffle(order)
+        strides, step = [0] * len(extent), item
+        for d in reversed(order):
+            strides[d] = step
+            step *= extent[d]
+            if rng.random() < 0.2:
+                step += item * int(rng.integers(1, 4))
+        offset = start
+        for d, n in enumerate(extent):
+            if n == 1:
+                strides[d] = 0
+            elif rng.random() < 0.2:
+                offset, strides[d] = offset + (n - 1) * strides[d], -strides[d]
+        self.used[root] = start + step
+        return root, offset, tuple(strides)
+
+    def storages(self, noise: int = 3) -> list[np.ndarray]:
+        return [self.rng.integers(0, 256, n + noise, dtype=np.uint8) for n in self.used]
+
+
+def _values(rng: np.random.Generator, storages: list[np.ndarray], rows: np.ndarray) -> list[np.ndarray]:
+    """Storages whose casted elements are ordinary numbers: NaN payloads are not kept by a conversion."""
+    for r in rows[rows["op"] == Op.CAST]:
+        name = DTYPES[r["src_dtype"]]
+        n = int(r["extent"].prod())
+        value = torch.from_numpy(rng.standard_normal(n)).to(getattr(torch, name))
+        starts = byte_starts(int(r["src_offset"]), r["extent"].tolist(), r["src_strides"].tolist())
+        storages[r["src_root"]][starts[:, None] + np.arange(ITEMSIZE[name])] = value.view(torch.uint8).numpy().reshape(n, -1)
+    return storages
+
+
+def fresh_sources(rng: np.random.Generator, rows: np.ndarray, like: list[np.ndarray]) -> list[np.ndarray]:
+    """New source storages for the same rows."""
+    return _values(rng, [rng.integers(0, 256, len(r), dtype=np.uint8) for r in like], rows)
+
+
+def random_row(rng: np.random.Generator, source: Heap | None, taker: Heap, aligned: bool) -> np.ndarray:
+    extent = tuple(int(n) for n in rng.integers(1, 6, int(rng.integers(0, 4))))
+    kind = rng.random()
+    if source is None:
+        dtype = PLAIN[rng.integers(len(PLAIN))]
+        root, offset, strides = taker.place(extent, ITEMSIZE[dtype], aligned)
+        bits = int(rng.integers(0, 2**63)) & ((1 << 8 * ITEMSIZE[dtype]) - 1)
+        return row(extent, src_dtype=dtype, dst_strides=strides, dst_root=root, dst_offset=offset, fill=bits, op=Op.FILL, tensor=-1, src=-1)
+    src, dst = CASTS[rng.integers(len(CASTS))] if kind < 0.3 else (PLAIN[rng.integers(len(PLAIN))],) * 2
+    sroot, soff, sstr = source.place(extent, ITEMSIZE[src], aligned)
+    droot, doff, dstr = taker.place(extent, ITEMSIZE[dst], aligned)
+    return row(extent, src_dtype=src, dst_dtype=dst, src_strides=sstr, dst_strides=dstr, src_root=sroot, src_offset=soff,
+               dst_root=droot, dst_offset=doff)
+
+
+def wire_bytes(r) -> int:
+    return int(r["extent"].prod()) * ITEMSIZE[wire_dtype(DTYPES[r["src_dtype"]], DTYPES[r["dst_dtype"]])]
+
+
+def random_rows(rng: np.random.Generator) -> tuple[np.ndarray, list[np.ndarray], list[np.ndarray]]:
+    """Rows of one message and some fills, with source and destination storages."""
+    source, taker = Heap(rng, int(rng.integers(1, 4))), Heap(rng, int(rng.integers(1, 4)))
+    aligned = rng.random() < 0.7
+    out, wire = [], 0
+    for _ in range(int(rng.integers(1, 12))):
+        r = random_row(rng, None if rng.random() < 0.15 else source, taker, aligned)
+        if r["op"][0] != Op.FILL:
+            r["wire"] = wire
+            wire += wire_bytes(r[0])
+        out += [r]
+    rows = np.concatenate(out)
+    return rows, _values(rng, source.storages(), rows), taker.storages()
+
+
+def random_world(rng: np.random.Generator, ranks: int, waves: int, rows: int) -> tuple[list[Program], list[list[np.ndarray]]]:
+    """Programs of `ranks` ranks that may each send, take or both (storages of the two roles are disjoint places of the same
+    roots), and the storages of each. Unaligned rows travel too."""
+    heaps = [Heap(rng, int(rng.integers(1, 3))) for _ in range(ranks)]
+    found, used = [], {}
+    for _ in range(rows):
+        taker = int(rng.integers(ranks))
+        if rng.random() < 0.1:
+            r = random_row(rng, None, heaps[taker], True)
+        else:
+            sender, wave = int(rng.integers(ranks)), int(rng.integers(waves))
+            r = random_row(rng, heaps[sender], heaps[taker], rng.random() < 0.8)
+            r["src"], r["wave"] = sender, wave
+            if sender != taker:
+                key = (sender, taker, wave)
+                r["wire"] = used.get(key, 0)
+                used[key] = used.get(key, 0) + wire_bytes(r[0])
+        r["dst"] = taker
+        found.append(r)
+    table = np.concatenate(found)
+    table = table[np.lexsort((table["wire"], table["dst"], table["src"], table["wave"]))]
+    fills_first = np.concatenate([table[table["op"] == Op.FILL], table[table["op"] != Op.FILL]])
+    programs = [Program(k, waves, fills_first[(fills_first["src"] == k) | (fills_first["dst"] == k)]) for k in range(ranks)]
+    storages = []
+    for k in range(ranks):
+        mine = fills_first[fills_first["src"] == k]
+        storages.append(_values(rng, heaps[k].storages(), mine))
+    return programs, storages
+
+
+def apply_world(programs: list[Program], storages: list[list[np.ndarray]]) -> list[list[np.ndarray]]:
+    """All storages after a refit: every row reads what was there before it."""
+    out = [[r.copy() for r in s] for s in storages]
+    for p in programs:
+        for r in p.rows[p.rows["dst"] == p.rank]:
+            one = np.array([r], ROW)
+            source = storages[int(r["src"])] if r["op"] != Op.FILL else []
+            starts = byte_starts(int(r["dst_offset"]), r["extent"].tolist(), r["dst_strides"].tolist())
+            at = starts[:, None] + np.arange(ITEMSIZE[DTYPES[r["dst_dtype"]]])
+            out[p.rank][r["dst_root"]][at] = apply_rows(one, source, storages[p.rank])[r["dst_root"]][at]
+    return out

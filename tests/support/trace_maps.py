@@ -1,0 +1,29 @@
+"""Fragments element by element: slow and obvious, for comparing two ways of saying the same thing."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from math import prod
+
+import numpy as np
+
+from xfer.trace.fragment import Fragment
+
+
+def addresses(offset: int, extent: tuple[int, ...], strides: tuple[int, ...]) -> np.ndarray:
+    """Byte address of every element of a strided region, row-major, flat."""
+    out = np.array([offset], np.int64)
+    for n, s in zip(extent, strides):
+        out = (out[:, None] + np.arange(n, dtype=np.int64) * s).reshape(-1)
+    return out
+
+
+def element_map(fragments: Iterable[Fragment]) -> Counter:
+    """How often (tensor, index, root, byte, dtype) is said: equal counters mean equal maps, however they are cut."""
+    out: Counter = Counter()
+    for f in fragments:
+        at = addresses(f.offset, f.extent, f.strides)
+        index = np.indices(f.extent).reshape(len(f.extent), prod(f.extent)).T + np.array(f.origin, np.int64)
+        out.update((f.tensor, tuple(i), f.root, a, f.dtype) for i, a in zip(index.tolist(), at.tolist()))
+    return out

@@ -1,0 +1,175 @@
+"""Checksums depend on values and canonical places only, and on every one of them."""
+
+from __future__ import annotations
+
+import os
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.support.row_worlds import dense, row
+from xfer.errors import LayoutError
+from xfer.kernels import checksum
+from xfer.kernels.checksum import checksum_rows
+from xfer.plan.program import DTYPE_CODE, MAX_DIMS, ROW, Op
+
+EXAMPLES = int(os.environ.get("XFER_EXAMPLES", "200"))
+MASK = (1 << 64) - 1
+
+
+def mix(x: int) -> int:
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & MASK
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB & MASK
+    return x ^ (x >> 31)
+
+
+def as_bytes(value: torch.Tensor) -> torch.Tensor:
+    return value.reshape(-1).view(torch.uint8)
+
+
+def whole(value: torch.Tensor, tensor: int = 0, **columns) -> np.ndarray:
+    """One row over a dense tensor, both ends alike."""
+    return row(tuple(value.shape), src_dtype=str(value.dtype).removeprefix("torch."), tensor=tensor, **columns)
+
+
+def cut(rng: np.random.Generator, shape: tuple[int, ...], item: int, parts: int) -> list[tuple]:
+    """(origin, extent) of disjoint boxes that cover `shape`."""
+    boxes = [((0,) * len(shape), shape)]
+    for _ in range(parts):
+        i = int(rng.integers(len(boxes)))
+        origin, extent = boxes[i]
+        d = int(rng.integers(len(shape)))
+        if extent[d] < 2:
+            continue
+        at = int(rng.integers(1, extent[d]))
+        low = (origin, (*extent[:d], at, *extent[d + 1 :]))
+        high = ((*origin[:d], origin[d] + at, *origin[d + 1 :]), (*extent[:d], extent[d] - at, *extent[d + 1 :]))
+        boxes[i : i + 1] = [high, low] if rng.random() < 0.5 else [low, high]
+    return boxes
+
+
+def fragments(rng, value: torch.Tensor, parts: int) -> tuple[np.ndarray, list[torch.Tensor]]:
+    """The tensor cut into boxes, each in some storage with its dims permuted, padded and perhaps reversed."""
+    item, roots, rows = value.element_size(), [], []
+    for origin, extent in cut(rng, tuple(value.shape), item, parts):
+        piece = value[tuple(slice(o, o + e) for o, e in zip(origin, extent))]
+        back = [d for d in range(len(extent)) if rng.random() < 0.3 and extent[d] > 1]
+        order = rng.permutation(len(extent)).tolist()
+        laid = piece.flip(back).permute(order).contiguous()
+        strides = [0] * len(extent)
+        for d, s in zip(order, dense([extent[d] for d in order], item)):
+            strides[d] = s
+        start = int(rng.integers(0, 3)) * (item if rng.random() < 0.7 else 1)
+        offset = start + sum((extent[d] - 1) * strides[d] for d in back)
+        strides = [-s if d in back else s for d, s in enumerate(strides)]
+        k = MAX_DIMS - len(extent)
+        name = str(value.dtype).removeprefix("torch.")
+        rows.append(row(extent, src_dtype=name, dst_strides=strides, src_strides=strides, dst_root=len(roots), src_root=len(roots),
+                        dst_offset=offset, src_offset=offset, origin=(0,) * k + origin))
+        roots.append(torch.cat([torch.zeros(start, dtype=torch.uint8), as_bytes(laid)]))
+    order = rng.permutation(len(rows))
+    return np.concatenate([rows[i] for i in order]), roots
+
+
+def random_tensor(rng: np.random.Generator) -> torch.Tensor:
+    shape = tuple(int(n) for n in rng.integers(1, 9, int(rng.integers(1, 5))))
+    dtype = (torch.bfloat16, torch.float32, torch.uint8, torch.int64)[rng.integers(4)]
+    return torch.from_numpy(rng.integers(0, 256, int(np.prod(shape)) * dtype.itemsize, dtype=np.uint8)).view(dtype).reshape(shape)
+
+
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.integers(0, 8), st.sampled_from([1, 7, 1 << 18]))
+def test_any_cut_in_any_order_and_any_layout_gives_the_same_number(seed, parts, chunk):
+    rng = np.random.default_rng(seed)
+    value = random_tensor(rng)
+    shapes = [tuple(value.shape)]
+    want = checksum_rows(whole(value), [as_bytes(value)], "dst", shapes)
+    rows, roots = fragments(rng, value, parts)
+    with patch.object(checksum, "CHUNK", chunk):
+        assert checksum_rows(rows, roots, "dst", shapes) == want
+        assert checksum_rows(rows, roots, "src", np.array([(1,) * (MAX_DIMS - value.dim()) + shapes[0]])) == want
+    some = rng.random(len(rows)) < 0.5  # senders add up
+    parts = [checksum_rows(rows[m], roots, "dst", shapes) for m in (some, ~some)]
+    assert sum(parts) & MASK == want
+
+
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(st.integers(0, 2**32 - 1))
+def test_one_flipped_bit_or_two_swapped_elements_or_a_shift_change_it(seed):
+    rng = np.random.default_rng(seed)
+    value = random_tensor(rng)
+    shapes = [tuple(value.shape)]
+
+    def of(t):
+        return checksum_rows(whole(t), [as_bytes(t)], "dst", shapes)
+
+    want = of(value)
+    broken = value.clone()
+    as_bytes(broken)[int(rng.integers(as_bytes(broken).numel()))] ^= 1 << int(rng.integers(8))
+    assert of(broken) != want
+    i, j = rng.integers(value.numel(), size=2)
+    swapped = value.clone().reshape(-1)
+    swapped[[i, j]] = swapped[[j, i]]
+    assert (of(swapped.reshape(value.shape)) == want) == torch.equal(as_bytes(swapped), as_bytes(value))
+    rolled = value.reshape(-1).roll(1).reshape(value.shape)
+    assert (of(rolled) == want) == torch.equal(as_bytes(rolled), as_bytes(value))
+
+
+def test_the_number_itself():
+    """Against a loop in Python integers: the definition, which other implementations must meet too."""
+    value = torch.arange(24, dtype=torch.int32).reshape(2, 3, 4) * 77003
+    salt = mix((5 + 1) * 0x9E3779B97F4A7C15 & MASK)
+    want = sum(mix((int(v) + 0x9E3779B97F4A7C15 * (i + 1) + salt) & MASK) for i, v in enumerate(value.reshape(-1))) & MASK
+    assert checksum_rows(whole(value, tensor=5), [as_bytes(value)], "dst", [()] * 5 + [(2, 3, 4)]) == want
+
+
+def test_senders_count_what_the_taker_will_hold():
+    """Casts: the source side of a narrowing row equals the destination side after it."""
+    value = torch.randn(64, 33)
+    rows = whole(value)
+    rows["dst_dtype"], rows["op"] = DTYPE_CODE["bfloat16"], Op.CAST
+    rows["dst_strides"] //= 2
+    shapes = [(64, 33)]
+    sent = checksum_rows(rows, [as_bytes(value)], "src", shapes)
+    assert sent == checksum_rows(rows, [as_bytes(value.bfloat16())], "dst", shapes)
+    assert sent != checksum_rows(whole(value), [as_bytes(value)], "src", shapes)
+
+
+def test_tensors_do_not_stand_in_for_each_other():
+    a, b = torch.randn(40), torch.randn(40)
+    rows = np.concatenate([whole(a), whole(b, tensor=1, src_root=1, dst_root=1)])
+    shapes = [(40,), (40,)]
+    assert checksum_rows(rows, [as_bytes(a), as_bytes(b)], "dst", shapes) != checksum_rows(rows, [as_bytes(b), as_bytes(a)], "dst", shapes)
+
+
+def test_empty_and_fill_rows_count_nothing_and_outside_is_refused():
+    t = torch.randn(8)
+    fill = whole(t)
+    fill["op"], fill["tensor"] = Op.FILL, -1
+    assert checksum_rows(fill, [as_bytes(t)], "dst", []) == checksum_rows(np.zeros(0, ROW), [], "dst", []) == 0
+    assert checksum_rows(row((0, 3)), [as_bytes(t)], "dst", [(0, 3)]) == 0
+    with pytest.raises(LayoutError, match="outside"):
+        checksum_rows(whole(t, dst_offset=4), [as_bytes(t)], "dst", [(8,)])
+
+
+def test_memory_is_bounded():
+    """A row of 64 chunks takes no more scratch than one of two."""
+    from torch.profiler import ProfilerActivity, profile
+
+    def peak(n):
+        t = torch.zeros(n, dtype=torch.uint8)
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as p:
+            checksum_rows(whole(t), [t], "dst", [(n,)])
+        live = high = 0
+        for e in p.profiler.kineto_results.events():
+            if e.name() == "[memory]":
+                live += e.nbytes()
+                high = max(high, live)
+        return high
+
+    with patch.object(checksum, "CHUNK", 1 << 12):
+        assert 0 < peak(64 << 12) <= 2 * peak(2 << 12)

@@ -1,0 +1,237 @@
+"""What lies on disks and comes over wires: damaged plans are made again, hostile inventories refused, bindings compared."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from xfer.errors import ProtocolError
+from xfer.plan import cache as cache_module
+from xfer.plan.cache import SUFFIX, PlanCache
+from xfer.plan.inventory import Inventory, Kept, engine_inventory, trainer_inventory
+from xfer.plan.planner import PlanOptions, SubPlan, plan_replica
+from xfer.plan.rebind import Binding, compare, moved
+from xfer.trace.catalog import Catalog
+from xfer.trace.fragment import Fill, Fragment, Root, Span, TensorSpec
+
+EXAMPLES = max(1, int(os.environ.get("XFER_EXAMPLES", "200")))
+relaxed = settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
+
+CATALOG = Catalog((TensorSpec("a", (8, 16), "bfloat16"), TensorSpec("b", (16,), "float32")))
+FRAGMENTS = [
+    Fragment("a", (0, 0), (8, 16), "w", 0, (32, 2), "bfloat16"),
+    Fragment("b", (0,), (16,), "n", 60, (-4,), "float32"),
+]
+ROOTS = [Root("w", 256), Root("n", 72)]
+SOURCE = trainer_inventory(CATALOG, rank=0, host="h", roots=ROOTS, fragments=FRAGMENTS)
+TAKER = engine_inventory(
+    CATALOG, rank=0, host="h", roots=ROOTS, fragments=FRAGMENTS,
+    fills=[Fill("n", 64, (1,), (0,), "float32", b"\0" * 4)], footprint=[Span("w", 0, 256), Span("n", 0, 72)], kept=[Kept("n", 68, 70, "scale")], staged=[Span("n", 70, 72)],
+    reads=["a", "b"],
+)  # fmt: skip
+PLAN = plan_replica(CATALOG, [SOURCE], [TAKER])
+
+
+@st.composite
+def damage(draw, data: bytes):
+    kind = draw(st.sampled_from(["cut", "flip", "grow", "other", "zero"]))
+    if kind == "cut":
+        return data[: draw(st.integers(0, len(data) - 1))]
+    if kind == "grow":
+        return data + draw(st.binary(min_size=1, max_size=9))
+    if kind == "other":
+        return draw(st.binary(max_size=200))
+    at = draw(st.integers(0, len(data) - 1))
+    n = draw(st.integers(1, 8))
+    new = bytes(min(n, len(data) - at)) if kind == "zero" else bytes([data[at] ^ draw(st.integers(1, 255))])
+    return data[:at] + new + data[at + len(new) :]
+
+
+# ---- wire
+
+
+@given(damage(TAKER.to_bytes()))
+@relaxed
+def test_a_damaged_inventory_is_refused_or_is_another_valid_one(data):
+    try:
+        back = Inventory.from_bytes(data)
+    except ProtocolError:
+        return
+    assert back.to_bytes() == data and (
+        data == TAKER.to_bytes() or back.content() != TAKER.content() or back.rank or back.host != "h"
+    )
+    low, high = back.table.bounds()
+    size = np.array([r.nbytes for r in back.roots])[back.table.root]
+    assert ((low >= 0) & (high <= size)).all()
+
+
+@given(st.data())
+@relaxed
+def test_an_inventory_with_hostile_fields_is_refused(data):
+    """Not random bytes but well-formed messages with one field out of its range."""
+    outer = msgspec.msgpack.decode(TAKER.to_bytes())
+    body = msgspec.msgpack.decode(outer[2])
+    # 0 version, catalog, side, root names, root bytes, 5 count, dims, columns, fills, footprint, 10 kept, reasons, staged
+    i64 = np.array([2**62, -(2**63), 2**48, -1, 1 << 47], np.int64)
+    big = int(data.draw(st.sampled_from(i64.tolist())))
+    what = data.draw(
+        st.sampled_from(["root_bytes", "count", "dims", "column", "fill", "span", "reasons", "names", "side", "more"])
+    )
+    if what == "root_bytes":
+        body[4] = np.full(2, [2**62, -1, 2**48][data.draw(st.integers(0, 2))], np.int64).tobytes()
+    elif what == "count":
+        body[5] = data.draw(st.sampled_from([-1, 0, 1, 3, 2**31, 2**62]))
+    elif what == "dims":
+        body[6] = data.draw(st.sampled_from([-1, 0, 1, 3, 7, 2**40]))
+    elif what == "column":
+        k = data.draw(st.integers(0, 6))
+        column = np.frombuffer(body[7][k], ["<i4", "<i4", "<u1", "<i8", "<i8", "<i8", "<i8"][k]).copy()
+        j = data.draw(st.integers(0, len(column) - 1))
+        column[j] = {0: -1, 1: 2, 2: 200, 4: -1}.get(k, big)  # a large origin is the catalog's to refuse
+        body[7][k] = column.tobytes()
+    elif what == "fill":
+        k = data.draw(st.integers(0, 5))
+        body[8][0][k] = [7, big if big != 0 else 1, [big], [1, 2], 99, b"\0"][k]
+    elif what == "span":
+        which = data.draw(st.sampled_from([9, 10, 12]))
+        k = data.draw(st.integers(0, 3))
+        n = body[which][0]
+        body[which][k] = [
+            n + 1,
+            np.full(n, 5, np.int32).tobytes(),
+            np.full(n, -1).tobytes(),
+            np.full(n, big).tobytes(),
+        ][k]
+    elif what == "reasons":
+        body[11] = []
+    elif what == "names":
+        body[3] = data.draw(st.sampled_from([["w", "n"], ["n", "n"], ["n"], ["n", "w", "z"]]))
+    elif what == "side":
+        body[2] = "referee"
+    else:
+        body.append(1)
+    with pytest.raises(ProtocolError):
+        Inventory.from_bytes(msgspec.msgpack.encode([outer[0], outer[1], msgspec.msgpack.encode(body)]))
+
+
+def test_extents_whose_product_wraps_around_are_refused():
+    outer = msgspec.msgpack.decode(SOURCE.to_bytes())
+    body = msgspec.msgpack.decode(outer[2])
+    n, dims = body[5], body[6]
+    body[7][5] = np.full((n, dims), 1 << 47, np.int64).tobytes()
+    body[7][6] = np.zeros(
+        (n, dims), np.int64
+    ).tobytes()  # every element on one byte: the reach is harmless, the count is not
+    with pytest.raises(ProtocolError, match="elements"):
+        Inventory.from_bytes(msgspec.msgpack.encode([outer[0], outer[1], msgspec.msgpack.encode(body)]))
+
+
+@given(damage(PLAN.to_bytes()))
+@relaxed
+def test_a_damaged_plan_is_refused_or_means_the_same(data):
+    try:
+        back = SubPlan.from_bytes(data)
+    except ProtocolError:
+        return
+    assert back.digest == PLAN.digest
+    assert all(np.array_equal(back.program(r).rows, PLAN.program(r).rows) for r in PLAN.ranks)
+
+
+# ---- disk
+
+
+@given(st.data())
+@settings(relaxed, max_examples=EXAMPLES // 2 + 1)
+def test_a_damaged_file_is_planned_again(data):
+    with tempfile.TemporaryDirectory() as d:
+        cache = PlanCache(d)
+        assert cache.put(PLAN)
+        path = Path(d) / f"{PLAN.key}{SUFFIX}"
+        whole = path.read_bytes()
+        assert cache.get(PLAN.key).summary == PLAN.summary
+        bad = data.draw(damage(whole))
+        path.write_bytes(bad)
+        assert bad == whole or cache.get(PLAN.key) is None
+        assert cache.plan(CATALOG, [SOURCE], [TAKER]).digest == PLAN.digest
+        assert path.read_bytes() == whole  # and it is whole again
+
+
+def test_a_plan_is_made_once_per_input(tmp_path, monkeypatch):
+    made = []
+    monkeypatch.setattr(cache_module, "plan_replica", lambda *a: made.append(a) or plan_replica(*a))
+    cache = PlanCache(tmp_path / "not" / "there")
+    for _ in range(3):
+        assert cache.plan(CATALOG, [SOURCE], [TAKER]).digest == PLAN.digest
+    assert len(made) == 1
+    other = PlanOptions(rotation=1)
+    assert cache.plan(CATALOG, [SOURCE], [TAKER], other).key != PLAN.key and len(made) == 2
+
+
+def test_a_file_under_another_key_is_not_taken(tmp_path):
+    cache = PlanCache(tmp_path)
+    cache.put(PLAN)
+    (tmp_path / f"{PLAN.key}{SUFFIX}").rename(tmp_path / f"{'0' * 32}{SUFFIX}")
+    assert cache.get("0" * 32) is None and cache.get(PLAN.key) is None
+    with pytest.raises(ValueError):
+        cache.get("../escape")
+
+
+def test_a_file_of_another_planner_version_is_not_taken(tmp_path, monkeypatch):
+    cache = PlanCache(tmp_path)
+    cache.put(PLAN)
+    monkeypatch.setattr("xfer.plan.subplan.PLANNER", 999)
+    assert cache.get(PLAN.key) is None
+
+
+def test_the_cache_stays_within_its_size_and_keeps_what_is_used(tmp_path):
+    plans = [plan_replica(CATALOG, [SOURCE], [TAKER], PlanOptions(rotation=r)) for r in range(5)]
+    size = len(plans[0].to_bytes()) + 64
+    cache = PlanCache(tmp_path, max_bytes=3 * size)
+    for i, p in enumerate(plans):
+        assert cache.put(p)
+        os.utime(tmp_path / f"{p.key}{SUFFIX}", (i + 1, i + 1))
+        if i >= 1:
+            assert cache.get(plans[0].key) is not None  # used every time, so never the oldest
+    assert sum(f.stat().st_size for f in tmp_path.iterdir()) <= 3 * size
+    assert cache.get(plans[4].key) is not None and cache.get(plans[1].key) is None
+    assert not PlanCache(tmp_path / "small", max_bytes=10).put(PLAN)
+
+
+def test_a_directory_that_cannot_be_written_is_no_error(tmp_path):
+    (tmp_path / "file").write_text("")
+    cache = PlanCache(tmp_path / "file")
+    assert not cache.put(PLAN) and cache.plan(CATALOG, [SOURCE], [TAKER]).digest == PLAN.digest
+
+
+# ---- bindings
+
+
+@given(st.lists(st.sampled_from("abc"), max_size=3, unique=True), st.data())
+def test_bindings_compare_by_what_a_refit_depends_on(names, data):
+    old = [Binding(n, 4096 * i, 64, allocation=i) for i, n in enumerate(names)]
+    assert compare(old, list(old)) == "same" and moved(old, old) == ()
+    if not old:
+        return
+    i = data.draw(st.integers(0, len(old) - 1))
+    # The same address with another allocation or generation behind it is not the same memory.
+    for change in ({"pointer": 1}, {"allocation": 9}, {"generation": 1}, {"allocator": "vmm"}, {"kind": "ipc"}):
+        new = [replace(b, **change) if j == i else b for j, b in enumerate(old)]
+        assert compare(old, new) == "moved" and moved(old, new) == (i,)
+    for new in (
+        old[:-1],
+        [*old, Binding("z", 0, 1)],
+        [replace(b, nbytes=65) if j == i else b for j, b in enumerate(old)],
+    ):
+        assert compare(old, new) == "changed"
+    if len(old) > 1:
+        assert compare(old, old[::-1]) == "changed"
+    with pytest.raises(ValueError, match="teleport"):
+        Binding("a", 0, 1, kind="teleport")

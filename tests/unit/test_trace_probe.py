@@ -1,0 +1,95 @@
+"""Provenance by numbers: agrees with the trace wherever both apply, and is not fooled by values that were computed."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.support.trace_maps import element_map
+from tests.unit.test_trace_loader import COMPUTES, SPECS, Toy, steps, storage_as
+from xfer.errors import LayoutError, Unsupported
+from xfer.trace import TensorSpec, trace_loader
+from xfer.trace.probe import NOT_MOVED, OFFSET_BITS, Digits, decode, export_fragments, load_fragments, numbers
+
+EXAMPLES = int(os.environ.get("XFER_EXAMPLES", "200"))
+DTYPES = ["float8_e4m3fn", "float8_e5m2", "bfloat16", "float16", "float32", "uint8", "int8", "int32", "int64"]
+
+
+def probe(program: list, digits: Digits) -> tuple[list, Toy]:
+    """Load every pass into a model of its own and read back the numbers of each storage."""
+    outcome: dict[str, list[torch.Tensor]] = {"w": [], "v": []}
+    inputs = [digits.digits(i, s.shape, getattr(torch, s.dtype)) for i, s in enumerate(SPECS)]
+    for k in range(digits.passes):
+        model = Toy(program, "cpu")
+        model.load_weights([(s.name, x[k].clone()) for s, x in zip(SPECS, inputs)])
+        for name, got in outcome.items():
+            got.append(storage_as(getattr(model, name)))
+    found = []
+    for name, dtype in (("w", "float32"), ("v", "bfloat16")):
+        found += load_fragments(name, digits.recombine(outcome[name]), dtype, dict(enumerate(SPECS)))
+    return found, model
+
+
+@settings(max_examples=EXAMPLES, deadline=None, database=None)
+@given(steps.filter(lambda p: not {op for op, _, _ in p} & set(COMPUTES)))
+def test_trace_and_probe_agree(program):
+    """Casts too: a digit survives every dtype on the way, as the trace's conversions do."""
+    digits = Digits.fit(SPECS, ["bfloat16", "float64"])
+    traced = trace_loader(Toy(program, "meta"), SPECS)
+    if traced.recipes:
+        return  # two roundings: no fragment, though small digits survive them
+    probed, _ = probe(program, digits)
+    assert {e[:4] for e in element_map(traced.fragments)} == {e[:4] for e in element_map(probed)}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_digits_come_back_as_numbers(dtype):
+    kind = getattr(torch, dtype)
+    spec = TensorSpec("x", (7, 50), dtype)
+    digits = Digits.fit([spec] * 5)
+    for root in (0, 4):
+        back = digits.recombine(digits.digits(root, spec.shape, kind))
+        assert torch.equal(back, numbers(root, spec.shape))
+    assert digits.passes == 2 * digits.count and digits.count * digits.bits >= (350 * 4).bit_length()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(
+    "compute", [torch.zeros_like, torch.neg, lambda x: x + 1, lambda x: x * 2, lambda x: x * 0.5, lambda x: x + x.flip(0)]
+)
+def test_what_was_computed_is_not_a_move(dtype, compute):
+    """All but the few elements at which the computation changes nothing, or lands on another digit with its complement."""
+    spec = TensorSpec("x", (64,), dtype)
+    digits = Digits.fit([spec, spec])
+    out = digits.recombine([compute(x) for x in digits.digits(1, spec.shape, getattr(torch, dtype))])
+    assert int((out == NOT_MOVED).sum()) == 64
+
+
+def test_dtypes_without_integers_are_refused_by_name():
+    with pytest.raises(Unsupported) as e:
+        Digits.fit([TensorSpec("x", (2,), "float8_e8m0fnu"), TensorSpec("y", (2,), "bool")])
+    assert len(e.value.violations) == 2
+
+
+@given(st.permutations(range(6)))
+def test_an_export_is_decoded_and_foreign_numbers_left_out(order):
+    spec = TensorSpec("x", (6, 4), "bfloat16")
+    ids = torch.cat([numbers(r, (1, 4)) for r in order])
+    found = export_fragments(spec, ids, {0: ("p", "float32"), 5: ("q", "bfloat16")})
+    assert {(f.root, f.origin, f.extent, f.strides[1]) for f in found} == {
+        ("p", (order.index(0), 0), (1, 4), 4),
+        ("q", (order.index(5), 0), (1, 4), 2),
+    }
+    with pytest.raises(LayoutError, match="shape"):
+        export_fragments(spec, ids.reshape(-1), {})
+
+
+def test_decoding_skips_what_was_not_moved():
+    ids = numbers(3, (10,))
+    ids[4:6] = NOT_MOVED
+    assert [(at.size, root, at == of) for at, root, of in decode(ids)] == [(8, 3, True)]
+    assert 3 << OFFSET_BITS == int(ids[0])

@@ -1,0 +1,147 @@
+"""Provenance by numbers: the second source of fragments, for what cannot be followed symbolically, and a witness for what can.
+
+Every element of every tensor that goes in carries a number (its tensor's id and its offset there); what comes out is decoded
+back. Works through any code that moves data, framework kernels included, at the price of real tensors: meant for single
+modules and toy sizes. Dtypes too narrow for such numbers carry them digit by digit in several passes; every digit travels
+together with its complement, so that a zero fill, an addition or a rescaling cannot be mistaken for a move.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from xfer.errors import LayoutError, Unsupported
+from xfer.trace.boxes import boxes, merge
+from xfer.trace.compose import fold
+from xfer.trace.fragment import Fragment, TensorSpec
+from xfer.trace.view import Region
+
+OFFSET_BITS = 40
+"""A number is `root id << OFFSET_BITS | element offset`; an int64 holds 2**22 ids."""
+NOT_MOVED = -1
+"""Decoded where the element is no plain copy of a numbered one."""
+
+_EXACT_BITS = {  # integers 0 .. 2**bits - 1 are exactly representable
+    "float8_e4m3fn": 4, "float8_e5m2": 3, "bfloat16": 8, "float16": 11, "float32": 24, "float64": 53, "uint8": 8, "int8": 7,
+    "int16": 15, "int32": 31, "int64": 62,
+}  # fmt: skip
+
+
+def numbers(root_id: int, shape: Sequence[int]) -> torch.Tensor:
+    """int64 tensor of `shape`: the number of each element of a contiguous tensor with this id."""
+    count = int(np.prod(shape, dtype=np.int64))
+    if not (0 <= root_id < 1 << 22 and count <= 1 << OFFSET_BITS):
+        raise Unsupported(f"a tensor with id {root_id} and {count} elements cannot be numbered")
+    return (torch.arange(count, dtype=torch.int64) + (root_id << OFFSET_BITS)).reshape(tuple(shape))
+
+
+@dataclass(frozen=True, slots=True)
+class Digits:
+    """How numbers are cut into digits. `bits` per digit, `count` digits for the id and the offset together.
+
+    `offset_bits` of the number in transit are the offset; the rest above is the id.
+    """
+
+    bits: int
+    count: int
+    offset_bits: int
+
+    @staticmethod
+    def fit(specs: Iterable[TensorSpec], also: Iterable[str] = ()) -> Digits:
+        """Few digits that every dtype on the way (of `specs`, and `also`: the other side's) carries exactly.
+
+        Unsupported lists the dtypes that hold no integers.
+        """
+        specs = list(specs)
+        kinds = {s.dtype for s in specs} | set(also)
+        bad = sorted(kinds - set(_EXACT_BITS))
+        if bad:
+            raise Unsupported("dtypes that cannot carry digits", (f"{k}: trace it symbolically" for k in bad))
+        offset_bits = max((int(np.prod(s.shape, dtype=np.int64)) for s in specs), default=1).bit_length()
+        bits = min((_EXACT_BITS[k] for k in kinds), default=62)
+        need = offset_bits + max(len(specs), 1).bit_length()
+        return Digits(bits, -(-need // bits), offset_bits)
+
+    @property
+    def passes(self) -> int:
+        """How many tensors stand for one: each digit, and its complement."""
+        return 2 * self.count
+
+    def digits(self, root_id: int, shape: Sequence[int], dtype: torch.dtype) -> list[torch.Tensor]:
+        """The tensors that stand for tensor `root_id`, one per pass; each goes through the code under test by itself."""
+        full = numbers(root_id, shape)
+        packed = (full >> OFFSET_BITS << self.offset_bits) | (full & ((1 << OFFSET_BITS) - 1))
+        out = []
+        for k in range(self.count):
+            digit = (packed >> (k * self.bits)) & self._top
+            out += [digit.to(dtype), (self._top - digit).to(dtype)]
+        return out
+
+    def recombine(self, passes: Sequence[torch.Tensor]) -> torch.Tensor:
+        """What came out of every pass -> int64 numbers, `NOT_MOVED` where the passes do not agree on a move."""
+        if len(passes) != self.passes:
+            raise ValueError(f"{len(passes)} passes, expected {self.passes}")
+        packed = torch.zeros(passes[0].shape, dtype=torch.int64)
+        moved = torch.ones(passes[0].shape, dtype=torch.bool)
+        for k in range(self.count):
+            a, b = (x.detach().cpu().to(torch.float64) for x in passes[2 * k : 2 * k + 2])
+            moved &= (a >= 0) & (b >= 0) & (a + b == self._top) & (a == a.floor())
+            packed |= torch.where(moved, a, 0).to(torch.int64) << (k * self.bits)
+        offset = packed & ((1 << self.offset_bits) - 1)
+        return torch.where(moved, (packed >> self.offset_bits << OFFSET_BITS) | offset, NOT_MOVED)
+
+    @property
+    def _top(self) -> int:
+        return (1 << self.bits) - 1
+
+
+def decode(ids: torch.Tensor) -> list[tuple[Region, int, Region]]:
+    """(region of the contiguous tensor that came out, id, region of that numbered tensor) for every part that was moved."""
+    flat = ids.detach().cpu().reshape(-1).numpy()
+    place = np.flatnonzero(flat >= 0)
+    who, offset = flat[place] >> OFFSET_BITS, flat[place] & ((1 << OFFSET_BITS) - 1)
+    out = []
+    for root in np.unique(who):
+        mine = who == root
+        out += [(at, int(root), of) for at, of in fold(place[mine], offset[mine])]
+    return out
+
+
+def export_fragments(spec: TensorSpec, ids: torch.Tensor, roots: Mapping[int, tuple[str, str]]) -> list[Fragment]:
+    """Trainer side: parameters were numbered, `ids` came out under `spec.name`. `roots`: id -> (parameter, dtype).
+
+    Numbers of ids that are not in `roots` belong to others and are left out. LayoutError when the shape is not `spec`'s.
+    """
+    _fits(spec, ids)
+    out: list[Fragment] = []
+    for at, root, of in decode(ids):
+        if root in roots:
+            name, dtype = roots[root]
+            out += boxes(spec, at, of.scaled(getattr(torch, dtype).itemsize), name, dtype)
+    return merge(out)
+
+
+def load_fragments(root: str, ids: torch.Tensor, dtype: str, specs: Mapping[int, TensorSpec]) -> list[Fragment]:
+    """Engine side: checkpoint tensors were numbered, `ids` is what a whole storage holds, seen as flat elements of `dtype`.
+
+    `specs`: id -> checkpoint tensor. Elements that are `NOT_MOVED` are left out: fills, computed values, bytes not written.
+    """
+    out: list[Fragment] = []
+    for at, number, of in decode(ids):
+        out += boxes(specs[number], of, at.scaled(getattr(torch, dtype).itemsize), root, dtype)
+    return merge(out)
+
+
+def _fits(spec: TensorSpec, ids: torch.Tensor) -> None:
+    if tuple(ids.shape) != spec.shape:
+        raise LayoutError(f"{spec.name}: came out with shape {list(ids.shape)}, expected {list(spec.shape)}")
+
+
+def numbered(specs: Sequence[TensorSpec]) -> dict[str, torch.Tensor]:
+    """Every tensor as its int64 numbers, ids by position: for code that does not look at dtypes."""
+    return {s.name: numbers(i, s.shape) for i, s in enumerate(specs)}
+

@@ -1,0 +1,108 @@
+"""Provenance by numbers through Megatron-Bridge's real conversion: for tasks whose export cannot be followed
+symbolically.
+
+Every rank takes part, once, at connect: parameters are replaced by digits of their own element numbers, sent through
+Bridge's real collectives, and decoded from what comes out. Exact for whatever moves elements; what computes is noticed
+(each digit travels beside its complement) and refused. Costs a real export per digit of the tasks probed, in their own
+dtype and size.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from xfer.trace.fragment import Fragment, TensorSpec
+from xfer.trace.probe import NOT_MOVED, Digits, export_fragments
+from xfer.trainers.bridge_export import CheckpointNames, Cursor
+from xfer.trainers.slots import Slot
+
+
+@dataclass
+class Probed:
+    """`fragments` relative to slots, `specs` as exported, `errors` one line per tensor that is not moved."""
+
+    fragments: list[Fragment] = field(default_factory=list)
+    specs: list[TensorSpec] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+    slots: list[Slot] = field(default_factory=list)  # of this rank's probed tasks
+    tasks: dict[str, object] = field(default_factory=dict)  # exported name -> the task that gave it
+
+
+def probe_export(
+    model_bridge,
+    chunks: Sequence[torch.nn.Module],
+    names: CheckpointNames,
+    slot_of: Mapping[int, Slot],
+    failing: Collection[str] | None,
+) -> Probed:
+    """Collective over the world. `failing`: global parameter names that this rank cannot follow (None: all tasks of all
+    ranks).
+
+    Task lists are parallel over ranks: the tasks at every position at which some rank fails are probed, on all ranks.
+    """
+    vars(model_bridge).pop("_cached_param_names", None)
+    tasks = model_bridge.build_conversion_tasks(names, list(chunks))
+    wanted = [i for i, t in enumerate(tasks) if t is not None and (failing is None or t.global_param_name in failing)]
+    everyone: list = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, wanted)
+    positions = sorted(set().union(*everyone))
+    out = Probed()
+    if not positions:
+        return out
+    mine = {i: tasks[i].param_weight for i in positions if tasks[i] is not None and tasks[i].param_weight is not None}
+    digits = _agree(list(mine.values()), len(positions))
+    base = dist.get_rank() * len(positions)
+    roots = {}
+    for j, i in enumerate(positions):
+        if i in mine:
+            slot = slot_of[id(mine[i])]
+            out.slots.append(slot)
+            roots[base + j] = (slot.name, _dtype(mine[i]))
+
+    passes: dict[str, list[torch.Tensor]] = defaultdict(list)
+    numbered = {i: digits.digits(base + j, mine[i].shape, mine[i].dtype) for j, i in enumerate(positions) if i in mine}
+    for k in range(digits.passes):
+        batch = Cursor(
+            dataclasses.replace(tasks[i], param_weight=numbered[i][k].to(mine[i].device) if i in mine else None)
+            for i in positions
+            if tasks[i] is not None
+        )
+        stream = model_bridge.stream_weights_megatron_to_hf(
+            list(chunks), names, cpu=False, show_progress=False, conversion_tasks=batch
+        )
+        for name, tensor in stream:
+            passes[name].append(tensor.detach().cpu().clone())  # what Bridge yields may be the very input
+            out.tasks[name] = batch.running
+    for name, tensors in passes.items():
+        spec = TensorSpec(name, tuple(tensors[0].shape), _dtype(tensors[0]))
+        ids = digits.recombine(tensors)
+        lost = int((ids == NOT_MOVED).sum())
+        if lost:
+            out.errors.append(f"{name}: {lost} elements are computed or rounded on their way, not moved")
+            continue
+        found = export_fragments(spec, ids, roots)
+        if found:
+            out.specs.append(spec)
+            out.fragments += found
+    return out
+
+
+def _agree(weights: Sequence[torch.Tensor], positions: int) -> Digits:
+    """Digits that suit the parameters of all ranks, the same on every one of them."""
+    kinds = sorted({_dtype(w) for w in weights})
+    every: list = [None] * dist.get_world_size()
+    dist.all_gather_object(every, (kinds, max((w.numel() for w in weights), default=1)))
+    specs = [TensorSpec("", (largest,), kind) for kinds, largest in every for kind in kinds]
+    fit = Digits.fit(specs)
+    need = fit.offset_bits + (dist.get_world_size() * positions).bit_length()
+    return dataclasses.replace(fit, count=-(-need // fit.bits))
+
+
+def _dtype(t: torch.Tensor) -> str:
+    return str(t.dtype).removeprefix("torch.")
