@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import math
 import socket
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -24,10 +25,11 @@ import torch
 from xfer.dtensor_claims import SIDES, SOURCE, TAKER, Claim, Layout, Local, Side, decode, layouts
 from xfer.errors import DeadlineExceeded, LayoutError, PlanMismatch, ProtocolError, Unsupported, XferError, from_wire
 from xfer.mesh.mesh_info import MeshInfo
-from xfer.mesh.placement import Placement, PlacementRecord, from_torch
+from xfer.mesh.placement import Placement, PlacementRecord, from_dtensor, from_torch
 from xfer.plan.program import ROW, Program
 from xfer.trace.declared import declared_fragments
 from xfer.trace.fragment import Root, TensorSpec
+from xfer.transport.group import GlooLink
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
 
     from xfer.plan.subplan import SubPlan
     from xfer.trace.fragment import Fragment
+    from xfer.transport.group import Link, Outgoing, Pending
 
 Ints = tuple[int, ...]
 Mesh = Union["MeshInfo", "DeviceMesh", None]
@@ -108,7 +111,8 @@ def _describe(
 
     shape = None if shape is None else tuple(int(n) for n in shape)
     if isinstance(tensor, DTensor):
-        found_mesh, found = _of_dtensor(tensor, group)
+        found_mesh, found = from_dtensor(tensor)
+        found_mesh = _in_group(found_mesh, group)
         if mesh is not None and _mesh(mesh, group) != _mesh(tensor.device_mesh, group):
             raise LayoutError(f"the {what} is a DTensor on another mesh than the one given: pass None as mesh")
         if placements is not None and from_torch(placements) != from_torch(tensor.placements):
@@ -142,19 +146,9 @@ def _describe(
         strides=tuple(s * item for s in tensor.stride()),
         offset=tensor.storage_offset() * item,
         storage=tensor.untyped_storage().nbytes(),
+        device=tensor.device.type,
     )
     return Side(record, kinds, shape, local), tensor.detach()
-
-
-def _of_dtensor(tensor: DTensor, group: ProcessGroup) -> tuple[MeshInfo, tuple[Placement, ...]]:
-    """Mesh and placements of a DTensor, the mesh's axes in the order in which they cut each dim."""
-    mesh, placements = _mesh(tensor.device_mesh, group), from_torch(tensor.placements)
-    order = getattr(tensor._spec, "shard_order", None) or ()  # torch >= 2.10; None where the placements tell it
-    axes = [a for entry in order for a in entry.mesh_dims]
-    axes += [a for a in range(mesh.ndim) if a not in axes]
-    if any(list(entry.mesh_dims) != sorted(entry.mesh_dims) for entry in order):
-        return mesh.transpose(mesh.axes[a] for a in axes), tuple(placements[a] for a in axes)
-    return mesh, placements
 
 
 def _settled(tensor: DTensor) -> torch.Tensor:
@@ -167,12 +161,14 @@ def _settled(tensor: DTensor) -> torch.Tensor:
 
 
 def _mesh(mesh: MeshInfo | DeviceMesh, group: ProcessGroup) -> MeshInfo:
-    """In ranks of `group`."""
-    if isinstance(mesh, MeshInfo):
-        return mesh
-    found = MeshInfo.from_device_mesh(mesh)
+    """In ranks of `group`, which a MeshInfo has from the caller."""
+    return mesh if isinstance(mesh, MeshInfo) else _in_group(MeshInfo.from_device_mesh(mesh), group)
+
+
+def _in_group(mesh: MeshInfo, group: ProcessGroup) -> MeshInfo:
+    """`mesh`, of global ranks, in ranks of `group`."""
     if group is torch.distributed.group.WORLD:
-        return found
+        return mesh
     try:
         ranks = torch.distributed.get_process_group_ranks(group)
     except (KeyError, RuntimeError, ValueError):
@@ -181,11 +177,11 @@ def _mesh(mesh: MeshInfo | DeviceMesh, group: ProcessGroup) -> MeshInfo:
         ) from None
     number = {g: i for i, g in enumerate(ranks)}
     missing = [
-        f"rank {r} of {found!r} is not in the group of ranks {ranks}" for r in found.ranks.ravel() if r not in number
+        f"rank {r} of {mesh!r} is not in the group of ranks {ranks}" for r in mesh.ranks.ravel() if r not in number
     ]
     if missing:
         raise LayoutError("a mesh leaves the group", missing)
-    return MeshInfo(found.axes, np.vectorize(number.__getitem__, otypes=[np.int64])(found.ranks))
+    return MeshInfo(mesh.axes, np.vectorize(number.__getitem__, otypes=[np.int64])(mesh.ranks))
 
 
 def _refuse_overlap(src: torch.Tensor | None, dst: torch.Tensor | None) -> None:
@@ -215,6 +211,7 @@ class Move:
 
     digest: bytes
     program: Program
+    device: str  # type of device of all local tensors
 
 
 def _agree(claim: Claim, failure: Exception | None, group: ProcessGroup, deadline: float) -> Move:
@@ -269,10 +266,11 @@ def _plan(claims: Sequence[Claim], me: int) -> Move:
 
     source, taker, shape = layouts(claims)
     spec = TensorSpec(NAME, shape, source.locals[0][1].dtype)
+    device = source.locals[0][1].device
     ranks = np.array([*source.ranks, *taker.ranks])
     identity = hashlib.blake2b(msgspec.msgpack.encode((source.ranks, taker.ranks, shape)), digest_size=16)
     if not math.prod(shape):
-        return Move(identity.digest(), Program(me, 0, np.zeros(0, ROW)))
+        return Move(identity.digest(), Program(me, 0, np.zeros(0, ROW)), device)
     catalog = Catalog((spec,))
     fragments = [[_fragments(spec, layout, rank, local) for rank, local in layout.locals] for layout in (source, taker)]
     sources = [
@@ -292,7 +290,7 @@ def _plan(claims: Sequence[Claim], me: int) -> Move:
     hosts = tuple(int(r) if overlap else claims[r].host for r in ranks)
     plan = plan_replica(catalog, sources, takers, PlanOptions(hosts=hosts, narrow=(NAME,) if claims[0].narrow else ()))
     identity.update(plan.digest.encode())
-    return Move(identity.digest(), _program(plan, source.ranks, taker.ranks, me))
+    return Move(identity.digest(), _program(plan, source.ranks, taker.ranks, me), device)
 
 
 def _fragments(spec: TensorSpec, layout: Layout, rank: int, local: Local) -> tuple[Fragment, ...]:
@@ -318,7 +316,44 @@ def _program(plan: SubPlan, sources: Ints, takers: Ints, me: int) -> Program:
     return Program(me, plan.waves, rows[np.lexsort((rows["wire"], rows["dst"], rows["src"], rows["wave"]))])
 
 
-# ---- exchange
+def _run(move: Move, group: ProcessGroup, tensors: Sequence[torch.Tensor | None], deadline: float) -> None:
+    """Moves the bytes. Bound anew for each call: what is kept between calls must not keep the caller's tensors alive."""
+    from xfer.transport.p2p import P2P
+
+    source, taker = ([] if t is None else [_bytes_under(t)] for t in tensors)
+    P2P(_link(group, move.device), move.program, taker, src_roots=source).run(deadline)
+
+
+def _bytes_under(t: torch.Tensor) -> torch.Tensor:
+    """The whole storage of a tensor as flat uint8."""
+    return torch.empty(0, dtype=torch.uint8, device=t.device).set_(t.untyped_storage())
+
+
+# ---- over the caller's group
+
+
+def _link(group: ProcessGroup, device: str) -> Link:
+    """A link of the transport over a group that belongs to somebody else."""
+    if device != "cpu":
+        raise Unsupported(f"tensors on {device}: only CPU tensors")
+    if "cpu" not in {d.type for d in group._device_types}:
+        raise Unsupported("CPU tensors need a group with a CPU backend (gloo)")
+    return _BorrowedGloo(group)
+
+
+class _BorrowedGloo(GlooLink):
+    """Point-to-point messages of the caller's gloo group, on tags that a caller is unlikely to use at the same time."""
+
+    FIRST_TAG = 1 << 24
+
+    def __init__(self, group: ProcessGroup):
+        self.rank, self.size, self.device = group.rank(), group.size(), torch.device("cpu")
+        self.labels = tuple(f"rank {r}" for r in range(self.size))
+        self._aborted, self._lock = threading.Event(), threading.Lock()
+        self._pg = group._get_backend(self.device)
+
+    def post(self, receives: Sequence[Outgoing], sends: Sequence[Outgoing]) -> tuple[list[Pending], list[Pending]]:
+        return super().post(*([(t, peer, tag + self.FIRST_TAG) for t, peer, tag in some] for some in (receives, sends)))
 
 
 def _exchange(group: ProcessGroup, data: bytes, deadline: float) -> list[bytes]:
@@ -365,26 +400,3 @@ class _Kept:
 
 _NONE = bytes(16)
 _KEPT = _Kept(CACHED_LAYOUTS)
-
-
-def _run(move: Move, group: ProcessGroup, locals_: Sequence[torch.Tensor | None], deadline: float) -> None:
-    from xfer.kernels import bind
-
-    flat = [torch.empty(0, dtype=torch.uint8).set_(t.untyped_storage()) if t is not None else None for t in locals_]
-    p = move.program
-    roots = [[f] if f is not None else [] for f in flat]
-    bind(p.local(), roots[1], "local", src_roots=roots[0]).copy()
-    works = []
-    recvs = []
-    for m in p.sends():
-        b = torch.empty(m.nbytes, dtype=torch.uint8)
-        bind(m.rows, roots[0], "src").pack(b)
-        works.append(group.send([b], m.dst, m.wave))
-    for m in p.receives():
-        b = torch.empty(m.nbytes, dtype=torch.uint8)
-        works.append(group.recv([b], m.src, m.wave))
-        recvs.append((m, b))
-    for w in works:
-        w.wait()
-    for m, b in recvs:
-        bind(m.rows, roots[1], "dst").unpack(b)

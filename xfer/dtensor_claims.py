@@ -31,6 +31,7 @@ class Local(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     strides: Ints
     offset: int
     storage: int
+    device: str  # type only: "cpu", "cuda"
 
 
 class Side(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -98,6 +99,8 @@ def layouts(claims: Sequence[Claim]) -> tuple[Layout, Layout, Ints]:
             wrong += e.violations or (e.message,)
     if len(set(shapes.values())) > 1:
         wrong.append(f"the tensors differ: {' but '.join(f'the {w} is {list(s)}' for w, s in shapes.items())}")
+    kinds = _different("device", [(r, local.device) for layout in found for r, local in layout.locals])
+    wrong += [f"{line}; all tensors of a transfer must be on one kind of device" for line in kinds]
     if wrong:
         raise LayoutError("this transfer cannot be made", wrong)
     return found[SOURCE], found[TAKER], shapes[SIDES[SOURCE]]

@@ -33,9 +33,10 @@ def start(folder, *, tp=2, load_format="auto", **options):
     from vllm import LLM
 
     return LLM(
-        model=str(folder), load_format=load_format, skip_tokenizer_init=True, tensor_parallel_size=tp, enforce_eager=True,
-        dtype="bfloat16", max_model_len=128, max_num_seqs=4, seed=0, block_size=32, disable_log_stats=True,
-        weight_transfer_config={"backend": "xfer"}, worker_extension_cls="vllm_probe.Probe", **options,
+        model=str(folder), load_format=load_format, skip_tokenizer_init=True, tensor_parallel_size=tp,
+        enforce_eager=True, dtype="bfloat16", max_model_len=128, max_num_seqs=4, seed=0, block_size=32,
+        disable_log_stats=True, weight_transfer_config={"backend": "xfer"}, worker_extension_cls="vllm_probe.Probe",
+        **options,
     )  # fmt: skip
 
 
@@ -52,7 +53,7 @@ def answers(llm):
     out = []
     for prompt in PROMPTS:
         o = llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)[0].outputs[0]
-        out.append((tuple(o.token_ids), tuple(d[t].logprob for t, d in zip(o.token_ids, o.logprobs))))
+        out.append((tuple(o.token_ids), tuple(d[t].logprob for t, d in zip(o.token_ids, o.logprobs, strict=True))))
     return out
 
 
@@ -104,7 +105,9 @@ def the_plugin_is_in_every_worker(llm):
 
 
 def a_layout_covers_every_byte(llm, folder, family):
-    for worker, (seen, (total, _)) in enumerate(zip(rpc(llm, "xfer_read", folder), rpc(llm, "xfer_live_bytes"))):
+    for worker, (seen, (total, _)) in enumerate(
+        zip(rpc(llm, "xfer_read", folder), rpc(llm, "xfer_live_bytes"), strict=True)
+    ):
         assert seen["error"] == "", seen
         assert seen["footprint"] == total == sum(seen["roots"].values())
         assert 0 < seen["kept_bytes"] < total and all("no checkpoint tensor" in r for r in seen["kept"])
@@ -117,7 +120,8 @@ def a_layout_covers_every_byte(llm, folder, family):
 
 
 def what_vllm_loaded_is_what_the_trace_says(llm, one, two):
-    """vLLM itself loaded checkpoint 1 from disk, so its live bytes judge the trace; and the weights are resident at all."""
+    """vLLM itself loaded checkpoint 1 from disk, so its live bytes judge the trace; and the weights are resident at
+    all."""
     assert rpc(llm, "xfer_differs", one) == [[], []]
     assert all(len(bad) > 5 for bad in rpc(llm, "xfer_differs", two))
 
@@ -173,8 +177,8 @@ def identity_of_storages(llm):
 
 
 def a_controllers_calls(llm):
-    """Every call of a refit reaches vLLM by its real name; without a connected session nothing is received, nothing raises,
-    and the executor's answers still belong to their calls."""
+    """Every call of a refit reaches vLLM by its real name; without a connected session nothing is received, nothing
+    raises, and the executor's answers still belong to their calls."""
     handle = OfflineLLM(llm)
     assert handle.workers(30) == 2
     handle.pause(30)

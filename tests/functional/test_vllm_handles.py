@@ -1,5 +1,5 @@
-"""Handles on vLLM's asynchronous engine, in this process and behind its HTTP server: the calls exist under their names, a
-pause freezes a request that is under way, and the request ends after the resume with all its tokens.
+"""Handles on vLLM's asynchronous engine, in this process and behind its HTTP server: the calls exist under their names,
+a pause freezes a request that is under way, and the request ends after the resume with all its tokens.
 """
 
 import asyncio
@@ -66,8 +66,8 @@ async def _async_llm(folder):
 
     engine = AsyncLLM.from_engine_args(
         AsyncEngineArgs(
-            model=folder, skip_tokenizer_init=True, enforce_eager=True, dtype="bfloat16", max_model_len=128, max_num_seqs=4,
-            block_size=32, disable_log_stats=True, weight_transfer_config={"backend": "xfer"},
+            model=folder, skip_tokenizer_init=True, enforce_eager=True, dtype="bfloat16", max_model_len=128,
+            max_num_seqs=4, block_size=32, disable_log_stats=True, weight_transfer_config={"backend": "xfer"},
         )
     )  # fmt: skip
     try:
@@ -105,11 +105,10 @@ def server(tmp_path):
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    command = [
-        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(tmp_path), "--served-model-name", "toy",
-        "--skip-tokenizer-init", "--enforce-eager", "--dtype", "bfloat16", "--max-model-len", "128", "--max-num-seqs", "4",
-        "--block-size", "32", "--host", "127.0.0.1", "--port", str(port), "--weight-transfer-config", '{"backend": "xfer"}',
-    ]  # fmt: skip
+    flags = f"--model {tmp_path} --served-model-name toy --skip-tokenizer-init --enforce-eager --dtype bfloat16"
+    flags += f" --max-model-len 128 --max-num-seqs 4 --block-size 32 --host 127.0.0.1 --port {port}"
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *flags.split()]
+    command += ["--weight-transfer-config", '{"backend": "xfer"}']
     env = {**os.environ, **ENV, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     with open(tmp_path / "log", "w") as log:
         process = subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT)
@@ -132,17 +131,17 @@ def server(tmp_path):
 
 
 def ask(url, path, body=None):
-    request = urllib.request.Request(url + path, json.dumps(body).encode() if body else None, {"Content-Type": "application/json"})
+    request = urllib.request.Request(
+        url + path, json.dumps(body).encode() if body else None, {"Content-Type": "application/json"}
+    )
     return json.loads(urllib.request.urlopen(request, timeout=120).read())
 
 
 def test_http_server(server):
     url, process = server
     handle = handle_for(url)
-    body = {
-        "model": "toy", "prompt": [5, 6, 7], "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True, "detokenize": False,
-        "return_token_ids": True,
-    }  # fmt: skip
+    body = {"model": "toy", "prompt": [5, 6, 7], "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
+    body |= {"detokenize": False, "return_token_ids": True}
     answer: list[dict] = []
     request = threading.Thread(target=lambda: answer.append(ask(url, "/v1/completions", body)))
 

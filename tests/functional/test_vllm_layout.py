@@ -1,5 +1,5 @@
-"""EngineModel over vLLM's own model classes for many ranks, one process, no engine: what the layout says is what vLLM's own
-`load_weights` does, whatever the parallelism. The live engine is test_vllm_engine.py's.
+"""EngineModel over vLLM's own model classes for many ranks, one process, no engine: what the layout says is what vLLM's
+own `load_weights` does, whatever the parallelism. The live engine is test_vllm_engine.py's.
 """
 
 import json
@@ -18,6 +18,7 @@ from xfer.engines.hf_spec import checkpoint_specs  # noqa: E402
 from xfer.engines.meta_model import fake_rank, make_config, make_model  # noqa: E402
 from xfer.engines.vllm_layout import EngineModel  # noqa: E402
 from xfer.errors import LayoutError  # noqa: E402
+from xfer.plan.inventory import Inventory, engine_inventory  # noqa: E402
 from xfer.testing import toy  # noqa: E402
 from xfer.trace.catalog import Catalog  # noqa: E402
 from xfer.trace.replay import load  # noqa: E402
@@ -65,7 +66,21 @@ def parameters(model):
 def refitted(config, live, folder, tensors, **options):
     """`live`, filled with noise and then written by its layout alone."""
     model = EngineModel(config, live, CPU, **options)
-    layout = model.read(Catalog(checkpoint_specs(folder)))
+    catalog = Catalog(checkpoint_specs(folder))
+    layout = model.read(catalog)
+    made = engine_inventory(
+        catalog,
+        rank=0,
+        host="h",
+        roots=layout.roots,
+        fragments=layout.traced.fragments,
+        fills=layout.traced.fills,
+        footprint=layout.footprint,
+        kept=layout.kept,
+        staged=layout.staged,
+        reads=layout.traced.reads,
+    )
+    assert Inventory.from_bytes(made.to_bytes()).digest() == made.digest()  # what a session publishes of it
     model.scramble(5)
     load(layout.traced, tensors, model.tensors)
     model.run_recipes()
@@ -134,7 +149,9 @@ def test_keep_and_drop(folders):
         more = Catalog(tuple(sorted((*checkpoint_specs(folder), *(s for s in _mtp())))))
         with pytest.raises(LayoutError) as error:
             EngineModel(config, live, CPU).read(more)
-        assert error.value.violations == ("model.layers.4.eh_proj.weight: in the trainers' checkpoint, unknown to the engine's model",)
+        assert error.value.violations == (
+            "model.layers.4.eh_proj.weight: in the trainers' checkpoint, unknown to the engine's model",
+        )
         EngineModel(config, live, CPU, drop=["model.layers.4.*"]).read(more)
 
 

@@ -59,7 +59,9 @@ class FakeLLM:
     def __init__(self, core):
         self.core = core
         config = SimpleNamespace(parallel_config=SimpleNamespace(world_size=core.world))
-        self.llm_engine = SimpleNamespace(vllm_config=config, reset_encoder_cache=lambda: core.do("reset_encoder_cache"))
+        self.llm_engine = SimpleNamespace(
+            vllm_config=config, reset_encoder_cache=lambda: core.do("reset_encoder_cache")
+        )
 
     def __getattr__(self, name):
         def call(*args, **kwargs):
@@ -122,7 +124,11 @@ def http_engine(core):
             if path == "/missing_route":
                 return self.send_error(404)
             try:
-                value = {"world_size": core.world} if path == "/get_world_size" else core.do(routes.get(path, path[1:]), *args)
+                value = (
+                    {"world_size": core.world}
+                    if path == "/get_world_size"
+                    else core.do(routes.get(path, path[1:]), *args)
+                )
                 code, out = 200, value if isinstance(value, dict) else {"success": True}
             except Exception as e:
                 code, out = 500, {"error": str(e)}

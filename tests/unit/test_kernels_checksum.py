@@ -28,7 +28,7 @@ def mix(x: int) -> int:
 
 
 def as_bytes(value: torch.Tensor) -> torch.Tensor:
-    return value.reshape(-1).view(torch.uint8)
+    return torch.empty(value.numel(), dtype=value.dtype).copy_(value.reshape(-1)).view(torch.uint8)
 
 
 def whole(value: torch.Tensor, tensor: int = 0, **columns) -> np.ndarray:
@@ -59,7 +59,7 @@ def fragments(rng, value: torch.Tensor, parts: int) -> tuple[np.ndarray, list[to
         piece = value[tuple(slice(o, o + e) for o, e in zip(origin, extent))]
         back = [d for d in range(len(extent)) if rng.random() < 0.3 and extent[d] > 1]
         order = rng.permutation(len(extent)).tolist()
-        laid = piece.flip(back).permute(order).contiguous()
+        laid = piece.flip(back).permute(order).reshape(-1)
         strides = [0] * len(extent)
         for d, s in zip(order, dense([extent[d] for d in order], item)):
             strides[d] = s
@@ -109,7 +109,7 @@ def test_one_flipped_bit_or_two_swapped_elements_or_a_shift_change_it(seed):
 
     want = of(value)
     broken = value.clone()
-    as_bytes(broken)[int(rng.integers(as_bytes(broken).numel()))] ^= 1 << int(rng.integers(8))
+    broken.view(-1).view(torch.uint8)[int(rng.integers(broken.nbytes))] ^= 1 << int(rng.integers(8))
     assert of(broken) != want
     i, j = rng.integers(value.numel(), size=2)
     swapped = value.clone().reshape(-1)

@@ -1,4 +1,4 @@
-"""What lies on disks and comes over wires: damaged plans are made again, hostile inventories refused, bindings compared."""
+"""What lies on disks and comes over wires: damaged plans are made again, hostile inventories are refused."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from xfer.trace.catalog import Catalog
 from xfer.trace.fragment import Fill, Fragment, Root, Span, TensorSpec
 
 EXAMPLES = max(1, int(os.environ.get("XFER_EXAMPLES", "200")))
-relaxed = settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
+relaxed = settings(max_examples=EXAMPLES // 2 + 1, deadline=None, suppress_health_check=list(HealthCheck))
 
 CATALOG = Catalog((TensorSpec("a", (8, 16), "bfloat16"), TensorSpec("b", (16,), "float32")))
 FRAGMENTS = [
@@ -34,7 +34,8 @@ ROOTS = [Root("w", 256), Root("n", 72)]
 SOURCE = trainer_inventory(CATALOG, rank=0, host="h", roots=ROOTS, fragments=FRAGMENTS)
 TAKER = engine_inventory(
     CATALOG, rank=0, host="h", roots=ROOTS, fragments=FRAGMENTS,
-    fills=[Fill("n", 64, (1,), (0,), "float32", b"\0" * 4)], footprint=[Span("w", 0, 256), Span("n", 0, 72)], kept=[Kept("n", 68, 70, "scale")], staged=[Span("n", 70, 72)],
+    fills=[Fill("n", 64, (1,), (0,), "float32", b"\0" * 4)], footprint=[Span("w", 0, 256), Span("n", 0, 72)],
+    kept=[Kept("n", 68, 70, "scale")], staged=[Span("n", 70, 72)],
     reads=["a", "b"],
 )  # fmt: skip
 PLAN = plan_replica(CATALOG, [SOURCE], [TAKER])
@@ -79,7 +80,7 @@ def test_an_inventory_with_hostile_fields_is_refused(data):
     """Not random bytes but well-formed messages with one field out of its range."""
     outer = msgspec.msgpack.decode(TAKER.to_bytes())
     body = msgspec.msgpack.decode(outer[2])
-    # 0 version, catalog, side, root names, root bytes, 5 count, dims, columns, fills, footprint, 10 kept, reasons, staged
+    # 0 version, catalog, side, root names, root bytes, 5 count, dims, columns, fills, footprint, 10 kept, reasons, …
     i64 = np.array([2**62, -(2**63), 2**48, -1, 1 << 47], np.int64)
     big = int(data.draw(st.sampled_from(i64.tolist())))
     what = data.draw(
@@ -149,7 +150,7 @@ def test_a_damaged_plan_is_refused_or_means_the_same(data):
 
 
 @given(st.data())
-@settings(relaxed, max_examples=EXAMPLES // 2 + 1)
+@settings(relaxed, max_examples=EXAMPLES // 4 + 1)
 def test_a_damaged_file_is_planned_again(data):
     with tempfile.TemporaryDirectory() as d:
         cache = PlanCache(d)

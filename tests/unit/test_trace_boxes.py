@@ -44,8 +44,8 @@ def test_boxes_say_where_every_element_lies(shape, data):
     spec = TensorSpec("t", tuple(shape), "float32")
     size = int(np.prod(shape))
     c = data.draw(regions(size).filter(lambda r: r.last < size))
-    s = Region(7, c.shape, row_major(c.shape)).scaled(4) if data.draw(st.booleans()) else Region(
-        data.draw(st.integers(0, 50)) * 4, c.shape, tuple(data.draw(st.integers(0, 30)) * 4 for _ in c.shape))  # fmt: skip
+    strides = row_major(c.shape) if data.draw(st.booleans()) else tuple(data.draw(st.integers(0, 30)) for _ in c.shape)
+    s = Region(data.draw(st.integers(0, 50)), c.shape, strides).scaled(4)
     found = boxes(spec, c, s, "root", "float32")
     want = {}
     for a, b in zip(addresses(c.offset, c.shape, c.strides).tolist(), addresses(s.offset, s.shape, s.strides).tolist()):
@@ -134,7 +134,7 @@ def test_relocated_parameters_of_one_buffer_merge():
     assert len(e.value.violations) == 7
 
 
-# ---- composing reads of scratch --------------------------------------------------------------------------------------------
+# ---- composing reads of scratch -------------------------------------------------------------------------------------
 
 
 def painted(pieces: list[tuple[Region, tuple[int, ...] | None]]) -> dict[int, tuple[int, int]]:
@@ -190,5 +190,7 @@ def test_rewriting_matches_equal_addresses(inner, outer):
 def test_folding_keeps_the_sequence(rows, unit):
     d = np.arange(len(rows), dtype=np.int64) * unit
     s = np.array(rows, np.int64) * unit
-    got = [x for a, b in fold(d, s, unit) for x in zip(*(addresses(r.offset, r.shape, r.strides).tolist() for r in (a, b)))]
+    got = [
+        x for a, b in fold(d, s, unit) for x in zip(*(addresses(r.offset, r.shape, r.strides).tolist() for r in (a, b)))
+    ]
     assert got == [(i * unit + k, r * unit + k) for i, r in enumerate(rows) for k in range(unit)]

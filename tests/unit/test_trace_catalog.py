@@ -23,7 +23,10 @@ quick = settings(max_examples=EXAMPLES, deadline=None, database=None)
 words = st.sampled_from(["model", "layers", "experts", "w", "0", "1", "2", "3", "02", "*"])
 names = st.lists(words, min_size=1, max_size=5).map(".".join)
 specs = st.dictionaries(
-    names, st.tuples(st.sampled_from([(), (2,), (2, 3)]), st.sampled_from(["float32", "bfloat16"])), min_size=1, max_size=40
+    names,
+    st.tuples(st.sampled_from([(), (2,), (2, 3)]), st.sampled_from(["float32", "bfloat16"])),
+    min_size=1,
+    max_size=40,
 ).map(lambda d: [TensorSpec(n, s, t) for n, (s, t) in d.items()])
 
 
@@ -64,7 +67,9 @@ def test_lifting_keeps_every_element(found, seed):
     fragments = []
     for s in found:
         at = rng.choice([0, 64, 256]) + rng.randrange(8) * 24
-        fragments.append(Fragment(s.name, (0,) * len(s.shape), s.shape, "r", at, tuple(4 * x for x in row_major(s.shape)), s.dtype))
+        fragments.append(
+            Fragment(s.name, (0,) * len(s.shape), s.shape, "r", at, tuple(4 * x for x in row_major(s.shape)), s.dtype)
+        )
     lifted = c.lift(fragments)
     want = {}
     for (tensor, index, *place), n in element_map(fragments).items():

@@ -1,7 +1,8 @@
 """Random exports over several ranks: what each rank's trace claims is exactly what lies in its parameters.
 
-The same program runs three times: simulated with real numbers for all ranks at once; under `ExportWatch` for each rank alone,
-with torch's fake process group; and from the fragments. Every element carries the number of the rank that holds it.
+The same program runs three times: simulated with real numbers for all ranks at once; under `ExportWatch` for each
+rank alone, with torch's fake process group; and from the fragments. Every element carries the number of the rank
+that holds it.
 """
 
 from __future__ import annotations

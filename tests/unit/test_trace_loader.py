@@ -27,8 +27,8 @@ SPECS = (
     TensorSpec("d", (5,), "float32"),
 )
 MOVES = (
-    "permute narrow contiguous clone swap flatten reshape stack scratch pad gather select step expand repeat put copyin fill "
-    "joined rows cast mask"
+    "permute narrow contiguous clone swap flatten reshape stack scratch pad gather select step expand repeat put copyin "
+    "fill joined rows cast mask"
 ).split()
 COMPUTES = "scale add inplace negative".split()
 EFFECTS = "take emit emit_t back touch swapdata".split()
@@ -199,7 +199,11 @@ def test_a_replayed_trace_leaves_what_the_loader_leaves():
             tally["refused"] += 1
             assert e.violations and e.__cause__ is None  # by name, and not because the loader itself failed
             return
-        moved_only = not {op for op, _, _ in program} & {*COMPUTES, "cast", "back"}  # reading bfloat16 back is a rounding
+        moved_only = not {op for op, _, _ in program} & {
+            *COMPUTES,
+            "cast",
+            "back",
+        }  # reading bfloat16 back is a rounding
         tally["needlessly staged"] += moved_only and bool(traced.recipes)
         assert same(*run(program, traced))
         assert set(traced.reads).isdisjoint(traced.unread)
@@ -210,7 +214,15 @@ def test_a_replayed_trace_leaves_what_the_loader_leaves():
     assert tally["needlessly staged"] <= 0.02 * tally["runs"], tally
 
 
-PLAIN = [("narrow", 1, 4), ("emit", 0, 1), ("take", 1, 0), ("permute", 1, 0), ("emit", 3, 2), ("take", 3, 0), ("fill", 0, 1)]
+PLAIN = [
+    ("narrow", 1, 4),
+    ("emit", 0, 1),
+    ("take", 1, 0),
+    ("permute", 1, 0),
+    ("emit", 3, 2),
+    ("take", 3, 0),
+    ("fill", 0, 1),
+]
 
 
 def test_the_comparison_sees_every_dropped_event():

@@ -59,10 +59,13 @@ def test_digits_come_back_as_numbers(dtype):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize(
-    "compute", [torch.zeros_like, torch.neg, lambda x: x + 1, lambda x: x * 2, lambda x: x * 0.5, lambda x: x + x.flip(0)]
+    "compute",
+    [torch.zeros_like, torch.neg, lambda x: x + 1, lambda x: x * 2, lambda x: x * 0.5, lambda x: x + x.flip(0)],
 )
 def test_what_was_computed_is_not_a_move(dtype, compute):
-    """All but the few elements at which the computation changes nothing, or lands on another digit with its complement."""
+    """All but the few elements at which the computation changes nothing, or lands on another digit with its
+    complement.
+    """
     spec = TensorSpec("x", (64,), dtype)
     digits = Digits.fit([spec, spec])
     out = digits.recombine([compute(x) for x in digits.digits(1, spec.shape, getattr(torch, dtype))])

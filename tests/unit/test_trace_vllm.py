@@ -1,6 +1,8 @@
-"""vLLM's own loaders, traced on meta for every rank of a layout, against vLLM's own loaders on real tensors, byte by byte.
+"""vLLM's own loaders, traced on meta for every rank of a layout, against vLLM's own loaders on real tensors, byte
+by byte.
 
-Both models begin with the same random bytes, so a byte that only one of them writes shows. One process plays every rank.
+Both models begin with the same random bytes, so a byte that only one of them writes shows. One process plays every
+rank.
 """
 
 from __future__ import annotations
@@ -39,7 +41,9 @@ LAYOUTS = {"tp2": dict(tp=2), "tp2 ep": dict(tp=2, ep=True), "tp4": dict(tp=4)}
 
 
 def randomized(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Float storages get the same random bytes in every model of one shape; integer buffers (expert maps) are left alone."""
+    """Float storages get the same random bytes in every model of one shape; integer buffers (expert maps) are left
+    alone.
+    """
     g = torch.Generator().manual_seed(7)
     roots = {name: t.data for name, t in sorted(named_storages(model).values()) if t.is_floating_point()}
     for t in roots.values():
@@ -126,7 +130,10 @@ def test_specs_of_a_folder_are_read_from_headers(tmp_path):
 
     save_file({"b": torch.zeros(2, 3, dtype=torch.bfloat16)}, tmp_path / "1.safetensors")
     save_file({"a": torch.zeros((), dtype=torch.float32)}, tmp_path / "2.safetensors")
-    assert [(s.name, s.shape, s.dtype) for s in checkpoint_specs(tmp_path)] == [("a", (), "float32"), ("b", (2, 3), "bfloat16")]
+    assert [(s.name, s.shape, s.dtype) for s in checkpoint_specs(tmp_path)] == [
+        ("a", (), "float32"),
+        ("b", (2, 3), "bfloat16"),
+    ]
     save_file({"a": torch.zeros(3)}, tmp_path / "3.safetensors")
     with pytest.raises(LayoutError) as e:
         checkpoint_specs(tmp_path)

@@ -1,10 +1,11 @@
-"""How a controller talks to one engine replica, whatever its handle is: LLM, AsyncLLM, a URL, an actor. No vLLM is imported.
+"""How a controller talks to one engine replica, whatever its handle is: LLM, AsyncLLM, a URL, an actor. No vLLM is
+imported.
 
-Every call has a timeout and ends by it. vLLM itself has none: a worker stuck in a call blocks its engine for good, so a call
-that did not answer is *outstanding*; nothing else is sent until it ended, and errors name it. Nor does vLLM survive calls out
-of order: with more than one worker, a session started twice (or finished without a start) raises on all of them, the
-executor reads one reply, and from then on answers every call with the reply to the one before. So a handle keeps the state
-of the session itself and never sends what vLLM would refuse.
+Every call has a timeout and ends by it. vLLM itself has none: a worker stuck in a call blocks its engine for good, so a
+call that did not answer is *outstanding*; nothing else is sent until it ended, and errors name it. Nor does vLLM
+survive calls out of order: with more than one worker, a session started twice (or finished without a start) raises on
+all of them, the executor reads one reply, and from then on answers every call with the reply to the one before. So a
+handle keeps the state of the session itself and never sends what vLLM would refuse.
 
 Not here: when to call what (session/), what happens inside a worker (vllm_worker.py), and the HTTP and actor handles'
 wire formats (remote.py).
@@ -45,7 +46,8 @@ class EngineHandle(Protocol):
         """What the handle was made of."""
 
     def hold(self) -> AbstractContextManager[None]:
-        """Inside, the owner may use the engine and no refit begins; needed only where the engine cannot be paused itself."""
+        """Inside, the owner may use the engine and no refit begins; needed only where the engine cannot be paused
+        itself."""
 
     def workers(self, timeout: float = ASK_S) -> int:
         """Number of workers that `init` and `update` reach, all data-parallel ranks of the replica together."""
@@ -60,7 +62,8 @@ class EngineHandle(Protocol):
         """Serve again. Undoes only this handle's own `pause`; otherwise does nothing."""
 
     def stay_paused(self, timeout: float = ASK_S) -> None:
-        """The engine is not to serve any more. Does not resume it, but lets go of its owner's thread if that waits for us."""
+        """The engine is not to serve any more. Does not resume it, but lets go of its owner's thread if that waits for
+        us."""
 
     def start_update(self, timeout: float) -> None:
         """Open vLLM's update session. One that a failed refit left open is finished first."""
@@ -75,7 +78,8 @@ class EngineHandle(Protocol):
         """The engine's own label of its weights, which it attaches to outputs."""
 
     def reset_caches(self, timeout: float) -> None:
-        """Drop what older weights computed: prefix (frozen requests recompute), connector, multimodal, encoder caches."""
+        """Drop what older weights computed: prefix (frozen requests recompute), connector, multimodal, encoder
+        caches."""
 
 
 @dataclass
@@ -173,8 +177,8 @@ class Handle(ABC):
                     )
 
     def _close_session(self, timeout: float) -> None:
-        # An error in finish leaves vLLM's session open, and only another finish can close it. So it stays open here too,
-        # and the next start_update or finish tries again.
+        # An error in finish leaves vLLM's session open, and only another finish can close it. So it stays open here
+        # too, and the next start_update or finish tries again.
         self._call("finish", timeout, done=lambda: setattr(self, "_open", False))
 
     @contextmanager
@@ -200,10 +204,8 @@ class Handle(ABC):
         try:
             self._outstanding.future.exception(timeout)
         except FutureTimeout:
-            raise DeadlineExceeded(
-                f"{self.name} has not answered an earlier call",
-                [f"{self._outstanding.call} is still under way, and the engine serves nothing until it ends: restart it if stuck"],
-            ) from None
+            late = f"{self._outstanding.call}: until it ends the engine serves nothing; restart it if its workers are stuck"
+            raise DeadlineExceeded(f"{self.name} has not answered an earlier call", [late]) from None
         ended, self._outstanding = self._outstanding, None
         ended.settled()
 
@@ -242,8 +244,8 @@ class Handle(ABC):
 
 
 class CallThread:
-    """One daemon thread that runs blocking calls in order. A call that never returns then holds up neither the caller, who
-    waits with a deadline, nor the end of the interpreter."""
+    """One daemon thread that runs blocking calls in order. A call that never returns then holds up neither the caller,
+    who waits with a deadline, nor the end of the interpreter."""
 
     def __init__(self, name: str):
         self._todo: queue.SimpleQueue[tuple[Callable[[], Any], Future]] = queue.SimpleQueue()
@@ -317,8 +319,8 @@ class Gate:
 class OfflineLLM(Handle):
     """vLLM's synchronous `LLM` in this process.
 
-    It has no pause, and must not be used by two threads at once: its owner generates inside `hold()`, and a refit waits for
-    its turn at that gate and keeps it from `pause` to `resume`.
+    It has no pause, and must not be used by two threads at once: its owner generates inside `hold()`, and a refit waits
+    for its turn at that gate and keeps it from `pause` to `resume`.
     """
 
     def __init__(self, llm: Any, name: str = "LLM"):
@@ -334,7 +336,8 @@ class OfflineLLM(Handle):
         return self._gate.entered()
 
     def stay_paused(self, timeout: float = ASK_S) -> None:
-        """Opens the gate: an owner who waits there could never be told that the engine is lost. Who holds it must ask."""
+        """Opens the gate: an owner who waits there could never be told that the engine is lost. Who holds it must
+        ask."""
         self.resume(timeout)
 
     def _send(self, call: str, **args: Any) -> Future:
@@ -371,7 +374,9 @@ class OfflineLLM(Handle):
 class AsyncEngine(Handle):
     """vLLM's `AsyncLLM`, driven from a thread other than the one that runs its event loop."""
 
-    def __init__(self, engine: Any, loop: asyncio.AbstractEventLoop, *, pause_mode: PauseMode = "keep", name: str = "AsyncLLM"):
+    def __init__(
+        self, engine: Any, loop: asyncio.AbstractEventLoop, *, pause_mode: PauseMode = "keep", name: str = "AsyncLLM"
+    ):
         super().__init__(name)
         self._engine, self._loop, self._mode = engine, loop, pause_mode
 
@@ -418,7 +423,8 @@ def _running_loop() -> asyncio.AbstractEventLoop | None:
 
 
 def handle_for(engine: Any, *, loop: asyncio.AbstractEventLoop | None = None, name: str | None = None) -> EngineHandle:
-    """The handle that fits `engine`: a handle already, a URL, an `AsyncLLM` (with its `loop`), an `LLM`, or a forwarder.
+    """The handle that fits `engine`: a handle already, a URL, an `AsyncLLM` (with its `loop`), an `LLM`, or a
+    forwarder.
 
     Unsupported: the object offers none of these interfaces; the violations say what it lacks.
     """
@@ -432,7 +438,9 @@ def handle_for(engine: Any, *, loop: asyncio.AbstractEventLoop | None = None, na
     if asyncio.iscoroutinefunction(getattr(engine, "pause_generation", None)):
         loop = loop or _running_loop()
         if loop is None:
-            raise Unsupported("an AsyncLLM needs its event loop", ["pass loop=…, or call this from a coroutine of that loop"])
+            raise Unsupported(
+                "an AsyncLLM needs its event loop", ["pass loop=…, or call this from a coroutine of that loop"]
+            )
         return AsyncEngine(engine, loop, **named)
     if hasattr(engine, "llm_engine"):
         return OfflineLLM(engine, **named)

@@ -1,10 +1,13 @@
-"""Canonical tensors of a Hugging Face model: name, shape and dtype of every checkpoint tensor, nothing allocated or read.
+"""Canonical tensors of a Hugging Face model: name, shape and dtype of every checkpoint tensor, nothing allocated or
+read.
 
-Two sources. `checkpoint_specs` reads the headers of the safetensors files in a folder: exact, dtypes included. `canonical_specs`
-asks transformers (4 or 5) to build its own model of a config on meta and to name it as a checkpoint would; dtypes are then the
-config's for every tensor, though some checkpoints keep a few in float32. torch and transformers are imported when called.
+Two sources. `checkpoint_specs` reads the headers of the safetensors files in a folder: exact, dtypes included.
+`canonical_specs` asks transformers (4 or 5) to build its own model of a config on meta and to name it as a
+checkpoint would; dtypes are then the config's for every tensor, though some checkpoints keep a few in float32.
+torch and transformers are imported when called.
 
-Ask before the first vLLM model is built in a process: vLLM's Transformers backend patches transformers' classes for good.
+Ask before the first vLLM model is built in a process: vLLM's Transformers backend patches transformers' classes for
+good.
 """
 
 from __future__ import annotations
@@ -23,16 +26,17 @@ from xfer.trace.fragment import TensorSpec
 MAX_HEADER = 100 << 20
 """The limit that safetensors itself sets."""
 _SAFETENSORS = {
-    "BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64", "U8": "uint8", "I8": "int8", "I16": "int16",
-    "I32": "int32", "I64": "int64", "BOOL": "bool", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "U16": "uint16",
-    "U32": "uint32", "U64": "uint64", "F8_E8M0": "float8_e8m0fnu",
+    "BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64", "U8": "uint8", "I8": "int8",
+    "I16": "int16", "I32": "int32", "I64": "int64", "BOOL": "bool", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2",
+    "U16": "uint16", "U32": "uint32", "U64": "uint64", "F8_E8M0": "float8_e8m0fnu",
 }  # fmt: skip
 
 
 def canonical_specs(config: str | os.PathLike | Mapping, dtype: str | None = None) -> tuple[TensorSpec, ...]:
     """Specs of the model that `config` (a folder with config.json, or its contents) describes, sorted by name.
 
-    `dtype`: of every tensor; default the config's own, else bfloat16. `lm_head.weight` is left out where the config ties it.
+    `dtype`: of every tensor; default the config's own, else bfloat16. `lm_head.weight` is left out where the config
+    ties it.
     """
     if not isinstance(config, Mapping):
         config = json.loads((Path(config) / "config.json").read_text())

@@ -1,10 +1,10 @@
 """A live engine model compared with its traced twin: what a refit writes, byte for byte, and what it leaves alone.
 
-The twin is the same model class on the meta device, in the same parallel groups, whose own loader has been traced: it tells
-where each canonical element goes *in the twin*. Here that is carried over to the live storages, and every byte of the live
-model gets one class: written, filled, staged (computed by the loader), or kept. Aliases need no class of their own: names that
-share a storage share its bytes. What has no class is an error that lists every name. Plain torch; vLLM's side is
-vllm_layout.py.
+The twin is the same model class on the meta device, in the same parallel groups, whose own loader has been traced: it
+tells where each canonical element goes *in the twin*. Here that is carried over to the live storages, and every byte of
+the live model gets one class: written, filled, staged (computed by the loader), or kept. Aliases need no class of their
+own: names that share a storage share its bytes. What has no class is an error that lists every name. Plain torch;
+vLLM's side is vllm_layout.py.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from math import prod
 import numpy as np
 import torch
 
-from xfer.engines.live import Intervals, Slot, Storages, common, runs, size, union, without, written
+from xfer.engines.live import NONE, Ranges, Slot, Storages, common, covered, pairs, union, written
 from xfer.errors import LayoutError
 from xfer.mesh.box import row_major
+from xfer.plan.intervals import difference, size
 from xfer.plan.inventory import SCRATCH, Kept
 from xfer.plan.program import ITEMSIZE
 from xfer.trace.fragment import Fill, Fragment, Root, Span, TensorSpec
@@ -30,7 +31,8 @@ EMPTIED = "the live tensor is empty: its bytes were packed elsewhere after loadi
 
 @dataclass(frozen=True, eq=False)
 class EngineLayout:
-    """What one worker's model offers to a refit. Nothing in it changes; storages that move make new `tensors` elsewhere.
+    """What one worker's model offers to a refit. Nothing in it changes; storages that move make new `tensors`
+    elsewhere.
 
     roots      the live storages, and one "scratch/<name>" per checkpoint tensor that the loader computes with; by name
     tensors    root name -> flat uint8 tensor over the whole storage
@@ -53,11 +55,14 @@ class EngineLayout:
         return sum(s.stop - s.start for s in spans)
 
 
-def read_layout(live: Storages, twin: Storages, traced: Traced, *, keep: Sequence[str] = (), device: torch.device) -> EngineLayout:
+def read_layout(
+    live: Storages, twin: Storages, traced: Traced, *, keep: Sequence[str] = (), device: torch.device
+) -> EngineLayout:
     """`traced`: over the twin's storages, called as in `twin.roots`. `keep`: globs over live names.
 
-    Raises one LayoutError with every name whose live place cannot be told from the twin's, and every live parameter byte
-    that the loader leaves untouched and nobody asked to keep: a model refitted by half must be impossible to report as done.
+    Raises one LayoutError with every name whose live place cannot be told from the twin's, and every live parameter
+    byte that the loader leaves untouched and nobody asked to keep: a model refitted by half must be impossible to
+    report as done.
     """
     places, violations = _places(live, twin, traced, keep)
     if violations:
@@ -65,15 +70,15 @@ def read_layout(live: Storages, twin: Storages, traced: Traced, *, keep: Sequenc
     # A trace names a storage after some tensor in it, which need not be the one that this module names it after.
     traced = _relocated(traced, {name: places[twin.slots[name].root] for name in _targets(traced)})
     scratch, scratch_fragments = _scratch(traced)
-    footprint = {root.name: union([s.bytes() for s in live.in_root(root.name)]) for root in live.roots}
-    touched = written(traced.fragments, traced.fills, ITEMSIZE)
+    footprint = {root: union(s.bytes() for s in slots) for root, slots in live.by_root.items()}
+    touched = written(traced.fragments, traced.fills)
     staged = _staged(traced.recipes)
-    done = {name: union([touched.get(name, _NONE), staged.get(name, _NONE)]) for name in footprint}
-    kept, violations = _kept(live, twin, {n: without(b, done[n]) for n, b in footprint.items()}, keep)
+    done = {name: union([touched.get(name, NONE), staged.get(name, NONE)]) for name in footprint}
+    kept, violations = _kept(live, twin, {n: difference(b, done[n]) for n, b in footprint.items()}, keep)
     violations += [
         f"{name}: the loader writes {size(outside)} bytes of this storage where no live parameter or buffer lies"
         for name in footprint
-        if len(outside := without(done[name], footprint[name]))
+        if size(outside := difference(done[name], footprint[name]))
     ]
     if violations:
         raise LayoutError("a refit would leave parts of this model as they are", violations)
@@ -86,9 +91,6 @@ def read_layout(live: Storages, twin: Storages, traced: Traced, *, keep: Sequenc
         staged=_spans(staged),
         aliases=tuple((s.name, s.root) for s in live.slots.values() if s.root not in ("", s.name)),
     )
-
-
-_NONE = np.empty((0, 2), np.int64)
 
 
 # ---- from the twin's storages to the live ones
@@ -129,7 +131,10 @@ def _places(
                 f"(byte {alive.offset} of {alive.root})"
             )
         by.setdefault(slot.root, slot.name)
-    bad += [f"{name}: written by the loader, but neither parameter nor buffer" for name in sorted(_targets(traced) - set(twin.slots))]
+    bad += [
+        f"{name}: written by the loader, but neither parameter nor buffer"
+        for name in sorted(_targets(traced) - set(twin.slots))
+    ]
     return places, bad
 
 
@@ -147,7 +152,9 @@ def _relocated(traced: Traced, places: Mapping[str, tuple[str, int]]) -> Traced:
         # Twin storages may be one live storage (a head tied again after loading): equal writes are one write.
         fragments=tuple(dict.fromkeys(map(move, traced.fragments))),
         fills=tuple(dict.fromkeys(map(move, traced.fills))),
-        recipes=tuple(replace(r, target=places[r.target][0], offset=r.offset + places[r.target][1]) for r in traced.recipes),
+        recipes=tuple(
+            replace(r, target=places[r.target][0], offset=r.offset + places[r.target][1]) for r in traced.recipes
+        ),
         casts=tuple(replace(c, root=places[c.root][0]) for c in traced.casts if c.root in places),
     )
 
@@ -166,18 +173,18 @@ def _scratch(traced: Traced) -> tuple[tuple[Root, ...], tuple[Fragment, ...]]:
     for name in sorted({n for r in traced.recipes for n in r.sources}):
         spec = specs[name]
         item = ITEMSIZE[spec.dtype]
-        strides = tuple(s * item if n > 1 else 0 for s, n in zip(row_major(spec.shape), spec.shape))
+        strides = tuple(s * item if n > 1 else 0 for s, n in zip(row_major(spec.shape), spec.shape, strict=True))
         roots.append(Root(scratch_name(name), prod(spec.shape) * item))
         origin = (0,) * len(spec.shape)
         fragments.append(Fragment(name, origin, spec.shape, scratch_name(name), 0, strides, spec.dtype))
     return tuple(roots), tuple(fragments)
 
 
-def _staged(recipes: Iterable[Recipe]) -> dict[str, Intervals]:
-    parts: dict[str, list[Intervals]] = {}
+def _staged(recipes: Iterable[Recipe]) -> dict[str, Ranges]:
+    regions: dict[str, list] = {}
     for r in recipes:
-        parts.setdefault(r.target, []).append(runs(r.offset, r.shape, r.strides, ITEMSIZE[r.dtype]))
-    return {name: union(p) for name, p in parts.items()}
+        regions.setdefault(r.target, []).append((r.offset, r.shape, r.strides, ITEMSIZE[r.dtype]))
+    return {name: covered(parts) for name, parts in regions.items()}
 
 
 def run_recipes(layout: EngineLayout, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -195,34 +202,36 @@ def run_recipes(layout: EngineLayout, tensors: Mapping[str, torch.Tensor]) -> No
 
 
 def _kept(
-    live: Storages, twin: Storages, untouched: Mapping[str, Intervals], keep: Sequence[str]
+    live: Storages, twin: Storages, untouched: Mapping[str, Ranges], keep: Sequence[str]
 ) -> tuple[tuple[Kept, ...], list[str]]:
     """Bytes that stay, with reasons, and the names whose bytes may not.
 
-    A byte stays when a name that covers it was given by the caller, or when only buffers that the class itself makes cover
-    it: those hold no checkpoint values (rotary tables, attention scales). A buffer that only the live model has was computed
-    after loading, perhaps from weights, and would go stale unseen.
+    A byte stays when a name that covers it was given by the caller, or when only buffers that the class itself makes
+    cover it: those hold no checkpoint values (rotary tables, attention scales). A buffer that only the live model has
+    was computed after loading, perhaps from weights, and would go stale unseen.
     """
     kept: list[Kept] = []
     bad: dict[str, str] = {}
     for root, left in untouched.items():
-        if not len(left):
+        if not size(left):
             continue
-        owners = [(s, o) for s in live.in_root(root) if len(o := common(s.bytes(), left))]
+        owners = [(s, o) for s in live.by_root[root] if size(o := common(s.bytes(), left))]
         asked = [(s, o, _named(s.name, keep)) for s, o in owners]
         by_caller = union([o for _, o, pattern in asked if pattern])
         for slot, own, pattern in asked:
             if pattern:
-                kept += [Kept(root, a, b, f"{slot.name}: kept by request ({pattern})") for a, b in own.tolist()]
+                kept += [Kept(root, a, b, f"{slot.name}: kept by request ({pattern})") for a, b in pairs(own)]
                 continue
-            rest = without(own, by_caller)
-            if not len(rest):
+            rest = difference(own, by_caller)
+            if not size(rest):
                 continue
             problem = _why_not_kept(slot, twin, size(rest), size(slot.bytes()))
             if problem:
                 bad[slot.name] = problem
             else:
-                kept += [Kept(root, a, b, f"{slot.name}: a buffer that no checkpoint tensor fills") for a, b in rest.tolist()]
+                kept += [
+                    Kept(root, a, b, f"{slot.name}: a buffer that no checkpoint tensor fills") for a, b in pairs(rest)
+                ]
     return _disjoint(kept), list(bad.values())
 
 
@@ -243,11 +252,11 @@ def _why_not_kept(slot: Slot, twin: Storages, missing: int, whole: int) -> str:
 def _disjoint(kept: list[Kept]) -> tuple[Kept, ...]:
     """One reason per byte: the first name in the order of storage and byte."""
     out: list[Kept] = []
-    seen: dict[str, Intervals] = {}
+    seen: dict[str, Ranges] = {}
     for k in sorted(kept, key=lambda k: (k.root, k.start, k.stop, k.reason)):
-        new = without(np.array([[k.start, k.stop]], np.int64), seen.get(k.root, _NONE))
-        out += [replace(k, start=a, stop=b) for a, b in new.tolist()]
-        seen[k.root] = union([seen.get(k.root, _NONE), new])
+        new = difference((np.array([k.start]), np.array([k.stop])), seen.get(k.root, NONE))
+        out += [replace(k, start=a, stop=b) for a, b in pairs(new)]
+        seen[k.root] = union([seen.get(k.root, NONE), new])
     return tuple(out)
 
 
@@ -255,5 +264,5 @@ def _named(name: str, patterns: Sequence[str]) -> str:
     return next((p for p in patterns if fnmatchcase(name, p)), "")
 
 
-def _spans(by_root: Mapping[str, Intervals]) -> tuple[Span, ...]:
-    return tuple(Span(root, a, b) for root in sorted(by_root) for a, b in by_root[root].tolist())
+def _spans(by_root: Mapping[str, Ranges]) -> tuple[Span, ...]:
+    return tuple(Span(root, a, b) for root in sorted(by_root) for a, b in pairs(by_root[root]))

@@ -1,12 +1,12 @@
 """The second lock: while a refit is open, one small tensor that every token passes through holds NaN in the live model.
 
-Pausing the engine is the first lock, and vLLM lets anyone undo it. An engine that is resumed by force between the first byte
-and the commit then answers NaN and not plausible nonsense. The tensor is found by trying, not by name: NaN in it must turn
-the model's own forward into NaN at every token.
+Pausing the engine is the first lock, and vLLM lets anyone undo it. An engine that is resumed by force between the first
+byte and the commit then answers NaN and not plausible nonsense. The tensor is found by trying, not by name: NaN in it
+must turn the model's own forward into NaN at every token.
 
-The refit writes the tensor's new bytes to scratch, which stands in for its storage in the binding table; the commit copies
-them over. Checksums read the same table, so they see the new value and never the NaN. Plain torch; how to run a forward of
-vLLM is vllm_layout.py's.
+The refit writes the tensor's new bytes to scratch, which stands in for its storage in the binding table; the commit
+copies them over. Checksums read the same table, so they see the new value and never the NaN. Plain torch; how to run a
+forward of vLLM is vllm_layout.py's.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from xfer.engines.layout import EngineLayout
-from xfer.engines.live import Slot, Storages, size, without, written
+from xfer.engines.live import NONE, Slot, Storages, written
 from xfer.errors import XferError
-from xfer.plan.program import ITEMSIZE
+from xfer.plan.intervals import difference, size
 
 MAX_BYTES = 1 << 20
 """A lock is copied once per commit, inside the outage; a vector of the model's width is some KiB."""
 
 Forward = Callable[[], Sequence[torch.Tensor]]
-"""A dummy forward: tensors of [tokens, …], every one of which later code adds to or multiplies with the token's state."""
+"""A dummy forward: tensors of [tokens, …], every one of which later code adds to or multiplies with the token's
+state."""
 
 
 class Lock:
@@ -69,30 +70,29 @@ class Lock:
 def candidates(layout: EngineLayout, live: Storages) -> list[Slot]:
     """Floating-point vectors that alone fill a storage and that every refit writes whole, the last of the tree first.
 
-    The later in the model, the less is computed on NaN when somebody does resume a torn engine: routers and index kernels
-    come before the last norm, and what they do with NaN is not for us to find out on a live GPU.
+    The later in the model, the less is computed on NaN when somebody does resume a torn engine: routers and index
+    kernels come before the last norm, and what they do with NaN is not for us to find out on a live GPU.
     """
-    done = written(layout.traced.fragments, layout.traced.fills, ITEMSIZE)
+    done = written(layout.traced.fragments, layout.traced.fills)
     sizes = {r.name: r.nbytes for r in layout.roots}
     out = []
     for slot in live.slots.values():
         if slot.name != slot.root or len(slot.shape) != 1 or not slot.dtype.is_floating_point:
             continue
         whole = slot.bytes()
-        alone = all((s.offset, s.shape) == (slot.offset, slot.shape) for s in live.in_root(slot.root))
-        if alone and size(whole) == sizes[slot.root] <= MAX_BYTES and not len(without(whole, done.get(slot.root, whole[:0]))):
+        alone = all((s.offset, s.shape) == (slot.offset, slot.shape) for s in live.by_root[slot.root])
+        fills_storage = size(whole) == sizes[slot.root] <= MAX_BYTES
+        if alone and fills_storage and not size(difference(whole, done.get(slot.root, NONE))):
             out.append(slot)
     return out[::-1]
 
 
-def choose(
-    layout: EngineLayout, live: Storages, forward: Forward, agree: Callable[[bool, str], bool]
-) -> Lock | None:
+def choose(layout: EngineLayout, live: Storages, forward: Forward, agree: Callable[[bool, str], bool]) -> Lock | None:
     """Try the candidates until NaN in one makes every token of the forward NaN. None: no candidate does.
 
-    Collective: every rank that takes part in one another's forward calls this. `agree(verdict, about)` returns whether all
-    of them said True, and raises where they speak of different things, so that they stop together. XferError when the model
-    answers NaN before anything was tried, as then no test can tell.
+    Collective: every rank that takes part in one another's forward calls this. `agree(verdict, about)` returns whether
+    all of them said True, and raises where they speak of different things, so that they stop together. XferError when
+    the model answers NaN before anything was tried, as then no test can tell.
     """
     order = candidates(layout, live)
     if not agree(not _all_nan(forward()), " ".join(slot.name for slot in order)):

@@ -1,7 +1,8 @@
 """vLLM's own model class built on meta, for tracing: in a live worker, or for any rank of any layout in one process.
 
-In a worker the process groups are real and `make_meta_model(vllm_config)` is all. Elsewhere `fake_rank` lets vLLM's own group
-arithmetic run with groups that know who is in them and cannot communicate. vLLM is imported when a function is called.
+In a worker the process groups are real and `make_meta_model(vllm_config)` is all. Elsewhere `fake_rank` lets vLLM's
+own group arithmetic run with groups that know who is in them and cannot communicate. vLLM is imported when a
+function is called.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ def make_config(hf_config: str | Mapping, *, tp: int = 1, pp: int = 1, dp: int =
         (Path(folder) / "config.json").write_text(json.dumps(dict(hf_config)))
         hf_config = folder
     options = dict(
-        model=hf_config, skip_tokenizer_init=True, load_format="dummy", tensor_parallel_size=tp, pipeline_parallel_size=pp,
-        data_parallel_size=dp, enable_expert_parallel=ep, dtype="bfloat16", enforce_eager=True, max_model_len=128,
+        model=hf_config, skip_tokenizer_init=True, load_format="dummy", tensor_parallel_size=tp,
+        pipeline_parallel_size=pp, data_parallel_size=dp, enable_expert_parallel=ep, dtype="bfloat16", enforce_eager=True, max_model_len=128,
         distributed_executor_backend="mp", disable_log_stats=True,
     )  # fmt: skip
     with mock.patch.dict("os.environ", VLLM_CPU_KVCACHE_SPACE="1", VLLM_CPU_CI_ENV="1"):
@@ -69,8 +70,8 @@ def make_model(vllm_config, device: str) -> torch.nn.Module:
 def _keep_values_real(stack: contextlib.ExitStack) -> None:
     """What loading reads by value must not be on meta, and what is cached per process must not be ours.
 
-    Expert maps are looked up while loading, so they are made on the CPU. Rotary embeddings sit in a module-level dict: without
-    a private one, tensors on meta would be served to the next real model of this process.
+    Expert maps are looked up while loading, so they are made on the CPU. Rotary embeddings sit in a module-level
+    dict: without a private one, tensors on meta would be served to the next real model of this process.
     """
     from vllm.model_executor.layers import rotary_embedding
     from vllm.model_executor.layers.fused_moe import expert_map_manager as manager
@@ -96,7 +97,7 @@ def _all_to_meta(model: torch.nn.Module) -> None:
                 module._parameters[name] = q
 
 
-# ---- one process plays a rank -----------------------------------------------------------------------------------------------
+# ---- one process plays a rank ---------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager

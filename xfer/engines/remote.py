@@ -1,4 +1,5 @@
-"""Handles of engines that live in another process: an HTTP server in development mode, or any object that forwards calls.
+"""Handles of engines that live in another process: an HTTP server in development mode, or any object that forwards
+calls.
 
 What a handle promises is in handles.py; here is only how each call looks on the wire.
 """
@@ -17,8 +18,8 @@ from xfer.engines.handles import CallThread, Handle, PauseMode
 from xfer.errors import EngineLost, Unsupported, XferError
 
 _STRAGGLER_S = 3600.0
-"""How long a request may stay unanswered on its socket. Callers wait by their own, shorter timeouts; hanging up earlier would
-not stop the call in the engine, only leave us not knowing when it ended."""
+"""How long a request may stay unanswered on its socket. Callers wait by their own, shorter timeouts; hanging up earlier
+would not stop the call in the engine, only leave us not knowing when it ended."""
 
 
 class HttpEngine(Handle):
@@ -28,7 +29,12 @@ class HttpEngine(Handle):
     """
 
     def __init__(
-        self, url: str, *, pause_mode: PauseMode = "keep", headers: Mapping[str, str] | None = None, name: str | None = None
+        self,
+        url: str,
+        *,
+        pause_mode: PauseMode = "keep",
+        headers: Mapping[str, str] | None = None,
+        name: str | None = None,
     ):
         parts = urllib.parse.urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.netloc:
@@ -74,7 +80,8 @@ class HttpEngine(Handle):
             detail = e.read(2000).decode(errors="replace")
             if e.code == 404:
                 raise Unsupported(
-                    f"{self.name} has no route {path}", ["start the server with VLLM_SERVER_DEV_MODE=1 in its environment"]
+                    f"{self.name} has no route {path}",
+                    ["start the server with VLLM_SERVER_DEV_MODE=1 in its environment"],
                 ) from None
             raise XferError(f"{self.name}: {path} answered {e.code}", [detail] if detail else []) from None
         except urllib.error.URLError as e:
@@ -83,12 +90,13 @@ class HttpEngine(Handle):
 
 
 class CallableEngine(Handle):
-    """Any object that forwards vLLM's calls, e.g. around a Ray actor: synchronous methods by vLLM's names, plain arguments.
+    """Any object that forwards vLLM's calls, e.g. around a Ray actor: synchronous methods by vLLM's names, plain
+    arguments.
 
-    Needed on `obj`, or given here: init_weight_transfer_engine, start_weight_update, update_weights, finish_weight_update
-    (vLLM's weight-sync client), update_weight_version, pause_generation, resume_generation, reset_prefix_cache. Used if
-    there: reset_mm_cache, reset_encoder_cache. `workers`: how many workers the four calls reach; asked of
-    `obj.get_world_size()` when not given.
+    Needed on `obj`, or given here: init_weight_transfer_engine, start_weight_update, update_weights,
+    finish_weight_update (vLLM's weight-sync client), update_weight_version, pause_generation, resume_generation,
+    reset_prefix_cache. Used if there: reset_mm_cache, reset_encoder_cache. `workers`: how many workers the four calls
+    reach; asked of `obj.get_world_size()` when not given.
 
     Unsupported lists what is missing: an engine that cannot be paused, or keeps its caches, would answer with old work.
     """
@@ -124,9 +132,12 @@ class CallableEngine(Handle):
             "workers": None if workers is None else lambda: workers,
         }
         self._calls = {
-            call: given.get(call) or getattr(obj, method, None) for call, method in {**self._METHODS, **self._OPTIONAL}.items()
+            call: given.get(call) or getattr(obj, method, None)
+            for call, method in {**self._METHODS, **self._OPTIONAL}.items()
         }
-        missing = [f"{type(obj).__name__}.{method}" for call, method in self._METHODS.items() if self._calls[call] is None]
+        missing = [
+            f"{type(obj).__name__}.{method}" for call, method in self._METHODS.items() if self._calls[call] is None
+        ]
         if missing:
             raise Unsupported("this object cannot stand for an engine; it lacks", missing)
         self._engine, self._thread = obj, CallThread(self.name)

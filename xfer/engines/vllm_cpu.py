@@ -1,12 +1,15 @@
-"""Keeps the weights of vLLM's CPU engine in their parameters. For tests on machines without a GPU, and for nothing else.
+"""Keeps the weights of vLLM's CPU engine in their parameters. For tests on machines without a GPU, and for nothing
+else.
 
-After loading, vLLM's CPU worker packs every linear weight into a oneDNN or SGL kernel object and leaves an *empty* parameter
-behind, and replaces expert weights by packed ones of, at times, the same shape. What a refit writes into such parameters is
-never read: the engine would go on serving the old weights with every checksum green. Unquantised GPU engines do neither, so
-to test on CPU what happens on GPUs, the weights must stay where the loader put them and be read from there at each call.
+After loading, vLLM's CPU worker packs every linear weight into a oneDNN or SGL kernel object and leaves an *empty*
+parameter behind, and replaces expert weights by packed ones of, at times, the same shape. What a refit writes into such
+parameters is never read: the engine would go on serving the old weights with every checksum green. Unquantised GPU
+engines do neither, so to test on CPU what happens on GPUs, the weights must stay where the loader put them and be read
+from there at each call.
 
-`install` swaps the two places where vLLM packs. Outputs are those of other kernels then (F.linear, a loop over experts):
-slower, and equal bit for bit only to another engine that runs resident too. It is off unless XFER_CPU_RESIDENT=1.
+`install` swaps the two places where vLLM packs. Outputs are those of other kernels then (F.linear, a loop over
+experts): slower, and equal bit for bit only to another engine that runs resident too. It is off unless
+XFER_CPU_RESIDENT=1.
 """
 
 from __future__ import annotations
@@ -27,7 +30,8 @@ def installed() -> bool:
 def install() -> None:
     """Idempotent. Must run before a model is built; models built before keep their packed weights.
 
-    Raises Unsupported when this vLLM does not have the functions that are swapped, rather than leaving half of them packed.
+    Raises Unsupported when this vLLM does not have the functions that are swapped, rather than leaving half of them
+    packed.
     """
     global _installed
     if _installed:
@@ -39,8 +43,8 @@ def install() -> None:
         (utils, "dispatch_cpu_unquantized_gemm", _leave_in_parameter),  # its callers import it by name at call time
         (CPUUnquantizedExperts, "process_weights_after_loading", lambda self, layer: None),
         (CPUUnquantizedExperts, "apply", _apply_experts),
-        # With AMX, MLA packs kv_b_proj inside its attention backend. vLLM asks torch whether the CPU has it; say no, so that
-        # it takes the backend that reads the parameter, whatever machine the tests run on.
+        # With AMX, MLA packs kv_b_proj inside its attention backend. vLLM asks torch whether the CPU has it; say no, so
+        # that it takes the backend that reads the parameter, whatever machine the tests run on.
         (torch.cpu, "_is_amx_tile_supported", lambda: False),
     ]
     missing = [f"{getattr(owner, '__name__', owner)}.{name}" for owner, name, _ in swaps if not hasattr(owner, name)]
@@ -52,7 +56,8 @@ def install() -> None:
 
 
 def _leave_in_parameter(layer: torch.nn.Module, remove_weight: bool) -> None:
-    """Stands in for the packing of one linear or embedding layer: its `cpu_linear(x, weight, bias)` reads what it is given."""
+    """Stands in for the packing of one linear or embedding layer: its `cpu_linear(x, weight, bias)` reads what it is
+    given."""
     del remove_weight
     if layer.weight.ndim == 3 and layer.weight.size(1) == 1:
         raise Unsupported(

@@ -1,9 +1,10 @@
 """The engine-side reader for vLLM: one worker's live model as a layout, without patching vLLM and without real weights.
 
-The model class's own `load_weights` is traced on a twin of the model on the meta device, built inside the worker, so that
-vLLM's own groups say which shard is whose (meta_model.py, trace/loader.py). layout.py carries the trace over to the live
-storages; lock.py chooses the tensor that holds NaN while a refit is open. Here is what those need of vLLM: the twin, which
-post-load processing leaves weights as they were loaded, what names the checkpoint should have, and how to run a forward.
+The model class's own `load_weights` is traced on a twin of the model on the meta device, built inside the worker, so
+that vLLM's own groups say which shard is whose (meta_model.py, trace/loader.py). layout.py carries the trace over to
+the live storages; lock.py chooses the tensor that holds NaN while a refit is open. Here is what those need of vLLM: the
+twin, which post-load processing leaves weights as they were loaded, what names the checkpoint should have, and how to
+run a forward.
 """
 
 from __future__ import annotations
@@ -41,10 +42,10 @@ DUMMY_TOKENS = 16
 class EngineModel:
     """One worker's model, seen by a session.
 
-    `keep`: globs over the engine's tensor names that refits leave alone (a frozen tower), and over the checkpoint names of
-    such tensors, where the trainers do not send them at all. `drop`: globs over checkpoint names that this engine ignores.
-    All workers of a replica call `read` and `choose_lock` in step: the latter runs the model's own collectives. Not
-    thread-safe; errors are XferErrors that name tensors, and leave the live model as it was.
+    `keep`: globs over the engine's tensor names that refits leave alone (a frozen tower), and over the checkpoint names
+    of such tensors, where the trainers do not send them at all. `drop`: globs over checkpoint names that this engine
+    ignores. All workers of a replica call `read` and `choose_lock` in step: the latter runs the model's own
+    collectives. Not thread-safe; errors are XferErrors that name tensors, and leave the live model as it was.
     """
 
     def __init__(
@@ -69,8 +70,9 @@ class EngineModel:
     def read(self, catalog: Catalog) -> EngineLayout:
         """Trace the loader over the catalog's tensors and carry the result over to the live storages.
 
-        LayoutError: the trainers' tensors are not those of this model, the live model is not laid out as its class builds
-        it, or bytes would stay as they are; Unsupported: a quantized model, or post-load processing that moves bytes.
+        LayoutError: the trainers' tensors are not those of this model, the live model is not laid out as its class
+        builds it, or bytes would stay as they are; Unsupported: a quantized model, or post-load processing that moves
+        bytes.
         """
         refuse_processed(self.model)
         expected = self._expected()
@@ -113,7 +115,8 @@ class EngineModel:
         return "moved" if state == "same" and self._stale_binding else state
 
     def rebind(self) -> Mapping[str, torch.Tensor]:
-        """The binding table at the present addresses. RebindError, naming each difference, if the layout is another one."""
+        """The binding table at the present addresses. RebindError, naming each difference, if the layout is another
+        one."""
         layout = self.layout
         self._live = self._live.rebound()
         tensors = {r.name: self._live.tensors.get(r.name, layout.tensors[r.name]) for r in layout.roots}
@@ -136,14 +139,17 @@ class EngineModel:
         try:
             return canonical_specs(json.loads(config.to_json_string(use_diff=False)))
         except Exception as e:
+            why = f"{type(config).__name__}: {type(e).__name__}: {e}"
             logger.warning(
-                "xfer: transformers cannot name the tensors of %s (%s: %s); the trainers' names are checked by the loader alone",
-                type(config).__name__, type(e).__name__, e,
-            )  # fmt: skip
+                "xfer: transformers cannot name this engine's tensors, so only its loader checks them: %s", why
+            )
             return None
 
-    def _untied_head(self, twin: torch.nn.Module, specs: Sequence[TensorSpec], expected: Sequence[TensorSpec]) -> _Head | None:
-        """vLLM unties a head whose checkpoint on disk has a tensor for it; a trainer that ties them sends only the embedding."""
+    def _untied_head(
+        self, twin: torch.nn.Module, specs: Sequence[TensorSpec], expected: Sequence[TensorSpec]
+    ) -> _Head | None:
+        """vLLM unties a head whose checkpoint on disk has a tensor for it; a trainer that ties them sends only the
+        embedding."""
         if not getattr(self.vllm_config.model_config, "word_embeddings_untied_by_checkpoint", False):
             return None
         from vllm.model_executor.model_loader.weight_tying import _get_untied_lm_head
@@ -167,7 +173,7 @@ class EngineModel:
             lock = choose(self.layout, self._live, self.forward, _all_agree)
         if lock is None:
             raise XferError(
-                "no small tensor of this model turns every output NaN, so a torn engine could not be told from a whole one",
+                "no small tensor of this model turns every output NaN, so a torn engine could not be told from another",
                 ["candidates: vectors that fill a storage of their own and that every refit writes"],
             )
         self._lock, self._stale_binding = lock, True
@@ -253,8 +259,8 @@ _MOE_AS_LOADED = ("TRITON", "BATCHED_TRITON")
 def refuse_processed(model: torch.nn.Module) -> None:
     """Unsupported, naming every module whose live weights may be laid out otherwise than they were loaded.
 
-    Some post-load processing keeps shape and dtype (FlashInfer swaps the halves of w13), so no look at the result can tell;
-    the methods that are known to leave weights alone are listed, and all others refused.
+    Some post-load processing keeps shape and dtype (FlashInfer swaps the halves of w13), so no look at the result can
+    tell; the methods that are known to leave weights alone are listed, and all others refused.
     """
     bad: list[str] = []
     for name, module in model.named_modules():
@@ -279,7 +285,8 @@ def refuse_processed(model: torch.nn.Module) -> None:
 
 @dataclass(frozen=True)
 class _Head:
-    """An output head that takes the embedding: the checkpoint tensor that its loader wants, and the embedding's parameter."""
+    """An output head that takes the embedding: the checkpoint tensor that its loader wants, and the embedding's
+    parameter."""
 
     spec: TensorSpec
     embedding: torch.nn.Parameter
@@ -307,8 +314,13 @@ def _trace_with_head(twin: torch.nn.Module, specs: Sequence[TensorSpec], head: _
 def _refuse_other_family(given: Sequence[TensorSpec], expected: Sequence[TensorSpec], model: str) -> None:
     """LayoutError with both sides' names when the trainers' checkpoint is not one of the engine's model."""
     ours, theirs = {s.name: s.shape for s in expected}, {s.name: s.shape for s in given}
-    lines = [f"{n}: in the trainers' checkpoint, unknown to the engine's model" for n in sorted(theirs.keys() - ours.keys())]
-    lines += [f"{n}: needed by the engine's model, not in the trainers' checkpoint" for n in sorted(ours.keys() - theirs.keys())]
+    lines = [
+        f"{n}: in the trainers' checkpoint, unknown to the engine's model" for n in sorted(theirs.keys() - ours.keys())
+    ]
+    lines += [
+        f"{n}: needed by the engine's model, not in the trainers' checkpoint"
+        for n in sorted(ours.keys() - theirs.keys())
+    ]
     lines += [
         f"{n}: {list(theirs[n])} from the trainers, {list(ours[n])} by the engine's config"
         for n in sorted(ours.keys() & theirs.keys())
@@ -336,5 +348,7 @@ def _all_agree(verdict: bool, about: str) -> bool:
             torch.distributed.all_reduce(least, op=torch.distributed.ReduceOp.MIN, group=group.cpu_group)
     said, low, minus_high = least.tolist()
     if low != -minus_high:
-        raise XferError("the workers of this engine see different models, so they cannot choose a lock together", [f"here: {about}"])
+        raise XferError(
+            "the workers of this engine see different models, so they cannot choose a lock together", [f"here: {about}"]
+        )
     return bool(said)

@@ -1,7 +1,7 @@
 """The entry point by which vLLM finds xfer (`vllm.general_plugins` in pyproject). Registration only; no engine code.
 
-vLLM calls `register` in the front end, the engine core and every worker, before a model is built, sometimes twice in one
-process. So it is idempotent and cheap: the backend is registered by module path and imported by the workers alone.
+vLLM calls `register` in the front end, the engine core and every worker, before a model is built, sometimes twice in
+one process. So it is idempotent and cheap: the backend is registered by module path and imported by the workers alone.
 
 vLLM logs and skips a plug-in that raises, and the user then meets "Invalid weight transfer backend: xfer" much later;
 whatever can fail here is therefore left to the moment that needs it.
@@ -13,7 +13,8 @@ import os
 
 BACKEND = "xfer"
 RESIDENT_SWITCH = "XFER_CPU_RESIDENT"
-"""Set to 1 on CPU engines, in the environment of the process that starts vLLM: weights stay in their parameters (vllm_cpu)."""
+"""Set to 1 on CPU engines, in the environment of the process that starts vLLM: weights stay in their parameters
+(vllm_cpu)."""
 
 
 def register() -> None:

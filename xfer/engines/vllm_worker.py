@@ -1,12 +1,12 @@
 """xfer inside a vLLM worker: the weight-transfer engine that vLLM creates and calls, one per worker.
 
-It translates vLLM's calls into those of a WorkerSession and does nothing else; layouts are read in vllm_layout.py, bytes and
-decisions are the session's. vLLM's view of one refit: start_weight_update, update_weights (blocks until the session has its
-decision), finish_weight_update.
+It translates vLLM's calls into those of a WorkerSession and does nothing else; layouts are read in vllm_layout.py,
+bytes and decisions are the session's. vLLM's view of one refit: start_weight_update, update_weights (blocks until the
+session has its decision), finish_weight_update.
 
-Nothing here raises once the engine is connected. vLLM's executor reads the workers' replies in rank order and stops at the
-first failure; the replies of later workers stay in their queues, and every later call gets the reply to the one before. So
-errors travel on xfer's own channel, where each names its worker, and vLLM sees calls that succeed.
+Nothing here raises once the engine is connected. vLLM's executor reads the workers' replies in rank order and stops at
+the first failure; the replies of later workers stay in their queues, and every later call gets the reply to the one
+before. So errors travel on xfer's own channel, where each names its worker, and vLLM sees calls that succeed.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ class XferWeightTransferEngine(WeightTransferEngine[XferInitInfo, XferUpdateInfo
         self.session_open = True
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        # Overridden because the base class raises on a malformed dict and synchronizes the device once more; the session
-        # has done so before it answered.
+        # Overridden because the base class raises on a malformed dict and synchronizes the device once more; the
+        # session has done so before it answered.
         self._quietly("update", lambda: self.receive_weights(self.parse_update_info(update_info)))
 
     def receive_weights(self, update_info: XferUpdateInfo) -> None:
@@ -118,4 +118,6 @@ class XferWeightTransferEngine(WeightTransferEngine[XferInitInfo, XferUpdateInfo
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt | SystemExit):
                 raise
-            logger.error("xfer: %s failed on worker %d: %s", what, self.worker_rank(), "".join(traceback.format_exception(error)))
+            logger.error(
+                "xfer: %s failed on worker %d: %s", what, self.worker_rank(), "".join(traceback.format_exception(error))
+            )

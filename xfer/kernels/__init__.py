@@ -33,6 +33,9 @@ class BoundRows(Protocol):
     scratch_bytes: int
     """Memory kept beside buffers, for casts of values that are not aligned to their own size. Zero in every usual plan."""
 
+    def prepare(self, buffer: torch.Tensor) -> None:
+        """Builds the views of `buffer` now instead of in the first call with it."""
+
     def pack(self, buffer: torch.Tensor) -> None:
         """side "src": storage -> buffer, converted to the wire dtype."""
 

@@ -19,6 +19,7 @@ from xfer.errors import LayoutError, Unsupported
 from xfer.mesh.mesh_info import MeshInfo
 
 if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
 Ints = tuple[int, ...]
@@ -197,6 +198,21 @@ def from_torch(placements: Iterable[TorchPlacement]) -> tuple[Placement, ...]:
     if wrong:
         raise Unsupported("these placements do not say where values lie", wrong)
     return tuple(out)
+
+
+def from_dtensor(tensor: DTensor) -> tuple[MeshInfo, tuple[Placement, ...]]:
+    """Mesh (in global ranks) and placements of a DTensor.
+
+    Newer torch may keep the order in which axes cut a dim beside the placements; the mesh then comes with its axes in
+    that order, since here the order of axes is the order of cuts. Raises Unsupported as from_torch.
+    """
+    mesh, placements = MeshInfo.from_device_mesh(tensor.device_mesh), from_torch(tensor.placements)
+    order = getattr(tensor._spec, "shard_order", None) or ()  # None where strided shards say it
+    if all(list(entry.mesh_dims) == sorted(entry.mesh_dims) for entry in order):
+        return mesh, placements
+    axes = [a for entry in order for a in entry.mesh_dims]
+    axes += [a for a in range(mesh.ndim) if a not in axes]
+    return mesh.transpose(mesh.axes[a] for a in axes), tuple(placements[a] for a in axes)
 
 
 def to_torch(placements: Iterable[Placement]) -> tuple[TorchPlacement, ...]:

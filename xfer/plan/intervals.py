@@ -9,8 +9,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
+from math import prod
 
 import numpy as np
+
+from xfer.errors import Unsupported
+
+MAX_RUNS = 1 << 27
+"""Most contiguous runs of one rank (4 GiB of columns): regions interleaved by single elements that nothing joins."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,7 +65,11 @@ def runs(offset: np.ndarray, extent: np.ndarray, strides: np.ndarray, item: np.n
         _Comb(int(start[r]), int(length[r]), tuple((int(n), int(s)) for n, s in zip(size[r], step[r]) if n > 1), int(r))
         for r in np.flatnonzero(~plain)
     ]
-    return Bytes.concat(out + [c.runs() for c in _join(combs)])
+    joined = _join(combs)
+    total = sum(prod(n for n, _ in c.teeth) for c in joined)
+    if total > MAX_RUNS:
+        raise Unsupported(f"regions of {total} separate byte runs; up to {MAX_RUNS} can be proven to be disjoint")
+    return Bytes.concat(out + [c.runs() for c in joined])
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -18,7 +19,7 @@ import numpy as np
 from xfer.errors import LayoutError, ProtocolError, Unsupported
 from xfer.plan import columns as col
 from xfer.plan.program import DTYPE_CODE, DTYPES, ITEMSIZE, MAX_DIMS
-from xfer.plan.table import FragmentTable
+from xfer.plan.table import ITEM, FragmentTable
 from xfer.trace.fragment import Fill, Fragment, Root, Span
 
 if TYPE_CHECKING:
@@ -133,9 +134,9 @@ def engine_inventory(
     }
     if odd:
         raise Unsupported("fills that cannot be planned", sorted(odd))
-    bad = list(_span_misfits(inv))
+    bad = list(_misfits(inv))
     if bad:
-        raise LayoutError("fills or spans lie outside their storage", bad)
+        raise LayoutError("fragments, fills or spans do not fit their storage", bad)
     return inv
 
 
@@ -232,9 +233,9 @@ def _decode(env: _Envelope, body: _Content) -> Inventory:
         body.catalog, body.side, env.rank, env.host, roots, table, fills, footprint,
         tuple(Kept(s.root, s.start, s.stop, r) for s, r in zip(kept, body.reasons)), staged, tuple(body.reads),
     )  # fmt: skip
-    bad = list(_span_misfits(inv))
+    bad = list(_misfits(inv))
     if bad:
-        raise ProtocolError("inventory: fills or spans lie outside their storage", bad)
+        raise ProtocolError("inventory: fragments, fills or spans do not fit their storage", bad)
     if _encode_content(inv) != env.content:  # one encoding per content, or equal ranks would not have equal digests
         raise ProtocolError("inventory: not in canonical form")
     return inv
@@ -300,12 +301,16 @@ def _decode_fill(f: _FillWire, roots: Sequence[Root]) -> Fill:
 # ---- small checks
 
 
-def _span_misfits(inv: Inventory) -> Iterator[str]:
+def _misfits(inv: Inventory) -> Iterator[str]:
     size = {r.name: r.nbytes for r in inv.roots}
     for what, items in (("footprint", inv.footprint), ("kept", inv.kept), ("staged", inv.staged)):
         for s in items:
             if not 0 <= s.start <= s.stop <= size.get(s.root, -1):
                 yield f"{s.root}: {what} bytes {s.start}..{s.stop} outside a storage of {size.get(s.root)} bytes"
+    if inv.side == "engine" and len(inv.table):  # stride 0 is fine where bytes are read, not where they are written
+        t, room = inv.table, np.array([r.nbytes for r in inv.roots], np.int64)
+        for i in np.flatnonzero(t.extent.prod(axis=1) * ITEM[t.dtype] > room[t.root]):
+            yield f"{inv.roots[t.root[i]].name}: a fragment of more elements than its storage has room for"
     for f in inv.fills:
         reach = [(n - 1) * s for n, s in zip(f.extent, f.strides)]  # Python ints: no overflow
         low, high = (
@@ -314,6 +319,8 @@ def _span_misfits(inv: Inventory) -> Iterator[str]:
         )
         if not 0 <= low <= high <= size.get(f.root, -1):
             yield f"{f.root}: fill of bytes {low}..{high} outside a storage of {size.get(f.root)} bytes"
+        if prod(f.extent) * ITEMSIZE[f.dtype] > size.get(f.root, -1):
+            yield f"{f.root}: fill of {prod(f.extent)} elements, more than its storage has room for"
         if len(f.bits) != ITEMSIZE[f.dtype]:
             yield f"{f.root}: fill with {len(f.bits)} bytes as the value of one {f.dtype}"
 

@@ -213,7 +213,7 @@ def import_bridge():
     Bridge imports both at the top of modules whose contents are never called here (peft/lora_layers.py, Mamba).
     Megatron-Core is imported first and the stand-ins are taken away again, so that nothing else believes in them.
     """
-    import megatron.core.extensions.transformer_engine  # noqa: F401
+    import megatron.core.extensions.transformer_engine
     import megatron.core.models.gpt.gpt_layer_specs  # noqa: F401
 
     stand_ins = _stand_ins()

@@ -1,4 +1,5 @@
-"""Provenance of bytes: which box of which checkpoint tensor lies where in which storage, read from the frameworks' own code.
+"""Provenance of bytes: which box of which checkpoint tensor lies where in which storage, read from the frameworks'
+own code.
 
 Public names are loaded when first used; importing this package imports neither torch nor numpy.
 """
@@ -26,10 +27,13 @@ _HOME = {
     "trace_loader": "loader",
     "twin": "export",
 }
-__all__ = sorted(_HOME)
 
 
 def __getattr__(name: str) -> object:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOME])

@@ -1,13 +1,14 @@
 """From pairs of strided regions to fragments: boxes of a canonical tensor with one storage stride per canonical dim.
 
-A region that is no box (heads interleaved in the storage, a flattened range that ends inside a row) becomes several boxes.
-Neighbours are merged again along any dim whose address arithmetic agrees. Integers only, no torch.
+A region that is no box (heads interleaved in the storage, a flattened range that ends inside a row) becomes several
+boxes. Neighbours are merged again along any dim whose address arithmetic agrees. Integers only, no torch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
+from math import prod
 
 from xfer.errors import LayoutError
 from xfer.mesh.box import row_major
@@ -19,7 +20,8 @@ MAX_BOXES = 1 << 16
 
 
 def boxes(spec: TensorSpec, canonical: Region, storage: Region, root: str, dtype: str) -> list[Fragment]:
-    """Fragments that together say: element i of `canonical` (elements of `spec`) lies at element i of `storage` (bytes).
+    """Fragments that together say: element i of `canonical` (elements of `spec`) lies at element i of `storage`
+    (bytes).
 
     The regions have one shape. LayoutError when the region leaves the tensor, or takes more than `MAX_BOXES` boxes.
     """
@@ -35,7 +37,9 @@ def boxes(spec: TensorSpec, canonical: Region, storage: Region, root: str, dtype
         else:
             todo += _split(spec.shape, c, s)
         if len(out) + len(todo) > MAX_BOXES:
-            raise LayoutError(f"{spec.name}{list(spec.shape)}: a region of {canonical.size} elements is not a few boxes")
+            raise LayoutError(
+                f"{spec.name}{list(spec.shape)}: a region of {canonical.size} elements is not a few boxes"
+            )
     return merge(out) if len(out) > 1 else out
 
 
@@ -84,9 +88,7 @@ def _as_boxes(spec: TensorSpec, c: Region, s: Region, root: str, dtype: str) -> 
     if any(r > n for r, n in zip(reach, shape)):
         return None  # runs over the edge of a dim: not a box from here
     out = []
-    count = 1
-    for choices in outer:
-        count *= len(choices)
+    count = prod(map(len, outer))
     if count > MAX_BOXES:
         raise LayoutError(f"{spec.name}{list(shape)}: a region of {c.size} elements is {count} boxes")
     for choice in product(*outer):
@@ -100,40 +102,40 @@ def _as_boxes(spec: TensorSpec, c: Region, s: Region, root: str, dtype: str) -> 
 
 
 def _split(shape: Ints, c: Region, s: Region) -> list[tuple[Region, Region]]:
-    """Cut the region in two or more along one dim, at the edge of a row where there is one."""
-    row = row_major(shape)
-    dims = [d for d in zip(*coalesce(c.shape, c.strides, s.strides))]
+    """The region in two or more parts: cut at the edges of rows where it runs over one, else element by element."""
+    dims = list(zip(*coalesce(c.shape, c.strides, s.strides)))
     if not dims:
         raise LayoutError(f"a region outside of shape {list(shape)}")
     for i, (n, step, _) in enumerate(dims):
-        for r, size in zip(row, shape):
-            width = r * size  # addresses of one row of the dim above
-            if size > 1 and step and r <= step < width and n * step > width - c.offset % width and width % step == 0:
-                head = -(-(width - c.offset % width) // step)
-                body = (n - head) // (width // step) * (width // step)
-                cuts = [x for x in (0, head if c.offset % width else 0, head + body if c.offset % width else
-                                    n // (width // step) * (width // step), n)]  # fmt: skip
-                bounds = sorted(set(cuts))
-                if len(bounds) > 2:
-                    return [_slice(dims, c, s, i, lo, hi) for lo, hi in zip(bounds, bounds[1:])]
+        for r, size in zip(row_major(shape), shape):
+            width = r * size  # addresses from one row of this dim to the next
+            if size == 1 or not r <= step < width or width % step:
+                continue
+            head = -(-(-c.offset % width) // step)  # steps to the first edge
+            body = (n - head) // (width // step) * (width // step)
+            cuts = sorted({0, head, head + body, n})
+            if 0 <= head <= n and len(cuts) > 2:
+                return [_slice(dims, c, s, i, lo, hi) for lo, hi in zip(cuts, cuts[1:])]
     i = min(range(len(dims)), key=lambda i: dims[i][0])
     return [_slice(dims, c, s, i, k, k + 1) for k in range(dims[i][0])]
 
 
-def _slice(dims: Sequence[tuple[int, int, int]], c: Region, s: Region, i: int, lo: int, hi: int) -> tuple[Region, Region]:
+def _slice(
+    dims: Sequence[tuple[int, int, int]], c: Region, s: Region, i: int, lo: int, hi: int
+) -> tuple[Region, Region]:
     shape, a, b = (tuple(x) for x in zip(*dims))
     cut = (*shape[:i], hi - lo, *shape[i + 1 :])
     return Region(c.offset + lo * a[i], cut, a), Region(s.offset + lo * b[i], cut, b)
 
 
-# ---- sets of fragments ------------------------------------------------------------------------------------------------------
+# ---- sets of fragments ----------------------------------------------------------------------------------------------
 
 
 def merge(fragments: Iterable[Fragment]) -> list[Fragment]:
     """Join neighbours along any one dim while tensor, root, dtype, the other dims and the address arithmetic agree.
 
-    The map from canonical element to byte stays exactly the same. Order of the result: by tensor and origin within one join,
-    otherwise unspecified but deterministic for a given input set.
+    The map from canonical element to byte stays exactly the same. Order of the result: by tensor and origin within
+    one join, otherwise unspecified but deterministic for a given input set.
     """
     rows = [(f.tensor, f.root, f.dtype, f.origin, f.extent, f.strides, f.offset) for f in fragments]
     rows.sort()

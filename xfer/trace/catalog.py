@@ -1,9 +1,9 @@
 """The checkpoint as both sides name it, and the grouped view of it that plans are made of.
 
-Per-expert tensors are grouped into one canonical tensor with a leading expert dim, so that a thousand experts are one box.
-Grouping goes by the *structure* of names and never by words: names that differ only in their last integer component, below an
-earlier integer component (the layer), with one shape and dtype and indices exactly 0..E-1. It is lossless, so a group that
-is no expert is harmless. No torch here.
+Per-expert tensors are grouped into one canonical tensor with a leading expert dim, so that a thousand experts are
+one box. Grouping goes by the *structure* of names and never by words: names that differ only in their last integer
+component, below an earlier integer component (the layer), with one shape and dtype and indices exactly 0..E-1. It
+is lossless, so a group that is no expert is harmless. No torch here.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ class Catalog:
 
     @staticmethod
     def union(parts: Iterable[tuple[str, Iterable[TensorSpec]]]) -> Catalog:
-        """One catalog of what several ranks (`who`, specs) name. LayoutError lists every name on which two of them disagree."""
+        """One catalog of what several ranks (`who`, specs) name. LayoutError lists every name on which two of them
+        disagree.
+        """
         seen: dict[str, tuple[TensorSpec, str]] = {}
         bad: dict[str, list[str]] = {}
         for who, specs in parts:
@@ -91,7 +93,9 @@ class Catalog:
         return {s.name: i for i, s in enumerate(self.tensors)}
 
     def grouped(self, name: str) -> tuple[str, int | None]:
-        """(canonical name, index in its leading dim or None) of a checkpoint name. KeyError for a name that is not here."""
+        """(canonical name, index in its leading dim or None) of a checkpoint name. KeyError for a name that is not
+        here.
+        """
         return self._place[name]
 
     def members(self, canonical: str) -> tuple[str, ...]:
@@ -145,7 +149,9 @@ class Catalog:
 
 
 def _split(name: str) -> tuple[str, int] | None:
-    """(name with its last integer component replaced by `*`, that integer), if an earlier component is an integer too."""
+    """(name with its last integer component replaced by `*`, that integer), if an earlier component is an integer
+    too.
+    """
     parts = name.split(".")
     at = [i for i, p in enumerate(parts) if _INTEGER.fullmatch(p)]
     if len(at) < 2:

@@ -1,7 +1,9 @@
-"""c10d operators answered symbolically: what I send lies in my slot, every other slot is foreign data of the same shape.
+"""c10d operators answered symbolically: what I send lies in my slot, every other slot is foreign data of the same
+shape.
 
-So one rank alone can run code that gathers and broadcasts, with nothing sent: whoever holds the other slots answers for them.
-Needs process groups that know their rank and size, and nothing of their backend. Not here: which tensors are exported.
+So one rank alone can run code that gathers and broadcasts, with nothing sent: whoever holds the other slots answers
+for them. Needs process groups that know their rank and size, and nothing of their backend. Not here: which tensors
+are exported.
 """
 
 from __future__ import annotations
@@ -42,7 +44,9 @@ def foreign(r: Region, dtype: torch.dtype) -> Piece:
 
 
 def answer(watch: Watch, func, args: tuple, kwargs: dict) -> object:
-    """The result of a c10d operator, nothing sent. Unsupported for one that mixes the data of ranks, unless I am alone."""
+    """The result of a c10d operator, nothing sent. Unsupported for one that mixes the data of ranks, unless I am
+    alone.
+    """
     name = func._schema.name.split("::")[1]
     watch.ops[f"c10d.{name}"] += 1
     rule = _RULES.get(name)
@@ -195,8 +199,8 @@ def answer_functional(watch: Watch, func, args: tuple, kwargs: dict) -> object:
 def objects_stay_home() -> Iterator[None]:
     """Object collectives answered with what this rank knows, nothing sent: my slot is mine, the others are empty.
 
-    An empty slot is `[]` where lists are gathered, else None, which is what a rank without the object would send. An object
-    broadcast by another rank raises: it is not something this rank owns.
+    An empty slot is `[]` where lists are gathered, else None, which is what a rank without the object would send.
+    An object broadcast by another rank raises: it is not something this rank owns.
     """
 
     def all_gather_object(object_list, obj, group=None):

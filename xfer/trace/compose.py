@@ -1,11 +1,12 @@
-"""Reads of scratch composed with what was written there: the result says how the read's elements relate to the *origins*.
+"""Reads of scratch composed with what was written there: the result says how the read's elements relate to the
+*origins*.
 
-A scratch tensor (clone, cat, stack, receive buffer) remembers pieces: "region `dst` of me holds region `src` of that origin".
-`trace_back` answers a later read of any region of it by (where the elements go, which piece, where in the piece's origin).
-Three ways, from cheap to general:
-  pull    the read lies inside one piece: rewrite its dims in the digits of the piece's dims
-  push    disjoint pieces lie inside the read (a `cat` that is read whole): rewrite each piece's dims in the digits of the read
-  blocks  number the scratch in blocks of the largest common unit, paint the pieces in order, read, fold runs
+A scratch tensor (clone, cat, stack, receive buffer) remembers pieces: "region `dst` of me holds region `src` of
+that origin". `trace_back` answers a later read of any region of it by (where the elements go, which piece, where in
+the piece's origin). Three ways, from cheap to general:
+  pull    the read lies inside one piece: rewrite its dims in the digits of the piece's dims push    disjoint pieces
+  lie inside the read (a `cat` that is read whole): rewrite each piece's dims in the digits of the read blocks
+  number the scratch in blocks of the largest common unit, paint the pieces in order, read, fold runs
 The answers depend on geometry alone, so they are cached: thousands of experts share one shape.
 Not here: what an origin is, dtypes, torch (watch.py).
 """
@@ -40,16 +41,20 @@ class Part:
 
 
 Written = tuple[Region, Ints | None]
-"""What compose needs to know of a piece: its region of the scratch, and the strides of its source (None: a constant)."""
+"""What compose needs to know of a piece: its region of the scratch, and the strides of its source (None: a
+constant).
+"""
 
 
 def rewrite(inner: Region, mate: Region, outer: Region, outer_mate: Region) -> tuple[Region, Region] | None:
     """Match the elements of `inner` with those of `outer` at the same addresses, when all of `inner` lies in `outer`.
 
-    `mate` has inner's shape, `outer_mate` outer's. Returns (mate, outer_mate) cut to one common shape, in inner's order; None
-    when the dims of `inner` do not fall into whole digits of `outer`'s dims.
+    `mate` has inner's shape, `outer_mate` outer's. Returns (mate, outer_mate) cut to one common shape, in inner's
+    order; None when the dims of `inner` do not fall into whole digits of `outer`'s dims.
     """
-    digits = sorted(((s, n, m) for n, s, m in zip(outer.shape, outer.strides, outer_mate.strides) if n > 1), reverse=True)
+    digits = sorted(
+        ((s, n, m) for n, s, m in zip(outer.shape, outer.strides, outer_mate.strides) if n > 1), reverse=True
+    )
     size = [n for _, n, _ in digits]
     step = [s for s, _, _ in digits]
     span = 1
@@ -170,7 +175,9 @@ def blocks(read: Region, dst: Region, pieces: Sequence[Written]) -> tuple[Part, 
 
 
 def fold(d: np.ndarray, s: np.ndarray, unit: int = 1, inner: int = 1) -> Iterator[tuple[Region, Region]]:
-    """Blocks of `unit` elements at `d[i]` and `s[i]` as few strided terms, in order. `inner`: stride of `s` inside a block."""
+    """Blocks of `unit` elements at `d[i]` and `s[i]` as few strided terms, in order. `inner`: stride of `s` inside
+    a block.
+    """
     i = 0
     while i < len(d):
         dims = [(unit, 1, inner)] if unit > 1 else []

@@ -1,8 +1,10 @@
-"""Trainer side: which part of each exported tensor lies where in which local parameter, read from the framework's own export.
+"""Trainer side: which part of each exported tensor lies where in which local parameter, read from the framework's
+own export.
 
-The export runs on twins of the parameters that one rank owns, under `ExportWatch`; collectives are answered symbolically, so
-no peer takes part and no byte moves. Each exported tensor is noted by name; parts of other ranks are dropped. The union over
-ranks is checked elsewhere, from the fragments. Not here: how a framework is made to export (xfer/trainers).
+The export runs on twins of the parameters that one rank owns, under `ExportWatch`; collectives are answered
+symbolically, so no peer takes part and no byte moves. Each exported tensor is noted by name; parts of other ranks
+are dropped. The union over ranks is checked elsewhere, from the fragments. Not here: how a framework is made to
+export (xfer/trainers).
 """
 
 from __future__ import annotations
@@ -23,10 +25,11 @@ from xfer.trace.watch import Watch
 
 
 def twin(p: torch.Tensor) -> torch.Tensor:
-    """The same tensor without bytes: a meta storage of its own, offset 0, p's shape, strides, dtype and plain attributes.
+    """The same tensor without bytes: a meta storage of its own, offset 0, p's shape, strides, dtype and plain
+    attributes.
 
-    Unsupported for a tensor subclass (quantized, DTensor): its plain twin would skip what the subclass does on export, and
-    would claim that its raw bytes may be copied.
+    Unsupported for a tensor subclass (quantized, DTensor): its plain twin would skip what the subclass does on
+    export, and would claim that its raw bytes may be copied.
     """
     if type(p) not in (torch.Tensor, torch.nn.Parameter):
         raise Unsupported(f"a parameter of class {type(p).__name__}: its bytes are not its values")
@@ -37,15 +40,17 @@ def twin(p: torch.Tensor) -> torch.Tensor:
 
 
 class ExportWatch(Watch):
-    """Runs an export symbolically. Use as a context manager around the framework's code, `note_export` each result, then `result()`.
+    """Runs an export symbolically. Use as a context manager around the framework's code, `note_export` each result,
+    then `result()`.
 
         with collectives.objects_stay_home(), ExportWatch({name: twin(p) ...}) as watch:
             for name, tensor in framework_export(...):
                 watch.note_export(name, tensor)
         traced = watch.result()
 
-    `errors`: what went wrong so far, one line each; the caller may add lines of its own (a task that raised). `result` raises
-    them all at once. `ops` counts the operators and collectives that were seen. May be entered several times.
+    `errors`: what went wrong so far, one line each; the caller may add lines of its own (a task that raised).
+    `result` raises them all at once. `ops` counts the operators and collectives that were seen. May be entered
+    several times.
     """
 
     def __init__(self, sources: Mapping[str, torch.Tensor]):
@@ -69,8 +74,8 @@ class ExportWatch(Watch):
     def _on_meta(self, func, args: tuple, kwargs: dict) -> dict:
         """Receive buffers and copies of meta tensors stay on meta, whatever device was asked for.
 
-        Empty buffers of floats have no values yet and come out as meta; anything with real values (index arithmetic, which is
-        integers, and `arange` or `tensor` of any kind) stays real.
+        Empty buffers of floats have no values yet and come out as meta; anything with real values (index
+        arithmetic, which is integers, and `arange` or `tensor` of any kind) stays real.
         """
         device = kwargs.get("device")
         if device is None and func is not torch.ops.aten.empty.memory_format:
@@ -85,7 +90,9 @@ class ExportWatch(Watch):
         return kwargs
 
     def note_export(self, name: str, tensor: torch.Tensor) -> bool:
-        """Enter an exported tensor. Whether any part of it is this rank's. A name may come again, with the same shape."""
+        """Enter an exported tensor. Whether any part of it is this rank's. A name may come again, with the same
+        shape.
+        """
         spec = spec_of(name, tensor)
         if self._shapes.setdefault(name, (spec.shape, spec.dtype)) != (spec.shape, spec.dtype):
             self.errors.append(f"{name}: exported as {self._shapes[name]} and as {(spec.shape, spec.dtype)}")
@@ -100,10 +107,14 @@ class ExportWatch(Watch):
     def result(self, *, strict: bool = True) -> Traced:
         """What this rank holds. LayoutError with all of `errors` if there are any, unless not `strict`.
 
-        Fragment roots are source names; offsets are bytes from each twin's first element. `unread` names the sources that no
-        noted tensor reads; `recipes` compute parts of exported tensors from sources.
+        Fragment roots are source names; offsets are bytes from each twin's first element. `unread` names the
+        sources that no noted tensor reads; `recipes` compute parts of exported tensors from sources.
         """
-        lost = [f"{r.target}: computed ({', '.join(r.ops)}) from data of several ranks" for r in self._ledger.recipes if r.foreign]
+        lost = [
+            f"{r.target}: computed ({', '.join(r.ops)}) from data of several ranks"
+            for r in self._ledger.recipes
+            if r.foreign
+        ]
         if strict and (self.errors or lost):
             raise LayoutError("the export does something that cannot be followed", [*self.errors, *lost])
         return self._ledger.close()

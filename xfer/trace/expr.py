@@ -1,9 +1,9 @@
 """Provenance: pieces and their origins, and the expressions that remain when a loader computes instead of only moving.
 
-A piece says that region `dst` of a tensor holds region `src` of an origin, after the conversions of `chain`. An origin is a
-named source, a constant, an expression, something that lies on another rank, or nothing that can be named. Expressions keep
-the operators that ran, so that they can be run again on real tensors; they are only ever built from operators that
-torch itself dispatched. How pieces come about: watch.py.
+A piece says that region `dst` of a tensor holds region `src` of an origin, after the conversions of `chain`. An
+origin is a named source, a constant, an expression, something that lies on another rank, or nothing that can be
+named. Expressions keep the operators that ran, so that they can be run again on real tensors; they are only ever
+built from operators that torch itself dispatched. How pieces come about: watch.py.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ Origin = Source | Foreign | Constant | Undefined | Operand | Call
 class Piece:
     """`dst` holds `src` of `origin`; the two regions have one shape, counted in elements.
 
-    `src` lies in the storage of a source, in the row-major order of an expression's result, or at address 0 of a constant.
-    `chain`: dtypes passed from origin to here, both ends included.
+    `src` lies in the storage of a source, in the row-major order of an expression's result, or at address 0 of a
+    constant. `chain`: dtypes passed from origin to here, both ends included.
     """
 
     origin: Origin
@@ -94,7 +94,7 @@ class Piece:
         return self.dst, None if isinstance(self.origin, Constant | Undefined) else self.src.strides
 
 
-# ---- dtypes on the way ----------------------------------------------------------------------------------------------------
+# ---- dtypes on the way ----------------------------------------------------------------------------------------------
 
 _FLOATS = {  # exponent bits, mantissa bits
     "float8_e4m3fn": (4, 3), "float8_e5m2": (5, 2), "bfloat16": (8, 7), "float16": (5, 10), "float32": (8, 23),
@@ -118,7 +118,9 @@ def holds_exactly(wide: torch.dtype, narrow: torch.dtype) -> bool:
 
 
 def simplify(chain: Chain) -> Chain | None:
-    """The chain without steps that lose nothing: (dtype,) if no value changes, (from, to), or None when two steps round."""
+    """The chain without steps that lose nothing: (dtype,) if no value changes, (from, to), or None when two steps
+    round.
+    """
     out = [chain[0]]
     for i, dtype in enumerate(chain[1:], 1):
         if i + 1 < len(chain) and holds_exactly(dtype, out[-1]):
@@ -129,7 +131,9 @@ def simplify(chain: Chain) -> Chain | None:
 
 
 def join(inner: Chain, outer: Chain) -> Chain | None:
-    """`inner` followed by `outer`. Where the second sees the bytes as another dtype, one of the two must only move bits."""
+    """`inner` followed by `outer`. Where the second sees the bytes as another dtype, one of the two must only move
+    bits.
+    """
     if inner[-1] == outer[0]:
         return inner + outer[1:]
     if len(set(inner)) == 1:
@@ -137,7 +141,7 @@ def join(inner: Chain, outer: Chain) -> Chain | None:
     return inner if len(set(outer)) == 1 else None
 
 
-# ---- looking into expressions ---------------------------------------------------------------------------------------------
+# ---- looking into expressions ---------------------------------------------------------------------------------------
 
 
 def walk(node: object) -> Iterator[object]:
@@ -202,7 +206,7 @@ def describe(node: object) -> str:
     return "\n".join([*lines, result])
 
 
-# ---- running expressions --------------------------------------------------------------------------------------------------
+# ---- running expressions --------------------------------------------------------------------------------------------
 
 
 def strided(t: torch.Tensor, r: Region) -> torch.Tensor:
@@ -229,7 +233,12 @@ def evaluate(expr: Expr, lookup: Lookup, device: torch.device) -> torch.Tensor:
 
     def assemble(x: Operand) -> torch.Tensor:
         first = x.pieces[0]
-        if len(x.pieces) == 1 and isinstance(first.origin, Source) and first.chain == (x.dtype,) and first.src == first.dst:
+        if (
+            len(x.pieces) == 1
+            and isinstance(first.origin, Source)
+            and first.chain == (x.dtype,)
+            and first.src == first.dst
+        ):
             return strided(reseen(lookup(first.origin.name), x.dtype), x.view)
         buffer = torch.empty(x.size, dtype=x.dtype, device=device)
         for p in x.pieces:

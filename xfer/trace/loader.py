@@ -1,8 +1,8 @@
 """Engine side: where each byte of a model's storages comes from, read from the model's own loader run on meta tensors.
 
-The model's parameters are on meta, the checkpoint tensors are meta tensors of the given specs, and the loader is whatever the
-framework calls. Nothing is allocated and nothing is assumed about names. Not here: how to build a framework's model on meta
-(xfer/engines), classes of bytes that no loader writes (plan/).
+The model's parameters are on meta, the checkpoint tensors are meta tensors of the given specs, and the loader is
+whatever the framework calls. Nothing is allocated and nothing is assumed about names. Not here: how to build a
+framework's model on meta (xfer/engines), classes of bytes that no loader writes (plan/).
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ Loader = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
 
 
 def named_storages(model: torch.nn.Module) -> dict[int, tuple[str, torch.Tensor]]:
-    """storage key -> (name, tensor) of the first parameter, else buffer, found in it. Ties and views share one entry."""
+    """storage key -> (name, tensor) of the first parameter, else buffer, found in it. Ties and views share one
+    entry.
+    """
     out: dict[int, tuple[str, torch.Tensor]] = {}
     for name, t in [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]:
         out.setdefault(storage_key(t), (name, t))
@@ -33,9 +35,10 @@ def named_storages(model: torch.nn.Module) -> dict[int, tuple[str, torch.Tensor]
 def trace_loader(model: torch.nn.Module, specs: Sequence[TensorSpec], load: Loader | None = None) -> Traced:
     """Run `load` (default `model.load_weights`) over meta tensors of `specs` and say where everything ended up.
 
-    Roots are named as in `named_storages`; offsets are bytes in that meta storage. The final state counts: a later write hides
-    an earlier one, and `param.data = tensor` is seen by comparing storages. Buffers and parameters that are not on meta are
-    left out. LayoutError carries every name that is neither moved, filled nor computed from checkpoint tensors.
+    Roots are named as in `named_storages`; offsets are bytes in that meta storage. The final state counts: a later
+    write hides an earlier one, and `param.data = tensor` is seen by comparing storages. Buffers and parameters that
+    are not on meta are left out. LayoutError carries every name that is neither moved, filled nor computed from
+    checkpoint tensors.
     """
     twice = [n for n, k in Counter(s.name for s in specs).items() if k > 1]
     if twice:

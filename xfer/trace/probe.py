@@ -1,9 +1,11 @@
-"""Provenance by numbers: the second source of fragments, for what cannot be followed symbolically, and a witness for what can.
+"""Provenance by numbers: the second source of fragments, for what cannot be followed symbolically, and a witness
+for what can.
 
-Every element of every tensor that goes in carries a number (its tensor's id and its offset there); what comes out is decoded
-back. Works through any code that moves data, framework kernels included, at the price of real tensors: meant for single
-modules and toy sizes. Dtypes too narrow for such numbers carry them digit by digit in several passes; every digit travels
-together with its complement, so that a zero fill, an addition or a rescaling cannot be mistaken for a move.
+Every element of every tensor that goes in carries a number (its tensor's id and its offset there); what comes out
+is decoded back. Works through any code that moves data, framework kernels included, at the price of real tensors:
+meant for single modules and toy sizes. Dtypes too narrow for such numbers carry them digit by digit in several
+passes; every digit travels together with its complement, so that a zero fill, an addition or a rescaling cannot be
+mistaken for a move.
 """
 
 from __future__ import annotations
@@ -26,8 +28,8 @@ NOT_MOVED = -1
 """Decoded where the element is no plain copy of a numbered one."""
 
 _EXACT_BITS = {  # integers 0 .. 2**bits - 1 are exactly representable
-    "float8_e4m3fn": 4, "float8_e5m2": 3, "bfloat16": 8, "float16": 11, "float32": 24, "float64": 53, "uint8": 8, "int8": 7,
-    "int16": 15, "int32": 31, "int64": 62,
+    "float8_e4m3fn": 4, "float8_e5m2": 3, "bfloat16": 8, "float16": 11, "float32": 24, "float64": 53, "uint8": 8,
+    "int8": 7, "int16": 15, "int32": 31, "int64": 62,
 }  # fmt: skip
 
 
@@ -72,7 +74,9 @@ class Digits:
         return 2 * self.count
 
     def digits(self, root_id: int, shape: Sequence[int], dtype: torch.dtype) -> list[torch.Tensor]:
-        """The tensors that stand for tensor `root_id`, one per pass; each goes through the code under test by itself."""
+        """The tensors that stand for tensor `root_id`, one per pass; each goes through the code under test by
+        itself.
+        """
         full = numbers(root_id, shape)
         packed = (full >> OFFSET_BITS << self.offset_bits) | (full & ((1 << OFFSET_BITS) - 1))
         out = []
@@ -100,7 +104,9 @@ class Digits:
 
 
 def decode(ids: torch.Tensor) -> list[tuple[Region, int, Region]]:
-    """(region of the contiguous tensor that came out, id, region of that numbered tensor) for every part that was moved."""
+    """(region of the contiguous tensor that came out, id, region of that numbered tensor) for every part that was
+    moved.
+    """
     flat = ids.detach().cpu().reshape(-1).numpy()
     place = np.flatnonzero(flat >= 0)
     who, offset = flat[place] >> OFFSET_BITS, flat[place] & ((1 << OFFSET_BITS) - 1)
@@ -114,7 +120,8 @@ def decode(ids: torch.Tensor) -> list[tuple[Region, int, Region]]:
 def export_fragments(spec: TensorSpec, ids: torch.Tensor, roots: Mapping[int, tuple[str, str]]) -> list[Fragment]:
     """Trainer side: parameters were numbered, `ids` came out under `spec.name`. `roots`: id -> (parameter, dtype).
 
-    Numbers of ids that are not in `roots` belong to others and are left out. LayoutError when the shape is not `spec`'s.
+    Numbers of ids that are not in `roots` belong to others and are left out. LayoutError when the shape is not
+    `spec`'s.
     """
     _fits(spec, ids)
     out: list[Fragment] = []
@@ -126,9 +133,11 @@ def export_fragments(spec: TensorSpec, ids: torch.Tensor, roots: Mapping[int, tu
 
 
 def load_fragments(root: str, ids: torch.Tensor, dtype: str, specs: Mapping[int, TensorSpec]) -> list[Fragment]:
-    """Engine side: checkpoint tensors were numbered, `ids` is what a whole storage holds, seen as flat elements of `dtype`.
+    """Engine side: checkpoint tensors were numbered, `ids` is what a whole storage holds, seen as flat elements of
+    `dtype`.
 
-    `specs`: id -> checkpoint tensor. Elements that are `NOT_MOVED` are left out: fills, computed values, bytes not written.
+    `specs`: id -> checkpoint tensor. Elements that are `NOT_MOVED` are left out: fills, computed values, bytes not
+    written.
     """
     out: list[Fragment] = []
     for at, number, of in decode(ids):
@@ -144,4 +153,3 @@ def _fits(spec: TensorSpec, ids: torch.Tensor) -> None:
 def numbered(specs: Sequence[TensorSpec]) -> dict[str, torch.Tensor]:
     """Every tensor as its int64 numbers, ids by position: for code that does not look at dtypes."""
     return {s.name: numbers(i, s.shape) for i, s in enumerate(specs)}
-

@@ -29,7 +29,9 @@ def byte_region(t: torch.Tensor, offset: int, shape: Ints, strides: Ints, dtype:
 
 
 def _region(f: Fragment, root: torch.Tensor, base: int = 0) -> tuple[torch.Tensor, tuple[int, ...]]:
-    """The fragment's region of the storage, and the dims in which it runs against the box (torch has no strides < 0)."""
+    """The fragment's region of the storage, and the dims in which it runs against the box (torch has no strides <
+    0).
+    """
     offset, strides = f.offset + base, list(f.strides)
     for d, (n, s) in enumerate(zip(f.extent, f.strides)):
         if s < 0:

@@ -1,7 +1,7 @@
 """What operators do to storages: the moves, the constants, and the general rule for all others.
 
-Each move is said in terms of regions: out's region and the argument's. An operator without a rule, or whose arguments a rule
-does not understand, is kept as an expression; that is always right and only slower.
+Each move is said in terms of regions: out's region and the argument's. An operator without a rule, or whose
+arguments a rule does not understand, is kept as an expression; that is always right and only slower.
 """
 
 from __future__ import annotations
@@ -30,12 +30,14 @@ ONES = {aten.ones.default, aten.ones_like.default, aten.new_ones.default}
 FULL = {aten.full.default: 1, aten.full_like.default: 1, aten.new_full.default: 2}
 SAME = {aten.clone.default, aten._to_copy.default, aten._unsafe_view.default, aten.lift_fresh_copy.default,
         aten.lift_fresh.default, aten._reshape_copy.default, aten.contiguous.default}  # fmt: skip
-IDENTITY_ONLY = {aten.set_.source_Storage, aten.set_.source_Storage_storage_offset, aten.set_.source_Tensor, aten.set_.default,
-                 aten.requires_grad_.default, aten.detach_.default}  # fmt: skip
+IDENTITY_ONLY = {
+    aten.set_.source_Storage, aten.set_.source_Storage_storage_offset, aten.set_.source_Tensor, aten.set_.default,
+    aten.requires_grad_.default, aten.detach_.default,
+}  # fmt: skip
 """Change which storage a tensor has, or nothing; the storage's identity says all."""
 
 
-# ---- operators that make a storage ------------------------------------------------------------------------------------------
+# ---- operators that make a storage ----------------------------------------------------------------------------------
 
 
 def make(watch: Watch, func, args: tuple, kwargs: dict, out: torch.Tensor, index: int) -> None:
@@ -145,7 +147,7 @@ OVERLAPPING = {aten.constant_pad_nd.default}
 """Moves whose pieces lie over each other; the pieces of all others fill the result exactly once."""
 
 
-# ---- operators that change a storage ----------------------------------------------------------------------------------------
+# ---- operators that change a storage --------------------------------------------------------------------------------
 
 
 def change(watch: Watch, func, args: tuple, kwargs: dict) -> None:
@@ -153,7 +155,9 @@ def change(watch: Watch, func, args: tuple, kwargs: dict) -> None:
     if func in IDENTITY_ONLY:
         return
     written = [a for a, s in zip(args, func._schema.arguments) if s.alias_info is not None and s.alias_info.is_write]
-    written += [kwargs[s.name] for s in func._schema.arguments if s.name in kwargs and s.alias_info and s.alias_info.is_write]
+    written += [
+        kwargs[s.name] for s in func._schema.arguments if s.name in kwargs and s.alias_info and s.alias_info.is_write
+    ]
     if len(written) != 1 or not isinstance(written[0], torch.Tensor) or (args and written[0] is not args[0]):
         raise NoRule("several arguments are written at once")
     x = written[0]
@@ -185,9 +189,7 @@ def _changed(watch: Watch, func, args, kwargs, x: torch.Tensor, where: Region, s
         yield Piece(Constant(args[1]), constant(where.shape), where, (x.dtype,))
     elif func is aten.fill_.Tensor:
         fill = args[1]
-        yield from (
-            watch.flows(where, x.dtype, fill) if watch.store(fill) else [outside(fill, where, x.dtype)]
-        )
+        yield from (watch.flows(where, x.dtype, fill) if watch.store(fill) else [outside(fill, where, x.dtype)])
     elif torch.Tag.nondeterministic_seeded in func.tags:
         yield undefined(f"random numbers of {func}", where, x.dtype)
     else:
@@ -216,7 +218,7 @@ def _put(watch: Watch, func, args: tuple, x: torch.Tensor) -> Iterator[Piece]:
         yield from watch.flows(along(rows, dim, to), x.dtype, value.as_strided(src.shape, src.strides, src.offset))
 
 
-# ---- real index tensors -----------------------------------------------------------------------------------------------------
+# ---- real index tensors ---------------------------------------------------------------------------------------------
 
 
 def _one_index(x: torch.Tensor, indices: list) -> tuple[torch.Tensor, int, np.ndarray]:

@@ -1,7 +1,8 @@
-"""From the pieces of a storage, in the order they were written, to its final state: disjoint fragments, fills and recipes.
+"""From the pieces of a storage, in the order they were written, to its final state: disjoint fragments, fills and
+recipes.
 
-A later write over the same bytes wins. What is still `Undefined` at the end is an error by name, all of them collected in
-`Ledger.errors`; the caller decides when to raise.
+A later write over the same bytes wins. What is still `Undefined` at the end is an error by name, all of them
+collected in `Ledger.errors`; the caller decides when to raise.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from xfer.trace.view import Region, coalesce
 
 
 def settle(pieces: Sequence[Piece]) -> list[Piece]:
-    """The pieces that are left of writes in this order, disjoint, the order kept. Unsupported if that cannot be said."""
+    """The pieces that are left of writes in this order, disjoint, the order kept. Unsupported if that cannot be
+    said.
+    """
     last = {p.dst: i for i, p in enumerate(pieces) if p.dst.size}  # the same region written again: the last one stands
     alive = sorted(last.values())
     out: list[tuple[int, Piece]] = []
@@ -82,8 +85,8 @@ def _run(r: Region) -> bool:
 class Ledger:
     """Collects what both sides' traces end in. `given`: the sources that were offered, with their full shapes.
 
-    `canonical_is_source`: engine side (checkpoint tensors flow into storages); else the trainer's, where parameters flow into
-    checkpoint tensors.
+    `canonical_is_source`: engine side (checkpoint tensors flow into storages); else the trainer's, where parameters
+    flow into checkpoint tensors.
     """
 
     def __init__(self, given: Mapping[str, TensorSpec], *, canonical_is_source: bool):
@@ -97,7 +100,8 @@ class Ledger:
         self.specs: dict[str, TensorSpec] = {}
 
     def add(self, target: str, pieces: Sequence[Piece], dtype: torch.dtype, spec: TensorSpec | None = None) -> bool:
-        """Enter what `target` (root name; trainer side: canonical name, with its spec) holds. Whether anything here is mine.
+        """Enter what `target` (root name; trainer side: canonical name, with its spec) holds. Whether anything here
+        is mine.
 
         Pieces are disjoint. `dtype`: of target's elements.
         """
@@ -208,4 +212,3 @@ def _elsewhere(p: Piece) -> bool:
 
 def spec_of(name: str, t: torch.Tensor) -> TensorSpec:
     return TensorSpec(name, tuple(t.shape), dtype_name(t.dtype))
-

@@ -1,8 +1,8 @@
 """What a trace ends in: fragments, fills and recipes over byte regions, and the names that took part.
 
-Engine side (loader.py): fragments say which box of a checkpoint tensor lies where in a storage; recipes compute a storage
-region from checkpoint tensors. Trainer side (export.py): fragments say which box lies where in a parameter; recipes compute a
-region of a checkpoint tensor from parameters. Importing this module does not import torch.
+Engine side (loader.py): fragments say which box of a checkpoint tensor lies where in a storage; recipes compute a
+storage region from checkpoint tensors. Trainer side (export.py): fragments say which box lies where in a parameter;
+recipes compute a region of a checkpoint tensor from parameters. Importing this module does not import torch.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Cast:
-    """A conversion on the way of a fragment. `dtypes`: as the framework's code passed through them, canonical end first on the
-    engine's side, parameter end first on the trainer's."""
+    """A conversion on the way of a fragment. `dtypes`: as the framework's code passed through them, canonical end
+    first on the engine's side, parameter end first on the trainer's.
+    """
 
     tensor: str
     root: str

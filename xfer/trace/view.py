@@ -1,8 +1,8 @@
 """Strided regions: where the elements of a tensor view lie in one storage. Pure integer arithmetic, no torch.
 
-A `Region` is what a meta tensor tells about itself (offset, sizes, strides), without its storage. All numbers of one region
-are in one unit: elements while tracing, bytes once it describes a storage of a fragment. How regions of a scratch tensor are
-traced back through what was written there: compose.py.
+A `Region` is what a meta tensor tells about itself (offset, sizes, strides), without its storage. All numbers of
+one region are in one unit: elements while tracing, bytes once it describes a storage of a fragment. How regions of
+a scratch tensor are traced back through what was written there: compose.py.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """The dispatch mode that watches a framework's own code run on meta tensors and remembers what each storage holds.
 
-A meta tensor has storage identity, offset, sizes and strides, but no bytes. So views need no rule at all: whatever was done
-to a view, the tensor that reaches a write still says which storage it is and where in it. Only operators that make or change
-a storage are noted:
-  moves      clone, cast, cat, stack, gather by a real index, copy_ …: pieces that reach back to named sources (rules.py)
-  constants  zeros, full, fill_ …
-  the rest   an expression that can be run again later (staged)
-The mode never changes what the watched code does; what it cannot name becomes `Undefined`, and is an error only if it is
-still there in the final state (settle.py). Nothing here knows a framework, a model family or a parameter name.
+A meta tensor has storage identity, offset, sizes and strides, but no bytes. So views need no rule at all: whatever
+was done to a view, the tensor that reaches a write still says which storage it is and where in it. Only operators
+that make or change a storage are noted:
+  moves      clone, cast, cat, stack, gather by a real index, copy_ …: pieces that reach back to named sources
+  (rules.py) constants  zeros, full, fill_ … the rest   an expression that can be run again later (staged)
+The mode never changes what the watched code does; what it cannot name becomes `Undefined`, and is an error only if
+it is still there in the final state (settle.py). Nothing here knows a framework, a model family or a parameter
+name.
 """
 
 from __future__ import annotations
@@ -38,10 +38,11 @@ def region(t: torch.Tensor) -> Region:
 
 @dataclass(slots=True)
 class Store:
-    """What is known of one storage. `pieces`: all writes in order, later ones win; a source begins as one piece of itself.
+    """What is known of one storage. `pieces`: all writes in order, later ones win; a source begins as one piece of
+    itself.
 
-    `whole`: how many pieces there were when one operator had just filled it with disjoint parts. `itemsize`: offsets are
-    counted in elements of this many bytes.
+    `whole`: how many pieces there were when one operator had just filled it with disjoint parts. `itemsize`:
+    offsets are counted in elements of this many bytes.
     """
 
     name: str
@@ -66,7 +67,7 @@ class Watch(TorchDispatchMode):
         for name, t in sources.items():
             self.add_source(Source(name), name, t)
 
-    # ---- storages -----------------------------------------------------------------------------------------------------
+    # ---- storages ---------------------------------------------------------------------------------------------------
 
     def add_source(self, origin: Origin, name: str, t: torch.Tensor) -> None:
         """From now on the whole storage of `t` holds `origin`, element for element."""
@@ -86,7 +87,7 @@ class Watch(TorchDispatchMode):
     def store(self, t: torch.Tensor) -> Store | None:
         return self.stores.get(storage_key(t))
 
-    # ---- dispatch -----------------------------------------------------------------------------------------------------
+    # ---- dispatch ---------------------------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -119,21 +120,29 @@ class Watch(TorchDispatchMode):
 
     def give_up(self, args: tuple, kwargs: dict, out: object, func, why: str) -> None:
         """Whatever `func` made or changed cannot be named any more."""
-        changed = [a for a, s in zip(args, func._schema.arguments) if s.alias_info is not None and s.alias_info.is_write]
+        changed = [
+            a for a, s in zip(args, func._schema.arguments) if s.alias_info is not None and s.alias_info.is_write
+        ]
         for t in tree_leaves((changed, out)):
             if isinstance(t, torch.Tensor) and t.device.type == "meta" and t.numel():
                 store = self.store(t) or self.new_store(t)
-                store.write([undefined(why, region(t), t.dtype)])
+                whole = contiguous((t.untyped_storage().nbytes() // store.itemsize,))
+                where = region(t) if t.element_size() == store.itemsize else whole
+                store.write([undefined(why, where, t.dtype)])
 
-    # ---- pieces -------------------------------------------------------------------------------------------------------
+    # ---- pieces -----------------------------------------------------------------------------------------------------
 
     def region(self, t: torch.Tensor, store: Store) -> Region:
         if t.element_size() != store.itemsize:
-            raise TypeError(f"{store.name} is seen as {t.dtype}, elements of another size than its own {store.itemsize}")
+            raise TypeError(
+                f"{store.name} is seen as {t.dtype}, elements of another size than its own {store.itemsize}"
+            )
         return region(t)
 
     def flows(self, dst: Region, dtype: torch.dtype, t: torch.Tensor) -> list[Piece]:
-        """The pieces that come to lie in `dst` (elements of `dtype`) when `t` is written there, broadcast if need be."""
+        """The pieces that come to lie in `dst` (elements of `dtype`) when `t` is written there, broadcast if need
+        be.
+        """
         if not dst.size:
             return []
         store = self.store(t)

@@ -16,6 +16,8 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from xfer.errors import LayoutError
+
 
 class CheckpointNames(dict):
     """Stands for the checkpoint: all that Bridge asks of it while exporting is the names.
@@ -81,5 +83,7 @@ class Export:
             except GeneratorExit:
                 raise
             except Exception as e:  # Bridge raises anything: ValueError, AssertionError, int('')
+                if cursor.at < 0:  # not a task's fault: skipping tasks would not help
+                    raise LayoutError(f"Bridge cannot export this model: {type(e).__name__}: {e}") from e
                 self.failed[cursor.running.global_param_name] = f"{type(e).__name__}: {e}"
             todo = todo[cursor.at + 1 :]

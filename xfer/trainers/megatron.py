@@ -80,6 +80,9 @@ class MegatronTrainer:
         next forward. Here each bucket group is brought to just the state that those hooks leave, so they find nothing
         to do: not dispatched yet -> dispatched and waited for; in flight -> waited for; done -> nothing (a second refit
         is free). Dispatching all before waiting for the first lets the gathers overlap each other.
+
+        Never between backward and `step()`: like a forward there, it would gather the old values and leave Megatron
+        believing that the new ones had been.
         """
         groups = [g for chunk in self.chunks for g in _bucket_groups(chunk)]
         for group in groups:

@@ -1,0 +1,176 @@
+"""Programs run over gloo leave exactly the bytes that a plain loop over their rows leaves, for any program and any cut."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.profiler import ProfilerActivity, profile
+
+from tests.support.row_worlds import apply_world, fresh_sources, random_world, row
+from tests.support.threads import MemoryStore, all_good, run_ranks
+from xfer.errors import PlanMismatch
+from xfer.plan.program import Op, Program, row_wire_bytes
+from xfer.transport.group import Aborted, open_group
+from xfer.transport.p2p import P2P
+from xfer.transport.steps import steps
+
+EXAMPLES = int(os.environ.get("XFER_EXAMPLES", "200"))
+RANKS = 4
+
+
+def soon(seconds: float = 20.0) -> float:
+    return time.monotonic() + seconds
+
+
+@pytest.fixture(scope="module")
+def links():
+    store = MemoryStore()
+    found = all_good(run_ranks(RANKS, lambda r: open_group(store, r, RANKS, 20.0)))
+    yield found
+    for link in found:
+        link.close()
+
+
+def tensors(storages):
+    return [[torch.from_numpy(r.copy()) for r in s] for s in storages]
+
+
+@settings(max_examples=EXAMPLES // 2, deadline=None)
+@given(
+    st.integers(0, 2**32 - 1), st.integers(1, 4), st.integers(1, 40), st.sampled_from([1, 64, 300, 1 << 20]), st.sampled_from([1, 40, 1 << 20])
+)
+def test_any_programs_finish_and_equal_the_element_loop(links, seed, waves, rows, step_bytes, direct_bytes):
+    """Sends, receives, both ways at once, local rows, fills, casts; run twice with changed sources."""
+    rng = np.random.default_rng(seed)
+    programs, storages = random_world(rng, RANKS, waves, rows)
+    roots = tensors(storages)
+    runs = [P2P(links[r], programs[r], roots[r], step_bytes=step_bytes, direct_bytes=direct_bytes) for r in range(RANKS)]
+    for again in range(2):
+        if again:
+            storages = [[r.numpy().copy() for r in s] for s in roots]
+            for r, p in enumerate(programs):
+                mine = p.rows[p.rows["src"] == r]
+                for t, new in zip(roots[r], fresh_sources(rng, mine, storages[r])):
+                    t.copy_(torch.from_numpy(new))
+            storages = [[r.numpy().copy() for r in s] for s in roots]
+        want = apply_world(programs, storages)
+        stats = all_good(run_ranks(RANKS, lambda r: runs[r].run(soon())))
+        for r in range(RANKS):
+            for got, w in zip(roots[r], want[r]):
+                assert np.array_equal(got.numpy(), w)
+    for r, p in enumerate(programs):
+        moved = p.rows[(p.rows["src"] != p.rows["dst"]) & (p.rows["op"] != Op.FILL)]
+        assert stats[r].bytes_out == row_wire_bytes(moved[moved["src"] == r]).sum()
+        assert stats[r].bytes_in == row_wire_bytes(moved[moved["dst"] == r]).sum()
+        assert sum(x.bytes_in for x in stats[r].peers) == stats[r].bytes_in
+
+
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.integers(1, 400), st.integers(1, 200))
+def test_both_ends_of_a_message_cut_it_alike_and_within_bounds(seed, step_bytes, direct_bytes):
+    programs, _ = random_world(np.random.default_rng(seed), 3, 2, 30)
+    plans = [steps(p, step_bytes, direct_bytes) for p in programs]
+
+    def messages(side):
+        out = {}
+        for r, plan in enumerate(plans):
+            for step in plan:
+                for part in getattr(step, side):
+                    pair = (r, part.peer) if side == "sends" else (part.peer, r)
+                    out.setdefault(pair, []).extend((step.wave, p.tag, p.nbytes) for p in part.pieces)
+        return out
+
+    assert messages("sends") == messages("receives")
+    for plan in plans:
+        assert [s.wave for s in plan] == sorted(s.wave for s in plan)
+        for step in plan:
+            for part in (*step.sends, *step.receives):
+                assert part.nbytes <= max(step_bytes, 8)
+
+
+def two(rows: np.ndarray, waves: int = 1) -> list[Program]:
+    return [Program(r, waves, rows) for r in range(2)]
+
+
+def pair_links():
+    store = MemoryStore()
+    return all_good(run_ranks(2, lambda r: open_group(store, r, 2, 20.0, labels=("trainer 0", "engine 0 worker 0"))))
+
+
+def dense_rows(n: int, size: int) -> np.ndarray:
+    return np.concatenate([row((size // 2,), src=0, dst=1, src_offset=i * size, dst_offset=i * size, wire=i * size) for i in range(n)])
+
+
+def test_long_dense_rows_touch_no_buffer_and_short_ones_a_bounded_one():
+    links = pair_links()
+    src, dst = torch.randint(0, 255, (1 << 20,), dtype=torch.uint8), torch.zeros(1 << 20, dtype=torch.uint8)
+    for direct, extra in ((1 << 10, 0), (1 << 20, 2 * (1 << 14))):
+        p = [P2P(link, pr, [t], step_bytes=1 << 14, direct_bytes=direct) for link, pr, t in zip(links, two(dense_rows(64, 1 << 14)), (src, dst))]
+        assert [x.extra_bytes for x in p] == [extra, extra]
+        dst.zero_()
+        all_good(run_ranks(2, lambda r, p=p: p[r].run(soon())))
+        assert torch.equal(src, dst)
+
+
+def test_a_warm_run_allocates_nothing():
+    links = pair_links()
+    rng = np.random.default_rng(3)
+    programs, storages = random_world(rng, 2, 3, 60)
+    roots = tensors(storages)
+    p = [P2P(links[r], programs[r], roots[r], step_bytes=256) for r in range(2)]
+
+    def both():
+        all_good(run_ranks(2, lambda r: p[r].run(soon())))
+
+    both()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        both()
+    made = [(e.name(), e.nbytes()) for e in seen.profiler.kineto_results.events() if e.name() == "[memory]" and e.nbytes() > 0]
+    assert made == []
+
+
+def test_cancelled_before_a_step_writes_nothing_more():
+    """The run ends as Aborted, the peer is freed, and not one byte of a later step reaches storage."""
+    links = pair_links()
+    src, dst = torch.full((1 << 20,), 7, dtype=torch.uint8), torch.zeros(1 << 20, dtype=torch.uint8)
+    p = [P2P(link, pr, [t], step_bytes=1 << 14) for link, pr, t in zip(links, two(dense_rows(64, 1 << 14)), (src, dst))]
+    seen = []
+
+    def rank(r):
+        if r == 0:
+            return p[0].run(soon())
+        return p[1].run(soon(), lambda: len(seen) >= 3, lambda wave, nbytes: seen.append(nbytes))
+
+    t0 = time.monotonic()
+    sender, taker = run_ranks(2, rank)
+    assert time.monotonic() - t0 < 2
+    assert isinstance(taker, Aborted) and isinstance(sender, Exception)
+    written = int(dst.count_nonzero())
+    assert written == seen[-1] == 3 << 14
+    time.sleep(0.1)
+    assert int(dst.count_nonzero()) == written
+
+
+def test_a_failing_progress_hook_frees_the_peer():
+    links = pair_links()
+    src, dst = torch.ones(1 << 20, dtype=torch.uint8), torch.zeros(1 << 20, dtype=torch.uint8)
+    p = [P2P(link, pr, [t], step_bytes=1 << 14) for link, pr, t in zip(links, two(dense_rows(64, 1 << 14)), (src, dst))]
+
+    def hook(wave, nbytes):
+        raise KeyError("hook")
+
+    t0 = time.monotonic()
+    sender, taker = run_ranks(2, lambda r: p[r].run(soon(), progress=hook) if r else p[r].run(soon()))
+    assert isinstance(taker, KeyError) and isinstance(sender, Exception) and time.monotonic() - t0 < 2
+
+
+def test_another_ranks_program_is_refused():
+    links = pair_links()
+    with pytest.raises(PlanMismatch, match="engine 0 worker 0"):
+        P2P(links[1], two(dense_rows(1, 64))[0], [torch.zeros(64, dtype=torch.uint8)])

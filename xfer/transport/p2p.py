@@ -1,0 +1,303 @@
+"""Runs one rank's program over a link: pack step k+1, wire step k, unpack step k-1, through a bounded double buffer.
+
+All Python per row happens in the constructor. A run posts the messages of a step, packs the next one while they travel and
+unpacks the one before; it allocates nothing. Long dense rows travel from or to storage without touching a buffer; that is
+safe because a run that ends early aborts its link before it returns, and after an abort no byte arrives (group.py).
+Not here: the cutting of programs into steps (steps.py), what the bytes mean, who decides that a run is over (session/).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+
+from xfer.errors import DeadlineExceeded, PlanMismatch, XferError
+from xfer.kernels import BoundRows, bind
+from xfer.plan.program import Program
+from xfer.transport.group import Aborted, Link, Outgoing, Pending
+from xfer.transport.steps import Part, Step, steps
+
+DEPTH = 2
+"""Buffers per direction: one travels while the other is packed or unpacked."""
+
+STEP_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}
+"""On CPUs a step stays in the cache between its copy and the socket; on GPUs a message has to be long to reach wire speed."""
+
+DIRECT_BYTES = {"cpu": 128 << 10, "cuda": 64 << 20}
+"""Shorter dense rows are packed: a message of its own costs more than their copy."""
+
+
+@dataclass(frozen=True, slots=True)
+class PeerBytes:
+    peer: int
+    label: str
+    bytes_in: int
+    bytes_out: int
+
+
+@dataclass(frozen=True, slots=True)
+class TransferStats:
+    """Of one run. Bytes are wire bytes, local rows and fills not counted; `extra_bytes`: buffers beside the model.
+
+    `pack_s`, `unpack_s`: in copies (CUDA: launching them). `wire_s`: blocked on messages. `seconds`: all of it.
+    """
+
+    bytes_in: int
+    bytes_out: int
+    peers: tuple[PeerBytes, ...]
+    waves: int
+    messages: int
+    pack_s: float
+    wire_s: float
+    unpack_s: float
+    seconds: float
+    extra_bytes: int
+
+
+class P2P:
+    """A program bound to storages and a link. Warm: `run` may be called any number of times, by one thread at a time.
+
+    roots: flat uint8 tensors over the storages of this rank's inventory, in its order. src_roots: the sender's storages of
+    this same rank where it plays both roles with two inventories. step_bytes, direct_bytes: see steps.py; equal on all ranks.
+    PlanMismatch when the program is another rank's, LayoutError when it does not fit the storages.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        program: Program,
+        roots: Sequence[torch.Tensor],
+        *,
+        src_roots: Sequence[torch.Tensor] | None = None,
+        step_bytes: int | None = None,
+        direct_bytes: int | None = None,
+    ):
+        if program.rank != link.rank:
+            raise PlanMismatch(f"the program of rank {program.rank} was given to rank {link.rank} ({link.labels[link.rank]})")
+        self.link, self.program = link, program
+        kind = link.device.type
+        plan = steps(program, step_bytes or STEP_BYTES[kind], direct_bytes or DIRECT_BYTES[kind])
+        src_roots = roots if src_roots is None else src_roots
+        self._out = _buffers(max((s.send_buffer for s in plan), default=0), link.device)
+        self._in = _buffers(max((s.receive_buffer for s in plan), default=0), link.device)
+        self._steps = [_BoundStep(s, src_roots, roots, self._out[k % DEPTH], self._in[k % DEPTH]) for k, s in enumerate(plan)]
+        self._local = bind(program.local(), roots, "local", src_roots=src_roots)
+        self._fills = bind(program.fills(), roots, "dst")
+        self._lanes = _Lanes(link.device)
+        bound = [self._local, self._fills, *(b for s in self._steps for b in s.bound())]
+        self.extra_bytes = sum(b.numel() for b in (*self._out, *self._in)) + sum(b.scratch_bytes for b in bound)
+        per_peer: dict[int, list[int]] = {}
+        for step in plan:
+            for which, parts in enumerate((step.receives, step.sends)):
+                for part in parts:
+                    per_peer.setdefault(part.peer, [0, 0])[which] += part.nbytes
+        self._peers = tuple(PeerBytes(p, link.labels[p], *per_peer[p]) for p in sorted(per_peer))
+        self._messages = sum(len(part.pieces) for s in plan for part in (*s.sends, *s.receives))
+
+    def run(
+        self,
+        deadline: float,
+        cancelled: Callable[[], bool] = lambda: False,
+        progress: Callable[[int, int], None] = lambda wave, nbytes: None,
+    ) -> TransferStats:
+        """Moves every byte of the program once. Collective: all ranks of the link run their programs of the same plan.
+
+        deadline: a time.monotonic() value. cancelled: looked at before anything is posted or written; to free a run that
+        is blocked, call `link.abort()` as well. progress(wave, bytes in and out so far): after each step.
+        DeadlineExceeded, PeerLost, Aborted. The link is aborted then, and no byte will arrive any more; the storages hold an
+        unknown mix of old and new.
+        """
+        run = _Run(self, deadline, cancelled)
+        try:
+            return run.all(progress)
+        except BaseException as e:
+            self.link.abort()
+            if isinstance(e, XferError) and not isinstance(e, Aborted):
+                blamed = self.link.blame(run.unfinished)
+                e.violations = tuple(blamed) or e.violations
+                e.message += f" (wave {run.wave} of {self.program.waves})"
+            raise
+
+
+class _BoundStep:
+    """A step with its tensors: messages as (tensor, peer, tag), and copies between storages and one buffer of each way."""
+
+    __slots__ = ("wave", "nbytes", "receives", "sends", "outgoing", "pack", "unpacks")
+
+    def __init__(self, step: Step, src: Sequence[torch.Tensor], dst: Sequence[torch.Tensor], out: torch.Tensor, into: torch.Tensor):
+        self.wave = step.wave
+        self.nbytes = sum(p.nbytes for p in (*step.sends, *step.receives))
+        self.sends = [m for part in step.sends for m in _messages(part, src, out)]
+        self.receives = [_messages(part, dst, into) for part in step.receives]
+        self.pack: list[tuple[BoundRows, torch.Tensor]] = [_bound(p, src, "src", out) for p in step.sends if len(p.rows)]
+        self.unpacks = [_bound(p, dst, "dst", into) if len(p.rows) else None for p in step.receives]
+
+    def bound(self) -> list[BoundRows]:
+        return [b for b, _ in (*self.pack, *(u for u in self.unpacks if u))]
+
+
+class _Run:
+    """What one run keeps: which messages are on their way, and the clocks."""
+
+    def __init__(self, p2p: P2P, deadline: float, cancelled: Callable[[], bool]):
+        self.p2p, self.deadline, self.cancelled = p2p, deadline, cancelled
+        self.sends: list[list[Pending]] = [[]] * DEPTH
+        self.receives: list[list[Pending]] = [[]] * DEPTH
+        self.wave = 0
+        self.pack_s = self.wire_s = self.unpack_s = 0.0
+        self.done = 0
+
+    @property
+    def unfinished(self) -> list[Pending]:
+        return [p for some in (*self.receives, *self.sends) for p in some]
+
+    def all(self, progress: Callable[[int, int], None]) -> TransferStats:
+        began = time.perf_counter()
+        p2p, lanes = self.p2p, self.p2p._lanes
+        count = len(p2p._steps)
+        self._check()
+        lanes.begin()
+        for k in range(count + DEPTH - 1):
+            if k < count:
+                self._post(k)
+            if k == 0:
+                self._here()
+            if (j := k - DEPTH + 1) >= 0:
+                self._take(j)
+                progress(self.wave, self.done)
+        if not count:
+            self._here()
+        with lanes.pack:
+            for pending in self.sends:
+                self._wait(pending)
+        self.sends = [[]] * DEPTH
+        lanes.end()
+        t0 = time.perf_counter()
+        p2p.link.finish(self.deadline)
+        self.wire_s += time.perf_counter() - t0
+        peers = p2p._peers
+        return TransferStats(
+            sum(p.bytes_in for p in peers), sum(p.bytes_out for p in peers), peers, p2p.program.waves, p2p._messages,
+            self.pack_s, self.wire_s, self.unpack_s, time.perf_counter() - began, p2p.extra_bytes,
+        )  # fmt: skip
+
+    def _post(self, k: int) -> None:
+        """Step k's messages: receives first, so that no sender has to be told to wait for us."""
+        p2p, slot = self.p2p, k % DEPTH
+        step = p2p._steps[k]
+        with p2p._lanes.pack:
+            self._wait(self.sends[slot])  # of step k - DEPTH; its receives were taken before
+            self._check()
+            p2p._lanes.reuse(slot)
+            receives = [m for part in step.receives for m in part]
+            if p2p.link.grouped:
+                self._pack(step)
+                self.receives[slot], self.sends[slot] = p2p.link.post(receives, step.sends)
+            else:
+                self.receives[slot], self.sends[slot] = p2p.link.post(receives, ())[0], []
+                self._pack(step)
+                self.sends[slot] = p2p.link.post((), step.sends)[1]
+
+    def _pack(self, step: _BoundStep) -> None:
+        t0 = time.perf_counter()
+        for rows, buffer in step.pack:
+            rows.pack(buffer)
+        self.pack_s += time.perf_counter() - t0
+
+    def _take(self, j: int) -> None:
+        """Step j's messages into storage, each peer's as it has arrived."""
+        slot, step = j % DEPTH, self.p2p._steps[j]
+        pending, at = self.receives[slot], 0
+        with self.p2p._lanes.unpack:
+            for part, unpack in zip(step.receives, step.unpacks):
+                if self.p2p.link.grouped:
+                    self._wait(pending if not at else ())
+                else:
+                    self._wait(pending[at : at + len(part)])
+                at += len(part)
+                self._check()
+                if unpack is not None:
+                    t0 = time.perf_counter()
+                    unpack[0].unpack(unpack[1])
+                    self.unpack_s += time.perf_counter() - t0
+            self.p2p._lanes.taken(slot)
+        self.receives[slot] = []
+        self.wave, self.done = step.wave, self.done + step.nbytes
+
+    def _here(self) -> None:
+        """Rows that need no wire, while the first step travels."""
+        with self.p2p._lanes.unpack:
+            self.p2p._fills.fill()
+            self.p2p._local.copy()
+
+    def _wait(self, pending: Sequence[Pending]) -> None:
+        t0 = time.perf_counter()
+        for p in pending:
+            p.wait(self.deadline)
+        self.wire_s += time.perf_counter() - t0
+
+    def _check(self) -> None:
+        who = self.p2p.link.labels[self.p2p.link.rank]
+        if self.cancelled():
+            raise Aborted("the transfer was cancelled", where=who)
+        if time.monotonic() > self.deadline:
+            raise DeadlineExceeded("the deadline passed during the transfer", where=who)
+
+
+class _Lanes:
+    """On CUDA one stream packs and posts, another unpacks, ordered by events; on the CPU calls are in order anyway."""
+
+    def __init__(self, device: torch.device):
+        self._cuda = device.type == "cuda"
+        if self._cuda:
+            self._streams = [torch.cuda.Stream(device) for _ in range(2)]
+            self._taken = [torch.cuda.Event() for _ in range(DEPTH)]
+            self._device = device
+
+    @property
+    def pack(self):
+        return torch.cuda.stream(self._streams[0]) if self._cuda else nullcontext()
+
+    @property
+    def unpack(self):
+        return torch.cuda.stream(self._streams[1]) if self._cuda else nullcontext()
+
+    def begin(self) -> None:
+        """After what the caller's stream was given before."""
+        if self._cuda:
+            for s in self._streams:
+                s.wait_stream(torch.cuda.current_stream(self._device))
+
+    def reuse(self, slot: int) -> None:
+        """The receive buffer of this slot may be written once it was unpacked."""
+        if self._cuda:
+            torch.cuda.current_stream(self._device).wait_event(self._taken[slot])
+
+    def taken(self, slot: int) -> None:
+        if self._cuda:
+            self._taken[slot].record()
+
+    def end(self) -> None:
+        if self._cuda:
+            for s in self._streams:
+                torch.cuda.current_stream(self._device).wait_stream(s)
+
+
+def _buffers(nbytes: int, device: torch.device) -> list[torch.Tensor]:
+    return [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(DEPTH)]
+
+
+def _messages(part: Part, roots: Sequence[torch.Tensor], buffer: torch.Tensor) -> list[Outgoing]:
+    return [
+        ((buffer if p.root < 0 else roots[p.root])[p.offset : p.offset + p.nbytes], part.peer, p.tag) for p in part.pieces
+    ]
+
+
+def _bound(part: Part, roots: Sequence[torch.Tensor], side: str, buffer: torch.Tensor) -> tuple[BoundRows, torch.Tensor]:
+    rows = bind(part.rows, roots, side)
+    rows.prepare(buffer)
+    return rows, buffer
