@@ -132,15 +132,25 @@ def _describe(
     kinds = None if found is None else tuple(PlacementRecord.of(p) for p in found)
     if tensor is None:
         return Side(record, kinds, shape), None
+    if what == SIDES[SOURCE] and _overlaps_itself(tensor):
+        tensor = tensor.detach().clone(memory_format=torch.contiguous_format)  # an expanded tensor: write it out
+    return Side(record, kinds, shape, _local(what, tensor)), tensor.detach()
+
+
+def _local(what: str, tensor: torch.Tensor) -> Local:
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout != torch.strided or tensor.is_meta:
         kind = f"{type(tensor).__name__} with layout {tensor.layout} on {tensor.device}"
         raise Unsupported(f"the local {what} is a {kind}: only plain strided tensors with storage have bytes to move")
     if tensor.is_neg() or tensor.is_conj():
         raise Unsupported(
-            f"the local {what} is a lazy negation or conjugate: its storage holds other values; call .resolve_neg()"
+            f"the local {what} is a lazy negation or conjugate, its storage holds other values: resolve it"
+        )
+    if _overlaps_itself(tensor):
+        raise LayoutError(
+            f"the local {what} overlaps itself (strides {tensor.stride()}): it must have a byte per element"
         )
     item = tensor.element_size()
-    local = Local(
+    return Local(
         shape=tuple(tensor.shape),
         dtype=str(tensor.dtype).removeprefix("torch."),
         strides=tuple(s * item for s in tensor.stride()),
@@ -148,7 +158,19 @@ def _describe(
         storage=tensor.untyped_storage().nbytes(),
         device=tensor.device.type,
     )
-    return Side(record, kinds, shape, local), tensor.detach()
+
+
+def _overlaps_itself(tensor: torch.Tensor) -> bool:
+    """Whether two indices may mean one element. Says yes, too, to comb-like interleavings that nobody makes by hand."""
+    if tensor.layout != torch.strided or not tensor.numel():
+        return False
+    reach = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape)):
+        if size > 1:
+            if stride <= reach:
+                return True
+            reach += stride * (size - 1)
+    return False
 
 
 def _settled(tensor: DTensor) -> torch.Tensor:
@@ -317,7 +339,7 @@ def _program(plan: SubPlan, sources: Ints, takers: Ints, me: int) -> Program:
 
 
 def _run(move: Move, group: ProcessGroup, tensors: Sequence[torch.Tensor | None], deadline: float) -> None:
-    """Moves the bytes. Bound anew for each call: what is kept between calls must not keep the caller's tensors alive."""
+    """Moves the bytes. Bound anew for each call: nothing kept between calls may keep the caller's tensors alive."""
     from xfer.transport.p2p import P2P
 
     source, taker = ([] if t is None else [_bytes_under(t)] for t in tensors)
@@ -362,12 +384,13 @@ def _exchange(group: ProcessGroup, data: bytes, deadline: float) -> list[bytes]:
     mine = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
     everyone = [torch.empty_like(mine) for _ in range(group.size())]
     work = group.allgather([everyone], [mine])
+    pause = 1e-5
     while not work.is_completed():
         if time.monotonic() > deadline:
-            raise DeadlineExceeded(
-                "not all ranks of the group entered xferdtensor in time", where=f"rank {group.rank()}"
-            )
-        time.sleep(2e-5)
+            where = f"rank {group.rank()}"
+            raise DeadlineExceeded("not all ranks of the group entered xferdtensor in time", where=where)
+        time.sleep(pause)
+        pause = min(2 * pause, 1e-3)  # soon for peers that are there, cheap for peers that are late
     work.wait()
     return [bytes(t.cpu().numpy()) for t in everyone]
 

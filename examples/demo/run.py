@@ -75,12 +75,12 @@ class Show:
 
     def table(self) -> Table:
         t = Table(title=f"Megatron-Core tp2 pp2 ep2 -> vLLM tp2 · {time.monotonic() - self.began:.0f} s · {self.note}", title_justify="left", pad_edge=False)
-        for name, justify in (("step", "right"), ("loss", "right"), ("serves", "right"), ("MB moved / broadcast", "right"), ("transfer", "right"),
+        for name, justify in (("step", "right"), ("loss", "right"), ("serves", "right"), ("MB moved (broadcast)", "right"), ("transfer", "right"),
                               ("outage", "right"), ("verified", "center"), ("5 6 7 8 continues", "left")):
-            t.add_column(name, justify=justify, no_wrap=name != "MB moved / broadcast")
+            t.add_column(name, justify=justify, no_wrap=True)
         for r in self.rows.values():
             s = r.get("scalars", {})
-            moved = f"{r['bytes'] / 1e6:.2f} / {r['broadcast'] / 1e6:.2f}" if "bytes" in r else ""
+            moved = f"{r['bytes'] / 1e6:.2f} ({r['broadcast'] / 1e6:.2f})" if "bytes" in r else ""
             ms = {k: f"{1000 * s[k]:.0f} ms" if k in s else "" for k in ("transfer_s", "outage_s")}
             t.add_row(str(r.get("step", "")), f"{r['loss']:.2f}" if "loss" in r else "", r["version"] or "random", moved, ms["transfer_s"],
                       ms["outage_s"], "yes" if r.get("verified") else "", " ".join(map(str, r.get("tokens", [])[:6])))
@@ -108,7 +108,7 @@ def main() -> int:
     parser.add_argument("--work", default=str(ROOT / ".demo"), help="where the model, the export and the logs go")
     parser.add_argument("--plan", action="store_true", help="print what moves where")
     args = parser.parse_args()
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else 110)
     work = Path(args.work)
     shutil.rmtree(work, ignore_errors=True)
     write_model(work / "model")

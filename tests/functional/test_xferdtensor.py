@@ -327,6 +327,11 @@ def nothing_and_scalars(rank):
     got = torch.zeros(2, 3) if rank == 3 else None
     xferdtensor(src, mesh, [Shard(0)], got, one, [Replicate()], global_shape=(2, 3))
     assert got is None or got.tolist() == [[0.0] * 3, [1.0] * 3]
+    # A source may be expanded: one value in storage, many in the tensor
+    src = torch.tensor([float(rank)]).expand(2, 3)
+    wide = torch.zeros(8, 3) if rank == 3 else None
+    xferdtensor(src, mesh, [Shard(0)], wide, one, [Replicate()])
+    assert wide is None or wide[:, 2].tolist() == [r for r in range(4) for _ in (0, 1)]
 
 
 def raises(kind, text, *args, **kwargs):
@@ -377,11 +382,42 @@ def disagreement_is_told_to_every_rank(rank):
     raises(Unsupported, "Partial", pending, None, None, *good[3:])
     raises(Unsupported, "meta", src.to("meta") if rank == 0 else src, *good[1:])
     wide = torch.zeros(1, 2).expand(8, 2) if rank == 0 else dst
-    raises(Exception, "more than once", *good[:3], wide, *good[4:])
+    raises(LayoutError, "overlaps itself", *good[:3], wide, *good[4:])
 
     assert not dst.any()
     xferdtensor(*good)
     assert dst[:, 0].tolist() == [r * 8 + 2 * rank for r in (0, 1)] * 4
+
+
+@case
+def plans_that_differ_never_run(rank):
+    """Same descriptions, another plan on one rank (another version of xfer, a bug): all ranks hear of it, nothing moves."""
+    from dataclasses import replace
+
+    from xfer import dtensor
+    from xfer.errors import PlanMismatch
+    from xfer.mesh import MeshInfo, Shard
+
+    mesh = MeshInfo.line("x", range(4))
+    dst = torch.zeros(12, 1)
+    move = (values((3, 4)), mesh, [Shard(0)], dst, mesh, [Shard(1)])
+    real = dtensor._plan
+
+    def broken(*args):
+        raise RuntimeError("no memory")
+
+    try:
+        if rank == 1:
+            dtensor._plan = lambda *args: replace(real(*args), digest=b"x" * 16)
+        raises(PlanMismatch, "rank 1: " + (b"x" * 16).hex(), *move)
+        if rank == 1:
+            dtensor._plan = broken
+        raises(RuntimeError if rank == 1 else PlanMismatch, "no memory" if rank == 1 else "rank 1: could not plan", *move)
+    finally:
+        dtensor._plan = real
+    assert not dst.any()
+    dtensor.xferdtensor(*move)
+    assert dst.any()
 
 
 @case
@@ -410,7 +446,9 @@ def rank_main(rank, folder):
     outcomes = {}
     for name, fn in CASES.items():
         try:
+            t0=time.time()
             fn(rank)
+            if rank==0: print(name, time.time()-t0, file=open('/tmp/times','a'))
             outcomes[name] = ""
         except BaseException:
             outcomes[name] = f"rank {rank}: {traceback.format_exc()}"

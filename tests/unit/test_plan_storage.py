@@ -96,7 +96,8 @@ def test_an_inventory_with_hostile_fields_is_refused(data):
         k = data.draw(st.integers(0, 6))
         column = np.frombuffer(body[7][k], ["<i4", "<i4", "<u1", "<i8", "<i8", "<i8", "<i8"][k]).copy()
         j = data.draw(st.integers(0, len(column) - 1))
-        column[j] = {0: -1, 1: 2, 2: 200, 4: -1}.get(k, big)  # a large origin is the catalog's to refuse
+        # A large origin is the catalog's to refuse, and a stride of -1 byte is odd but lies inside the storage.
+        column[j] = {0: -1, 1: 2, 2: 200, 4: -1, 6: 2**48 if big == -1 else big}.get(k, big)
         body[7][k] = column.tobytes()
     elif what == "fill":
         k = data.draw(st.integers(0, 5))

@@ -27,8 +27,8 @@ SPECS = (
     TensorSpec("d", (5,), "float32"),
 )
 MOVES = (
-    "permute narrow contiguous clone swap flatten reshape stack scratch pad gather select step expand repeat put copyin "
-    "fill joined rows cast mask"
+    "permute narrow contiguous clone swap flatten reshape stack scratch pad gather select step expand repeat put "
+    "copyin fill joined rows cast mask"
 ).split()
 COMPUTES = "scale add inplace negative".split()
 EFFECTS = "take emit emit_t back touch swapdata".split()

@@ -204,7 +204,7 @@ class Handle(ABC):
         try:
             self._outstanding.future.exception(timeout)
         except FutureTimeout:
-            late = f"{self._outstanding.call}: until it ends the engine serves nothing; restart it if its workers are stuck"
+            late = f"{self._outstanding.call}: the engine serves nothing until it ends; restart it if that is never"
             raise DeadlineExceeded(f"{self.name} has not answered an earlier call", [late]) from None
         ended, self._outstanding = self._outstanding, None
         ended.settled()

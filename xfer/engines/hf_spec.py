@@ -27,8 +27,8 @@ MAX_HEADER = 100 << 20
 """The limit that safetensors itself sets."""
 _SAFETENSORS = {
     "BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64", "U8": "uint8", "I8": "int8",
-    "I16": "int16", "I32": "int32", "I64": "int64", "BOOL": "bool", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2",
-    "U16": "uint16", "U32": "uint32", "U64": "uint64", "F8_E8M0": "float8_e8m0fnu",
+    "I16": "int16", "I32": "int32", "I64": "int64", "BOOL": "bool", "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2", "U16": "uint16", "U32": "uint32", "U64": "uint64", "F8_E8M0": "float8_e8m0fnu",
 }  # fmt: skip
 
 
@@ -46,21 +46,16 @@ def canonical_specs(config: str | os.PathLike | Mapping, dtype: str | None = Non
 @functools.cache
 def _of_json(config: str, dtype: str | None) -> tuple[TensorSpec, ...]:
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(config)
-        hf = AutoConfig.from_pretrained(folder)
-    text = hf.get_text_config()
-    given = json.loads(config)
-    kind = dtype or given.get("dtype") or given.get("torch_dtype") or "bfloat16"
-    kind = str(kind).removeprefix("torch.")
-    # transformers 5 calls the argument `dtype`; 4 takes `torch_dtype` and, in its last versions, both
     import transformers
 
-    key = "dtype" if int(transformers.__version__.split(".")[0]) >= 5 else "torch_dtype"
+    given = json.loads(config)
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(config)
+        hf = transformers.AutoConfig.from_pretrained(folder)
+    kind = str(dtype or given.get("dtype") or given.get("torch_dtype") or "bfloat16").removeprefix("torch.")
+    keyword = "dtype" if int(transformers.__version__.split(".")[0]) >= 5 else "torch_dtype"
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(hf, **{key: getattr(torch, kind)})
+        model = transformers.AutoModelForCausalLM.from_config(hf, **{keyword: getattr(torch, kind)})
     state = dict(model.state_dict())
     try:  # transformers 5 fuses experts in memory; a checkpoint has them apart
         from transformers.core_model_loading import revert_weight_conversion
@@ -68,7 +63,7 @@ def _of_json(config: str, dtype: str | None) -> tuple[TensorSpec, ...]:
         pass
     else:
         state = revert_weight_conversion(model, state)
-    tied = bool(getattr(text, "tie_word_embeddings", False))
+    tied = bool(getattr(hf.get_text_config(), "tie_word_embeddings", False))
     specs = [TensorSpec(n, tuple(t.shape), str(t.dtype).removeprefix("torch.")) for n, t in state.items()]
     return tuple(sorted(s for s in specs if not (tied and s.name == "lm_head.weight")))
 

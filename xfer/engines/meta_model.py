@@ -32,10 +32,19 @@ def make_config(hf_config: str | Mapping, *, tp: int = 1, pp: int = 1, dp: int =
         (Path(folder) / "config.json").write_text(json.dumps(dict(hf_config)))
         hf_config = folder
     options = dict(
-        model=hf_config, skip_tokenizer_init=True, load_format="dummy", tensor_parallel_size=tp,
-        pipeline_parallel_size=pp, data_parallel_size=dp, enable_expert_parallel=ep, dtype="bfloat16", enforce_eager=True, max_model_len=128,
-        distributed_executor_backend="mp", disable_log_stats=True,
-    )  # fmt: skip
+        model=hf_config,
+        tensor_parallel_size=tp,
+        pipeline_parallel_size=pp,
+        data_parallel_size=dp,
+        enable_expert_parallel=ep,
+        dtype="bfloat16",
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        max_model_len=128,
+        distributed_executor_backend="mp",
+        disable_log_stats=True,
+    )
     with mock.patch.dict("os.environ", VLLM_CPU_KVCACHE_SPACE="1", VLLM_CPU_CI_ENV="1"):
         return EngineArgs(**{**options, **extra}).create_engine_config()
 

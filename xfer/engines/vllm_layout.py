@@ -74,6 +74,8 @@ class EngineModel:
         builds it, or bytes would stay as they are; Unsupported: a quantized model, or post-load processing that moves
         bytes.
         """
+        if self.vllm_config.parallel_config.enable_eplb:
+            raise Unsupported("this engine moves experts between workers while it serves", ["start vLLM without EPLB"])
         refuse_processed(self.model)
         expected = self._expected()
         twin = self._twin()
@@ -267,6 +269,7 @@ def refuse_processed(model: torch.nn.Module) -> None:
         method: Any = getattr(module, "quant_method", None)
         if method is None:
             continue
+        method = getattr(method, "old_quant_method", method)  # wrapped around another for LoRA and elastic experts
         kind = type(method).__name__
         if kind not in _AS_LOADED:
             bad.append(f"{name}: {kind}: weights in this form need scales and layouts that xfer does not move")

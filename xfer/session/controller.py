@@ -33,7 +33,7 @@ class Controller:
         self.rendezvous, self.replica, self.deadline_s = rendezvous, replica, deadline_s
         self._token, self._keep, self._engine_rendezvous = token, keep, engine_rendezvous or rendezvous
         self.version, self.error = "", None
-        self.lost: PeerLost | None = None  # the trainers are gone: no refit will come, `version` is served on
+        self.lost: XferError | None = None  # the trainers are gone: no refit will come, `version` is served on
         self.refits = 0
         self._ready, self._closing = threading.Event(), threading.Event()
         self._changed = threading.Condition()
@@ -93,25 +93,28 @@ class Controller:
                 if isinstance(message, m.Arm):
                     self._refit(message)
                 elif isinstance(message, m.Failed):
-                    self._set(error=message.error.error())
-                    self._ready.set()
+                    self._lose(message.error.error(), whole=message.replica < 0)
                 else:
                     self._ready.set()
             except DeadlineExceeded:
                 continue
             except PeerLost as e:
-                # Trainers come and go; a replica that holds one whole version goes on serving it.
                 if not self._closing.is_set():
-                    self.lost = e
-                    logger.warning("xfer: replica %d: %s", self.replica, e)
-                    if not self.version:
-                        self._set(error=e)
-                self._ready.set()
+                    self._lose(e, whole=True)
                 return
             except Exception as e:
                 if not self._closing.is_set():
                     self._down(e)
                 return
+
+    def _lose(self, error: XferError, whole: bool) -> None:
+        """The trainers are gone (`whole`: this replica is not), or one of this replica's workers is."""
+        if whole and self.version and self.error is None:
+            self.lost = error  # trainers come and go; one whole version is served on
+            logger.warning("xfer: replica %d goes on serving version %s: %s", self.replica, self.version, error)
+        elif self.error is None:
+            self._set(error=error)
+        self._ready.set()
 
     def _down(self, e: BaseException) -> None:
         error = e if isinstance(e, XferError) else EngineLost(f"{type(e).__name__}: {e}")
