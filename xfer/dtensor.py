@@ -357,7 +357,7 @@ def _bytes_under(t: torch.Tensor) -> torch.Tensor:
 def _link(group: ProcessGroup, device: str) -> Link:
     """A link of the transport over a group that belongs to somebody else."""
     if device != "cpu":
-        raise Unsupported(f"tensors on {device}: only CPU tensors")
+        raise Unsupported(f"tensors on {device}: only CPU tensors can be moved over a group of the caller's so far")
     if "cpu" not in {d.type for d in group._device_types}:
         raise Unsupported("CPU tensors need a group with a CPU backend (gloo)")
     return _BorrowedGloo(group)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import textwrap
@@ -9,7 +10,6 @@ import threading
 import time
 from datetime import timedelta
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -22,7 +22,7 @@ from xfer.transport import group
 from xfer.transport.group import Aborted, open_group
 from xfer.transport.p2p import P2P
 
-BIG = 256 << 20  # more than socket buffers hold: a send of it blocks
+BIG = 64 << 20  # more than socket buffers hold: a send of it blocks
 
 
 def soon(seconds: float = 20.0) -> float:
@@ -63,14 +63,14 @@ def test_what_is_not_contiguous_is_refused_because_gloo_would_send_other_bytes(m
 @pytest.mark.parametrize("blocked", ["recv", "send", "broadcast"])
 def test_abort_from_another_thread_frees_at_once(blocked):
     a, _b, _c = links(3)
-    raised = []
+    raised, data = [], torch.zeros(BIG, dtype=torch.uint8)
 
     def block():
         try:
             if blocked == "recv":
                 a.recv(torch.zeros(100), 1, 0, soon())
             elif blocked == "send":
-                a.send(torch.zeros(BIG, dtype=torch.uint8), 2, 0, soon())
+                a.send(data, 2, 0, soon())
             else:
                 a.broadcast(torch.zeros(100), 1, soon())
         except Exception as e:
@@ -82,7 +82,7 @@ def test_abort_from_another_thread_frees_at_once(blocked):
     t0 = time.monotonic()
     a.abort()
     t.join(5)
-    assert time.monotonic() - t0 < 0.5 and not t.is_alive()
+    assert time.monotonic() - t0 < 1.0 and not t.is_alive()
     assert [type(e) for e in raised] == [Aborted]
     with pytest.raises(Aborted):
         a.send(torch.zeros(1), 1, 0, soon())
@@ -211,12 +211,12 @@ RANK = """
 """
 
 
-@pytest.mark.parametrize("fault, kinds, limit", [("die", {"PeerLost"}, 2.0), ("hang", {"DeadlineExceeded", "PeerLost"}, 2.0)])
+@pytest.mark.parametrize("fault, kinds, limit", [("die", {"PeerLost"}, 3.0), ("hang", {"DeadlineExceeded", "PeerLost"}, 3.0)])
 def test_survivors_of_a_process_that_dies_or_hangs_say_so_in_time_and_meet_again(tmp_path, fault, kinds, limit):
     script = tmp_path / "rank.py"
     script.write_text(textwrap.dedent(RANK))
     command = [sys.executable, str(script), str(tmp_path / "store")]
-    env = {**__import__("os").environ, "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
     procs = [subprocess.Popen([*command, str(r), fault, "1.0"], stdout=subprocess.PIPE, text=True, env=env) for r in range(3)]
     try:
         outs = [p.communicate(timeout=90)[0].splitlines() for p in procs[:2]]
@@ -232,4 +232,3 @@ def test_survivors_of_a_process_that_dies_or_hangs_say_so_in_time_and_meet_again
         assert out[1].startswith("again")
     assert any("engine 0 worker 0" in out[0] for out in outs)
     assert outs[1][1] == "again [0.0, 1.0, 2.0, 3.0]"
-    assert np.isfinite(limit)

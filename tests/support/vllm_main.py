@@ -4,6 +4,7 @@
     {"do": "scramble", "seed"}   {"do": "force"}   {"do": "stop"}
 """
 
+import gc
 import os
 import traceback
 
@@ -17,7 +18,8 @@ def start(model: str, load_format: str = "dummy", tp: int = 1, ep: bool = False,
 
     return LLM(model=model, load_format=load_format, skip_tokenizer_init=True, tensor_parallel_size=tp, enable_expert_parallel=ep,
                enforce_eager=True, dtype="bfloat16", max_model_len=128, max_num_seqs=4, block_size=32, seed=0, disable_log_stats=True,
-               enable_prefix_caching=True, weight_transfer_config={"backend": "xfer"}, **more)
+               enable_prefix_caching=True, weight_transfer_config={"backend": "xfer"},
+               worker_extension_cls="tests.support.worker_probe.Probe", **more)
 
 
 def observe(llm) -> dict:
@@ -62,6 +64,9 @@ def main() -> None:
             elif do == "scramble":
                 with controller.serving():
                     emit("scrambled", kept=llm.collective_rpc("xfer_scramble", args=(c["seed"],)))
+            elif do == "kept":
+                with controller.serving():
+                    emit("kept", kept=llm.collective_rpc("xfer_kept"))
             elif do == "force":
                 emit("forced", **observe(llm))  # behind xfer's back
             elif do == "state":
@@ -72,6 +77,7 @@ def main() -> None:
                     emit("observed", version="", **observe(fresh))
                     fresh.llm_engine.engine_core.shutdown()
                     del fresh
+                    gc.collect()
             elif do == "stop":
                 if controller is not None:
                     controller.close()

@@ -1,6 +1,4 @@
-"""What a caller may choose about a plan. Everything here is part of the plan's digest; nothing here is about one
-refit.
-"""
+"""What a caller may choose about a plan. All of it is part of the plan's digest; none of it is about one refit."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ ALIGN = 512
 class PlanOptions:
     """`bucket_bytes`: most wire bytes of one message (one sender, one taker, one wave).
     `wave_bytes`: most wire bytes that one rank sends, and most that it receives, in one wave: what staging buffers
-    must hold.
+    must hold; 0 stands for two buckets.
     `drop`: checkpoint tensors that need no taker; `narrow`: tensors whose cast to fewer bits is wanted although the
     checkpoint has them wide. Both: names or fnmatch patterns; a grouped name (`…experts.*.up_proj.weight`) is one.
     `hosts`: host of every joint rank (trainers first), or empty when no rank is nearer than another.
@@ -27,7 +25,7 @@ class PlanOptions:
     """
 
     bucket_bytes: int = 64 << 20
-    wave_bytes: int = 128 << 20
+    wave_bytes: int = 0
     drop: tuple[str, ...] = ()
     narrow: tuple[str, ...] = ()
     hosts: tuple[str | int, ...] = ()
@@ -39,7 +37,9 @@ class PlanOptions:
         a = self.align_bytes
         if a < 8 or a & (a - 1):
             raise ValueError(f"align_bytes={a}: a power of two of at least 8 is needed")
-        if self.bucket_bytes < a or self.wave_bytes < self.bucket_bytes:
+        if self.wave_bytes == 0:
+            object.__setattr__(self, "wave_bytes", 2 * self.bucket_bytes)
+        if not a <= self.bucket_bytes <= self.wave_bytes:
             raise ValueError(
                 f"align_bytes={a} <= bucket_bytes={self.bucket_bytes} <= wave_bytes={self.wave_bytes} must hold"
             )

@@ -1,10 +1,14 @@
-"""Faults for tests: make a named process die, hang or raise at a named point. Does nothing unless XFER_FAULT is set.
+"""Faults for tests only: make a named process die, hang or raise at a named point. Does nothing unless XFER_FAULT or
+XFER_FAULT_FILE is set.
 
     XFER_FAULT="worker:1:moving:kill"       role : rank : point : action, several separated by commas
     XFER_FAULT="trainer:2:enter:hang@2"     @N: only at the Nth time this point is passed (default: every time)
 
 Actions: kill (SIGKILL to itself), hang (sleeps for XFER_FAULT_HANG_S, default 3600 s), raise (RuntimeError), digest and
 checksum (the caller asks `wants` and corrupts its own value). Points: see the callers of `point` and `wants`.
+
+XFER_FAULT_FILE names a file whose text stands for XFER_FAULT's and is read anew at every point, so that a test can fault a
+process that runs already. Passes are counted anew whenever the file was written.
 """
 
 from __future__ import annotations
@@ -15,10 +19,27 @@ import time
 from collections import Counter
 
 _passed: Counter[str] = Counter()
+_written = 0
+
+
+def _text() -> str:
+    global _written
+    path = os.environ.get("XFER_FAULT_FILE")
+    if not path:
+        return os.environ.get("XFER_FAULT", "")
+    try:
+        with open(path) as f:
+            written, text = os.fstat(f.fileno()).st_mtime_ns, f.read().strip()
+    except FileNotFoundError:
+        return ""
+    if written != _written:
+        _written = written
+        _passed.clear()
+    return text
 
 
 def _actions(role: str, rank: int, where: str) -> list[str]:
-    text = os.environ.get("XFER_FAULT", "")
+    text = _text()
     if not text:
         return []
     here = f"{role}:{rank}:{where}"

@@ -275,7 +275,7 @@ def init_world() -> tuple[int, int]:
 
 @contextlib.contextmanager
 def parallel(
-    tp: int = 1, pp: int = 1, vpp: int | None = None, ep: int = 1, etp: int | None = None, seed: int = 1234
+    tp: int = 1, pp: int = 1, vpp: int | None = None, ep: int = 1, etp: int | None = None, cp: int = 1, seed: int = 1234
 ) -> Iterator[None]:
     """Megatron's process groups for one layout on the world that exists; gone again afterwards, so layouts can follow
     each other in one launch (imports cost more than any toy case)."""
@@ -286,6 +286,7 @@ def parallel(
         tensor_model_parallel_size=tp,
         pipeline_model_parallel_size=pp,
         virtual_pipeline_model_parallel_size=vpp,
+        context_parallel_size=cp,
         expert_model_parallel_size=ep,
         expert_tensor_parallel_size=etp,
     )

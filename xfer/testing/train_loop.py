@@ -43,7 +43,8 @@ class Task:
 class Trainer:
     """`chunks`: list of DDP-wrapped model chunks (one per virtual stage); `bridge`: the AutoBridge they came from.
 
-    Parallel sizes as Megatron names them. `distopt`: distributed optimizer. `overlap`: overlap_grad_reduce and, with
+    Parallel sizes as Megatron names them. `cp` makes Megatron's groups, and so the layout that a refit sees, but not its
+    model's config, since its CPU attention refuses context parallelism: those ranks then train as further data-parallel ones. `distopt`: distributed optimizer. `overlap`: overlap_grad_reduce and, with
     `distopt`, overlap_param_gather. `provider` keywords are set on Bridge's model provider before it is finalized
     (uneven stages: num_layers_in_first_pipeline_stage=1; padded vocabulary: should_pad_vocab=True, load=False).
     """
@@ -57,6 +58,7 @@ class Trainer:
         vpp: int | None = None,
         ep: int = 1,
         etp: int | None = None,
+        cp: int = 1,
         distopt: bool = True,
         overlap: bool = True,
         lr: float = 1e-2,
@@ -66,7 +68,7 @@ class Trainer:
         **provider: object,
     ):
         self.folder = Path(folder)
-        self._groups = megatron_cpu.parallel(tp=tp, pp=pp, vpp=vpp, ep=ep, etp=etp)
+        self._groups = megatron_cpu.parallel(tp=tp, pp=pp, vpp=vpp, ep=ep, etp=etp, cp=cp)
         self._groups.__enter__()
         try:
             self.bridge = megatron_cpu.import_bridge().from_hf_pretrained(str(folder))

@@ -1,0 +1,137 @@
+"""One rank of a light trainer for functional tests: DTensors under checkpoint names, no framework; does what the test says.
+
+    {"do": "build", "config", "rank", "world", "port", …}   {"do": "connect", "rendezvous", …}   {"do": "set", "seed"}
+    {"do": "refit", …}   {"do": "replace", "how"}   {"do": "sleep", "seconds"}   {"do": "fail", "text"}   {"do": "close"}
+
+The weights of a seed are those of `toy.write_checkpoint` with that seed, so what an engine must hold is known without xfer.
+"""
+
+import os
+import time
+import traceback
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from tests.support.proc import commands, emit
+from xfer.errors import RebindError
+from xfer.testing import toy
+from xfer.trainers.dtensor import DTensorTrainer
+
+
+def placement(name: str, shape: tuple[int, ...]):
+    """Matrices by rows, the head by columns, vectors whole on every rank."""
+    return Replicate() if len(shape) == 1 else Shard(1) if name == "lm_head.weight" else Shard(0)
+
+
+class Weights:
+    """This rank's parts of all tensors of a config. `leave`, `extra`, `fp32`: names to miss, to make up, to widen."""
+
+    def __init__(self, config: dict, leave=(), extra=(), fp32=()):
+        self.config, self.leave, self.extra, self.fp32 = config, leave, extra, fp32
+        self.mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        self.parameters: dict[str, DTensor] = {}
+        for name, full in self.full(0).items():
+            where = placement(name, full.shape)
+            local = self._local(full, where)
+            self.parameters[name] = DTensor.from_local(local.clone(), self.mesh, [where], run_check=False,
+                                                       shape=full.shape, stride=full.stride())  # fmt: skip
+
+    def full(self, seed: int) -> dict[str, torch.Tensor]:
+        out = toy.tensors(self.config, seed)
+        wide = toy.tensors({**self.config, "torch_dtype": "float32"}, seed) if self.fp32 else {}
+        out |= {n: wide[n] for n in self.fp32}
+        return {n: t for n, t in out.items() if n not in self.leave} | {n: torch.zeros(8, 8, dtype=torch.bfloat16) for n in self.extra}
+
+    def _local(self, full: torch.Tensor, where) -> torch.Tensor:
+        if not isinstance(where, Shard):
+            return full
+        parts = full.chunk(dist.get_world_size(), where.dim)
+        return parts[dist.get_rank()].contiguous()
+
+    def set(self, seed: int) -> None:
+        for name, full in self.full(seed).items():
+            self.parameters[name].to_local().copy_(self._local(full, placement(name, full.shape)))
+
+    def replace(self, how: str) -> None:
+        """New storages for some parameters: at other addresses ("moved"), or with other strides too ("changed")."""
+        for name in list(self.parameters)[::7]:
+            p = self.parameters[name]
+            local = p.to_local()
+            if how == "moved":
+                new = local.clone()
+            else:
+                new = torch.zeros(*local.shape[:-1], local.shape[-1] + 3, dtype=local.dtype)[..., : local.shape[-1]]
+                new.copy_(local)
+            self.parameters[name] = DTensor.from_local(new, self.mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
+            local.fill_(float("nan"))  # whoever still reads the old storage sends this
+
+
+class Trainer(DTensorTrainer):
+    fail = ""
+
+    def drain(self) -> None:
+        if self.fail:
+            raise RebindError(self.fail, where=f"trainer {self.rank}")
+        super().drain()
+
+
+def join(rank: int, world: int, port: int) -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
+
+
+def main() -> None:
+    import xfer
+
+    weights = source = refit = None
+    emit("up")
+    for c in commands():
+        do = c.pop("do")
+        began = time.monotonic()
+        try:
+            if do == "build":
+                if refit is not None:
+                    refit.close()
+                    refit = None
+                join(c.pop("rank"), c.pop("world"), c.pop("port"))
+                weights = Weights(**c)
+                emit("built")
+            elif do == "connect":
+                pretend = {k: c.pop(k) for k in ("rank", "world") if k in c}
+                source = Trainer(lambda: weights.parameters, **pretend)
+                refit = xfer.connect(trainer=source, cache_dir=None, **{"token": os.environ["XFER_TOKEN"], **c})
+                emit("connected", plan=refit.explain())
+            elif do == "set":
+                weights.set(c["seed"])
+                emit("set")
+            elif do == "sleep":
+                time.sleep(c["seconds"])
+                emit("slept", began=began, ended=time.monotonic())
+            elif do == "replace":
+                weights.replace(c["how"])
+                emit("replaced")
+            elif do == "fail":
+                source.fail = c["text"]
+                emit("will fail" if source.fail else "will not fail")
+            elif do == "refit":
+                r = xfer.nccl_xfer_refit(refit, **c)
+                emit("refitted", version=r.version, verified=r.verified, seconds=time.monotonic() - began,
+                     committed=[o.committed for o in r.outcomes], serving=[o.serving for o in r.outcomes],
+                     errors=[f"{type(o.error).__name__}: {o.error}" if o.error else "" for o in r.outcomes],
+                     per_worker=[list(o.bytes_per_worker) for o in r.outcomes], sent=r.bytes_sent, text=str(r.outcomes))
+            elif do == "close":
+                if refit is not None:
+                    refit.close()
+                refit = None
+                emit("closed")
+        except Exception as e:
+            traceback.print_exc()
+            emit("raised", type=type(e).__name__, text=str(e), seconds=time.monotonic() - began)
+
+
+if __name__ == "__main__":
+    main()

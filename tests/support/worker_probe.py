@@ -1,0 +1,18 @@
+"""What functional tests ask of a live vLLM worker beside xfer's own calls (`worker_extension_cls`), by method name."""
+
+
+class Probe:
+    """Mixed into vLLM's worker: `self` is the worker."""
+
+    def xfer_scramble(self, seed):
+        """Noise in every live byte that no refit may leave out. Answers a checksum of what is kept."""
+        model = self.weight_transfer_engine.session.model
+        model.scramble(seed)
+        return model.checksum_kept()
+
+    def xfer_kept(self):
+        return self.weight_transfer_engine.session.model.checksum_kept()
+
+    def xfer_who(self, word):
+        """An answer of this very call: the word, and who says it."""
+        return [word, self.weight_transfer_engine.worker_rank()]
