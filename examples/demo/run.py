@@ -106,6 +106,7 @@ def main() -> int:
     parser.add_argument("--engine-python", default=str(ROOT / ".venvs/engine/bin/python"))
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--work", default=str(ROOT / ".demo"), help="where the model, the export and the logs go")
+    parser.add_argument("--svg", help="also write the final table as a picture")
     parser.add_argument("--plan", action="store_true", help="print what moves where")
     args = parser.parse_args()
     console = Console(width=None if sys.stdout.isatty() else 110)
@@ -162,6 +163,11 @@ def main() -> int:
     finally:
         for p in procs:
             p.stop()
+    show.note = "done"
+    if args.svg:
+        picture = Console(record=True, width=108, file=open(os.devnull, "w"))  # noqa: SIM115
+        picture.print(show.table())
+        picture.save_svg(args.svg, title="scripts/demo.sh")
     live, fresh = truths
     wrong = sorted(k for k in live["checksums"].keys() | fresh["checksums"].keys() if live["checksums"].get(k) != fresh["checksums"].get(k))
     verified = all(r.get("verified") for r in show.rows.values() if "step" in r)

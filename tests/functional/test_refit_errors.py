@@ -11,11 +11,14 @@ import signal
 import time
 
 import pytest
+import torch
 
 pytestmark = pytest.mark.engine
 pytest.importorskip("vllm")
 
+from tests.support.proc import free_port  # noqa: E402
 from tests.support.refit_job import GRACE_S, Job, failed, good  # noqa: E402
+from xfer.testing import toy  # noqa: E402
 
 FP32 = "model.layers.2.self_attn.q_norm.weight"
 
@@ -118,7 +121,7 @@ def test_who_does_not_fit_is_refused_at_the_door_and_may_come_again(bench):
     """Wrong bucket size, world, token and replica number; then the right ones join the same rendezvous."""
     job, t = bench.job, bench.t
     t.build(job.config)
-    job.rendezvous = f"tcp://127.0.0.1:{_port()}"
+    job.rendezvous = f"tcp://127.0.0.1:{free_port()}"
     waiting = t.say([0, 1], do="connect", rendezvous=job.rendezvous, deadline_s=40.0)
 
     def knock(**wrong):
@@ -138,7 +141,165 @@ def test_who_does_not_fit_is_refused_at_the_door_and_may_come_again(bench):
     bench.repaired()
 
 
-def _port():
-    from tests.support.proc import free_port
+# ---- when all goes well
 
-    return free_port()
+
+def test_each_worker_receives_the_bytes_of_its_written_class(b):
+    """Matrices are cut in two or, experts, dealt out; vectors and routers lie on both. Counted here from the config alone."""
+    report = b.repaired()
+    per_worker = 0
+    for name, shape, dtype in toy.specs(b.job.config):
+        whole = len(shape) == 1 or name.endswith("mlp.gate.weight")
+        per_worker += torch.Size(shape).numel() * dtype.itemsize // (1 if whole else 2)
+    assert report["per_worker"] == [[per_worker, per_worker]]
+
+
+def test_a_prompt_in_the_prefix_cache_is_answered_by_the_new_weights(b):
+    other = b.fresh_seed()
+    good(b.t.refit(other))
+    b.a.observe()
+    before = b.a.observe()  # now from the prefix cache
+    assert before.outputs != b.truth.outputs
+    b.repaired()
+    good(b.t.refit(other, verify=True))
+    again = b.a.observe()
+    assert again.same(before), again.differs(before)
+    b.repaired()
+
+
+def test_the_engine_generates_while_trainers_train_and_no_answer_is_a_mix(b):
+    good(b.t.refit(b.fresh_seed()))
+    b.a.ask("generate", "generating")
+    slept = b.t.ask("sleep", "slept", seconds=5.0)
+    good(b.t.refit(b.fresh_seed()))
+    time.sleep(1.0)
+    good(b.t.refit(1))
+    time.sleep(1.0)
+    got = b.a.ask("generated", "generated")
+    began, ended = max(s["began"] for s in slept), min(s["ended"] for s in slept)
+    seconds = {int(t - began) for t, _, _ in got["log"] if began <= t < ended}
+    assert seconds >= {0, 1, 2, 3, 4}, f"answers only in seconds {sorted(seconds)} of a step of 5 s"
+    answers = {}
+    for _, version, tokens in got["log"]:
+        answers.setdefault(version, set()).add(tuple(tokens))
+    assert len(answers) == 3 and all(len(a) == 1 for a in answers.values()), answers
+    assert len({a for s in answers.values() for a in s}) == 3 and not got["refused"]
+    b.serves_truth()
+
+
+@pytest.mark.parametrize("how", ["moved", "changed"])
+def test_parameters_that_lie_elsewhere_are_found_again(b, how):
+    b.t.ask("replace", "replaced", how=how)
+    b.repaired()
+    b.t.ask("replace", "replaced", how=how, ranks=[1])
+    b.repaired()
+
+
+# ---- failures before a byte has moved: the engine serves what it served
+
+
+def test_a_trainer_that_raises_in_drain_stops_all_with_its_error(b):
+    b.t.ask("fail", "will fail", ranks=[1], text="layer 3 was offloaded")
+    failed(b.fail(), "RebindError", "layer 3 was offloaded", "trainer 1", within=10)
+    b.serves_truth()
+    b.t.ask("fail", "will not fail", ranks=[1], text="")
+    b.repaired()
+
+
+def test_a_worker_that_raises_before_it_is_armed(b):
+    b.a.fault("worker:1:arm:raise@1")
+    failed(b.fail(), "XferError", "injected fault at arm", "replica 0 worker 1", within=10)
+    b.serves_truth()
+    b.repaired()
+
+
+@pytest.mark.parametrize("who", ["trainer:1", "worker:0"])
+def test_a_plan_that_differs_on_one_rank_moves_nothing(b, who):
+    b.t.ask("replace", "replaced", how="changed")
+    (b.t if who.startswith("trainer") else b.a).fault(f"{who}:digest:flip@1")
+    failed(b.fail(), "PlanMismatch", who.replace(":", " "), "nothing was moved", within=10)
+    b.serves_truth()
+    b.repaired()
+
+
+def test_a_call_on_some_ranks_only_ends_at_the_deadline_and_names_the_others(b):
+    results = b.fail(ranks=[0, 2], deadline_s=4.0)
+    failed(results, "DeadlineExceeded", "trainer 1: it has not called nccl_xfer_refit()", "4.0 s", within=4.0 + GRACE_S)
+    b.serves_truth()
+    failed(b.t.refit(ranks=[1]), "DeadlineExceeded", within=2.0)  # too late for that one: told so at once
+    b.repaired()
+
+
+# ---- failures in the middle: nobody gets an answer from a mix
+
+
+@pytest.mark.parametrize("fault", ["trainer:1:moving:raise@1", "worker:1:moving:raise@1", "worker:0:wave:raise@1", "worker:0:done:raise@1"])
+def test_a_rank_that_raises_in_the_middle(b, fault):
+    who, index, point, _ = fault.split(":")
+    (b.t if who == "trainer" else b.a).fault(fault)
+    failed(b.fail(), "XferError", f"injected fault at {point}", f"{who} {index}", within=10)
+    assert "mix of two versions" in b.torn()
+    b.repaired()
+
+
+@pytest.mark.parametrize("who", ["trainer:1", "worker:1"])
+def test_a_checksum_that_differs_is_never_committed(b, who):
+    (b.t if who.startswith("trainer") else b.a).fault(f"{who}:checksum:flip@1")
+    failed(b.fail(verify=True), "VerificationError", "worker", "was not committed", within=10)
+    assert b.a.state()["version"] == ""
+    assert "VerificationError" in b.torn() or "was not committed" in b.torn()
+    b.repaired()
+
+
+@pytest.mark.parametrize("who", ["trainer:1", "worker:1"])
+def test_a_rank_that_hangs_in_the_middle(b, who):
+    (b.t if who.startswith("trainer") else b.a).fault(f"{who}:moving:hang@1")
+    failed(b.fail(deadline_s=3.0), "DeadlineExceeded", f"{who.replace(':', ' ')}: still moving", within=3.0 + GRACE_S)
+    b.torn()
+    b.repaired()
+
+
+def test_a_trainer_process_that_is_stopped_in_the_middle(b):
+    b.t.fault("trainer:1:moving:hang@1")  # until it is stopped
+    b.t.ask("set", "set", seed=b.fresh_seed())
+    waiting = b.t.say(do="refit", deadline_s=4.0)
+    time.sleep(1.5)
+    stopped = b.t.ranks[1].proc.pid
+    os.kill(stopped, signal.SIGSTOP)
+    try:
+        results = [waiting[i].expect("refitted", "raised", timeout=60) for i in (0, 2)]
+        failed(results, "DeadlineExceeded", "trainer 1: still moving", within=4.0 + GRACE_S)
+        b.torn()
+    finally:
+        os.kill(stopped, signal.SIGCONT)
+    failed([waiting[1].expect("refitted", "raised", timeout=60)], "DeadlineExceeded", "trainer 1: still moving", within=60)
+    b.repaired()
+
+
+# ---- processes that die
+
+
+@pytest.mark.parametrize("fault", ["trainer:1:enter:kill", "trainer:2:moving:kill", "trainer:0:moving:kill"])
+def test_a_trainer_that_is_killed_is_named_and_the_job_can_start_again(b, fault):
+    """The engine outlives its trainers: at their restart it joins them and the first refit makes it whole."""
+    _, rank, point, _ = fault.split(":")
+    rank = int(rank)
+    others = [i for i in range(3) if i != rank]
+    b.t.ask("set", "set", seed=b.fresh_seed())
+    b.t.fault(fault)
+    b.connected = False
+    waiting = b.t.say(do="refit", deadline_s=20.0)
+    results = [waiting[i].expect("refitted", "raised", timeout=60) for i in others]
+    failed(results, "PeerLost", f"trainer {rank}", within=20.0 + GRACE_S)
+    waiting[rank].expect("ended", timeout=20)
+    if point == "enter":
+        b.serves_truth()
+        assert f"trainer {rank}" in b.a.state()["lost"]
+    else:
+        b.torn()
+    b.meet()
+    if point == "enter":
+        b.serves_truth()
+    else:
+        b.torn()  # another connection does not make it whole
+    b.repaired()

@@ -33,6 +33,7 @@ class Weights:
         self.config, self.leave, self.extra, self.fp32 = config, leave, extra, fp32
         self.mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         self.parameters: dict[str, DTensor] = {}
+        self.replaced = 0
         for name, full in self.full(0).items():
             where = placement(name, full.shape)
             local = self._local(full, where)
@@ -57,13 +58,15 @@ class Weights:
 
     def replace(self, how: str) -> None:
         """New storages for some parameters: at other addresses ("moved"), or with other strides too ("changed")."""
+        self.replaced += 1
         for name in list(self.parameters)[::7]:
             p = self.parameters[name]
             local = p.to_local()
             if how == "moved":
                 new = local.clone()
             else:
-                new = torch.zeros(*local.shape[:-1], local.shape[-1] + 3, dtype=local.dtype)[..., : local.shape[-1]]
+                wide = local.shape[-1] + 2 + self.replaced  # never the same twice
+                new = torch.zeros(*local.shape[:-1], wide, dtype=local.dtype)[..., : local.shape[-1]]
                 new.copy_(local)
             self.parameters[name] = DTensor.from_local(new, self.mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
             local.fill_(float("nan"))  # whoever still reads the old storage sends this

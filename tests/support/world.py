@@ -107,6 +107,7 @@ class ToyTaker:
     """Worker `rank` of `world` holds columns of every matrix, all of every vector, and two padding rows of `embed`."""
 
     device = torch.device("cpu")
+    drop: tuple[str, ...] = ()
 
     def __init__(self, rank: int, world: int, shapes: dict[str, tuple[int, ...]] = SHAPES):
         self.rank, self.world, self.shapes = rank, world, shapes

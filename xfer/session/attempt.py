@@ -19,7 +19,8 @@ from xfer.errors import DeadlineExceeded, EngineLost, PlanMismatch, Verification
 from xfer.session import messages as m
 
 if TYPE_CHECKING:
-    from xfer.session.hub import Client, Hub, Replica
+    from xfer.session.hub import Hub
+    from xfer.session.roster import Client, Replica
 
 STOP_GRACE_S = 10.0
 """Seconds that armed workers have to stop after an abort before the replica is taken for dirty and lost."""
@@ -165,9 +166,9 @@ class Attempt:
             if run.replan:
                 if r.complete and len(self.hub.trainer_inventories) == self.hub.options.trainers:
                     run.replan = False
-                    self.hub.plan(r)
+                    self.hub.planning.plan(r)
             elif r.relink:
-                self.hub.relink(r)
+                self.hub.planning.relink(r)
             elif r.state == "ready":
                 run.state, run.go_at = "moving", time.monotonic()
                 left = max(1.0, self.until - time.monotonic())

@@ -182,7 +182,11 @@ class Controller:
         except Exception as e:
             failure = e
             self._party.try_send(m.Failed(m.WireError.of(e, self._party.label), arm.attempt, self.replica))
-        decision = self._party.take((m.Commit, m.Settle), until + SETTLE_GRACE_S, "the decision", lambda x: x.attempt == arm.attempt)
+        try:
+            decision = self._party.take((m.Commit, m.Settle), until + SETTLE_GRACE_S, "the decision", lambda x: x.attempt == arm.attempt)
+        except XferError as e:
+            # No word from the hub: the workers presume an abort, but whether they had begun to write is not known here.
+            decision = m.Settle(arm.attempt, True, m.WireError.of(e, self._party.label))
         decided.set()
         if update is not None:
             update.join(timeout=STOP_GRACE_S * 2)
@@ -205,7 +209,7 @@ class Controller:
                 # Stays paused: bytes of two versions lie in it. For an in-process LLM `serving()` refuses instead.
                 self._set(version="", error=EngineLost(f"replica {self.replica} holds a mix of two versions", [str(decision.error.error())]))
                 handle.stay_paused()
-                self._party.send(m.Settled(arm.attempt, "", False, 0.0, tuple(phases)))
+                self._party.try_send(m.Settled(arm.attempt, "", False, 0.0, tuple(phases)))
                 return
             else:
                 handle.set_version(old, SETTLE_GRACE_S)

@@ -1,8 +1,8 @@
 """The rendezvous: one hub per job, in trainer rank 0's process. It introduces, relays and decides; it never touches weights.
 
 One thread per connection reads; one thread, the *brain*, handles every event in order, so that state needs no lock. Here:
-who is connected, catalogs and inventories, planning and linking of each replica, the key-value store for communicators.
-The state machine of a refit attempt is in `session/attempt.py`.
+threads, who is connected, catalogs and inventories, and which message goes where. Beside it: `roster.py` (clients, replicas),
+`planning.py` (a replica's plan and link), `attempt.py` (one refit), `keyvalue.py` (the store for communicators).
 
     trainers --Specs--> hub --CatalogMsg--> trainers, workers --InventoryMsg--> hub
     hub --PlanInputs(replica)--> its domain --Planned(digest)--> hub --OpenLink--> domain --LinkOpen--> hub --ReplicaReady--> trainers
@@ -16,77 +16,16 @@ import queue
 import socket
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 
-from xfer.errors import DeadlineExceeded, HandshakeError, LayoutError, PeerLost, PlanMismatch, ProtocolError, XferError
+from xfer.errors import DeadlineExceeded, HandshakeError, PeerLost, ProtocolError, XferError
 from xfer.session import messages as m
 from xfer.session.attempt import Attempt
 from xfer.session.channel import Channel, accept_handshake, listen
+from xfer.session.keyvalue import KeyValues
+from xfer.session.planning import Planning
+from xfer.session.roster import Client, HubOptions, Replica
 from xfer.trace.catalog import Catalog
-
-
-@dataclass(eq=False)
-class Client:
-    """One authenticated connection, after its hello."""
-
-    channel: Channel
-    hello: m.Hello | None = None
-    left: bool = False
-    progress: m.Progress | None = None
-
-    @property
-    def label(self) -> str:
-        h = self.hello
-        if h is None:
-            return "a client without hello"
-        if h.role == "trainer":
-            return f"trainer {h.index}"
-        return f"replica {h.replica} worker {h.index}" if h.role == "worker" else f"replica {h.replica} controller" if h.role == "controller" else "observer"
-
-    def send(self, message: m.Message) -> None:
-        """A client that cannot be reached is handled when its reader reports the end, never here."""
-        try:
-            self.channel.send(message)
-        except PeerLost:
-            pass
-
-
-@dataclass(eq=False)
-class Replica:
-    """What the hub knows of one engine replica."""
-
-    index: int
-    size: int = 0
-    controller: Client | None = None
-    workers: dict[int, Client] = field(default_factory=dict)
-    inventories: dict[int, bytes] = field(default_factory=dict)
-    epoch: int = 0
-    state: str = "absent"  # absent | joining | planning | linking | ready | lost
-    pending: set[Client] = field(default_factory=set)  # who still owes an answer in this state
-    digests: dict[str, str] = field(default_factory=dict)  # label -> plan digest
-    digest: str = ""
-    version: str = ""
-    dirty: bool = False
-    error: XferError | None = None
-    until: float = 0.0
-    relink: bool = False  # plan is still right, the communicator is not
-
-    @property
-    def complete(self) -> bool:
-        return self.controller is not None and self.size > 0 and len(self.workers) == self.size == len(self.inventories)
-
-
-@dataclass(frozen=True)
-class HubOptions:
-    trainers: int
-    replicas: int
-    deadline_s: float
-    bucket_bytes: int
-    drop: tuple[str, ...] = ()
-    narrow: tuple[str, ...] = ()
-    settings: tuple[tuple[str, str], ...] = ()  # must be equal in every hello that carries the same key
 
 
 class Hub:
@@ -104,8 +43,7 @@ class Hub:
         self.finished: dict[int, m.Outcome] = {}
         self.failure: XferError | None = None  # a trainer is gone: nothing can be refitted any more
         self._clients: set[Client] = set()
-        self._store: dict[str, bytes] = {}
-        self._parked: dict[str, list[tuple[Client, int]]] = defaultdict(list)
+        self.store, self.planning = KeyValues(), Planning(self)
         self._timers: list[tuple[float, Callable[[], None]]] = []
         self._events: queue.Queue[Callable[[], None] | None] = queue.Queue()
         self._listener = listen(rendezvous, token)
@@ -197,6 +135,11 @@ class Hub:
                 return self._hello(client, msg)
             if client.hello.role not in _SENDERS.get(type(msg), ()):
                 raise ProtocolError(f"{client.label} may not send {type(msg).__name__}")
+            replica = getattr(msg, "replica", None)
+            if replica is not None and not (replica in self.replicas or isinstance(msg, m.Failed)):
+                raise ProtocolError(f"{client.label} speaks of replica {replica}, which does not exist")
+            if replica is not None and client.hello.role == "worker" and replica != client.hello.replica:
+                raise ProtocolError(f"{client.label} speaks for replica {replica}")
             handler = getattr(self, f"_on_{type(msg).__name__}", None)
             if handler is not None:
                 return handler(client, msg)
@@ -245,7 +188,7 @@ class Hub:
             return
         client.channel.label = client.label
         self._clients.add(client)
-        client.send(m.Welcome(o.trainers, o.replicas))
+        client.send(m.Welcome(o.trainers, o.replicas, o.drop))
         if h.role == "trainer":
             self.trainers[h.index] = client
         elif h.role == "controller":
@@ -262,8 +205,7 @@ class Hub:
 
     def _gone(self, client: Client, reason: str) -> None:
         self._clients.discard(client)
-        for parked in self._parked.values():
-            parked[:] = [p for p in parked if p[0] is not client]
+        self.store.drop(client)
         h = client.hello
         if h is None or h.role == "observer":
             return
@@ -297,7 +239,7 @@ class Hub:
         if self.attempt is not None:
             self.attempt.lost(replica, error)
         if was in ("planning", "linking"):
-            self._abort_planning(replica, error)
+            self.planning.abort(replica, error)
         wire = m.WireError.of(error, "rendezvous")
         for c in (*replica.workers.values(), *([replica.controller] if replica.controller else [])):
             c.send(m.Failed(wire, replica=replica.index))
@@ -314,7 +256,7 @@ class Hub:
         wire = m.WireError.of(error, "rendezvous")
         for r in self.replicas.values():
             if r.state in ("planning", "linking"):
-                self._abort_planning(r, error)
+                self.planning.abort(r, error)
         self.broadcast(list(self._clients), m.Failed(wire))
 
     def _check_join(self, replica: Replica) -> None:
@@ -368,90 +310,13 @@ class Hub:
 
     def plan_if_complete(self, replica: Replica) -> None:
         if replica.state == "joining" and replica.complete and len(self.trainer_inventories) == self.options.trainers:
-            self.plan(replica)
-
-    # ---- planning and linking of one replica
-
-    def plan(self, replica: Replica, *, open_link: bool = True) -> None:
-        """Start a planning epoch for a replica whose inventories are all here."""
-        replica.epoch += 1
-        replica.state, replica.error, replica.relink = "planning", None, False
-        replica.digests, replica.pending = {}, set(self.domain(replica))
-        replica.until = time.monotonic() + self.options.deadline_s
-        domain = self.domain(replica)
-        self.broadcast(domain, m.PlanInputs(
-            replica.index, replica.epoch,
-            tuple(self.trainer_inventories[i] for i in range(self.options.trainers)),
-            tuple(replica.inventories[i] for i in range(replica.size)),
-            tuple(c.hello.host for c in domain), open_link, self.options.drop, self.options.narrow, self.options.bucket_bytes,
-            self.options.deadline_s,
-        ))  # fmt: skip
-        epoch = replica.epoch
-        self.at(replica.until, lambda: self._planning_late(replica, epoch))
-
-    def _planning_late(self, replica: Replica, epoch: int) -> None:
-        if replica.epoch == epoch and replica.state in ("planning", "linking"):
-            waiting = sorted(c.label for c in replica.pending)
-            self.planning_failed(replica, DeadlineExceeded(
-                f"replica {replica.index} is still {replica.state} after {self.options.deadline_s:.0f} s", [f"waiting for {w}" for w in waiting]))
-
-    def planning_failed(self, replica: Replica, error: XferError) -> None:
-        self._abort_planning(replica, error)
-        replica.state, replica.error = "failed", error
-        if self.attempt is not None:
-            self.attempt.planning_failed(replica, error)
-        else:
-            self.broadcast(self.trainers.values(), m.Failed(m.WireError.of(error, "rendezvous"), replica=replica.index))
-            if replica.controller is not None:
-                replica.controller.send(m.Failed(m.WireError.of(error, "rendezvous"), replica=replica.index))
-
-    def _abort_planning(self, replica: Replica, error: XferError) -> None:
-        abort = m.Abort(replica.index, self.attempt.number if self.attempt else 0, replica.epoch, m.WireError.of(error, "rendezvous"))
-        self.broadcast(self.domain(replica), abort)
+            self.planning.plan(replica)
 
     def _on_Planned(self, client: Client, msg: m.Planned) -> None:
-        replica = self.replicas[msg.replica]
-        if msg.epoch != replica.epoch or replica.state != "planning" or client not in replica.pending:
-            return
-        replica.pending.discard(client)
-        replica.digests[client.label] = msg.digest
-        if replica.pending:
-            return
-        if len(set(replica.digests.values())) > 1:
-            most = max(sorted(set(replica.digests.values())), key=list(replica.digests.values()).count)
-            odd = [f"{who}: digest {d}, most ranks have {most}" for who, d in sorted(replica.digests.items()) if d != most]
-            self.planning_failed(replica, PlanMismatch(
-                f"ranks planned replica {replica.index} differently; nothing was moved", odd + ["install the same xfer and numpy on all sides"]))
-            return
-        replica.digest = next(iter(replica.digests.values()))
-        self.link(replica)
-
-    def link(self, replica: Replica) -> None:
-        replica.state, replica.relink, replica.pending = "linking", False, set(self.domain(replica))
-        self._forget_store(replica)
-        self.broadcast(self.domain(replica), m.OpenLink(replica.index, replica.epoch))
-
-    def relink(self, replica: Replica) -> None:
-        """The plan stands, the communicator of the last attempt does not: a new epoch with the same digest."""
-        replica.epoch += 1
-        replica.until = time.monotonic() + self.options.deadline_s
-        epoch = replica.epoch
-        self.at(replica.until, lambda: self._planning_late(replica, epoch))
-        self.link(replica)
+        self.planning.planned(client, msg)
 
     def _on_LinkOpen(self, client: Client, msg: m.LinkOpen) -> None:
-        replica = self.replicas[msg.replica]
-        if msg.epoch != replica.epoch or replica.state != "linking" or client not in replica.pending:
-            return
-        replica.pending.discard(client)
-        if not replica.pending:
-            replica.state = "ready"
-            ready = m.ReplicaReady(replica.index, replica.epoch, replica.digest)
-            self.broadcast(self.domain(replica), ready)
-            if replica.controller is not None:
-                replica.controller.send(ready)
-            if self.attempt is not None:
-                self.attempt.advance()
+        self.planning.link_open(client, msg)
 
     def _on_Failed(self, client: Client, msg: m.Failed) -> None:
         error = msg.error.error()
@@ -460,7 +325,7 @@ class Hub:
             targets = [self.replicas[client.hello.replica]]
         for r in targets:
             if r.state in ("planning", "linking"):
-                self.planning_failed(r, error)
+                self.planning.failed(r, error)
         if self.attempt is not None:
             self.attempt.failed(client, targets if msg.replica >= 0 or client.hello.role != "trainer" else None, error)
         elif client.hello.role == "trainer" and msg.replica < 0:
@@ -516,40 +381,17 @@ class Hub:
     def _prefix(self, client: Client) -> str:
         return "" if client.hello.role == "trainer" else f"r{client.hello.replica}/"
 
-    def _forget_store(self, replica: Replica) -> None:
-        prefix = f"r{replica.index}/"
-        for k in [k for k in self._store if k.startswith(prefix)]:
-            del self._store[k]
-
-    def _put(self, key: str, value: bytes) -> None:
-        self._store[key] = value
-        for client, call in self._parked.pop(key, ()):
-            client.send(m.StoreReply(call, value))
-
     def _on_StoreSet(self, client: Client, msg: m.StoreSet) -> None:
-        m.check_store_key(msg.key, self._prefix(client))
-        self._put(msg.key, msg.value)
+        self.store.set(msg, self._prefix(client))
 
     def _on_StoreGet(self, client: Client, msg: m.StoreGet) -> None:
-        m.check_store_key(msg.key, self._prefix(client))
-        if msg.key in self._store:
-            client.send(m.StoreReply(msg.call, self._store[msg.key]))
-        else:
-            self._parked[msg.key].append((client, msg.call))
+        self.store.get(client, msg, self._prefix(client))
 
     def _on_StoreAdd(self, client: Client, msg: m.StoreAdd) -> None:
-        m.check_store_key(msg.key, self._prefix(client))
-        try:
-            value = int(self._store.get(msg.key, b"0")) + msg.amount
-        except ValueError:
-            raise ProtocolError(f"store key {msg.key!r} does not hold a number") from None
-        self._put(msg.key, str(value).encode())
-        client.send(m.StoreReply(msg.call, str(value).encode()))
+        self.store.add(client, msg, self._prefix(client))
 
     def _on_StoreCheck(self, client: Client, msg: m.StoreCheck) -> None:
-        for key in msg.keys:
-            m.check_store_key(key, self._prefix(client))
-        client.send(m.StoreReply(msg.call, flag=all(k in self._store for k in msg.keys)))
+        self.store.check(client, msg, self._prefix(client))
 
     # ---- observers
 

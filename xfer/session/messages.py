@@ -77,8 +77,11 @@ class Hello(_Message):
 
 
 class Welcome(_Message):
+    """hub -> client. `drop`: globs of canonical names that no engine needs to take."""
+
     trainers: Count
     replicas: Count
+    drop: Annotated[tuple[Name, ...], Meta(max_length=4096)] = ()
 
 
 class Refused(_Message):
@@ -114,7 +117,6 @@ class PlanInputs(_Message):
     trainers: Annotated[tuple[Blob, ...], Meta(max_length=65536)]
     workers: Annotated[tuple[Blob, ...], Meta(max_length=65536)]
     hosts: Annotated[tuple[Name, ...], Meta(max_length=131072)]
-    open_link: bool
     drop: Annotated[tuple[Name, ...], Meta(max_length=4096)] = ()
     narrow: Annotated[tuple[Name, ...], Meta(max_length=4096)] = ()
     bucket_bytes: Bytes64 = 0

@@ -108,16 +108,6 @@ class Party:
                 error = message.error.error()
                 raise error if isinstance(error, XferError) else HandshakeError(str(error))
 
-    def drop_old(self) -> None:
-        """Forget inbox messages from before now, except a lost connection."""
-        kept = []
-        while not self.inbox.empty():
-            message = self.inbox.get_nowait()
-            if isinstance(message, XferError | m.Outcome):
-                kept.append(message)
-        for message in kept:
-            self.inbox.put(message)
-
     def close(self) -> None:
         self.try_send(m.Leave())
         for lane in list(self.lanes.values()):

@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 
-from xfer.errors import DeadlineExceeded, PeerLost, XferError
+from xfer.errors import DeadlineExceeded, PeerLost, Unsupported, XferError
 from xfer.kernels.checksum import checksum_rows
 from xfer.plan.cache import PlanCache
 from xfer.plan.inventory import trainer_inventory
@@ -21,10 +21,11 @@ from xfer.plan.table import padded_shapes
 from xfer.session import faults
 from xfer.session import messages as m
 from xfer.session.attempt import SETTLE_GRACE_S, STOP_GRACE_S
-from xfer.session.hub import Hub, HubOptions
+from xfer.session.hub import Hub
 from xfer.session.lane import Lane
 from xfer.session.party import Party, host_identity
 from xfer.session.report import RefitReport, ReplicaOutcome
+from xfer.session.roster import HubOptions
 from xfer.trace.catalog import Catalog
 from xfer.trace.fragment import Root
 from xfer.trace.traced import Traced
@@ -90,12 +91,11 @@ class TrainerSession:
         """Publish the layout; with `wait`, until every replica has a plan and a link."""
         until = time.monotonic() + self.deadline_s
         try:
-            layout = self.source.read()
+            self._take(self.source.read())
         except Exception as e:
             self._party.try_send(m.Failed(m.WireError.of(e, self._party.label)))
             raise
-        self._take(layout)
-        self._party.send(m.Specs(Catalog.union([(self._party.label, layout.traced.specs)]).to_bytes()))
+        self._party.send(m.Specs(Catalog.union([(self._party.label, self._layout.traced.specs)]).to_bytes()))
         message = self._party.take((m.CatalogMsg, m.Failed), until, "the catalog: other trainer ranks have not connected yet")
         self._raise_failed(message)
         self._take_catalog(message)
@@ -118,6 +118,11 @@ class TrainerSession:
             raise message.error.error()
 
     def _take(self, layout: Layout) -> None:
+        computed = layout.traced.recipes
+        if computed:
+            raise Unsupported("some exported tensors are computed from parameters, which trainers cannot send yet", [
+                f"{r.target} ({self._party.label}): {', '.join(r.ops)} of {', '.join(r.sources)}; merge it into the parameters first"
+                for r in computed])
         self._layout = layout
 
     def _take_catalog(self, message: m.CatalogMsg) -> None:

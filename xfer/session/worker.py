@@ -34,6 +34,7 @@ class Taker(Protocol):
     """An engine framework's adapter on one worker; `engines/vllm_layout.py` has the one for vLLM."""
 
     device: torch.device
+    drop: tuple[str, ...]
 
     def read(self, catalog: Catalog): ...
 
@@ -83,6 +84,7 @@ class WorkerSession:
         self._party = Party(self.rendezvous, self._token, "worker", index=self.index, size=self.size, replica=self.replica,
                             deadline_s=self.deadline_s, settings=(("data plane", "nccl" if self.device.type == "cuda" else "gloo"),))
         self._party.on_lane = self._lane
+        self.model.drop = (*self.model.drop, *self._party.welcome.drop)
         first = self._party.take((m.CatalogMsg, m.Failed), until, "the catalog: trainers have not connected yet")
         self._raise_failed(first)
         self._read(first)

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from xfer.errors import RebindError, Unsupported
-from xfer.mesh.mesh_info import MeshInfo
-from xfer.mesh.placement import from_torch
+from xfer.mesh.placement import from_dtensor
 from xfer.trace.declared import declared_fragments
 from xfer.trace.fragment import Fragment, Root, TensorSpec
 from xfer.trace.traced import Traced
@@ -74,9 +73,9 @@ class DTensorTrainer:
             strides, offset = tuple(s * size for s in local.stride()), local.storage_offset() * size
             specs.append(TensorSpec(name, tuple(t.shape), _dtype(local)))
             if local is not t and hasattr(t, "placements"):
-                mesh = MeshInfo.from_device_mesh(t.device_mesh)
-                fragments += declared_fragments(name, tuple(t.shape), _dtype(local), mesh, from_torch(t.placements),
-                                                torch.distributed.get_rank(), root.name, strides, offset)
+                mesh, placements = from_dtensor(t)
+                me = torch.distributed.get_rank()
+                fragments += declared_fragments(name, tuple(t.shape), _dtype(local), mesh, placements, me, root.name, strides, offset)
             elif local.numel():
                 flat = tuple(0 if n == 1 else s for n, s in zip(local.shape, strides))
                 fragments.append(Fragment(name, (0,) * local.dim(), tuple(local.shape), root.name, offset, flat, _dtype(local)))

@@ -24,8 +24,9 @@ from xfer.transport.steps import Part, Step, steps
 DEPTH = 2
 """Buffers per direction: one travels while the other is packed or unpacked."""
 
-STEP_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}
-"""On CPUs a step stays in the cache between its copy and the socket; on GPUs a message has to be long to reach wire speed."""
+STEP_BYTES = {"cpu": 16 << 20, "cuda": 64 << 20}
+"""Most wire bytes of a pair in a step. On CPUs shorter steps wait more often, longer ones gain nothing (scripts/bench_cpu.py); on GPUs a
+message has to be long to reach wire speed."""
 
 DIRECT_BYTES = {"cpu": 128 << 10, "cuda": 64 << 20}
 """Shorter dense rows are packed: a message of its own costs more than their copy."""

@@ -1,0 +1,87 @@
+"""What a user meets before any code runs: dependencies, import cost, the README's promises."""
+
+import importlib.metadata as md
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text()
+
+
+def test_the_core_needs_only_torch_numpy_and_small_pure_packages():
+    text = (ROOT / "pyproject.toml").read_text()
+    deps = re.search(r"^dependencies = \[(.*?)\]", text, re.S | re.M).group(1)
+    names = sorted(re.findall(r'"([A-Za-z0-9_.-]+?)[<>=~!]', deps))
+    assert names == ["msgspec", "numpy", "rich", "torch", "typer"]
+
+
+def test_import_is_quick_and_touches_nothing_heavy():
+    code = (
+        "import sys, time; t = time.perf_counter(); import xfer; s = time.perf_counter() - t\n"
+        "heavy = [m for m in ('torch', 'megatron', 'vllm', 'transformers', 'triton') if m in sys.modules]\n"
+        "import xfer.mesh, xfer.trace, xfer.plan.planner, xfer.api, xfer.session.messages\n"
+        "from xfer import nccl_xfer_refit, connect, serve\n"
+        "more = [m for m in ('megatron', 'vllm', 'transformers') if m in sys.modules]\n"
+        "import torch, torch.distributed as d\n"
+        "import xfer.session.trainer, xfer.session.worker, xfer.transport.p2p, xfer.transport.golden, xfer.trainers.megatron\n"
+        "more += [m for m in ('megatron', 'vllm', 'transformers') if m in sys.modules]\n"
+        "print(s, heavy, more, d.is_initialized(), torch.cuda.is_initialized())"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True, timeout=120).stdout.split()
+    assert float(out[0]) < 1.0
+    assert out[1:] == ["[]", "[]", "False", "False"], out
+
+
+def test_the_engine_plugin_is_an_entry_point():
+    found = [e.value for e in md.entry_points(group="vllm.general_plugins") if e.name == "xfer"]
+    assert found == ["xfer.engines.vllm_plugin:register"], "install the package: pip install -e ."
+
+
+def table(title: str) -> list[list[str]]:
+    part = README.split(f"## {title}", 1)[1].split("\n## ", 1)[0]
+    rows = [[c.strip() for c in line.strip().strip("|").split("|")] for line in part.splitlines() if line.startswith("|")]
+    assert len(rows) > 2, f"no table under {title}"
+    return rows[2:]
+
+
+@pytest.mark.parametrize("row", table("What works today"), ids=lambda r: r[0][:40])
+def test_what_works_names_tests_that_exist(row):
+    """The last column of each row names the tests that prove it, as path::name."""
+    named = re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", row[-1])
+    assert named, f"no test named in {row}"
+    for path, name in named:
+        text = (ROOT / path).read_text()
+        assert not name or f"def {name}(" in text, f"{path} has no {name}"
+
+
+@pytest.mark.parametrize("row", table("What does not work yet"), ids=lambda r: r[0][:40])
+def test_what_does_not_work_is_refused_in_these_words_or_said_to_be_silent(row):
+    """The last column quotes what a user sees; those words are in the code. A row without an error says so."""
+    quoted = re.findall(r"`([^`]+)`", row[-1])
+    if not quoted:
+        assert "not there" in row[-1], row
+        return
+    source = "\n".join(p.read_text() for p in (ROOT / "xfer").rglob("*.py"))
+    flat = re.sub(r'"\s*\n\s*f?"', "", source)
+    for words in quoted:
+        assert words in flat, f"nothing in xfer says {words!r}"
+
+
+def test_commands_in_the_readme_exist():
+    for path in re.findall(r"(scripts/[\w./-]+\.(?:sh|py))", README):
+        assert (ROOT / path).exists(), path
+
+
+def test_numbers_in_the_readme_name_their_result_files():
+    for path in re.findall(r"\((docs/[\w./-]+)\)", README):
+        assert (ROOT / path).exists(), path
+
+
+def test_no_file_outgrows_a_reader():
+    long = {str(p.relative_to(ROOT)): n for p in (ROOT / "xfer").rglob("*.py") if (n := len(p.read_text().splitlines())) > 500}
+    assert not long, json.dumps(long)

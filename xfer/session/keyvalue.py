@@ -1,0 +1,57 @@
+"""The hub's side of the store (store.py has the client's): keys, values, and clients that wait for a key to appear."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from xfer.errors import ProtocolError
+from xfer.session import messages as m
+from xfer.session.roster import Client
+
+
+class KeyValues:
+    """Every call checks its keys against the client's prefix: ProtocolError ends that connection."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, bytes] = {}
+        self._parked: dict[str, list[tuple[Client, int]]] = defaultdict(list)
+
+    def _put(self, key: str, value: bytes) -> None:
+        self._values[key] = value
+        for client, call in self._parked.pop(key, ()):
+            client.send(m.StoreReply(call, value))
+
+    def set(self, msg: m.StoreSet, prefix: str) -> None:
+        m.check_store_key(msg.key, prefix)
+        self._put(msg.key, msg.value)
+
+    def get(self, client: Client, msg: m.StoreGet, prefix: str) -> None:
+        m.check_store_key(msg.key, prefix)
+        if msg.key in self._values:
+            client.send(m.StoreReply(msg.call, self._values[msg.key]))
+        else:
+            self._parked[msg.key].append((client, msg.call))
+
+    def add(self, client: Client, msg: m.StoreAdd, prefix: str) -> None:
+        m.check_store_key(msg.key, prefix)
+        try:
+            value = int(self._values.get(msg.key, b"0")) + msg.amount
+        except ValueError:
+            raise ProtocolError(f"store key {msg.key!r} does not hold a number") from None
+        self._put(msg.key, str(value).encode())
+        client.send(m.StoreReply(msg.call, str(value).encode()))
+
+    def check(self, client: Client, msg: m.StoreCheck, prefix: str) -> None:
+        for key in msg.keys:
+            m.check_store_key(key, prefix)
+        client.send(m.StoreReply(msg.call, flag=all(k in self._values for k in msg.keys)))
+
+    def forget(self, prefix: str) -> None:
+        """Values of an epoch that is over."""
+        for key in [k for k in self._values if k.startswith(prefix)]:
+            del self._values[key]
+
+    def drop(self, client: Client) -> None:
+        """A client that is gone waits for nothing."""
+        for parked in self._parked.values():
+            parked[:] = [p for p in parked if p[0] is not client]

@@ -1,0 +1,105 @@
+"""How a replica gets its plan and its link: inventories out, equal digests back, then one data link per epoch.
+
+    joining -> planning --all digests equal--> linking --all links open--> ready
+    planning, linking --error, deadline--> failed (planned anew by the next attempt)
+
+Runs on the hub's brain thread. What a plan is, is plan/'s business; here its digest is a string.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from xfer.errors import DeadlineExceeded, PlanMismatch, XferError
+from xfer.session import messages as m
+
+if TYPE_CHECKING:
+    from xfer.session.hub import Hub
+    from xfer.session.roster import Client, Replica
+
+
+class Planning:
+    def __init__(self, hub: Hub):
+        self.hub = hub
+
+    def plan(self, replica: Replica) -> None:
+        """Start a planning epoch for a replica whose inventories are all here."""
+        replica.epoch += 1
+        replica.state, replica.error, replica.relink = "planning", None, False
+        replica.digests, replica.pending = {}, set(self.hub.domain(replica))
+        replica.until = time.monotonic() + self.hub.options.deadline_s
+        domain = self.hub.domain(replica)
+        self.hub.broadcast(domain, m.PlanInputs(
+            replica.index, replica.epoch,
+            tuple(self.hub.trainer_inventories[i] for i in range(self.hub.options.trainers)),
+            tuple(replica.inventories[i] for i in range(replica.size)),
+            tuple(c.hello.host for c in domain), self.hub.options.drop, self.hub.options.narrow, self.hub.options.bucket_bytes,
+            self.hub.options.deadline_s,
+        ))  # fmt: skip
+        epoch = replica.epoch
+        self.hub.at(replica.until, lambda: self._late(replica, epoch))
+
+    def _late(self, replica: Replica, epoch: int) -> None:
+        if replica.epoch == epoch and replica.state in ("planning", "linking"):
+            waiting = sorted(c.label for c in replica.pending)
+            self.failed(replica, DeadlineExceeded(
+                f"replica {replica.index} is still {replica.state} after {self.hub.options.deadline_s:.0f} s", [f"waiting for {w}" for w in waiting]))
+
+    def failed(self, replica: Replica, error: XferError) -> None:
+        self.abort(replica, error)
+        replica.state, replica.error = "failed", error
+        if self.hub.attempt is not None:
+            self.hub.attempt.planning_failed(replica, error)
+        else:
+            self.hub.broadcast(self.hub.trainers.values(), m.Failed(m.WireError.of(error, "rendezvous"), replica=replica.index))
+            if replica.controller is not None:
+                replica.controller.send(m.Failed(m.WireError.of(error, "rendezvous"), replica=replica.index))
+
+    def abort(self, replica: Replica, error: XferError) -> None:
+        abort = m.Abort(replica.index, self.hub.attempt.number if self.hub.attempt else 0, replica.epoch, m.WireError.of(error, "rendezvous"))
+        self.hub.broadcast(self.hub.domain(replica), abort)
+
+    def planned(self, client: Client, msg: m.Planned) -> None:
+        replica = self.hub.replicas[msg.replica]
+        if msg.epoch != replica.epoch or replica.state != "planning" or client not in replica.pending:
+            return
+        replica.pending.discard(client)
+        replica.digests[client.label] = msg.digest
+        if replica.pending:
+            return
+        if len(set(replica.digests.values())) > 1:
+            most = max(sorted(set(replica.digests.values())), key=list(replica.digests.values()).count)
+            odd = [f"{who}: digest {d}, most ranks have {most}" for who, d in sorted(replica.digests.items()) if d != most]
+            self.failed(replica, PlanMismatch(
+                f"ranks planned replica {replica.index} differently; nothing was moved", odd + ["install the same xfer and numpy on all sides"]))
+            return
+        replica.digest = next(iter(replica.digests.values()))
+        self.link(replica)
+
+    def link(self, replica: Replica) -> None:
+        replica.state, replica.relink, replica.pending = "linking", False, set(self.hub.domain(replica))
+        self.hub.store.forget(f"r{replica.index}/")
+        self.hub.broadcast(self.hub.domain(replica), m.OpenLink(replica.index, replica.epoch))
+
+    def relink(self, replica: Replica) -> None:
+        """The plan stands, the communicator of the last attempt does not: a new epoch with the same digest."""
+        replica.epoch += 1
+        replica.until = time.monotonic() + self.hub.options.deadline_s
+        epoch = replica.epoch
+        self.hub.at(replica.until, lambda: self._late(replica, epoch))
+        self.link(replica)
+
+    def link_open(self, client: Client, msg: m.LinkOpen) -> None:
+        replica = self.hub.replicas[msg.replica]
+        if msg.epoch != replica.epoch or replica.state != "linking" or client not in replica.pending:
+            return
+        replica.pending.discard(client)
+        if not replica.pending:
+            replica.state = "ready"
+            ready = m.ReplicaReady(replica.index, replica.epoch, replica.digest)
+            self.hub.broadcast(self.hub.domain(replica), ready)
+            if replica.controller is not None:
+                replica.controller.send(ready)
+            if self.hub.attempt is not None:
+                self.hub.attempt.advance()

@@ -1,0 +1,71 @@
+"""Who the hub knows: clients, replicas, and what the job's first trainer said about itself. State only, no decisions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from xfer.errors import PeerLost, XferError
+from xfer.session import messages as m
+from xfer.session.channel import Channel
+
+
+@dataclass(eq=False)
+class Client:
+    """One authenticated connection, after its hello."""
+
+    channel: Channel
+    hello: m.Hello | None = None
+    left: bool = False
+    progress: m.Progress | None = None
+
+    @property
+    def label(self) -> str:
+        h = self.hello
+        if h is None:
+            return "a client without hello"
+        if h.role == "trainer":
+            return f"trainer {h.index}"
+        return f"replica {h.replica} worker {h.index}" if h.role == "worker" else f"replica {h.replica} controller" if h.role == "controller" else "observer"
+
+    def send(self, message: m.Message) -> None:
+        """A client that cannot be reached is handled when its reader reports the end, never here."""
+        try:
+            self.channel.send(message)
+        except PeerLost:
+            pass
+
+
+@dataclass(eq=False)
+class Replica:
+    """What the hub knows of one engine replica."""
+
+    index: int
+    size: int = 0
+    controller: Client | None = None
+    workers: dict[int, Client] = field(default_factory=dict)
+    inventories: dict[int, bytes] = field(default_factory=dict)
+    epoch: int = 0
+    state: str = "absent"  # absent | joining | planning | linking | ready | lost
+    pending: set[Client] = field(default_factory=set)  # who still owes an answer in this state
+    digests: dict[str, str] = field(default_factory=dict)  # label -> plan digest
+    digest: str = ""
+    version: str = ""
+    dirty: bool = False
+    error: XferError | None = None
+    until: float = 0.0
+    relink: bool = False  # plan is still right, the communicator is not
+
+    @property
+    def complete(self) -> bool:
+        return self.controller is not None and self.size > 0 and len(self.workers) == self.size == len(self.inventories)
+
+
+@dataclass(frozen=True)
+class HubOptions:
+    trainers: int
+    replicas: int
+    deadline_s: float
+    bucket_bytes: int
+    drop: tuple[str, ...] = ()
+    narrow: tuple[str, ...] = ()
+    settings: tuple[tuple[str, str], ...] = ()  # must be equal in every hello that carries the same key
