@@ -4,7 +4,8 @@
 
 Prints, of one run: ours (the planned program, warm), raw gloo send/recv of the same bytes between the same pairs (the
 floor), a broadcast of every full tensor with slicing (the usual way), and golden. Median seconds of the slowest rank.
-The planner is the real one; the model is a synthetic dense decoder whose fused tensors lie as Megatron-Core and vLLM lay them.
+The planner is the real one; the model is a synthetic dense decoder whose fused tensors lie as Megatron-Core and vLLM
+lay them.
 """
 
 from __future__ import annotations
@@ -22,17 +23,17 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import torch  # noqa: E402
-from torch.distributed import FileStore  # noqa: E402
+import torch
+from torch.distributed import FileStore
 
-from xfer.plan.inventory import engine_inventory, trainer_inventory  # noqa: E402
-from xfer.plan.planner import PlanOptions, plan_replica  # noqa: E402
-from xfer.trace.catalog import Catalog  # noqa: E402
-from xfer.trace.fragment import Fragment, Root, Span, TensorSpec  # noqa: E402
-from xfer.transport import p2p as p2p_module  # noqa: E402
-from xfer.transport.golden import golden  # noqa: E402
-from xfer.transport.group import open_group  # noqa: E402
-from xfer.transport.p2p import P2P  # noqa: E402
+from xfer.plan.inventory import engine_inventory, trainer_inventory
+from xfer.plan.planner import PlanOptions, plan_replica
+from xfer.trace.catalog import Catalog
+from xfer.trace.fragment import Fragment, Root, Span, TensorSpec
+from xfer.transport import p2p as p2p_module
+from xfer.transport.golden import golden
+from xfer.transport.group import open_group
+from xfer.transport.p2p import P2P
 
 ITEM = 2  # bfloat16
 SIDE = 2  # ranks of each side
@@ -56,10 +57,16 @@ class Model:
         h, d = self.hidden, self.head_dim
         for i in range(self.layers):
             for name, shape in (
-                ("self_attn.q_proj", (self.heads * d, h)), ("self_attn.k_proj", (self.groups * d, h)), ("self_attn.v_proj", (self.groups * d, h)),
-                ("self_attn.o_proj", (h, self.heads * d)), ("mlp.gate_proj", (self.ffn, h)), ("mlp.up_proj", (self.ffn, h)),
-                ("mlp.down_proj", (h, self.ffn)), ("input_layernorm", (h,)), ("post_attention_layernorm", (h,)),
-            ):  # fmt: skip
+                ("self_attn.q_proj", (self.heads * d, h)),
+                ("self_attn.k_proj", (self.groups * d, h)),
+                ("self_attn.v_proj", (self.groups * d, h)),
+                ("self_attn.o_proj", (h, self.heads * d)),
+                ("mlp.gate_proj", (self.ffn, h)),
+                ("mlp.up_proj", (self.ffn, h)),
+                ("mlp.down_proj", (h, self.ffn)),
+                ("input_layernorm", (h,)),
+                ("post_attention_layernorm", (h,)),
+            ):
                 self.specs.append(TensorSpec(f"model.layers.{i}.{name}.weight", shape, "bfloat16"))
         self.specs.append(TensorSpec("model.embed_tokens.weight", (self.vocab, h), "bfloat16"))
 
@@ -74,7 +81,9 @@ class Layout:
     def put(self, tensor: str, origin, extent, root: str, at_row: int, pitch: int) -> None:
         """A box whose rows begin every `pitch` elements, the first at row `at_row` of `root`."""
         strides = (pitch * ITEM, ITEM) if len(extent) == 2 else (ITEM,)
-        self.fragments.append(Fragment(tensor, tuple(origin), tuple(extent), root, at_row * pitch * ITEM, strides, "bfloat16"))
+        self.fragments.append(
+            Fragment(tensor, tuple(origin), tuple(extent), root, at_row * pitch * ITEM, strides, "bfloat16")
+        )
         rows = extent[0] if len(extent) == 2 else 1
         self.sizes[root] = max(self.sizes.get(root, 0), (at_row + rows) * pitch * ITEM)
 
@@ -111,8 +120,8 @@ def layout(m: Model, rank: int, tp: int, interleaved: bool) -> Layout:
 
 
 def timed(link, repeats: int, *works: Callable[[], object]) -> list[float]:
-    """Median seconds of each from the last rank's start to the last rank's end. They take turns, so that a busy machine is
-    as busy for one as for the other; the first turn is not counted.
+    """Median seconds of each from the last rank's start to the last rank's end. They take turns, so that a busy
+    machine is as busy for one as for the other; the first turn is not counted.
     """
     token, spent = torch.zeros(1), [[] for _ in works]
     for _ in range(repeats + 1):
@@ -142,14 +151,22 @@ def main_rank(args: argparse.Namespace) -> None:
     whole = args.layout == "replicas"
     workers = [layout(m, 0, 1, False) if whole else layout(m, r, SIDE, False) for r in range(SIDE)]
     catalog = Catalog.union([("bench", m.specs)])
-    sources = [trainer_inventory(catalog, rank=i, host="", roots=t.roots(), fragments=t.fragments) for i, t in enumerate(trainers)]
+    sources = [
+        trainer_inventory(catalog, rank=i, host="", roots=t.roots(), fragments=t.fragments)
+        for i, t in enumerate(trainers)
+    ]
     takers = [
         engine_inventory(
-            catalog, rank=i, host="", roots=w.roots(), fragments=w.fragments, reads=[s.name for s in m.specs],
+            catalog,
+            rank=i,
+            host="",
+            roots=w.roots(),
+            fragments=w.fragments,
+            reads=[s.name for s in m.specs],
             footprint=[span for f in w.fragments for span in _touched(f)],
         )
         for i, w in enumerate(workers)
-    ]  # fmt: skip
+    ]
     plan = plan_replica(catalog, sources, takers, PlanOptions())
     mine = (trainers + workers)[rank]
     torch.manual_seed(rank // SIDE)  # replicated tensors are equal on all trainers
@@ -157,10 +174,15 @@ def main_rank(args: argparse.Namespace) -> None:
     link = open_group(FileStore(args.store, 2 * SIDE), rank, 2 * SIDE, 60.0)
     transfer = P2P(link, plan.program(rank), roots, step_bytes=args.step, direct_bytes=args.direct)
     last = transfer.run(until())
-    buffers = [(torch.zeros(p.bytes_in, dtype=torch.uint8), torch.zeros(p.bytes_out, dtype=torch.uint8), p.peer) for p in last.peers]
+    buffers = [
+        (torch.zeros(p.bytes_in, dtype=torch.uint8), torch.zeros(p.bytes_out, dtype=torch.uint8), p.peer)
+        for p in last.peers
+    ]
 
     def raw() -> None:
-        into, out = link.post([(i, peer, 0) for i, _, peer in buffers if len(i)], [(o, peer, 0) for _, o, peer in buffers if len(o)])
+        into, out = link.post(
+            [(i, peer, 0) for i, _, peer in buffers if len(i)], [(o, peer, 0) for _, o, peer in buffers if len(o)]
+        )
         for pending in (*into, *out):
             pending.wait(until())
 
@@ -184,11 +206,18 @@ def main_rank(args: argparse.Namespace) -> None:
             raise SystemExit(f"rank {rank}: golden and p2p differ")
     if rank == SIDE:
         mb = last.bytes_in / 1e6
-        print(f"{args.layout}: {mb:.0f} MB per taker, step {args.step or p2p_module.STEP_BYTES['cpu']}, {last.messages} messages, "
-              f"extra {last.extra_bytes / 1e6:.1f} MB")  # fmt: skip
-        for name, s in (("ours", ours), ("raw gloo", floor), ("tensor broadcast", usual), ("golden", oracle)):
+        print(
+            f"{args.layout}: {mb:.0f} MB per taker, step {args.step or p2p_module.STEP_BYTES['cpu']}, "
+            f"{last.messages} messages, "
+            f"extra {last.extra_bytes / 1e6:.1f} MB"
+        )
+        lines = [("ours", ours), ("raw gloo", floor), ("tensor broadcast", usual)] + [("golden", oracle)] * args.golden
+        for name, s in lines:
             print(f"  {name:18s} {s * 1e3:9.1f} ms  {mb / s / 1e3:6.2f} GB/s per taker  {s / floor:6.2f}x raw")
-        print(f"  taker: unpack {last.unpack_s * 1e3:.0f} ms, blocked on the wire {last.wire_s * 1e3:.0f} ms, all {last.seconds * 1e3:.0f} ms")
+        print(
+            f"  taker: unpack {last.unpack_s * 1e3:.0f} ms, blocked on the wire {last.wire_s * 1e3:.0f} ms, "
+            f"all {last.seconds * 1e3:.0f} ms"
+        )
     if rank == 0:
         print(f"  sender: pack {last.pack_s * 1e3:.0f} ms, blocked on the wire {last.wire_s * 1e3:.0f} ms")
     _meet(link, torch.zeros(1))
@@ -206,7 +235,9 @@ def _touched(f: Fragment) -> Iterator[Span]:
 
 
 def _view(storages: dict[str, torch.Tensor], f: Fragment) -> torch.Tensor:
-    return torch.as_strided(storages[f.root].view(torch.bfloat16), f.extent, [s // ITEM for s in f.strides], f.offset // ITEM)
+    return torch.as_strided(
+        storages[f.root].view(torch.bfloat16), f.extent, [s // ITEM for s in f.strides], f.offset // ITEM
+    )
 
 
 def _seen(storages: dict[str, torch.Tensor], f: Fragment) -> torch.Tensor:
@@ -217,7 +248,9 @@ def _broadcast_all(link, holders, storages, wanted, full) -> None:
     """Every tensor to every rank, in pieces as they are held; takers copy their share out of it."""
     for rank, fragments in enumerate(holders):
         for f in fragments:
-            piece = _view(storages, f).contiguous() if rank == link.rank else torch.empty(f.extent, dtype=torch.bfloat16)
+            piece = (
+                _view(storages, f).contiguous() if rank == link.rank else torch.empty(f.extent, dtype=torch.bfloat16)
+            )
             link.broadcast(piece, rank, until())
             if wanted:
                 full[f.tensor][tuple(slice(o, o + e) for o, e in zip(f.origin, f.extent))] = piece
@@ -241,7 +274,10 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, __file__, *sys.argv[1:], "--store", f"{folder}/store"]
-        ranks = [subprocess.Popen([*command, "--rank", str(r)], env={**os.environ, "OMP_NUM_THREADS": "1"}) for r in range(2 * SIDE)]
+        ranks = [
+            subprocess.Popen([*command, "--rank", str(r)], env={**os.environ, "OMP_NUM_THREADS": "1"})
+            for r in range(2 * SIDE)
+        ]
         try:
             codes = [p.wait(900) for p in ranks]
         finally:

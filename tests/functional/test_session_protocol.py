@@ -284,3 +284,51 @@ def test_nothing_is_left_behind():
     while threading.active_count() > before + 2 and time.monotonic() < until:
         time.sleep(0.1)
     assert threading.active_count() <= before + 2, [t.name for t in threading.enumerate()]
+
+
+def test_status_tells_who_is_there_and_who_is_waited_for():
+    from typer.testing import CliRunner
+
+    from xfer.cli import app
+
+    with World(trainers=2, deadline_s=20.0) as w:
+        good(w.refit(1))
+        idle = CliRunner().invoke(app, ["status", w.rendezvous, "--token", TOKEN])
+        assert idle.exit_code == 0 and "replica 0: ready version 1" in idle.output
+        results = []
+        one = threading.Thread(target=lambda: results.extend(w.refit(2, ranks=[0])))
+        one.start()
+        until = time.monotonic() + 10
+        while "has not called" not in (busy := CliRunner().invoke(app, ["status", w.rendezvous, "--token", TOKEN]).output):
+            assert time.monotonic() < until, busy
+            time.sleep(0.1)
+        assert "trainer 1" in busy and "refit attempt 2" in busy
+        results.extend(w.refit(ranks=[1]))
+        one.join()
+        good(results)
+        right(w, 2)
+
+
+def test_status_with_a_wrong_token_says_so():
+    from typer.testing import CliRunner
+
+    from xfer.cli import app
+
+    with World(trainers=1) as w:
+        out = CliRunner().invoke(app, ["status", w.rendezvous, "--token", "some other token"])
+        assert out.exit_code == 1 and "token" in out.output
+
+
+def test_a_hub_that_is_lost_mid_refit_leaves_nobody_serving_a_mix():
+    """The controller cannot know whether its workers had begun to write: it must not resume."""
+    with World(trainers=2) as w:
+        good(w.refit(1))
+        w.sessions[0].prepare()
+        until = time.monotonic() + 5
+        while "update" not in w.engines[0].log[6:] and time.monotonic() < until:
+            time.sleep(0.01)
+        w.sessions[0]._hub.close()
+        assert w.controllers[0]._thread.join(15.0) is None and not w.controllers[0]._thread.is_alive()
+        assert w.engines[0].paused
+        with pytest.raises(e.EngineLost), w.controllers[0].serving():
+            pass

@@ -75,7 +75,9 @@ def test_takers_get_their_share_of_tensors_that_are_known_in_full(links, seed):
     for r in range(RANKS):
         for f in holders[r]:
             for at, i in elements(f):
-                held[r][f.root][at : at + full[f.tensor].element_size()] = full[f.tensor][i].reshape(1).view(torch.uint8)
+                held[r][f.root][at : at + full[f.tensor].element_size()] = (
+                    full[f.tensor][i].reshape(1).view(torch.uint8)
+                )
     into = [{str(i): torch.from_numpy(s) for i, s in enumerate(h.storages())} for h in takers]
     until = time.monotonic() + 20
     all_good(run_ranks(RANKS, lambda r: golden(links[r], specs, holders, held[r], wanted[r], [], into[r], until)))
@@ -88,7 +90,19 @@ def test_takers_get_their_share_of_tensors_that_are_known_in_full(links, seed):
 
 def one(links, holders, held, wanted, fills=(), into=None):
     spec = [TensorSpec("t", (8,), "float32")]
-    return run_ranks(RANKS, lambda r: golden(links[r], spec, holders, held, wanted if r == 2 else (), fills if r == 2 else (), into, time.monotonic() + 20))
+    return run_ranks(
+        RANKS,
+        lambda r: golden(
+            links[r],
+            spec,
+            holders,
+            held,
+            wanted if r == 2 else (),
+            fills if r == 2 else (),
+            into,
+            time.monotonic() + 20,
+        ),
+    )
 
 
 def part(origin, extent, dtype="float32", offset=0):
@@ -121,5 +135,7 @@ def test_the_oracle_imports_nothing_that_it_judges():
     import xfer.transport.golden as module
 
     tree = ast.parse(open(module.__file__).read())
-    names = {n.module for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)} | {a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names}
+    names = {n.module for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)} | {
+        a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names
+    }
     assert {n for n in names if n.startswith("xfer")} == {"xfer.errors", "xfer.trace.fragment", "xfer.transport.group"}

@@ -38,23 +38,33 @@ def test_any_dtype_travels_and_the_default_group_is_untouched():
     a, b = links(2)
     for dtype in (torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.bool):
         sent = torch.arange(60).reshape(3, 20).to(dtype)
-        got = torch.zeros_like(sent)
-        all_good(run_ranks(2, lambda r: b.recv(got, 0, 3, soon()) if r else a.send(sent, 1, 3, soon())))  # noqa: B023
-        assert torch.equal(got.view(torch.uint8), sent.view(torch.uint8))
-        both = [sent, torch.zeros_like(sent)]
-        all_good(run_ranks(2, lambda r: (a, b)[r].broadcast(both[r], 0, soon())))  # noqa: B023
-        assert torch.equal(both[1].view(torch.uint8), sent.view(torch.uint8))
+        got, both = torch.zeros_like(sent), (sent, torch.zeros_like(sent))
+
+        def rank(r, sent=sent, got=got, both=both):
+            if r == 0:
+                a.send(sent, 1, 3, soon())
+            else:
+                b.recv(got, 0, 3, soon())
+            (a, b)[r].broadcast(both[r], 0, soon())
+
+        all_good(run_ranks(2, rank))
+        for arrived in (got, both[1]):
+            assert torch.equal(arrived.view(torch.uint8), sent.view(torch.uint8))
     assert not dist.is_initialized()
 
 
 def test_what_is_not_contiguous_is_refused_because_gloo_would_send_other_bytes(monkeypatch):
     a, b = links(2)
     strided = torch.arange(32, dtype=torch.uint8).reshape(4, 8).t()
-    for call in (lambda: a.send(strided, 1, 0, soon()), lambda: a.recv(strided, 1, 0, soon()), lambda: a.broadcast(strided, 0, soon())):
+    for call in (
+        lambda: a.send(strided, 1, 0, soon()),
+        lambda: a.recv(strided, 1, 0, soon()),
+        lambda: a.broadcast(strided, 0, soon()),
+    ):
         with pytest.raises(ValueError, match="contiguous"):
             call()
     # Without the check: no error, and not the bytes of the view in its own order.
-    monkeypatch.setattr(group, "_bytes_of", lambda t: t)
+    monkeypatch.setattr(group, "bytes_of", lambda t: t)
     got = [strided, torch.zeros(8, 4, dtype=torch.uint8)]
     all_good(run_ranks(2, lambda r: (a, b)[r].broadcast(got[r], 0, soon())))
     assert not torch.equal(got[1], strided)
@@ -180,7 +190,7 @@ RANK = """
         for src in range(3):
             for dst in range(3):
                 if src != dst:
-                    rows.append(row((size // 2,), src=src, dst=dst, wave=wave, src_root=0, dst_root=1, src_offset=0, dst_offset=at[dst]))
+                    rows.append(row((size // 2,), src=src, dst=dst, wave=wave, dst_root=1, dst_offset=at[dst]))
                     at[dst] += size
     rows = np.concatenate(rows)
     mine = rows[(rows["src"] == rank) | (rows["dst"] == rank)]
@@ -199,7 +209,8 @@ RANK = """
         transfer.run(began + deadline, progress=hook)
         print("finished", flush=True)
     except Exception as e:
-        print(type(e).__name__, f"{time.monotonic() - began:.3f}", str(e).replace(chr(10), " | "), sep="\\t", flush=True)
+        text = str(e).replace(chr(10), " | ")
+        print(type(e).__name__, f"{time.monotonic() - began:.3f}", text, sep="\\t", flush=True)
     link.close()
     two = open_group(PrefixStore("e2", store), rank, 2, 30, labels=labels[:2])
     got = torch.zeros(4)
@@ -211,13 +222,17 @@ RANK = """
 """
 
 
-@pytest.mark.parametrize("fault, kinds, limit", [("die", {"PeerLost"}, 3.0), ("hang", {"DeadlineExceeded", "PeerLost"}, 3.0)])
+@pytest.mark.parametrize(
+    "fault, kinds, limit", [("die", {"PeerLost"}, 3.0), ("hang", {"DeadlineExceeded", "PeerLost"}, 3.0)]
+)
 def test_survivors_of_a_process_that_dies_or_hangs_say_so_in_time_and_meet_again(tmp_path, fault, kinds, limit):
     script = tmp_path / "rank.py"
     script.write_text(textwrap.dedent(RANK))
     command = [sys.executable, str(script), str(tmp_path / "store")]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    procs = [subprocess.Popen([*command, str(r), fault, "1.0"], stdout=subprocess.PIPE, text=True, env=env) for r in range(3)]
+    procs = [
+        subprocess.Popen([*command, str(r), fault, "1.0"], stdout=subprocess.PIPE, text=True, env=env) for r in range(3)
+    ]
     try:
         outs = [p.communicate(timeout=90)[0].splitlines() for p in procs[:2]]
     finally:

@@ -1,4 +1,4 @@
-"""Programs run over gloo leave exactly the bytes that a plain loop over their rows leaves, for any program and any cut."""
+"""Programs run over gloo leave exactly the bytes that a plain loop over their rows leaves, however they are cut."""
 
 from __future__ import annotations
 
@@ -43,14 +43,20 @@ def tensors(storages):
 
 @settings(max_examples=EXAMPLES // 2, deadline=None)
 @given(
-    st.integers(0, 2**32 - 1), st.integers(1, 4), st.integers(1, 40), st.sampled_from([1, 64, 300, 1 << 20]), st.sampled_from([1, 40, 1 << 20])
+    st.integers(0, 2**32 - 1),
+    st.integers(1, 4),
+    st.integers(1, 40),
+    st.sampled_from([1, 64, 300, 1 << 20]),
+    st.sampled_from([1, 40, 1 << 20]),
 )
 def test_any_programs_finish_and_equal_the_element_loop(links, seed, waves, rows, step_bytes, direct_bytes):
     """Sends, receives, both ways at once, local rows, fills, casts; run twice with changed sources."""
     rng = np.random.default_rng(seed)
     programs, storages = random_world(rng, RANKS, waves, rows)
     roots = tensors(storages)
-    runs = [P2P(links[r], programs[r], roots[r], step_bytes=step_bytes, direct_bytes=direct_bytes) for r in range(RANKS)]
+    runs = [
+        P2P(links[r], programs[r], roots[r], step_bytes=step_bytes, direct_bytes=direct_bytes) for r in range(RANKS)
+    ]
     for again in range(2):
         if again:
             storages = [[r.numpy().copy() for r in s] for s in roots]
@@ -104,14 +110,19 @@ def pair_links():
 
 
 def dense_rows(n: int, size: int) -> np.ndarray:
-    return np.concatenate([row((size // 2,), src=0, dst=1, src_offset=i * size, dst_offset=i * size, wire=i * size) for i in range(n)])
+    return np.concatenate(
+        [row((size // 2,), src=0, dst=1, src_offset=i * size, dst_offset=i * size, wire=i * size) for i in range(n)]
+    )
 
 
 def test_long_dense_rows_touch_no_buffer_and_short_ones_a_bounded_one():
     links = pair_links()
     src, dst = torch.randint(0, 255, (1 << 20,), dtype=torch.uint8), torch.zeros(1 << 20, dtype=torch.uint8)
     for direct, extra in ((1 << 10, 0), (1 << 20, 2 * (1 << 14))):
-        p = [P2P(link, pr, [t], step_bytes=1 << 14, direct_bytes=direct) for link, pr, t in zip(links, two(dense_rows(64, 1 << 14)), (src, dst))]
+        p = [
+            P2P(link, pr, [t], step_bytes=1 << 14, direct_bytes=direct)
+            for link, pr, t in zip(links, two(dense_rows(64, 1 << 14)), (src, dst))
+        ]
         assert [x.extra_bytes for x in p] == [extra, extra]
         dst.zero_()
         all_good(run_ranks(2, lambda r, p=p: p[r].run(soon())))
@@ -131,7 +142,11 @@ def test_a_warm_run_allocates_nothing():
     both()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         both()
-    made = [(e.name(), e.nbytes()) for e in seen.profiler.kineto_results.events() if e.name() == "[memory]" and e.nbytes() > 0]
+    made = [
+        (e.name(), e.nbytes())
+        for e in seen.profiler.kineto_results.events()
+        if e.name() == "[memory]" and e.nbytes() > 0
+    ]
     assert made == []
 
 

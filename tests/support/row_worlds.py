@@ -129,7 +129,9 @@ def _values(rng: np.random.Generator, storages: list[np.ndarray], rows: np.ndarr
         n = int(r["extent"].prod())
         value = torch.from_numpy(rng.standard_normal(n)).to(getattr(torch, name))
         starts = byte_starts(int(r["src_offset"]), r["extent"].tolist(), r["src_strides"].tolist())
-        storages[r["src_root"]][starts[:, None] + np.arange(ITEMSIZE[name])] = value.view(torch.uint8).numpy().reshape(n, -1)
+        storages[r["src_root"]][starts[:, None] + np.arange(ITEMSIZE[name])] = (
+            value.view(torch.uint8).numpy().reshape(n, -1)
+        )
     return storages
 
 
@@ -145,12 +147,31 @@ def random_row(rng: np.random.Generator, source: Heap | None, taker: Heap, align
         dtype = PLAIN[rng.integers(len(PLAIN))]
         root, offset, strides = taker.place(extent, ITEMSIZE[dtype], aligned)
         bits = int(rng.integers(0, 2**63)) & ((1 << 8 * ITEMSIZE[dtype]) - 1)
-        return row(extent, src_dtype=dtype, dst_strides=strides, dst_root=root, dst_offset=offset, fill=bits, op=Op.FILL, tensor=-1, src=-1)
+        return row(
+            extent,
+            src_dtype=dtype,
+            dst_strides=strides,
+            dst_root=root,
+            dst_offset=offset,
+            fill=bits,
+            op=Op.FILL,
+            tensor=-1,
+            src=-1,
+        )
     src, dst = CASTS[rng.integers(len(CASTS))] if kind < 0.3 else (PLAIN[rng.integers(len(PLAIN))],) * 2
     sroot, soff, sstr = source.place(extent, ITEMSIZE[src], aligned)
     droot, doff, dstr = taker.place(extent, ITEMSIZE[dst], aligned)
-    return row(extent, src_dtype=src, dst_dtype=dst, src_strides=sstr, dst_strides=dstr, src_root=sroot, src_offset=soff,
-               dst_root=droot, dst_offset=doff)
+    return row(
+        extent,
+        src_dtype=src,
+        dst_dtype=dst,
+        src_strides=sstr,
+        dst_strides=dstr,
+        src_root=sroot,
+        src_offset=soff,
+        dst_root=droot,
+        dst_offset=doff,
+    )
 
 
 def wire_bytes(r) -> int:
@@ -172,9 +193,13 @@ def random_rows(rng: np.random.Generator) -> tuple[np.ndarray, list[np.ndarray],
     return rows, _values(rng, source.storages(), rows), taker.storages()
 
 
-def random_world(rng: np.random.Generator, ranks: int, waves: int, rows: int) -> tuple[list[Program], list[list[np.ndarray]]]:
-    """Programs of `ranks` ranks that may each send, take or both (storages of the two roles are disjoint places of the same
-    roots), and the storages of each. Unaligned rows travel too."""
+def random_world(
+    rng: np.random.Generator, ranks: int, waves: int, rows: int
+) -> tuple[list[Program], list[list[np.ndarray]]]:
+    """Programs of ranks that may each send, take or both, and the storages of each. Unaligned rows travel too.
+
+    What a rank sends and what it takes are disjoint places of the same storages.
+    """
     heaps = [Heap(rng, int(rng.integers(1, 3))) for _ in range(ranks)]
     found, used = [], {}
     for _ in range(rows):
@@ -194,7 +219,9 @@ def random_world(rng: np.random.Generator, ranks: int, waves: int, rows: int) ->
     table = np.concatenate(found)
     table = table[np.lexsort((table["wire"], table["dst"], table["src"], table["wave"]))]
     fills_first = np.concatenate([table[table["op"] == Op.FILL], table[table["op"] != Op.FILL]])
-    programs = [Program(k, waves, fills_first[(fills_first["src"] == k) | (fills_first["dst"] == k)]) for k in range(ranks)]
+    programs = [
+        Program(k, waves, fills_first[(fills_first["src"] == k) | (fills_first["dst"] == k)]) for k in range(ranks)
+    ]
     storages = []
     for k in range(ranks):
         mine = fills_first[fills_first["src"] == k]

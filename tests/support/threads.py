@@ -1,4 +1,4 @@
-"""Several ranks as threads of one process, each with its own gloo group over a store in memory: real sockets, no start-up."""
+"""Several ranks as threads of one process, each with its own gloo group: real sockets, no start-up."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class MemoryStore(Store):
 
 
 def run_ranks(size: int, rank: Callable[[int], object], seconds: float = 60.0) -> list:
-    """`rank(r)` in a thread for every r; results, or exceptions where one was raised. Fails when a thread does not end."""
+    """`rank(r)` in a thread for every r: results, or the exceptions raised. Fails when a thread does not end."""
     out: list = [None] * size
 
     def main(r: int) -> None:

@@ -68,8 +68,19 @@ def fragments(rng, value: torch.Tensor, parts: int) -> tuple[np.ndarray, list[to
         strides = [-s if d in back else s for d, s in enumerate(strides)]
         k = MAX_DIMS - len(extent)
         name = str(value.dtype).removeprefix("torch.")
-        rows.append(row(extent, src_dtype=name, dst_strides=strides, src_strides=strides, dst_root=len(roots), src_root=len(roots),
-                        dst_offset=offset, src_offset=offset, origin=(0,) * k + origin))
+        rows.append(
+            row(
+                extent,
+                src_dtype=name,
+                dst_strides=strides,
+                src_strides=strides,
+                dst_root=len(roots),
+                src_root=len(roots),
+                dst_offset=offset,
+                src_offset=offset,
+                origin=(0,) * k + origin,
+            )
+        )
         roots.append(torch.cat([torch.zeros(start, dtype=torch.uint8), as_bytes(laid)]))
     order = rng.permutation(len(rows))
     return np.concatenate([rows[i] for i in order]), roots
@@ -78,7 +89,11 @@ def fragments(rng, value: torch.Tensor, parts: int) -> tuple[np.ndarray, list[to
 def random_tensor(rng: np.random.Generator) -> torch.Tensor:
     shape = tuple(int(n) for n in rng.integers(1, 9, int(rng.integers(1, 5))))
     dtype = (torch.bfloat16, torch.float32, torch.uint8, torch.int64)[rng.integers(4)]
-    return torch.from_numpy(rng.integers(0, 256, int(np.prod(shape)) * dtype.itemsize, dtype=np.uint8)).view(dtype).reshape(shape)
+    return (
+        torch.from_numpy(rng.integers(0, 256, int(np.prod(shape)) * dtype.itemsize, dtype=np.uint8))
+        .view(dtype)
+        .reshape(shape)
+    )
 
 
 @settings(max_examples=EXAMPLES, deadline=None)
@@ -123,7 +138,9 @@ def test_the_number_itself():
     """Against a loop in Python integers: the definition, which other implementations must meet too."""
     value = torch.arange(24, dtype=torch.int32).reshape(2, 3, 4) * 77003
     salt = mix((5 + 1) * 0x9E3779B97F4A7C15 & MASK)
-    want = sum(mix((int(v) + 0x9E3779B97F4A7C15 * (i + 1) + salt) & MASK) for i, v in enumerate(value.reshape(-1))) & MASK
+    want = (
+        sum(mix((int(v) + 0x9E3779B97F4A7C15 * (i + 1) + salt) & MASK) for i, v in enumerate(value.reshape(-1))) & MASK
+    )
     assert checksum_rows(whole(value, tensor=5), [as_bytes(value)], "dst", [()] * 5 + [(2, 3, 4)]) == want
 
 
@@ -143,7 +160,9 @@ def test_tensors_do_not_stand_in_for_each_other():
     a, b = torch.randn(40), torch.randn(40)
     rows = np.concatenate([whole(a), whole(b, tensor=1, src_root=1, dst_root=1)])
     shapes = [(40,), (40,)]
-    assert checksum_rows(rows, [as_bytes(a), as_bytes(b)], "dst", shapes) != checksum_rows(rows, [as_bytes(b), as_bytes(a)], "dst", shapes)
+    assert checksum_rows(rows, [as_bytes(a), as_bytes(b)], "dst", shapes) != checksum_rows(
+        rows, [as_bytes(b), as_bytes(a)], "dst", shapes
+    )
 
 
 def test_empty_and_fill_rows_count_nothing_and_outside_is_refused():

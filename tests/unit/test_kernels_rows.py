@@ -81,7 +81,9 @@ def test_a_warm_call_reads_the_storages_again(seed):
 
 def test_heads_and_neighbours_fold_into_one_copy():
     """64 rows of interleaved heads, and 64 rows that follow each other, are one strided copy each."""
-    heads = np.concatenate([row((4, 8), src_offset=i * 128, dst_offset=i * 64, wire=i * 64, src_strides=(16, 2)) for i in range(64)])
+    heads = np.concatenate(
+        [row((4, 8), src_offset=i * 128, dst_offset=i * 64, wire=i * 64, src_strides=(16, 2)) for i in range(64)]
+    )
     follow = np.concatenate([row((4, 8), src_offset=i * 64, dst_offset=i * 64, wire=i * 64) for i in range(64)])
     roots = [torch.zeros(64 * 128, dtype=torch.uint8)]
     assert bind(heads, roots, "src").copies == 1
@@ -93,7 +95,11 @@ def test_heads_and_neighbours_fold_into_one_copy():
 def test_rows_outside_their_storage_are_refused_all_at_once():
     roots = [torch.zeros(100, dtype=torch.uint8)]
     good = row((5, 10))  # 100 bytes
-    late, early, lost = row((5, 10), src_offset=2), row((5, 10), src_offset=70, src_strides=(-20, 2)), row((5, 10), src_root=3)
+    late, early, lost = (
+        row((5, 10), src_offset=2),
+        row((5, 10), src_offset=70, src_strides=(-20, 2)),
+        row((5, 10), src_root=3),
+    )
     bind(good, roots, "src")
     with pytest.raises(LayoutError) as e:
         bind(np.concatenate([good, late, early, lost]), roots, "src")
@@ -111,8 +117,18 @@ def test_a_short_wire_buffer_and_a_wrong_side_are_refused():
         rows.copy()
 
 
-@pytest.mark.parametrize("src, dst", [("float32", "bfloat16"), ("float32", "float16"), ("bfloat16", "float32"), ("bfloat16", "float16"),
-                                      ("float64", "float32"), ("float32", "float8_e4m3fn"), ("bfloat16", "float8_e5m2")])
+@pytest.mark.parametrize(
+    "src, dst",
+    [
+        ("float32", "bfloat16"),
+        ("float32", "float16"),
+        ("bfloat16", "float32"),
+        ("bfloat16", "float16"),
+        ("float64", "float32"),
+        ("float32", "float8_e4m3fn"),
+        ("bfloat16", "float8_e5m2"),
+    ],
+)
 def test_casts_round_as_torch_does(src, dst):
     """Ties, subnormals, infinities, NaNs: the two halves of a cast (sender, taker) give what `.to()` gives at once."""
     bits = torch.randint(-(2**31), 2**31 - 1, (4096,), dtype=torch.int32, generator=torch.Generator().manual_seed(1))
@@ -121,7 +137,9 @@ def test_casts_round_as_torch_does(src, dst):
     value = value.to(getattr(torch, src))
     want = value.to(getattr(torch, dst))
     n = value.numel()
-    rows = row((n,), src_dtype=src, dst_dtype=dst, src_strides=(ITEMSIZE[src],), dst_strides=(ITEMSIZE[dst],), op=Op.CAST)
+    rows = row(
+        (n,), src_dtype=src, dst_dtype=dst, src_strides=(ITEMSIZE[src],), dst_strides=(ITEMSIZE[dst],), op=Op.CAST
+    )
     got = torch.empty_like(want)
     wire = torch.empty(n * ITEMSIZE[wire_dtype(src, dst)], dtype=torch.uint8)
     bind(rows, [value.view(torch.uint8)], "src").pack(wire)
@@ -150,4 +168,3 @@ def test_a_warm_call_allocates_nothing():
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as p:
         torch.empty(100)
     assert sum(max(0, e.self_cpu_memory_usage) for e in p.key_averages()) > 0  # the measure itself
-

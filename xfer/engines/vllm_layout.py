@@ -64,6 +64,7 @@ class EngineModel:
         self._tensors: Mapping[str, torch.Tensor] = {}
         self._lock: Lock | None = None
         self._stale_binding = False
+        self._torn = False
 
     # ---- reading
 
@@ -181,8 +182,14 @@ class EngineModel:
         self._lock, self._stale_binding = lock, True
         return lock.root
 
+    @property
+    def locked(self) -> bool:
+        """Whether a refit has begun to write and none has committed since."""
+        return self._torn
+
     def engage_lock(self) -> None:
         """Before the first byte is written: whoever resumes the engine now gets NaN."""
+        self._torn = True
         if self._lock is not None:
             self._lock.engage()
 
@@ -190,6 +197,7 @@ class EngineModel:
         """At the commit: install the tensor's new bytes."""
         if self._lock is not None:
             self._lock.release()
+        self._torn = False
 
     @torch.no_grad()
     def forward(self) -> list[torch.Tensor]:

@@ -56,6 +56,7 @@ class XferWeightTransferEngine(WeightTransferEngine[XferInitInfo, XferUpdateInfo
     def __init__(self, config, vllm_config, device, model):
         super().__init__(config, vllm_config, device, model)
         self.session: WorkerSession | None = None
+        self.layout: EngineModel | None = None
         self.session_open = False
 
     def init_transfer_engine(self, init_info: XferInitInfo) -> None:
@@ -99,9 +100,12 @@ class XferWeightTransferEngine(WeightTransferEngine[XferInitInfo, XferUpdateInfo
 
         self.shutdown()
         p = self.parallel_config
-        model = EngineModel(self.vllm_config, self.model, self.device, keep=info.keep, drop=info.drop)
+        # One for all connections: an engine that an earlier one left torn holds NaN, and only its lock can undo that.
+        if self.layout is None:
+            self.layout = EngineModel(self.vllm_config, self.model, self.device)
+        self.layout.keep, self.layout.drop = tuple(info.keep), tuple(info.drop)
         self.session = WorkerSession(
-            model,
+            self.layout,
             replica=info.replica,
             worker_rank=self.worker_rank(),
             workers=info.workers or p.world_size_across_dp,

@@ -1,13 +1,14 @@
 """Moving the rows of a program between live storages and wire buffers: pack, unpack, local copy, fill.
 
 Every transport calls `bind` once per set of rows and then only the bound object's methods. Which implementation runs
-depends on the device of the storages; a row means the same in all of them. Checksums are in `checksum.py`. Not here: which
-rows there are (plan/), when and to whom bytes travel (transport/).
+depends on the device of the storages; a row means the same in all of them. Checksums are in `checksum.py`. Not here:
+which rows there are (plan/), when and to whom bytes travel (transport/).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
@@ -31,7 +32,7 @@ class BoundRows(Protocol):
     nbytes: int
     """Length that a wire buffer needs: end of the last row."""
     scratch_bytes: int
-    """Memory kept beside buffers, for casts of values that are not aligned to their own size. Zero in every usual plan."""
+    """Kept beside buffers for casts of values that are not aligned to their own size. Zero in every usual plan."""
 
     def prepare(self, buffer: torch.Tensor) -> None:
         """Builds the views of `buffer` now instead of in the first call with it."""
@@ -58,11 +59,16 @@ def bind(
 ) -> BoundRows:
     """Ties `rows` (dtype ROW) to storages.
 
-    `roots[i]` is a flat uint8 tensor over the whole of storage i of this rank's inventory. For side "local" they are the
-    taker's, and `src_roots` the sender's when the two inventories differ (default: the same list).
-    LayoutError, listing every row, when a row reaches outside its storage or names a storage that is not there.
+    `roots[i]` is a flat uint8 tensor over the whole of storage i of this rank's inventory. For side "local" they are
+    the taker's, and `src_roots` the sender's when the two inventories differ (default: the same list). LayoutError,
+    listing every row, when a row reaches outside its storage or names a storage that is not there.
     """
-    # One implementation so far: torch's own strided copies, which are right on every device.
+    some = roots if len(roots) else (src_roots or ())
+    if len(some) and some[0].is_cuda and find_spec("triton") is not None:
+        from xfer.kernels.triton_impl import TritonRows
+
+        return TritonRows(rows, roots, side, roots if src_roots is None else src_roots)
+    # torch's own strided copies are right on every device; on CUDA they cost a launch per row.
     from xfer.kernels.torch_impl import TorchRows
 
     return TorchRows(rows, roots, side, roots if src_roots is None else src_roots)

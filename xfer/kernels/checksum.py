@@ -1,12 +1,13 @@
-"""Checksums of canonical tensors by position: what senders read and what lies in an engine can be compared as one number.
+"""Checksums of canonical tensors by position: what senders read and what engines hold, compared as one number.
 
-Each element contributes mix(bits of its destination-typed value, its linear index in the canonical tensor, the tensor), and
-contributions are added modulo 2**64. So the sum over all senders' rows for a taker equals the sum over the taker's own
-fragments, however either side cuts the tensors and in whatever order it walks them, while an element that is wrong,
-missing, doubled or in the wrong place changes it.
+Each element contributes mix(bits of its destination-typed value, its linear index in the canonical tensor, the
+tensor), and contributions are added modulo 2**64. So the sum over all senders' rows for a taker equals the sum over
+the taker's own fragments, however either side cuts the tensors and in whatever order it walks them, while an element
+that is wrong, missing, doubled or in the wrong place changes it.
 
-mix is the finalizer of splitmix64, a bijection of 64-bit words, over `bits + G * (index + 1) + salt(tensor)` with G odd. A
-single wrong element therefore always changes the sum, and so do all but about one in 2**64 of any other set of changes.
+mix is the finalizer of splitmix64, a bijection of 64-bit words, over `bits + G * (index + 1) + salt(tensor)` with G
+odd. A single wrong element therefore always changes the sum, and so do all but about one in 2**64 of any other set of
+changes.
 """
 
 from __future__ import annotations
@@ -86,7 +87,9 @@ class _Mixer:
                 dims.append((n, s, c))
         self._walk(self.spaces[root], own, final, offset, key, dims)
 
-    def _walk(self, space: Space, own: str, final: str, offset: int, key: int, dims: list[tuple[int, int, int]]) -> None:
+    def _walk(
+        self, space: Space, own: str, final: str, offset: int, key: int, dims: list[tuple[int, int, int]]
+    ) -> None:
         """Cuts the outermost dim until a part fits into a chunk."""
         inner = 1
         for n, _, _ in dims[1:]:
@@ -101,7 +104,9 @@ class _Mixer:
             part = [(m, s, c), *dims[1:]] if m > 1 else dims[1:]
             self._walk(space, own, final, offset + at * s, key + _G * at * c, part)
 
-    def _chunk(self, space: Space, own: str, final: str, offset: int, key: int, dims: list[tuple[int, int, int]]) -> None:
+    def _chunk(
+        self, space: Space, own: str, final: str, offset: int, key: int, dims: list[tuple[int, int, int]]
+    ) -> None:
         extent, strides = [n for n, _, _ in dims], [s for _, s, _ in dims]
         item = ITEMSIZE[own]
         if space.aligned(offset, strides, item):
@@ -124,7 +129,7 @@ class _Mixer:
 
 
 def _index_strides(shape: Sequence[int], extent: Sequence[int]) -> list[int]:
-    """Element strides of the canonical tensor, one per column of a row (in front: dims that the tensor does not have)."""
+    """Element strides of the canonical tensor, one per column of a row."""
     if len(shape) > MAX_DIMS:
         raise LayoutError(f"a canonical tensor of shape {tuple(shape)} has more than {MAX_DIMS} dims")
     full = [1] * (len(extent) - len(shape)) + [int(n) for n in shape]
@@ -132,7 +137,7 @@ def _index_strides(shape: Sequence[int], extent: Sequence[int]) -> list[int]:
 
 
 def _mix(x: torch.Tensor, t: torch.Tensor) -> None:
-    """splitmix64's finalizer in place; `t` is scratch. int64 arithmetic wraps, and >> is arithmetic, hence the masks."""
+    """splitmix64's finalizer in place; `t` is scratch. int64 wraps, and its >> is arithmetic, hence the masks."""
     for shift, factor in ((30, _C1), (27, _C2), (31, None)):
         torch.bitwise_right_shift(x, shift, out=t)
         t.bitwise_and_((1 << (64 - shift)) - 1)

@@ -1,8 +1,9 @@
 """Rows as the fewest plain strided copies. Arithmetic on integers only: no tensor and no device is known here.
 
-Each row is a box; on both of its ends (storage and wire, or two storages) it is an offset and one byte stride per dim.
-`moves` drops dims of extent 1, joins dims that are contiguous on both ends, and joins neighbouring rows that together form
-one larger strided box. Experts, layers of one buffer and interleaved heads fold into single copies this way.
+Each row is a box; on both of its ends (storage and wire, or two storages) it is an offset and one byte stride per
+dim. `moves` drops dims of extent 1, joins dims that are contiguous on both ends, and joins neighbouring rows that
+together form one larger strided box. Experts, layers of one buffer and interleaved heads fold into single copies this
+way.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ WIRE = -1
 """In place of a root index: the wire buffer."""
 
 PEEL_LIMIT = 4096
-"""A dim that runs backwards on one end only is cut into this many copies at most; longer ones are marked to be mirrored."""
+"""A dim that runs backwards on one end is cut into this many copies at most; longer ones are marked `mirrored`."""
 
 Dim = tuple[int, int, int]
 
@@ -27,9 +28,9 @@ Dim = tuple[int, int, int]
 class Move(NamedTuple):
     """`dims`: (extent, left stride, right stride), outermost first. Offsets and strides in bytes, strides >= 0.
 
-    When the dtypes are equal the innermost dims count *bytes* (the element is a dim of its own, already joined with its
-    neighbours), else *elements*. `left` is the storage (for local rows: the sender's), `right` the wire buffer (the taker's).
-    `mirrored`: indices of dims to be walked backwards on the right end.
+    When the dtypes are equal the innermost dims count *bytes* (the element is a dim of its own, already joined with
+    its neighbours), else *elements*. `left` is the storage (for local rows: the sender's), `right` the wire buffer
+    (the taker's). `mirrored`: indices of dims to be walked backwards on the right end.
     """
 
     left_root: int
@@ -153,7 +154,12 @@ def _join_all(found: list[Move]) -> list[Move]:
 
 def _join(p: Move, c: Move) -> Move | None:
     """One move that does the work of `p` and then `c`, or None."""
-    if (p.left_root, p.right_root, p.left_dtype, p.right_dtype) != (c.left_root, c.right_root, c.left_dtype, c.right_dtype):
+    if (p.left_root, p.right_root, p.left_dtype, p.right_dtype) != (
+        c.left_root,
+        c.right_root,
+        c.left_dtype,
+        c.right_dtype,
+    ):
         return None
     if p.mirrored or c.mirrored:
         return None

@@ -1,7 +1,8 @@
-"""Bound rows as torch strided copies: the implementation for CPU, and the twin that other implementations are tested against.
+"""Bound rows as torch strided copies: the CPU's implementation, and the twin that others are tested against.
 
-Binding turns each move into two typed views; a warm call is one `torch._foreach_copy_` per phase, whatever the number of
-rows. Bytes that are only moved travel as the widest integers that fit, so no NaN payload and no exotic dtype is ever touched.
+Binding turns each move into two typed views; a warm call is one `torch._foreach_copy_` per phase, whatever the number
+of rows. Bytes that are only moved travel as the widest integers that fit, so no NaN payload and no exotic dtype is
+ever touched.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ class Space:
 
     def __init__(self, flat: torch.Tensor):
         if flat.dtype != torch.uint8 or flat.dim() != 1 or not flat.is_contiguous():
-            raise TypeError(f"a storage is bound as a flat contiguous uint8 tensor, not {flat.dtype} {tuple(flat.shape)}")
+            raise TypeError(
+                f"a storage is bound as a flat contiguous uint8 tensor, not {flat.dtype} {tuple(flat.shape)}"
+            )
         self.flat, self.start = flat, flat.storage_offset()
         self._typed: dict[torch.dtype, torch.Tensor] = {torch.uint8: flat}
 
@@ -47,7 +50,9 @@ class Space:
         if typed is None:
             # Not Tensor.view(dtype): that refuses a storage offset or a length which is no multiple of the item size.
             storage = self.flat.untyped_storage()
-            typed = torch.empty(0, dtype=dtype, device=self.flat.device).set_(storage, 0, (storage.nbytes() // item,), (1,))
+            typed = torch.empty(0, dtype=dtype, device=self.flat.device).set_(
+                storage, 0, (storage.nbytes() // item,), (1,)
+            )
             self._typed[dtype] = typed
         return torch.as_strided(typed, tuple(extent), tuple(s // item for s in strides), (self.start + offset) // item)
 
@@ -61,7 +66,9 @@ class TorchRows:
         _check(rows, side, roots, src_roots)
         self.side = side
         self._roots = {i: Space(r) for i, r in enumerate(roots)}
-        self._left = self._roots if side != "local" or src_roots is roots else {i: Space(r) for i, r in enumerate(src_roots)}
+        self._left = (
+            self._roots if side != "local" or src_roots is roots else {i: Space(r) for i, r in enumerate(src_roots)}
+        )
         self.scratch_bytes = 0
         self._moves = moves(rows, side)
         ends = (rows["wire"] + row_wire_bytes(rows))[rows["op"] != Op.FILL] if side != "local" else ()
@@ -174,7 +181,7 @@ class TorchRows:
 
 
 class _Phases:
-    """Copies in three phases: into scratch, the main ones, out of scratch. The outer two are empty in every usual plan."""
+    """Copies in three phases: into scratch, the main ones, out of scratch. Usually only the middle one has any."""
 
     def __init__(self):
         self.phases: tuple[Copies, ...] = (([], []), ([], []), ([], []))
@@ -224,7 +231,8 @@ def _check(rows: np.ndarray, side: str, roots: Sequence[torch.Tensor], src_roots
         for i in bad:
             size = f"{sizes[index[i]]} bytes" if known[i] else f"not one of the {len(own)} bound"
             wrong.append(
-                f"tensor {some['tensor'][i]} {end} rank {some[end][i]}: bytes {low[i]}..{high[i]} of storage {index[i]} ({size})"
+                f"tensor {some['tensor'][i]} {end} rank {some[end][i]}: "
+                f"bytes {low[i]}..{high[i]} of storage {index[i]} ({size})"
             )
     if wrong:
         raise LayoutError("rows reach outside their storages: plan again for the storages as they are now", wrong)

@@ -226,14 +226,14 @@ class Attempt:
             self.finish_if_over()
 
     def _settle(self, run: Run, dirty: bool) -> None:
-        run.dirty = dirty
+        run.dirty = dirty or run.replica.dirty  # torn by an earlier attempt, this one did not mend it
         run.state = "settling"
         self._settle_timer(run)
         controller = run.replica.controller
         if controller is None:
             run.state = "over"
         else:
-            controller.send(m.Settle(self.number, dirty, m.WireError.of(run.error, "rendezvous")))
+            controller.send(m.Settle(self.number, run.dirty, m.WireError.of(run.error, "rendezvous")))
 
     def _settle_timer(self, run: Run) -> None:
         def late() -> None:

@@ -33,6 +33,7 @@ class Controller:
         self.rendezvous, self.replica, self.deadline_s = rendezvous, replica, deadline_s
         self._token, self._keep, self._engine_rendezvous = token, keep, engine_rendezvous or rendezvous
         self.version, self.error = "", None
+        self.torn = False  # bytes of two versions lie in the engine; the next commit mends it
         self.lost: XferError | None = None  # the trainers are gone: no refit will come, `version` is served on
         self.refits = 0
         self._ready, self._closing = threading.Event(), threading.Event()
@@ -47,7 +48,7 @@ class Controller:
         """Until the replica has a plan and a link; raises what kept it from that."""
         if not self._ready.wait(self.deadline_s if timeout_s is None else timeout_s):
             raise DeadlineExceeded(f"replica {self.replica} is not ready", ["have all trainer ranks called xfer.connect()?"])
-        if self.error is not None:
+        if self.error is not None and not self.torn:
             raise self.error
 
     def wait_version(self, version: str, timeout_s: float) -> None:
@@ -112,7 +113,8 @@ class Controller:
         if whole and self.version and self.error is None:
             self.lost = error  # trainers come and go; one whole version is served on
             logger.warning("xfer: replica %d goes on serving version %s: %s", self.replica, self.version, error)
-        elif self.error is None:
+        elif self.error is None or not whole:
+            self.torn = self.torn and whole
             self._set(error=error)
         self._ready.set()
 
@@ -142,7 +144,15 @@ class Controller:
         message = self._party.take((m.ReplicaReady, m.Failed), time.monotonic() + STOP_GRACE_S, "the replica's plan")
         if isinstance(message, m.Failed):
             self._set(error=message.error.error())
+        elif message.torn:
+            self._tear("an earlier connection ended in the middle of a refit; the next refit repairs it")
         self._ready.set()
+
+    def _tear(self, why: str) -> None:
+        """Keep the owner out until a commit. Stays paused; for an in-process LLM, which waits at a gate, `serving()` refuses."""
+        self.torn = True
+        self._set(version="", error=EngineLost(f"replica {self.replica} holds a mix of two versions", [why]))
+        self.handle.stay_paused()
 
     def _refit(self, arm: m.Arm) -> None:
         handle, until = self.handle, time.monotonic() + arm.deadline_s + STOP_GRACE_S
@@ -196,6 +206,8 @@ class Controller:
         try:
             if stuck:
                 raise EngineLost(f"replica {self.replica}: an engine worker did not return from its update call")
+            if raised and isinstance(decision, m.Commit):
+                raise EngineLost(f"replica {self.replica}: its update call failed while the refit was committed", [str(raised[0])])
             if failure is None or update is not None:
                 handle.finish(decision.version if committed else None, SETTLE_GRACE_S)
             phase("finish")
@@ -204,11 +216,10 @@ class Controller:
                 phase("reset caches")
                 handle.set_version(decision.version, SETTLE_GRACE_S)
                 self.refits += 1
+                self.torn = False
                 self._set(version=decision.version)
             elif isinstance(decision, m.Settle) and decision.dirty:
-                # Stays paused: bytes of two versions lie in it. For an in-process LLM `serving()` refuses instead.
-                self._set(version="", error=EngineLost(f"replica {self.replica} holds a mix of two versions", [str(decision.error.error())]))
-                handle.stay_paused()
+                self._tear(str(decision.error.error()))
                 self._party.try_send(m.Settled(arm.attempt, "", False, 0.0, tuple(phases)))
                 return
             else:

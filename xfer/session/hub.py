@@ -198,6 +198,7 @@ class Hub:
             self.at(replica.until, lambda: self._check_join(replica))
         elif h.role == "worker":
             replica.workers[h.index] = client
+            replica.dirty = replica.dirty or h.torn
             if self.catalog is not None:
                 client.send(m.CatalogMsg(self.catalog.to_bytes(), self.generation))
         if self.failure is not None:
@@ -335,8 +336,9 @@ class Hub:
                 if r.state == "joining":
                     r.state, r.error = "failed", error
                     self.broadcast(self.trainers.values(), m.Failed(msg.error, replica=r.index))
-                    if r.controller is not None:
-                        r.controller.send(m.Failed(msg.error, replica=r.index))
+                    for c in (*r.workers.values(), *([r.controller] if r.controller else [])):
+                        if c is not client:
+                            c.send(m.Failed(msg.error, replica=r.index))
 
     def early_failure(self, attempt: int, error: XferError) -> None:
         """A trainer raised before anyone entered: everyone who enters that attempt gets the same error; connecting ones now."""

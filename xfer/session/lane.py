@@ -112,6 +112,8 @@ class Lane:
     # ---- the lane's own thread
 
     def _work(self) -> None:
+        if self.side.device.type == "cuda":
+            torch.cuda.set_device(self.side.device)  # the current device is a property of the thread
         while True:
             message = self._queue.get()
             if message is None:

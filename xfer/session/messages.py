@@ -74,6 +74,7 @@ class Hello(_Message):
     pid: Count
     versions: Annotated[tuple[tuple[Name, Name], ...], Meta(max_length=64)] = ()
     settings: Annotated[tuple[tuple[Name, Name], ...], Meta(max_length=64)] = ()
+    torn: bool = False  # worker: an earlier connection left bytes of two versions in it
 
 
 class Welcome(_Message):
@@ -145,11 +146,12 @@ class LinkOpen(_Message):
 
 
 class ReplicaReady(_Message):
-    """hub -> trainers: this replica has a plan and a link."""
+    """hub -> domain, controller: this replica has a plan and a link. `torn`: it may not serve before its next commit."""
 
     replica: Count
     epoch: Count
     digest: Name
+    torn: bool = False
 
 
 # ---- one refit

@@ -39,7 +39,7 @@ class Party:
     """`lanes` is filled by the owner before messages for them can arrive (lanes start with the first PlanInputs)."""
 
     def __init__(self, rendezvous: str, token: str, role: str, *, index: int = 0, size: int = 0, replica: int = 0,
-                 deadline_s: float, settings: tuple[tuple[str, str], ...] = ()):
+                 deadline_s: float, settings: tuple[tuple[str, str], ...] = (), torn: bool = False):
         self.label = {"trainer": f"trainer {index}", "worker": f"replica {replica} worker {index}"}.get(role, f"replica {replica} {role}")
         self.lanes: dict[int, Lane] = {}
         self.replies = Replies()
@@ -48,7 +48,7 @@ class Party:
         self.lost: PeerLost | None = None
         self.channel = dial(rendezvous, token, deadline_s)
         self.channel.start(self._sort, self._end)
-        self.send(m.Hello(m.WIRE_VERSION, role, index, size, replica, host_identity(), os.getpid(), versions(), settings))
+        self.send(m.Hello(m.WIRE_VERSION, role, index, size, replica, host_identity(), os.getpid(), versions(), settings, torn))
         answer = self.take((m.Welcome, m.Refused), time.monotonic() + deadline_s, "the rendezvous' welcome")
         if isinstance(answer, m.Refused):
             self.channel.close()

@@ -53,8 +53,9 @@ class Planning:
             self.hub.attempt.planning_failed(replica, error)
         else:
             self.hub.broadcast(self.hub.trainers.values(), m.Failed(m.WireError.of(error, "rendezvous"), replica=replica.index))
-            if replica.controller is not None:
-                replica.controller.send(m.Failed(m.WireError.of(error, "rendezvous"), replica=replica.index))
+            # Its workers too: outside an attempt a plan is made only while they join, and they wait for it.
+            for c in (*replica.workers.values(), *([replica.controller] if replica.controller else [])):
+                c.send(m.Failed(m.WireError.of(error, "rendezvous"), replica=replica.index))
 
     def abort(self, replica: Replica, error: XferError) -> None:
         abort = m.Abort(replica.index, self.hub.attempt.number if self.hub.attempt else 0, replica.epoch, m.WireError.of(error, "rendezvous"))
@@ -97,7 +98,7 @@ class Planning:
         replica.pending.discard(client)
         if not replica.pending:
             replica.state = "ready"
-            ready = m.ReplicaReady(replica.index, replica.epoch, replica.digest)
+            ready = m.ReplicaReady(replica.index, replica.epoch, replica.digest, replica.dirty)
             self.hub.broadcast(self.hub.domain(replica), ready)
             if replica.controller is not None:
                 replica.controller.send(ready)

@@ -36,6 +36,10 @@ class Taker(Protocol):
     device: torch.device
     drop: tuple[str, ...]
 
+    @property
+    def locked(self) -> bool:
+        """Whether live bytes were written and not committed since, in this connection or an earlier one."""
+
     def read(self, catalog: Catalog): ...
 
     def check(self) -> str: ...
@@ -68,7 +72,6 @@ class WorkerSession:
         self._catalog: Catalog | None = None
         self._inventory = b""
         self._binding = 0
-        self._locked = False
 
     # ---- joining
 
@@ -82,7 +85,8 @@ class WorkerSession:
     def _join(self) -> None:
         until = time.monotonic() + self.deadline_s
         self._party = Party(self.rendezvous, self._token, "worker", index=self.index, size=self.size, replica=self.replica,
-                            deadline_s=self.deadline_s, settings=(("data plane", "nccl" if self.device.type == "cuda" else "gloo"),))
+                            deadline_s=self.deadline_s, settings=(("data plane", "nccl" if self.device.type == "cuda" else "gloo"),),
+                            torn=self.model.locked)
         self._party.on_lane = self._lane
         self.model.drop = (*self.model.drop, *self._party.welcome.drop)
         first = self._party.take((m.CatalogMsg, m.Failed), until, "the catalog: trainers have not connected yet")
@@ -144,7 +148,6 @@ class WorkerSession:
     def before(self, go: m.Go, plan: SubPlan) -> None:
         self.model.synchronize()
         self.model.engage_lock()
-        self._locked = True
 
     def after(self, go: m.Go, plan: SubPlan, joint_rank: int, p2p: P2P) -> tuple[m.Checksum, ...]:
         # What the trainers sent is checked where it landed, before the loader's own arithmetic runs over scratch.
@@ -171,13 +174,12 @@ class WorkerSession:
                 lane.cancel(self.error, None)
                 lane.wait_idle(STOP_GRACE_S)
             if self._party is not None:
-                self._party.try_send(m.Stopped(self.replica, attempt, self._locked))
+                self._party.try_send(m.Stopped(self.replica, attempt, self.model.locked))
 
     def _receive(self, attempt: int, deadline_s: float) -> None:
         if self._party is None:
             raise self.error or PeerLost("this worker never joined")
         party, until = self._party, time.monotonic() + deadline_s + STOP_GRACE_S
-        self._locked = False
         self.model.synchronize()
         inventory = self._refresh()
         faults.point("worker", self.index, "arm")
@@ -201,7 +203,7 @@ class WorkerSession:
                 lane = self._lane_
                 if lane is not None and not lane.wait_idle(STOP_GRACE_S):
                     raise DeadlineExceeded("the transfer of this worker did not stop after an abort")
-                party.send(m.Stopped(self.replica, attempt, self._locked))
+                party.send(m.Stopped(self.replica, attempt, self.model.locked))
                 return
 
     def _refresh(self) -> bytes:

@@ -1,8 +1,8 @@
 """The oracle: every canonical tensor rebuilt in full on every rank, each taker slicing its share. Slow and obvious.
 
-It judges the planner and the kernels, so it uses neither them nor anything that they use: fragments are read and written by
-plain indexing of bytes, boxes are marked in a mask of the whole tensor, bytes travel by broadcast. It writes into whatever
-storages it is given; a test gives copies, never the live ones.
+It judges the planner and the kernels, so it uses neither them nor anything that they use: fragments are read and
+written by plain indexing of bytes, boxes are marked in a mask of the whole tensor, bytes travel by broadcast. It
+writes into whatever storages it is given; a test gives copies, never the live ones.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ def golden(
 ) -> None:
     """Fills `wanted` and `fills` of this rank in `into`. Collective; every rank passes the same `specs` and `holders`.
 
-    specs: the canonical tensors that fragments are of. holders[r]: what rank r of the link holds (empty for takers); `held`:
-    this rank's storages behind holders[link.rank]. Of several holders of an element the lowest rank sends it.
-    LayoutError when holders of one tensor differ in dtype. CoverageError, with every tensor, when a wanted element is held by
-    nobody; nothing is written then to that tensor. deadline: a time.monotonic() value.
+    specs: the canonical tensors that fragments are of. holders[r]: what rank r of the link holds (empty for takers);
+    `held`: this rank's storages behind holders[link.rank]. Of several holders of an element the lowest rank sends it.
+    LayoutError when holders of one tensor differ in dtype. CoverageError, with every tensor, when a wanted element is
+    held by nobody; nothing is written then to that tensor. deadline: a time.monotonic() value.
     """
     by_tensor: dict[str, list[tuple[int, Fragment]]] = {s.name: [] for s in specs}
     for rank, fragments in enumerate(holders):
@@ -54,7 +54,9 @@ def golden(
         for f in mine.pop(spec.name, ()):
             box = tuple(slice(o, o + e) for o, e in zip(f.origin, f.extent))
             if not bool(known[box].all()):
-                missing.append(f"{spec.name}: elements of the box at {f.origin}, extent {f.extent}, are held by no rank")
+                missing.append(
+                    f"{spec.name}: elements of the box at {f.origin}, extent {f.extent}, are held by no rank"
+                )
                 continue
             _write(into[f.root], f, full[box].to(getattr(torch, f.dtype)))
     missing += [f"{name}: no canonical tensor of that name" for name in mine]
@@ -93,7 +95,7 @@ def _addresses(offset: int, extent: Sequence[int], strides: Sequence[int]) -> to
 
 
 def _outer(extent: Sequence[int]) -> tuple[int, list[tuple[int, ...]]]:
-    """How many leading dims are walked one index at a time, and these indices, so that the rest is not too much at once."""
+    """How many leading dims are walked one index at a time, and these indices: the rest is not too much at once."""
     lead, inner = 0, 1
     for d in reversed(range(len(extent))):
         inner *= extent[d]
@@ -118,8 +120,8 @@ def _write(storage: torch.Tensor, f: Fragment, value: torch.Tensor) -> None:
 def _places(storage: torch.Tensor, f: Fragment):
     """(leading indices, storage as integers, index in it of every element below them).
 
-    The integers are as wide as an element where all elements lie at multiples of their size, else bytes: then `at` has one
-    more dim, the bytes of an element.
+    The integers are as wide as an element where all elements lie at multiples of their size, else bytes: then `at`
+    has one more dim, the bytes of an element.
     """
     item = getattr(torch, f.dtype).itemsize
     whole = storage.storage_offset() % item == 0 and f.offset % item == 0 and all(s % item == 0 for s in f.strides)

@@ -1,16 +1,16 @@
 """Links: xfer's own process groups, with deadlines, names for peers, and an abort that works from another thread.
 
-`open_group` builds the group directly, so torch's default group, its registry and its settings are untouched and several
-links can exist side by side: gloo for CPU storages, NCCL for CUDA. Only bytes travel, so every dtype does. Not here: what is
-sent when (p2p.py), who owns the store and when a link is replaced (session/).
+`open_group` builds the group directly, so torch's default group, its registry and its settings are untouched and
+several links can exist side by side: gloo for CPU storages, NCCL for CUDA. Only bytes travel, so every dtype does.
+Not here: what is sent when (p2p.py), who owns the store and when a link is replaced (session/).
 
 Facts of gloo that shape this file (seen on torch 2.13, each pinned by a test):
-- A wait that expires closes all connections of the group. So there is no polling by short waits: a wait gets all the time
-  that is left, and `abort` is one deliberate 1 ms wait for a message that nobody sends.
+- A wait that expires closes all connections of the group. So there is no polling by short waits: a wait gets all the
+  time that is left, and `abort` is one deliberate 1 ms wait for a message that nobody sends.
 - `ProcessGroup.abort()` does not free a blocked `recv().wait()`; that deliberate wait does, in milliseconds.
-- A connection is closed under the lock under which its bytes are read, so when `abort` has returned no byte of a message
-  that was posted before can arrive any more. This is what makes receiving straight into live storage safe.
-- Collectives on tensors that are not contiguous deliver wrong bytes without an error. Hence `_bytes_of`.
+- A connection is closed under the lock under which its bytes are read, so when `abort` has returned no byte of a
+  message that was posted before can arrive any more. This is what makes receiving straight into live storage safe.
+- Collectives on tensors that are not contiguous deliver wrong bytes without an error. Hence `bytes_of`.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Pending(Protocol):
 
 
 class Link(Protocol):
-    """One rank's end of a private group of processes."""
+    """One rank's end of a private group of processes. Implementations inherit `send` and `recv`."""
 
     rank: int
     size: int
@@ -63,6 +63,15 @@ class Link(Protocol):
 
     def post(self, receives: Sequence[Outgoing], sends: Sequence[Outgoing]) -> tuple[list[Pending], list[Pending]]:
         """Starts messages, receives first, and returns at once. Messages of a pair with one tag match in order."""
+
+    def send(self, tensor: torch.Tensor, dst: int, tag: int, deadline: float) -> None:
+        """One message, and the wait until `tensor` may be written again."""
+        self.post((), [(tensor, dst, tag)])[1][0].wait(deadline)
+        self.finish(deadline)
+
+    def recv(self, tensor: torch.Tensor, src: int, tag: int, deadline: float) -> None:
+        self.post([(tensor, src, tag)], ())[0][0].wait(deadline)
+        self.finish(deadline)
 
     def finish(self, deadline: float) -> None:
         """Returns when all that was enqueued on the current stream is done. Nothing to do on the CPU."""
@@ -106,14 +115,14 @@ def open_group(
     return GlooLink(store, rank, size, timeout, names)
 
 
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor as flat uint8, sharing memory. ValueError when it is not contiguous: gloo would send wrong bytes."""
     if not tensor.is_contiguous():
         raise ValueError(f"only contiguous tensors travel, not shape {tuple(tensor.shape)} strides {tensor.stride()}")
     return tensor.detach().view(-1).view(torch.uint8)
 
 
-class GlooLink:
+class GlooLink(Link):
     """See `Link`. Connections between all pairs exist when the constructor returns."""
 
     grouped = False
@@ -134,7 +143,9 @@ class GlooLink:
         except RuntimeError as e:
             late = "imed out" in str(e) or "imeout" in str(e)
             kind = DeadlineExceeded if late else PeerLost
-            raise kind(f"not all of {size} ranks opened the link within {timeout:g} s: {_first_line(e)}", where=labels[rank]) from e
+            raise kind(
+                f"not all of {size} ranks opened the link within {timeout:g} s: {_first_line(e)}", where=labels[rank]
+            ) from e
 
     # ---- messages
 
@@ -144,7 +155,7 @@ class GlooLink:
         for kind, messages, into in ((pg.recv, receives, started[0]), (pg.send, sends, started[1])):
             verb = "from" if kind == pg.recv else "to"
             for tensor, peer, tag in messages:
-                data = _bytes_of(tensor)
+                data = bytes_of(tensor)
                 try:
                     work = kind([data], peer, tag)
                 except RuntimeError as e:
@@ -152,15 +163,8 @@ class GlooLink:
                 into.append(_GlooPending(self, work, peer, verb, data))
         return started
 
-    def send(self, tensor: torch.Tensor, dst: int, tag: int, deadline: float) -> None:
-        """One message, and the wait until it has left."""
-        self.post((), [(tensor, dst, tag)])[1][0].wait(deadline)
-
-    def recv(self, tensor: torch.Tensor, src: int, tag: int, deadline: float) -> None:
-        self.post([(tensor, src, tag)], ())[0][0].wait(deadline)
-
     def broadcast(self, tensor: torch.Tensor, root: int, deadline: float) -> None:
-        data = _bytes_of(tensor)
+        data = bytes_of(tensor)
         if self.size == 1 or not data.numel():
             return
         from torch.distributed import BroadcastOptions
@@ -213,12 +217,17 @@ class GlooLink:
             return Aborted(f"stopped here while waiting for {what} {self.labels[peer]}", where=who)
         if _EXPIRED in text or "timed out" in text or _CLOSED_HERE in text:
             return DeadlineExceeded(f"the deadline passed while waiting for {what} {self.labels[peer]}", where=who)
-        return PeerLost(f"the connection to {self.labels[peer]} was closed: it died, or it gave up", [_first_line(e)], where=who)
+        return PeerLost(
+            f"the connection to {self.labels[peer]} was closed: it died, or it gave up", [_first_line(e)], where=who
+        )
 
     def _group(self):
         pg = self._pg
         if pg is None:
-            raise Aborted("this link is closed" if self.size > 1 else "a group of one rank has no peers", where=self.labels[self.rank])
+            raise Aborted(
+                "this link is closed" if self.size > 1 else "a group of one rank has no peers",
+                where=self.labels[self.rank],
+            )
         return pg
 
 
@@ -239,7 +248,7 @@ class _GlooPending:
             raise self.link.error(RuntimeError(_CLOSED_HERE), self.peer, f"{self.data.numel()} bytes {self.verb}")
 
     def fate(self) -> str | None:
-        """On an aborted link, where a wait returns at once: None when the message was complete, else what became of it."""
+        """On an aborted link, where waits return at once: None when complete, else what became of the message."""
         try:
             self.work.wait(_TICK)
         except RuntimeError as e:

@@ -1,9 +1,10 @@
 """Runs one rank's program over a link: pack step k+1, wire step k, unpack step k-1, through a bounded double buffer.
 
-All Python per row happens in the constructor. A run posts the messages of a step, packs the next one while they travel and
-unpacks the one before; it allocates nothing. Long dense rows travel from or to storage without touching a buffer; that is
-safe because a run that ends early aborts its link before it returns, and after an abort no byte arrives (group.py).
-Not here: the cutting of programs into steps (steps.py), what the bytes mean, who decides that a run is over (session/).
+All Python per row happens in the constructor. A run posts the messages of a step, packs the next one while they
+travel and unpacks the one before; it allocates nothing. Long dense rows travel from or to storage without touching a
+buffer; that is safe because a run that ends early aborts its link before it returns, and after an abort no byte
+arrives (group.py). Not here: the cutting of programs into steps (steps.py), what the bytes mean, who decides that a
+run is over (session/).
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from xfer.transport.group import Aborted, Link, Outgoing, Pending
 from xfer.transport.steps import Part, Step, steps
 
 DEPTH = 2
-"""Buffers per direction: one travels while the other is packed or unpacked."""
+"""Buffers per direction: one travels while the other is packed or unpacked. More of them gained nothing."""
 
 STEP_BYTES = {"cpu": 16 << 20, "cuda": 64 << 20}
-"""Most wire bytes of a pair in a step. On CPUs shorter steps wait more often, longer ones gain nothing (scripts/bench_cpu.py); on GPUs a
-message has to be long to reach wire speed."""
+"""Most wire bytes of a pair in a step. On CPUs shorter steps wait more often and longer ones gain nothing
+(scripts/bench_cpu.py); on GPUs a message has to be long to reach wire speed."""
 
 DIRECT_BYTES = {"cpu": 128 << 10, "cuda": 64 << 20}
 """Shorter dense rows are packed: a message of its own costs more than their copy."""
@@ -62,9 +63,10 @@ class TransferStats:
 class P2P:
     """A program bound to storages and a link. Warm: `run` may be called any number of times, by one thread at a time.
 
-    roots: flat uint8 tensors over the storages of this rank's inventory, in its order. src_roots: the sender's storages of
-    this same rank where it plays both roles with two inventories. step_bytes, direct_bytes: see steps.py; equal on all ranks.
-    PlanMismatch when the program is another rank's, LayoutError when it does not fit the storages.
+    roots: flat uint8 tensors over the storages of this rank's inventory, in its order. src_roots: the sender's
+    storages of this same rank where it plays both roles with two inventories. step_bytes, direct_bytes: see steps.py;
+    equal on all ranks. PlanMismatch when the program is another rank's, LayoutError when it does not fit the
+    storages.
     """
 
     def __init__(
@@ -78,14 +80,18 @@ class P2P:
         direct_bytes: int | None = None,
     ):
         if program.rank != link.rank:
-            raise PlanMismatch(f"the program of rank {program.rank} was given to rank {link.rank} ({link.labels[link.rank]})")
+            raise PlanMismatch(
+                f"the program of rank {program.rank} was given to rank {link.rank} ({link.labels[link.rank]})"
+            )
         self.link, self.program = link, program
         kind = link.device.type
         plan = steps(program, step_bytes or STEP_BYTES[kind], direct_bytes or DIRECT_BYTES[kind])
         src_roots = roots if src_roots is None else src_roots
         self._out = _buffers(max((s.send_buffer for s in plan), default=0), link.device)
         self._in = _buffers(max((s.receive_buffer for s in plan), default=0), link.device)
-        self._steps = [_BoundStep(s, src_roots, roots, self._out[k % DEPTH], self._in[k % DEPTH]) for k, s in enumerate(plan)]
+        self._steps = [
+            _BoundStep(s, src_roots, roots, self._out[k % DEPTH], self._in[k % DEPTH]) for k, s in enumerate(plan)
+        ]
         self._local = bind(program.local(), roots, "local", src_roots=src_roots)
         self._fills = bind(program.fills(), roots, "dst")
         self._lanes = _Lanes(link.device)
@@ -107,10 +113,10 @@ class P2P:
     ) -> TransferStats:
         """Moves every byte of the program once. Collective: all ranks of the link run their programs of the same plan.
 
-        deadline: a time.monotonic() value. cancelled: looked at before anything is posted or written; to free a run that
-        is blocked, call `link.abort()` as well. progress(wave, bytes in and out so far): after each step.
-        DeadlineExceeded, PeerLost, Aborted. The link is aborted then, and no byte will arrive any more; the storages hold an
-        unknown mix of old and new.
+        deadline: a time.monotonic() value. cancelled: looked at before anything is posted or written; to free a run
+        that is blocked, call `link.abort()` as well. progress(wave, bytes in and out so far): after each step.
+        DeadlineExceeded, PeerLost, Aborted. The link is aborted then, and no byte will arrive any more; the storages
+        hold an unknown mix of old and new.
         """
         run = _Run(self, deadline, cancelled)
         try:
@@ -125,16 +131,25 @@ class P2P:
 
 
 class _BoundStep:
-    """A step with its tensors: messages as (tensor, peer, tag), and copies between storages and one buffer of each way."""
+    """A step with its tensors: messages as (tensor, peer, tag), and copies between storages and buffers."""
 
-    __slots__ = ("wave", "nbytes", "receives", "sends", "outgoing", "pack", "unpacks")
+    __slots__ = ("wave", "nbytes", "receives", "sends", "pack", "unpacks")
 
-    def __init__(self, step: Step, src: Sequence[torch.Tensor], dst: Sequence[torch.Tensor], out: torch.Tensor, into: torch.Tensor):
+    def __init__(
+        self,
+        step: Step,
+        src: Sequence[torch.Tensor],
+        dst: Sequence[torch.Tensor],
+        out: torch.Tensor,
+        into: torch.Tensor,
+    ):
         self.wave = step.wave
         self.nbytes = sum(p.nbytes for p in (*step.sends, *step.receives))
         self.sends = [m for part in step.sends for m in _messages(part, src, out)]
         self.receives = [_messages(part, dst, into) for part in step.receives]
-        self.pack: list[tuple[BoundRows, torch.Tensor]] = [_bound(p, src, "src", out) for p in step.sends if len(p.rows)]
+        self.pack: list[tuple[BoundRows, torch.Tensor]] = [
+            _bound(p, src, "src", out) for p in step.sends if len(p.rows)
+        ]
         self.unpacks = [_bound(p, dst, "dst", into) if len(p.rows) else None for p in step.receives]
 
     def bound(self) -> list[BoundRows]:
@@ -294,11 +309,14 @@ def _buffers(nbytes: int, device: torch.device) -> list[torch.Tensor]:
 
 def _messages(part: Part, roots: Sequence[torch.Tensor], buffer: torch.Tensor) -> list[Outgoing]:
     return [
-        ((buffer if p.root < 0 else roots[p.root])[p.offset : p.offset + p.nbytes], part.peer, p.tag) for p in part.pieces
+        ((buffer if p.root < 0 else roots[p.root])[p.offset : p.offset + p.nbytes], part.peer, p.tag)
+        for p in part.pieces
     ]
 
 
-def _bound(part: Part, roots: Sequence[torch.Tensor], side: str, buffer: torch.Tensor) -> tuple[BoundRows, torch.Tensor]:
+def _bound(
+    part: Part, roots: Sequence[torch.Tensor], side: str, buffer: torch.Tensor
+) -> tuple[BoundRows, torch.Tensor]:
     rows = bind(part.rows, roots, side)
     rows.prepare(buffer)
     return rows, buffer

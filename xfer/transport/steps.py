@@ -1,9 +1,9 @@
-"""A program cut into steps: what is posted together, what goes through which part of a buffer, what needs no buffer at all.
+"""A program cut into steps: what is posted together, what goes through a buffer and where, what needs none.
 
-Both ends of a message cut it alike, because all they look at is in the row itself: its bytes, and whether it is one dense
-run on either end. Steps are numbered (wave, position in the wave), the same on all ranks, and every rank walks its own in
-that order. A rank waits only for messages of earlier steps before it posts the next one; so the earliest unfinished step
-of all can always be finished, and no set of programs can block itself.
+Both ends of a message cut it alike, because all they look at is in the row itself: its bytes, and whether it is one
+dense run on either end. Steps are numbered (wave, position in the wave), the same on all ranks, and every rank walks
+its own in that order. A rank waits only for messages of earlier steps before it posts the next one; so the earliest
+unfinished step of all can always be finished, and no set of programs can block itself.
 
 Arithmetic on tables only. Not here: tensors, links (p2p.py).
 """
@@ -26,7 +26,7 @@ _SIZES = np.array([ITEMSIZE[n] for n in DTYPES], np.int64)
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One message on the wire: `nbytes` from or to byte `offset` of storage `root`, or of the step's buffer (root -1)."""
+    """One message: `nbytes` from or to byte `offset` of storage `root`, or of the step's buffer (root -1)."""
 
     tag: int
     nbytes: int
@@ -63,7 +63,8 @@ def steps(program: Program, step_bytes: int, direct_bytes: int) -> list[Step]:
     """The steps of one rank. Both limits must be the same on all ranks.
 
     step_bytes: most wire bytes of a pair in a step, and so the bound of buffers per peer; one element may exceed it.
-    direct_bytes: rows of at least so many bytes that are dense on one end are messages of their own, from or to the storage.
+    direct_bytes: rows of at least so many bytes that are dense on one end are messages of their own, from or to the
+    storage.
     """
     if step_bytes < 1 or direct_bytes < 1:
         raise ValueError(f"step_bytes={step_bytes} and direct_bytes={direct_bytes} must be at least 1")
@@ -89,7 +90,9 @@ def _by_step(messages: Iterator[Message], end: str, step_bytes: int, direct_byte
     return out
 
 
-def _part(peer: int, rows: np.ndarray, end: str, direct_bytes: int, used: int, tags: dict[int, int]) -> tuple[Part, int]:
+def _part(
+    peer: int, rows: np.ndarray, end: str, direct_bytes: int, used: int, tags: dict[int, int]
+) -> tuple[Part, int]:
     """Rows that are messages of their own ("alone") and one message of all others, in this order on both ends."""
     nbytes = row_wire_bytes(rows)
     own = {e: _SIZES[rows[f"{e}_dtype"]] for e in ("src", "dst")}
@@ -130,7 +133,9 @@ def _portions(rows: np.ndarray, step_bytes: int) -> Iterator[np.ndarray]:
     nbytes = row_wire_bytes(rows)
     rows, nbytes = rows[nbytes > 0], nbytes[nbytes > 0]
     if (nbytes > step_bytes).any():
-        rows = np.concatenate([_cut(rows[i : i + 1], step_bytes) if n > step_bytes else rows[i : i + 1] for i, n in enumerate(nbytes)])
+        rows = np.concatenate(
+            [_cut(rows[i : i + 1], step_bytes) if n > step_bytes else rows[i : i + 1] for i, n in enumerate(nbytes)]
+        )
         nbytes = row_wire_bytes(rows)
     start, total = 0, 0
     for i, n in enumerate(nbytes.tolist()):

@@ -1,0 +1,182 @@
+"""The Triton kernels leave the same bits as their torch twins: in Triton's interpreter on CPUs, compiled on a GPU.
+
+    TRITON_INTERPRET=1 python -m pytest tests/unit/test_kernels_triton.py
+
+Without a GPU and without that variable everything but the arithmetic of tiles is skipped.
+"""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.support.row_worlds import apply_rows, random_rows, row
+from xfer.kernels.strided import moves
+from xfer.kernels.tiles import End, interleaved, plain_tables
+from xfer.kernels.torch_impl import TorchRows
+from xfer.plan.program import DTYPES, Op
+
+EXAMPLES = int(os.environ.get("XFER_EXAMPLES", "200"))
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
+runs = pytest.mark.skipif(
+    not (GPU or os.environ.get("TRITON_INTERPRET") == "1"), reason="needs a GPU or TRITON_INTERPRET=1"
+)
+
+
+def bound(*args, **more):
+    triton_impl = pytest.importorskip("xfer.kernels.triton_impl", reason="needs triton")
+    return triton_impl.TritonRows(*args, programs=None if GPU else 2, **more)
+
+
+def flat(data: np.ndarray, spare: int = 0) -> torch.Tensor:
+    """The bytes on the device, beginning `spare` bytes into a storage."""
+    return torch.from_numpy(np.concatenate([np.zeros(spare, np.uint8), data])).to(DEVICE)[spare:]
+
+
+def same(got: torch.Tensor, want: np.ndarray) -> bool:
+    return np.array_equal(got.cpu().numpy(), want)
+
+
+@runs
+@settings(max_examples=EXAMPLES // 4, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.integers(0, 17), st.integers(0, 3))
+def test_pack_unpack_equals_the_element_loop(seed, spare, start):
+    """Storages and wire may begin anywhere; negative strides, casts, odd offsets and fills included."""
+    rng = np.random.default_rng(seed)
+    rows, src, dst = random_rows(rng)
+    want = apply_rows(rows, src, dst)
+    s, d = [flat(r, spare) for r in src], [flat(r, spare) for r in dst]
+    out, into = bound(rows, s, "src", s), bound(rows, d, "dst", d)
+    assert out.nbytes == TorchRows(rows, s, "src", s).nbytes
+    wire, twin = flat(np.full(out.nbytes + 5, 0x5A, np.uint8), start), flat(np.full(out.nbytes + 5, 0x5A, np.uint8))
+    out.pack(wire)
+    TorchRows(rows, s, "src", s).pack(twin)
+    assert torch.equal(wire, twin)
+    into.unpack(wire)
+    into.fill()
+    assert all(same(g, w) for g, w in zip(d, want))
+
+
+@runs
+@settings(max_examples=EXAMPLES // 4, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.integers(0, 2), st.booleans())
+def test_local_copy_equals_the_element_loop_in_any_order_of_tiles(seed, rotation, grouped):
+    rng = np.random.default_rng(seed)
+    rows, src, dst = random_rows(rng)
+    want = apply_rows(rows, src, dst)
+    s, d = [flat(r) for r in src], [flat(r) for r in dst]
+    abort = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    groups = [k % 2 for k in range(len(s))] if grouped else ()
+    local = bound(rows, d, "local", s, groups=groups, rotation=rotation, abort=abort)
+    local.copy()
+    local.fill()
+    assert all(same(g, w) for g, w in zip(d, want))
+    # The counter starts anew: a second call moves the bytes again.
+    for t, r in zip(d, dst):
+        t.copy_(torch.from_numpy(r))
+    local.copy()
+    local.fill()
+    assert all(same(g, w) for g, w in zip(d, want))
+
+
+@runs
+def test_an_abort_word_ends_the_copy_early():
+    n = 40 * (64 << 10)
+    rows = row((n,), src_dtype="uint8")
+    source, target = flat(np.random.default_rng(1).integers(1, 255, n, np.uint8)), flat(np.zeros(n, np.uint8))
+    abort = torch.ones(1, dtype=torch.int32, device=DEVICE)
+    local = bound(rows, [target], "local", [source], abort=abort)
+    local._programs = 2
+    local._launches[0][0].programs = 2
+    local.copy()
+    assert int((target != 0).sum()) == 2 * (64 << 10)  # one tile for each program
+    abort.zero_()
+    local.copy()
+    assert torch.equal(target, source)
+
+
+@runs
+@pytest.mark.parametrize("width", [1, 3, 16, 48, 100, 768, 4096, 100_000])
+@pytest.mark.parametrize("shift", [0, 1, 2, 8])
+def test_rows_of_any_width_and_alignment(width, shift):
+    """The unit narrows with the alignment, the bytes stay right: 1-byte dtypes, odd rows, odd offsets."""
+    count = max(2, min(300, 400_000 // width))
+    pitch = width + 32
+    rng = np.random.default_rng(width)
+    r = row((count, width), src_dtype="uint8", src_strides=(pitch, 1), src_offset=shift)
+    source, target = rng.integers(0, 256, count * pitch + 64, np.uint8), np.zeros(count * width + 16, np.uint8)
+    s, d = flat(source), flat(target)
+    bound(r, [d], "local", [s]).copy()
+    want = target.copy()
+    at = shift + np.arange(count)[:, None] * pitch + np.arange(width)
+    want[: count * width] = source[at].reshape(-1)
+    assert same(d, want)
+
+
+@runs
+@pytest.mark.parametrize("src, dst", [("float32", "bfloat16"), ("float32", "float16"), ("bfloat16", "float32"),
+                                      ("bfloat16", "float16"), ("float16", "bfloat16"), ("float64", "float32"),
+                                      ("float32", "float8_e4m3fn")])  # fmt: skip
+def test_casts_round_as_torch_does(src, dst):
+    bits = torch.randint(-(2**31), 2**31 - 1, (4096,), dtype=torch.int32, generator=torch.Generator().manual_seed(1))
+    ties = (torch.arange(2048, dtype=torch.int32) << 20) | 0x8000
+    value = torch.cat([bits, ties, torch.tensor([0x7F800000, 0x7FC00001, 1], dtype=torch.int32)]).view(torch.float32)
+    value = value.to(getattr(torch, src)).to(DEVICE)
+    want = value.to(getattr(torch, dst))
+    n = value.numel()
+    rows = row((n,), src_dtype=src, dst_dtype=dst, op=Op.CAST)
+    got = torch.empty_like(want)
+    bound(rows, [got.view(torch.uint8)], "local", [value.view(torch.uint8)]).copy()
+    assert torch.equal(got.float().nan_to_num(7.5), want.float().nan_to_num(7.5))
+    plain = ~want.float().isnan()
+    assert torch.equal(got.view(torch.uint8).view(n, -1)[plain], want.view(torch.uint8).view(n, -1)[plain])
+
+
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(st.integers(0, 2**32 - 1))
+def test_tiles_cover_each_byte_once_and_groups_take_turns(seed):
+    """Arithmetic alone: the union of plain tiles is the rows' bytes; no group runs ahead of another by more than two
+    tiles' share."""
+    rng = np.random.default_rng(seed)
+    rows, src, dst = random_rows(rng)
+    rows = rows[rows["op"] == Op.COPY]
+    found = moves(rows, "local")
+    aligned = End([16] * 4)
+    count = [np.zeros(len(d), int) for d in dst]
+    for table in plain_tables(found, aligned, aligned, backwards=False):
+        again = interleaved(table, [k % 2 for k in range(len(src))], 1)
+        assert sorted(map(tuple, again.tiles.tolist())) == sorted(map(tuple, table.tiles.tolist()))
+        for t, nbytes in zip(table.tiles.tolist(), table.nbytes.tolist()):
+            width, deep = t[3] & 0xFFFFFFFF, t[3] >> 32
+            for k in range(deep):
+                at = t[2] + k * t[5] * table.unit
+                count[t[0] >> 32][at : at + width * table.unit] += 1
+            assert nbytes == width * deep * table.unit
+    want = [np.zeros(len(d), int) for d in dst]
+    for r in rows:
+        one = np.array([r])
+        item = DTYPES[r["dst_dtype"]]
+        marks = apply_rows(one, [np.full(len(s), 1, np.uint8) for s in src], [np.zeros(len(d), np.uint8) for d in dst])
+        for w, m in zip(want, marks):
+            w += m.astype(int)
+        assert item
+    assert all(np.array_equal(a, b) for a, b in zip(count, want))
+
+
+def test_two_sources_are_drained_evenly():
+    n = 100 * (64 << 10)
+    rows = np.concatenate([row((n // (k + 1),), src_dtype="uint8", src_root=k, dst_root=k) for k in range(2)])
+    aligned = End([16, 16])
+    (table,) = plain_tables(moves(rows, "local"), aligned, aligned, backwards=False)
+    ordered = interleaved(table, [0, 1], 1)
+    group = ordered.tiles[:, 0] & 0xFFFFFFFF
+    assert group[0] == 1
+    done = np.stack([np.cumsum(np.where(group == g, ordered.nbytes, 0)) / (n // (g + 1)) for g in range(2)])
+    assert np.abs(done[0] - done[1]).max() < 0.03
+    assert np.abs(np.diff(np.stack([np.cumsum(np.where((table.tiles[:, 0] & 0xFFFFFFFF) == g, 1, 0)) for g in range(2)]), axis=0)).max() > 50

@@ -1,0 +1,341 @@
+"""Bound rows as Triton kernels over tile tables: the implementation for CUDA storages.
+
+One launch moves all plain rows of a call that share a unit (16 bytes nearly always), one more each pair of dtypes that
+is converted. Programs take tiles from a counter, so a slow link or multiprocessor holds up nothing but its own tile.
+Loads are ordinary coherent ones: another kernel may have written the memory a moment ago. What these kernels cannot do
+(values that are not aligned to their size, conversions that Triton rounds or saturates differently) goes to the torch
+twin. Not here: how rows become tiles (tiles.py), whose storages these are (transport/).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from xfer.kernels.strided import Move, moves
+from xfer.kernels.tiles import COLUMNS, End, Table, cast_tables, interleaved, plain_tables
+from xfer.kernels.torch_impl import TorchRows
+from xfer.kernels.torch_impl import _check as check_rows
+from xfer.plan.program import DTYPES, ITEMSIZE, Op, row_wire_bytes, wire_dtype
+
+CASTS = frozenset(
+    (a, b)
+    for a in ("float32", "bfloat16", "float16")
+    for b in ("float32", "bfloat16", "float16")
+    if a != b
+) | {("float64", "float32"), ("float32", "float64")}
+"""Conversions that Triton does with the same bits as torch (payloads of NaNs aside)."""
+
+PROGRAMS_PER_SM = 4
+BLOCK_BYTES, WARPS = 16 << 10, 8
+"""What a program has in flight at once: 8 warps, four 16-byte loads a thread."""
+
+_TL = {
+    "float64": tl.float64, "float32": tl.float32, "bfloat16": tl.bfloat16, "float16": tl.float16,
+    "int64": tl.int64, "int32": tl.int32, "int16": tl.int16, "uint8": tl.int8,
+}  # fmt: skip
+_WORD = {16: (tl.int32, 4, 4), 8: (tl.int32, 4, 2), 4: (tl.int32, 4, 1), 2: (tl.int16, 2, 1), 1: (tl.int8, 1, 1)}
+_BITS = {8: "int64", 4: "int32", 2: "int16", 1: "uint8"}
+
+
+@triton.jit
+def _copy_tiles(
+    src_bases, dst_bases, tiles, count, counter, abort,
+    WORD: tl.constexpr, BYTES: tl.constexpr, VEC: tl.constexpr, BLOCK: tl.constexpr, COLS: tl.constexpr,
+    ABORTABLE: tl.constexpr,
+):  # fmt: skip
+    """Tiles of whole units: VEC words of BYTES bytes. BLOCK units at a time."""
+    lane = tl.arange(0, BLOCK)
+    word = tl.arange(0, VEC)
+    i = tl.atomic_add(counter, 1)
+    while i < count:
+        t = tiles + i.to(tl.int64) * COLS
+        roots = tl.load(t)
+        src = tl.load(src_bases + (roots & 0xFFFFFFFF)) + tl.load(t + 1)
+        dst = tl.load(dst_bases + (roots >> 32)) + tl.load(t + 2)
+        shape = tl.load(t + 3)
+        width = (shape & 0xFFFFFFFF).to(tl.int32)
+        rows = (shape >> 32).to(tl.int32)
+        src = tl.multiple_of(src.to(tl.pointer_type(WORD)), VEC * BYTES)
+        dst = tl.multiple_of(dst.to(tl.pointer_type(WORD)), VEC * BYTES)
+        if rows == 1:
+            for at in range(0, width, BLOCK):
+                u = at + lane
+                w = (u * VEC)[:, None] + word[None, :]
+                keep = (u < width)[:, None] & (word < VEC)[None, :]
+                tl.store(dst + w, tl.load(src + w, mask=keep), mask=keep)
+        else:
+            src_row = tl.load(t + 4)
+            dst_row = tl.load(t + 5)
+            for at in range(0, rows * width, BLOCK):
+                u = at + lane
+                r = u // width
+                c = (u - r * width).to(tl.int64)
+                keep = (u < rows * width)[:, None] & (word < VEC)[None, :]
+                a = ((r * src_row + c) * VEC)[:, None] + word[None, :]
+                b = ((r * dst_row + c) * VEC)[:, None] + word[None, :]
+                tl.store(dst + b, tl.load(src + a, mask=keep), mask=keep)
+        i = tl.atomic_add(counter, 1)
+        if ABORTABLE:  # past the end, whatever `count` is
+            i += (tl.load(abort, volatile=True) != 0).to(tl.int32) * 0x40000000
+
+
+@triton.jit
+def _convert_tiles(
+    src_bases, dst_bases, tiles, count, counter, abort,
+    SRC: tl.constexpr, DST: tl.constexpr, BLOCK: tl.constexpr, COLS: tl.constexpr, ABORTABLE: tl.constexpr,
+):  # fmt: skip
+    """Tiles of single elements, any stride, converted in registers. Equal types: a fill (source strides are 0)."""
+    lane = tl.arange(0, BLOCK)
+    i = tl.atomic_add(counter, 1)
+    while i < count:
+        t = tiles + i.to(tl.int64) * COLS
+        roots = tl.load(t)
+        src = tl.load(src_bases + (roots & 0xFFFFFFFF)) + tl.load(t + 1)
+        dst = tl.load(dst_bases + (roots >> 32)) + tl.load(t + 2)
+        src = src.to(tl.pointer_type(SRC))
+        dst = dst.to(tl.pointer_type(DST))
+        shape = tl.load(t + 3)
+        width = (shape & 0xFFFFFFFF).to(tl.int32)
+        n = width * (shape >> 32).to(tl.int32)
+        src_row = tl.load(t + 4)
+        dst_row = tl.load(t + 5)
+        src_one = tl.load(t + 6)
+        dst_one = tl.load(t + 7)
+        for at in range(0, n, BLOCK):
+            u = at + lane
+            r = u // width
+            c = u - r * width
+            keep = u < n
+            x = tl.load(src + (r * src_row + c * src_one), mask=keep)
+            if SRC == DST:
+                y = x
+            elif SRC == tl.float16 or SRC == tl.bfloat16:
+                y = x.to(tl.float32).to(DST)
+            else:
+                y = x.to(DST)
+            tl.store(dst + (r * dst_row + c * dst_one), y, mask=keep)
+        i = tl.atomic_add(counter, 1)
+        if ABORTABLE:  # past the end, whatever `count` is
+            i += (tl.load(abort, volatile=True) != 0).to(tl.int32) * 0x40000000
+
+
+@dataclass(slots=True)
+class _Launch:
+    """A table on the device."""
+
+    unit: int
+    dtypes: tuple[str, str] | None
+    tiles: torch.Tensor  # int64 [n, COLUMNS]
+    counter: torch.Tensor  # int32 [1]
+    programs: int
+
+    def run(self, src: torch.Tensor, dst: torch.Tensor, abort: torch.Tensor | None) -> None:
+        self.counter.zero_()
+        word = self.counter if abort is None else abort
+        common = (src, dst, self.tiles, self.tiles.shape[0], self.counter, word)
+        if self.dtypes is None:
+            dtype, size, vec = _WORD[self.unit]
+            _copy_tiles[(self.programs,)](
+                *common, dtype, size, vec, max(256, BLOCK_BYTES // self.unit if self.unit >= 8 else 2048), COLUMNS,
+                abort is not None, num_warps=WARPS,
+            )  # fmt: skip
+        else:
+            a, b = self.dtypes
+            _convert_tiles[(self.programs,)](*common, _TL[a], _TL[b], 1024, COLUMNS, abort is not None, num_warps=4)
+
+
+class TritonRows:
+    """See `xfer.kernels.BoundRows`.
+
+    groups[r]: for side "local", who drains source storage r; tiles then take turns between groups, beginning with
+    `rotation`. abort: an int32 tensor of one word that the device can read (pinned host memory will do); kernels look
+    at it before every tile and leave when it is not 0.
+    """
+
+    def __init__(
+        self,
+        rows: np.ndarray,
+        roots: Sequence[torch.Tensor],
+        side: str,
+        src_roots: Sequence[torch.Tensor],
+        *,
+        groups: Sequence[int] = (),
+        rotation: int = 0,
+        abort: torch.Tensor | None = None,
+        programs: int | None = None,
+    ):
+        if side not in ("src", "dst", "local"):
+            raise ValueError(f"side must be src, dst or local, not {side!r}")
+        check_rows(rows, side, roots, src_roots)
+        self.side, self._groups, self._rotation, self._abort = side, groups, rotation, abort
+        some = roots if len(roots) else src_roots
+        self._device = some[0].device if len(some) else torch.device("cpu")
+        self._programs = programs or PROGRAMS_PER_SM * _multiprocessors(self._device)
+        left = src_roots if side == "local" else roots
+        plain, odd = self._split(rows, side, left, roots)
+        self._twin = TorchRows(rows[odd], roots, side, src_roots) if odd.any() else None
+        wired = rows[rows["op"] != Op.FILL] if side != "local" else rows[:0]
+        self.nbytes = int((wired["wire"] + row_wire_bytes(wired)).max(initial=0))
+        self._moves = moves(rows[plain], side)
+        self._left_end = End([_alignment(r) for r in left])
+        self._left, self._roots = self._bases(left), (roots if side == "local" else ())
+        self._held = (*roots, *src_roots)
+        self._launches: dict[int, list[_Launch]] = {}
+        self._wires: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor, list[_Launch]]] = {}
+        self._fills, self._constants = self._bind_fills(rows[plain & (rows["op"] == Op.FILL)], roots)
+        self._dst = self._bases(roots)
+        if side == "local":
+            right = End([_alignment(r) for r in roots])
+            self._launches[0] = self._load(self._tables(right))
+
+    @property
+    def copies(self) -> int:
+        """How many strided moves one call makes."""
+        return len(self._moves) + (self._twin.copies if self._twin else 0)
+
+    @property
+    def launches(self) -> int:
+        """Kernel launches of one call, the twin's not counted. For rows on a wire: after `prepare`."""
+        return max((len(some) for some in self._launches.values()), default=0)
+
+    @property
+    def scratch_bytes(self) -> int:
+        tables = sum(t.tiles.nbytes for some in (*self._launches.values(), self._fills) for t in some)
+        return tables + (self._twin.scratch_bytes if self._twin else 0)
+
+    def pack(self, buffer: torch.Tensor) -> None:
+        wire, _, launches = self._through("src", buffer)
+        for launch in launches:
+            launch.run(self._left, wire, self._abort)
+        if self._twin:
+            self._twin.pack(buffer)
+
+    def unpack(self, buffer: torch.Tensor) -> None:
+        wire, _, launches = self._through("dst", buffer)
+        for launch in launches:
+            launch.run(wire, self._left, self._abort)
+        if self._twin:
+            self._twin.unpack(buffer)
+
+    def copy(self) -> None:
+        if self.side != "local":
+            raise TypeError(f"copy() is for rows bound as local, these are bound as {self.side}")
+        for launch in self._launches[0]:
+            launch.run(self._left, self._dst, self._abort)
+        if self._twin:
+            self._twin.copy()
+
+    def fill(self) -> None:
+        for launch in self._fills:
+            launch.run(self._constants, self._dst, None)
+        if self._twin:
+            self._twin.fill()
+
+    def prepare(self, buffer: torch.Tensor) -> None:
+        key = (buffer.data_ptr(), buffer.numel())
+        if key in self._wires:
+            return
+        if buffer.numel() < self.nbytes:
+            raise ValueError(f"the wire buffer has {buffer.numel()} bytes, the rows need {self.nbytes}")
+        aligned = _alignment(buffer)
+        if aligned not in self._launches:
+            self._launches[aligned] = self._load(self._tables(End([aligned])))
+        # The buffer is held, so its address cannot come to mean another one.
+        self._wires[key] = (self._bases([buffer]), buffer, self._launches[aligned])
+        if self._twin:
+            self._twin.prepare(buffer)
+
+    def _through(self, side: str, buffer: torch.Tensor):
+        if self.side != side:
+            raise TypeError(f"rows bound as {self.side} cannot be used as {side}")
+        key = (buffer.data_ptr(), buffer.numel())
+        if key not in self._wires:
+            self.prepare(buffer)
+        return self._wires[key]
+
+    def _tables(self, right: End) -> list[Table]:
+        backwards = self.side == "dst"
+        plain: list[Move] = [m for m in self._moves if m.left_dtype == m.right_dtype]
+        cast: list[Move] = [m for m in self._moves if m.left_dtype != m.right_dtype]
+        found = plain_tables(plain, self._left_end, right, backwards=backwards)
+        found += cast_tables(cast, ITEMSIZE, backwards=backwards)
+        if self._groups:
+            found = [interleaved(t, self._groups, self._rotation) for t in found]
+        return found
+
+    def _load(self, tables: Sequence[Table]) -> list[_Launch]:
+        return [
+            _Launch(
+                t.unit,
+                t.dtypes,
+                torch.from_numpy(t.tiles).to(self._device),
+                torch.zeros(1, dtype=torch.int32, device=self._device),
+                max(1, min(self._programs, len(t.tiles))),
+            )
+            for t in tables
+            if len(t.tiles)
+        ]
+
+    def _bases(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        return torch.tensor([t.data_ptr() for t in tensors] or [0], dtype=torch.int64).to(self._device)
+
+    def _split(self, rows: np.ndarray, side: str, left: Sequence[torch.Tensor], roots: Sequence[torch.Tensor]):
+        """(rows for these kernels, rows for the twin), as masks."""
+        odd = np.zeros(len(rows), bool)
+        ends = {"src": ["src"], "dst": ["dst"], "local": ["src", "dst"]}[side]
+        storage = {"src": left, "dst": roots}
+        for i in np.flatnonzero(rows["op"] != Op.COPY).tolist():
+            r = rows[i]
+            src, dst = DTYPES[r["src_dtype"]], DTYPES[r["dst_dtype"]]
+            if r["op"] == Op.FILL:
+                odd[i] = side != "src" and not _aligned(r, "dst", roots, ITEMSIZE[dst])
+                continue
+            travels = wire_dtype(src, dst)
+            pair = {"src": (src, travels), "dst": (travels, dst), "local": (src, dst)}[side]
+            if pair[0] == pair[1]:
+                continue
+            odd[i] = pair not in CASTS or not all(
+                _aligned(r, e, storage[e], ITEMSIZE[DTYPES[r[f"{e}_dtype"]]]) for e in ends
+            )
+            if side != "local":
+                odd[i] |= int(r["wire"]) % ITEMSIZE[travels] != 0
+        return ~odd, odd
+
+    def _bind_fills(self, rows: np.ndarray, roots: Sequence[torch.Tensor]) -> tuple[list[_Launch], torch.Tensor | None]:
+        """A fill converts one element that lies in a small table to itself, with source strides of 0."""
+        if self.side == "src" or not len(rows):
+            return [], None
+        self._constant = torch.from_numpy(np.ascontiguousarray(rows["fill"]).view(np.int64).copy()).to(self._device)
+        kinds: dict[int, list[Move]] = {}
+        for k, r in enumerate(rows):
+            item = ITEMSIZE[DTYPES[r["dst_dtype"]]]
+            if 0 in r["extent"].tolist():
+                continue
+            dims = tuple((int(n), 0, int(s)) for n, s in zip(r["extent"], r["dst_strides"]) if n != 1)
+            name = _BITS[item]
+            kinds.setdefault(item, []).append(Move(0, 8 * k, name, int(r["dst_root"]), int(r["dst_offset"]), name, dims))
+        found = [t for _, some in sorted(kinds.items()) for t in cast_tables(some, ITEMSIZE, backwards=False)]
+        return self._load(found), self._bases([self._constant])
+
+
+def _aligned(row, end: str, roots: Sequence[torch.Tensor], item: int) -> bool:
+    start = roots[int(row[f"{end}_root"])].data_ptr() + int(row[f"{end}_offset"])
+    steps = [int(s) for n, s in zip(row["extent"], row[f"{end}_strides"]) if n != 1]
+    return start % item == 0 and all(s % item == 0 for s in steps)
+
+
+def _alignment(t: torch.Tensor) -> int:
+    """Largest power of two up to 16 that divides the address."""
+    return min(16, (t.data_ptr() | 16) & -(t.data_ptr() | 16))
+
+
+def _multiprocessors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -1,0 +1,182 @@
+"""The link over NCCL: a communicator of xfer's own, for storages on CUDA devices.
+
+torch's watchdog and its teardown of the process are switched off for this group only: a rank that is late is the
+session's to judge, and a failed refit must leave the trainer alive. So nothing here waits on the host without a
+deadline, and expiry aborts the communicator. See group.py for what a link promises.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+from torch.distributed import Store
+
+from xfer.errors import DeadlineExceeded, PeerLost, XferError
+from xfer.transport.group import Aborted, Link, Outgoing, Pending, bytes_of
+
+_QUIET = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # a watchdog that sees an error leaves the process alone
+    "TORCH_NCCL_ENABLE_MONITORING": "0",  # and no monitor ends the process when the watchdog is held up
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_BLOCKING_WAIT": "0",  # Work.wait makes the stream wait, not the host
+}
+_POLL_S = 20e-6
+_ABORT_S = 10.0
+_environment = threading.Lock()
+
+
+class NcclLink(Link):
+    """See `Link`. `post` makes one group of a step's messages; a wait is a wait of the current stream."""
+
+    grouped = True
+
+    def __init__(
+        self, store: Store, rank: int, size: int, timeout: float, device: torch.device, labels: tuple[str, ...]
+    ):
+        self.rank, self.size, self.labels, self.device = rank, size, labels, device
+        self._aborted = threading.Event()
+        self._pg = None
+        if size == 1:
+            return
+        from torch.distributed import ProcessGroupNCCL
+
+        options = ProcessGroupNCCL.Options()
+        options._timeout = timedelta(days=30)  # deadlines are ours; this one must never be the first
+        options.config.blocking = 0
+
+        def connect() -> None:
+            torch.cuda.set_device(device)
+            with _quiet():
+                self._pg = ProcessGroupNCCL(store, rank, size, options)
+            # All ranks at once: a communicator made by the first messages would need every rank to have some.
+            self._pg.eager_connect_single_device(device)
+            self.broadcast(torch.zeros(1, dtype=torch.uint8, device=device), 0, time.monotonic() + timeout)
+
+        error = _within(timeout, connect)
+        if error is None:
+            return
+        self.abort()
+        if isinstance(error, XferError):
+            raise error
+        kind = DeadlineExceeded if isinstance(error, TimeoutError) else PeerLost
+        raise kind(
+            f"not all of {size} ranks opened the link within {timeout:g} s: {error}", where=labels[rank]
+        ) from error
+
+    def post(self, receives: Sequence[Outgoing], sends: Sequence[Outgoing]) -> tuple[list[Pending], list[Pending]]:
+        if not receives and not sends:
+            return [], []
+        pg = self._group()
+        data = [bytes_of(t) for t, _, _ in (*receives, *sends)]
+        try:
+            pg._start_coalescing(self.device)
+            for k, (_, peer, tag) in enumerate((*receives, *sends)):
+                (pg.recv if k < len(receives) else pg.send)([data[k]], peer, tag)
+            work = pg._end_coalescing(self.device)
+        except RuntimeError as e:
+            raise self._error(e) from e
+        group: list[Pending] = [_NcclPending(self, work, (receives or sends)[0][1], data)]
+        return group, group
+
+    def broadcast(self, tensor: torch.Tensor, root: int, deadline: float) -> None:
+        data = bytes_of(tensor)
+        if self.size == 1 or not data.numel():
+            return
+        from torch.distributed import BroadcastOptions
+
+        options = BroadcastOptions()
+        options.rootRank, options.rootTensor = root, 0
+        try:
+            self._group().broadcast([data], options).wait()
+        except RuntimeError as e:
+            raise self._error(e) from e
+        self.finish(deadline)
+
+    def finish(self, deadline: float) -> None:
+        """Polls, so that an abort and the deadline are seen whatever the device does."""
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self.device))
+        while not event.query():
+            if self._aborted.is_set():
+                raise Aborted("stopped here while bytes were moving", where=self.labels[self.rank])
+            if time.monotonic() > deadline:
+                raise DeadlineExceeded("the deadline passed while bytes were moving", where=self.labels[self.rank])
+            time.sleep(_POLL_S)
+
+    def abort(self) -> None:
+        # ncclCommAbort returns when the communicator's kernels have left the device: no byte is written afterwards.
+        self._aborted.set()
+        pg, self._pg = self._pg, None
+        if pg is not None:
+            _within(_ABORT_S, pg.abort)
+
+    def close(self) -> None:
+        self.abort()
+
+    def blame(self, pending: Sequence[Pending]) -> list[str]:
+        return []  # NCCL does not tell which peer it waits for; the control connection does
+
+    def _error(self, e: RuntimeError) -> XferError:
+        who = self.labels[self.rank]
+        if self._aborted.is_set():
+            return Aborted("stopped here", where=who)
+        return PeerLost("NCCL failed", [str(e).splitlines()[0][:300]], where=who)
+
+    def _group(self):
+        pg = self._pg
+        if pg is None:
+            raise Aborted(
+                "this link is closed" if self.size > 1 else "a group of one rank has no peers",
+                where=self.labels[self.rank],
+            )
+        return pg
+
+
+class _NcclPending:
+    __slots__ = ("link", "work", "peer", "data")
+
+    def __init__(self, link: NcclLink, work, peer: int, data: list[torch.Tensor]):
+        self.link, self.work, self.peer, self.data = link, work, peer, data
+
+    def wait(self, deadline: float) -> None:
+        try:
+            self.work.wait()
+        except RuntimeError as e:
+            raise self.link._error(e) from e
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """torch reads these when a group is made; other groups of the process keep what their owner set."""
+    with _environment:
+        before = {k: os.environ.get(k) for k in _QUIET}
+        os.environ.update(_QUIET)
+        try:
+            yield
+        finally:
+            for k, v in before.items():
+                os.environ.pop(k) if v is None else os.environ.__setitem__(k, v)
+
+
+def _within(seconds: float, call: Callable[[], None]) -> BaseException | None:
+    """`call` in a thread, since it may not come back. None when it did, else its error, or TimeoutError."""
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            call()
+        except BaseException as e:
+            raised.append(e)
+
+    thread = threading.Thread(target=run, name="xfer-nccl", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if thread.is_alive():
+        return TimeoutError("no answer in time")
+    return raised[0] if raised else None
