@@ -157,13 +157,12 @@ def main() -> int:
                     if len(truths) == 1:
                         procs.append(Process("fresh", [args.engine_python, "engine.py", "--model", str(work / "export"), "--check"], common, work, events))
                     else:
-                        done = True
+                        done, show.note = True, "done"
                 elif kind == "ended" and event["code"] != 0:
                     raise SystemExit(f"{name} ended with code {event['code']}:\n" + tail(work / f"{name}.log"))
     finally:
         for p in procs:
             p.stop()
-    show.note = "done"
     if args.svg:
         picture = Console(record=True, width=108, file=open(os.devnull, "w"))  # noqa: SIM115
         picture.print(show.table())

@@ -21,9 +21,10 @@ from xfer.testing import megatron_cpu  # noqa: E402
 
 megatron_cpu.install()  # Megatron without a GPU; on a cluster this line does not exist
 dist.init_process_group("gloo")
-from xfer.testing.train_loop import Trainer  # noqa: E402
+from xfer.testing.train_loop import Task, Trainer  # noqa: E402
 
 with Trainer(args.model, tp=2, pp=2, ep=2, etp=1, distopt=True, overlap=True, lr=5e-3) as trainer:
+    trainer.task = Task(vocab=16, micro_batches=8)  # count upwards modulo 16: learned in a handful of steps
     emit("built", rank=dist.get_rank(), params=sum(p.numel() for c in trainer.chunks for p in c.parameters()))
     # ------------------------------------------------------------------------------------------------------------------
     import xfer

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.engine
 pytest.importorskip("vllm")
 
 from tests.support.proc import free_port  # noqa: E402
-from tests.support.refit_job import GRACE_S, Job, failed, good  # noqa: E402
+from tests.support.refit_job import GRACE_S, Job, failed, good, until  # noqa: E402
 from xfer.testing import toy  # noqa: E402
 
 FP32 = "model.layers.2.self_attn.q_norm.weight"
@@ -140,6 +140,16 @@ def test_who_does_not_fit_is_refused_at_the_door_and_may_come_again(bench):
     assert bench.a.ready()["kind"] == "ready"
     bench.connected = True
     bench.repaired()
+
+
+def test_connecting_ends_at_its_deadline_and_names_who_has_not_come(bench):
+    job, t = bench.job, bench.t
+    bench.connected = False
+    t.build(job.config)
+    rendezvous = f"tcp://127.0.0.1:{free_port()}"
+    results = t.connect(rendezvous, ranks=[0, 2], deadline_s=3.0)
+    failed(results, "DeadlineExceeded", "trainer 1: it has not called xfer.connect()", within=3.0 + GRACE_S)
+    failed(t.connect(rendezvous, deadline_s=3.0), "DeadlineExceeded", "replicas [0]", "xfer.serve()", within=3.0 + GRACE_S)
 
 
 # ---- when all goes well
@@ -321,3 +331,62 @@ def test_a_trainer_that_is_killed_is_named_and_the_job_can_start_again(b, fault)
     else:
         b.torn()  # another connection does not make it whole
     b.repaired()
+
+
+def test_replicas_whose_processes_die_leave_the_others_whole_and_can_come_back(b):
+    """One refit to three replicas: a worker of one dies while bytes move, one of another at the commit; the third goes on.
+    One comes back with another number of workers, is whole after its first refit, and dies with its controller while armed."""
+    job, t = b.job, b.t
+    dying = {"moving": job.engine("b", 2), "commit": job.engine("c", 1)}
+    for e in dying.values():
+        e.start(str(job.model), "dummy", ep=e.tp > 1)
+    for e in dying.values():
+        e.started()
+    t.fault("")
+    t.restart_dead()
+    good(job.meet([b.a, *dying.values()]))
+    assert all(e.ready()["kind"] == "ready" for e in (b.a, *dying.values()))
+    good(t.refit(1, verify=True))
+    b.serves_truth()
+    one_worker = dying["commit"].observe()
+    seen = dying["moving"].observe()
+    assert seen.same(b.truth), seen.differs(b.truth)
+
+    for point, e in dying.items():
+        e.fault(f"worker:{e.tp - 1}:{point}:kill")
+    began = time.monotonic()
+    report = good(t.refit(b.fresh_seed(), min_replicas=1, deadline_s=20.0))
+    assert time.monotonic() - began < 20.0 + GRACE_S
+    assert report["committed"] == [True, False, False] == report["serving"]
+    for i, error in enumerate(report["errors"][1:], 1):
+        assert error.startswith(("PeerLost", "EngineLost")) and f"replica {i}" in error, error
+    now = b.a.observe()
+    assert now.version == report["version"] and not now.nan and not now.same(b.truth)
+    for e in dying.values():
+        until(lambda e=e: e.state()["error"], 20, f"{e.name} knows that it is lost")
+        assert e.refused()
+        e.child.stop()
+    # All ranks raise when more is asked for than is left.
+    failed(t.refit(b.fresh_seed(), min_replicas=2, deadline_s=20.0), "PeerLost", "1 of 3 replicas committed", within=20.0)
+    assert not b.a.observe().nan
+
+    again = job.engine("again", 1)
+    again.start(str(job.model), "dummy")
+    again.started()
+    again.serve(job.rendezvous, 1)
+    assert again.ready()["kind"] == "ready"
+    report = good(t.refit(1, verify=True, min_replicas=2))
+    assert report["committed"] == [True, True, False]
+    b.serves_truth()
+    back = again.observe()
+    assert back.same(one_worker), back.differs(one_worker)
+
+    again.fault("worker:0:arm:hang")
+    t.ask("set", "set", seed=b.fresh_seed())
+    waiting = t.say(do="refit", min_replicas=1, deadline_s=20.0)
+    time.sleep(1.5)
+    os.killpg(again.child.proc.pid, signal.SIGKILL)
+    report = good([c.expect("refitted", "raised", timeout=60) for c in waiting])
+    assert report["committed"] == [True, False, False] and report["errors"][1].startswith("PeerLost")
+    good(t.refit(1, verify=True, min_replicas=1))
+    b.serves_truth()

@@ -9,6 +9,7 @@ import textwrap
 import threading
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -229,7 +230,7 @@ def test_survivors_of_a_process_that_dies_or_hangs_say_so_in_time_and_meet_again
     script = tmp_path / "rank.py"
     script.write_text(textwrap.dedent(RANK))
     command = [sys.executable, str(script), str(tmp_path / "store")]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
     procs = [
         subprocess.Popen([*command, str(r), fault, "1.0"], stdout=subprocess.PIPE, text=True, env=env) for r in range(3)
     ]

@@ -29,7 +29,7 @@ def start(model: str, tp: int, load_format: str, ep: bool = False):
 
     return LLM(model=model, load_format=load_format, skip_tokenizer_init=True, tensor_parallel_size=tp, enable_expert_parallel=ep,
                enforce_eager=True, dtype="bfloat16", max_model_len=128, max_num_seqs=4, block_size=32, seed=0, disable_log_stats=True,
-               enable_prefix_caching=True, weight_transfer_config={"backend": "xfer"},
+               enable_prefix_caching=True, num_gpu_blocks_override=64, weight_transfer_config={"backend": "xfer"},
                worker_extension_cls="tests.support.refit_engine.Echo")  # fmt: skip
 
 

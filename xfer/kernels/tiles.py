@@ -128,7 +128,7 @@ def interleaved(table: Table, group_of_root: Sequence[int], rotation: int) -> Ta
     for g in range(count):
         mine = group == g
         n = table.nbytes[mine]
-        share[mine] = (np.cumsum(n) - n / 2) / max(1, n.sum())
+        share[mine] = (np.cumsum(n) - n) / max(1, n.sum())
     order = np.lexsort(((group - rotation) % count, share))
     return Table(table.unit, table.dtypes, np.ascontiguousarray(table.tiles[order]), table.nbytes[order])
 

@@ -10,6 +10,7 @@ twin. Not here: how rows become tiles (tiles.py), whose storages these are (tran
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -86,6 +87,15 @@ def _copy_tiles(
 
 
 @triton.jit
+def _to_bfloat16(x):
+    """Round to nearest, ties to even, on the bits: Triton's interpreter truncates, and loses subnormals the other way."""
+    b = x.to(tl.uint32, bitcast=True)
+    nearest = (b + 0x7FFF + ((b >> 16) & 1)) >> 16
+    nan = (b & 0x7FFFFFFF) > 0x7F800000
+    return tl.where(nan, 0x7FC0, nearest).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
 def _convert_tiles(
     src_bases, dst_bases, tiles, count, counter, abort,
     SRC: tl.constexpr, DST: tl.constexpr, BLOCK: tl.constexpr, COLS: tl.constexpr, ABORTABLE: tl.constexpr,
@@ -113,12 +123,14 @@ def _convert_tiles(
             c = u - r * width
             keep = u < n
             x = tl.load(src + (r * src_row + c * src_one), mask=keep)
+            if SRC == tl.bfloat16:
+                x = (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
             if SRC == DST:
                 y = x
-            elif SRC == tl.float16 or SRC == tl.bfloat16:
-                y = x.to(tl.float32).to(DST)
+            elif DST == tl.bfloat16:
+                y = _to_bfloat16(x.to(tl.float32))
             else:
-                y = x.to(DST)
+                y = x.to(tl.float64 if SRC == tl.float64 else tl.float32).to(DST)
             tl.store(dst + (r * dst_row + c * dst_one), y, mask=keep)
         i = tl.atomic_add(counter, 1)
         if ABORTABLE:  # past the end, whatever `count` is
@@ -184,7 +196,7 @@ class TritonRows:
         self.nbytes = int((wired["wire"] + row_wire_bytes(wired)).max(initial=0))
         self._moves = moves(rows[plain], side)
         self._left_end = End([_alignment(r) for r in left])
-        self._left, self._roots = self._bases(left), (roots if side == "local" else ())
+        self._left = self._bases(left)
         self._held = (*roots, *src_roots)
         self._launches: dict[int, list[_Launch]] = {}
         self._wires: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor, list[_Launch]]] = {}
@@ -211,31 +223,33 @@ class TritonRows:
 
     def pack(self, buffer: torch.Tensor) -> None:
         wire, _, launches = self._through("src", buffer)
-        for launch in launches:
-            launch.run(self._left, wire, self._abort)
+        self._run(launches, self._left, wire)
         if self._twin:
             self._twin.pack(buffer)
 
     def unpack(self, buffer: torch.Tensor) -> None:
         wire, _, launches = self._through("dst", buffer)
-        for launch in launches:
-            launch.run(wire, self._left, self._abort)
+        self._run(launches, wire, self._left)
         if self._twin:
             self._twin.unpack(buffer)
 
     def copy(self) -> None:
         if self.side != "local":
             raise TypeError(f"copy() is for rows bound as local, these are bound as {self.side}")
-        for launch in self._launches[0]:
-            launch.run(self._left, self._dst, self._abort)
+        self._run(self._launches[0], self._left, self._dst)
         if self._twin:
             self._twin.copy()
 
     def fill(self) -> None:
-        for launch in self._fills:
-            launch.run(self._constants, self._dst, None)
+        self._run(self._fills, self._constants, self._dst)
         if self._twin:
             self._twin.fill()
+
+    def _run(self, launches: Sequence[_Launch], src: torch.Tensor | None, dst: torch.Tensor) -> None:
+        # Triton launches on the thread's current device, which in a fresh thread is device 0.
+        with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
+            for launch in launches:
+                launch.run(src, dst, self._abort)
 
     def prepare(self, buffer: torch.Tensor) -> None:
         key = (buffer.data_ptr(), buffer.numel())

@@ -92,7 +92,8 @@ class Controller:
             try:
                 message = self._party.take((m.Arm, m.Failed, m.ReplicaReady), time.monotonic() + 3600.0, "the next refit")
                 if isinstance(message, m.Arm):
-                    self._refit(message)
+                    for failed in self._refit(message):
+                        self._lose(failed.error.error(), whole=failed.replica < 0)
                 elif isinstance(message, m.Failed):
                     self._lose(message.error.error(), whole=message.replica < 0)
                 else:
@@ -154,7 +155,8 @@ class Controller:
         self._set(version="", error=EngineLost(f"replica {self.replica} holds a mix of two versions", [why]))
         self.handle.stay_paused()
 
-    def _refit(self, arm: m.Arm) -> None:
+    def _refit(self, arm: m.Arm) -> list[m.Failed]:
+        """One attempt. Returns what arrived meanwhile about lost trainers or workers, to be told after it."""
         handle, until = self.handle, time.monotonic() + arm.deadline_s + STOP_GRACE_S
         phases: list[tuple[str, float]] = []
         old, failure = self.version, None
@@ -192,8 +194,13 @@ class Controller:
         except Exception as e:
             failure = e
             self._party.try_send(m.Failed(m.WireError.of(e, self._party.label), arm.attempt, self.replica))
+        decision, lost = None, []
         try:
-            decision = self._party.take((m.Commit, m.Settle), until + SETTLE_GRACE_S, "the decision", lambda x: x.attempt == arm.attempt)
+            while not isinstance(decision, m.Commit | m.Settle):
+                decision = self._party.take((m.Commit, m.Settle, m.Failed), until + SETTLE_GRACE_S, "the decision",
+                                            lambda x: isinstance(x, m.Failed) or x.attempt == arm.attempt)
+                if isinstance(decision, m.Failed):
+                    lost.append(decision)
         except XferError as e:
             # No word from the hub: the workers presume an abort, but whether they had begun to write is not known here.
             decision = m.Settle(arm.attempt, True, m.WireError.of(e, self._party.label))
@@ -221,7 +228,7 @@ class Controller:
             elif isinstance(decision, m.Settle) and decision.dirty:
                 self._tear(str(decision.error.error()))
                 self._party.try_send(m.Settled(arm.attempt, "", False, 0.0, tuple(phases)))
-                return
+                return lost
             else:
                 handle.set_version(old, SETTLE_GRACE_S)
             handle.resume(SETTLE_GRACE_S)
@@ -235,3 +242,4 @@ class Controller:
             handle.stay_paused()
             self._party.try_send(m.Settled(arm.attempt, "", False, 0.0, tuple(phases)))
             logger.error("xfer: replica %d could not be brought back: %s", self.replica, error)
+        return lost

@@ -52,6 +52,7 @@ class Hub:
             threading.Thread(target=self._accept, name="xfer-hub-accept", daemon=True),
             threading.Thread(target=self._think, name="xfer-hub", daemon=True),
         ]
+        self.at(time.monotonic() + options.deadline_s, self._check_trainers)
         for t in self._threads:
             t.start()
 
@@ -259,6 +260,14 @@ class Hub:
             if r.state in ("planning", "linking"):
                 self.planning.abort(r, error)
         self.broadcast(list(self._clients), m.Failed(wire))
+
+    def _check_trainers(self) -> None:
+        missing = [i for i in range(self.options.trainers) if i not in self.specs]
+        if missing and self.failure is None:
+            self.fail_everything(DeadlineExceeded(
+                f"not all of {self.options.trainers} trainer ranks connected within {self.options.deadline_s:.0f} s",
+                [f"trainer {i}: " + ("it has not said what it exports" if i in self.trainers else "it has not called xfer.connect()")
+                 for i in missing]))
 
     def _check_join(self, replica: Replica) -> None:
         if replica.state == "joining" and time.monotonic() >= replica.until:

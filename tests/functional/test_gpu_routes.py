@@ -1,0 +1,59 @@
+"""Both routes on real GPUs: bytes, faults, identity. Any number of GPUs; peer ranks share GPUs where there are few.
+
+    python -m pytest -m gpu tests/functional/test_gpu_routes.py
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from tests.support.gpu_ranks import spawn
+
+GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
+EXAMPLES = int(os.environ.get("XFER_EXAMPLES", "200"))
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 1, reason="needs a GPU")]
+two = pytest.mark.skipif(GPUS < 2, reason="needs two GPUs: NCCL refuses two ranks on one")
+SEEDS = list(range(max(4, EXAMPLES // 10)))
+
+
+@two
+def test_random_programs_over_nccl():
+    """Both ways at once, any rank to any rank, casts, fills, odd alignments; twice with new sources."""
+    got = spawn("worlds", min(4, GPUS), route="p2p", seeds=SEEDS)
+    assert all(sent > 0 for _, sent in got)
+
+
+def test_random_programs_are_pulled():
+    """Four processes, whatever the number of GPUs, each both offers and maps; nothing goes by p2p."""
+    got = spawn("worlds", 4, route="peer", seeds=SEEDS)
+    assert all(pulled > 0 and sent == 0 for pulled, sent in got)
+
+
+@two
+def test_storages_that_cannot_be_exported_go_by_p2p():
+    """Rank 0 allocates with expandable segments, which give out no legacy handles: its rows are sent, others are pulled."""
+    env = {0: {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "PYTORCH_ALLOC_CONF": "expandable_segments:True"}}
+    got = spawn("worlds", min(4, GPUS), route="mixed", seeds=SEEDS, env=env)
+    assert sum(pulled for pulled, _ in got) > 0 and sum(sent for _, sent in got) > 0
+    assert got[0][0] > 0  # rank 0 itself pulls from the others
+
+
+@two
+@pytest.mark.parametrize("connections", ["1", ""])
+def test_an_absent_peer_is_a_typed_error_in_time(connections):
+    env = {r: {"CUDA_DEVICE_MAX_CONNECTIONS": connections} for r in range(2) if connections}
+    (outcome, took, good), (_, _, other) = spawn("absent_peer", 2, env=env)
+    assert outcome == "DeadlineExceeded" and took < 8 and good and other
+
+
+def test_a_stopped_pull_is_drained_and_the_next_is_whole():
+    name, took, partial, same = spawn("stopped_pull", 2)[1]
+    assert name == "Aborted" and took < 1 and partial and same
+
+
+def test_a_new_allocation_is_noticed_and_memory_comes_back():
+    noticed, _, back = spawn("moved_storage", 2)[0]
+    assert noticed and back

@@ -1,0 +1,220 @@
+"""Ranks as processes on GPUs: a small spawn-and-collect, and the parts that each rank of the gpu tests plays."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import traceback
+from datetime import timedelta
+
+import numpy as np
+import torch
+import torch.multiprocessing as mp
+from torch.distributed import TCPStore
+
+from tests.support.proc import free_port
+from tests.support.row_worlds import apply_world, fresh_sources, random_world, row
+from xfer.errors import XferError
+from xfer.plan.program import Program
+from xfer.transport.group import open_group
+from xfer.transport.p2p import P2P
+from xfer.transport.peer import Export, Mapping, Pull
+from xfer.transport.routes import NoLink, exchange_over_link, exchange_over_store, open_routes
+
+
+def soon(seconds: float = 60.0) -> float:
+    return time.monotonic() + seconds
+
+
+def _main(rank: int, size: int, port: int, part: str, kwargs: dict, env: dict, answers) -> None:
+    os.environ.update(env.get(rank, {}))
+    try:
+        gpus = torch.cuda.device_count()
+        device = torch.device("cuda", rank * gpus // size)
+        torch.cuda.set_device(device)
+        store = TCPStore("127.0.0.1", port, None, False, timedelta(seconds=60))
+        answers.put((rank, "ok", globals()[part](rank, size, store, device, **kwargs)))
+    except BaseException:
+        answers.put((rank, "raised", traceback.format_exc()))
+    time.sleep(0.2)  # the queue's feeder
+
+
+def spawn(part: str, size: int, seconds: float = 150.0, env: dict | None = None, **kwargs) -> list:
+    """What `part(rank, size, store, device, **kwargs)` returned in each of `size` processes; raises with all tracebacks."""
+    context = mp.get_context("spawn")
+    answers, port = context.Queue(), free_port()
+    store = TCPStore("127.0.0.1", port, None, True, timedelta(seconds=60), wait_for_workers=False)
+    children = [
+        context.Process(target=_main, args=(r, size, port, part, kwargs, env or {}, answers), daemon=True) for r in range(size)
+    ]
+    for c in children:
+        c.start()
+    out, wrong, until = [None] * size, [], time.monotonic() + seconds
+    try:
+        left = set(range(size))
+        while left and time.monotonic() < until:
+            try:
+                rank, state, value = answers.get(timeout=1.0)
+            except Exception:
+                gone = [r for r in left if children[r].exitcode not in (None, 0)]
+                if gone:
+                    wrong += [f"rank {r} ended with {children[r].exitcode}" for r in gone]
+                    left -= set(gone)
+                continue
+            left.discard(rank)
+            out[rank] = value
+            if state == "raised":
+                wrong.append(f"rank {rank}: {value}")
+        wrong += [f"rank {r} gave no answer in {seconds} s" for r in left]
+    finally:
+        for c in children:
+            c.join(3)
+            if c.is_alive():
+                c.kill()
+        del store
+    assert not wrong, "\n".join(wrong)
+    return out
+
+
+def tensors(storages, device):
+    return [torch.from_numpy(r.copy()).to(device) for r in storages]
+
+
+def agree(got, want) -> None:
+    for i, (g, w) in enumerate(zip(got, want)):
+        g = g.cpu().numpy()
+        if not np.array_equal(g, w):
+            raise AssertionError(f"storage {i}: {np.count_nonzero(g != w)} of {len(w)} bytes differ, first at {np.flatnonzero(g != w)[:5]}")
+
+
+def worlds(rank, size, store, device, *, route: str, seeds: list[int], refuse: bool = False):
+    """Random programs, twice each with new sources. Returns (pulled bytes, p2p bytes)."""
+    link = NoLink(rank, size, device) if route == "peer" else open_group(store, rank, size, 60.0, device)
+    pulled = sent = 0
+    for seed in seeds:
+        rng = np.random.default_rng(seed)
+        programs, storages = random_world(rng, size, 3, 40)
+        roots = tensors(storages[rank], device)
+        exchange = exchange_over_store(store, rank, size, f"s{seed}") if route == "peer" or seed % 2 else exchange_over_link(link, 30.0)
+        if route == "p2p":
+            mover = P2P(link, programs[rank], roots, step_bytes=[64, 300, 1 << 20][seed % 3], direct_bytes=[40, 1 << 20][seed % 2])
+        else:
+            mover = open_routes(link, programs[rank], roots, exchange, step_bytes=300, direct_bytes=1 << 20)
+        for again in range(2):
+            if again:
+                storages = [
+                    fresh_sources(rng, programs[k].rows[programs[k].rows["src"] == k], s) for k, s in enumerate(storages)
+                ]
+                for t, r in zip(roots, storages[rank]):
+                    t.copy_(torch.from_numpy(r))
+            torch.cuda.synchronize()
+            exchange_over_store(store, rank, size, f"ready{seed}.{again}")(b"")
+            stats = mover.run(soon())
+            exchange_over_store(store, rank, size, f"done{seed}.{again}")(b"")
+            agree(roots, apply_world(programs, storages)[rank])
+            if route != "p2p":
+                pulled, sent = pulled + mover.report.pulled_bytes, sent + mover.report.p2p_bytes
+                assert mover.export is None or not mover.export.stale()
+            else:
+                sent += stats.bytes_in
+        if route != "p2p":
+            mover.close()
+            exchange_over_store(store, rank, size, f"closed{seed}")(b"")
+    link.close()
+    return pulled, sent
+
+
+def absent_peer(rank, size, store, device):
+    """Rank 1 never runs its program: rank 0 gets a typed error in time, its process and device live on, a new link works."""
+    link = open_group(store, rank, size, 60.0, device)
+    n = 1 << 20
+    rows = row((n,), src_dtype="uint8", src=1, dst=0)
+    roots = [torch.full((n,), rank, dtype=torch.uint8, device=device)]
+    outcome, took = "", 0.0
+    if rank == 0:
+        t0 = time.monotonic()
+        try:
+            P2P(link, Program(0, 1, rows), roots).run(soon(2.0))
+        except XferError as e:
+            outcome, took = type(e).__name__, time.monotonic() - t0
+    exchange_over_store(store, rank, size, "aborted")(b"")
+    link.abort()
+    torch.ones(10, device=device).sum().item()
+    from torch.distributed import PrefixStore
+
+    again = open_group(PrefixStore("again", store), rank, size, 60.0, device)
+    if rank < 2:
+        P2P(again, Program(rank, 1, rows), roots).run(soon())
+    torch.cuda.synchronize()
+    good = rank != 0 or bool((roots[0] == 1).all())
+    again.close()
+    return outcome, took, good
+
+
+def _buffer(rank, store, size, nbytes, device, name):
+    """(storage of rank 0, mapping of it elsewhere)"""
+    exchange = exchange_over_store(store, rank, size, name)
+    if rank == 0:
+        t = torch.randint(0, 255, (nbytes,), dtype=torch.uint8, device=device)
+        export = Export(0, [t], device)
+        exchange(export.to_bytes())
+        return t, export
+    mapping = Mapping(rank, device)
+    mapping.open(exchange(b"")[0], 0, [0])
+    return None, mapping
+
+
+def stopped_pull(rank, size, store, device):
+    """A pull that is stopped in the middle: typed, drained, quickly; the next one is whole."""
+    n = 8 << 30
+    kept, other = _buffer(rank, store, size, n, device, "offer")
+    out = None
+    if rank == 1:
+        target = torch.zeros(n, dtype=torch.uint8, device=device)
+        pull = Pull(row((n,), src_dtype="uint8", src=0, dst=1), other, [target], programs=2)
+        pull.begin()
+        time.sleep(0.02)
+        threading.Timer(0.02, pull.stop).start()
+        t0 = time.monotonic()
+        try:
+            pull.finish(soon())
+            name = "finished"
+        except XferError as e:
+            name = type(e).__name__
+        out = (name, time.monotonic() - t0, int((target[:: 1 << 20] != 0).sum()) < n >> 20)
+        pull.begin()
+        pull.finish(soon())
+        same = torch.equal(target, other.roots[0][0])
+        del pull
+        other.close()
+        out = (*out, same)
+    exchange_over_store(store, rank, size, "end")(b"")
+    del kept
+    return out
+
+
+def moved_storage(rank, size, store, device):
+    """A freed and newly made storage is noticed even at the same address; a dead mapping keeps no memory after close."""
+    n = 256 << 20
+    kept, other = _buffer(rank, store, size, n, device, "offer")
+    meet = exchange_over_store(store, rank, size, "meet")
+    out = None
+    if rank == 0:
+        assert not other.stale()
+        meet(b"")  # mapped
+        meet(b"")  # closed
+        before, address = torch.cuda.mem_get_info(device)[0], kept.data_ptr()
+        other._roots = ()
+        del kept
+        torch.cuda.empty_cache()
+        back = torch.cuda.mem_get_info(device)[0] - before
+        new = torch.zeros(n, dtype=torch.uint8, device=device)
+        other._roots = (new,)
+        out = (bool(other.stale()), new.data_ptr() == address, back >= n)
+    else:
+        meet(b"")
+        other.close()
+        meet(b"")
+    meet(b"")
+    return out

@@ -1,0 +1,102 @@
+"""The few calls of CUDA's driver that torch does not offer: identity of allocations, IPC handles, mappings.
+
+Through ctypes, loaded at the first call, so importing this touches no device. Not here: what is shared with whom (peer.py).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+HANDLE_BYTES = 64
+_BUFFER_ID, _LEGACY_IPC = 7, 10  # CU_POINTER_ATTRIBUTE_…
+_LAZY_PEER_ACCESS = 1
+
+
+class DriverError(RuntimeError):
+    """A driver call that failed; `code` is its CUresult."""
+
+    def __init__(self, call: str, code: int):
+        name = ctypes.c_char_p()
+        _driver().cuGetErrorName(code, ctypes.byref(name))
+        super().__init__(f"{call}: {(name.value or b'?').decode()} ({code})")
+        self.code = code
+
+
+class _Handle(ctypes.Structure):
+    _fields_ = [("bytes", ctypes.c_ubyte * HANDLE_BYTES)]
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """The allocation that an address lies in. `identity` is never given twice in a process, unlike an address."""
+
+    base: int
+    nbytes: int
+    identity: int
+    exportable: bool
+
+
+def allocation(pointer: int) -> Allocation:
+    """DriverError when the address is no device memory of this process."""
+    base, size = ctypes.c_uint64(), ctypes.c_size_t()
+    _call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(pointer))
+    identity, legacy = ctypes.c_uint64(), ctypes.c_int()
+    _call("cuPointerGetAttribute", ctypes.byref(identity), _BUFFER_ID, ctypes.c_uint64(pointer))
+    _call("cuPointerGetAttribute", ctypes.byref(legacy), _LEGACY_IPC, ctypes.c_uint64(pointer))
+    return Allocation(base.value, size.value, identity.value, bool(legacy.value))
+
+
+def export(pointer: int) -> bytes:
+    """An IPC handle of the whole allocation that the address lies in."""
+    handle = _Handle()
+    _call("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(pointer))
+    return bytes(handle.bytes)
+
+
+def open_handle(handle: bytes, device: torch.device) -> int:
+    """Maps another process's allocation; its address here. Opened in the context of `device`, the *reader's* own:
+    kernels refuse a pointer that was opened on the owner's.
+    """
+    if len(handle) != HANDLE_BYTES:
+        raise ValueError(f"an IPC handle has {HANDLE_BYTES} bytes, not {len(handle)}")
+    pointer = ctypes.c_uint64()
+    with torch.cuda.device(device):
+        _current(device)
+        value = _Handle.from_buffer_copy(handle)
+        _call("cuIpcOpenMemHandle_v2", ctypes.byref(pointer), value, ctypes.c_uint(_LAZY_PEER_ACCESS))
+    return pointer.value
+
+
+def close_handle(pointer: int, device: torch.device) -> None:
+    with torch.cuda.device(device):
+        _current(device)
+        _call("cuIpcCloseMemHandle", ctypes.c_uint64(pointer))
+
+
+def tensor_at(pointer: int, nbytes: int, device: torch.device) -> torch.Tensor:
+    """A flat uint8 tensor over memory that torch does not own."""
+    storage = torch._C._construct_storage_from_data_pointer(pointer, device, nbytes)
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (nbytes,), (1,))
+
+
+def _current(device: torch.device) -> None:
+    """Makes sure that this thread has the device's primary context: a fresh thread has none until torch does work."""
+    torch.cuda.current_stream(device).query()
+    torch.cuda.set_device(device)
+
+
+@cache
+def _driver() -> ctypes.CDLL:
+    lib = ctypes.CDLL("libcuda.so.1")
+    lib.cuIpcOpenMemHandle_v2.argtypes = [ctypes.c_void_p, _Handle, ctypes.c_uint]
+    return lib
+
+
+def _call(name: str, *args) -> None:
+    code = getattr(_driver(), name)(*args)
+    if code:
+        raise DriverError(name, code)

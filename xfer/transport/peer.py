@@ -1,0 +1,338 @@
+"""The peer route: a taker maps the senders' storages and one kernel pulls every row from its source to its final place.
+
+Inside one NVLink host. Senders make an `Offer` (typed bytes: handles of allocations, where storages lie in them, and a
+probe with a nonce); takers open what their rows need and answer which storages they can read (`Taken`). Both sides then
+cut the program alike with `split`: rows that a taker can pull itself, and the rest, which goes by p2p.
+
+Nothing is staged. A pull looks at an abort word before every tile and is waited for with a deadline; when `run` has
+returned or raised with `drained`, this process reads no sender's memory any more. A sender must not free, offload or
+rewrite a storage before its takers said so: after a pull ends for content, after `Mapping.close` for memory.
+Not here: who tells whom when (session/), p2p (p2p.py), the mix of both (routes.py).
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+import torch
+
+from xfer.errors import DeadlineExceeded, PeerLost, ProtocolError, RebindError
+from xfer.kernels import BoundRows
+from xfer.plan.program import Op, Program, row_wire_bytes
+from xfer.transport import cuda_driver as driver
+from xfer.transport.group import Aborted
+
+WIRE_VERSION = 1
+NONCE_BYTES = 32
+MAX_OFFER_BYTES = 64 << 20
+DRAIN_S = 5.0
+"""How long an aborted pull may take to leave the device: each program finishes the tile that it holds."""
+_POLL_S = 20e-6
+_PROCESS = (os.getpid(), secrets.token_bytes(16))
+
+
+class Shared(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    """One allocation: an IPC handle and what it is; `base` is of use in the same process only."""
+
+    handle: bytes
+    base: int
+    nbytes: int
+    identity: int
+
+
+class Place(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    """Where a storage lies: allocation number and byte offset. allocation -1: it cannot be mapped, for `reason`."""
+
+    allocation: int
+    offset: int
+    nbytes: int
+    reason: str = ""
+
+
+class Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    """What one rank lets others map. The probe is an allocation of its own that holds `nonce`."""
+
+    version: int
+    rank: int
+    pid: int
+    process: bytes
+    nonce: bytes
+    probe: Shared | None
+    allocations: tuple[Shared, ...]
+    places: tuple[Place, ...]
+
+
+class Readable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    rank: int
+    roots: tuple[int, ...]
+    reason: str = ""  # why nothing, or not everything
+
+
+class Taken(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    """Which storages of which senders one taker reads by itself."""
+
+    version: int
+    rank: int
+    readable: tuple[Readable, ...]
+
+
+def _decode(data: bytes, kind: type, rank: int):
+    if len(data) > MAX_OFFER_BYTES:
+        raise ProtocolError(f"{kind.__name__} of rank {rank} has {len(data)} bytes, at most {MAX_OFFER_BYTES} are read")
+    try:
+        found = msgspec.msgpack.decode(data, type=kind)
+    except msgspec.MsgspecError as e:
+        raise ProtocolError(f"{kind.__name__} of rank {rank}: {e}") from e
+    if found.version != WIRE_VERSION or found.rank != rank:
+        raise ProtocolError(f"{kind.__name__} of rank {rank} says rank {found.rank}, version {found.version}")
+    return found
+
+
+class Export:
+    """A sender's storages as an offer. Holds the probe; storages stay the caller's."""
+
+    def __init__(self, rank: int, roots: Sequence[torch.Tensor], device: torch.device):
+        self.rank = rank
+        self._roots = roots
+        self._nonce = secrets.token_bytes(NONCE_BYTES)
+        self._probe = torch.frombuffer(bytearray(self._nonce), dtype=torch.uint8).to(device)
+        torch.cuda.synchronize(device)
+        self._allocations: dict[int, int] = {}  # identity -> number
+        self._shared: list[Shared] = []
+        self._places = tuple(self._place(t) for t in roots)
+        probe = self._place(self._probe)
+        self._probe_at = (probe.allocation, probe.offset)
+        # The probe's own offset in its allocation travels as the last place.
+        self.offer = Offer(
+            WIRE_VERSION, rank, *_PROCESS, self._nonce,
+            self._shared[probe.allocation] if probe.allocation >= 0 else None,
+            tuple(self._shared), (*self._places, probe),
+        )  # fmt: skip
+
+    def to_bytes(self) -> bytes:
+        return msgspec.msgpack.encode(self.offer)
+
+    def stale(self) -> list[str]:
+        """Storages that are not where the offer says any more: one line each. Cheap: asked at every refit."""
+        out = []
+        for i, (t, place) in enumerate(zip(self._roots, self._places)):
+            if place.allocation < 0:
+                continue
+            shared = self._shared[place.allocation]
+            try:
+                now = driver.allocation(t.data_ptr())
+            except driver.DriverError as e:
+                out.append(f"storage {i}: {e}")
+                continue
+            if (now.identity, t.data_ptr() - now.base) != (shared.identity, place.offset):
+                out.append(f"storage {i}: offered as allocation {shared.identity}, is now {now.identity}")
+        return out
+
+    def _place(self, t: torch.Tensor) -> Place:
+        n = t.numel()
+        if not n:
+            return Place(-1, 0, 0, "empty")
+        try:
+            found = driver.allocation(t.data_ptr())
+            if not found.exportable:
+                return Place(-1, 0, n, "its allocator gives out no IPC handles (virtual memory: expandable segments, sleep)")
+            number = self._allocations.get(found.identity)
+            if number is None:
+                shared = Shared(driver.export(found.base), found.base, found.nbytes, found.identity)
+                number = self._allocations[found.identity] = len(self._shared)
+                self._shared.append(shared)
+        except driver.DriverError as e:
+            return Place(-1, 0, n, str(e))
+        if t.data_ptr() + n > found.base + found.nbytes:
+            return Place(-1, 0, n, "it spans several allocations")
+        return Place(number, t.data_ptr() - found.base, n)
+
+
+class Mapping:
+    """What a taker has opened of the offers. `roots[rank][i]`: flat uint8 tensor over storage i of that sender."""
+
+    def __init__(self, rank: int, device: torch.device):
+        self.rank, self.device = rank, device
+        self.roots: dict[int, dict[int, torch.Tensor]] = {}
+        self._why: dict[int, str] = {}
+        self._opened: dict[bytes, int] = {}
+
+    def open(self, data: bytes, rank: int, wanted: Sequence[int]) -> None:
+        """Opens storages `wanted` of sender `rank`; what cannot be is noted, not raised. ProtocolError on bad bytes."""
+        offer = _decode(data, Offer, rank)
+        found = self.roots.setdefault(rank, {})
+        try:
+            if offer.probe is None or not offer.places:
+                raise PeerLost(offer.places[-1].reason if offer.places else "no probe")
+            seen = self._tensor(offer, offer.places[-1])
+            if bytes(seen.cpu().numpy()) != offer.nonce:
+                raise PeerLost("its probe does not hold its nonce: this is another process's memory")
+        except (driver.DriverError, PeerLost, RuntimeError) as e:
+            self._why[rank] = f"cannot be mapped from here: {e}"
+            return
+        for root in wanted:
+            if not 0 <= root < len(offer.places) - 1:
+                raise ProtocolError(f"rank {rank} offers {len(offer.places) - 1} storages, storage {root} is asked for")
+            place = offer.places[root]
+            if place.allocation < 0:
+                self._why.setdefault(rank, f"storage {root}: {place.reason}")
+                continue
+            try:
+                found[root] = self._tensor(offer, place)
+            except driver.DriverError as e:
+                self._why.setdefault(rank, f"storage {root}: {e}")
+
+    def to_bytes(self) -> bytes:
+        readable = tuple(
+            Readable(r, tuple(sorted(some)), self._why.get(r, "")) for r, some in sorted(self.roots.items())
+        )
+        return msgspec.msgpack.encode(Taken(WIRE_VERSION, self.rank, readable))
+
+    def close(self) -> None:
+        """Unmaps. Only after the last pull was drained."""
+        self.roots = {}
+        opened, self._opened = self._opened, {}
+        for pointer in opened.values():
+            driver.close_handle(pointer, self.device)
+
+    def _tensor(self, offer: Offer, place: Place) -> torch.Tensor:
+        if not 0 <= place.allocation < len(offer.allocations):
+            raise ProtocolError(f"rank {offer.rank} names allocation {place.allocation}, which it does not offer")
+        shared = offer.allocations[place.allocation]
+        if place.offset < 0 or place.nbytes < 0 or place.offset + place.nbytes > shared.nbytes:
+            raise ProtocolError(f"rank {offer.rank} offers bytes outside allocation {place.allocation}")
+        if (offer.pid, offer.process) == _PROCESS:
+            base = shared.base  # a process cannot open its own handles
+            self._befriend(base)
+        else:
+            if shared.handle not in self._opened:
+                self._opened[shared.handle] = driver.open_handle(shared.handle, self.device)
+            base = self._opened[shared.handle]
+        return driver.tensor_at(base + place.offset, place.nbytes, self.device)
+
+    def _befriend(self, pointer: int) -> None:
+        """Within one process torch enables access to a neighbour's memory at the first copy between the devices."""
+        for k in range(torch.cuda.device_count()):
+            other = torch.device("cuda", k)
+            if other != self.device and torch.cuda.can_device_access_peer(self.device, other):
+                torch.zeros(1, device=other).to(self.device)
+
+
+def taken_roots(answers: Sequence[bytes]) -> dict[int, dict[int, frozenset[int]]]:
+    """By taker, by sender: the storages that the taker pulls from. answers[r]: `Mapping.to_bytes` of rank r or b""."""
+    out: dict[int, dict[int, frozenset[int]]] = {}
+    for rank, data in enumerate(answers):
+        if data:
+            taken = _decode(data, Taken, rank)
+            out[rank] = {r.rank: frozenset(r.roots) for r in taken.readable}
+    return out
+
+
+def refusals(answers: Sequence[bytes]) -> list[str]:
+    """For the report: one line per pair that cannot use this route for everything."""
+    return [
+        f"rank {rank} from rank {r.rank}: {r.reason}"
+        for rank, data in enumerate(answers)
+        if data
+        for r in _decode(data, Taken, rank).readable
+        if r.reason
+    ]
+
+
+def split(program: Program, taken: dict[int, dict[int, frozenset[int]]]) -> tuple[np.ndarray, Program]:
+    """(rows that this rank pulls, the program of all else). Every rank of the sub-plan has to cut by the same answers."""
+    rows = program.rows
+    pulled = np.zeros(len(rows), bool)
+    for taker, senders in taken.items():
+        for sender, roots in senders.items():
+            if taker != sender:
+                mine = (rows["dst"] == taker) & (rows["src"] == sender) & (rows["op"] != Op.FILL)
+                pulled |= mine & np.isin(rows["src_root"], list(roots))
+    return rows[pulled & (rows["dst"] == program.rank)], Program(program.rank, program.waves, rows[~pulled])
+
+
+@dataclass(frozen=True, slots=True)
+class PullStats:
+    """`launch_s`: until the host had launched everything. `seconds`: until the last byte was here."""
+
+    bytes_in: int
+    by_sender: tuple[tuple[int, int], ...]
+    launch_s: float
+    seconds: float
+
+
+class Pull:
+    """Rows bound to mapped storages. Warm: `begin`/`finish` may be called any number of times by one thread."""
+
+    def __init__(self, rows: np.ndarray, mapping: Mapping, roots: Sequence[torch.Tensor], *, programs: int | None = None):
+        from xfer.kernels.triton_impl import TritonRows
+
+        if (unknown := {(int(r["src"]), int(r["src_root"])) for r in rows} - _known(mapping)):
+            raise RebindError(f"{len(unknown)} storages are not mapped", [f"rank {a}, storage {b}" for a, b in sorted(unknown)])
+        self.device = mapping.device
+        known = sorted(_known(mapping))
+        number = {pair: i for i, pair in enumerate(known)}
+        senders = sorted({a for a, _ in known})
+        rows = rows.copy()
+        rows["src_root"] = [number[a, b] for a, b in zip(rows["src"].tolist(), rows["src_root"].tolist())]
+        self._abort = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+        self._bound: BoundRows = TritonRows(
+            rows, roots, "local", [mapping.roots[a][b] for a, b in known],
+            groups=[senders.index(a) for a, _ in known], rotation=mapping.rank, abort=self._abort, programs=programs,
+        )  # fmt: skip
+        nbytes = row_wire_bytes(rows)
+        self.by_sender = tuple((a, int(nbytes[rows["src"] == a].sum())) for a in sorted(set(rows["src"].tolist())))
+        self._stream, self._event = torch.cuda.Stream(self.device), torch.cuda.Event()
+
+    @property
+    def extra_bytes(self) -> int:
+        return self._bound.scratch_bytes
+
+    def begin(self) -> None:
+        """Launches the pull after what the caller's stream was given before."""
+        self._abort.zero_()
+        self._began = time.perf_counter()
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._stream):
+            self._bound.copy()
+            self._event.record()
+        self._launched = time.perf_counter()
+
+    def stop(self) -> None:
+        """From any thread: the kernels leave after the tiles that they hold."""
+        self._abort.fill_(1)
+
+    def finish(self, deadline: float, cancelled: Callable[[], bool] = lambda: False, where: str = "") -> PullStats:
+        """Waits for the last byte. DeadlineExceeded or Aborted when that takes too long, after the pull was drained;
+        PeerLost(drained=False) when even that did not happen: the senders' storages may still be read then.
+        """
+        while not self._event.query():
+            late = time.monotonic() > deadline
+            if late or cancelled():
+                self.stop()
+                until = time.monotonic() + DRAIN_S
+                while not self._event.query():
+                    if time.monotonic() > until:
+                        raise PeerLost("a pull does not leave the device", where=where, drained=False)
+                    time.sleep(_POLL_S)
+                if late:
+                    raise DeadlineExceeded("the deadline passed while bytes were pulled", where=where)
+                raise Aborted("the pull was cancelled", where=where)
+            time.sleep(_POLL_S)
+        if int(self._abort[0]):
+            raise Aborted("the pull was stopped here", where=where)
+        torch.cuda.current_stream(self.device).wait_stream(self._stream)
+        now = time.perf_counter()
+        return PullStats(
+            sum(n for _, n in self.by_sender), self.by_sender, self._launched - self._began, now - self._began
+        )
+
+
+def _known(mapping: Mapping) -> set[tuple[int, int]]:
+    return {(a, b) for a, some in mapping.roots.items() for b in some}
