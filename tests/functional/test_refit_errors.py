@@ -1,9 +1,9 @@
-"""What is promised when a refit fails, with real processes and a real vLLM: trainers are plain DTensor processes, the engine
-is tensor and expert parallel over two workers. (The same failures with small stand-ins: test_session_protocol.py.)
+"""What is promised when a refit fails, with real processes and a real vLLM: trainers are plain DTensor processes, the
+engine is tensor and expert parallel over two workers. (The same with small stand-ins: test_session_protocol.py.)
 
-Every case ends with the typed error on all trainer ranks, in time, and with an engine that either serves one whole version
-or refuses to serve; then the next refit is checked against what a fresh vLLM computed from the same checkpoint on disk.
-One engine serves all cases but those that kill it, so they run in file order; each leaves it at the truth.
+Every case ends with the typed error on all trainer ranks, in time, and with an engine that either serves one whole
+version or refuses to serve; then the next refit is checked against what vLLM itself computed from the same checkpoint
+on disk. One engine serves all cases but those that kill it; each case leaves it at the truth.
 """
 
 import os
@@ -78,6 +78,15 @@ class Bench:
         assert self.a.observe("force").nan
         return text
 
+    def torn_or_untouched(self):
+        """After a failure that may have come just before the first write: torn, or the old version; nothing between."""
+        if not self.a.state()["error"]:
+            self.serves_truth()
+            return
+        self.a.refused()
+        forced = self.a.observe("force")
+        assert forced.nan or forced.same(self.truth)
+
     def fail(self, **more):
         """A refit of other weights than the truth's, which is to fail."""
         return self.t.refit(self.fresh_seed(), **{"deadline_s": 20.0, **more})
@@ -103,7 +112,15 @@ def b(bench):
 def test_a_checkpoint_of_another_model_is_refused_with_both_sides_names(bench):
     missing, extra = "model.layers.1.mlp.experts.3.up_proj.weight", "model.layers.9.unheard_of.weight"
     results = bench.job.meet([bench.a], {"leave": [missing], "extra": [extra]})
-    failed(results, "LayoutError", missing, extra, "needed by the engine's model", "unknown to the engine's model", within=30)
+    failed(
+        results,
+        "LayoutError",
+        missing,
+        extra,
+        "needed by the engine's model",
+        "unknown to the engine's model",
+        within=30,
+    )
     engine = bench.a.ready()
     assert engine["type"] == "LayoutError" and missing in engine["text"] and extra in engine["text"]
 
@@ -128,7 +145,15 @@ def test_who_does_not_fit_is_refused_at_the_door_and_may_come_again(bench):
     def knock(**wrong):
         return t.connect(job.rendezvous, ranks=[2], **wrong)
 
-    failed(knock(bucket_bytes=1 << 20), "HandshakeError", "bucket_bytes", str(1 << 20), str(64 << 20), "trainer 2", within=10)
+    failed(
+        knock(bucket_bytes=1 << 20),
+        "HandshakeError",
+        "bucket_bytes",
+        str(1 << 20),
+        str(64 << 20),
+        "trainer 2",
+        within=10,
+    )
     failed(knock(world=4), "HandshakeError", "4 trainer ranks", within=10)
     failed(knock(token="not the token of this job"), "HandshakeError", "different tokens", within=10)
     for wrong, text in (({"replica": 7}, "replica 7"), ({"token": "not the token of this job"}, "different tokens")):
@@ -149,14 +174,17 @@ def test_connecting_ends_at_its_deadline_and_names_who_has_not_come(bench):
     rendezvous = f"tcp://127.0.0.1:{free_port()}"
     results = t.connect(rendezvous, ranks=[0, 2], deadline_s=3.0)
     failed(results, "DeadlineExceeded", "trainer 1: it has not called xfer.connect()", within=3.0 + GRACE_S)
-    failed(t.connect(rendezvous, deadline_s=3.0), "DeadlineExceeded", "replicas [0]", "xfer.serve()", within=3.0 + GRACE_S)
+    failed(
+        t.connect(rendezvous, deadline_s=3.0), "DeadlineExceeded", "replicas [0]", "xfer.serve()", within=3.0 + GRACE_S
+    )
 
 
 # ---- when all goes well
 
 
 def test_each_worker_receives_the_bytes_of_its_written_class(b):
-    """Matrices are cut in two or, experts, dealt out; vectors and routers lie on both. Counted here from the config alone."""
+    """Matrices are cut in two or, experts, dealt out; vectors and routers lie on both. Counted here from the config
+    alone."""
     report = b.repaired()
     expected = [0, 0]
     for name, shape, dtype in toy.specs(b.job.config):
@@ -249,12 +277,17 @@ def test_a_call_on_some_ranks_only_ends_at_the_deadline_and_names_the_others(b):
 # ---- failures in the middle: nobody gets an answer from a mix
 
 
-@pytest.mark.parametrize("fault", ["trainer:1:moving:raise@1", "worker:1:moving:raise@1", "worker:0:wave:raise@1", "worker:0:done:raise@1"])
+@pytest.mark.parametrize(
+    "fault", ["trainer:1:moving:raise@1", "worker:1:moving:raise@1", "worker:0:wave:raise@1", "worker:0:done:raise@1"]
+)
 def test_a_rank_that_raises_in_the_middle(b, fault):
     who, index, point, _ = fault.split(":")
     (b.t if who == "trainer" else b.a).fault(fault)
     failed(b.fail(), "XferError", f"injected fault at {point}", f"{who} {index}", within=10)
-    assert "mix of two versions" in b.torn()
+    if who == "trainer":
+        b.torn_or_untouched()
+    else:
+        assert "mix of two versions" in b.torn()
     b.repaired()
 
 
@@ -288,7 +321,9 @@ def test_a_trainer_process_that_is_stopped_in_the_middle(b):
         b.torn()
     finally:
         os.kill(stopped, signal.SIGCONT)
-    failed([waiting[1].expect("refitted", "raised", timeout=60)], "DeadlineExceeded", "trainer 1: still moving", within=60)
+    failed(
+        [waiting[1].expect("refitted", "raised", timeout=60)], "DeadlineExceeded", "trainer 1: still moving", within=60
+    )
     b.repaired()
 
 
@@ -307,18 +342,17 @@ def test_a_torn_engine_stays_torn_when_the_next_refit_fails_before_it_moves_a_by
 # ---- processes that die
 
 
-@pytest.mark.parametrize("fault", ["trainer:1:enter:kill", "trainer:2:moving:kill", "trainer:0:moving:kill"])
-def test_a_trainer_that_is_killed_is_named_and_the_job_can_start_again(b, fault):
+@pytest.mark.parametrize(("rank", "point"), [(1, "enter"), (2, "moving"), (0, "moving")])
+def test_a_trainer_that_is_killed_is_named_and_the_job_can_start_again(b, rank, point):
     """The engine outlives its trainers: at their restart it joins them and the first refit makes it whole."""
-    _, rank, point, _ = fault.split(":")
-    rank = int(rank)
-    others = [i for i in range(3) if i != rank]
     b.t.ask("set", "set", seed=b.fresh_seed())
-    b.t.fault(fault)
+    b.t.fault(f"trainer:{rank}:{point}:hang")  # held there, so that the others are as far as they get
     b.connected = False
     waiting = b.t.say(do="refit", deadline_s=20.0)
-    results = [waiting[i].expect("refitted", "raised", timeout=60) for i in others]
-    failed(results, "PeerLost", f"trainer {rank}", within=20.0 + GRACE_S)
+    time.sleep(1.5)
+    waiting[rank].kill()
+    results = [waiting[i].expect("refitted", "raised", timeout=60) for i in range(3) if i != rank]
+    failed(results, "PeerLost", f"trainer {rank}", within=20.0)
     waiting[rank].expect("ended", timeout=20)
     if point == "enter":
         b.serves_truth()
@@ -334,8 +368,9 @@ def test_a_trainer_that_is_killed_is_named_and_the_job_can_start_again(b, fault)
 
 
 def test_replicas_whose_processes_die_leave_the_others_whole_and_can_come_back(b):
-    """One refit to three replicas: a worker of one dies while bytes move, one of another at the commit; the third goes on.
-    One comes back with another number of workers, is whole after its first refit, and dies with its controller while armed."""
+    """One refit to three replicas: a worker of one dies while bytes move, one of another at the commit; the third goes
+    on. One comes back with another number of workers, is whole after its first refit, and dies with its controller
+    while armed."""
     job, t = b.job, b.t
     dying = {"moving": job.engine("b", 2), "commit": job.engine("c", 1)}
     for e in dying.values():
@@ -367,7 +402,9 @@ def test_replicas_whose_processes_die_leave_the_others_whole_and_can_come_back(b
         assert e.refused()
         e.child.stop()
     # All ranks raise when more is asked for than is left.
-    failed(t.refit(b.fresh_seed(), min_replicas=2, deadline_s=20.0), "PeerLost", "1 of 3 replicas committed", within=20.0)
+    failed(
+        t.refit(b.fresh_seed(), min_replicas=2, deadline_s=20.0), "PeerLost", "1 of 3 replicas committed", within=20.0
+    )
     assert not b.a.observe().nan
 
     again = job.engine("again", 1)

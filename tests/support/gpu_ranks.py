@@ -40,7 +40,7 @@ def _main(rank: int, size: int, port: int, part: str, kwargs: dict, env: dict, a
     time.sleep(0.2)  # the queue's feeder
 
 
-def spawn(part: str, size: int, seconds: float = 150.0, env: dict | None = None, **kwargs) -> list:
+def spawn(part: str, size: int, seconds: float = 75.0, env: dict | None = None, **kwargs) -> list:
     """What `part(rank, size, store, device, **kwargs)` returned in each of `size` processes; raises with all tracebacks."""
     context = mp.get_context("spawn")
     answers, port = context.Queue(), free_port()
@@ -132,10 +132,11 @@ def absent_peer(rank, size, store, device):
     rows = row((n,), src_dtype="uint8", src=1, dst=0)
     roots = [torch.full((n,), rank, dtype=torch.uint8, device=device)]
     outcome, took = "", 0.0
+    mover = P2P(link, Program(rank, 1, rows), roots)  # both are there while it connects
     if rank == 0:
         t0 = time.monotonic()
         try:
-            P2P(link, Program(0, 1, rows), roots).run(soon(2.0))
+            mover.run(soon(2.0))
         except XferError as e:
             outcome, took = type(e).__name__, time.monotonic() - t0
     exchange_over_store(store, rank, size, "aborted")(b"")

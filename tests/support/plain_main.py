@@ -1,9 +1,12 @@
-"""One rank of a light trainer for functional tests: DTensors under checkpoint names, no framework; does what the test says.
+"""One rank of a light trainer for functional tests: DTensors under checkpoint names, no framework.
 
-    {"do": "build", "config", "rank", "world", "port", …}   {"do": "connect", "rendezvous", …}   {"do": "set", "seed"}
-    {"do": "refit", …}   {"do": "replace", "how"}   {"do": "sleep", "seconds"}   {"do": "fail", "text"}   {"do": "close"}
+It does what the test says on standard input:
+    {"do": "build", "config", "rank", "world", "port", …}   {"do": "connect", "rendezvous", …}
+    {"do": "set", "seed"}   {"do": "refit", …}   {"do": "replace", "how"}   {"do": "sleep", "seconds"}
+    {"do": "fail", "text"}   {"do": "close"}
 
-The weights of a seed are those of `toy.write_checkpoint` with that seed, so what an engine must hold is known without xfer.
+The weights of a seed are those of `toy.write_checkpoint` with that seed, so what an engine must hold is known without
+xfer.
 """
 
 import os
@@ -37,14 +40,17 @@ class Weights:
         for name, full in self.full(0).items():
             where = placement(name, full.shape)
             local = self._local(full, where)
-            self.parameters[name] = DTensor.from_local(local.clone(), self.mesh, [where], run_check=False,
-                                                       shape=full.shape, stride=full.stride())  # fmt: skip
+            self.parameters[name] = DTensor.from_local(
+                local.clone(), self.mesh, [where], run_check=False, shape=full.shape, stride=full.stride()
+            )
 
     def full(self, seed: int) -> dict[str, torch.Tensor]:
         out = toy.tensors(self.config, seed)
         wide = toy.tensors({**self.config, "torch_dtype": "float32"}, seed) if self.fp32 else {}
         out |= {n: wide[n] for n in self.fp32}
-        return {n: t for n, t in out.items() if n not in self.leave} | {n: torch.zeros(8, 8, dtype=torch.bfloat16) for n in self.extra}
+        return {n: t for n, t in out.items() if n not in self.leave} | {
+            n: torch.zeros(8, 8, dtype=torch.bfloat16) for n in self.extra
+        }
 
     def _local(self, full: torch.Tensor, where) -> torch.Tensor:
         if not isinstance(where, Shard):
@@ -68,7 +74,9 @@ class Weights:
                 wide = local.shape[-1] + 2 + self.replaced  # never the same twice
                 new = torch.zeros(*local.shape[:-1], wide, dtype=local.dtype)[..., : local.shape[-1]]
                 new.copy_(local)
-            self.parameters[name] = DTensor.from_local(new, self.mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
+            self.parameters[name] = DTensor.from_local(
+                new, self.mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
+            )
             local.fill_(float("nan"))  # whoever still reads the old storage sends this
 
 
@@ -105,7 +113,7 @@ def main() -> None:
                 emit("built")
             elif do == "connect":
                 pretend = {k: c.pop(k) for k in ("rank", "world") if k in c}
-                source = Trainer(lambda: weights.parameters, **pretend)
+                source = Trainer(lambda w=weights: w.parameters, **pretend)
                 refit = xfer.connect(trainer=source, cache_dir=None, **{"token": os.environ["XFER_TOKEN"], **c})
                 emit("connected", plan=refit.explain())
             elif do == "set":
@@ -122,10 +130,18 @@ def main() -> None:
                 emit("will fail" if source.fail else "will not fail")
             elif do == "refit":
                 r = xfer.nccl_xfer_refit(refit, **c)
-                emit("refitted", version=r.version, verified=r.verified, seconds=time.monotonic() - began,
-                     committed=[o.committed for o in r.outcomes], serving=[o.serving for o in r.outcomes],
-                     errors=[f"{type(o.error).__name__}: {o.error}" if o.error else "" for o in r.outcomes],
-                     per_worker=[list(o.bytes_per_worker) for o in r.outcomes], sent=r.bytes_sent, text=str(r.outcomes))
+                emit(
+                    "refitted",
+                    version=r.version,
+                    verified=r.verified,
+                    seconds=time.monotonic() - began,
+                    committed=[o.committed for o in r.outcomes],
+                    serving=[o.serving for o in r.outcomes],
+                    errors=[f"{type(o.error).__name__}: {o.error}" if o.error else "" for o in r.outcomes],
+                    per_worker=[list(o.bytes_per_worker) for o in r.outcomes],
+                    sent=r.bytes_sent,
+                    text=str(r.outcomes),
+                )
             elif do == "close":
                 if refit is not None:
                     refit.close()

@@ -1,7 +1,7 @@
 """A real vLLM engine under xfer's control, for tests of failures; does what the test says on standard input.
 
-    {"do": "start", "model", "tp", …}   {"do": "serve", "rendezvous", "replica", …}   {"do": "ready"}   {"do": "observe"}
-    {"do": "force"}   {"do": "state"}   {"do": "generate"}   {"do": "generated"}   {"do": "unserve"}
+    {"do": "start", "model", "tp", …}   {"do": "serve", "rendezvous", "replica", …}   {"do": "ready"}
+    {"do": "observe"}   {"do": "force"}   {"do": "state"}   {"do": "generate"}   {"do": "generated"}
 
 Unlike vllm_main.py it survives many connections, asks each worker apart, and can generate while commands come in.
 """
@@ -15,7 +15,8 @@ from tests.support.proc import commands, emit
 
 
 class Echo:
-    """Mixed into vLLM's workers (`worker_extension_cls`): a call whose answer tells which call and which worker it was."""
+    """Mixed into vLLM's workers (`worker_extension_cls`): a call whose answer tells which call and which worker it
+    was."""
 
     def xfer_echo(self, number: int) -> list[int]:
         return [self.rank, number]
@@ -27,10 +28,24 @@ class Echo:
 def start(model: str, tp: int, load_format: str, ep: bool = False):
     from vllm import LLM
 
-    return LLM(model=model, load_format=load_format, skip_tokenizer_init=True, tensor_parallel_size=tp, enable_expert_parallel=ep,
-               enforce_eager=True, dtype="bfloat16", max_model_len=128, max_num_seqs=4, block_size=32, seed=0, disable_log_stats=True,
-               enable_prefix_caching=True, num_gpu_blocks_override=64, weight_transfer_config={"backend": "xfer"},
-               worker_extension_cls="tests.support.refit_engine.Echo")  # fmt: skip
+    return LLM(
+        model=model,
+        load_format=load_format,
+        skip_tokenizer_init=True,
+        tensor_parallel_size=tp,
+        enable_expert_parallel=ep,
+        enforce_eager=True,
+        dtype="bfloat16",
+        max_model_len=128,
+        max_num_seqs=4,
+        block_size=32,
+        seed=0,
+        disable_log_stats=True,
+        enable_prefix_caching=True,
+        num_gpu_blocks_override=64,
+        weight_transfer_config={"backend": "xfer"},
+        worker_extension_cls="tests.support.refit_engine.Echo",
+    )
 
 
 PROMPTS = [[5, 6, 7, 8], list(range(10, 60)), [100, 3, 90, 17] * 12]
@@ -47,7 +62,8 @@ def answers(llm) -> list:
 
 
 def observe(llm, number: int) -> dict:
-    """vLLM's own checksums per worker, greedy tokens with logprobs, and two calls that must be answered for themselves."""
+    """vLLM's own checksums per worker, greedy tokens with logprobs, and two calls that must be answered for
+    themselves."""
     first = llm.collective_rpc("xfer_echo", args=(number,))
     sums = llm.collective_rpc("compute_weight_checksums")
     second = llm.collective_rpc("xfer_echo", args=(-number,))
@@ -106,16 +122,9 @@ def main() -> None:
                     controller.close()
                 controller = xfer.serve(llm, **{"token": os.environ["XFER_TOKEN"], **c})
                 emit("serving")
-            elif do == "unserve":
-                controller.close()
-                controller = None
-                emit("unserved")
             elif do == "ready":
                 controller.wait_ready(c.get("timeout_s"))
                 emit("ready")
-            elif do == "wait version":
-                controller.wait_version(c["version"], c["timeout_s"])
-                emit("has version")
             elif do == "observe":
                 if controller is None:
                     emit("observed", version="", **observe(llm, number))
@@ -125,8 +134,12 @@ def main() -> None:
             elif do == "force":
                 emit("forced", **observe(llm, number))  # behind xfer's back
             elif do == "state":
-                emit("state", version=controller.version, error=f"{type(controller.error).__name__}: {controller.error}" if controller.error else "",
-                     lost=str(controller.lost or ""))
+                emit(
+                    "state",
+                    version=controller.version,
+                    error=f"{type(controller.error).__name__}: {controller.error}" if controller.error else "",
+                    lost=str(controller.lost or ""),
+                )
             elif do == "generate":
                 loop = Generating(controller, llm)
                 emit("generating")

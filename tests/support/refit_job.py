@@ -1,7 +1,7 @@
 """Light trainers and real vLLM engines as child processes, and what every test of a refit between them asks.
 
-Truth: the engine under test first loads a checkpoint of seed 1 by vLLM's own loader; what it then computes is what it must
-compute whenever a refit has brought seed 1 again. Nothing of xfer takes part in that.
+Truth: the engine under test first loads a checkpoint of seed 1 by vLLM's own loader; what it then computes is what it
+must compute whenever a refit has brought seed 1 again. Nothing of xfer takes part in that.
 """
 
 from __future__ import annotations
@@ -36,8 +36,12 @@ class Observed:
         return (self.outputs, self.checksums) == (other.outputs, other.checksums)
 
     def differs(self, other: Observed) -> list[str]:
-        return [f"worker {w}: {k}" for w, (a, b) in enumerate(zip(self.checksums, other.checksums, strict=True))
-                for k in a.keys() | b.keys() if a.get(k) != b.get(k)] + ["outputs"] * (self.outputs != other.outputs)
+        return [
+            f"worker {w}: {k}"
+            for w, (a, b) in enumerate(zip(self.checksums, other.checksums, strict=True))
+            for k in a.keys() | b.keys()
+            if a.get(k) != b.get(k)
+        ] + ["outputs"] * (self.outputs != other.outputs)
 
 
 class Engine:
@@ -45,7 +49,9 @@ class Engine:
 
     def __init__(self, family: Family, name: str, tp: int, token: str, **env: str):
         self.tp, self.name, self.faults = tp, name, family.work / f"{name}.fault"
-        self.child = family.start(name, "engine", "refit_engine", XFER_TOKEN=token, XFER_FAULT_FILE=str(self.faults), **env)
+        self.child = family.start(
+            name, "engine", "refit_engine", XFER_TOKEN=token, XFER_FAULT_FILE=str(self.faults), **env
+        )
         self.pids: list[int] = []
 
     def start(self, model: str, load_format: str, **more) -> None:
@@ -70,11 +76,14 @@ class Engine:
         return self.child.expect(*kinds, timeout=timeout)
 
     def observe(self, do: str = "observe") -> Observed:
-        """Inside `serving()`, or with "force" past it. Also: two calls of vLLM's, each answered for itself by every worker."""
+        """Inside `serving()`, or with "force" past it. Also: two calls of vLLM's, each answered for itself by every
+        worker."""
         e = self.ask(do, "observed", "forced", "raised")
         assert e["kind"] != "raised", e
         for sign, answers in zip((1, -1), e["echo"], strict=True):
-            assert [r for r, _ in answers] == list(range(self.tp)) and {n * sign for _, n in answers} == {abs(answers[0][1])}, e["echo"]
+            assert [r for r, _ in answers] == list(range(self.tp)) and {n * sign for _, n in answers} == {
+                abs(answers[0][1])
+            }, e["echo"]
         return Observed(e.get("version", ""), e["outputs"], e["checksums"])
 
     def refused(self) -> str:
@@ -100,8 +109,14 @@ class Trainers:
 
     def _start(self, rank: int) -> Child:
         self.starts += 1
-        return self.family.start(f"trainer{rank}-{self.starts}", "engine", "plain_main", XFER_TOKEN=self.token,
-                                 XFER_FAULT_FILE=str(self.faults), XFER_FAULT_HANG_S="6")
+        return self.family.start(
+            f"trainer{rank}-{self.starts}",
+            "engine",
+            "plain_main",
+            XFER_TOKEN=self.token,
+            XFER_FAULT_FILE=str(self.faults),
+            XFER_FAULT_HANG_S="6",
+        )
 
     def fault(self, text: str) -> None:
         _write(self.faults, text)
@@ -128,7 +143,9 @@ class Trainers:
             c.expect("built", timeout=60)
 
     def connect(self, rendezvous: str, ranks=None, **more) -> list[dict]:
-        return self.ask("connect", "connected", "raised", ranks=ranks, rendezvous=rendezvous, **{"deadline_s": 40.0, **more})
+        return self.ask(
+            "connect", "connected", "raised", ranks=ranks, rendezvous=rendezvous, **{"deadline_s": 40.0, **more}
+        )
 
     def refit(self, seed: int | None = None, ranks=None, **more) -> list[dict]:
         """Weights of `seed`, then the call, on these ranks; their reports or errors."""
@@ -153,7 +170,8 @@ class Job:
         return Engine(self.family, name, tp, self.token, **{"XFER_FAULT_HANG_S": "6", **env})
 
     def meet(self, engines: list[Engine], weights: dict | None = None, **connect) -> list[dict]:
-        """Trainers and engines connect, the first engine as replica 0. Results of the trainers; engines are asked apart."""
+        """Trainers and engines connect, the first engine as replica 0. Results of the trainers; engines are asked
+        apart."""
         self.trainers.build(self.config, **(weights or {}))
         self.rendezvous = f"tcp://127.0.0.1:{free_port()}"
         for i, e in enumerate(engines):
@@ -180,6 +198,13 @@ def failed(results: list[dict], kind: str, *texts: str, within: float) -> None:
         assert r["seconds"] < within, f"{r['seconds']:.1f} s, not within {within:.1f} s: {r['text']}"
         for t in texts:
             assert t in r["text"], f"{t!r} is not in: {r['text']}"
+
+
+def a_refit(job: Job, seed: int, **more) -> dict:
+    """Weights of `seed` into the one engine, verified."""
+    report = good(job.trainers.refit(seed, verify=True, **more))
+    assert report["verified"] and report["serving"] == [True]
+    return report
 
 
 def _write(path: Path, text: str) -> None:

@@ -92,8 +92,7 @@ def test_an_abort_word_ends_the_copy_early():
     source, target = flat(np.random.default_rng(1).integers(1, 255, n, np.uint8)), flat(np.zeros(n, np.uint8))
     abort = torch.ones(1, dtype=torch.int32, device=DEVICE)
     local = bound(rows, [target], "local", [source], abort=abort)
-    local._programs = 2
-    local._launches[0][0].programs = 2
+    local._launches[0].programs = 2
     local.copy()
     assert int((target != 0).sum()) == 2 * (64 << 10)  # one tile for each program
     abort.zero_()

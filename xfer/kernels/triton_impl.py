@@ -198,13 +198,16 @@ class TritonRows:
         self._left_end = End([_alignment(r) for r in left])
         self._left = self._bases(left)
         self._held = (*roots, *src_roots)
-        self._launches: dict[int, list[_Launch]] = {}
-        self._wires: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor, list[_Launch]]] = {}
+        self._all = (rows, roots, side, src_roots)
+        self._loose: TorchRows | None = None  # for wire buffers that are not aligned to 16 bytes
+        self._launches: list[_Launch] = []
+        self._wires: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
         self._fills, self._constants = self._bind_fills(rows[plain & (rows["op"] == Op.FILL)], roots)
         self._dst = self._bases(roots)
         if side == "local":
-            right = End([_alignment(r) for r in roots])
-            self._launches[0] = self._load(self._tables(right))
+            self._launches = self._load(self._tables(End([_alignment(r) for r in roots])))
+        elif self.nbytes:
+            self._launches = self._load(self._tables(End([16])))
 
     @property
     def copies(self) -> int:
@@ -213,30 +216,32 @@ class TritonRows:
 
     @property
     def launches(self) -> int:
-        """Kernel launches of one call, the twin's not counted. For rows on a wire: after `prepare`."""
-        return max((len(some) for some in self._launches.values()), default=0)
+        """Kernel launches of one call, the twin's not counted."""
+        return len(self._launches)
 
     @property
     def scratch_bytes(self) -> int:
-        tables = sum(t.tiles.nbytes for some in (*self._launches.values(), self._fills) for t in some)
+        tables = sum(t.tiles.nbytes for t in (*self._launches, *self._fills))
         return tables + (self._twin.scratch_bytes if self._twin else 0)
 
     def pack(self, buffer: torch.Tensor) -> None:
-        wire, _, launches = self._through("src", buffer)
-        self._run(launches, self._left, wire)
+        if (wire := self._through("src", buffer)) is None:
+            return self._loose.pack(buffer)
+        self._run(self._launches, self._left, wire)
         if self._twin:
             self._twin.pack(buffer)
 
     def unpack(self, buffer: torch.Tensor) -> None:
-        wire, _, launches = self._through("dst", buffer)
-        self._run(launches, wire, self._left)
+        if (wire := self._through("dst", buffer)) is None:
+            return self._loose.unpack(buffer)
+        self._run(self._launches, wire, self._left)
         if self._twin:
             self._twin.unpack(buffer)
 
     def copy(self) -> None:
         if self.side != "local":
             raise TypeError(f"copy() is for rows bound as local, these are bound as {self.side}")
-        self._run(self._launches[0], self._left, self._dst)
+        self._run(self._launches, self._left, self._dst)
         if self._twin:
             self._twin.copy()
 
@@ -257,21 +262,23 @@ class TritonRows:
             return
         if buffer.numel() < self.nbytes:
             raise ValueError(f"the wire buffer has {buffer.numel()} bytes, the rows need {self.nbytes}")
-        aligned = _alignment(buffer)
-        if aligned not in self._launches:
-            self._launches[aligned] = self._load(self._tables(End([aligned])))
+        if _alignment(buffer) < 16:
+            self._loose = self._loose or TorchRows(*self._all)
+            self._loose.prepare(buffer)
+            return
         # The buffer is held, so its address cannot come to mean another one.
-        self._wires[key] = (self._bases([buffer]), buffer, self._launches[aligned])
+        self._wires[key] = (self._bases([buffer]), buffer)
         if self._twin:
             self._twin.prepare(buffer)
 
-    def _through(self, side: str, buffer: torch.Tensor):
+    def _through(self, side: str, buffer: torch.Tensor) -> torch.Tensor | None:
+        """The table that holds the buffer's address, or None where the twin has to do everything."""
         if self.side != side:
             raise TypeError(f"rows bound as {self.side} cannot be used as {side}")
         key = (buffer.data_ptr(), buffer.numel())
         if key not in self._wires:
             self.prepare(buffer)
-        return self._wires[key]
+        return self._wires[key][0] if key in self._wires else None
 
     def _tables(self, right: End) -> list[Table]:
         backwards = self.side == "dst"

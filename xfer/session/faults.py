@@ -7,8 +7,8 @@ XFER_FAULT_FILE is set.
 Actions: kill (SIGKILL to itself), hang (sleeps for XFER_FAULT_HANG_S, default 3600 s), raise (RuntimeError), digest and
 checksum (the caller asks `wants` and corrupts its own value). Points: see the callers of `point` and `wants`.
 
-XFER_FAULT_FILE names a file whose text stands for XFER_FAULT's and is read anew at every point, so that a test can fault a
-process that runs already. Passes are counted anew whenever the file was written.
+XFER_FAULT_FILE names a file whose text stands for XFER_FAULT's and is read anew at every point, so that a test can
+fault a process that runs already. Passes are counted anew whenever the file was written.
 """
 
 from __future__ import annotations

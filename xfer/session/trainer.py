@@ -99,16 +99,21 @@ class TrainerSession:
         message = self._party.take((m.CatalogMsg, m.Failed), until, "the catalog: other trainer ranks have not connected yet")
         self._raise_failed(message)
         self._take_catalog(message)
-        self._party.send(m.InventoryMsg(self._inventory, self._generation))
+        # If the hub has closed meanwhile, the reason is in the inbox already; a send that raises would hide it.
+        self._party.try_send(m.InventoryMsg(self._inventory, self._generation))
         if wait:
             ready: set[int] = set()
             while len(ready) < self.replicas:
                 missing = sorted(set(range(self.replicas)) - ready)
-                message = self._party.take((m.ReplicaReady, m.Failed, m.CatalogMsg), until,
-                                           f"replicas {missing} have not joined; is xfer.serve() running for them?")
+                try:
+                    message = self._party.take((m.ReplicaReady, m.Failed, m.CatalogMsg), until,
+                                               f"replicas {missing} have not joined; is xfer.serve() running for them?")
+                except DeadlineExceeded as e:  # told first, or the others would only hear that this rank has left
+                    self._party.try_send(m.Failed(m.WireError.of(e, self._party.label)))
+                    raise
                 if isinstance(message, m.CatalogMsg):
                     self._take_catalog(message)
-                    self._party.send(m.InventoryMsg(self._inventory, self._generation))
+                    self._party.try_send(m.InventoryMsg(self._inventory, self._generation))
                     continue
                 self._raise_failed(message)
                 ready.add(message.replica)

@@ -109,7 +109,7 @@ class WorkerSession:
         faults.point("worker", self.index, "read")
         self._catalog = Catalog.from_bytes(message.catalog)
         self._publish()
-        self._party.send(m.InventoryMsg(self._inventory, message.generation))
+        self._party.try_send(m.InventoryMsg(self._inventory, message.generation))  # if nobody is there, the inbox says why
 
     def _publish(self) -> None:
         layout = self.model.read(self._catalog)

@@ -64,6 +64,9 @@ class Link(Protocol):
     def post(self, receives: Sequence[Outgoing], sends: Sequence[Outgoing]) -> tuple[list[Pending], list[Pending]]:
         """Starts messages, receives first, and returns at once. Messages of a pair with one tag match in order."""
 
+    def warm(self, peers: Sequence[int]) -> None:
+        """Makes what connections to `peers` are not made yet. Collective among them: each names the other."""
+
     def send(self, tensor: torch.Tensor, dst: int, tag: int, deadline: float) -> None:
         """One message, and the wait until `tensor` may be written again."""
         self.post((), [(tensor, dst, tag)])[1][0].wait(deadline)

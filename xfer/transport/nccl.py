@@ -41,6 +41,7 @@ class NcclLink(Link):
     ):
         self.rank, self.size, self.labels, self.device = rank, size, labels, device
         self._aborted = threading.Event()
+        self._timeout, self._warm = timeout, set[int]()
         self._pg = None
         if size == 1:
             return
@@ -69,16 +70,46 @@ class NcclLink(Link):
             f"not all of {size} ranks opened the link within {timeout:g} s: {error}", where=labels[rank]
         ) from error
 
+    def warm(self, peers: Sequence[int]) -> None:
+        """One byte each way. NCCL connects a pair at its first messages and waits on the host for the other to come; so
+        that must not happen in a refit, where a peer that stays away has to be seen by `finish`.
+        """
+        new = [p for p in peers if p not in self._warm]
+        if not new:
+            return
+        into, out = torch.zeros(2, len(new), 16, dtype=torch.uint8, device=self.device)
+        until = time.monotonic() + self._timeout
+
+        def meet() -> None:
+            torch.cuda.set_device(self.device)
+            stream = torch.cuda.Stream(self.device)
+            stream.wait_stream(torch.cuda.default_stream(self.device))
+            with torch.cuda.stream(stream):
+                pending, _ = self.post([(into[i], p, 0) for i, p in enumerate(new)], [(out[i], p, 0) for i, p in enumerate(new)])
+                pending[0].wait(until)
+                self.finish(until)
+
+        torch.cuda.synchronize(self.device)
+        error = _within(self._timeout, meet)
+        if error is not None:
+            self.abort()
+            if isinstance(error, XferError):
+                raise error
+            kind = DeadlineExceeded if isinstance(error, TimeoutError) else PeerLost
+            names = [self.labels[p] for p in new]
+            raise kind(f"no connection to all of {names} within {self._timeout:g} s: {error}", where=self.labels[self.rank])
+        self._warm.update(new)
+
     def post(self, receives: Sequence[Outgoing], sends: Sequence[Outgoing]) -> tuple[list[Pending], list[Pending]]:
         if not receives and not sends:
             return [], []
         pg = self._group()
         data = [bytes_of(t) for t, _, _ in (*receives, *sends)]
         try:
-            pg._start_coalescing(self.device)
+            pg._start_coalescing()
             for k, (_, peer, tag) in enumerate((*receives, *sends)):
                 (pg.recv if k < len(receives) else pg.send)([data[k]], peer, tag)
-            work = pg._end_coalescing(self.device)
+            work = pg._end_coalescing()
         except RuntimeError as e:
             raise self._error(e) from e
         group: list[Pending] = [_NcclPending(self, work, (receives or sends)[0][1], data)]

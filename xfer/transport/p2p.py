@@ -104,6 +104,7 @@ class P2P:
                     per_peer.setdefault(part.peer, [0, 0])[which] += part.nbytes
         self._peers = tuple(PeerBytes(p, link.labels[p], *per_peer[p]) for p in sorted(per_peer))
         self._messages = sum(len(part.pieces) for s in plan for part in (*s.sends, *s.receives))
+        link.warm(sorted(per_peer))
 
     def run(
         self,
