@@ -189,6 +189,8 @@ def _staged(recipes: Iterable[Recipe]) -> dict[str, Ranges]:
 
 def run_recipes(layout: EngineLayout, tensors: Mapping[str, torch.Tensor]) -> None:
     """The loader's own arithmetic, from scratch into `tensors` (root name -> flat uint8), after the wire."""
+    if not layout.traced.recipes:
+        return
     specs = {s.name: s for s in layout.traced.specs}
 
     def source(name: str) -> torch.Tensor:

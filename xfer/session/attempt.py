@@ -38,7 +38,7 @@ class Run:
     done: dict[str, m.Done] = field(default_factory=dict)
     committed: set[int] = field(default_factory=set)
     stopped: dict[int, bool] = field(default_factory=dict)
-    replan: bool = False
+    told: bool = False  # its controller was sent Arm
     error: XferError | None = None
     armed_at: float = 0.0
     go_at: float = 0.0
@@ -57,15 +57,14 @@ class Attempt:
 
     MESSAGES = (m.Armed, m.Done, m.Committed, m.Stopped, m.Settled)
 
-    def __init__(self, hub: Hub, number: int):
+    def __init__(self, hub: Hub, number: int, deadline_s: float):
         self.hub, self.number = hub, number
         self.entered: dict[int, m.Enter] = {}
         self.runs: dict[int, Run] = {}
         self.began = time.monotonic()
         self.version = ""
         self.verify = False
-        self.deadline_s = hub.options.deadline_s
-        self.replan_all = False
+        self.deadline_s = deadline_s
 
     # ---- starting
 
@@ -77,9 +76,22 @@ class Attempt:
                 run.error, run.state = why, "over"
                 continue
             if r.state == "failed" and r.complete:
-                run.replan = True
-            r.controller.send(m.Arm(self.number, self.deadline_s))
+                r.stale = True
+        self._arm()
         self._deadline(self.deadline_s)
+
+    def concerns(self, replica: Replica) -> bool:
+        """Whether this attempt still has something to do for the replica."""
+        run = self.runs.get(replica.index)
+        return run is not None and not run.over
+
+    def _arm(self) -> None:
+        """A controller whose replica is still joining would not hear it: it is told when the replica is ready."""
+        for run in self.runs.values():
+            r = run.replica
+            if run.state == "arming" and not run.told and r.controller is not None and r.state not in ("joining", "planning", "linking"):
+                run.told = True
+                r.controller.send(m.Arm(self.number, self.deadline_s))
 
     def _deadline(self, seconds: float) -> None:
         self.until = self.began + seconds
@@ -92,12 +104,7 @@ class Attempt:
             self.deadline_s, self.began = msg.deadline_s, time.monotonic()
             self._deadline(msg.deadline_s)
         self.entered[index] = msg
-        if msg.inventory:
-            self.hub.trainer_inventories[index] = msg.inventory
-            self.replan_all = True
-        if msg.specs:
-            self.hub.specs[index] = msg.specs
-            self.replan_all = True
+        self.hub.take_changes(client, msg.specs, msg.inventory, msg.generation)
         if len(self.entered) == self.hub.options.trainers:
             odd = [f"trainer {i}: version {e.version!r}, verify={e.verify}" for i, e in sorted(self.entered.items())
                    if (e.version, e.verify) != (self.version, self.verify)]
@@ -106,11 +113,10 @@ class Attempt:
                 self.fail(PlanMismatch("trainer ranks asked for different refits; nothing was moved", [
                     *odd, f"trainer {first}: version {self.entered[first].version!r}, verify={self.entered[first].verify}"]))
                 return
-            if self.replan_all:
-                self.hub.make_catalog()  # a new catalog makes everyone send a new inventory
-                for run in self.runs.values():
-                    run.replan = True
+            self.hub.settle_catalog()
         self.advance()
+        if len(self.entered) == self.hub.options.trainers:
+            self.finish_if_over()  # no replica was there to begin with
 
     def takes(self, msg: m.Message) -> bool:
         return isinstance(msg, self.MESSAGES) and msg.attempt == self.number
@@ -137,24 +143,25 @@ class Attempt:
         elif isinstance(msg, m.Stopped):
             run.stopped[h.index] = msg.dirty
             self._stopped(run)
+            if run.state == "committing":
+                self._torn(run, EngineLost(f"{client.label} left its call before it had installed version {self.version!r}"))
         elif isinstance(msg, m.Settled):
             self._settled(run, msg)
         self.finish_if_over()
 
     def _armed(self, client: Client, run: Run, msg: m.Armed) -> None:
+        self.hub.take_changes(client, b"", msg.inventory, msg.generation)
         if run.state != "arming":
             client.send(m.Abort(run.replica.index, self.number, run.replica.epoch, m.WireError.of(run.error or EngineLost("too late"), "rendezvous")))
             return
         run.armed.add(client.hello.index)
-        if msg.inventory:
-            run.replica.inventories[client.hello.index] = msg.inventory
-            run.replan = True
         if len(run.armed) == run.replica.size:
             run.armed_at = time.monotonic()
         self.advance()
 
     def advance(self) -> None:
         """Move every line that can move. Called whenever something changed."""
+        self._arm()
         if len(self.entered) < self.hub.options.trainers:
             return
         for run in self.runs.values():
@@ -163,9 +170,8 @@ class Attempt:
                 continue
             if r.state in ("planning", "linking", "joining"):
                 continue
-            if run.replan:
+            if r.stale:
                 if r.complete and len(self.hub.trainer_inventories) == self.hub.options.trainers:
-                    run.replan = False
                     self.hub.planning.plan(r)
             elif r.relink:
                 self.hub.planning.relink(r)
@@ -183,6 +189,7 @@ class Attempt:
             return
         run.verified = self.verify
         run.state, run.decided_at = "committing", time.monotonic()
+        self.hub.at(run.decided_at + STOP_GRACE_S, lambda: self._install_late(run))
         self.hub.broadcast(run.replica.workers.values(), m.Commit(run.replica.index, self.number, self.version))
 
     def _checksum_violations(self, run: Run) -> list[str]:
@@ -203,7 +210,9 @@ class Attempt:
 
     def abort(self, run: Run, error: XferError) -> None:
         """End one replica's line before its decision; later than that nothing can be taken back."""
-        if run.state in ("committing", "settling", "aborting", "over"):
+        if run.state == "committing":
+            self._torn(run, error)
+        if run.state in ("settling", "aborting", "over"):
             return
         moved = run.state == "moving"
         run.state, run.error = "aborting", error
@@ -215,6 +224,19 @@ class Attempt:
         self.hub.broadcast(self.hub.domain(run.replica), m.Abort(run.replica.index, self.number, run.replica.epoch, wire))
         self.hub.at(time.monotonic() + STOP_GRACE_S, lambda: self._stop_late(run))
         self._stopped(run)
+
+    def _install_late(self, run: Run) -> None:
+        if run.state == "committing":
+            self._torn(run, DeadlineExceeded(
+                f"replica {run.replica.index} did not install version {self.version!r} within {STOP_GRACE_S:.0f} s of the decision",
+                [f"waiting for {w}" for w in self._waiting(run)]))
+            self.finish_if_over()
+
+    def _torn(self, run: Run, error: XferError) -> None:
+        """Decided, but not every worker installed: the replica may hold two versions and must not be resumed."""
+        run.error, run.dirty = error, True
+        run.replica.relink = True
+        self._settle(run, True)
 
     def _stopped(self, run: Run) -> None:
         if run.state == "aborting" and all(w in run.stopped for w in run.armed if w in run.replica.workers):

@@ -10,8 +10,10 @@ on a trusted network, as one does for NCCL anyway.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import hmac
+import logging
 import os
 import select
 import socket
@@ -36,8 +38,10 @@ def _proof(token: str, side: bytes, first: bytes, second: bytes) -> bytes:
 
 
 def _read_exactly(sock: socket.socket, n: int) -> bytes:
-    parts, left = [], n
+    """Within HANDSHAKE_S in all, however slowly the bytes drip."""
+    parts, left, until = [], n, time.monotonic() + HANDSHAKE_S
     while left:
+        sock.settimeout(max(0.001, until - time.monotonic()))
         part = sock.recv(min(left, 1 << 20))
         if not part:
             raise ConnectionError("connection closed")
@@ -223,8 +227,11 @@ def listen(rendezvous: str, token: str) -> socket.socket:
     try:
         sock.bind((host, port))
     except OSError as e:
-        # The name may be another interface's (a service address, NAT): then any interface will do.
         try:
+            if e.errno != errno.EADDRNOTAVAIL:
+                raise
+            # The address is not this host's own (a service address, NAT): then every interface must listen.
+            logging.getLogger("xfer").warning("xfer: %s is not an address of this host; listening on all interfaces", host)
             sock.bind(("::" if family == socket.AF_INET6 else "0.0.0.0", port))
         except OSError:
             sock.close()

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable
 from xfer.errors import DeadlineExceeded, HandshakeError, PeerLost, ProtocolError, XferError
 from xfer.session import messages as m
 from xfer.session.attempt import Attempt
-from xfer.session.channel import Channel, accept_handshake, listen
+from xfer.session.channel import HANDSHAKE_S, Channel, accept_handshake, listen
 from xfer.session.keyvalue import KeyValues
 from xfer.session.planning import Planning
 from xfer.session.roster import Client, HubOptions, Replica
@@ -38,6 +38,7 @@ class Hub:
         self.catalog: Catalog | None = None
         self.generation = 0
         self.specs: dict[int, bytes] = {}
+        self._respecified: set[Client] = set()
         self.trainer_inventories: dict[int, bytes] = {}
         self.attempt: Attempt | None = None
         self.finished: dict[int, m.Outcome] = {}
@@ -48,6 +49,8 @@ class Hub:
         self._events: queue.Queue[Callable[[], None] | None] = queue.Queue()
         self._listener = listen(rendezvous, token)
         self._closing = threading.Event()
+        self._greeters = threading.BoundedSemaphore(64)
+        self._prepared = 0
         self._threads = [
             threading.Thread(target=self._accept, name="xfer-hub-accept", daemon=True),
             threading.Thread(target=self._think, name="xfer-hub", daemon=True),
@@ -63,15 +66,23 @@ class Hub:
             try:
                 sock, peer = self._listener.accept()
             except OSError:
-                return
+                if self._closing.is_set():
+                    return
+                time.sleep(0.1)  # out of descriptors, or a client that left again: neither may end the rendezvous
+                continue
+            if not self._greeters.acquire(timeout=HANDSHAKE_S):
+                sock.close()
+                continue
             threading.Thread(target=self._greet, args=(sock, str(peer)), name="xfer-hub-greet", daemon=True).start()
 
     def _greet(self, sock: socket.socket, peer: str) -> None:
         try:
             accept_handshake(sock, self._token)
         except HandshakeError:
-            sock.close()  # a stranger costs one thread for HANDSHAKE_S at most and learns nothing
+            sock.close()  # a stranger costs one of a few threads for HANDSHAKE_S at most and learns nothing
             return
+        finally:
+            self._greeters.release()
         client = Client(Channel(sock, peer))
         client.channel.start(
             lambda msg: self._events.put(lambda: self._handle(client, msg)),
@@ -114,6 +125,10 @@ class Hub:
         self._events.put(None)
         self._threads[1].join(timeout=5.0)
         for c in list(self._clients):
+            c.finish()
+        for c in list(self._clients):
+            if c._writer is not None:
+                c._writer.join(timeout=1.0)
             c.channel.close()
 
     # ---- who is here
@@ -206,6 +221,7 @@ class Hub:
             client.send(m.Failed(m.WireError.of(self.failure, "rendezvous")))
 
     def _gone(self, client: Client, reason: str) -> None:
+        client.finish()
         self._clients.discard(client)
         self.store.drop(client)
         h = client.hello
@@ -245,7 +261,7 @@ class Hub:
         wire = m.WireError.of(error, "rendezvous")
         for c in (*replica.workers.values(), *([replica.controller] if replica.controller else [])):
             c.send(m.Failed(wire, replica=replica.index))
-        replica.controller, replica.workers, replica.inventories = None, {}, {}
+        replica.controller, replica.workers, replica.inventories, replica.version = None, {}, {}, ""
         if self.attempt is None:
             self.broadcast(self.trainers.values(), m.Failed(wire, replica=replica.index))
 
@@ -298,6 +314,7 @@ class Hub:
         self.trainer_inventories.clear()
         for r in self.replicas.values():
             r.inventories.clear()
+            r.stale = True
         message = m.CatalogMsg(union.to_bytes(), self.generation)
         self.broadcast(self.trainers.values(), message)
         for r in self.replicas.values():
@@ -310,13 +327,36 @@ class Hub:
         self.take_inventory(client, msg.inventory)
         for r in self.replicas.values():
             self.plan_if_complete(r)
+        if self.attempt is not None:
+            self.attempt.advance()
 
     def take_inventory(self, client: Client, data: bytes) -> None:
+        """From here on no plan that was made before may run."""
         h = client.hello
         if h.role == "trainer":
             self.trainer_inventories[h.index] = data
+            for r in self.replicas.values():
+                r.stale = True
         elif h.role == "worker":
             self.replicas[h.replica].inventories[h.index] = data
+            self.replicas[h.replica].stale = True
+
+    def take_changes(self, client: Client, specs: bytes, inventory: bytes, generation: int) -> None:
+        """What a rank found changed on entry. Kept whatever becomes of the attempt: the rank will not say it again."""
+        if specs:
+            self.specs[client.hello.index] = specs
+            self.trainer_inventories.pop(client.hello.index, None)  # a new one follows the catalog
+            self._respecified.add(client)
+            for r in self.replicas.values():
+                r.stale = True
+        elif inventory and generation == self.generation:
+            self.take_inventory(client, inventory)
+
+    def settle_catalog(self) -> None:
+        """After all ranks said what changed: a new catalog for everyone, or the same for those who wait for one."""
+        waiting, self._respecified = self._respecified, set()
+        if waiting and not self.make_catalog() and self.catalog is not None:
+            self.broadcast(waiting, m.CatalogMsg(self.catalog.to_bytes(), self.generation))
 
     def plan_if_complete(self, replica: Replica) -> None:
         if replica.state == "joining" and replica.complete and len(self.trainer_inventories) == self.options.trainers:
@@ -330,19 +370,21 @@ class Hub:
 
     def _on_Failed(self, client: Client, msg: m.Failed) -> None:
         error = msg.error.error()
+        if self.attempt is not None and msg.attempt not in (0, self.attempt.number):
+            return  # of an attempt that is over: its outcome has been told
         targets = [self.replicas[msg.replica]] if msg.replica in self.replicas else list(self.replicas.values())
         if client.hello.role != "trainer":
             targets = [self.replicas[client.hello.replica]]
         for r in targets:
             if r.state in ("planning", "linking"):
                 self.planning.failed(r, error)
-        if self.attempt is not None:
+        if self.attempt is not None and any(self.attempt.concerns(r) for r in targets):
             self.attempt.failed(client, targets if msg.replica >= 0 or client.hello.role != "trainer" else None, error)
         elif client.hello.role == "trainer" and msg.replica < 0:
             self.early_failure(msg.attempt, error)
         elif client.hello.role != "trainer":
             for r in targets:
-                if r.state == "joining":
+                if r.state in ("joining", "ready"):  # ready: a worker could not get its lock after the plan
                     r.state, r.error = "failed", error
                     self.broadcast(self.trainers.values(), m.Failed(msg.error, replica=r.index))
                     for c in (*r.workers.values(), *([r.controller] if r.controller else [])):
@@ -359,25 +401,34 @@ class Hub:
     # ---- refits
 
     def _on_Prepare(self, client: Client, msg: m.Prepare) -> None:
-        if msg.attempt not in self.finished:
-            self.begin(msg.attempt)
+        if msg.attempt in self.finished:
+            return
+        if self.attempt is None:
+            self.begin(msg.attempt, self.options.deadline_s)
+        else:
+            self._prepared = msg.attempt  # the last refit is still being settled: armed right after it
 
     def _on_Enter(self, client: Client, msg: m.Enter) -> None:
         if msg.attempt in self.finished:
+            self.take_changes(client, msg.specs, msg.inventory, msg.generation)
             client.send(self.finished[msg.attempt])
+            return
+        if self.attempt is not None and self.attempt.number != msg.attempt:
+            self.take_changes(client, msg.specs, msg.inventory, msg.generation)
+            late = ProtocolError(f"{client.label} entered attempt {msg.attempt} while attempt {self.attempt.number} is running",
+                                 ["every trainer rank must call nccl_xfer_refit() the same number of times"])
+            client.send(m.Outcome(msg.attempt, msg.version, (), m.WireError.of(late, "rendezvous")))
             return
         if self.failure is not None:
             client.send(m.Outcome(msg.attempt, msg.version, (), m.WireError.of(self.failure, "rendezvous")))
             return
-        self.begin(msg.attempt)
+        self.begin(msg.attempt, msg.deadline_s)
         self.attempt.enter(client, msg)
 
-    def begin(self, number: int) -> None:
+    def begin(self, number: int, deadline_s: float) -> None:
         if self.attempt is None:
-            self.attempt = Attempt(self, number)
+            self.attempt = Attempt(self, number, deadline_s)
             self.attempt.start()
-        elif self.attempt.number != number:
-            raise ProtocolError(f"attempt {number} while attempt {self.attempt.number} is running")
 
     def end(self, outcome: m.Outcome) -> None:
         """Called by the attempt, once, when every replica has settled."""
@@ -386,6 +437,9 @@ class Hub:
         for old in [k for k in self.finished if k < outcome.attempt - 8]:
             del self.finished[old]
         self.broadcast(self.trainers.values(), outcome)
+        if self._prepared > outcome.attempt:
+            self.begin(self._prepared, self.options.deadline_s)
+        self._prepared = 0
 
     # ---- the store: only introduces peers to each other's data addresses
 

@@ -40,6 +40,9 @@ class Side(Protocol):
 
     def catalog(self) -> Catalog: ...
 
+    def inventory(self) -> bytes:
+        """The encoded inventory that `roots` follows."""
+
     def roots(self) -> tuple[int, Sequence[torch.Tensor]]:
         """(binding generation, flat uint8 tensors in the inventory's root order)."""
 
@@ -64,6 +67,7 @@ class Lane:
         self._idle.set()
         self._cancelled: XferError | None = None
         self._epoch = 0
+        self._planned_from = b""
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._work, name=f"xfer-lane-{replica}", daemon=True)
         self._thread.start()
@@ -75,7 +79,7 @@ class Lane:
             self._idle.clear()
             if isinstance(message, m.PlanInputs | m.OpenLink):
                 self._epoch, self._cancelled = message.epoch, None
-        self._queue.put(message)
+            self._queue.put(message)  # inside the lock, or the lane could call itself idle in between
 
     def cancel(self, error: XferError, epoch: int | None) -> None:
         """Stop what runs: frees a blocked transfer. `epoch` None: whatever the epoch."""
@@ -145,6 +149,7 @@ class Lane:
         self._close_link()
         t0 = time.perf_counter()
         catalog = self.side.catalog()
+        self._planned_from = (*p.trainers, *p.workers)[self.joint_rank]
         sources = [Inventory.from_bytes(b) for b in p.trainers]
         takers = [Inventory.from_bytes(b) for b in p.workers]
         options = PlanOptions(bucket_bytes=p.bucket_bytes, drop=p.drop, narrow=p.narrow, hosts=p.hosts, rotation=p.replica)
@@ -177,6 +182,8 @@ class Lane:
 
     def _bind(self) -> None:
         generation, roots = self.side.roots()
+        if self.side.inventory() != self._planned_from:
+            raise PlanMismatch("this rank's layout is not the one that the plan was made from; nothing was moved", where=self.party.label)
         if self._p2p is None or self._bound != generation:
             self._p2p = P2P(self._link, self.plan.program(self.joint_rank), roots)
             self._bound = generation
@@ -185,6 +192,7 @@ class Lane:
         self._check()
         until = time.monotonic() + go.deadline_s + 2.0  # the hub's own deadline comes first: it knows who is late
         self._bind()
+        self._check()
         self.side.before(go, self.plan)
         planned = sum(self.planned_bytes())
         said = 0.0

@@ -164,7 +164,11 @@ class Prepare(_Message):
 
 
 class Enter(_Message):
-    """trainer -> hub: drained and synchronized; my storage holds `version`. `specs`, `inventory`: empty unless changed."""
+    """trainer -> hub: drained and synchronized; my storage holds `version`.
+
+    `specs`: only when what this rank exports changed; an inventory then follows the new catalog. `inventory`: only when its
+    layout changed, made from the catalog of `generation`.
+    """
 
     attempt: Count
     version: Name
@@ -174,6 +178,7 @@ class Enter(_Message):
     drained_s: Seconds = 0.0
     specs: Blob = b""
     inventory: Blob = b""
+    generation: Count = 0
 
 
 class Arm(_Message):
@@ -188,6 +193,7 @@ class Armed(_Message):
 
     attempt: Count
     inventory: Blob = b""
+    generation: Count = 0
 
 
 class Go(_Message):

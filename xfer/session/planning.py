@@ -26,7 +26,7 @@ class Planning:
     def plan(self, replica: Replica) -> None:
         """Start a planning epoch for a replica whose inventories are all here."""
         replica.epoch += 1
-        replica.state, replica.error, replica.relink = "planning", None, False
+        replica.state, replica.error, replica.relink, replica.stale = "planning", None, False, False
         replica.digests, replica.pending = {}, set(self.hub.domain(replica))
         replica.until = time.monotonic() + self.hub.options.deadline_s
         domain = self.hub.domain(replica)
@@ -49,7 +49,7 @@ class Planning:
     def failed(self, replica: Replica, error: XferError) -> None:
         self.abort(replica, error)
         replica.state, replica.error = "failed", error
-        if self.hub.attempt is not None:
+        if self.hub.attempt is not None and self.hub.attempt.concerns(replica):
             self.hub.attempt.planning_failed(replica, error)
         else:
             self.hub.broadcast(self.hub.trainers.values(), m.Failed(m.WireError.of(error, "rendezvous"), replica=replica.index))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import queue
+import threading
 from dataclasses import dataclass, field
 
 from xfer.errors import PeerLost, XferError
@@ -17,6 +19,8 @@ class Client:
     hello: m.Hello | None = None
     left: bool = False
     progress: m.Progress | None = None
+    _out: queue.SimpleQueue = field(default_factory=queue.SimpleQueue)
+    _writer: threading.Thread | None = None
 
     @property
     def label(self) -> str:
@@ -28,11 +32,25 @@ class Client:
         return f"replica {h.replica} worker {h.index}" if h.role == "worker" else f"replica {h.replica} controller" if h.role == "controller" else "observer"
 
     def send(self, message: m.Message) -> None:
-        """A client that cannot be reached is handled when its reader reports the end, never here."""
-        try:
-            self.channel.send(message)
-        except PeerLost:
-            pass
+        """Queues the message and returns at once: a client that does not read must not hold up the hub's decisions.
+
+        One that cannot be reached is handled when its reader reports the end, never here.
+        """
+        if self._writer is None:
+            self._writer = threading.Thread(target=self._write, name="xfer-hub-write", daemon=True)
+            self._writer.start()
+        self._out.put(message)
+
+    def _write(self) -> None:
+        while (message := self._out.get()) is not None:
+            try:
+                self.channel.send(message)
+            except PeerLost:
+                return
+
+    def finish(self) -> None:
+        """No more messages; those that are queued still go."""
+        self._out.put(None)
 
 
 @dataclass(eq=False)
@@ -54,6 +72,7 @@ class Replica:
     error: XferError | None = None
     until: float = 0.0
     relink: bool = False  # plan is still right, the communicator is not
+    stale: bool = False  # an inventory came after the plan was made: only a new plan may run
 
     @property
     def complete(self) -> bool:

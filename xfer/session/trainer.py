@@ -73,7 +73,9 @@ class TrainerSession:
         self._catalog: Catalog | None = None
         self._generation = 0
         self._inventory, self._names, self._roots, self._binding = b"", [], [], 0
-        self._pending, self._pending_version = 0, ""
+        self._pending, self._pending_version, self._pending_want = 0, "", 0
+        self._stale = False  # a layout was being read again and that did not end well
+        self._specs = b""
         settings = (("bucket_bytes", str(bucket_bytes)), ("data plane", "nccl" if self.device.type == "cuda" else "gloo"))
         if source.rank == 0:
             self._hub = Hub(rendezvous, token, HubOptions(source.world, replicas, deadline_s, bucket_bytes, tuple(drop), tuple(narrow), settings))
@@ -95,7 +97,8 @@ class TrainerSession:
         except Exception as e:
             self._party.try_send(m.Failed(m.WireError.of(e, self._party.label)))
             raise
-        self._party.send(m.Specs(Catalog.union([(self._party.label, self._layout.traced.specs)]).to_bytes()))
+        self._specs = self._own_specs()
+        self._party.send(m.Specs(self._specs))
         message = self._party.take((m.CatalogMsg, m.Failed), until, "the catalog: other trainer ranks have not connected yet")
         self._raise_failed(message)
         self._take_catalog(message)
@@ -158,6 +161,9 @@ class TrainerSession:
     def catalog(self) -> Catalog:
         return self._catalog
 
+    def inventory(self) -> bytes:
+        return self._inventory
+
     def roots(self) -> tuple[int, Sequence[torch.Tensor]]:
         return self._binding, self._roots
 
@@ -186,7 +192,13 @@ class TrainerSession:
     def refit(self, *, version: str | int | None, verify: bool, wait: str, min_replicas: int | None, deadline_s: float | None) -> RefitReport:
         began = time.perf_counter()
         if self._pending:
-            self._finish(self._pending, self._pending_version, began, self.replicas if min_replicas is None else min_replicas)
+            try:
+                self._finish(self._pending, self._pending_version, began, self._pending_want)
+            except XferError as e:
+                # This call is used up by the news, on this rank as on those that heard it earlier: attempts stay in step.
+                self.attempt += 1
+                self._party.try_send(m.Failed(m.WireError.of(e, self._party.label), self.attempt))
+                raise
         self.attempt += 1
         number, name = self.attempt, str(self.attempt if version is None else version)
         seconds = self.deadline_s if deadline_s is None else deadline_s
@@ -201,24 +213,36 @@ class TrainerSession:
             self._party.try_send(m.Failed(m.WireError.of(e, self._party.label), number))
             raise
         want = self.replicas if min_replicas is None else min_replicas
-        self._party.send(m.Enter(number, name, verify, want, seconds, drained, specs, inventory))
+        self._party.send(m.Enter(number, name, verify, want, seconds, drained, specs, inventory, self._generation))
         if wait == "sources":
-            return self._until_sources_free(number, name, began)
+            return self._until_sources_free(number, name, began, want)
         return self._finish(number, name, began, want)
 
     def _refresh(self) -> tuple[bytes, bytes]:
-        """Re-read what a framework has moved since the last refit. Returns (specs, inventory), empty when unchanged."""
-        state = self.source.check()
+        """Re-read what a framework has moved since the last refit. Returns (specs, inventory), empty when unchanged.
+
+        The adapter remembers what it was last asked for, so whatever fails here must be read again by the next call.
+        """
+        state = "changed" if self._stale else self.source.check()
         if state == "same":
             return b"", b""
+        self._stale = True
         if state == "moved":
             self._bind(self.source.rebind())
+            self._stale = False
             return b"", b""
         self._take(self.source.read())
-        specs = Catalog.union([(self._party.label, self._layout.traced.specs)]).to_bytes()
+        specs = self._own_specs()
+        if specs != self._specs:
+            self._specs, self._stale = specs, False
+            return specs, b""  # the inventory follows the hub's answer: the catalog may have changed
         old = self._inventory
         self._make_inventory()
-        return (specs, self._inventory) if self._inventory != old else (b"", b"")
+        self._stale = False
+        return (b"", self._inventory) if self._inventory != old else (b"", b"")
+
+    def _own_specs(self) -> bytes:
+        return Catalog.union([(self._party.label, self._layout.traced.specs)]).to_bytes()
 
     def _outcome(self, number: int) -> m.Outcome:
         until = time.monotonic() + self._seconds + STOP_GRACE_S + SETTLE_GRACE_S + 10.0
@@ -229,11 +253,21 @@ class TrainerSession:
                 self._stop_lanes(e)
                 raise
             if isinstance(message, m.CatalogMsg):
-                self._take_catalog(message)
-                self._party.send(m.InventoryMsg(self._inventory, self._generation))
+                self._answer(message, number)
             elif isinstance(message, m.Outcome) and message.attempt == number:
                 return message
             # Failed: the outcome that follows tells it per replica; older outcomes belong to attempts that ended early here
+
+    def _answer(self, message: m.CatalogMsg, number: int) -> None:
+        """A new catalog, or the same one again for a rank whose exports changed."""
+        self._stale = True
+        try:
+            self._take_catalog(message)
+        except Exception as e:
+            self._party.try_send(m.Failed(m.WireError.of(e, self._party.label), number))
+            return
+        self._stale = False
+        self._party.send(m.InventoryMsg(self._inventory, self._generation))
 
     def _stop_lanes(self, error: XferError) -> bool:
         for lane in self._party.lanes.values():
@@ -252,16 +286,22 @@ class TrainerSession:
         self.version = name
         return report
 
-    def _until_sources_free(self, number: int, name: str, began: float) -> RefitReport:
+    def _until_sources_free(self, number: int, name: str, began: float, want: int) -> RefitReport:
         """Return when this rank's storage is no longer read; the outcome is collected by the next call."""
         until = time.monotonic() + self._seconds + STOP_GRACE_S
         # A lane is idle before Go as well, so idleness alone says nothing: wait until each lane has sent its Done.
-        while not all(lane.done_attempt >= number for lane in self._party.lanes.values()):
-            early = [x for x in list(self._party.inbox.queue) if isinstance(x, m.Outcome | XferError)]
+        while not self._party.lanes or not all(lane.done_attempt >= number for lane in self._party.lanes.values()):
+            early = [x for x in list(self._party.inbox.queue) if isinstance(x, XferError) or isinstance(x, m.Outcome) and x.attempt == number]
             if early or time.monotonic() > until:
-                return self._finish(number, name, began, self.replicas)
+                return self._finish(number, name, began, want)
+            if any(isinstance(x, m.CatalogMsg) for x in list(self._party.inbox.queue)):
+                message = self._party.take((m.CatalogMsg, m.Outcome), until, "the catalog")
+                if isinstance(message, m.CatalogMsg):
+                    self._answer(message, number)
+                else:
+                    self._party.inbox.put(message)  # looked at in the next round
             time.sleep(0.0005)
-        self._pending, self._pending_version = number, name
+        self._pending, self._pending_version, self._pending_want = number, name, want
         return self._report(name, (), began, pending=True)
 
     def _report(self, name: str, outcomes: tuple[ReplicaOutcome, ...], began: float, pending: bool = False) -> RefitReport:

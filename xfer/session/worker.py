@@ -71,7 +71,9 @@ class WorkerSession:
         self._lane_: Lane | None = None
         self._catalog: Catalog | None = None
         self._inventory = b""
-        self._binding = 0
+        self._binding = self._generation = 0
+        self._stale = False  # a layout was being read again and that did not end well
+        self.joined = False
 
     # ---- joining
 
@@ -99,7 +101,8 @@ class WorkerSession:
                 continue
             self._raise_failed(message)
             break
-        self.model.choose_lock()  # after everyone is known to be alive: it runs the model's own collectives
+        self._lock_name = self.model.choose_lock()  # after everyone is known to be alive: it runs the model's own collectives
+        self.joined = True
 
     def _raise_failed(self, message: m.Message) -> None:
         if isinstance(message, m.Failed):
@@ -107,11 +110,12 @@ class WorkerSession:
 
     def _read(self, message: m.CatalogMsg) -> None:
         faults.point("worker", self.index, "read")
-        self._catalog = Catalog.from_bytes(message.catalog)
+        self._catalog, self._generation = Catalog.from_bytes(message.catalog), message.generation
         self._publish()
         self._party.try_send(m.InventoryMsg(self._inventory, message.generation))  # if nobody is there, the inbox says why
 
     def _publish(self) -> None:
+        self._stale = True
         layout = self.model.read(self._catalog)
         made = engine_inventory(
             self._catalog, rank=self.index, host=host_identity(), roots=layout.roots, fragments=layout.traced.fragments,
@@ -119,6 +123,7 @@ class WorkerSession:
         )  # fmt: skip
         self._inventory, self._names, self._rows = made.to_bytes(), [r.name for r in made.roots], footprint_rows(made)
         self._bind(layout.tensors)
+        self._stale = False
 
     def _bind(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self._roots = [tensors[n] for n in self._names]
@@ -141,6 +146,9 @@ class WorkerSession:
 
     def catalog(self) -> Catalog:
         return self._catalog
+
+    def inventory(self) -> bytes:
+        return self._inventory
 
     def roots(self) -> tuple[int, Sequence[torch.Tensor]]:
         return self._binding, self._roots
@@ -177,13 +185,13 @@ class WorkerSession:
                 self._party.try_send(m.Stopped(self.replica, attempt, self.model.locked))
 
     def _receive(self, attempt: int, deadline_s: float) -> None:
-        if self._party is None:
+        if self._party is None or not self.joined:
             raise self.error or PeerLost("this worker never joined")
         party, until = self._party, time.monotonic() + deadline_s + STOP_GRACE_S
         self.model.synchronize()
         inventory = self._refresh()
         faults.point("worker", self.index, "arm")
-        party.send(m.Armed(attempt, inventory))
+        party.send(m.Armed(attempt, inventory, self._generation))
         while True:
             message = party.take((m.Commit, m.Abort, m.Failed, m.CatalogMsg), until, "the decision of this refit")
             if isinstance(message, m.CatalogMsg):
@@ -207,14 +215,17 @@ class WorkerSession:
                 return
 
     def _refresh(self) -> bytes:
-        state = self.model.check()
+        state = "changed" if self._stale else self.model.check()
         if state == "same":
             return b""
+        self._stale = True
         if state == "moved":
             self._bind(self.model.rebind())
+            self._stale = False
             return b""
         old = self._inventory
         self._publish()
+        self._stale = False
         return self._inventory if self._inventory != old else b""
 
     def close(self) -> None:

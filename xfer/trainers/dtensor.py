@@ -100,12 +100,17 @@ class DTensorTrainer:
         if now == self._seen:
             return "same"
         # Storages may have been merged or split with equal shapes, so only equal sharing counts as the same layout.
-        share = lambda rows: [[r[6] for r in rows].index(r[6]) for r in rows]  # noqa: E731
-        same = [r[:6] for r in now] == [r[:6] for r in self._seen] and share(now) == share(self._seen)
+        same = [r[:6] for r in now] == [r[:6] for r in self._seen] and _sharing(now) == _sharing(self._seen)
         return "moved" if same else "changed"
 
     def rebind(self) -> Mapping[str, torch.Tensor]:
         return self.read().tensors
+
+
+def _sharing(rows: list[tuple]) -> list[int]:
+    """For each row, the number of the storage it lies in, in order of appearance."""
+    number: dict[int, int] = {}
+    return [number.setdefault(r[6], len(number)) for r in rows]
 
 
 def _local(t: torch.Tensor) -> torch.Tensor:
