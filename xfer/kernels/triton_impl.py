@@ -166,7 +166,7 @@ class TritonRows:
     """See `xfer.kernels.BoundRows`.
 
     groups[r]: for side "local", who drains source storage r; tiles then take turns between groups, beginning with
-    `rotation`. abort: an int32 tensor of one word that the device can read (pinned host memory will do); kernels look
+    `rotation`. abort: an int32 tensor of one word in the device's memory (reads of host memory would be the bottleneck); kernels look
     at it before every tile and leave when it is not 0.
     """
 

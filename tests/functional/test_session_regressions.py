@@ -1,0 +1,212 @@
+"""Defects of the protocol that were found once, each as the steps that showed it. Most let wrong bytes commit in silence."""
+
+import threading
+import time
+
+import pytest
+import torch
+
+from tests.functional.test_session_protocol import failed, fault, good, right  # noqa: F401
+from tests.support.world import TOKEN, ToyEngine, ToyLayout, ToySource, ToyTaker, World, free_port
+from xfer import errors as e
+from xfer.session.trainer import TrainerSession
+from xfer.trace.fragment import Fragment, TensorSpec
+from xfer.trace.traced import Traced
+
+
+def transpose(source: ToySource, name: str = "layers.0.w") -> None:
+    """Other strides, same values: only a new plan reads it rightly."""
+    source.params[name] = source.params[name].t().contiguous().t()
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_a_layout_change_told_in_a_failed_attempt_is_not_forgotten(verify):
+    with World() as w:
+        good(w.refit(1))
+        transpose(w.sources[0])
+        w.sources[1].fail = RuntimeError("boom")
+        failed(w.refit(2), Exception, w, 10, time.monotonic(), "boom")
+        w.sources[1].fail = None
+        good(w.refit(3, verify=verify))
+        right(w, 3)
+
+
+def test_a_worker_whose_layout_changed_while_the_attempt_ended_is_replanned():
+    with World() as w:
+        good(w.refit(1))
+        taker = w.engines[0].takers[0]
+        taker.live["layers.0.w"] = taker.live["layers.0.w"].t().contiguous().t()
+        drain = w.sources[1].drain
+
+        def late_and_broken():
+            time.sleep(1.0)
+            raise RuntimeError("boom")
+
+        w.sources[1].drain = late_and_broken
+        failed(w.refit(2), Exception, w, 10, time.monotonic(), "boom")
+        w.sources[1].drain = drain
+        good(w.refit(3, verify=False))
+        right(w, 3)
+
+
+class Widening(ToySource):
+    """Exports `embed` as float32 from some point on: another catalog."""
+
+    wide = False
+
+    def read(self):
+        layout = super().read()
+        if not self.wide:
+            return layout
+        specs = tuple(TensorSpec(s.name, s.shape, "float32") if s.name == "embed" else s for s in layout.traced.specs)
+        fragments = tuple(
+            Fragment(f.tensor, f.origin, f.extent, f.root, f.offset, tuple(2 * s for s in f.strides), "float32") if f.tensor == "embed" else f
+            for f in layout.traced.fragments)
+        return ToyLayout(Traced(specs, fragments), layout.roots, layout.tensors)
+
+
+def test_a_catalog_that_changes_is_planned_anew_and_refused_every_time_until_it_fits():
+    w = World()
+    w.sources = [Widening(i, 2) for i in range(2)]
+    with w:
+        good(w.refit(1))
+        for s in w.sources:
+            s.wide, s.params["embed"] = True, s.params["embed"].float()
+        for version in (2, 3):
+            failed(w.refit(version), e.CoverageError, w, 10, time.monotonic(), "embed")
+            right(w, 1)
+        for s in w.sources:
+            s.wide, s.params["embed"] = False, s.params["embed"].bfloat16()
+        good(w.refit(4))
+        right(w, 4)
+
+
+def test_a_layout_that_could_not_be_read_is_read_again():
+    with World() as w:
+        good(w.refit(1))
+        s = w.sources[0]
+        old = dict(s.shapes)
+        s.params = {k: v.clone() for k, v in s.params.items()}
+        s.shapes = {**old, "extra": (4, 4)}
+        s.params["extra"] = torch.zeros(2, 4, dtype=torch.bfloat16)
+        for version in (2, 3):
+            failed(w.refit(version), e.CoverageError, w, 10, time.monotonic(), "extra")
+        del s.params["extra"]
+        s.shapes = old
+        good(w.refit(4))
+        right(w, 4)
+
+
+def test_a_worker_that_fails_to_install_leaves_a_torn_engine_and_a_living_hub(fault):  # noqa: F811
+    with World() as w:
+        good(w.refit(1))
+        fault("worker:1:commit:raise")
+        failed(w.refit(2), e.XferError, w, 10, time.monotonic(), "injected fault")
+        assert w.controllers[0].error is not None
+        fault("")
+        good(w.refit(3))
+        right(w, 3)
+
+
+def test_prepare_while_the_last_refit_is_still_being_settled_is_kept_for_later():
+    with World() as w:
+        good(w.refit(1))
+        engine, reset = w.engines[0], w.engines[0].reset_caches
+        engine.reset_caches = lambda timeout: (time.sleep(1.0), reset(timeout))
+        assert all(r.pending for r in w.refit(2, wait="sources"))
+        w.sessions[0].prepare()
+        time.sleep(0.3)
+        assert w.sessions[0]._hub.failure is None
+        engine.reset_caches = reset
+        good(w.refit(3))
+        right(w, 3)
+
+
+def test_a_refit_that_starts_while_a_replica_is_joining_waits_for_it():
+    class Slow(ToyTaker):
+        def read(self, catalog):
+            time.sleep(1.0)
+            return super().read(catalog)
+
+    w = World(trainers=1)
+    w.rendezvous = f"tcp://127.0.0.1:{free_port()}"
+    w.sources, w.engines = [ToySource(0, 1)], [ToyEngine(2)]
+    w.engines[0].takers = [Slow(i, 2) for i in range(2)]
+    s = TrainerSession(w.sources[0], w.rendezvous, TOKEN, replicas=1, deadline_s=20.0, bucket_bytes=4096, drop=(), narrow=(), cache_dir=None)
+    w.sessions = [s]
+    s.open(False)
+    w.controllers = [w.serve(w.engines[0], 0)]
+    while s._hub.replicas[0].controller is None:
+        time.sleep(0.01)
+    good(w.refit(1))
+    right(w, 1)
+    w.close()
+
+
+def test_without_its_second_lock_a_replica_is_not_refitted():
+    w = World()
+    w.engines = [ToyEngine(2)]
+
+    def none():
+        raise e.XferError("no small tensor of this model turns every output NaN")
+
+    w.engines[0].takers[0].choose_lock = none
+    with w:
+        failed(w.refit(1), e.XferError, w, 10, time.monotonic(), "no small tensor")
+        assert not w.engines[0].paused or w.controllers[0].error is not None
+
+
+def test_with_no_replica_left_a_refit_fails_at_once():
+    with World() as w:
+        good(w.refit(1))
+        w.engines[0].sessions[0]._party.channel.close()
+        time.sleep(0.3)
+        t0 = time.monotonic()
+        failed(w.refit(2), e.PeerLost, w, 2, t0, "worker 0")
+
+
+def test_a_failure_after_sources_were_free_keeps_attempts_in_step(fault):  # noqa: F811
+    with World(deadline_s=8.0) as w:
+        good(w.refit(1))
+        fault("trainer:1:done:raise@1")
+        first = w.refit(2, wait="sources")
+        fault("")
+        if any(isinstance(r, BaseException) for r in first) and not all(isinstance(r, BaseException) for r in first):
+            failed(w.refit(3), e.XferError, w, 10, time.monotonic(), "injected fault")  # the others hear of it with the next call
+        elif not any(isinstance(r, BaseException) for r in first):
+            failed(w.refit(3), e.XferError, w, 10, time.monotonic(), "injected fault")
+        good(w.refit(4))
+        right(w, 4)
+
+
+def test_a_calls_own_deadline_may_be_longer_than_connects():
+    with World(deadline_s=2.0) as w:
+        good(w.refit(1))
+        drain = w.sources[1].drain
+        w.sources[1].drain = lambda: time.sleep(13.0)  # beyond connect's deadline and the workers' grace
+        good(w.refit(2, deadline_s=60.0))
+        w.sources[1].drain = drain
+        right(w, 2)
+
+
+def test_min_replicas_holds_when_sources_were_awaited():
+    with World(replicas=2) as w:
+        good(w.refit(1))
+        w.engines[1].fail["pause"] = RuntimeError("engine 1 is broken")
+        out = w.refit(2, wait="sources", min_replicas=1)
+        assert not any(isinstance(r, BaseException) for r in out), out
+        good(w.refit(3))
+
+
+def test_strangers_that_only_connect_do_not_end_the_rendezvous():
+    import socket
+
+    with World() as w:
+        host, port = "127.0.0.1", int(w.rendezvous.rsplit(":", 1)[1])
+        idle = [socket.create_connection((host, port)) for _ in range(40)]
+        good(w.refit(1))
+        for s in idle:
+            s.close()
+        hub = w.sessions[0]._hub
+        assert hub._threads[0].is_alive()
+        assert threading.active_count() < 200
