@@ -101,9 +101,7 @@ class Bench:
             if k < 0:
                 sources.append(trainer_inventory(self.catalog, rank=i, **common))
             else:
-                takers.append(
-                    engine_inventory(self.catalog, rank=k, footprint=x.footprint(), reads=names, **common)
-                )
+                takers.append(engine_inventory(self.catalog, rank=k, footprint=x.footprint(), reads=names, **common))
         return plan_replica(self.catalog, sources, takers, PlanOptions())
 
     def _bytes(self, other: str, own: str) -> dict[int, int]:
@@ -190,6 +188,10 @@ class Bench:
             self.timed("p2p", lambda: p2p.run(soon()), repeats)
             self.timed("nccl", lambda: self._contiguous(link), repeats)
             self.timed("p2p again", lambda: p2p.run(soon()), repeats)
+            for mib in self.args.steps:
+                other = P2P(link, self.program, self.roots, step_bytes=mib << 20, direct_bytes=mib << 20)
+                self.timed(f"p2p, {mib} MiB a step", lambda other=other: other.run(soon()), 5)
+                del other
             if self.args.packed:
                 bucket = torch.empty(MESSAGE, dtype=torch.uint8, device=self.device)
                 self.checked("packed", lambda: self._packed(link, bucket))
@@ -240,7 +242,9 @@ class Bench:
     def _nccl(self, link) -> None:
         peers = sorted({*self.source_bytes, *self.taken_bytes})
         link.warm(peers)
-        self.into = {r: torch.empty(min(MESSAGE, n), dtype=torch.uint8, device=self.device) for r, n in self.source_bytes.items()}
+        self.into = {
+            r: torch.empty(min(MESSAGE, n), dtype=torch.uint8, device=self.device) for r, n in self.source_bytes.items()
+        }
         self.out = max(self.roots, key=lambda t: t.numel())
 
     def _contiguous(self, link) -> None:
@@ -313,7 +317,9 @@ def one_case(case: str, args) -> dict:
     context = mp.get_context("spawn")
     answers = context.Queue()
     store = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=120), wait_for_workers=False)
-    ranks = [context.Process(target=rank_main, args=(r, case, args, store.port, answers), daemon=True) for r in range(size)]
+    ranks = [
+        context.Process(target=rank_main, args=(r, case, args, store.port, answers), daemon=True) for r in range(size)
+    ]
     for p in ranks:
         p.start()
     found: dict[int, dict] = {}
@@ -323,7 +329,10 @@ def one_case(case: str, args) -> dict:
             try:
                 rank, value = answers.get(timeout=max(0.1, until - time.monotonic()))
             except Exception:
-                return {"case": case, "error": f"no answer in {args.case_seconds} s from {set(range(size)) - set(found)}"}
+                return {
+                    "case": case,
+                    "error": f"no answer in {args.case_seconds} s from {set(range(size)) - set(found)}",
+                }
             if isinstance(value, str):
                 return {"case": case, "error": f"rank {rank}: {value}"}
             found[rank] = value
@@ -334,7 +343,8 @@ def one_case(case: str, args) -> dict:
                 p.kill()
     out = found[size - 1]
     out["extra_bytes"] = {
-        k: max(v["extra_bytes"].get(k, 0) for v in found.values()) for k in sorted({k for v in found.values() for k in v["extra_bytes"]})
+        k: max(v["extra_bytes"].get(k, 0) for v in found.values())
+        for k in sorted({k for v in found.values() for k in v["extra_bytes"]})
     }
     out["bytes_per_taker"] = max(v["bytes_per_taker"] for v in found.values())
     return out
@@ -369,12 +379,17 @@ def main() -> None:
     p.add_argument("--cases", nargs="+", choices=sorted(CASES))
     p.add_argument("--repeats", type=int, default=10)
     p.add_argument("--sweep", nargs="*", type=int, default=[])
+    p.add_argument("--steps", nargs="*", type=int, default=[], help="other step sizes of p2p to try, MiB")
     p.add_argument("--packed", action=argparse.BooleanOptionalAction, default=True)
     p.add_argument("--case-seconds", type=float, default=150)
     p.add_argument("--out", default="")
     args = p.parse_args()
     usable = [c for c, v in CASES.items() if max(g for g in v[4] if g is not None) < gpus]
-    default = ["4b", "30b", "replicas", "colocated"] if gpus >= 4 else ["4b-pair", "30b-pair", "30b-stacked", "30b-colocated2"]
+    default = (
+        ["4b", "30b", "replicas", "colocated"]
+        if gpus >= 4
+        else ["4b-pair", "30b-pair", "30b-stacked", "30b-colocated2"]
+    )
     cases = [c for c in args.cases or default if c in usable]
     import triton
 

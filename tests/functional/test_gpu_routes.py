@@ -1,6 +1,6 @@
 """Both routes on real GPUs: bytes, faults, identity. Any number of GPUs; peer ranks share GPUs where there are few.
 
-    python -m pytest -m gpu tests/functional/test_gpu_routes.py
+python -m pytest -m gpu tests/functional/test_gpu_routes.py
 """
 
 from __future__ import annotations

@@ -46,7 +46,8 @@ def spawn(part: str, size: int, seconds: float = 75.0, env: dict | None = None, 
     answers, port = context.Queue(), free_port()
     store = TCPStore("127.0.0.1", port, None, True, timedelta(seconds=60), wait_for_workers=False)
     children = [
-        context.Process(target=_main, args=(r, size, port, part, kwargs, env or {}, answers), daemon=True) for r in range(size)
+        context.Process(target=_main, args=(r, size, port, part, kwargs, env or {}, answers), daemon=True)
+        for r in range(size)
     ]
     for c in children:
         c.start()
@@ -85,7 +86,9 @@ def agree(got, want) -> None:
     for i, (g, w) in enumerate(zip(got, want)):
         g = g.cpu().numpy()
         if not np.array_equal(g, w):
-            raise AssertionError(f"storage {i}: {np.count_nonzero(g != w)} of {len(w)} bytes differ, first at {np.flatnonzero(g != w)[:5]}")
+            raise AssertionError(
+                f"storage {i}: {np.count_nonzero(g != w)} of {len(w)} bytes differ, first at {np.flatnonzero(g != w)[:5]}"
+            )
 
 
 def worlds(rank, size, store, device, *, route: str, seeds: list[int], refuse: bool = False):
@@ -96,15 +99,26 @@ def worlds(rank, size, store, device, *, route: str, seeds: list[int], refuse: b
         rng = np.random.default_rng(seed)
         programs, storages = random_world(rng, size, 3, 40)
         roots = tensors(storages[rank], device)
-        exchange = exchange_over_store(store, rank, size, f"s{seed}") if route == "peer" or seed % 2 else exchange_over_link(link, 30.0)
+        exchange = (
+            exchange_over_store(store, rank, size, f"s{seed}")
+            if route == "peer" or seed % 2
+            else exchange_over_link(link, 30.0)
+        )
         if route == "p2p":
-            mover = P2P(link, programs[rank], roots, step_bytes=[64, 300, 1 << 20][seed % 3], direct_bytes=[40, 1 << 20][seed % 2])
+            mover = P2P(
+                link,
+                programs[rank],
+                roots,
+                step_bytes=[64, 300, 1 << 20][seed % 3],
+                direct_bytes=[40, 1 << 20][seed % 2],
+            )
         else:
             mover = open_routes(link, programs[rank], roots, exchange, step_bytes=300, direct_bytes=1 << 20)
         for again in range(2):
             if again:
                 storages = [
-                    fresh_sources(rng, programs[k].rows[programs[k].rows["src"] == k], s) for k, s in enumerate(storages)
+                    fresh_sources(rng, programs[k].rows[programs[k].rows["src"] == k], s)
+                    for k, s in enumerate(storages)
                 ]
                 for t, r in zip(roots, storages[rank]):
                     t.copy_(torch.from_numpy(r))

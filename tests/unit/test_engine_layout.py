@@ -15,7 +15,7 @@ from xfer.engines import vllm_cpu
 from xfer.engines.layout import read_layout, run_recipes
 from xfer.engines.live import Storages
 from xfer.engines.lock import candidates, choose
-from xfer.engines.vllm_layout import refuse_processed
+from xfer.engines.vllm_layout import EmptyIsZero, refuse_processed
 from xfer.errors import LayoutError, RebindError, Unsupported, XferError
 from xfer.plan.inventory import SCRATCH
 from xfer.trace.fragment import TensorSpec
@@ -300,6 +300,25 @@ def test_choosing_restores_every_candidate_and_stops_where_all_ranks_agree():
     net.embed.data.fill_(float("nan"))
     with pytest.raises(XferError, match="answers NaN"):
         locked(net, twin)
+
+
+def test_a_trial_forward_sees_no_old_memory():
+    """Freed NaN comes back from `torch.empty`, and would pass for what the lock does."""
+
+    def made():
+        del_me = [torch.full((1 << 12,), float("nan")) for _ in range(50)]
+        like = torch.zeros(1 << 12)
+        del del_me
+        return [
+            torch.empty(1 << 12),
+            torch.empty(torch.Size((1 << 12,))),
+            torch.empty_like(like),
+            like.new_empty(1 << 12),
+        ]
+
+    assert any(t.isnan().any() for _ in range(20) for t in made())
+    with EmptyIsZero():
+        assert not any(t.any() for _ in range(20) for t in made())
 
 
 # ---- sets of bytes

@@ -178,4 +178,11 @@ def test_two_sources_are_drained_evenly():
     assert group[0] == 1
     done = np.stack([np.cumsum(np.where(group == g, ordered.nbytes, 0)) / (n // (g + 1)) for g in range(2)])
     assert np.abs(done[0] - done[1]).max() < 0.03
-    assert np.abs(np.diff(np.stack([np.cumsum(np.where((table.tiles[:, 0] & 0xFFFFFFFF) == g, 1, 0)) for g in range(2)]), axis=0)).max() > 50
+    assert (
+        np.abs(
+            np.diff(
+                np.stack([np.cumsum(np.where((table.tiles[:, 0] & 0xFFFFFFFF) == g, 1, 0)) for g in range(2)]), axis=0
+            )
+        ).max()
+        > 50
+    )

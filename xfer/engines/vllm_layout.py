@@ -18,6 +18,7 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from xfer.engines import vllm_cpu
 from xfer.engines.layout import EngineLayout, read_layout, run_recipes
@@ -220,7 +221,8 @@ class EngineModel:
             )
             for t in before.tensors.values():
                 t.fill_(1)
-        with set_current_vllm_config(config), set_forward_context(None, config, num_tokens=n, skip_compiled=True):
+        context = set_forward_context(None, config, num_tokens=n, skip_compiled=True)
+        with set_current_vllm_config(config), context, EmptyIsZero():
             out = self.model(input_ids=tokens, positions=positions, intermediate_tensors=before, inputs_embeds=None)
         if isinstance(out, tuple):  # models that also give hidden states to a drafter
             out = out[0]
@@ -257,6 +259,20 @@ class EngineModel:
             storage.random_(0, 256, generator=noise)
             for a, b, was in saved:
                 storage[a:b].copy_(was)
+
+
+class EmptyIsZero(TorchFunctionMode):
+    """Inside, memory that torch hands out uninitialised is zero.
+
+    Without attention metadata vLLM's CPU attention returns its output as it was allocated. Old bytes there may be NaN,
+    and a forward that is NaN by chance chooses the wrong lock or none.
+    """
+
+    _MAKERS = (torch.empty, torch.empty_like, torch.Tensor.new_empty)
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        return out.zero_() if func in self._MAKERS else out
 
 
 # ---- what vLLM did to the weights after loading them

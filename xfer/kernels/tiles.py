@@ -59,7 +59,9 @@ def plain_tables(moves: Sequence[Move], left: End, right: End, *, backwards: boo
             dims[k, depth - len(m.dims) :] = m.dims
             for d in m.mirrored:
                 dims[k, depth - len(m.dims) + d, 2] *= -1
-    roots = np.array([(m.left_root, max(m.right_root, 0) if m.right_root == WIRE else m.right_root) for m in moves], np.int64)
+    roots = np.array(
+        [(m.left_root, max(m.right_root, 0) if m.right_root == WIRE else m.right_root) for m in moves], np.int64
+    )
     offsets = np.array([(m.left, m.right) for m in moves], np.int64)
     for k, m in enumerate(moves):  # `mirrored` dims start at the far end
         offsets[k, 1] += sum((m.dims[d][0] - 1) * m.dims[d][2] for d in m.mirrored)
@@ -141,7 +143,10 @@ def _table(dims, roots, offsets, unit, left_step, right_step, dtypes, tile_bytes
     """dims [m, k, (extent, left stride, right stride)], strides in steps of left_step/right_step bytes."""
     written = written or right_step
     most = max(1, tile_bytes // written)
-    width, rows = dims[:, -1], dims[:, -2] if dims.shape[1] > 1 else np.tile(np.array([1, 0, 0], np.int64), (len(dims), 1))
+    width, rows = (
+        dims[:, -1],
+        dims[:, -2] if dims.shape[1] > 1 else np.tile(np.array([1, 0, 0], np.int64), (len(dims), 1)),
+    )
     # Outer dims one index at a time.
     for d in range(dims.shape[1] - 2):
         n = dims[:, d, 0]

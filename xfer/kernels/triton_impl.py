@@ -25,10 +25,7 @@ from xfer.kernels.torch_impl import _check as check_rows
 from xfer.plan.program import DTYPES, ITEMSIZE, Op, row_wire_bytes, wire_dtype
 
 CASTS = frozenset(
-    (a, b)
-    for a in ("float32", "bfloat16", "float16")
-    for b in ("float32", "bfloat16", "float16")
-    if a != b
+    (a, b) for a in ("float32", "bfloat16", "float16") for b in ("float32", "bfloat16", "float16") if a != b
 ) | {("float64", "float32"), ("float32", "float64")}
 """Conversions that Triton does with the same bits as torch (payloads of NaNs aside)."""
 
@@ -44,7 +41,7 @@ _WORD = {16: (tl.int32, 4, 4), 8: (tl.int32, 4, 2), 4: (tl.int32, 4, 1), 2: (tl.
 _BITS = {8: "int64", 4: "int32", 2: "int16", 1: "uint8"}
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _copy_tiles(
     src_bases, dst_bases, tiles, count, counter, abort,
     WORD: tl.constexpr, BYTES: tl.constexpr, VEC: tl.constexpr, BLOCK: tl.constexpr, COLS: tl.constexpr,
@@ -95,7 +92,7 @@ def _to_bfloat16(x):
     return tl.where(nan, 0x7FC0, nearest).to(tl.uint16).to(tl.bfloat16, bitcast=True)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _convert_tiles(
     src_bases, dst_bases, tiles, count, counter, abort,
     SRC: tl.constexpr, DST: tl.constexpr, BLOCK: tl.constexpr, COLS: tl.constexpr, ABORTABLE: tl.constexpr,
@@ -147,10 +144,17 @@ class _Launch:
     counter: torch.Tensor  # int32 [1]
     programs: int
 
-    def run(self, src: torch.Tensor, dst: torch.Tensor, abort: torch.Tensor | None) -> None:
+    def load(self, abort: torch.Tensor | None) -> None:
+        """Compiles the kernel and loads it to the device, without moving anything. CUDA loads a module only when nothing
+        runs on the device, so a first launch in a refit would wait for NCCL's kernel, and that for a peer: for ever,
+        where the peer is gone (seen on H200).
+        """
+        self.run(self.tiles, self.tiles, abort, count=0)
+
+    def run(self, src: torch.Tensor, dst: torch.Tensor, abort: torch.Tensor | None, count: int | None = None) -> None:
         self.counter.zero_()
         word = self.counter if abort is None else abort
-        common = (src, dst, self.tiles, self.tiles.shape[0], self.counter, word)
+        common = (src, dst, self.tiles, self.tiles.shape[0] if count is None else count, self.counter, word)
         if self.dtypes is None:
             dtype, size, vec = _WORD[self.unit]
             _copy_tiles[(self.programs,)](
@@ -291,7 +295,7 @@ class TritonRows:
         return found
 
     def _load(self, tables: Sequence[Table]) -> list[_Launch]:
-        return [
+        found = [
             _Launch(
                 t.unit,
                 t.dtypes,
@@ -302,6 +306,10 @@ class TritonRows:
             for t in tables
             if len(t.tiles)
         ]
+        with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
+            for launch in found:
+                launch.load(self._abort)
+        return found
 
     def _bases(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         return torch.tensor([t.data_ptr() for t in tensors] or [0], dtype=torch.int64).to(self._device)
@@ -340,7 +348,9 @@ class TritonRows:
                 continue
             dims = tuple((int(n), 0, int(s)) for n, s in zip(r["extent"], r["dst_strides"]) if n != 1)
             name = _BITS[item]
-            kinds.setdefault(item, []).append(Move(0, 8 * k, name, int(r["dst_root"]), int(r["dst_offset"]), name, dims))
+            kinds.setdefault(item, []).append(
+                Move(0, 8 * k, name, int(r["dst_root"]), int(r["dst_offset"]), name, dims)
+            )
         found = [t for _, some in sorted(kinds.items()) for t in cast_tables(some, ITEMSIZE, backwards=False)]
         return self._load(found), self._bases([self._constant])
 

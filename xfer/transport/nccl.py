@@ -85,7 +85,9 @@ class NcclLink(Link):
             stream = torch.cuda.Stream(self.device)
             stream.wait_stream(torch.cuda.default_stream(self.device))
             with torch.cuda.stream(stream):
-                pending, _ = self.post([(into[i], p, 0) for i, p in enumerate(new)], [(out[i], p, 0) for i, p in enumerate(new)])
+                pending, _ = self.post(
+                    [(into[i], p, 0) for i, p in enumerate(new)], [(out[i], p, 0) for i, p in enumerate(new)]
+                )
                 pending[0].wait(until)
                 self.finish(until)
 
@@ -97,7 +99,9 @@ class NcclLink(Link):
                 raise error
             kind = DeadlineExceeded if isinstance(error, TimeoutError) else PeerLost
             names = [self.labels[p] for p in new]
-            raise kind(f"no connection to all of {names} within {self._timeout:g} s: {error}", where=self.labels[self.rank])
+            raise kind(
+                f"no connection to all of {names} within {self._timeout:g} s: {error}", where=self.labels[self.rank]
+            )
         self._warm.update(new)
 
     def post(self, receives: Sequence[Outgoing], sends: Sequence[Outgoing]) -> tuple[list[Pending], list[Pending]]:

@@ -141,7 +141,9 @@ class Export:
         try:
             found = driver.allocation(t.data_ptr())
             if not found.exportable:
-                return Place(-1, 0, n, "its allocator gives out no IPC handles (virtual memory: expandable segments, sleep)")
+                return Place(
+                    -1, 0, n, "its allocator gives out no IPC handles (virtual memory: expandable segments, sleep)"
+                )
             number = self._allocations.get(found.identity)
             if number is None:
                 shared = Shared(driver.export(found.base), found.base, found.nbytes, found.identity)
@@ -270,11 +272,15 @@ class PullStats:
 class Pull:
     """Rows bound to mapped storages. Warm: `begin`/`finish` may be called any number of times by one thread."""
 
-    def __init__(self, rows: np.ndarray, mapping: Mapping, roots: Sequence[torch.Tensor], *, programs: int | None = None):
+    def __init__(
+        self, rows: np.ndarray, mapping: Mapping, roots: Sequence[torch.Tensor], *, programs: int | None = None
+    ):
         from xfer.kernels.triton_impl import TritonRows
 
-        if (unknown := {(int(r["src"]), int(r["src_root"])) for r in rows} - _known(mapping)):
-            raise RebindError(f"{len(unknown)} storages are not mapped", [f"rank {a}, storage {b}" for a, b in sorted(unknown)])
+        if unknown := {(int(r["src"]), int(r["src_root"])) for r in rows} - _known(mapping):
+            raise RebindError(
+                f"{len(unknown)} storages are not mapped", [f"rank {a}, storage {b}" for a, b in sorted(unknown)]
+            )
         self.device = mapping.device
         known = sorted(_known(mapping))
         number = {pair: i for i, pair in enumerate(known)}

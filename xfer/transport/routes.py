@@ -69,7 +69,9 @@ class RouteReport:
 class Routed:
     """Runs a program over both routes. Same calls as `P2P`; `report` says what went which way."""
 
-    def __init__(self, link: Link, p2p: P2P, pull: Pull | None, mapping: Mapping, export: Export | None, refused: Sequence[str]):
+    def __init__(
+        self, link: Link, p2p: P2P, pull: Pull | None, mapping: Mapping, export: Export | None, refused: Sequence[str]
+    ):
         self.link, self.p2p, self.pull, self.mapping, self.export = link, p2p, pull, mapping, export
         self.extra_bytes = p2p.extra_bytes + (pull.extra_bytes if pull else 0)
         self.refused = tuple(refused)
