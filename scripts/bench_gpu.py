@@ -9,7 +9,8 @@ takers compared on the device after each route. Rows of a case:
   p2p        xfer over NCCL
   nccl       plain NCCL send/recv of the same bytes between the same pairs, messages of 1 GiB
   packed     gather + packed broadcast of every tensor + slice and copy: the usual way
-Milliseconds from the last rank's start to the last rank's end, median. Not here: pausing engines, the session's protocol.
+Milliseconds from the last rank's start to the last rank's end, median.
+Not here: pausing engines, the session's protocol.
 """
 
 from __future__ import annotations
@@ -264,7 +265,7 @@ class Bench:
         link.finish(soon())
 
     def _packed(self, link, bucket) -> None:
-        """Every piece from the first rank that holds it, in buckets, to all ranks; takers copy their share out of it."""
+        """Every piece from the first rank that holds it, in buckets, to all; takers copy their share out of it."""
         wanted: dict[str, list] = {}
         for f in self.mine.fragments if self.taker else ():
             wanted.setdefault(f.tensor, []).append(f)
@@ -367,7 +368,8 @@ def show(r: dict) -> list[str]:
         wrong = r["wrong"].get(name.removesuffix(" again"), "-")
         share = f"{nccl / mid * 100:.0f} %" if nccl else "-"
         lines.append(
-            f"| {name} | {mid:.2f} | {min(ms):.2f}-{max(ms):.2f} | {n / mid / 1e6:.0f} | {mid / floor:.3f} | {share} | {wrong} |"
+            f"| {name} | {mid:.2f} | {min(ms):.2f}-{max(ms):.2f} | {n / mid / 1e6:.0f} | {mid / floor:.3f} "
+            f"| {share} | {wrong} |"
         )
     extra = ", ".join(f"{k} {v / 2**20:.0f} MiB" for k, v in r["extra_bytes"].items())
     return [*lines, "", f"Extra memory, largest rank: {extra}. Opening the peer route: {r['open_peer_s']:.2f} s."]

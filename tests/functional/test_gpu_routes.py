@@ -34,7 +34,7 @@ def test_random_programs_are_pulled():
 
 @two
 def test_storages_that_cannot_be_exported_go_by_p2p():
-    """Rank 0 allocates with expandable segments, which give out no legacy handles: its rows are sent, others are pulled."""
+    """Rank 0 allocates with expandable segments, which give out no legacy handles: its rows are sent, others pulled."""
     env = {0: {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "PYTORCH_ALLOC_CONF": "expandable_segments:True"}}
     got = spawn("worlds", min(4, GPUS), route="mixed", seeds=SEEDS, env=env)
     assert sum(pulled for pulled, _ in got) > 0 and sum(sent for _, sent in got) > 0

@@ -41,7 +41,7 @@ def _main(rank: int, size: int, port: int, part: str, kwargs: dict, env: dict, a
 
 
 def spawn(part: str, size: int, seconds: float = 75.0, env: dict | None = None, **kwargs) -> list:
-    """What `part(rank, size, store, device, **kwargs)` returned in each of `size` processes; raises with all tracebacks."""
+    """What `part(rank, size, store, device, **kwargs)` returned in each of `size` processes; raises with tracebacks."""
     context = mp.get_context("spawn")
     answers, port = context.Queue(), free_port()
     store = TCPStore("127.0.0.1", port, None, True, timedelta(seconds=60), wait_for_workers=False)
@@ -87,7 +87,7 @@ def agree(got, want) -> None:
         g = g.cpu().numpy()
         if not np.array_equal(g, w):
             raise AssertionError(
-                f"storage {i}: {np.count_nonzero(g != w)} of {len(w)} bytes differ, first at {np.flatnonzero(g != w)[:5]}"
+                f"storage {i}: {np.count_nonzero(g != w)} of {len(w)} differ, first at {np.flatnonzero(g != w)[:5]}"
             )
 
 
@@ -140,7 +140,7 @@ def worlds(rank, size, store, device, *, route: str, seeds: list[int], refuse: b
 
 
 def absent_peer(rank, size, store, device):
-    """Rank 1 never runs its program: rank 0 gets a typed error in time, its process and device live on, a new link works."""
+    """Rank 1 never runs its program: rank 0 gets a typed error in time, lives on, and a new link works."""
     link = open_group(store, rank, size, 60.0, device)
     n = 1 << 20
     rows = row((n,), src_dtype="uint8", src=1, dst=0)
@@ -210,7 +210,7 @@ def stopped_pull(rank, size, store, device):
 
 
 def moved_storage(rank, size, store, device):
-    """A freed and newly made storage is noticed even at the same address; a dead mapping keeps no memory after close."""
+    """A freed and newly made storage is noticed even at the same address; a closed mapping keeps no memory."""
     n = 256 << 20
     kept, other = _buffer(rank, store, size, n, device, "offer")
     meet = exchange_over_store(store, rank, size, "meet")

@@ -1,7 +1,8 @@
-"""Moves cut into tiles: flat tables of small, equally long pieces of work, from which one kernel launch moves everything.
+"""Moves cut into tiles: flat tables of small, equally long pieces of work that one kernel launch moves.
 
-A tile is two-dimensional: `rows` runs of `width` units, a stride between runs on either end. Outer dims of a move become
-separate tiles. Tables name storages by index and hold offsets, never addresses, so they stay valid when a storage is
+A tile is two-dimensional: `rows` runs of `width` units, a stride between runs on either end. Outer dims of a move
+become separate tiles. Tables name storages by index and hold offsets, never addresses, so they
+stay valid when a storage is
 bound anew at an equally aligned address. Arithmetic on numpy arrays only: no tensor and no device is known here.
 """
 
@@ -42,7 +43,7 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """One end of a tile table: `aligned[i]` is the alignment in bytes (a power of two up to 16) of storage i's address."""
+    """One end of a tile table: `aligned[i]` is the alignment in bytes (a power of two, at most 16) of storage i."""
 
     aligned: Sequence[int]
 

@@ -85,7 +85,7 @@ def _copy_tiles(
 
 @triton.jit
 def _to_bfloat16(x):
-    """Round to nearest, ties to even, on the bits: Triton's interpreter truncates, and loses subnormals the other way."""
+    """Round to nearest, ties to even, on the bits: Triton's interpreter truncates."""
     b = x.to(tl.uint32, bitcast=True)
     nearest = (b + 0x7FFF + ((b >> 16) & 1)) >> 16
     nan = (b & 0x7FFFFFFF) > 0x7F800000
@@ -145,8 +145,9 @@ class _Launch:
     programs: int
 
     def load(self, abort: torch.Tensor | None) -> None:
-        """Compiles the kernel and loads it to the device, without moving anything. CUDA loads a module only when nothing
-        runs on the device, so a first launch in a refit would wait for NCCL's kernel, and that for a peer: for ever,
+        """Compiles the kernel and loads it to the device, without moving anything. Loading a module can wait for all
+        that runs on the device; a first launch in a refit then waits for NCCL's kernel, which
+        waits for a peer: for ever,
         where the peer is gone (seen on H200).
         """
         self.run(self.tiles, self.tiles, abort, count=0)
@@ -170,7 +171,8 @@ class TritonRows:
     """See `xfer.kernels.BoundRows`.
 
     groups[r]: for side "local", who drains source storage r; tiles then take turns between groups, beginning with
-    `rotation`. abort: an int32 tensor of one word in the device's memory (reads of host memory would be the bottleneck); kernels look
+    `rotation`. abort: an int32 tensor of one word in the device's memory (reading host memory
+    for every tile was the bottleneck: 8 GB/s); kernels look
     at it before every tile and leave when it is not 0.
     """
 

@@ -1,6 +1,7 @@
 """The few calls of CUDA's driver that torch does not offer: identity of allocations, IPC handles, mappings.
 
-Through ctypes, loaded at the first call, so importing this touches no device. Not here: what is shared with whom (peer.py).
+Through ctypes, loaded at the first call, so importing this touches no device. Not here: what is shared with whom
+(peer.py).
 """
 
 from __future__ import annotations

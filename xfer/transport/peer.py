@@ -248,7 +248,7 @@ def refusals(answers: Sequence[bytes]) -> list[str]:
 
 
 def split(program: Program, taken: dict[int, dict[int, frozenset[int]]]) -> tuple[np.ndarray, Program]:
-    """(rows that this rank pulls, the program of all else). Every rank of the sub-plan has to cut by the same answers."""
+    """(rows that this rank pulls, the program of all else). Every rank of the sub-plan cuts by the same answers."""
     rows = program.rows
     pulled = np.zeros(len(rows), bool)
     for taker, senders in taken.items():

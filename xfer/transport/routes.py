@@ -1,8 +1,8 @@
 """The mix of routes that one rank uses for one program: what a taker can map it pulls, everything else goes by p2p.
 
 `open_routes` is collective: every rank of the sub-plan calls it with the same exchange, twice around. Which route a row
-takes is decided by opening a probe, never by host names. A `Routed` then runs like a `P2P`. Not here: the routes themselves
-(peer.py, p2p.py), who opens and closes them (session/).
+takes is decided by opening a probe, never by host names. A `Routed` then runs like a `P2P`. Not here: the routes
+themselves (peer.py, p2p.py), who opens and closes them (session/).
 """
 
 from __future__ import annotations
