@@ -107,12 +107,23 @@ def connect(
     if bad:
         raise XferError("connect() was called with arguments that cannot work", bad)
     where = default_cache_dir() if cache_dir == "default" else cache_dir
-    session = TrainerSession(trainer, rendezvous, token, replicas=count, deadline_s=deadline_s, bucket_bytes=bucket_bytes,
-                             drop=tuple(drop), narrow=tuple(narrow), cache_dir=where)
+    session = TrainerSession(
+        trainer,
+        rendezvous,
+        token,
+        replicas=count,
+        deadline_s=deadline_s,
+        bucket_bytes=bucket_bytes,
+        drop=tuple(drop),
+        narrow=tuple(narrow),
+        cache_dir=where,
+    )
     controllers = []
     try:
         if engines and trainer.rank == 0:
-            controllers = [Controller(e, rendezvous, token, replica=i, deadline_s=deadline_s) for i, e in enumerate(engines)]
+            controllers = [
+                Controller(e, rendezvous, token, replica=i, deadline_s=deadline_s) for i, e in enumerate(engines)
+            ]
         session.open(wait)
     except BaseException:
         Refit(session, controllers).close()
@@ -142,8 +153,16 @@ def serve(
     """
     from xfer.session.controller import Controller
 
-    return Controller(engine, rendezvous, token, replica=replica, deadline_s=deadline_s, keep=tuple(keep),
-                      engine_rendezvous=engine_rendezvous, **handle_options)
+    return Controller(
+        engine,
+        rendezvous,
+        token,
+        replica=replica,
+        deadline_s=deadline_s,
+        keep=tuple(keep),
+        engine_rendezvous=engine_rendezvous,
+        **handle_options,
+    )
 
 
 def nccl_xfer_refit(
@@ -166,4 +185,6 @@ def nccl_xfer_refit(
     """
     if wait not in ("commit", "sources"):
         raise Unsupported(f"wait={wait!r}", ['use "commit" or "sources"'])
-    return refit._session.refit(version=version, verify=verify, wait=wait, min_replicas=min_replicas, deadline_s=deadline_s)
+    return refit._session.refit(
+        version=version, verify=verify, wait=wait, min_replicas=min_replicas, deadline_s=deadline_s
+    )

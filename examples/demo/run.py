@@ -39,8 +39,10 @@ class Process:
 
     def __init__(self, name: str, command: list[str], env: dict[str, str], work: Path, events: queue.Queue):
         self.name, self.log = name, work / f"{name}.log"
-        self._log = open(self.log, "w")  # noqa: SIM115
-        self.proc = subprocess.Popen(command, stdout=subprocess.PIPE, stdin=subprocess.PIPE, stderr=self._log, text=True, env=env, cwd=HERE)
+        self._log = open(self.log, "w")
+        self.proc = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stdin=subprocess.PIPE, stderr=self._log, text=True, env=env, cwd=HERE
+        )
         threading.Thread(target=self._read, args=(events,), daemon=True).start()
 
     def _read(self, events: queue.Queue) -> None:
@@ -70,20 +72,44 @@ class Show:
     """The table."""
 
     def __init__(self, console: Console):
-        self.console, self.rows, self.note = console, {}, "starting 4 trainer processes and a vLLM engine (imports take a while)"
+        self.console, self.rows, self.note = (
+            console,
+            {},
+            "starting 4 trainer processes and a vLLM engine (imports take a while)",
+        )
         self.began = time.monotonic()
 
     def table(self) -> Table:
-        t = Table(title=f"Megatron-Core tp2 pp2 ep2 -> vLLM tp2 · {time.monotonic() - self.began:.0f} s · {self.note}", title_justify="left", pad_edge=False)
-        for name, justify in (("step", "right"), ("loss", "right"), ("serves", "right"), ("MB moved (broadcast)", "right"), ("transfer", "right"),
-                              ("outage", "right"), ("verified", "center"), ("5 6 7 8 continues", "left")):
+        t = Table(
+            title=f"Megatron-Core tp2 pp2 ep2 -> vLLM tp2 · {time.monotonic() - self.began:.0f} s · {self.note}",
+            title_justify="left",
+            pad_edge=False,
+        )
+        for name, justify in (
+            ("step", "right"),
+            ("loss", "right"),
+            ("serves", "right"),
+            ("MB moved (broadcast)", "right"),
+            ("transfer", "right"),
+            ("outage", "right"),
+            ("verified", "center"),
+            ("5 6 7 8 continues", "left"),
+        ):
             t.add_column(name, justify=justify, no_wrap=True)
         for r in self.rows.values():
             s = r.get("scalars", {})
             moved = f"{r['bytes'] / 1e6:.2f} ({r['broadcast'] / 1e6:.2f})" if "bytes" in r else ""
             ms = {k: f"{1000 * s[k]:.0f} ms" if k in s else "" for k in ("transfer_s", "outage_s")}
-            t.add_row(str(r.get("step", "")), f"{r['loss']:.2f}" if "loss" in r else "", r["version"] or "random", moved, ms["transfer_s"],
-                      ms["outage_s"], "yes" if r.get("verified") else "", " ".join(map(str, r.get("tokens", [])[:6])))
+            t.add_row(
+                str(r.get("step", "")),
+                f"{r['loss']:.2f}" if "loss" in r else "",
+                r["version"] or "random",
+                moved,
+                ms["transfer_s"],
+                ms["outage_s"],
+                "yes" if r.get("verified") else "",
+                " ".join(map(str, r.get("tokens", [])[:6])),
+            )
         return t
 
 
@@ -124,13 +150,44 @@ def main() -> int:
     show = Show(console)
     truths: list[dict] = []
     try:
-        engine = Process("engine", [args.engine_python, "engine.py", "--model", str(work / "model"), "--rendezvous", rendezvous], common, work, events)
+        engine = Process(
+            "engine",
+            [args.engine_python, "engine.py", "--model", str(work / "model"), "--rendezvous", rendezvous],
+            common,
+            work,
+            events,
+        )
         procs.append(engine)
         port = str(free_port())
         for rank in range(TRAINERS):
-            env = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(TRAINERS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-            procs.append(Process(f"trainer{rank}", [args.trainer_python, "trainer.py", "--model", str(work / "model"), "--export", str(work / "export"),
-                                                    "--rendezvous", rendezvous, "--steps", str(args.steps)], env, work, events))
+            env = {
+                **common,
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(TRAINERS),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": port,
+            }
+            procs.append(
+                Process(
+                    f"trainer{rank}",
+                    [
+                        args.trainer_python,
+                        "trainer.py",
+                        "--model",
+                        str(work / "model"),
+                        "--export",
+                        str(work / "export"),
+                        "--rendezvous",
+                        rendezvous,
+                        "--steps",
+                        str(args.steps),
+                    ],
+                    env,
+                    work,
+                    events,
+                )
+            )
         with Live(console=console, refresh_per_second=4, get_renderable=show.table):
             exported, done = 0, False
             while not done:
@@ -155,7 +212,15 @@ def main() -> int:
                     truths.append(event)
                     show.note = "starting a fresh vLLM on Bridge's exported checkpoint"
                     if len(truths) == 1:
-                        procs.append(Process("fresh", [args.engine_python, "engine.py", "--model", str(work / "export"), "--check"], common, work, events))
+                        procs.append(
+                            Process(
+                                "fresh",
+                                [args.engine_python, "engine.py", "--model", str(work / "export"), "--check"],
+                                common,
+                                work,
+                                events,
+                            )
+                        )
                     else:
                         done, show.note = True, "done"
                 elif kind == "ended" and event["code"] != 0:
@@ -164,20 +229,39 @@ def main() -> int:
         for p in procs:
             p.stop()
     if args.svg:
-        picture = Console(record=True, width=108, file=open(os.devnull, "w"))  # noqa: SIM115
+        picture = Console(record=True, width=108, file=open(os.devnull, "w"))
         picture.print(show.table())
         picture.save_svg(args.svg, title="scripts/demo.sh")
     live, fresh = truths
-    wrong = sorted(k for k in live["checksums"].keys() | fresh["checksums"].keys() if live["checksums"].get(k) != fresh["checksums"].get(k))
+    wrong = sorted(
+        k
+        for k in live["checksums"].keys() | fresh["checksums"].keys()
+        if live["checksums"].get(k) != fresh["checksums"].get(k)
+    )
     verified = all(r.get("verified") for r in show.rows.values() if "step" in r)
     same = live["outputs"] == fresh["outputs"]
-    phases = ("drain_s", "arm_s", "pause_s", "pack_s", "wire_s", "unpack_s", "verify_s", "finish_s", "reset caches_s", "resume_s")
+    phases = (
+        "drain_s",
+        "arm_s",
+        "pause_s",
+        "pack_s",
+        "wire_s",
+        "unpack_s",
+        "verify_s",
+        "finish_s",
+        "reset caches_s",
+        "resume_s",
+    )
     refits = [r["scalars"] for r in show.rows.values() if "scalars" in r]
     middle = {p: 1000 * sorted(r.get(p, 0.0) for r in refits)[len(refits) // 2] for p in phases}
-    console.print("milliseconds by phase, median of all refits: " + ", ".join(f"{p[:-2]} {t:.1f}" for p, t in middle.items()))
+    console.print(
+        "milliseconds by phase, median of all refits: " + ", ".join(f"{p[:-2]} {t:.1f}" for p, t in middle.items())
+    )
     console.print(f"{args.steps} refits, every one verified: {'yes' if verified else 'NO'}")
-    console.print(f"live engine against a fresh vLLM of the exported checkpoint: {len(live['checksums']) - len(wrong)} of {len(fresh['checksums'])} "
-                  f"parameter digests equal, tokens and logprobs {'equal' if same else 'DIFFERENT'}")
+    console.print(
+        f"live engine against a fresh vLLM of the exported checkpoint: {len(live['checksums']) - len(wrong)} of {len(fresh['checksums'])} "
+        f"parameter digests equal, tokens and logprobs {'equal' if same else 'DIFFERENT'}"
+    )
     for k in wrong[:10]:
         console.print(f"  differs: {k}")
     console.print(f"{time.monotonic() - show.began:.0f} s; logs in {work}")

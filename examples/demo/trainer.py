@@ -40,8 +40,16 @@ with Trainer(args.model, tp=2, pp=2, ep=2, etp=1, distopt=True, overlap=True, lr
         report = xfer.nccl_xfer_refit(refit, verify=True)
         # --------------------------------------------------------------------------------------------------------------
         if dist.get_rank() == 0:
-            emit("refit", step=step, loss=loss, version=report.version, bytes=report.bytes, broadcast=report.broadcast_bytes,
-                 verified=report.verified, scalars=report.flatten(""))
+            emit(
+                "refit",
+                step=step,
+                loss=loss,
+                version=report.version,
+                bytes=report.bytes,
+                broadcast=report.broadcast_bytes,
+                verified=report.verified,
+                scalars=report.flatten(""),
+            )
     trainer.export(args.export)
     emit("exported", rank=dist.get_rank())
     dist.barrier()

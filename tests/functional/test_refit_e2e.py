@@ -16,7 +16,9 @@ import pytest
 from tests.support.proc import PYTHON, Family, free_port
 from xfer.testing import toy
 
-pytestmark = pytest.mark.skipif(not all(__import__("os").path.exists(p) for p in PYTHON.values()), reason="scripts/setup.sh has not been run")
+pytestmark = pytest.mark.skipif(
+    not all(__import__("os").path.exists(p) for p in PYTHON.values()), reason="scripts/setup.sh has not been run"
+)
 
 
 @dataclass(frozen=True)
@@ -33,19 +35,29 @@ class Case:
         def flat(d):
             return "-".join(f"{k}{v}" if not isinstance(v, bool) else k for k, v in d.items() if v)
 
-        return f"{self.family}: {flat({k: v for k, v in self.layout.items() if k in ('tp', 'pp', 'vpp', 'ep', 'etp', 'cp', 'distopt')})} -> " + " + ".join(
-            flat(e) for e in self.engines)
+        return (
+            f"{self.family}: {flat({k: v for k, v in self.layout.items() if k in ('tp', 'pp', 'vpp', 'ep', 'etp', 'cp', 'distopt')})} -> "
+            + " + ".join(flat(e) for e in self.engines)
+        )
 
 
 PLAIN = dict(distopt=False, overlap=False)
 CASES = [
     Case("qwen3", dict(tp=2, pp=2, **PLAIN), (dict(tp=2),)),
-    Case("qwen3_tied", dict(tp=1, pp=2, num_layers_in_first_pipeline_stage=1, num_layers_in_last_pipeline_stage=3, distopt=True), (dict(tp=1),)),
+    Case(
+        "qwen3_tied",
+        dict(tp=1, pp=2, num_layers_in_first_pipeline_stage=1, num_layers_in_last_pipeline_stage=3, distopt=True),
+        (dict(tp=1),),
+    ),
     Case("qwen3_moe", dict(tp=2, ep=2, etp=2, distopt=True), (dict(tp=2, ep=True), dict(tp=1))),
     Case("deepseek_v3", dict(tp=2, pp=2, ep=2, etp=1, distopt=True), (dict(tp=2),)),
     # TP above the number of KV heads, and a vocabulary that each side pads to another size.
-    Case("qwen3", dict(tp=2, pp=2, vpp=2, distopt=True, should_pad_vocab=True, make_vocab_size_divisible_by=40, load=False), (dict(tp=4),),
-         dict(num_key_value_heads=2, vocab_size=250)),
+    Case(
+        "qwen3",
+        dict(tp=2, pp=2, vpp=2, distopt=True, should_pad_vocab=True, make_vocab_size_divisible_by=40, load=False),
+        (dict(tp=4),),
+        dict(num_key_value_heads=2, vocab_size=250),
+    ),
 ]
 SLOW = [
     Case("qwen3_tied", dict(tp=2, pp=2, distopt=True), (dict(tp=2),)),
@@ -53,7 +65,11 @@ SLOW = [
     Case("qwen3_moe", dict(tp=1, pp=1, ep=4, distopt=True), (dict(tp=4, ep=True),)),
     Case("qwen3_moe", dict(tp=1, pp=2, vpp=2, ep=2, distopt=True), (dict(tp=2, ep=True),)),
     Case("deepseek_v3", dict(tp=2, ep=2, etp=2, distopt=True), (dict(tp=2, ep=True),)),
-    Case("deepseek_v3", dict(tp=1, pp=4, distopt=True, num_layers_in_first_pipeline_stage=1, num_layers_in_last_pipeline_stage=1), (dict(tp=1),)),
+    Case(
+        "deepseek_v3",
+        dict(tp=1, pp=4, distopt=True, num_layers_in_first_pipeline_stage=1, num_layers_in_last_pipeline_stage=1),
+        (dict(tp=1),),
+    ),
     Case("qwen3", dict(tp=2, pp=1, cp=2, distopt=True), (dict(tp=1), dict(tp=2))),
     Case("qwen3", dict(tp=4, pp=1, **PLAIN), (dict(tp=2),)),
 ]
@@ -65,8 +81,20 @@ def stage(tmp_path_factory):
     token = "end to end token"
     with Family(tmp_path_factory.mktemp("e2e")) as family:
         port = str(free_port())
-        trainers = [family.start(f"trainer{r}", "trainer", "megatron_main", RANK=str(r), LOCAL_RANK=str(r), WORLD_SIZE="4", MASTER_ADDR="127.0.0.1",
-                                 MASTER_PORT=port, XFER_TOKEN=token) for r in range(4)]
+        trainers = [
+            family.start(
+                f"trainer{r}",
+                "trainer",
+                "megatron_main",
+                RANK=str(r),
+                LOCAL_RANK=str(r),
+                WORLD_SIZE="4",
+                MASTER_ADDR="127.0.0.1",
+                MASTER_PORT=port,
+                XFER_TOKEN=token,
+            )
+            for r in range(4)
+        ]
         truth = family.start("truth", "engine", "vllm_main", XFER_TOKEN=token)
         for c in (*trainers, truth):
             c.expect("up", timeout=180)
@@ -84,7 +112,10 @@ def run(case: Case, stage, tmp_path) -> None:
     model = tmp_path / "model"
     toy.write_checkpoint(case.family, model, **case.model)
     rendezvous = f"tcp://127.0.0.1:{free_port()}"
-    engines = [family.start(f"engine{i}-{abs(hash(case.name)) % 9999}", "engine", "vllm_main", XFER_TOKEN=token) for i in range(len(case.engines))]
+    engines = [
+        family.start(f"engine{i}-{abs(hash(case.name)) % 9999}", "engine", "vllm_main", XFER_TOKEN=token)
+        for i in range(len(case.engines))
+    ]
     try:
         for e, layout in zip(engines, case.engines):
             e.say(do="start", model=str(model), load_format="dummy", **layout)
@@ -115,10 +146,16 @@ def run(case: Case, stage, tmp_path) -> None:
         for step in (0, 1):
             want, got = truth.expect("observed", timeout=240), seen[step][i]
             assert got["version"] == str(step + 1)
-            wrong = [k for k in want["checksums"].keys() | got["checksums"].keys() if want["checksums"].get(k) != got["checksums"].get(k)]
+            wrong = [
+                k
+                for k in want["checksums"].keys() | got["checksums"].keys()
+                if want["checksums"].get(k) != got["checksums"].get(k)
+            ]
             assert not wrong, f"after refit {step + 1}, replica {i}: {sorted(wrong)[:10]}"
             assert got["outputs"] == want["outputs"], f"after refit {step + 1}, replica {i}"
-    assert seen[0][0]["checksums"] != seen[1][0]["checksums"], "training changed nothing: the second refit proved nothing"
+    assert seen[0][0]["checksums"] != seen[1][0]["checksums"], (
+        "training changed nothing: the second refit proved nothing"
+    )
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)

@@ -122,7 +122,9 @@ def test_calling_on_some_ranks_only_ends_at_the_deadline_and_names_the_missing()
     with World(trainers=3, deadline_s=3.0) as w:
         good(w.refit(1))
         t0 = time.monotonic()
-        failed(w.refit(2, ranks=[0, 2]), e.DeadlineExceeded, w, 15, t0, "trainer 1: it has not called nccl_xfer_refit()")
+        failed(
+            w.refit(2, ranks=[0, 2]), e.DeadlineExceeded, w, 15, t0, "trainer 1: it has not called nccl_xfer_refit()"
+        )
         right(w, 1)
         assert not w.engines[0].paused
         late = w.refit(ranks=[1])  # the same attempt, too late: answered at once with the same error
@@ -134,7 +136,11 @@ def test_calling_on_some_ranks_only_ends_at_the_deadline_and_names_the_missing()
 def test_ranks_that_ask_for_different_versions_are_told_so():
     with World(trainers=2) as w:
         good(w.refit(1))
-        out = w.on_all(lambda i: w.sessions[i].refit(version=f"v{i}", verify=False, wait="commit", min_replicas=None, deadline_s=None))
+        out = w.on_all(
+            lambda i: w.sessions[i].refit(
+                version=f"v{i}", verify=False, wait="commit", min_replicas=None, deadline_s=None
+            )
+        )
         failed(out, e.PlanMismatch, w, 10, time.monotonic(), "different refits")
         good(w.refit(2))
         right(w, 2)
@@ -196,7 +202,9 @@ def test_one_replica_fails_and_the_other_goes_on(fault):
         w.engines[1].fail["start"] = RuntimeError("the engine refused")
         out = w.refit(2, min_replicas=1)
         report = good(out)
-        assert [o.committed for o in report.outcomes] == [True, False] and "the engine refused" in str(report.outcomes[1].error)
+        assert [o.committed for o in report.outcomes] == [True, False] and "the engine refused" in str(
+            report.outcomes[1].error
+        )
         right(w, 2, [0])
         right(w, 1, [1])
         good(w.refit(3))
@@ -256,11 +264,29 @@ def test_engines_serve_until_the_first_trainer_enters_and_prepare_arms_them_earl
 def test_a_wrong_token_and_a_wrong_world_are_refused():
     with World(trainers=2) as w:
         with pytest.raises(e.HandshakeError, match="token"):
-            TrainerSession(ToySource(1, 2), w.rendezvous, "not the right token", replicas=1, deadline_s=5.0, bucket_bytes=4096,
-                           drop=(), narrow=(), cache_dir=None)
+            TrainerSession(
+                ToySource(1, 2),
+                w.rendezvous,
+                "not the right token",
+                replicas=1,
+                deadline_s=5.0,
+                bucket_bytes=4096,
+                drop=(),
+                narrow=(),
+                cache_dir=None,
+            )
         with pytest.raises(e.HandshakeError, match="trainer ranks") as caught:
-            TrainerSession(ToySource(5, 6), w.rendezvous, TOKEN, replicas=1, deadline_s=5.0, bucket_bytes=8192,
-                           drop=(), narrow=(), cache_dir=None)
+            TrainerSession(
+                ToySource(5, 6),
+                w.rendezvous,
+                TOKEN,
+                replicas=1,
+                deadline_s=5.0,
+                bucket_bytes=8192,
+                drop=(),
+                narrow=(),
+                cache_dir=None,
+            )
         assert len(caught.value.violations) == 3  # all of them at once: world, rank, bucket size
         good(w.refit(1))
         right(w, 1)
@@ -299,7 +325,9 @@ def test_status_tells_who_is_there_and_who_is_waited_for():
         one = threading.Thread(target=lambda: results.extend(w.refit(2, ranks=[0])))
         one.start()
         until = time.monotonic() + 10
-        while "has not called" not in (busy := CliRunner().invoke(app, ["status", w.rendezvous, "--token", TOKEN]).output):
+        while "has not called" not in (
+            busy := CliRunner().invoke(app, ["status", w.rendezvous, "--token", TOKEN]).output
+        ):
             assert time.monotonic() < until, busy
             time.sleep(0.1)
         assert "trainer 1" in busy and "refit attempt 2" in busy

@@ -60,8 +60,11 @@ class Widening(ToySource):
             return layout
         specs = tuple(TensorSpec(s.name, s.shape, "float32") if s.name == "embed" else s for s in layout.traced.specs)
         fragments = tuple(
-            Fragment(f.tensor, f.origin, f.extent, f.root, f.offset, tuple(2 * s for s in f.strides), "float32") if f.tensor == "embed" else f
-            for f in layout.traced.fragments)
+            Fragment(f.tensor, f.origin, f.extent, f.root, f.offset, tuple(2 * s for s in f.strides), "float32")
+            if f.tensor == "embed"
+            else f
+            for f in layout.traced.fragments
+        )
         return ToyLayout(Traced(specs, fragments), layout.roots, layout.tensors)
 
 
@@ -132,7 +135,17 @@ def test_a_refit_that_starts_while_a_replica_is_joining_waits_for_it():
     w.rendezvous = f"tcp://127.0.0.1:{free_port()}"
     w.sources, w.engines = [ToySource(0, 1)], [ToyEngine(2)]
     w.engines[0].takers = [Slow(i, 2) for i in range(2)]
-    s = TrainerSession(w.sources[0], w.rendezvous, TOKEN, replicas=1, deadline_s=20.0, bucket_bytes=4096, drop=(), narrow=(), cache_dir=None)
+    s = TrainerSession(
+        w.sources[0],
+        w.rendezvous,
+        TOKEN,
+        replicas=1,
+        deadline_s=20.0,
+        bucket_bytes=4096,
+        drop=(),
+        narrow=(),
+        cache_dir=None,
+    )
     w.sessions = [s]
     s.open(False)
     w.controllers = [w.serve(w.engines[0], 0)]
@@ -172,7 +185,9 @@ def test_a_failure_after_sources_were_free_keeps_attempts_in_step(fault):  # noq
         first = w.refit(2, wait="sources")
         fault("")
         if any(isinstance(r, BaseException) for r in first) and not all(isinstance(r, BaseException) for r in first):
-            failed(w.refit(3), e.XferError, w, 10, time.monotonic(), "injected fault")  # the others hear of it with the next call
+            failed(
+                w.refit(3), e.XferError, w, 10, time.monotonic(), "injected fault"
+            )  # the others hear of it with the next call
         elif not any(isinstance(r, BaseException) for r in first):
             failed(w.refit(3), e.XferError, w, 10, time.monotonic(), "injected fault")
         good(w.refit(4))

@@ -1,7 +1,7 @@
 """One rank of a real Megatron-Core trainer for functional tests; does what the test says on standard input.
 
-    {"do": "build", "folder", "layout": {tp, pp, …}}     {"do": "connect", "rendezvous", "replicas"}
-    {"do": "step"}   {"do": "refit", …}   {"do": "export", "folder"}   {"do": "close"}
+{"do": "build", "folder", "layout": {tp, pp, …}}     {"do": "connect", "rendezvous", "replicas"}
+{"do": "step"}   {"do": "refit", …}   {"do": "export", "folder"}   {"do": "close"}
 """
 
 import os
@@ -39,8 +39,16 @@ def main() -> None:
                 emit("stepped", loss=trainer.step())
             elif do == "refit":
                 r = xfer.nccl_xfer_refit(refit, **c)
-                emit("refitted", version=r.version, committed=r.committed, verified=r.verified, bytes=r.bytes, seconds=r.seconds,
-                     per_worker=[list(o.bytes_per_worker) for o in r.outcomes], scalars=r.flatten(""))
+                emit(
+                    "refitted",
+                    version=r.version,
+                    committed=r.committed,
+                    verified=r.verified,
+                    bytes=r.bytes,
+                    seconds=r.seconds,
+                    per_worker=[list(o.bytes_per_worker) for o in r.outcomes],
+                    scalars=r.flatten(""),
+                )
             elif do == "export":
                 trainer.export(c["folder"])
                 emit("exported")

@@ -48,9 +48,17 @@ class Child:
 
     def __init__(self, name: str, side: str, module: str, args: list[str], work: Path, **env: str):
         self.name, self.log_path = name, Path(work) / f"{name}.log"
-        self._log = open(self.log_path, "w")  # noqa: SIM115
-        self.proc = subprocess.Popen([PYTHON[side], "-m", f"tests.support.{module}", *args], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                                     stderr=self._log, text=True, cwd=ROOT, env=environment(**env), start_new_session=True)
+        self._log = open(self.log_path, "w")
+        self.proc = subprocess.Popen(
+            [PYTHON[side], "-m", f"tests.support.{module}", *args],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            cwd=ROOT,
+            env=environment(**env),
+            start_new_session=True,
+        )
         self.events: queue.Queue = queue.Queue()
         threading.Thread(target=self._read, daemon=True).start()
 

@@ -1,7 +1,7 @@
 """A real vLLM engine for functional tests; does what the test says on standard input.
 
-    {"do": "start", "model", "tp", "load_format", …}   {"do": "serve", "rendezvous", "replica"}   {"do": "observe"}
-    {"do": "scramble", "seed"}   {"do": "force"}   {"do": "stop"}
+{"do": "start", "model", "tp", "load_format", …}   {"do": "serve", "rendezvous", "replica"}   {"do": "observe"}
+{"do": "scramble", "seed"}   {"do": "force"}   {"do": "stop"}
 """
 
 import gc
@@ -16,10 +16,24 @@ PROMPTS = [[5, 6, 7, 8], list(range(10, 60)), [100, 3, 90, 17] * 12]
 def start(model: str, load_format: str = "dummy", tp: int = 1, ep: bool = False, **more):
     from vllm import LLM
 
-    return LLM(model=model, load_format=load_format, skip_tokenizer_init=True, tensor_parallel_size=tp, enable_expert_parallel=ep,
-               enforce_eager=True, dtype="bfloat16", max_model_len=128, max_num_seqs=4, block_size=32, seed=0, disable_log_stats=True,
-               enable_prefix_caching=True, weight_transfer_config={"backend": "xfer"},
-               worker_extension_cls="tests.support.worker_probe.Probe", **more)
+    return LLM(
+        model=model,
+        load_format=load_format,
+        skip_tokenizer_init=True,
+        tensor_parallel_size=tp,
+        enable_expert_parallel=ep,
+        enforce_eager=True,
+        dtype="bfloat16",
+        max_model_len=128,
+        max_num_seqs=4,
+        block_size=32,
+        seed=0,
+        disable_log_stats=True,
+        enable_prefix_caching=True,
+        weight_transfer_config={"backend": "xfer"},
+        worker_extension_cls="tests.support.worker_probe.Probe",
+        **more,
+    )
 
 
 def observe(llm) -> dict:
@@ -31,7 +45,10 @@ def observe(llm) -> dict:
     for p in PROMPTS:
         o = llm.generate([{"prompt_token_ids": p}], greedy, use_tqdm=False)[0].outputs[0]
         outputs.append([list(o.token_ids), [round(d[t].logprob, 6) for t, d in zip(o.token_ids, o.logprobs)]])
-    return dict(outputs=outputs, checksums={k: v for part in llm.collective_rpc("compute_weight_checksums") for k, v in part.items()})
+    return dict(
+        outputs=outputs,
+        checksums={k: v for part in llm.collective_rpc("compute_weight_checksums") for k, v in part.items()},
+    )
 
 
 def main() -> None:

@@ -86,7 +86,17 @@ class ToySource:
             tensors[name] = flat(t)
             lo = self.rows(shape[0])[0] if len(shape) > 1 else 0
             strides = tuple(0 if n == 1 else s * 2 for n, s in zip(t.shape, t.stride()))
-            fragments.append(Fragment(name, (lo, *(0,) * (len(shape) - 1)), tuple(t.shape), name, t.storage_offset() * 2, strides, "bfloat16"))
+            fragments.append(
+                Fragment(
+                    name,
+                    (lo, *(0,) * (len(shape) - 1)),
+                    tuple(t.shape),
+                    name,
+                    t.storage_offset() * 2,
+                    strides,
+                    "bfloat16",
+                )
+            )
         self._ptrs = self._now()
         return ToyLayout(Traced(tuple(sorted(specs)), tuple(fragments)), tuple(roots), tensors)
 
@@ -111,7 +121,10 @@ class ToyTaker:
 
     def __init__(self, rank: int, world: int, shapes: dict[str, tuple[int, ...]] = SHAPES):
         self.rank, self.world, self.shapes = rank, world, shapes
-        self.live = {n: torch.full((s[0] + 2 * (n == "embed"), s[1] // world) if len(s) > 1 else s, 7.0, dtype=torch.bfloat16) for n, s in shapes.items()}
+        self.live = {
+            n: torch.full((s[0] + 2 * (n == "embed"), s[1] // world) if len(s) > 1 else s, 7.0, dtype=torch.bfloat16)
+            for n, s in shapes.items()
+        }
         self.spare = torch.full((12,), 7.0, dtype=torch.bfloat16)
         self.locked = False
         self.locks = []
@@ -132,9 +145,15 @@ class ToyTaker:
         e = self.live["embed"]
         fills.append(Fill("embed", 36 * e.shape[1] * 2, (2, e.shape[1]), (e.shape[1] * 2, 2), "bfloat16", b"\0\0"))
         self._ptrs = [t.data_ptr() for t in self.live.values()]
-        traced = Traced(tuple(sorted(TensorSpec(n, s, "bfloat16") for n, s in self.shapes.items())), tuple(fragments), tuple(fills),
-                        reads=tuple(sorted(self.shapes)))
-        return EngineLayout(roots=tuple(roots), tensors=tensors, traced=traced, footprint=tuple(spans), kept=(), staged=(), aliases=())
+        traced = Traced(
+            tuple(sorted(TensorSpec(n, s, "bfloat16") for n, s in self.shapes.items())),
+            tuple(fragments),
+            tuple(fills),
+            reads=tuple(sorted(self.shapes)),
+        )
+        return EngineLayout(
+            roots=tuple(roots), tensors=tensors, traced=traced, footprint=tuple(spans), kept=(), staged=(), aliases=()
+        )
 
     def check(self) -> str:
         return "same" if self._ptrs == [t.data_ptr() for t in self.live.values()] else "changed"
@@ -215,8 +234,10 @@ class ToyEngine:
         return len(self.takers)
 
     def init(self, info, timeout):
-        self.sessions = [WorkerSession(t, info["replica"], i, info["workers"], info["rendezvous"], info["token"], info["deadline_s"])
-                         for i, t in enumerate(self.takers)]
+        self.sessions = [
+            WorkerSession(t, info["replica"], i, info["workers"], info["rendezvous"], info["token"], info["deadline_s"])
+            for i, t in enumerate(self.takers)
+        ]
         self._all(lambda i: self.sessions[i].join())
 
     def pause(self, timeout):
@@ -281,8 +302,17 @@ class World:
         return Controller(engine, self.rendezvous, TOKEN, replica=replica, deadline_s=self.deadline_s)
 
     def _connect_one(self, i: int):
-        s = TrainerSession(self.sources[i], self.rendezvous, TOKEN, replicas=self.replicas, deadline_s=self.deadline_s,
-                           bucket_bytes=self.bucket_bytes, drop=(), narrow=(), cache_dir=self.cache_dir)
+        s = TrainerSession(
+            self.sources[i],
+            self.rendezvous,
+            TOKEN,
+            replicas=self.replicas,
+            deadline_s=self.deadline_s,
+            bucket_bytes=self.bucket_bytes,
+            drop=(),
+            narrow=(),
+            cache_dir=self.cache_dir,
+        )
         self.sessions[i] = s
         s.open(True)
 

@@ -32,7 +32,9 @@ def test_import_is_quick_and_touches_nothing_heavy():
         "more += [m for m in ('megatron', 'vllm', 'transformers') if m in sys.modules]\n"
         "print(s, heavy, more, d.is_initialized(), torch.cuda.is_initialized())"
     )
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True, timeout=120).stdout.split()
+    out = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True, timeout=120
+    ).stdout.split()
     assert float(out[0]) < 1.0
     assert out[1:] == ["[]", "[]", "False", "False"], out
 
@@ -44,7 +46,9 @@ def test_the_engine_plugin_is_an_entry_point():
 
 def table(title: str) -> list[list[str]]:
     part = README.split(f"## {title}", 1)[1].split("\n## ", 1)[0]
-    rows = [[c.strip() for c in line.strip().strip("|").split("|")] for line in part.splitlines() if line.startswith("|")]
+    rows = [
+        [c.strip() for c in line.strip().strip("|").split("|")] for line in part.splitlines() if line.startswith("|")
+    ]
     assert len(rows) > 2, f"no table under {title}"
     return rows[2:]
 
@@ -83,5 +87,9 @@ def test_numbers_in_the_readme_name_their_result_files():
 
 
 def test_no_file_outgrows_a_reader():
-    long = {str(p.relative_to(ROOT)): n for p in (ROOT / "xfer").rglob("*.py") if (n := len(p.read_text().splitlines())) > 500}
+    long = {
+        str(p.relative_to(ROOT)): n
+        for p in (ROOT / "xfer").rglob("*.py")
+        if (n := len(p.read_text().splitlines())) > 500
+    }
     assert not long, json.dumps(long)

@@ -103,7 +103,9 @@ def test_replaying_a_seen_proof_does_not_open_the_door(listener):
     assert greeting.startswith(c.MAGIC) and listener.refused and not listener.got
 
 
-@pytest.mark.parametrize("frame", [struct.pack("<I", 0xFFFFFFFF), struct.pack("<I", 5) + b"\x93abcd", struct.pack("<I", 3) + b"\x80\x05."])
+@pytest.mark.parametrize(
+    "frame", [struct.pack("<I", 0xFFFFFFFF), struct.pack("<I", 5) + b"\x93abcd", struct.pack("<I", 3) + b"\x80\x05."]
+)
 def test_hostile_frames_end_the_connection_and_nothing_else(listener, frame):
     client = c.dial(listener.address, TOKEN, 5.0)
     client._sock.setblocking(True)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import xfer
-from xfer.errors import ProtocolError, XferError, _BY_NAME, from_wire
+from xfer.errors import _BY_NAME, ProtocolError, XferError, from_wire
 from xfer.session import messages as m
 
 EXAMPLES = int(os.environ.get("XFER_EXAMPLES", "200"))
@@ -58,7 +58,13 @@ def test_round_trip(message):
 
 def test_unknown_fields_and_bounds_are_refused():
     raw = msgspec.to_builtins(SAMPLES[0])
-    for bad in ({**raw, "extra": 1}, {**raw, "role": "root"}, {**raw, "index": -1}, {**raw, "host": "x" * 300}, {**raw, "size": 1 << 40}):
+    for bad in (
+        {**raw, "extra": 1},
+        {**raw, "role": "root"},
+        {**raw, "index": -1},
+        {**raw, "host": "x" * 300},
+        {**raw, "size": 1 << 40},
+    ):
         with pytest.raises(ProtocolError):
             m.decode(msgspec.msgpack.encode(bad))
 
@@ -94,13 +100,26 @@ def test_nothing_in_the_package_unpickles_or_evaluates():
     found = []
     for path in pathlib.Path(xfer.__file__).parent.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
-            names = [a.name for a in node.names] if isinstance(node, ast.Import) else [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            names = (
+                [a.name for a in node.names]
+                if isinstance(node, ast.Import)
+                else [node.module or ""]
+                if isinstance(node, ast.ImportFrom)
+                else []
+            )
             found += [f"{path.name}: imports {n}" for n in names if n.split(".")[0] in banned]
             if isinstance(node, ast.Call):
                 f = node.func
                 if isinstance(f, ast.Name) and f.id in calls:
                     found.append(f"{path.name}:{node.lineno}: {f.id}()")
-                if isinstance(f, ast.Attribute) and f.attr == "load" and isinstance(f.value, ast.Name) and f.value.id in ("torch", "np", "numpy"):
-                    if f.value.id == "torch" or not any(k.arg == "allow_pickle" and getattr(k.value, "value", True) is False for k in node.keywords):
+                if (
+                    isinstance(f, ast.Attribute)
+                    and f.attr == "load"
+                    and isinstance(f.value, ast.Name)
+                    and f.value.id in ("torch", "np", "numpy")
+                ):
+                    if f.value.id == "torch" or not any(
+                        k.arg == "allow_pickle" and getattr(k.value, "value", True) is False for k in node.keywords
+                    ):
                         found.append(f"{path.name}:{node.lineno}: {f.value.id}.load()")
     assert not found, found

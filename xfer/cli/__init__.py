@@ -11,7 +11,9 @@ from typing import Annotated
 
 import typer
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, help="Moves a model's weights from trainers into live engines.")
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, help="Moves a model's weights from trainers into live engines."
+)
 
 
 @app.callback()

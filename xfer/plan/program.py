@@ -52,7 +52,10 @@ ROW = np.dtype(
         ("dst", "<i4"),
         ("dst_root", "<i4"),
         ("wave", "<i4"),
-        ("reserved", "<i4"),  # zero; keeps the 8-byte columns aligned without padding bytes, which would enter the digest
+        (
+            "reserved",
+            "<i4",
+        ),  # zero; keeps the 8-byte columns aligned without padding bytes, which would enter the digest
         ("wire", "<i8"),  # byte offset in message (src, dst, wave)
         ("src_offset", "<i8"),  # bytes
         ("dst_offset", "<i8"),
@@ -99,7 +102,9 @@ class Program:
         return _messages(self.rows[(self.rows["src"] == self.rank) & (self.rows["dst"] != self.rank)])
 
     def receives(self) -> Iterator[Message]:
-        return _messages(self.rows[(self.rows["dst"] == self.rank) & (self.rows["src"] != self.rank) & (self.rows["op"] != Op.FILL)])
+        return _messages(
+            self.rows[(self.rows["dst"] == self.rank) & (self.rows["src"] != self.rank) & (self.rows["op"] != Op.FILL)]
+        )
 
     def local(self) -> np.ndarray:
         """Rows whose sender and taker are this same rank (a colocated or one-process world)."""
@@ -115,7 +120,9 @@ class Program:
 def row_wire_bytes(rows: np.ndarray) -> np.ndarray:
     """Wire bytes of each row (int64 array); zero for fills."""
     sizes = np.array([ITEMSIZE[n] for n in DTYPES], np.int64)
-    item = np.where(sizes[rows["dst_dtype"]] < sizes[rows["src_dtype"]], sizes[rows["dst_dtype"]], sizes[rows["src_dtype"]])
+    item = np.where(
+        sizes[rows["dst_dtype"]] < sizes[rows["src_dtype"]], sizes[rows["dst_dtype"]], sizes[rows["src_dtype"]]
+    )
     return np.where(rows["op"] == Op.FILL, 0, rows["extent"].prod(axis=1) * item)
 
 

@@ -72,7 +72,9 @@ class Attempt:
         for r in self.hub.replicas.values():
             run = self.runs[r.index] = Run(r)
             if r.controller is None:
-                why = r.error or EngineLost(f"replica {r.index} is not connected", ["start it and call xfer.serve() with this replica number"])
+                why = r.error or EngineLost(
+                    f"replica {r.index} is not connected", ["start it and call xfer.serve() with this replica number"]
+                )
                 run.error, run.state = why, "over"
                 continue
             if r.state == "failed" and r.complete:
@@ -89,7 +91,12 @@ class Attempt:
         """A controller whose replica is still joining would not hear it: it is told when the replica is ready."""
         for run in self.runs.values():
             r = run.replica
-            if run.state == "arming" and not run.told and r.controller is not None and r.state not in ("joining", "planning", "linking"):
+            if (
+                run.state == "arming"
+                and not run.told
+                and r.controller is not None
+                and r.state not in ("joining", "planning", "linking")
+            ):
                 run.told = True
                 r.controller.send(m.Arm(self.number, self.deadline_s))
 
@@ -106,12 +113,22 @@ class Attempt:
         self.entered[index] = msg
         self.hub.take_changes(client, msg.specs, msg.inventory, msg.generation)
         if len(self.entered) == self.hub.options.trainers:
-            odd = [f"trainer {i}: version {e.version!r}, verify={e.verify}" for i, e in sorted(self.entered.items())
-                   if (e.version, e.verify) != (self.version, self.verify)]
+            odd = [
+                f"trainer {i}: version {e.version!r}, verify={e.verify}"
+                for i, e in sorted(self.entered.items())
+                if (e.version, e.verify) != (self.version, self.verify)
+            ]
             if odd:
                 first = min(self.entered)
-                self.fail(PlanMismatch("trainer ranks asked for different refits; nothing was moved", [
-                    *odd, f"trainer {first}: version {self.entered[first].version!r}, verify={self.entered[first].verify}"]))
+                self.fail(
+                    PlanMismatch(
+                        "trainer ranks asked for different refits; nothing was moved",
+                        [
+                            *odd,
+                            f"trainer {first}: version {self.entered[first].version!r}, verify={self.entered[first].verify}",
+                        ],
+                    )
+                )
                 return
             self.hub.settle_catalog()
         self.advance()
@@ -144,7 +161,9 @@ class Attempt:
             run.stopped[h.index] = msg.dirty
             self._stopped(run)
             if run.state == "committing":
-                self._torn(run, EngineLost(f"{client.label} left its call before it had installed version {self.version!r}"))
+                self._torn(
+                    run, EngineLost(f"{client.label} left its call before it had installed version {self.version!r}")
+                )
         elif isinstance(msg, m.Settled):
             self._settled(run, msg)
         self.finish_if_over()
@@ -152,7 +171,14 @@ class Attempt:
     def _armed(self, client: Client, run: Run, msg: m.Armed) -> None:
         self.hub.take_changes(client, b"", msg.inventory, msg.generation)
         if run.state != "arming":
-            client.send(m.Abort(run.replica.index, self.number, run.replica.epoch, m.WireError.of(run.error or EngineLost("too late"), "rendezvous")))
+            client.send(
+                m.Abort(
+                    run.replica.index,
+                    self.number,
+                    run.replica.epoch,
+                    m.WireError.of(run.error or EngineLost("too late"), "rendezvous"),
+                )
+            )
             return
         run.armed.add(client.hello.index)
         if len(run.armed) == run.replica.size:
@@ -178,14 +204,18 @@ class Attempt:
             elif r.state == "ready":
                 run.state, run.go_at = "moving", time.monotonic()
                 left = max(1.0, self.until - time.monotonic())
-                self.hub.broadcast(self.hub.domain(r), m.Go(r.index, self.number, r.epoch, self.version, self.verify, left))
+                self.hub.broadcast(
+                    self.hub.domain(r), m.Go(r.index, self.number, r.epoch, self.version, self.verify, left)
+                )
 
     def _decide(self, run: Run) -> None:
         if len(run.done) < len(self.hub.domain(run.replica)):
             return
         bad = self._checksum_violations(run) if self.verify else []
         if bad:
-            self.abort(run, VerificationError(f"replica {run.replica.index}: version {self.version!r} was not committed", bad))
+            self.abort(
+                run, VerificationError(f"replica {run.replica.index}: version {self.version!r} was not committed", bad)
+            )
             return
         run.verified = self.verify
         run.state, run.decided_at = "committing", time.monotonic()
@@ -221,15 +251,21 @@ class Attempt:
         if run.replica.state in ("planning", "linking"):
             run.replica.state, run.replica.error = "failed", error  # planned anew by the next attempt
         wire = m.WireError.of(error, "rendezvous")
-        self.hub.broadcast(self.hub.domain(run.replica), m.Abort(run.replica.index, self.number, run.replica.epoch, wire))
+        self.hub.broadcast(
+            self.hub.domain(run.replica), m.Abort(run.replica.index, self.number, run.replica.epoch, wire)
+        )
         self.hub.at(time.monotonic() + STOP_GRACE_S, lambda: self._stop_late(run))
         self._stopped(run)
 
     def _install_late(self, run: Run) -> None:
         if run.state == "committing":
-            self._torn(run, DeadlineExceeded(
-                f"replica {run.replica.index} did not install version {self.version!r} within {STOP_GRACE_S:.0f} s of the decision",
-                [f"waiting for {w}" for w in self._waiting(run)]))
+            self._torn(
+                run,
+                DeadlineExceeded(
+                    f"replica {run.replica.index} did not install version {self.version!r} within {STOP_GRACE_S:.0f} s of the decision",
+                    [f"waiting for {w}" for w in self._waiting(run)],
+                ),
+            )
             self.finish_if_over()
 
     def _torn(self, run: Run, error: XferError) -> None:
@@ -262,7 +298,8 @@ class Attempt:
             if run.state == "settling":
                 run.state = "over"
                 run.error = run.error or DeadlineExceeded(
-                    f"replica {run.replica.index}: the controller did not answer within {SETTLE_GRACE_S:.0f} s of the decision")
+                    f"replica {run.replica.index}: the controller did not answer within {SETTLE_GRACE_S:.0f} s of the decision"
+                )
                 self.hub.lose(run.replica, EngineLost(f"replica {run.replica.index} did not settle", [str(run.error)]))
                 self.finish_if_over()
 
@@ -276,7 +313,9 @@ class Attempt:
         if msg.version:
             run.replica.version = msg.version
         if run.error is None and not msg.serving:
-            run.error = EngineLost(f"replica {run.replica.index} committed version {self.version!r} but could not be resumed")
+            run.error = EngineLost(
+                f"replica {run.replica.index} committed version {self.version!r} but could not be resumed"
+            )
 
     def lost(self, replica: Replica, error: XferError) -> None:
         """A process of the replica is gone (the hub has told its other processes)."""
@@ -312,9 +351,14 @@ class Attempt:
             return
         for run in list(self.runs.values()):
             if run.state in ("arming", "moving"):
-                self.abort(run, DeadlineExceeded(
-                    f"refit of version {self.version or '?'!r} to replica {run.replica.index} ended at its deadline of {self.deadline_s:.1f} s",
-                    [f"waiting for {w}" for w in self._waiting(run)]))
+                self.abort(
+                    run,
+                    DeadlineExceeded(
+                        f"refit of version {self.version or '?'!r} to replica {run.replica.index} "
+                        f"ended at its deadline of {self.deadline_s:.1f} s",
+                        [f"waiting for {w}" for w in self._waiting(run)],
+                    ),
+                )
         self.finish_if_over()
 
     # ---- the end
@@ -327,7 +371,9 @@ class Attempt:
 
     def _outcome(self, run: Run) -> m.OutcomeMsg:
         s, ok = run.settled, run.error is None
-        per_worker = tuple(run.done[c.label].bytes_in for _, c in sorted(run.replica.workers.items()) if c.label in run.done)
+        per_worker = tuple(
+            run.done[c.label].bytes_in for _, c in sorted(run.replica.workers.items()) if c.label in run.done
+        )
         phases = (
             ("arm", max(0.0, run.armed_at - self.began) if run.armed_at else 0.0),
             ("pack", max((d.pack_s for d in run.done.values()), default=0.0)),
@@ -348,16 +394,31 @@ class Attempt:
 
     def _waiting(self, run: Run) -> list[str]:
         r, hub = run.replica, self.hub
-        who = [f"trainer {i}: it has not called nccl_xfer_refit()" for i in range(hub.options.trainers) if i not in self.entered]
+        who = [
+            f"trainer {i}: it has not called nccl_xfer_refit()"
+            for i in range(hub.options.trainers)
+            if i not in self.entered
+        ]
         if run.state == "arming":
-            who += [f"replica {r.index} worker {w}: not armed (its controller is pausing the engine or a request is still running)"
-                    for w in range(r.size) if w not in run.armed]
-            who += [f"{c.label}: {r.state}" for c in sorted(r.pending, key=lambda c: c.label) if r.state in ("planning", "linking")]
+            who += [
+                f"replica {r.index} worker {w}: not armed (its controller is pausing the engine or a request is still running)"
+                for w in range(r.size)
+                if w not in run.armed
+            ]
+            who += [
+                f"{c.label}: {r.state}"
+                for c in sorted(r.pending, key=lambda c: c.label)
+                if r.state in ("planning", "linking")
+            ]
         if run.state == "moving":
             for c in hub.domain(r):
                 if c.label not in run.done:
                     p = c.progress
-                    far = f", wave {p.wave}, {p.bytes_done} of {p.bytes_planned} bytes" if p and p.attempt == self.number and p.replica == r.index else ""
+                    far = (
+                        f", wave {p.wave}, {p.bytes_done} of {p.bytes_planned} bytes"
+                        if p and p.attempt == self.number and p.replica == r.index
+                        else ""
+                    )
                     who.append(f"{c.label}: still moving{far}")
         if run.state == "committing":
             who += [f"replica {r.index} worker {w}: installing" for w in range(r.size) if w not in run.committed]
@@ -373,6 +434,10 @@ class Attempt:
         if h.role == "trainer":
             if h.index not in self.entered:
                 return "training"
-            return "moving" if any(run.state == "moving" and client.label not in run.done for run in self.runs.values()) else "waiting"
+            return (
+                "moving"
+                if any(run.state == "moving" and client.label not in run.done for run in self.runs.values())
+                else "waiting"
+            )
         run = self.runs.get(h.replica)
         return run.state if run else "idle"

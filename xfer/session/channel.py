@@ -52,7 +52,9 @@ def _read_exactly(sock: socket.socket, n: int) -> bytes:
 
 def _check_token(token: str) -> None:
     if not isinstance(token, str) or len(token) < 8:
-        raise HandshakeError("the token must be a string of at least 8 characters, the same on every process of the job")
+        raise HandshakeError(
+            "the token must be a string of at least 8 characters, the same on every process of the job"
+        )
 
 
 def accept_handshake(sock: socket.socket, token: str) -> None:
@@ -62,7 +64,11 @@ def accept_handshake(sock: socket.socket, token: str) -> None:
     try:
         sock.sendall(MAGIC + mine)
         answer = _read_exactly(sock, len(MAGIC) + _NONCE + 32)
-        magic, theirs, proof = answer[: len(MAGIC)], answer[len(MAGIC) : len(MAGIC) + _NONCE], answer[len(MAGIC) + _NONCE :]
+        magic, theirs, proof = (
+            answer[: len(MAGIC)],
+            answer[len(MAGIC) : len(MAGIC) + _NONCE],
+            answer[len(MAGIC) + _NONCE :],
+        )
         good = magic == MAGIC and hmac.compare_digest(proof, _proof(token, b"client", mine, theirs))
         sock.sendall(_proof(token, b"server", theirs, mine) if good else b"\0" * 32)
     except (OSError, ConnectionError) as e:
@@ -86,7 +92,8 @@ def connect_handshake(sock: socket.socket, token: str, address: str) -> None:
         raise HandshakeError(f"the rendezvous at {address} closed the connection during the challenge: {e}") from None
     if not hmac.compare_digest(proof, _proof(token, b"server", mine, theirs)):
         raise HandshakeError(
-            f"the rendezvous at {address} and this process hold different tokens", ["pass the same token= on every rank"]
+            f"the rendezvous at {address} and this process hold different tokens",
+            ["pass the same token= on every rank"],
         )
     sock.settimeout(None)
 
@@ -231,7 +238,9 @@ def listen(rendezvous: str, token: str) -> socket.socket:
             if e.errno != errno.EADDRNOTAVAIL:
                 raise
             # The address is not this host's own (a service address, NAT): then every interface must listen.
-            logging.getLogger("xfer").warning("xfer: %s is not an address of this host; listening on all interfaces", host)
+            logging.getLogger("xfer").warning(
+                "xfer: %s is not an address of this host; listening on all interfaces", host
+            )
             sock.bind(("::" if family == socket.AF_INET6 else "0.0.0.0", port))
         except OSError:
             sock.close()

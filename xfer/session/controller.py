@@ -27,8 +27,18 @@ MIXED = "xfer:mixed"
 class Controller:
     """Made by `xfer.serve`. `version`: what the replica serves; `error`: why it serves nothing, or None."""
 
-    def __init__(self, engine: object, rendezvous: str, token: str, *, replica: int, deadline_s: float, engine_rendezvous: str | None = None,
-                 keep: tuple[str, ...] = (), **handle_options):
+    def __init__(
+        self,
+        engine: object,
+        rendezvous: str,
+        token: str,
+        *,
+        replica: int,
+        deadline_s: float,
+        engine_rendezvous: str | None = None,
+        keep: tuple[str, ...] = (),
+        **handle_options,
+    ):
         self.handle: EngineHandle = handle_for(engine, **handle_options)
         self.rendezvous, self.replica, self.deadline_s = rendezvous, replica, deadline_s
         self._token, self._keep, self._engine_rendezvous = token, keep, engine_rendezvous or rendezvous
@@ -47,7 +57,9 @@ class Controller:
     def wait_ready(self, timeout_s: float | None = None) -> None:
         """Until the replica has a plan and a link; raises what kept it from that."""
         if not self._ready.wait(self.deadline_s if timeout_s is None else timeout_s):
-            raise DeadlineExceeded(f"replica {self.replica} is not ready", ["have all trainer ranks called xfer.connect()?"])
+            raise DeadlineExceeded(
+                f"replica {self.replica} is not ready", ["have all trainer ranks called xfer.connect()?"]
+            )
         if self.error is not None and not self.torn:
             raise self.error
 
@@ -55,7 +67,9 @@ class Controller:
         """Until the replica serves `version` (as text)."""
         with self._changed:
             if not self._changed.wait_for(lambda: self.version == str(version) or self._closing.is_set(), timeout_s):
-                raise DeadlineExceeded(f"replica {self.replica} serves version {self.version!r}, not {version!r}, after {timeout_s:.0f} s")
+                raise DeadlineExceeded(
+                    f"replica {self.replica} serves version {self.version!r}, not {version!r}, after {timeout_s:.0f} s"
+                )
 
     @contextmanager
     def serving(self, *, force: bool = False):
@@ -71,7 +85,9 @@ class Controller:
 
     def _refuse(self, force: bool) -> None:
         if self.error is not None and not force:
-            raise EngineLost(f"replica {self.replica} must not serve: {self.error}", where=f"replica {self.replica} controller")
+            raise EngineLost(
+                f"replica {self.replica} must not serve: {self.error}", where=f"replica {self.replica} controller"
+            )
 
     def close(self) -> None:
         self._closing.set()
@@ -90,7 +106,9 @@ class Controller:
             return
         while not self._closing.is_set():
             try:
-                message = self._party.take((m.Arm, m.Failed, m.ReplicaReady), time.monotonic() + 3600.0, "the next refit")
+                message = self._party.take(
+                    (m.Arm, m.Failed, m.ReplicaReady), time.monotonic() + 3600.0, "the next refit"
+                )
                 if isinstance(message, m.Arm):
                     for failed in self._refit(message):
                         self._lose(failed.error.error(), whole=failed.replica < 0)
@@ -136,7 +154,9 @@ class Controller:
 
     def _join(self) -> None:
         workers = self.handle.workers(self.deadline_s)
-        self._party = Party(self.rendezvous, self._token, "controller", size=workers, replica=self.replica, deadline_s=self.deadline_s)
+        self._party = Party(
+            self.rendezvous, self._token, "controller", size=workers, replica=self.replica, deadline_s=self.deadline_s
+        )
         # Returns when every worker has joined or given up; why it gave up is on our own channel.
         self.handle.init({
             "rendezvous": self._engine_rendezvous, "token": self._token, "replica": self.replica, "workers": workers,
@@ -181,10 +201,16 @@ class Controller:
 
             def call() -> None:
                 try:
-                    handle.update({"attempt": arm.attempt, "deadline_s": arm.deadline_s}, arm.deadline_s + 2 * STOP_GRACE_S)
-                    if not decided.wait(UPDATE_GRACE_S):  # e.g. the workers' plug-in is of another version and refused the call
-                        raise EngineLost(f"replica {self.replica}: the engine's update call returned before the refit was decided",
-                                         ["see the engine workers' logs"])
+                    handle.update(
+                        {"attempt": arm.attempt, "deadline_s": arm.deadline_s}, arm.deadline_s + 2 * STOP_GRACE_S
+                    )
+                    if not decided.wait(
+                        UPDATE_GRACE_S
+                    ):  # e.g. the workers' plug-in is of another version and refused the call
+                        raise EngineLost(
+                            f"replica {self.replica}: the engine's update call returned before the refit was decided",
+                            ["see the engine workers' logs"],
+                        )
                 except BaseException as e:
                     raised.append(e)
                     self._party.try_send(m.Failed(m.WireError.of(e, self._party.label), arm.attempt, self.replica))
@@ -197,8 +223,12 @@ class Controller:
         decision, lost = None, []
         try:
             while not isinstance(decision, m.Commit | m.Settle):
-                decision = self._party.take((m.Commit, m.Settle, m.Failed), until + SETTLE_GRACE_S, "the decision",
-                                            lambda x: isinstance(x, m.Failed) or x.attempt == arm.attempt)
+                decision = self._party.take(
+                    (m.Commit, m.Settle, m.Failed),
+                    until + SETTLE_GRACE_S,
+                    "the decision",
+                    lambda x: isinstance(x, m.Failed) or x.attempt == arm.attempt,
+                )
                 if isinstance(decision, m.Failed):
                     lost.append(decision)
         except XferError as e:
@@ -214,7 +244,9 @@ class Controller:
             if stuck:
                 raise EngineLost(f"replica {self.replica}: an engine worker did not return from its update call")
             if raised and isinstance(decision, m.Commit):
-                raise EngineLost(f"replica {self.replica}: its update call failed while the refit was committed", [str(raised[0])])
+                raise EngineLost(
+                    f"replica {self.replica}: its update call failed while the refit was committed", [str(raised[0])]
+                )
             if failure is None or update is not None:
                 handle.finish(decision.version if committed else None, SETTLE_GRACE_S)
             phase("finish")

@@ -24,7 +24,8 @@ from xfer.session.attempt import Attempt
 from xfer.session.channel import HANDSHAKE_S, Channel, accept_handshake, listen
 from xfer.session.keyvalue import KeyValues
 from xfer.session.planning import Planning
-from xfer.session.roster import Client, HubOptions, Replica
+from xfer.session.roster import Client, HubOptions, Replica, hello_violations
+from xfer.session.status import status
 from xfer.trace.catalog import Catalog
 
 
@@ -43,7 +44,7 @@ class Hub:
         self.attempt: Attempt | None = None
         self.finished: dict[int, m.Outcome] = {}
         self.failure: XferError | None = None  # a trainer is gone: nothing can be refitted any more
-        self._clients: set[Client] = set()
+        self.clients: set[Client] = set()
         self.store, self.planning = KeyValues(), Planning(self)
         self._timers: list[tuple[float, Callable[[], None]]] = []
         self._events: queue.Queue[Callable[[], None] | None] = queue.Queue()
@@ -105,7 +106,9 @@ class Hub:
                 try:
                     f()
                 except Exception as e:  # a bug here must not leave everyone waiting for their deadlines
-                    self.fail_everything(e if isinstance(e, XferError) else XferError(f"the hub failed: {type(e).__name__}: {e}"))
+                    self.fail_everything(
+                        e if isinstance(e, XferError) else XferError(f"the hub failed: {type(e).__name__}: {e}")
+                    )
 
     @staticmethod
     def _nothing() -> None:
@@ -124,9 +127,9 @@ class Hub:
         self._listener.close()
         self._events.put(None)
         self._threads[1].join(timeout=5.0)
-        for c in list(self._clients):
+        for c in list(self.clients):
             c.finish()
-        for c in list(self._clients):
+        for c in list(self.clients):
             if c._writer is not None:
                 c._writer.join(timeout=1.0)
             c.channel.close()
@@ -169,41 +172,21 @@ class Hub:
             client.channel.close()
 
     def _hello(self, client: Client, h: m.Hello) -> None:
-        o, bad = self.options, []
-        if h.wire_version != m.WIRE_VERSION:
-            bad.append(f"wire version {h.wire_version}, the rendezvous speaks {m.WIRE_VERSION}: install the same xfer on all sides")
-        if h.role == "trainer":
-            if h.size != o.trainers:
-                bad.append(f"it says there are {h.size} trainer ranks, trainer 0 says {o.trainers}")
-            if h.index >= o.trainers:
-                bad.append(f"trainer rank {h.index} of {o.trainers}")
-            if h.index in self.trainers:
-                bad.append(f"trainer {h.index} is connected already")
-        if h.role in ("controller", "worker") and h.replica not in self.replicas:
-            bad.append(f"replica {h.replica}: trainers expect replicas 0..{o.replicas - 1}; pass replicas= to connect()")
-        mine = dict(o.settings)
-        bad += [f"{k} is {v!r}, trainer 0 has {mine[k]!r}" for k, v in h.settings if k in mine and mine[k] != v]
-        replica = self.replicas.get(h.replica)
-        if not bad and replica is not None:
-            if h.role == "controller" and replica.controller is not None:
-                bad.append(f"replica {h.replica} has a controller already")
-            if h.role == "worker":
-                if replica.controller is None:
-                    bad.append(f"worker of replica {h.replica} came before its controller")
-                elif h.size != replica.size:
-                    bad.append(f"{h.size} workers, its controller says {replica.size}")
-                elif h.index in replica.workers:
-                    bad.append(f"worker {h.index} of replica {h.replica} is connected already")
+        o, replica = self.options, self.replicas.get(h.replica)
+        bad = hello_violations(h, o, self.trainers, self.replicas)
         client.hello = h
         if bad:
             client.hello = None
-            error = HandshakeError("the rendezvous refused this process", [f"{h.role} {h.index} (host {h.host}, pid {h.pid}): {b}" for b in bad])
+            error = HandshakeError(
+                "the rendezvous refused this process",
+                [f"{h.role} {h.index} (host {h.host}, pid {h.pid}): {b}" for b in bad],
+            )
             client.send(m.Refused(m.WireError.of(error, "rendezvous")))
             client.left = True
             self.at(time.monotonic() + 2.0, client.channel.close)
             return
         client.channel.label = client.label
-        self._clients.add(client)
+        self.clients.add(client)
         client.send(m.Welcome(o.trainers, o.replicas, o.drop))
         if h.role == "trainer":
             self.trainers[h.index] = client
@@ -222,12 +205,15 @@ class Hub:
 
     def _gone(self, client: Client, reason: str) -> None:
         client.finish()
-        self._clients.discard(client)
+        self.clients.discard(client)
         self.store.drop(client)
         h = client.hello
         if h is None or h.role == "observer":
             return
-        lost = PeerLost(f"{client.label} (host {h.host}, pid {h.pid}) {'left' if client.left else 'is gone'}: {reason}", where="rendezvous")
+        lost = PeerLost(
+            f"{client.label} (host {h.host}, pid {h.pid}) {'left' if client.left else 'is gone'}: {reason}",
+            where="rendezvous",
+        )
         if h.role == "trainer":
             self.trainers.pop(h.index, None)
             self.fail_everything(lost)
@@ -275,23 +261,41 @@ class Hub:
         for r in self.replicas.values():
             if r.state in ("planning", "linking"):
                 self.planning.abort(r, error)
-        self.broadcast(list(self._clients), m.Failed(wire))
+        self.broadcast(list(self.clients), m.Failed(wire))
 
     def _check_trainers(self) -> None:
         missing = [i for i in range(self.options.trainers) if i not in self.specs]
         if missing and self.failure is None:
-            self.fail_everything(DeadlineExceeded(
-                f"not all of {self.options.trainers} trainer ranks connected within {self.options.deadline_s:.0f} s",
-                [f"trainer {i}: " + ("it has not said what it exports" if i in self.trainers else "it has not called xfer.connect()")
-                 for i in missing]))
+            self.fail_everything(
+                DeadlineExceeded(
+                    f"not all of {self.options.trainers} trainer ranks connected within {self.options.deadline_s:.0f} s",
+                    [
+                        f"trainer {i}: "
+                        + (
+                            "it has not said what it exports"
+                            if i in self.trainers
+                            else "it has not called xfer.connect()"
+                        )
+                        for i in missing
+                    ],
+                )
+            )
 
     def _check_join(self, replica: Replica) -> None:
         if replica.state == "joining" and time.monotonic() >= replica.until:
             missing = [f"worker {i}" for i in range(replica.size) if i not in replica.inventories]
-            missing += [] if len(self.trainer_inventories) == self.options.trainers else [
-                f"trainer {i}" for i in range(self.options.trainers) if i not in self.trainer_inventories]
-            self.lose(replica, DeadlineExceeded(f"replica {replica.index} did not finish joining within {self.options.deadline_s:.0f} s",
-                                                [f"no layout yet from {x}" for x in missing]))
+            missing += (
+                []
+                if len(self.trainer_inventories) == self.options.trainers
+                else [f"trainer {i}" for i in range(self.options.trainers) if i not in self.trainer_inventories]
+            )
+            self.lose(
+                replica,
+                DeadlineExceeded(
+                    f"replica {replica.index} did not finish joining within {self.options.deadline_s:.0f} s",
+                    [f"no layout yet from {x}" for x in missing],
+                ),
+            )
 
     # ---- catalog and inventories
 
@@ -415,8 +419,10 @@ class Hub:
             return
         if self.attempt is not None and self.attempt.number != msg.attempt:
             self.take_changes(client, msg.specs, msg.inventory, msg.generation)
-            late = ProtocolError(f"{client.label} entered attempt {msg.attempt} while attempt {self.attempt.number} is running",
-                                 ["every trainer rank must call nccl_xfer_refit() the same number of times"])
+            late = ProtocolError(
+                f"{client.label} entered attempt {msg.attempt} while attempt {self.attempt.number} is running",
+                ["every trainer rank must call nccl_xfer_refit() the same number of times"],
+            )
             client.send(m.Outcome(msg.attempt, msg.version, (), m.WireError.of(late, "rendezvous")))
             return
         if self.failure is not None:
@@ -464,17 +470,7 @@ class Hub:
         client.progress = msg
 
     def _on_StatusAsk(self, client: Client, _: m.StatusAsk) -> None:
-        parties = []
-        for c in sorted(self._clients, key=lambda c: c.label):
-            if c.hello is None or c.hello.role == "observer":
-                continue
-            p = c.progress
-            phase = self.attempt.phase_of(c) if self.attempt else "idle"
-            parties.append(m.PartyStatus(c.label, c.hello.host, phase, *((p.wave, p.bytes_done, p.bytes_planned) if p else ())))
-        state = "; ".join(f"replica {r.index}: {r.state}{' (dirty)' if r.dirty else ''} {r.version and 'version ' + r.version}".strip() for r in self.replicas.values())
-        waiting = self.attempt.waiting_for() if self.attempt else [f"{c.label}: {r.state}" for r in self.replicas.values() for c in sorted(r.pending, key=lambda c: c.label) if r.state in ("planning", "linking")]
-        client.send(m.StatusReply(self.attempt.number if self.attempt else 0, state, tuple(waiting), tuple(parties),
-                                  tuple((r.index, r.version) for r in self.replicas.values() if r.version)))
+        client.send(status(self))
 
 
 _LATE = (m.Done, m.Committed, m.Stopped, m.Settled, m.Armed)

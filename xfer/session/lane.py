@@ -152,7 +152,9 @@ class Lane:
         self._planned_from = (*p.trainers, *p.workers)[self.joint_rank]
         sources = [Inventory.from_bytes(b) for b in p.trainers]
         takers = [Inventory.from_bytes(b) for b in p.workers]
-        options = PlanOptions(bucket_bytes=p.bucket_bytes, drop=p.drop, narrow=p.narrow, hosts=p.hosts, rotation=p.replica)
+        options = PlanOptions(
+            bucket_bytes=p.bucket_bytes, drop=p.drop, narrow=p.narrow, hosts=p.hosts, rotation=p.replica
+        )
         if self.cache is not None:
             self.plan = self.cache.plan(catalog, sources, takers, options)
         else:
@@ -161,7 +163,10 @@ class Lane:
         if faults.wants(self.side.role, self.side.index, "digest"):
             digest = digest[::-1]
         self.plan_seconds = time.perf_counter() - t0
-        self.labels = (*(f"trainer {i}" for i in range(len(sources))), *(f"replica {self.replica} worker {i}" for i in range(len(takers))))
+        self.labels = (
+            *(f"trainer {i}" for i in range(len(sources))),
+            *(f"replica {self.replica} worker {i}" for i in range(len(takers))),
+        )
         self._check()
         self.party.send(m.Planned(self.replica, p.epoch, digest, self.plan_seconds, *self.planned_bytes()))
         self._deadline_s = p.deadline_s
@@ -171,8 +176,13 @@ class Lane:
         if self.plan is None:
             raise PlanMismatch("asked to open a link without a plan")
         self._close_link()
-        store = HubStore(self.party.channel, self.party.replies, f"r{self.replica}/e{o.epoch}/", self._deadline_s,
-                         lambda: self._cancelled is not None)
+        store = HubStore(
+            self.party.channel,
+            self.party.replies,
+            f"r{self.replica}/e{o.epoch}/",
+            self._deadline_s,
+            lambda: self._cancelled is not None,
+        )
         link = open_group(store, self.joint_rank, len(self.labels), self._deadline_s, self.side.device, self.labels)
         with self._lock:
             self._link = link
@@ -183,7 +193,10 @@ class Lane:
     def _bind(self) -> None:
         generation, roots = self.side.roots()
         if self.side.inventory() != self._planned_from:
-            raise PlanMismatch("this rank's layout is not the one that the plan was made from; nothing was moved", where=self.party.label)
+            raise PlanMismatch(
+                "this rank's layout is not the one that the plan was made from; nothing was moved",
+                where=self.party.label,
+            )
         if self._p2p is None or self._bound != generation:
             self._p2p = P2P(self._link, self.plan.program(self.joint_rank), roots)
             self._bound = generation
@@ -213,8 +226,19 @@ class Lane:
         sums = self.side.after(go, self.plan, self.joint_rank, self._p2p)
         faults.point(self.side.role, self.side.index, "done")
         self._check()
-        self.party.send(m.Done(self.replica, go.attempt, stats.bytes_in, stats.bytes_out, stats.pack_s, stats.wire_s, stats.unpack_s,
-                               time.perf_counter() - t0, sums))
+        self.party.send(
+            m.Done(
+                self.replica,
+                go.attempt,
+                stats.bytes_in,
+                stats.bytes_out,
+                stats.pack_s,
+                stats.wire_s,
+                stats.unpack_s,
+                time.perf_counter() - t0,
+                sums,
+            )
+        )
         self.done_attempt = go.attempt
 
     def _close_link(self) -> None:

@@ -394,7 +394,9 @@ _decoder = msgspec.msgpack.Decoder(Message)
 def encode(message: Message) -> bytes:
     data = _encoder.encode(message)
     if len(data) > MAX_FRAME:
-        raise ProtocolError(f"{type(message).__name__} of {len(data)} bytes is over the {MAX_FRAME} bytes that a frame may have")
+        raise ProtocolError(
+            f"{type(message).__name__} of {len(data)} bytes is over the {MAX_FRAME} bytes that a frame may have"
+        )
     return data
 
 
@@ -402,7 +404,14 @@ def decode(data: bytes) -> Message:
     """Raises ProtocolError for whatever is not exactly one message; never anything else."""
     try:
         return _decoder.decode(data)
-    except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError, RecursionError, OverflowError, ValueError) as e:
+    except (
+        msgspec.DecodeError,
+        msgspec.ValidationError,
+        UnicodeDecodeError,
+        RecursionError,
+        OverflowError,
+        ValueError,
+    ) as e:
         raise ProtocolError(f"malformed control message of {len(data)} bytes: {e}"[:500]) from None
 
 

@@ -38,9 +38,22 @@ def versions() -> tuple[tuple[str, str], ...]:
 class Party:
     """`lanes` is filled by the owner before messages for them can arrive (lanes start with the first PlanInputs)."""
 
-    def __init__(self, rendezvous: str, token: str, role: str, *, index: int = 0, size: int = 0, replica: int = 0,
-                 deadline_s: float, settings: tuple[tuple[str, str], ...] = (), torn: bool = False):
-        self.label = {"trainer": f"trainer {index}", "worker": f"replica {replica} worker {index}"}.get(role, f"replica {replica} {role}")
+    def __init__(
+        self,
+        rendezvous: str,
+        token: str,
+        role: str,
+        *,
+        index: int = 0,
+        size: int = 0,
+        replica: int = 0,
+        deadline_s: float,
+        settings: tuple[tuple[str, str], ...] = (),
+        torn: bool = False,
+    ):
+        self.label = {"trainer": f"trainer {index}", "worker": f"replica {replica} worker {index}"}.get(
+            role, f"replica {replica} {role}"
+        )
         self.lanes: dict[int, Lane] = {}
         self.replies = Replies()
         self.inbox: queue.Queue[m.Message | XferError] = queue.Queue()
@@ -48,7 +61,11 @@ class Party:
         self.lost: PeerLost | None = None
         self.channel = dial(rendezvous, token, deadline_s)
         self.channel.start(self._sort, self._end)
-        self.send(m.Hello(m.WIRE_VERSION, role, index, size, replica, host_identity(), os.getpid(), versions(), settings, torn))
+        self.send(
+            m.Hello(
+                m.WIRE_VERSION, role, index, size, replica, host_identity(), os.getpid(), versions(), settings, torn
+            )
+        )
         answer = self.take((m.Welcome, m.Refused), time.monotonic() + deadline_s, "the rendezvous' welcome")
         if isinstance(answer, m.Refused):
             self.channel.close()
@@ -83,13 +100,19 @@ class Party:
         self.inbox.put(message)
 
     def _end(self, reason: str) -> None:
-        self.lost = PeerLost("lost the control connection to the rendezvous in trainer 0's process", [f"reason: {reason}"], where=self.label)
+        self.lost = PeerLost(
+            "lost the control connection to the rendezvous in trainer 0's process",
+            [f"reason: {reason}"],
+            where=self.label,
+        )
         self.replies.close(reason)
         for lane in list(self.lanes.values()):
             lane.cancel(self.lost, None)
         self.inbox.put(self.lost)
 
-    def take(self, kinds: tuple[type[M], ...], until: float, what: str, match: Callable[[M], bool] = lambda _: True) -> M:
+    def take(
+        self, kinds: tuple[type[M], ...], until: float, what: str, match: Callable[[M], bool] = lambda _: True
+    ) -> M:
         """Next inbox message of these kinds; others are dropped. Raises PeerLost when the hub is gone."""
         while True:
             left = until - time.monotonic()

@@ -43,8 +43,13 @@ class Planning:
     def _late(self, replica: Replica, epoch: int) -> None:
         if replica.epoch == epoch and replica.state in ("planning", "linking"):
             waiting = sorted(c.label for c in replica.pending)
-            self.failed(replica, DeadlineExceeded(
-                f"replica {replica.index} is still {replica.state} after {self.hub.options.deadline_s:.0f} s", [f"waiting for {w}" for w in waiting]))
+            self.failed(
+                replica,
+                DeadlineExceeded(
+                    f"replica {replica.index} is still {replica.state} after {self.hub.options.deadline_s:.0f} s",
+                    [f"waiting for {w}" for w in waiting],
+                ),
+            )
 
     def failed(self, replica: Replica, error: XferError) -> None:
         self.abort(replica, error)
@@ -52,13 +57,20 @@ class Planning:
         if self.hub.attempt is not None and self.hub.attempt.concerns(replica):
             self.hub.attempt.planning_failed(replica, error)
         else:
-            self.hub.broadcast(self.hub.trainers.values(), m.Failed(m.WireError.of(error, "rendezvous"), replica=replica.index))
+            self.hub.broadcast(
+                self.hub.trainers.values(), m.Failed(m.WireError.of(error, "rendezvous"), replica=replica.index)
+            )
             # Its workers too: outside an attempt a plan is made only while they join, and they wait for it.
             for c in (*replica.workers.values(), *([replica.controller] if replica.controller else [])):
                 c.send(m.Failed(m.WireError.of(error, "rendezvous"), replica=replica.index))
 
     def abort(self, replica: Replica, error: XferError) -> None:
-        abort = m.Abort(replica.index, self.hub.attempt.number if self.hub.attempt else 0, replica.epoch, m.WireError.of(error, "rendezvous"))
+        abort = m.Abort(
+            replica.index,
+            self.hub.attempt.number if self.hub.attempt else 0,
+            replica.epoch,
+            m.WireError.of(error, "rendezvous"),
+        )
         self.hub.broadcast(self.hub.domain(replica), abort)
 
     def planned(self, client: Client, msg: m.Planned) -> None:
@@ -71,9 +83,16 @@ class Planning:
             return
         if len(set(replica.digests.values())) > 1:
             most = max(sorted(set(replica.digests.values())), key=list(replica.digests.values()).count)
-            odd = [f"{who}: digest {d}, most ranks have {most}" for who, d in sorted(replica.digests.items()) if d != most]
-            self.failed(replica, PlanMismatch(
-                f"ranks planned replica {replica.index} differently; nothing was moved", odd + ["install the same xfer and numpy on all sides"]))
+            odd = [
+                f"{who}: digest {d}, most ranks have {most}" for who, d in sorted(replica.digests.items()) if d != most
+            ]
+            self.failed(
+                replica,
+                PlanMismatch(
+                    f"ranks planned replica {replica.index} differently; nothing was moved",
+                    odd + ["install the same xfer and numpy on all sides"],
+                ),
+            )
             return
         replica.digest = next(iter(replica.digests.values()))
         self.link(replica)

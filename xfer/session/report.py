@@ -1,8 +1,8 @@
 """What a refit tells its caller: versions, bytes, and seconds on three clocks that are never mixed.
 
-    transfer   last trainer ready and all workers armed -> decision        (hub's clock)
-    outage     pause sent -> resume acknowledged, as requests see it        (controller's clock)
-    call       entry of nccl_xfer_refit -> return                           (trainer's clock)
+transfer   last trainer ready and all workers armed -> decision        (hub's clock)
+outage     pause sent -> resume acknowledged, as requests see it        (controller's clock)
+call       entry of nccl_xfer_refit -> return                           (trainer's clock)
 """
 
 from __future__ import annotations
@@ -32,8 +32,20 @@ class ReplicaOutcome:
 
     @classmethod
     def of(cls, o: m.OutcomeMsg) -> ReplicaOutcome:
-        return cls(o.replica, o.committed, o.serving, o.version, o.transfer_s, o.outage_s, o.bytes_moved, o.bytes_per_worker,
-                   o.phases, o.verified, o.dirty, o.error.error() if o.error else None)
+        return cls(
+            o.replica,
+            o.committed,
+            o.serving,
+            o.version,
+            o.transfer_s,
+            o.outage_s,
+            o.bytes_moved,
+            o.bytes_per_worker,
+            o.phases,
+            o.verified,
+            o.dirty,
+            o.error.error() if o.error else None,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +106,10 @@ class RefitReport:
         lines = []
         for o in self.outcomes:
             state = "serves nothing" if not o.version else f"serves version {o.version!r}"
-            lines.append(f"replica {o.replica}: {'committed' if o.committed else 'not committed'}, {state}"
-                         + (f"; {o.error}" if o.error is not None and len(errors) > 1 else ""))
+            lines.append(
+                f"replica {o.replica}: {'committed' if o.committed else 'not committed'}, {state}"
+                + (f"; {o.error}" if o.error is not None and len(errors) > 1 else "")
+            )
         head = f"refit to version {self.version!r}: {self.committed} of {len(self.outcomes)} replicas committed, {min_replicas} wanted"
         kinds = {type(e) for e in errors}
         if len(kinds) == 1:

@@ -29,7 +29,13 @@ class Client:
             return "a client without hello"
         if h.role == "trainer":
             return f"trainer {h.index}"
-        return f"replica {h.replica} worker {h.index}" if h.role == "worker" else f"replica {h.replica} controller" if h.role == "controller" else "observer"
+        return (
+            f"replica {h.replica} worker {h.index}"
+            if h.role == "worker"
+            else f"replica {h.replica} controller"
+            if h.role == "controller"
+            else "observer"
+        )
 
     def send(self, message: m.Message) -> None:
         """Queues the message and returns at once: a client that does not read must not hold up the hub's decisions.
@@ -88,3 +94,35 @@ class HubOptions:
     drop: tuple[str, ...] = ()
     narrow: tuple[str, ...] = ()
     settings: tuple[tuple[str, str], ...] = ()  # must be equal in every hello that carries the same key
+
+
+def hello_violations(h: m.Hello, o: HubOptions, trainers: dict[int, Client], replicas: dict[int, Replica]) -> list[str]:
+    """Everything that keeps this process out, not the first thing."""
+    bad = []
+    if h.wire_version != m.WIRE_VERSION:
+        bad.append(
+            f"wire version {h.wire_version}, the rendezvous speaks {m.WIRE_VERSION}: install the same xfer on all sides"
+        )
+    if h.role == "trainer":
+        if h.size != o.trainers:
+            bad.append(f"it says there are {h.size} trainer ranks, trainer 0 says {o.trainers}")
+        if h.index >= o.trainers:
+            bad.append(f"trainer rank {h.index} of {o.trainers}")
+        if h.index in trainers:
+            bad.append(f"trainer {h.index} is connected already")
+    if h.role in ("controller", "worker") and h.replica not in replicas:
+        bad.append(f"replica {h.replica}: trainers expect replicas 0..{o.replicas - 1}; pass replicas= to connect()")
+    mine = dict(o.settings)
+    bad += [f"{k} is {v!r}, trainer 0 has {mine[k]!r}" for k, v in h.settings if k in mine and mine[k] != v]
+    replica = replicas.get(h.replica)
+    if not bad and replica is not None:
+        if h.role == "controller" and replica.controller is not None:
+            bad.append(f"replica {h.replica} has a controller already")
+        if h.role == "worker":
+            if replica.controller is None:
+                bad.append(f"worker of replica {h.replica} came before its controller")
+            elif h.size != replica.size:
+                bad.append(f"{h.size} workers, its controller says {replica.size}")
+            elif h.index in replica.workers:
+                bad.append(f"worker {h.index} of replica {h.replica} is connected already")
+    return bad

@@ -72,7 +72,9 @@ class HubStore(Store):
     def _ask(self, make, what: str, seconds: float | None = None) -> m.StoreReply:
         call = self._replies.ticket()
         self._channel.send(make(call))
-        return self._replies.wait(call, time.monotonic() + (self._seconds if seconds is None else seconds), what, self._cancelled)
+        return self._replies.wait(
+            call, time.monotonic() + (self._seconds if seconds is None else seconds), what, self._cancelled
+        )
 
     def set(self, key: str, value: bytes | str) -> None:
         data = value.encode() if isinstance(value, str) else bytes(value)
@@ -89,8 +91,11 @@ class HubStore(Store):
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         for key in keys:
-            self._ask(lambda c, key=key: m.StoreGet(c, self._prefix + key), f"store key {key!r}",
-                      None if timeout is None else timeout.total_seconds())
+            self._ask(
+                lambda c, key=key: m.StoreGet(c, self._prefix + key),
+                f"store key {key!r}",
+                None if timeout is None else timeout.total_seconds(),
+            )
 
     def delete_key(self, key: str) -> bool:
         return False  # epochs are forgotten as a whole

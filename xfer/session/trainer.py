@@ -53,7 +53,7 @@ class Source(Protocol):
     def read(self) -> Layout: ...
 
     def check(self) -> str:
-        """"same", "moved" (same layout, other addresses) or "changed"."""
+        """ "same", "moved" (same layout, other addresses) or "changed"."""
 
     def rebind(self) -> Mapping[str, torch.Tensor]: ...
 
@@ -63,8 +63,19 @@ class TrainerSession:
 
     role = "trainer"
 
-    def __init__(self, source: Source, rendezvous: str, token: str, *, replicas: int, deadline_s: float, bucket_bytes: int,
-                 drop: Sequence[str], narrow: Sequence[str], cache_dir: str | None):
+    def __init__(
+        self,
+        source: Source,
+        rendezvous: str,
+        token: str,
+        *,
+        replicas: int,
+        deadline_s: float,
+        bucket_bytes: int,
+        drop: Sequence[str],
+        narrow: Sequence[str],
+        cache_dir: str | None,
+    ):
         self.source, self.index, self.device = source, source.rank, source.device
         self.deadline_s, self.replicas = deadline_s, replicas
         self.attempt, self.version = 0, ""
@@ -76,11 +87,26 @@ class TrainerSession:
         self._pending, self._pending_version, self._pending_want = 0, "", 0
         self._stale = False  # a layout was being read again and that did not end well
         self._specs = b""
-        settings = (("bucket_bytes", str(bucket_bytes)), ("data plane", "nccl" if self.device.type == "cuda" else "gloo"))
+        settings = (
+            ("bucket_bytes", str(bucket_bytes)),
+            ("data plane", "nccl" if self.device.type == "cuda" else "gloo"),
+        )
         if source.rank == 0:
-            self._hub = Hub(rendezvous, token, HubOptions(source.world, replicas, deadline_s, bucket_bytes, tuple(drop), tuple(narrow), settings))
+            self._hub = Hub(
+                rendezvous,
+                token,
+                HubOptions(source.world, replicas, deadline_s, bucket_bytes, tuple(drop), tuple(narrow), settings),
+            )
         try:
-            self._party = Party(rendezvous, token, "trainer", index=source.rank, size=source.world, deadline_s=deadline_s, settings=settings)
+            self._party = Party(
+                rendezvous,
+                token,
+                "trainer",
+                index=source.rank,
+                size=source.world,
+                deadline_s=deadline_s,
+                settings=settings,
+            )
         except BaseException:
             if self._hub is not None:
                 self._hub.close()
@@ -99,7 +125,9 @@ class TrainerSession:
             raise
         self._specs = self._own_specs()
         self._party.send(m.Specs(self._specs))
-        message = self._party.take((m.CatalogMsg, m.Failed), until, "the catalog: other trainer ranks have not connected yet")
+        message = self._party.take(
+            (m.CatalogMsg, m.Failed), until, "the catalog: other trainer ranks have not connected yet"
+        )
         self._raise_failed(message)
         self._take_catalog(message)
         # If the hub has closed meanwhile, the reason is in the inbox already; a send that raises would hide it.
@@ -109,8 +137,11 @@ class TrainerSession:
             while len(ready) < self.replicas:
                 missing = sorted(set(range(self.replicas)) - ready)
                 try:
-                    message = self._party.take((m.ReplicaReady, m.Failed, m.CatalogMsg), until,
-                                               f"replicas {missing} have not joined; is xfer.serve() running for them?")
+                    message = self._party.take(
+                        (m.ReplicaReady, m.Failed, m.CatalogMsg),
+                        until,
+                        f"replicas {missing} have not joined; is xfer.serve() running for them?",
+                    )
                 except DeadlineExceeded as e:  # told first, or the others would only hear that this rank has left
                     self._party.try_send(m.Failed(m.WireError.of(e, self._party.label)))
                     raise
@@ -128,9 +159,13 @@ class TrainerSession:
     def _take(self, layout: Layout) -> None:
         computed = layout.traced.recipes
         if computed:
-            raise Unsupported("some exported tensors are computed from parameters, which trainers cannot send yet", [
-                f"{r.target} ({self._party.label}): {', '.join(r.ops)} of {', '.join(r.sources)}; merge it into the parameters first"
-                for r in computed])
+            raise Unsupported(
+                "some exported tensors are computed from parameters, which trainers cannot send yet",
+                [
+                    f"{r.target} ({self._party.label}): {', '.join(r.ops)} of {', '.join(r.sources)}; merge it into the parameters first"
+                    for r in computed
+                ],
+            )
         self._layout = layout
 
     def _take_catalog(self, message: m.CatalogMsg) -> None:
@@ -138,8 +173,13 @@ class TrainerSession:
         self._make_inventory()
 
     def _make_inventory(self) -> None:
-        made = trainer_inventory(self._catalog, rank=self.index, host=host_identity(), roots=self._layout.roots,
-                                 fragments=self._layout.traced.fragments)
+        made = trainer_inventory(
+            self._catalog,
+            rank=self.index,
+            host=host_identity(),
+            roots=self._layout.roots,
+            fragments=self._layout.traced.fragments,
+        )
         self._inventory, self._names = made.to_bytes(), [r.name for r in made.roots]
         self._bind(self._layout.tensors)
 
@@ -189,7 +229,9 @@ class TrainerSession:
         """Arm the engines for the next refit now; they stop serving until it has run."""
         self._party.send(m.Prepare(self.attempt + 1))
 
-    def refit(self, *, version: str | int | None, verify: bool, wait: str, min_replicas: int | None, deadline_s: float | None) -> RefitReport:
+    def refit(
+        self, *, version: str | int | None, verify: bool, wait: str, min_replicas: int | None, deadline_s: float | None
+    ) -> RefitReport:
         began = time.perf_counter()
         if self._pending:
             try:
@@ -280,7 +322,11 @@ class TrainerSession:
         if outcome.error is not None:
             raise outcome.error.error()
         if not all([lane.wait_idle(STOP_GRACE_S) for lane in self._party.lanes.values()]):
-            raise PeerLost("a transfer of this rank did not stop: its parameters may still be read", where=self._party.label, drained=False)
+            raise PeerLost(
+                "a transfer of this rank did not stop: its parameters may still be read",
+                where=self._party.label,
+                drained=False,
+            )
         report = self._report(name, tuple(ReplicaOutcome.of(o) for o in outcome.outcomes), began)
         report.raise_unless(want)
         self.version = name
@@ -291,7 +337,11 @@ class TrainerSession:
         until = time.monotonic() + self._seconds + STOP_GRACE_S
         # A lane is idle before Go as well, so idleness alone says nothing: wait until each lane has sent its Done.
         while not self._party.lanes or not all(lane.done_attempt >= number for lane in self._party.lanes.values()):
-            early = [x for x in list(self._party.inbox.queue) if isinstance(x, XferError) or isinstance(x, m.Outcome) and x.attempt == number]
+            early = [
+                x
+                for x in list(self._party.inbox.queue)
+                if isinstance(x, XferError) or isinstance(x, m.Outcome) and x.attempt == number
+            ]
             if early or time.monotonic() > until:
                 return self._finish(number, name, began, want)
             if any(isinstance(x, m.CatalogMsg) for x in list(self._party.inbox.queue)):
@@ -304,14 +354,29 @@ class TrainerSession:
         self._pending, self._pending_version, self._pending_want = number, name, want
         return self._report(name, (), began, pending=True)
 
-    def _report(self, name: str, outcomes: tuple[ReplicaOutcome, ...], began: float, pending: bool = False) -> RefitReport:
+    def _report(
+        self, name: str, outcomes: tuple[ReplicaOutcome, ...], began: float, pending: bool = False
+    ) -> RefitReport:
         lanes = [lane for lane in self._party.lanes.values() if lane.plan is not None]
         full = sum(lane.plan.summary.broadcast_bytes for lane in lanes)
         sent = sum(lane.planned_bytes()[1] for lane in lanes)
-        return RefitReport(self.index, name, time.perf_counter() - began, outcomes, sent, full, sum(lane.extra_bytes for lane in lanes), pending)
+        return RefitReport(
+            self.index,
+            name,
+            time.perf_counter() - began,
+            outcomes,
+            sent,
+            full,
+            sum(lane.extra_bytes for lane in lanes),
+            pending,
+        )
 
     def explain(self) -> str:
-        return "\n\n".join(f"replica {r}\n{lane.plan.explain()}" for r, lane in sorted(self._party.lanes.items()) if lane.plan is not None)
+        return "\n\n".join(
+            f"replica {r}\n{lane.plan.explain()}"
+            for r, lane in sorted(self._party.lanes.items())
+            if lane.plan is not None
+        )
 
     def close(self) -> None:
         self._party.close()

@@ -61,7 +61,9 @@ class Taker(Protocol):
 class WorkerSession:
     role = "worker"
 
-    def __init__(self, model: Taker, replica: int, worker_rank: int, workers: int, rendezvous: str, token: str, deadline_s: float):
+    def __init__(
+        self, model: Taker, replica: int, worker_rank: int, workers: int, rendezvous: str, token: str, deadline_s: float
+    ):
         self.model, self.replica, self.index, self.size = model, replica, worker_rank, workers
         self.rendezvous, self.deadline_s = rendezvous, deadline_s
         self._token = token
@@ -86,22 +88,34 @@ class WorkerSession:
 
     def _join(self) -> None:
         until = time.monotonic() + self.deadline_s
-        self._party = Party(self.rendezvous, self._token, "worker", index=self.index, size=self.size, replica=self.replica,
-                            deadline_s=self.deadline_s, settings=(("data plane", "nccl" if self.device.type == "cuda" else "gloo"),),
-                            torn=self.model.locked)
+        self._party = Party(
+            self.rendezvous,
+            self._token,
+            "worker",
+            index=self.index,
+            size=self.size,
+            replica=self.replica,
+            deadline_s=self.deadline_s,
+            settings=(("data plane", "nccl" if self.device.type == "cuda" else "gloo"),),
+            torn=self.model.locked,
+        )
         self._party.on_lane = self._lane
         self.model.drop = (*self.model.drop, *self._party.welcome.drop)
         first = self._party.take((m.CatalogMsg, m.Failed), until, "the catalog: trainers have not connected yet")
         self._raise_failed(first)
         self._read(first)
         while True:
-            message = self._party.take((m.ReplicaReady, m.Failed, m.CatalogMsg), until, "a plan: another rank is still reading its layout")
+            message = self._party.take(
+                (m.ReplicaReady, m.Failed, m.CatalogMsg), until, "a plan: another rank is still reading its layout"
+            )
             if isinstance(message, m.CatalogMsg):
                 self._read(message)
                 continue
             self._raise_failed(message)
             break
-        self._lock_name = self.model.choose_lock()  # after everyone is known to be alive: it runs the model's own collectives
+        self._lock_name = (
+            self.model.choose_lock()
+        )  # after everyone is known to be alive: it runs the model's own collectives
         self.joined = True
 
     def _raise_failed(self, message: m.Message) -> None:
@@ -112,7 +126,9 @@ class WorkerSession:
         faults.point("worker", self.index, "read")
         self._catalog, self._generation = Catalog.from_bytes(message.catalog), message.generation
         self._publish()
-        self._party.try_send(m.InventoryMsg(self._inventory, message.generation))  # if nobody is there, the inbox says why
+        self._party.try_send(
+            m.InventoryMsg(self._inventory, message.generation)
+        )  # if nobody is there, the inbox says why
 
     def _publish(self) -> None:
         self._stale = True
@@ -133,7 +149,9 @@ class WorkerSession:
         if replica != self.replica:
             return None
         if self._lane_ is None:
-            self._lane_ = self._party.lanes[replica] = Lane(self._party, self, replica, self._party.welcome.trainers + self.index, None)
+            self._lane_ = self._party.lanes[replica] = Lane(
+                self._party, self, replica, self._party.welcome.trainers + self.index, None
+            )
         return self._lane_
 
     def _fail(self, e: BaseException) -> None:

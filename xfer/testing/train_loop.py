@@ -43,10 +43,11 @@ class Task:
 class Trainer:
     """`chunks`: list of DDP-wrapped model chunks (one per virtual stage); `bridge`: the AutoBridge they came from.
 
-    Parallel sizes as Megatron names them. `cp` makes Megatron's groups, and so the layout that a refit sees, but not its
-    model's config, since its CPU attention refuses context parallelism: those ranks then train as further data-parallel ones. `distopt`: distributed optimizer. `overlap`: overlap_grad_reduce and, with
-    `distopt`, overlap_param_gather. `provider` keywords are set on Bridge's model provider before it is finalized
-    (uneven stages: num_layers_in_first_pipeline_stage=1; padded vocabulary: should_pad_vocab=True, load=False).
+    Parallel sizes as Megatron names them. `cp` makes Megatron's groups, and so the layout that a refit sees, but
+    not its model's config, since its CPU attention refuses context parallelism: those ranks then train as further
+    data-parallel ones. `distopt`: distributed optimizer. `overlap`: overlap_grad_reduce and, with `distopt`,
+    overlap_param_gather. `provider` keywords are set on Bridge's model provider before it is finalized (uneven
+    stages: num_layers_in_first_pipeline_stage=1; padded vocabulary: should_pad_vocab=True, load=False).
     """
 
     def __init__(

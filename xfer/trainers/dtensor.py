@@ -37,8 +37,14 @@ class DTensorTrainer:
     replaced parameters are seen. rank, world: default torch.distributed's, 0 and 1 without it.
     """
 
-    def __init__(self, parameters: torch.nn.Module | Callable[[], Mapping[str, torch.Tensor]], *,
-                 rename: Callable[[str], str] = lambda name: name, rank: int | None = None, world: int | None = None):
+    def __init__(
+        self,
+        parameters: torch.nn.Module | Callable[[], Mapping[str, torch.Tensor]],
+        *,
+        rename: Callable[[str], str] = lambda name: name,
+        rank: int | None = None,
+        world: int | None = None,
+    ):
         if isinstance(parameters, torch.nn.Module):
             module = parameters
             self._get = lambda: dict(module.named_parameters())
@@ -64,7 +70,9 @@ class DTensorTrainer:
             name = self._rename(key)
             local = _local(t)
             if type(local) not in (torch.Tensor, torch.nn.Parameter):
-                bad.append(f"{name} (trainer {self.rank}): {type(local).__name__} hides its bytes; dequantize or export it as plain tensors")
+                bad.append(
+                    f"{name} (trainer {self.rank}): {type(local).__name__} hides its bytes; dequantize or export it as plain tensors"
+                )
                 continue
             storage = local.untyped_storage()
             root = roots.setdefault(storage._cdata, Root(name, storage.nbytes()))
@@ -75,10 +83,14 @@ class DTensorTrainer:
             if local is not t and hasattr(t, "placements"):
                 mesh, placements = from_dtensor(t)
                 me = torch.distributed.get_rank()
-                fragments += declared_fragments(name, tuple(t.shape), _dtype(local), mesh, placements, me, root.name, strides, offset)
+                fragments += declared_fragments(
+                    name, tuple(t.shape), _dtype(local), mesh, placements, me, root.name, strides, offset
+                )
             elif local.numel():
                 flat = tuple(0 if n == 1 else s for n, s in zip(local.shape, strides))
-                fragments.append(Fragment(name, (0,) * local.dim(), tuple(local.shape), root.name, offset, flat, _dtype(local)))
+                fragments.append(
+                    Fragment(name, (0,) * local.dim(), tuple(local.shape), root.name, offset, flat, _dtype(local))
+                )
         if bad:
             raise Unsupported("parameters whose bytes cannot be read", bad)
         self._seen = self._snapshot()
@@ -89,13 +101,24 @@ class DTensorTrainer:
         for key, t in self._get().items():
             local = _local(t)
             if local.numel() and not local.untyped_storage().nbytes():
-                raise RebindError(f"{key} (trainer {self.rank}) has no bytes", ["bring offloaded parameters back before the refit"])
-            out.append((key, local.dtype, tuple(local.shape), local.stride(), local.storage_offset(), local.untyped_storage().nbytes(),
-                        local.untyped_storage().data_ptr()))
+                raise RebindError(
+                    f"{key} (trainer {self.rank}) has no bytes", ["bring offloaded parameters back before the refit"]
+                )
+            out.append(
+                (
+                    key,
+                    local.dtype,
+                    tuple(local.shape),
+                    local.stride(),
+                    local.storage_offset(),
+                    local.untyped_storage().nbytes(),
+                    local.untyped_storage().data_ptr(),
+                )
+            )
         return out
 
     def check(self) -> str:
-        """"same", "moved" or "changed"; see session.trainer.Source."""
+        """ "same", "moved" or "changed"; see session.trainer.Source."""
         now = self._snapshot()
         if now == self._seen:
             return "same"
