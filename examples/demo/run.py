@@ -11,6 +11,7 @@ import os
 import queue
 import secrets
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -41,7 +42,14 @@ class Process:
         self.name, self.log = name, work / f"{name}.log"
         self._log = open(self.log, "w")
         self.proc = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stdin=subprocess.PIPE, stderr=self._log, text=True, env=env, cwd=HERE
+            command,
+            stdout=subprocess.PIPE,
+            stdin=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            env=env,
+            cwd=HERE,
+            start_new_session=True,
         )
         threading.Thread(target=self._read, args=(events,), daemon=True).start()
 
@@ -60,12 +68,18 @@ class Process:
         self.proc.stdin.flush()
 
     def stop(self) -> None:
+        """End the process and whatever it started: vLLM's workers outlive a parent that is killed."""
         if self.proc.poll() is None:
             self.proc.terminate()
             try:
                 self.proc.wait(10)
             except subprocess.TimeoutExpired:
-                self.proc.kill()
+                pass
+        try:
+            os.killpg(self.proc.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        self.proc.wait(10)
 
 
 class Show:
