@@ -46,6 +46,15 @@ class Refit:
         """Arm the engines for the next refit now: for loops that know that no request will be waiting."""
         self._session.prepare()
 
+    def release(self) -> None:
+        """Before this rank frees, offloads or replaces its weights: returns when no engine has them mapped and xfer
+        holds no reference to them. The next refit finds them again, wherever they are then. Not collective.
+
+        Needed on GPUs only, where engines map the trainers' memory: freeing it under them is undefined, and keeps its
+        pages. DeadlineExceeded, PeerLost.
+        """
+        self._session.release()
+
     def explain(self) -> str:
         """What moves where, per replica, for a person to read."""
         return self._session.explain()

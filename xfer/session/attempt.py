@@ -12,6 +12,7 @@ Presumed abort: a worker that never hears `Commit` never installs. The decision 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -46,6 +47,7 @@ class Run:
     settled: m.Settled | None = None
     dirty: bool = False
     verified: bool = False
+    readers: dict[int, m.Reader] = field(default_factory=dict)  # workers that may read trainers' storages
 
     @property
     def over(self) -> bool:
@@ -111,7 +113,7 @@ class Attempt:
             self.deadline_s, self.began = msg.deadline_s, time.monotonic()
             self._deadline(msg.deadline_s)
         self.entered[index] = msg
-        self.hub.take_changes(client, msg.specs, msg.inventory, msg.generation)
+        self.hub.take_changes(client, msg, msg.specs)
         if len(self.entered) == self.hub.options.trainers:
             odd = [
                 f"trainer {i}: version {e.version!r}, verify={e.verify}"
@@ -148,6 +150,8 @@ class Attempt:
         if isinstance(msg, m.Armed):
             self._armed(client, run, msg)
         elif isinstance(msg, m.Done):
+            if h.role == "worker":
+                self._has_read(run, h.index)
             if run.state == "moving":
                 run.done[client.label] = msg
                 self._decide(run)
@@ -159,6 +163,8 @@ class Attempt:
                 run.replica.controller.send(m.Commit(run.replica.index, self.number, self.version))
         elif isinstance(msg, m.Stopped):
             run.stopped[h.index] = msg.dirty
+            if msg.drained:
+                run.readers.pop(h.index, None)
             self._stopped(run)
             if run.state == "committing":
                 self._torn(
@@ -169,7 +175,7 @@ class Attempt:
         self.finish_if_over()
 
     def _armed(self, client: Client, run: Run, msg: m.Armed) -> None:
-        self.hub.take_changes(client, b"", msg.inventory, msg.generation)
+        self.hub.take_changes(client, msg)
         if run.state != "arming":
             client.send(
                 m.Abort(
@@ -199,14 +205,19 @@ class Attempt:
             if r.stale:
                 if r.complete and len(self.hub.trainer_inventories) == self.hub.options.trainers:
                     self.hub.planning.plan(r)
-            elif r.relink:
-                self.hub.planning.relink(r)
+            elif r.relink or r.reopen:
+                self.hub.planning.relink(r, fresh=r.relink)
             elif r.state == "ready":
+                run.readers = {i: m.Reader(c.label, c.hello.host, c.hello.pid) for i, c in r.workers.items()}
                 run.state, run.go_at = "moving", time.monotonic()
                 left = max(1.0, self.until - time.monotonic())
                 self.hub.broadcast(
                     self.hub.domain(r), m.Go(r.index, self.number, r.epoch, self.version, self.verify, left)
                 )
+
+    def _has_read(self, run: Run, worker: int) -> None:
+        if run.readers.pop(worker, None) and not run.readers:
+            self.hub.broadcast(self.hub.trainers.values(), m.Drained(run.replica.index, self.number))
 
     def _decide(self, run: Run) -> None:
         if len(run.done) < len(self.hub.domain(run.replica)):
@@ -388,6 +399,7 @@ class Attempt:
             max(0.0, run.decided_at - run.go_at) if run.decided_at else 0.0, s.outage_s if s else 0.0,
             sum(per_worker), per_worker, phases, run.verified, run.dirty and not ok,
             None if ok else m.WireError.of(run.error, "rendezvous"),
+            _routes(run.done.values()), tuple(run.readers.values()),
         )  # fmt: skip
 
     # ---- telling
@@ -441,3 +453,12 @@ class Attempt:
             )
         run = self.runs.get(h.replica)
         return run.state if run else "idle"
+
+
+def _routes(done: Iterable[m.Done]) -> tuple[m.RouteBytes, ...]:
+    """Over all ranks: bytes add up, the slowest rank's seconds count."""
+    out: dict[str, m.RouteBytes] = {}
+    for r in (r for d in done for r in d.routes):
+        old = out.get(r.route, m.RouteBytes(r.route, 0, 0.0))
+        out[r.route] = m.RouteBytes(r.route, old.nbytes + r.nbytes, max(old.seconds, r.seconds))
+    return tuple(out[k] for k in sorted(out))

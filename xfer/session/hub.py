@@ -207,6 +207,7 @@ class Hub:
         client.finish()
         self.clients.discard(client)
         self.store.drop(client)
+        self.planning.closed(client)
         h = client.hello
         if h is None or h.role == "observer":
             return
@@ -345,8 +346,12 @@ class Hub:
             self.replicas[h.replica].inventories[h.index] = data
             self.replicas[h.replica].stale = True
 
-    def take_changes(self, client: Client, specs: bytes, inventory: bytes, generation: int) -> None:
+    def take_changes(self, client: Client, msg: m.Enter | m.Armed, specs: bytes = b"") -> None:
         """What a rank found changed on entry. Kept whatever becomes of the attempt: the rank will not say it again."""
+        inventory, generation, h = msg.inventory, msg.generation, client.hello
+        if msg.rebound:
+            for r in self.replicas.values() if h.role == "trainer" else [self.replicas[h.replica]]:
+                r.reopen = True
         if specs:
             self.specs[client.hello.index] = specs
             self.trainer_inventories.pop(client.hello.index, None)  # a new one follows the catalog
@@ -371,6 +376,12 @@ class Hub:
 
     def _on_LinkOpen(self, client: Client, msg: m.LinkOpen) -> None:
         self.planning.link_open(client, msg)
+
+    def _on_Release(self, client: Client, _: m.Release) -> None:
+        self.planning.release(client)
+
+    def _on_RoutesClosed(self, client: Client, _: m.RoutesClosed) -> None:
+        self.planning.closed(client)
 
     def _on_Failed(self, client: Client, msg: m.Failed) -> None:
         error = msg.error.error()
@@ -414,11 +425,11 @@ class Hub:
 
     def _on_Enter(self, client: Client, msg: m.Enter) -> None:
         if msg.attempt in self.finished:
-            self.take_changes(client, msg.specs, msg.inventory, msg.generation)
+            self.take_changes(client, msg, msg.specs)
             client.send(self.finished[msg.attempt])
             return
         if self.attempt is not None and self.attempt.number != msg.attempt:
-            self.take_changes(client, msg.specs, msg.inventory, msg.generation)
+            self.take_changes(client, msg, msg.specs)
             late = ProtocolError(
                 f"{client.label} entered attempt {msg.attempt} while attempt {self.attempt.number} is running",
                 ["every trainer rank must call nccl_xfer_refit() the same number of times"],
@@ -480,6 +491,6 @@ _SENDERS: dict[type, tuple[str, ...]] = {
     m.Specs: ("trainer",), m.InventoryMsg: _BOTH, m.Planned: _BOTH, m.LinkOpen: _BOTH, m.Prepare: ("trainer",), m.Enter: ("trainer",),
     m.Armed: ("worker",), m.Progress: _BOTH, m.Done: _BOTH, m.Committed: ("worker",), m.Stopped: ("worker",),
     m.Settled: ("controller",), m.Failed: ("trainer", "worker", "controller"), m.Leave: _ALL, m.StoreSet: _BOTH, m.StoreGet: _BOTH,
-    m.StoreAdd: _BOTH, m.StoreCheck: _BOTH, m.StatusAsk: _ALL,
+    m.StoreAdd: _BOTH, m.StoreCheck: _BOTH, m.StatusAsk: _ALL, m.Release: ("trainer",), m.RoutesClosed: ("worker",),
 }  # fmt: skip
 """Which role may send what. A message that is not listed comes from the hub only."""

@@ -20,12 +20,13 @@ from xfer.errors import PeerLost, PlanMismatch, XferError
 from xfer.plan.cache import PlanCache
 from xfer.plan.inventory import Inventory
 from xfer.plan.planner import PlanOptions, SubPlan, plan_replica
+from xfer.plan.program import Program
 from xfer.session import faults
 from xfer.session import messages as m
 from xfer.session.store import HubStore
 from xfer.trace.catalog import Catalog
-from xfer.transport.group import open_group
-from xfer.transport.p2p import P2P
+from xfer.transport import routes
+from xfer.transport.group import Link
 
 PROGRESS_S = 0.5
 """Seconds between two progress messages of a running transfer."""
@@ -49,7 +50,7 @@ class Side(Protocol):
     def before(self, go: m.Go, plan: SubPlan) -> None:
         """Just before the first byte may move."""
 
-    def after(self, go: m.Go, plan: SubPlan, joint_rank: int, p2p: P2P) -> tuple[m.Checksum, ...]:
+    def after(self, go: m.Go, plan: SubPlan, program: Program) -> tuple[m.Checksum, ...]:
         """After the last byte has: recipes, checksums when `go.verify`."""
 
 
@@ -60,8 +61,13 @@ class Lane:
         self.labels: tuple[str, ...] = ()
         self.done_attempt = 0
         self.plan: SubPlan | None = None
+        self._program: Program | None = None
         self.plan_seconds = 0.0
-        self._link, self._p2p, self._bound = None, None, -1
+        self.go_attempt = 0  # begun
+        self.drained_attempt = 0  # set by the party: the workers have read what they will read
+        self._link: Link | None = None
+        self._routed: routes.Routed | None = None
+        self._bound = -1  # binding generation that the routes were opened for
         self._queue: queue.Queue = queue.Queue()
         self._idle = threading.Event()
         self._idle.set()
@@ -87,7 +93,9 @@ class Lane:
             if epoch is not None and epoch < self._epoch:
                 return
             self._cancelled = error
-            link = self._link
+            link, routed = self._link, self._routed
+        if routed is not None:
+            routed.stop()
         if link is not None:
             link.abort()
 
@@ -105,7 +113,36 @@ class Lane:
     @property
     def extra_bytes(self) -> int:
         """Bytes of buffers that this lane holds beside the model."""
-        return self._p2p.extra_bytes if self._p2p is not None else 0
+        return self._routed.extra_bytes if self._routed is not None else 0
+
+    @property
+    def pulled_out(self) -> int:
+        """Bytes of this rank that takers read by themselves in each refit."""
+        return self._routed.plan.pulled_out if self._routed is not None else 0
+
+    @property
+    def free_attempt(self) -> int:
+        """The last attempt in which nobody reads this rank's storages any more."""
+        return min(self.done_attempt, self.drained_attempt) if self.pulled_out else self.done_attempt
+
+    @property
+    def drained(self) -> bool:
+        """False: a pull of this rank did not leave the device, and may go on reading."""
+        return self._routed is None or self._routed.drained
+
+    def rebound(self) -> bool:
+        """Whether the routes were opened for storages that lie elsewhere now. Then all ranks must open them again."""
+        return self._routed is not None and (self._bound != self.side.roots()[0] or bool(self._routed.stale()))
+
+    def explain(self) -> str:
+        """The plan, and what goes which way."""
+        how = self._routed.plan.explain() if self._routed is not None else ""
+        return "\n".join([self.plan.explain(), *([how] if how else [])])
+
+    def forget_routes(self) -> None:
+        """Lets go of this rank's storages; only when idle, and after every taker has unmapped them."""
+        with self._lock:
+            self._routed, self._bound = None, -1
 
     def close(self) -> None:
         self.cancel(PeerLost("closed"), None)
@@ -128,6 +165,8 @@ class Lane:
                         self._do_plan(message)
                     elif isinstance(message, m.OpenLink):
                         self._do_link(message)
+                    elif isinstance(message, m.CloseRoutes):
+                        self._do_close_routes()
                     elif isinstance(message, m.Go):
                         self._do_go(message)
             except Exception as e:
@@ -162,6 +201,7 @@ class Lane:
         digest = self.plan.digest
         if faults.wants(self.side.role, self.side.index, "digest"):
             digest = digest[::-1]
+        self._program = self.plan.program(self.joint_rank)
         self.plan_seconds = time.perf_counter() - t0
         self.labels = (
             *(f"trainer {i}" for i in range(len(sources))),
@@ -175,7 +215,6 @@ class Lane:
         faults.point(self.side.role, self.side.index, "link")
         if self.plan is None:
             raise PlanMismatch("asked to open a link without a plan")
-        self._close_link()
         store = HubStore(
             self.party.channel,
             self.party.replies,
@@ -183,29 +222,59 @@ class Lane:
             self._deadline_s,
             lambda: self._cancelled is not None,
         )
-        link = open_group(store, self.joint_rank, len(self.labels), self._deadline_s, self.side.device, self.labels)
-        with self._lock:
-            self._link = link
+        rank, size, device = self.joint_rank, len(self.labels), self.side.device
+        # Kept until all takers have unmapped: it holds this rank's old storages.
+        old = self._close_routes()
+        if o.fresh:
+            self._close_link()
+            link = routes.open_link(store, rank, size, self._deadline_s, device, self.labels)
+            with self._lock:
+                self._link = link
+        elif self._link is None:
+            raise PlanMismatch("asked to open routes over a link that is not there", where=self.party.label)
         self._check()
-        self._bind()
+        self._open_routes(store)
+        del old
         self.party.send(m.LinkOpen(self.replica, o.epoch))
 
-    def _bind(self) -> None:
+    def _open_routes(self, store: HubStore) -> None:
+        """Collective over the domain, in the same order on all ranks."""
         generation, roots = self.side.roots()
         if self.side.inventory() != self._planned_from:
             raise PlanMismatch(
                 "this rank's layout is not the one that the plan was made from; nothing was moved",
                 where=self.party.label,
             )
-        if self._p2p is None or self._bound != generation:
-            self._p2p = P2P(self._link, self.plan.program(self.joint_rank), roots)
-            self._bound = generation
+        self._bound = generation
+        exchange = routes.exchange_for(self._link, store, self._deadline_s, "routes")
+        routed = routes.open_routes(self._link, self._program, roots, exchange)
+        with self._lock:
+            self._routed = routed
+        self._check()  # a cancel that came meanwhile has seen no routes to stop
+
+    def _do_close_routes(self) -> None:
+        old = self._close_routes()
+        if old is None or old.drained:
+            self.party.send(m.RoutesClosed(self.replica))
+
+    def _close_routes(self) -> routes.Routed | None:
+        """Unmaps what this rank has mapped. Returns the routes, which still hold its own storages."""
+        with self._lock:
+            old, self._routed, self._bound = self._routed, None, -1
+        if old is not None:
+            old.close()
+        return old
 
     def _do_go(self, go: m.Go) -> None:
         self._check()
+        self.go_attempt = go.attempt
         until = time.monotonic() + go.deadline_s + 2.0  # the hub's own deadline comes first: it knows who is late
-        self._bind()
-        self._check()
+        routed = self._routed
+        if routed is None or self._bound != self.side.roots()[0]:
+            raise PlanMismatch(
+                "storages of this rank moved and the routes to them were not opened again; nothing was moved",
+                where=self.party.label,
+            )
         self.side.before(go, self.plan)
         planned = sum(self.planned_bytes())
         said = 0.0
@@ -220,10 +289,10 @@ class Lane:
 
         self.party.try_send(m.Progress(self.replica, go.attempt, "moving", 0, 0, planned))
         faults.point(self.side.role, self.side.index, "moving")
-        stats = self._p2p.run(until, lambda: self._cancelled is not None, progress)
+        stats = routed.run(until, lambda: self._cancelled is not None, progress)
         t0 = time.perf_counter()
         self._check()
-        sums = self.side.after(go, self.plan, self.joint_rank, self._p2p)
+        sums = self.side.after(go, self.plan, self._program)
         faults.point(self.side.role, self.side.index, "done")
         self._check()
         self.party.send(
@@ -237,12 +306,19 @@ class Lane:
                 stats.unpack_s,
                 time.perf_counter() - t0,
                 sums,
+                self._brought(routed.report),
             )
         )
         self.done_attempt = go.attempt
 
+    def _brought(self, r: routes.RouteReport) -> tuple[m.RouteBytes, ...]:
+        wire = "nccl" if self.side.device.type == "cuda" else "gloo"
+        some = (("peer", r.pulled_bytes, r.pull_s), (wire, r.p2p_bytes, r.p2p_s))
+        return tuple(m.RouteBytes(name, n, seconds) for name, n, seconds in some if n)
+
     def _close_link(self) -> None:
+        self._close_routes()
         with self._lock:
-            link, self._link, self._p2p, self._bound = self._link, None, None, -1
+            link, self._link = self._link, None
         if link is not None:
             link.close()

@@ -17,7 +17,7 @@ from msgspec import Meta, Struct
 
 from xfer.errors import ProtocolError, XferError, from_wire
 
-WIRE_VERSION = 1
+WIRE_VERSION = 2
 MAX_FRAME = 1 << 30
 """Bytes of one control frame; an inventory of a 30 B model's rank is about 1.5 MB."""
 MAX_STORE_VALUE = 1 << 16
@@ -134,10 +134,12 @@ class Planned(_Message):
 
 
 class OpenLink(_Message):
-    """hub -> domain: digests agree; open the data link of this epoch."""
+    """hub -> domain: digests agree; open the data link of this epoch, and the routes over it. `fresh` False: the link
+    of the last epoch stands, only the routes are opened again, since some rank's storages lie elsewhere now."""
 
     replica: Count
     epoch: Count
+    fresh: bool = True
 
 
 class LinkOpen(_Message):
@@ -179,6 +181,7 @@ class Enter(_Message):
     specs: Blob = b""
     inventory: Blob = b""
     generation: Count = 0
+    rebound: bool = False  # same layout, but what the routes were opened for lies elsewhere now
 
 
 class Arm(_Message):
@@ -194,6 +197,7 @@ class Armed(_Message):
     attempt: Count
     inventory: Blob = b""
     generation: Count = 0
+    rebound: bool = False
 
 
 class Go(_Message):
@@ -223,8 +227,16 @@ class Checksum(Struct, frozen=True, forbid_unknown_fields=True):
     value: Annotated[bytes, Meta(min_length=8, max_length=8)]
 
 
+class RouteBytes(Struct, frozen=True, forbid_unknown_fields=True):
+    """What one route brought, and how long that took; routes run beside each other."""
+
+    route: Name
+    nbytes: Bytes64
+    seconds: Seconds
+
+
 class Done(_Message):
-    """domain -> hub: my part of the program has run; nobody reads or writes my storage any more."""
+    """domain -> hub: my part of the program has run. From a worker: it reads no trainer's storage any more."""
 
     replica: Count
     attempt: Count
@@ -235,6 +247,14 @@ class Done(_Message):
     unpack_s: Seconds
     verify_s: Seconds = 0.0
     checksums: Annotated[tuple[Checksum, ...], Meta(max_length=65536)] = ()
+    routes: Annotated[tuple[RouteBytes, ...], Meta(max_length=8)] = ()
+
+
+class Drained(_Message):
+    """hub -> trainers: all workers of the replica are done; none of them reads your storage any more."""
+
+    replica: Count
+    attempt: Count
 
 
 class Commit(_Message):
@@ -262,11 +282,13 @@ class Abort(_Message):
 
 
 class Stopped(_Message):
-    """worker -> hub, after an abort: nothing of this attempt will be written any more. `dirty`: live bytes were written."""
+    """worker -> hub, after an abort: nothing of this attempt will be written any more. `dirty`: live bytes were written.
+    `drained` False: a kernel of mine may go on reading trainers' storages."""
 
     replica: Count
     attempt: Count
     dirty: bool
+    drained: bool = True
 
 
 class Settle(_Message):
@@ -295,6 +317,14 @@ class Failed(_Message):
     replica: Annotated[int, Meta(ge=-1, lt=1 << 31)] = -1
 
 
+class Reader(Struct, frozen=True, forbid_unknown_fields=True):
+    """A worker that may still read trainers' storages."""
+
+    label: Name
+    host: Name
+    pid: Count
+
+
 class OutcomeMsg(Struct, frozen=True, forbid_unknown_fields=True):
     """What became of one replica in one attempt; seconds on the clocks that `session/report.py` explains."""
 
@@ -310,6 +340,8 @@ class OutcomeMsg(Struct, frozen=True, forbid_unknown_fields=True):
     verified: bool = False
     dirty: bool = False
     error: WireError | None = None
+    routes: Annotated[tuple[RouteBytes, ...], Meta(max_length=8)] = ()
+    readers: Annotated[tuple[Reader, ...], Meta(max_length=65536)] = ()  # began and never said that they ended
 
 
 class Outcome(_Message):
@@ -319,6 +351,24 @@ class Outcome(_Message):
     version: Name
     outcomes: Annotated[tuple[OutcomeMsg, ...], Meta(max_length=65536)]
     error: WireError | None = None
+
+
+class Release(_Message):
+    """trainer -> hub: my storages are about to be freed; let every worker unmap them. Answered by `Released`."""
+
+
+class CloseRoutes(_Message):
+    """hub -> worker: unmap the trainers' storages. Answered by `RoutesClosed`."""
+
+    replica: Count
+
+
+class RoutesClosed(_Message):
+    replica: Count
+
+
+class Released(_Message):
+    """hub -> trainer: nobody has your storages mapped any more."""
 
 
 class Leave(_Message):
@@ -383,7 +433,7 @@ class StatusReply(_Message):
 
 Message = (
     Hello | Welcome | Refused | Specs | CatalogMsg | InventoryMsg | PlanInputs | Planned | OpenLink | LinkOpen | ReplicaReady
-    | Prepare | Enter | Arm | Armed | Go | Progress | Done | Commit | Committed | Abort | Stopped | Settle | Settled | Failed
+    | Prepare | Enter | Arm | Armed | Go | Progress | Done | Drained | Release | CloseRoutes | RoutesClosed | Released | Commit | Committed | Abort | Stopped | Settle | Settled | Failed
     | Outcome | Leave | StoreSet | StoreGet | StoreAdd | StoreCheck | StoreReply | StatusAsk | StatusReply
 )  # fmt: skip
 

@@ -92,7 +92,12 @@ class Party:
             lane = self.lanes.get(message.replica)
             if lane is not None:
                 lane.cancel(message.error.error(), message.epoch)
-        elif isinstance(message, m.PlanInputs | m.OpenLink | m.Go):
+        elif isinstance(message, m.Drained):
+            lane = self.lanes.get(message.replica)
+            if lane is not None:
+                lane.drained_attempt = message.attempt
+            return
+        elif isinstance(message, m.PlanInputs | m.OpenLink | m.Go | m.CloseRoutes):
             lane = self.on_lane(message.replica)
             if lane is not None:
                 lane.post(message)

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 class Planning:
     def __init__(self, hub: Hub):
         self.hub = hub
+        self._closing: set[Client] = set()  # workers that have not unmapped yet
+        self._releasing: set[Client] = set()  # trainers that wait for them
 
     def plan(self, replica: Replica) -> None:
         """Start a planning epoch for a replica whose inventories are all here."""
@@ -97,18 +99,42 @@ class Planning:
         replica.digest = next(iter(replica.digests.values()))
         self.link(replica)
 
-    def link(self, replica: Replica) -> None:
-        replica.state, replica.relink, replica.pending = "linking", False, set(self.hub.domain(replica))
+    def link(self, replica: Replica, fresh: bool = True) -> None:
+        replica.state, replica.pending = "linking", set(self.hub.domain(replica))
+        replica.relink = replica.reopen = False
         self.hub.store.forget(f"r{replica.index}/")
-        self.hub.broadcast(self.hub.domain(replica), m.OpenLink(replica.index, replica.epoch))
+        self.hub.broadcast(self.hub.domain(replica), m.OpenLink(replica.index, replica.epoch, fresh))
 
-    def relink(self, replica: Replica) -> None:
-        """The plan stands, the communicator of the last attempt does not: a new epoch with the same digest."""
+    def relink(self, replica: Replica, fresh: bool) -> None:
+        """The plan stands: a new epoch with the same digest. `fresh`: the communicator of the last attempt is broken;
+        else only routes are opened again, all ranks together, since each end must know what the other can map."""
         replica.epoch += 1
         replica.until = time.monotonic() + self.hub.options.deadline_s
         epoch = replica.epoch
         self.hub.at(replica.until, lambda: self._late(replica, epoch))
-        self.link(replica)
+        self.link(replica, fresh)
+
+    # ---- unmapping before trainers free
+
+    def release(self, client: Client) -> None:
+        """Every worker unmaps; then all trainers that asked are told, and routes are opened again by the next refit."""
+        if any(r.state in ("planning", "linking") for r in self.hub.replicas.values()):
+            self.hub.at(time.monotonic() + 0.02, lambda: self.release(client))  # what is being opened is closed after
+            return
+        self._releasing.add(client)
+        for r in self.hub.replicas.values():
+            if r.state == "ready" and not r.reopen:
+                r.reopen = True
+                self._closing |= set(r.workers.values())
+                self.hub.broadcast(r.workers.values(), m.CloseRoutes(r.index))
+        self.closed(None)
+
+    def closed(self, client: Client | None) -> None:
+        """This worker has unmapped, or is gone."""
+        self._closing.discard(client)
+        if not self._closing:
+            waiting, self._releasing = self._releasing, set()
+            self.hub.broadcast(waiting, m.Released())
 
     def link_open(self, client: Client, msg: m.LinkOpen) -> None:
         replica = self.hub.replicas[msg.replica]

@@ -14,6 +14,20 @@ from xfer.session import messages as m
 
 
 @dataclass(frozen=True, slots=True)
+class RouteTaken:
+    """What one route ("peer", "nccl", "gloo") brought to all workers of a replica. `seconds`: of the slowest of them;
+    routes run beside each other."""
+
+    route: str
+    bytes: int
+    seconds: float
+
+    def __str__(self) -> str:
+        rate = f" at {self.bytes / self.seconds / 1e9:.1f} GB/s" if self.seconds else ""
+        return f"{self.route}: {self.bytes:,} bytes in {self.seconds * 1e3:.2f} ms{rate}"
+
+
+@dataclass(frozen=True, slots=True)
 class ReplicaOutcome:
     """What became of one replica. `version`: what it serves now, empty when it serves nothing."""
 
@@ -29,6 +43,7 @@ class ReplicaOutcome:
     verified: bool
     dirty: bool
     error: XferError | None
+    routes: tuple[RouteTaken, ...] = ()
 
     @classmethod
     def of(cls, o: m.OutcomeMsg) -> ReplicaOutcome:
@@ -45,6 +60,7 @@ class ReplicaOutcome:
             o.verified,
             o.dirty,
             o.error.error() if o.error else None,
+            tuple(RouteTaken(r.route, r.nbytes, r.seconds) for r in o.routes),
         )
 
 
@@ -79,6 +95,12 @@ class RefitReport:
         """Gigabytes (1e9) a second over the slowest replica's transfer clock; 0 when nothing was moved."""
         return self.bytes / self.transfer_s / 1e9 if self.transfer_s else 0.0
 
+    def routes(self) -> str:
+        """One line per replica: which route carried which bytes at what rate, all its workers together."""
+        return "\n".join(
+            f"replica {o.replica}: {'; '.join(map(str, o.routes)) or 'nothing came over a wire'}" for o in self.outcomes
+        )
+
     @property
     def committed(self) -> int:
         return sum(o.committed for o in self.outcomes)
@@ -96,6 +118,10 @@ class RefitReport:
         }  # fmt: skip
         for name in dict.fromkeys(n for o in self.outcomes for n, _ in o.phases):
             out[f"{name}_s"] = max(s for o in self.outcomes for n, s in o.phases if n == name)
+        for name in dict.fromkeys(r.route for o in self.outcomes for r in o.routes):
+            taken = [r for o in self.outcomes for r in o.routes if r.route == name]
+            out[f"route/{name}_bytes"] = float(sum(r.bytes for r in taken))
+            out[f"route/{name}_s"] = max(r.seconds for r in taken)
         return {prefix + k: v for k, v in out.items()}
 
     def raise_unless(self, min_replicas: int) -> None:

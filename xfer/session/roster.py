@@ -78,6 +78,7 @@ class Replica:
     error: XferError | None = None
     until: float = 0.0
     relink: bool = False  # plan is still right, the communicator is not
+    reopen: bool = False  # the communicator too, but storages moved: routes must be opened again
     stale: bool = False  # an inventory came after the plan was made: only a new plan may run
 
     @property

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -17,6 +18,7 @@ from xfer.kernels.checksum import checksum_rows
 from xfer.plan.cache import PlanCache
 from xfer.plan.inventory import trainer_inventory
 from xfer.plan.planner import SubPlan
+from xfer.plan.program import Program
 from xfer.plan.table import padded_shapes
 from xfer.session import faults
 from xfer.session import messages as m
@@ -24,12 +26,12 @@ from xfer.session.attempt import SETTLE_GRACE_S, STOP_GRACE_S
 from xfer.session.hub import Hub
 from xfer.session.lane import Lane
 from xfer.session.party import Party, host_identity
+from xfer.session.readers import still_reading
 from xfer.session.report import RefitReport, ReplicaOutcome
 from xfer.session.roster import HubOptions
 from xfer.trace.catalog import Catalog
 from xfer.trace.fragment import Root
 from xfer.trace.traced import Traced
-from xfer.transport.p2p import P2P
 
 
 class Layout(Protocol):
@@ -87,6 +89,8 @@ class TrainerSession:
         self._pending, self._pending_version, self._pending_want = 0, "", 0
         self._stale = False  # a layout was being read again and that did not end well
         self._specs = b""
+        self._released = False
+        self._quarantine: list[list[torch.Tensor]] = []  # storages that somebody may still read
         settings = (
             ("bucket_bytes", str(bucket_bytes)),
             ("data plane", "nccl" if self.device.type == "cuda" else "gloo"),
@@ -210,13 +214,13 @@ class TrainerSession:
     def before(self, go: m.Go, plan: SubPlan) -> None:
         pass
 
-    def after(self, go: m.Go, plan: SubPlan, joint_rank: int, p2p: P2P) -> tuple[m.Checksum, ...]:
+    def after(self, go: m.Go, plan: SubPlan, program: Program) -> tuple[m.Checksum, ...]:
         if not go.verify:
             return ()
-        rows, shapes, first = p2p.program.rows, padded_shapes(self._catalog), plan.trainers
+        rows, shapes, first = program.rows, padded_shapes(self._catalog), plan.trainers
         out = []
         for worker in range(plan.workers):
-            mine = rows[(rows["src"] == joint_rank) & (rows["dst"] == first + worker)]
+            mine = rows[(rows["src"] == program.rank) & (rows["dst"] == first + worker)]
             value = checksum_rows(mine, self._roots, "src", shapes)
             if faults.wants("trainer", self.index, "checksum"):
                 value ^= 1
@@ -255,7 +259,10 @@ class TrainerSession:
             self._party.try_send(m.Failed(m.WireError.of(e, self._party.label), number))
             raise
         want = self.replicas if min_replicas is None else min_replicas
-        self._party.send(m.Enter(number, name, verify, want, seconds, drained, specs, inventory, self._generation))
+        rebound = any(lane.rebound() for lane in self._party.lanes.values())
+        self._party.send(
+            m.Enter(number, name, verify, want, seconds, drained, specs, inventory, self._generation, rebound)
+        )
         if wait == "sources":
             return self._until_sources_free(number, name, began, want)
         return self._finish(number, name, began, want)
@@ -266,6 +273,9 @@ class TrainerSession:
         The adapter remembers what it was last asked for, so whatever fails here must be read again by the next call.
         """
         state = "changed" if self._stale else self.source.check()
+        if state == "same" and self._released:
+            state = "moved"  # or not; its storages were let go of
+        self._released = False
         if state == "same":
             return b"", b""
         self._stale = True
@@ -293,6 +303,13 @@ class TrainerSession:
                 message = self._party.take((m.Outcome, m.CatalogMsg, m.Failed), until, "the outcome of this refit")
             except (DeadlineExceeded, PeerLost) as e:
                 self._stop_lanes(e)
+                if any(lane.free_attempt < number <= lane.go_attempt for lane in self._party.lanes.values()):
+                    raise PeerLost(
+                        f"{e.message}; workers may still read this rank's parameters",
+                        e.violations,
+                        where=self._party.label,
+                        drained=False,
+                    ) from e
                 raise
             if isinstance(message, m.CatalogMsg):
                 self._answer(message, number)
@@ -327,16 +344,55 @@ class TrainerSession:
                 where=self._party.label,
                 drained=False,
             )
+        self._quarantine_if_read(outcome)
         report = self._report(name, tuple(ReplicaOutcome.of(o) for o in outcome.outcomes), began)
         report.raise_unless(want)
         self.version = name
         return report
 
+    def _quarantine_if_read(self, outcome: m.Outcome) -> None:
+        """PeerLost(drained=False) when a worker may still read this rank's storages; they are kept alive then."""
+        readers = [
+            r
+            for o in outcome.outcomes
+            if (lane := self._party.lanes.get(o.replica)) is not None and lane.pulled_out
+            for r in o.readers
+        ]
+        if readers and (left := still_reading(readers)):
+            self._quarantine.append(self._roots)
+            raise PeerLost(
+                "workers may still read this rank's parameters: do not write or free them before those have ended",
+                left,
+                where=self._party.label,
+                drained=False,
+            )
+
+    def release(self) -> None:
+        """See `Refit.release`."""
+        until = time.monotonic() + self.deadline_s
+        if not all([lane.wait_idle(self.deadline_s) for lane in self._party.lanes.values()]):
+            raise DeadlineExceeded("a transfer of this rank is still running", where=self._party.label)
+        self._party.send(m.Release())
+        kept = []
+        try:
+            while not isinstance(
+                message := self._party.take((m.Released, m.Outcome, m.Failed), until, "every worker to unmap"),
+                m.Released,
+            ):
+                kept.append(message)
+        finally:
+            for message in kept:  # of a refit that returned early, or a replica that is gone: for the next call
+                self._party.inbox.put(message)
+        for lane in self._party.lanes.values():
+            lane.forget_routes()
+        self._roots, self._released = [], True
+        self._layout = replace(self._layout, tensors={})
+
     def _until_sources_free(self, number: int, name: str, began: float, want: int) -> RefitReport:
         """Return when this rank's storage is no longer read; the outcome is collected by the next call."""
         until = time.monotonic() + self._seconds + STOP_GRACE_S
         # A lane is idle before Go as well, so idleness alone says nothing: wait until each lane has sent its Done.
-        while not self._party.lanes or not all(lane.done_attempt >= number for lane in self._party.lanes.values()):
+        while not self._party.lanes or not all(lane.free_attempt >= number for lane in self._party.lanes.values()):
             early = [
                 x
                 for x in list(self._party.inbox.queue)
@@ -373,9 +429,7 @@ class TrainerSession:
 
     def explain(self) -> str:
         return "\n\n".join(
-            f"replica {r}\n{lane.plan.explain()}"
-            for r, lane in sorted(self._party.lanes.items())
-            if lane.plan is not None
+            f"replica {r}\n{lane.explain()}" for r, lane in sorted(self._party.lanes.items()) if lane.plan is not None
         )
 
     def close(self) -> None:

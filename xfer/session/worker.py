@@ -17,6 +17,7 @@ from xfer.errors import DeadlineExceeded, PeerLost, XferError
 from xfer.kernels.checksum import checksum_rows
 from xfer.plan.inventory import engine_inventory
 from xfer.plan.planner import SubPlan
+from xfer.plan.program import Program
 from xfer.plan.rows import footprint_rows
 from xfer.plan.table import padded_shapes
 from xfer.session import faults
@@ -25,7 +26,6 @@ from xfer.session.attempt import STOP_GRACE_S
 from xfer.session.lane import Lane
 from xfer.session.party import Party, host_identity
 from xfer.trace.catalog import Catalog
-from xfer.transport.p2p import P2P
 
 logger = logging.getLogger("xfer")
 
@@ -175,7 +175,7 @@ class WorkerSession:
         self.model.synchronize()
         self.model.engage_lock()
 
-    def after(self, go: m.Go, plan: SubPlan, joint_rank: int, p2p: P2P) -> tuple[m.Checksum, ...]:
+    def after(self, go: m.Go, plan: SubPlan, program: Program) -> tuple[m.Checksum, ...]:
         # What the trainers sent is checked where it landed, before the loader's own arithmetic runs over scratch.
         out: tuple[m.Checksum, ...] = ()
         if go.verify:
@@ -200,7 +200,7 @@ class WorkerSession:
                 lane.cancel(self.error, None)
                 lane.wait_idle(STOP_GRACE_S)
             if self._party is not None:
-                self._party.try_send(m.Stopped(self.replica, attempt, self.model.locked))
+                self._party.try_send(self._stopped(attempt))
 
     def _receive(self, attempt: int, deadline_s: float) -> None:
         if self._party is None or not self.joined:
@@ -209,7 +209,7 @@ class WorkerSession:
         self.model.synchronize()
         inventory = self._refresh()
         faults.point("worker", self.index, "arm")
-        party.send(m.Armed(attempt, inventory, self._generation))
+        party.send(m.Armed(attempt, inventory, self._generation, self._lane_.rebound()))
         while True:
             message = party.take((m.Commit, m.Abort, m.Failed, m.CatalogMsg), until, "the decision of this refit")
             if isinstance(message, m.CatalogMsg):
@@ -229,8 +229,12 @@ class WorkerSession:
                 lane = self._lane_
                 if lane is not None and not lane.wait_idle(STOP_GRACE_S):
                     raise DeadlineExceeded("the transfer of this worker did not stop after an abort")
-                party.send(m.Stopped(self.replica, attempt, self.model.locked))
+                party.send(self._stopped(attempt))
                 return
+
+    def _stopped(self, attempt: int) -> m.Stopped:
+        lane = self._lane_
+        return m.Stopped(self.replica, attempt, self.model.locked, lane is None or lane.drained)
 
     def _refresh(self) -> bytes:
         state = "changed" if self._stale else self.model.check()

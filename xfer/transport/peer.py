@@ -236,14 +236,14 @@ def taken_roots(answers: Sequence[bytes]) -> dict[int, dict[int, frozenset[int]]
     return out
 
 
-def refusals(answers: Sequence[bytes]) -> list[str]:
-    """For the report: one line per pair that cannot use this route for everything."""
+def refusals(answers: Sequence[bytes], labels: Sequence[str], rank: int) -> list[str]:
+    """For the report: one line per pair with `rank` in it that cannot use this route for everything."""
     return [
-        f"rank {rank} from rank {r.rank}: {r.reason}"
-        for rank, data in enumerate(answers)
+        f"{labels[taker]} from {labels[r.rank]}: {r.reason}"
+        for taker, data in enumerate(answers)
         if data
-        for r in _decode(data, Taken, rank).readable
-        if r.reason
+        for r in _decode(data, Taken, taker).readable
+        if r.reason and rank in (taker, r.rank)
     ]
 
 

@@ -1,36 +1,52 @@
 """The mix of routes that one rank uses for one program: what a taker can map it pulls, everything else goes by p2p.
 
-`open_routes` is collective: every rank of the sub-plan calls it with the same exchange, twice around. Which route a row
+`open_link` and `open_routes` are collective: every rank of the sub-plan calls them in the same order. Which route a row
 takes is decided by opening a probe, never by host names. A `Routed` then runs like a `P2P`. Not here: the routes
 themselves (peer.py, p2p.py), who opens and closes them (session/).
 """
 
 from __future__ import annotations
 
+import struct
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 
-from xfer.plan.program import Op, Program
-from xfer.transport.group import Link
+from xfer.errors import Unsupported
+from xfer.plan.program import Op, Program, row_wire_bytes
+from xfer.transport import peer
+from xfer.transport.group import Link, open_group
 from xfer.transport.p2p import P2P, TransferStats
-from xfer.transport.peer import Export, Mapping, Pull, refusals, split, taken_roots
 
 Exchange = Callable[[bytes], list[bytes]]
 """Gives every rank's bytes to every rank, in rank order. Called in the same order by all ranks."""
 
+PIECE_BYTES = 48 << 10
+"""Of a value that an exchange puts into a store; the hub's takes no larger ones than 64 KiB."""
+
 
 def exchange_over_store(store, rank: int, size: int, name: str = "peer") -> Exchange:
-    """Over a store with a prefix of this group's own; values are up to a few MiB (64 bytes per allocation)."""
+    """Over a store with a prefix of this group's own. Values are cut into pieces that any store takes."""
     turn = 0
 
     def exchange(data: bytes) -> list[bytes]:
         nonlocal turn
         turn += 1
-        store.set(f"{name}/{turn}/{rank}", b"+" + data)
-        return [bytes(store.get(f"{name}/{turn}/{r}"))[1:] for r in range(size)]
+        pieces = [data[i : i + PIECE_BYTES] for i in range(0, len(data), PIECE_BYTES)] or [b""]
+        for i, piece in enumerate(pieces):  # each says how many there are, which also keeps it from being empty
+            store.set(f"{name}/{turn}/{rank}/{i}", struct.pack("<I", len(pieces)) + piece)
+        out = []
+        for r in range(size):
+            got, count = [], 1
+            while len(got) < count:
+                value = bytes(store.get(f"{name}/{turn}/{r}/{len(got)}"))
+                count = struct.unpack("<I", value[:4])[0]
+                got.append(value[4:])
+            out.append(b"".join(got))
+        return out
 
     return exchange
 
@@ -56,36 +72,73 @@ def exchange_over_link(link: Link, seconds: float) -> Exchange:
     return exchange
 
 
+class PeerKind(Protocol):
+    """How ranks read each other's storages: the classes of peer.py, or a test's double with the same calls."""
+
+    Export: type
+    Mapping: type
+    Pull: type
+
+
+PEERS: dict[str, PeerKind] = {"cuda": peer}
+"""By device type. A kind of device that is not here has p2p only."""
+
+
 @dataclass(frozen=True, slots=True)
 class RouteReport:
-    """Of the last run of one rank: wire bytes in by route and the pull's own seconds; why not everything was pulled."""
+    """Of the last run of one rank: wire bytes in by route, and each route's own seconds, which overlap."""
 
     pulled_bytes: int
     pull_s: float
     p2p_bytes: int
+    p2p_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class RoutePlan:
+    """What goes which way in every run of one rank: wire bytes in and out by route. `refused`: why not all is pulled,
+    of this rank's pairs."""
+
+    pulled_in: int
+    pulled_out: int
+    p2p_in: int
+    p2p_out: int
     refused: tuple[str, ...]
+
+    def explain(self) -> str:
+        lines = [
+            f"{way}: {a:,} bytes pulled by the taker, {b:,} bytes sent (p2p)"
+            for way, a, b in (("in", self.pulled_in, self.p2p_in), ("out", self.pulled_out, self.p2p_out))
+            if a or b
+        ]
+        return "\n".join([*lines, *(f"not pulled: {r}" for r in self.refused)])
 
 
 class Routed:
-    """Runs a program over both routes. Same calls as `P2P`; `report` says what went which way."""
+    """Runs a program over both routes. Same calls as `P2P`; `report` says what went which way, `plan` what will."""
 
-    def __init__(
-        self, link: Link, p2p: P2P, pull: Pull | None, mapping: Mapping, export: Export | None, refused: Sequence[str]
-    ):
-        self.link, self.p2p, self.pull, self.mapping, self.export = link, p2p, pull, mapping, export
+    def __init__(self, link: Link, p2p: P2P, pull, mapping, export, plan: RoutePlan):
+        self.link, self.p2p, self.pull, self.mapping, self.export, self.plan = link, p2p, pull, mapping, export, plan
         self.extra_bytes = p2p.extra_bytes + (pull.extra_bytes if pull else 0)
-        self.refused = tuple(refused)
-        self.report = RouteReport(0, 0.0, 0, self.refused)
+        self.report = RouteReport(0, 0.0, 0, 0.0)
+        self.drained = True  # False: a pull of this rank may go on reading other ranks' storages
+        self.closed = False
 
     @property
     def program(self) -> Program:
         """What goes by p2p, and fills."""
         return self.p2p.program
 
+    def stale(self) -> list[str]:
+        """Storages of this rank that others have mapped and that lie elsewhere now, or are new memory at the old
+        address: one line each. Then all ranks must open their routes again."""
+        return self.export.stale() if self.export is not None and self.plan.pulled_out else []
+
     def stop(self) -> None:
         """From another thread, beside `link.abort()`: ends a pull."""
-        if self.pull is not None:
-            self.pull.stop()
+        pull = self.pull
+        if pull is not None:
+            pull.stop()
 
     def run(
         self,
@@ -93,21 +146,23 @@ class Routed:
         cancelled: Callable[[], bool] = lambda: False,
         progress: Callable[[int, int], None] = lambda wave, nbytes: None,
     ) -> TransferStats:
-        """As `P2P.run`. Returns, or raises, with this rank's pulls drained (see `Pull.finish`)."""
+        """As `P2P.run`. Returns, or raises, with this rank's pulls drained (see `Pull.finish`), or `drained` False."""
         t0 = time.perf_counter()
         if self.pull is None:
             stats = self.p2p.run(deadline, cancelled, progress)
-            self.report = RouteReport(0, 0.0, stats.bytes_in, self.refused)
+            self.report = RouteReport(0, 0.0, stats.bytes_in, stats.seconds)
             return stats
+        self.drained = False
         self.pull.begin()
         try:
             stats = self.p2p.run(deadline, cancelled, progress)
         except BaseException:
             self.pull.stop()
-            self.pull.finish(deadline, lambda: True)  # what it raises says more than the first error: still being read
+            self.pull.finish(deadline, lambda: True)  # raises what says more than the first error: still being read
+            self.drained = True
             raise
-        pulled = self.pull.finish(deadline, cancelled, self.link.labels[self.link.rank])
-        self.report = RouteReport(pulled.bytes_in, pulled.seconds, stats.bytes_in, self.refused)
+        pulled = self._finish_pull(deadline, cancelled)
+        self.report = RouteReport(pulled.bytes_in, pulled.seconds, stats.bytes_in, stats.seconds)
         progress(stats.waves, stats.bytes_in + pulled.bytes_in)
         return replace(
             stats,
@@ -117,10 +172,36 @@ class Routed:
             extra_bytes=self.extra_bytes,
         )
 
+    def _finish_pull(self, deadline: float, cancelled: Callable[[], bool]):
+        try:
+            pulled = self.pull.finish(deadline, cancelled, self.link.labels[self.link.rank])
+        except BaseException as e:
+            self.drained = getattr(e, "drained", True)
+            raise
+        self.drained = True
+        return pulled
+
     def close(self) -> None:
         """Unmaps the senders' memory. After that they may free it. The link stays the caller's."""
-        self.pull = None
-        self.mapping.close()
+        self.closed, self.pull = True, None
+        if self.drained:  # else unmapping would wait for the kernel that does not leave
+            self.mapping.close()
+
+
+def open_link(store, rank: int, size: int, seconds: float, device: torch.device, labels: Sequence[str]) -> Link:
+    """Collective. gloo on the CPU, NCCL on CUDA, and none where ranks share a GPU: NCCL refuses to meet there."""
+    if device.type == "cuda":
+        mine = str(torch.cuda.get_device_properties(device).uuid).encode()
+        if len(set(exchange_over_store(store, rank, size, "device")(mine))) < size:
+            return NoLink(rank, size, device, labels)
+    return open_group(store, rank, size, seconds, device, labels)
+
+
+def exchange_for(link: Link, store, seconds: float, name: str) -> Exchange:
+    """Over the link where there is one: offers can be large, and a hub would carry each of them to everyone."""
+    if isinstance(link, NoLink):
+        return exchange_over_store(store, link.rank, link.size, name)
+    return exchange_over_link(link, seconds)
 
 
 def open_routes(
@@ -135,12 +216,15 @@ def open_routes(
 ) -> Routed:
     """Collective. `roots`, `src_roots`: as for `P2P`. allow_peer False: this rank neither offers nor maps."""
     rank, device = program.rank, link.device
-    allow_peer = allow_peer and device.type == "cuda"
+    kind = PEERS.get(device.type)
+    if kind is None:  # of all ranks alike: a hello with another data plane is refused
+        p2p = P2P(link, program, roots, src_roots=src_roots, **p2p_options)
+        return Routed(link, p2p, None, _NoMapping(), None, _planned(program, program, ()))
     rows = program.rows[program.rows["op"] != Op.FILL]
     sends = bool(((rows["src"] == rank) & (rows["dst"] != rank)).any())
-    export = Export(rank, roots if src_roots is None else src_roots, device) if sends and allow_peer else None
+    export = kind.Export(rank, roots if src_roots is None else src_roots, device) if sends and allow_peer else None
     offers = exchange(export.to_bytes() if export else b"")
-    mapping = Mapping(rank, device)
+    mapping = kind.Mapping(rank, device)
     incoming = rows[(rows["dst"] == rank) & (rows["src"] != rank)]
     if allow_peer:
         for sender in sorted(set(incoming["src"].tolist())):
@@ -148,10 +232,38 @@ def open_routes(
                 wanted = sorted(set(incoming["src_root"][incoming["src"] == sender].tolist()))
                 mapping.open(offers[sender], sender, wanted)
     answers = exchange(mapping.to_bytes() if len(incoming) else b"")
-    pulled, rest = split(program, taken_roots(answers))
-    pull = Pull(pulled, mapping, roots) if len(pulled) else None
-    p2p = P2P(link, rest, roots, src_roots=src_roots, **p2p_options)
-    return Routed(link, p2p, pull, mapping, export, [r for r in refusals(answers) if f"rank {rank} " in r])
+    pulled, rest = peer.split(program, peer.taken_roots(answers))
+    refused = peer.refusals(answers, link.labels, rank)
+    plan = _planned(program, rest, tuple(refused))
+    if isinstance(link, NoLink) and plan.p2p_in + plan.p2p_out:
+        mapping.close()
+        raise Unsupported(
+            f"{plan.p2p_in + plan.p2p_out} bytes cannot be pulled, and NCCL cannot carry them: ranks share a GPU",
+            [*refused, "give every rank a GPU of its own, or memory that can be exported (no expandable segments)"],
+            where=link.labels[rank],
+        )
+    try:
+        pull = kind.Pull(pulled, mapping, roots) if len(pulled) else None
+        p2p = P2P(link, rest, roots, src_roots=src_roots, **p2p_options)
+    except BaseException:
+        mapping.close()
+        raise
+    return Routed(link, p2p, pull, mapping, export, plan)
+
+
+def _planned(program: Program, rest: Program, refused: tuple[str, ...]) -> RoutePlan:
+    def both(p: Program) -> tuple[int, int]:
+        rows = p.rows[(p.rows["op"] != Op.FILL) & (p.rows["src"] != p.rows["dst"])]
+        nbytes = row_wire_bytes(rows)
+        return int(nbytes[rows["dst"] == p.rank].sum()), int(nbytes[rows["src"] == p.rank].sum())
+
+    (all_in, all_out), (p2p_in, p2p_out) = both(program), both(rest)
+    return RoutePlan(all_in - p2p_in, all_out - p2p_out, p2p_in, p2p_out, refused)
+
+
+class _NoMapping:
+    def close(self) -> None:
+        pass
 
 
 class NoLink(Link):
