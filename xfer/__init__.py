@@ -11,7 +11,8 @@ __version__ = "0.1.0"
 
 _HOME = {
     "connect": "xfer.api", "serve": "xfer.api", "nccl_xfer_refit": "xfer.api", "Refit": "xfer.api",
-    "MegatronTrainer": "xfer.trainers.megatron", "xferdtensor": "xfer.dtensor", "RefitReport": "xfer.session.report",
+    "MegatronTrainer": "xfer.trainers.megatron", "TensorTrainer": "xfer.trainers.dtensor",
+    "Declared": "xfer.trainers.dtensor", "xferdtensor": "xfer.dtensor", "RefitReport": "xfer.session.report",
     "MeshInfo": "xfer.mesh.mesh_info", "errors": "xfer", "XferError": "xfer.errors",
 }  # fmt: skip
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from xfer.errors import XferError  # noqa: F401
     from xfer.mesh.mesh_info import MeshInfo  # noqa: F401
     from xfer.session.report import RefitReport  # noqa: F401
+    from xfer.trainers.dtensor import Declared, TensorTrainer  # noqa: F401
     from xfer.trainers.megatron import MegatronTrainer  # noqa: F401
 
 

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from tests.support.proc import commands, emit
 from xfer.errors import RebindError
 from xfer.testing import toy
-from xfer.trainers.dtensor import DTensorTrainer
+from xfer.trainers.dtensor import TensorTrainer
 
 
 def placement(name: str, shape: tuple[int, ...]):
@@ -80,7 +80,7 @@ class Weights:
             local.fill_(float("nan"))  # whoever still reads the old storage sends this
 
 
-class Trainer(DTensorTrainer):
+class Trainer(TensorTrainer):
     fail = ""
 
     def drain(self) -> None:

@@ -73,9 +73,11 @@ def local_boxes(
     return tuple((b.box, b.at) for b in layout.boxes) if layout else ()
 
 
-def local_shape(global_shape: Sequence[int], mesh: MeshInfo, placements: Sequence[Placement], rank: int) -> Ints | None:
+def local_shape(
+    global_shape: Sequence[int], mesh: MeshInfo, placements: Sequence[Placement], rank: int, name: str = "tensor"
+) -> Ints | None:
     """Shape of the local tensor of `rank`; None when it is not in the mesh."""
-    layout = local_layout(global_shape, mesh, placements, rank)
+    layout = local_layout(global_shape, mesh, placements, rank, name)
     return layout.shape if layout else None
 
 

@@ -1,141 +1,230 @@
-"""Trainers whose parameters carry checkpoint names: plain modules (replicated, DDP) and DTensor modules (FSDP2, TP).
+"""Trainers whose parameters carry checkpoint names: FSDP2, HSDP and tensor-parallel modules (DTensors), replicated ones
+(DDP, one process), and plain tensors whose layout the caller declares.
 
-Layouts are declared, not traced: a DTensor says by its mesh and placements which box of the global tensor it holds; a plain
-tensor holds all of it. `rename` turns a parameter's name into the checkpoint's where they differ; a tensor that the
-checkpoint cuts or fuses differently needs a traced adapter instead (see megatron.py).
+Layouts are stated, not traced: a DTensor says by its mesh and placements which box of the checkpoint's tensor it holds,
+`Declared` says it for a plain tensor, and a plain tensor that nobody speaks for holds all of it. `rename` turns a
+parameter's name into the checkpoint's where they differ. A fused parameter is given as views of it, one per checkpoint
+tensor; what the checkpoint computes needs a traced adapter instead (see megatron.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Union
 
 import torch
 
-from xfer.errors import RebindError, Unsupported
-from xfer.mesh.placement import from_dtensor
+from xfer.errors import LayoutError, RebindError, Unsupported
+from xfer.mesh.mesh_info import MeshInfo
+from xfer.mesh.placement import Placement, Replicate, from_dtensor, from_torch
+from xfer.mesh.slices import local_shape
 from xfer.trace.declared import declared_fragments
 from xfer.trace.fragment import Fragment, Root, TensorSpec
 from xfer.trace.traced import Traced
+from xfer.trainers.slots import Place, Slot, Slots, local, tensors_of
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor.placement_types import Placement as TorchPlacement
+
+WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+"""Attributes under which torch.compile, activation checkpointing and FSDP keep the module that they wrap."""
 
 
 @dataclass(frozen=True, slots=True)
-class DTensorLayout:
+class Declared:
+    """What a plain local tensor is part of: a tensor of `shape` (in elements), cut by one placement per axis of `mesh`.
+
+    mesh: a MeshInfo or DeviceMesh over torch's global ranks (the trainer's own where torch.distributed is not in use).
+    placements: xfer's or torch's.
+    """
+
+    shape: Sequence[int]
+    mesh: MeshInfo | DeviceMesh
+    placements: Sequence[Union[Placement, TorchPlacement]]  # noqa: UP007 (see mesh/placement.py)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorLayout:
+    """See session.trainer.Layout."""
+
     traced: Traced
     roots: tuple[Root, ...]
     tensors: Mapping[str, torch.Tensor]
 
 
-def _dtype(t: torch.Tensor) -> str:
-    return str(t.dtype).removeprefix("torch.")
+def checkpoint_name(parameter: str) -> str:
+    """A parameter's dotted name without what DDP, torch.compile, activation checkpointing and FSDP put into it."""
+    parts = [p for p in parameter.split(".") if p not in WRAPPERS]
+    while parts[0] == "module" and len(parts) > 1:
+        parts = parts[1:]
+    return ".".join(parts)
 
 
-class DTensorTrainer:
-    """Source adapter for `xfer.connect`.
+class TensorTrainer:
+    """Source adapter for `xfer.connect`: one trainer rank, and how its tensors lie.
 
-    parameters: a module, or a callable that returns {checkpoint name: tensor or DTensor} afresh at every call, so that
-    replaced parameters are seen. rank, world: default torch.distributed's, 0 and 1 without it.
+    parameters: a module, whose parameters and persistent buffers are taken, tied ones once and under their first name;
+    or a callable that returns {name: tensor or DTensor} afresh at every call, so that replaced tensors are seen.
+    declared: layouts of plain tensors, by checkpoint name; those of DTensors are known, all others are whole on every
+    rank. rename: from a name in `parameters` to the checkpoint's. rank, world: default torch.distributed's, 0 and 1
+    without it.
+
+    A checkpoint tensor gets the dtype that the trainer holds it in. Where that is wider than the engine's (fp32 masters
+    of a bf16 model) `xfer.connect(narrow=...)` must allow the cast.
     """
 
     def __init__(
         self,
         parameters: torch.nn.Module | Callable[[], Mapping[str, torch.Tensor]],
         *,
-        rename: Callable[[str], str] = lambda name: name,
+        declared: Mapping[str, Declared] | None = None,
+        rename: Callable[[str], str] = checkpoint_name,
         rank: int | None = None,
         world: int | None = None,
     ):
-        if isinstance(parameters, torch.nn.Module):
-            module = parameters
-            self._get = lambda: dict(module.named_parameters())
-        else:
-            self._get = parameters
+        self._module = parameters if isinstance(parameters, torch.nn.Module) else None
+        self._get = None if self._module is not None else parameters
+        self._declared, self._rename = dict(declared or {}), rename
         d = torch.distributed
         live = d.is_available() and d.is_initialized()
         self.rank = rank if rank is not None else d.get_rank() if live else 0
         self.world = world if world is not None else d.get_world_size() if live else 1
-        self._rename = rename
-        self._seen: list[tuple] = []
-        self.device = next((_local(t).device for t in self._get().values()), torch.device("cpu"))
+        self._me = d.get_rank() if live else self.rank  # in meshes, which know nothing of a rank given here
+        self._given: dict[str, torch.Tensor | None] = {}
+        self._slots: Slots | None = None
+        self._specs: list[object] = []
+        self.device = next((local(s.get()).device for s in self._walk()), torch.device("cpu"))
 
     def drain(self) -> None:
-        """FSDP2 writes its shards in the optimizer's own step; only the device may still be behind."""
+        """Back to shards: FSDP2 leaves whole parameters in a module that ran without a backward, and in a root after its
+        forward; the optimizer writes shards. Then waits for the device."""
+        if self._module is not None:
+            from torch.distributed.fsdp import FSDPModule
+
+            for module in self._module.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def read(self) -> DTensorLayout:
-        """Raises Unsupported for partial placements and tensor subclasses, LayoutError for meshes without this rank."""
-        specs, fragments, roots, tensors, bad = [], [], {}, {}, []
-        for key, t in self._get().items():
-            name = self._rename(key)
-            local = _local(t)
-            if type(local) not in (torch.Tensor, torch.nn.Parameter):
-                bad.append(
-                    f"{name} (trainer {self.rank}): {type(local).__name__} hides its bytes; dequantize or export it as plain tensors"
-                )
+    def read(self) -> TensorLayout:
+        """Raises, with every violation of this rank: LayoutError where a tensor is not what its layout says, Unsupported
+        for pending sums and for tensors that hide their bytes, RebindError for tensors without bytes."""
+        found = list(self._walk())
+        self._refuse_hidden(found)
+        slots = Slots([self._module] if self._module is not None else [], found)
+        bound = slots.bind()
+        specs, fragments, wrong, kind = [], [], [], LayoutError
+        unknown = self._declared.keys() - {s.name for s in found}
+        wrong += [f"{name}: a layout is declared for it, but there is no such tensor" for name in sorted(unknown)]
+        for slot in found:
+            place = bound.places[slot.name]
+            try:
+                spec, parts = self._fragments(slot, place)
+            except (LayoutError, Unsupported) as e:
+                wrong += [f"{slot.name}: {line}" for line in e.violations or (e.message,)]
+                kind = Unsupported if isinstance(e, Unsupported) else kind
                 continue
-            storage = local.untyped_storage()
-            root = roots.setdefault(storage._cdata, Root(name, storage.nbytes()))
-            tensors[root.name] = torch.empty(0, dtype=torch.uint8, device=local.device).set_(storage)
-            size = local.element_size()
-            strides, offset = tuple(s * size for s in local.stride()), local.storage_offset() * size
-            specs.append(TensorSpec(name, tuple(t.shape), _dtype(local)))
-            if local is not t and hasattr(t, "placements"):
-                mesh, placements = from_dtensor(t)
-                me = torch.distributed.get_rank()
-                fragments += declared_fragments(
-                    name, tuple(t.shape), _dtype(local), mesh, placements, me, root.name, strides, offset
-                )
-            elif local.numel():
-                flat = tuple(0 if n == 1 else s for n, s in zip(local.shape, strides))
-                fragments.append(
-                    Fragment(name, (0,) * local.dim(), tuple(local.shape), root.name, offset, flat, _dtype(local))
-                )
-        if bad:
-            raise Unsupported("parameters whose bytes cannot be read", bad)
-        self._seen = self._snapshot()
-        return DTensorLayout(Traced(tuple(sorted(specs)), tuple(fragments)), tuple(roots.values()), tensors)
-
-    def _snapshot(self) -> list[tuple]:
-        out = []
-        for key, t in self._get().items():
-            local = _local(t)
-            if local.numel() and not local.untyped_storage().nbytes():
-                raise RebindError(
-                    f"{key} (trainer {self.rank}) has no bytes", ["bring offloaded parameters back before the refit"]
-                )
-            out.append(
-                (
-                    key,
-                    local.dtype,
-                    tuple(local.shape),
-                    local.stride(),
-                    local.storage_offset(),
-                    local.untyped_storage().nbytes(),
-                    local.untyped_storage().data_ptr(),
-                )
-            )
-        return out
+            specs.append(spec)
+            fragments += parts
+        if wrong:
+            raise kind(f"trainer {self.rank}: it cannot be told where these tensors lie", wrong)
+        self._slots, self._specs = slots, [_spec(s) for s in found]
+        return TensorLayout(Traced(tuple(sorted(specs)), tuple(fragments)), bound.roots, bound.tensors)
 
     def check(self) -> str:
-        """ "same", "moved" or "changed"; see session.trainer.Source."""
-        now = self._snapshot()
-        if now == self._seen:
-            return "same"
-        # Storages may have been merged or split with equal shapes, so only equal sharing counts as the same layout.
-        same = [r[:6] for r in now] == [r[:6] for r in self._seen] and _sharing(now) == _sharing(self._seen)
-        return "moved" if same else "changed"
+        """ "same", "moved" or "changed"; see session.trainer.Source. RebindError as `read`."""
+        if self._slots is None:
+            return "changed"
+        if self._get is not None:
+            names = set(self._given)
+            self._refresh()
+            if set(self._given) != names:
+                return "changed"
+        state = self._slots.check()
+        # A DTensor's own part may be as before although it is another part now.
+        return state if self._specs == [_spec(s) for s in self._slots.slots] else "changed"
 
     def rebind(self) -> Mapping[str, torch.Tensor]:
-        return self.read().tensors
+        """Root name -> flat uint8 view of the storage at today's address; only after `check` said "moved"."""
+        if self._slots is None:
+            raise RebindError("rebind() before read()")
+        return self._slots.bind().tensors
+
+    # ---- details
+
+    def _refresh(self) -> None:
+        now = dict(self._get())  # before the old ones go: the callable may read them
+        self._given.clear()
+        self._given.update(now)
+
+    def _walk(self) -> Iterator[Slot]:
+        """Slots by checkpoint name. LayoutError when two tensors would get one name."""
+        if self._module is not None:
+            named = [(f"{at}.{key}" if at else key, table, key) for at, table, key in tensors_of(self._module, set())]
+        else:
+            self._refresh()
+            named = [(key, self._given, key) for key in self._given]
+        by_name: dict[str, str] = {}
+        twice = []
+        for full, _, _ in named:
+            name = self._rename(full)
+            if by_name.setdefault(name, full) != full:
+                twice.append(f"{name}: {by_name[name]} and {full}")
+        if twice:
+            raise LayoutError(f"trainer {self.rank}: rename gives several tensors one name", twice)
+        for full, table, key in named:
+            yield Slot(self._rename(full), table, key)
+
+    def _refuse_hidden(self, slots: Sequence[Slot]) -> None:
+        from torch.distributed.fsdp import FullyShardedDataParallel
+
+        bad = [
+            f"{path or 'the module'}: FSDP1 flattens parameters before it cuts them; use fully_shard (FSDP2)"
+            for path, module in (self._module.named_modules() if self._module is not None else ())
+            if isinstance(module, FullyShardedDataParallel)
+        ]
+        for slot in slots:
+            t = local(slot.get())
+            if t is None or (type(t) in (torch.Tensor, torch.nn.Parameter) and t.layout == torch.strided):
+                continue
+            bad.append(
+                f"{slot.name}: is a {type(t).__name__} ({t.layout}), its bytes are not its values; give it plain"
+            )
+        if bad:
+            raise Unsupported(f"trainer {self.rank}: tensors that cannot be read", bad)
+
+    def _fragments(self, slot: Slot, place: Place) -> tuple[TensorSpec, tuple[Fragment, ...]]:
+        tensor, declared = slot.get(), self._declared.get(slot.name)
+        if _spec(slot) is not None:
+            if declared is not None:
+                raise LayoutError("a layout is declared for it, but it is a DTensor, which has its own")
+            shape, (mesh, placements) = tuple(tensor.shape), from_dtensor(tensor)
+        elif declared is not None:
+            mesh = declared.mesh
+            mesh = mesh if isinstance(mesh, MeshInfo) else MeshInfo.from_device_mesh(mesh)
+            shape, placements = tuple(declared.shape), from_torch(declared.placements)
+        else:
+            shape, mesh, placements = place.shape, MeshInfo.line("whole", [self._me]), (Replicate(),)
+        want = local_shape(shape, mesh, placements, self._me, slot.name)
+        held = prod(place.shape) > 0
+        if want is None and held:
+            raise LayoutError(f"rank {self._me} holds {place.shape} and is not in {mesh!r}")
+        if want is not None and want != place.shape and (held or prod(want)):
+            raise LayoutError(
+                f"rank {self._me} holds {place.shape}, expected {want} of {shape}: {placements} on {mesh!r}"
+            )
+        spec = TensorSpec(slot.name, shape, place.dtype)
+        if not held:
+            return spec, ()
+        return spec, declared_fragments(
+            slot.name, shape, place.dtype, mesh, placements, self._me, place.root, place.strides, place.offset
+        )
 
 
-def _sharing(rows: list[tuple]) -> list[int]:
-    """For each row, the number of the storage it lies in, in order of appearance."""
-    number: dict[int, int] = {}
-    return [number.setdefault(r[6], len(number)) for r in rows]
-
-
-def _local(t: torch.Tensor) -> torch.Tensor:
-    local = t.to_local() if hasattr(t, "to_local") else t
-    return local.detach() if type(local) is torch.nn.Parameter else local
+def _spec(slot: Slot) -> object | None:
+    """Mesh, placements and global shape of a DTensor, in torch's own word for them; None for any other tensor."""
+    return getattr(slot.get(), "_spec", None)

@@ -1,6 +1,6 @@
 """Where a module tree keeps its tensors, and whether they are still there. Knows torch modules, no training framework.
 
-A *slot* is a place in the tree: a module and an attribute name. Frameworks swap what lies in it (`param.data = …`, a
+A *slot* is a place in the tree: a table of a module and a key in it. Frameworks swap what lies in it (`param.data = …`, a
 new Parameter, buffers replaced by `module.bfloat16()`, storages resized to nothing by an offload), so a refit re-reads
 slots, never objects that it kept. Nothing here holds a parameter or its storage alive, apart from the bindings that
 `Slots.bind` returns.
@@ -18,22 +18,18 @@ from xfer.errors import RebindError
 from xfer.trace.fragment import Ints, Root
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Slot:
-    """`name` is unique in the process: "chunk index:dotted name"."""
+    """`table[key]`, in a module's parameters or buffers or in a dict that its owner keeps up to date. `name`: unique
+    among the slots that are read together."""
 
     name: str
-    module: torch.nn.Module
-    attr: str
-    is_buffer: bool
-
-    @property
-    def table(self) -> dict[str, torch.Tensor | None]:
-        return self.module._buffers if self.is_buffer else self.module._parameters
+    table: dict[str, torch.Tensor | None]
+    key: str
 
     def get(self) -> torch.Tensor | None:
         """What lies there now."""
-        return self.table.get(self.attr)
+        return self.table.get(self.key)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,22 +54,30 @@ class Binding:
 
 
 def walk(chunks: Sequence[torch.nn.Module]) -> Iterator[Slot]:
-    """Every parameter and persistent buffer, each object once, in the order of the modules. Wrappers' "module." is
-    dropped."""
+    """Every parameter and persistent buffer, each object once, in the order of the modules; "chunk index:dotted name"
+    without the "module." of wrappers."""
     seen: set[int] = set()
     for i, chunk in enumerate(chunks):
-        for path, module in chunk.named_modules():
+        for path, table, key in tensors_of(chunk, seen):
             path = bare(path)
-            for table, is_buffer in ((module._parameters, False), (module._buffers, True)):
-                for attr, tensor in table.items():
-                    if (
-                        tensor is None
-                        or id(tensor) in seen
-                        or (is_buffer and attr in module._non_persistent_buffers_set)
-                    ):
-                        continue
+            yield Slot(f"{i}:{path}.{key}" if path else f"{i}:{key}", table, key)
+
+
+def tensors_of(tree: torch.nn.Module, seen: set[int]) -> Iterator[tuple[str, dict[str, torch.Tensor | None], str]]:
+    """(path of the module, its table, key) of every parameter and persistent buffer whose id is not in `seen`, which
+    grows."""
+    for path, module in tree.named_modules():
+        for table, transient in ((module._parameters, ()), (module._buffers, module._non_persistent_buffers_set)):
+            for key, tensor in table.items():
+                if tensor is not None and id(tensor) not in seen and key not in transient:
                     seen.add(id(tensor))
-                    yield Slot(f"{i}:{path}.{attr}" if path else f"{i}:{attr}", module, attr, is_buffer)
+                    yield path, table, key
+
+
+def local(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """Of a DTensor the part that this process holds, any other tensor itself. By attribute, since `to_local()` makes
+    another object at every call."""
+    return getattr(tensor, "_local_tensor", tensor)
 
 
 def bare(path: str) -> str:
@@ -135,7 +139,7 @@ class Slots:
         tensors: dict[str, torch.Tensor] = {}
         contents, storages, devices = [], [], {}
         for slot in self.slots:
-            t = slot.get()
+            t = local(slot.get())
             storage = t.untyped_storage()
             root = names.get(storage._cdata)
             if root is None:
@@ -147,7 +151,7 @@ class Slots:
             strides = tuple(s * size for s in t.stride())
             dtype = str(t.dtype).removeprefix("torch.")
             places[slot.name] = Place(root, t.storage_offset() * size, tuple(t.shape), strides, dtype)
-            contents.append((slot.table, slot.attr, weakref.ref(t), t.data_ptr(), t.dtype, t.shape, t.stride()))
+            contents.append((slot.table, slot.key, weakref.ref(t), t.data_ptr(), t.dtype, t.shape, t.stride()))
             devices[slot.name] = t.device
         return Binding(places, tuple(roots), tensors), _Reading(places, tuple(roots), contents, storages, devices)
 
@@ -155,7 +159,7 @@ class Slots:
         was_on = self._known.devices if self._known else {}
         bad = []
         for slot in self.slots:
-            t = slot.get()
+            t = local(slot.get())
             if t is None:
                 bad.append(f"{slot.name}: no longer in its module")
             elif t.device.type == "meta" or (t.numel() and not t.untyped_storage().nbytes()):
@@ -168,7 +172,7 @@ class Slots:
 
 @dataclass(frozen=True, slots=True)
 class _Reading:
-    """What one `bind` saw. `contents`: (table, attribute, weak tensor, address, dtype, shape, stride) of every slot;
+    """What one `bind` saw. `contents`: (table, key, weak tensor, address, dtype, shape, stride) of every slot;
     `storages`: (a slot in it, address, bytes) of every root; `devices` by slot name."""
 
     places: dict[str, Place]
@@ -180,14 +184,14 @@ class _Reading:
     def holds(self) -> bool:
         """Whether all of it is still so. The address alone is not enough: freed memory comes back at the same address,
         for another dtype even (a router bias that turns fp32). Written as one flat loop: it runs in every refit."""
-        for table, attr, ref, address, dtype, shape, stride in self.contents:
-            t = table.get(attr)
+        for table, key, ref, address, dtype, shape, stride in self.contents:
+            t = local(table.get(key))
             if t is None or t is not ref() or t.data_ptr() != address or t.dtype != dtype:
                 return False
             if t.shape != shape or t.stride() != stride:
                 return False
         for slot, address, nbytes in self.storages:
-            storage = slot.get().untyped_storage()
+            storage = local(slot.get()).untyped_storage()
             if storage.data_ptr() != address or storage.nbytes() != nbytes:
                 return False
         return True

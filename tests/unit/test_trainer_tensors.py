@@ -1,0 +1,255 @@
+"""What TensorTrainer says about FSDP2, HSDP and tensor-parallel modules and about declared layouts.
+
+torch itself cuts real modules, rank by rank, over its fake process group: the shards, paddings and strides are the real
+ones, only no byte travels. What each rank then claims to hold is compared, element by element, with the whole tensor.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from xfer import Declared, MeshInfo, TensorTrainer
+from xfer.errors import LayoutError, RebindError, Unsupported
+from xfer.mesh.placement import Segmented, from_dtensor
+from xfer.trace.fragment import Fragment
+
+EXAMPLES = max(5, int(os.environ.get("XFER_EXAMPLES", 200)) // 8)
+WORLD = 4
+
+
+@contextmanager
+def world(rank: int):
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=WORLD)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+class Net(torch.nn.Module):
+    """Two matrices, an odd vector and a buffer; every element of the whole has another value. `tied`: the second matrix is
+    the first."""
+
+    def __init__(self, rows: int, width: int, dtype: torch.dtype, tied: bool):
+        super().__init__()
+        self.a = torch.nn.Linear(width, rows, bias=False)
+        self.b = torch.nn.Linear(width, rows) if tied else torch.nn.Linear(rows, width)
+        if tied:
+            self.b.weight = self.a.weight
+        for i, p in enumerate(self.parameters()):
+            p.data = torch.arange(p.numel()).view(p.shape).add(100 * i).to(dtype)
+        self.register_buffer("bias", torch.arange(3.0))
+        self.register_buffer("cache", torch.arange(5.0), persistent=False)
+
+
+def cut(net: Net, scheme: str) -> None:
+    if scheme == "fsdp":
+        if net.a.weight is not net.b.weight:  # FSDP2 keeps a tie only within one group
+            fully_shard(net.a)
+        fully_shard(net)
+    elif scheme == "fsdp by columns":
+        mesh = init_device_mesh("cpu", (WORLD,))
+        fully_shard(
+            net, mesh=mesh, shard_placement_fn=lambda p: Shard(1) if p.dim() > 1 and not p.shape[1] % WORLD else None
+        )
+    elif scheme == "hsdp":
+        fully_shard(net, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards")))
+    elif scheme == "tp":
+        mesh = init_device_mesh("cpu", (WORLD,))
+        parallelize_module(net, mesh, {"a": ColwiseParallel(), "b": RowwiseParallel()}, src_data_rank=None)
+    elif scheme == "fsdp over tp":
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        parallelize_module(net, mesh["tp"], {"a": ColwiseParallel(), "b": RowwiseParallel()}, src_data_rank=None)
+        fully_shard(net, mesh=mesh["dp"])
+
+
+SCHEMES = ("whole", "fsdp", "fsdp by columns", "hsdp", "tp", "fsdp over tp")
+
+
+def held(layout, f: Fragment) -> torch.Tensor:
+    item = getattr(torch, f.dtype).itemsize
+    storage = layout.tensors[f.root].view(getattr(torch, f.dtype))
+    return torch.as_strided(storage, f.extent, [s // item for s in f.strides], f.offset // item)
+
+
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(
+    st.sampled_from(SCHEMES),
+    st.integers(1, 13),
+    st.integers(1, 9),
+    st.sampled_from([torch.float32, torch.bfloat16]),
+    st.booleans(),
+)
+def test_every_rank_finds_just_its_elements_and_together_all_are_held_equally_often(scheme, rows, width, dtype, tied):
+    tied = tied and "tp" not in scheme  # torch's plans for the two would contradict each other
+    whole = dict(Net(rows, width, dtype, tied).state_dict())
+    if tied:
+        del whole["b.weight"]  # one tensor, under its first name
+    copies = {n: torch.zeros(t.shape, dtype=torch.int32) for n, t in whole.items()}
+    for rank in range(WORLD):
+        with world(rank):
+            net = Net(rows, width, dtype, tied)
+            cut(net, scheme)
+            trainer = TensorTrainer(net)
+            layout = trainer.read()
+            assert (trainer.rank, trainer.world, trainer.check()) == (rank, WORLD, "same")
+        assert {s.name: (s.shape, s.dtype) for s in layout.traced.specs} == {
+            n: (tuple(t.shape), str(t.dtype).removeprefix("torch.")) for n, t in whole.items()
+        }
+        for f in layout.traced.fragments:
+            box = tuple(slice(o, o + e) for o, e in zip(f.origin, f.extent))
+            assert torch.equal(held(layout, f), whole[f.tensor][box])
+            copies[f.tensor][box] += 1
+    for name, count in copies.items():
+        assert int(count.min()) == int(count.max()), f"{name}: some elements have more holders than others"
+    holders = {"whole": WORLD, "hsdp": 2}.get(scheme, 1)
+    assert int(copies["a.weight"].max()) == holders
+
+
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(st.integers(1, 11), st.integers(1, 7), st.sampled_from([(Shard(0),), (Shard(1),), (Replicate(),)]))
+def test_a_declared_layout_means_what_the_dtensor_says(rows, width, placements):
+    whole = torch.arange(rows * width).view(rows, width).float()
+    with world(2):
+        mesh = init_device_mesh("cpu", (WORLD,))
+        d = distribute_tensor(whole, mesh, placements, src_data_rank=None)
+        said = TensorTrainer(lambda: {"w": d}).read()
+        declared = Declared(whole.shape, mesh, placements)
+        plain = TensorTrainer(lambda: {"w": d.to_local()}, declared={"w": declared}).read()
+        assert plain.traced == said.traced and plain.roots == said.roots
+        declared = Declared(whole.shape, *from_dtensor(d))
+        assert TensorTrainer(lambda: {"w": d.to_local()}, declared={"w": declared}).read().traced == said.traced
+
+
+def test_fused_parameters_are_given_as_views():
+    """[gate; up] of a rank of tensor parallelism 2, and [q; k; v] as one tensor of the checkpoint with fused placements."""
+    mesh, fused = MeshInfo.line("tp", [0, 1]), torch.arange(24.0).view(8, 3)
+    cut = Declared((8, 3), mesh, (Shard(0),))
+    layout = TensorTrainer(
+        lambda: {"gate": fused[:4], "up": fused[4:], "qkv": fused},
+        declared={"gate": cut, "up": cut, "qkv": Declared((16, 3), mesh, (Segmented(0, (8, 4, 4)),))},
+        rank=1,
+        world=2,
+    ).read()
+    assert len(layout.roots) == 1 and layout.tensors[layout.roots[0].name].data_ptr() == fused.data_ptr()
+    where = {(f.tensor, f.origin): (f.extent, f.offset) for f in layout.traced.fragments}
+    assert where == {
+        ("gate", (4, 0)): ((4, 3), 0),
+        ("up", (4, 0)): ((4, 3), 48),
+        ("qkv", (4, 0)): ((4, 3), 0),
+        ("qkv", (10, 0)): ((2, 3), 48),
+        ("qkv", (14, 0)): ((2, 3), 72),
+    }
+
+
+def test_wrappers_leave_names_alone_and_a_rename_may_not_join_two():
+    net = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    wrapped = torch.nn.Module()
+    wrapped.module = torch.nn.Module()
+    wrapped.module.layer = torch.nn.Module()
+    wrapped.module.layer._orig_mod = net
+    names = [s.name for s in TensorTrainer(wrapped).read().traced.specs]
+    assert names == ["layer.0.bias", "layer.0.weight", "layer.1.bias", "layer.1.weight"]
+    with pytest.raises(LayoutError) as e:
+        TensorTrainer(net, rename=lambda name: name.split(".")[1])
+    assert len(e.value.violations) == 2
+
+
+# ---- from refit to refit
+
+
+def test_gathered_parameters_go_back_to_shards_before_a_refit():
+    with world(1):
+        net = Net(6, 4, torch.float32, False)
+        cut(net, "fsdp")
+        trainer = TensorTrainer(net)
+        before = trainer.read()
+        net.unshard()
+        net.a.unshard()
+        assert type(net.a.weight) is not DTensor
+        trainer.drain()
+        assert type(net.a.weight.data) is DTensor and trainer.check() == "same"
+        assert trainer.read().traced == before.traced
+
+
+def test_new_addresses_are_moved_and_everything_else_is_changed():
+    with world(0):
+        mesh = init_device_mesh("cpu", (WORLD,))
+        square = distribute_tensor(torch.arange(16.0).view(4, 4), mesh, [Shard(0)], src_data_rank=None)
+        tensors = {"w": square, "v": torch.arange(3.0)}
+        trainer = TensorTrainer(lambda: dict(tensors))
+        assert trainer.check() == "changed"
+        trainer.read()
+        tensors["v"] = tensors["v"].clone()
+        assert trainer.check() == "moved"
+        assert trainer.rebind()["v"].data_ptr() == tensors["v"].data_ptr() and trainer.check() == "same"
+        square._local_tensor = square._local_tensor.clone()  # as FSDP2 does after load_state_dict(assign=True)
+        assert trainer.check() == "moved"
+        for change in (
+            dict(
+                w=DTensor.from_local(torch.zeros(1, 4), mesh, [Shard(0)], run_check=False, shape=(3, 4), stride=(4, 1))
+            ),
+            dict(w=DTensor.from_local(torch.zeros(1, 4), mesh, [Replicate()], run_check=False)),
+            dict(v=torch.arange(4.0)),
+            dict(v=torch.arange(3.0).double()),
+            dict(more=torch.zeros(1)),
+        ):
+            trainer.read()
+            assert trainer.check() == "same"
+            tensors |= change
+            assert trainer.check() == "changed"
+        trainer.read()
+        tensors["v"].untyped_storage().resize_(0)
+        with pytest.raises(RebindError, match="cannot be read") as e:
+            trainer.check()
+        assert "v: has no bytes" in str(e.value)
+
+
+# ---- refusals
+
+
+def test_all_that_contradicts_is_listed_at_once():
+    with world(3):
+        mesh = init_device_mesh("cpu", (WORLD,))
+        d = distribute_tensor(torch.zeros(8, 4), mesh, [Shard(0)], src_data_rank=None)
+        trainer = TensorTrainer(
+            lambda: {"d": d, "long": torch.zeros(3, 4), "away": torch.zeros(2), "fits": torch.zeros(2, 4)},
+            declared={
+                "d": Declared((8, 4), mesh, (Shard(0),)),
+                "long": Declared((8, 4), mesh, (Shard(0),)),
+                "away": Declared((4,), MeshInfo.line("tp", [0, 1]), (Shard(0),)),
+                "fits": Declared((8, 4), mesh, (Shard(0),)),
+                "typo": Declared((8, 4), mesh, (Shard(0),)),
+            },
+        )
+        with pytest.raises(LayoutError) as e:
+            trainer.read()
+        text = "\n".join(e.value.violations)
+        assert [v.split(":")[0] for v in e.value.violations] == ["typo", "d", "long", "away"]
+        assert "rank 3 holds (3, 4), expected (2, 4) of (8, 4)" in text and "is not in MeshInfo" in text
+
+
+def test_values_that_no_rank_holds_and_hidden_bytes_are_refused():
+    with world(0):
+        mesh = init_device_mesh("cpu", (WORLD,))
+        partial = DTensor.from_local(torch.zeros(2), mesh, [Partial()], run_check=False)
+        with pytest.raises(Unsupported, match="w: axis 0: .*sum not yet formed"):
+            TensorTrainer(lambda: {"w": partial}).read()
+        net = FullyShardedDataParallel(torch.nn.Linear(4, 4), use_orig_params=True, device_id=torch.device("cpu"))
+        with pytest.raises(Unsupported, match="FSDP1"):
+            TensorTrainer(net).read()
+    sparse = torch.zeros(2, 2).to_sparse()
+    with pytest.raises(Unsupported, match="torch.sparse_coo"):
+        TensorTrainer(lambda: {"w": sparse}).read()
