@@ -433,7 +433,8 @@ class StatusReply(_Message):
 
 Message = (
     Hello | Welcome | Refused | Specs | CatalogMsg | InventoryMsg | PlanInputs | Planned | OpenLink | LinkOpen | ReplicaReady
-    | Prepare | Enter | Arm | Armed | Go | Progress | Done | Drained | Release | CloseRoutes | RoutesClosed | Released | Commit | Committed | Abort | Stopped | Settle | Settled | Failed
+    | Prepare | Enter | Arm | Armed | Go | Progress | Done | Drained | Commit | Committed | Abort | Stopped | Settle | Settled | Failed
+    | Release | CloseRoutes | RoutesClosed | Released
     | Outcome | Leave | StoreSet | StoreGet | StoreAdd | StoreCheck | StoreReply | StatusAsk | StatusReply
 )  # fmt: skip
 

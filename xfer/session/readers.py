@@ -18,13 +18,13 @@ GRACE_S = DRAIN_S + 1.0
 """A worker that lost its connection stops its pull by itself within `DRAIN_S`; a killed one takes less to end."""
 
 
-def still_reading(readers: Sequence[m.Reader], seconds: float = GRACE_S) -> list[str]:
-    """Labels of readers that are not known to be dead after `seconds`.
+def still_reading(readers: Sequence[m.Reader], seconds: float | None = None) -> list[str]:
+    """Labels of readers that are not known to be dead after `seconds` (default GRACE_S).
 
     Only processes of this host are known: a pull does not leave a host. Hosts are told apart as everywhere in xfer, by
     `host_identity()`, so containers that share a name but not their process ids must set XFER_HOST.
     """
-    until = time.monotonic() + seconds
+    until = time.monotonic() + (GRACE_S if seconds is None else seconds)
     left = list(readers)
     while left:
         left = [r for r in left if r.host != host_identity() or _alive(r.pid)]

@@ -1,0 +1,234 @@
+"""Routes in sessions: what is pulled and what is sent, storages that move, release, and pulls that end badly.
+
+CUDA IPC is played by tests/support/cpu_peer.py; everything else is real. The same on GPUs: test_gpu_refit.py.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+import weakref
+
+import pytest
+import torch
+
+from tests.support import cpu_peer
+from tests.support.world import World
+from xfer.errors import DeadlineExceeded, PeerLost, XferError
+from xfer.session import readers
+from xfer.transport import routes
+
+
+@pytest.fixture(autouse=True)
+def peers(monkeypatch):
+    monkeypatch.setitem(routes.PEERS, "cpu", cpu_peer)
+    cpu_peer.Hold.clear()
+    cpu_peer.REFUSED.clear()
+    cpu_peer.MAPPED.clear()
+    yield
+    cpu_peer.Hold.clear()
+
+
+def right(w: World, version: int) -> None:
+    assert [t.wrong(version) for e in w.engines for t in e.takers] == [[]] * (w.workers * w.replicas)
+
+
+def good(results):
+    for r in results:
+        if isinstance(r, BaseException):
+            raise r
+    return results[0]
+
+
+def by_route(report) -> dict[str, int]:
+    out: dict[str, int] = {}
+    for o in report.outcomes:
+        for r in o.routes:
+            out[r.route] = out.get(r.route, 0) + r.bytes
+    return out
+
+
+def epochs(w: World) -> list[int]:
+    return [r.epoch for r in w.sessions[0]._hub.replicas.values()]
+
+
+def move(source, names=None) -> None:
+    """Other storages with the same values; whoever still reads the old ones gets NaN."""
+    for name in names or list(source.params):
+        old = source.params[name]
+        source.params[name] = old.clone()
+        old.fill_(float("nan"))
+
+
+@pytest.mark.parametrize("shape", [(2, 2, 1), (3, 2, 2), (1, 1, 1)])
+def test_everything_is_pulled_and_the_report_says_so(shape):
+    trainers, workers, replicas = shape
+    with World(trainers, workers, replicas) as w:
+        for version in (1, 2):
+            report = good(w.refit(version))
+            right(w, version)
+            assert (
+                report.verified and set(by_route(report)) == {"peer"} and by_route(report)["peer"] == report.bytes > 0
+            )
+            assert "peer: " in report.routes() and "GB/s" in report.routes()
+            assert report.flatten()["xfer/route/peer_bytes"] == report.bytes
+        assert epochs(w) == [1] * replicas, "nothing moved, so nothing is opened twice"
+        assert "pulled by the taker" in w.sessions[0].explain()
+
+
+def test_what_cannot_be_mapped_is_sent_and_the_reason_is_told():
+    cpu_peer.REFUSED.update({(0, i) for i in range(4)})
+    with World(2, 2) as w:
+        report = good(w.refit(1))
+        right(w, 1)
+        sent = by_route(report)
+        assert sent["peer"] > 0 and sent["gloo"] > 0 and sum(sent.values()) == report.bytes
+        assert "refused by the test" in w.sessions[0].explain()
+        assert "refused by the test" not in w.sessions[1].explain()
+
+
+def test_moved_storages_are_mapped_again_by_all_ranks_together():
+    """One rank moves, all reopen, over the link that stands; then the other, then both, then a worker's."""
+    with World(2, 2, 2) as w:
+        good(w.refit(1))
+        links = [s._party.lanes[r]._link for s in w.sessions for r in range(2)]
+        for version, who in ((2, [0]), (3, [1]), (4, [0, 1])):
+            for i in who:
+                move(w.sources[i])
+            report = good(w.refit(version))
+            right(w, version)
+            assert by_route(report) == {"peer": report.bytes}
+            assert epochs(w) == [version] * 2
+        assert [s._party.lanes[r]._link for s in w.sessions for r in range(2)] == links
+        assert len(cpu_peer.MAPPED) == 4, "every worker has one mapping, old ones are closed"
+        taker = w.engines[0].takers[0]
+        taker.live["embed"] = torch.zeros_like(taker.live["embed"])
+        taker.check = lambda: "same" if taker._ptrs == [t.data_ptr() for t in taker.live.values()] else "moved"
+        good(w.refit(5))
+        right(w, 5)
+        assert epochs(w) == [5, 4], "a worker's storages concern its own replica only"
+
+
+def test_new_memory_at_an_old_address_is_mapped_again():
+    with World(2, 1) as w:
+        good(w.refit(1))
+        w.sessions[1]._party.lanes[0]._routed.export.forced = True
+        good(w.refit(2))
+        right(w, 2)
+        assert epochs(w) == [2]
+
+
+def test_a_move_in_an_attempt_that_fails_is_not_forgotten():
+    """Both move; one of them raises before it says so. The next refit must open all routes again."""
+    with World(2, 1) as w:
+        good(w.refit(1))
+        move(w.sources[0])
+        w.sources[1].fail = RuntimeError("not now")
+        assert all(isinstance(r, BaseException) for r in w.refit(2))
+        w.sources[1].fail = None
+        move(w.sources[1])
+        good(w.refit(3))
+        right(w, 3)
+
+
+def test_release_unmaps_and_lets_go_and_the_next_refit_maps_again():
+    with World(2, 2, 2) as w:
+        for version in (1, 2):
+            good(w.refit(version))
+            assert len(cpu_peer.MAPPED) == 4
+            before = [weakref.ref(t.untyped_storage()) for s in w.sources for t in s.params.values()]
+            values = [{n: t.clone() for n, t in s.params.items()} for s in w.sources]
+            answers = w.on_all(lambda i: w.sessions[i].release())
+            assert answers == [None, None] and not cpu_peer.MAPPED
+            for s in w.sources:
+                s.params.clear()
+            gc.collect()
+            assert [r() for r in before] == [None] * len(before), "something of xfer still holds trainers' storages"
+            for s, v in zip(w.sources, values):
+                s.params = v
+        good(w.refit(3))
+        right(w, 3)
+
+
+def test_release_twice_and_of_one_rank_only():
+    with World(2, 1) as w:
+        good(w.refit(1))
+        w.sessions[0].release()
+        w.sessions[0].release()
+        assert not cpu_peer.MAPPED
+        good(w.refit(2))
+        right(w, 2)
+
+
+def test_sources_are_free_only_when_no_taker_reads():
+    with World(2, 2) as w:
+        good(w.refit(1))
+        cpu_peer.Hold.held.set()
+        for s in w.sources:
+            s.set(2)
+        answers: list = []
+        t = threading.Thread(target=lambda: answers.extend(w.refit(wait="sources")))
+        t.start()
+        assert cpu_peer.Hold.reached.wait(10)
+        time.sleep(0.3)
+        assert not answers, "the trainers were let go while their storages were being read"
+        cpu_peer.Hold.held.clear()
+        t.join(20)
+        assert good(answers).pending
+        for s in w.sources:
+            s.set(9)  # must not be seen
+        deadline = time.monotonic() + 20
+        while any(t.locked for t in w.engines[0].takers) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        right(w, 2)
+        good(w.refit(3))
+        right(w, 3)
+
+
+def test_a_pull_is_stopped_when_its_replica_fails_and_the_next_refit_is_whole():
+    with World(2, 2) as w:
+        good(w.refit(1))
+        cpu_peer.Hold.held.set()
+        began = time.monotonic()
+        results = w.refit(2, deadline_s=1.0)
+        assert all(isinstance(r, DeadlineExceeded) for r in results), results
+        assert time.monotonic() - began < 8
+        cpu_peer.Hold.held.clear()
+        good(w.refit(3))
+        right(w, 3)
+
+
+def test_a_pull_that_does_not_stop_quarantines_its_sources(monkeypatch):
+    monkeypatch.setattr(readers, "GRACE_S", 0.2)
+    with World(2, 1) as w:
+        good(w.refit(1))
+        cpu_peer.Hold.held.set()
+        cpu_peer.Hold.deaf = True
+        results = w.refit(2, deadline_s=1.0)
+        assert all(isinstance(r, PeerLost) and not r.drained for r in results), results
+        assert "replica 0 worker 0" in str(results[0])
+        roots = [s._quarantine for s in w.sessions]
+        assert all(len(q) == 1 for q in roots), "quarantined storages are kept alive"
+        cpu_peer.Hold.clear()
+
+
+def test_a_worker_that_vanished_while_it_read_is_told_from_one_that_is_dead(monkeypatch):
+    """In this world workers are threads, so a worker whose connection breaks lives on: its sources stay suspect."""
+    monkeypatch.setattr(readers, "GRACE_S", 0.2)
+    with World(1, 1) as w:
+        good(w.refit(1))
+        cpu_peer.Hold.held.set()
+        cpu_peer.Hold.deaf = True
+        answers: list = []
+        t = threading.Thread(target=lambda: answers.extend(w.refit(2)))
+        t.start()
+        assert cpu_peer.Hold.reached.wait(10)
+        w.engines[0].sessions[0]._party.channel.close()
+        t.join(40)
+        assert isinstance(answers[0], XferError), answers
+        assert isinstance(answers[0], PeerLost) and not answers[0].drained, answers
+        cpu_peer.Hold.clear()
+        monkeypatch.setattr(readers, "_alive", lambda pid: False)
+        assert not readers.still_reading([readers.m.Reader("w", readers.host_identity(), 1)])
+        assert readers.still_reading([readers.m.Reader("w", "another host", 1)], 0.01)

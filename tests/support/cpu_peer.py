@@ -1,0 +1,123 @@
+"""A double of transport/peer.py for worlds whose ranks are threads of one process: who maps, pulls and unmaps when.
+
+It stands in for CUDA IPC, which this machine lacks, and nothing else: splitting, sessions and rows are the real ones. A
+mapping holds the sender's own tensors; what the real one would get wrong silently is an error here. `EVENTS` tells the
+test what happened, `Hold` lets it stop a pull in the middle.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+
+import msgspec
+
+from xfer.errors import DeadlineExceeded, PeerLost
+from xfer.kernels import bind
+from xfer.plan.program import row_wire_bytes
+from xfer.transport import peer
+from xfer.transport.group import Aborted
+
+OFFERED: weakref.WeakValueDictionary[int, Export] = weakref.WeakValueDictionary()
+MAPPED: set[int] = set()
+"""Numbers of mappings that are open."""
+_numbers = iter(range(1, 1 << 30))
+
+
+class Hold:
+    """While set, pulls wait in the middle; `deaf`: and do not listen to stop() either."""
+
+    held, deaf, reached = threading.Event(), False, threading.Event()
+
+    @classmethod
+    def clear(cls) -> None:
+        cls.held.clear()
+        cls.reached.clear()
+        cls.deaf = False
+
+
+class Export:
+    def __init__(self, rank, roots, device):
+        self.rank, self._roots = rank, roots
+        self.number, self.refused = next(_numbers), set()
+        self._at = [t.data_ptr() for t in roots]
+        self.forced = False
+        OFFERED[self.number] = self
+
+    def to_bytes(self) -> bytes:
+        return msgspec.msgpack.encode(self.number)
+
+    def stale(self) -> list[str]:
+        return ["new memory at the old address"] if self.forced else []
+
+
+class Mapping(peer.Mapping):
+    def __init__(self, rank, device):
+        super().__init__(rank, device)
+        self.number = next(_numbers)
+
+    def open(self, data, rank, wanted) -> None:
+        offer = OFFERED[msgspec.msgpack.decode(data, type=int)]
+        assert offer.rank == rank
+        MAPPED.add(self.number)
+        self.roots[rank] = {}
+        for i in wanted:
+            if (rank, i) in REFUSED:
+                self._why[rank] = f"storage {i}: refused by the test"
+            else:
+                self.roots[rank][i] = offer._roots[i]
+
+    def close(self) -> None:
+        MAPPED.discard(self.number)
+        self.roots = {}
+
+
+REFUSED: set[tuple[int, int]] = set()
+"""(sender, storage) that cannot be mapped."""
+
+
+class Pull:
+    def __init__(self, rows, mapping, roots):
+        self.mapping, self.rows = mapping, rows
+        known = sorted((a, b) for a, some in mapping.roots.items() for b in some)
+        number = {pair: i for i, pair in enumerate(known)}
+        rows = rows.copy()
+        rows["src_root"] = [number[a, b] for a, b in zip(rows["src"].tolist(), rows["src_root"].tolist())]
+        sources = [mapping.roots[a][b] for a, b in known]
+        half = len(rows) // 2
+        self._parts = [bind(r, roots, "local", src_roots=sources) for r in (rows[:half], rows[half:])]
+        self.extra_bytes = 0
+        self.nbytes = int(row_wire_bytes(rows).sum())
+
+    def begin(self) -> None:
+        assert self.mapping.number in MAPPED, "a pull through a mapping that was closed"
+        self._stopped, self._done, self._began = False, False, time.perf_counter()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        self._parts[0].copy()
+        Hold.reached.set()
+        while Hold.held.is_set() and (Hold.deaf or not self._stopped):
+            time.sleep(0.001)
+        if not self._stopped:
+            self._parts[1].copy()
+            self._done = True
+
+    def stop(self) -> None:
+        self._stopped = True
+
+    def finish(self, deadline, cancelled=lambda: False, where=""):
+        while self._thread.is_alive():
+            late = time.monotonic() > deadline
+            if late or cancelled():
+                self.stop()
+                self._thread.join(0.3)
+                if self._thread.is_alive():
+                    raise PeerLost("a pull does not leave", where=where, drained=False)
+                raise (DeadlineExceeded if late else Aborted)("the pull was ended", where=where)
+            time.sleep(0.001)
+        if not self._done:
+            raise Aborted("the pull was stopped here", where=where)
+        return peer.PullStats(self.nbytes, (), 0.0, time.perf_counter() - self._began)
