@@ -316,6 +316,18 @@ class Gate:
                 self._changed.notify_all()
 
 
+def _label(llm: Any) -> Callable[[str], Any]:
+    """Sets the engine's own label of its weights. vLLM 0.25 has none: there the controller's `version` is the label."""
+    return getattr(llm, "update_weight_version", None) or (lambda text: None)
+
+
+def _label_async(engine: Any) -> Callable[[str], Awaitable[Any]]:
+    async def nothing(text: str) -> None:
+        return None
+
+    return getattr(engine, "update_weight_version", None) or nothing
+
+
 class OfflineLLM(Handle):
     """vLLM's synchronous `LLM` in this process.
 
@@ -363,7 +375,7 @@ class OfflineLLM(Handle):
             "start": llm.start_weight_update,
             "update": lambda: llm.update_weights({"update_info": info}),
             "finish": llm.finish_weight_update,
-            "set_version": lambda: llm.update_weight_version(text),
+            "set_version": lambda: _label(llm)(text),
             "reset_prefix": lambda: llm.reset_prefix_cache(reset_running_requests=True, reset_connector=True),
             "reset_mm": llm.reset_mm_cache,
             "reset_encoder": lambda: llm.llm_engine.reset_encoder_cache(),
@@ -405,7 +417,7 @@ class AsyncEngine(Handle):
             "start": engine.start_weight_update,
             "update": lambda: rpc("update_weights", kwargs={"update_info": info}),
             "finish": engine.finish_weight_update,
-            "set_version": lambda: engine.update_weight_version(text),
+            "set_version": lambda: _label_async(engine)(text),
             "reset_prefix": lambda: engine.reset_prefix_cache(reset_running_requests=True, reset_connector=True),
             "reset_mm": engine.reset_mm_cache,
             "reset_encoder": engine.reset_encoder_cache,

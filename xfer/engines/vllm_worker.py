@@ -85,6 +85,11 @@ class XferWeightTransferEngine(WeightTransferEngine[XferInitInfo, XferUpdateInfo
         if session is not None:
             self._quietly("close", session.close)
 
+    @staticmethod
+    def trainer_send_weights(iterator, trainer_args) -> None:
+        """vLLM 0.25 asks every engine for a trainer's half; xfer's is `xfer.connect`."""
+        raise NotImplementedError("trainers call xfer.connect() and xfer.nccl_xfer_refit()")
+
     def worker_rank(self) -> int:
         """Rank in the replica: workers of data-parallel rank 0 first, in vLLM's own order within each."""
         from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
