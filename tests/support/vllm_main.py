@@ -1,7 +1,7 @@
 """A real vLLM engine for functional tests; does what the test says on standard input.
 
 {"do": "start", "model", "tp", "load_format", …}   {"do": "serve", "rendezvous", "replica"}   {"do": "observe"}
-{"do": "scramble", "seed"}   {"do": "force"}   {"do": "stop"}
+{"do": "scramble", "seed"}   {"do": "watch"}   {"do": "grown"}   {"do": "force"}   {"do": "stop"}
 """
 
 import gc
@@ -84,6 +84,11 @@ def main() -> None:
             elif do == "kept":
                 with controller.serving():
                     emit("kept", kept=llm.collective_rpc("xfer_kept"))
+            elif do == "watch":
+                llm.collective_rpc("xfer_forget_peak")
+                emit("watching")
+            elif do == "grown":
+                emit("grown", bytes=llm.collective_rpc("xfer_grown"))
             elif do == "force":
                 emit("forced", **observe(llm))  # behind xfer's back
             elif do == "state":

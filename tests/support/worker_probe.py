@@ -1,5 +1,7 @@
 """What functional tests ask of a live vLLM worker beside xfer's own calls (`worker_extension_cls`), by method name."""
 
+from tests.support import memory
+
 
 class Probe:
     """Mixed into vLLM's worker: `self` is the worker."""
@@ -16,3 +18,10 @@ class Probe:
     def xfer_who(self, word):
         """An answer of this very call: the word, and who says it."""
         return [word, self.weight_transfer_engine.worker_rank()]
+
+    def xfer_forget_peak(self):
+        self._resident = memory.forget_peak()
+
+    def xfer_grown(self):
+        """Bytes that this worker grew by at most, since `xfer_forget_peak`."""
+        return memory.grown(self._resident)

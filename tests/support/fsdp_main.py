@@ -1,0 +1,153 @@
+"""One rank of a real PyTorch trainer for functional tests: transformers' model under FSDP2, HSDP or tensor parallelism
+with FSDP2 over it, with AdamW. Does what the test says on standard input.
+
+{"do": "build", "folder", "scheme", "dtype"}   {"do": "step"}   {"do": "evaluate"}   {"do": "export", "folder"}
+{"do": "connect", "rendezvous", …}   {"do": "refit", …}   {"do": "close"}
+"""
+
+import os
+import shutil
+import traceback
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+
+from tests.support.memory import forget_peak, grown
+from tests.support.proc import commands, emit
+
+TP_PLAN = {
+    "model.embed_tokens": RowwiseParallel(input_layouts=Replicate()),
+    "model.layers.*.self_attn.q_proj": ColwiseParallel(),
+    "model.layers.*.self_attn.k_proj": ColwiseParallel(),
+    "model.layers.*.self_attn.v_proj": ColwiseParallel(),
+    "model.layers.*.self_attn.o_proj": RowwiseParallel(),
+    # Each rank norms its own heads with one weight, whose gradients have to be summed.
+    "model.layers.*.self_attn.q_norm": SequenceParallel(sequence_dim=2),
+    "model.layers.*.self_attn.k_norm": SequenceParallel(sequence_dim=2),
+    "model.layers.*.mlp.gate_proj": ColwiseParallel(),
+    "model.layers.*.mlp.up_proj": ColwiseParallel(),
+    "model.layers.*.mlp.down_proj": RowwiseParallel(),
+    "lm_head": ColwiseParallel(output_layouts=Replicate()),
+}
+
+
+class Trainer:
+    def __init__(self, folder: str, scheme: str, dtype: str):
+        from transformers import AutoModelForCausalLM
+
+        self.folder, self.steps = Path(folder), 0
+        self.model = AutoModelForCausalLM.from_pretrained(folder, torch_dtype=getattr(torch, dtype))
+        self.model.train()
+        self._cut(scheme, dtype)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2, foreach=False)
+
+    def _cut(self, scheme: str, dtype: str) -> None:
+        world, mesh = dist.get_world_size(), None
+        if scheme == "fsdp":
+            mesh = init_device_mesh("cpu", (world,))
+        elif scheme == "hsdp":
+            mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("copies", "shards"))
+        elif scheme == "fsdp over tp":
+            both = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "tp"))
+            parallelize_module(self.model, both["tp"], TP_PLAN)
+            mesh = both["dp"]
+        self.batch_rank = mesh.get_rank() // (2 if scheme == "fsdp over tp" else 1)
+        mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        policy = {"mp_policy": mixed} if dtype == "float32" else {}
+        for layer in self.model.model.layers:
+            fully_shard(layer, mesh=mesh, **policy)
+        fully_shard(self.model, mesh=mesh, **policy)
+
+    def loss(self) -> torch.Tensor:
+        g = torch.Generator().manual_seed(1000 * self.steps + self.batch_rank)
+        tokens = torch.randint(0, self.model.config.vocab_size, (2, 12), generator=g)
+        return self.model(input_ids=tokens, labels=tokens, use_cache=False).loss
+
+    def step(self) -> float:
+        self.steps += 1
+        loss = self.loss()
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.item()
+
+    @torch.no_grad()
+    def evaluate(self) -> int:
+        """A forward without a backward: FSDP2 leaves the root's parameters whole. How many."""
+        self.loss()
+        return sum(not isinstance(p, DTensor) for p in self.model.parameters())
+
+    def export(self, folder: str) -> None:
+        """The whole checkpoint, gathered by torch itself, as a Hugging Face folder. Collective."""
+        from safetensors.torch import save_file
+
+        full = get_model_state_dict(self.model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+        if dist.get_rank() == 0:
+            if self.model.config.tie_word_embeddings:
+                full.pop("lm_head.weight", None)
+            Path(folder).mkdir()
+            shutil.copy(self.folder / "config.json", folder)
+            full = {n: t.contiguous() for n, t in full.items()}
+            save_file(full, f"{folder}/model.safetensors", metadata={"format": "pt"})
+        dist.barrier()
+
+    def shards(self) -> list[list]:
+        """Of every parameter: name, local shape, placements; for the test to see that its case is what it says."""
+        return [
+            [n, list(p._local_tensor.shape), [str(x) for x in p.placements]] for n, p in self.model.named_parameters()
+        ]
+
+
+def main() -> None:
+    import xfer
+
+    dist.init_process_group("gloo")
+    trainer = refit = None
+    emit("up")
+    for c in commands():
+        do = c.pop("do")
+        try:
+            if do == "build":
+                trainer = Trainer(**c)
+                emit("built", shards=trainer.shards())
+            elif do == "step":
+                emit("stepped", loss=trainer.step())
+            elif do == "evaluate":
+                emit("evaluated", whole=trainer.evaluate())
+            elif do == "export":
+                trainer.export(c["folder"])
+                emit("exported")
+            elif do == "connect":
+                source = xfer.TensorTrainer(trainer.model)
+                refit = xfer.connect(trainer=source, token=os.environ["XFER_TOKEN"], cache_dir=None, **c)
+                emit("connected", plan=refit.explain() if dist.get_rank() == 0 else "")
+            elif do == "refit":
+                before = forget_peak()
+                r = xfer.nccl_xfer_refit(refit, **c)
+                emit(
+                    "refitted",
+                    version=r.version,
+                    verified=r.verified,
+                    committed=r.committed,
+                    bytes=r.bytes,
+                    sent=r.bytes_sent,
+                    extra=r.extra_bytes,
+                    grown=grown(before),
+                )
+            elif do == "close":
+                refit.close()
+                refit = None
+                emit("closed")
+        except Exception as e:
+            traceback.print_exc()
+            emit("raised", type=type(e).__name__, text=str(e))
+
+
+if __name__ == "__main__":
+    main()
