@@ -93,7 +93,7 @@ class Bench:
         self.result |= {"ranks_on_gpus": gpus, "bytes_per_taker": self.bytes, "ms": {}, "wrong": {}, "extra_bytes": {}}
         torch.cuda.synchronize()
 
-    def _plan(self):
+    def _plan(self, bucket_bytes: int = 64 << 20):
         names = [s.name for s in self.catalog.specs]
         sources, takers = [], []
         for i, x in enumerate(self.layouts):
@@ -103,7 +103,7 @@ class Bench:
                 sources.append(trainer_inventory(self.catalog, rank=i, **common))
             else:
                 takers.append(engine_inventory(self.catalog, rank=k, footprint=x.footprint(), reads=names, **common))
-        return plan_replica(self.catalog, sources, takers, PlanOptions())
+        return plan_replica(self.catalog, sources, takers, PlanOptions(bucket_bytes=bucket_bytes))
 
     def _bytes(self, other: str, own: str) -> dict[int, int]:
         """By peer: bytes of the program, all dtypes being equal."""
@@ -189,6 +189,14 @@ class Bench:
             self.timed("p2p", lambda: p2p.run(soon()), repeats)
             self.timed("nccl", lambda: self._contiguous(link), repeats)
             self.timed("p2p again", lambda: p2p.run(soon()), repeats)
+            for mib in self.args.buckets:
+                plan = self._plan(mib << 20).program(self.rank)
+                other = P2P(link, plan, self.roots, step_bytes=mib << 20, direct_bytes=mib << 20)
+                name = f"p2p, {mib} MiB buckets and steps"
+                self.result["extra_bytes"][name] = other.extra_bytes
+                self.timed(name, lambda other=other: other.run(soon()), repeats)
+                del other, plan
+                torch.cuda.empty_cache()
             for mib in self.args.steps:
                 other = P2P(link, self.program, self.roots, step_bytes=mib << 20, direct_bytes=mib << 20)
                 self.timed(f"p2p, {mib} MiB a step", lambda other=other: other.run(soon()), 5)
@@ -382,6 +390,9 @@ def main() -> None:
     p.add_argument("--repeats", type=int, default=10)
     p.add_argument("--sweep", nargs="*", type=int, default=[])
     p.add_argument("--steps", nargs="*", type=int, default=[], help="other step sizes of p2p to try, MiB")
+    p.add_argument(
+        "--buckets", nargs="*", type=int, default=[], help="plans of other buckets, p2p in steps as long, MiB"
+    )
     p.add_argument("--packed", action=argparse.BooleanOptionalAction, default=True)
     p.add_argument("--case-seconds", type=float, default=150)
     p.add_argument("--out", default="")

@@ -1,0 +1,228 @@
+"""What a whole refit costs between GPU processes: real sessions, real vLLM, full-size shapes, random weights.
+
+    python scripts/bench_gpu_session.py [--model 4b|toy] [--trainers plain|megatron] [--tp 2] [--repeats 12] [--out FILE]
+
+Engine on the first GPUs, trainers on the next, as many ranks each as --tp. Prints the three clocks of session/report.py
+(transfer, outage, call), vLLM's own round trips with a call that does nothing in place of the update, the cost of
+verification, and device memory by cudaMemGetInfo around everything that xfer opens. Before and after the timed refits
+every byte of the engine is compared with what vLLM's own loader makes of the same weights (or, for Megatron, of
+Bridge's export).
+
+`megatron`: real Megatron-Core and Bridge, one optimizer step before every verified refit, TransformerEngine where it is
+installed, its stand-in (xfer/testing/te_twin.py) where it is not; the output says which.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+
+from tests.support.gpu_job import Job, config
+from xfer.testing import toy
+
+QWEN3_4B = dict(
+    vocab_size=151936, hidden_size=2560, intermediate_size=9728, num_hidden_layers=36, num_attention_heads=32,
+    num_key_value_heads=8, head_dim=128, max_position_embeddings=40960, rope_theta=1000000.0,
+)  # fmt: skip
+MODELS = {"4b": ("qwen3_tied", QWEN3_4B), "toy": ("qwen3", {})}
+
+
+def middle(values) -> str:
+    values = sorted(values)
+    return f"{statistics.median(values):.2f} ({values[0]:.2f}-{values[-1]:.2f})"
+
+
+class Bench:
+    def __init__(self, args):
+        self.args = args
+        family, override = MODELS[args.model]
+        self.config = config(family, **override) if args.model == "toy" else toy.config(family, **override)
+        self.rows: list[tuple[str, str]] = []
+        self.raw: dict = {}
+        self.began = time.monotonic()
+
+    def say(self, what: str, value: object) -> None:
+        self.rows.append((what, str(value)))
+        print(f"[{time.monotonic() - self.began:5.0f} s] {what}: {value}", flush=True)
+
+    def timed(self, job: Job, name: str, **how) -> list[dict]:
+        reports = job.refit(times=self.args.repeats + 2, timeout=200, **how)["reports"][2:]
+        ms = {k: [1e3 * r["scalars"][k] for r in reports] for k in ("transfer_s", "outage_s", "call_s")}
+        self.raw[name] = [{k: r[k] for k in ("scalars", "phases")} for r in reports]
+        for k, v in ms.items():
+            self.say(f"{name}, {k.removesuffix('_s')} ms", middle(v))
+        for k in sorted(reports[0]["scalars"]):
+            if k.startswith("route/") and k.endswith("_s"):
+                self.say(f"{name}, {k} ms", middle([1e3 * r["scalars"][k] for r in reports]))
+        for k in (
+            "arm_s",
+            "verify_s",
+            "drain_s",
+            "pause_s",
+            "start_s",
+            "update_s",
+            "finish_s",
+            "reset caches_s",
+            "resume_s",
+        ):
+            if k in reports[0]["scalars"]:
+                self.say(f"{name}, {k} ms", middle([1e3 * r["scalars"][k] for r in reports]))
+        self.say(f"{name}, bytes", int(reports[0]["scalars"]["bytes"]))
+        self.say(f"{name}, routes", reports[-1]["routes"])
+        return reports
+
+    def judge(self, engine, **what) -> None:
+        wrong = engine.ask("wrong", "judged", **what)
+        bad = [w for w in wrong["wrong"] if w]
+        self.say(
+            "every byte compared", f"{sum(wrong['bytes'])} bytes, wrong: {bad or 'none'} ({wrong['seconds']:.1f} s)"
+        )
+
+    def memory(self, job: Job, engine) -> list[int]:
+        """MiB beside torch's allocator plus what it has allocated, per GPU of both sides."""
+        mine = [(m["beside"] + m["allocated"]) >> 20 for m in job.good("memory", "memory")]
+        return [*mine, *((a + b) >> 20 for a, b in engine.ask("memory", "memory")["workers"])]
+
+    def run(self) -> None:
+        args = self.args
+        with (
+            tempfile.TemporaryDirectory(prefix="xfer-bench-", dir=args.work or None) as work,
+            Job(work, self.config) as job,
+        ):
+            on = list(range(args.tp))
+            engine = job.engine("engine", on, **({"eager": True} if args.eager else {}))
+            try:
+                if args.trainers == "plain":
+                    self.plain(job, engine, on)
+                else:
+                    self.megatron(job, engine, on)
+            except BaseException:
+                for c in job.family.children:
+                    print(f"---- {c.name}\n{c.tail(40)}", flush=True)
+                raise
+
+    def plain(self, job: Job, engine, on: list[int]) -> None:
+        job.start_trainers([args_tp + self.args.tp for args_tp in on])
+        job.plain()
+        self.say("engine started, s", f"{engine.started(400)['seconds']:.0f}")
+        job.good("set", "set", seed=1)
+        before = self.memory(job, engine)
+        t0 = time.monotonic()
+        job.meet([engine])
+        self.say("connect, s", f"{time.monotonic() - t0:.1f}")
+        opened = self.memory(job, engine)
+        job.refit(verify=True)
+        self.judge(engine, config=self.config, seed=1)
+        after = self.memory(job, engine)
+        self.say("device memory by xfer, MiB: trainers, workers", f"{[b - a for a, b in zip(before, opened)]} connected, "
+                 f"{[b - a for a, b in zip(before, after)]} after a refit")  # fmt: skip
+        engine.ask("noop", "did nothing", times=3)
+        self.timed(job, "refit")
+        noop = engine.ask("noop", "did nothing", times=self.args.repeats)["rows"]
+        for k in noop[0]:
+            self.say(f"no-op backend, {k} ms", middle([r[k] for r in noop]))
+        self.raw["noop"] = noop
+        self.timed(job, "verified", verify=True)
+        self.timed(job, "refit again")
+        engine.ask("scramble", "scrambled", seed=3)
+        job.refit(2, verify=True)
+        self.judge(engine, config=self.config, seed=2)
+        job.good("move", "moved")
+        t0 = time.monotonic()
+        job.refit(1, verify=True)
+        self.say("a refit after storages moved (and new values set), s", f"{time.monotonic() - t0:.2f}")
+        self.judge(engine, config=self.config, seed=1)
+        t0 = time.monotonic()
+        got = job.good("offload", "offloaded")
+        self.say("release, offload and back, s", f"{time.monotonic() - t0:.2f}; freed {[g['back'] >> 20 for g in got]} MiB "
+                 f"of {[g['bytes'] >> 20 for g in got]}")  # fmt: skip
+        job.refit(verify=True)
+        self.judge(engine, config=self.config, seed=1)
+        print(job.trainers[0].tail(3))
+
+    def megatron(self, job: Job, engine, on: list[int]) -> None:
+        from safetensors.torch import save_file
+
+        from tests.support.gpu_values import names, value
+
+        device = torch.device("cuda", self.args.tp)
+        made = {n: value(n, s, d, 1, device).cpu() for n, s, d in names(self.config)}
+        save_file(made, str(job.folder / "model.safetensors"), metadata={"format": "pt"})
+        del made
+        torch.cuda.empty_cache()
+        self.say("checkpoint written, bytes", (job.folder / "model.safetensors").stat().st_size)
+        te = importlib.util.find_spec("transformer_engine") is not None
+        self.say("TransformerEngine", "installed" if te else "not installed: its stand-in, xfer/testing/te_twin.py")
+        job.start_trainers([i + self.args.tp for i in on])
+        layout = dict(tp=self.args.tp, distopt=True, bucket_size=40_000_000, lr=1e-4)
+        job.good("megatron", "built", timeout=240, folder=str(job.folder), layout=layout)
+        self.say("engine started, s", f"{engine.started(400)['seconds']:.0f}")
+        before = self.memory(job, engine)
+        t0 = time.monotonic()
+        job.meet([engine])
+        self.say("connect, s", f"{time.monotonic() - t0:.1f}")
+        job.refit(verify=True)
+        self.judge(engine, folder=str(job.folder))
+        after = self.memory(job, engine)
+        self.say("device memory by xfer, MiB: trainers, workers", [b - a for a, b in zip(before, after)])
+        tokens = engine.observe()["outputs"]
+        for k in range(2):
+            loss = job.good("step", "stepped")[0]["loss"]
+            report = job.refit(verify=True)
+            self.say(
+                f"step {k + 1}",
+                f"loss {loss:.4f}; {report['routes']}; transfer {1e3 * report['scalars']['transfer_s']:.2f} ms",
+            )
+        out = Path(job.work) / "export"
+        job.good("export", "exported", timeout=240, folder=str(out))
+        self.judge(engine, folder=str(out))
+        self.say("tokens changed with the weights", engine.observe()["outputs"] != tokens)
+        self.timed(job, "refit")
+        self.timed(job, "verified", verify=True)
+        self.judge(engine, folder=str(out))
+
+
+def main() -> None:
+    p = argparse.ArgumentParser()
+    p.add_argument("--model", choices=sorted(MODELS), default="4b")
+    p.add_argument("--trainers", choices=["plain", "megatron"], default="plain")
+    p.add_argument("--tp", type=int, default=2)
+    p.add_argument("--repeats", type=int, default=12)
+    p.add_argument("--eager", action="store_true", help="no CUDA graphs and no torch.compile: starts faster")
+    p.add_argument("--work", default="", help="where checkpoints and logs go")
+    p.add_argument("--out", default="")
+    args = p.parse_args()
+    import triton
+    import vllm
+
+    meta = {
+        "command": " ".join(["python", *sys.argv]), "date": time.strftime("%Y-%m-%d"), "gpus": torch.cuda.device_count(),
+        "gpu": torch.cuda.get_device_name(0), "torch": torch.__version__, "cuda": torch.version.cuda,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())), "triton": triton.__version__, "vllm": vllm.__version__,
+        "python": platform.python_version(), "nvls": os.environ.get("NCCL_NVLS_ENABLE", ""),
+    }  # fmt: skip
+    print(json.dumps(meta), flush=True)
+    bench = Bench(args)
+    try:
+        bench.run()
+    finally:
+        print("\n| what | value |\n|---|---|")
+        print("\n".join(f"| {a} | {b} |" for a, b in bench.rows), flush=True)
+        if args.out:
+            Path(args.out).write_text(json.dumps({"meta": meta, "rows": bench.rows, "raw": bench.raw}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

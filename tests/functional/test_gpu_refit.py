@@ -1,0 +1,109 @@
+"""Whole refits between GPU processes: plain and Megatron trainers, real vLLM with CUDA graphs and torch.compile.
+
+After each refit every byte of every worker is compared with what vLLM's own loader makes of the same weights, and greedy
+tokens are asked right away. Any number of GPUs: what needs more is skipped, ranks of both sides share GPUs where there
+are few (then nothing can go by NCCL).
+
+    python -m pytest -m gpu tests/functional/test_gpu_refit.py
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+
+from tests.support.gpu_job import Job, config, gpus
+
+pytest.importorskip("vllm")
+GPUS = gpus()
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 1, reason="needs a GPU")]
+
+
+@dataclass(frozen=True)
+class Case:
+    """GPUs of the trainers, and of each replica's workers."""
+
+    name: str
+    family: str
+    trainers: tuple[int, ...]
+    replicas: tuple[tuple[int, ...], ...]
+    engine: dict = field(default_factory=dict)
+    model: dict = field(default_factory=dict)
+    route: str = "peer"
+    env: dict = field(default_factory=dict)  # of the trainers
+
+    @property
+    def needs(self) -> int:
+        return 1 + max((*self.trainers, *(g for r in self.replicas for g in r)))
+
+
+NO_HANDLES = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+CASES = [
+    Case("one GPU for both", "qwen3", (0,), ((0,),)),
+    Case("dense, side by side", "qwen3_tied", (1,), ((0,),)),
+    Case("dense, TP2", "qwen3", (2, 3), ((0, 1),)),
+    Case("experts cut, colocated", "qwen3_moe", (0, 1, 2, 3), ((0, 1, 2, 3),), dict(ep=True)),
+    Case("experts, two replicas", "qwen3_moe", (2, 3), ((0,), (1,)), dict(eager=True)),
+    Case("by NCCL", "qwen3", (2, 3), ((0, 1),), dict(eager=True), route="nccl", env=NO_HANDLES),
+]
+
+
+def check(job: Job, engines, seed: int, report: dict, route: str) -> list:
+    assert all(report["committed"]) and report["verified"], report
+    assert {k.removeprefix("route/").removesuffix("_bytes") for k in report["scalars"] if k.startswith("route/") and
+            k.endswith("_bytes")} == {route}, report["routes"]  # fmt: skip
+    for e in engines:
+        assert e.wrong(config=job.config, seed=seed) == [[]] * len(e.on)
+    outputs = [e.observe() for e in engines]
+    assert {o["version"] for o in outputs} == {report["version"]}
+    return [o["outputs"] for o in outputs]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+def test_refits_are_bit_exact_and_tokens_follow(case: Case, tmp_path):
+    if case.needs > GPUS:
+        pytest.skip(f"needs {case.needs} GPUs")
+    with Job(tmp_path, config(case.family, **case.model)) as job:
+        engines = [job.engine(f"engine{i}", list(on), **case.engine) for i, on in enumerate(case.replicas)]
+        job.start_trainers(list(case.trainers), **case.env)
+        job.plain()
+        for e in engines:
+            e.started()
+        job.meet(engines)
+        first = check(job, engines, 1, job.refit(1, verify=True), case.route)
+        # Noise in every live byte, so that a refit that leaves anything out cannot pass.
+        kept = [e.ask("scramble", "scrambled", seed=5)["kept"] for e in engines]
+        second = check(job, engines, 2, job.refit(2, verify=True), case.route)
+        assert [e.ask("kept", "kept")["kept"] for e in engines] == kept
+        assert first != second, "other weights must answer otherwise, or the tokens prove nothing"
+        job.good("move", "moved")
+        again = check(job, engines, 1, job.refit(1, verify=True), case.route)
+        assert again == first
+        if case.route == "peer":
+            offloaded = job.good("offload", "offloaded")
+            assert all(o["back"] >= 0.9 * o["bytes"] - (4 << 20) for o in offloaded), offloaded
+            assert check(job, engines, 2, job.refit(2, verify=True), case.route) == second
+
+
+def test_samples_are_of_the_version_that_they_are_labelled_with(tmp_path):
+    """Generation runs on through 12 refits; with CUDA graphs on, every sample is wholly of its label's weights."""
+    with Job(tmp_path, config("qwen3")) as job:
+        on = 1 if GPUS > 1 else 0
+        engine = job.engine("engine", [0])
+        job.start_trainers([on])
+        job.plain()
+        engine.started()
+        job.meet([engine])
+        truth = {}
+        for seed in (1, 2, 3):
+            job.refit(seed, version=f"first-{seed}")
+            truth[seed] = [o[0] for o in engine.observe()["outputs"]]
+        assert len({str(t) for t in truth.values()}) == 3
+        engine.ask("generate", "generating")
+        for k in range(12):
+            job.refit(k % 3 + 1, version=f"{k}-{k % 3 + 1}", pause=0.15)
+        log = engine.ask("stop generating", "generated")["log"]
+        wrong = [(v, out) for v, out in log if out != truth.get(int(v[-1]) if v[-1].isdigit() else 0)]
+        assert not wrong, wrong[:3]
+        assert len({v for v, _ in log}) >= 6, "the samples must be of many versions"

@@ -1,0 +1,151 @@
+"""A real vLLM engine on GPUs, CUDA graphs and torch.compile as vLLM chooses; does what the test says on standard input.
+
+{"do": "start", "model", "tp", …}  {"do": "serve", "rendezvous", "replica"}  {"do": "ready"}  {"do": "observe"}
+{"do": "wrong", "config", "seed" | "folder"}  {"do": "scramble", "seed"}  {"do": "generate"}  {"do": "stop generating"}
+{"do": "noop", "times"}  {"do": "memory"}  {"do": "state"}  {"do": "stop"}
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import traceback
+
+from tests.support.proc import commands, emit
+
+PROMPTS = [[5, 6, 7, 8], list(range(10, 60)), [100, 3, 90, 17] * 12]
+
+
+def start(model: str, tp: int = 1, ep: bool = False, load_format: str = "dummy", eager: bool = False, **more):
+    from vllm import LLM
+
+    options = dict(
+        model=model, load_format=load_format, skip_tokenizer_init=True, tensor_parallel_size=tp, enable_expert_parallel=ep,
+        enforce_eager=eager, dtype="bfloat16", max_model_len=256, max_num_seqs=8, seed=0, disable_log_stats=True,
+        enable_prefix_caching=True, gpu_memory_utilization=0.3, weight_transfer_config={"backend": "xfer"},
+        worker_extension_cls="tests.support.gpu_probe.Probe",
+    )  # fmt: skip
+    if not eager:
+        options["compilation_config"] = {"cudagraph_capture_sizes": [1, 2, 4, 8]}
+    return LLM(**{**options, **more})
+
+
+def ask(llm, prompts=PROMPTS, tokens=8):
+    from vllm import SamplingParams
+
+    greedy = SamplingParams(temperature=0, max_tokens=tokens, logprobs=1, detokenize=False, ignore_eos=True)
+    out = []
+    for o in llm.generate([{"prompt_token_ids": p} for p in prompts], greedy, use_tqdm=False):
+        o = o.outputs[0]
+        out.append([list(o.token_ids), [round(d[t].logprob, 5) for t, d in zip(o.token_ids, o.logprobs)]])
+    return out
+
+
+class Loop:
+    """Asks the same prompts again and again and notes which version the controller named."""
+
+    def __init__(self, controller):
+        self.controller, self.log, self.ended = controller, [], threading.Event()
+        self.thread = threading.Thread(target=self.run, daemon=True)
+        self.thread.start()
+
+    def run(self):
+        while not self.ended.is_set():
+            try:
+                with self.controller.serving() as llm:
+                    self.log.append([self.controller.version, [o[0] for o in ask(llm)]])
+            except Exception as e:
+                self.log.append(["error", str(e)])
+            time.sleep(0.001)  # the gate prefers the controller, and needs to be seen open once
+
+    def stop(self):
+        self.ended.set()
+        self.thread.join(60)
+        return self.log
+
+
+def noop(handle, times: int) -> list[dict]:
+    """vLLM's own round trips of a refit, in the controller's order, with a call that does nothing in place of update.
+    Milliseconds."""
+    calls = [
+        ("pause", lambda: handle.pause(30)),
+        ("label", lambda: handle.set_version("noop", 30)),
+        ("start", lambda: handle.start_update(30)),
+        ("update", lambda: handle.engine.collective_rpc("xfer_nothing")),
+        ("finish", lambda: handle.finish(None, 30)),
+        ("reset caches", lambda: handle.reset_caches(30)),
+        ("label again", lambda: handle.set_version("noop", 30)),
+        ("resume", lambda: handle.resume(30)),
+    ]
+    out = []
+    for _ in range(times):
+        at = [time.perf_counter()]
+        for _name, call in calls:
+            call()
+            at.append(time.perf_counter())
+        row = {name: (b - a) * 1e3 for (name, _), a, b in zip(calls, at, at[1:])}
+        out.append({**row, "all": (at[-1] - at[0]) * 1e3})
+    return out
+
+
+def main() -> None:
+    llm = controller = loop = None
+    emit("up")
+    for c in commands():
+        do = c.pop("do")
+        began = time.monotonic()
+        try:
+            if do == "start":
+                llm = start(**c)
+                emit("started", seconds=time.monotonic() - began)
+            elif do == "serve":
+                import xfer
+
+                if controller is not None:
+                    controller.close()
+                controller = xfer.serve(llm, token=os.environ["XFER_TOKEN"], deadline_s=120.0, **c)
+                emit("serving")
+            elif do == "ready":
+                controller.wait_ready()
+                emit("is ready")
+            elif do == "observe":
+                with controller.serving() as engine:
+                    emit("observed", version=controller.version, outputs=ask(engine))
+            elif do == "wrong":
+                with controller.serving():
+                    answers = llm.collective_rpc("xfer_wrong", kwargs=c)
+                emit(
+                    "judged",
+                    wrong=[a[0] for a in answers],
+                    bytes=[a[1] for a in answers],
+                    seconds=time.monotonic() - began,
+                )
+            elif do == "scramble":
+                with controller.serving():
+                    emit("scrambled", kept=llm.collective_rpc("xfer_scramble", args=(c["seed"],)))
+            elif do == "kept":
+                with controller.serving():
+                    emit("kept", kept=llm.collective_rpc("xfer_kept"))
+            elif do == "generate":
+                loop = Loop(controller)
+                emit("generating")
+            elif do == "stop generating":
+                emit("generated", log=loop.stop())
+            elif do == "noop":
+                emit("did nothing", rows=noop(controller.handle, c["times"]))
+            elif do == "memory":
+                emit("memory", workers=llm.collective_rpc("xfer_memory"))
+            elif do == "state":
+                emit("state", version=controller.version, error=str(controller.error or ""))
+            elif do == "stop":
+                if controller is not None:
+                    controller.close()
+                emit("stopped")
+        except Exception as e:
+            traceback.print_exc()
+            emit("raised", type=type(e).__name__, text=str(e), seconds=time.monotonic() - began)
+
+
+if __name__ == "__main__":
+    main()

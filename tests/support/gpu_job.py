@@ -1,0 +1,153 @@
+"""Engines and trainers on the GPUs of this host that meet again and again; used by test_gpu_refit.py and the benchmark.
+
+Both sides run in this interpreter's environment, or each in its own: XFER_SITE_TRAINER and XFER_SITE_ENGINE are put
+before PYTHONPATH (Bridge wants another transformers than vLLM). Everyone sees all GPUs, in an order of their own, since
+a process must see a GPU to map its memory.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import sys
+from pathlib import Path
+
+import torch
+
+from tests.support import proc
+from tests.support.proc import ROOT, Child, Family, free_port
+from xfer.testing import toy
+
+for _side in proc.PYTHON:
+    if not os.path.exists(proc.PYTHON[_side]):
+        proc.PYTHON[_side] = sys.executable
+
+TOY = dict(
+    hidden_size=256, intermediate_size=512, head_dim=64, num_attention_heads=4, num_key_value_heads=2, vocab_size=500
+)
+"""What vLLM's GPU kernels want of a toy: heads of 64, and a vocabulary that it pads."""
+TOY_MOE = {**TOY, "moe_intermediate_size": 128}
+
+
+def gpus() -> int:
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def _site(side: str) -> dict[str, str]:
+    parts = [str(ROOT), os.environ.get(f"XFER_SITE_{side.upper()}", ""), os.environ.get("PYTHONPATH", "")]
+    return {"PYTHONPATH": ":".join(p for p in parts if p), "TORCHDYNAMO_DISABLE": "0", "XFER_CPU_RESIDENT": "0"}
+
+
+class Engine:
+    """A vLLM process whose workers lie on `on`, in that order."""
+
+    def __init__(self, job: Job, name: str, on: list[int], **start):
+        order = [*on, *(g for g in range(gpus()) if g not in on)]
+        self.job, self.on = job, on
+        self.child: Child = job.family.start(
+            name, "engine", "gpu_engine", **_site("engine"), XFER_TOKEN=job.token,
+            CUDA_VISIBLE_DEVICES=",".join(map(str, order)), VLLM_USE_FLASHINFER_SAMPLER="0", VLLM_LOGGING_LEVEL="WARNING",
+        )  # fmt: skip
+        self.child.expect("up", timeout=90)
+        self.child.say(do="start", **{"tp": len(on), **start})
+
+    def started(self, timeout: float = 240.0) -> dict:
+        return self.child.expect("started", timeout=timeout)
+
+    def ask(self, do: str, *kinds: str, timeout: float = 120.0, **command) -> dict:
+        self.child.say(do=do, **command)
+        got = self.child.expect(*kinds, "raised", timeout=timeout)
+        assert got["kind"] != "raised", f"{got}\n{self.child.tail()}"
+        return got
+
+    def wrong(self, **what) -> list:
+        """Per worker, the parameters that are not what vLLM's own loader makes of these weights."""
+        got = self.ask("wrong", "judged", **what)
+        assert all(n > 0 for n in got["bytes"])
+        return got["wrong"]
+
+    def observe(self) -> dict:
+        return self.ask("observe", "observed")
+
+
+class Job:
+    """`config`: an HF config of a family of xfer.testing.toy."""
+
+    def __init__(self, work: Path, config: dict):
+        self.work, self.config, self.token = Path(work), config, secrets.token_hex(16)
+        self.family = Family(self.work)
+        self.engines: list[Engine] = []
+        self.trainers: list[Child] = []
+        self.folder = self.work / "model"
+        self.folder.mkdir(parents=True, exist_ok=True)
+        (self.folder / "config.json").write_text(__import__("json").dumps(config))
+
+    def engine(self, name: str, on: list[int], **start) -> Engine:
+        e = Engine(self, name, on, model=str(self.folder), **start)
+        self.engines.append(e)
+        return e
+
+    def start_trainers(self, on: list[int], **env: str) -> None:
+        port = str(free_port())
+        for r, gpu in enumerate(on):
+            self.trainers.append(
+                self.family.start(
+                    f"trainer{r}-{len(self.family.children)}", "trainer", "gpu_trainer", **{
+                        **_site("trainer"), "XFER_TOKEN": self.token, "XFER_GPU": str(gpu), "RANK": str(r),
+                        "LOCAL_RANK": str(gpu), "WORLD_SIZE": str(len(on)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
+                        **env,
+                    },
+                )
+            )  # fmt: skip
+        for c in self.trainers:
+            c.expect("up", timeout=120)
+
+    def stop_trainers(self) -> None:
+        for c in self.trainers:
+            c.stop()
+            self.family.children.remove(c)
+        self.trainers = []
+
+    def all(self, do: str, *kinds: str, timeout: float = 150.0, **command) -> list[dict]:
+        for c in self.trainers:
+            c.say(do=do, **command)
+        return [c.expect(*kinds, "raised", timeout=timeout) for c in self.trainers]
+
+    def good(self, do: str, *kinds: str, timeout: float = 150.0, **command) -> list[dict]:
+        got = self.all(do, *kinds, timeout=timeout, **command)
+        logs = "\n".join(c.tail(25) for c in (*self.trainers, *(e.child for e in self.engines)))
+        assert not [g for g in got if g["kind"] == "raised"], f"{got}\n{logs}"
+        return got
+
+    def plain(self) -> None:
+        port = free_port()
+        for r, c in enumerate(self.trainers):
+            c.say(do="plain", config=self.config, rank=r, world=len(self.trainers), port=port)
+        for c in self.trainers:
+            got = c.expect("built", "raised", timeout=120)
+            assert got["kind"] == "built", f"{got}\n{c.tail()}"
+
+    def meet(self, engines: list[Engine], **connect) -> list[dict]:
+        rendezvous = f"tcp://127.0.0.1:{free_port()}"
+        for i, e in enumerate(engines):
+            e.ask("serve", "serving", rendezvous=rendezvous, replica=i)
+        out = self.good("connect", "connected", rendezvous=rendezvous, replicas=len(engines), **connect)
+        for e in engines:
+            e.ask("ready", "is ready")
+        return out
+
+    def refit(self, seed: int | None = None, timeout: float = 150.0, **how) -> dict:
+        """Weights of `seed`, then the call on all ranks; the report of rank 0."""
+        if seed is not None:
+            self.good("set", "set", seed=seed)
+        return self.good("refit", "refitted", timeout=timeout, **how)[0]
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, *exc) -> None:
+        self.family.__exit__(*exc)
+
+
+def config(family: str, **override) -> dict:
+    return toy.config(family, **{**(TOY_MOE if "moe" in family else TOY), **override})

@@ -1,0 +1,58 @@
+"""What GPU tests ask of a live vLLM worker (`worker_extension_cls`), by method name. Arguments and answers are plain data.
+
+The judge is vLLM's own loader: a second model of the same class is built in the worker, loads the full checkpoint as
+any engine would, and every byte of the live model is compared with it on the device.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from tests.support.gpu_values import names, value
+
+
+class Probe:
+    """Mixed into vLLM's worker: `self` is the worker."""
+
+    def xfer_wrong(self, config=None, seed=0, folder=""):
+        """[(name, wrong elements, elements)] of live parameters that are not what vLLM's loader makes of these weights."""
+        from xfer.engines.meta_model import make_model
+
+        twin = make_model(self.vllm_config, str(self.device))
+        for p in twin.parameters():
+            p.data.zero_()  # vLLM's own padding rows are zero in a model that was loaded; so must ours be
+        if folder:
+            from safetensors import safe_open
+
+            with safe_open(f"{folder}/model.safetensors", "pt", device=str(self.device)) as f:
+                twin.load_weights((n, f.get_tensor(n)) for n in f.keys())
+        else:
+            twin.load_weights((n, value(n, s, d, seed, self.device)) for n, s, d in names(config))
+        live, bad, seen = dict(self.model_runner.get_model().named_parameters(remove_duplicate=False)), [], 0
+        for name, want in twin.named_parameters(remove_duplicate=False):
+            got = live.pop(name)
+            a, b = (t.detach().contiguous().view(-1).view(torch.uint8) for t in (got, want))
+            seen += a.numel()
+            if a.shape != b.shape or not torch.equal(a, b):
+                bad.append((name, int((a != b).sum()) if a.shape == b.shape else -1, got.numel()))
+        del twin, want, a, b
+        torch.cuda.empty_cache()
+        return [*bad, *((n, -1, 0) for n in live)], seen
+
+    def xfer_scramble(self, seed):
+        """Noise in every live byte that a refit must write. Answers a checksum of what is kept."""
+        model = self.weight_transfer_engine.session.model
+        model.scramble(seed)
+        torch.cuda.synchronize()
+        return model.checksum_kept()
+
+    def xfer_kept(self):
+        return self.weight_transfer_engine.session.model.checksum_kept()
+
+    def xfer_nothing(self):
+        return None
+
+    def xfer_memory(self):
+        """Bytes: of the device beside torch's allocator, and allocated by it."""
+        free, total = torch.cuda.mem_get_info(self.device)
+        return total - free - torch.cuda.memory_reserved(self.device), torch.cuda.memory_allocated(self.device)

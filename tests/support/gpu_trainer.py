@@ -1,0 +1,198 @@
+"""One trainer rank on a GPU; does what the test says on standard input, each command answered by one line.
+
+    {"do": "plain", "config", "rank", "world", "port"}      DTensors under checkpoint names, cut as `cut` says
+    {"do": "megatron", "folder", "layout", …}               real Megatron-Core through Bridge (RANK, WORLD_SIZE, … set)
+    {"do": "connect", …} {"do": "set", "seed"} {"do": "step"} {"do": "refit", "times", …} {"do": "move"} {"do": "offload"}
+    {"do": "export", "folder"} {"do": "memory"} {"do": "close"}
+
+Which GPU: XFER_GPU (an index). Values of a seed are made on the device (gpu_values.py), so that both sides can make
+models of any size without a checkpoint.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import traceback
+
+import torch
+
+DEVICE = torch.device("cuda", int(os.environ.get("XFER_GPU", "0")))
+torch.cuda.set_device(DEVICE)
+
+import torch.distributed as dist  # noqa: E402
+
+from tests.support.gpu_values import names, value  # noqa: E402
+from tests.support.proc import commands, emit  # noqa: E402
+
+
+def cut(name: str, shape: tuple[int, ...]):
+    """By rows, the head and what comes after an activation by columns, vectors whole: as tensor parallelism does."""
+    from torch.distributed.tensor import Replicate, Shard
+
+    if len(shape) == 1 or name.endswith("mlp.gate.weight"):
+        return Replicate()
+    return Shard(1) if name.rsplit(".", 2)[-2] in ("o_proj", "down_proj", "lm_head") else Shard(0)
+
+
+class Plain:
+    """This rank's parts of all tensors of a config, each in a storage of its own."""
+
+    def __init__(self, config: dict, rank: int, world: int, port: int):
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import DTensor
+
+        if not dist.is_initialized():
+            dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
+        self.config, self.rank, self.world = config, rank, world
+        torch.zeros(1, device=DEVICE)  # or the mesh chooses a device by rank
+        self.mesh = init_device_mesh("cuda", (world,))  # nothing here communicates, so the group may be gloo's
+        self.parameters = {}
+        for name, shape, dtype in names(config):
+            local = self.local(torch.empty(shape, dtype=dtype, device="meta"), name)
+            self.parameters[name] = DTensor.from_local(
+                torch.empty(local.shape, dtype=dtype, device=DEVICE), self.mesh, [cut(name, shape)], run_check=False,
+                shape=torch.Size(shape), stride=torch.empty(shape, device="meta").stride(),
+            )  # fmt: skip
+
+    def local(self, full: torch.Tensor, name: str) -> torch.Tensor:
+        where = cut(name, tuple(full.shape))
+        return full.chunk(self.world, where.dim)[self.rank] if hasattr(where, "dim") else full
+
+    def set(self, seed: int) -> None:
+        for name, p in self.parameters.items():
+            p.to_local().copy_(self.local(value(name, tuple(p.shape), p.dtype, seed, DEVICE), name))
+        torch.cuda.synchronize()
+
+    def move(self, every: int = 5) -> None:
+        """Other storages for some parameters; who still reads the old ones gets NaN."""
+        from torch.distributed.tensor import DTensor
+
+        for name in list(self.parameters)[::every]:
+            p = self.parameters[name]
+            old = p.to_local()
+            self.parameters[name] = DTensor.from_local(
+                old.clone(), self.mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
+            )
+            old.fill_(float("nan"))
+        torch.cuda.synchronize()
+
+    def offload(self) -> int:
+        """To the host and back, giving the device's memory to others in between. Returns the bytes that came back."""
+        before = torch.cuda.mem_get_info(DEVICE)[0]
+        kept = {}
+        for name, p in self.parameters.items():
+            local = p.to_local()
+            kept[name] = local.cpu()
+            local.untyped_storage().resize_(0)
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        back = torch.cuda.mem_get_info(DEVICE)[0] - before
+        for name, p in self.parameters.items():
+            local = p.to_local()
+            local.untyped_storage().resize_(local.numel() * local.element_size())
+            local.copy_(kept[name])
+        torch.cuda.synchronize()
+        return back
+
+    def source(self):
+        from xfer.trainers.dtensor import DTensorTrainer
+
+        return DTensorTrainer(lambda: self.parameters)
+
+
+class Megatron:
+    def __init__(self, folder: str, layout: dict):
+        from xfer.testing.train_loop import Trainer
+
+        if not dist.is_initialized():
+            dist.init_process_group("nccl")
+        self.trainer = Trainer(folder, **layout)
+
+    def step(self) -> float:
+        return self.trainer.step()
+
+    def export(self, folder: str) -> None:
+        self.trainer.export(folder)
+
+    def source(self):
+        from xfer.trainers.megatron import MegatronTrainer
+
+        return MegatronTrainer(self.trainer.chunks, self.trainer.bridge)
+
+
+def memory() -> dict:
+    """Bytes: of the device beside torch's allocator, and allocated by it."""
+    free, total = torch.cuda.mem_get_info(DEVICE)
+    return dict(beside=total - free - torch.cuda.memory_reserved(DEVICE), allocated=torch.cuda.memory_allocated(DEVICE))
+
+
+def told(r, began: float) -> dict:
+    return dict(
+        version=r.version, committed=[o.committed for o in r.outcomes], verified=r.verified, scalars=r.flatten(""),
+        routes=r.routes(), extra=r.extra_bytes, seconds=time.monotonic() - began,
+        phases=[dict(o.phases) for o in r.outcomes], errors=[str(o.error or "") for o in r.outcomes],
+    )  # fmt: skip
+
+
+def main() -> None:
+    import xfer
+
+    model = refit = None
+    emit("up")
+    for c in commands():
+        do = c.pop("do")
+        began = time.monotonic()
+        try:
+            if do in ("plain", "megatron"):
+                model = None
+                torch.cuda.empty_cache()
+                model = (Plain if do == "plain" else Megatron)(**c)
+                emit("built")
+            elif do == "connect":
+                refit = xfer.connect(
+                    trainer=model.source(),
+                    cache_dir=None,
+                    **{"token": os.environ["XFER_TOKEN"], "deadline_s": 120.0, **c},
+                )
+                emit("connected", plan=refit.explain(), seconds=time.monotonic() - began)
+            elif do == "set":
+                model.set(c["seed"])
+                emit("set")
+            elif do == "step":
+                emit("stepped", loss=model.step())
+            elif do == "export":
+                model.export(c["folder"])
+                emit("exported")
+            elif do == "move":
+                model.move()
+                emit("moved")
+            elif do == "offload":
+                refit.release()
+                emit(
+                    "offloaded", back=model.offload(), bytes=sum(p.to_local().nbytes for p in model.parameters.values())
+                )
+            elif do == "refit":
+                times = c.pop("times", 1)
+                pause = c.pop("pause", 0.0)
+                reports = []
+                for _ in range(times):
+                    time.sleep(pause)
+                    began = time.monotonic()
+                    reports.append(told(xfer.nccl_xfer_refit(refit, **c), began))
+                emit("refitted", reports=reports, plan=refit.explain(), **reports[-1])
+            elif do == "memory":
+                emit("memory", **memory())
+            elif do == "close":
+                if refit is not None:
+                    refit.close()
+                refit = None
+                emit("closed")
+        except Exception as e:
+            traceback.print_exc()
+            emit("raised", type=type(e).__name__, text=str(e), seconds=time.monotonic() - began,
+                 drained=getattr(e, "drained", True))  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
