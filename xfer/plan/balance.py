@@ -57,7 +57,7 @@ def balance(demands: Sequence[Demand], senders: int) -> list[Share]:
     amount = _divide(keys, total, senders)
     out = []
     for key in keys:
-        out += _hand_out(
+        out += hand_out(
             key[0],
             amount[key],
             [(i, demands[i].units) for i in sorted(pools[key], key=lambda i: (demands[i].taker, i))],
@@ -116,7 +116,7 @@ def _fill(load: np.ndarray, units: int, cost: int) -> np.ndarray:
     return out
 
 
-def _hand_out(holders: tuple[int, ...], amount: np.ndarray, takers: list[tuple[int, int]]) -> list[Share]:
+def hand_out(holders: tuple[int, ...], amount: np.ndarray, takers: list[tuple[int, int]]) -> list[Share]:
     """Takers in order take from holders in order: few senders a taker, and few takers a sender."""
     out = []
     at, left = 0, int(amount[0]) if len(amount) else 0
