@@ -126,7 +126,7 @@ class ToyTaker:
             for n, s in shapes.items()
         }
         self.spare = torch.full((12,), 7.0, dtype=torch.bfloat16)
-        self.locked = False
+        self.locked, self.began_with = False, "whole"
         self.locks = []
 
     def read(self, catalog) -> EngineLayout:
@@ -155,6 +155,10 @@ class ToyTaker:
             roots=tuple(roots), tensors=tensors, traced=traced, footprint=tuple(spans), kept=(), staged=(), aliases=()
         )
 
+    @property
+    def holds(self) -> str:
+        return "mix" if self.locked else self.began_with
+
     def check(self) -> str:
         return "same" if self._ptrs == [t.data_ptr() for t in self.live.values()] else "changed"
 
@@ -170,7 +174,7 @@ class ToyTaker:
         self.live["norm"].fill_(float("nan"))
 
     def release_lock(self) -> None:
-        self.locked = False
+        self.locked, self.began_with = False, "whole"
         self.locks.append("released")
         self.live["norm"].copy_(self.spare)
 
@@ -235,7 +239,9 @@ class ToyEngine:
 
     def init(self, info, timeout):
         self.sessions = [
-            WorkerSession(t, info["replica"], i, info["workers"], info["rendezvous"], info["token"], info["deadline_s"])
+            WorkerSession(
+                t, info["replica"], i, info["workers"], info["rendezvous"], info["token"], info["deadline_s"], self.open
+            )
             for i, t in enumerate(self.takers)
         ]
         self._all(lambda i: self.sessions[i].join())
@@ -264,6 +270,12 @@ class ToyEngine:
 
     def set_version(self, text, timeout):
         self.label = text
+
+    def get_version(self, timeout):
+        return self.label
+
+    def assume_open_session(self):
+        self.log.append("session was open")
 
     def reset_caches(self, timeout):
         self._did("reset")

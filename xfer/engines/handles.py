@@ -77,6 +77,12 @@ class EngineHandle(Protocol):
     def set_version(self, text: str, timeout: float) -> None:
         """The engine's own label of its weights, which it attaches to outputs."""
 
+    def get_version(self, timeout: float) -> str | None:
+        """That label as it is now; None where the engine has none."""
+
+    def assume_open_session(self) -> None:
+        """Tell the handle of a session that an earlier controller left open; workers say so when they join."""
+
     def reset_caches(self, timeout: float) -> None:
         """Drop what older weights computed: prefix (frozen requests recompute), connector, multimodal, encoder
         caches."""
@@ -115,7 +121,6 @@ class Handle(ABC):
         return self._open
 
     def assume_open_session(self) -> None:
-        """Tell the handle of a session that an earlier controller left open; workers report it when they join."""
         self._open = True
 
     @property
@@ -166,6 +171,9 @@ class Handle(ABC):
 
     def set_version(self, text: str, timeout: float) -> None:
         self._call("set_version", timeout, text=text)
+
+    def get_version(self, timeout: float) -> str | None:
+        return self._call("get_version", timeout)
 
     def reset_caches(self, timeout: float) -> None:
         with self._sequence(timeout) as left:
@@ -269,6 +277,7 @@ class Gate:
     """Lets in either one user thread, which may enter again and again, or the controller, which no thread owns.
 
     A controller that waits goes before users that are not in yet: one who generates in a loop must not starve refits.
+    One that stops waiting leaves no trace.
     """
 
     _CONTROLLER = -1
@@ -289,22 +298,28 @@ class Gate:
         finally:
             self._drop(me)
 
-    def close(self) -> None:
-        """Waits until the user is out, then keeps users out until `open`. Re-entrant for the controller."""
-        self._take(self._CONTROLLER)
+    def close(self, timeout: float | None = None) -> bool:
+        """Waits until the user is out, then keeps users out until `open`. Re-entrant for the controller. False: the
+        user did not leave in `timeout` seconds, and the gate is as it was."""
+        return self._take(self._CONTROLLER, timeout)
 
     def open(self) -> None:
         self._drop(self._CONTROLLER)
 
-    def _take(self, who: int) -> None:
+    def _take(self, who: int, timeout: float | None = None) -> bool:
         controller = who == self._CONTROLLER
         with self._changed:
             self._controllers_waiting += controller
-            self._changed.wait_for(
-                lambda: self._holder == who or (self._holder is None and (controller or not self._controllers_waiting))
+            mine = self._changed.wait_for(
+                lambda: self._holder == who or (self._holder is None and (controller or not self._controllers_waiting)),
+                timeout,
             )
             self._controllers_waiting -= controller
-            self._holder, self._depth = who, self._depth + 1
+            if mine:
+                self._holder, self._depth = who, self._depth + 1
+            else:
+                self._changed.notify_all()  # users waited for us
+            return mine
 
     def _drop(self, who: int) -> None:
         with self._changed:
@@ -316,16 +331,16 @@ class Gate:
                 self._changed.notify_all()
 
 
-def _label(llm: Any) -> Callable[[str], Any]:
-    """Sets the engine's own label of its weights. vLLM 0.25 has none: there the controller's `version` is the label."""
-    return getattr(llm, "update_weight_version", None) or (lambda text: None)
+def _if_there(engine: Any, method: str) -> Callable[..., Any]:
+    """A method for the engine's own label of its weights. vLLM 0.25 has none: there the controller's `version` is it."""
+    return getattr(engine, method, None) or (lambda *args: None)
 
 
-def _label_async(engine: Any) -> Callable[[str], Awaitable[Any]]:
-    async def nothing(text: str) -> None:
+def _if_there_async(engine: Any, method: str) -> Callable[..., Awaitable[Any]]:
+    async def nothing(*args: str) -> None:
         return None
 
-    return getattr(engine, "update_weight_version", None) or nothing
+    return getattr(engine, method, None) or nothing
 
 
 class OfflineLLM(Handle):
@@ -352,9 +367,19 @@ class OfflineLLM(Handle):
         ask."""
         self.resume(timeout)
 
+    def pause(self, timeout: float) -> None:
+        # Not a call that can be left outstanding: an owner who stays too long must not be shut out when he leaves.
+        with self._sequence(timeout) as left:
+            if self._paused:
+                return
+            if not self._gate.close(left()):
+                raise DeadlineExceeded(
+                    f"{self.name}: its owner was inside serving() for all of {timeout:.1f} s, so no refit could begin",
+                    ["leave serving() between batches, or give refits a longer deadline_s"],
+                )
+            self._paused = True
+
     def _send(self, call: str, **args: Any) -> Future:
-        if call == "pause":
-            return self._thread.submit(self._gate.close)
         if call == "resume":
             return self._thread.submit(self._gate.open)
         return self._thread.submit(lambda: self._at_the_gate(call, args))
@@ -375,7 +400,8 @@ class OfflineLLM(Handle):
             "start": llm.start_weight_update,
             "update": lambda: llm.update_weights({"update_info": info}),
             "finish": llm.finish_weight_update,
-            "set_version": lambda: _label(llm)(text),
+            "set_version": lambda: _if_there(llm, "update_weight_version")(text),
+            "get_version": lambda: _if_there(llm, "get_weight_version")(),
             "reset_prefix": lambda: llm.reset_prefix_cache(reset_running_requests=True, reset_connector=True),
             "reset_mm": llm.reset_mm_cache,
             "reset_encoder": lambda: llm.llm_engine.reset_encoder_cache(),
@@ -417,7 +443,8 @@ class AsyncEngine(Handle):
             "start": engine.start_weight_update,
             "update": lambda: rpc("update_weights", kwargs={"update_info": info}),
             "finish": engine.finish_weight_update,
-            "set_version": lambda: _label_async(engine)(text),
+            "set_version": lambda: _if_there_async(engine, "update_weight_version")(text),
+            "get_version": lambda: _if_there_async(engine, "get_weight_version")(),
             "reset_prefix": lambda: engine.reset_prefix_cache(reset_running_requests=True, reset_connector=True),
             "reset_mm": engine.reset_mm_cache,
             "reset_encoder": engine.reset_encoder_cache,
@@ -434,26 +461,25 @@ def _running_loop() -> asyncio.AbstractEventLoop | None:
         return None
 
 
-def handle_for(engine: Any, *, loop: asyncio.AbstractEventLoop | None = None, name: str | None = None) -> EngineHandle:
+def handle_for(engine: Any, *, loop: asyncio.AbstractEventLoop | None = None, **options: Any) -> EngineHandle:
     """The handle that fits `engine`: a handle already, a URL, an `AsyncLLM` (with its `loop`), an `LLM`, or a
-    forwarder.
+    forwarder. `options`: of that handle's class (`name`; `pause_mode`, `headers`; what a forwarder lacks).
 
     Unsupported: the object offers none of these interfaces; the violations say what it lacks.
     """
     from xfer.engines.remote import CallableEngine, HttpEngine
 
-    named = {} if name is None else {"name": name}
     if isinstance(engine, Handle):
         return engine
     if isinstance(engine, str):
-        return HttpEngine(engine, **named)
+        return HttpEngine(engine, **options)
     if asyncio.iscoroutinefunction(getattr(engine, "pause_generation", None)):
         loop = loop or _running_loop()
         if loop is None:
             raise Unsupported(
                 "an AsyncLLM needs its event loop", ["pass loop=…, or call this from a coroutine of that loop"]
             )
-        return AsyncEngine(engine, loop, **named)
+        return AsyncEngine(engine, loop, **options)
     if hasattr(engine, "llm_engine"):
-        return OfflineLLM(engine, **named)
-    return engine if isinstance(engine, EngineHandle) else CallableEngine(engine, **named)
+        return OfflineLLM(engine, **options)
+    return engine if isinstance(engine, EngineHandle) else CallableEngine(engine, **options)

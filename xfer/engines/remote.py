@@ -61,7 +61,8 @@ class HttpEngine(Handle):
             "start": lambda: self._ask("POST", "/start_weight_update"),
             "update": lambda: self._ask("POST", "/update_weights", {"update_info": info}),
             "finish": lambda: self._ask("POST", "/finish_weight_update", {}),
-            "set_version": lambda: self._ask("POST", "/update_weight_version", {"new_version": text}),
+            "set_version": lambda: self._ask("POST", "/update_weight_version", {"new_version": text}, optional=True),
+            "get_version": lambda: self._ask("GET", "/weight_info", optional=True).get("weight_version"),
             "reset_prefix": lambda: self._ask(
                 "POST", "/reset_prefix_cache?reset_running_requests=true&reset_external=true"
             ).get("success", True),
@@ -70,7 +71,8 @@ class HttpEngine(Handle):
         }
         return calls[call]()
 
-    def _ask(self, method: str, path: str, body: Any = None) -> dict[str, Any]:
+    def _ask(self, method: str, path: str, body: Any = None, *, optional: bool = False) -> dict[str, Any]:
+        """`optional`: a route that older servers do not have; nothing happens there, and the answer is empty."""
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self._url + path, data=data, headers=self._headers, method=method)
         try:
@@ -78,6 +80,8 @@ class HttpEngine(Handle):
                 text = reply.read()
         except urllib.error.HTTPError as e:
             detail = e.read(2000).decode(errors="replace")
+            if e.code == 404 and optional:
+                return {}
             if e.code == 404:
                 raise Unsupported(
                     f"{self.name} has no route {path}",
@@ -94,9 +98,9 @@ class CallableEngine(Handle):
     arguments.
 
     Needed on `obj`, or given here: init_weight_transfer_engine, start_weight_update, update_weights,
-    finish_weight_update (vLLM's weight-sync client), update_weight_version, pause_generation, resume_generation,
-    reset_prefix_cache. Used if there: reset_mm_cache, reset_encoder_cache. `workers`: how many workers the four calls
-    reach; asked of `obj.get_world_size()` when not given.
+    finish_weight_update (vLLM's weight-sync client), pause_generation, resume_generation, reset_prefix_cache. Used if
+    there: update_weight_version, get_weight_version, reset_mm_cache, reset_encoder_cache. `workers`: how many workers
+    the four calls reach; asked of `obj.get_world_size()` when not given.
 
     Unsupported lists what is missing: an engine that cannot be paused, or keeps its caches, would answer with old work.
     """
@@ -106,13 +110,17 @@ class CallableEngine(Handle):
         "start": "start_weight_update",
         "update": "update_weights",
         "finish": "finish_weight_update",
-        "set_version": "update_weight_version",
         "pause": "pause_generation",
         "resume": "resume_generation",
         "reset_prefix": "reset_prefix_cache",
         "workers": "get_world_size",
     }
-    _OPTIONAL = {"reset_mm": "reset_mm_cache", "reset_encoder": "reset_encoder_cache"}
+    _OPTIONAL = {
+        "set_version": "update_weight_version",
+        "get_version": "get_weight_version",
+        "reset_mm": "reset_mm_cache",
+        "reset_encoder": "reset_encoder_cache",
+    }
 
     def __init__(
         self,

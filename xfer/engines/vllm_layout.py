@@ -65,7 +65,8 @@ class EngineModel:
         self._tensors: Mapping[str, torch.Tensor] = {}
         self._lock: Lock | None = None
         self._stale_binding = False
-        self._torn = False
+        dummy = getattr(vllm_config.load_config, "load_format", "auto") == "dummy"
+        self._holds: Literal["whole", "mix", "nothing"] = "nothing" if dummy else "whole"
 
     # ---- reading
 
@@ -181,16 +182,19 @@ class EngineModel:
                 ["candidates: vectors that fill a storage of their own and that every refit writes"],
             )
         self._lock, self._stale_binding = lock, True
+        if self._holds != "whole":
+            lock.engage()
         return lock.root
 
     @property
-    def locked(self) -> bool:
-        """Whether a refit has begun to write and none has committed since."""
-        return self._torn
+    def holds(self) -> Literal["whole", "mix", "nothing"]:
+        """Weights of one version (a checkpoint's, or a committed refit's); of two, when a refit has begun to write and
+        none has committed since; or only the random ones of `load_format="dummy"`, which are not worth serving."""
+        return self._holds
 
     def engage_lock(self) -> None:
         """Before the first byte is written: whoever resumes the engine now gets NaN."""
-        self._torn = True
+        self._holds = "mix"
         if self._lock is not None:
             self._lock.engage()
 
@@ -198,7 +202,7 @@ class EngineModel:
         """At the commit: install the tensor's new bytes."""
         if self._lock is not None:
             self._lock.release()
-        self._torn = False
+        self._holds = "whole"
 
     @torch.no_grad()
     def forward(self) -> list[torch.Tensor]:

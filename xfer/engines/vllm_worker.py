@@ -57,7 +57,7 @@ class XferWeightTransferEngine(WeightTransferEngine[XferInitInfo, XferUpdateInfo
         super().__init__(config, vllm_config, device, model)
         self.session: WorkerSession | None = None
         self.layout: EngineModel | None = None
-        self.session_open = False
+        self.session_open = False  # vLLM's own update session; a new controller asks for it when it joins
 
     def init_transfer_engine(self, init_info: XferInitInfo) -> None:
         """Read nothing yet, only join: the layout needs the trainers' catalog, which the session brings."""
@@ -117,6 +117,7 @@ class XferWeightTransferEngine(WeightTransferEngine[XferInitInfo, XferUpdateInfo
             rendezvous=info.rendezvous,
             token=info.token,
             deadline_s=info.deadline_s,
+            session_open=self.session_open,
         )
         self.session.join()
 

@@ -22,6 +22,8 @@ UPDATE_GRACE_S = 5.0
 """Seconds between an engine's return from its update call and the decision reaching this controller."""
 MIXED = "xfer:mixed"
 """Version text that an engine carries while its bytes may be of two versions."""
+UNKNOWN = "xfer:unknown"
+"""What an engine is called after a refit that came to nothing, when its label before that is not known."""
 
 
 class Controller:
@@ -43,9 +45,10 @@ class Controller:
         self.rendezvous, self.replica, self.deadline_s = rendezvous, replica, deadline_s
         self._token, self._keep, self._engine_rendezvous = token, keep, engine_rendezvous or rendezvous
         self.version, self.error = "", None
-        self.torn = False  # bytes of two versions lie in the engine; the next commit mends it
+        self.torn = False  # what lies in the engine is not to be served; the next commit mends it
         self.lost: XferError | None = None  # the trainers are gone: no refit will come, `version` is served on
         self.refits = 0
+        self._label: str | None = None  # the engine's own, outside of refits
         self._ready, self._closing = threading.Event(), threading.Event()
         self._changed = threading.Condition()
         self._party: Party | None = None
@@ -63,19 +66,29 @@ class Controller:
         if self.error is not None and not self.torn:
             raise self.error
 
-    def wait_version(self, version: str, timeout_s: float) -> None:
-        """Until the replica serves `version` (as text)."""
+    def wait_version(self, version: int | str | None = None, timeout_s: float | None = None) -> str:
+        """Until the replica serves `version`, or any that a refit brought; gives it as text. For owners of an engine
+        that was started without weights. `timeout_s`: default the connection's deadline. DeadlineExceeded."""
+
+        def there() -> bool:
+            return bool(self.version) if version is None else self.version == str(version)
+
+        seconds = self.deadline_s if timeout_s is None else timeout_s
         with self._changed:
-            if not self._changed.wait_for(lambda: self.version == str(version) or self._closing.is_set(), timeout_s):
+            self._changed.wait_for(lambda: there() or self._closing.is_set(), seconds)
+            if not there():
                 raise DeadlineExceeded(
-                    f"replica {self.replica} serves version {self.version!r}, not {version!r}, after {timeout_s:.0f} s"
+                    f"replica {self.replica} serves version {self.version!r}, not "
+                    f"{'one that a refit brought' if version is None else repr(str(version))}, after {seconds:.1f} s"
                 )
+            return self.version
 
     @contextmanager
     def serving(self, *, force: bool = False):
         """The engine, with refits held off while inside. Needed for an in-process `LLM`, which has no pause of its own.
 
-        Raises EngineLost while the replica holds bytes of two versions; `force=True` enters all the same (the second lock
+        Raises EngineLost while the replica holds bytes of two versions, or only the random ones of load_format="dummy"
+        (see `wait_version`); `force=True` enters all the same (the second lock
         then makes the engine answer NaN).
         """
         self._refuse(force)
@@ -165,113 +178,173 @@ class Controller:
         message = self._party.take((m.ReplicaReady, m.Failed), time.monotonic() + STOP_GRACE_S, "the replica's plan")
         if isinstance(message, m.Failed):
             self._set(error=message.error.error())
-        elif message.torn:
-            self._tear("an earlier connection ended in the middle of a refit; the next refit repairs it")
+        else:
+            self._met(message)
         self._ready.set()
 
+    def _met(self, ready: m.ReplicaReady) -> None:
+        """What an earlier controller left behind: a session of vLLM's, a label, bytes that may not serve."""
+        if ready.session_open:
+            self.handle.assume_open_session()
+        label = self.handle.get_version(SETTLE_GRACE_S)
+        self._label = UNKNOWN if label == MIXED else label
+        if ready.holds == "whole":
+            return
+        self.handle.pause(self.deadline_s)
+        if ready.holds == "mix":
+            self._tear("an earlier connection ended in the middle of a refit; the next refit repairs it")
+        else:
+            self._keep_out(
+                EngineLost(
+                    f"replica {self.replica} holds no weights to serve yet",
+                    ["it was started with load_format='dummy'; the first refit brings them"],
+                )
+            )
+
     def _tear(self, why: str) -> None:
-        """Keep the owner out until a commit. Stays paused; for an in-process LLM, which waits at a gate, `serving()` refuses."""
+        self._keep_out(EngineLost(f"replica {self.replica} holds a mix of two versions", [why]))
+
+    def _keep_out(self, error: XferError) -> None:
+        """Nobody is served until a commit. Stays paused; for an in-process LLM, which waits at a gate, `serving()` refuses."""
         self.torn = True
-        self._set(version="", error=EngineLost(f"replica {self.replica} holds a mix of two versions", [why]))
-        self.handle.stay_paused()
+        self._set(version="", error=error)
+        try:
+            self.handle.stay_paused()
+        except XferError as e:
+            logger.error("xfer: replica %d: %s", self.replica, e)
 
     def _refit(self, arm: m.Arm) -> list[m.Failed]:
         """One attempt. Returns what arrived meanwhile about lost trainers or workers, to be told after it."""
-        handle, until = self.handle, time.monotonic() + arm.deadline_s + STOP_GRACE_S
-        phases: list[tuple[str, float]] = []
-        old, failure = self.version, None
-        clock = time.perf_counter()
-        began = clock
-
-        def phase(name: str) -> None:
-            nonlocal clock
-            now = time.perf_counter()
-            phases.append((name, now - clock))
-            clock = now
-
-        update: threading.Thread | None = None
-        raised: list[BaseException] = []
-        decided = threading.Event()
+        visit = _Visit(self, arm)
+        visit.open()
+        decision, lost = self._decision(arm)
         try:
-            handle.pause(arm.deadline_s)
-            phase("pause")
-            handle.set_version(MIXED, arm.deadline_s)
-            handle.start_update(arm.deadline_s)
-            phase("start")
-
-            def call() -> None:
-                try:
-                    handle.update(
-                        {"attempt": arm.attempt, "deadline_s": arm.deadline_s}, arm.deadline_s + 2 * STOP_GRACE_S
-                    )
-                    if not decided.wait(
-                        UPDATE_GRACE_S
-                    ):  # e.g. the workers' plug-in is of another version and refused the call
-                        raise EngineLost(
-                            f"replica {self.replica}: the engine's update call returned before the refit was decided",
-                            ["see the engine workers' logs"],
-                        )
-                except BaseException as e:
-                    raised.append(e)
-                    self._party.try_send(m.Failed(m.WireError.of(e, self._party.label), arm.attempt, self.replica))
-
-            update = threading.Thread(target=call, name="xfer-update", daemon=True)
-            update.start()
+            committed = visit.close(decision)
+            if committed:
+                self.refits += 1
+                self.torn = False
+                self._label = decision.version
+                self._set(version=decision.version)
+            elif visit.touched and isinstance(decision, m.Settle) and decision.dirty:
+                self._tear(str(decision.error.error()))
+                self._party.try_send(m.Settled(arm.attempt, "", False, 0.0, visit.phases))
+                return lost
+            if self.torn:  # as before this attempt, which wrote nothing
+                self._keep_out(self.error)
+                self._party.try_send(m.Settled(arm.attempt, "", False, 0.0, visit.phases))
+                return lost
+            visit.resume(None if committed else self._label)
+            if not committed and self.error is not None and self.version:
+                self._set()
+            self._party.send(m.Settled(arm.attempt, self.version, True, visit.seconds, visit.phases))
         except Exception as e:
-            failure = e
-            self._party.try_send(m.Failed(m.WireError.of(e, self._party.label), arm.attempt, self.replica))
-        decision, lost = None, []
+            error = e if isinstance(e, XferError) else EngineLost(f"replica {self.replica}: {type(e).__name__}: {e}")
+            logger.error("xfer: replica %d could not be brought back: %s", self.replica, error)
+            self._keep_out(error)
+            self._party.try_send(m.Settled(arm.attempt, "", False, 0.0, visit.phases))
+        return lost
+
+    def _decision(self, arm: m.Arm) -> tuple[m.Commit | m.Settle, list[m.Failed]]:
+        until, lost = time.monotonic() + arm.deadline_s + STOP_GRACE_S + SETTLE_GRACE_S, []
         try:
-            while not isinstance(decision, m.Commit | m.Settle):
-                decision = self._party.take(
+            while True:
+                message = self._party.take(
                     (m.Commit, m.Settle, m.Failed),
-                    until + SETTLE_GRACE_S,
+                    until,
                     "the decision",
                     lambda x: isinstance(x, m.Failed) or x.attempt == arm.attempt,
                 )
-                if isinstance(decision, m.Failed):
-                    lost.append(decision)
+                if not isinstance(message, m.Failed):
+                    return message, lost
+                lost.append(message)
         except XferError as e:
             # No word from the hub: the workers presume an abort, but whether they had begun to write is not known here.
-            decision = m.Settle(arm.attempt, True, m.WireError.of(e, self._party.label))
-        decided.set()
+            return m.Settle(arm.attempt, True, m.WireError.of(e, self._party.label)), lost
+
+
+class _Visit:
+    """One attempt's calls to the engine: pause, start, update; after the decision finish, caches, resume."""
+
+    def __init__(self, controller: Controller, arm: m.Arm):
+        self.c, self.arm, self.handle = controller, arm, controller.handle
+        self.touched = False  # an update session was opened; before that only the pause has to be undone
+        self._update: threading.Thread | None = None
+        self._raised: list[BaseException] = []
+        self._decided = threading.Event()
+        self._phases: list[tuple[str, float]] = []
+        self._began = self._clock = time.perf_counter()
+
+    @property
+    def phases(self) -> tuple[tuple[str, float], ...]:
+        return tuple(self._phases)
+
+    @property
+    def seconds(self) -> float:
+        """Since the pause was sent."""
+        return time.perf_counter() - self._began
+
+    def open(self) -> None:
+        """Up to the blocking update call, which goes on in a thread. What fails is told to the hub; nothing is raised."""
+        try:
+            self.handle.pause(self.arm.deadline_s)
+            self._phase("pause")
+            self.touched = True
+            self.handle.set_version(MIXED, self.arm.deadline_s)
+            self.handle.start_update(self.arm.deadline_s)
+            self._phase("start")
+            self._update = threading.Thread(target=self._call, name="xfer-update", daemon=True)
+            self._update.start()
+        except Exception as e:
+            self._fail(e)
+
+    def close(self, decision: m.Commit | m.Settle) -> bool:
+        """Whether the engine now holds what was decided. EngineLost: it does not, though all workers were told to."""
+        self._decided.set()
+        update, commit = self._update, isinstance(decision, m.Commit)
         if update is not None:
             update.join(timeout=STOP_GRACE_S * 2)
-        stuck = update is not None and update.is_alive()
-        phase("update")
-        committed = isinstance(decision, m.Commit) and not stuck and not raised
+            if update.is_alive():
+                raise EngineLost(f"replica {self.c.replica}: an engine worker did not return from its update call")
+        self._phase("update")
+        if commit and (self._raised or update is None):
+            why = [str(e) for e in self._raised] or ["it was never made"]
+            raise EngineLost(f"replica {self.c.replica}: its update call failed while the refit was committed", why)
+        if self.touched:
+            self.handle.finish(None, SETTLE_GRACE_S)
+            self._phase("finish")
+        if commit:
+            self.handle.reset_caches(SETTLE_GRACE_S)
+            self._phase("reset caches")
+            self.handle.set_version(decision.version, SETTLE_GRACE_S)
+        return commit
+
+    def resume(self, label: str | None) -> None:
+        """Serve again, under the label that it had before if one is given."""
+        if self.touched and label is not None:
+            self.handle.set_version(label, SETTLE_GRACE_S)
+        self.handle.resume(SETTLE_GRACE_S)
+        self._phase("resume")
+
+    def _call(self) -> None:
+        arm = self.arm
         try:
-            if stuck:
-                raise EngineLost(f"replica {self.replica}: an engine worker did not return from its update call")
-            if raised and isinstance(decision, m.Commit):
+            self.handle.update(
+                {"attempt": arm.attempt, "deadline_s": arm.deadline_s}, arm.deadline_s + 2 * STOP_GRACE_S
+            )
+            if not self._decided.wait(UPDATE_GRACE_S):  # e.g. the workers' plug-in is of another version and refused
                 raise EngineLost(
-                    f"replica {self.replica}: its update call failed while the refit was committed", [str(raised[0])]
+                    f"replica {self.c.replica}: the engine's update call returned before the refit was decided",
+                    ["see the engine workers' logs"],
                 )
-            if failure is None or update is not None:
-                handle.finish(decision.version if committed else None, SETTLE_GRACE_S)
-            phase("finish")
-            if committed:
-                handle.reset_caches(SETTLE_GRACE_S)
-                phase("reset caches")
-                handle.set_version(decision.version, SETTLE_GRACE_S)
-                self.refits += 1
-                self.torn = False
-                self._set(version=decision.version)
-            elif isinstance(decision, m.Settle) and decision.dirty:
-                self._tear(str(decision.error.error()))
-                self._party.try_send(m.Settled(arm.attempt, "", False, 0.0, tuple(phases)))
-                return lost
-            else:
-                handle.set_version(old, SETTLE_GRACE_S)
-            handle.resume(SETTLE_GRACE_S)
-            phase("resume")
-            if not committed and self.error is not None and old:
-                self._set()
-            self._party.send(m.Settled(arm.attempt, self.version, True, time.perf_counter() - began, tuple(phases)))
-        except Exception as e:
-            error = e if isinstance(e, XferError) else EngineLost(f"replica {self.replica}: {type(e).__name__}: {e}")
-            self._set(version="", error=error)
-            handle.stay_paused()
-            self._party.try_send(m.Settled(arm.attempt, "", False, 0.0, tuple(phases)))
-            logger.error("xfer: replica %d could not be brought back: %s", self.replica, error)
-        return lost
+        except BaseException as e:
+            self._fail(e)
+
+    def _fail(self, e: BaseException) -> None:
+        self._raised.append(e)
+        party = self.c._party
+        party.try_send(m.Failed(m.WireError.of(e, party.label), self.arm.attempt, self.c.replica))
+
+    def _phase(self, name: str) -> None:
+        now = time.perf_counter()
+        self._phases.append((name, now - self._clock))
+        self._clock = now

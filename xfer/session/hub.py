@@ -197,7 +197,7 @@ class Hub:
             self.at(replica.until, lambda: self._check_join(replica))
         elif h.role == "worker":
             replica.workers[h.index] = client
-            replica.dirty = replica.dirty or h.torn
+            replica.dirty = replica.dirty or h.holds != "whole"
             if self.catalog is not None:
                 client.send(m.CatalogMsg(self.catalog.to_bytes(), self.generation))
         if self.failure is not None:

@@ -17,7 +17,7 @@ from msgspec import Meta, Struct
 
 from xfer.errors import ProtocolError, XferError, from_wire
 
-WIRE_VERSION = 2
+WIRE_VERSION = 3
 MAX_FRAME = 1 << 30
 """Bytes of one control frame; an inventory of a 30 B model's rank is about 1.5 MB."""
 MAX_STORE_VALUE = 1 << 16
@@ -62,6 +62,10 @@ class WireError(Struct, frozen=True, forbid_unknown_fields=True):
 # ---- introduction
 
 
+Holds = Annotated[str, Meta(pattern="^(whole|mix|nothing)$")]
+"""Weights of a worker: of one version; of two, after a refit that failed; or only the random ones it was started with."""
+
+
 class Hello(_Message):
     """First message of every client. `index`: trainer rank, or worker rank inside its replica; 0 for others."""
 
@@ -74,7 +78,8 @@ class Hello(_Message):
     pid: Count
     versions: Annotated[tuple[tuple[Name, Name], ...], Meta(max_length=64)] = ()
     settings: Annotated[tuple[tuple[Name, Name], ...], Meta(max_length=64)] = ()
-    torn: bool = False  # worker: an earlier connection left bytes of two versions in it
+    holds: Holds = "whole"  # worker
+    session_open: bool = False  # worker: an earlier controller opened an update that it did not finish
 
 
 class Welcome(_Message):
@@ -148,12 +153,14 @@ class LinkOpen(_Message):
 
 
 class ReplicaReady(_Message):
-    """hub -> domain, controller: this replica has a plan and a link. `torn`: it may not serve before its next commit."""
+    """hub -> domain, controller: this replica has a plan and a link. Unless it `holds` one whole version, it may not
+    serve before its next commit."""
 
     replica: Count
     epoch: Count
     digest: Name
-    torn: bool = False
+    holds: Holds = "whole"
+    session_open: bool = False
 
 
 # ---- one refit

@@ -49,7 +49,8 @@ class Party:
         replica: int = 0,
         deadline_s: float,
         settings: tuple[tuple[str, str], ...] = (),
-        torn: bool = False,
+        holds: m.Holds = "whole",
+        session_open: bool = False,
     ):
         self.label = {"trainer": f"trainer {index}", "worker": f"replica {replica} worker {index}"}.get(
             role, f"replica {replica} {role}"
@@ -63,8 +64,18 @@ class Party:
         self.channel.start(self._sort, self._end)
         self.send(
             m.Hello(
-                m.WIRE_VERSION, role, index, size, replica, host_identity(), os.getpid(), versions(), settings, torn
-            )
+                m.WIRE_VERSION,
+                role,
+                index,
+                size,
+                replica,
+                host_identity(),
+                os.getpid(),
+                versions(),
+                settings,
+                holds,
+                session_open,
+            )  # fmt: skip
         )
         answer = self.take((m.Welcome, m.Refused), time.monotonic() + deadline_s, "the rendezvous' welcome")
         if isinstance(answer, m.Refused):

@@ -143,7 +143,10 @@ class Planning:
         replica.pending.discard(client)
         if not replica.pending:
             replica.state = "ready"
-            ready = m.ReplicaReady(replica.index, replica.epoch, replica.digest, replica.dirty)
+            said = [c.hello for c in replica.workers.values()]
+            ready = m.ReplicaReady(
+                replica.index, replica.epoch, replica.digest, replica.holds, any(h.session_open for h in said)
+            )
             self.hub.broadcast(self.hub.domain(replica), ready)
             if replica.controller is not None:
                 replica.controller.send(ready)

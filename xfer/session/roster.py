@@ -82,6 +82,13 @@ class Replica:
     stale: bool = False  # an inventory came after the plan was made: only a new plan may run
 
     @property
+    def holds(self) -> m.Holds:
+        """What its workers hold together, by what they said when they joined and what became of them since."""
+        if not self.dirty:
+            return "whole"
+        return "nothing" if all(c.hello.holds == "nothing" for c in self.workers.values()) else "mix"
+
+    @property
     def complete(self) -> bool:
         return self.controller is not None and self.size > 0 and len(self.workers) == self.size == len(self.inventories)
 

@@ -37,8 +37,8 @@ class Taker(Protocol):
     drop: tuple[str, ...]
 
     @property
-    def locked(self) -> bool:
-        """Whether live bytes were written and not committed since, in this connection or an earlier one."""
+    def holds(self) -> m.Holds:
+        """Which weights lie in the model, whatever connection brought them. Only "whole" ones may serve."""
 
     def read(self, catalog: Catalog): ...
 
@@ -62,11 +62,19 @@ class WorkerSession:
     role = "worker"
 
     def __init__(
-        self, model: Taker, replica: int, worker_rank: int, workers: int, rendezvous: str, token: str, deadline_s: float
+        self,
+        model: Taker,
+        replica: int,
+        worker_rank: int,
+        workers: int,
+        rendezvous: str,
+        token: str,
+        deadline_s: float,
+        session_open: bool = False,
     ):
         self.model, self.replica, self.index, self.size = model, replica, worker_rank, workers
         self.rendezvous, self.deadline_s = rendezvous, deadline_s
-        self._token = token
+        self._token, self._session_open = token, session_open
         self.device = model.device
         self.error: XferError | None = None
         self._party: Party | None = None
@@ -97,7 +105,8 @@ class WorkerSession:
             replica=self.replica,
             deadline_s=self.deadline_s,
             settings=(("data plane", "nccl" if self.device.type == "cuda" else "gloo"),),
-            torn=self.model.locked,
+            holds=self.model.holds,
+            session_open=self._session_open,
         )
         self._party.on_lane = self._lane
         self.model.drop = (*self.model.drop, *self._party.welcome.drop)
@@ -234,7 +243,7 @@ class WorkerSession:
 
     def _stopped(self, attempt: int) -> m.Stopped:
         lane = self._lane_
-        return m.Stopped(self.replica, attempt, self.model.locked, lane is None or lane.drained)
+        return m.Stopped(self.replica, attempt, self.model.holds != "whole", lane is None or lane.drained)
 
     def _refresh(self) -> bytes:
         state = "changed" if self._stale else self.model.check()
