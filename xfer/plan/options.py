@@ -7,6 +7,8 @@ from fnmatch import fnmatchcase
 
 import msgspec
 
+from xfer.plan.fabric import Site
+
 ALIGN = 512
 """Streams are cut at multiples of this many bytes, so that a cut never costs a kernel its vector loads."""
 
@@ -19,6 +21,8 @@ class PlanOptions:
     `drop`: checkpoint tensors that need no taker; `narrow`: tensors whose cast to fewer bits is wanted although the
     checkpoint has them wide. Both: names or fnmatch patterns; a grouped name (`…experts.*.up_proj.weight`) is one.
     `hosts`: host of every joint rank (trainers first), or empty when no rank is nearer than another.
+    `site`: the links between ranks and who sits where, in place of `hosts`; senders are then chosen for time over
+    links. `replica`: which of the site's replicas this plan is for.
     `remote_cost`: what a byte to another host costs a sender, in bytes to its own host.
     `rotation`: shifts which sender a taker starts with.
     `align_bytes`: granule of all cuts; a power of two and at least 8, the largest element.
@@ -32,6 +36,8 @@ class PlanOptions:
     remote_cost: int = 8
     rotation: int = 0
     align_bytes: int = ALIGN
+    site: Site | None = None
+    replica: int = 0
 
     def __post_init__(self) -> None:
         a = self.align_bytes
@@ -43,6 +49,10 @@ class PlanOptions:
             raise ValueError(
                 f"align_bytes={a} <= bucket_bytes={self.bucket_bytes} <= wave_bytes={self.wave_bytes} must hold"
             )
+        if self.site is not None and (self.hosts or not 0 <= self.replica < len(self.site.replicas)):
+            raise ValueError(
+                f"replica={self.replica}: the site has {len(self.site.replicas)} replicas, and it is given in place of hosts"
+            )
         if self.remote_cost < 1 or self.rotation < 0:
             raise ValueError(f"remote_cost={self.remote_cost} must be at least 1, rotation={self.rotation} at least 0")
 
@@ -52,15 +62,19 @@ class PlanOptions:
         return self.bucket_bytes // self.align_bytes * self.align_bytes
 
     def host_numbers(self) -> tuple[int, ...]:
-        """Hosts numbered by first appearance: what a host is called does not matter to a plan, who shares one does."""
+        """Host of every joint rank, numbered by first appearance: what a host is called does not matter to a plan, who
+        shares one does. Empty when not known.
+        """
         seen: dict[str | int, int] = {}
-        return tuple(seen.setdefault(h, len(seen)) for h in self.hosts)
+        hosts = self.site.hosts(self.replica) if self.site is not None else self.hosts
+        return tuple(seen.setdefault(h, len(seen)) for h in hosts)
 
     def to_bytes(self) -> bytes:
         """Canonical: order and repeats in `drop` and `narrow` do not matter."""
         names = sorted(set(self.drop)), sorted(set(self.narrow))
         numbers = self.message_bytes, self.wave_bytes, self.remote_cost, self.rotation, self.align_bytes
-        return msgspec.msgpack.encode((numbers, names, self.host_numbers()))
+        where = None if self.site is None else (self.site.to_bytes(), self.replica)
+        return msgspec.msgpack.encode((numbers, names, self.host_numbers(), where))
 
 
 def matches(name: str, patterns: tuple[str, ...]) -> bool:

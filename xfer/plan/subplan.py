@@ -23,7 +23,7 @@ from xfer.plan.intersect import Stack, cut_box
 from xfer.plan.program import MAX_DIMS, ROW, Op, Program
 from xfer.plan.table import ITEM, FragmentTable
 
-PLANNER = 1
+PLANNER = 2
 """Version of the planner: raised whenever the same inputs may give other rows. In every digest and cache key."""
 
 

@@ -1,0 +1,303 @@
+"""The part of a sub-plan that knows no replica: pieces, proof and order of the streams, from a catalog and inventories.
+
+Replicas with the same layout share a draft: what differs between their sub-plans is only who sends what (planner.py)
+and when (schedule.py). Pure and deterministic, as the planner; in it is nearly all of the planner's time.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from xfer.errors import LayoutError, Unsupported
+from xfer.plan.balance import nearest
+from xfer.plan.coverage import ByteClasses, Class, prove
+from xfer.plan.explain import Casts
+from xfer.plan.intersect import Atoms, Pieces, Stack, find_atoms, intersect
+from xfer.plan.inventory import SCRATCH, Inventory
+from xfer.plan.options import PlanOptions, matches
+from xfer.plan.program import DTYPE_CODE, DTYPES, ITEMSIZE, MAX_DIMS, ROW, Op
+from xfer.plan.table import ITEM
+
+if TYPE_CHECKING:
+    from xfer.trace.catalog import Catalog
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Stream:
+    """All pieces of all classes of takers, one behind the other, and the groups they form: equal class of takers on one
+    host, equal set of useful holders.
+    """
+
+    atom: np.ndarray  # int64 [P]
+    want: np.ndarray  # int64 [P], rows of the takers' stack
+    nbytes: np.ndarray  # int64 [P]
+    start: np.ndarray  # int64 [P], bytes
+    group_first: np.ndarray  # int64 [G + 1], in pieces
+    group_holders: list[tuple[int, ...]]
+    group_cost: list[int]
+    group_takers: list[tuple[int, ...]]  # joint ranks
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What a summary says of a sub-plan whoever sends."""
+
+    tensors: int
+    largest_piece: int
+    fills: int
+    direct: int
+    staged: int
+    classes: tuple[ByteClasses, ...]  # per worker
+    casts: tuple[Casts, ...]
+    kept: tuple[tuple[str, int], ...]
+    dropped: tuple[str, ...]
+    broadcast_bytes: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Draft:
+    """Classes are of ranks with equal inventories, numbered by first appearance; tables as in subplan.Tables."""
+
+    trainers: int
+    workers: int
+    sources: Stack
+    takers: Stack
+    source_class: np.ndarray  # int32 [trainers]
+    taker_class: np.ndarray  # int32 [workers]
+    fill_class: np.ndarray
+    fill_rows: np.ndarray
+    atoms: Atoms
+    place: np.ndarray
+    stream: Stream
+    facts: Facts
+
+
+def make_draft(
+    catalog: Catalog, sources: Sequence[Inventory], takers: Sequence[Inventory], options: PlanOptions
+) -> Draft:
+    """Raises what planner.plan_replica raises."""
+    _check(catalog, sources, takers, options)
+    src_cls, src_inv = _classes(sources)
+    dst_cls, dst_inv = _classes(takers)
+    T = len(sources)
+    src, dst = Stack.of([i.table for i in src_inv]), Stack.of([i.table for i in dst_inv])
+    held = _source_dtypes(catalog, src, src_cls)
+    atoms = find_atoms(src)
+    pieces = intersect(atoms, dst)
+    groups = [Class(inv, tuple((np.flatnonzero(dst_cls == c) + T).tolist())) for c, inv in enumerate(dst_inv)]
+    byte_classes = prove(catalog, held, groups, dst, pieces, options)
+    stream = _stream(atoms, pieces, dst, held, src_cls, dst_cls, T, options)
+    fill_class, fill_rows = _fill_rows(dst_inv)
+    place = np.full((len(atoms.signatures), len(src_inv)), -1, np.int32)
+    for s, members in enumerate(atoms.signatures):
+        place[s, list(members)] = np.arange(len(members))
+    facts = _facts(catalog, stream, dst, dst_cls, dst_inv, held, byte_classes, options)
+    return Draft(T, len(takers), src, dst, src_cls, dst_cls, fill_class, fill_rows, atoms, place, stream, facts)
+
+
+# ---- input
+
+
+def _check(catalog: Catalog, sources: Sequence[Inventory], takers: Sequence[Inventory], options: PlanOptions) -> None:
+    bad = []
+    digest = catalog.digest()
+    for side, items in (("trainer", sources), ("engine", takers)):
+        if not items:
+            bad.append(f"no {side} inventory at all")
+        for i, inv in enumerate(items):
+            if inv.side != side or inv.rank != i:
+                bad.append(f"inventory {i} of the {side}s is that of {inv.who}; give all ranks of a side in order")
+            if inv.catalog != digest:
+                bad.append(
+                    f"{inv.who}: its inventory numbers tensors by catalog {inv.catalog[:12]}, "
+                    f"this plan by {digest[:12]}; rebuild it"
+                )
+    if options.hosts and len(options.hosts) != len(sources) + len(takers):
+        bad.append(f"hosts: {len(options.hosts)} given for {len(sources) + len(takers)} joint ranks (trainers first)")
+    if options.site is not None:
+        placed = len(options.site.trainers), len(options.site.replicas[options.replica])
+        if placed != (len(sources), len(takers)):
+            bad.append(
+                f"site: places {placed[0]} trainers and {placed[1]} workers of replica {options.replica}; there are "
+                f"{len(sources)} and {len(takers)}"
+            )
+    if not bad:
+        seen = {}
+        for inv in (*sources, *takers):
+            if seen.setdefault(inv.digest(), inv) is inv:
+                bad += [f"{inv.who}: {line}" for line in inv.table.misfits(catalog, inv.roots)]
+    if bad:
+        raise LayoutError("the inventories do not make a plan", bad)
+    wide = sorted(
+        {
+            f"{s.name}: {len(s.shape)} dims, at most {MAX_DIMS} are supported"
+            for s in catalog.tensors
+            if len(s.shape) > MAX_DIMS
+        }
+    )
+    if wide:
+        raise Unsupported("tensors that cannot be planned", wide)
+
+
+def _classes(items: Sequence[Inventory]) -> tuple[np.ndarray, list[Inventory]]:
+    """Class number of each rank, and one inventory per class, numbered by first appearance."""
+    seen: dict[str, int] = {}
+    number = [seen.setdefault(i.digest(), len(seen)) for i in items]
+    return np.array(number, np.int32), [items[number.index(c)] for c in range(len(seen))]
+
+
+def _source_dtypes(catalog: Catalog, src: Stack, src_cls: np.ndarray) -> np.ndarray:
+    """What the trainers hold of each tensor, as int [tensors] of wire codes, -1: nothing. One dtype per tensor, or
+    LayoutError.
+    """
+    out = np.full(len(catalog.tensors), -1, np.int64)
+    out[src.table.tensor] = src.table.dtype
+    odd = np.flatnonzero(out[src.table.tensor] != src.table.dtype)
+    if len(odd):
+        cls = src.class_of_row()
+        found = defaultdict(set)
+        for t in np.unique(src.table.tensor[odd]):
+            for row in np.flatnonzero(src.table.tensor == t):
+                found[int(t)].add((DTYPES[src.table.dtype[row]], int(np.flatnonzero(src_cls == cls[row])[0])))
+        lines = [
+            f"{catalog.tensors[t].name}: " + ", ".join(f"{d} in trainer {r}" for d, r in sorted(v))
+            for t, v in sorted(found.items())
+        ]
+        raise LayoutError("trainers hold one tensor in several dtypes; replicas must be equal bit for bit", lines)
+    return out
+
+
+# ---- streams
+
+
+def _stream(
+    atoms: Atoms,
+    pieces: Pieces,
+    dst: Stack,
+    held: np.ndarray,
+    src_cls: np.ndarray,
+    dst_cls: np.ndarray,
+    trainers: int,
+    options: PlanOptions,
+) -> Stream:
+    hosts = () if options.site is not None else options.host_numbers()  # with a site all holders are candidates
+    ranks_of = [tuple(np.flatnonzero(src_cls == c).tolist()) for c in range(int(src_cls.max(initial=-1)) + 1)]
+    holders_of = [tuple(sorted(r for c in members for r in ranks_of[c])) for members in atoms.signatures]
+    takers_of: dict[tuple[int, int], list[int]] = defaultdict(list)  # (class, host) -> joint ranks
+    for w, c in enumerate(dst_cls.tolist()):
+        takers_of[c, hosts[trainers + w] if hosts else 0].append(trainers + w)
+
+    item = np.minimum(ITEM[held[dst.table.tensor[pieces.want]]], ITEM[dst.table.dtype[pieces.want]])
+    nbytes = pieces.extent.prod(axis=1) * item
+    align = np.minimum(nbytes & -nbytes, options.align_bytes)
+    piece_class = dst.class_of_row()[pieces.want]
+    sets: dict[tuple[tuple[int, ...], bool], int] = {}
+    parts, keys = [], []
+    for (c, _), takers in sorted(takers_of.items()):
+        mine = np.flatnonzero(piece_class == c)
+        near = [sets.setdefault(nearest(h, takers[0], hosts), len(sets)) for h in holders_of]
+        parts.append(mine)
+        keys.append(
+            np.stack(
+                [
+                    np.full(len(mine), len(keys)),
+                    np.array(near, np.int64)[atoms.signature[pieces.atom[mine]]] if len(mine) else mine,
+                ]
+            )
+        )
+    piece = np.concatenate(parts)
+    block, holder_set = np.concatenate(keys, axis=1)
+    order = np.lexsort(
+        (
+            pieces.atom[piece],
+            pieces.want[piece],
+            nbytes[piece] < options.message_bytes,
+            -align[piece],
+            holder_set,
+            block,
+        )
+    )
+    piece, block, holder_set = piece[order], block[order], holder_set[order]
+    fresh = (
+        np.concatenate([[True], (np.diff(block) != 0) | (np.diff(holder_set) != 0)])
+        if len(piece)
+        else np.zeros(0, bool)
+    )
+    heads = np.flatnonzero(fresh)
+    chosen = list(sets)
+    blocks = [tuple(t) for _, t in sorted(takers_of.items())]
+    return Stream(
+        pieces.atom[piece], pieces.want[piece], nbytes[piece], np.cumsum(nbytes[piece]) - nbytes[piece],
+        np.append(heads, len(piece)), [chosen[h][0] for h in holder_set[heads]],
+        [options.remote_cost if chosen[h][1] else 1 for h in holder_set[heads]],
+        [blocks[b] for b in block[heads]],
+    )  # fmt: skip
+
+
+def _fill_rows(inventories: Sequence[Inventory]) -> tuple[np.ndarray, np.ndarray]:
+    cls, rows = [], []
+    for c, inv in enumerate(inventories):
+        number = {r.name: i for i, r in enumerate(inv.roots)}
+        for f in inv.fills:
+            row = np.zeros((), ROW)
+            pad = MAX_DIMS - len(f.extent)
+            row["tensor"], row["op"], row["src"] = -1, Op.FILL, -1
+            row["src_dtype"] = row["dst_dtype"] = DTYPE_CODE[f.dtype]
+            row["dst_root"], row["dst_offset"], row["fill"] = number[f.root], f.offset, int.from_bytes(f.bits, "little")
+            row["extent"] = (1,) * pad + tuple(f.extent)
+            row["dst_strides"] = (0,) * pad + tuple(s if n > 1 else 0 for s, n in zip(f.strides, f.extent))
+            cls.append(c)
+            rows.append(row)
+    return np.array(cls, np.int32), np.array(rows, ROW).reshape(-1)
+
+
+# ---- numbers
+
+
+def _facts(
+    catalog: Catalog,
+    stream: Stream,
+    dst: Stack,
+    dst_cls: np.ndarray,
+    dst_inv: Sequence[Inventory],
+    held: np.ndarray,
+    byte_classes: Sequence[ByteClasses],
+    options: PlanOptions,
+) -> Facts:
+    # Pieces that a class of takers shares (in one block per host) count once per taker.
+    times = np.repeat([len(t) for t in stream.group_takers], np.diff(stream.group_first)).astype(np.int64)
+    roots = [np.array([r.name.startswith(SCRATCH) for r in i.roots], bool) for i in dst_inv]
+    scratch = np.concatenate([r[i.table.root] if len(i.table) else np.zeros(0, bool) for r, i in zip(roots, dst_inv)])
+    in_scratch = scratch[stream.want]
+    tensor, code = dst.table.tensor[stream.want], dst.table.dtype[stream.want]
+    cast = np.flatnonzero(held[tensor] != code)
+    kinds, kind = np.unique(held[tensor[cast]] * len(DTYPES) + code[cast], return_inverse=True)
+    casts = []
+    for k, (a, b) in enumerate(zip(*divmod(kinds, len(DTYPES)))):
+        mine = cast[kind.reshape(-1) == k]
+        names = np.unique(tensor[mine])
+        example = catalog.tensors[names[0]].name
+        casts.append(Casts(DTYPES[a], DTYPES[b], len(names), int(times[mine].sum()), example))
+    workers = np.bincount(dst_cls, minlength=len(dst_inv)).tolist()
+    reasons: dict[str, int] = defaultdict(int)
+    for inv, n in zip(dst_inv, workers):
+        for k in inv.kept:
+            reasons[k.reason] += n * (k.stop - k.start)
+    return Facts(
+        tensors=len(catalog.tensors),
+        largest_piece=int(stream.nbytes.max(initial=0)),
+        fills=sum(n * len(i.fills) for i, n in zip(dst_inv, workers)),
+        direct=int(times[~in_scratch].sum()),
+        staged=int(times[in_scratch].sum()),
+        classes=tuple(byte_classes[c] for c in dst_cls.tolist()),
+        casts=tuple(casts),
+        kept=tuple(sorted(reasons.items())),
+        dropped=tuple(s.name for s in catalog.specs if matches(s.name, options.drop)) if options.drop else (),
+        broadcast_bytes=sum(prod(s.shape) * ITEMSIZE[s.dtype] for s in catalog.tensors) * len(dst_cls),
+    )
