@@ -12,12 +12,11 @@ Presumed abort: a worker that never hears `Commit` never installs. The decision 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from xfer.errors import DeadlineExceeded, EngineLost, PlanMismatch, VerificationError, XferError
 from xfer.session import messages as m
+from xfer.session.run import Run, checksum_violations, outcome_of, waiting_for
 
 if TYPE_CHECKING:
     from xfer.session.hub import Hub
@@ -27,31 +26,6 @@ STOP_GRACE_S = 10.0
 """Seconds that armed workers have to stop after an abort before the replica is taken for dirty and lost."""
 SETTLE_GRACE_S = 60.0
 """Seconds that a controller has to bring its engine back into service after the decision."""
-
-
-@dataclass(eq=False)
-class Run:
-    """One replica in this attempt."""
-
-    replica: Replica
-    state: str = "arming"
-    armed: set[int] = field(default_factory=set)
-    done: dict[str, m.Done] = field(default_factory=dict)
-    committed: set[int] = field(default_factory=set)
-    stopped: dict[int, bool] = field(default_factory=dict)
-    told: bool = False  # its controller was sent Arm
-    error: XferError | None = None
-    armed_at: float = 0.0
-    go_at: float = 0.0
-    decided_at: float = 0.0
-    settled: m.Settled | None = None
-    dirty: bool = False
-    verified: bool = False
-    readers: dict[int, m.Reader] = field(default_factory=dict)  # workers that may read trainers' storages
-
-    @property
-    def over(self) -> bool:
-        return self.state == "over"
 
 
 class Attempt:
@@ -222,7 +196,7 @@ class Attempt:
     def _decide(self, run: Run) -> None:
         if len(run.done) < len(self.hub.domain(run.replica)):
             return
-        bad = self._checksum_violations(run) if self.verify else []
+        bad = checksum_violations(run) if self.verify else []
         if bad:
             self.abort(
                 run, VerificationError(f"replica {run.replica.index}: version {self.version!r} was not committed", bad)
@@ -232,20 +206,6 @@ class Attempt:
         run.state, run.decided_at = "committing", time.monotonic()
         self.hub.at(run.decided_at + STOP_GRACE_S, lambda: self._install_late(run))
         self.hub.broadcast(run.replica.workers.values(), m.Commit(run.replica.index, self.number, self.version))
-
-    def _checksum_violations(self, run: Run) -> list[str]:
-        sent, lies = dict.fromkeys(range(run.replica.size), 0), {}
-        for label, done in run.done.items():
-            for c in done.checksums:
-                value = int.from_bytes(c.value, "little")
-                if label.startswith("trainer"):
-                    sent[c.worker] = (sent[c.worker] + value) % (1 << 64)
-                else:
-                    lies[c.worker] = value
-        return [
-            f"replica {run.replica.index} worker {w}: trainers sent checksum {sent[w]:016x}, its live bytes have {lies.get(w, 0):016x}; "
-            "the replica stays paused until a refit succeeds" for w in sent if w not in lies or lies[w] != sent[w]
-        ]  # fmt: skip
 
     # ---- going back
 
@@ -274,7 +234,7 @@ class Attempt:
                 run,
                 DeadlineExceeded(
                     f"replica {run.replica.index} did not install version {self.version!r} within {STOP_GRACE_S:.0f} s of the decision",
-                    [f"waiting for {w}" for w in self._waiting(run)],
+                    [f"waiting for {w}" for w in waiting_for(self, run)],
                 ),
             )
             self.finish_if_over()
@@ -367,7 +327,7 @@ class Attempt:
                     DeadlineExceeded(
                         f"refit of version {self.version or '?'!r} to replica {run.replica.index} "
                         f"ended at its deadline of {self.deadline_s:.1f} s",
-                        [f"waiting for {w}" for w in self._waiting(run)],
+                        [f"waiting for {w}" for w in waiting_for(self, run)],
                     ),
                 )
         self.finish_if_over()
@@ -377,69 +337,13 @@ class Attempt:
     def finish_if_over(self) -> None:
         if self.hub.attempt is not self or not all(run.over for run in self.runs.values()):
             return
-        outcomes = tuple(self._outcome(run) for run in self.runs.values())
+        outcomes = tuple(outcome_of(self, run) for run in self.runs.values())
         self.hub.end(m.Outcome(self.number, self.version, outcomes))
-
-    def _outcome(self, run: Run) -> m.OutcomeMsg:
-        s, ok = run.settled, run.error is None
-        per_worker = tuple(
-            run.done[c.label].bytes_in for _, c in sorted(run.replica.workers.items()) if c.label in run.done
-        )
-        phases = (
-            ("arm", max(0.0, run.armed_at - self.began) if run.armed_at else 0.0),
-            ("pack", max((d.pack_s for d in run.done.values()), default=0.0)),
-            ("wire", max((d.wire_s for d in run.done.values()), default=0.0)),
-            ("unpack", max((d.unpack_s for d in run.done.values()), default=0.0)),
-            ("verify", max((d.verify_s for d in run.done.values()), default=0.0)),
-            ("drain", max((e.drained_s for e in self.entered.values()), default=0.0)),
-            *(s.phases if s else ()),
-        )
-        return m.OutcomeMsg(
-            run.replica.index, ok and bool(s), bool(s and s.serving), s.version if s else run.replica.version if not run.dirty else "",
-            max(0.0, run.decided_at - run.go_at) if run.decided_at else 0.0, s.outage_s if s else 0.0,
-            sum(per_worker), per_worker, phases, run.verified, run.dirty and not ok,
-            None if ok else m.WireError.of(run.error, "rendezvous"),
-            _routes(run.done.values()), tuple(run.readers.values()),
-        )  # fmt: skip
 
     # ---- telling
 
-    def _waiting(self, run: Run) -> list[str]:
-        r, hub = run.replica, self.hub
-        who = [
-            f"trainer {i}: it has not called nccl_xfer_refit()"
-            for i in range(hub.options.trainers)
-            if i not in self.entered
-        ]
-        if run.state == "arming":
-            who += [
-                f"replica {r.index} worker {w}: not armed (its controller is pausing the engine or a request is still running)"
-                for w in range(r.size)
-                if w not in run.armed
-            ]
-            who += [
-                f"{c.label}: {r.state}"
-                for c in sorted(r.pending, key=lambda c: c.label)
-                if r.state in ("planning", "linking")
-            ]
-        if run.state == "moving":
-            for c in hub.domain(r):
-                if c.label not in run.done:
-                    p = c.progress
-                    far = (
-                        f", wave {p.wave}, {p.bytes_done} of {p.bytes_planned} bytes"
-                        if p and p.attempt == self.number and p.replica == r.index
-                        else ""
-                    )
-                    who.append(f"{c.label}: still moving{far}")
-        if run.state == "committing":
-            who += [f"replica {r.index} worker {w}: installing" for w in range(r.size) if w not in run.committed]
-        if run.state == "settling":
-            who.append(f"replica {r.index} controller: resuming")
-        return who
-
     def waiting_for(self) -> list[str]:
-        return list(dict.fromkeys(w for run in self.runs.values() if not run.over for w in self._waiting(run)))
+        return list(dict.fromkeys(w for run in self.runs.values() if not run.over for w in waiting_for(self, run)))
 
     def phase_of(self, client: Client) -> str:
         h = client.hello
@@ -453,12 +357,3 @@ class Attempt:
             )
         run = self.runs.get(h.replica)
         return run.state if run else "idle"
-
-
-def _routes(done: Iterable[m.Done]) -> tuple[m.RouteBytes, ...]:
-    """Over all ranks: bytes add up, the slowest rank's seconds count."""
-    out: dict[str, m.RouteBytes] = {}
-    for r in (r for d in done for r in d.routes):
-        old = out.get(r.route, m.RouteBytes(r.route, 0, 0.0))
-        out[r.route] = m.RouteBytes(r.route, old.nbytes + r.nbytes, max(old.seconds, r.seconds))
-    return tuple(out[k] for k in sorted(out))
