@@ -76,7 +76,9 @@ def stage(tmp_path_factory):
 def on_all(children, *kinds, timeout=240.0, **command):
     for c in children:
         c.say(**command)
-    return [c.expect(*kinds, timeout=timeout) for c in children]
+    said = [c.expect(*kinds, "raised", timeout=timeout) for c in children]
+    assert not (bad := [e["text"] for e in said if e["kind"] == "raised"]), bad
+    return said
 
 
 def run(case: Case, stage, tmp_path) -> None:
