@@ -1,6 +1,7 @@
 """Defects of the protocol that were found once, each as the steps that showed it. Most let wrong bytes commit in silence."""
 
-import threading
+import contextlib
+import socket
 import time
 
 import pytest
@@ -9,6 +10,8 @@ import torch
 from tests.functional.test_session_protocol import failed, fault, good, right  # noqa: F401
 from tests.support.world import TOKEN, ToyEngine, ToyLayout, ToySource, ToyTaker, World, free_port
 from xfer import errors as e
+from xfer.session import door
+from xfer.session.party import Party
 from xfer.session.trainer import TrainerSession
 from xfer.trace.fragment import Fragment, TensorSpec
 from xfer.trace.traced import Traced
@@ -213,15 +216,20 @@ def test_min_replicas_holds_when_sources_were_awaited():
         good(w.refit(3))
 
 
-def test_strangers_that_only_connect_do_not_end_the_rendezvous():
-    import socket
-
+@pytest.mark.parametrize("say", [b"", b"xfer\x01"])
+def test_strangers_that_do_not_prove_the_token_hold_nobody_up(say):
+    """More of them than the door has room for. They are turned away; a client that has the token comes in at once."""
     with World() as w:
-        host, port = "127.0.0.1", int(w.rendezvous.rsplit(":", 1)[1])
-        idle = [socket.create_connection((host, port)) for _ in range(40)]
+        port = int(w.rendezvous.rsplit(":", 1)[1])
+        idle = [socket.create_connection(("127.0.0.1", port)) for _ in range(3 * door.GREETERS)]
+        for s in idle:
+            with contextlib.suppress(OSError):
+                s.sendall(say)
+        t0 = time.monotonic()
+        Party(w.rendezvous, TOKEN, "observer", deadline_s=10.0).close()
+        assert time.monotonic() - t0 < 5.0
         good(w.refit(1))
+        assert len(w.sessions[0]._hub.door._greeting) <= door.GREETERS
         for s in idle:
             s.close()
-        hub = w.sessions[0]._hub
-        assert hub._threads[0].is_alive()
-        assert threading.active_count() < 200
+        good(w.refit(2))

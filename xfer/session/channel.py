@@ -78,6 +78,10 @@ def accept_handshake(sock: socket.socket, token: str) -> None:
     sock.settimeout(None)
 
 
+class _TurnedAway(HandshakeError):
+    """The challenge was not answered: the door had no room, or something else listens there. Nothing was refused."""
+
+
 def connect_handshake(sock: socket.socket, token: str, address: str) -> None:
     """Client's half."""
     sock.settimeout(HANDSHAKE_S)
@@ -89,7 +93,7 @@ def connect_handshake(sock: socket.socket, token: str, address: str) -> None:
         sock.sendall(MAGIC + mine + _proof(token, b"client", theirs, mine))
         proof = _read_exactly(sock, 32)
     except (OSError, ConnectionError) as e:
-        raise HandshakeError(f"the rendezvous at {address} closed the connection during the challenge: {e}") from None
+        raise _TurnedAway(f"the rendezvous at {address} closed the connection during the challenge: {e}") from None
     if not hmac.compare_digest(proof, _proof(token, b"server", mine, theirs)):
         raise HandshakeError(
             f"the rendezvous at {address} and this process hold different tokens",
@@ -218,6 +222,11 @@ def dial(rendezvous: str, token: str, deadline_s: float) -> Channel:
             continue
         try:
             connect_handshake(sock, token, rendezvous)
+        except _TurnedAway as e:
+            sock.close()
+            last = e.message
+            time.sleep(min(0.05, max(left, 0.01)))
+            continue
         except HandshakeError:
             sock.close()
             raise

@@ -1,8 +1,8 @@
 """The rendezvous: one hub per job, in trainer rank 0's process. It introduces, relays and decides; it never touches weights.
 
 One thread per connection reads; one thread, the *brain*, handles every event in order, so that state needs no lock. Here:
-threads, who is connected, catalogs and inventories, and which message goes where. Beside it: `roster.py` (clients, replicas),
-`planning.py` (a replica's plan and link), `attempt.py` (one refit), `keyvalue.py` (the store for communicators).
+threads, who is connected, catalogs and inventories, and which message goes where. Beside it: `door.py` (who may come in),
+`roster.py` (clients, replicas), `planning.py` (a replica's plan and link), `attempt.py` (one refit), `keyvalue.py` (the store).
 
     trainers --Specs--> hub --CatalogMsg--> trainers, workers --InventoryMsg--> hub
     hub --PlanInputs(replica)--> its domain --Planned(digest)--> hub --OpenLink--> domain --LinkOpen--> hub --ReplicaReady--> trainers
@@ -13,7 +13,6 @@ The *domain* of a replica is all trainers and that replica's workers: an error i
 from __future__ import annotations
 
 import queue
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -21,7 +20,8 @@ from collections.abc import Callable, Iterable
 from xfer.errors import DeadlineExceeded, HandshakeError, PeerLost, ProtocolError, XferError
 from xfer.session import messages as m
 from xfer.session.attempt import Attempt
-from xfer.session.channel import HANDSHAKE_S, Channel, accept_handshake, listen
+from xfer.session.channel import Channel
+from xfer.session.door import Door
 from xfer.session.keyvalue import KeyValues
 from xfer.session.planning import Planning
 from xfer.session.roster import Client, HubOptions, Replica, hello_violations
@@ -33,7 +33,7 @@ class Hub:
     """Listens at `rendezvous` from construction until `close()`."""
 
     def __init__(self, rendezvous: str, token: str, options: HubOptions):
-        self.options, self._token = options, token
+        self.options = options
         self.trainers: dict[int, Client] = {}
         self.replicas = {r: Replica(r) for r in range(options.replicas)}
         self.catalog: Catalog | None = None
@@ -48,44 +48,17 @@ class Hub:
         self.store, self.planning = KeyValues(), Planning(self)
         self._timers: list[tuple[float, Callable[[], None]]] = []
         self._events: queue.Queue[Callable[[], None] | None] = queue.Queue()
-        self._listener = listen(rendezvous, token)
-        self._closing = threading.Event()
-        self._greeters = threading.BoundedSemaphore(64)
         self._prepared = 0
-        self._threads = [
-            threading.Thread(target=self._accept, name="xfer-hub-accept", daemon=True),
-            threading.Thread(target=self._think, name="xfer-hub", daemon=True),
-        ]
+        self._thread = threading.Thread(target=self._think, name="xfer-hub", daemon=True)
         self.at(time.monotonic() + options.deadline_s, self._check_trainers)
-        for t in self._threads:
-            t.start()
+        self.door = Door(rendezvous, token, self._admit)
+        self._thread.start()
 
     # ---- threads
 
-    def _accept(self) -> None:
-        while not self._closing.is_set():
-            try:
-                sock, peer = self._listener.accept()
-            except OSError:
-                if self._closing.is_set():
-                    return
-                time.sleep(0.1)  # out of descriptors, or a client that left again: neither may end the rendezvous
-                continue
-            if not self._greeters.acquire(timeout=HANDSHAKE_S):
-                sock.close()
-                continue
-            threading.Thread(target=self._greet, args=(sock, str(peer)), name="xfer-hub-greet", daemon=True).start()
-
-    def _greet(self, sock: socket.socket, peer: str) -> None:
-        try:
-            accept_handshake(sock, self._token)
-        except HandshakeError:
-            sock.close()  # a stranger costs one of a few threads for HANDSHAKE_S at most and learns nothing
-            return
-        finally:
-            self._greeters.release()
-        client = Client(Channel(sock, peer))
-        client.channel.start(
+    def _admit(self, channel: Channel) -> None:
+        client = Client(channel)
+        channel.start(
             lambda msg: self._events.put(lambda: self._handle(client, msg)),
             lambda reason: self._events.put(lambda: self._gone(client, reason)),
         )
@@ -119,14 +92,9 @@ class Hub:
         self._timers.append((when, action))
 
     def close(self) -> None:
-        self._closing.set()
-        try:
-            self._listener.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass
-        self._listener.close()
+        self.door.close()
         self._events.put(None)
-        self._threads[1].join(timeout=5.0)
+        self._thread.join(timeout=5.0)
         for c in list(self.clients):
             c.finish()
         for c in list(self.clients):
