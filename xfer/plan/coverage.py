@@ -107,29 +107,36 @@ def _unheld(catalog: Catalog, takers: Sequence[Class], wanted: Stack, pieces: Pi
 
 
 def _untaken(catalog: Catalog, takers: Sequence[Class], options: PlanOptions) -> Iterator[str]:
-    read = {name for t in takers for name in t.inventory.reads}
-    taken: dict[int, list[tuple[int, int]]] = defaultdict(list)  # ranges of dim 0, for tensors grouped from several
-    for t in takers:
-        table = t.inventory.table
-        dims = np.array([len(s.shape) for s in catalog.tensors] or [0])[table.tensor]
-        lead = np.minimum(MAX_DIMS - dims, MAX_DIMS - 1)
-        rows = np.arange(len(table))
-        low, n = table.origin[rows, lead], table.extent[rows, lead]
-        for tensor, a, b in set(zip(table.tensor.tolist(), low.tolist(), (low + n).tolist())):
-            taken[tensor].append((a, b))
-    for spec in catalog.specs:
-        if spec.name in read or not all(spec.shape) or matches(spec.name, options.drop):
+    read = np.zeros(len(catalog.specs), bool)
+    for first, end in {run for t in takers for run in t.inventory.reads}:
+        read[first:end] = True
+    unread = [catalog.specs[i] for i in np.flatnonzero(~read)]
+    taken = _taken(catalog, takers) if unread else {}
+    for spec in unread:
+        if not all(spec.shape) or matches(spec.name, options.drop):
             continue
         group, member = catalog.grouped(spec.name)
-        ranges = taken.get(catalog.index[group], [])
+        ranges = taken.get(catalog.index[group], ())
         if (member is None and ranges) or any(a <= member < b for a, b in ranges if member is not None):
-            continue
-        if group in read:
             continue
         yield (
             f"{spec.name}: trained, but no taker of this replica reads it; "
             "name it in drop= if the engine has no such weights"
         )
+
+
+def _taken(catalog: Catalog, takers: Sequence[Class]) -> dict[int, set[tuple[int, int]]]:
+    """Ranges of dim 0 that are wanted of each canonical tensor: experts, of those grouped from several."""
+    out: dict[int, set[tuple[int, int]]] = defaultdict(set)
+    dims = np.array([len(s.shape) for s in catalog.tensors] or [0])
+    for t in takers:
+        table = t.inventory.table
+        lead = np.minimum(MAX_DIMS - dims[table.tensor], MAX_DIMS - 1)
+        rows = np.arange(len(table))
+        low, n = table.origin[rows, lead], table.extent[rows, lead]
+        for tensor, a, b in zip(table.tensor.tolist(), low.tolist(), (low + n).tolist()):
+            out[tensor].add((a, b))
+    return out
 
 
 def _casts(

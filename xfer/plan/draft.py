@@ -22,7 +22,7 @@ from xfer.plan.intersect import Atoms, Pieces, Stack, find_atoms, intersect
 from xfer.plan.inventory import SCRATCH, Inventory
 from xfer.plan.options import PlanOptions, matches
 from xfer.plan.program import DTYPE_CODE, DTYPES, ITEMSIZE, MAX_DIMS, ROW, Op
-from xfer.plan.table import ITEM
+from xfer.plan.table import ITEM, padded_shapes
 
 if TYPE_CHECKING:
     from xfer.trace.catalog import Catalog
@@ -120,18 +120,11 @@ def _check(catalog: Catalog, sources: Sequence[Inventory], takers: Sequence[Inve
                 )
     if options.hosts and len(options.hosts) != len(sources) + len(takers):
         bad.append(f"hosts: {len(options.hosts)} given for {len(sources) + len(takers)} joint ranks (trainers first)")
-    if options.site is not None:
-        placed = len(options.site.trainers), len(options.site.replicas[options.replica])
-        if placed != (len(sources), len(takers)):
-            bad.append(
-                f"site: places {placed[0]} trainers and {placed[1]} workers of replica {options.replica}; there are "
-                f"{len(sources)} and {len(takers)}"
-            )
     if not bad:
-        seen = {}
+        seen, shapes = {}, padded_shapes(catalog)
         for inv in (*sources, *takers):
             if seen.setdefault(inv.digest(), inv) is inv:
-                bad += [f"{inv.who}: {line}" for line in inv.table.misfits(catalog, inv.roots)]
+                bad += [f"{inv.who}: {line}" for line in inv.table.misfits(catalog, inv.roots, shapes)]
     if bad:
         raise LayoutError("the inventories do not make a plan", bad)
     wide = sorted(

@@ -25,7 +25,7 @@ from xfer.trace.fragment import Fill, Fragment, Root, Span
 if TYPE_CHECKING:
     from xfer.trace.catalog import Catalog
 
-VERSION = 1
+VERSION = 2
 SCRATCH = "scratch/"
 """Prefix of the names of roots that hold inputs of recipes. They are ordinary roots, but no part of the live model."""
 
@@ -58,7 +58,9 @@ class Inventory:
     footprint: tuple[Span, ...] = ()  # one span per live parameter or buffer; spans may overlap where two share bytes
     kept: tuple[Kept, ...] = ()
     staged: tuple[Span, ...] = ()  # bytes that recipes write after the wire
-    reads: tuple[str, ...] = ()  # checkpoint names that the loader consumed
+    reads: tuple[
+        tuple[int, int], ...
+    ] = ()  # runs (first, end) of the catalog's checkpoint tensors that the loader took
     _memo: list[bytes | str] = field(
         default_factory=list, init=False, repr=False
     )  # content and digest, when first asked
@@ -118,14 +120,16 @@ def engine_inventory(
     staged: Iterable[Span] = (),
     reads: Iterable[str] = (),
 ) -> Inventory:
-    """As trainer_inventory; `footprint` has one span per live parameter and buffer, and every byte of them."""
+    """As trainer_inventory; `footprint` has one span per live parameter and buffer, and every byte of them. `reads`:
+    names that the loader consumed, of checkpoint tensors or of groups of them; those of no catalog do not matter.
+    """
     ordered = _ordered(roots)
     table = FragmentTable.build(catalog.lift(tuple(fragments)), catalog, ordered)
     inv = Inventory(
         catalog.digest(), "engine", rank, host, ordered, table,
         tuple(sorted((f for f in fills if all(f.extent)), key=_fill_key)),
         tuple(sorted(footprint, key=_span_key)), tuple(sorted(kept, key=lambda k: (*_span_key(k), k.reason))),
-        tuple(sorted(staged, key=_span_key)), tuple(sorted(set(reads))),
+        tuple(sorted(staged, key=_span_key)), _runs(catalog, reads),
     )  # fmt: skip
     odd = {
         f"{f.root}: fill of dtype {f.dtype} with {len(f.extent)} dims"
@@ -179,7 +183,7 @@ class _Content(msgspec.Struct, forbid_unknown_fields=True, array_like=True):
     kept: _Spans
     reasons: list[str]
     staged: _Spans
-    reads: list[str]
+    reads: bytes  # int32 pairs
 
 
 _WIRE = ("<i4", "<i4", "<u1", "<i8", "<i8", "<i8", "<i8")
@@ -207,7 +211,8 @@ def _encode_content(inv: Inventory) -> bytes:
         _Content(
             VERSION, inv.catalog, inv.side, [r.name for r in inv.roots], col.pack(sizes, "<i8"), len(t), dims,
             tuple(col.pack(a, d) for a, d in zip(arrays, _WIRE)), fills, spans(inv.footprint), spans(inv.kept),
-            [k.reason for k in inv.kept], spans(inv.staged), list(inv.reads),
+            [k.reason for k in inv.kept], spans(inv.staged),
+            col.pack(np.array(inv.reads, np.int64).reshape(-1), "<i4"),
         )
     )  # fmt: skip
 
@@ -231,7 +236,7 @@ def _decode(env: _Envelope, body: _Content) -> Inventory:
     fills = tuple(_decode_fill(f, roots) for f in body.fills)
     inv = Inventory(
         body.catalog, body.side, env.rank, env.host, roots, table, fills, footprint,
-        tuple(Kept(s.root, s.start, s.stop, r) for s, r in zip(kept, body.reasons)), staged, tuple(body.reads),
+        tuple(Kept(s.root, s.start, s.stop, r) for s, r in zip(kept, body.reasons)), staged, _decode_runs(body.reads),
     )  # fmt: skip
     bad = list(_misfits(inv))
     if bad:
@@ -298,6 +303,13 @@ def _decode_fill(f: _FillWire, roots: Sequence[Root]) -> Fill:
     return Fill(roots[f.root].name, f.offset, f.extent, f.strides, DTYPES[f.dtype], f.bits)
 
 
+def _decode_runs(raw: bytes) -> tuple[tuple[int, int], ...]:
+    ends = col.unpack(raw, "<i4", len(raw) // 8 * 2, what="reads")
+    if len(ends) and (ends[0] < 0 or (np.diff(ends) <= 0).any()):
+        raise ProtocolError("inventory: runs of read tensors are not ascending and apart")
+    return tuple(zip(ends[::2].tolist(), ends[1::2].tolist()))
+
+
 # ---- small checks
 
 
@@ -323,6 +335,15 @@ def _misfits(inv: Inventory) -> Iterator[str]:
             yield f"{f.root}: fill of {prod(f.extent)} elements, more than its storage has room for"
         if len(f.bits) != ITEMSIZE[f.dtype]:
             yield f"{f.root}: fill with {len(f.bits)} bytes as the value of one {f.dtype}"
+
+
+def _runs(catalog: Catalog, names: Iterable[str]) -> tuple[tuple[int, int], ...]:
+    """Positions in catalog.specs as runs: the engine reads nearly all of them, and there are tens of thousands."""
+    names = set(names)
+    group = {n for n in names if n in catalog.index}
+    taken = np.array([s.name in names or catalog.grouped(s.name)[0] in group for s in catalog.specs] or [False])
+    edge = np.flatnonzero(np.diff(np.concatenate([[False], taken, [False]])))
+    return tuple(zip(edge[::2].tolist(), edge[1::2].tolist()))
 
 
 def _ordered(roots: Iterable[Root]) -> tuple[Root, ...]:

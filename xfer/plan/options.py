@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 import msgspec
@@ -68,6 +68,12 @@ class PlanOptions:
         seen: dict[str | int, int] = {}
         hosts = self.site.hosts(self.replica) if self.site is not None else self.hosts
         return tuple(seen.setdefault(h, len(seen)) for h in hosts)
+
+    def for_draft(self) -> PlanOptions:
+        """Equal for options under which plans have one draft: with a site, whoever sits where."""
+        if self.site is None:
+            return replace(self, rotation=0, wave_bytes=self.bucket_bytes)
+        return replace(self, rotation=0, wave_bytes=self.bucket_bytes, site=None, replica=0)
 
     def to_bytes(self) -> bytes:
         """Canonical: order and repeats in `drop` and `narrow` do not matter."""

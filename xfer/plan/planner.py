@@ -6,12 +6,15 @@ or the order of a dict. What replicas of one layout share is draft.py's, the tab
 
 from __future__ import annotations
 
+import threading
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from xfer.errors import LayoutError
 from xfer.plan import columns as col
 from xfer.plan.balance import Demand, balance
 from xfer.plan.draft import Draft, make_draft
@@ -25,7 +28,7 @@ from xfer.plan.subplan import PLANNER, SubPlan, Tables
 if TYPE_CHECKING:
     from xfer.trace.catalog import Catalog
 
-__all__ = ["PlanOptions", "PlanSummary", "SubPlan", "key_of", "plan_key", "plan_replica"]
+__all__ = ["Drafts", "PlanOptions", "PlanSummary", "SubPlan", "key_of", "plan_key", "plan_replica"]
 
 
 def key_of(catalog: str, sources: Sequence[str], takers: Sequence[str], options: PlanOptions) -> str:
@@ -54,8 +57,42 @@ def plan_replica(
     return finish(make_draft(catalog, sources, takers, options), plan_key(catalog, sources, takers, options), options)
 
 
+class Drafts:
+    """The drafts last used, shared by the plans of several replicas. Thread-safe: whoever comes second waits for it."""
+
+    def __init__(self, keep: int = 1):
+        self.keep = keep
+        self._made: OrderedDict[str, Draft] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def plan(
+        self, catalog: Catalog, sources: Sequence[Inventory], takers: Sequence[Inventory], options: PlanOptions
+    ) -> SubPlan:
+        """As plan_replica."""
+        sides = [i.digest() for i in sources], [i.digest() for i in takers]
+        draft_key = key_of(catalog.digest(), *sides, options.for_draft())
+        with self._lock:
+            draft = self._made.pop(draft_key, None) or make_draft(catalog, sources, takers, options)
+            self._made[draft_key] = draft
+            while len(self._made) > self.keep:
+                self._made.popitem(last=False)
+        return finish(draft, key_of(catalog.digest(), *sides, options), options)
+
+
 def finish(draft: Draft, key: str, options: PlanOptions) -> SubPlan:
-    """The sub-plan of one replica from a draft made with the same options, `rotation`, `replica` and rates apart."""
+    """The sub-plan of one replica from a draft that was made with options of equal `for_draft()`. LayoutError when the
+    site places other ranks.
+    """
+    if options.site is not None:
+        placed = len(options.site.trainers), len(options.site.replicas[options.replica])
+        if placed != (draft.trainers, draft.workers):
+            raise LayoutError(
+                "the site does not place these ranks",
+                [
+                    f"it has {placed[0]} trainers and {placed[1]} workers of replica {options.replica}; there are "
+                    f"{draft.trainers} and {draft.workers}"
+                ],
+            )
     shares = _shares(draft, options)
     pair_src, pair_dst, pair_bytes = _pairs(shares)
     when = schedule(

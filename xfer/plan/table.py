@@ -107,14 +107,17 @@ class FragmentTable:
         low = self.offset + np.minimum(reach, 0).sum(axis=1)
         return low, self.offset + np.maximum(reach, 0).sum(axis=1) + ITEM[self.dtype]
 
-    def misfits(self, catalog: Catalog, roots: Sequence[Root]) -> Iterator[str]:
-        """One line per fragment whose box is not inside its tensor or whose bytes are not inside its storage."""
+    def misfits(self, catalog: Catalog, roots: Sequence[Root], shapes: np.ndarray | None = None) -> Iterator[str]:
+        """One line per fragment whose box is not inside its tensor or whose bytes are not inside its storage.
+
+        `shapes`: padded_shapes(catalog), for whoever asks for many tables.
+        """
         if not len(self):
             return
         foreign = self.tensor >= len(catalog.tensors)
         for i in np.flatnonzero(foreign):
             yield f"fragment {i}: tensor number {self.tensor[i]} of {len(catalog.tensors)} in the catalog"
-        shapes = padded_shapes(catalog)[np.where(foreign, 0, self.tensor)]
+        shapes = (padded_shapes(catalog) if shapes is None else shapes)[np.where(foreign, 0, self.tensor)]
         outside = ((self.origin < 0) | (self.origin + self.extent > shapes)).any(axis=1) & ~foreign
         for i in np.flatnonzero(outside):
             spec = catalog.tensors[self.tensor[i]]
