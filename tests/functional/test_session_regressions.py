@@ -128,34 +128,65 @@ def test_prepare_while_the_last_refit_is_still_being_settled_is_kept_for_later()
         right(w, 3)
 
 
-def test_a_refit_that_starts_while_a_replica_is_joining_waits_for_it():
-    class Slow(ToyTaker):
-        def read(self, catalog):
-            time.sleep(1.0)
-            return super().read(catalog)
+class SlowToRead(ToyTaker):
+    def read(self, catalog):
+        time.sleep(1.0)
+        return super().read(catalog)
 
-    w = World(trainers=1)
+
+def connected_while_the_last_replica_joins(trainers: int, replicas: int) -> World:
+    """Its workers still read their layout, so no trainer has heard of a plan for it."""
+    w = World(trainers=trainers, replicas=replicas)
     w.rendezvous = f"tcp://127.0.0.1:{free_port()}"
-    w.sources, w.engines = [ToySource(0, 1)], [ToyEngine(2)]
-    w.engines[0].takers = [Slow(i, 2) for i in range(2)]
-    s = TrainerSession(
-        w.sources[0],
-        w.rendezvous,
-        TOKEN,
-        replicas=1,
-        deadline_s=20.0,
-        bucket_bytes=4096,
-        drop=(),
-        narrow=(),
-        cache_dir=None,
-    )
-    w.sessions = [s]
-    s.open(False)
-    w.controllers = [w.serve(w.engines[0], 0)]
-    while s._hub.replicas[0].controller is None:
+    w.sources = [ToySource(i, trainers) for i in range(trainers)]
+    w.engines = [ToyEngine(2) for _ in range(replicas)]
+    w.engines[-1].takers = [SlowToRead(i, 2) for i in range(2)]
+    w.sessions = [None] * trainers
+
+    def connect(i):
+        w.sessions[i] = s = TrainerSession(
+            w.sources[i],
+            w.rendezvous,
+            TOKEN,
+            replicas=replicas,
+            deadline_s=20.0,
+            bucket_bytes=4096,
+            drop=(),
+            narrow=(),
+            cache_dir=None,
+        )
+        s.open(False)
+
+    w.on_all(connect)
+    for i, engine in enumerate(w.engines):
+        w.controllers.append(w.serve(engine, i))
+        if i < replicas - 1:
+            w.controllers[i].wait_ready(20.0)
+    while w.sessions[0]._hub.replicas[replicas - 1].controller is None:
         time.sleep(0.01)
+    return w
+
+
+def test_a_refit_that_starts_while_a_replica_is_joining_waits_for_it():
+    w = connected_while_the_last_replica_joins(trainers=1, replicas=1)
     good(w.refit(1))
     right(w, 1)
+    w.close()
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_sources_are_not_free_while_a_replica_that_is_waited_for_has_yet_to_join(replicas):
+    """It has no lane on any trainer then. Whoever went by lanes would train on, and it would commit the next weights
+    under this version, with every checksum right."""
+    w = connected_while_the_last_replica_joins(trainers=2, replicas=replicas)
+    out = w.refit(1, wait="sources")
+    assert all(r.pending for r in out), out
+    for s in w.sources:
+        s.set(2)  # the next optimizer step
+    w.controllers[-1].wait_version("1", 15.0)
+    right(w, 1)
+    good(w.refit(3))
+    right(w, 3)
     w.close()
 
 

@@ -125,7 +125,7 @@ class Attempt:
             self._armed(client, run, msg)
         elif isinstance(msg, m.Done):
             if h.role == "worker":
-                self._has_read(run, h.index)
+                run.readers.pop(h.index, None)
             if run.state == "moving":
                 run.done[client.label] = msg
                 self._decide(run)
@@ -188,10 +188,6 @@ class Attempt:
                 self.hub.broadcast(
                     self.hub.domain(r), m.Go(r.index, self.number, r.epoch, self.version, self.verify, left)
                 )
-
-    def _has_read(self, run: Run, worker: int) -> None:
-        if run.readers.pop(worker, None) and not run.readers:
-            self.hub.broadcast(self.hub.trainers.values(), m.Drained(run.replica.index, self.number))
 
     def _decide(self, run: Run) -> None:
         if len(run.done) < len(self.hub.domain(run.replica)):
@@ -335,6 +331,11 @@ class Attempt:
     # ---- the end
 
     def finish_if_over(self) -> None:
+        for run in self.runs.values():
+            # While it is arming it may yet read, however late the replica joins: no trainer may take it for done.
+            if run.state != "arming" and not run.readers and not run.drained:
+                run.drained = True
+                self.hub.broadcast(self.hub.trainers.values(), m.Drained(run.replica.index, self.number))
         if self.hub.attempt is not self or not all(run.over for run in self.runs.values()):
             return
         outcomes = tuple(outcome_of(self, run) for run in self.runs.values())

@@ -64,7 +64,6 @@ class Lane:
         self._program: Program | None = None
         self.plan_seconds = 0.0
         self.go_attempt = 0  # begun
-        self.drained_attempt = 0  # set by the party: the workers have read what they will read
         self._link: Link | None = None
         self._routed: routes.Routed | None = None
         self._bound = -1  # binding generation that the routes were opened for
@@ -122,8 +121,8 @@ class Lane:
 
     @property
     def free_attempt(self) -> int:
-        """The last attempt in which nobody reads this rank's storages any more."""
-        return min(self.done_attempt, self.drained_attempt) if self.pulled_out else self.done_attempt
+        """The last attempt that went through and in which nobody reads this rank's storages any more."""
+        return min(self.done_attempt, self.party.drained.get(self.replica, 0)) if self.pulled_out else self.done_attempt
 
     @property
     def drained(self) -> bool:

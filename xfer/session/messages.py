@@ -17,7 +17,7 @@ from msgspec import Meta, Struct
 
 from xfer.errors import ProtocolError, XferError, from_wire
 
-WIRE_VERSION = 3
+WIRE_VERSION = 4
 MAX_FRAME = 1 << 30
 """Bytes of one control frame; an inventory of a 30 B model's rank is about 1.5 MB."""
 MAX_STORE_VALUE = 1 << 16
@@ -258,7 +258,8 @@ class Done(_Message):
 
 
 class Drained(_Message):
-    """hub -> trainers: all workers of the replica are done; none of them reads your storage any more."""
+    """hub -> trainers: nobody of this replica reads your storage in this attempt any more, or its part in it is over
+    and nobody will. What your own lane still sends is yours to know."""
 
     replica: Count
     attempt: Count

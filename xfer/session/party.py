@@ -56,6 +56,7 @@ class Party:
             role, f"replica {replica} {role}"
         )
         self.lanes: dict[int, Lane] = {}
+        self.drained: dict[int, int] = {}  # replica -> last attempt of which the hub said `Drained`
         self.replies = Replies()
         self.inbox: queue.Queue[m.Message | XferError] = queue.Queue()
         self.on_lane: Callable[[int], Lane | None] = self.lanes.get
@@ -104,9 +105,7 @@ class Party:
             if lane is not None:
                 lane.cancel(message.error.error(), message.epoch)
         elif isinstance(message, m.Drained):
-            lane = self.lanes.get(message.replica)
-            if lane is not None:
-                lane.drained_attempt = message.attempt
+            self.drained[message.replica] = message.attempt
             return
         elif isinstance(message, m.PlanInputs | m.OpenLink | m.Go | m.CloseRoutes):
             lane = self.on_lane(message.replica)

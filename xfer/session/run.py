@@ -33,6 +33,7 @@ class Run:
     dirty: bool = False
     verified: bool = False
     readers: dict[int, m.Reader] = field(default_factory=dict)  # workers that may read trainers' storages
+    drained: bool = False  # trainers were told that nobody does or will
 
     @property
     def over(self) -> bool:

@@ -388,11 +388,19 @@ class TrainerSession:
         self._roots, self._released = [], True
         self._layout = replace(self._layout, tensors={})
 
+    def _unread(self, replica: int, number: int) -> bool:
+        """Whether this replica reads nothing of this rank in attempt `number` any more. A lane alone cannot tell: one
+        that is idle may not have begun, and a replica that is still joining has none yet."""
+        lane = self._party.lanes.get(replica)
+        if lane is not None and lane.free_attempt >= number:
+            return True
+        # Idle after that word: a Go of this attempt would have been posted to the lane before it.
+        return self._party.drained.get(replica, 0) >= number and (lane is None or lane.wait_idle(0.0))
+
     def _until_sources_free(self, number: int, name: str, began: float, want: int) -> RefitReport:
         """Return when this rank's storage is no longer read; the outcome is collected by the next call."""
         until = time.monotonic() + self._seconds + STOP_GRACE_S
-        # A lane is idle before Go as well, so idleness alone says nothing: wait until each lane has sent its Done.
-        while not self._party.lanes or not all(lane.free_attempt >= number for lane in self._party.lanes.values()):
+        while not all(self._unread(r, number) for r in range(self.replicas)):
             early = [
                 x
                 for x in list(self._party.inbox.queue)
