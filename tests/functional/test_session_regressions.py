@@ -2,6 +2,7 @@
 
 import contextlib
 import socket
+import threading
 import time
 
 import pytest
@@ -112,6 +113,31 @@ def test_a_worker_that_fails_to_install_leaves_a_torn_engine_and_a_living_hub(fa
         fault("")
         good(w.refit(3))
         right(w, 3)
+
+
+def test_a_trainer_that_is_lost_while_workers_install_costs_the_next_refit_not_this_one():
+    """The decision is taken and all workers carry it out: their replica holds one whole version and serves it."""
+    with World(trainers=3) as w:
+        good(w.refit(1))
+        go_on = threading.Event()
+        for t in w.engines[0].takers:
+            t.release_lock = lambda release=t.release_lock: (go_on.wait(10), release())
+        out: list = []
+        call = threading.Thread(target=lambda: out.extend(w.refit(2)))
+        call.start()
+        hub = w.sessions[0]._hub
+        while hub.attempt is None or hub.attempt.runs[0].state != "committing":
+            time.sleep(0.001)
+        w.sessions[2]._party.channel.close()
+        while hub.failure is None:
+            time.sleep(0.001)
+        go_on.set()
+        call.join()
+        assert [r.committed for r in out[:2]] == [1, 1] and isinstance(out[2], e.PeerLost)
+        w.controllers[0].wait_version("2", 5.0)
+        assert w.controllers[0].error is None and not w.engines[0].paused and w.engines[0].label == "2"
+        right(w, 2)
+        failed(w.refit(ranks=[0, 1]), e.PeerLost, w, 5, time.monotonic(), "trainer 2")
 
 
 def test_prepare_while_the_last_refit_is_still_being_settled_is_kept_for_later():

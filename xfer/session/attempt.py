@@ -206,10 +206,9 @@ class Attempt:
     # ---- going back
 
     def abort(self, run: Run, error: XferError) -> None:
-        """End one replica's line before its decision; later than that nothing can be taken back."""
-        if run.state == "committing":
-            self._torn(run, error)
-        if run.state in ("settling", "aborting", "over"):
+        """End one replica's line before its decision; later than that nothing can be taken back, and nobody but its own
+        workers is needed: a trainer that is lost while they install costs the next refit, not this one."""
+        if run.state in ("committing", "settling", "aborting", "over"):
             return
         moved = run.state == "moving"
         run.state, run.error = "aborting", error
@@ -303,10 +302,12 @@ class Attempt:
             self.abort(run, error)
             self.finish_if_over()
 
-    def failed(self, client: Client, replicas: list[Replica] | None, error: XferError) -> None:
+    def failed(self, client: Client | None, replicas: list[Replica] | None, error: XferError) -> None:
         """A rank raised. `replicas` None: it concerns all."""
         for run in self.runs.values():
             if replicas is None or run.replica in replicas:
+                if run.state == "committing" and client is not None and client.hello.role == "worker":
+                    self._torn(run, error)
                 self.abort(run, error)
         self.finish_if_over()
 
