@@ -27,7 +27,7 @@ DEPTH = 2
 
 STEP_BYTES = {"cpu": 16 << 20, "cuda": 64 << 20}
 """Most wire bytes of a pair in a step. On CPUs shorter steps wait more often and longer ones gain nothing
-(scripts/bench_cpu.py); on GPUs a message has to be long to reach wire speed."""
+(scripts/bench_wire.py); on GPUs a message has to be long to reach wire speed."""
 
 DIRECT_BYTES = {"cpu": 128 << 10, "cuda": 64 << 20}
 """Shorter dense rows are packed: a message of its own costs more than their copy."""

@@ -1,6 +1,7 @@
-"""What a refit costs on CPUs: 2 trainers and 2 engine workers, one process each, over gloo on this host.
+"""What the transport alone costs on CPUs: 2 trainers and 2 takers, one process each, over gloo on this host; no session,
+no engine (bench_cpu.py has those).
 
-    python scripts/bench_cpu.py [--layers 8] [--layout padded|dense|replicas] [--repeats 7]
+    python scripts/bench_wire.py [--layers 8] [--layout padded|dense|replicas] [--repeats 7]
 
 Prints, of one run: ours (the planned program, warm), raw gloo send/recv of the same bytes between the same pairs (the
 floor), a broadcast of every full tensor with slicing (the usual way), and golden. Median seconds of the slowest rank.
