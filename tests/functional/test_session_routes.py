@@ -164,7 +164,7 @@ def test_release_twice_and_of_one_rank_only():
 def test_sources_are_free_only_when_no_taker_reads():
     with World(2, 2) as w:
         good(w.refit(1))
-        cpu_peer.Hold.held.set()
+        cpu_peer.Hold.begin()
         for s in w.sources:
             s.set(2)
         answers: list = []
@@ -189,7 +189,7 @@ def test_sources_are_free_only_when_no_taker_reads():
 def test_a_pull_is_stopped_when_its_replica_fails_and_the_next_refit_is_whole():
     with World(2, 2) as w:
         good(w.refit(1))
-        cpu_peer.Hold.held.set()
+        cpu_peer.Hold.begin()
         began = time.monotonic()
         results = w.refit(2, deadline_s=1.0)
         assert all(isinstance(r, DeadlineExceeded) for r in results), results
@@ -203,8 +203,7 @@ def test_a_pull_that_does_not_stop_quarantines_its_sources(monkeypatch):
     monkeypatch.setattr(readers, "GRACE_S", 0.2)
     with World(2, 1) as w:
         good(w.refit(1))
-        cpu_peer.Hold.held.set()
-        cpu_peer.Hold.deaf = True
+        cpu_peer.Hold.begin(deaf=True)
         results = w.refit(2, deadline_s=1.0)
         assert all(isinstance(r, PeerLost) and not r.drained for r in results), results
         assert "replica 0 worker 0" in str(results[0])
@@ -218,8 +217,7 @@ def test_a_worker_that_vanished_while_it_read_is_told_from_one_that_is_dead(monk
     monkeypatch.setattr(readers, "GRACE_S", 0.2)
     with World(1, 1) as w:
         good(w.refit(1))
-        cpu_peer.Hold.held.set()
-        cpu_peer.Hold.deaf = True
+        cpu_peer.Hold.begin(deaf=True)
         answers: list = []
         t = threading.Thread(target=lambda: answers.extend(w.refit(2)))
         t.start()

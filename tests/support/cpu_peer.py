@@ -31,6 +31,12 @@ class Hold:
     held, deaf, reached = threading.Event(), False, threading.Event()
 
     @classmethod
+    def begin(cls, deaf: bool = False) -> None:
+        cls.clear()
+        cls.deaf = deaf
+        cls.held.set()
+
+    @classmethod
     def clear(cls) -> None:
         cls.held.clear()
         cls.reached.clear()
