@@ -237,11 +237,15 @@ def test_a_computed_export_is_a_recipe_over_parameters():
     assert torch.equal(out["norm"], w + 1)
 
 
-def test_a_computation_over_several_ranks_is_refused_by_name():
+def test_a_computation_with_what_another_rank_broadcast_is_refused_by_name():
+    """What was gathered can be gathered again: tests/unit/test_trace_owned.py."""
+
     def stream(w):
         slots = [torch.empty_like(w) for _ in range(2)]
         dist.all_gather(slots, w)
-        yield "merged", w + torch.mm(slots[0], slots[1])
+        theirs = torch.empty_like(w)
+        dist.broadcast(theirs, 1)
+        yield "merged", w + torch.mm(slots[0], theirs)
         yield "theirs", slots[1] * 2  # rank 1 answers for this one
         yield "fine", slots[0]
 

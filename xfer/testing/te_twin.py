@@ -10,6 +10,8 @@ fusion.
 
 from __future__ import annotations
 
+import sys
+
 import torch
 import torch.nn.functional as F
 from megatron.core.models.backends import BackendSpecProvider
@@ -27,15 +29,26 @@ from megatron.core.utils import get_tensor_model_parallel_group_if_none
 
 
 class TEColumnParallelLinear(ColumnParallelLinear):
-    """Same parameters as Megatron's; the name is what Bridge looks at."""
+    """Same parameters as Megatron's; the name is what Bridge looks at. Adapters ask for this shard's sizes."""
+
+    in_features = property(lambda self: self.input_size)
+    out_features = property(lambda self: self.output_size_per_partition)
 
 
 class TERowParallelLinear(RowParallelLinear):
-    """Same parameters as Megatron's; the name is what Bridge looks at."""
+    """Same parameters as Megatron's; the name is what Bridge looks at. Adapters ask for this shard's sizes."""
+
+    in_features = property(lambda self: self.input_size_per_partition)
+    out_features = property(lambda self: self.output_size)
 
 
 class TELayerNormColumnParallelLinear(ColumnParallelLinear):
     """A norm's weight and the column-parallel weight behind it, in one module."""
+
+    in_features = property(lambda self: self.input_size)
+    out_features = property(lambda self: self.output_size_per_partition)
+    return_layernorm_output = False  # an adapter sets it, since it takes what the norm gives
+    ub_overlap_ag = True  # so an adapter gathers sequence-parallel input itself, and does not ask for TE's version
 
     def __init__(self, input_size, output_size, *, config, **kwargs):
         super().__init__(input_size, output_size, config=config, **kwargs)
@@ -48,7 +61,8 @@ class TELayerNormColumnParallelLinear(ColumnParallelLinear):
             x = F.rms_norm(x, weight.shape, weight, eps)
         else:
             x = F.layer_norm(x, weight.shape, weight, None, eps)
-        return super().forward(x, *args, **kwargs)
+        out, bias = super().forward(x, *args, **kwargs)
+        return ((out, x), bias) if self.return_layernorm_output else (out, bias)
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
         return _sharded(self, prefix, {"weight": 0, "bias": 0}, sharded_offsets, metadata)
@@ -64,6 +78,7 @@ class TELinear(torch.nn.Module):
         if parallel_mode not in (None, "duplicated") or bias:
             raise NotImplementedError(f"TELinear twin with parallel_mode={parallel_mode!r}, bias={bias}")
         self.config, self.parallel_mode = config, None
+        self.in_features, self.out_features = input_size, output_size
         self.tp_group = get_tensor_model_parallel_group_if_none(tp_group)
         self.weight = torch.nn.Parameter(torch.empty(output_size, input_size, dtype=config.params_dtype))
         self.weight.sequence_parallel = config.sequence_parallel
@@ -93,6 +108,7 @@ class _GroupedLinear(torch.nn.Module):
         shards = pg_collection.expt_tp.size()
         shape = [output_size, input_size]
         shape[self.cut] //= shards
+        self.out_features, self.in_features = shape
         for i in range(num_gemms):
             weight = torch.nn.Parameter(torch.empty(shape, dtype=config.params_dtype))
             set_tensor_model_parallel_attributes(weight, is_parallel=True, dim=self.cut, stride=1)
@@ -202,3 +218,15 @@ def install() -> None:
     gpt_layer_specs.TENorm = WrappedTorchNorm
     # MLA compares its submodules with these two; without TE the names hold MagicMock instances.
     mla.TELinear, mla.TEColumnParallelLinear = TELinear, TEColumnParallelLinear
+    _teach_adapters()
+
+
+def _teach_adapters() -> None:
+    """Bridge's adapters tell layers apart by TE's classes, which without TE are no classes at all."""
+    utils = sys.modules.get("megatron.bridge.peft.utils")
+    if utils is None:  # nobody has imported Bridge: there are no adapters
+        return
+    utils.HAVE_TE = True
+    utils.TELinear, utils.TELayerNormColumnParallelLinear = TELinear, TELayerNormColumnParallelLinear
+    utils.TECL = (TEColumnParallelLinear, TELayerNormColumnParallelLinear, TEColumnParallelGroupedLinear)
+    utils.TERL = (TERowParallelLinear, TERowParallelGroupedLinear)

@@ -48,6 +48,7 @@ class Trainer:
     data-parallel ones. `distopt`: distributed optimizer. `overlap`: overlap_grad_reduce and, with `distopt`,
     overlap_param_gather. `provider` keywords are set on Bridge's model provider before it is finalized (uneven
     stages: num_layers_in_first_pipeline_stage=1; padded vocabulary: should_pad_vocab=True, load=False).
+    `lora`: fields of Bridge's own LoRA, which freezes the model and trains adapters (dim, alpha, target_modules, …).
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class Trainer:
         load: bool = True,
         align_param_gather: bool = False,
         bucket_size: int = 50_000,
+        lora: dict | None = None,
         **provider: object,
     ):
         self.folder = Path(folder)
@@ -83,6 +85,7 @@ class Trainer:
             self.chunks = build_chunks(
                 self.bridge,
                 load=load,
+                lora=lora,
                 ddp=dict(
                     grad_reduce_in_fp32=True,
                     use_distributed_optimizer=distopt,
@@ -176,9 +179,11 @@ class Trainer:
         dist.barrier()
 
 
-def build_chunks(bridge, *, load: bool = True, ddp: dict | None = None, **provider: object) -> list[torch.nn.Module]:
+def build_chunks(
+    bridge, *, load: bool = True, ddp: dict | None = None, lora: dict | None = None, **provider: object
+) -> list[torch.nn.Module]:
     """Model chunks of this rank, every feature that needs a GPU off. `ddp`: DistributedDataParallelConfig fields, or
-    None for unwrapped chunks. Needs Megatron's process groups of the same sizes."""
+    None for unwrapped chunks. `lora`: as in Trainer. Needs Megatron's process groups of the same sizes."""
     from megatron.core.distributed import DistributedDataParallelConfig
 
     if not megatron_cpu.has_transformer_engine():
@@ -199,6 +204,10 @@ def build_chunks(bridge, *, load: bool = True, ddp: dict | None = None, **provid
     if p.num_moe_experts and "moe_grouped_gemm" not in provider:
         p.moe_grouped_gemm = True
     p.finalize()
+    if lora is not None:
+        from megatron.bridge.peft.lora import LoRA
+
+        p.register_pre_wrap_hook(lambda chunks: LoRA(**lora)(chunks, training=True))  # after the checkpoint is loaded
     return p.provide_distributed_model(
         ddp_config=DistributedDataParallelConfig(**ddp) if ddp else None,
         wrap_with_ddp=bool(ddp),

@@ -16,31 +16,43 @@ import torch
 import torch.distributed as dist
 
 from xfer.errors import Unsupported
-from xfer.trace.expr import Foreign, Piece
-from xfer.trace.view import Region, constant
+from xfer.trace.expr import Foreign, Gathered, Operand, Piece
+from xfer.trace.view import Region, constant, contiguous
 from xfer.trace.watch import Watch
 
+NAMELESS = Foreign()
+"""Data of another rank of which nothing more is known."""
 
-def receive(watch: Watch, slot: torch.Tensor, mine: torch.Tensor | None) -> None:
-    """`slot` now holds `mine`, or what another rank sent (None)."""
+
+def receive(watch: Watch, slot: torch.Tensor, mine: torch.Tensor | None, origin: Foreign = NAMELESS) -> None:
+    """`slot` now holds `mine`, or what another rank sent (None), of which `origin` says more where more is known."""
     if not slot.numel():
         return
     store = watch.store(slot)
     whole = slot.is_contiguous() and slot.numel() * slot.element_size() == slot.untyped_storage().nbytes()
     if mine is None and whole:
-        watch.add_source(Foreign(), "data of another rank", slot)
+        watch.add_source(origin, "data of another rank", slot)
         return
     if store is None:
         store = watch.new_store(slot, "a receive buffer")
     r = watch.region(slot, store)
-    pieces = [foreign(r, slot.dtype)] if mine is None else watch.flows(r, slot.dtype, mine)
+    pieces = [foreign(r, slot.dtype, origin)] if mine is None else watch.flows(r, slot.dtype, mine)
     if whole:  # the buffer is filled anew by disjoint parts
         store.pieces, store.origin, store.whole = [], None, len(pieces)
     store.write(pieces)
 
 
-def foreign(r: Region, dtype: torch.dtype) -> Piece:
-    return Piece(Foreign(), constant(r.shape), r, (dtype,))
+def foreign(r: Region, dtype: torch.dtype, origin: Foreign) -> Piece:
+    return Piece(origin, constant(r.shape) if origin.gathered is None else contiguous(r.shape), r, (dtype,))
+
+
+def gathered(watch: Watch, mine: torch.Tensor, group: dist.ProcessGroup) -> Gathered | None:
+    """The gather to which this rank gives `mine`, noted so that it can be run again."""
+    operand = watch.operand(mine)
+    if not isinstance(operand, Operand):
+        return None
+    watch.gathers.append(Gathered(operand, group, group.size()))
+    return watch.gathers[-1]
 
 
 def answer(watch: Watch, func, args: tuple, kwargs: dict) -> object:
@@ -67,15 +79,15 @@ def _group(given: dict) -> dist.ProcessGroup:
     return boxed if isinstance(boxed, dist.ProcessGroup) else dist.ProcessGroup.unbox(boxed)
 
 
-def _slots(watch: Watch, slots: list[torch.Tensor], mine: torch.Tensor | None, me: int) -> None:
+def _slots(watch: Watch, slots: list[torch.Tensor], mine: torch.Tensor, group: dist.ProcessGroup) -> None:
+    given = gathered(watch, mine, group)
     for i, slot in enumerate(slots):
-        receive(watch, slot, mine if i == me else None)
+        receive(watch, slot, mine if i == group.rank() else None, Foreign(given, i))
 
 
 def _allgather(watch: Watch, given: dict) -> object:
-    me = _group(given).rank()
     for slots, mine in zip(given["output_tensors"], given["input_tensors"]):
-        _slots(watch, slots, mine, me)
+        _slots(watch, slots, mine, _group(given))
     return given["output_tensors"], _work()
 
 
@@ -96,8 +108,7 @@ def _one_buffer(watch: Watch, out: torch.Tensor, mine: torch.Tensor, group: dist
     """All ranks' tensors one after another in `out`."""
     n = mine.numel()
     flat = out.view(-1)
-    for i in range(group.size()):
-        receive(watch, flat[i * n : (i + 1) * n].view(mine.shape), mine if i == group.rank() else None)
+    _slots(watch, [flat[i * n : (i + 1) * n].view(mine.shape) for i in range(group.size())], mine, group)
 
 
 def _broadcast(watch: Watch, given: dict) -> object:
@@ -119,7 +130,8 @@ def _gather(watch: Watch, given: dict) -> object:
     group = _group(given)
     if group.rank() == given["root_rank"]:
         for slots, mine in zip(given["output_tensors"], given["input_tensors"]):
-            _slots(watch, slots, mine, group.rank())
+            for i, slot in enumerate(slots):
+                receive(watch, slot, mine if i == group.rank() else None)
     return _work()
 
 

@@ -10,6 +10,7 @@ export (xfer/trainers).
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -111,13 +112,14 @@ class ExportWatch(Watch):
         sources that no noted tensor reads; `recipes` compute parts of exported tensors from sources.
         """
         lost = [
-            f"{r.target}: computed ({', '.join(r.ops)}) from data of several ranks"
+            f"{r.target}: computed ({', '.join(r.ops)}) from data of several ranks that cannot be gathered again"
             for r in self._ledger.recipes
             if r.foreign
         ]
         if strict and (self.errors or lost):
             raise LayoutError("the export does something that cannot be followed", [*self.errors, *lost])
-        return self._ledger.close()
+        traced = self._ledger.close()
+        return replace(traced, gathers=tuple(self.gathers)) if self._ledger.computes else traced
 
     def parameter_of(self, t: torch.Tensor) -> str | None:
         """Name of the source whose untouched storage `t` views, if any."""

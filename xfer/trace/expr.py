@@ -8,7 +8,7 @@ built from operators that torch itself dispatched. How pieces come about: watch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
@@ -17,6 +17,8 @@ import torch
 from xfer.trace.view import Region
 
 Lookup = Callable[[str], torch.Tensor]
+Peers = Callable[["Gathered"], "Sequence[torch.Tensor]"]
+"""The slots of a gather, flat, each with the elements of its rank's `mine` in row-major order."""
 Chain = tuple[torch.dtype, ...]
 
 
@@ -27,9 +29,26 @@ class Source:
     name: str
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Gathered:
+    """One gather that the watched code ran, and what this rank gave. The others of `group` gave theirs at the same
+    point of the same code, so that it can be run again."""
+
+    mine: Operand
+    group: object  # a ProcessGroup; only its size is part of what is computed
+    size: int
+
+    def text(self) -> str:
+        """What is gathered; the same on every rank of the group."""
+        return f"{describe(self.mine)}\non {self.size} ranks"
+
+
 @dataclass(frozen=True, slots=True)
 class Foreign:
-    """Data of another rank, which answers for it itself."""
+    """Data of another rank, which answers for it itself: slot number `slot` of a gather, where it came by one."""
+
+    gathered: Gathered | None = None
+    slot: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +164,10 @@ def join(inner: Chain, outer: Chain) -> Chain | None:
 
 
 def walk(node: object) -> Iterator[object]:
-    """Every origin, expression and literal below `node`, itself included, in a fixed order, shared parts once."""
+    """Every origin, expression and literal below `node`, itself included, in a fixed order, shared parts once.
+
+    Data of other ranks is a leaf: what this rank gave them in exchange is not below it.
+    """
     seen: set[int] = set()
     todo = [node]
     while todo:
@@ -186,6 +208,8 @@ def describe(node: object) -> str:
             return f"{region(x.dst)} <- {text(x.origin)}[{region(x.src)}] {chain}"
         if isinstance(x, Source):
             return repr(x.name)
+        if isinstance(x, Foreign) and x.gathered is not None:
+            return f"slot {x.slot} of {x.gathered.size} of {text(x.gathered.mine)}"
         if isinstance(x, Literal):
             t = x.tensor.detach().cpu().contiguous()
             bits = blake2b(t.reshape(-1).view(torch.uint8).numpy().tobytes(), digest_size=8).hexdigest()
@@ -206,6 +230,11 @@ def describe(node: object) -> str:
     return "\n".join([*lines, result])
 
 
+def peers_needed(node: object) -> Iterator[Foreign]:
+    """The data of other ranks that `node` reads."""
+    return (x for x in walk(node) if isinstance(x, Foreign))
+
+
 # ---- running expressions --------------------------------------------------------------------------------------------
 
 
@@ -214,8 +243,9 @@ def strided(t: torch.Tensor, r: Region) -> torch.Tensor:
     return t.as_strided(r.shape, r.strides, t.storage_offset() + r.offset)
 
 
-def evaluate(expr: Expr, lookup: Lookup, device: torch.device) -> torch.Tensor:
-    """Run `expr` on real tensors. `lookup`: source name -> full tensor laid out as the meta tensor that was traced."""
+def evaluate(expr: Expr, lookup: Lookup, device: torch.device, peers: Peers | None = None) -> torch.Tensor:
+    """Run `expr` on real tensors. `lookup`: source name -> full tensor laid out as the meta tensor that was traced;
+    `peers`: what other ranks hold, needed where the expression reads `Foreign` data."""
     memo: dict[int, object] = {}
 
     def value(x: object) -> object:
@@ -254,6 +284,8 @@ def evaluate(expr: Expr, lookup: Lookup, device: torch.device) -> torch.Tensor:
             x = strided(reseen(lookup(origin.name), chain[0]), src)
         elif isinstance(origin, Operand | Call):
             x = strided(value(origin).contiguous().reshape(-1), src)
+        elif isinstance(origin, Foreign) and origin.gathered is not None and peers is not None:
+            x = strided(peers(origin.gathered)[origin.slot], src)
         else:
             raise RuntimeError(f"cannot evaluate data of {origin}")
         for dtype in chain[1:]:

@@ -16,6 +16,7 @@ from xfer.trace.boxes import boxes, merge
 from xfer.trace.compose import blocks
 from xfer.trace.expr import Call, Constant, Foreign, Operand, Piece, Source, Undefined, dtype_name, simplify, walk
 from xfer.trace.fragment import Fill, Fragment, TensorSpec
+from xfer.trace.owned import own_parts
 from xfer.trace.traced import Cast, Recipe, Traced
 from xfer.trace.view import Region, coalesce
 
@@ -98,6 +99,7 @@ class Ledger:
         self.reads: set[str] = set()
         self.errors: list[str] = []
         self.specs: dict[str, TensorSpec] = {}
+        self.computes = False  # whether anything that was entered is computed, here or on another rank
 
     def add(self, target: str, pieces: Sequence[Piece], dtype: torch.dtype, spec: TensorSpec | None = None) -> bool:
         """Enter what `target` (root name; trainer side: canonical name, with its spec) holds. Whether anything here
@@ -107,6 +109,7 @@ class Ledger:
         """
         mine = False
         for p in pieces:
+            self.computes |= isinstance(p.origin, Operand | Call)
             if _elsewhere(p):
                 continue
             mine = True
@@ -124,7 +127,11 @@ class Ledger:
         elif isinstance(p.origin, Constant):
             self._fill(target, p, dtype)
         elif isinstance(p.origin, Operand | Call):
-            self._recipe(target, p, p.origin, p.src, p.chain, dtype)
+            for part in self._share(p):
+                self._recipe(target, part, part.origin, part.src, part.chain, dtype)
+            for x in walk(p.origin):
+                if isinstance(x, Source):
+                    self._read(x.name)
         else:
             self._fragment(target, p, dtype, spec)
 
@@ -141,6 +148,7 @@ class Ledger:
             whole = Region(0, (n,), (1,))
             operand = Operand((Piece(p.origin, whole, whole, p.chain[:1]),), n, whole, p.chain[0])
             self._recipe(target, p, operand, p.src, p.chain, dtype)
+            self._read(source)
             return
         canonical = given if self.canonical_is_source else spec
         assert canonical is not None
@@ -174,6 +182,11 @@ class Ledger:
         shape, strides = coalesce(r.shape, r.strides)
         self.fills.append(Fill(target, r.offset, shape, strides, dtype_name(value.dtype), bits))
 
+    def _share(self, p: Piece) -> list[Piece]:
+        """What this rank answers for of something computed: less than all of it where ranks computed it together."""
+        together = isinstance(p.origin, Call) and any(isinstance(x, Foreign) for x in walk(p.origin))
+        return own_parts(p) if together else [p]
+
     def _recipe(self, target: str, p: Piece, expr: Operand | Call, part: Region, chain, dtype: torch.dtype) -> None:
         leaves = list(walk(expr))
         lost = sorted({x.why for x in leaves if isinstance(x, Undefined)})
@@ -183,9 +196,6 @@ class Ledger:
         r = p.dst.scaled(dtype.itemsize)
         names = tuple(dtype_name(d) for d in chain)
         self.recipes.append(Recipe(target, r.offset, r.shape, r.strides, dtype_name(dtype), expr, part, names))
-        for x in leaves:
-            if isinstance(x, Source):
-                self._read(x.name)
 
     def close(self) -> Traced:
         """Everything entered so far, sorted; neighbours merged."""

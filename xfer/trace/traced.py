@@ -7,6 +7,7 @@ recipes compute a region of a checkpoint tensor from parameters. Importing this 
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,7 +19,7 @@ from xfer.trace.view import Region
 if TYPE_CHECKING:
     import torch
 
-    from xfer.trace.expr import Expr
+    from xfer.trace.expr import Expr, Gathered, Peers
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +58,17 @@ class Recipe:
 
     @cached_property
     def foreign(self) -> bool:
-        """Whether the expression also needs data that only other ranks hold."""
-        from xfer.trace.expr import Foreign, walk
+        """Whether the expression also needs data that only other ranks hold and that cannot be gathered again."""
+        from xfer.trace.owned import missing_peers
 
-        return any(isinstance(x, Foreign) for x in walk(self.expr))
+        return missing_peers(self.expr)
+
+    @cached_property
+    def peers(self) -> tuple[Gathered, ...]:
+        """The gathers that the expression needs the results of, each once."""
+        from xfer.trace.expr import peers_needed
+
+        return tuple(dict.fromkeys(x.gathered for x in peers_needed(self.expr) if x.gathered is not None))
 
     @cached_property
     def ops(self) -> tuple[str, ...]:
@@ -69,14 +77,15 @@ class Recipe:
 
         return tuple(sorted({str(x.op) for x in walk(self.expr) if isinstance(x, Call)}))
 
-    def evaluate(self, lookup: Callable[[str], torch.Tensor]) -> torch.Tensor:
-        """The value for the region, of `shape` and `dtype`, from real full source tensors (with the traced strides)."""
+    def evaluate(self, lookup: Callable[[str], torch.Tensor], peers: Peers | None = None) -> torch.Tensor:
+        """The value for the region, of `shape` and `dtype`, from real full source tensors (with the traced strides) and
+        what other ranks gave in `self.peers`."""
         import torch
 
         from xfer.trace.expr import evaluate, reseen, strided
 
         device = lookup(self.sources[0]).device if self.sources else torch.device("cpu")
-        x = strided(evaluate(self.expr, lookup, device).contiguous().reshape(-1), self.part)
+        x = strided(evaluate(self.expr, lookup, device, peers).contiguous().reshape(-1), self.part)
         for name in self.chain[1:]:
             x = x.to(getattr(torch, name))
         return reseen(x.contiguous(), getattr(torch, self.dtype)).reshape(self.shape)
@@ -88,8 +97,12 @@ class Recipe:
         value = self.evaluate(lookup)
         byte_region(roots[self.target], self.offset, self.shape, self.strides, self.dtype).copy_(value)
 
+    def digest(self) -> str:
+        """Equal for equal work, on every rank and every run; 32 hex digits."""
+        return hashlib.blake2b(self.describe().encode(), digest_size=16).hexdigest()
+
     def describe(self) -> str:
-        """Deterministic text for digests: equal texts mean equal work."""
+        """Deterministic text: equal texts mean equal work."""
         from xfer.trace.expr import describe
 
         part = f"{self.part.offset}:{list(self.part.shape)}:{list(self.part.strides)}"
@@ -108,6 +121,7 @@ class Traced:
     reads      given names that reached something: checkpoint tensors (engine side), parameters (trainer side); sorted
     unread     given names that did not; sorted
     casts      conversions that a fragment implies
+    gathers    all gathers that an export ran, in order, if it computes anything; the same on all ranks of a group
     """
 
     specs: tuple[TensorSpec, ...]
@@ -117,3 +131,4 @@ class Traced:
     reads: tuple[str, ...] = ()
     unread: tuple[str, ...] = ()
     casts: tuple[Cast, ...] = ()
+    gathers: tuple[Gathered, ...] = ()

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from xfer.trace.compose import spans_disjoint, trace_back
-from xfer.trace.expr import Call, Constant, Literal, Operand, Origin, Piece, Source, Undefined, join
+from xfer.trace.expr import Call, Constant, Gathered, Literal, Operand, Origin, Piece, Source, Undefined, join
 from xfer.trace.view import Region, constant, contiguous
 
 aten = torch.ops.aten
@@ -58,12 +58,14 @@ class Store:
 
 
 class Watch(TorchDispatchMode):
-    """`stores`: what each storage holds, by `storage_key`. `ops`: how often each noted operator ran."""
+    """`stores`: what each storage holds, by `storage_key`. `ops`: how often each noted operator ran. `gathers`: those
+    that ran, in order (collectives.py)."""
 
     def __init__(self, sources: Mapping[str, torch.Tensor]):
         super().__init__()
         self.stores: dict[int, Store] = {}
         self.ops: Counter[str] = Counter()
+        self.gathers: list[Gathered] = []
         for name, t in sources.items():
             self.add_source(Source(name), name, t)
 

@@ -1,0 +1,205 @@
+"""Tensors that all ranks of a group compute together: each rank computes its own share again, bit for bit.
+
+The merge of an adapter, `W + s * (B @ A)`, with W, B and A cut over ranks in every way, is traced for each rank alone.
+The recipes then run on real numbers, one thread per rank, and gather for real from each other. The truth is the same
+formula on the whole tensors, which is what every rank of a framework that exports this way would have.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from tests.unit.test_trace_export import EXAMPLES, one_rank
+from xfer.errors import Unsupported
+from xfer.trace import ExportWatch, trace_export
+from xfer.trace.replay import byte_region
+from xfer.trainers.computed import Computed
+
+OUT, IN, RANK = 12, 8, 4
+SHAPES = {"w": (OUT, IN), "a": (RANK, IN), "b": (OUT, RANK)}
+
+
+@dataclass(frozen=True)
+class Merge:
+    """`cut`: the dim along which each factor lies on the ranks, None where every rank has all of it."""
+
+    world: int
+    cut: tuple[int | None, int | None, int | None]  # w, a, b
+    interleaved: bool = False  # rows of w and b are reordered on the way, as q, k and v are
+    halves: bool = False  # gate and up: two exported tensors from one parameter
+    scale: float = 2.0
+    into: bool = False  # gathered into one tensor, not a list
+    rows: bool = False  # a factor per row, which is broadcast: what it scales is computed whole
+    dtype: torch.dtype = torch.bfloat16
+
+    def local(self, name: str, full: torch.Tensor, rank: int) -> torch.Tensor:
+        dim = self.cut["wab".index(name)]
+        return full if dim is None else full.chunk(self.world, dim)[rank].contiguous()
+
+    def whole(self, name: str, mine: torch.Tensor) -> torch.Tensor:
+        """On a rank: all of it, gathered."""
+        dim = self.cut["wab".index(name)]
+        if dim is None or self.world == 1:
+            return mine
+        if self.into:
+            flat = torch.empty(self.world * mine.numel(), dtype=mine.dtype, device=mine.device)
+            dist.all_gather_into_tensor(flat, mine.reshape(-1))
+            return torch.cat([x.view(mine.shape) for x in flat.chunk(self.world)], dim)
+        slots = [torch.empty_like(mine) for _ in range(self.world)]
+        dist.all_gather(slots, mine)
+        return torch.cat(slots, dim)
+
+    def outputs(self, w: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> dict[str, torch.Tensor]:
+        """From whole tensors. The same code on meta and on real ones."""
+        if self.interleaved:
+            order = torch.arange(OUT).view(2, 3, 2).transpose(0, 1).reshape(-1)
+            w, b = w[order], b[order]
+        parts = {"x": (w, b)}
+        if self.halves:
+            (w0, w1), (b0, b1) = w.chunk(2), b.chunk(2)
+            parts = {"x": (w0, b0), "y": (w1, b1)}
+        out = {}
+        for name, (wp, bp) in parts.items():
+            delta = self.scale * (bp @ a)
+            if self.rows:
+                delta = delta * bp.sum(1, keepdim=True)
+            out[name] = wp + delta
+        return out
+
+
+cuts = st.sampled_from([None, 0, 1])
+merges = st.builds(
+    Merge, world=st.sampled_from([1, 2, 4]), cut=st.tuples(cuts, cuts, cuts), interleaved=st.booleans(),
+    halves=st.booleans(), scale=st.sampled_from([1.0, 0.3]), into=st.booleans(), rows=st.booleans(),
+    dtype=st.sampled_from([torch.bfloat16, torch.float32]),
+)  # fmt: skip
+
+
+def computed(m: Merge, full: dict[str, torch.Tensor], rank: int) -> Computed:
+    """What rank `rank` reads from the export, alone."""
+    with one_rank(rank, m.world):
+        twins = {n: torch.empty(m.local(n, t, rank).shape, dtype=m.dtype, device="meta") for n, t in full.items()}
+        watch = ExportWatch(twins)
+
+        def stream():
+            # What is parameters is gathered inside the watch, and the rest follows from it.
+            yield from m.outputs(*(m.whole(n, watch.sources[n]) for n in "wab")).items()
+
+        traced = trace_export(watch, stream())
+        assert not traced.unread
+        return Computed(traced, torch.device("cpu"))
+
+
+class Meeting:
+    """An all-gather between threads."""
+
+    def __init__(self, world: int):
+        self.slots: list = [None] * world
+        self.barrier = threading.Barrier(world, timeout=20)
+
+    def gather(self, rank: int, given: torch.Tensor) -> list[torch.Tensor]:
+        self.slots[rank] = given.clone()
+        self.barrier.wait()
+        got = [s.clone() for s in self.slots]
+        self.barrier.wait()
+        return got
+
+
+def run(m: Merge, ranks: list[Computed], full: dict[str, torch.Tensor]) -> None:
+    meeting, errors = Meeting(m.world), []
+
+    def one(rank: int) -> None:
+        try:
+            local = {n: m.local(n, t, rank) for n, t in full.items()}
+            ranks[rank].run(local.__getitem__, lambda group, given: meeting.gather(rank, given))
+        except Exception as e:
+            errors.append(e)
+            meeting.barrier.abort()
+
+    threads = [threading.Thread(target=one, args=(r,)) for r in range(m.world)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join(30)
+    if errors:
+        raise errors[0]
+
+
+def full_tensors(m: Merge, seed: int) -> dict[str, torch.Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    return {n: torch.randn(s, generator=g).to(m.dtype) for n, s in SHAPES.items()}
+
+
+def check(m: Merge, ranks: list[Computed], want: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Every fragment holds the truth's bits. Returns how many ranks hold each element."""
+    holders = {n: torch.zeros(t.shape, dtype=torch.int64) for n, t in want.items()}
+    for c in ranks:
+        for f in c.fragments:
+            box = tuple(slice(o, o + n) for o, n in zip(f.origin, f.extent))
+            got = byte_region(c.storage, f.offset, f.extent, f.strides, f.dtype)
+            assert torch.equal(got.contiguous().view(torch.uint8), want[f.tensor][box].contiguous().view(torch.uint8))
+            holders[f.tensor][box] += 1
+    return holders
+
+
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(merges, st.integers(0, 10))
+def test_each_rank_computes_its_share_of_what_all_compute_bit_for_bit(m, seed):
+    ranks = [computed(m, full_tensors(m, seed), r) for r in range(m.world)]
+    for again in (seed, seed + 100):  # new values, same recipes
+        full = full_tensors(m, again)
+        run(m, ranks, full)
+        holders = check(m, ranks, m.outputs(*(full[n] for n in "wab")))
+    cut = m.cut[0] is not None
+    for n, h in holders.items():
+        if m.world == 1 or not cut:
+            assert bool((h == m.world).all()), n
+        else:  # exactly one rank, though all of them have all of it in the framework
+            assert bool((h == 1).all()), n
+    if cut:
+        share = OUT * IN * m.dtype.itemsize // m.world
+        assert all(c.nbytes < share + 1024 * len(c.fragments) for c in ranks)
+    assert len({str([x.digest() for x in c.exchanges]) for c in ranks}) == 1  # ranks agree on what may be gathered
+
+
+def test_a_base_that_is_cut_is_not_gathered_again():
+    m = Merge(2, (0, 0, 0))
+    c = computed(m, full_tensors(m, 0), 0)
+    (x,) = c.exchanges
+    assert [x.gathers[i].mine.view.shape for i in x.needed] == [(RANK // 2, IN), (OUT // 2, RANK)], "and not the weight"
+    assert c.gathered_bytes == sum(full_tensors(m, 0)[n].nbytes for n in "ab")
+
+
+def test_scratch_beyond_the_limit_is_refused_with_the_bytes_that_it_takes():
+    m = Merge(1, (None, None, None))
+    traced = one_rank_traced(m)
+    need = Computed(traced, torch.device("cpu")).nbytes
+    with pytest.raises(Unsupported, match=f"{need} bytes of scratch .*; {need - 1} are allowed"):
+        Computed(traced, torch.device("cpu"), need - 1)
+
+
+def one_rank_traced(m: Merge):
+    with one_rank(0, m.world):
+        watch = ExportWatch({n: torch.empty(s, dtype=m.dtype, device="meta") for n, s in SHAPES.items()})
+
+        def stream():
+            yield from m.outputs(*(watch.sources[n] for n in "wab")).items()
+
+        return trace_export(watch, stream())
+
+
+@settings(max_examples=min(EXAMPLES, 50), deadline=None)
+@given(merges, st.floats(0.1, 9.0))
+def test_recipes_digest_what_they_compute(m, other):
+    """Equal for every rank that computes the same, other for another factor."""
+    assume(float(other) != m.scale)
+    full = full_tensors(m, 0)
+    digests = [[s.recipe.digest() for s in computed(m, full, 0)._steps] for m in (m, m, replace(m, scale=other))]
+    assert digests[0] == digests[1] != digests[2]
