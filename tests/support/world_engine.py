@@ -1,0 +1,125 @@
+"""The engine process of world tests: writes checkpoints, and refits replicas of real vLLM models from a world file.
+
+{"do": "checkpoint", "config": HF config, "folder": …, "fp32": globs of tensors that the checkpoint keeps in float32}
+{"do": "row", "folder": …, "world": file, "parallel": EngineParallel, "replicas": n}
+"""
+
+import json
+import time
+import traceback
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from safetensors.torch import save_file
+
+from tests.support.proc import commands, emit
+from xfer.engines.hf_spec import canonical_specs, checkpoint_specs
+from xfer.mesh.parallel import EngineParallel
+from xfer.plan.options import PlanOptions
+from xfer.plan.planner import plan_replica
+from xfer.testing.world import Job, Trainers, by_golden, random_weights
+from xfer.testing.world_vllm import workers
+
+GPUS = 8
+"""Of a host."""
+
+
+def checkpoint(config: dict, folder: str, fp32: list[str]) -> dict:
+    specs = [
+        replace(s, dtype="float32") if any(fnmatchcase(s.name, p) for p in fp32) else s for s in canonical_specs(config)
+    ]
+    Path(folder).mkdir(parents=True)
+    (Path(folder) / "config.json").write_text(json.dumps(config))
+    save_file(random_weights(specs, 0), f"{folder}/model.safetensors", metadata={"format": "pt"})
+    return dict(tensors=len(specs))
+
+
+def row(folder: str, world: str, parallel: dict, replicas: int) -> dict:
+    clock = [time.perf_counter()]
+    trainers = Trainers.load(world)
+    specs = checkpoint_specs(folder)
+    versions = [random_weights(specs, v) for v in range(len(trainers.weights))]
+    team = workers(folder, EngineParallel(**parallel), trainers.catalog, versions)
+    takers = [w.inventory for w in team]
+    clock.append(time.perf_counter())
+
+    golden = []
+    for version in range(len(versions)):
+        copies = [tuple(s.clone() for s in w.storages) for w in team]
+        for number, (w, copy) in enumerate(zip(team, copies)):
+            w.scramble(number, copy)
+        by_golden(trainers, version, takers, copies)
+        for w, copy in zip(team, copies):
+            w.finish(copy)
+            golden += w.wrong(version, copy)
+    clock.append(time.perf_counter())
+
+    sources = trainers.inventories()
+    hosts = [f"t{r // GPUS}" for r in range(len(sources))] + [f"e{w // GPUS}" for w in range(len(team))]
+    wrong, moved, imbalance = [], [], []
+    plan_s = 0.0
+    for replica in range(replicas):
+        began = time.perf_counter()
+        # Small buckets, so that even a toy takes several waves.
+        options = PlanOptions(bucket_bytes=1 << 16, hosts=tuple(hosts), rotation=replica)
+        plan = plan_replica(trainers.catalog, sources, takers, options)
+        job = Job(plan)
+        plan_s += time.perf_counter() - began
+        imbalance.append(plan.summary.imbalance)
+        for version in range(len(versions)):
+            for number, w in enumerate(team):
+                w.scramble(1000 * replica + 10 * number + version + 1)
+            moved.append(job.run(trainers.storages(version), [w.storages for w in team]))
+            for w in team:
+                w.finish()
+                wrong += [f"replica {replica}, version {version}: {line}" for line in w.wrong(version)]
+    clock.append(time.perf_counter())
+    s = plan.summary
+    return dict(
+        workers=len(team),
+        replicas=replicas,
+        golden=golden[:5],
+        wrong=wrong[:5],
+        moved=moved,
+        lost=[n for w in team for n in _unwritten(w)][:5],
+        waves=s.waves,
+        messages=s.messages,
+        direct=s.direct,
+        staged=s.staged,
+        fills=s.fills,
+        judged=sum(int(j.sum()) for w in team for j in w.judged.values()),
+        model_bytes=sum(t.nbytes for t in versions[0].values()),
+        broadcast=s.broadcast_bytes,
+        imbalance=max(imbalance),
+        trace_s=clock[1] - clock[0],
+        golden_s=clock[2] - clock[1],
+        plan_s=plan_s,
+        run_s=clock[3] - clock[2] - plan_s,
+    )
+
+
+def _unwritten(w) -> list[str]:
+    """Roots whose two versions are alike in every judged byte: a comparison there could not fail."""
+    judged = w.judged
+    return [
+        r.name
+        for r, a, b in zip(w.inventory.roots, *w.truth[:2])
+        if bool(judged[r.name].any()) and not bool(((a != b) & judged[r.name]).any())
+    ]
+
+
+def main() -> None:
+    from xfer.engines import vllm_cpu
+
+    vllm_cpu.install()
+    for command in commands():
+        try:
+            do = command.pop("do")
+            emit(do, **{"checkpoint": checkpoint, "row": row}[do](**command))
+        except Exception:
+            emit("failed", text=traceback.format_exc())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,224 @@
+"""The trainers of a one-process world: every class of ranks of a Megatron-Core job, traced without torch.distributed.
+
+This process plays one rank after another on torch's fake process group, with Megatron's own group arithmetic. The
+weights come from the checkpoint on a road that xfer has no part in: Bridge imports it into a model of one rank, and
+Megatron-Core's own `sharded_state_dict()` says which box of each of that model's tensors a rank of the world holds. So
+if xfer read a layout wrongly, what it moves would be wrong bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from xfer.errors import LayoutError
+from xfer.mesh.parallel import TrainerParallel
+from xfer.plan.inventory import trainer_inventory
+from xfer.testing import megatron_cpu
+from xfer.testing.te_everywhere import import_bridge
+from xfer.testing.world import Trainers
+from xfer.trace.catalog import Catalog
+from xfer.trainers.bridge_export import CheckpointNames
+
+
+@dataclass(frozen=True, slots=True)
+class Build:
+    """How trainer ranks are built: sizes, whether parameters lie in the distributed optimizer's buffers, and fields of
+    Bridge's model provider (uneven stages and the like)."""
+
+    parallel: TrainerParallel
+    distopt: bool = True
+    provider: Mapping[str, object] = field(default_factory=dict)
+
+    def place(self, rank: int) -> dict[str, int]:
+        """Coordinates of a rank on the axes that cut tensors. Ranks of one place hold the same."""
+        p = self.parallel
+        dense, expert = ({a: int(i) for a, i in zip(m.axes, m.coordinate(rank))} for m in (p.dense(), p.expert()))
+        return {"pp": dense["pp"], "tp": dense["tp"], "ep": expert["ep"], "etp": expert["etp"]}
+
+
+# ---- a rank
+
+
+def bridge_of(folder: str | Path):
+    """A new AutoBridge for the checkpoint in `folder`."""
+    # Megatron leaves the attention backend of one model in the environment, and refuses another in the next.
+    for name in [n for n in os.environ if n.startswith("NVTE_")]:
+        del os.environ[name]
+    return import_bridge().from_hf_pretrained(str(folder), trust_remote_code=False)
+
+
+def chunks_of(bridge, build: Build) -> list[torch.nn.Module]:
+    """Model chunks of the rank that this process plays; weights as Megatron initialises them."""
+    from xfer.testing.train_loop import build_chunks
+
+    p = build.parallel
+    return build_chunks(
+        bridge,
+        load=False,
+        ddp=dict(use_distributed_optimizer=True, bucket_size=50_000) if build.distopt else None,
+        tensor_model_parallel_size=p.tp,
+        pipeline_model_parallel_size=p.pp,
+        virtual_pipeline_model_parallel_size=p.vpp,
+        expert_model_parallel_size=p.ep,
+        expert_tensor_parallel_size=p.etp,
+        context_parallel_size=1,
+        **build.provider,
+    )
+
+
+@contextlib.contextmanager
+def playing(build: Build, rank: int) -> Iterator[None]:
+    """Inside, this process is `rank` of that job. LayoutError when Megatron places it otherwise than xfer's meshes."""
+    import_bridge()
+    from megatron.core import parallel_state as ps
+
+    p = build.parallel
+    with megatron_cpu.fake_world(rank, p.world, tp=p.tp, pp=p.pp, vpp=p.vpp, ep=p.ep, etp=p.etp, cp=p.cp):
+        place = {
+            "pp": ps.get_pipeline_model_parallel_rank(),
+            "tp": ps.get_tensor_model_parallel_rank(),
+            "ep": ps.get_expert_model_parallel_rank(),
+            "etp": ps.get_expert_tensor_parallel_rank(),
+        }
+        if place != build.place(rank):
+            raise LayoutError(f"trainer {rank}: Megatron places it at {place}, xfer's mesh at {build.place(rank)}")
+        yield
+
+
+# ---- weights, without xfer
+
+
+class Checkpoint(CheckpointNames):
+    """A checkpoint in memory, as Bridge asks for one while importing."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], config: object):
+        super().__init__(tensors)
+        self.update(tensors)
+        self.config, self.model_name_or_path = config, "a checkpoint in memory"
+
+
+class Whole:
+    """Every tensor of a Megatron model, whole, under its key in Megatron's distributed checkpoints."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor]):
+        self.tensors = tensors
+
+    @classmethod
+    def imported(cls, folder: str | Path, tensors: Mapping[str, torch.Tensor], provider: Mapping = {}) -> Whole:
+        """Bridge imports the checkpoint into a model of one rank."""
+        build = Build(TrainerParallel(world=1), distopt=False, provider=provider)
+        with playing(build, 0):
+            bridge = bridge_of(folder)
+            chunks = chunks_of(bridge, build)
+            _nan(chunks)
+            bridge._model_bridge.load_weights_hf_to_megatron(Checkpoint(tensors, bridge.hf_pretrained.config), chunks)
+            out: dict[str, torch.Tensor] = {}
+            for box in boxes(chunks):
+                full = out.setdefault(box.key, torch.full(box.shape, float("nan"), dtype=box.data.dtype))
+                full[box.index].copy_(box.data)
+        _refuse_nan(out.items(), "the checkpoint does not fill these tensors of a one-rank model")
+        return cls(out)
+
+    def into(self, chunks: Sequence[torch.nn.Module]) -> None:
+        """Write what these chunks hold of it. LayoutError names every parameter that Megatron's boxes leave out."""
+        _nan(chunks)
+        for box in boxes(chunks):
+            box.data.copy_(self.tensors[box.key][box.index])
+        _refuse_nan(_floats(chunks), "Megatron's sharded state dict does not fill these")
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """What `sharded_state_dict()` says of a live tensor `data`: it is `index` of the whole tensor `key` of `shape`."""
+
+    key: str
+    shape: tuple[int, ...]
+    index: tuple[int | slice, ...]
+    data: torch.Tensor
+
+
+def boxes(chunks: Sequence[torch.nn.Module]) -> Iterator[Box]:
+    """Of every entry with a tensor. LayoutError for one that is no view of a live parameter or buffer."""
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory, apply_factories
+    from megatron.core.utils import unwrap_model
+
+    # Megatron's DDP has something else of the name `buffers`.
+    tensors = [t for c in chunks for t in (*c.parameters(), *torch.nn.Module.buffers(c))]
+    live = {t.untyped_storage().data_ptr() for t in tensors}
+    for chunk in map(unwrap_model, chunks):
+        state = chunk.sharded_state_dict()
+        entries = {k: v for k, v in state.items() if isinstance(v, ShardedTensor | ShardedTensorFactory)}
+        apply_factories(entries)
+        for t in _flat(entries):
+            if t.data.untyped_storage().data_ptr() not in live:
+                raise LayoutError(f"{t.key}: Megatron's sharded state dict has a copy here, not the live tensor")
+            n = t.prepend_axis_num
+            index = (*t.global_offset[:n], *(slice(o, o + e) for o, e in zip(t.global_offset[n:], t.local_shape)))
+            yield Box(t.key, tuple(t.global_shape), index, t.data.detach())
+
+
+def _flat(x: object) -> Iterator[object]:
+    if isinstance(x, Mapping):
+        x = x.values()
+    elif not isinstance(x, list | tuple):
+        yield x
+        return
+    for y in x:
+        yield from _flat(y)
+
+
+def _floats(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
+    for chunk in chunks:
+        state = chunk.state_dict(keep_vars=True)
+        yield from ((n, t) for n, t in state.items() if isinstance(t, torch.Tensor) and t.is_floating_point())
+
+
+def _nan(chunks: Sequence[torch.nn.Module]) -> None:
+    for _, t in _floats(chunks):
+        t.detach().fill_(float("nan"))
+
+
+def _refuse_nan(tensors, why: str) -> None:
+    bad = [name for name, t in tensors if bool(t.isnan().any())]
+    if bad:
+        raise LayoutError(why, bad)
+
+
+# ---- the world
+
+
+def trainers(folder: str | Path, build: Build, weights: Sequence[Whole]) -> Trainers:
+    """Every class of ranks of a job that trains the checkpoint in `folder`, with the weights of each version.
+
+    LayoutError when two versions do not have one layout, or Megatron places a rank otherwise than xfer's mesh says.
+    """
+    from xfer.trainers.megatron import MegatronTrainer
+
+    number: dict[tuple[int, ...], int] = {}
+    places = (tuple(build.place(r).values()) for r in range(build.parallel.world))
+    class_of = [number.setdefault(place, len(number)) for place in places]
+    found, storages = [], [[] for _ in weights]
+    for c in range(len(number)):
+        rank = class_of.index(c)
+        with playing(build, rank):
+            bridge = bridge_of(folder)
+            chunks = chunks_of(bridge, build)
+            weights[0].into(chunks)
+            layout = MegatronTrainer(chunks, bridge).read()
+            names = sorted(r.name for r in layout.roots)
+            for version, whole in zip(storages, weights):
+                whole.into(chunks)
+                version.append(tuple(layout.tensors[n].clone() for n in names))
+            found.append((rank, layout.roots, layout.traced))
+    catalog = Catalog.union((f"trainer {rank}", traced.specs) for rank, _, traced in found)
+    inventories = tuple(
+        trainer_inventory(catalog, rank=rank, host="", roots=roots, fragments=traced.fragments)
+        for rank, roots, traced in found
+    )
+    return Trainers(catalog, inventories, tuple(class_of), tuple(tuple(v) for v in storages))
