@@ -96,9 +96,9 @@ class Plain:
         return back
 
     def source(self):
-        from xfer.trainers.dtensor import DTensorTrainer
+        from xfer.trainers.dtensor import TensorTrainer
 
-        return DTensorTrainer(lambda: self.parameters)
+        return TensorTrainer(lambda: self.parameters)
 
 
 class Megatron:
