@@ -123,3 +123,15 @@ def test_an_engine_that_was_started_without_weights_serves_after_its_first_commi
         assert controller.wait_version(timeout_s=5) == "1" and not toy.paused
         with controller.serving():
             assert not any(t.wrong(1) for t in toy.takers)
+
+
+def test_verification_sees_constants_that_were_not_written(monkeypatch):
+    """Padding comes from no tensor of the checkpoint, so checksums of tensors do not count it."""
+    with World(trainers=1) as world:
+        assert world.refit(1, verify=True)[0].verified
+        for taker in world.engines[0].takers:
+            taker.live["embed"][-1] = 5.0
+        monkeypatch.setattr("xfer.kernels.torch_impl.TorchRows.fill", lambda self: None)
+        assert "constants" in str(world.refit(2, verify=True)[0])
+        monkeypatch.undo()
+        assert world.refit(3, verify=True)[0].committed == 1

@@ -1,6 +1,7 @@
 """Layouts of engine models, read with torch alone: small modules stand in for vLLM's, built twice, on meta and for
 real."""
 
+import abc
 import os
 from types import SimpleNamespace
 
@@ -220,6 +221,36 @@ def test_processed_weights_are_refused_by_module(monkeypatch):
     with pytest.raises(Unsupported) as error:
         refuse_processed(net)
     assert [v.split(":")[0] for v in error.value.violations] == ["fp8", "swapped"]
+
+
+def test_what_attention_computed_for_itself_is_refused_and_what_it_shares_is_not():
+    """FlashInfer keeps `sinks` in fp32 outside of all modules; a refit of the parameter would not reach it."""
+
+    class Abstract(abc.ABC):
+        @abc.abstractmethod
+        def forward(self): ...
+
+        def process_weights_after_loading(self, dtype):
+            return None
+
+    class Plain(Abstract):
+        def forward(self): ...
+
+    class Keeps(Plain):
+        def process_weights_after_loading(self, dtype): ...
+
+    net = nn.ModuleDict({n: nn.Module() for n in ("plain", "shares", "copies")})
+    sinks = net["shares"].sinks = nn.Parameter(torch.zeros(8))
+    for name, kind, held in (
+        ("plain", Plain, torch.ones(8)),
+        ("shares", Keeps, sinks.data[:4]),
+        ("copies", Keeps, sinks.double()),
+    ):
+        net[name].impl = kind()
+        net[name].impl.sinks = held
+    with pytest.raises(Unsupported) as error:
+        refuse_processed(net)
+    assert [v.split(":")[0] for v in error.value.violations] == ["copies"] and "sinks" in error.value.violations[0]
 
 
 # ---- identity

@@ -10,6 +10,7 @@ run a forward.
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import logging
 from collections.abc import Mapping, Sequence
@@ -307,8 +308,29 @@ def refuse_processed(model: torch.nn.Module) -> None:
                 bad.append(f"{name}: experts packed for the CPU; set XFER_CPU_RESIDENT=1 where vLLM is started")
             elif backend != "CPU" and backend not in _MOE_AS_LOADED:
                 bad.append(f"{name}: MoE backend {backend} lays experts out anew; start vLLM with moe_backend='triton'")
+    bad += _copies_in_attention(model)
     if bad:
         raise Unsupported("this engine processed its weights after loading them", bad)
+
+
+def _copies_in_attention(model: torch.nn.Module) -> list[str]:
+    """Attention implementations that keep a tensor of their own which they computed after loading (FlashInfer: sinks in
+    fp32). They are no modules, so no layout shows it, and a refit of the parameter would leave the copy as it was."""
+    own = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())}
+    bad = []
+    for name, module in model.named_modules():
+        impl = getattr(module, "impl", None)
+        for part in getattr(impl, "get_impl_variants", lambda impl=impl: (impl,))():
+            definers = [c for c in type(part).__mro__ if "process_weights_after_loading" in vars(c)]
+            if not definers or inspect.isabstract(definers[0]):  # none but the abstract base's, which does nothing
+                continue
+            bad += [
+                f"{name}: {type(part).__name__} computed {key} from weights and refits cannot reach it; "
+                "start vLLM with another attention backend"
+                for key, t in vars(part).items()
+                if isinstance(t, torch.Tensor) and t.is_floating_point() and t.untyped_storage()._cdata not in own
+            ]
+    return bad
 
 
 # ---- names

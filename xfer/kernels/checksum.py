@@ -20,7 +20,7 @@ import torch
 
 from xfer.errors import LayoutError
 from xfer.kernels.strided import bounds
-from xfer.kernels.torch_impl import Space, torch_dtype
+from xfer.kernels.torch_impl import Space, TorchRows, torch_dtype
 from xfer.plan.program import DTYPES, ITEMSIZE, MAX_DIMS, Op
 
 CHUNK = 1 << 18
@@ -59,6 +59,13 @@ def checksum_rows(rows: np.ndarray, roots: Sequence[torch.Tensor], side: str, sh
         if 0 not in extent:
             mixer.add(tensor, DTYPES[own], DTYPES[final], root, offset, origin, extent, strides, shapes[tensor])
     return mixer.value()
+
+
+def wrong_fills(rows: np.ndarray, roots: Sequence[torch.Tensor]) -> int:
+    """How many FILL rows of `rows` do not hold their constant in this rank's storages. They come from no tensor, so no
+    checksum of tensors counts them; here their bits are compared. One device synchronisation."""
+    rows = rows[rows["op"] == Op.FILL]
+    return TorchRows(rows, roots, "dst", roots).wrong_fills() if len(rows) else 0
 
 
 class _Mixer:

@@ -97,6 +97,11 @@ class TorchRows:
         if self._fills[0]:
             torch._foreach_copy_(*self._fills)
 
+    def wrong_fills(self) -> int:
+        """How many FILL rows (empty ones not counted) hold another value than theirs. One device synchronisation."""
+        wrong = [(dst != src).any() for dst, src in zip(*self._fills)]
+        return int(torch.stack(wrong).sum()) if wrong else 0
+
     def prepare(self, buffer: torch.Tensor) -> None:
         """Builds the views of `buffer` now instead of in the first call with it."""
         key = (buffer.data_ptr(), buffer.numel())

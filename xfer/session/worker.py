@@ -13,8 +13,8 @@ from typing import Protocol
 
 import torch
 
-from xfer.errors import DeadlineExceeded, PeerLost, XferError
-from xfer.kernels.checksum import checksum_rows
+from xfer.errors import DeadlineExceeded, PeerLost, VerificationError, XferError
+from xfer.kernels.checksum import checksum_rows, wrong_fills
 from xfer.plan.inventory import engine_inventory
 from xfer.plan.planner import SubPlan
 from xfer.plan.program import Program
@@ -22,7 +22,7 @@ from xfer.plan.rows import footprint_rows
 from xfer.plan.table import padded_shapes
 from xfer.session import faults
 from xfer.session import messages as m
-from xfer.session.attempt import STOP_GRACE_S
+from xfer.session.bounds import STOP_GRACE_S
 from xfer.session.lane import Lane
 from xfer.session.party import Party, host_identity
 from xfer.trace.catalog import Catalog
@@ -145,6 +145,7 @@ class WorkerSession:
         made = engine_inventory(
             self._catalog, rank=self.index, host=host_identity(), roots=layout.roots, fragments=layout.traced.fragments,
             fills=layout.traced.fills, footprint=layout.footprint, kept=layout.kept, staged=layout.staged, reads=layout.traced.reads,
+            recipes=(r.digest() for r in layout.traced.recipes),
         )  # fmt: skip
         self._inventory, self._names, self._rows = made.to_bytes(), [r.name for r in made.roots], footprint_rows(made)
         self._bind(layout.tensors)
@@ -192,6 +193,8 @@ class WorkerSession:
             if faults.wants("worker", self.index, "checksum"):
                 value ^= 1
             out = (m.Checksum(self.index, (value % (1 << 64)).to_bytes(8, "little")),)
+            if wrong := wrong_fills(program.rows, self._roots):
+                raise VerificationError(f"{wrong} constants (vocabulary padding) are not what the loader puts there")
         self.model.run_recipes()
         self.model.synchronize()
         return out
