@@ -290,3 +290,25 @@ def test_strangers_that_do_not_prove_the_token_hold_nobody_up(say):
         for s in idle:
             s.close()
         good(w.refit(2))
+
+
+def test_who_comes_after_trainer_0_has_refused_hears_why():
+    """They used to find the rendezvous gone, and knocked until their deadline."""
+    w = World(trainers=3)
+    w.rendezvous, w.sessions = f"tcp://127.0.0.1:{free_port()}", [None] * 3
+    w.sources = [ToySource(i, 3) for i in range(3)]
+
+    def refuse():
+        raise e.Unsupported("layer 1 cannot be read")
+
+    w.sources[0].read = refuse
+
+    def come_late(i):
+        time.sleep(i)
+        try:
+            w._connect_one(i)
+        finally:
+            w.sessions[i].close()  # as xfer.connect does
+
+    began = time.monotonic()
+    failed(w.on_all(come_late), e.Unsupported, w, 10, began, "layer 1 cannot be read")

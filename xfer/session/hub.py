@@ -44,6 +44,7 @@ class Hub:
         self.attempt: Attempt | None = None
         self.finished: dict[int, m.Outcome] = {}
         self.failure: XferError | None = None  # a trainer is gone: nothing can be refitted any more
+        self.met: set[int] = set()  # trainers that have been here
         self.clients: set[Client] = set()
         self.store, self.planning = KeyValues(), Planning(self)
         self._timers: list[tuple[float, Callable[[], None]]] = []
@@ -91,7 +92,11 @@ class Hub:
         """Run `action` on the brain at monotonic time `when`."""
         self._timers.append((when, action))
 
-    def close(self) -> None:
+    def close(self, until: float = 0.0) -> None:
+        """Not before monotonic time `until` while trainers are still to come: here they learn why there is nothing to join,
+        at a closed door they would knock until their deadline."""
+        while (0 in self.trainers or len(self.met) < self.options.trainers) and time.monotonic() < until:
+            time.sleep(0.02)
         self.door.close()
         self._events.put(None)
         self._thread.join(timeout=5.0)
@@ -170,6 +175,8 @@ class Hub:
                 client.send(m.CatalogMsg(self.catalog.to_bytes(), self.generation))
         if self.failure is not None:
             client.send(m.Failed(m.WireError.of(self.failure, "rendezvous")))
+        if h.role == "trainer":
+            self.met.add(h.index)
 
     def _gone(self, client: Client, reason: str) -> None:
         client.finish()

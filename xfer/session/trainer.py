@@ -83,6 +83,7 @@ class TrainerSession:
         self.attempt, self.version = 0, ""
         self._cache = PlanCache(cache_dir) if cache_dir else None
         self._hub: Hub | None = None
+        self._until, self._open = time.monotonic() + deadline_s, False
         self._catalog: Catalog | None = None
         self._generation = 0
         self._inventory, self._names, self._roots, self._binding = b"", [], [], 0
@@ -155,6 +156,7 @@ class TrainerSession:
                     continue
                 self._raise_failed(message)
                 ready.add(message.replica)
+        self._open = True
 
     def _raise_failed(self, message: m.Message) -> None:
         if isinstance(message, m.Failed):
@@ -444,4 +446,4 @@ class TrainerSession:
         self._party.close()
         if self._hub is not None:
             time.sleep(0.05)  # let the others' goodbyes arrive before the socket goes
-            self._hub.close()
+            self._hub.close(0.0 if self._open else min(self._until, time.monotonic() + STOP_GRACE_S))
