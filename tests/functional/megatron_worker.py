@@ -36,6 +36,10 @@ VALUES = [
     ("qwen3-tp2-dp2", "qwen3", {}, dict(tp=2)),
     ("qwen3-tp2-dp2-no-distopt", "qwen3", {}, dict(tp=2, distopt=False, overlap=False)),
     ("qwen3-pp2-uneven", "qwen3", {}, dict(pp=2, num_layers_in_first_pipeline_stage=1)),
+    ("qwen3-tp2-cp2", "qwen3", {}, dict(tp=2, cp=2)),
+    ("qwen3-pp2-cp2-no-distopt", "qwen3", {}, dict(pp=2, cp=2, distopt=False)),
+    ("qwen3_moe-ep2-cp2", "qwen3_moe", {}, dict(tp=2, ep=2, etp=1, cp=2)),
+    ("deepseek_v3-tp2-cp2", "deepseek_v3", {}, dict(tp=2, cp=2)),
     ("qwen3_moe-tp2-pp2-ep2-etp1", "qwen3_moe", {}, dict(tp=2, pp=2, ep=2, etp=1)),
     ("qwen3_moe-tp2-ep2-etp2", "qwen3_moe", {}, dict(tp=2, ep=2, etp=2)),
     ("qwen3_moe-ep4", "qwen3_moe", {}, dict(ep=4)),
@@ -264,6 +268,16 @@ def paints_equal(a: Layout, b: Layout) -> bool:
     return x.keys() == y.keys() and all(torch.equal(x[n], y[n]) for n in x) and a.traced.specs == b.traced.specs
 
 
+def context_parallel(folder: Path, family: str) -> Json | None:
+    """Losses of three steps in fp32, with the sequence cut over two ranks and with the same batches uncut."""
+    checkpoint(folder, family, {})
+    losses = []
+    for layout in (dict(tp=2, cp=2), dict(tp=2, pp=2)):
+        with Trainer(folder, **layout, params_dtype=torch.float32, bf16=False) as trainer:
+            losses.append([trainer.step() for _ in range(3)])
+    return dict(cut=losses[0], whole=losses[1])
+
+
 def learns(folder: Path) -> Json | None:
     """The combination that was not tried before: bf16, fp32 masters, distributed Adam, both overlaps, tp2 pp2 ep2
     etp1."""
@@ -317,6 +331,8 @@ def main() -> None:
         for name, family, keywords in DRAIN:
             run(name, folder, lambda f, a=(family, keywords): drains(f, *a))
         run("learns", folder, learns)
+        for family in ("qwen3", "deepseek_v3"):
+            run(f"{family}-context-parallel", folder, lambda f, a=family: context_parallel(f, a))
     elif group == "probes":
         for name, family, keywords in PROBE:
             run(name, folder, lambda f, a=(family, keywords): probes(f, *a))

@@ -48,3 +48,11 @@ def test_the_toy_trainer_really_learns(seen):
     assert x["overlapped"] and x["dtypes"] == ["torch.bfloat16"]
     assert x["losses"][0] == pytest.approx(log(160), abs=1.0)
     assert x["losses"][-1] < 0.4 * x["losses"][0]
+
+
+@pytest.mark.parametrize("family", ["qwen3", "deepseek_v3"])
+def test_context_parallel_ranks_train_the_same_model(seen, family):
+    """So what a refit reads from them came out of a real forward and backward."""
+    x = seen(f"{family}-context-parallel")
+    assert x["cut"] == pytest.approx(x["whole"], abs=2e-4)
+    assert x["whole"][-1] < x["whole"][0]

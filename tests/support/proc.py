@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import os
 import queue
+import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
+import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,6 +32,20 @@ def commands():
         yield json.loads(line)
 
 
+def obey(*does: Callable[..., None]) -> None:
+    """In a child, to its end: for every {"do": name, **rest} that the test says, call the function of that name with the
+    rest. An exception is told to the test as "raised" and ends nothing."""
+    words = {f.__name__: f for f in does}
+    emit("up")
+    for c in commands():
+        began = time.monotonic()
+        try:
+            words[c.pop("do")](**c)
+        except Exception as e:
+            traceback.print_exc()
+            emit("raised", type=type(e).__name__, text=str(e), seconds=time.monotonic() - began)
+
+
 def free_port() -> int:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
@@ -39,7 +56,7 @@ def environment(**more: str) -> dict[str, str]:
     return {
         **os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TORCHDYNAMO_DISABLE": "1", "XFER_CPU_RESIDENT": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_CI_ENV": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_LOGGING_LEVEL": "ERROR",
-        "PYTHONUNBUFFERED": "1", "PYTHONPATH": str(ROOT), **more,
+        "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", "PYTHONPATH": str(ROOT), **more,
     }  # fmt: skip
 
 
@@ -76,29 +93,30 @@ class Child:
         self.proc.stdin.flush()
 
     def expect(self, *kinds: str, timeout: float = 300.0) -> dict:
-        """The next event of these kinds; others are skipped. AssertionError with the log when the child ends or is late."""
+        """The next event of these kinds; others are skipped. AssertionError with the log when the child raises or ends
+        instead, or is late: then it is aborted, so that the log ends with the stacks of all its threads and processes."""
         until = time.monotonic() + timeout
         while True:
             try:
                 event = self.events.get(timeout=max(0.0, until - time.monotonic()))
             except queue.Empty:
-                raise AssertionError(f"{self.name}: none of {kinds} within {timeout:.0f} s\n{self.tail()}") from None
+                os.killpg(self.proc.pid, signal.SIGABRT)
+                self.proc.wait(10)
+                raise AssertionError(f"{self.name}: none of {kinds} within {timeout:.0f} s\n{self.tail(200)}") from None
             if event["kind"] in kinds:
                 return event
-            if event["kind"] in ("ended", "error"):
+            if event["kind"] in ("ended", "raised"):
                 raise AssertionError(f"{self.name}: {event} while waiting for {kinds}\n{self.tail()}")
 
     def tail(self, lines: int = 60) -> str:
         self._log.flush()
-        return "\n".join(self.log_path.read_text(errors="replace").splitlines()[-lines:])
+        return "\n".join(x[:300] for x in self.log_path.read_text(errors="replace").splitlines()[-lines:])
 
     def kill(self) -> None:
         self.proc.kill()
 
     def stop(self) -> None:
         """End the process and every process it started."""
-        import signal
-
         if self.proc.poll() is None:
             self.proc.stdin.close()
             try:

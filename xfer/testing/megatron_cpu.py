@@ -56,7 +56,7 @@ def _is_cuda(device: object) -> bool:
 
 
 class _CudaMeansCpu(TorchFunctionMode):
-    """`device="cuda…"` becomes the CPU, `.cuda()` the identity.
+    """`device="cuda…"` becomes the CPU, `.cuda()` the identity, pinned memory just memory.
 
     `Tensor.type()` answers "torch.cuda.FloatTensor": clip_grads.py and the optimizers compare with that string.
     """
@@ -69,6 +69,8 @@ class _CudaMeansCpu(TorchFunctionMode):
             return func(*args).replace("torch.", "torch.cuda.")
         if _is_cuda(kwargs.get("device")):
             kwargs = {**kwargs, "device": CPU}
+        if kwargs.get("pin_memory"):
+            kwargs = {**kwargs, "pin_memory": False}
         if func is torch.Tensor.to and any(_is_cuda(a) for a in args[1:]):
             args = tuple(CPU if _is_cuda(a) else a for a in args)
         return func(*args, **kwargs)

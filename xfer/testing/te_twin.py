@@ -10,6 +10,7 @@ fusion.
 
 from __future__ import annotations
 
+import copy
 import sys
 
 import torch
@@ -20,9 +21,10 @@ from megatron.core.tensor_parallel.layers import (
     RowParallelLinear,
     set_tensor_model_parallel_attributes,
 )
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.mlp import MLPSubmodules
-from megatron.core.transformer.moe.experts import TEGroupedMLP
+from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from megatron.core.utils import get_tensor_model_parallel_group_if_none
@@ -147,18 +149,39 @@ class TERowParallelGroupedLinear(_GroupedLinear):
 
 
 class TEDotProductAttention(DotProductAttention):
-    """Causal attention by torch's kernel; serves MLA as well, whose value heads are narrower than its key heads."""
+    """Causal attention by torch's kernel; serves MLA as well, whose value heads are narrower than its key heads.
 
-    def __init__(self, *args, k_channels=None, v_channels=None, **kwargs):
+    Under context parallelism a rank has the queries of its two chunks of the sequence and gathers all keys and values
+    (TE's cp_comm_type "all_gather"); gradients of those are summed on their way back.
+    """
+
+    def __init__(self, config, *args, k_channels=None, v_channels=None, pg_collection, **kwargs):
         kwargs.pop("cp_comm_type", None)
-        super().__init__(*args, **kwargs)
+        alone = copy.copy(config)
+        alone.context_parallel_size = 1  # Megatron's own attention refuses more, and does nothing else with it
+        super().__init__(alone, *args, pg_collection=pg_collection, **kwargs)
+        self.config, self.cp_group = config, pg_collection.cp
 
     def forward(self, query, key, value, attention_mask=None, **_):
+        visible = None
+        if self.cp_group.size() > 1:
+            key, value = (gather_from_sequence_parallel_region(t, group=self.cp_group) for t in (key, value))
+            at = _positions(self.cp_group.size(), query.shape[0]).to(query.device)
+            visible = at.flatten() <= at[self.cp_group.rank(), :, None]  # [queries, keys], keys in the order of ranks
         q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))  # [s, b, h, d] -> [b, h, s, d]
         if q.shape[1] != k.shape[1]:
             k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.softmax_scale)
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=visible, is_causal=visible is None, scale=self.softmax_scale
+        )
         return out.permute(2, 0, 1, 3).reshape(query.shape[0], query.shape[1], -1)
+
+
+def _positions(ranks: int, per_rank: int) -> torch.Tensor:
+    """int64 [ranks, per_rank]: which tokens each context-parallel rank has. Megatron cuts a sequence into 2n chunks and
+    gives rank r the chunks r and 2n - 1 - r (megatron.core.utils.get_batch_on_this_cp_rank)."""
+    chunks = torch.arange(ranks * per_rank).view(2 * ranks, -1)
+    return torch.cat([chunks[:ranks], chunks[ranks:].flip(0)], dim=1)
 
 
 def _sharded(module, prefix, cuts, offsets, metadata):
@@ -200,8 +223,10 @@ class TwinProvider(BackendSpecProvider):
         return None
 
     def grouped_mlp_modules(self, moe_use_grouped_gemm, moe_use_legacy_grouped_gemm):
-        experts = MLPSubmodules(linear_fc1=TEColumnParallelGroupedLinear, linear_fc2=TERowParallelGroupedLinear)
-        return TEGroupedMLP, experts
+        if moe_use_grouped_gemm:
+            experts = MLPSubmodules(linear_fc1=TEColumnParallelGroupedLinear, linear_fc2=TERowParallelGroupedLinear)
+            return TEGroupedMLP, experts
+        return SequentialMLP, MLPSubmodules(linear_fc1=TEColumnParallelLinear, linear_fc2=TERowParallelLinear)
 
 
 def install() -> None:

@@ -43,9 +43,7 @@ class Task:
 class Trainer:
     """`chunks`: list of DDP-wrapped model chunks (one per virtual stage); `bridge`: the AutoBridge they came from.
 
-    Parallel sizes as Megatron names them. `cp` makes Megatron's groups, and so the layout that a refit sees, but
-    not its model's config, since its CPU attention refuses context parallelism: those ranks then train as further
-    data-parallel ones. `distopt`: distributed optimizer. `overlap`: overlap_grad_reduce and, with `distopt`,
+    Parallel sizes as Megatron names them. `distopt`: distributed optimizer. `overlap`: overlap_grad_reduce and, with `distopt`,
     overlap_param_gather. `provider` keywords are set on Bridge's model provider before it is finalized (uneven
     stages: num_layers_in_first_pipeline_stage=1; padded vocabulary: should_pad_vocab=True, load=False).
     `lora`: fields of Bridge's own LoRA, which freezes the model and trains adapters (dim, alpha, target_modules, …).
@@ -81,6 +79,7 @@ class Trainer:
                 virtual_pipeline_model_parallel_size=vpp,
                 expert_model_parallel_size=ep,
                 expert_tensor_parallel_size=etp,
+                context_parallel_size=cp,
             )
             self.chunks = build_chunks(
                 self.bridge,
@@ -266,9 +265,21 @@ def _optimizer(chunks: list[torch.nn.Module], distopt: bool, overlap: bool, lr: 
 
 
 def _forward(batches, model):
+    from megatron.core import parallel_state
+    from megatron.core.utils import get_batch_on_this_cp_rank
+
     tokens = next(batches).to(torch.cuda.current_device())
     seq = tokens.shape[1] - 1
-    positions = torch.arange(seq, device=tokens.device).repeat(tokens.shape[0], 1)
-    future = torch.ones(seq, seq, device=tokens.device).tril()[None, None] < 0.5
-    out = model(tokens[:, :-1].contiguous(), positions, future, labels=tokens[:, 1:].contiguous())
-    return out, lambda losses: (losses.mean(), {"loss": losses.detach().float().mean()})
+    mine = get_batch_on_this_cp_rank(
+        dict(
+            tokens=tokens[:, :-1].contiguous(),
+            labels=tokens[:, 1:].contiguous(),
+            positions=torch.arange(seq, device=tokens.device).repeat(tokens.shape[0], 1),
+            attention_mask=torch.ones(seq, seq, device=tokens.device).tril()[None, None] < 0.5,
+        )
+    )
+    out = model(mine["tokens"], mine["positions"], mine["attention_mask"], labels=mine["labels"])
+    ranks = (
+        parallel_state.get_context_parallel_world_size()
+    )  # the schedule multiplies by it: it wants this rank's share
+    return out, lambda losses: (losses.mean() / ranks, {"loss": losses.detach().float().mean()})
