@@ -4,20 +4,25 @@ The truth is a fresh vLLM that loads what Megatron-Bridge exported at that step:
 its logprob must be equal. Between the two refits every live byte but the kept ones is overwritten with noise, so a refit that
 left anything out cannot pass; and prompts are asked before and after, so a stale prefix cache cannot either.
 
-One launch of four trainer ranks serves all cases, one after the other, since imports cost more than a toy's work.
+One launch of four trainer ranks serves all cases, one after the other, since imports cost more than a toy's work. A case
+that fails leaves ranks in the middle of a collective, so the next one gets new ones.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
+from safetensors.torch import save_file
 
-from tests.support.proc import PYTHON, Family, free_port
+from tests.support.proc import PYTHON, Child, Family, free_port
 from xfer.testing import toy
 
 pytestmark = pytest.mark.skipif(
-    not all(__import__("os").path.exists(p) for p in PYTHON.values()), reason="scripts/setup.sh has not been run"
+    not all(Path(p).exists() for p in PYTHON.values()), reason="scripts/setup.sh has not been run"
 )
 
 
@@ -32,13 +37,10 @@ class Case:
 
     @property
     def name(self) -> str:
-        def flat(d):
-            return "-".join(f"{k}{v}" if not isinstance(v, bool) else k for k, v in d.items() if v)
+        def flat(d: dict, keys=("tp", "pp", "vpp", "ep", "etp", "cp", "distopt")) -> str:
+            return "-".join(k if d[k] is True else f"{k}{d[k]}" for k in keys if d.get(k))
 
-        return (
-            f"{self.family}: {flat({k: v for k, v in self.layout.items() if k in ('tp', 'pp', 'vpp', 'ep', 'etp', 'cp', 'distopt')})} -> "
-            + " + ".join(flat(e) for e in self.engines)
-        )
+        return f"{self.family}: {flat(self.layout)} -> {' + '.join(flat(e) for e in self.engines)}"
 
 
 PLAIN = dict(distopt=False, overlap=False)
@@ -75,95 +77,155 @@ SLOW = [
 ]
 
 
-@pytest.fixture(scope="module")
-def stage(tmp_path_factory):
+class Stage:
     """Four trainer ranks that build one case after the other, and an engine process that tells the truth."""
+
     token = "end to end token"
-    with Family(tmp_path_factory.mktemp("e2e")) as family:
-        port = str(free_port())
-        trainers = [
-            family.start(
-                f"trainer{r}",
-                "trainer",
-                "megatron_main",
-                RANK=str(r),
-                LOCAL_RANK=str(r),
-                WORLD_SIZE="4",
-                MASTER_ADDR="127.0.0.1",
-                MASTER_PORT=port,
-                XFER_TOKEN=token,
+
+    def __init__(self, work: Path):
+        self.family, self.starts, self.whole = Family(work), 0, True
+        self.start()
+
+    def start(self) -> None:
+        self.starts += 1
+        world = dict(WORLD_SIZE="4", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()), XFER_TOKEN=self.token)
+        self.trainers = [
+            self.family.start(
+                f"trainer{r}-{self.starts}", "trainer", "megatron_main", RANK=str(r), LOCAL_RANK=str(r), **world
             )
             for r in range(4)
         ]
-        truth = family.start("truth", "engine", "vllm_main", XFER_TOKEN=token)
-        for c in (*trainers, truth):
+        self.truth = self.engine("truth")
+        for c in (*self.trainers, self.truth):
             c.expect("up", timeout=180)
-        yield family, trainers, truth, token
+
+    def engine(self, name: str) -> Child:
+        return self.family.start(f"{name}-{self.starts}", "engine", "vllm_main", XFER_TOKEN=self.token)
+
+    @contextmanager
+    def case(self) -> Iterator[Stage]:
+        """Inside, one case; the next one starts new processes unless this comes to its end."""
+        if not self.whole:
+            for c in (*self.trainers, self.truth):
+                c.stop()
+            self.start()
+        self.whole = False
+        yield self
+        self.whole = True
+
+    def trained(self, *kinds: str, **command) -> list[dict]:
+        return on_all(self.trainers, *kinds, **command)
 
 
-def on_all(children, *kinds, timeout=240.0, **command):
+@pytest.fixture(scope="module")
+def stage(tmp_path_factory) -> Iterator[Stage]:
+    stage = Stage(tmp_path_factory.mktemp("e2e"))
+    yield stage
+    stage.family.__exit__()
+
+
+def on_all(children: list[Child], *kinds: str, timeout: float = 240.0, **command) -> list[dict]:
     for c in children:
         c.say(**command)
     return [c.expect(*kinds, timeout=timeout) for c in children]
 
 
-def run(case: Case, stage, tmp_path) -> None:
-    family, trainers, truth, token = stage
+def run(case: Case, stage: Stage, tmp_path: Path) -> None:
     model = tmp_path / "model"
     toy.write_checkpoint(case.family, model, **case.model)
     rendezvous = f"tcp://127.0.0.1:{free_port()}"
-    engines = [
-        family.start(f"engine{i}-{abs(hash(case.name)) % 9999}", "engine", "vllm_main", XFER_TOKEN=token)
-        for i in range(len(case.engines))
-    ]
+    engines = [stage.engine(f"{tmp_path.name}-engine{i}") for i in range(len(case.engines))]
     try:
         for e, layout in zip(engines, case.engines):
             e.say(do="start", model=str(model), load_format="dummy", **layout)
-        on_all(trainers, "built", do="build", folder=str(model), layout=case.layout)
+        stage.trained("built", do="build", folder=str(model), layout=case.layout)
         for e in engines:
             e.expect("started", timeout=240)
         for i, e in enumerate(engines):
             e.say(do="serve", rendezvous=rendezvous, replica=i)
-        on_all(trainers, "connected", do="connect", rendezvous=rendezvous, replicas=len(engines))
+        stage.trained("connected", do="connect", rendezvous=rendezvous, replicas=len(engines))
         exports, seen = [], []
         for step in (1, 2):
-            losses = on_all(trainers, "stepped", do="step")
-            reports = on_all(trainers, "refitted", do="refit", verify=True)
+            losses = stage.trained("stepped", do="step")
+            reports = stage.trained("refitted", do="refit", verify=True)
             assert all(r["verified"] and r["committed"] == len(engines) for r in reports), reports
             assert losses[0]["loss"] > 0
             exports.append(str(tmp_path / f"export{step}"))
-            on_all(trainers, "exported", do="export", folder=exports[-1])
+            stage.trained("exported", do="export", folder=exports[-1])
             seen.append(on_all(engines, "observed", do="observe"))
             if step == 1:
                 kept = on_all(engines, "scrambled", do="scramble", seed=step)
         assert [k["kept"] for k in on_all(engines, "kept", do="kept")] == [k["kept"] for k in kept]
-        on_all(trainers, "closed", do="close")
+        stage.trained("closed", do="close")
     finally:
         for e in engines:
             e.stop()
     for i, layout in enumerate(case.engines):
-        truth.say(do="truth", folders=exports, layout=layout)
+        stage.truth.say(do="truth", folders=exports, layout=layout)
         for step in (0, 1):
-            want, got = truth.expect("observed", timeout=240), seen[step][i]
+            want, got = stage.truth.expect("observed", timeout=240), seen[step][i]
             assert got["version"] == str(step + 1)
-            wrong = [
-                k
-                for k in want["checksums"].keys() | got["checksums"].keys()
-                if want["checksums"].get(k) != got["checksums"].get(k)
-            ]
-            assert not wrong, f"after refit {step + 1}, replica {i}: {sorted(wrong)[:10]}"
+            wrong = differ(want, got)
+            assert not wrong, f"after refit {step + 1}, replica {i}: {wrong[:10]}"
             assert got["outputs"] == want["outputs"], f"after refit {step + 1}, replica {i}"
-    assert seen[0][0]["checksums"] != seen[1][0]["checksums"], (
-        "training changed nothing: the second refit proved nothing"
-    )
+        same = seen[0][i]["checksums"].keys() - set(differ(*(s[i] for s in seen)))
+        assert not same, f"not changed by training, so the second refit proved nothing of them: {sorted(same)}"
+
+
+def differ(a: dict, b: dict) -> list[str]:
+    """Names of the engine parameters that are not the same in two observations."""
+    a, b = a["checksums"], b["checksums"]
+    return sorted(k for k in a.keys() | b.keys() if a.get(k) != b.get(k))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 def test_refit_equals_a_fresh_load_of_the_export(case, stage, tmp_path):
-    run(case, stage, tmp_path)
+    with stage.case():
+        run(case, stage, tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", SLOW, ids=lambda c: c.name)
 def test_refit_equals_a_fresh_load_of_the_export_wide(case, stage, tmp_path):
-    run(case, stage, tmp_path)
+    with stage.case():
+        run(case, stage, tmp_path)
+
+
+def refuses(stage: Stage, tmp_path: Path) -> None:
+    serves = tmp_path / "served"
+    toy.write_checkpoint("qwen3", serves)
+    engine = stage.engine("refusing")
+    try:
+        engine.say(do="start", model=str(serves), load_format="auto")
+        engine.expect("started", timeout=240)
+        engine.say(do="observe")
+        before = engine.expect("observed")
+        lacks = [f"model.layers.{layer}.mlp.{name}.weight" for layer, name in ((2, "up_proj"), (3, "gate_proj"))]
+        for family, layout, missing, said in (
+            ("qwen3_moe", dict(tp=2, ep=2, moe_grouped_gemm=False), [], ["SequentialMLP"]),
+            ("qwen3_tied", dict(pp=2, vpp=2), [], ["tied embeddings with virtual pipeline stages"]),
+            # Only the last stage, ranks 2 and 3, can see this.
+            ("qwen3", dict(pp=2), lacks, [f"decoder.layers.{i}.mlp.linear_fc1.weight: Bridge has no" for i in (0, 1)]),
+        ):
+            model = tmp_path / family
+            tensors = toy.write_checkpoint(family, model)
+            left = {n: t for n, t in tensors.items() if n not in missing}
+            save_file(left, model / "model.safetensors", {"format": "pt"})
+            stage.trained("built", do="build", folder=str(model), layout=dict(load=False, **layout))
+            rendezvous = f"tcp://127.0.0.1:{free_port()}"
+            engine.say(do="serve", rendezvous=rendezvous, replica=0, deadline_s=15.0)
+            refused = stage.trained("raised", do="connect", rendezvous=rendezvous, replicas=1, deadline_s=60.0)
+            for r in refused:
+                assert r["type"] in ("Unsupported", "LayoutError") and all(x in r["text"] for x in said), r
+            engine.say(do="ready")  # told why, or come too late to meet anyone
+            assert engine.expect("raised")["type"] in (refused[0]["type"], "DeadlineExceeded", "PeerLost")
+            engine.say(do="observe", force=True)
+            assert differ(before, engine.expect("observed")) == []
+    finally:
+        engine.stop()
+
+
+def test_what_bridge_gets_wrong_is_refused_on_every_rank_before_a_byte_moves(stage, tmp_path):
+    """See megatron_hazards.py for each by itself. Here the ranks that see it tell those that do not, and the engine."""
+    with stage.case():
+        refuses(stage, tmp_path)

@@ -5,11 +5,10 @@
 """
 
 import os
-import traceback
 
 import torch.distributed as dist
 
-from tests.support.proc import commands, emit
+from tests.support.proc import emit, obey
 from xfer.testing import megatron_cpu
 
 megatron_cpu.install()
@@ -18,48 +17,48 @@ dist.init_process_group("gloo")
 import xfer  # noqa: E402
 from xfer.testing.train_loop import Trainer  # noqa: E402
 
-TOKEN = os.environ["XFER_TOKEN"]
+
+class Rank:
+    trainer: Trainer | None = None
+    link: xfer.Refit | None = None
+
+    def build(self, folder: str, layout: dict) -> None:
+        if self.trainer is not None:
+            self.trainer.close()
+        self.trainer = Trainer(folder, **layout)
+        emit("built")
+
+    def connect(self, **more) -> None:
+        source = xfer.MegatronTrainer(self.trainer.chunks, self.trainer.bridge)
+        self.link = xfer.connect(trainer=source, token=os.environ["XFER_TOKEN"], **more)
+        emit("connected", plan=self.link.explain() if dist.get_rank() == 0 else "")
+
+    def step(self) -> None:
+        emit("stepped", loss=self.trainer.step())
+
+    def refit(self, **more) -> None:
+        r = xfer.nccl_xfer_refit(self.link, **more)
+        emit(
+            "refitted",
+            version=r.version,
+            committed=r.committed,
+            verified=r.verified,
+            bytes=r.bytes,
+            seconds=r.seconds,
+            per_worker=[list(o.bytes_per_worker) for o in r.outcomes],
+        )
+
+    def export(self, folder: str) -> None:
+        self.trainer.export(folder)
+        emit("exported")
+
+    def close(self) -> None:
+        if self.link is not None:
+            self.link.close()
+        self.link = None
+        emit("closed")
 
 
-def main() -> None:
-    trainer = refit = None
-    emit("up")
-    for c in commands():
-        do = c.pop("do")
-        try:
-            if do == "build":
-                if trainer is not None:
-                    trainer.close()
-                trainer = Trainer(c["folder"], **c["layout"])
-                emit("built")
-            elif do == "connect":
-                refit = xfer.connect(trainer=xfer.MegatronTrainer(trainer.chunks, trainer.bridge), token=TOKEN, **c)
-                emit("connected", plan=refit.explain() if dist.get_rank() == 0 else "")
-            elif do == "step":
-                emit("stepped", loss=trainer.step())
-            elif do == "refit":
-                r = xfer.nccl_xfer_refit(refit, **c)
-                emit(
-                    "refitted",
-                    version=r.version,
-                    committed=r.committed,
-                    verified=r.verified,
-                    bytes=r.bytes,
-                    seconds=r.seconds,
-                    per_worker=[list(o.bytes_per_worker) for o in r.outcomes],
-                    scalars=r.flatten(""),
-                )
-            elif do == "export":
-                trainer.export(c["folder"])
-                emit("exported")
-            elif do == "close":
-                if refit is not None:
-                    refit.close()
-                refit = None
-                emit("closed")
-        except Exception as e:
-            traceback.print_exc()
-            emit("raised", type=type(e).__name__, text=str(e))
-
-
-main()
+if __name__ == "__main__":
+    rank = Rank()
+    obey(rank.build, rank.connect, rank.step, rank.refit, rank.export, rank.close)

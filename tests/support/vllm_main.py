@@ -1,14 +1,14 @@
 """A real vLLM engine for functional tests; does what the test says on standard input.
 
-{"do": "start", "model", "tp", "load_format", …}   {"do": "serve", "rendezvous", "replica"}   {"do": "observe"}
-{"do": "scramble", "seed"}   {"do": "watch"}   {"do": "grown"}   {"do": "force"}   {"do": "stop"}
+{"do": "start", "model", "tp", "load_format", …}   {"do": "serve", "rendezvous", "replica"}   {"do": "ready"}
+{"do": "observe", "force"}   {"do": "scramble", "seed"}   {"do": "kept"}   {"do": "watch"}   {"do": "grown"}
+{"do": "truth", "folders", "layout"}
 """
 
 import gc
 import os
-import traceback
 
-from tests.support.proc import commands, emit
+from tests.support.proc import emit, obey
 
 PROMPTS = [[5, 6, 7, 8], list(range(10, 60)), [100, 3, 90, 17] * 12]
 
@@ -31,83 +31,79 @@ def start(model: str, load_format: str = "dummy", tp: int = 1, ep: bool = False,
         disable_log_stats=True,
         enable_prefix_caching=True,
         weight_transfer_config={"backend": "xfer"},
-        worker_extension_cls="tests.support.worker_probe.Probe",
-        **more,
+        **{"worker_extension_cls": "tests.support.worker_probe.Probe", **more},
     )
 
 
-def observe(llm) -> dict:
-    """Greedy tokens and logprobs of prompts that are asked again and again, and vLLM's sha256 of every parameter."""
+def answers(llm) -> list:
+    """Greedy tokens and their logprobs, for prompts that are asked again and again, so that the prefix cache has them."""
     from vllm import SamplingParams
 
     greedy = SamplingParams(temperature=0, max_tokens=6, logprobs=1, detokenize=False, ignore_eos=True)
-    outputs = []
-    for p in PROMPTS:
-        o = llm.generate([{"prompt_token_ids": p}], greedy, use_tqdm=False)[0].outputs[0]
-        outputs.append([list(o.token_ids), [round(d[t].logprob, 6) for t, d in zip(o.token_ids, o.logprobs)]])
+    # One at a time: the batch must not change the rounding.
+    tokens = [llm.generate([{"prompt_token_ids": p}], greedy, use_tqdm=False)[0].outputs[0] for p in PROMPTS]
+    return [[list(o.token_ids), [d[t].logprob for t, d in zip(o.token_ids, o.logprobs, strict=True)]] for o in tokens]
+
+
+def observe(llm) -> dict:
+    """What the engine answers, and vLLM's own sha256 of every parameter, by worker and name."""
+    sums = llm.collective_rpc("compute_weight_checksums")
     return dict(
-        outputs=outputs,
-        checksums={k: v for part in llm.collective_rpc("compute_weight_checksums") for k, v in part.items()},
+        outputs=answers(llm), checksums={f"{i}: {k}": v for i, part in enumerate(sums) for k, v in part.items()}
     )
 
 
-def main() -> None:
+class Engine:
     llm = controller = None
-    emit("up")
-    for c in commands():
-        do = c.pop("do")
-        try:
-            if do == "start":
-                llm = start(**c)
-                emit("started")
-            elif do == "serve":
-                import xfer
 
-                controller = xfer.serve(llm, token=os.environ["XFER_TOKEN"], **c)
-                emit("serving")
-            elif do == "ready":
-                controller.wait_ready()
-                emit("is ready")
-            elif do == "observe":
-                if controller is None:
-                    emit("observed", version="", **observe(llm))
-                else:
-                    with controller.serving() as engine:
-                        emit("observed", version=controller.version, **observe(engine))
-            elif do == "checksums":
-                with controller.serving():
-                    sums = llm.collective_rpc("compute_weight_checksums")
-                emit("summed", checksums={k: v for part in sums for k, v in part.items()})
-            elif do == "scramble":
-                with controller.serving():
-                    emit("scrambled", kept=llm.collective_rpc("xfer_scramble", args=(c["seed"],)))
-            elif do == "kept":
-                with controller.serving():
-                    emit("kept", kept=llm.collective_rpc("xfer_kept"))
-            elif do == "watch":
-                llm.collective_rpc("xfer_forget_peak")
-                emit("watching")
-            elif do == "grown":
-                emit("grown", bytes=llm.collective_rpc("xfer_grown"))
-            elif do == "force":
-                emit("forced", **observe(llm))  # behind xfer's back
-            elif do == "state":
-                emit("state", version=controller.version, error=str(controller.error or ""))
-            elif do == "truth":
-                for folder in c["folders"]:
-                    fresh = start(folder, "auto", **c["layout"])
-                    emit("observed", version="", **observe(fresh))
-                    fresh.llm_engine.engine_core.shutdown()
-                    del fresh
-                    gc.collect()
-            elif do == "stop":
-                if controller is not None:
-                    controller.close()
-                emit("stopped")
-        except Exception as e:
-            traceback.print_exc()
-            emit("raised", type=type(e).__name__, text=str(e))
+    def start(self, **how) -> None:
+        self.llm = start(**how)
+        emit("started")
+
+    def serve(self, **how) -> None:
+        import xfer
+
+        if self.controller is not None:
+            self.controller.close()
+        self.controller = xfer.serve(self.llm, token=os.environ["XFER_TOKEN"], **how)
+        emit("serving")
+
+    def ready(self) -> None:
+        self.controller.wait_ready()
+        emit("ready")
+
+    def observe(self, force: bool = False) -> None:
+        if self.controller is None:
+            emit("observed", version="", **observe(self.llm))
+        else:
+            with self.controller.serving(force=force) as llm:
+                emit("observed", version=self.controller.version, **observe(llm))
+
+    def scramble(self, seed: int) -> None:
+        with self.controller.serving() as llm:
+            emit("scrambled", kept=llm.collective_rpc("xfer_scramble", args=(seed,)))
+
+    def kept(self) -> None:
+        with self.controller.serving() as llm:
+            emit("kept", kept=llm.collective_rpc("xfer_kept"))
+
+    def watch(self) -> None:
+        self.llm.collective_rpc("xfer_forget_peak")
+        emit("watching")
+
+    def grown(self) -> None:
+        emit("grown", bytes=self.llm.collective_rpc("xfer_grown"))
+
+    def truth(self, folders: list[str], layout: dict) -> None:
+        """What a fresh engine is that loads each of these checkpoints."""
+        for folder in folders:
+            fresh = start(folder, "auto", **layout)
+            emit("observed", version="", **observe(fresh))
+            fresh.llm_engine.engine_core.shutdown()
+            del fresh
+            gc.collect()
 
 
 if __name__ == "__main__":
-    main()
+    e = Engine()
+    obey(e.start, e.serve, e.ready, e.observe, e.scramble, e.kept, e.watch, e.grown, e.truth)
