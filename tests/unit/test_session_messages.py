@@ -29,6 +29,7 @@ def test_arbitrary_bytes_never_do_anything_but_protocol_error(data):
 SAMPLES = [
     m.Hello(1, "trainer", 0, 4, 0, "host", 1),
     m.Enter(1, "7", True, 1, 60.0),
+    m.Ready(1, 0.5, b"s", b"i", 3, True),
     m.Abort(0, 1, 2, m.WireError("PeerLost", "gone", ("a", "b"), "trainer 1")),
     m.Done(0, 1, 10, 20, 0.1, 0.2, 0.3, 0.0, (m.Checksum(0, b"12345678"),)),
     m.StoreSet("r0/e1/key", b"value"),

@@ -16,16 +16,12 @@ from typing import TYPE_CHECKING
 
 from xfer.errors import DeadlineExceeded, EngineLost, PlanMismatch, VerificationError, XferError
 from xfer.session import messages as m
-from xfer.session.run import Run, checksum_violations, outcome_of, waiting_for
+from xfer.session.bounds import SETTLE_GRACE_S, STOP_GRACE_S
+from xfer.session.run import Run, checksum_violations, differences, outcome_of, waiting_for
 
 if TYPE_CHECKING:
     from xfer.session.hub import Hub
     from xfer.session.roster import Client, Replica
-
-STOP_GRACE_S = 10.0
-"""Seconds that armed workers have to stop after an abort before the replica is taken for dirty and lost."""
-SETTLE_GRACE_S = 60.0
-"""Seconds that a controller has to bring its engine back into service after the decision."""
 
 
 class Attempt:
@@ -36,6 +32,7 @@ class Attempt:
     def __init__(self, hub: Hub, number: int, deadline_s: float):
         self.hub, self.number = hub, number
         self.entered: dict[int, m.Enter] = {}
+        self.drained: dict[int, m.Ready] = {}
         self.runs: dict[int, Run] = {}
         self.began = time.monotonic()
         self.version = ""
@@ -81,35 +78,21 @@ class Attempt:
         self.hub.at(self.until, self._late)
 
     def enter(self, client: Client, msg: m.Enter) -> None:
-        index = client.hello.index
         if not self.entered:
             self.version, self.verify = msg.version, msg.verify
             self.deadline_s, self.began = msg.deadline_s, time.monotonic()
             self._deadline(msg.deadline_s)
-        self.entered[index] = msg
-        self.hub.take_changes(client, msg, msg.specs)
+        self.entered[client.hello.index] = msg
         if len(self.entered) == self.hub.options.trainers:
-            odd = [
-                f"trainer {i}: version {e.version!r}, verify={e.verify}"
-                for i, e in sorted(self.entered.items())
-                if (e.version, e.verify) != (self.version, self.verify)
-            ]
-            if odd:
-                first = min(self.entered)
-                self.fail(
-                    PlanMismatch(
-                        "trainer ranks asked for different refits; nothing was moved",
-                        [
-                            *odd,
-                            f"trainer {first}: version {self.entered[first].version!r}, verify={self.entered[first].verify}",
-                        ],
-                    )
-                )
-                return
-            self.hub.settle_catalog()
-        self.advance()
-        if len(self.entered) == self.hub.options.trainers:
+            if odd := differences(self.entered):
+                self.fail(PlanMismatch("trainer ranks asked for different refits; nothing was moved", odd))
             self.finish_if_over()  # no replica was there to begin with
+
+    def ready(self, client: Client, msg: m.Ready) -> None:
+        self.drained[client.hello.index] = msg
+        if len(self.drained) == self.hub.options.trainers:
+            self.hub.settle_catalog()
+            self.advance()
 
     def takes(self, msg: m.Message) -> bool:
         return isinstance(msg, self.MESSAGES) and msg.attempt == self.number
@@ -168,7 +151,7 @@ class Attempt:
     def advance(self) -> None:
         """Move every line that can move. Called whenever something changed."""
         self._arm()
-        if len(self.entered) < self.hub.options.trainers:
+        if len(self.drained) < self.hub.options.trainers:
             return
         for run in self.runs.values():
             r = run.replica
@@ -352,6 +335,8 @@ class Attempt:
         if h.role == "trainer":
             if h.index not in self.entered:
                 return "training"
+            if h.index not in self.drained:
+                return "draining"
             return (
                 "moving"
                 if any(run.state == "moving" and client.label not in run.done for run in self.runs.values())

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from xfer.engines.handles import EngineHandle, handle_for
 from xfer.errors import DeadlineExceeded, EngineLost, PeerLost, XferError
 from xfer.session import messages as m
-from xfer.session.attempt import SETTLE_GRACE_S, STOP_GRACE_S
+from xfer.session.bounds import SETTLE_GRACE_S, STOP_GRACE_S
 from xfer.session.party import Party
 
 logger = logging.getLogger("xfer")

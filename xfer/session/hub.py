@@ -321,7 +321,7 @@ class Hub:
             self.replicas[h.replica].inventories[h.index] = data
             self.replicas[h.replica].stale = True
 
-    def take_changes(self, client: Client, msg: m.Enter | m.Armed, specs: bytes = b"") -> None:
+    def take_changes(self, client: Client, msg: m.Ready | m.Armed, specs: bytes = b"") -> None:
         """What a rank found changed on entry. Kept whatever becomes of the attempt: the rank will not say it again."""
         inventory, generation, h = msg.inventory, msg.generation, client.hello
         if msg.rebound:
@@ -359,20 +359,24 @@ class Hub:
         self.planning.closed(client)
 
     def _on_Failed(self, client: Client, msg: m.Failed) -> None:
-        error = msg.error.error()
-        if self.attempt is not None and msg.attempt not in (0, self.attempt.number):
+        error, trainer = msg.error.error(), client.hello.role == "trainer"
+        if trainer and msg.replica < 0 and msg.attempt in self.finished:
+            return
+        if self.attempt is not None and 0 < msg.attempt < self.attempt.number:
             return  # of an attempt that is over: its outcome has been told
+        if self.attempt is not None and msg.attempt > self.attempt.number and trainer:
+            return self.early_failure(msg.attempt, error)
         targets = [self.replicas[msg.replica]] if msg.replica in self.replicas else list(self.replicas.values())
-        if client.hello.role != "trainer":
+        if not trainer:
             targets = [self.replicas[client.hello.replica]]
         for r in targets:
             if r.state in ("planning", "linking"):
                 self.planning.failed(r, error)
         if self.attempt is not None and any(self.attempt.concerns(r) for r in targets):
-            self.attempt.failed(client, targets if msg.replica >= 0 or client.hello.role != "trainer" else None, error)
-        elif client.hello.role == "trainer" and msg.replica < 0:
+            self.attempt.failed(client, targets if msg.replica >= 0 or not trainer else None, error)
+        elif trainer and msg.replica < 0:
             self.early_failure(msg.attempt, error)
-        elif client.hello.role != "trainer":
+        elif not trainer:
             for r in targets:
                 if r.state in ("joining", "ready"):  # ready: a worker could not get its lock after the plan
                     r.state, r.error = "failed", error
@@ -400,11 +404,9 @@ class Hub:
 
     def _on_Enter(self, client: Client, msg: m.Enter) -> None:
         if msg.attempt in self.finished:
-            self.take_changes(client, msg, msg.specs)
             client.send(self.finished[msg.attempt])
             return
         if self.attempt is not None and self.attempt.number != msg.attempt:
-            self.take_changes(client, msg, msg.specs)
             late = ProtocolError(
                 f"{client.label} entered attempt {msg.attempt} while attempt {self.attempt.number} is running",
                 ["every trainer rank must call nccl_xfer_refit() the same number of times"],
@@ -416,6 +418,11 @@ class Hub:
             return
         self.begin(msg.attempt, msg.deadline_s)
         self.attempt.enter(client, msg)
+
+    def _on_Ready(self, client: Client, msg: m.Ready) -> None:
+        self.take_changes(client, msg, msg.specs)
+        if self.attempt is not None and self.attempt.number == msg.attempt:
+            self.attempt.ready(client, msg)
 
     def begin(self, number: int, deadline_s: float) -> None:
         if self.attempt is None:
@@ -464,7 +471,7 @@ _LATE = (m.Done, m.Committed, m.Stopped, m.Settled, m.Armed)
 _BOTH, _ALL = ("trainer", "worker"), ("trainer", "worker", "controller", "observer")
 _SENDERS: dict[type, tuple[str, ...]] = {
     m.Specs: ("trainer",), m.InventoryMsg: _BOTH, m.Planned: _BOTH, m.LinkOpen: _BOTH, m.Prepare: ("trainer",), m.Enter: ("trainer",),
-    m.Armed: ("worker",), m.Progress: _BOTH, m.Done: _BOTH, m.Committed: ("worker",), m.Stopped: ("worker",),
+    m.Ready: ("trainer",),    m.Armed: ("worker",), m.Progress: _BOTH, m.Done: _BOTH, m.Committed: ("worker",), m.Stopped: ("worker",),
     m.Settled: ("controller",), m.Failed: ("trainer", "worker", "controller"), m.Leave: _ALL, m.StoreSet: _BOTH, m.StoreGet: _BOTH,
     m.StoreAdd: _BOTH, m.StoreCheck: _BOTH, m.StatusAsk: _ALL, m.Release: ("trainer",), m.RoutesClosed: ("worker",),
 }  # fmt: skip

@@ -173,17 +173,24 @@ class Prepare(_Message):
 
 
 class Enter(_Message):
-    """trainer -> hub: drained and synchronized; my storage holds `version`.
-
-    `specs`: only when what this rank exports changed; an inventory then follows the new catalog. `inventory`: only when its
-    layout changed, made from the catalog of `generation`.
-    """
+    """trainer -> hub: nccl_xfer_refit() was called with these arguments. Sent before anything that may wait for other
+    ranks, so that the hub's deadline runs and its error can say who has not called."""
 
     attempt: Count
     version: Name
     verify: bool
     min_replicas: Count
     deadline_s: Seconds
+
+
+class Ready(_Message):
+    """trainer -> hub: drained and synchronized; my storage holds the version.
+
+    `specs`: only when what this rank exports changed; an inventory then follows the new catalog. `inventory`: only when its
+    layout changed, made from the catalog of `generation`.
+    """
+
+    attempt: Count
     drained_s: Seconds = 0.0
     specs: Blob = b""
     inventory: Blob = b""
@@ -441,8 +448,8 @@ class StatusReply(_Message):
 
 Message = (
     Hello | Welcome | Refused | Specs | CatalogMsg | InventoryMsg | PlanInputs | Planned | OpenLink | LinkOpen | ReplicaReady
-    | Prepare | Enter | Arm | Armed | Go | Progress | Done | Drained | Commit | Committed | Abort | Stopped | Settle | Settled | Failed
-    | Release | CloseRoutes | RoutesClosed | Released
+    | Prepare | Enter | Ready | Arm | Armed | Go | Progress | Done | Drained | Commit | Committed | Abort
+    | Stopped | Settle | Settled | Failed | Release | CloseRoutes | RoutesClosed | Released
     | Outcome | Leave | StoreSet | StoreGet | StoreAdd | StoreCheck | StoreReply | StatusAsk | StatusReply
 )  # fmt: skip
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -48,6 +48,11 @@ def waiting_for(attempt: Attempt, run: Run) -> list[str]:
         for i in range(hub.options.trainers)
         if i not in attempt.entered
     ]
+    who += [
+        f"trainer {i}: it has called, and finishes parameter gathers that were in flight"
+        for i in sorted(attempt.entered)
+        if i not in attempt.drained
+    ]
     if run.state == "arming":
         who += [
             f"replica {r.index} worker {w}: not armed (its controller is pausing the engine or a request is still running)"
@@ -76,6 +81,18 @@ def waiting_for(attempt: Attempt, run: Run) -> list[str]:
     return who
 
 
+def differences(entered: Mapping[int, m.Enter]) -> list[str]:
+    """What trainers asked for that must be equal and is not: one line per trainer, with those arguments only."""
+    odd = [
+        a
+        for a in ("version", "verify", "min_replicas", "deadline_s")
+        if len({getattr(e, a) for e in entered.values()}) > 1
+    ]
+    return [
+        f"trainer {i}: " + ", ".join(f"{a}={getattr(e, a)!r}" for a in odd) for i, e in sorted(entered.items()) if odd
+    ]
+
+
 def checksum_violations(run: Run) -> list[str]:
     sent, lies = dict.fromkeys(range(run.replica.size), 0), {}
     for label, done in run.done.items():
@@ -102,7 +119,7 @@ def outcome_of(attempt: Attempt, run: Run) -> m.OutcomeMsg:
         ("wire", max((d.wire_s for d in run.done.values()), default=0.0)),
         ("unpack", max((d.unpack_s for d in run.done.values()), default=0.0)),
         ("verify", max((d.verify_s for d in run.done.values()), default=0.0)),
-        ("drain", max((e.drained_s for e in attempt.entered.values()), default=0.0)),
+        ("drain", max((e.drained_s for e in attempt.drained.values()), default=0.0)),
         *(s.phases if s else ()),
     )
     return m.OutcomeMsg(

@@ -6,6 +6,7 @@ What Megatron or FSDP is, is known only to the `Source` that was passed in.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -22,7 +23,8 @@ from xfer.plan.program import Program
 from xfer.plan.table import padded_shapes
 from xfer.session import faults
 from xfer.session import messages as m
-from xfer.session.attempt import SETTLE_GRACE_S, STOP_GRACE_S
+from xfer.session.bounds import SETTLE_GRACE_S, STOP_GRACE_S
+from xfer.session.drain import Drain
 from xfer.session.hub import Hub
 from xfer.session.lane import Lane
 from xfer.session.party import Party, host_identity
@@ -91,6 +93,7 @@ class TrainerSession:
         self._stale = False  # a layout was being read again and that did not end well
         self._specs = b""
         self._released = False
+        self._drain: Drain | None = None  # of the last call; may run longer than that
         self._quarantine: list[list[torch.Tensor]] = []  # storages that somebody may still read
         settings = (
             ("bucket_bytes", str(bucket_bytes)),
@@ -251,23 +254,56 @@ class TrainerSession:
         number, name = self.attempt, str(self.attempt if version is None else version)
         seconds = self.deadline_s if deadline_s is None else deadline_s
         self._seconds = seconds
-        try:
-            t0 = time.perf_counter()
-            faults.point("trainer", self.index, "enter")
-            self.source.drain()
-            drained = time.perf_counter() - t0
-            specs, inventory = self._refresh()
-        except Exception as e:
-            self._party.try_send(m.Failed(m.WireError.of(e, self._party.label), number))
-            raise
+        until = time.monotonic() + seconds
         want = self.replicas if min_replicas is None else min_replicas
-        rebound = any(lane.rebound() for lane in self._party.lanes.values())
-        self._party.send(
-            m.Enter(number, name, verify, want, seconds, drained, specs, inventory, self._generation, rebound)
-        )
+        try:
+            faults.point("trainer", self.index, "enter")
+            self._party.send(m.Enter(number, name, verify, want, seconds))
+            if self._made_whole(number, until):
+                specs, inventory = self._refresh()
+                rebound = any(lane.rebound() for lane in self._party.lanes.values())
+                seconds = self._drain.seconds
+                self._party.send(m.Ready(number, seconds, specs, inventory, self._generation, rebound))
+        except Exception as e:
+            error = e if isinstance(e, XferError) else XferError(f"{type(e).__name__}: {e}", where=self._party.label)
+            self._party.try_send(m.Failed(m.WireError.of(error, self._party.label), number))
+            if error is e:
+                raise
+            raise error from e
         if wait == "sources":
             return self._until_sources_free(number, name, began, want)
         return self._finish(number, name, began, want)
+
+    def _made_whole(self, number: int, until: float) -> bool:
+        """Drains. False: the attempt was over before that. DeadlineExceeded, naming who has not called, when it is still
+        running then: it goes on by itself, and the next call waits for it first."""
+
+        def over() -> bool:
+            return any(
+                isinstance(x, XferError) or isinstance(x, m.Outcome) and x.attempt == number
+                for x in list(self._party.inbox.queue)
+            )
+
+        if self._drain is not None and not self._drain.over:
+            with contextlib.suppress(XferError):  # of a call that has had its error
+                self._drain.wait(until, over, STOP_GRACE_S)
+        if self._drain is None or self._drain.over:
+            self._drain = Drain(self.source, self._party.label)
+            if self._drain.wait(until, over, STOP_GRACE_S):
+                return not over()
+        why = "this rank's parameters were not made whole in time: gathers that were in flight wait for other ranks"
+        self._party.try_send(
+            m.Failed(m.WireError.of(DeadlineExceeded(why, where=self._party.label), self._party.label), number)
+        )
+        try:
+            told = [o.error.error() for o in self._outcome(number).outcomes if o.error is not None]
+        except XferError as e:
+            told = [e]
+        raise DeadlineExceeded(
+            f"{why}; they go on waiting, so do not train before they ended",
+            dict.fromkeys(line for e in told for line in (e.violations or (e.message,))),
+            where=self._party.label,
+        )
 
     def _refresh(self) -> tuple[bytes, bytes]:
         """Re-read what a framework has moved since the last refit. Returns (specs, inventory), empty when unchanged.

@@ -1,0 +1,19 @@
+"""How long anything may take beyond the deadline that a caller gave. All of them are here.
+
+`nccl_xfer_refit` returns or raises within `deadline_s + CALL_GRACE_S`, on every rank, whoever died or hangs:
+
+    deadline    the hub aborts what is not decided
+    + STOP      it no longer waits for workers to stop (to install, after a decision)
+    + ANSWER    it no longer waits for controllers, and tells the trainers
+    + CALL      trainers that were not told anything raise by themselves
+"""
+
+STOP_GRACE_S = 5.0
+"""Seconds that armed workers have to stop after an abort, or to install after the decision. Later, bytes count as mixed."""
+ANSWER_GRACE_S = 3.0
+"""Seconds beyond the deadline (or the end of stopping) that trainers wait for a controller to say what its engine serves."""
+CALL_GRACE_S = 10.0
+"""Seconds beyond its deadline by which a refit has returned or raised on every rank."""
+SETTLE_GRACE_S = 60.0
+"""Seconds that a controller has to bring its engine back into service. Trainers do not wait for that beyond their
+deadline: the replica takes part in refits again once it has; later than that, it counts as lost."""
