@@ -8,6 +8,7 @@ all of them.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -25,7 +26,8 @@ from xfer.trace.fragment import Fill, Fragment, Root, Span
 if TYPE_CHECKING:
     from xfer.trace.catalog import Catalog
 
-VERSION = 2
+VERSION = 3
+_DIGEST = re.compile("[0-9a-f]{32}")
 SCRATCH = "scratch/"
 """Prefix of the names of roots that hold inputs of recipes. They are ordinary roots, but no part of the live model."""
 
@@ -61,6 +63,7 @@ class Inventory:
     reads: tuple[
         tuple[int, int], ...
     ] = ()  # runs (first, end) of the catalog's checkpoint tensors that the loader took
+    recipes: str = ""  # digest of what this rank computes before the wire (trainer) or after it (engine); "": nothing
     _memo: list[bytes | str] = field(
         default_factory=list, init=False, repr=False
     )  # content and digest, when first asked
@@ -97,14 +100,21 @@ class Inventory:
 
 
 def trainer_inventory(
-    catalog: Catalog, *, rank: int, host: str, roots: Iterable[Root], fragments: Iterable[Fragment]
+    catalog: Catalog,
+    *,
+    rank: int,
+    host: str,
+    roots: Iterable[Root],
+    fragments: Iterable[Fragment],
+    recipes: Iterable[str] = (),
 ) -> Inventory:
-    """`fragments` carry checkpoint names; they are grouped and merged here. Raises LayoutError and Unsupported as
+    """`fragments` carry checkpoint names; they are grouped and merged here. `recipes`: digests of what fills the
+    scratch among `roots`, in the order in which it is computed. Raises LayoutError and Unsupported as
     FragmentTable.build.
     """
     ordered = _ordered(roots)
     table = FragmentTable.build(catalog.lift(tuple(fragments)), catalog, ordered)
-    return Inventory(catalog.digest(), "trainer", rank, host, ordered, table)
+    return Inventory(catalog.digest(), "trainer", rank, host, ordered, table, recipes=_one_digest(recipes))
 
 
 def engine_inventory(
@@ -119,9 +129,11 @@ def engine_inventory(
     kept: Iterable[Kept] = (),
     staged: Iterable[Span] = (),
     reads: Iterable[str] = (),
+    recipes: Iterable[str] = (),
 ) -> Inventory:
-    """As trainer_inventory; `footprint` has one span per live parameter and buffer, and every byte of them. `reads`:
-    names that the loader consumed, of checkpoint tensors or of groups of them; those of no catalog do not matter.
+    """As trainer_inventory; `recipes`: of what is computed from scratch after the wire. `footprint` has one span per
+    live parameter and buffer, and every byte of them. `reads`: names that the loader consumed, of checkpoint tensors or
+    of groups of them; those of no catalog do not matter.
     """
     ordered = _ordered(roots)
     table = FragmentTable.build(catalog.lift(tuple(fragments)), catalog, ordered)
@@ -129,7 +141,7 @@ def engine_inventory(
         catalog.digest(), "engine", rank, host, ordered, table,
         tuple(sorted((f for f in fills if all(f.extent)), key=_fill_key)),
         tuple(sorted(footprint, key=_span_key)), tuple(sorted(kept, key=lambda k: (*_span_key(k), k.reason))),
-        tuple(sorted(staged, key=_span_key)), _runs(catalog, reads),
+        tuple(sorted(staged, key=_span_key)), _runs(catalog, reads), _one_digest(recipes),
     )  # fmt: skip
     odd = {
         f"{f.root}: fill of dtype {f.dtype} with {len(f.extent)} dims"
@@ -184,6 +196,7 @@ class _Content(msgspec.Struct, forbid_unknown_fields=True, array_like=True):
     reasons: list[str]
     staged: _Spans
     reads: bytes  # int32 pairs
+    recipes: str
 
 
 _WIRE = ("<i4", "<i4", "<u1", "<i8", "<i8", "<i8", "<i8")
@@ -212,7 +225,7 @@ def _encode_content(inv: Inventory) -> bytes:
             VERSION, inv.catalog, inv.side, [r.name for r in inv.roots], col.pack(sizes, "<i8"), len(t), dims,
             tuple(col.pack(a, d) for a, d in zip(arrays, _WIRE)), fills, spans(inv.footprint), spans(inv.kept),
             [k.reason for k in inv.kept], spans(inv.staged),
-            col.pack(np.array(inv.reads, np.int64).reshape(-1), "<i4"),
+            col.pack(np.array(inv.reads, np.int64).reshape(-1), "<i4"), inv.recipes,
         )
     )  # fmt: skip
 
@@ -224,6 +237,8 @@ def _decode(env: _Envelope, body: _Content) -> Inventory:
         raise ProtocolError(f"inventory: side {body.side!r}")
     if not 0 <= env.rank < 1 << 24 or not 0 <= body.dims <= MAX_DIMS:
         raise ProtocolError(f"inventory: rank {env.rank}, {body.dims} dims")
+    if body.recipes and not _DIGEST.fullmatch(body.recipes):
+        raise ProtocolError("inventory: a digest of recipes that is none")
     if body.root_names != sorted(set(body.root_names)):
         raise ProtocolError("inventory: root names are not sorted and distinct")
     size = col.unpack(body.root_bytes, "<i8", len(body.root_names), what="root sizes")
@@ -237,6 +252,7 @@ def _decode(env: _Envelope, body: _Content) -> Inventory:
     inv = Inventory(
         body.catalog, body.side, env.rank, env.host, roots, table, fills, footprint,
         tuple(Kept(s.root, s.start, s.stop, r) for s, r in zip(kept, body.reasons)), staged, _decode_runs(body.reads),
+        body.recipes,
     )  # fmt: skip
     bad = list(_misfits(inv))
     if bad:
@@ -344,6 +360,11 @@ def _runs(catalog: Catalog, names: Iterable[str]) -> tuple[tuple[int, int], ...]
     taken = np.array([s.name in names or catalog.grouped(s.name)[0] in group for s in catalog.specs] or [False])
     edge = np.flatnonzero(np.diff(np.concatenate([[False], taken, [False]])))
     return tuple(zip(edge[::2].tolist(), edge[1::2].tolist()))
+
+
+def _one_digest(recipes: Iterable[str]) -> str:
+    each = list(recipes)
+    return col.digest(each) if each else ""
 
 
 def _ordered(roots: Iterable[Root]) -> tuple[Root, ...]:

@@ -433,6 +433,7 @@ class Hub:
         """Called by the attempt, once, when every replica has settled."""
         self.attempt = None
         self.finished[outcome.attempt] = outcome
+        self.store.forget(f"x{outcome.attempt}/")  # where trainers met in it
         for old in [k for k in self.finished if k < outcome.attempt - 8]:
             del self.finished[old]
         self.broadcast(self.trainers.values(), outcome)

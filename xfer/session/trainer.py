@@ -8,20 +8,20 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
 import torch
 
-from xfer.errors import DeadlineExceeded, PeerLost, Unsupported, XferError
+from xfer.errors import DeadlineExceeded, PeerLost, XferError
 from xfer.kernels.checksum import checksum_rows
 from xfer.plan.cache import PlanCache
 from xfer.plan.inventory import trainer_inventory
 from xfer.plan.planner import SubPlan
 from xfer.plan.program import Program
 from xfer.plan.table import padded_shapes
-from xfer.session import faults
+from xfer.session import computing, faults
 from xfer.session import messages as m
 from xfer.session.bounds import SETTLE_GRACE_S, STOP_GRACE_S
 from xfer.session.drain import Drain
@@ -60,6 +60,12 @@ class Source(Protocol):
         """ "same", "moved" (same layout, other addresses) or "changed"."""
 
     def rebind(self) -> Mapping[str, torch.Tensor]: ...
+
+    def compute(self, meet: Callable[[tuple[int, ...], str], None]) -> None:
+        """Fill the scratch among the roots from the present parameters; called if the layout has recipes or gathers.
+
+        Call `meet(ranks, digest)` before gathering from those trainer ranks: see session/computing.py.
+        """
 
 
 class TrainerSession:
@@ -166,15 +172,6 @@ class TrainerSession:
             raise message.error.error()
 
     def _take(self, layout: Layout) -> None:
-        computed = layout.traced.recipes
-        if computed:
-            raise Unsupported(
-                "some exported tensors are computed from parameters, which trainers cannot send yet",
-                [
-                    f"{r.target} ({self._party.label}): {', '.join(r.ops)} of {', '.join(r.sources)}; merge it into the parameters first"
-                    for r in computed
-                ],
-            )
         self._layout = layout
 
     def _take_catalog(self, message: m.CatalogMsg) -> None:
@@ -188,6 +185,7 @@ class TrainerSession:
             host=host_identity(),
             roots=self._layout.roots,
             fragments=self._layout.traced.fragments,
+            recipes=(r.digest() for r in self._layout.traced.recipes),
         )
         self._inventory, self._names = made.to_bytes(), [r.name for r in made.roots]
         self._bind(self._layout.tensors)
@@ -262,8 +260,12 @@ class TrainerSession:
             if self._made_whole(number, until):
                 specs, inventory = self._refresh()
                 rebound = any(lane.rebound() for lane in self._party.lanes.values())
-                seconds = self._drain.seconds
+                seconds = self._drain.seconds + computing.compute(
+                    self.source, self._layout, self._party, number, until, lambda: self._is_over(number)
+                )
                 self._party.send(m.Ready(number, seconds, specs, inventory, self._generation, rebound))
+        except computing.Over:
+            pass  # the outcome is here already
         except Exception as e:
             error = e if isinstance(e, XferError) else XferError(f"{type(e).__name__}: {e}", where=self._party.label)
             self._party.try_send(m.Failed(m.WireError.of(error, self._party.label), number))
@@ -279,10 +281,7 @@ class TrainerSession:
         running then: it goes on by itself, and the next call waits for it first."""
 
         def over() -> bool:
-            return any(
-                isinstance(x, XferError) or isinstance(x, m.Outcome) and x.attempt == number
-                for x in list(self._party.inbox.queue)
-            )
+            return self._is_over(number)
 
         if self._drain is not None and not self._drain.over:
             with contextlib.suppress(XferError):  # of a call that has had its error
@@ -303,6 +302,12 @@ class TrainerSession:
             f"{why}; they go on waiting, so do not train before they ended",
             dict.fromkeys(line for e in told for line in (e.violations or (e.message,))),
             where=self._party.label,
+        )
+
+    def _is_over(self, number: int) -> bool:
+        return any(
+            isinstance(x, XferError) or isinstance(x, m.Outcome) and x.attempt == number
+            for x in list(self._party.inbox.queue)
         )
 
     def _refresh(self) -> tuple[bytes, bytes]:
@@ -469,14 +474,15 @@ class TrainerSession:
             outcomes,
             sent,
             full,
-            sum(lane.extra_bytes for lane in lanes),
+            sum(lane.extra_bytes for lane in lanes) + computing.scratch_bytes(self._layout),
             pending,
         )
 
     def explain(self) -> str:
-        return "\n\n".join(
+        lanes = [
             f"replica {r}\n{lane.explain()}" for r, lane in sorted(self._party.lanes.items()) if lane.plan is not None
-        )
+        ]
+        return "\n\n".join(filter(None, [*lanes, computing.explain(self._layout, self._party.label)]))
 
     def close(self) -> None:
         self._party.close()

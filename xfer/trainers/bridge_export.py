@@ -5,6 +5,9 @@ over TP and EP. A rank that traces only the parameters it owns needs none of the
 knows all objects. So object collectives are answered with what this rank knows, tensor collectives symbolically (both
 in xfer.trace.collectives). Which fragments follow from an export: megatron.py. What its operators mean: xfer.trace.
 
+Adapters (LoRA) are merged by Bridge while it exports: it has tasks of its own for their factors, which it builds inside
+the export from the live modules. Here those tasks too are given twins.
+
 Tasks are never kept. Bridge's tasks hold Parameter objects and PP caches that go stale without a word when a framework
 replaces a parameter or a dtype; new tasks cost a fraction of a second, and only when the layout is read.
 """
@@ -13,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
+from unittest import mock
 
 import torch
 
@@ -36,12 +40,54 @@ class CheckpointNames(dict):
 def owned_tasks(model_bridge, chunks: Sequence[torch.nn.Module], names: CheckpointNames) -> list:
     """New conversion tasks of the parameters and persistent buffers that this rank holds. Call inside
     `xfer.trace.collectives.objects_stay_home()`."""
-    vars(model_bridge).pop("_cached_param_names", None)
+    forget_names(model_bridge)
     try:
         tasks = model_bridge.build_conversion_tasks(names, list(chunks))
         return [t for t in tasks if t is not None and t.param_weight is not None]
     finally:
-        vars(model_bridge).pop("_cached_param_names", None)  # it now knows this rank's names only
+        forget_names(model_bridge)  # it now knows this rank's names only
+
+
+def forget_names(model_bridge) -> None:
+    """Bridge keeps the names of parameters and adapters of all stages for as long as it lives."""
+    for cache in ("_cached_param_names", "_cached_param_objects_adapter"):
+        vars(model_bridge).pop(cache, None)
+
+
+AdapterTasks = dict[str, list]
+"""Bridge's adapter tasks by the name of the module that they belong to."""
+
+
+def owned_adapters(model_bridge, chunks: Sequence[torch.nn.Module]) -> AdapterTasks:
+    """New tasks of the adapters that this rank holds; none where the model has none. Call as `owned_tasks`."""
+    if not hasattr(model_bridge, "build_adapter_conversion_tasks"):  # Bridge before it knew adapters
+        return {}
+    forget_names(model_bridge)
+    try:
+        return model_bridge.build_adapter_conversion_tasks(list(chunks))
+    finally:
+        forget_names(model_bridge)
+
+
+def factor_tasks(adapters: AdapterTasks) -> list:
+    """The conversion tasks of the adapters' factors, in a fixed order."""
+    return [t for tasks in adapters.values() for a in tasks for t in (a.linear_in_task, a.linear_out_task)]
+
+
+def with_factors(adapters: AdapterTasks, weights: Iterable[torch.Tensor]) -> AdapterTasks:
+    """The same tasks with other weights, given in the order of `factor_tasks`."""
+    given = iter(weights)
+
+    def task(t):
+        return dataclasses.replace(t, param_weight=next(given))
+
+    return {
+        name: [
+            dataclasses.replace(a, linear_in_task=task(a.linear_in_task), linear_out_task=task(a.linear_out_task))
+            for a in tasks
+        ]
+        for name, tasks in adapters.items()
+    }
 
 
 class Cursor(list):
@@ -61,16 +107,33 @@ class Cursor(list):
 
 class Export:
     """Iterates (task, checkpoint tensor name, tensor) over `stream_weights_megatron_to_hf` (so that the families' hooks
-    run) with each task's weight replaced by `weights[i]`. A task that raises is noted in `failed` (global parameter
-    name -> what it raised) and skipped, so that in the end all the names that cannot be exported are known, not the
-    first."""
+    run) with each task's weight replaced by `weights[i]`, and adapters as `adapters` has them. A task that raises is
+    noted in `failed` (global parameter name -> what it raised) and skipped, so that in the end all the names that
+    cannot be exported are known, not the first."""
 
-    def __init__(self, model_bridge, chunks, names: CheckpointNames, tasks: Sequence, weights: Sequence[torch.Tensor]):
+    def __init__(
+        self,
+        model_bridge,
+        chunks,
+        names: CheckpointNames,
+        tasks: Sequence,
+        weights: Sequence[torch.Tensor],
+        adapters: AdapterTasks,
+    ):
+        self._adapters = adapters
         self.failed: dict[str, str] = {}
         self._bridge, self._chunks, self._names = model_bridge, list(chunks), names
         self._tasks = [dataclasses.replace(t, param_weight=w) for t, w in zip(tasks, weights, strict=True)]
 
     def __iter__(self):
+        if hasattr(self._bridge, "build_adapter_conversion_tasks"):
+            # Bridge asks itself for these tasks in the middle of the export; on this one object, it is answered.
+            with mock.patch.object(self._bridge, "build_adapter_conversion_tasks", lambda chunks: self._adapters):
+                yield from self._stream()
+        else:
+            yield from self._stream()
+
+    def _stream(self):
         todo = self._tasks
         while todo:
             cursor = Cursor(todo)

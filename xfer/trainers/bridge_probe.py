@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from xfer.trace.fragment import Fragment, TensorSpec
 from xfer.trace.probe import NOT_MOVED, Digits, export_fragments
-from xfer.trainers.bridge_export import CheckpointNames, Cursor
+from xfer.trainers.bridge_export import CheckpointNames, Cursor, forget_names
 from xfer.trainers.slots import Slot
 
 
@@ -46,7 +46,7 @@ def probe_export(
 
     Task lists are parallel over ranks: the tasks at every position at which some rank fails are probed, on all ranks.
     """
-    vars(model_bridge).pop("_cached_param_names", None)
+    forget_names(model_bridge)
     tasks = model_bridge.build_conversion_tasks(names, list(chunks))
     wanted = [i for i, t in enumerate(tasks) if t is not None and (failing is None or t.global_param_name in failing)]
     everyone: list = [None] * dist.get_world_size()

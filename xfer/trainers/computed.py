@@ -125,6 +125,8 @@ def _exchanges(traced: Traced) -> tuple[tuple[Exchange, ...], dict[int, str]]:
     first: dict[str, dict[str, Gathered]] = {}
     key: dict[int, str] = {}
     for g in traced.gathers:
+        if g.size == 1:
+            continue  # all of it was this rank's
         group = getattr(g.group, "group_name", "")
         text = key[id(g)] = f"{group}\n{g.text()}"
         groups.setdefault(group, g.group)

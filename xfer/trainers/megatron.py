@@ -2,12 +2,13 @@
 
 `MegatronTrainer` is what `xfer.connect` talks to on each trainer rank. It reads the layout by running Megatron-Bridge's
 own export on meta twins (bridge_export.py, xfer.trace), checks cheaply that storages are where they were (slots.py),
-and finishes parameter gathers in flight before a refit may read. It moves no bytes and copies no parameter.
+and finishes parameter gathers in flight before a refit may read. It moves no bytes and copies no parameter. What Bridge
+computes while exporting (adapters merged into weights) is computed again before each refit, into scratch (computed.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -20,10 +21,21 @@ from xfer.trace.collectives import objects_stay_home
 from xfer.trace.export import ExportWatch, twin
 from xfer.trace.fragment import Fragment, Root, TensorSpec
 from xfer.trace.traced import Traced
-from xfer.trainers.bridge_export import CheckpointNames, Export, owned_tasks
+from xfer.trainers.bridge_export import (
+    AdapterTasks,
+    CheckpointNames,
+    Export,
+    factor_tasks,
+    owned_adapters,
+    owned_tasks,
+    with_factors,
+)
 from xfer.trainers.bridge_probe import Probed, probe_export
+from xfer.trainers.computed import Computed
 from xfer.trainers.hf_index import read_headers
 from xfer.trainers.slots import Binding, Slot, Slots, bare, walk
+
+Meet = Callable[[tuple[int, ...], str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +64,9 @@ class MegatronTrainer:
     exported tensors, cut to the config's vocab_size where the vocabulary is padded. A fragment carries the live
     parameter's own dtype: a trainer in fp32 for a bf16 checkpoint is a cast in the plan, and an fp32 router bias stays
     fp32.
+
+    `scratch_bytes`: most bytes of this rank that computed tensors may take (a merged LoRA: this rank's share of every
+    weight that has an adapter, and the adapters' factors of its tensor-parallel group); None for as many as they need.
     """
 
     def __init__(
@@ -61,6 +76,7 @@ class MegatronTrainer:
         *,
         hf_names: Iterable[str] | None = None,
         probe: bool | Literal["all"] = False,
+        scratch_bytes: int | None = None,
     ):
         self.chunks = [model_chunks] if isinstance(model_chunks, torch.nn.Module) else list(model_chunks)
         self.bridge = bridge
@@ -68,7 +84,9 @@ class MegatronTrainer:
         self.device = next(p.device for chunk in self.chunks for p in chunk.parameters())
         self._hf_names = None if hf_names is None else tuple(hf_names)
         self._probe = probe
+        self._scratch_bytes = scratch_bytes
         self._slots: Slots | None = None
+        self._computed: Computed | None = None
 
     # -- before bytes move --------------------------------------------------------------------------------------------
 
@@ -107,15 +125,22 @@ class MegatronTrainer:
         with torch.no_grad():
             with objects_stay_home():
                 tasks = owned_tasks(model_bridge, self.chunks, names)
-                self._refuse_unmapped(tasks, slot_of)
-                seen = self._follow(model_bridge, names, tasks, slot_of)
+                adapters = owned_adapters(model_bridge, self.chunks)
+                self._refuse_unmapped([*tasks, *factor_tasks(adapters)], slot_of)
+                seen = self._follow(model_bridge, names, tasks, adapters, slot_of)
             if self._probe:
                 failing = None if self._probe == "all" else set(seen.failed)
                 seen.replace(probe_export(model_bridge, self.chunks, names, slot_of, failing))
         traced = _canonical(seen.result(self.rank), index, self._rows(seen.vocab), self.rank)
-        self._slots = Slots(self.chunks, [slot_of[id(t.param_weight)] for t in tasks])
+        computed = Computed(traced, self.device, self._scratch_bytes) if traced.recipes or traced.gathers else None
+        self._slots = Slots(self.chunks, [slot_of[id(t.param_weight)] for t in (*tasks, *factor_tasks(adapters))])
+        self._computed = computed
         bound = self._slots.bind()
-        return Layout(_relocate(traced, bound), bound.roots, bound.tensors)
+        traced = _relocate(traced, bound)
+        if computed is None:
+            return Layout(traced, bound.roots, bound.tensors)
+        traced = replace(traced, fragments=traced.fragments + computed.fragments)
+        return Layout(traced, (*bound.roots, computed.root), self._with_scratch(bound.tensors))
 
     def check(self) -> str:
         """Is every storage where `read` or `rebind` found it? "same", "moved" (call `rebind`) or "changed" (call
@@ -132,7 +157,13 @@ class MegatronTrainer:
         """
         if self._slots is None:
             raise RebindError("rebind() before read()")
-        return self._slots.bind().tensors
+        return self._with_scratch(self._slots.bind().tensors)
+
+    def _with_scratch(self, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        c = self._computed
+        return tensors if c is None else {**tensors, c.root.name: c.storage}
+
+    # -- what is computed ---------------------------------------------------------------------------------------------
 
     def parameter(self, name: str) -> torch.Tensor:
         """The live tensor of a slot, for recipes: `recipe.evaluate(trainer.parameter)`. KeyError for an unknown
@@ -140,6 +171,24 @@ class MegatronTrainer:
         if self._slots is None:
             raise KeyError(name)
         return self._slots.by_name[name].get().detach()
+
+    @property
+    def computed(self) -> Computed | None:
+        """What this rank has to compute before each refit; None for nothing."""
+        return self._computed
+
+    def compute(self, meet: Meet = lambda ranks, digest: None) -> None:
+        """Bring the scratch up to date with the parameters, bit for bit as Bridge would export them now.
+
+        Gathers over Megatron's own groups what Bridge gathers, adapters' factors above all. `meet(ranks, digest)` is
+        called before a group's first gather and returns when all its ranks are about to gather, with equal digests:
+        a gather that one rank does not join cannot be taken back on the others.
+        """
+        if self._computed is None:
+            return
+        for x in self._computed.exchanges:
+            meet(tuple(dist.get_process_group_ranks(x.group)), x.digest())
+        self._computed.run(self.parameter, _all_gather)
 
     # -- details ------------------------------------------------------------------------------------------------------
 
@@ -157,11 +206,15 @@ class MegatronTrainer:
         index = read_headers(source.path, files) if files else {}
         return CheckpointNames(source.get_all_keys()), index
 
-    def _follow(self, model_bridge, names: CheckpointNames, tasks, slot_of: Mapping[int, Slot]) -> _Followed:
+    def _follow(
+        self, model_bridge, names: CheckpointNames, tasks, adapters: AdapterTasks, slot_of: Mapping[int, Slot]
+    ) -> _Followed:
         """Export this rank's tasks on twins, symbolically."""
-        slots = [slot_of[id(t.param_weight)] for t in tasks]
-        twins = [twin(t.param_weight) for t in tasks]
-        export = Export(model_bridge, self.chunks, names, tasks, twins)
+        factors = factor_tasks(adapters)
+        slots = [slot_of[id(t.param_weight)] for t in (*tasks, *factors)]
+        twins = [twin(t.param_weight) for t in (*tasks, *factors)]
+        theirs = with_factors(adapters, twins[len(tasks) :])
+        export = Export(model_bridge, self.chunks, names, tasks, twins[: len(tasks)], theirs)
         watch = ExportWatch({slot.name: t for slot, t in zip(slots, twins, strict=True)})
         seen = _Followed(self.chunks)
         with watch:
@@ -174,10 +227,10 @@ class MegatronTrainer:
                     seen.failed[task.global_param_name] = "; ".join(watch.errors[known:])
         seen.failed |= export.failed
         seen.traced = watch.result(strict=False)
-        slot_name = {t.global_param_name: slot.name for t, slot in zip(tasks, slots, strict=True)}
+        slot_name = {t.global_param_name: slot.name for t, slot in zip((*tasks, *factors), slots, strict=True)}
         for recipe in seen.traced.recipes:
             if recipe.foreign:
-                why = f"{recipe.target}: computed ({', '.join(recipe.ops)}) from parts that other ranks hold"
+                why = f"{recipe.target}: computed ({', '.join(recipe.ops)}) from data of other ranks that came by no gather"
                 seen.failed |= {g: why for g, slot in slot_name.items() if slot in recipe.sources}
         return seen
 
@@ -278,6 +331,13 @@ class _Followed:
         if bad:
             raise LayoutError(f"trainer {rank}: Bridge's export of these cannot be followed", bad)
         return self.traced
+
+
+def _all_gather(group: dist.ProcessGroup, mine: torch.Tensor) -> list[torch.Tensor]:
+    """What each rank of Megatron's `group` gives; all give as many bytes."""
+    slots = [torch.empty_like(mine) for _ in range(group.size())]
+    group.allgather([slots], [mine]).wait()
+    return slots
 
 
 def _bucket_groups(chunk: torch.nn.Module) -> list:

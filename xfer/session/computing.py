@@ -1,0 +1,103 @@
+"""What a trainer computes before it is ready (merged adapters), together with other trainer ranks where it must.
+
+A collective that one rank does not join holds the others for ever, and one that is left alone pairs with the next, of
+other data. So ranks that are about to gather from each other meet first, at the rendezvous: each says that it is there
+and what it will gather, and none begins before all have. A rank that gives up says so in one step with looking whether
+all are there: either all go on, or none does. Not here: what is computed and gathered, and why (trainers/computed.py).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch
+
+from xfer.errors import DeadlineExceeded, PlanMismatch, XferError
+from xfer.plan.inventory import SCRATCH
+from xfer.session.store import HubStore
+
+if TYPE_CHECKING:
+    from xfer.session.party import Party
+    from xfer.session.trainer import Layout, Source
+
+_GONE = 1 << 20
+"""More than any group has ranks: a count from which this was taken is never full again."""
+
+
+def scratch_bytes(layout: Layout) -> int:
+    """What the results of a trainer's recipes take on this rank, for as long as the layout lasts."""
+    return sum(r.nbytes for r in layout.roots if r.name.startswith(SCRATCH))
+
+
+def explain(layout: Layout, who: str) -> str:
+    """One line for people, "" where nothing is computed."""
+    recipes = layout.traced.recipes
+    ops = sorted({op for r in recipes for op in r.ops})
+    return recipes and (
+        f"{who} computes {len(recipes)} parts of exported tensors before each refit, into "
+        f"{scratch_bytes(layout):,} bytes of scratch: {', '.join(ops)}"
+    )
+
+
+def compute(
+    source: Source, layout: Layout, party: Party, attempt: int, until: float, over: Callable[[], bool]
+) -> float:
+    """Bring what the export computes up to date, in scratch. Returns seconds. Raises as `Meeting`."""
+    if not layout.traced.recipes and not layout.traced.gathers:
+        return 0.0
+    began = time.perf_counter()
+
+    def store(cancelled: Callable[[], bool] = lambda: False) -> HubStore:
+        left = max(1.0, until - time.monotonic())
+        return HubStore(party.channel, party.replies, f"x{attempt}/", left, cancelled)
+
+    source.compute(Meeting(store, source.rank, until, over))
+    if source.device.type == "cuda":
+        torch.cuda.synchronize(source.device)
+    return time.perf_counter() - began
+
+
+class Over(Exception):
+    """The attempt has ended meanwhile; its outcome tells why."""
+
+
+class Meeting:
+    """One attempt's. `store`: under a prefix of this attempt; `over`: whether the attempt has ended."""
+
+    def __init__(self, store: Callable[..., HubStore], me: int, until: float, over: Callable[[], bool]):
+        self._plain, self._waiting = store(), store(cancelled=over)
+        self._me, self._until, self._over = me, until, over
+
+    def __call__(self, ranks: tuple[int, ...], digest: str) -> None:
+        """Returns when all `ranks` have called with this `digest`. DeadlineExceeded names who has not; PlanMismatch,
+        on all of them, when digests differ; Over."""
+        at = hashlib.blake2b(repr(ranks).encode(), digest_size=8).hexdigest()
+        count, go, said = f"{at}/n", f"{at}/go", [f"{at}/d{r}" for r in ranks]
+        self._plain.set(f"{at}/d{self._me}", digest)
+        if self._plain.add(count, 1) == len(ranks):
+            theirs = {r: self._plain.get(k).decode() for r, k in zip(ranks, said, strict=True)}
+            self._plain.set(go, "" if len(set(theirs.values())) == 1 else repr(theirs))
+        else:
+            self._wait(count, go, ranks, said)
+        why = self._plain.get(go).decode()
+        if why:
+            raise PlanMismatch("trainer ranks would gather different tensors from each other; nothing was moved", [why])
+
+    def _wait(self, count: str, go: str, ranks: tuple[int, ...], said: list[str]) -> None:
+        try:
+            self._waiting.wait([go], timedelta(seconds=max(0.0, self._until - time.monotonic())))
+        except XferError:
+            if self._plain.add(count, -_GONE) + _GONE >= len(ranks):
+                return  # the last one has just come
+            missing = [f"trainer {r}" for r, k in zip(ranks, said, strict=True) if not self._plain.check([k])]
+            self._plain.set(go, f"trainer {self._me} has given up waiting for {', '.join(missing)}")
+            if self._over():
+                raise Over from None
+            raise DeadlineExceeded(
+                "trainer ranks compute exported tensors together, and not all have come",
+                [f"waiting for {who}" for who in missing],
+            ) from None
