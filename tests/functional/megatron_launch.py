@@ -10,6 +10,8 @@ import sys
 import time
 from pathlib import Path
 
+from tests.support.proc import PATIENCE
+
 HERE = Path(__file__).resolve().parent
 
 
@@ -30,6 +32,7 @@ def launch(script: str, *args: str, world: int, folder: Path, seconds: float = 4
                 command = [sys.executable, str(HERE / script), *args]
                 mine = dict(env, RANK=str(r), LOCAL_RANK=str(r))
                 ranks.append(subprocess.Popen(command, env=mine, stdout=out, stderr=subprocess.STDOUT))
+        seconds *= PATIENCE
         end = time.monotonic() + seconds
         while any(p.poll() is None for p in ranks) and not any(p.poll() for p in ranks) and time.monotonic() < end:
             time.sleep(0.1)
