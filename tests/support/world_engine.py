@@ -1,7 +1,8 @@
 """The engine process of world tests: writes checkpoints, and refits replicas of real vLLM models from a world file.
 
 {"do": "checkpoint", "config": HF config, "folder": …, "fp32": globs of tensors that the checkpoint keeps in float32}
-{"do": "row", "folder": …, "world": file, "parallel": EngineParallel, "replicas": n}
+{"do": "row", "folder": …, "world": file, "parallel": EngineParallel, "replicas": n,
+ "misread": exchange two boxes of a trainer's inventory}
 """
 
 import json
@@ -16,10 +17,11 @@ from safetensors.torch import save_file
 from tests.support.proc import commands, emit
 from xfer.engines.hf_spec import canonical_specs, checkpoint_specs
 from xfer.mesh.parallel import EngineParallel
+from xfer.plan.inventory import Inventory
 from xfer.plan.options import PlanOptions
 from xfer.plan.planner import plan_replica
 from xfer.testing.world import Job, Trainers, by_golden, random_weights
-from xfer.testing.world_vllm import workers
+from xfer.testing.world_vllm import Worker, workers
 
 GPUS = 8
 """Of a host."""
@@ -35,9 +37,11 @@ def checkpoint(config: dict, folder: str, fp32: list[str]) -> dict:
     return dict(tensors=len(specs))
 
 
-def row(folder: str, world: str, parallel: dict, replicas: int) -> dict:
+def row(folder: str, world: str, parallel: dict, replicas: int, misread: bool = False) -> dict:
     clock = [time.perf_counter()]
     trainers = Trainers.load(world)
+    if misread:
+        trainers = replace(trainers, classes=(_misread(trainers.classes[0]), *trainers.classes[1:]))
     specs = checkpoint_specs(folder)
     versions = [random_weights(specs, v) for v in range(len(trainers.weights))]
     team = workers(folder, EngineParallel(**parallel), trainers.catalog, versions)
@@ -77,12 +81,13 @@ def row(folder: str, world: str, parallel: dict, replicas: int) -> dict:
     clock.append(time.perf_counter())
     s = plan.summary
     return dict(
+        ranks=len(sources),
         workers=len(team),
         replicas=replicas,
         golden=golden[:5],
         wrong=wrong[:5],
         moved=moved,
-        lost=[n for w in team for n in _unwritten(w)][:5],
+        alike=[n for w in team for n in _alike(w)][:5],
         waves=s.waves,
         messages=s.messages,
         direct=s.direct,
@@ -99,13 +104,24 @@ def row(folder: str, world: str, parallel: dict, replicas: int) -> dict:
     )
 
 
-def _unwritten(w) -> list[str]:
-    """Roots whose two versions are alike in every judged byte: a comparison there could not fail."""
-    judged = w.judged
+def _misread(inventory: Inventory) -> Inventory:
+    """Two boxes of equal extent and strides lie where the other one does."""
+    t = inventory.table
+    for a, b in zip(range(len(t)), range(1, len(t))):
+        if (t.extent[a] == t.extent[b]).all() and (t.strides[a] == t.strides[b]).all() and t.offset[a] != t.offset[b]:
+            offset = t.offset.copy()
+            offset[[a, b]] = offset[[b, a]]
+            return replace(inventory, table=replace(t, offset=offset))
+    raise ValueError("no two boxes of this inventory are alike")
+
+
+def _alike(w: Worker) -> list[str]:
+    """Roots that the wire writes and whose two versions do not differ: a comparison there could not fail."""
+    judged, written = w.judged, {w.inventory.roots[i].name for i in w.inventory.table.root.tolist()}
     return [
         r.name
         for r, a, b in zip(w.inventory.roots, *w.truth[:2])
-        if bool(judged[r.name].any()) and not bool(((a != b) & judged[r.name]).any())
+        if r.name in written and bool(judged[r.name].any()) and not bool(((a != b) & judged[r.name]).any())
     ]
 
 

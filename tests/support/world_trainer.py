@@ -1,20 +1,23 @@
 """The trainer process of world tests: traces every class of ranks of a Megatron job and leaves the world in a file.
 
-{"do": "row", "folder": checkpoint, "world": file to write, "parallel": TrainerParallel, "provider": …, "versions": n}
+{"do": "row", "folder": checkpoint, "world": file to write, "parallel": TrainerParallel, "provider": …, "versions": n,
+ "every": trace each rank of a class}
 """
 
 import time
 import traceback
 
+import torch
+
 from tests.support.proc import commands, emit
 from xfer.engines.hf_spec import checkpoint_specs
 from xfer.mesh.parallel import TrainerParallel
 from xfer.testing.te_everywhere import import_bridge
-from xfer.testing.world import random_weights
+from xfer.testing.world import Trainers, random_weights
 from xfer.testing.world_megatron import Build, Whole, trainers
 
 
-def row(folder: str, world: str, parallel: dict, provider: dict, versions: int) -> dict:
+def row(folder: str, world: str, parallel: dict, provider: dict, versions: int, every: bool = False) -> dict:
     began = time.perf_counter()
     specs = checkpoint_specs(folder)
     weights = [Whole.imported(folder, random_weights(specs, v)) for v in range(versions)]
@@ -22,13 +25,27 @@ def row(folder: str, world: str, parallel: dict, provider: dict, versions: int) 
     build = Build(TrainerParallel(**parallel), provider=provider)
     made = trainers(folder, build, weights)
     made.save(world)
+    traced = time.perf_counter()
+    unlike = _unlike(made, trainers(folder, build, weights, every=True)) if every else []
     return dict(
         ranks=len(made.class_of),
         classes=len(made.classes),
         fragments=sum(len(made.classes[c].table) for c in made.class_of),
         import_s=imported - began,
-        trace_s=time.perf_counter() - imported,
+        trace_s=traced - imported,
+        unlike=unlike,
     )
+
+
+def _unlike(by_class: Trainers, by_rank: Trainers) -> list[int]:
+    """Ranks that are not what the first rank of their class is."""
+
+    def same(rank: int, c: int) -> bool:
+        pairs = ((a, b) for v, w in zip(by_class.weights, by_rank.weights) for a, b in zip(v[c], w[rank]))
+        alike = by_class.classes[c].digest() == by_rank.classes[rank].digest()
+        return alike and all(torch.equal(a, b) for a, b in pairs)
+
+    return [rank for rank, c in enumerate(by_class.class_of) if not same(rank, c)]
 
 
 def main() -> None:

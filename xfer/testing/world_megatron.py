@@ -193,15 +193,16 @@ def _refuse_nan(tensors, why: str) -> None:
 # ---- the world
 
 
-def trainers(folder: str | Path, build: Build, weights: Sequence[Whole]) -> Trainers:
-    """Every class of ranks of a job that trains the checkpoint in `folder`, with the weights of each version.
+def trainers(folder: str | Path, build: Build, weights: Sequence[Whole], *, every: bool = False) -> Trainers:
+    """Every class of ranks of a job that trains the checkpoint in `folder`, with the weights of each version. `every`:
+    each rank is a class of its own.
 
     LayoutError when two versions do not have one layout, or Megatron places a rank otherwise than xfer's mesh says.
     """
     from xfer.trainers.megatron import MegatronTrainer
 
     number: dict[tuple[int, ...], int] = {}
-    places = (tuple(build.place(r).values()) for r in range(build.parallel.world))
+    places = ((r,) if every else tuple(build.place(r).values()) for r in range(build.parallel.world))
     class_of = [number.setdefault(place, len(number)) for place in places]
     found, storages = [], [[] for _ in weights]
     for c in range(len(number)):

@@ -112,11 +112,14 @@ def worker(
 
 
 @contextmanager
-def rank_of(folder: str | Path, parallel: EngineParallel, rank: int, **options: object) -> Iterator[object]:
-    """The VllmConfig of one rank, inside vLLM's groups as that rank sees them."""
+def rank_of(
+    hf_config: str | Path | Mapping, parallel: EngineParallel, rank: int, **options: object
+) -> Iterator[object]:
+    """The VllmConfig of one rank, inside vLLM's groups as that rank sees them. `hf_config`: a folder, or its config."""
     vllm_cpu.install()
     _build_ungated_experts()
-    config = make_config(str(folder), tp=parallel.tp, pp=parallel.pp, dp=parallel.dp, ep=parallel.ep, **options)
+    hf_config = hf_config if isinstance(hf_config, Mapping) else str(hf_config)
+    config = make_config(hf_config, tp=parallel.tp, pp=parallel.pp, dp=parallel.dp, ep=parallel.ep, **options)
     with fake_rank(config, rank):
         yield config
 

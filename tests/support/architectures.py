@@ -1,0 +1,81 @@
+"""docs/architectures.md: two tables whose rows are made by the tests that prove them.
+
+A test makes its family's row and `check`s that it stands in the page; with XFER_WRITE_DOCS=1 it puts it there instead.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from tests.support.families import FAMILIES, Family, text
+
+PAGE = Path(__file__).resolve().parents[2] / "docs/architectures.md"
+Row = tuple[str, ...]
+HEADS: dict[str, Row] = {
+    "engines": ("family", "vLLM class", "layouts", "direct", "staged", "filled", "kept"),
+    "trainers": ("family", "Bridge class", "layouts", "direct", "staged", "left out"),
+}
+
+
+def check(table: str, row: Row) -> None:
+    """AssertionError, saying how to make the page anew, when it has another row for this family."""
+    if os.environ.get("XFER_WRITE_DOCS") == "1":
+        rows = {r[0]: r for r in read(table)} | {row[0]: row}
+        order = [f.name for f in FAMILIES]
+        write(table, sorted(rows.values(), key=lambda r: order.index(r[0]) if r[0] in order else len(order)))
+        return
+    found = next((r for r in read(table) if r[0] == row[0]), None)
+    assert found == row, f"docs/architectures.md says {found}; it is {row}. scripts/architectures.sh writes it anew"
+
+
+def read(table: str) -> list[Row]:
+    """Rows of a table in the page, without its head."""
+    lines = _body(table)[2].strip().splitlines()
+    return [tuple(c.strip() for c in line.strip().strip("|").split("|")) for line in lines[2:]]
+
+
+def write(table: str, rows: Iterable[Row]) -> None:
+    before, begin, _, end, after = _body(table)
+    lines = ["| " + " | ".join(r) + " |" for r in (HEADS[table], ("---",) * len(HEADS[table]), *rows)]
+    PAGE.write_text("".join((before, begin, "\n", "\n".join(lines), "\n", end, after)))
+
+
+def _body(table: str) -> tuple[str, str, str, str, str]:
+    page = PAGE.read_text()
+    begin, end = f"<!-- {table} -->", f"<!-- end of {table} -->"
+    before, rest = page.split(begin)
+    inside, after = rest.split(end)
+    return before, begin, inside, end, after
+
+
+def engine_row(family: Family, model: str, layout, tensors) -> Row:
+    """`layout`: EngineLayout of the last rank of the family's first layout."""
+    from xfer.plan.inventory import SCRATCH
+
+    live = [f for f in layout.traced.fragments if not f.root.startswith(SCRATCH)]
+    names = {f.tensor for f in live}
+    staged = sorted({n for r in layout.traced.recipes for n in r.sources})
+    ops = sorted({short(op) for r in layout.traced.recipes for op in r.ops})
+    casts = sorted({" to ".join((c.dtypes[0], c.dtypes[-1])) for c in layout.traced.casts})
+    direct = f"{len(names)} tensors, {len(live)} boxes" + (f"; cast {', '.join(casts)}" if casts else "")
+    return (
+        family.name,
+        model,
+        ", ".join(text(p) for p in family.engine),
+        direct,
+        f"{kinds(staged)}: {', '.join(ops)}" if staged else "-",
+        str(len(layout.traced.fills)) if layout.traced.fills else "-",
+        kinds({k.reason.split(":")[0] for k in layout.kept}) or "-",
+    )
+
+
+def short(op: str) -> str:
+    return op.removeprefix("aten.").split(".")[0].rstrip("_")
+
+
+def kinds(names: Iterable[str]) -> str:
+    """Last components of names, with numbers starred: what kind of tensors they are."""
+    return ", ".join(sorted({re.sub(r"\d+", "*", n.rsplit(".", 1)[-1]) for n in names}))
