@@ -28,8 +28,8 @@ TP_PLAN = {
     "model.layers.*.self_attn.v_proj": ColwiseParallel(),
     "model.layers.*.self_attn.o_proj": RowwiseParallel(),
     # Each rank norms its own heads with one weight, whose gradients have to be summed.
-    "model.layers.*.self_attn.q_norm": SequenceParallel(sequence_dim=2),
-    "model.layers.*.self_attn.k_norm": SequenceParallel(sequence_dim=2),
+    "model.layers.*.self_attn.q_norm": SequenceParallel(sequence_dim=2, use_local_output=True),
+    "model.layers.*.self_attn.k_norm": SequenceParallel(sequence_dim=2, use_local_output=True),
     "model.layers.*.mlp.gate_proj": ColwiseParallel(),
     "model.layers.*.mlp.up_proj": ColwiseParallel(),
     "model.layers.*.mlp.down_proj": RowwiseParallel(),
