@@ -35,6 +35,11 @@ class Case:
     engines: tuple[dict, ...]
     model: dict = field(default_factory=dict)
 
+    def size(self, axis: str) -> int:
+        if axis == "dp":
+            return 4 // (self.size("tp") * self.size("pp") * self.size("cp"))
+        return self.layout.get(axis) or 1
+
     @property
     def name(self) -> str:
         def flat(d: dict, keys=("tp", "pp", "vpp", "ep", "etp", "cp", "distopt")) -> str:
@@ -45,7 +50,7 @@ class Case:
 
 PLAIN = dict(distopt=False, overlap=False)
 CASES = [
-    Case("qwen3", dict(tp=2, pp=2, **PLAIN), (dict(tp=2),)),
+    Case("qwen3", dict(pp=2, cp=2, **PLAIN), (dict(tp=2),)),
     Case(
         "qwen3_tied",
         dict(tp=1, pp=2, num_layers_in_first_pipeline_stage=1, num_layers_in_last_pipeline_stage=3, distopt=True),
@@ -62,6 +67,7 @@ CASES = [
     ),
 ]
 SLOW = [
+    Case("qwen3", dict(tp=2, pp=2, **PLAIN), (dict(tp=2),)),
     Case("qwen3_tied", dict(tp=2, pp=2, distopt=True), (dict(tp=2),)),
     Case("qwen3_moe", dict(tp=2, pp=2, ep=2, etp=1, **PLAIN), (dict(tp=2),)),
     Case("qwen3_moe", dict(tp=1, pp=1, ep=4, distopt=True), (dict(tp=4, ep=True),)),
@@ -176,6 +182,19 @@ def differ(a: dict, b: dict) -> list[str]:
     """Names of the engine parameters that are not the same in two observations."""
     a, b = a["checksums"], b["checksums"]
     return sorted(k for k in a.keys() | b.keys() if a.get(k) != b.get(k))
+
+
+def test_the_matrix_has_every_kind_of_layout():
+    cases = [*CASES, *SLOW]
+    for distopt in (True, False):
+        assert any(c.layout["distopt"] is distopt for c in cases)
+    for axis in ("tp", "pp", "vpp", "ep", "etp", "cp", "dp"):
+        assert any(c.size(axis) > 1 for c in cases), axis
+    assert any("num_layers_in_first_pipeline_stage" in c.layout for c in cases)
+    assert {c.family for c in cases} >= {"qwen3", "qwen3_tied", "qwen3_moe", "deepseek_v3"}
+    assert {(e["tp"], e.get("ep", False)) for c in cases for e in c.engines} > {(1, False), (2, False), (2, True)}
+    assert any(len(c.engines) > 1 for c in cases)
+    assert any(e["tp"] > toy.config(c.family, **c.model)["num_key_value_heads"] for c in cases for e in c.engines)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
