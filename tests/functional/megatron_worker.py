@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +23,7 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
 from xfer.errors import XferError  # noqa: E402
+from xfer.session.drain import Drain  # noqa: E402
 from xfer.testing.train_loop import Trainer  # noqa: E402
 from xfer.trainers.megatron import Layout, MegatronTrainer  # noqa: E402
 
@@ -195,14 +197,37 @@ def drains(folder: Path, family: str, keywords: Json) -> Json | None:
         source.drain()
         last = held(layout)
         want_last = truth(trainer)
+        trainer.step()
+        ended_alone = drain_late(source)
+        late, want_late = held(layout), truth(trainer)
     with Trainer(folder, **keywords) as trainer:
         for _ in range(2):
             trainer.step()
         want = truth(trainer)
         without, with_drain, at_end = compare(raw, want), compare(drained, want), compare(last, want_last)
+        late = compare(late, want_late)
     if without is None:
         return None
-    return dict(undisturbed=undisturbed, losses=losses, without=without, drained=with_drain, at_end=at_end)
+    return dict(
+        undisturbed=undisturbed,
+        losses=losses,
+        without=without,
+        drained=with_drain,
+        at_end=at_end,
+        ended_alone=ended_alone,
+        late=late,
+    )
+
+
+def drain_late(source: MegatronTrainer) -> bool:
+    """Rank 0 drains and the others do not; then they do. Whether rank 0 was done before."""
+    alone = Drain(source, f"trainer {source.rank}") if source.rank == 0 else None
+    ended = alone is not None and alone.wait(time.monotonic() + 1.0, lambda: False, 0.0)
+    dist.barrier()  # not of the group that gathers
+    if not (alone or Drain(source, f"trainer {source.rank}")).wait(time.monotonic() + 60.0, lambda: False, 0.0):
+        raise RuntimeError("gathers do not end although all ranks have called")
+    dist.barrier()
+    return ended
 
 
 def painted(layout: Layout) -> dict[str, torch.Tensor]:

@@ -37,6 +37,14 @@ def test_drained_parameters_are_the_optimizers(seen, case):
 
 
 @pytest.mark.parametrize("case", CASES)
+def test_a_rank_that_drains_alone_waits_for_its_peers_and_not_beyond_its_deadline(seen, case):
+    """Nothing interrupts a gather, so it goes on until the peers call too; then every parameter is right."""
+    x = seen(case)
+    assert x["ended_alone"] == (case not in OVERLAPPED)
+    assert (x["late"]["wrong"], x["late"]["missing"], x["late"]["unknown"]) == ([], [], [])
+
+
+@pytest.mark.parametrize("case", CASES)
 def test_draining_leaves_training_bit_for_bit_alone(seen, case):
     x = seen(case)
     assert x["losses"] == x["undisturbed"]
