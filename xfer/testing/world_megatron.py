@@ -23,7 +23,7 @@ from xfer.testing import megatron_cpu
 from xfer.testing.te_everywhere import import_bridge
 from xfer.testing.world import Trainers
 from xfer.trace.catalog import Catalog
-from xfer.trainers.bridge_export import CheckpointNames
+from xfer.trainers.bridge_export import CheckpointNames, hf_config, model_bridge_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,9 +98,9 @@ class Checkpoint(CheckpointNames):
     """A checkpoint in memory, as Bridge asks for one while importing."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], config: object):
-        super().__init__(tensors)
+        super().__init__(tensors, config)
         self.update(tensors)
-        self.config, self.model_name_or_path = config, "a checkpoint in memory"
+        self.model_name_or_path = "a checkpoint in memory"
 
 
 class Whole:
@@ -117,7 +117,8 @@ class Whole:
             bridge = bridge_of(folder)
             chunks = chunks_of(bridge, build)
             _nan(chunks)
-            bridge._model_bridge.load_weights_hf_to_megatron(Checkpoint(tensors, bridge.hf_pretrained.config), chunks)
+            given = Checkpoint(tensors, hf_config(bridge))
+            model_bridge_of(bridge).load_weights_hf_to_megatron(given, chunks)
             out: dict[str, torch.Tensor] = {}
             for box in boxes(chunks):
                 full = out.setdefault(box.key, torch.full(box.shape, float("nan"), dtype=box.data.dtype))

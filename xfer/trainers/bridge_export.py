@@ -24,17 +24,30 @@ from xfer.errors import LayoutError
 
 
 class CheckpointNames(dict):
-    """Stands for the checkpoint: all that Bridge asks of it while exporting is the names.
+    """Stands for the checkpoint: all that Bridge asks of it while exporting is the names and the config.
 
     A dict (the values mean nothing) because Bridge asks `in` once per parameter, which on its own list takes seconds.
     """
 
-    def __init__(self, names: Iterable[str]):
+    def __init__(self, names: Iterable[str], config: object):
         super().__init__(dict.fromkeys(names))
         self.source = self.state = self
+        self.config = config
 
     def get_all_keys(self) -> CheckpointNames:
         return self
+
+
+def model_bridge_of(bridge):
+    """The converter of an AutoBridge's family, new at each call, given the config as Bridge's own dispatch gives it."""
+    made = bridge._model_bridge
+    made.hf_config = hf_config(bridge)
+    return made
+
+
+def hf_config(bridge):
+    """What the AutoBridge was made from, or the config in it."""
+    return getattr(bridge.hf_pretrained, "config", bridge.hf_pretrained)
 
 
 def owned_tasks(model_bridge, chunks: Sequence[torch.nn.Module], names: CheckpointNames) -> list:

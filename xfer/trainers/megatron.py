@@ -26,6 +26,8 @@ from xfer.trainers.bridge_export import (
     CheckpointNames,
     Export,
     factor_tasks,
+    hf_config,
+    model_bridge_of,
     owned_adapters,
     owned_tasks,
     with_factors,
@@ -119,7 +121,7 @@ class MegatronTrainer:
         Unsupported or LayoutError, listing every violation of this rank, before anything has moved.
         """
         self._refuse_unsupported()
-        model_bridge = self.bridge._model_bridge
+        model_bridge = model_bridge_of(self.bridge)
         names, index = self._checkpoint()
         slot_of = {id(slot.get()): slot for slot in walk(self.chunks)}
         with torch.no_grad():
@@ -196,7 +198,7 @@ class MegatronTrainer:
         """The names that the checkpoint has, and the specs of those whose headers are at hand."""
         source = getattr(getattr(self.bridge.hf_pretrained, "state", None), "source", None)
         if self._hf_names is not None:
-            return CheckpointNames(self._hf_names), {}
+            return CheckpointNames(self._hf_names, hf_config(self.bridge)), {}
         if source is None:
             raise LayoutError(
                 f"trainer {self.rank}: the bridge was made from a config alone; give MegatronTrainer(hf_names=...), "
@@ -204,7 +206,7 @@ class MegatronTrainer:
             )
         files = getattr(source, "key_to_filename_map", None)
         index = read_headers(source.path, files) if files else {}
-        return CheckpointNames(source.get_all_keys()), index
+        return CheckpointNames(source.get_all_keys(), hf_config(self.bridge)), index
 
     def _follow(
         self, model_bridge, names: CheckpointNames, tasks, adapters: AdapterTasks, slot_of: Mapping[int, Slot]
@@ -235,8 +237,7 @@ class MegatronTrainer:
         return seen
 
     def _rows(self, vocab: Iterable[str]) -> dict[str, int]:
-        config = getattr(self.bridge.hf_pretrained, "config", self.bridge.hf_pretrained)
-        return dict.fromkeys(vocab, config.get_text_config().vocab_size)
+        return dict.fromkeys(vocab, hf_config(self.bridge).get_text_config().vocab_size)
 
     def _refuse_unsupported(self) -> None:
         from megatron.core.transformer.moe.experts import SequentialMLP
