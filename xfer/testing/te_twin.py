@@ -56,13 +56,17 @@ class TELayerNormColumnParallelLinear(ColumnParallelLinear):
         super().__init__(input_size, output_size, config=config, **kwargs)
         self.layer_norm_weight = torch.nn.Parameter(torch.ones(input_size, dtype=config.params_dtype))
         self.layer_norm_weight.sequence_parallel = config.sequence_parallel
+        bias = torch.zeros(input_size, dtype=config.params_dtype) if config.normalization == "LayerNorm" else None
+        self.register_parameter("layer_norm_bias", None if bias is None else torch.nn.Parameter(bias))
+        if bias is not None:
+            self.layer_norm_bias.sequence_parallel = config.sequence_parallel
 
     def forward(self, x, *args, **kwargs):
         weight, eps = self.layer_norm_weight, self.config.layernorm_epsilon
         if self.config.normalization == "RMSNorm":
             x = F.rms_norm(x, weight.shape, weight, eps)
         else:
-            x = F.layer_norm(x, weight.shape, weight, None, eps)
+            x = F.layer_norm(x, weight.shape, weight, self.layer_norm_bias, eps)
         out, bias = super().forward(x, *args, **kwargs)
         return ((out, x), bias) if self.return_layernorm_output else (out, bias)
 
