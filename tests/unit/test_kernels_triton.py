@@ -8,6 +8,7 @@ Without a GPU and without that variable everything but the arithmetic of tiles i
 from __future__ import annotations
 
 import os
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -16,10 +17,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.row_worlds import apply_rows, random_rows, row
+from tests.unit.test_kernels_checksum import fragments, random_tensor
+from xfer.kernels import checksum
 from xfer.kernels.strided import moves
 from xfer.kernels.tiles import End, interleaved, plain_tables
 from xfer.kernels.torch_impl import TorchRows
-from xfer.plan.program import DTYPES, Op
+from xfer.plan.program import DTYPE_CODE, DTYPES, Op
 
 EXAMPLES = int(os.environ.get("XFER_EXAMPLES", "200"))
 GPU = torch.cuda.is_available()
@@ -186,3 +189,28 @@ def test_two_sources_are_drained_evenly():
         ).max()
         > 50
     )
+
+
+@runs
+@settings(max_examples=EXAMPLES // 4, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.integers(0, 8), st.booleans(), st.sampled_from([5, 1 << 15]))
+def test_checksums_equal_the_twins_number(seed, parts, narrow, tile):
+    """Any cut, strides back and forth, odd offsets, conversions; rows in two sets; tables of small tiles too."""
+    module = pytest.importorskip("xfer.kernels.checksum_triton", reason="needs triton")
+    rng = np.random.default_rng(seed)
+    value = random_tensor(rng)
+    if narrow:
+        value = torch.from_numpy(rng.standard_normal(value.shape).astype(np.float32))
+    rows, roots = fragments(rng, value, parts)
+    if narrow:
+        rows["dst_dtype"], rows["op"] = DTYPE_CODE["bfloat16"], Op.CAST
+    shapes, roots = [tuple(value.shape)], [r.to(DEVICE) for r in roots]
+    slot = rng.integers(0, 2, len(rows))
+    want = [checksum.checksum_rows(rows[slot == k], [r.cpu() for r in roots], "src", shapes) for k in range(2)]
+    with patch.object(module, "TILE", tile):
+        where = [checksum.placed(r, "src", shapes) for r in rows]
+        fast = module.TritonSums(rows, slot, 2, roots, "src", where)
+    for _ in range(2):
+        fast.launch()
+        left = [checksum.checksum_rows(rows[(slot == k) & fast.odd], roots, "src", shapes) for k in range(2)]
+        assert [(a + b) % (1 << 64) for a, b in zip(fast.values(), left)] == want

@@ -13,6 +13,7 @@ changes.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.util import find_spec
 from itertools import accumulate
 
 import numpy as np
@@ -38,11 +39,76 @@ def checksum_rows(rows: np.ndarray, roots: Sequence[torch.Tensor], side: str, sh
     shapes[t]: shape of canonical tensor t, at most MAX_DIMS dims. FILL rows have no canonical place and count nothing.
     LayoutError when a row lies outside its storage. One device synchronisation, at the end.
     """
-    if side not in ("src", "dst"):
-        raise ValueError(f"side must be src or dst, not {side!r}")
-    rows = rows[rows["op"] != Op.FILL]
-    if not len(rows):
-        return 0
+    return Sums(rows, np.zeros(len(rows), np.int64), 1, roots, side, shapes).values()[0]
+
+
+class Sums:
+    """Checksums of several sets of rows, bound once: all Python per row happens here, `values` may be called again and
+    again. On CUDA one kernel reads everything (checksum_triton.py), as on the CPU torch does.
+
+    slot[i]: the set of row i, 0..slots-1. Other arguments and errors: as for `checksum_rows`.
+    """
+
+    def __init__(self, rows: np.ndarray, slot: np.ndarray, slots: int, roots, side: str, shapes):
+        if side not in ("src", "dst"):
+            raise ValueError(f"side must be src or dst, not {side!r}")
+        some = rows["op"] != Op.FILL
+        self._rows, self._slot, self._slots = rows[some], np.asarray(slot)[some], slots
+        self._roots, self._side, self._shapes = roots, side, shapes
+        self._fast = None
+        if not len(self._rows):
+            return
+        _refuse_outside(self._rows, roots, side)
+        if roots[0].is_cuda and find_spec("triton") is not None:
+            from xfer.kernels.checksum_triton import TritonSums
+
+            where = [placed(r, side, shapes) for r in self._rows]
+            self._fast = TritonSums(self._rows, self._slot, slots, roots, side, where)
+            self._rows, self._slot = self._rows[self._fast.odd], self._slot[self._fast.odd]
+
+    def values(self) -> list[int]:
+        """By set, 0 <= c < 2**64. A device synchronisation per set."""
+        if self._fast is not None:
+            self._fast.launch()
+        out = [self._slowly(self._rows[self._slot == k]) for k in range(self._slots)]
+        if self._fast is not None:
+            out = [(a + b) % _WORD for a, b in zip(out, self._fast.values())]
+        return out
+
+    def _slowly(self, rows: np.ndarray) -> int:
+        if not len(rows):
+            return 0
+        mixer = _Mixer(self._roots)
+        for r in rows:
+            if (where := placed(r, self._side, self._shapes)) is not None:
+                own, final = DTYPES[r[f"{self._side}_dtype"]], DTYPES[r["dst_dtype"]]
+                mixer.add(own, final, int(r[f"{self._side}_root"]), *where)
+        return mixer.value()
+
+
+def placed(row, side: str, shapes: Sequence[Sequence[int]]) -> tuple[int, int, list[tuple[int, int, int]]] | None:
+    """(byte offset, key, dims) of a row: where its first element lies, what is added to that element's bits, and per dim
+    (extent, byte stride, key step), outermost first, merged where the next one continues. None for an empty row."""
+    extent, strides = row["extent"].tolist(), row[f"{side}_strides"].tolist()
+    if 0 in extent:
+        return None
+    tensor, offset = int(row["tensor"]), int(row[f"{side}_offset"])
+    canonical = _index_strides(shapes[tensor], extent)
+    key = _G * (1 + sum(o * c for o, c in zip(row["origin"].tolist(), canonical))) + _mix_int(tensor + 1)
+    dims: list[tuple[int, int, int]] = []
+    for n, s, c in zip(extent, strides, canonical):
+        if n == 1:
+            continue
+        if s < 0:  # walk upwards in memory and backwards in the tensor
+            offset, key, s, c = offset + (n - 1) * s, key + _G * (n - 1) * c, -s, -c
+        if dims and dims[-1][1:] == (n * s, n * c * _G):
+            dims[-1] = (dims[-1][0] * n, s, c * _G)
+        else:
+            dims.append((n, s, c * _G))
+    return offset, key, dims
+
+
+def _refuse_outside(rows: np.ndarray, roots: Sequence[torch.Tensor], side: str) -> None:
     low, high = bounds(rows, side)
     index = rows[f"{side}_root"]
     outside = [
@@ -52,13 +118,6 @@ def checksum_rows(rows: np.ndarray, roots: Sequence[torch.Tensor], side: str, sh
     ]
     if outside:
         raise LayoutError("checksummed rows reach outside their storages", outside)
-    mixer = _Mixer(roots)
-    columns = [rows[c].tolist() for c in ("tensor", f"{side}_dtype", "dst_dtype", f"{side}_root", f"{side}_offset")]
-    arrays = [rows[c].tolist() for c in ("origin", "extent", f"{side}_strides")]
-    for tensor, own, final, root, offset, origin, extent, strides in zip(*columns, *arrays):
-        if 0 not in extent:
-            mixer.add(tensor, DTYPES[own], DTYPES[final], root, offset, origin, extent, strides, shapes[tensor])
-    return mixer.value()
 
 
 def wrong_fills(rows: np.ndarray, roots: Sequence[torch.Tensor]) -> int:
@@ -79,19 +138,7 @@ class _Mixer:
     def value(self) -> int:
         return int(self.total.item()) % _WORD
 
-    def add(self, tensor, own, final, root, offset, origin, extent, strides, shape) -> None:
-        canonical = _index_strides(shape, extent)
-        key = _G * (1 + sum(o * c for o, c in zip(origin, canonical))) + _mix_int(tensor + 1)
-        dims: list[tuple[int, int, int]] = []  # extent, byte stride, index stride
-        for n, s, c in zip(extent, strides, canonical):
-            if n == 1:
-                continue
-            if s < 0:  # walk upwards in memory and backwards in the tensor
-                offset, key, s, c = offset + (n - 1) * s, key + _G * (n - 1) * c, -s, -c
-            if dims and dims[-1][1:] == (n * s, n * c):
-                dims[-1] = (dims[-1][0] * n, s, c)
-            else:
-                dims.append((n, s, c))
+    def add(self, own: str, final: str, root: int, offset: int, key: int, dims: list[tuple[int, int, int]]) -> None:
         self._walk(self.spaces[root], own, final, offset, key, dims)
 
     def _walk(
@@ -109,7 +156,7 @@ class _Mixer:
         for at in range(0, n, step):
             m = min(step, n - at)
             part = [(m, s, c), *dims[1:]] if m > 1 else dims[1:]
-            self._walk(space, own, final, offset + at * s, key + _G * at * c, part)
+            self._walk(space, own, final, offset + at * s, key + at * c, part)
 
     def _chunk(
         self, space: Space, own: str, final: str, offset: int, key: int, dims: list[tuple[int, int, int]]
@@ -129,7 +176,7 @@ class _Mixer:
         x.copy_(value)
         x.add_(_signed(key))
         for d, (n, _, c) in enumerate(dims):
-            along = torch.arange(n, dtype=torch.int64, device=x.device).mul_(_signed(_G * c))
+            along = torch.arange(n, dtype=torch.int64, device=x.device).mul_(_signed(c))
             x.add_(along.view([n if k == d else 1 for k in range(len(dims))]))
         _mix(x, t)
         self.total.add_(x.sum())
