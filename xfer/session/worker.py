@@ -11,10 +11,11 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from xfer.errors import DeadlineExceeded, PeerLost, VerificationError, XferError
-from xfer.kernels.checksum import checksum_rows, wrong_fills
+from xfer.kernels.checksum import Sums, wrong_fills
 from xfer.plan.inventory import engine_inventory
 from xfer.plan.planner import SubPlan
 from xfer.plan.program import Program
@@ -81,6 +82,7 @@ class WorkerSession:
         self._lane_: Lane | None = None
         self._catalog: Catalog | None = None
         self._inventory = b""
+        self._sums: Sums | None = None  # of these storages, bound when first asked for
         self._binding = self._generation = 0
         self._stale = False  # a layout was being read again and that did not end well
         self.joined = False
@@ -152,7 +154,7 @@ class WorkerSession:
         self._stale = False
 
     def _bind(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        self._roots = [tensors[n] for n in self._names]
+        self._roots, self._sums = [tensors[n] for n in self._names], None
         self._binding += 1
 
     def _lane(self, replica: int) -> Lane | None:
@@ -189,7 +191,10 @@ class WorkerSession:
         # What the trainers sent is checked where it landed, before the loader's own arithmetic runs over scratch.
         out: tuple[m.Checksum, ...] = ()
         if go.verify:
-            value = checksum_rows(self._rows, self._roots, "dst", padded_shapes(self._catalog))
+            if self._sums is None:
+                one = np.zeros(len(self._rows), np.int64)
+                self._sums = Sums(self._rows, one, 1, self._roots, "dst", padded_shapes(self._catalog))
+            value = self._sums.values()[0]
             if faults.wants("worker", self.index, "checksum"):
                 value ^= 1
             out = (m.Checksum(self.index, (value % (1 << 64)).to_bytes(8, "little")),)
@@ -246,7 +251,7 @@ class WorkerSession:
 
     def _stopped(self, attempt: int) -> m.Stopped:
         lane = self._lane_
-        return m.Stopped(self.replica, attempt, self.model.holds != "whole", lane is None or lane.drained)
+        return m.Stopped(self.replica, attempt, self.model.holds == "mix", lane is None or lane.drained)
 
     def _refresh(self) -> bytes:
         state = "changed" if self._stale else self.model.check()
