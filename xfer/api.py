@@ -10,17 +10,19 @@ What happens underneath is in session/; this module only checks arguments.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from xfer.errors import Unsupported, XferError
+from xfer.errors import XferError
 
 if TYPE_CHECKING:
     from xfer.session.controller import Controller
     from xfer.session.report import RefitReport
     from xfer.session.trainer import Source, TrainerSession
 
+logger = logging.getLogger("xfer")
 DEADLINE_S = 600.0
 BUCKET_BYTES = 64 << 20
 
@@ -60,16 +62,27 @@ class Refit:
         return self._session.explain()
 
     def close(self) -> None:
-        """Leave the rendezvous. Engines keep serving what they have; trainer rank 0 leaving ends it for everyone."""
-        for c in self.controllers:
-            c.close()
-        self._session.close()
+        """Leave the rendezvous. Engines keep serving what they have; trainer rank 0 leaving ends it for everyone.
+
+        After `wait="sources"` it first waits for what became of that refit, within its bound, and raises it.
+        """
+        try:
+            self._session.settle()
+        finally:
+            for c in self.controllers:
+                c.close()
+            self._session.close()
 
     def __enter__(self) -> Refit:
         return self
 
-    def __exit__(self, *exc: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        try:
+            self.close()
+        except XferError as e:
+            if error is None:
+                raise
+            logger.error("xfer: the last refit failed, too: %s", e)  # what is on its way says more
 
 
 def connect(
@@ -100,6 +113,7 @@ def connect(
 
     Raises LayoutError, CoverageError, Unsupported, HandshakeError, PlanMismatch, DeadlineExceeded, PeerLost.
     """
+    from xfer.session.arguments import wrong_globs, wrong_seconds
     from xfer.session.controller import Controller
     from xfer.session.trainer import TrainerSession
 
@@ -109,8 +123,7 @@ def connect(
         bad.append(f"replicas={count}: at least one")
     if engines and len(engines) != count:
         bad.append(f"replicas={count} but {len(engines)} engines")
-    if deadline_s <= 0:
-        bad.append(f"deadline_s={deadline_s}: must be positive")
+    bad += wrong_seconds("deadline_s", deadline_s) + wrong_globs("drop", drop) + wrong_globs("narrow", narrow)
     if bucket_bytes < 1 << 12:
         bad.append(f"bucket_bytes={bucket_bytes}: at least 4096")
     if bad:
@@ -160,8 +173,11 @@ def serve(
 
     `controller.wait_ready()` raises what kept the replica from joining.
     """
+    from xfer.session.arguments import wrong_globs, wrong_seconds
     from xfer.session.controller import Controller
 
+    if bad := wrong_seconds("deadline_s", deadline_s) + wrong_globs("keep", keep):
+        raise XferError("serve() was called with arguments that cannot work", bad)
     return Controller(
         engine,
         rendezvous,
@@ -190,10 +206,9 @@ def nccl_xfer_refit(
     "sources" as soon as this rank's storage is no longer read (the outcome is raised or reported by the next call).
     min_replicas: raise only if fewer committed; default all. deadline_s: default connect()'s.
 
-    Raises the typed error of what went wrong (`xfer.errors`) on every rank; the trainer can go on, and a later refit repairs.
+    From one thread at a time. Raises the typed error of what went wrong (`xfer.errors`) on every rank, at the latest
+    `xfer.session.bounds.CALL_GRACE_S` seconds after the deadline; the trainer can go on, and a later refit repairs.
     """
-    if wait not in ("commit", "sources"):
-        raise Unsupported(f"wait={wait!r}", ['use "commit" or "sources"'])
     return refit._session.refit(
         version=version, verify=verify, wait=wait, min_replicas=min_replicas, deadline_s=deadline_s
     )

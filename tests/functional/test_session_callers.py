@@ -4,11 +4,17 @@ arguments are wrong or differ, somebody leaves early. Every such call ends in a 
 import threading
 import time
 
+import numpy as np
 import pytest
 
 from tests.functional.test_session_protocol import failed, good, right
 from tests.support.world import World
 from xfer import errors as e
+from xfer.session import messages as m
+
+
+def after(seconds: float, call):
+    return lambda: (time.sleep(seconds), call())
 
 
 def test_a_drain_that_waits_for_ranks_that_do_not_call_ends_at_the_deadline_and_names_them():
@@ -37,9 +43,12 @@ def test_a_call_waits_for_the_gathers_that_the_last_one_left_behind():
     with World(trainers=2) as w:
         good(w.refit(1))
         s, order = w.sources[0], []
-        s.drain = lambda: (time.sleep(2.5), order.append("old"))
-        failed(w.refit(2, deadline_s=1.0), e.DeadlineExceeded, w, 10, time.monotonic(), "made whole")
-        assert not order
+        s.drain = after(2.5, lambda: order.append("old"))
+        out = w.refit(2, deadline_s=1.0)
+        failed(
+            out, e.DeadlineExceeded, w, 10, time.monotonic(), "trainer 0: it has called, and finishes parameter gathers"
+        )
+        assert "do not train" in str(out[0]) and not order
         s.drain = lambda: order.append("new")
         good(w.refit(3))
         assert order == ["old", "new"]
@@ -58,3 +67,115 @@ def test_what_a_drain_raises_is_typed_and_told_everywhere(raised):
         w.sources[1].fail = None
         good(w.refit(3))
         right(w, 3)
+
+
+BAD = [
+    dict(version="x" * 300),
+    dict(version=""),
+    dict(version="a\ud800"),
+    dict(version="xfer:mixed"),
+    dict(version=1.5),
+    dict(deadline_s=-1.0),
+    dict(deadline_s=0),
+    dict(deadline_s=float("inf")),
+    dict(deadline_s=float("nan")),
+    dict(min_replicas=-1),
+    dict(min_replicas=2),
+    dict(wait="decision"),
+]
+
+
+def test_arguments_that_cannot_work_are_refused_and_cost_one_call():
+    with World(trainers=2) as w:
+        good(w.refit(1))
+        for bad in BAD:
+            t0 = time.monotonic()
+            failed(w.refit(2, **bad), e.XferError, w, 10, t0, f"{next(iter(bad))}=")
+            assert not w.engines[0].paused
+        with pytest.raises(e.XferError) as caught:
+            w.sessions[0].refit(version="", deadline_s=-1, min_replicas=9)
+        assert len(caught.value.violations) == 3, "all at once"
+        failed(w.refit(ranks=[1]), e.XferError, w, 10, time.monotonic(), "version=")  # the same call of the other rank
+        good(w.refit(3))
+        right(w, 3)
+
+
+def test_one_rank_alone_with_a_bad_argument_is_told_to_the_others_at_once():
+    with World(trainers=3) as w:
+        good(w.refit(1))
+        t0 = time.monotonic()
+        out = w.on_all(lambda i: w.sessions[i].refit(version="x" * 300 if i == 1 else "two"))
+        failed(out, e.XferError, w, 10, t0, "trainer 1")
+        good(w.refit(3))
+        right(w, 3)
+
+
+@pytest.mark.parametrize(
+    "odd", [dict(verify=1), dict(verify=np.bool_(True)), dict(version=np.int64(7)), dict(deadline_s=30)]
+)
+def test_arguments_of_kinds_that_python_takes_for_equal_are_taken(odd):
+    with World(trainers=2) as w:
+        report = good(w.refit(1, **({"verify": False} | odd)))
+        right(w, 1)
+        assert report.verified == bool(odd.get("verify")) and report.version == str(odd.get("version", 1))
+
+
+def test_two_threads_of_one_rank_cannot_refit_at_once():
+    with World(trainers=2) as w:
+        good(w.refit(1))
+        go_on, inside = threading.Event(), threading.Event()
+        w.sources[0].drain = lambda: (inside.set(), go_on.wait(10))
+        out: list = []
+        first = threading.Thread(target=lambda: out.extend(w.refit(2)))
+        first.start()
+        assert inside.wait(10)
+        for second in (w.sessions[0].refit, w.sessions[0].release):
+            with pytest.raises(e.Unsupported, match="another thread"):
+                second()
+        go_on.set()
+        first.join()
+        good(out)
+        right(w, 2)
+        good(w.refit(3))
+        right(w, 3)
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+@pytest.mark.parametrize("slow", ["run_recipes", "release_lock"])
+def test_leaving_after_the_sources_were_free_finishes_that_refit_first(order, slow):
+    """The engine would lose its rendezvous with half of a version in it, and stay out of service."""
+    with World(trainers=2) as w:
+        good(w.refit(1))
+        for t in w.engines[0].takers:
+            setattr(t, slow, after(0.7, getattr(t, slow)))
+        assert all(r.pending for r in w.refit(2, wait="sources", verify=False))
+        for i in order:
+            w.sessions[i].close()
+        assert w.controllers[0].version == "2" and w.controllers[0].error is None and not w.engines[0].paused
+        right(w, 2)
+
+
+def test_leaving_raises_what_became_of_a_refit_that_nobody_waited_for():
+    w = World(trainers=2, replicas=2).connect()
+    good(w.refit(1))
+    for t in w.engines[1].takers:
+        t.run_recipes = lambda: (_ for _ in ()).throw(RuntimeError("a recipe failed"))
+    assert all(r.pending for r in w.refit(2, wait="sources", verify=False))
+    for s in reversed(w.sessions):
+        with pytest.raises(e.XferError, match="a recipe failed"):
+            s.close()
+    right(w, 2, [0])
+    w.close()
+
+
+def test_a_message_that_the_other_end_would_refuse_is_not_sent():
+    for bad in (
+        m.Enter(1, "x" * 300, False, 1, 1.0),
+        m.Enter(1, "a", False, -1, 1.0),
+        m.Enter(1, "a\ud800", False, 1, 1.0),
+    ):
+        with pytest.raises(e.ProtocolError, match="Enter cannot be sent"):
+            m.encode(bad)
+    assert (
+        "surrogates" in m.decode(m.encode(m.Failed(m.WireError.of(ValueError("surrogates \udcff"), "x")))).error.message
+    )

@@ -240,7 +240,8 @@ class Attempt:
         if controller is None:
             run.state = "over"
         else:
-            controller.send(m.Settle(self.number, run.dirty, m.WireError.of(run.error, "rendezvous")))
+            # What it held before, the controller knows: a replica that had no weights yet holds no mix now.
+            controller.send(m.Settle(self.number, dirty, m.WireError.of(run.error, "rendezvous")))
 
     def _settle_timer(self, run: Run) -> None:
         def late() -> None:

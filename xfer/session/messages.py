@@ -34,6 +34,11 @@ StoreValue = Annotated[bytes, Meta(max_length=MAX_STORE_VALUE)]
 _STORE_KEY = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./:\-]{0,255}")
 
 
+def _plain(text: str) -> str:
+    """Any text as one that can be encoded: file names and foreign errors may hold lone surrogates."""
+    return text.encode("utf-8", "replace").decode()
+
+
 class _Message(Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """Base of all messages; the tag is the class name."""
 
@@ -53,7 +58,8 @@ class WireError(Struct, frozen=True, forbid_unknown_fields=True):
             kind, message, violations, at = error.to_wire()
         else:
             kind, message, violations, at = "XferError", f"{type(error).__name__}: {error}", (), ""
-        return cls(kind[:256], message[:60000], tuple(v[:8000] for v in violations[:1000]), (at or where)[:256])
+        kind, message, at, *violations = (_plain(t) for t in (kind, message, at or where, *violations[:1000]))
+        return cls(kind[:256], message[:60000], tuple(v[:8000] for v in violations), at[:256])
 
     def error(self) -> XferError:
         return from_wire(self.kind, self.message, self.violations, self.where)
@@ -457,8 +463,18 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Message)
 
 
+CHECKED_BYTES = 1 << 20
+"""Messages up to this size are checked by whoever sends them. Longer ones are inventories, whose makers check them."""
+
+
 def encode(message: Message) -> bytes:
-    data = _encoder.encode(message)
+    """ProtocolError for what the other end would have to refuse: a mistake here must not look like an attack there."""
+    try:
+        data = _encoder.encode(message)
+        if len(data) <= CHECKED_BYTES:
+            _decoder.decode(data)
+    except (msgspec.MsgspecError, UnicodeError, OverflowError, TypeError) as e:
+        raise ProtocolError(f"{type(message).__name__} cannot be sent: {e}"[:500]) from None
     if len(data) > MAX_FRAME:
         raise ProtocolError(
             f"{type(message).__name__} of {len(data)} bytes is over the {MAX_FRAME} bytes that a frame may have"

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 from dataclasses import dataclass, field
 
-from xfer.errors import PeerLost, XferError
+from xfer.errors import PeerLost, ProtocolError, XferError
 from xfer.session import messages as m
 from xfer.session.channel import Channel
 
@@ -52,6 +53,10 @@ class Client:
             try:
                 self.channel.send(message)
             except PeerLost:
+                return
+            except ProtocolError as e:  # a bug of ours: this client would wait for ever for what it was not told
+                logging.getLogger("xfer").error("xfer: %s: %s", self.label, e)
+                self.channel.close()
                 return
 
     def finish(self) -> None:

@@ -1,0 +1,106 @@
+"""Arguments of the public calls, checked before a word is sent: what one rank gets wrong is told in its own error, and
+never reaches a socket as a message that the other end must take for an attack."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from xfer.errors import XferError
+
+LABEL_CHARS = 256
+OWN_LABELS = "xfer:"
+"""What labels that xfer itself gives to engines begin with."""
+LONGEST_S = 1e8
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """`nccl_xfer_refit`'s arguments. `version`: empty where the hub is to number it. `want`: replicas that must commit;
+    `seconds`: the deadline, from the call on."""
+
+    version: str
+    verify: bool
+    wait: str
+    want: int
+    seconds: float
+
+
+def checked_call(
+    version: object,
+    verify: object,
+    wait: object,
+    min_replicas: object,
+    deadline_s: object,
+    replicas: int,
+    default_s: float,
+) -> Call:
+    """XferError, with all of them, when there are arguments that cannot work."""
+    bad: list[str] = []
+    label = _label(version, bad)
+    try:
+        verified = bool(verify)
+    except Exception:
+        bad.append(f"verify={verify!r}: true or false")
+    if wait not in ("commit", "sources"):
+        bad.append(f'wait={wait!r}: "commit" or "sources"')
+    want = replicas if min_replicas is None else _whole(min_replicas)
+    if want is None or not 0 <= want <= replicas:
+        bad.append(
+            f"min_replicas={min_replicas!r}: a whole number from 0 to {replicas}, the replicas that connect() was told"
+        )
+    bad += wrong_seconds("deadline_s", deadline_s)
+    if bad:
+        raise XferError("nccl_xfer_refit() was called with arguments that cannot work", bad)
+    return Call(label, verified, wait, want, default_s if deadline_s is None else float(deadline_s))
+
+
+def wrong_seconds(name: str, value: object) -> list[str]:
+    """One line when `value` is no deadline. None is one: the default."""
+    if value is None:
+        return []
+    try:
+        good = 0 < float(value) <= LONGEST_S and math.isfinite(float(value))
+    except (TypeError, ValueError):
+        good = False
+    return [] if good else [f"{name}={value!r}: seconds, more than 0 and at most {LONGEST_S:.0f}"]
+
+
+def wrong_globs(name: str, value: Sequence[str]) -> list[str]:
+    """One line per pattern that no message could carry."""
+    if isinstance(value, str):
+        return [f"{name}={value!r}: a list of patterns, not one text"]
+    return [f"{name}: {v!r} is not a text of 1 to {LABEL_CHARS} characters" for v in value if not _sendable(v)]
+
+
+def _label(version: object, bad: list[str]) -> str:
+    if version is None:
+        return ""
+    number = None if isinstance(version, str) else _whole(version)
+    label = version if isinstance(version, str) else None if number is None else str(number)
+    if label is None or not _sendable(label) or label.startswith(OWN_LABELS):
+        shown = repr(version) if len(repr(version)) < 80 else f"{repr(version)[:76]} …"
+        bad.append(
+            f"version={shown}: a number, or a text of 1 to {LABEL_CHARS} characters that does not begin with {OWN_LABELS!r}"
+        )
+        return ""
+    return label
+
+
+def _sendable(text: object) -> bool:
+    if not isinstance(text, str) or not 1 <= len(text) <= LABEL_CHARS:
+        return False
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _whole(value: object) -> int | None:
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None

@@ -1,0 +1,220 @@
+"""One `nccl_xfer_refit` on one trainer rank: from the call to its outcome, within its bound (bounds.py).
+
+    Enter -> drain -> re-read what moved -> compute -> Ready -> (the lanes move bytes) -> Outcome
+
+What a rank holds and how it got connected is in trainer.py, of which each call is given the session.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from typing import TYPE_CHECKING
+
+from xfer.errors import DeadlineExceeded, PeerLost, XferError
+from xfer.session import computing, faults, readers
+from xfer.session import messages as m
+from xfer.session.arguments import Call
+from xfer.session.bounds import CALL_GRACE_S, STOP_GRACE_S
+from xfer.session.drain import Drain
+from xfer.session.report import RefitReport, ReplicaOutcome
+
+if TYPE_CHECKING:
+    from xfer.session.trainer import TrainerSession
+
+_LAST_S = 1.0
+"""Seconds, within the bound, that a rank which was told nothing keeps for stopping its own lanes."""
+_LOOK_S = 0.0005
+"""Seconds between two looks at whether this rank's storages are still read."""
+
+
+class RefitCall:
+    """`finish` may come later than `run`, in the next call or when the session is closed."""
+
+    def __init__(self, session: TrainerSession, call: Call):
+        self.session, self.party, self.call = session, session.party, call
+        self.began, self.until = time.perf_counter(), time.monotonic() + call.seconds
+        self.ends = self.until + CALL_GRACE_S
+        self.number = 0
+
+    @property
+    def label(self) -> str:
+        return self.party.label
+
+    def run(self) -> RefitReport:
+        self.number = self.session.next_attempt()
+        self._enter()
+        if self.call.wait == "sources" and self._wait_for_sources():
+            self.session.pending = self
+            return self._report(self._version(), (), pending=True)
+        return self.finish()
+
+    # ---- going in
+
+    def _enter(self) -> None:
+        session, call = self.session, self.call
+        try:
+            faults.point("trainer", session.index, "enter")
+            self.party.send(m.Enter(self.number, self._version(), call.verify, call.want, call.seconds))
+            if self._made_whole():
+                specs, inventory = session.refresh()
+                rebound = any(lane.rebound() for lane in self.party.lanes.values())
+                seconds = session.drain.seconds + computing.compute(
+                    session.source, session.layout, self.party, self.number, self.until, self._is_over
+                )
+                self.party.send(m.Ready(self.number, seconds, specs, inventory, session.generation, rebound))
+        except computing.Over:
+            pass  # the outcome is here already
+        except Exception as e:
+            error = e if isinstance(e, XferError) else XferError(f"{type(e).__name__}: {e}", where=self.label)
+            self.party.try_send(m.Failed(m.WireError.of(error, self.label), self.number))
+            if error is e:
+                raise
+            raise error from e
+
+    def _is_over(self) -> bool:
+        """Whether the outcome is here, or none will ever come."""
+        return any(
+            isinstance(x, XferError) or isinstance(x, m.Outcome) and x.attempt == self.number
+            for x in list(self.party.inbox.queue)
+        )
+
+    def _made_whole(self) -> bool:
+        """Drains. False: the attempt was over before that. DeadlineExceeded, naming who has not called, when it is still
+        running then: it goes on by itself, and the next call waits for it first."""
+        session = self.session
+        if session.drain is not None and not session.drain.over:
+            with contextlib.suppress(XferError):  # of a call that has had its error
+                session.drain.wait(self.until, self._is_over, STOP_GRACE_S)
+        if session.drain is None or session.drain.over:
+            session.drain = Drain(session.source, self.label)
+            if session.drain.wait(self.until, self._is_over, STOP_GRACE_S):
+                return not self._is_over()
+        why = "this rank's parameters were not made whole in time: gathers that were in flight wait for other ranks"
+        try:  # the hub's deadline is ours, and it knows who has not called
+            told = [o.error.error() for o in self._outcome().outcomes if o.error is not None]
+        except XferError as e:
+            told = [e]
+        raise DeadlineExceeded(
+            f"{why}; they go on waiting, so do not train before they ended",
+            dict.fromkeys(line for e in told for line in (e.violations or (e.message,))),
+            where=self.label,
+        )
+
+    # ---- waiting
+
+    def _wait_for_sources(self) -> bool:
+        """True when this rank's storage is no longer read; False when the outcome says more than that."""
+        while not all(self._unread(r) for r in range(self.session.replicas)):
+            if self._is_over() or time.monotonic() > self.until:
+                return False
+            if any(isinstance(x, m.CatalogMsg) for x in list(self.party.inbox.queue)):
+                message = self.party.take((m.CatalogMsg, m.Outcome), self.until, "the catalog")
+                if isinstance(message, m.CatalogMsg):
+                    self._answer(message)
+                else:
+                    self.party.inbox.put(message)  # looked at in the next round
+            time.sleep(_LOOK_S)
+        return True
+
+    def _unread(self, replica: int) -> bool:
+        """Whether this replica reads nothing of this rank in this attempt any more. A lane alone cannot tell: one that is
+        idle may not have begun, and a replica that is still joining has none yet."""
+        lane = self.party.lanes.get(replica)
+        if lane is not None and lane.free_attempt >= self.number:
+            return True
+        # Idle after that word: a Go of this attempt would have been posted to the lane before it.
+        return self.party.drained.get(replica, 0) >= self.number and (lane is None or lane.wait_idle(0.0))
+
+    def _outcome(self) -> m.Outcome:
+        while True:
+            try:
+                message = self.party.take(
+                    (m.Outcome, m.CatalogMsg, m.Failed), self.ends - _LAST_S, "the outcome of this refit"
+                )
+            except (DeadlineExceeded, PeerLost) as e:
+                raise self._untold(e) from e
+            if isinstance(message, m.CatalogMsg):
+                self._answer(message)
+            elif isinstance(message, m.Outcome) and message.attempt == self.number:
+                return message
+            # Failed: the outcome that follows tells it per replica; older outcomes belong to attempts that ended early here
+
+    def _untold(self, e: XferError) -> XferError:
+        """The hub is gone or silent: stop by ourselves, and say whether somebody may still read our storages."""
+        lanes = list(self.party.lanes.values())
+        for lane in lanes:
+            lane.cancel(e, None)
+        stopped = self._idle()
+        if stopped and not any(lane.free_attempt < self.number <= lane.go_attempt for lane in lanes):
+            return e
+        self.session.keep_alive()
+        why = "workers may still read this rank's parameters" if stopped else "a transfer of this rank did not stop"
+        return PeerLost(f"{e.message}; {why}", e.violations, where=self.label, drained=False)
+
+    def _idle(self) -> bool:
+        """Whether all lanes come to rest, in the time that stopping takes and within the call's bound."""
+        until = min(time.monotonic() + STOP_GRACE_S, max(self.ends, time.monotonic() + _LAST_S))
+        return all([lane.wait_idle(max(0.0, until - time.monotonic())) for lane in self.party.lanes.values()])
+
+    def _answer(self, message: m.CatalogMsg) -> None:
+        """A new catalog, or the same one again for a rank whose exports changed."""
+        try:
+            self.session.follow(message)
+        except Exception as e:
+            self.party.try_send(m.Failed(m.WireError.of(e, self.label), self.number))
+
+    # ---- coming out
+
+    def finish(self) -> RefitReport:
+        """Wait for the outcome and report it; raises what became of it."""
+        outcome = self._outcome()
+        if outcome.error is not None:
+            raise outcome.error.error()
+        if not self._idle():
+            self.session.keep_alive()
+            raise PeerLost(
+                "a transfer of this rank did not stop: its parameters may still be read",
+                where=self.label,
+                drained=False,
+            )
+        self._quarantine_if_read(outcome)
+        report = self._report(outcome.version, tuple(ReplicaOutcome.of(o) for o in outcome.outcomes))
+        report.raise_unless(self.call.want)
+        self.session.version = outcome.version
+        return report
+
+    def _quarantine_if_read(self, outcome: m.Outcome) -> None:
+        """PeerLost(drained=False) when a worker may still read this rank's storages; they are kept alive then."""
+        some = [
+            r
+            for o in outcome.outcomes
+            if (lane := self.party.lanes.get(o.replica)) is not None and lane.pulled_out
+            for r in o.readers
+        ]
+        seconds = min(readers.GRACE_S, max(_LAST_S, self.ends - time.monotonic()))
+        if some and (left := readers.still_reading(some, seconds)):
+            self.session.keep_alive()
+            raise PeerLost(
+                "workers may still read this rank's parameters: do not write or free them before those have ended",
+                left,
+                where=self.label,
+                drained=False,
+            )
+
+    def _version(self) -> str:
+        """What the hub calls this refit, when there is no outcome yet."""
+        return self.call.version or str(self.number)
+
+    def _report(self, version: str, outcomes: tuple[ReplicaOutcome, ...], pending: bool = False) -> RefitReport:
+        lanes = [lane for lane in self.party.lanes.values() if lane.plan is not None]
+        return RefitReport(
+            self.session.index,
+            version,
+            time.perf_counter() - self.began,
+            outcomes,
+            sum(lane.planned_bytes()[1] for lane in lanes),
+            sum(lane.plan.summary.broadcast_bytes for lane in lanes),
+            sum(lane.extra_bytes for lane in lanes) + computing.scratch_bytes(self.session.layout),
+            pending,
+        )
