@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from fnmatch import fnmatchcase
 
 import pytest
 import torch
 
 from tests.support import architectures
-from tests.support.families import FAMILIES, Family, text
+from tests.support.families import FAMILIES, text
+from tests.support.specs_main import specs_of
 from xfer.mesh.parallel import EngineParallel
 
 pytestmark = pytest.mark.engine
@@ -25,14 +25,6 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 FIRST = [pytest.param(f, f.engine[0], id=f"{f.name} {text(f.engine[0])}") for f in FAMILIES]
 OTHERS = [pytest.param(f, p, id=f"{f.name} {text(p)}", marks=pytest.mark.slow) for f in FAMILIES for p in f.engine[1:]]
-
-
-def specs_of(family: Family):
-    from xfer.engines.hf_spec import canonical_specs
-
-    found = canonical_specs(family.config)
-    wide = {s.name for s in found if any(fnmatchcase(s.name, p) for p in family.fp32)}
-    return tuple(replace(s, dtype="float32") if s.name in wide else s for s in found)
 
 
 @pytest.fixture(scope="module", autouse=True)

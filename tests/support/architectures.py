@@ -79,3 +79,22 @@ def short(op: str) -> str:
 def kinds(names: Iterable[str]) -> str:
     """Last components of names, with numbers starred: what kind of tensors they are."""
     return ", ".join(sorted({re.sub(r"\d+", "*", n.rsplit(".", 1)[-1]) for n in names}))
+
+
+def trainer_row(family: Family, bridge: str, world, layouts, left: Iterable[str]) -> Row:
+    """`world`: of the family's first layout; `layouts`: one per class of its ranks."""
+    boxes = sum(len(world.classes[c].table) for c in world.class_of)
+    recipes = [r for layout in layouts for r in layout.traced.recipes]
+    ops = sorted({short(op) for r in recipes for op in r.ops})
+    return (
+        family.name,
+        bridge,
+        ", ".join(text(p) for p in family.trainer),
+        f"{len(world.catalog.specs)} tensors, {boxes} boxes on {len(world.class_of)} ranks",
+        f"{', '.join(sorted({starred(r.target) for r in recipes}))}: {', '.join(ops)}" if recipes else "-",
+        ", ".join(f"{starred(n)} (tied copy)" for n in left) or "-",
+    )
+
+
+def starred(name: str) -> str:
+    return re.sub(r"\d+", "*", name)

@@ -29,7 +29,7 @@ class Family:
 
 
 _BASE: Config = dict(
-    vocab_size=250, hidden_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
+    vocab_size=252, hidden_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
     intermediate_size=192, max_position_embeddings=512, rms_norm_eps=1e-6, bos_token_id=1, eos_token_id=2,
     pad_token_id=0, torch_dtype="bfloat16", tie_word_embeddings=False, hidden_act="silu",
 )  # fmt: skip
@@ -130,7 +130,7 @@ FAMILIES = (
     ),
     _family("DeepSeek-V3", "deepseek_v3", "DeepseekV3ForCausalLM", _EP, _SPARSE, _BIAS, **_DEEPSEEK),
     _family(
-        "gpt-oss", "gpt_oss", "GptOssForCausalLM", (*_EP[:3], E(tp=2, dp=2, ep=True), E(tp=2, pp=2)), _SPARSE,
+        "gpt-oss", "gpt_oss", "GptOssForCausalLM", (*_EP[:3], E(tp=2, dp=2, ep=True), E(tp=2, pp=2)), _SPARSE[:2],
         num_local_experts=8, num_experts_per_tok=2, intermediate_size=64, sliding_window=64, attention_bias=True,
         layer_types=["sliding_attention", "full_attention"],
         rope_parameters=dict(

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -24,6 +25,9 @@ from xfer.testing.te_everywhere import import_bridge
 from xfer.testing.world import Trainers
 from xfer.trace.catalog import Catalog
 from xfer.trainers.bridge_export import CheckpointNames, hf_config, model_bridge_of
+
+if TYPE_CHECKING:
+    from xfer.trainers.megatron import Layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,9 +198,18 @@ def _refuse_nan(tensors, why: str) -> None:
 # ---- the world
 
 
-def trainers(folder: str | Path, build: Build, weights: Sequence[Whole], *, every: bool = False) -> Trainers:
-    """Every class of ranks of a job that trains the checkpoint in `folder`, with the weights of each version. `every`:
-    each rank is a class of its own.
+def trainers(
+    folder: str | Path,
+    build: Build,
+    weights: Sequence[Whole],
+    *,
+    every: bool = False,
+    look: Callable[[int, Sequence[torch.nn.Module], Layout], None] = lambda rank, chunks, layout: None,
+) -> Trainers:
+    """Every class of ranks of a job that trains the checkpoint in `folder`, with the weights of each version.
+
+    `every`: each rank is a class of its own. `look` is called once per class, while this process plays its first rank.
+    What an export computes from data of other ranks cannot be computed here.
 
     LayoutError when two versions do not have one layout, or Megatron places a rank otherwise than xfer's mesh says.
     """
@@ -211,11 +224,13 @@ def trainers(folder: str | Path, build: Build, weights: Sequence[Whole], *, ever
         with playing(build, rank):
             bridge = bridge_of(folder)
             chunks = chunks_of(bridge, build)
-            weights[0].into(chunks)
-            layout = MegatronTrainer(chunks, bridge).read()
+            trainer = MegatronTrainer(chunks, bridge)
+            layout = trainer.read()
             names = sorted(r.name for r in layout.roots)
+            look(rank, chunks, layout)
             for version, whole in zip(storages, weights):
                 whole.into(chunks)
+                trainer.compute()
                 version.append(tuple(layout.tensors[n].clone() for n in names))
             found.append((rank, layout.roots, layout.traced))
     catalog = Catalog.union((f"trainer {rank}", traced.specs) for rank, _, traced in found)

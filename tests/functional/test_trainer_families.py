@@ -1,0 +1,64 @@
+"""Every family that docs/architectures.md lists for trainers: what xfer says of live storages is what Bridge exports.
+
+Three witnesses that share nothing with the trace: Bridge's import and export on a model of one rank, Megatron-Core's
+`sharded_state_dict()`, by which ranks of every layout get their weights from that model, and index digits sent through
+Bridge's real conversion. `XFER_WRITE_DOCS=1` with `--slow` writes the table anew (scripts/architectures.sh).
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from tests.support import architectures
+from tests.support.families import FAMILIES, text
+from tests.support.proc import PYTHON
+from tests.support.proc import Family as Children
+
+pytestmark = [
+    pytest.mark.trainer,
+    pytest.mark.skipif(not all(map(os.path.exists, PYTHON.values())), reason="scripts/setup.sh has not been run"),
+]
+TRAINED = [f for f in FAMILIES if f.trainer]
+LAYOUTS = [
+    pytest.param(f, i, id=f"{f.name} {text(p)}", marks=pytest.mark.slow if i else ())
+    for f in TRAINED
+    for i, p in enumerate(f.trainer)
+]
+
+
+@pytest.fixture(scope="module")
+def ask(tmp_path_factory):
+    """One process for all: importing Megatron costs more than a toy."""
+    with Children(tmp_path_factory.mktemp("families")) as children:
+        trainer = children.start("trainer", "trainer", "family_trainer")
+
+        def say(do: str, **what) -> dict:
+            trainer.say(do=do, **what)
+            seen = trainer.expect(do, "failed", timeout=600)
+            assert seen["kind"] == do, seen["text"]
+            return seen
+
+        yield say
+
+
+@pytest.mark.parametrize("family, number", LAYOUTS)
+def test_a_layout_holds_what_bridge_exports(family, number, ask):
+    seen = ask("layout", name=family.name, number=number)
+    assert seen["named"] == seen["exported"] == seen["checkpoint"]
+    assert set(seen["changed"]) <= set(seen["computed"])  # the checkpoint comes back, but for what the export computes
+    assert (seen["wrong"], seen["missing"]) == ([], [])
+    # The last stage's copy of a tied embedding is exported by the first.
+    tied = family.config["tie_word_embeddings"]
+    assert [n for n in seen["left"] if not (tied and n == "output_layer.weight")] == []
+    if number == 0:
+        architectures.check("trainers", tuple(seen["row"]))
+
+
+@pytest.mark.parametrize("family", [pytest.param(f, id=f.name) for f in TRAINED])
+def test_index_digits_through_the_real_conversion_say_the_same(family, ask):
+    seen = ask("digits", name=family.name)
+    assert seen["refused"] == seen["computed"]  # digits do not survive arithmetic, and say so
+    if not seen["computed"]:
+        assert seen["differ"] == [] and seen["tensors"] > 10

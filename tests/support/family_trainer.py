@@ -1,0 +1,208 @@
+"""The trainer process of tests of families: real Megatron models of every kind of rank, and what xfer reads of them.
+
+{"do": "layout", "name": family, "number": layout}      {"do": "digits", "name": family}
+The assertions are in tests/functional/test_trainer_families.py; here is only what they need to know.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import tempfile
+import traceback
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from tests.support import architectures
+from tests.support.families import FAMILIES, register
+from tests.support.proc import PYTHON, ROOT, commands, emit, environment
+from xfer.errors import LayoutError
+from xfer.mesh.parallel import TrainerParallel
+from xfer.testing.te_everywhere import import_bridge
+from xfer.testing.world import random_weights
+from xfer.testing.world_megatron import Build, Checkpoint, Whole, bridge_of, chunks_of, playing, trainers
+from xfer.trace.fragment import TensorSpec
+from xfer.trainers.bridge_export import hf_config, model_bridge_of
+from xfer.trainers.megatron import MegatronTrainer
+from xfer.trainers.slots import bare
+
+BY_NAME = {f.name: f for f in FAMILIES}
+
+
+@dataclass(frozen=True)
+class Made:
+    """A checkpoint on disk, the Megatron model it becomes on one rank, and what Bridge exports from that."""
+
+    folder: str
+    tensors: dict[str, torch.Tensor]
+    whole: Whole
+    exported: dict[str, torch.Tensor]
+    bridge: str
+
+
+@cache
+def specs() -> dict[str, list[TensorSpec]]:
+    told = subprocess.run(
+        [PYTHON["engine"], "-m", "tests.support.specs_main"],
+        cwd=ROOT, env=environment(), capture_output=True, text=True, check=True, timeout=600,
+    )  # fmt: skip
+    return {f: [TensorSpec(n, tuple(s), d) for n, s, d in rows] for f, rows in json.loads(told.stdout).items()}
+
+
+@cache
+def made(name: str) -> Made:
+    folder = Path(tempfile.mkdtemp(dir=WORK.name))
+    (folder / "config.json").write_text(json.dumps(BY_NAME[name].config))
+    tensors = random_weights(specs()[name], 0)
+    save_file(tensors, str(folder / "model.safetensors"), metadata={"format": "pt"})
+    whole = Whole.imported(folder, tensors)
+    with one_rank(folder, whole) as (bridge, chunks):
+        return Made(str(folder), tensors, whole, export(bridge, chunks, tensors), type(bridge._model_bridge).__name__)
+
+
+WORK = tempfile.TemporaryDirectory()
+
+
+@contextmanager
+def one_rank(folder, whole):
+    """(bridge, chunks) of the whole model, with its weights."""
+    from xfer.testing.world_megatron import Build
+
+    build = Build(TrainerParallel(world=1), distopt=False)
+    with playing(build, 0):
+        bridge = bridge_of(folder)
+        chunks = chunks_of(bridge, build)
+        with torch.no_grad():
+            whole.into(chunks)
+        yield bridge, chunks
+
+
+def export(bridge, chunks, tensors) -> dict[str, torch.Tensor]:
+    """Bridge's own export. On one rank its collectives have nobody to talk to."""
+
+    given = Checkpoint(tensors, hf_config(bridge))
+    stream = model_bridge_of(bridge).stream_weights_megatron_to_hf(chunks, given, cpu=True, show_progress=False)
+    with torch.no_grad():
+        return {name: t.detach().clone().contiguous() for name, t in stream}
+
+
+def layout(name: str, number: int) -> dict:
+    family, m = BY_NAME[name], made(name)
+    seen: list[tuple[list[str], object]] = []
+    build = Build(family.trainer[number])
+    world = trainers(m.folder, build, [m.whole], look=lambda rank, chunks, layout: seen.append(looked(chunks, layout)))
+    truth = grouped(world.catalog, m.exported)
+    held = {n: torch.zeros(t.shape, dtype=torch.bool) for n, t in truth.items()}
+    wrong = set()
+    for inventory, storages in zip(world.classes, world.weights[0]):
+        roots = {r.name: s for r, s in zip(inventory.roots, storages)}
+        for f in inventory.table.fragments(world.catalog, inventory.roots):
+            box = tuple(slice(o, o + e) for o, e in zip(f.origin, f.extent))
+            held[f.tensor][box] = True
+            if not same(truth[f.tensor][box], region(roots[f.root], f)):
+                wrong.add(f.tensor)
+    computed = {r.target for _, layout in seen for r in layout.traced.recipes}
+    left = sorted({name for names, _ in seen for name in names})
+    return dict(
+        exported=sorted(m.exported),
+        checkpoint=sorted(m.tensors),
+        named=sorted(s.name for s in world.catalog.specs),
+        changed=[n for n in m.tensors if n in m.exported and not same(m.tensors[n], m.exported[n])],
+        computed=sorted(computed),
+        wrong=sorted(wrong),
+        missing=[n for n, h in held.items() if not bool(h.all())],
+        left=left,
+        row=architectures.trainer_row(family, m.bridge, world, [x for _, x in seen], left),
+    )
+
+
+def digits(name: str) -> dict:
+    """On one rank: what a conversion rearranges. How it cuts tensors over ranks is the other witness's business."""
+    m = made(name)
+    with one_rank(m.folder, m.whole) as (bridge, chunks):
+        traced = MegatronTrainer(chunks, bridge).read().traced
+        computed = sorted({r.target for r in traced.recipes})
+        try:
+            probed = MegatronTrainer(chunks, bridge, probe="all").read().traced
+        except LayoutError as e:
+            return dict(computed=computed, refused=sorted(line.split(":")[0] for line in e.violations))
+    a, b = paint(probed), paint(traced)
+    differ = sorted(n for n in a.keys() | b.keys() if n not in a or n not in b or not torch.equal(a[n], b[n]))
+    return dict(computed=computed, refused=[], differ=differ, tensors=len(b))
+
+
+def looked(chunks, layout) -> tuple[list[str], object]:
+    """Live tensors with a byte that is not in exactly one fragment, apart from what recipes read; and the layout."""
+    painted = {root: torch.zeros(t.numel(), dtype=torch.int8) for root, t in layout.tensors.items()}
+    for f in layout.traced.fragments:
+        where = region(painted[f.root], f, torch.int8, getattr(torch, f.dtype).itemsize)
+        where += 1
+    by_address = {t.data_ptr(): painted[root] for root, t in layout.tensors.items()}
+    read = {s for r in layout.traced.recipes for s in r.sources}
+    bad = []
+    for i, chunk in enumerate(chunks):
+        for name, t in chunk.state_dict(keep_vars=True).items():
+            if not isinstance(t, torch.Tensor) or not t.is_floating_point() or f"{i}:{bare(name)}" in read:
+                continue
+            counts = by_address.get(t.untyped_storage().data_ptr())
+            start = t.storage_offset() * t.element_size()
+            if counts is None or not bool((counts[start : start + t.numel() * t.element_size()] == 1).all()):
+                bad.append(bare(name))
+    return bad, layout
+
+
+def region(flat: torch.Tensor, f, dtype: torch.dtype | None = None, item: int = 1) -> torch.Tensor:
+    """A fragment's elements in a flat storage; with `item`, its bytes in a tensor that has one element per byte."""
+    dims = [(n, s) for n, s in zip(f.extent, f.strides)]
+    offset = f.offset + sum((n - 1) * s for n, s in dims if s < 0)
+    if dtype is not None:
+        return flat.as_strided((*f.extent, item), (*(abs(s) for _, s in dims), 1), offset)
+    kind = getattr(torch, f.dtype)
+    view = flat.view(kind).as_strided(f.extent, [abs(s) // kind.itemsize for _, s in dims], offset // kind.itemsize)
+    return view.flip([d for d, (_, s) in enumerate(dims) if s < 0])
+
+
+def grouped(catalog, tensors) -> dict[str, torch.Tensor]:
+    out = {}
+    for spec in catalog.tensors:
+        members = catalog.members(spec.name)
+        out[spec.name] = tensors[spec.name] if members == (spec.name,) else torch.stack([tensors[n] for n in members])
+    return out
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Bit for bit, after the cast to the wider dtype where a trainer holds a float32 tensor in bfloat16."""
+    b = b.to(a.dtype)
+    return a.shape == b.shape and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+def paint(traced) -> dict[str, torch.Tensor]:
+    """Per tensor, where each element lies, so that two descriptions by other boxes compare equal."""
+    out = {s.name: torch.full(s.shape, -1, dtype=torch.int64) for s in traced.specs}
+    roots = {name: i for i, name in enumerate(sorted({f.root for f in traced.fragments}))}
+    for f in traced.fragments:
+        at = torch.full(f.extent, (roots[f.root] << 40) + f.offset, dtype=torch.int64)
+        for d, (n, s) in enumerate(zip(f.extent, f.strides)):
+            at += (torch.arange(n) * s).view([n if k == d else 1 for k in range(len(f.extent))])
+        out[f.tensor][tuple(slice(o, o + e) for o, e in zip(f.origin, f.extent))] = at
+    return out
+
+
+def main() -> None:
+    import_bridge()  # patches this process
+    register()
+    for command in commands():
+        do = command.pop("do")
+        try:
+            emit(do, **{"layout": layout, "digits": digits}[do](**command))
+        except Exception as e:
+            emit("failed", text=traceback.format_exc(), error=type(e).__name__)
+
+
+if __name__ == "__main__":
+    main()
