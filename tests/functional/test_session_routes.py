@@ -75,6 +75,7 @@ def test_everything_is_pulled_and_the_report_says_so(shape):
             assert report.flatten()["xfer/route/peer_bytes"] == report.bytes
         assert epochs(w) == [1] * replicas, "nothing moved, so nothing is opened twice"
         assert "pulled by the taker" in w.sessions[0].explain()
+        assert all(isinstance(s._party.lanes[0]._link, routes.NoLink) for s in w.sessions), "nobody needs a link"
 
 
 def test_what_cannot_be_mapped_is_sent_and_the_reason_is_told():
@@ -86,6 +87,21 @@ def test_what_cannot_be_mapped_is_sent_and_the_reason_is_told():
         assert sent["peer"] > 0 and sent["gloo"] > 0 and sum(sent.values()) == report.bytes
         assert "refused by the test" in w.sessions[0].explain()
         assert "refused by the test" not in w.sessions[1].explain()
+        cpu_peer.REFUSED.add((1, 0))
+        move(w.sources[1])  # routes are opened again, with less to pull, over the link that stands
+        again = good(w.refit(2))
+        right(w, 2)
+        assert by_route(again)["gloo"] > sent["gloo"]
+
+
+def test_a_link_is_opened_when_storages_moved_to_where_they_cannot_be_mapped():
+    with World(2, 2) as w:
+        assert by_route(good(w.refit(1))).keys() == {"peer"}
+        cpu_peer.REFUSED.update({(0, i) for i in range(4)})
+        move(w.sources[1])
+        report = good(w.refit(2))
+        right(w, 2)
+        assert by_route(report).keys() == {"peer", "gloo"}
 
 
 def test_moved_storages_are_mapped_again_by_all_ranks_together():

@@ -221,16 +221,10 @@ class Lane:
             self._deadline_s,
             lambda: self._cancelled is not None,
         )
-        rank, size, device = self.joint_rank, len(self.labels), self.side.device
         # Kept until all takers have unmapped: it holds this rank's old storages.
         old = self._close_routes()
         if o.fresh:
             self._close_link()
-            link = routes.open_link(store, rank, size, self._deadline_s, device, self.labels)
-            with self._lock:
-                self._link = link
-        elif self._link is None:
-            raise PlanMismatch("asked to open routes over a link that is not there", where=self.party.label)
         self._check()
         self._open_routes(store)
         del old
@@ -245,8 +239,20 @@ class Lane:
                 where=self.party.label,
             )
         self._bound = generation
-        exchange = routes.exchange_for(self._link, store, self._deadline_s, "routes")
-        routed = routes.open_routes(self._link, self._program, roots, exchange)
+        rank, size, device = self.joint_rank, len(self.labels), self.side.device
+        exchange = routes.exchange_over_store(store, rank, size, "routes")
+        ways = routes.find_ways(self._program, size, device, roots, exchange, self.labels)
+        try:
+            link = self._link
+            if ways.wired and (link is None or isinstance(link, routes.NoLink)):
+                link = routes.open_link(store, rank, size, self._deadline_s, device, self.labels)
+            with self._lock:
+                self._link = link = link or routes.NoLink(rank, size, device, self.labels)
+            self._check()
+            routed = ways.over(link, roots)
+        except BaseException:
+            ways.mapping.close()
+            raise
         with self._lock:
             self._routed = routed
         self._check()  # a cancel that came meanwhile has seen no routes to stop

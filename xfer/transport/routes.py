@@ -1,7 +1,8 @@
 """The mix of routes that one rank uses for one program: what a taker can map it pulls, everything else goes by p2p.
 
-`open_link` and `open_routes` are collective: every rank of the sub-plan calls them in the same order. Which route a row
-takes is decided by opening a probe, never by host names. A `Routed` then runs like a `P2P`. Not here: the routes
+`find_ways`, `open_link` and `Ways.over` are collective: every rank of the sub-plan calls them in the same order. Which
+route a row takes is decided by opening a probe, never by host names; a link is opened only when some rank needs one,
+since NCCL alone costs hundreds of MiB. A `Routed` then runs like a `P2P`. Not here: the routes
 themselves (peer.py, p2p.py), who opens and closes them (session/).
 """
 
@@ -9,10 +10,11 @@ from __future__ import annotations
 
 import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from xfer.errors import Unsupported
@@ -21,42 +23,44 @@ from xfer.transport import peer
 from xfer.transport.group import Link, open_group
 from xfer.transport.p2p import P2P, TransferStats
 
-Exchange = Callable[[bytes], list[bytes]]
-"""Gives every rank's bytes to every rank, in rank order. Called in the same order by all ranks."""
+Exchange = Callable[[bytes, Iterable[int]], dict[int, bytes]]
+"""Gives this rank's bytes to whoever asks for them, and brings those of the ranks named. All ranks call it in the same
+order."""
 
 PIECE_BYTES = 48 << 10
 """Of a value that an exchange puts into a store; the hub's takes no larger ones than 64 KiB."""
 
 
 def exchange_over_store(store, rank: int, size: int, name: str = "peer") -> Exchange:
-    """Over a store with a prefix of this group's own. Values are cut into pieces that any store takes."""
+    """Over a store with a prefix of this group's own. Values are cut into pieces that any store takes; only who needs a
+    value fetches it, so that a hub carries what pairs have to say to each other and no more."""
     turn = 0
 
-    def exchange(data: bytes) -> list[bytes]:
+    def exchange(data: bytes, ranks: Iterable[int] = range(size)) -> dict[int, bytes]:
         nonlocal turn
         turn += 1
         pieces = [data[i : i + PIECE_BYTES] for i in range(0, len(data), PIECE_BYTES)] or [b""]
         for i, piece in enumerate(pieces):  # each says how many there are, which also keeps it from being empty
             store.set(f"{name}/{turn}/{rank}/{i}", struct.pack("<I", len(pieces)) + piece)
-        out = []
-        for r in range(size):
+        out = {}
+        for r in ranks:
             got, count = [], 1
             while len(got) < count:
                 value = bytes(store.get(f"{name}/{turn}/{r}/{len(got)}"))
                 count = struct.unpack("<I", value[:4])[0]
                 got.append(value[4:])
-            out.append(b"".join(got))
+            out[r] = b"".join(got)
         return out
 
     return exchange
 
 
 def exchange_over_link(link: Link, seconds: float) -> Exchange:
-    """Over a link that is open already: lengths first, then each rank's bytes by broadcast."""
+    """Over a link that is open already, where there is no store: everyone gets everything."""
 
-    def exchange(data: bytes) -> list[bytes]:
+    def exchange(data: bytes, ranks: Iterable[int] = ()) -> dict[int, bytes]:
         until = time.monotonic() + seconds
-        out = []
+        out = {}
         for r in range(link.size):
             length = torch.tensor([len(data)], dtype=torch.int64).to(link.device)
             link.broadcast(length, r, until)
@@ -66,10 +70,17 @@ def exchange_over_link(link: Link, seconds: float) -> Exchange:
                 body = torch.frombuffer(bytearray(data), dtype=torch.uint8)
             body = body.to(link.device)
             link.broadcast(body, r, until)
-            out.append(data if r == link.rank else bytes(body.cpu().numpy()))
+            out[r] = data if r == link.rank else bytes(body.cpu().numpy())
         return out
 
     return exchange
+
+
+def any_rank(yes: bool, rank: int, size: int, exchange: Exchange) -> bool:
+    """Whether some rank says yes; the same answer on all. Two rounds through rank 0."""
+    said = exchange(b"1" if yes else b"0", range(size) if rank == 0 else ())
+    verdict = b"1" if b"1" in said.values() else b"0"
+    return exchange(verdict, (0,))[0] == b"1"
 
 
 class PeerKind(Protocol):
@@ -189,66 +200,93 @@ class Routed:
 
 
 def open_link(store, rank: int, size: int, seconds: float, device: torch.device, labels: Sequence[str]) -> Link:
-    """Collective. gloo on the CPU, NCCL on CUDA, and none where ranks share a GPU: NCCL refuses to meet there."""
+    """Collective. gloo on the CPU, NCCL on CUDA. Unsupported, on all ranks, where ranks share a GPU: NCCL would refuse
+    to meet there, and does not say so everywhere."""
     if device.type == "cuda":
         mine = str(torch.cuda.get_device_properties(device).uuid).encode()
-        if len(set(exchange_over_store(store, rank, size, "device")(mine))) < size:
-            return NoLink(rank, size, device, labels)
+        exchange = exchange_over_store(store, rank, size, "device")
+        devices = [*exchange(mine, range(size)).values()] if rank == 0 else [mine]
+        if any_rank(len(set(devices)) < len(devices), rank, size, exchange):
+            raise Unsupported(
+                "some bytes cannot be pulled, and NCCL cannot carry them: ranks share a GPU",
+                ["give every rank a GPU of its own, or memory that can be exported (no expandable segments)"],
+                where=labels[rank],
+            )
     return open_group(store, rank, size, seconds, device, labels)
 
 
-def exchange_for(link: Link, store, seconds: float, name: str) -> Exchange:
-    """Over the link where there is one: offers can be large, and a hub would carry each of them to everyone."""
-    if isinstance(link, NoLink):
-        return exchange_over_store(store, link.rank, link.size, name)
-    return exchange_over_link(link, seconds)
+@dataclass(frozen=True, slots=True)
+class Ways:
+    """What this rank's program was split into, before a link is there. `wired`: whether any rank needs one."""
+
+    pulled: np.ndarray
+    rest: Program
+    mapping: Any
+    export: Any
+    plan: RoutePlan
+    wired: bool
+
+    def over(self, link: Link, roots: Sequence[torch.Tensor], *, src_roots=None, **p2p_options: int) -> Routed:
+        """Binds both routes. Collective when p2p has new pairs to connect."""
+        pull = PEERS[link.device.type].Pull(self.pulled, self.mapping, roots) if len(self.pulled) else None
+        p2p = P2P(link, self.rest, roots, src_roots=src_roots, **p2p_options)
+        return Routed(link, p2p, pull, self.mapping, self.export, self.plan)
 
 
-def open_routes(
-    link: Link,
+def find_ways(
     program: Program,
+    size: int,
+    device: torch.device,
     roots: Sequence[torch.Tensor],
     exchange: Exchange,
+    labels: Sequence[str] = (),
     *,
     src_roots: Sequence[torch.Tensor] | None = None,
     allow_peer: bool = True,
-    **p2p_options: int,
-) -> Routed:
-    """Collective. `roots`, `src_roots`: as for `P2P`. allow_peer False: this rank neither offers nor maps."""
-    rank, device = program.rank, link.device
-    kind = PEERS.get(device.type)
-    if kind is None:  # of all ranks alike: a hello with another data plane is refused
-        p2p = P2P(link, program, roots, src_roots=src_roots, **p2p_options)
-        return Routed(link, p2p, None, _NoMapping(), None, _planned(program, program, ()))
+) -> Ways:
+    """Collective: who can map what of whom. `roots`, `src_roots`: as for `P2P`. allow_peer False: this rank neither
+    offers nor maps. Where no kind of peer route is known for the device, nothing is exchanged."""
+    rank, kind = program.rank, PEERS.get(device.type)
     rows = program.rows[program.rows["op"] != Op.FILL]
-    sends = bool(((rows["src"] == rank) & (rows["dst"] != rank)).any())
-    export = kind.Export(rank, roots if src_roots is None else src_roots, device) if sends and allow_peer else None
-    offers = exchange(export.to_bytes() if export else b"")
-    mapping = kind.Mapping(rank, device)
+    if kind is None:  # of all ranks alike: a hello with another data plane is refused
+        return Ways(rows[:0], program, _NoMapping(), None, _planned(program, program, ()), True)
+    labels = tuple(labels) or tuple(f"rank {i}" for i in range(size))
+    takers = sorted({*rows["dst"][(rows["src"] == rank) & (rows["dst"] != rank)].tolist()})
     incoming = rows[(rows["dst"] == rank) & (rows["src"] != rank)]
-    if allow_peer:
-        for sender in sorted(set(incoming["src"].tolist())):
-            if offers[sender]:
-                wanted = sorted(set(incoming["src_root"][incoming["src"] == sender].tolist()))
-                mapping.open(offers[sender], sender, wanted)
-    answers = exchange(mapping.to_bytes() if len(incoming) else b"")
-    pulled, rest = peer.split(program, peer.taken_roots(answers))
-    refused = peer.refusals(answers, link.labels, rank)
-    plan = _planned(program, rest, tuple(refused))
-    if isinstance(link, NoLink) and plan.p2p_in + plan.p2p_out:
-        mapping.close()
-        raise Unsupported(
-            f"{plan.p2p_in + plan.p2p_out} bytes cannot be pulled, and NCCL cannot carry them: ranks share a GPU",
-            [*refused, "give every rank a GPU of its own, or memory that can be exported (no expandable segments)"],
-            where=link.labels[rank],
-        )
+    senders = sorted({*incoming["src"].tolist()})
+    export = kind.Export(rank, roots if src_roots is None else src_roots, device) if takers and allow_peer else None
+    offers = exchange(export.to_bytes() if export else b"", senders)
+    mapping = kind.Mapping(rank, device)
     try:
-        pull = kind.Pull(pulled, mapping, roots) if len(pulled) else None
-        p2p = P2P(link, rest, roots, src_roots=src_roots, **p2p_options)
+        for sender in senders if allow_peer else ():
+            if offers[sender]:
+                wanted = sorted({*incoming["src_root"][incoming["src"] == sender].tolist()})
+                mapping.open(offers[sender], sender, wanted)
+        mine = mapping.to_bytes()
+        answers = [b""] * size
+        for r, answer in {**exchange(mine if senders else b"", takers), rank: mine}.items():
+            answers[r] = answer
+        pulled, rest = peer.split(program, peer.taken_roots(answers))
+        plan = _planned(program, rest, tuple(peer.refusals(answers, labels, rank)))
+        wired = any_rank(bool(plan.p2p_in + plan.p2p_out), rank, size, exchange)
     except BaseException:
         mapping.close()
         raise
-    return Routed(link, p2p, pull, mapping, export, plan)
+    return Ways(pulled, rest, mapping, export, plan, wired)
+
+
+def open_routes(link: Link, program: Program, roots: Sequence[torch.Tensor], exchange: Exchange, **options) -> Routed:
+    """`find_ways` and then `over` a link that is there already."""
+    src_roots = options.pop("src_roots", None)
+    allow_peer = options.pop("allow_peer", True)
+    ways = find_ways(
+        program, link.size, link.device, roots, exchange, link.labels, src_roots=src_roots, allow_peer=allow_peer
+    )
+    try:
+        return ways.over(link, roots, src_roots=src_roots, **options)
+    except BaseException:
+        ways.mapping.close()
+        raise
 
 
 def _planned(program: Program, rest: Program, refused: tuple[str, ...]) -> RoutePlan:
@@ -267,7 +305,7 @@ class _NoMapping:
 
 
 class NoLink(Link):
-    """For worlds in which everything is pulled, or ranks share a GPU, where NCCL refuses to meet: carries nothing."""
+    """For worlds in which everything is pulled: carries nothing."""
 
     grouped = True
 
@@ -281,10 +319,14 @@ class NoLink(Link):
         return [], []
 
     def finish(self, deadline: float) -> None:
-        torch.cuda.current_stream(self.device).synchronize()
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
 
     def broadcast(self, tensor, root: int, deadline: float) -> None:
         raise RuntimeError("there is no link between these ranks")
+
+    def warm(self, peers) -> None:
+        pass
 
     def abort(self) -> None:
         pass
