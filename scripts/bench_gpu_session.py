@@ -123,11 +123,16 @@ class Bench:
         job.meet([engine])
         self.say("connect, s", f"{time.monotonic() - t0:.1f}")
         opened = self.memory(job, engine)
-        job.refit(verify=True)
-        self.judge(engine, config=self.config, seed=1)
+        job.refit()
         after = self.memory(job, engine)
-        self.say("device memory by xfer, MiB: trainers, workers", f"{[b - a for a, b in zip(before, opened)]} connected, "
-                 f"{[b - a for a, b in zip(before, after)]} after a refit")  # fmt: skip
+        job.refit(verify=True)
+        verified = self.memory(job, engine)
+        took = [[b - a for a, b in zip(before, x)] for x in (opened, after, verified)]
+        self.say(
+            "device memory by xfer, MiB: trainers, workers",
+            "connected {}, after a refit {}, after a verified one {}".format(*took),
+        )
+        self.judge(engine, config=self.config, seed=1)
         engine.ask("noop", "did nothing", times=3)
         self.timed(job, "refit")
         noop = engine.ask("noop", "did nothing", times=self.args.repeats)["rows"]

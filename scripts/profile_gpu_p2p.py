@@ -29,6 +29,10 @@ from xfer.transport.p2p import P2P
 def rank_main(rank: int, args, port: int) -> None:
     from torch.profiler import ProfilerActivity, profile
 
+    from xfer.kernels import triton_impl
+
+    if args.programs:
+        triton_impl._multiprocessors = lambda device: -(-args.programs // triton_impl.PROGRAMS_PER_SM)
     bench = Bench(rank, args.case, args, port)
     link = open_group(PrefixStore("data", bench.store), rank, bench.size, 120.0, bench.device)
     plan = bench._plan(args.mib << 20).program(rank)
@@ -62,13 +66,13 @@ def rank_main(rank: int, args, port: int) -> None:
     for e in kernels:
         total.setdefault(e.name[:40], []).append(e.time_range.elapsed_us())
     out = [
-        f"rank {rank}: {len(p2p._steps)} steps, host ms until enqueued / all: "
+        f"rank {rank}, {args.mib} MiB, programs {args.programs or 'default'}: {len(p2p._steps)} steps, host ms until enqueued / all: "
         + ", ".join(f"{a:.2f}/{b:.2f}" for a, b in rows)
     ]
     out += [
         f"  {k}: {len(v)} x {sum(v) / len(v):.0f} us" for k, v in sorted(total.items(), key=lambda kv: -sum(kv[1]))[:6]
     ]
-    if rank in (0, bench.size - 1) and kernels:
+    if args.timeline and rank in (0, bench.size - 1) and kernels:
         base = kernels[0].time_range.start
         middle = kernels[len(kernels) // 2 :][:22]
         out += [f"    {e.time_range.start - base:9.0f} +{e.time_range.elapsed_us():6.0f} {e.name[:34]}" for e in middle]
@@ -86,6 +90,8 @@ def main() -> None:
     p = argparse.ArgumentParser()
     p.add_argument("--case", choices=sorted(CASES), default="4b")
     p.add_argument("--mib", type=int, default=128)
+    p.add_argument("--programs", type=int, default=0, help="of a pack or unpack kernel; default: as the library has it")
+    p.add_argument("--timeline", action="store_true")
     p.add_argument("--cpu", action="store_true", help="the host's side too; slows the run")
     args = p.parse_args()
     size = len([g for g in CASES[args.case][4] if g is not None])

@@ -23,7 +23,9 @@ def start(model: str, tp: int = 1, ep: bool = False, load_format: str = "dummy",
     options = dict(
         model=model, load_format=load_format, skip_tokenizer_init=True, tensor_parallel_size=tp, enable_expert_parallel=ep,
         enforce_eager=eager, dtype="bfloat16", max_model_len=256, max_num_seqs=8, seed=0, disable_log_stats=True,
-        enable_prefix_caching=True, gpu_memory_utilization=0.3, weight_transfer_config={"backend": "xfer"},
+        # So many bytes for the cache, whatever else is on the device: several engines and trainers share these GPUs.
+        enable_prefix_caching=True, gpu_memory_utilization=0.1, kv_cache_memory_bytes=1 << 30,
+        weight_transfer_config={"backend": "xfer"},
         worker_extension_cls="tests.support.gpu_probe.Probe",
     )  # fmt: skip
     if not eager:

@@ -42,7 +42,12 @@ class Engine:
     """A vLLM process whose workers lie on `on`, in that order."""
 
     def __init__(self, job: Job, name: str, on: list[int], **start):
-        order = [*on, *(g for g in range(gpus()) if g not in on)]
+        seen = (
+            os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+            if os.environ.get("CUDA_VISIBLE_DEVICES")
+            else range(gpus())
+        )
+        order = [seen[g] for g in (*on, *(g for g in range(gpus()) if g not in on))]
         self.job, self.on = job, on
         self.child: Child = job.family.start(
             name, "engine", "gpu_engine", **_site("engine"), XFER_TOKEN=job.token,
