@@ -176,10 +176,13 @@ def _global_shape(layout: Layout) -> Ints:
     return tuple(out)
 
 
+_claim = msgspec.msgpack.Decoder(Claim)  # once: see plan/inventory.py
+
+
 def decode(rank: int, data: bytes) -> Claim:
     """The claim of `rank`. ProtocolError when it is none."""
     try:
-        claim = msgspec.msgpack.decode(data, type=Claim)
+        claim = _claim.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as e:
         raise ProtocolError(f"rank {rank} sent what is no description of a transfer: {e}") from None
     if claim.rank != rank:

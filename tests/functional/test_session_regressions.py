@@ -2,6 +2,9 @@
 
 import contextlib
 import socket
+import subprocess
+import sys
+import textwrap
 import threading
 import time
 
@@ -11,9 +14,11 @@ import torch
 from tests.functional.test_session_protocol import failed, fault, good, right  # noqa: F401
 from tests.support.world import TOKEN, ToyEngine, ToyLayout, ToySource, ToyTaker, World, free_port
 from xfer import errors as e
+from xfer.plan.inventory import trainer_inventory
 from xfer.session import door
 from xfer.session.party import Party
 from xfer.session.trainer import TrainerSession
+from xfer.trace.catalog import Catalog
 from xfer.trace.fragment import Fragment, TensorSpec
 from xfer.trace.traced import Traced
 
@@ -312,3 +317,27 @@ def test_who_comes_after_trainer_0_has_refused_hears_why():
 
     began = time.monotonic()
     failed(w.on_all(come_late), e.Unsupported, w, 10, began, "layer 1 cannot be read")
+
+
+def test_lanes_that_plan_their_first_replicas_at_once_do_not_crash_the_process():
+    """A trainer with two replicas died of it, at random: two threads had msgspec look at one class for the first time."""
+    layout = ToySource(0, 1).read()
+    catalog = Catalog.union([("trainer 0", layout.traced.specs)])
+    made = trainer_inventory(catalog, rank=0, host="", roots=layout.roots, fragments=layout.traced.fragments)
+    code = """
+        import os, sys, threading
+        from xfer.plan.inventory import Inventory
+
+        def first_time(data):
+            sys.setswitchinterval(1e-6)
+            together = threading.Barrier(8)
+            threads = [threading.Thread(target=lambda: (together.wait(), Inventory.from_bytes(data))) for _ in range(8)]
+            [t.start() for t in threads]
+            [t.join() for t in threads]
+            os._exit(0)
+
+        children = [os.fork() or first_time(bytes.fromhex(sys.argv[1])) for _ in range(40)]
+        sys.exit(any([os.waitpid(child, 0)[1] for child in children]))
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code), made.to_bytes().hex()]
+    assert subprocess.run(command, timeout=120).returncode == 0

@@ -142,9 +142,12 @@ class Site:
     def from_bytes(cls, data: bytes) -> Site:
         """ProtocolError for whatever `to_bytes` does not write."""
         try:
-            return msgspec.msgpack.decode(data, type=cls)
+            return _site.decode(data)
         except (msgspec.MsgspecError, XferError, UnicodeDecodeError, RecursionError) as e:
             raise ProtocolError(f"not a site: {e}") from e
+
+
+_site = msgspec.msgpack.Decoder(Site)  # once: see inventory.py
 
 
 @dataclass(frozen=True, slots=True, eq=False)

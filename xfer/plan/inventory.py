@@ -92,8 +92,8 @@ class Inventory:
         len(data).
         """
         try:
-            env = msgspec.msgpack.decode(col.size_checked(data, "inventory"), type=_Envelope)
-            body = msgspec.msgpack.decode(env.content, type=_Content)
+            env = _envelope.decode(col.size_checked(data, "inventory"))
+            body = _content.decode(env.content)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as e:
             raise ProtocolError(f"inventory: {e}") from e
         return _decode(env, body)
@@ -198,6 +198,9 @@ class _Content(msgspec.Struct, forbid_unknown_fields=True, array_like=True):
     reads: bytes  # int32 pairs
     recipes: str
 
+
+# Made here, once: msgspec describes a class when it is first decoded, and two threads that do so at once crash.
+_envelope, _content = msgspec.msgpack.Decoder(_Envelope), msgspec.msgpack.Decoder(_Content)
 
 _WIRE = ("<i4", "<i4", "<u1", "<i8", "<i8", "<i8", "<i8")
 

@@ -237,7 +237,7 @@ class SubPlan:
     def from_bytes(cls, data: bytes) -> SubPlan:
         """ProtocolError unless `data` is what `to_bytes` of this version wrote, whole and unchanged."""
         try:
-            w = msgspec.msgpack.decode(col.size_checked(data, "sub-plan"), type=_Wire)
+            w = _wire.decode(col.size_checked(data, "sub-plan"))
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as e:
             raise ProtocolError(f"sub-plan: {e}") from e
         if w.version != PLANNER:
@@ -279,6 +279,8 @@ class _Wire(msgspec.Struct, forbid_unknown_fields=True, array_like=True):
     arrays: list[_Coded]
     summary: PlanSummary
 
+
+_wire = msgspec.msgpack.Decoder(_Wire)  # once: see inventory.py
 
 _BOXES = {"atom_origin", "atom_extent", "origin", "extent", "strides"}
 _DTYPES = {

@@ -82,11 +82,14 @@ class Taken(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=
     readable: tuple[Readable, ...]
 
 
+_decoders = {kind: msgspec.msgpack.Decoder(kind) for kind in (Offer, Taken)}  # once: see plan/inventory.py
+
+
 def _decode(data: bytes, kind: type, rank: int):
     if len(data) > MAX_OFFER_BYTES:
         raise ProtocolError(f"{kind.__name__} of rank {rank} has {len(data)} bytes, at most {MAX_OFFER_BYTES} are read")
     try:
-        found = msgspec.msgpack.decode(data, type=kind)
+        found = _decoders[kind].decode(data)
     except msgspec.MsgspecError as e:
         raise ProtocolError(f"{kind.__name__} of rank {rank}: {e}") from e
     if found.version != WIRE_VERSION or found.rank != rank:
