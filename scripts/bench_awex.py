@@ -116,10 +116,10 @@ def main() -> None:
         with torch.no_grad():
             if do == "awex":
                 dist.barrier()
-                t0 = time.perf_counter()
+                t0, cpu = time.perf_counter(), time.process_time()
                 refit()
                 dist.barrier()
-                emit(said=do, seconds=time.perf_counter() - t0)
+                emit(said=do, seconds=time.perf_counter() - t0, cpu=time.process_time() - cpu)
             elif do == "check":
                 wrong = [
                     t["name"]

@@ -2,7 +2,8 @@
 
     .venvs/engine/bin/python scripts/bench_cpu.py [--layers 18] [--layout tp4|fsdp4] [--repeats 5] [--awex PYTHON]
 
-Of one run, on tensors of the same shapes and cuts, everyone taking turns; medians of the slowest rank's seconds:
+Of one run, on tensors of the same shapes and cuts, everyone taking turns; medians of the slowest rank's seconds, and of the
+processor seconds of all ranks together, which depend less on what else the machine does:
 
   ours     the warm nccl_xfer_refit call of the trainers: pause, transfer into live weights, commit, resume
   raw      gloo send/recv of the bytes that ours moves, between the same pairs: the floor
@@ -181,10 +182,16 @@ class Bench:
             c.say(**command)
         return [c.hear() for c in children]
 
+    def _ask(self, do: str) -> list:
+        self.engine.say(do=do)
+        return self.engine.hear()["answers"]
+
     # ---- one turn of each
 
     def ours(self, verify: bool = False) -> list[dict]:
-        return self._all(self.trainers, do="ours", verify=verify)
+        before = self._ask("bench_cpu")
+        said = self._all(self.trainers, do="ours", verify=verify)
+        return [*said, *(dict(cpu=b["cpu"] - a["cpu"]) for a, b in zip(before, self._ask("bench_cpu")))]
 
     def verified(self) -> list[dict]:
         return self.ours(True)
@@ -216,20 +223,15 @@ class Bench:
                     self.seconds.setdefault(name, []).append(max(s.get("seconds", 0.0) for s in said))
                     self.said.setdefault(name, []).append(said)
 
-    def checksums(self) -> list[dict]:
-        self.engine.say(do="compute_weight_checksums")
-        return self.engine.hear()["answers"]
-
     def same_bytes(self) -> None:
         """The usual way with other weights, then ours: the same bytes in every parameter of both workers."""
-        before = self.checksums()
+        before = self._ask("compute_weight_checksums")
         self._all(self.trainers, do="fill", seed=1)
         self.usual()
-        theirs = self.checksums()
-        self.engine.say(do="bench_scramble")
-        self.engine.hear()
+        theirs = self._ask("compute_weight_checksums")
+        self._ask("bench_scramble")
         self.ours(True)
-        if self.checksums() != theirs or theirs == before:
+        if self._ask("compute_weight_checksums") != theirs or theirs == before:
             raise SystemExit("ours and load_weights left different bytes in vLLM's parameters")
 
     def stop(self) -> None:
@@ -245,7 +247,7 @@ class Bench:
         return statistics.median(pick(s[key] for s in said if key in s) for said in self.said[name])
 
     def report(self, no_awex: str) -> None:
-        raw, ours, usual = self.median("raw"), self.median("ours"), self.median("usual")
+        raw = self.median("raw")
         moved = self.met[0]["bytes"]
         gathered = sum(
             prod(s) * d.itemsize * (TRAINERS - 1)
@@ -257,13 +259,20 @@ class Bench:
             f"{self.args.layout}, {TRAINERS} trainers -> vLLM tp{WORKERS}: {len(self.specs)} tensors, {self.full / 1e9:.2f} GB"
             f" in bf16, {moved / 1e9:.2f} GB into the workers; median of {self.args.repeats}\n"
         )
-        rows = [("raw gloo send/recv", raw, moved), ("ours: nccl_xfer_refit", ours, moved)]
-        rows += [("ours, verified", self.median("verified"), moved)]
-        rows += [("gather + broadcast + load_weights", usual, gathered + spread)]
+        rows = [
+            ("raw gloo send/recv", "raw", moved),
+            ("ours: nccl_xfer_refit", "ours", moved),
+            ("ours, verified", "verified", moved),
+            ("gather + broadcast + load_weights", "usual", gathered + spread),
+        ]
         if not no_awex:
-            rows.append((f"awex {self.awex_version} point-to-point", self.median("awex_refit"), moved))
-        for name, seconds, nbytes in rows:
-            print(f"  {name:36s} {seconds * 1e3:9.1f} ms  {seconds / raw:6.2f}x raw  {nbytes / 1e9:7.2f} GB moved")
+            rows.append((f"awex {self.awex_version} point-to-point", "awex_refit", moved))
+        for name, turn, nbytes in rows:
+            seconds, cpu = self.median(turn), self.phase(turn, "cpu", sum)
+            print(
+                f"  {name:36s} {seconds * 1e3:9.1f} ms  {seconds / raw:6.2f}x raw  {cpu:6.2f} s of processors"
+                f"  {nbytes / 1e9:6.2f} GB moved"
+            )
         print(
             f"\n  ours: transfer {self.phase('ours', 'transfer_s') * 1e3:.0f} ms of it, "
             f"outage {self.phase('ours', 'outage_s') * 1e3:.0f} ms; connect {max(m['seconds'] for m in self.met[:TRAINERS]):.1f} s once"

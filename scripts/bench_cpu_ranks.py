@@ -58,6 +58,16 @@ def cut_dim(layout: str, name: str, shape: tuple[int, ...]) -> int | None:
 # ---- one clock for all
 
 
+class Clock:
+    """Seconds since it was made: of the wall, and of processors in all threads of this process."""
+
+    def __init__(self) -> None:
+        self.wall, self.cpu = time.perf_counter(), time.process_time()
+
+    def read(self) -> dict:
+        return dict(seconds=time.perf_counter() - self.wall, cpu=time.process_time() - self.cpu)
+
+
 def until() -> float:
     return time.monotonic() + 600
 
@@ -99,9 +109,9 @@ class Raw:
             out[m.dst] = out.get(m.dst, 0) + int(row_wire_bytes(m.rows).sum())
         return cls(link, into, out)
 
-    def run(self) -> float:
+    def run(self) -> dict:
         meet(self.link)
-        t0 = time.perf_counter()
+        clock = Clock()
         # Messages into one buffer overwrite each other; nobody looks.
         received, sent = self.link.post(
             [(self.buffer[:n], peer, 0) for peer, n in self.into.items()],
@@ -110,7 +120,7 @@ class Raw:
         for pending in (*received, *sent):
             pending.wait(until())
         meet(self.link)
-        return time.perf_counter() - t0
+        return clock.read()
 
 
 def buckets(specs, nbytes: int) -> list[list[tuple[str, tuple[int, ...], int, int]]]:
@@ -182,9 +192,9 @@ class Trainer:
         import xfer
 
         self.dist.barrier()
-        t0 = time.perf_counter()
+        clock = Clock()
         report = xfer.nccl_xfer_refit(self.refit, verify=verify)
-        return dict(seconds=time.perf_counter() - t0, **report.flatten(""))
+        return clock.read() | report.flatten("")
 
     def open(self, path: str) -> None:
         self.link, self.few = links(path, self.rank)
@@ -194,8 +204,7 @@ class Trainer:
     def usual(self) -> dict:
         """Gather on every trainer rank (`DTensor.full_tensor`, as exports do), pack on the first, broadcast."""
         meet(self.link)
-        began = time.perf_counter()
-        gather = pack = wire = 0.0
+        clock, gather, pack, wire = Clock(), 0.0, 0.0, 0.0
         for bucket in self.buckets:
             t0 = time.perf_counter()
             full = [self.parameters[name].full_tensor() for name, *_ in bucket]
@@ -210,16 +219,16 @@ class Trainer:
             t3 = time.perf_counter()
             pack, wire = pack + t2 - t1, wire + t3 - t2
         meet(self.link)
-        return dict(seconds=time.perf_counter() - began, gather=gather, pack=pack, broadcast=wire)
+        return clock.read() | dict(gather=gather, pack=pack, broadcast=wire)
 
     def raw_broadcast(self) -> dict:
         meet(self.link)
-        t0 = time.perf_counter()
+        clock = Clock()
         for bucket in self.buckets if self.few is not None else ():
             self.few.broadcast(self.buffer[: bucket[-1][3]], 0, until())
-        seconds = time.perf_counter() - t0
+        said = clock.read()
         meet(self.link)
-        return dict(seconds=seconds)
+        return said
 
 
 def trainer(rank: int, world: int, port: str, options: dict) -> None:
@@ -233,7 +242,7 @@ def trainer(rank: int, world: int, port: str, options: dict) -> None:
         do = c.pop("do")
         with torch.no_grad():
             if do == "raw":
-                emit(said=do, seconds=t.raw.run())
+                emit(said=do, **t.raw.run())
             elif do == "close":
                 t.refit.close()
                 emit(said=do)
@@ -258,17 +267,21 @@ class Worker:
         self.bench_buffer = torch.empty(max(b[-1][3] for b in self.bench_buckets), dtype=torch.uint8)
         return dict(plan_s=lane.plan_seconds)
 
+    def bench_cpu(self) -> dict:
+        """Processor seconds of this worker so far."""
+        return dict(cpu=time.process_time())
+
     def bench_scramble(self) -> None:
         """Noise in all that a refit writes."""
         self.weight_transfer_engine.session.model.scramble(1)
 
     def bench_raw(self) -> dict:
-        return dict(seconds=self.bench_raw_.run())
+        return self.bench_raw_.run()
 
     def bench_usual(self) -> dict:
         """vLLM's own loader, from views of the packed buffer."""
         meet(self.bench_link)
-        load, model = 0.0, self.model_runner.model
+        clock, load, model = Clock(), 0.0, self.model_runner.model
         for bucket in self.bench_buckets:
             self.bench_few.broadcast(self.bench_buffer[: bucket[-1][3]], 0, until())
             t0 = time.perf_counter()
@@ -278,7 +291,7 @@ class Worker:
                 )
             load += time.perf_counter() - t0
         meet(self.bench_link)
-        return dict(load=load)
+        return dict(cpu=clock.read()["cpu"], load=load)
 
     def bench_raw_broadcast(self) -> dict:
         meet(self.bench_link)
