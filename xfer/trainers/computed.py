@@ -59,8 +59,8 @@ class Computed:
     """
 
     def __init__(self, traced: Traced, device: torch.device, limit: int | None = None):
+        self.traced, self._device = traced, device
         specs = {s.name: s for s in traced.specs}
-        self._device = device
         self._steps: list[_Step] = []
         self.nbytes = 0
         name, fragments = SCRATCH + "computed", []

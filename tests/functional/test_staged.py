@@ -1,0 +1,231 @@
+"""Trainers that compute part of what they export, through the session: scratch before "ready", and ranks that compute
+together meet before they gather.
+
+Trainers and engine are the small stand-ins of tests/support/world.py; recipes, scratch, planner, hub and transport are the
+real ones, and the gathers really wait for each other. With Megatron-Bridge's LoRA and a real vLLM: test_refit_e2e.py,
+with the trainer alone in every layout: test_megatron_lora.py.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.support.world import SHAPES, ToyLayout, ToySource, World, flat
+from tests.unit.test_trace_owned import IN, OUT, Meeting, Merge, computed, full_tensors
+from xfer import errors as e
+from xfer.plan.inventory import Inventory
+from xfer.session.computing import Meeting as SessionMeeting
+from xfer.session.computing import Over
+from xfer.trace.traced import Traced
+
+MERGE = Merge(2, (0, 0, 0), interleaved=True)
+
+
+class Adapted(ToySource):
+    """Beside what every toy trainer holds: a weight with an adapter, all cut over the ranks and merged on export."""
+
+    def __init__(self, rank: int, world: int, meeting: Meeting, merge: Merge = MERGE):
+        self.merge, self.meeting = merge, meeting
+        self.done = computed(merge, full_tensors(merge, 0), rank)  # what this rank reads from the export, alone
+        self.local: dict[str, torch.Tensor] = {}
+        self.computations = 0
+        self.digest = ""
+        super().__init__(rank, world)
+
+    def set(self, version: int) -> None:
+        super().set(version)
+        for name, full in full_tensors(self.merge, version).items():
+            local = self.merge.local(name, full, self.rank)
+            self.local.setdefault(name, torch.empty_like(local)).copy_(local)
+
+    def read(self) -> ToyLayout:
+        plain, c = super().read(), self.done
+        traced = c.traced
+        specs = tuple(sorted((*plain.traced.specs, *traced.specs)))
+        both = Traced(specs, plain.traced.fragments + c.fragments, recipes=traced.recipes, gathers=traced.gathers)
+        return ToyLayout(both, (*plain.roots, c.root), {**plain.tensors, c.root.name: flat(c.storage)})
+
+    def compute(self, meet) -> None:
+        for x in self.done.exchanges:
+            meet(tuple(range(x.group.size())), self.digest or x.digest())
+        self.computations += 1
+        self.done.run(self.local.__getitem__, lambda group, mine: self.meeting.gather(self.rank, mine))
+
+
+@pytest.fixture
+def world():
+    meeting = Meeting(2)
+    w = World(trainers=2, workers=2, shapes={**SHAPES, "x": (OUT, IN)}, deadline_s=20.0)
+    w.sources = [Adapted(i, 2, meeting) for i in range(2)]
+    with w:
+        yield w
+
+
+def served(w: World, version: int) -> None:
+    """Everything lies in the engine bit for bit, the merged tensor too."""
+    full = full_tensors(MERGE, version)
+    want = MERGE.outputs(*(full[n] for n in "wab"))["x"]
+    for t in w.engines[0].takers:
+        columns = slice(t.rank * IN // 2, (t.rank + 1) * IN // 2)
+        assert torch.equal(t.live["x"].view(torch.int16), want[:, columns].contiguous().view(torch.int16))
+        assert set(t.wrong(version)) == {"x"}, "x is no random toy tensor, and all others are"
+
+
+def ok(results: list):
+    for r in results:
+        if isinstance(r, BaseException):
+            raise r
+    return results[0]
+
+
+def test_what_the_trainers_compute_together_arrives_bit_for_bit_in_every_refit(world):
+    for version in (1, 2, 3):
+        report = ok(world.refit(version))
+        assert report.verified and report.committed == 1
+        served(world, version)
+    assert [s.computations for s in world.sources] == [3, 3]
+    scratch = world.sources[0].done.nbytes
+    assert report.extra_bytes >= scratch >= OUT * IN // 2 * 2
+    assert (
+        f"computes 1 parts of exported tensors before each refit, into {scratch:,} bytes" in world.sessions[0].explain()
+    )
+
+
+def test_a_plan_digest_covers_what_is_computed(world):
+    """The same fragments and roots, another factor: another inventory, and so another plan key and digest."""
+    mine = Inventory.from_bytes(world.sessions[0].inventory())
+    assert mine.recipes and mine.recipes != Inventory.from_bytes(world.sessions[1].inventory()).recipes
+    other = [computed(m, full_tensors(m, 0), 0) for m in (MERGE, Merge(2, (0, 0, 0), interleaved=True, scale=3.0))]
+    assert other[0].fragments == other[1].fragments and other[0].root == other[1].root
+    digests = []
+    for c in other:
+        world.sources[0].done = c
+        world.sessions[0]._take(world.sources[0].read())
+        world.sessions[0]._make_inventory()
+        digests.append(Inventory.from_bytes(world.sessions[0].inventory()).digest())
+    assert digests[0] == mine.digest() != digests[1]
+
+
+def test_a_rank_that_does_not_come_leaves_no_gather_behind(world):
+    ok(world.refit(1))
+    began = time.monotonic()
+    (late,) = world.refit(2, ranks=[0], deadline_s=2.0)
+    assert isinstance(late, e.DeadlineExceeded) and "trainer 1" in str(late), late
+    assert time.monotonic() - began < 10 and world.sources[0].computations == 1
+    (came,) = world.refit(2, ranks=[1])  # the call that it owed is answered as the others' were
+    assert isinstance(came, e.DeadlineExceeded) and world.sources[1].computations == 1
+    ok(world.refit(3))
+    served(world, 3)
+
+
+def test_a_rank_that_raises_before_frees_those_that_wait_to_gather(world):
+    ok(world.refit(1))
+    world.sources[1].fail = e.RebindError("layer 3 was offloaded", where="trainer 1")
+    began = time.monotonic()
+    results = world.refit(2)
+    assert all(isinstance(r, e.RebindError) and "layer 3 was offloaded" in str(r) for r in results), results
+    assert time.monotonic() - began < 8
+    world.sources[1].fail = None
+    ok(world.refit(3))
+    served(world, 3)
+
+
+def test_ranks_that_would_gather_different_things_are_stopped_before_they_do(world):
+    ok(world.refit(1))
+    world.sources[1].digest = "0" * 32
+    results = world.refit(2)
+    for r in results:
+        assert isinstance(r, e.PlanMismatch) and "would gather different tensors" in str(r), r
+    assert [s.computations for s in world.sources] == [1, 1]
+    world.sources[1].digest = ""
+    ok(world.refit(3))
+    served(world, 3)
+
+
+def test_a_computation_that_raises_is_told_to_all_and_the_next_refit_repairs(world):
+    ok(world.refit(1))
+    runs = [s.done.run for s in world.sources]
+    for s in world.sources:
+        s.done.run = broken
+    results = world.refit(2)
+    assert all(isinstance(r, e.XferError) and "out of memory" in str(r) for r in results), results
+    for s, run in zip(world.sources, runs, strict=True):
+        s.done.run = run
+    ok(world.refit(3))
+    served(world, 3)
+
+
+def broken(*_):
+    raise RuntimeError("out of memory")
+
+
+class Keys:
+    """The rendezvous' store, in this process."""
+
+    def __init__(self):
+        self.values, self.changed = {}, threading.Condition()
+
+    def client(self, cancelled=lambda: False):
+        return Client(self, cancelled)
+
+
+class Client:
+    def __init__(self, keys: Keys, cancelled):
+        self.keys, self.cancelled = keys, cancelled
+
+    def set(self, key, value):
+        with self.keys.changed:
+            self.keys.values[key] = value.encode()
+            self.keys.changed.notify_all()
+
+    def get(self, key):
+        return self.wait([key], None) or self.keys.values[key]
+
+    def add(self, key, amount):
+        with self.keys.changed:
+            value = int(self.keys.values.get(key, b"0")) + amount
+            self.keys.values[key] = str(value).encode()
+            return value
+
+    def check(self, keys):
+        return all(k in self.keys.values for k in keys)
+
+    def wait(self, keys, timeout):
+        until = time.monotonic() + (10 if timeout is None else timeout.total_seconds())
+        with self.keys.changed:
+            while keys[0] not in self.keys.values:
+                if self.cancelled():
+                    raise e.PeerLost("cancelled")
+                if time.monotonic() > until:
+                    raise e.DeadlineExceeded("late")
+                self.keys.changed.wait(0.002)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40), st.booleans()), min_size=2, max_size=4))
+def test_either_all_ranks_go_on_to_gather_or_none_does(ranks):
+    """`ranks`: per rank, when it comes, how long it waits, and whether its attempt is over by then (in ms)."""
+    keys, ends = Keys(), [None] * len(ranks)
+
+    def come(i: int, delay: int, patience: int, ends_early: bool) -> None:
+        time.sleep(delay / 1000)
+        until = time.monotonic() + patience / 1000
+        over = (lambda: time.monotonic() > until) if ends_early else (lambda: False)
+        try:
+            SessionMeeting(keys.client, i, until + 1000 * ends_early, over)(tuple(range(len(ranks))), "same")
+            ends[i] = "on"
+        except (e.DeadlineExceeded, e.PlanMismatch, Over) as error:
+            ends[i] = type(error).__name__
+
+    threads = [threading.Thread(target=come, args=(i, *r)) for i, r in enumerate(ranks)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join(15)
+    assert None not in ends and (set(ends) == {"on"} or "on" not in ends), ends
