@@ -19,6 +19,25 @@ from xfer.plan.inventory import Inventory, engine_inventory, trainer_inventory
 from xfer.trace.catalog import Catalog
 from xfer.trace.fragment import Fragment, Root, Span, TensorSpec
 
+ROWS = {
+    "4B DP8 -> DP8": ("qwen3-4b", dict(world=8), 1, 8),
+    "4B DP8 -> TP8": ("qwen3-4b", dict(world=8), 8, 1),
+    "4B PP2xDP4 -> TP4xDP2": ("qwen3-4b", dict(world=8, pp=2), 4, 2),
+    "4B PP4xDP2 -> TP4xDP2": ("qwen3-4b", dict(world=8, pp=4), 4, 2),
+    "4B TP2xPP2xDP2 -> TP4xDP2": ("qwen3-4b", dict(world=8, tp=2, pp=2), 4, 2),
+    "4B TP2xDP4 -> TP4xDP2": ("qwen3-4b", dict(world=8, tp=2), 4, 2),
+    "30B EP4xTP2xDP2 -> TP4xDP4": ("qwen3-30b-a3b", dict(world=16, tp=2, ep=4, etp=1), 4, 4),
+    "30B EP4xTP2xPP2 -> TP4xDP4": ("qwen3-30b-a3b", dict(world=16, tp=2, pp=2, ep=4, etp=1), 4, 4),
+    "30B EP8xPP2 -> TP2xDP8": ("qwen3-30b-a3b", dict(world=16, pp=2, ep=8, etp=1), 2, 8),
+    "30B EP8xPP2 -> TP8xDP2": ("qwen3-30b-a3b", dict(world=16, pp=2, ep=8, etp=1), 8, 2),
+    "30B EP8xDP2 -> TP2xDP8": ("qwen3-30b-a3b", dict(world=16, ep=8, etp=1), 2, 8),
+    "235B TP4xPP8xEP16 -> TP8xDP16": ("qwen3-235b-a22b", dict(world=128, tp=4, pp=8, ep=16, etp=1), 8, 16),
+    "DeepSeek-V3 PP16xEP16 -> TP32xDP8": ("deepseek-v3", dict(world=256, pp=16, ep=16, etp=1), 32, 8),
+    "1T MoE PP16xEP64 -> TP32xDP32": ("kimi-k2", dict(world=1024, pp=16, ep=64, etp=1), 32, 32),
+}
+"""(config, trainer's parallelism, workers of a replica, replicas) of the mappings whose refit times are published for a
+comparable system (expert tensor parallelism is 1 there), and one above them. The hybrid Mamba ones are not declared here.
+"""
 CONFIGS = Path(__file__).parent / "configs"
 ITEM = {"bfloat16": 2, "float32": 4}
 

@@ -37,37 +37,49 @@ CRUMB = 1 / 4096
 """A path that carries less than this of its demand carries none: a message for it would cost more than it saves."""
 
 
-def spread(
-    demands: Sequence[Demand], senders: np.ndarray, workers: np.ndarray, replica: int, links: Links, unit: int
-) -> list[Share]:
-    """Shares of one replica's demands, sorted by (demand, begin), that divide each of them completely.
+class Flow:
+    """The choice for all replicas of one layout.
 
-    senders: int [trainers], GPU of each. workers: int [replicas, workers of one], GPUs; `replica` is the row that
-    `demands` (whose takers are joint ranks) belong to. unit: bytes of a unit. The same input gives the same shares; the
-    busiest link, over all replicas, is never busier than with `balance`, which knows no links.
+    demands: of one replica; takers are joint ranks. senders: int [trainers], GPU of each. workers: int [replicas,
+    workers of one], GPUs. unit: bytes of a unit. The same input gives the same shares. The busiest link, over all
+    replicas, is never busier than with `balance`, which knows no links.
     """
-    asked = [i for i, d in enumerate(demands) if d.units > 0]
-    problem = _problem(demands, asked, senders, workers, replica, links, unit)
-    amount = _whole(problem, _solve(problem))
-    blind = balance(demands, len(senders))
-    if _busiest(problem, amount, links, unit) > _busiest_of(blind, demands, senders, workers, links, unit):
-        return blind
-    out = []
-    for g, group in enumerate(problem.groups):
-        mine = amount[problem.first[g] : problem.first[g + 1], replica].tolist()
-        holders = [h for members in group.holders for h in members]
-        part = [n for units, members in zip(mine, group.holders) for n in _split(units, np.ones(len(members)))]
-        out += hand_out(holders, np.array(part, np.int64), [(i, demands[i].units) for i in group.mine])
-    return sorted(out, key=lambda s: (s.demand, s.begin))
+
+    def __init__(
+        self, demands: Sequence[Demand], senders: np.ndarray, workers: np.ndarray, links: Links, unit: int
+    ) -> None:
+        self._demands = demands
+        self._problem = p = _problem(demands, senders, workers, links, unit)
+        self._amount = _whole(p, _solve(p))
+        blind = balance(demands, len(senders))
+        worse = _busiest(p, self._amount, links, unit) > _busiest_of(blind, demands, senders, workers, links, unit)
+        self._blind = blind if worse else None
+
+    def shares(self, replica: int) -> list[Share]:
+        """Of one row of `workers`, sorted by (demand, begin); they divide each demand completely."""
+        if self._blind is not None:
+            return self._blind
+        p, out = self._problem, []
+        for g, group in enumerate(p.groups):
+            mine = self._amount[p.first[g] : p.first[g + 1], replica].tolist()
+            holders = [h for members in group.holders for h in members]
+            part = [n for units, members in zip(mine, group.holders) for n in _split(units, np.ones(len(members)))]
+            takers = [(i, self._demands[i].units) for i in group.members(replica)]
+            out += hand_out(holders, np.array(part, np.int64), takers)
+        return sorted(out, key=lambda s: (s.demand, s.begin))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class _Group:
     """Demands with one set of holders and the same choice of links: one decision."""
 
     units: tuple[int, ...]  # per replica
-    mine: tuple[int, ...]  # the demands of this replica, in hand-out order
     holders: tuple[tuple[int, ...], ...]  # of each column
+    demands: np.ndarray  # all demands with these holders, in hand-out order
+    inside: np.ndarray  # bool [replicas, demands]: which of them
+
+    def members(self, replica: int) -> list[int]:
+        return self.demands[self.inside[replica]].tolist()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,14 +93,12 @@ class _Problem:
     base: np.ndarray  # int64 [links + 1], units that go there whatever is chosen
 
 
-def _problem(
-    demands: Sequence[Demand], asked: Sequence[int], senders: np.ndarray, workers: np.ndarray, replica: int,
-    links: Links, unit: int,
-) -> _Problem:  # fmt: skip
+def _problem(demands: Sequence[Demand], senders: np.ndarray, workers: np.ndarray, links: Links, unit: int) -> _Problem:
     base = np.zeros(len(links) + 1, np.int64)
     pools: dict[tuple[int, ...], list[int]] = defaultdict(list)
-    for i in asked:
-        pools[demands[i].holders].append(i)
+    for i, d in enumerate(demands):
+        if d.units > 0:
+            pools[d.holders].append(i)
     groups: list[_Group] = []
     paths: list[np.ndarray] = []
     replicas = len(workers)
@@ -107,14 +117,10 @@ def _problem(
         for k, row in enumerate(kinds):
             columns, column = np.unique(row.reshape(-1, MAX_PATH), axis=0, return_inverse=True)
             column = column.reshape(-1)
-            mine = np.flatnonzero(kind[replica] == k)
-            groups.append(
-                _Group(
-                    tuple((units * (kind == k)).sum(axis=1).tolist()),
-                    tuple(members[m] for m in mine),
-                    tuple(tuple(h for h, c in zip(holders, column.tolist()) if c == n) for n in range(len(columns))),
-                )  # fmt: skip
-            )
+            inside = kind == k
+            split = [tuple(h for h, c in zip(holders, column.tolist()) if c == n) for n in range(len(columns))]
+            units_of = tuple((units * inside).sum(axis=1).tolist())
+            groups.append(_Group(units_of, tuple(split), np.array(members), inside))
             paths.append(columns)
     base[-1] = 0
     cost = np.zeros(len(links) + 1)

@@ -7,7 +7,6 @@ or the order of a dict. What replicas of one layout share is draft.py's, the tab
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -16,10 +15,10 @@ import numpy as np
 
 from xfer.errors import LayoutError
 from xfer.plan import columns as col
-from xfer.plan.balance import Demand, balance
+from xfer.plan.balance import Demand, Share, balance
 from xfer.plan.draft import Draft, make_draft
 from xfer.plan.explain import PlanSummary
-from xfer.plan.flow import spread
+from xfer.plan.flow import Flow
 from xfer.plan.inventory import Inventory
 from xfer.plan.options import PlanOptions
 from xfer.plan.schedule import Schedule, schedule
@@ -54,15 +53,16 @@ def plan_replica(
     (too many dims).
     """
     options = options or PlanOptions()
-    return finish(make_draft(catalog, sources, takers, options), plan_key(catalog, sources, takers, options), options)
+    draft = make_draft(catalog, sources, takers, options)
+    return finish(draft, Deal(draft, options), plan_key(catalog, sources, takers, options), options)
 
 
 class Drafts:
-    """The drafts last used, shared by the plans of several replicas. Thread-safe: whoever comes second waits for it."""
+    """What was drafted last, shared by the plans of several replicas. Thread-safe: whoever comes second waits for it."""
 
-    def __init__(self, keep: int = 1):
-        self.keep = keep
-        self._made: OrderedDict[str, Draft] = OrderedDict()
+    def __init__(self) -> None:
+        self._draft: tuple[str, Draft] | None = None
+        self._deal: tuple[str, Deal] | None = None
         self._lock = threading.Lock()
 
     def plan(
@@ -71,29 +71,21 @@ class Drafts:
         """As plan_replica."""
         sides = [i.digest() for i in sources], [i.digest() for i in takers]
         draft_key = key_of(catalog.digest(), *sides, options.for_draft())
+        deal_key = col.digest([draft_key, b"" if options.site is None else options.site.to_bytes()])
         with self._lock:
-            draft = self._made.pop(draft_key, None) or make_draft(catalog, sources, takers, options)
-            self._made[draft_key] = draft
-            while len(self._made) > self.keep:
-                self._made.popitem(last=False)
-        return finish(draft, key_of(catalog.digest(), *sides, options), options)
+            if self._draft is None or self._draft[0] != draft_key:
+                self._draft = draft_key, make_draft(catalog, sources, takers, options)
+            if self._deal is None or self._deal[0] != deal_key:
+                self._deal = deal_key, Deal(self._draft[1], options)
+            draft, deal = self._draft[1], self._deal[1]
+        return finish(draft, deal, key_of(catalog.digest(), *sides, options), options)
 
 
-def finish(draft: Draft, key: str, options: PlanOptions) -> SubPlan:
-    """The sub-plan of one replica from a draft that was made with options of equal `for_draft()`. LayoutError when the
-    site places other ranks.
+def finish(draft: Draft, deal: Deal, key: str, options: PlanOptions) -> SubPlan:
+    """The sub-plan of one replica. Draft and deal were made with options of equal `for_draft()`, the deal on the same
+    site.
     """
-    if options.site is not None:
-        placed = len(options.site.trainers), len(options.site.replicas[options.replica])
-        if placed != (draft.trainers, draft.workers):
-            raise LayoutError(
-                "the site does not place these ranks",
-                [
-                    f"it has {placed[0]} trainers and {placed[1]} workers of replica {options.replica}; there are "
-                    f"{draft.trainers} and {draft.workers}"
-                ],
-            )
-    shares = _shares(draft, options)
+    shares = deal.shares(options)
     pair_src, pair_dst, pair_bytes = _pairs(shares)
     when = schedule(
         pair_src, pair_dst, pair_bytes, message=options.message_bytes, per_rank=options.wave_bytes,
@@ -125,35 +117,56 @@ class _Shares:
     end: np.ndarray
 
 
-def _shares(draft: Draft, options: PlanOptions) -> _Shares:
-    unit, stream = options.align_bytes, draft.stream
-    ends = np.append(stream.start, int(stream.nbytes.sum()))
-    demands, base = [], []
-    for g, (a, b) in enumerate(zip(stream.group_first[:-1], stream.group_first[1:])):
-        begin, end = int(ends[a]), int(ends[b])
-        for taker in stream.group_takers[g]:
-            demands.append(Demand(stream.group_holders[g], taker, -(-(end - begin) // unit), stream.group_cost[g]))
-            base.append((begin, end))
-    if options.site is None:
-        shares = balance(demands, draft.trainers)
-    else:
-        site, mine = options.site, options.replica
-        alike = [i for i, r in enumerate(site.replicas) if len(r) == draft.workers]
-        workers = np.array([site.replicas[i] for i in alike], np.int64)
-        shares = spread(demands, np.array(site.trainers, np.int64), workers, alike.index(mine), site.fabric.links, unit)
-    rows = [
-        (
-            s.sender,
-            demands[s.demand].taker,
-            base[s.demand][0] + s.begin * unit,
-            min(base[s.demand][1], base[s.demand][0] + s.end * unit),
+class Deal:
+    """Who sends what to the replicas of a draft. LayoutError when the options' site places other ranks."""
+
+    def __init__(self, draft: Draft, options: PlanOptions) -> None:
+        unit, stream = options.align_bytes, draft.stream
+        ends = np.append(stream.start, int(stream.nbytes.sum()))
+        self._demands: list[Demand] = []
+        self._base: list[tuple[int, int]] = []  # where a demand's bytes begin and end in the stream
+        for g, (a, b) in enumerate(zip(stream.group_first[:-1], stream.group_first[1:])):
+            begin, end = int(ends[a]), int(ends[b])
+            for taker in stream.group_takers[g]:
+                units = -(-(end - begin) // unit)
+                self._demands.append(Demand(stream.group_holders[g], taker, units, stream.group_cost[g]))
+                self._base.append((begin, end))
+        self._flow: Flow | None = None
+        if options.site is None:
+            self._rows = self._columns(balance(self._demands, draft.trainers), unit)
+            return
+        placed = len(options.site.trainers), len(options.site.replicas[options.replica])
+        if placed != (draft.trainers, draft.workers):
+            raise LayoutError(
+                "the site does not place these ranks",
+                [
+                    f"it has {placed[0]} trainers and {placed[1]} workers of replica {options.replica}; there are "
+                    f"{draft.trainers} and {draft.workers}"
+                ],
+            )
+        self._alike = [i for i, r in enumerate(options.site.replicas) if len(r) == draft.workers]
+        self._flow = Flow(
+            self._demands,
+            np.array(options.site.trainers, np.int64),
+            np.array([options.site.replicas[i] for i in self._alike], np.int64),
+            options.site.fabric.links,
+            unit,
         )
-        for s in shares
-    ]
-    columns = np.array(sorted(rows), np.int64).reshape(-1, 4)
-    return _Shares(
-        columns[:, 0].astype(np.int32), columns[:, 1].astype(np.int32), columns[:, 2].copy(), columns[:, 3].copy()
-    )
+
+    def shares(self, options: PlanOptions) -> _Shares:
+        if self._flow is None:
+            return self._rows
+        return self._columns(self._flow.shares(self._alike.index(options.replica)), options.align_bytes)
+
+    def _columns(self, shares: Sequence[Share], unit: int) -> _Shares:
+        demand = np.array([s.demand for s in shares], np.int64)
+        src = np.array([s.sender for s in shares], np.int32)
+        dst = np.array([d.taker for d in self._demands], np.int32)[demand]
+        begin, end = np.array(self._base, np.int64).reshape(-1, 2)[demand].T
+        first = begin + unit * np.array([s.begin for s in shares], np.int64)
+        last = np.minimum(end, begin + unit * np.array([s.end for s in shares], np.int64))
+        order = np.lexsort((last, first, dst, src))
+        return _Shares(src[order], dst[order], first[order], last[order])
 
 
 def _pairs(shares: _Shares) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

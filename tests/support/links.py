@@ -1,0 +1,105 @@
+"""The sender choice as a linear programme for HiGHS, and random fabrics: what tests judge plan/flow.py by.
+
+The programme is written from demands and paths alone, over all replicas, with every link of every path in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from hypothesis import strategies as st
+
+from xfer.plan.balance import Demand, Share
+from xfer.plan.fabric import Fabric, Host, Nic, Site
+
+UNIT = 512
+G = 10**9
+
+
+def least_busiest(site: Site, demands: Sequence[Demand]) -> float:
+    """Seconds of the busiest link when senders are chosen as well as they can be."""
+    from scipy.optimize import linprog
+    from scipy.sparse import coo_matrix
+
+    links, trainers = site.fabric.links, np.array(site.trainers)
+    width = np.array([len(d.holders) for d in demands])
+    holder = np.concatenate([d.holders for d in demands]).astype(np.int64)
+    demand = np.repeat(np.arange(len(demands)), width)
+    worker = np.array([d.taker for d in demands])[demand] - len(trainers)
+    path = np.concatenate([links.paths(trainers[holder], np.array(r)[worker]) for r in site.replicas])
+    column = np.arange(len(path))
+    on = path >= 0
+    cost = 1e6 * UNIT / links.rate[path[on]]  # in microseconds, so that tolerances of the solver are small ones
+    below = coo_matrix(
+        (np.append(cost, -np.ones(len(links))),
+         (np.append(path[on], np.arange(len(links))),
+          np.append(np.repeat(column, on.sum(axis=1)), np.full(len(links), len(path))))),
+        shape=(len(links), len(path) + 1),
+    )  # fmt: skip
+    which = np.concatenate([demand + i * len(demands) for i in range(len(site.replicas))])
+    equal = coo_matrix((np.ones(len(path)), (which, column)), shape=(which[-1] + 1, len(path) + 1))
+    units = np.tile([d.units for d in demands], len(site.replicas))
+    goal = np.zeros(len(path) + 1)
+    goal[-1] = 1
+    return linprog(goal, below, np.zeros(len(links)), equal, units, method="highs").fun / 1e6
+
+
+def seconds(site: Site, demands: Sequence[Demand], shares: Sequence[Sequence[Share]]) -> np.ndarray:
+    """float64 [links]: what `shares` (one list per replica) put on each link."""
+    links, load = site.fabric.links, np.zeros(len(site.fabric.links), np.int64)
+    for gpus, mine in zip(site.replicas, shares, strict=True):
+        sender = np.array([site.trainers[s.sender] for s in mine], np.int64)
+        taker = np.array([gpus[demands[s.demand].taker - len(site.trainers)] for s in mine], np.int64)
+        load += links.loads(sender, taker, np.array([s.end - s.begin for s in mine], np.int64) * UNIT)
+    return links.seconds(load)
+
+
+@st.composite
+def fabrics(draw) -> Fabric:
+    hosts = []
+    for h in range(draw(st.integers(1, 4))):
+        n = draw(st.integers(1, 6))
+        gpus = draw(st.permutations(range(n)))
+        k, m = draw(st.integers(1, min(2, n))), draw(st.integers(1, n))
+        nics = [
+            Nic(tuple(range(n))[i::m], draw(st.sampled_from([12, 25, 50])) * G, draw(st.integers(0, 2)))
+            for i in range(m)
+        ]
+        hosts.append(
+            Host(
+                f"h{h}", tuple(tuple(sorted(gpus[i::k])) for i in range(k)), draw(st.sampled_from([100, 400])) * G,
+                tuple(nics), draw(st.sampled_from([20, 60])) * G, draw(st.sampled_from([0, 1000])) * G,
+            )
+        )  # fmt: skip
+    return Fabric(tuple(hosts), draw(st.sampled_from([0, 30, 100])) * G, draw(st.sampled_from(["nvlink", "spine"])))
+
+
+@st.composite
+def sites(draw) -> Site:
+    """Trainers and replicas of one size anywhere, perhaps on the same GPUs."""
+    fabric = draw(fabrics())
+    every = st.permutations(range(fabric.gpus))
+    trainers = draw(st.integers(1, fabric.gpus))
+    workers = draw(st.integers(1, min(4, fabric.gpus)))
+    replicas = draw(st.integers(1, fabric.gpus // workers))
+    at = draw(every)
+    return Site(
+        fabric,
+        tuple(draw(every)[:trainers]),
+        tuple(tuple(at[i * workers : (i + 1) * workers]) for i in range(replicas)),
+    )
+
+
+@st.composite
+def problems(draw) -> tuple[Site, list[Demand]]:
+    """A site, and what each worker of a replica wants of which holders."""
+    site = draw(sites())
+    n = len(site.trainers)
+    demands = []
+    for _ in range(draw(st.integers(1, 8))):
+        holders = tuple(sorted(draw(st.lists(st.integers(0, n - 1), min_size=1, max_size=n, unique=True))))
+        units = draw(st.one_of(st.integers(1, 2000), st.integers(1000, 100_000), st.integers(1000, 100_000)))
+        takers = draw(st.lists(st.integers(0, len(site.replicas[0]) - 1), min_size=1, unique=True))
+        demands += [Demand(holders, n + t, units) for t in sorted(takers)]
+    return site, demands
