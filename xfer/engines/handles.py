@@ -140,9 +140,8 @@ class Handle(ABC):
         self._call("init", timeout, info=dict(info))
 
     def pause(self, timeout: float) -> None:
-        with self._sequence(timeout) as left:
-            if not self._paused:
-                self._call("pause", left(), done=lambda: setattr(self, "_paused", True))
+        # Also when our last pause still stands, as far as we know: who resumed a torn engine by force did not tell us.
+        self._call("pause", timeout, done=lambda: setattr(self, "_paused", True))
 
     def resume(self, timeout: float) -> None:
         with self._sequence(timeout) as left:
