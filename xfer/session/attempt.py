@@ -14,7 +14,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from xfer.errors import DeadlineExceeded, EngineLost, PlanMismatch, VerificationError, XferError
+from xfer.errors import DeadlineExceeded, EngineLost, PeerLost, PlanMismatch, VerificationError, XferError
 from xfer.session import messages as m
 from xfer.session.bounds import SETTLE_GRACE_S, STOP_GRACE_S
 from xfer.session.run import Run, checksum_violations, differences, outcome_of, waiting_for
@@ -256,8 +256,14 @@ class Attempt:
         self.hub.at(time.monotonic() + SETTLE_GRACE_S, late)
 
     def _settled(self, run: Run, msg: m.Settled) -> None:
-        if run.state != "settling":
+        if run.over:
             return
+        if run.state != "settling":
+            # It had no word from here for so long that it presumed the worst: whatever we do, its part is over.
+            gave_up = f"replica {run.replica.index}: its controller gave up waiting for the decision"
+            self.abort(run, DeadlineExceeded(gave_up, [f"waiting for {w}" for w in waiting_for(self, run)]))
+            run.error = run.error or DeadlineExceeded(gave_up)  # it was decided, and nothing can be taken back
+            run.dirty = run.dirty or not msg.serving
         run.settled, run.state = msg, "over"
         run.replica.dirty = run.dirty and not msg.serving
         if msg.version:
@@ -270,9 +276,13 @@ class Attempt:
     def lost(self, replica: Replica, error: XferError) -> None:
         """A process of the replica is gone (the hub has told its other processes)."""
         run = self.runs.get(replica.index)
-        if run is None or run.over:
+        if run is None or run.over and run.error is None:
             return
+        if isinstance(run.error, EngineLost):  # its controller told first that something died; this says who
+            run.error = PeerLost(error.message, (*error.violations, str(run.error)), where=error.where)
         run.error = run.error or error
+        if run.over:
+            return
         wire = m.WireError.of(error, "rendezvous")
         self.hub.broadcast(self.hub.domain(replica), m.Abort(replica.index, self.number, replica.epoch, wire))
         if replica.controller is not None:

@@ -167,21 +167,26 @@ class Channel:
             raise ProtocolError(f"{self.label} announced a frame of {size} bytes, over the limit of {MAX_FRAME}")
         return decode(self._read(size))
 
-    def send(self, message: Message) -> None:
-        """Raises PeerLost when the connection is gone or the peer does not read for SEND_S."""
+    def send(self, message: Message, seconds: float = SEND_S) -> None:
+        """Raises PeerLost when the connection is gone or the peer does not read for `seconds`; it is closed then."""
         body = encode(message)
         data = memoryview(struct.pack("<I", len(body)) + body)
-        until = time.monotonic() + SEND_S
-        with self._lock:
-            try:
-                while data:
-                    try:
-                        data = data[self._sock.send(data) :]
-                    except BlockingIOError:
-                        self._wait(True, until)
-            except (OSError, ConnectionError, ValueError) as e:
-                self.close()
-                raise PeerLost(f"cannot send {type(message).__name__} to {self.label}: {e}") from None
+        until = time.monotonic() + seconds
+        mine = self._lock.acquire(timeout=seconds)  # not `with`: who holds it may be waiting for the same peer
+        try:
+            if not mine:
+                raise TimeoutError("peer does not read")
+            while data:
+                try:
+                    data = data[self._sock.send(data) :]
+                except BlockingIOError:
+                    self._wait(True, until)
+        except (OSError, ConnectionError, ValueError) as e:
+            self.close()
+            raise PeerLost(f"cannot send {type(message).__name__} to {self.label}: {e}") from None
+        finally:
+            if mine:
+                self._lock.release()
 
     def close(self) -> None:
         if not self._closed.is_set():

@@ -245,14 +245,15 @@ class Controller:
         return lost
 
     def _decision(self, arm: m.Arm) -> tuple[m.Commit | m.Settle, list[m.Failed]]:
-        until, lost = time.monotonic() + arm.deadline_s + STOP_GRACE_S + SETTLE_GRACE_S, []
+        due, lost = time.monotonic() + arm.deadline_s, []
         try:
             while True:
                 message = self._party.take(
                     (m.Commit, m.Settle, m.Failed),
-                    until,
+                    due + STOP_GRACE_S + SETTLE_GRACE_S,
                     "the decision",
                     lambda x: isinstance(x, m.Failed) or x.attempt == arm.attempt,
+                    due,
                 )
                 if not isinstance(message, m.Failed):
                     return message, lost

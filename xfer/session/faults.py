@@ -4,8 +4,9 @@ XFER_FAULT_FILE is set.
     XFER_FAULT="worker:1:moving:kill"       role : rank : point : action, several separated by commas
     XFER_FAULT="trainer:2:enter:hang@2"     @N: only at the Nth time this point is passed (default: every time)
 
-Actions: kill (SIGKILL to itself), hang (sleeps for XFER_FAULT_HANG_S, default 3600 s), raise (RuntimeError), digest and
-checksum (the caller asks `wants` and corrupts its own value). Points: see the callers of `point` and `wants`.
+Actions: kill (SIGKILL to itself), stop (SIGSTOP to itself, until somebody sends SIGCONT), hang (sleeps for
+XFER_FAULT_HANG_S, default 3600 s), raise (RuntimeError), digest and checksum (the caller asks `wants` and corrupts its
+own value). Points: see the callers of `point` and `wants`.
 
 XFER_FAULT_FILE names a file whose text stands for XFER_FAULT's and is read anew at every point, so that a test can
 fault a process that runs already. Passes are counted anew whenever the file was written.
@@ -62,6 +63,8 @@ def point(role: str, rank: int, where: str) -> None:
     for action in _actions(role, rank, where):
         if action == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
+        elif action == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
         elif action == "hang":
             time.sleep(float(os.environ.get("XFER_FAULT_HANG_S", "3600")))
         elif action == "raise":

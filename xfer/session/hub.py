@@ -76,7 +76,8 @@ class Hub:
             now = time.monotonic()
             due = [f for t, f in self._timers if t <= now]
             self._timers = [(t, f) for t, f in self._timers if t > now]
-            for f in (event, *due):
+            # What is due goes first: if this process was stopped, deadlines have passed that all others have acted on.
+            for f in (*due, event):
                 try:
                     f()
                 except Exception as e:  # a bug here must not leave everyone waiting for their deadlines
@@ -362,7 +363,9 @@ class Hub:
         error, trainer = msg.error.error(), client.hello.role == "trainer"
         if trainer and msg.replica < 0 and msg.attempt in self.finished:
             return
-        if self.attempt is not None and 0 < msg.attempt < self.attempt.number:
+        if msg.attempt and msg.attempt < (
+            self.attempt.number if self.attempt is not None else max(self.finished, default=0) + 1
+        ):
             return  # of an attempt that is over: its outcome has been told
         if self.attempt is not None and msg.attempt > self.attempt.number and trainer:
             return self.early_failure(msg.attempt, error)
@@ -463,6 +466,9 @@ class Hub:
     def _on_Progress(self, client: Client, msg: m.Progress) -> None:
         client.progress = msg
 
+    def _on_Ping(self, client: Client, _: m.Ping) -> None:
+        client.send(m.Pong())
+
     def _on_StatusAsk(self, client: Client, _: m.StatusAsk) -> None:
         client.send(status(self))
 
@@ -474,6 +480,6 @@ _SENDERS: dict[type, tuple[str, ...]] = {
     m.Specs: ("trainer",), m.InventoryMsg: _BOTH, m.Planned: _BOTH, m.LinkOpen: _BOTH, m.Prepare: ("trainer",), m.Enter: ("trainer",),
     m.Ready: ("trainer",),    m.Armed: ("worker",), m.Progress: _BOTH, m.Done: _BOTH, m.Committed: ("worker",), m.Stopped: ("worker",),
     m.Settled: ("controller",), m.Failed: ("trainer", "worker", "controller"), m.Leave: _ALL, m.StoreSet: _BOTH, m.StoreGet: _BOTH,
-    m.StoreAdd: _BOTH, m.StoreCheck: _BOTH, m.StatusAsk: _ALL, m.Release: ("trainer",), m.RoutesClosed: ("worker",),
+    m.StoreAdd: _BOTH, m.StoreCheck: _BOTH, m.Ping: _ALL, m.StatusAsk: _ALL, m.Release: ("trainer",), m.RoutesClosed: ("worker",),
 }  # fmt: skip
 """Which role may send what. A message that is not listed comes from the hub only."""

@@ -315,6 +315,7 @@ class Lane:
             )
         )
         self.done_attempt = go.attempt
+        self.party.stirred()
 
     def _brought(self, r: routes.RouteReport) -> tuple[m.RouteBytes, ...]:
         wire = "nccl" if self.side.device.type == "cuda" else "gloo"

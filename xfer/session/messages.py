@@ -17,7 +17,7 @@ from msgspec import Meta, Struct
 
 from xfer.errors import ProtocolError, XferError, from_wire
 
-WIRE_VERSION = 4
+WIRE_VERSION = 5
 MAX_FRAME = 1 << 30
 """Bytes of one control frame; an inventory of a 30 B model's rank is about 1.5 MB."""
 MAX_STORE_VALUE = 1 << 16
@@ -396,6 +396,14 @@ class Leave(_Message):
     """client -> hub: I am going on purpose."""
 
 
+class Ping(_Message):
+    """client -> hub: are you there? Asked only by who has waited past a deadline of the hub's."""
+
+
+class Pong(_Message):
+    """hub -> client, from the thread that decides: what else was due has been sent before it."""
+
+
 # ---- the store, for communicators that want one
 
 
@@ -456,7 +464,7 @@ Message = (
     Hello | Welcome | Refused | Specs | CatalogMsg | InventoryMsg | PlanInputs | Planned | OpenLink | LinkOpen | ReplicaReady
     | Prepare | Enter | Ready | Arm | Armed | Go | Progress | Done | Drained | Commit | Committed | Abort
     | Stopped | Settle | Settled | Failed | Release | CloseRoutes | RoutesClosed | Released
-    | Outcome | Leave | StoreSet | StoreGet | StoreAdd | StoreCheck | StoreReply | StatusAsk | StatusReply
+    | Outcome | Leave | Ping | Pong | StoreSet | StoreGet | StoreAdd | StoreCheck | StoreReply | StatusAsk | StatusReply
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()

@@ -10,13 +10,15 @@ import os
 import platform
 import queue
 import socket
+import threading
 import time
 from collections.abc import Callable
 from typing import TypeVar
 
 from xfer.errors import DeadlineExceeded, HandshakeError, PeerLost, XferError
 from xfer.session import messages as m
-from xfer.session.channel import dial
+from xfer.session.bounds import SILENCE_S
+from xfer.session.channel import SEND_S, dial
 from xfer.session.lane import Lane
 from xfer.session.store import Replies
 
@@ -61,6 +63,8 @@ class Party:
         self.inbox: queue.Queue[m.Message | XferError] = queue.Queue()
         self.on_lane: Callable[[int], Lane | None] = self.lanes.get
         self.lost: PeerLost | None = None
+        self._heard = 0.0  # monotonic time of the hub's last word
+        self._news = threading.Condition()
         self.channel = dial(rendezvous, token, deadline_s)
         self.channel.start(self._sort, self._end)
         self.send(
@@ -84,19 +88,36 @@ class Party:
             raise answer.error.error()
         self.welcome = answer
 
-    def send(self, message: m.Message) -> None:
+    def send(self, message: m.Message, seconds: float = SEND_S) -> None:
         if self.lost is not None:
             raise self.lost
-        self.channel.send(message)
+        self.channel.send(message, seconds)
 
-    def try_send(self, message: m.Message) -> None:
+    def try_send(self, message: m.Message, seconds: float = SEND_S) -> None:
         """For last words: the peer may be gone already."""
         try:
-            self.send(message)
+            self.send(message, seconds)
         except PeerLost:
             pass
 
+    def stirred(self) -> None:
+        """Something changed that `wait_for` may be waiting for."""
+        with self._news:
+            self._news.notify_all()
+
+    def wait_for(self, condition: Callable[[], bool], until: float) -> bool:
+        """Whether `condition` came true by monotonic `until`. Looked at after every message and every `Done` of a lane."""
+        with self._news:
+            return self._news.wait_for(condition, max(0.0, until - time.monotonic()))
+
     def _sort(self, message: m.Message) -> None:
+        self._heard = time.monotonic()
+        self._put(message)
+        self.stirred()
+
+    def _put(self, message: m.Message) -> None:
+        if isinstance(message, m.Pong):
+            return
         if isinstance(message, m.StoreReply):
             self.replies.put(message)
             return
@@ -124,17 +145,34 @@ class Party:
         for lane in list(self.lanes.values()):
             lane.cancel(self.lost, None)
         self.inbox.put(self.lost)
+        self.stirred()
 
     def take(
-        self, kinds: tuple[type[M], ...], until: float, what: str, match: Callable[[M], bool] = lambda _: True
+        self,
+        kinds: tuple[type[M], ...],
+        until: float,
+        what: str,
+        match: Callable[[M], bool] = lambda _: True,
+        due: float | None = None,
     ) -> M:
-        """Next inbox message of these kinds; others are dropped. Raises PeerLost when the hub is gone."""
+        """Next inbox message of these kinds; others are dropped. Raises PeerLost when the hub is gone.
+
+        due: monotonic time from which on the hub is asked whether it lives, by default SILENCE_S before `until`. A hub
+        whose process is stopped or stuck keeps its connections; DeadlineExceeded names it after SILENCE_S without a word.
+        """
+        due, asked = until - SILENCE_S if due is None else due, 0.0
         while True:
-            left = until - time.monotonic()
-            if left <= 0:
-                raise DeadlineExceeded(f"no answer in time: {what}", where=self.label)
+            now = time.monotonic()
+            silent = self._heard < asked
+            if now >= until or silent and now - asked >= SILENCE_S:
+                why = "trainer 0: its process, which has the rendezvous in it, does not answer"
+                deaf = silent and now - asked >= SILENCE_S / 2
+                raise DeadlineExceeded(f"no answer in time: {what}", [why] if deaf else [], where=self.label)
+            if now >= due and not silent and now - asked >= 1.0:
+                asked = now
+                self.try_send(m.Ping(), SILENCE_S)
             try:
-                message = self.inbox.get(timeout=min(left, 1.0))
+                message = self.inbox.get(timeout=min(until - now, max(due - now, 0.05), 1.0))
             except queue.Empty:
                 continue
             if isinstance(message, XferError):

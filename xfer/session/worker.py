@@ -166,11 +166,11 @@ class WorkerSession:
             )
         return self._lane_
 
-    def _fail(self, e: BaseException) -> None:
+    def _fail(self, e: BaseException, attempt: int = 0) -> None:
         self.error = e if isinstance(e, XferError) else XferError(f"{type(e).__name__}: {e}")
         logger.error("xfer: replica %d worker %d: %s", self.replica, self.index, self.error)
         if self._party is not None:
-            self._party.try_send(m.Failed(m.WireError.of(self.error, self._party.label), replica=self.replica))
+            self._party.try_send(m.Failed(m.WireError.of(self.error, self._party.label), attempt, self.replica))
 
     # ---- Side, for the lane
 
@@ -211,7 +211,7 @@ class WorkerSession:
         try:
             self._receive(attempt, deadline_s)
         except Exception as e:
-            self._fail(e)
+            self._fail(e, attempt)
             lane = self._lane_
             if lane is not None:
                 lane.cancel(self.error, None)
@@ -222,13 +222,15 @@ class WorkerSession:
     def _receive(self, attempt: int, deadline_s: float) -> None:
         if self._party is None or not self.joined:
             raise self.error or PeerLost("this worker never joined")
-        party, until = self._party, time.monotonic() + deadline_s + STOP_GRACE_S
+        party, due = self._party, time.monotonic() + deadline_s
         self.model.synchronize()
         inventory = self._refresh()
         faults.point("worker", self.index, "arm")
         party.send(m.Armed(attempt, inventory, self._generation, self._lane_.rebound()))
         while True:
-            message = party.take((m.Commit, m.Abort, m.Failed, m.CatalogMsg), until, "the decision of this refit")
+            message = party.take(
+                (m.Commit, m.Abort, m.Failed, m.CatalogMsg), due + STOP_GRACE_S, "the decision of this refit", due=due
+            )
             if isinstance(message, m.CatalogMsg):
                 self._read(message)
             elif isinstance(message, m.Failed):
