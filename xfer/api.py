@@ -45,7 +45,10 @@ class Refit:
         return self._session.version
 
     def prepare(self) -> None:
-        """Arm the engines for the next refit now: for loops that know that no request will be waiting."""
+        """Arm the engines for the next refit now: for loops that know that no request will be waiting.
+
+        They serve again at connect()'s deadline when no rank calls before. One that does has that deadline at most.
+        """
         self._session.prepare()
 
     def release(self) -> None:
@@ -201,8 +204,9 @@ def nccl_xfer_refit(
 ) -> RefitReport:
     """Move this trainer's current weights into every engine replica. Called by every trainer rank, right after `step()`.
 
-    version: label that the engines report from then on; default 1, 2, 3, …; all ranks must pass the same. verify: checksum what
-    was sent against what lies in the engines, before the commit. wait: "commit" returns when the replicas serve the version;
+    version: label that the engines report from then on; all ranks must pass the same. Default: the number after the highest
+    that a connected engine has had: 1, 2, 3, …, and none twice when trainers restart. verify: checksum what was sent
+    against what lies in the engines, before the commit. wait: "commit" returns when the replicas serve the version;
     "sources" as soon as this rank's storage is no longer read (the outcome is raised or reported by the next call).
     min_replicas: raise only if fewer committed; default all. deadline_s: default connect()'s.
 

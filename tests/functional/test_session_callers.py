@@ -179,3 +179,84 @@ def test_a_message_that_the_other_end_would_refuse_is_not_sent():
     assert (
         "surrogates" in m.decode(m.encode(m.Failed(m.WireError.of(ValueError("surrogates \udcff"), "x")))).error.message
     )
+
+
+def armed(w: World, updates: int) -> bool:
+    until = time.monotonic() + 10
+    while w.engines[0].log.count("update") < updates and time.monotonic() < until:
+        time.sleep(0.005)
+    return w.engines[0].log.count("update") == updates
+
+
+def given_up(w: World) -> None:
+    until = time.monotonic() + 15
+    while w.sessions[0]._hub.attempt is not None and time.monotonic() < until:
+        time.sleep(0.005)
+    assert w.sessions[0]._hub.attempt is None
+
+
+@pytest.mark.parametrize("wait", ["commit", "sources"])
+def test_a_prepare_that_nobody_followed_costs_the_next_refit_nothing(wait):
+    """The engine goes back to work at the deadline, and neither the number nor the label is used up."""
+    with World(trainers=2, deadline_s=2.0) as w:
+        good(w.refit(1, deadline_s=20.0))
+        for n in (2, 3):
+            w.sessions[n % 2].prepare()
+            assert armed(w, n)
+            given_up(w)
+            assert not w.engines[0].paused and w.engines[0].label == "1"
+        report = good(w.refit(2, deadline_s=20.0, wait=wait))
+        assert report.version == "2"
+        assert good(w.refit(3, deadline_s=20.0)).version == "3"
+        right(w, 3)
+
+
+def test_a_call_that_comes_while_a_prepare_is_being_given_up_is_served():
+    with World(trainers=2, deadline_s=2.0) as w:
+        good(w.refit(1, deadline_s=20.0))
+        resume, settling = w.engines[0].resume, threading.Event()
+        w.engines[0].resume = lambda timeout: (settling.set(), time.sleep(0.5), resume(timeout))
+        w.sessions[0].prepare()
+        assert settling.wait(15)
+        early = threading.Thread(target=lambda: out.extend(w.refit(2, ranks=[0], deadline_s=20.0)))
+        out: list = []
+        early.start()
+        time.sleep(0.1)
+        w.sessions[1].prepare()  # while it is being given up, too
+        hub = w.sessions[0]._hub
+        while hub.attempt is None or hub.attempt.number == 2:
+            time.sleep(0.005)
+        out += w.refit(ranks=[1], deadline_s=20.0)
+        early.join()
+        good(out)
+        right(w, 2)
+        assert [r.version for r in out] == ["2", "2"]
+
+
+def test_a_refit_may_come_at_the_end_of_the_time_that_was_prepared_for():
+    with World(trainers=1, deadline_s=4.0) as w:
+        good(w.refit(1))
+        w.sessions[0].prepare()
+        time.sleep(2.5)
+        w.sources[0].drain = lambda: time.sleep(3.0)  # beyond the deadline of the prepare
+        good(w.refit(2))
+        right(w, 2)
+
+
+def test_labels_go_on_from_what_the_engines_have_had():
+    """Failed calls use up none; those of the caller count; trainers that restart begin after them."""
+    with World(trainers=2) as w:
+        assert good(w.refit(1)).version == "1"
+        w.sources[0].fail = RuntimeError("boom")
+        failed(w.refit(2), e.XferError, w, 10, time.monotonic(), "boom")
+        w.sources[0].fail = None
+        assert [good(w.refit(2, version=v)).version for v in (None, 7, "step", None)] == ["2", "7", "step", "8"]
+        for s in reversed(w.sessions):
+            s.close()
+        for c in w.controllers:
+            c.close()
+        engine, w.engines, w.controllers = w.engines[0], [], []
+    assert engine.label == "8"
+    with World(trainers=1, engines=[engine]) as w:
+        assert good(w.refit(3)).version == "9" == engine.label
+        right(w, 3)

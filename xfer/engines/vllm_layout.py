@@ -60,7 +60,7 @@ class EngineModel:
         drop: Sequence[str] = (),
     ):
         self.vllm_config, self.model, self.device = vllm_config, model, device
-        self.keep, self.drop = tuple(keep), tuple(drop)
+        self.keep, self.drop, self.version = tuple(keep), tuple(drop), ""
         self._live: Storages | None = None
         self._layout: EngineLayout | None = None
         self._tensors: Mapping[str, torch.Tensor] = {}

@@ -29,7 +29,7 @@ class Attempt:
 
     MESSAGES = (m.Armed, m.Done, m.Committed, m.Stopped, m.Settled)
 
-    def __init__(self, hub: Hub, number: int, deadline_s: float):
+    def __init__(self, hub: Hub, number: int, deadline_s: float, prepared: bool):
         self.hub, self.number = hub, number
         self.entered: dict[int, m.Enter] = {}
         self.drained: dict[int, m.Ready] = {}
@@ -37,7 +37,11 @@ class Attempt:
         self.began = time.monotonic()
         self.version = ""
         self.verify = False
+        self.called = False  # by some trainer: its call is used up by this attempt, whatever becomes of it
+        self.abandoned = False  # nobody called in time: whoever does now gets the next attempt
         self.deadline_s = deadline_s
+        # The deadline of one that was prepared begins anew with the first call: engines are armed for both.
+        self.armed_s = deadline_s + (hub.options.deadline_s if prepared else 0.0)
 
     # ---- starting
 
@@ -71,17 +75,19 @@ class Attempt:
                 and r.state not in ("joining", "planning", "linking")
             ):
                 run.told = True
-                r.controller.send(m.Arm(self.number, self.deadline_s))
+                r.controller.send(m.Arm(self.number, self.armed_s))
 
     def _deadline(self, seconds: float) -> None:
         self.until = self.began + seconds
         self.hub.at(self.until, self._late)
 
     def enter(self, client: Client, msg: m.Enter) -> None:
+        self.called = True
         if not self.entered:
-            self.version, self.verify = msg.version, msg.verify
-            self.deadline_s, self.began = msg.deadline_s, time.monotonic()
-            self._deadline(msg.deadline_s)
+            self.version, self.verify = msg.version or self.hub.next_label(), msg.verify
+            armed_until, self.began = self.began + self.armed_s, time.monotonic()
+            self.deadline_s = min(msg.deadline_s, armed_until - self.began)
+            self._deadline(self.deadline_s)
         self.entered[client.hello.index] = msg
         if len(self.entered) == self.hub.options.trainers:
             if odd := differences(self.entered):
@@ -89,6 +95,8 @@ class Attempt:
             self.finish_if_over()  # no replica was there to begin with
 
     def ready(self, client: Client, msg: m.Ready) -> None:
+        if client.hello.index not in self.entered:
+            return
         self.drained[client.hello.index] = msg
         if len(self.drained) == self.hub.options.trainers:
             self.hub.settle_catalog()
@@ -182,6 +190,7 @@ class Attempt:
             )
             return
         run.verified = self.verify
+        self.hub.had(self.version)
         run.state, run.decided_at = "committing", time.monotonic()
         self.hub.at(run.decided_at + STOP_GRACE_S, lambda: self._install_late(run))
         self.hub.broadcast(run.replica.workers.values(), m.Commit(run.replica.index, self.number, self.version))
@@ -311,6 +320,7 @@ class Attempt:
     def _late(self) -> None:
         if self.hub.attempt is not self or time.monotonic() < self.until:
             return
+        self.abandoned = not self.called
         for run in list(self.runs.values()):
             if run.state in ("arming", "moving"):
                 self.abort(
@@ -328,13 +338,14 @@ class Attempt:
     def finish_if_over(self) -> None:
         for run in self.runs.values():
             # While it is arming it may yet read, however late the replica joins: no trainer may take it for done.
-            if run.state != "arming" and not run.readers and not run.drained:
+            if self.called and run.state != "arming" and not run.readers and not run.drained:
                 run.drained = True
-                self.hub.broadcast(self.hub.trainers.values(), m.Drained(run.replica.index, self.number))
+                said = m.Drained(run.replica.index, self.number, self.version)
+                self.hub.broadcast(self.hub.trainers.values(), said)
         if self.hub.attempt is not self or not all(run.over for run in self.runs.values()):
             return
         outcomes = tuple(outcome_of(self, run) for run in self.runs.values())
-        self.hub.end(m.Outcome(self.number, self.version, outcomes))
+        self.hub.end(m.Outcome(self.number, self.version, outcomes, void=not self.called))
 
     # ---- telling
 

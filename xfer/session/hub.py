@@ -49,7 +49,7 @@ class Hub:
         self.store, self.planning = KeyValues(), Planning(self)
         self._timers: list[tuple[float, Callable[[], None]]] = []
         self._events: queue.Queue[Callable[[], None] | None] = queue.Queue()
-        self._prepared = 0
+        self._prepared = self._label = 0
         self._thread = threading.Thread(target=self._think, name="xfer-hub", daemon=True)
         self.at(time.monotonic() + options.deadline_s, self._check_trainers)
         self.door = Door(rendezvous, token, self._admit)
@@ -172,6 +172,7 @@ class Hub:
         elif h.role == "worker":
             replica.workers[h.index] = client
             replica.dirty = replica.dirty or h.holds != "whole"
+            self.had(h.version)
             if self.catalog is not None:
                 client.send(m.CatalogMsg(self.catalog.to_bytes(), self.generation))
         if self.failure is not None:
@@ -369,6 +370,8 @@ class Hub:
             return  # of an attempt that is over: its outcome has been told
         if self.attempt is not None and msg.attempt > self.attempt.number and trainer:
             return self.early_failure(msg.attempt, error)
+        if self.attempt is not None and trainer and msg.replica < 0:
+            self.attempt.called = True
         targets = [self.replicas[msg.replica]] if msg.replica in self.replicas else list(self.replicas.values())
         if not trainer:
             targets = [self.replicas[client.hello.replica]]
@@ -397,13 +400,24 @@ class Hub:
 
     # ---- refits
 
+    def had(self, version: str) -> None:
+        """Some engine has had this version: no later one gets its number."""
+        if version.isdecimal() and len(version) < 19:
+            self._label = max(self._label, int(version))
+
+    def next_label(self) -> str:
+        return str(self._label + 1)
+
     def _on_Prepare(self, client: Client, msg: m.Prepare) -> None:
-        if msg.attempt in self.finished:
+        number = msg.attempt
+        while number in self.finished and self.finished[number].void:
+            number += 1  # it has been prepared before, in vain
+        if number in self.finished:
             return
         if self.attempt is None:
-            self.begin(msg.attempt, self.options.deadline_s)
-        else:
-            self._prepared = msg.attempt  # the last refit is still being settled: armed right after it
+            self.begin(number, self.options.deadline_s, True)
+        elif self.attempt.abandoned or number > self.attempt.number:
+            self._prepared = max(number, self.attempt.number + 1)  # what is being settled goes first
 
     def _on_Enter(self, client: Client, msg: m.Enter) -> None:
         if msg.attempt in self.finished:
@@ -420,16 +434,17 @@ class Hub:
             client.send(m.Outcome(msg.attempt, msg.version, (), m.WireError.of(self.failure, "rendezvous")))
             return
         self.begin(msg.attempt, msg.deadline_s)
-        self.attempt.enter(client, msg)
+        if not self.attempt.abandoned:  # else its outcome, which comes soon, sends the caller on
+            self.attempt.enter(client, msg)
 
     def _on_Ready(self, client: Client, msg: m.Ready) -> None:
         self.take_changes(client, msg, msg.specs)
         if self.attempt is not None and self.attempt.number == msg.attempt:
             self.attempt.ready(client, msg)
 
-    def begin(self, number: int, deadline_s: float) -> None:
+    def begin(self, number: int, deadline_s: float, prepared: bool = False) -> None:
         if self.attempt is None:
-            self.attempt = Attempt(self, number, deadline_s)
+            self.attempt = Attempt(self, number, deadline_s, prepared)
             self.attempt.start()
 
     def end(self, outcome: m.Outcome) -> None:
@@ -437,11 +452,11 @@ class Hub:
         self.attempt = None
         self.finished[outcome.attempt] = outcome
         self.store.forget(f"x{outcome.attempt}/")  # where trainers met in it
-        for old in [k for k in self.finished if k < outcome.attempt - 8]:
+        for old in [k for k in self.finished if k < outcome.attempt - 64]:
             del self.finished[old]
         self.broadcast(self.trainers.values(), outcome)
         if self._prepared > outcome.attempt:
-            self.begin(self._prepared, self.options.deadline_s)
+            self.begin(self._prepared, self.options.deadline_s, True)
         self._prepared = 0
 
     # ---- the store: only introduces peers to each other's data addresses

@@ -86,6 +86,7 @@ class Hello(_Message):
     settings: Annotated[tuple[tuple[Name, Name], ...], Meta(max_length=64)] = ()
     holds: Holds = "whole"  # worker
     session_open: bool = False  # worker: an earlier controller opened an update that it did not finish
+    version: Annotated[str, Meta(max_length=256)] = ""  # worker: label of the last refit that it installed
 
 
 class Welcome(_Message):
@@ -180,7 +181,7 @@ class Prepare(_Message):
 
 class Enter(_Message):
     """trainer -> hub: nccl_xfer_refit() was called with these arguments. Sent before anything that may wait for other
-    ranks, so that the hub's deadline runs and its error can say who has not called."""
+    ranks, so that the hub's deadline runs and its error can say who has not called. `version` empty: the hub numbers it."""
 
     attempt: Count
     version: Name
@@ -276,6 +277,7 @@ class Drained(_Message):
 
     replica: Count
     attempt: Count
+    version: Name
 
 
 class Commit(_Message):
@@ -366,12 +368,14 @@ class OutcomeMsg(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Outcome(_Message):
-    """hub -> trainers: the attempt is over everywhere."""
+    """hub -> trainers: the attempt is over everywhere. `void`: it was prepared and nobody called in time; a call that
+    comes for it goes on with the next number."""
 
     attempt: Count
     version: Name
     outcomes: Annotated[tuple[OutcomeMsg, ...], Meta(max_length=65536)]
     error: WireError | None = None
+    void: bool = False
 
 
 class Release(_Message):

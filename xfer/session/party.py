@@ -53,11 +53,13 @@ class Party:
         settings: tuple[tuple[str, str], ...] = (),
         holds: m.Holds = "whole",
         session_open: bool = False,
+        version: str = "",
     ):
         self.label = {"trainer": f"trainer {index}", "worker": f"replica {replica} worker {index}"}.get(
             role, f"replica {replica} {role}"
         )
         self.lanes: dict[int, Lane] = {}
+        self.named = (0, "")  # an attempt, and the version that the hub calls it
         self.drained: dict[int, int] = {}  # replica -> last attempt of which the hub said `Drained`
         self.replies = Replies()
         self.inbox: queue.Queue[m.Message | XferError] = queue.Queue()
@@ -80,6 +82,7 @@ class Party:
                 settings,
                 holds,
                 session_open,
+                version,
             )  # fmt: skip
         )
         answer = self.take((m.Welcome, m.Refused), time.monotonic() + deadline_s, "the rendezvous' welcome")
@@ -127,8 +130,11 @@ class Party:
                 lane.cancel(message.error.error(), message.epoch)
         elif isinstance(message, m.Drained):
             self.drained[message.replica] = message.attempt
+            self.named = (message.attempt, message.version)
             return
         elif isinstance(message, m.PlanInputs | m.OpenLink | m.Go | m.CloseRoutes):
+            if isinstance(message, m.Go):
+                self.named = (message.attempt, message.version)
             lane = self.on_lane(message.replica)
             if lane is not None:
                 lane.post(message)

@@ -36,26 +36,32 @@ class RefitCall:
         self.began, self.until = time.perf_counter(), time.monotonic() + call.seconds
         self.ends = self.until + CALL_GRACE_S
         self.number = 0
+        self._entered = self._told = False  # whether the hub knows of this attempt; whether its outcome was asked for
 
     @property
     def label(self) -> str:
         return self.party.label
 
     def run(self) -> RefitReport:
-        self.number = self.session.next_attempt()
-        self._enter()
-        if self.call.wait == "sources" and self._wait_for_sources():
-            self.session.pending = self
-            return self._report(self._version(), (), pending=True)
-        return self.finish()
+        while True:
+            self.number = self.session.next_attempt()
+            self._enter()
+            if self.call.wait == "sources" and self._wait_for_sources():
+                self.session.pending = self
+                return self._report(self._version(), (), pending=True)
+            outcome = self._outcome()
+            if not outcome.void:  # else this one was prepared and given up before anybody called
+                return self._conclude(outcome)
 
     # ---- going in
 
     def _enter(self) -> None:
         session, call = self.session, self.call
+        self._entered = self._told = False
         try:
             faults.point("trainer", session.index, "enter")
-            self.party.send(m.Enter(self.number, self._version(), call.verify, call.want, call.seconds))
+            self.party.send(m.Enter(self.number, call.version, call.verify, call.want, call.seconds))
+            self._entered = True
             if self._made_whole():
                 specs, inventory = session.refresh()
                 rebound = any(lane.rebound() for lane in self.party.lanes.values())
@@ -68,6 +74,9 @@ class RefitCall:
         except Exception as e:
             error = e if isinstance(e, XferError) else XferError(f"{type(e).__name__}: {e}", where=self.label)
             self.party.try_send(m.Failed(m.WireError.of(error, self.label), self.number))
+            if self._entered and not self._told:
+                with contextlib.suppress(XferError):
+                    self._outcome()  # or the next call could come while this attempt is still being undone
             if error is e:
                 raise
             raise error from e
@@ -127,6 +136,7 @@ class RefitCall:
         return self.party.drained.get(replica, 0) >= self.number and (lane is None or lane.wait_idle(0.0))
 
     def _outcome(self) -> m.Outcome:
+        self._told = True
         while True:
             try:
                 message = self.party.take(
@@ -168,7 +178,9 @@ class RefitCall:
 
     def finish(self) -> RefitReport:
         """Wait for the outcome and report it; raises what became of it."""
-        outcome = self._outcome()
+        return self._conclude(self._outcome())
+
+    def _conclude(self, outcome: m.Outcome) -> RefitReport:
         if outcome.error is not None:
             raise outcome.error.error()
         if not self._idle():
@@ -204,7 +216,8 @@ class RefitCall:
 
     def _version(self) -> str:
         """What the hub calls this refit, when there is no outcome yet."""
-        return self.call.version or str(self.number)
+        attempt, version = self.party.named
+        return version if attempt == self.number else self.call.version
 
     def _report(self, version: str, outcomes: tuple[ReplicaOutcome, ...], pending: bool = False) -> RefitReport:
         lanes = [lane for lane in self.party.lanes.values() if lane.plan is not None]

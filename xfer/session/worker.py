@@ -36,6 +36,8 @@ class Taker(Protocol):
 
     device: torch.device
     drop: tuple[str, ...]
+    version: str
+    """Label of the last refit that was installed, whatever connection brought it. Kept here for a session."""
 
     @property
     def holds(self) -> m.Holds:
@@ -109,6 +111,7 @@ class WorkerSession:
             settings=(("data plane", "nccl" if self.device.type == "cuda" else "gloo"),),
             holds=self.model.holds,
             session_open=self._session_open,
+            version=self.model.version,
         )
         self._party.on_lane = self._lane
         self.model.drop = (*self.model.drop, *self._party.welcome.drop)
@@ -242,6 +245,7 @@ class WorkerSession:
                 self._lane_.wait_idle(STOP_GRACE_S)
                 self.model.release_lock()
                 self.model.synchronize()
+                self.model.version = message.version
                 party.send(m.Committed(self.replica, attempt))
                 return
             else:
