@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -122,6 +123,46 @@ def test_a_holder_idles_only_where_it_would_make_no_link_less_busy(problem):
             members = [j for j, e in enumerate(demands) if e.holders == d.holders]
             if len(members) == 1 and idle:  # several demands of one set may share its holders out among themselves
                 assert min(level[k] for k in idle) >= 0.9 * most
+
+
+def test_the_choice_does_not_depend_on_the_vector_instructions_of_a_machine():
+    """A second process computes the same shares with all of numpy's run-time dispatch switched off."""
+    from numpy._core._multiarray_umath import __cpu_dispatch__, __cpu_features__
+
+    used = [f for f in __cpu_dispatch__ if __cpu_features__.get(f)]
+    if not used:
+        pytest.skip("numpy has only its base instructions here")
+    seen = [
+        subprocess.run(
+            [sys.executable, "-c", "from tests.unit.test_plan_fabric import fixed_choice; print(fixed_choice())"],
+            capture_output=True, text=True, check=True, timeout=120, cwd=Path(__file__).resolve().parents[2],
+            env={**os.environ, "NPY_DISABLE_CPU_FEATURES": " ".join(off)},
+        ).stdout
+        for off in ([], used)
+    ]  # fmt: skip
+    assert seen[0] == seen[1] and len(seen[0]) > 1000
+
+
+def fixed_choice() -> str:
+    """Shares of a few problems whose numbers divide badly."""
+    out = []
+    for seed in range(8):
+        rng = np.random.default_rng(seed)
+        fabric = Fabric.uniform(
+            6, 8, nvlink=396_123_456_789, nic=48_333_333_331, spine=97_777_777_777, cross_rail="spine"
+        )
+        at = rng.permutation(48).tolist()
+        site = Site(fabric, tuple(at[:24]), tuple(tuple(at[24 + 8 * r : 32 + 8 * r]) for r in range(3)))
+        demands = [
+            Demand(
+                tuple(sorted(rng.choice(24, n, replace=False).tolist())),
+                24 + int(rng.integers(8)),
+                int(rng.integers(1e6)),
+            )
+            for n in rng.integers(1, 24, 40)
+        ]
+        out.append([(s.demand, s.sender, s.begin) for shares in all_shares(site, demands) for s in shares])
+    return str(out)
 
 
 def planned_row(name: str):
