@@ -19,9 +19,13 @@ import struct
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from xfer.errors import LayoutError
 from xfer.trace.fragment import TensorSpec
+
+if TYPE_CHECKING:
+    import torch
 
 MAX_HEADER = 100 << 20
 """The limit that safetensors itself sets."""
@@ -35,8 +39,8 @@ _SAFETENSORS = {
 def canonical_specs(config: str | os.PathLike | Mapping, dtype: str | None = None) -> tuple[TensorSpec, ...]:
     """Specs of the model that `config` (a folder with config.json, or its contents) describes, sorted by name.
 
-    `dtype`: of every tensor; default the config's own, else bfloat16. `lm_head.weight` is left out where the config
-    ties it.
+    `dtype`: of every tensor; default the config's own, else bfloat16. Of tensors that the model ties, the first stands
+    for all.
     """
     if not isinstance(config, Mapping):
         config = json.loads((Path(config) / "config.json").read_text())
@@ -56,16 +60,23 @@ def _of_json(config: str, dtype: str | None) -> tuple[TensorSpec, ...]:
     keyword = "dtype" if int(transformers.__version__.split(".")[0]) >= 5 else "torch_dtype"
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(hf, **{keyword: getattr(torch, kind)})
-    state = dict(model.state_dict())
+    state = _once_each(model.state_dict())
     try:  # transformers 5 fuses experts in memory; a checkpoint has them apart
         from transformers.core_model_loading import revert_weight_conversion
     except ImportError:
         pass
     else:
         state = revert_weight_conversion(model, state)
-    tied = bool(getattr(hf.get_text_config(), "tie_word_embeddings", False))
-    specs = [TensorSpec(n, tuple(t.shape), str(t.dtype).removeprefix("torch.")) for n, t in state.items()]
-    return tuple(sorted(s for s in specs if not (tied and s.name == "lm_head.weight")))
+    specs = (TensorSpec(n, tuple(t.shape), str(t.dtype).removeprefix("torch.")) for n, t in state.items())
+    return tuple(sorted(specs))
+
+
+def _once_each(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Without the names of tensors that came before under another one: ties, which a checkpoint holds once."""
+    first: dict[tuple, str] = {}
+    for name, t in state.items():
+        first.setdefault((t.untyped_storage()._cdata, t.storage_offset(), t.shape), name)
+    return {name: state[name] for name in first.values()}
 
 
 def checkpoint_specs(folder: str | os.PathLike) -> tuple[TensorSpec, ...]:

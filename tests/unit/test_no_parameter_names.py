@@ -1,0 +1,63 @@
+"""Nothing in xfer decides by what a parameter is called: layouts are read from the frameworks' own code.
+
+Every string in the package's code is looked at, except docstrings, sentences (messages for people) and xfer/testing,
+whose toy checkpoints must give their tensors names.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parents[2] / "xfer"
+PART = re.compile(
+    r"proj|norm|embed|lm_?head|expert|qkv|gate|mlp|attn|attention|linear|a_log|conv1d|(^|[._])(weight|bias|scale)$|router"
+    r"|mixer|w13|kv_[ab]|q_[ab]|layers?\b|decoder|backbone|output_layer",
+    re.I,
+)
+"""Parts of the names of all families in docs/architectures.md, in Hugging Face's, vLLM's and Megatron's spelling."""
+ALLOWED = {
+    ("engines/meta_model.py", "static_all_moe_layers"),  # a field of vLLM's compilation config
+    ("engines/meta_model.py", "determine_expert_map"),  # a function of vLLM
+    ("engines/vllm_layout.py", "UnquantizedLinearMethod"),  # classes of vLLM
+    ("engines/vllm_layout.py", "UnquantizedEmbeddingMethod"),
+    ("engines/vllm_layout.py", "word_embeddings_untied_by_checkpoint"),  # flags of configs
+    ("trainers/megatron.py", "share_embeddings_and_output_weights"),
+    ("trainers/megatron.py", "shared_embedding"),  # Megatron's mark on a tied copy
+    ("trainers/megatron.py", "output_layer"),  # the module of a Megatron model, to cut a padded vocabulary
+}
+
+
+def strings(source: str) -> list[tuple[int, str]]:
+    """(line, text) of string constants that are code: no docstrings, nothing with a space in it."""
+    tree = ast.parse(source)
+    alone = {id(n.value) for n in ast.walk(tree) if isinstance(n, ast.Expr)}
+    found = [n for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str)]
+    return [(n.lineno, n.value) for n in found if id(n) not in alone and " " not in n.value]
+
+
+def suspects(path: Path) -> list[tuple[int, str]]:
+    return [(line, text) for line, text in strings(path.read_text()) if PART.search(text)]
+
+
+FILES = [p for p in sorted(PACKAGE.rglob("*.py")) if "testing" not in p.parts]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_no_name_of_a_parameter_is_in_the_code(path):
+    name = str(path.relative_to(PACKAGE))
+    bad = [f"{name}:{line}: {text!r}" for line, text in suspects(path) if (name, text) not in ALLOWED]
+    assert not bad, "read it from the framework instead, or say in ALLOWED why it is no parameter's name"
+
+
+def test_what_is_allowed_is_still_needed():
+    there = {(str(p.relative_to(PACKAGE)), text) for p in FILES for _, text in suspects(p)}
+    assert sorted(ALLOWED - there) == []
+
+
+def test_the_search_finds_lists_of_names():
+    seeded = 'SUFFIXES = ("q_proj.weight", "experts.", "A_log")\nif name.endswith("lm_head.weight"): pass'
+    assert all(PART.search(text) for _, text in strings(seeded)) and len(strings(seeded)) == 4
