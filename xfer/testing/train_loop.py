@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,7 +47,8 @@ class Trainer:
     Parallel sizes as Megatron names them. `distopt`: distributed optimizer. `overlap`: overlap_grad_reduce and, with `distopt`,
     overlap_param_gather. `provider` keywords are set on Bridge's model provider before it is finalized (uneven
     stages: num_layers_in_first_pipeline_stage=1; padded vocabulary: should_pad_vocab=True, load=False).
-    `lora`: fields of Bridge's own LoRA, which freezes the model and trains adapters (dim, alpha, target_modules, …).
+    `lora`: fields of Bridge's own LoRA, which freezes the model and trains adapters (dim, alpha, target_modules, …), or
+    a function that makes another of Bridge's PEFT methods.
     """
 
     def __init__(
@@ -65,7 +67,7 @@ class Trainer:
         load: bool = True,
         align_param_gather: bool = False,
         bucket_size: int = 50_000,
-        lora: dict | None = None,
+        lora: dict | Callable | None = None,
         **provider: object,
     ):
         self.folder = Path(folder)
@@ -179,7 +181,7 @@ class Trainer:
 
 
 def build_chunks(
-    bridge, *, load: bool = True, ddp: dict | None = None, lora: dict | None = None, **provider: object
+    bridge, *, load: bool = True, ddp: dict | None = None, lora: dict | Callable | None = None, **provider: object
 ) -> list[torch.nn.Module]:
     """Model chunks of this rank, every feature that needs a GPU off. `ddp`: DistributedDataParallelConfig fields, or
     None for unwrapped chunks. `lora`: as in Trainer. Needs Megatron's process groups of the same sizes."""
@@ -206,7 +208,8 @@ def build_chunks(
     if lora is not None:
         from megatron.bridge.peft.lora import LoRA
 
-        p.register_pre_wrap_hook(lambda chunks: LoRA(**lora)(chunks, training=True))  # after the checkpoint is loaded
+        peft = lora() if callable(lora) else LoRA(**lora)
+        p.register_pre_wrap_hook(lambda chunks: peft(chunks, training=True))  # after the checkpoint is loaded
     return p.provide_distributed_model(
         ddp_config=DistributedDataParallelConfig(**ddp) if ddp else None,
         wrap_with_ddp=bool(ddp),
