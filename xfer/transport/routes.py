@@ -205,7 +205,7 @@ def open_link(store, rank: int, size: int, seconds: float, device: torch.device,
     if device.type == "cuda":
         mine = str(torch.cuda.get_device_properties(device).uuid).encode()
         exchange = exchange_over_store(store, rank, size, "device")
-        devices = [*exchange(mine, range(size)).values()] if rank == 0 else [mine]
+        devices = [*exchange(mine, range(size) if rank == 0 else ()).values()]
         if any_rank(len(set(devices)) < len(devices), rank, size, exchange):
             raise Unsupported(
                 "some bytes cannot be pulled, and NCCL cannot carry them: ranks share a GPU",
