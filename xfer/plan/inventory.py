@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -83,6 +83,13 @@ class Inventory:
         self.content()
         return self._memo[1]
 
+    def at(self, rank: int, host: str = "") -> Inventory:
+        """The same layout as that of another rank of this side."""
+        out = replace(self, rank=rank, host=host)
+        self.content()
+        out._memo.extend(self._memo)
+        return out
+
     def to_bytes(self) -> bytes:
         return msgspec.msgpack.encode(_Envelope(self.rank, self.host, self.content()))
 
@@ -97,6 +104,11 @@ class Inventory:
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as e:
             raise ProtocolError(f"inventory: {e}") from e
         return _decode(env, body)
+
+    @classmethod
+    def from_content(cls, content: bytes) -> Inventory:
+        """What `content` encodes, as that of rank 0. ProtocolError as `from_bytes`."""
+        return cls.from_bytes(msgspec.msgpack.encode(_Envelope(0, "", content)))
 
 
 def trainer_inventory(

@@ -1,4 +1,5 @@
-"""Every control message, typed. Encoding, size limits and field checks live here; sockets, state and meaning do not.
+"""Every control message, typed, and their coding with its size limits. Sockets, state and meaning do not live here; the
+messages about layouts and plans are in plan_messages.py, what messages are made of in wire.py.
 
 A message is a tagged `msgspec.Struct`; what does not decode to exactly one of them is a `ProtocolError` and ends the
 connection. Nothing is ever unpickled or evaluated. Blobs (catalogs, inventories) are opaque bytes here and are decoded by
@@ -15,64 +16,46 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Struct
 
-from xfer.errors import ProtocolError, XferError, from_wire
+from xfer.errors import ProtocolError
+from xfer.session.plan_messages import (
+    CatalogMsg,
+    Holds,
+    InventoryMsg,
+    Layout,
+    LayoutAsk,
+    Layouts,
+    LayoutsAsk,
+    LinkOpen,
+    OpenLink,
+    PlanInputs,
+    Planned,
+    ReplicaReady,
+    Roll,
+    RollAsk,
+    Specs,
+)
+from xfer.session.wire import (
+    MAX_FRAME,
+    Blob,
+    Bytes64,
+    Count,
+    Name,
+    Seconds,
+    StoreKey,
+    StoreValue,
+    Text,
+    WireError,
+    WireMessage,
+)
 
 WIRE_VERSION = 5
-MAX_FRAME = 1 << 30
-"""Bytes of one control frame; an inventory of a 30 B model's rank is about 1.5 MB."""
-MAX_STORE_VALUE = 1 << 16
-
-Name = Annotated[str, Meta(max_length=256)]
-Text = Annotated[str, Meta(max_length=1 << 16)]
-Count = Annotated[int, Meta(ge=0, lt=1 << 31)]
-Bytes64 = Annotated[int, Meta(ge=0, le=(1 << 62))]
-Seconds = Annotated[float, Meta(ge=0.0, lt=1e9)]
-Blob = Annotated[bytes, Meta(max_length=MAX_FRAME)]
-StoreKey = Annotated[str, Meta(max_length=256)]
-StoreValue = Annotated[bytes, Meta(max_length=MAX_STORE_VALUE)]
-
 _STORE_KEY = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./:\-]{0,255}")
-
-
-def _plain(text: str) -> str:
-    """Any text as one that can be encoded: file names and foreign errors may hold lone surrogates."""
-    return text.encode("utf-8", "replace").decode()
-
-
-class _Message(Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Base of all messages; the tag is the class name."""
-
-
-class WireError(Struct, frozen=True, forbid_unknown_fields=True):
-    """An `XferError` as plain strings."""
-
-    kind: Name
-    message: Text
-    violations: Annotated[tuple[Text, ...], Meta(max_length=4096)] = ()
-    where: Name = ""
-
-    @classmethod
-    def of(cls, error: BaseException, where: str) -> WireError:
-        """Foreign exceptions travel as XferError with their class name; texts are cut to what a frame may hold."""
-        if isinstance(error, XferError):
-            kind, message, violations, at = error.to_wire()
-        else:
-            kind, message, violations, at = "XferError", f"{type(error).__name__}: {error}", (), ""
-        kind, message, at, *violations = (_plain(t) for t in (kind, message, at or where, *violations[:1000]))
-        return cls(kind[:256], message[:60000], tuple(v[:8000] for v in violations), at[:256])
-
-    def error(self) -> XferError:
-        return from_wire(self.kind, self.message, self.violations, self.where)
 
 
 # ---- introduction
 
 
-Holds = Annotated[str, Meta(pattern="^(whole|mix|nothing)$")]
-"""Weights of a worker: of one version; of two, after a refit that failed; or only the random ones it was started with."""
-
-
-class Hello(_Message):
+class Hello(WireMessage):
     """First message of every client. `index`: trainer rank, or worker rank inside its replica; 0 for others."""
 
     wire_version: int
@@ -89,7 +72,7 @@ class Hello(_Message):
     version: Annotated[str, Meta(max_length=256)] = ""  # worker: label of the last refit that it installed
 
 
-class Welcome(_Message):
+class Welcome(WireMessage):
     """hub -> client. `drop`: globs of canonical names that no engine needs to take."""
 
     trainers: Count
@@ -97,89 +80,20 @@ class Welcome(_Message):
     drop: Annotated[tuple[Name, ...], Meta(max_length=4096)] = ()
 
 
-class Refused(_Message):
+class Refused(WireMessage):
     error: WireError
-
-
-# ---- layouts and plans
-
-
-class Specs(_Message):
-    """trainer -> hub: canonical tensors that this rank's export touches, as an encoded partial catalog."""
-
-    catalog: Blob
-
-
-class CatalogMsg(_Message):
-    """hub -> trainer, worker: the union over all trainer ranks."""
-
-    catalog: Blob
-    generation: Count
-
-
-class InventoryMsg(_Message):
-    inventory: Blob
-    generation: Count
-
-
-class PlanInputs(_Message):
-    """hub -> domain: plan this replica from these inventories (joint rank order)."""
-
-    replica: Count
-    epoch: Count
-    trainers: Annotated[tuple[Blob, ...], Meta(max_length=65536)]
-    workers: Annotated[tuple[Blob, ...], Meta(max_length=65536)]
-    hosts: Annotated[tuple[Name, ...], Meta(max_length=131072)]
-    drop: Annotated[tuple[Name, ...], Meta(max_length=4096)] = ()
-    narrow: Annotated[tuple[Name, ...], Meta(max_length=4096)] = ()
-    bucket_bytes: Bytes64 = 0
-    deadline_s: Seconds = 600.0
-
-
-class Planned(_Message):
-    replica: Count
-    epoch: Count
-    digest: Name
-    seconds: Seconds
-    bytes_in: Bytes64 = 0
-    bytes_out: Bytes64 = 0
-
-
-class OpenLink(_Message):
-    """hub -> domain: digests agree; open the data link of this epoch, and the routes over it. `fresh` False: the link
-    of the last epoch stands, only the routes are opened again, since some rank's storages lie elsewhere now."""
-
-    replica: Count
-    epoch: Count
-    fresh: bool = True
-
-
-class LinkOpen(_Message):
-    replica: Count
-    epoch: Count
-
-
-class ReplicaReady(_Message):
-    """hub -> domain, controller: this replica has a plan and a link. Unless it `holds` one whole version, it may not
-    serve before its next commit."""
-
-    replica: Count
-    epoch: Count
-    digest: Name
-    holds: Holds = "whole"
-    session_open: bool = False
 
 
 # ---- one refit
 
 
-class Prepare(_Message):
+class Prepare(WireMessage):
     """trainer -> hub: arm the engines early."""
 
     attempt: Count
 
 
-class Enter(_Message):
+class Enter(WireMessage):
     """trainer -> hub: nccl_xfer_refit() was called with these arguments. Sent before anything that may wait for other
     ranks, so that the hub's deadline runs and its error can say who has not called. `version` empty: the hub numbers it."""
 
@@ -190,7 +104,7 @@ class Enter(_Message):
     deadline_s: Seconds
 
 
-class Ready(_Message):
+class Ready(WireMessage):
     """trainer -> hub: drained and synchronized; my storage holds the version.
 
     `specs`: only when what this rank exports changed; an inventory then follows the new catalog. `inventory`: only when its
@@ -205,14 +119,14 @@ class Ready(_Message):
     rebound: bool = False  # same layout, but what the routes were opened for lies elsewhere now
 
 
-class Arm(_Message):
+class Arm(WireMessage):
     """hub -> controller: stop serving and enter the receive call."""
 
     attempt: Count
     deadline_s: Seconds
 
 
-class Armed(_Message):
+class Armed(WireMessage):
     """worker -> hub: inside the receive call. `inventory`: empty unless the layout changed."""
 
     attempt: Count
@@ -221,7 +135,7 @@ class Armed(_Message):
     rebound: bool = False
 
 
-class Go(_Message):
+class Go(WireMessage):
     """hub -> domain: move version `version` now."""
 
     replica: Count
@@ -232,7 +146,7 @@ class Go(_Message):
     deadline_s: Seconds
 
 
-class Progress(_Message):
+class Progress(WireMessage):
     replica: Count
     attempt: Count
     phase: Name
@@ -256,7 +170,7 @@ class RouteBytes(Struct, frozen=True, forbid_unknown_fields=True):
     seconds: Seconds
 
 
-class Done(_Message):
+class Done(WireMessage):
     """domain -> hub: my part of the program has run. From a worker: it reads no trainer's storage any more."""
 
     replica: Count
@@ -271,7 +185,7 @@ class Done(_Message):
     routes: Annotated[tuple[RouteBytes, ...], Meta(max_length=8)] = ()
 
 
-class Drained(_Message):
+class Drained(WireMessage):
     """hub -> trainers: nobody of this replica reads your storage in this attempt any more, or its part in it is over
     and nobody will. What your own lane still sends is yours to know."""
 
@@ -280,7 +194,7 @@ class Drained(_Message):
     version: Name
 
 
-class Commit(_Message):
+class Commit(WireMessage):
     """hub -> workers, controller: install and serve `version`."""
 
     replica: Count
@@ -288,14 +202,14 @@ class Commit(_Message):
     version: Name
 
 
-class Committed(_Message):
+class Committed(WireMessage):
     """worker -> hub: the new version lies in live storage, lock released."""
 
     replica: Count
     attempt: Count
 
 
-class Abort(_Message):
+class Abort(WireMessage):
     """hub -> domain: this attempt (or planning epoch) is over for this replica."""
 
     replica: Count
@@ -304,7 +218,7 @@ class Abort(_Message):
     error: WireError
 
 
-class Stopped(_Message):
+class Stopped(WireMessage):
     """worker -> hub, after an abort: nothing of this attempt will be written any more. `dirty`: live bytes were written.
     `drained` False: a kernel of mine may go on reading trainers' storages."""
 
@@ -314,7 +228,7 @@ class Stopped(_Message):
     drained: bool = True
 
 
-class Settle(_Message):
+class Settle(WireMessage):
     """hub -> controller, after an abort: resume when clean, stay paused when dirty."""
 
     attempt: Count
@@ -322,7 +236,7 @@ class Settle(_Message):
     error: WireError
 
 
-class Settled(_Message):
+class Settled(WireMessage):
     """controller -> hub: the attempt is over on the engine's side. `version`: what it serves now, empty when paused."""
 
     attempt: Count
@@ -332,7 +246,7 @@ class Settled(_Message):
     phases: Annotated[tuple[tuple[Name, Seconds], ...], Meta(max_length=32)] = ()
 
 
-class Failed(_Message):
+class Failed(WireMessage):
     """anyone -> hub: I raised. `replica` limits the damage; -1: all replicas."""
 
     error: WireError
@@ -367,7 +281,7 @@ class OutcomeMsg(Struct, frozen=True, forbid_unknown_fields=True):
     readers: Annotated[tuple[Reader, ...], Meta(max_length=65536)] = ()  # began and never said that they ended
 
 
-class Outcome(_Message):
+class Outcome(WireMessage):
     """hub -> trainers: the attempt is over everywhere. `void`: it was prepared and nobody called in time; a call that
     comes for it goes on with the next number."""
 
@@ -378,63 +292,63 @@ class Outcome(_Message):
     void: bool = False
 
 
-class Release(_Message):
+class Release(WireMessage):
     """trainer -> hub: my storages are about to be freed; let every worker unmap them. Answered by `Released`."""
 
 
-class CloseRoutes(_Message):
+class CloseRoutes(WireMessage):
     """hub -> worker: unmap the trainers' storages. Answered by `RoutesClosed`."""
 
     replica: Count
 
 
-class RoutesClosed(_Message):
+class RoutesClosed(WireMessage):
     replica: Count
 
 
-class Released(_Message):
+class Released(WireMessage):
     """hub -> trainer: nobody has your storages mapped any more."""
 
 
-class Leave(_Message):
+class Leave(WireMessage):
     """client -> hub: I am going on purpose."""
 
 
-class Ping(_Message):
+class Ping(WireMessage):
     """client -> hub: are you there? Asked only by who has waited past a deadline of the hub's."""
 
 
-class Pong(_Message):
+class Pong(WireMessage):
     """hub -> client, from the thread that decides: what else was due has been sent before it."""
 
 
 # ---- the store, for communicators that want one
 
 
-class StoreSet(_Message):
+class StoreSet(WireMessage):
     key: StoreKey
     value: StoreValue
 
 
-class StoreGet(_Message):
+class StoreGet(WireMessage):
     """Answered when the key exists."""
 
     call: Count
     key: StoreKey
 
 
-class StoreAdd(_Message):
+class StoreAdd(WireMessage):
     call: Count
     key: StoreKey
     amount: Annotated[int, Meta(gt=-(1 << 31), lt=1 << 31)]
 
 
-class StoreCheck(_Message):
+class StoreCheck(WireMessage):
     call: Count
     keys: Annotated[tuple[StoreKey, ...], Meta(max_length=65536)]
 
 
-class StoreReply(_Message):
+class StoreReply(WireMessage):
     call: Count
     value: StoreValue = b""
     flag: bool = True
@@ -443,7 +357,7 @@ class StoreReply(_Message):
 # ---- observers
 
 
-class StatusAsk(_Message):
+class StatusAsk(WireMessage):
     pass
 
 
@@ -456,7 +370,7 @@ class PartyStatus(Struct, frozen=True, forbid_unknown_fields=True):
     bytes_planned: Bytes64 = 0
 
 
-class StatusReply(_Message):
+class StatusReply(WireMessage):
     attempt: Count
     state: Text
     waiting_for: Annotated[tuple[Name, ...], Meta(max_length=65536)]
@@ -465,7 +379,7 @@ class StatusReply(_Message):
 
 
 Message = (
-    Hello | Welcome | Refused | Specs | CatalogMsg | InventoryMsg | PlanInputs | Planned | OpenLink | LinkOpen | ReplicaReady
+    Hello | Welcome | Refused | Specs | CatalogMsg | InventoryMsg | RollAsk | Roll | LayoutsAsk | Layouts | LayoutAsk | Layout | PlanInputs | Planned | OpenLink | LinkOpen | ReplicaReady
     | Prepare | Enter | Ready | Arm | Armed | Go | Progress | Done | Drained | Commit | Committed | Abort
     | Stopped | Settle | Settled | Failed | Release | CloseRoutes | RoutesClosed | Released
     | Outcome | Leave | Ping | Pong | StoreSet | StoreGet | StoreAdd | StoreCheck | StoreReply | StatusAsk | StatusReply

@@ -1,0 +1,245 @@
+"""How layouts reach whoever plans: announced by digest, published once per class of equal ranks, fetched when needed.
+
+    rank --InventoryMsg(digest)--> hub                                     every rank says what it has
+    hub --PlanInputs(rolls)--> rank --RollAsk--> hub --Roll--> rank        who has what, where: enough to look into the cache
+    rank --LayoutsAsk(roll)--> hub --LayoutAsk(digest)--> one owner --Layout--> hub --Layouts(roll)--> rank
+
+A *roll* lists one side: the digest of each rank's inventory, and its host. The trainers' roll is the same for all
+replicas. All inventories of a roll travel in one compressed stream, made once, so that what the hub sends hardly grows
+with the number of classes. With a plan in the cache of a rank, no inventory travels to it at all.
+
+Here live the hub's half (`Relay`, on its brain thread) and a client's (`Shelf`, shared by its lanes). Not here: what an
+inventory is, what a plan is.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from xfer.errors import DeadlineExceeded, ProtocolError
+from xfer.plan import columns as col
+from xfer.plan.cache import PlanCache
+from xfer.plan.inventory import Inventory
+from xfer.plan.options import PlanOptions
+from xfer.plan.planner import Drafts, SubPlan, key_of
+from xfer.session import messages as m
+from xfer.session.packing import pack, unpack, unpack_one
+
+if TYPE_CHECKING:
+    from xfer.session.roster import Client
+    from xfer.trace.catalog import Catalog
+
+KEPT = 4
+"""Own inventories that a rank can still answer for: the present one, and those of plans that are being made."""
+
+
+def roll_digest(inventories: Sequence[bytes], hosts: Sequence[str]) -> bytes:
+    return col.digest([b"".join(inventories), *hosts]).encode()
+
+
+class Relay:
+    """The hub's half. `owners`: who has announced a digest. `sent`, `received`: bytes of rolls and layouts so far."""
+
+    def __init__(self, owners: Callable[[bytes], Iterable[Client]]):
+        self._owners = owners
+        self._rolls: OrderedDict[bytes, m.Roll] = OrderedDict()
+        self._known: dict[bytes, bytes] = {}  # digest -> content
+        self._packed: dict[bytes, bytes] = {}  # roll -> all its contents
+        self._waiting: dict[bytes, list[Client]] = {}  # roll -> who asked
+        self._asked: dict[bytes, Client] = {}  # digest -> who was asked for it
+        self.sent = self.received = 0
+
+    def roll(self, inventories: Sequence[bytes], hosts: Sequence[str], keep: int) -> bytes:
+        """Digest of the roll of one side. The `keep` latest ones are remembered."""
+        digest = roll_digest(inventories, hosts)
+        self._rolls[digest] = self._rolls.pop(digest, None) or m.Roll(digest, tuple(inventories), tuple(hosts))
+        while len(self._rolls) > keep:
+            old, _ = self._rolls.popitem(last=False)
+            self._packed.pop(old, None)
+            self._waiting.pop(old, None)
+        named = {d for r in self._rolls.values() for d in r.inventories}
+        self._known = {d: c for d, c in self._known.items() if d in named}
+        return digest
+
+    def roll_asked(self, client: Client, msg: m.RollAsk) -> None:
+        roll = self._rolls.get(msg.roll)
+        if roll is not None:  # else the plan that it was for is no longer wanted
+            self.sent += 32 * len(roll.inventories) + sum(map(len, roll.hosts))
+            client.send(roll)
+
+    def layouts_asked(self, client: Client, msg: m.LayoutsAsk) -> None:
+        roll = self._rolls.get(msg.roll)
+        if roll is None:
+            return
+        self._waiting.setdefault(msg.roll, []).append(client)
+        self._ask(roll)
+        self._answer(msg.roll)
+
+    def came(self, client: Client, msg: m.Layout) -> None:
+        """ProtocolError unless it is what it is called: everybody plans from it."""
+        self.received += len(msg.packed)
+        content = unpack_one(msg.packed, f"layout of {client.label}")
+        if col.digest([content]).encode() != msg.inventory:
+            raise ProtocolError(f"{client.label} sent a layout with another digest than it announced")
+        self._known[msg.inventory] = content
+        self._asked.pop(msg.inventory, None)
+        for roll in list(self._waiting):
+            self._answer(roll)
+
+    def gone(self, client: Client) -> None:
+        """Others of its class are asked for what it owed."""
+        for d in [d for d, c in self._asked.items() if c is client]:
+            del self._asked[d]
+        for roll, clients in self._waiting.items():
+            self._waiting[roll] = [c for c in clients if c is not client]
+            self._ask(self._rolls[roll])
+
+    def _ask(self, roll: m.Roll) -> None:
+        for d in dict.fromkeys(roll.inventories):
+            if d not in self._known and d not in self._asked:
+                owner = next(iter(self._owners(d)), None)
+                if owner is not None:
+                    self._asked[d] = owner
+                    owner.send(m.LayoutAsk(d))
+
+    def _answer(self, digest: bytes) -> None:
+        roll = self._rolls[digest]
+        distinct = list(dict.fromkeys(roll.inventories))
+        if not self._waiting.get(digest) or not all(d in self._known for d in distinct):
+            return
+        if digest not in self._packed:
+            self._packed[digest] = pack([self._known[d] for d in distinct])
+        for client in self._waiting.pop(digest):
+            self.sent += len(self._packed[digest])
+            client.send(m.Layouts(digest, self._packed[digest]))
+
+
+class Shelf:
+    """A client's half: what this process knows of everybody's layouts. Thread-safe."""
+
+    def __init__(self, send: Callable[[m.Message], None]):
+        self._send = send
+        self._own: OrderedDict[bytes, Inventory] = OrderedDict()
+        self._rolls: dict[bytes, m.Roll] = {}
+        self._layouts: dict[bytes, dict[bytes, Inventory]] = {}  # roll -> digest -> inventory
+        self._packed: dict[bytes, bytes] = {}  # roll -> not yet unpacked
+        self._asked: set[m.RollAsk | m.LayoutsAsk] = set()
+        self._used: OrderedDict[int, tuple[bytes, bytes]] = OrderedDict()  # replica -> the rolls it was planned from
+        self._came, self._unpacking = threading.Condition(), threading.Lock()
+        self._drafts = Drafts()
+
+    def offer(self, inventory: Inventory) -> bytes:
+        """The digest to announce; the inventory is sent when somebody asks."""
+        digest = inventory.digest().encode()
+        with self._came:
+            self._own[digest] = self._own.pop(digest, inventory)
+            while len(self._own) > KEPT:
+                self._own.popitem(last=False)
+        return digest
+
+    # ---- on the thread that reads the connection
+
+    def take(self, message: m.LayoutAsk | m.Roll | m.Layouts) -> None:
+        with self._came:
+            if isinstance(message, m.Roll):
+                self._rolls[message.roll] = message
+            elif isinstance(message, m.Layouts):
+                self._packed[message.roll] = message.packed
+            self._came.notify_all()
+            own = self._own.get(message.inventory) if isinstance(message, m.LayoutAsk) else None
+        if own is not None:
+            self._send(m.Layout(message.inventory, pack([own.content()])))
+
+    # ---- on a lane's thread
+
+    def plan(
+        self,
+        p: m.PlanInputs,
+        catalog: Catalog,
+        options: PlanOptions,
+        cache: PlanCache | None,
+        check: Callable[[], None],
+    ) -> tuple[SubPlan, tuple[bytes, ...]]:
+        """The sub-plan of these inputs, and the digest of each joint rank's inventory. Without a site in `options` the
+        rolls' hosts are used.
+
+        Raises what planning raises, what `check` raises (called while waiting), DeadlineExceeded, ProtocolError.
+        """
+        until = time.monotonic() + p.deadline_s
+        self._forget_others(p)
+        sides = [self._roll(r, until, check) for r in (p.trainers, p.workers)]
+        if options.site is None:
+            options = replace(options, hosts=(*sides[0].hosts, *sides[1].hosts))
+        digests = [[d.decode() for d in s.inventories] for s in sides]
+        plan = cache.get(key_of(catalog.digest(), *digests, options)) if cache is not None else None
+        if plan is None:
+            plan = self._drafts.plan(catalog, *(self._side(s, until, check) for s in sides), options)
+            if cache is not None:
+                cache.put(plan)
+        return plan, (*sides[0].inventories, *sides[1].inventories)
+
+    def _forget_others(self, p: m.PlanInputs) -> None:
+        """Rolls that no replica's last plan was made from, nor this one will be."""
+        with self._came:
+            self._used[p.replica] = (p.trainers, p.workers)
+            used = {r for rolls in self._used.values() for r in rolls}
+            for held in (self._rolls, self._layouts, self._packed):
+                for roll in held.keys() - used:
+                    del held[roll]
+
+    def _roll(self, roll: bytes, until: float, check: Callable[[], None]) -> m.Roll:
+        with self._came:
+            self._wait(m.RollAsk(roll), lambda: roll in self._rolls, until, check)
+            found = self._rolls[roll]
+        if roll_digest(found.inventories, found.hosts) != roll:
+            raise ProtocolError("the hub sent a roll with another digest than was asked for")
+        return found
+
+    def _side(self, roll: m.Roll, until: float, check: Callable[[], None]) -> list[Inventory]:
+        """Inventories in rank order; ranks of one class share all but their number."""
+        with self._came:
+            here = lambda: roll.roll in self._layouts or roll.roll in self._packed  # noqa: E731
+            self._wait(m.LayoutsAsk(roll.roll), here, until, check)
+        with self._unpacking:  # not under the condition: the thread that reads must not wait for it
+            found = self._layouts.get(roll.roll)
+            if found is None:
+                found = self._layouts[roll.roll] = _unpacked(roll, self._packed.pop(roll.roll))
+        return [found[d].at(i, h) for i, (d, h) in enumerate(zip(roll.inventories, roll.hosts))]
+
+    def _wait(
+        self, ask: m.RollAsk | m.LayoutsAsk, done: Callable[[], bool], until: float, check: Callable[[], None]
+    ) -> None:
+        """Inside the condition. Several lanes may wait for one answer; one of them asks."""
+        asked = False
+        try:
+            while not done():
+                check()
+                if time.monotonic() >= until:
+                    raise DeadlineExceeded(
+                        f"no answer in time: {type(ask).__name__}: another rank has not sent its layout"
+                    )
+                if ask not in self._asked:
+                    asked = True
+                    self._asked.add(ask)
+                    self._send(ask)
+                self._came.wait(min(0.2, max(0.0, until - time.monotonic())))
+        finally:
+            if asked:  # also when this lane is cancelled: then another one asks
+                self._asked.discard(ask)
+
+
+def _unpacked(roll: m.Roll, packed: bytes) -> dict[bytes, Inventory]:
+    distinct, contents = list(dict.fromkeys(roll.inventories)), unpack(packed, "layouts of a roll")
+    if len(contents) != len(distinct):
+        raise ProtocolError(f"{len(contents)} layouts for a roll of {len(distinct)} classes")
+    out = {}
+    for digest, content in zip(distinct, contents):
+        out[digest] = Inventory.from_content(content)
+        if out[digest].digest().encode() != digest:
+            raise ProtocolError("the hub sent a layout with another digest than the roll says")
+    return out

@@ -1,0 +1,44 @@
+"""Encoded layouts for the wire: lists of byte strings in one compressed stream.
+
+Layouts of ranks of one side differ in a few numbers, so a thousand of them in one stream are hardly longer than a few.
+What is unpacked is bounded, whatever the stream says of itself.
+"""
+
+from __future__ import annotations
+
+import lzma
+from collections.abc import Sequence
+
+import msgspec
+
+from xfer.errors import ProtocolError
+
+MAX_UNPACKED = 1 << 30
+"""Bytes of all strings of one stream; those of 4,096 ranks of a model of a trillion parameters are a tenth of that."""
+MEMORY = 64 << 20
+"""Bytes that the decompressor may take beside its output; preset 1 takes 2 MiB."""
+
+_strings = msgspec.msgpack.Decoder(list[bytes])
+
+
+def pack(parts: Sequence[bytes]) -> bytes:
+    return lzma.compress(msgspec.msgpack.encode(list(parts)), preset=1)
+
+
+def unpack(data: bytes, what: str) -> list[bytes]:
+    """What `pack` was given. ProtocolError for anything else."""
+    try:
+        stream = lzma.LZMADecompressor(lzma.FORMAT_XZ, memlimit=MEMORY)
+        raw = stream.decompress(data, MAX_UNPACKED)
+        if not stream.eof or stream.unused_data:
+            raise ValueError(f"cut short, followed by more, or more than {MAX_UNPACKED} bytes")
+        return _strings.decode(raw)
+    except (lzma.LZMAError, msgspec.MsgspecError, ValueError, EOFError) as e:
+        raise ProtocolError(f"{what}: {e}") from e
+
+
+def unpack_one(data: bytes, what: str) -> bytes:
+    parts = unpack(data, what)
+    if len(parts) != 1:
+        raise ProtocolError(f"{what}: {len(parts)} strings where one was expected")
+    return parts[0]

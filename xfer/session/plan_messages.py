@@ -1,0 +1,118 @@
+"""Control messages about layouts, plans and links. Who sends which, and when, is told by layouts.py and planning.py."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta
+
+from xfer.session.wire import Blob, Bytes64, Count, Digest, Name, Seconds, WireMessage
+
+Holds = Annotated[str, Meta(pattern="^(whole|mix|nothing)$")]
+"""Weights of a worker: of one version; of two, after a refit that failed; or only the random ones it was started with."""
+
+
+class Specs(WireMessage):
+    """trainer -> hub: canonical tensors that this rank's export touches, as an encoded partial catalog."""
+
+    catalog: Blob
+
+
+class CatalogMsg(WireMessage):
+    """hub -> trainer, worker: the union over all trainer ranks."""
+
+    catalog: Blob
+    generation: Count
+
+
+class InventoryMsg(WireMessage):
+    inventory: Blob
+    generation: Count
+
+
+class RollAsk(WireMessage):
+    """domain -> hub: answered with the `Roll`."""
+
+    roll: Digest
+
+
+class Roll(WireMessage):
+    """hub -> domain: one side of a replica's domain, in rank order. `roll` is the digest of the rest."""
+
+    roll: Digest
+    inventories: Annotated[tuple[Digest, ...], Meta(max_length=65536)]
+    hosts: Annotated[tuple[Name, ...], Meta(max_length=65536)]
+
+
+class LayoutsAsk(WireMessage):
+    """domain -> hub: answered with `Layouts`, when all of them have come."""
+
+    roll: Digest
+
+
+class Layouts(WireMessage):
+    """hub -> domain: the inventories that a roll names, each once, in order of first appearance (packing.py)."""
+
+    roll: Digest
+    packed: Blob
+
+
+class LayoutAsk(WireMessage):
+    """hub -> one trainer or worker that announced this inventory."""
+
+    inventory: Digest
+
+
+class Layout(WireMessage):
+    """trainer, worker -> hub: the inventory that was asked for (packing.py)."""
+
+    inventory: Digest
+    packed: Blob
+
+
+class PlanInputs(WireMessage):
+    """hub -> domain: plan this replica from these inventories (joint rank order)."""
+
+    replica: Count
+    epoch: Count
+    trainers: Annotated[tuple[Blob, ...], Meta(max_length=65536)]
+    workers: Annotated[tuple[Blob, ...], Meta(max_length=65536)]
+    hosts: Annotated[tuple[Name, ...], Meta(max_length=131072)]
+    drop: Annotated[tuple[Name, ...], Meta(max_length=4096)] = ()
+    narrow: Annotated[tuple[Name, ...], Meta(max_length=4096)] = ()
+    bucket_bytes: Bytes64 = 0
+    deadline_s: Seconds = 600.0
+
+
+class Planned(WireMessage):
+    replica: Count
+    epoch: Count
+    digest: Name
+    seconds: Seconds
+    bytes_in: Bytes64 = 0
+    bytes_out: Bytes64 = 0
+
+
+class OpenLink(WireMessage):
+    """hub -> domain: digests agree; open the data link of this epoch, and the routes over it. `fresh` False: the link
+    of the last epoch stands, only the routes are opened again, since some rank's storages lie elsewhere now."""
+
+    replica: Count
+    epoch: Count
+    fresh: bool = True
+
+
+class LinkOpen(WireMessage):
+    replica: Count
+    epoch: Count
+
+
+class ReplicaReady(WireMessage):
+    """hub -> domain, controller: this replica has a plan and a link. Unless it `holds` one whole version, it may not
+    serve before its next commit."""
+
+    replica: Count
+    epoch: Count
+    digest: Name
+    holds: Holds = "whole"
+    session_open: bool = False
