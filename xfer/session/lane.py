@@ -177,6 +177,7 @@ class Lane:
                 with self._lock:
                     if self._queue.empty():
                         self._idle.set()
+                self.party.stirred()
 
     def _check(self) -> None:
         if self._cancelled is not None:
@@ -315,7 +316,6 @@ class Lane:
             )
         )
         self.done_attempt = go.attempt
-        self.party.stirred()
 
     def _brought(self, r: routes.RouteReport) -> tuple[m.RouteBytes, ...]:
         wire = "nccl" if self.side.device.type == "cuda" else "gloo"

@@ -109,7 +109,7 @@ class Party:
             self._news.notify_all()
 
     def wait_for(self, condition: Callable[[], bool], until: float) -> bool:
-        """Whether `condition` came true by monotonic `until`. Looked at after every message and every `Done` of a lane."""
+        """Whether `condition` came true by monotonic `until`. Looked at after every message, and when a lane has done something."""
         with self._news:
             return self._news.wait_for(condition, max(0.0, until - time.monotonic()))
 

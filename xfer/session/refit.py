@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
 _LAST_S = 1.0
 """Seconds, within the bound, that a rank which was told nothing keeps for stopping its own lanes."""
-_LOOK_S = 0.0005
-"""Seconds between two looks at whether this rank's storages are still read."""
 
 
 class RefitCall:
@@ -114,16 +112,23 @@ class RefitCall:
 
     def _wait_for_sources(self) -> bool:
         """True when this rank's storage is no longer read; False when the outcome says more than that."""
-        while not all(self._unread(r) for r in range(self.session.replicas)):
-            if self._is_over() or time.monotonic() > self.until:
+
+        def free() -> bool:
+            return all(self._unread(r) for r in range(self.session.replicas))
+
+        def asked() -> bool:
+            return any(isinstance(x, m.CatalogMsg) for x in list(self.party.inbox.queue))
+
+        while not free():
+            in_time = self.party.wait_for(lambda: free() or asked() or self._is_over(), self.until)
+            if not in_time or self._is_over():
                 return False
-            if any(isinstance(x, m.CatalogMsg) for x in list(self.party.inbox.queue)):
+            if asked():
                 message = self.party.take((m.CatalogMsg, m.Outcome), self.until, "the catalog")
                 if isinstance(message, m.CatalogMsg):
                     self._answer(message)
                 else:
                     self.party.inbox.put(message)  # looked at in the next round
-            time.sleep(_LOOK_S)
         return True
 
     def _unread(self, replica: int) -> bool:
@@ -140,7 +145,10 @@ class RefitCall:
         while True:
             try:
                 message = self.party.take(
-                    (m.Outcome, m.CatalogMsg, m.Failed), self.ends - _LAST_S, "the outcome of this refit"
+                    (m.Outcome, m.CatalogMsg, m.Failed),
+                    self.ends - _LAST_S,
+                    "the outcome of this refit",
+                    due=self.until,
                 )
             except (DeadlineExceeded, PeerLost) as e:
                 raise self._untold(e) from e
@@ -156,7 +164,10 @@ class RefitCall:
         for lane in lanes:
             lane.cancel(e, None)
         stopped = self._idle()
-        if stopped and not any(lane.free_attempt < self.number <= lane.go_attempt for lane in lanes):
+        # What a stopped lane sends nobody reads any more; what takers pull they may.
+        if stopped and not any(
+            lane.pulled_out and lane.free_attempt < self.number <= lane.go_attempt for lane in lanes
+        ):
             return e
         self.session.keep_alive()
         why = "workers may still read this rank's parameters" if stopped else "a transfer of this rank did not stop"
