@@ -70,12 +70,16 @@ def _sum_tiles(
         unit = tl.load(t + 6)
         total = tl.zeros([BLOCK], tl.uint64)
         if rows == 1:
+            keys = (
+                key + lane.to(tl.uint64) * unit_key
+            )  # stepped on by addition: a 64-bit product costs most of the rest
+            step = unit_key * BLOCK
             for at in range(0, width, BLOCK):
                 c = at + lane
                 keep = c < width
                 x = tl.load(src + (c if DENSE else c * unit), mask=keep)
-                x = _bits(x, OWN, FINAL, AS) + key + c.to(tl.uint64) * unit_key
-                total += tl.where(keep, _mixed(x), tl.zeros([BLOCK], tl.uint64))
+                total += tl.where(keep, _mixed(_bits(x, OWN, FINAL, AS) + keys), tl.zeros([BLOCK], tl.uint64))
+                keys += step
         else:
             row = tl.load(t + 4)
             row_key = tl.load(t + 5).to(tl.uint64, bitcast=True)

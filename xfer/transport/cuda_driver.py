@@ -51,6 +51,13 @@ def allocation(pointer: int) -> Allocation:
     return Allocation(base.value, size.value, identity.value, bool(legacy.value))
 
 
+def identity(pointer: int) -> int:
+    """Of the allocation that an address lies in. DriverError as `allocation`."""
+    found = ctypes.c_uint64()
+    _call("cuPointerGetAttribute", ctypes.byref(found), _BUFFER_ID, ctypes.c_uint64(pointer))
+    return found.value
+
+
 def export(pointer: int) -> bytes:
     """An IPC handle of the whole allocation that the address lies in."""
     handle = _Handle()

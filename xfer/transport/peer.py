@@ -123,18 +123,22 @@ class Export:
 
     def stale(self) -> list[str]:
         """Storages that are not where the offer says any more: one line each. Cheap: asked at every refit."""
-        out = []
+        out, asked = [], set()
         for i, (t, place) in enumerate(zip(self._roots, self._places)):
             if place.allocation < 0:
                 continue
-            shared = self._shared[place.allocation]
-            try:
-                now = driver.allocation(t.data_ptr())
-            except driver.DriverError as e:
-                out.append(f"storage {i}: {e}")
-                continue
-            if (now.identity, t.data_ptr() - now.base) != (shared.identity, place.offset):
-                out.append(f"storage {i}: offered as allocation {shared.identity}, is now {now.identity}")
+            shared, at = self._shared[place.allocation], t.data_ptr()
+            if at != shared.base + place.offset:
+                out.append(f"storage {i}: offered at {shared.base + place.offset:#x}, is now at {at:#x}")
+            elif place.allocation not in asked:  # one storage speaks for all that lie where they were in an allocation
+                asked.add(place.allocation)
+                try:
+                    now = driver.identity(at)
+                except driver.DriverError as e:
+                    out.append(f"storage {i}: {e}")
+                    continue
+                if now != shared.identity:
+                    out.append(f"storage {i}: offered as allocation {shared.identity}, is now {now}")
         return out
 
     def _place(self, t: torch.Tensor) -> Place:
