@@ -379,7 +379,8 @@ class StatusReply(WireMessage):
 
 
 Message = (
-    Hello | Welcome | Refused | Specs | CatalogMsg | InventoryMsg | RollAsk | Roll | LayoutsAsk | Layouts | LayoutAsk | Layout | PlanInputs | Planned | OpenLink | LinkOpen | ReplicaReady
+    Hello | Welcome | Refused | Specs | CatalogMsg | InventoryMsg | RollAsk | Roll | LayoutsAsk | Layouts | LayoutAsk | Layout
+    | PlanInputs | Planned | OpenLink | LinkOpen | ReplicaReady
     | Prepare | Enter | Ready | Arm | Armed | Go | Progress | Done | Drained | Commit | Committed | Abort
     | Stopped | Settle | Settled | Failed | Release | CloseRoutes | RoutesClosed | Released
     | Outcome | Leave | Ping | Pong | StoreSet | StoreGet | StoreAdd | StoreCheck | StoreReply | StatusAsk | StatusReply
