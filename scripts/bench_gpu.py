@@ -39,7 +39,7 @@ from xfer.plan.planner import PlanOptions, plan_replica
 from xfer.plan.program import Program
 from xfer.trace.catalog import Catalog
 from xfer.transport.group import open_group
-from xfer.transport.p2p import P2P
+from xfer.transport.p2p import P2P, STEP_BYTES, WAVE_BYTES
 from xfer.transport.peer import Pull
 from xfer.transport.routes import NoLink, exchange_over_store, open_routes
 
@@ -93,7 +93,7 @@ class Bench:
         self.result |= {"ranks_on_gpus": gpus, "bytes_per_taker": self.bytes, "ms": {}, "wrong": {}, "extra_bytes": {}}
         torch.cuda.synchronize()
 
-    def _plan(self, bucket_bytes: int = 64 << 20):
+    def _plan(self, bucket_bytes: int = STEP_BYTES["cuda"], wave_bytes: int = WAVE_BYTES["cuda"]):
         names = [s.name for s in self.catalog.specs]
         sources, takers = [], []
         for i, x in enumerate(self.layouts):
@@ -103,7 +103,9 @@ class Bench:
                 sources.append(trainer_inventory(self.catalog, rank=i, **common))
             else:
                 takers.append(engine_inventory(self.catalog, rank=k, footprint=x.footprint(), reads=names, **common))
-        return plan_replica(self.catalog, sources, takers, PlanOptions(bucket_bytes=bucket_bytes))
+        return plan_replica(
+            self.catalog, sources, takers, PlanOptions(bucket_bytes=bucket_bytes, wave_bytes=wave_bytes)
+        )
 
     def _bytes(self, other: str, own: str) -> dict[int, int]:
         """By peer: bytes of the program, all dtypes being equal."""
@@ -190,7 +192,7 @@ class Bench:
             self.timed("nccl", lambda: self._contiguous(link), repeats)
             self.timed("p2p again", lambda: p2p.run(soon()), repeats)
             for mib in self.args.buckets:
-                plan = self._plan(mib << 20).program(self.rank)
+                plan = self._plan(mib << 20, 0).program(self.rank)
                 other = P2P(link, plan, self.roots, step_bytes=mib << 20, direct_bytes=mib << 20)
                 name = f"p2p, {mib} MiB buckets and steps"
                 self.result["extra_bytes"][name] = other.extra_bytes

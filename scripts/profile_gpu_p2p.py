@@ -29,13 +29,13 @@ from xfer.transport.p2p import P2P
 def rank_main(rank: int, args, port: int) -> None:
     from torch.profiler import ProfilerActivity, profile
 
-    from xfer.kernels import triton_impl
+    from xfer.transport import p2p as p2p_module
 
     if args.programs:
-        triton_impl._multiprocessors = lambda device: -(-args.programs // triton_impl.PROGRAMS_PER_SM)
+        p2p_module.BESIDE_WIRE = args.programs
     bench = Bench(rank, args.case, args, port)
     link = open_group(PrefixStore("data", bench.store), rank, bench.size, 120.0, bench.device)
-    plan = bench._plan(args.mib << 20).program(rank)
+    plan = bench._plan(args.mib << 20, 0).program(rank)
     p2p = P2P(link, plan, bench.roots, step_bytes=args.mib << 20, direct_bytes=args.mib << 20)
     enqueued = [0.0]
     finish = link.finish

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("xfer")
 DEADLINE_S = 600.0
-BUCKET_BYTES = 64 << 20
+BUCKET_BYTES = {"cpu": 64 << 20, "cuda": 240 << 20}
 
 
 def default_cache_dir() -> str:
@@ -96,7 +96,7 @@ def connect(
     replicas: int | None = None,
     engines: Sequence[Any] = (),
     deadline_s: float = DEADLINE_S,
-    bucket_bytes: int = BUCKET_BYTES,
+    bucket_bytes: int | None = None,
     drop: Sequence[str] = (),
     narrow: Sequence[str] = (),
     cache_dir: str | None = "default",
@@ -109,7 +109,8 @@ def connect(
     replicas: how many engine replicas will join (each calls `serve`); default `len(engines)`, else 1.
     engines: handles or URLs that trainer rank 0 itself controls, in place of `serve` calls elsewhere.
     deadline_s: seconds for connecting and, unless given there, for each refit. Every wait inside ends by it.
-    bucket_bytes: largest message; two such buffers each way are all the memory a rank needs beside the model.
+    bucket_bytes: largest message of what is sent; a rank that sends or receives keeps two buffers of about that size each
+    way beside the model, one that is read by its takers none. Default 64 MiB on CPUs, 240 MiB on GPUs.
     drop: canonical names (globs) that the engine may leave unread. narrow: fp32 checkpoint tensors (globs) that the engine may
     hold in fewer bits. cache_dir: where plans are kept between runs; None for nowhere.
     wait: return only when every replica has a plan. With False, `serve` may come later in this same thread.
@@ -127,6 +128,8 @@ def connect(
     if engines and len(engines) != count:
         bad.append(f"replicas={count} but {len(engines)} engines")
     bad += wrong_seconds("deadline_s", deadline_s) + wrong_globs("drop", drop) + wrong_globs("narrow", narrow)
+    if bucket_bytes is None:
+        bucket_bytes = BUCKET_BYTES[trainer.device.type]
     if bucket_bytes < 1 << 12:
         bad.append(f"bucket_bytes={bucket_bytes}: at least 4096")
     if bad:

@@ -56,18 +56,20 @@ def bind(
     side: Side,
     *,
     src_roots: Sequence[torch.Tensor] | None = None,
+    programs: int | None = None,
 ) -> BoundRows:
     """Ties `rows` (dtype ROW) to storages.
 
     `roots[i]` is a flat uint8 tensor over the whole of storage i of this rank's inventory. For side "local" they are
     the taker's, and `src_roots` the sender's when the two inventories differ (default: the same list). LayoutError,
-    listing every row, when a row reaches outside its storage or names a storage that is not there.
+    listing every row, when a row reaches outside its storage or names a storage that is not there. programs: how many
+    of a GPU's programs a call may take, for copies that run beside other kernels; default: all that it can use.
     """
     some = roots if len(roots) else (src_roots or ())
     if len(some) and some[0].is_cuda and find_spec("triton") is not None:
         from xfer.kernels.triton_impl import TritonRows
 
-        return TritonRows(rows, roots, side, roots if src_roots is None else src_roots)
+        return TritonRows(rows, roots, side, roots if src_roots is None else src_roots, programs=programs)
     # torch's own strided copies are right on every device; on CUDA they cost a launch per row.
     from xfer.kernels.torch_impl import TorchRows
 

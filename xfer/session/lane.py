@@ -27,6 +27,7 @@ from xfer.session.store import HubStore
 from xfer.trace.catalog import Catalog
 from xfer.transport import routes
 from xfer.transport.group import Link
+from xfer.transport.p2p import WAVE_BYTES
 
 PROGRESS_S = 0.5
 """Seconds between two progress messages of a running transfer."""
@@ -192,8 +193,9 @@ class Lane:
         sources = [Inventory.from_bytes(b) for b in p.trainers]
         takers = [Inventory.from_bytes(b) for b in p.workers]
         options = PlanOptions(
-            bucket_bytes=p.bucket_bytes, drop=p.drop, narrow=p.narrow, hosts=p.hosts, rotation=p.replica
-        )
+            bucket_bytes=p.bucket_bytes, drop=p.drop, narrow=p.narrow, hosts=p.hosts, rotation=p.replica,
+            wave_bytes=max(WAVE_BYTES[self.side.device.type], p.bucket_bytes) if self.side.device.type == "cuda" else 0,
+        )  # fmt: skip
         if self.cache is not None:
             self.plan = self.cache.plan(catalog, sources, takers, options)
         else:

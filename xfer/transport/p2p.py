@@ -25,12 +25,21 @@ from xfer.transport.steps import Part, Step, steps
 DEPTH = 2
 """Buffers per direction: one travels while the other is packed or unpacked. More of them gained nothing."""
 
-STEP_BYTES = {"cpu": 16 << 20, "cuda": 64 << 20}
+STEP_BYTES = {"cpu": 16 << 20, "cuda": 240 << 20}
 """Most wire bytes of a pair in a step. On CPUs shorter steps wait more often and longer ones gain nothing
-(scripts/bench_wire.py); on GPUs a message has to be long to reach wire speed."""
+(scripts/bench_wire.py); on GPUs each group of messages costs NCCL about
+0.1 ms, so they have to be long; what a rank stages in a wave is bounded by the plan (`WAVE_BYTES`)."""
 
-DIRECT_BYTES = {"cpu": 128 << 10, "cuda": 64 << 20}
+WAVE_BYTES = {"cpu": 0, "cuda": 252 << 20}
+"""For the plan: most wire bytes of a rank in a wave, so that its two buffers a direction stay under 512 MiB; 0: the
+planner's own."""
+
+DIRECT_BYTES = {"cpu": 128 << 10, "cuda": 240 << 20}
 """Shorter dense rows are packed: a message of its own costs more than their copy."""
+
+
+BESIDE_WIRE = 64
+"""Programs of a pack or unpack kernel on a GPU: enough to keep ahead of the wire, and NCCL's kernel keeps its rate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,6 +329,6 @@ def _messages(part: Part, roots: Sequence[torch.Tensor], buffer: torch.Tensor) -
 def _bound(
     part: Part, roots: Sequence[torch.Tensor], side: str, buffer: torch.Tensor
 ) -> tuple[BoundRows, torch.Tensor]:
-    rows = bind(part.rows, roots, side)
+    rows = bind(part.rows, roots, side, programs=BESIDE_WIRE)
     rows.prepare(buffer)
     return rows, buffer
