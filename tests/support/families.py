@@ -119,7 +119,7 @@ FAMILIES = (
     _family("Qwen3-MoE", "qwen3_moe", "Qwen3MoeForCausalLM", _EP, _SPARSE, **_EXPERTS),
     _family("OLMoE", "olmoe", "OlmoeForCausalLM", _EP, _SPARSE, **{**_EXPERTS, "num_key_value_heads": 4}),
     _family(
-        "GLM-4.5", "glm4_moe", "Glm4MoeForCausalLM", _EP, _SPARSE, _BIAS, n_routed_experts=8, n_shared_experts=1,
+        "GLM-4.5", "glm4_moe", "Glm4MoeForCausalLM", _EP, _SPARSE, _BIAS, num_hidden_layers=4, n_routed_experts=8, n_shared_experts=1,
         num_experts_per_tok=2, moe_intermediate_size=64, n_group=1, topk_group=1, first_k_dense_replace=1,
         norm_topk_prob=True, use_qk_norm=True, partial_rotary_factor=0.5, num_nextn_predict_layers=0,
         routed_scaling_factor=1.0, attention_bias=True,
