@@ -14,7 +14,7 @@ import torch
 
 from tests.functional.megatron_launch import launch
 from xfer.errors import RebindError
-from xfer.trainers.slots import Slots, walk
+from xfer.trace.slots import Slots, walk
 
 pytestmark = pytest.mark.trainer
 

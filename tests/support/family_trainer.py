@@ -27,9 +27,9 @@ from xfer.testing.te_everywhere import import_bridge
 from xfer.testing.world import random_weights
 from xfer.testing.world_megatron import Build, Checkpoint, Whole, bridge_of, chunks_of, playing, trainers
 from xfer.trace.fragment import TensorSpec
+from xfer.trace.slots import bare
 from xfer.trainers.bridge_export import hf_config, model_bridge_of
 from xfer.trainers.megatron import MegatronTrainer
-from xfer.trainers.slots import bare
 
 BY_NAME = {f.name: f for f in FAMILIES}
 

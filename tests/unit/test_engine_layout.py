@@ -278,6 +278,15 @@ def test_a_storage_that_moves_is_rebound_and_a_layout_that_changes_is_not():
             before.rebound()
 
 
+def test_a_layer_that_was_replaced_by_its_like_is_seen():
+    """The old layer's tables are intact, and nobody computes with them any more."""
+    net, _ = built()
+    net.add_module("late", nn.Linear(2, 2))
+    live = Storages(net)
+    net.late = nn.Linear(2, 2)
+    assert live.check() == "changed" and live.rebound().check() == "same"
+
+
 # ---- the lock
 
 

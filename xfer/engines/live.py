@@ -7,7 +7,7 @@ and its twin on the meta device, and compares them (layout.py).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,7 +19,9 @@ from xfer.errors import RebindError, Unsupported
 from xfer.mesh.box import row_major
 from xfer.plan import intervals
 from xfer.plan.program import ITEMSIZE
-from xfer.trace.fragment import Fill, Fragment, Root
+from xfer.trace.fragment import Fill, Fragment
+from xfer.trace.slots import Slot as Cell
+from xfer.trace.slots import Slots as Cells
 
 Ints = tuple[int, ...]
 Ranges = tuple[np.ndarray, np.ndarray]
@@ -29,8 +31,7 @@ NONE: Ranges = (np.empty(0, np.int64), np.empty(0, np.int64))
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """One name in the tree. `root`: the storage's name, "" when it has no bytes; `offset` in bytes, strides in
-    elements."""
+    """One name in the tree. `root`: the storage's name, "" when it has no bytes; `offset` and strides in bytes."""
 
     name: str
     is_parameter: bool
@@ -42,13 +43,13 @@ class Slot:
 
     def bytes(self) -> Ranges:
         """Exactly the bytes of its elements."""
-        item = self.dtype.itemsize
-        return covered([(self.offset, self.shape, tuple(s * item for s in self.strides), item)])
+        return covered([(self.offset, self.shape, self.strides, self.dtype.itemsize)])
 
     def described(self) -> str:
-        """Shape, strides and dtype in words."""
-        plain = all(n == 1 or s == p for n, s, p in zip(self.shape, self.strides, row_major(self.shape), strict=True))
-        return f"{self.shape}{'' if plain else f' strides {self.strides}'} {str(self.dtype).removeprefix('torch.')}"
+        """Shape, strides (in elements) and dtype in words."""
+        strides = tuple(s // self.dtype.itemsize for s in self.strides)
+        plain = all(n == 1 or s == p for n, s, p in zip(self.shape, strides, row_major(self.shape), strict=True))
+        return f"{self.shape}{'' if plain else f' strides {strides}'} {str(self.dtype).removeprefix('torch.')}"
 
 
 class Storages:
@@ -64,60 +65,32 @@ class Storages:
 
     def __init__(self, model: torch.nn.Module):
         self._model = model
-        self._watch: list[tuple[dict, str, _Seen]] = []
-        self._sizes: list[tuple[dict, int]] = []
-        slots: dict[str, Slot] = {}
-        storages: dict[int, tuple[str, torch.UntypedStorage]] = {}
-        hidden: list[str] = []
-        visited: set[int] = set()
-        for prefix, module in model.named_modules(remove_duplicate=False):
-            for is_parameter, owner in ((True, module._parameters), (False, module._buffers)):
-                for key, tensor in owner.items():
-                    if tensor is None:
-                        continue
-                    name = f"{prefix}.{key}" if prefix else key
-                    if is_traceable_wrapper_subclass(tensor):
-                        hidden.append(f"{name}: {type(tensor).__name__}")
-                        continue
-                    storage = tensor.untyped_storage()
-                    root = ""
-                    if storage.nbytes():
-                        root = storages.setdefault(storage._cdata, (name, storage))[0]
-                    offset = tensor.storage_offset() * tensor.element_size()
-                    slots[name] = Slot(
-                        name, is_parameter, root, offset, tuple(tensor.shape), tensor.stride(), tensor.dtype
-                    )
-                    if id(owner) not in visited:
-                        self._watch.append((owner, key, _Seen.of(tensor)))
-            if id(module) not in visited:
-                visited.add(id(module._parameters))
-                visited.add(id(module._buffers))
-                visited.add(id(module))
-                self._sizes += [(d, len(d)) for d in (module._parameters, module._buffers, module._modules)]
+        found = list(_all(model))
+        hidden = [f"{s.name}: {type(s.get()).__name__}" for s in found if is_traceable_wrapper_subclass(s.get())]
         if hidden:
             raise Unsupported("tensors whose bytes cannot be read from outside", hidden)
-        self.slots: Mapping[str, Slot] = slots
-        self.by_root: Mapping[str, list[Slot]] = {name: [] for name, _ in storages.values()}
-        for slot in slots.values():
+        self._watch = Cells([model], found, empty=True)
+        bound = self._watch.bind()
+        self.slots: Mapping[str, Slot] = {
+            s.name: Slot(
+                s.name, isinstance(s.get(), torch.nn.Parameter), p.root, p.offset, p.shape, p.strides, s.get().dtype
+            )
+            for s, p in zip(found, bound.places.values(), strict=True)
+        }
+        self.by_root: Mapping[str, list[Slot]] = {root.name: [] for root in bound.roots}
+        for slot in self.slots.values():
             if slot.root:
                 self.by_root[slot.root].append(slot)
-        ordered = sorted(storages.values(), key=lambda item: item[0])
-        self.roots = tuple(Root(name, storage.nbytes()) for name, storage in ordered)
-        self.tensors = {name: _flat(storage) for name, storage in ordered}
+        self.roots = tuple(sorted(bound.roots, key=lambda root: root.name))
+        self.tensors = {root.name: bound.tensors[root.name] for root in self.roots}
 
     def check(self) -> Literal["same", "moved", "changed"]:
-        """Compare the tree with this snapshot, without walking it while nothing happened.
-
-        "moved": every name is still there with shape, dtype and place within its storage, but some storage is another
-        one.
-        """
-        if all(seen.holds(owner.get(key)) for owner, key, seen in self._watch):
-            if all(len(owner) == n for owner, n in self._sizes):
-                return "same"
-        now = Storages(self._model)
-        if dict(now.slots) != dict(self.slots) or now.roots != self.roots:
+        """Compare the tree with this snapshot. "moved": every name is still there with shape, dtype and place within
+        its storage, but some storage is another one."""
+        try:
+            return self._watch.check()
+        except RebindError:  # names are gone, or on another device: `rebound` says which
             return "changed"
-        return "moved"
 
     def rebound(self) -> Storages:
         """A snapshot of the same layout at its present addresses; RebindError, naming what differs, if it is another
@@ -140,31 +113,12 @@ class Storages:
         return now
 
 
-@dataclass(frozen=True, slots=True)
-class _Seen:
-    """What a cached slot held, in the terms that are cheapest to compare."""
-
-    pointer: int
-    nbytes: int
-    shape: torch.Size
-    strides: Ints
-    dtype: torch.dtype
-
-    @classmethod
-    def of(cls, t: torch.Tensor) -> _Seen:
-        return cls(_pointer(t), t.untyped_storage().nbytes(), t.shape, t.stride(), t.dtype)
-
-    def holds(self, t: torch.Tensor | None) -> bool:
-        return t is not None and self == _Seen.of(t)
-
-
-def _pointer(t: torch.Tensor) -> int:
-    # A meta tensor has no address; its storage object serves as one.
-    return t.untyped_storage()._cdata if t.is_meta else t.data_ptr()
-
-
-def _flat(storage: torch.UntypedStorage) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+def _all(model: torch.nn.Module) -> Iterator[Cell]:
+    for path, module in model.named_modules(remove_duplicate=False):
+        for table in (module._parameters, module._buffers):
+            for key, tensor in table.items():
+                if tensor is not None:
+                    yield Cell(f"{path}.{key}" if path else key, table, key)
 
 
 # ---- sets of bytes

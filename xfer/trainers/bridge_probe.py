@@ -19,8 +19,8 @@ import torch.distributed as dist
 
 from xfer.trace.fragment import Fragment, TensorSpec
 from xfer.trace.probe import NOT_MOVED, Digits, export_fragments
+from xfer.trace.slots import Slot
 from xfer.trainers.bridge_export import CheckpointNames, Cursor, forget_names
-from xfer.trainers.slots import Slot
 
 
 @dataclass

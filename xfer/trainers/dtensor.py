@@ -22,8 +22,8 @@ from xfer.mesh.placement import Placement, Replicate, from_dtensor, from_torch
 from xfer.mesh.slices import local_shape
 from xfer.trace.declared import declared_fragments
 from xfer.trace.fragment import Fragment, Root, TensorSpec
+from xfer.trace.slots import Place, Slot, Slots, local, tensors_of
 from xfer.trace.traced import Traced
-from xfer.trainers.slots import Place, Slot, Slots, local, tensors_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

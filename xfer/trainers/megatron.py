@@ -20,6 +20,7 @@ from xfer.trace.boxes import relocate
 from xfer.trace.collectives import objects_stay_home
 from xfer.trace.export import ExportWatch, twin
 from xfer.trace.fragment import Fragment, Root, TensorSpec
+from xfer.trace.slots import Binding, Slot, Slots, bare, walk
 from xfer.trace.traced import Traced
 from xfer.trainers.bridge_export import (
     AdapterTasks,
@@ -35,7 +36,6 @@ from xfer.trainers.bridge_export import (
 from xfer.trainers.bridge_probe import Probed, probe_export
 from xfer.trainers.computed import Computed
 from xfer.trainers.hf_index import read_headers
-from xfer.trainers.slots import Binding, Slot, Slots, bare, walk
 
 Meet = Callable[[tuple[int, ...], str], None]
 

@@ -1,4 +1,5 @@
-"""Where a module tree keeps its tensors, and whether they are still there. Knows torch modules, no training framework.
+"""Where a module tree keeps its tensors, in which storages they lie, and whether they still do. Knows torch modules, no
+framework; both sides read their live models with it.
 
 A *slot* is a place in the tree: a table of a module and a key in it. Frameworks swap what lies in it (`param.data = …`, a
 new Parameter, buffers replaced by `module.bfloat16()`, storages resized to nothing by an offload), so a refit re-reads
@@ -90,16 +91,21 @@ def bare(path: str) -> str:
 class Slots:
     """A fixed set of slots of some module trees, and what lay in them when `bind` was last called.
 
-    Keeps weak references only: a replaced parameter or layer must be freed although a plan still knows it.
+    Keeps weak references only: a replaced parameter or layer must be freed although a plan still knows it. `empty`:
+    tensors without bytes and on the meta device are read too; those without bytes lie in root "".
     """
 
-    def __init__(self, trees: Sequence[torch.nn.Module], slots: Iterable[Slot]):
-        self.slots = tuple(slots)
+    def __init__(self, trees: Sequence[torch.nn.Module], slots: Iterable[Slot], *, empty: bool = False):
+        self.slots, self._empty = tuple(slots), empty
         self.by_name = {slot.name: slot for slot in self.slots}
         self._known: _Reading | None = None
         # A module replaced in the tree leaves its slots behind, intact and dead: so the edges are compared as well.
         self._edges = [
-            (weakref.ref(module), tuple(map(weakref.ref, _children(module))))
+            (
+                weakref.ref(module),
+                tuple(map(weakref.ref, _children(module))),
+                (len(module._parameters), len(module._buffers)),
+            )
             for tree in trees
             for module in tree.modules()
         ]
@@ -124,24 +130,26 @@ class Slots:
         return "moved" if (binding.places, binding.roots) == (known.places, known.roots) else "changed"
 
     def _tree_is_same(self) -> bool:
-        for ref, children in self._edges:
+        for ref, children, count in self._edges:
             module = ref()
             now = _children(module) if module is not None else ()
             if module is None or len(now) != len(children) or any(c() is not n for c, n in zip(children, now)):
+                return False
+            if len(module._parameters) > count[0] or len(module._buffers) > count[1]:  # fewer: told by name when read
                 return False
         return True
 
     def _read(self) -> tuple[Binding, _Reading]:
         self._refuse_absent()
         places: dict[str, Place] = {}
-        names: dict[int, str] = {}  # storage -> root
+        names: dict[int, str] = {}  # storage -> root, which is called after the first slot found in it
         roots: list[Root] = []
         tensors: dict[str, torch.Tensor] = {}
         contents, storages, devices = [], [], {}
         for slot in self.slots:
             t = local(slot.get())
             storage = t.untyped_storage()
-            root = names.get(storage._cdata)
+            root = names.get(storage._cdata) if storage.nbytes() else ""
             if root is None:
                 root = names[storage._cdata] = slot.name
                 roots.append(Root(root, storage.nbytes()))
@@ -162,7 +170,7 @@ class Slots:
             t = local(slot.get())
             if t is None:
                 bad.append(f"{slot.name}: no longer in its module")
-            elif t.device.type == "meta" or (t.numel() and not t.untyped_storage().nbytes()):
+            elif not self._empty and (t.device.type == "meta" or (t.numel() and not t.untyped_storage().nbytes())):
                 bad.append(f"{slot.name}: has no bytes (offloaded?): bring the parameters back before the refit")
             elif was_on.get(slot.name, t.device) != t.device:
                 bad.append(f"{slot.name}: moved from {was_on[slot.name]} to {t.device}: bring it back before the refit")
