@@ -83,6 +83,7 @@ def test_a_session_that_an_earlier_controller_left_open_is_known():
     toy.open = True  # as vLLM's workers are after a controller that died between start and finish
     world.engines = [toy]
     with world:
+        world.controllers[0].wait_ready(10)
         assert "session was open" in toy.log
         assert world.refit(1)[0].committed == 1
 

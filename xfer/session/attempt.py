@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from xfer.errors import DeadlineExceeded, EngineLost, PeerLost, PlanMismatch, VerificationError, XferError
 from xfer.session import messages as m
-from xfer.session.bounds import SETTLE_GRACE_S, STOP_GRACE_S
+from xfer.session.bounds import ANSWER_GRACE_S, SETTLE_GRACE_S, STOP_GRACE_S
 from xfer.session.run import Run, checksum_violations, differences, outcome_of, waiting_for
 
 if TYPE_CHECKING:
@@ -72,6 +72,7 @@ class Attempt:
                 run.state == "arming"
                 and not run.told
                 and r.controller is not None
+                and not r.unsettled
                 and r.state not in ("joining", "planning", "linking")
             ):
                 run.told = True
@@ -84,7 +85,7 @@ class Attempt:
     def enter(self, client: Client, msg: m.Enter) -> None:
         self.called = True
         if not self.entered:
-            self.version, self.verify = msg.version or self.hub.next_label(), msg.verify
+            self.version, self.verify = msg.version or self.hub.calls.next_label(), msg.verify
             armed_until, self.began = self.began + self.armed_s, time.monotonic()
             self.deadline_s = min(msg.deadline_s, armed_until - self.began)
             self._deadline(self.deadline_s)
@@ -190,7 +191,7 @@ class Attempt:
             )
             return
         run.verified = self.verify
-        self.hub.had(self.version)
+        self.hub.calls.had(self.version)
         run.state, run.decided_at = "committing", time.monotonic()
         self.hub.at(run.decided_at + STOP_GRACE_S, lambda: self._install_late(run))
         self.hub.broadcast(run.replica.workers.values(), m.Commit(run.replica.index, self.number, self.version))
@@ -246,23 +247,34 @@ class Attempt:
         run.state = "settling"
         self._settle_timer(run)
         controller = run.replica.controller
-        if controller is None:
+        if controller is None or not run.told:  # its engine knows nothing of this attempt
             run.state = "over"
         else:
             # What it held before, the controller knows: a replica that had no weights yet holds no mix now.
             controller.send(m.Settle(self.number, dirty, m.WireError.of(run.error, "rendezvous")))
 
     def _settle_timer(self, run: Run) -> None:
-        def late() -> None:
+        r, now, grace = run.replica, time.monotonic(), SETTLE_GRACE_S
+
+        def unsettled() -> None:
+            """Trainers have waited long enough; for the controller it is not too late."""
             if run.state == "settling":
-                run.state = "over"
+                run.state, r.unsettled, r.dirty = "over", self.number, run.error is not None and run.dirty
                 run.error = run.error or DeadlineExceeded(
-                    f"replica {run.replica.index}: the controller did not answer within {SETTLE_GRACE_S:.0f} s of the decision"
+                    f"replica {r.index} holds version {self.version!r}, but its engine was not back in service in time",
+                    [f"replica {r.index} controller: resuming; the next refit waits for it"],
                 )
-                self.hub.lose(run.replica, EngineLost(f"replica {run.replica.index} did not settle", [str(run.error)]))
                 self.finish_if_over()
 
-        self.hub.at(time.monotonic() + SETTLE_GRACE_S, late)
+        def never() -> None:
+            if run.state == "settling" or r.unsettled == self.number:
+                self.hub.lose(
+                    r, EngineLost(f"replica {r.index} was not back in service {grace:.0f} s after the decision")
+                )
+                self.finish_if_over()
+
+        self.hub.at(max(now, self.until) + ANSWER_GRACE_S, unsettled)
+        self.hub.at(now + grace, never)
 
     def _settled(self, run: Run, msg: m.Settled) -> None:
         if run.over:
@@ -274,9 +286,8 @@ class Attempt:
             run.error = run.error or DeadlineExceeded(gave_up)  # it was decided, and nothing can be taken back
             run.dirty = run.dirty or not msg.serving
         run.settled, run.state = msg, "over"
-        run.replica.dirty = run.dirty and not msg.serving
-        if msg.version:
-            run.replica.version = msg.version
+        run.replica.dirty = run.dirty
+        run.replica.settled(msg)
         if run.error is None and not msg.serving:
             run.error = EngineLost(
                 f"replica {run.replica.index} committed version {self.version!r} but could not be resumed"
@@ -345,7 +356,7 @@ class Attempt:
         if self.hub.attempt is not self or not all(run.over for run in self.runs.values()):
             return
         outcomes = tuple(outcome_of(self, run) for run in self.runs.values())
-        self.hub.end(m.Outcome(self.number, self.version, outcomes, void=not self.called))
+        self.hub.calls.end(m.Outcome(self.number, self.version, outcomes, void=not self.called))
 
     # ---- telling
 

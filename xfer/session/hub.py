@@ -2,7 +2,7 @@
 
 One thread per connection reads; one thread, the *brain*, handles every event in order, so that state needs no lock. Here:
 threads, who is connected, catalogs and inventories, and which message goes where. Beside it: `door.py` (who may come in),
-`roster.py` (clients, replicas), `planning.py` (a replica's plan and link), `attempt.py` (one refit), `keyvalue.py` (the store).
+`roster.py` (clients, replicas), `planning.py` (a replica's plan and link), `calls.py` and `attempt.py` (refits), `keyvalue.py` (the store).
 
     trainers --Specs--> hub --CatalogMsg--> trainers, workers --InventoryMsg--> hub
     hub --PlanInputs(replica)--> its domain --Planned(digest)--> hub --OpenLink--> domain --LinkOpen--> hub --ReplicaReady--> trainers
@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable
 from xfer.errors import DeadlineExceeded, HandshakeError, PeerLost, ProtocolError, XferError
 from xfer.session import messages as m
 from xfer.session.attempt import Attempt
+from xfer.session.calls import Calls
 from xfer.session.channel import Channel
 from xfer.session.door import Door
 from xfer.session.keyvalue import KeyValues
@@ -42,14 +43,12 @@ class Hub:
         self._respecified: set[Client] = set()
         self.trainer_inventories: dict[int, bytes] = {}
         self.attempt: Attempt | None = None
-        self.finished: dict[int, m.Outcome] = {}
         self.failure: XferError | None = None  # a trainer is gone: nothing can be refitted any more
         self.met: set[int] = set()  # trainers that have been here
         self.clients: set[Client] = set()
-        self.store, self.planning = KeyValues(), Planning(self)
+        self.store, self.planning, self.calls = KeyValues(), Planning(self), Calls(self)
         self._timers: list[tuple[float, Callable[[], None]]] = []
         self._events: queue.Queue[Callable[[], None] | None] = queue.Queue()
-        self._prepared = self._label = 0
         self._thread = threading.Thread(target=self._think, name="xfer-hub", daemon=True)
         self.at(time.monotonic() + options.deadline_s, self._check_trainers)
         self.door = Door(rendezvous, token, self._admit)
@@ -133,7 +132,8 @@ class Hub:
                 raise ProtocolError(f"{client.label} speaks of replica {replica}, which does not exist")
             if replica is not None and client.hello.role == "worker" and replica != client.hello.replica:
                 raise ProtocolError(f"{client.label} speaks for replica {replica}")
-            handler = getattr(self, f"_on_{type(msg).__name__}", None)
+            name = type(msg).__name__
+            handler = getattr(self, f"_on_{name}", None) or getattr(self.calls, f"on_{name}", None)
             if handler is not None:
                 return handler(client, msg)
             if self.attempt is not None and self.attempt.takes(msg):
@@ -172,7 +172,7 @@ class Hub:
         elif h.role == "worker":
             replica.workers[h.index] = client
             replica.dirty = replica.dirty or h.holds != "whole"
-            self.had(h.version)
+            self.calls.had(h.version)
             if self.catalog is not None:
                 client.send(m.CatalogMsg(self.catalog.to_bytes(), self.generation))
         if self.failure is not None:
@@ -226,6 +226,7 @@ class Hub:
         for c in (*replica.workers.values(), *([replica.controller] if replica.controller else [])):
             c.send(m.Failed(wire, replica=replica.index))
         replica.controller, replica.workers, replica.inventories, replica.version = None, {}, {}, ""
+        replica.unsettled = 0
         if self.attempt is None:
             self.broadcast(self.trainers.values(), m.Failed(wire, replica=replica.index))
 
@@ -362,14 +363,14 @@ class Hub:
 
     def _on_Failed(self, client: Client, msg: m.Failed) -> None:
         error, trainer = msg.error.error(), client.hello.role == "trainer"
-        if trainer and msg.replica < 0 and msg.attempt in self.finished:
+        if trainer and msg.replica < 0 and msg.attempt in self.calls.finished:
             return
         if msg.attempt and msg.attempt < (
-            self.attempt.number if self.attempt is not None else max(self.finished, default=0) + 1
+            self.attempt.number if self.attempt is not None else max(self.calls.finished, default=0) + 1
         ):
             return  # of an attempt that is over: its outcome has been told
         if self.attempt is not None and msg.attempt > self.attempt.number and trainer:
-            return self.early_failure(msg.attempt, error)
+            return self.calls.failed_early(msg.attempt, error)
         if self.attempt is not None and trainer and msg.replica < 0:
             self.attempt.called = True
         targets = [self.replicas[msg.replica]] if msg.replica in self.replicas else list(self.replicas.values())
@@ -381,7 +382,7 @@ class Hub:
         if self.attempt is not None and any(self.attempt.concerns(r) for r in targets):
             self.attempt.failed(client, targets if msg.replica >= 0 or not trainer else None, error)
         elif trainer and msg.replica < 0:
-            self.early_failure(msg.attempt, error)
+            self.calls.failed_early(msg.attempt, error)
         elif not trainer:
             for r in targets:
                 if r.state in ("joining", "ready"):  # ready: a worker could not get its lock after the plan
@@ -391,73 +392,14 @@ class Hub:
                         if c is not client:
                             c.send(m.Failed(msg.error, replica=r.index))
 
-    def early_failure(self, attempt: int, error: XferError) -> None:
-        """A trainer raised before anyone entered: everyone who enters that attempt gets the same error; connecting ones now."""
-        if attempt:
-            self.finished[attempt] = m.Outcome(attempt, "", (), m.WireError.of(error, "rendezvous"))
-        else:
-            self.fail_everything(error)
-
-    # ---- refits
-
-    def had(self, version: str) -> None:
-        """Some engine has had this version: no later one gets its number."""
-        if version.isdecimal() and len(version) < 19:
-            self._label = max(self._label, int(version))
-
-    def next_label(self) -> str:
-        return str(self._label + 1)
-
-    def _on_Prepare(self, client: Client, msg: m.Prepare) -> None:
-        number = msg.attempt
-        while number in self.finished and self.finished[number].void:
-            number += 1  # it has been prepared before, in vain
-        if number in self.finished:
-            return
-        if self.attempt is None:
-            self.begin(number, self.options.deadline_s, True)
-        elif self.attempt.abandoned or number > self.attempt.number:
-            self._prepared = max(number, self.attempt.number + 1)  # what is being settled goes first
-
-    def _on_Enter(self, client: Client, msg: m.Enter) -> None:
-        if msg.attempt in self.finished:
-            client.send(self.finished[msg.attempt])
-            return
-        if self.attempt is not None and self.attempt.number != msg.attempt:
-            late = ProtocolError(
-                f"{client.label} entered attempt {msg.attempt} while attempt {self.attempt.number} is running",
-                ["every trainer rank must call nccl_xfer_refit() the same number of times"],
-            )
-            client.send(m.Outcome(msg.attempt, msg.version, (), m.WireError.of(late, "rendezvous")))
-            return
-        if self.failure is not None:
-            client.send(m.Outcome(msg.attempt, msg.version, (), m.WireError.of(self.failure, "rendezvous")))
-            return
-        self.begin(msg.attempt, msg.deadline_s)
-        if not self.attempt.abandoned:  # else its outcome, which comes soon, sends the caller on
-            self.attempt.enter(client, msg)
-
-    def _on_Ready(self, client: Client, msg: m.Ready) -> None:
-        self.take_changes(client, msg, msg.specs)
-        if self.attempt is not None and self.attempt.number == msg.attempt:
-            self.attempt.ready(client, msg)
-
-    def begin(self, number: int, deadline_s: float, prepared: bool = False) -> None:
-        if self.attempt is None:
-            self.attempt = Attempt(self, number, deadline_s, prepared)
-            self.attempt.start()
-
-    def end(self, outcome: m.Outcome) -> None:
-        """Called by the attempt, once, when every replica has settled."""
-        self.attempt = None
-        self.finished[outcome.attempt] = outcome
-        self.store.forget(f"x{outcome.attempt}/")  # where trainers met in it
-        for old in [k for k in self.finished if k < outcome.attempt - 64]:
-            del self.finished[old]
-        self.broadcast(self.trainers.values(), outcome)
-        if self._prepared > outcome.attempt:
-            self.begin(self._prepared, self.options.deadline_s, True)
-        self._prepared = 0
+    def _on_Settled(self, client: Client, msg: m.Settled) -> None:
+        replica = self.replicas[client.hello.replica]
+        if msg.attempt == replica.unsettled:
+            replica.settled(msg)
+        if self.attempt is not None and self.attempt.takes(msg):
+            self.attempt.handle(client, msg)
+        if self.attempt is not None:
+            self.attempt.advance()
 
     # ---- the store: only introduces peers to each other's data addresses
 

@@ -60,6 +60,7 @@ class Party:
         )
         self.lanes: dict[int, Lane] = {}
         self.named = (0, "")  # an attempt, and the version that the hub calls it
+        self.void: set[int] = set()  # attempts that were prepared and given up: no call has these numbers
         self.drained: dict[int, int] = {}  # replica -> last attempt of which the hub said `Drained`
         self.replies = Replies()
         self.inbox: queue.Queue[m.Message | XferError] = queue.Queue()
@@ -139,6 +140,8 @@ class Party:
             if lane is not None:
                 lane.post(message)
             return
+        elif isinstance(message, m.Outcome) and message.void:
+            self.void.add(message.attempt)
         self.inbox.put(message)
 
     def _end(self, reason: str) -> None:

@@ -84,7 +84,14 @@ class Replica:
     until: float = 0.0
     relink: bool = False  # plan is still right, the communicator is not
     reopen: bool = False  # the communicator too, but storages moved: routes must be opened again
+    unsettled: int = 0  # attempt after which its controller has not said yet what the engine serves
     stale: bool = False  # an inventory came after the plan was made: only a new plan may run
+
+    def settled(self, msg: m.Settled) -> None:
+        """Its controller says what the engine serves after an attempt."""
+        self.unsettled, self.dirty = 0, self.dirty and not msg.serving
+        if msg.version:
+            self.version = msg.version
 
     @property
     def holds(self) -> m.Holds:

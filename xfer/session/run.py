@@ -53,7 +53,9 @@ def waiting_for(attempt: Attempt, run: Run) -> list[str]:
         for i in sorted(attempt.entered)
         if i not in attempt.drained
     ]
-    if run.state == "arming":
+    if run.state == "arming" and r.unsettled:
+        who.append(f"replica {r.index} controller: bringing its engine back after attempt {r.unsettled}")
+    elif run.state == "arming":
         who += [
             f"replica {r.index} worker {w}: not armed (its controller is pausing the engine or a request is still running)"
             for w in range(r.size)
@@ -123,12 +125,19 @@ def outcome_of(attempt: Attempt, run: Run) -> m.OutcomeMsg:
         *(s.phases if s else ()),
     )
     return m.OutcomeMsg(
-        run.replica.index, ok and bool(s), bool(s and s.serving), s.version if s else run.replica.version if not run.dirty else "",
+        run.replica.index, ok and bool(s), bool(s and s.serving), _serves(run),
         max(0.0, run.decided_at - run.go_at) if run.decided_at else 0.0, s.outage_s if s else 0.0,
         sum(per_worker), per_worker, phases, run.verified, run.dirty and not ok,
         None if ok else m.WireError.of(run.error, "rendezvous"),
         _routes(run.done.values()), tuple(run.readers.values()),
     )  # fmt: skip
+
+
+def _serves(run: Run) -> str:
+    """The version, empty for none or not known yet."""
+    if run.settled is not None:
+        return run.settled.version
+    return "" if run.dirty or run.replica.unsettled else run.replica.version
 
 
 def _routes(done: Iterable[m.Done]) -> tuple[m.RouteBytes, ...]:

@@ -290,6 +290,8 @@ class TrainerSession:
 
     def next_attempt(self) -> int:
         self.attempt += 1
+        while self.attempt in self._party.void:
+            self.attempt += 1
         return self.attempt
 
     def _finish_pending(self) -> None:

@@ -1,0 +1,125 @@
+"""How long a call may take beyond its deadline, whoever is slow or silent: never more than CALL_GRACE_S (session/bounds.py)."""
+
+import threading
+import time
+
+import pytest
+
+from tests.functional.test_session_protocol import good, right
+from tests.support.world import World
+from xfer import errors as e
+from xfer.session import bounds
+
+SLACK_S = 3.0
+"""Of a busy machine."""
+
+
+def ended(world: World, kind, text: str, deadline_s: float, grace_s: float = bounds.CALL_GRACE_S, **kw) -> list:
+    t0 = time.monotonic()
+    out = world.refit(2, deadline_s=deadline_s, **kw)
+    took = time.monotonic() - t0
+    assert took < deadline_s + grace_s + SLACK_S, f"took {took:.1f} s"
+    for r in out:
+        assert isinstance(r, kind) and text in str(r), repr(r)
+    return out
+
+
+def until(there) -> None:
+    end = time.monotonic() + 20
+    while not there() and time.monotonic() < end:
+        time.sleep(0.005)
+    assert there()
+
+
+@pytest.mark.parametrize("step", ["resume", "reset_caches"])
+def test_trainers_do_not_wait_for_an_engine_that_comes_back_late_but_the_next_refit_does(step):
+    with World(trainers=2, deadline_s=40.0) as w:
+        good(w.refit(1))
+        engine, come_back = w.engines[0], threading.Event()
+        call = getattr(engine, step)
+        setattr(engine, step, lambda timeout: (come_back.wait(30), call(timeout)))
+        ended(w, e.DeadlineExceeded, "not back in service", 1.0, bounds.ANSWER_GRACE_S)
+        setattr(engine, step, call)
+        threading.Timer(1.0, come_back.set).start()
+        report = good(w.refit(3))
+        right(w, 3)
+        assert report.version == "3" and engine.label == "3" and not engine.paused
+
+
+def test_an_engine_that_comes_back_late_after_a_refit_that_came_to_nothing_takes_part_in_the_next():
+    with World(trainers=2, deadline_s=40.0) as w:
+        good(w.refit(1))
+        engine, come_back = w.engines[0], threading.Event()
+        resume = engine.resume
+        engine.resume = lambda timeout: (come_back.wait(30), resume(timeout))
+        w.sources[1].fail = RuntimeError("boom")
+        w.sessions[0].prepare()
+        until(lambda: "update" in engine.log[6:])
+        out = ended(w, e.XferError, "boom", 1.0, bounds.ANSWER_GRACE_S)
+        w.sources[1].fail, engine.resume = None, resume
+        threading.Timer(1.0, come_back.set).start()
+        good(w.refit(3))
+        right(w, 3)
+        assert not engine.paused, out
+
+
+def test_a_replica_that_never_comes_back_is_lost_and_the_others_go_on(monkeypatch):
+    monkeypatch.setattr("xfer.session.attempt.SETTLE_GRACE_S", 5.0)
+    with World(trainers=1, replicas=2, deadline_s=40.0) as w:
+        good(w.refit(1))
+        stuck = threading.Event()
+        resume = w.engines[1].resume
+        w.engines[1].resume = lambda timeout: (stuck.wait(60), resume(timeout))
+        report = good(w.refit(2, deadline_s=1.0, min_replicas=1))
+        assert [o.committed for o in report.outcomes] == [True, False] and report.outcomes[1].version == ""
+        report = good(w.refit(3, min_replicas=1))
+        assert "not back in service" in str(report.outcomes[1].error)
+        right(w, 3, [0])
+        assert w.sessions[0]._hub.replicas[1].state == "lost"
+        stuck.set()
+
+
+def never_ending(world: World, i: int) -> threading.Event:
+    """The lane of trainer `i` does not listen to anybody once it moves bytes."""
+    end = threading.Event()
+    routed = world.sessions[i]._party.lanes[0]._routed
+    run = routed.run
+    routed.run = lambda *args: (end.wait(60), run(*args))
+    return end
+
+
+def test_a_lane_that_does_not_stop_is_told_apart():
+    """Its parameters may still be read, so they must be neither written nor freed: PeerLost says so, and xfer keeps them."""
+    with World(trainers=2, deadline_s=20.0) as w:
+        good(w.refit(1))
+        end = never_ending(w, 1)
+        t0 = time.monotonic()
+        out = w.refit(2, deadline_s=1.0)
+        assert time.monotonic() - t0 < 1.0 + bounds.CALL_GRACE_S + SLACK_S
+        assert isinstance(out[0], e.DeadlineExceeded) and isinstance(out[1], e.PeerLost), out
+        assert not out[1].drained and w.sessions[1]._quarantine and not w.sessions[0]._quarantine
+        end.set()
+
+
+def test_a_lane_that_does_not_stop_when_the_hub_is_lost_is_told_apart():
+    with World(trainers=2, deadline_s=20.0) as w:
+        good(w.refit(1))
+        end = never_ending(w, 1)
+        lane, out = w.sessions[1]._party.lanes[0], []
+        call = threading.Thread(target=lambda: out.extend(w.refit(2)))
+        call.start()
+        until(lambda: lane.go_attempt == 2)
+        w.sessions[1]._party.channel.close()
+        call.join(30)
+        assert isinstance(out[1], e.PeerLost) and not out[1].drained and w.sessions[1]._quarantine, out
+        end.set()
+
+
+def test_a_hub_that_says_nothing_does_not_hold_its_trainers():
+    with World(trainers=2, deadline_s=20.0) as w:
+        good(w.refit(1))
+        go_on = threading.Event()
+        w.sources[0].drain = lambda: w.sessions[0]._hub._events.put(lambda: go_on.wait(60))
+        ended(w, e.DeadlineExceeded, "no answer in time", 1.0)
+        go_on.set()
+        w.sources[0].drain = lambda: None
