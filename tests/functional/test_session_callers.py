@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from tests.functional.test_session_protocol import failed, good, right
-from tests.support.world import World
+from tests.support.world import TOKEN, ToySource, World, free_port
 from xfer import errors as e
 from xfer.session import messages as m
+from xfer.session.trainer import TrainerSession
 
 
 def after(seconds: float, call):
@@ -118,6 +119,56 @@ def test_arguments_of_kinds_that_python_takes_for_equal_are_taken(odd):
         report = good(w.refit(1, **({"verify": False} | odd)))
         right(w, 1)
         assert report.verified == bool(odd.get("verify")) and report.version == str(odd.get("version", 1))
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs"),
+    [
+        (dict(min_replicas=1), dict(min_replicas=2)),
+        (dict(deadline_s=8.0), dict(deadline_s=9.0)),
+        (dict(verify=True), dict(verify=False)),
+        (dict(version="a"), dict()),
+    ],
+)
+def test_ranks_that_ask_for_different_refits_are_told_what_differs(mine, theirs):
+    """Else one rank would raise and the other train on."""
+    with World(trainers=2, replicas=2) as w:
+        good(w.refit(1))
+        (name,) = mine
+        t0 = time.monotonic()
+        out = w.on_all(lambda i: w.sessions[i].refit(**(mine if i == 0 else theirs)))
+        failed(out, e.PlanMismatch, w, 10, t0, f"{name}={mine[name]!r}")
+        assert f"trainer 1: {name}=" in str(out[0])
+        good(w.refit(2))
+        right(w, 2)
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        dict(replicas=2),
+        dict(deadline_s=19.0),
+        dict(bucket_bytes=8192),
+        dict(drop=("vision.*",)),
+        dict(narrow=[f"layer.{i}.*" for i in range(99)]),
+    ],
+)
+def test_ranks_that_connect_with_different_arguments_all_hear_of_it_at_the_door(odd):
+    w = World(trainers=2)
+    w.rendezvous, w.sources = f"tcp://127.0.0.1:{free_port()}", [ToySource(i, 2) for i in range(2)]
+    equal = dict(replicas=1, deadline_s=20.0, bucket_bytes=4096, drop=(), narrow=(), cache_dir=None)
+
+    def connect(i):
+        s = TrainerSession(w.sources[i], w.rendezvous, TOKEN, **(equal | (odd if i == 1 else {})))
+        try:
+            s.open(True)
+        finally:
+            s.close()
+
+    t0 = time.monotonic()
+    out = w.on_all(connect)
+    failed(out, e.HandshakeError, w, 10, t0, "trainer 1")
+    assert all(f"{next(iter(odd))} is " in str(r) and "trainer 0 has " in str(r) for r in out), out
 
 
 def test_two_threads_of_one_rank_cannot_refit_at_once():

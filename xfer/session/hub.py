@@ -25,7 +25,7 @@ from xfer.session.channel import Channel
 from xfer.session.door import Door
 from xfer.session.keyvalue import KeyValues
 from xfer.session.planning import Planning
-from xfer.session.roster import Client, HubOptions, Replica, hello_violations
+from xfer.session.roster import Client, HubOptions, Replica, differences, hello_violations
 from xfer.session.status import status
 from xfer.trace.catalog import Catalog
 
@@ -157,6 +157,8 @@ class Hub:
             )
             client.send(m.Refused(m.WireError.of(error, "rendezvous")))
             client.left = True
+            if h.role == "trainer" and bad == differences(h, o):
+                self.fail_everything(error)  # it is one of us and cannot come in: the others would wait for it in vain
             self.at(time.monotonic() + 2.0, client.channel.close)
             return
         client.channel.label = client.label

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import queue
 import threading
@@ -116,6 +117,32 @@ class HubOptions:
     settings: tuple[tuple[str, str], ...] = ()  # must be equal in every hello that carries the same key
 
 
+def told(o: HubOptions) -> tuple[tuple[str, str], ...]:
+    """What every trainer says of connect()'s arguments, for comparison at the door."""
+    return (
+        ("replicas", str(o.replicas)),
+        ("deadline_s", f"{o.deadline_s:g}"),
+        ("bucket_bytes", str(o.bucket_bytes)),
+        ("drop", _short(o.drop)),
+        ("narrow", _short(o.narrow)),
+    )
+
+
+def _short(globs: tuple[str, ...]) -> str:
+    text = ", ".join(sorted(set(globs)))
+    return (
+        text
+        if len(text) <= 200
+        else f"{len(globs)} patterns, blake2b {hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}"
+    )
+
+
+def differences(h: m.Hello, o: HubOptions) -> list[str]:
+    """Settings in which this process differs from trainer 0."""
+    mine = dict(o.settings)
+    return [f"{k} is {v!r}, trainer 0 has {mine[k]!r}" for k, v in h.settings if k in mine and mine[k] != v]
+
+
 def hello_violations(h: m.Hello, o: HubOptions, trainers: dict[int, Client], replicas: dict[int, Replica]) -> list[str]:
     """Everything that keeps this process out, not the first thing."""
     bad = []
@@ -132,8 +159,7 @@ def hello_violations(h: m.Hello, o: HubOptions, trainers: dict[int, Client], rep
             bad.append(f"trainer {h.index} is connected already")
     if h.role in ("controller", "worker") and h.replica not in replicas:
         bad.append(f"replica {h.replica}: trainers expect replicas 0..{o.replicas - 1}; pass replicas= to connect()")
-    mine = dict(o.settings)
-    bad += [f"{k} is {v!r}, trainer 0 has {mine[k]!r}" for k, v in h.settings if k in mine and mine[k] != v]
+    bad += differences(h, o)
     replica = replicas.get(h.replica)
     if not bad and replica is not None:
         if h.role == "controller" and replica.controller is not None:

@@ -33,7 +33,7 @@ from xfer.session.lane import Lane
 from xfer.session.party import Party, host_identity
 from xfer.session.refit import RefitCall
 from xfer.session.report import RefitReport
-from xfer.session.roster import HubOptions
+from xfer.session.roster import HubOptions, told
 from xfer.trace.catalog import Catalog
 from xfer.trace.fragment import Root
 from xfer.trace.traced import Traced
@@ -106,15 +106,13 @@ class TrainerSession:
         self.drain: Drain | None = None  # of the last call; may run longer than that
         self._sums: dict[int, tuple[Program, Sums]] = {}  # by replica, over the present storages
         self._quarantine: list[list[torch.Tensor]] = []  # storages that somebody may still read
-        settings = (
-            ("bucket_bytes", str(bucket_bytes)),
-            ("data plane", "nccl" if self.device.type == "cuda" else "gloo"),
-        )
+        options = HubOptions(source.world, replicas, deadline_s, bucket_bytes, tuple(drop), tuple(narrow))
+        settings = (*told(options), ("data plane", "nccl" if self.device.type == "cuda" else "gloo"))
         if source.rank == 0:
             self._hub = Hub(
                 rendezvous,
                 token,
-                HubOptions(source.world, replicas, deadline_s, bucket_bytes, tuple(drop), tuple(narrow), settings),
+                replace(options, settings=settings),
             )
         try:
             self._party = Party(
