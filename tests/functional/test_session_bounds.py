@@ -1,4 +1,5 @@
-"""How long a call may take beyond its deadline, whoever is slow or silent: never more than CALL_GRACE_S (session/bounds.py)."""
+"""How long a call may take beyond its deadline, whoever is slow or silent: never more than CALL_GRACE_S (session/bounds.py).
+And what its clocks tell."""
 
 import threading
 import time
@@ -8,7 +9,7 @@ import pytest
 from tests.functional.test_session_protocol import good, right
 from tests.support.world import World
 from xfer import errors as e
-from xfer.session import bounds
+from xfer.session import bounds, lane
 
 SLACK_S = 3.0
 """Of a busy machine."""
@@ -105,10 +106,10 @@ def test_a_lane_that_does_not_stop_when_the_hub_is_lost_is_told_apart():
     with World(trainers=2, deadline_s=20.0) as w:
         good(w.refit(1))
         end = never_ending(w, 1)
-        lane, out = w.sessions[1]._party.lanes[0], []
+        sends, out = w.sessions[1]._party.lanes[0], []
         call = threading.Thread(target=lambda: out.extend(w.refit(2)))
         call.start()
-        until(lambda: lane.go_attempt == 2)
+        until(lambda: sends.go_attempt == 2)
         w.sessions[1]._party.channel.close()
         call.join(30)
         assert isinstance(out[1], e.PeerLost) and not out[1].drained and w.sessions[1]._quarantine, out
@@ -123,3 +124,24 @@ def test_a_hub_that_says_nothing_does_not_hold_its_trainers():
         ended(w, e.DeadlineExceeded, "no answer in time", 1.0)
         go_on.set()
         w.sources[0].drain = lambda: None
+
+
+def test_the_transfer_clock_runs_from_readiness_to_decision_whatever_is_done_between(monkeypatch):
+    """Not from the first call, and not only while bytes move: a new plan is part of it, told as a phase of its own."""
+    with World(trainers=2) as w:
+        good(w.refit(1))
+        w.sources[1].drain = lambda: time.sleep(1.0)
+        report = good(w.refit(2))
+        o = report.outcomes[0]
+        assert dict(o.phases)["drain"] >= 1.0 and o.transfer_s <= report.seconds - 1.0
+        assert dict(o.phases)["plan"] == dict(o.phases)["link"] == 0.0
+        w.sources[1].drain = lambda: None
+        taker = w.engines[0].takers[0]
+        taker.live["layers.0.w"] = taker.live["layers.0.w"].t().contiguous().t()
+        plan = lane.Lane._do_plan
+        monkeypatch.setattr(lane.Lane, "_do_plan", lambda self, p: (time.sleep(0.5), plan(self, p)))
+        report = good(w.refit(3))
+        right(w, 3)
+        o, phases = report.outcomes[0], dict(report.outcomes[0].phases)
+        assert o.transfer_s >= phases["plan"] + phases["link"] and phases["plan"] >= 0.5 and phases["link"] > 0.0
+        assert report.flatten()["xfer/plan_s"] == phases["plan"]

@@ -37,6 +37,7 @@ class Attempt:
         self.began = time.monotonic()
         self.version = ""
         self.verify = False
+        self.ready_at = 0.0  # the last trainer was
         self.called = False  # by some trainer: its call is used up by this attempt, whatever becomes of it
         self.abandoned = False  # nobody called in time: whoever does now gets the next attempt
         self.deadline_s = deadline_s
@@ -48,6 +49,8 @@ class Attempt:
     def start(self) -> None:
         for r in self.hub.replicas.values():
             run = self.runs[r.index] = Run(r)
+            r.stage()
+            r.plan_s = r.link_s = 0.0
             if r.controller is None:
                 why = r.error or EngineLost(
                     f"replica {r.index} is not connected", ["start it and call xfer.serve() with this replica number"]
@@ -100,6 +103,7 @@ class Attempt:
             return
         self.drained[client.hello.index] = msg
         if len(self.drained) == self.hub.options.trainers:
+            self.ready_at = time.monotonic()
             self.hub.settle_catalog()
             self.advance()
 
@@ -175,7 +179,7 @@ class Attempt:
                 self.hub.planning.relink(r, fresh=r.relink)
             elif r.state == "ready":
                 run.readers = {i: m.Reader(c.label, c.hello.host, c.hello.pid) for i, c in r.workers.items()}
-                run.state, run.go_at = "moving", time.monotonic()
+                run.state = "moving"
                 left = max(1.0, self.until - time.monotonic())
                 self.hub.broadcast(
                     self.hub.domain(r), m.Go(r.index, self.number, r.epoch, self.version, self.verify, left)

@@ -28,6 +28,7 @@ class Planning:
     def plan(self, replica: Replica) -> None:
         """Start a planning epoch for a replica whose inventories are all here."""
         replica.epoch += 1
+        replica.stage()
         replica.state, replica.error, replica.relink, replica.stale = "planning", None, False, False
         replica.digests, replica.pending = {}, set(self.hub.domain(replica))
         replica.until = time.monotonic() + self.hub.options.deadline_s
@@ -100,6 +101,9 @@ class Planning:
         self.link(replica)
 
     def link(self, replica: Replica, fresh: bool = True) -> None:
+        seconds = replica.stage()
+        if replica.state == "planning":
+            replica.plan_s = seconds
         replica.state, replica.pending = "linking", set(self.hub.domain(replica))
         replica.relink = replica.reopen = False
         self.hub.store.forget(f"r{replica.index}/")
@@ -142,7 +146,7 @@ class Planning:
             return
         replica.pending.discard(client)
         if not replica.pending:
-            replica.state = "ready"
+            replica.state, replica.link_s = "ready", replica.stage()
             said = [c.hello for c in replica.workers.values()]
             ready = m.ReplicaReady(
                 replica.index, replica.epoch, replica.digest, replica.holds, any(h.session_open for h in said)

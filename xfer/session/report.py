@@ -1,6 +1,6 @@
 """What a refit tells its caller: versions, bytes, and seconds on three clocks that are never mixed.
 
-transfer   last trainer ready and all workers armed -> decision        (hub's clock)
+transfer   last trainer ready and all workers armed -> decision        (hub's clock; a new plan and link are part of it)
 outage     pause sent -> resume acknowledged, as requests see it        (controller's clock)
 call       entry of nccl_xfer_refit -> return                           (trainer's clock)
 """

@@ -6,6 +6,7 @@ import hashlib
 import logging
 import queue
 import threading
+import time
 from dataclasses import dataclass, field
 
 from xfer.errors import PeerLost, ProtocolError, XferError
@@ -85,8 +86,17 @@ class Replica:
     until: float = 0.0
     relink: bool = False  # plan is still right, the communicator is not
     reopen: bool = False  # the communicator too, but storages moved: routes must be opened again
+    plan_s: float = 0.0  # what the present attempt spends on a new plan,
+    link_s: float = 0.0  # and on opening links and routes
+    stage_at: float = 0.0  # monotonic time from which the stage that runs counts
     unsettled: int = 0  # attempt after which its controller has not said yet what the engine serves
     stale: bool = False  # an inventory came after the plan was made: only a new plan may run
+
+    def stage(self) -> float:
+        """Ends one stage and begins the next; seconds of the one that ends."""
+        now = time.monotonic()
+        seconds, self.stage_at = now - self.stage_at, now
+        return seconds
 
     def settled(self, msg: m.Settled) -> None:
         """Its controller says what the engine serves after an attempt."""

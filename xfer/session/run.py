@@ -27,7 +27,6 @@ class Run:
     told: bool = False  # its controller was sent Arm
     error: XferError | None = None
     armed_at: float = 0.0
-    go_at: float = 0.0
     decided_at: float = 0.0
     settled: m.Settled | None = None
     dirty: bool = False
@@ -117,6 +116,8 @@ def outcome_of(attempt: Attempt, run: Run) -> m.OutcomeMsg:
     )
     phases = (
         ("arm", max(0.0, run.armed_at - attempt.began) if run.armed_at else 0.0),
+        ("plan", run.replica.plan_s),
+        ("link", run.replica.link_s),
         ("pack", max((d.pack_s for d in run.done.values()), default=0.0)),
         ("wire", max((d.wire_s for d in run.done.values()), default=0.0)),
         ("unpack", max((d.unpack_s for d in run.done.values()), default=0.0)),
@@ -126,7 +127,7 @@ def outcome_of(attempt: Attempt, run: Run) -> m.OutcomeMsg:
     )
     return m.OutcomeMsg(
         run.replica.index, ok and bool(s), bool(s and s.serving), _serves(run),
-        max(0.0, run.decided_at - run.go_at) if run.decided_at else 0.0, s.outage_s if s else 0.0,
+        max(0.0, run.decided_at - max(attempt.ready_at, run.armed_at)) if run.decided_at else 0.0, s.outage_s if s else 0.0,
         sum(per_worker), per_worker, phases, run.verified, run.dirty and not ok,
         None if ok else m.WireError.of(run.error, "rendezvous"),
         _routes(run.done.values()), tuple(run.readers.values()),
