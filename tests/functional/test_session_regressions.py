@@ -21,6 +21,7 @@ from xfer.session.trainer import TrainerSession
 from xfer.trace.catalog import Catalog
 from xfer.trace.fragment import Fragment, TensorSpec
 from xfer.trace.traced import Traced
+from xfer.transport.p2p import P2P
 
 
 def transpose(source: ToySource, name: str = "layers.0.w") -> None:
@@ -143,6 +144,28 @@ def test_a_trainer_that_is_lost_while_workers_install_costs_the_next_refit_not_t
         assert w.controllers[0].error is None and not w.engines[0].paused and w.engines[0].label == "2"
         right(w, 2)
         failed(w.refit(ranks=[0, 1]), e.PeerLost, w, 5, time.monotonic(), "trainer 2")
+
+
+def test_a_byte_that_is_wrong_in_the_engine_is_refused_with_verify_and_only_then(monkeypatch):
+    """In the live storage itself, after the transfer; no checksum is faked."""
+    with World(trainers=2) as w:
+        good(w.refit(1))
+        run = P2P.run
+
+        def flip_one_bit(self, *args):
+            out = run(self, *args)
+            if self.link.rank == 2:  # the first worker
+                w.engines[0].takers[0].live["layers.0.w"].view(torch.int16)[3, 2] ^= 1
+            return out
+
+        monkeypatch.setattr(P2P, "run", flip_one_bit)
+        failed(w.refit(2, verify=True), e.VerificationError, w, 15, time.monotonic(), "worker 0")
+        assert w.engines[0].paused and w.controllers[0].error is not None
+        good(w.refit(3, verify=False))
+        assert [t.wrong(3) for t in w.engines[0].takers] == [["layers.0.w"], []], "what verify is for"
+        monkeypatch.undo()
+        good(w.refit(4, verify=True))
+        right(w, 4)
 
 
 def test_prepare_while_the_last_refit_is_still_being_settled_is_kept_for_later():
