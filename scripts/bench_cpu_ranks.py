@@ -92,11 +92,12 @@ def links(path: str, rank: int):
 
 
 class Raw:
-    """send/recv of the bytes that a refit moves, between the same pairs, one message a pair, from and to one buffer."""
+    """send/recv of the bytes that a refit moves, between the same pairs, one message a pair, into a buffer for each."""
 
     def __init__(self, link, into: dict[int, int], out: dict[int, int]):
-        self.link, self.into, self.out = link, into, out
-        self.buffer = torch.ones(max([*into.values(), *out.values(), 1]), dtype=torch.uint8)
+        self.link, self.out = link, out
+        self.source = torch.ones(max([*out.values(), 1]), dtype=torch.uint8)
+        self.taken = {peer: torch.ones(n, dtype=torch.uint8) for peer, n in into.items()}
 
     @classmethod
     def of(cls, link, program) -> Raw:
@@ -113,10 +114,9 @@ class Raw:
     def run(self) -> dict:
         meet(self.link)
         clock = Clock()
-        # Messages into one buffer overwrite each other; nobody looks.
         received, sent = self.link.post(
-            [(self.buffer[:n], peer, 0) for peer, n in self.into.items()],
-            [(self.buffer[:n], peer, 0) for peer, n in self.out.items()],
+            [(buffer, peer, 0) for peer, buffer in self.taken.items()],
+            [(self.source[:n], peer, 0) for peer, n in self.out.items()],
         )
         for pending in (*received, *sent):
             pending.wait(until())

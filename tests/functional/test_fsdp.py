@@ -69,11 +69,11 @@ def stage(tmp_path_factory):
         ]  # fmt: skip
         truth = family.start("truth", "engine", "vllm_main", XFER_TOKEN=TOKEN)
         for c in (*trainers, truth):
-            c.expect("up", timeout=180)
+            c.expect("up", timeout=600)
         yield family, trainers, truth
 
 
-def on_all(children, *kinds, timeout=240.0, **command):
+def on_all(children, *kinds, timeout=600.0, **command):
     for c in children:
         c.say(**command)
     said = [c.expect(*kinds, "raised", timeout=timeout) for c in children]
@@ -91,7 +91,7 @@ def run(case: Case, stage, tmp_path) -> None:
         engine.say(do="start", model=str(folder), load_format="dummy", tp=case.tp)
         built = on_all(trainers, "built", do="build", folder=str(folder), scheme=case.scheme, dtype=case.dtype)
         is_what_it_says(case, [b["shards"] for b in built])
-        engine.expect("started", timeout=240)
+        engine.expect("started", timeout=600)
         engine.say(do="serve", rendezvous=rendezvous)
         narrow = ["*"] if case.dtype == "float32" else []
         on_all(trainers, "connected", do="connect", rendezvous=rendezvous, narrow=narrow, bucket_bytes=1 << 20)
@@ -113,7 +113,7 @@ def run(case: Case, stage, tmp_path) -> None:
         engine.stop()
     truth.say(do="truth", folders=exports, layout=dict(tp=case.tp))
     for step, got in enumerate(seen, 1):
-        want = truth.expect("observed", timeout=240)
+        want = truth.expect("observed", timeout=600)
         assert got["version"] == str(step)
         wrong = [k for k in want["checksums"] if want["checksums"][k] != got["checksums"].get(k)]
         assert not wrong and len(got["checksums"]) == len(want["checksums"]), (
