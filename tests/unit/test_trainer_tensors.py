@@ -23,9 +23,15 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from xfer import Declared, MeshInfo, TensorTrainer
 from xfer.errors import LayoutError, RebindError, Unsupported
 from xfer.mesh.placement import Segmented, from_dtensor
-from xfer.trace.fragment import Fragment
+from xfer.mesh.placement import Shard as XShard
+from xfer.plan.inventory import engine_inventory, trainer_inventory
+from xfer.plan.planner import PlanOptions, plan_replica
+from xfer.testing.world import Job
+from xfer.trace.catalog import Catalog
+from xfer.trace.declared import declared_fragments
+from xfer.trace.fragment import Fragment, Root, Span
 
-EXAMPLES = max(5, int(os.environ.get("XFER_EXAMPLES", 200)) // 8)
+EXAMPLES = max(5, int(os.environ.get("XFER_EXAMPLES", 200)) // 10)
 WORLD = 4
 
 
@@ -84,38 +90,99 @@ def held(layout, f: Fragment) -> torch.Tensor:
     return torch.as_strided(storage, f.extent, [s // item for s in f.strides], f.offset // item)
 
 
-@settings(max_examples=EXAMPLES, deadline=None)
-@given(
+class Cut:
+    """The net of every rank of a world of four under one scheme, and what TensorTrainer says of it."""
+
+    def __init__(self, scheme: str, rows: int, width: int, dtype: torch.dtype, tied: bool):
+        tied = tied and "tp" not in scheme  # torch's plans for the two would contradict each other
+        self.whole = dict(Net(rows, width, dtype, tied).state_dict())
+        if tied:
+            del self.whole["b.weight"]  # one tensor, under its first name
+        self.nets, self.layouts = [], []
+        for rank in range(WORLD):
+            with world(rank):
+                net = Net(rows, width, dtype, tied)
+                cut(net, scheme)
+                trainer = TensorTrainer(net)
+                self.nets.append(net)
+                self.layouts.append(trainer.read())
+                assert (trainer.rank, trainer.world, trainer.check()) == (rank, WORLD, "same")
+
+    def step(self) -> None:
+        """Other weights, in the shards and in the whole."""
+        for net in self.nets:
+            for t in (*net.parameters(), net.bias):
+                part = getattr(t, "_local_tensor", t).detach()
+                part.mul_(2).add_(1)
+        self.whole = {n: t * 2 + 1 for n, t in self.whole.items()}
+
+
+CUTS = st.builds(
+    Cut,
     st.sampled_from(SCHEMES),
     st.integers(1, 13),
     st.integers(1, 9),
     st.sampled_from([torch.float32, torch.bfloat16]),
     st.booleans(),
 )
-def test_every_rank_finds_just_its_elements_and_together_all_are_held_equally_often(scheme, rows, width, dtype, tied):
-    tied = tied and "tp" not in scheme  # torch's plans for the two would contradict each other
-    whole = dict(Net(rows, width, dtype, tied).state_dict())
-    if tied:
-        del whole["b.weight"]  # one tensor, under its first name
-    copies = {n: torch.zeros(t.shape, dtype=torch.int32) for n, t in whole.items()}
-    for rank in range(WORLD):
-        with world(rank):
-            net = Net(rows, width, dtype, tied)
-            cut(net, scheme)
-            trainer = TensorTrainer(net)
-            layout = trainer.read()
-            assert (trainer.rank, trainer.world, trainer.check()) == (rank, WORLD, "same")
+
+
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(CUTS)
+def test_every_rank_finds_just_its_elements_and_together_all_are_held_equally_often(cut):
+    copies = {n: torch.zeros(t.shape, dtype=torch.int32) for n, t in cut.whole.items()}
+    for layout in cut.layouts:
         assert {s.name: (s.shape, s.dtype) for s in layout.traced.specs} == {
-            n: (tuple(t.shape), str(t.dtype).removeprefix("torch.")) for n, t in whole.items()
+            n: (tuple(t.shape), str(t.dtype).removeprefix("torch.")) for n, t in cut.whole.items()
         }
         for f in layout.traced.fragments:
             box = tuple(slice(o, o + e) for o, e in zip(f.origin, f.extent))
-            assert torch.equal(held(layout, f), whole[f.tensor][box])
+            assert torch.equal(held(layout, f), cut.whole[f.tensor][box])
             copies[f.tensor][box] += 1
     for name, count in copies.items():
         assert int(count.min()) == int(count.max()), f"{name}: some elements have more holders than others"
-    holders = {"whole": WORLD, "hsdp": 2}.get(scheme, 1)
-    assert int(copies["a.weight"].max()) == holders
+
+
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(CUTS, st.integers(1, 3), st.integers(0, 1))
+def test_a_refit_brings_each_worker_its_part_and_moves_no_byte_twice(cut, workers, dim):
+    """Real shards through the real plan and programs, in one process, into bf16 workers that cut every tensor along
+    `dim`; two refits with other weights."""
+    catalog = Catalog.union([("trainers", cut.layouts[0].traced.specs)])
+    sources = [
+        trainer_inventory(catalog, rank=i, host="", roots=x.roots, fragments=x.traced.fragments)
+        for i, x in enumerate(cut.layouts)
+    ]
+    tensors = [[x.tensors[r.name] for r in made.roots] for x, made in zip(cut.layouts, sources)]
+    parts, takers = [], []
+    for w in range(workers):
+        mine = {n: t.chunk(workers, min(dim, t.dim() - 1)) for n, t in cut.whole.items()}
+        mine = {n: torch.zeros(t[w].shape, dtype=torch.bfloat16) for n, t in mine.items() if w < len(t)}
+        fragments = [
+            f
+            for n, t in cut.whole.items()
+            for f in declared_fragments(
+                n, t.shape, "bfloat16", MeshInfo.line("tp", range(workers)), (XShard(min(dim, t.dim() - 1)),), w, n
+            )
+        ]
+        parts.append(mine)
+        takers.append(
+            engine_inventory(
+                catalog, rank=w, host="", roots=[Root(n, t.numel() * 2) for n, t in mine.items()], fragments=fragments,
+                footprint=[Span(n, 0, t.numel() * 2) for n, t in mine.items()], reads=sorted(cut.whole),
+            )
+        )  # fmt: skip
+    job = Job(plan_replica(catalog, sources, takers, PlanOptions(narrow=("*",))))
+    for _ in range(2):
+        cut.step()
+        storages = [
+            [p[r.name].view(-1).view(torch.uint8) for r in made.roots] for p, made in zip(parts, takers, strict=True)
+        ]
+        moved = job.run(tensors, storages)
+        assert moved == sum(t.numel() * 2 for t in cut.whole.values())
+        for n, t in cut.whole.items():
+            got = torch.cat([p[n] for p in parts if n in p], min(dim, t.dim() - 1))
+            assert torch.equal(got, t.to(torch.bfloat16)), n
 
 
 @settings(max_examples=EXAMPLES, deadline=None)
