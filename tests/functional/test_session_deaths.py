@@ -1,0 +1,291 @@
+"""Processes that are killed or stopped, at every point of a refit: who hears of it, when, and what the engines hold then.
+
+Every trainer, controller and worker is a process of its own, and two replicas take part in every case (what runs in them
+is small: tests/support/world_processes.py). The same points with a real vLLM are in test_refit_errors.py.
+
+Three things must hold after every case. Whoever is left has ended its call with an error that names the process that is
+gone, or with a commit. An engine that serves holds one whole version on all its workers, the one its label says. And once
+what died was started again, the next refit is right everywhere.
+"""
+
+import random
+import time
+
+import pytest
+
+from tests.support.proc import PATIENCE
+from tests.support.world import free_port
+from tests.support.world_processes import CONT, KILL, ProcessWorld, until
+from xfer.session.bounds import CALL_GRACE_S
+
+FAR = 20.0
+"""Deadline of a refit that must end long before it."""
+GRACE_S = CALL_GRACE_S + 5.0 * PATIENCE
+"""What may be added to a deadline when a process does not answer, and some seconds of a busy machine."""
+SHORT = 2.0 * PATIENCE
+"""Deadline of a refit that is to reach it."""
+KNOWN = list(range(12))
+
+
+@pytest.fixture
+def world(tmp_path):
+    with ProcessWorld(tmp_path, trainers=3, workers=2, replicas=2) as w:
+        good(w.meet())
+        good(w.refit(1))
+        yield w
+
+
+def good(results):
+    assert all(r["kind"] == "done" for r in results), results
+    return results[0]["value"]
+
+
+def failed(results, kinds, *texts, within):
+    for r in results:
+        assert r["kind"] == "raised" and r["type"] in kinds, r
+        assert r["seconds"] < within, r
+        for t in texts:
+            assert t in r["text"], r
+
+
+def right(w, version, replicas=None):
+    """All workers hold exactly these weights, and the controllers serve them."""
+    for r in w.replicas:
+        if replicas is None or r.index in replicas:
+            assert r.controller.value("state")["serves"], f"replica {r.index}"
+            held = [x.value("holds", versions=KNOWN) for x in r.workers]
+            assert [h["whole"] for h in held] == [[version]] * w.workers, f"replica {r.index}: {held}"
+
+
+def no_mix(w):
+    """What the engines hold, whatever became of the refit. Returns whether each serves."""
+    serving = []
+    for r in w.replicas:
+        state = r.controller.value("state")
+        alive = [x for x in r.workers if x.proc.is_alive()]
+        for x in alive:
+            until(lambda x=x: x.value("holds", versions=[])["idle"], 12, "a worker has left its call")
+        held = [x.value("holds", versions=KNOWN) for x in alive]
+        if state["serves"]:
+            assert len(held) == w.workers and all(h["whole"] == held[0]["whole"] != [] for h in held), (state, held)
+        for h in held:
+            assert h["whole"] or h["nan"], f"replica {r.index} holds half of something and no NaN: {held}"
+        serving.append(state["serves"])
+    return serving
+
+
+def at(w, role, rank, point, action):
+    """Arrange it for the next refit. Plans and links are made in a refit only when a layout changed."""
+    if point in ("plan", "link"):
+        w.trainers[0].value("change")
+    w.fault("trainers" if role == "trainer" else "replica0", f"{role}:{rank}:{point}:{action}@1")
+
+
+def starts_again(w):
+    """New trainers for those that died, a new rendezvous, engines as they are."""
+    w.fault("trainers", "")
+    good(w.meet())
+    good(w.refit(5))
+    right(w, 5)
+
+
+# ---- killed
+
+TRAINER_POINTS = ["plan", "link", "enter", "moving", "wave", "done"]
+WORKER_POINTS = ["plan", "link", "arm", "moving", "wave", "done", "commit"]
+
+
+def cases(*every, slow):
+    """The first in every run, those in `slow` in slow ones."""
+    return [*every, *(pytest.param(*c, marks=pytest.mark.slow) for c in slow)]
+
+
+@pytest.mark.parametrize(
+    ("rank", "point"),
+    cases(
+        *((2, p) for p in TRAINER_POINTS), (0, "link"), (0, "enter"), (0, "moving"),
+        slow=[(0, "plan"), (0, "wave"), (0, "done")],
+    ),
+)  # fmt: skip
+def test_a_trainer_that_is_killed_is_named_by_all_others_and_the_job_starts_again(world, rank, point):
+    w = world
+    at(w, "trainer", rank, point, "kill")
+    others = [i for i in range(3) if i != rank]
+    for t in w.trainers:
+        t.value("set", version=2)
+    w.say("refit", deadline_s=FAR)
+    failed(w.answers(others), ["PeerLost"], f"trainer {rank}", within=FAR / 2)
+    assert w.trainers[rank].dead()
+    serving = no_mix(w)
+    if rank and point in ("plan", "link", "enter"):
+        assert serving == [True, True]  # not a byte had moved: version 1 is served on
+    if point in ("moving", "wave", "done"):
+        assert not all(serving)  # where bytes moved; the other replica may not have been armed yet
+    starts_again(w)
+
+
+@pytest.mark.parametrize(("rank", "point"), cases((0, "plan"), (2, "link"), slow=[(0, "link"), (2, "plan")]))
+def test_a_trainer_that_is_killed_while_all_connect(tmp_path, rank, point):
+    with ProcessWorld(tmp_path, trainers=3, deadline_s=8.0 * PATIENCE) as w:
+        w.fault("trainers", f"trainer:{rank}:{point}:kill@1")
+        w.say("connect", rendezvous=start(w), replicas=2, deadline_s=FAR)
+        others = [i for i in range(3) if i != rank]
+        failed(w.answers(others), ["PeerLost"], f"trainer {rank}", within=FAR / 2)
+        for r in w.replicas:
+            # To an engine that had not come yet, a rendezvous that is gone is one that is not there yet.
+            late = [] if rank else ["DeadlineExceeded"]
+            failed([r.controller.ask("ready")], ["PeerLost", *late], "trainer", within=w.deadline_s + GRACE_S)
+        starts_again(w)
+
+
+def start(w):
+    """The engines at a new rendezvous, before any trainer is there."""
+    w.rendezvous = f"tcp://127.0.0.1:{free_port()}"
+    for r in w.replicas:
+        w.serve(r)
+    return w.rendezvous
+
+
+@pytest.mark.parametrize(
+    ("rank", "point"), cases(*((1, p) for p in WORKER_POINTS), slow=[(0, p) for p in WORKER_POINTS])
+)
+def test_a_worker_that_is_killed_ends_its_replica_only_and_a_new_one_takes_its_place(world, rank, point):
+    w = world
+    at(w, "worker", rank, point, "kill")
+    report = good(w.refit(2, deadline_s=FAR, min_replicas=1))
+    assert report["committed"] == [False, True]
+    assert report["errors"][0].startswith(("PeerLost", "EngineLost")), report
+    assert f"replica 0 worker {rank}" in report["errors"][0], report
+    assert w.replicas[0].workers[rank].dead()
+    assert no_mix(w) == [False, True]
+    right(w, 2, [1])
+    failed(w.refit(3, deadline_s=FAR), ["PeerLost"], f"replica 0 worker {rank}", "1 of 2 replicas", within=FAR / 2)
+    right(w, 3, [1])
+    w.restart(0)
+    good(w.refit(4))
+    right(w, 4)
+
+
+@pytest.mark.parametrize("point", cases("plan", slow=[("read",), ("link",)]))
+def test_a_worker_that_is_killed_while_all_connect(tmp_path, point):
+    """Nobody serves half a job: connect() fails on all trainers, and the next one finds both replicas."""
+    with ProcessWorld(tmp_path, trainers=3, deadline_s=8.0 * PATIENCE) as w:
+        w.fault("replica0", f"worker:1:{point}:kill@1")
+        w.say("connect", rendezvous=start(w), replicas=2, deadline_s=FAR)
+        failed(w.answers(), ["PeerLost", "EngineLost"], "replica 0", within=FAR / 2)
+        w.replicas[0].stop()
+        w.fault("replica0", "")
+        w.replicas[0] = w._replica(0)
+        starts_again(w)
+
+
+def test_a_controller_that_is_killed_ends_its_replica_only(world):
+    w = world
+    w.fault("replica0", "worker:1:moving:hang@1")
+    for t in w.trainers:
+        t.value("set", version=2)
+    w.say("refit", deadline_s=FAR, min_replicas=1)
+    time.sleep(1.0)
+    w.replicas[0].controller.signal(KILL)
+    report = good(w.answers())
+    assert report["committed"] == [False, True] and "replica 0 controller" in report["errors"][0]
+    right(w, 2, [1])
+    w.restart(0)
+    good(w.refit(4))
+    right(w, 4)
+
+
+@pytest.mark.parametrize("seed", cases(0, 1, 2, slow=[(s,) for s in range(3, 60)]))
+def test_a_process_that_is_killed_at_any_moment(world, seed):
+    """Points are where somebody thought of trouble; this is wherever it falls."""
+    w, dice = world, random.Random(seed)
+    if dice.random() < 0.5:
+        w.trainers[dice.randrange(3)].value("change")
+    victim = dice.choice([*w.trainers, *w.replicas[0].workers])
+    for t in w.trainers:
+        t.value("set", version=2)
+    w.say("refit", deadline_s=FAR, min_replicas=1)
+    time.sleep(dice.random() * 0.1)
+    victim.signal(KILL)
+    left = [i for i, t in enumerate(w.trainers) if t is not victim]
+    answers = w.answers(left)
+    assert len({a["kind"] for a in answers}) == 1 or victim is w.trainers[0], answers
+    for a in answers:
+        assert a["seconds"] < FAR / 2, a
+        if a["kind"] == "raised":
+            assert a["type"] in ("PeerLost", "EngineLost") and f"trainer {w.trainers.index(victim)}" in a["text"], a
+        else:
+            assert a["value"]["committed"][1], a
+    no_mix(w)
+    if victim in w.replicas[0].workers:
+        w.restart(0)
+        good(w.refit(4))
+        right(w, 4)
+    else:
+        starts_again(w)
+
+
+# ---- stopped: it neither answers nor ends
+
+
+def stopped(process):
+    until(lambda: process.state() == "T", 10, "the process is stopped")
+
+
+@pytest.mark.parametrize("point", cases("enter", "moving", slow=[("link",), ("done",)]))
+def test_trainer_0_with_the_rendezvous_in_it_is_stopped(world, point):
+    w = world
+    at(w, "trainer", 0, point, "stop")
+    for t in w.trainers:
+        t.value("set", version=2)
+    w.say("refit", deadline_s=SHORT)
+    stopped(w.trainers[0])
+    failed(w.answers([1, 2]), ["DeadlineExceeded"], "trainer 0", "does not answer", within=SHORT + GRACE_S)
+    serving = no_mix(w)
+    assert point in ("enter", "link") or serving == [False, False]
+    w.trainers[0].signal(CONT)
+    failed(w.answers([0]), ["DeadlineExceeded"], within=60)
+    w.fault("trainers", "")
+    good(w.refit(3))  # the same job goes on
+    right(w, 3)
+
+
+@pytest.mark.parametrize("point", cases("moving", slow=[("enter",)]))
+def test_a_trainer_that_is_stopped(world, point):
+    w = world
+    at(w, "trainer", 2, point, "stop")
+    for t in w.trainers:
+        t.value("set", version=2)
+    w.say("refit", deadline_s=SHORT)
+    stopped(w.trainers[2])
+    failed(w.answers([0, 1]), ["DeadlineExceeded"], "trainer 2", within=SHORT + GRACE_S)
+    assert no_mix(w) == [point == "enter"] * 2
+    w.trainers[2].signal(CONT)
+    failed(w.answers([2]), ["DeadlineExceeded"], "trainer 2", within=60)
+    w.fault("trainers", "")
+    good(w.refit(3))
+    right(w, 3)
+
+
+@pytest.mark.parametrize("point", cases("arm", "commit", slow=[("link",), ("moving",)]))
+def test_a_worker_that_is_stopped_ends_its_replica_only_and_may_come_back(world, point):
+    w = world
+    at(w, "worker", 1, point, "stop")
+    for t in w.trainers:
+        t.value("set", version=2)
+    w.say("refit", deadline_s=SHORT, min_replicas=1)
+    stopped(w.replicas[0].workers[1])
+    report = good(w.answers())
+    assert report["committed"] == [False, True]
+    assert report["errors"][0].startswith(("DeadlineExceeded", "EngineLost")), report
+    assert "replica 0 worker 1" in report["errors"][0], report
+    assert not w.replicas[0].controller.value("state")["serves"]
+    right(w, 2, [1])
+    if point == "moving":
+        good(w.refit(3, deadline_s=SHORT, min_replicas=1))  # still stopped
+        right(w, 3, [1])
+    w.replicas[0].workers[1].signal(CONT)
+    w.fault("replica0", "")
+    assert no_mix(w) == [False, True]
+    good(w.refit(4))  # nothing was started again
+    right(w, 4)

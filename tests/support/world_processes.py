@@ -1,0 +1,341 @@
+"""The small world of world.py with a process for every trainer, controller and worker, so that each can be killed or
+stopped at any point. Hub, channels, planner, transport and checksums are the real ones; so are the deaths.
+
+Processes are forked from a server that has imported torch once. A worker that dies ends its controller's call at once,
+as vLLM's executor does, but those beside it live on, so that what becomes of them can be seen.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing as mp
+import os
+import signal
+import threading
+import time
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+
+from tests.support.world import TOKEN, ToyEngine, ToySource, ToyTaker, free_port
+
+_ctx = mp.get_context("forkserver")
+_ctx.set_forkserver_preload(["tests.support.world_processes"])
+
+
+def _serve(conn: Connection, commands: dict) -> None:
+    """Answers one command after another until the pipe closes."""
+    faulthandler.enable()  # a crash must not look like a kill
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    while True:
+        try:
+            name, args = conn.recv()
+        except (EOFError, OSError):
+            return
+        began = time.monotonic()
+        try:
+            answer = {"kind": "done", "value": commands[name](**args)}
+        except Exception as e:
+            answer = {"kind": "raised", "type": type(e).__name__, "text": str(e)}
+        conn.send({**answer, "seconds": time.monotonic() - began})
+
+
+# ---- in the processes
+
+
+def _trainer(conn: Connection, rank: int, world: int, env: dict) -> None:
+    os.environ.update(env)
+    from xfer.session.trainer import TrainerSession
+
+    source, session = ToySource(rank, world), None
+
+    def connect(rendezvous: str, replicas: int, deadline_s: float):
+        nonlocal session
+        if session is not None:
+            session.close()
+        session = TrainerSession(
+            source, rendezvous, TOKEN, replicas=replicas, deadline_s=deadline_s, bucket_bytes=4096, drop=(), narrow=(),
+            cache_dir=None,
+        )  # fmt: skip
+        try:
+            session.open(True)
+        except BaseException:
+            session.close()
+            raise
+
+    def change():  # other strides, same values: only a new plan reads it rightly
+        source.params["layers.0.w"] = source.params["layers.0.w"].t().contiguous().t()
+
+    def refit(**options):
+        r = session.refit(
+            **{"version": None, "verify": True, "wait": "commit", "min_replicas": None, "deadline_s": None} | options
+        )
+        return {
+            "version": r.version,
+            "committed": [o.committed for o in r.outcomes],
+            "errors": [f"{type(o.error).__name__}: {o.error}" if o.error else "" for o in r.outcomes],
+        }
+
+    _serve(conn, {"connect": connect, "set": source.set, "change": change, "refit": refit})
+
+
+def _worker(conn: Connection, engine: Connection, rank: int, world: int, env: dict) -> None:
+    """`conn`: the test's; `engine`: the controller's calls."""
+    os.environ.update(env)
+    from xfer.session.worker import WorkerSession
+
+    taker, session = ToyTaker(rank, world), None
+
+    def init(info: dict):
+        nonlocal session
+        if session is not None:
+            session.close()
+        session = WorkerSession(
+            taker, info["replica"], rank, world, info["rendezvous"], info["token"], info["deadline_s"], info["open"]
+        )
+        session.join()
+
+    def update(info: dict):
+        session.receive(info["attempt"], info["deadline_s"])
+
+    def holds(versions: list[int]):
+        return {
+            "whole": [v for v in versions if not taker.wrong(v)],
+            "nan": bool(taker.live["norm"].isnan().all()),
+            "idle": not busy.locked(),
+        }
+
+    busy = threading.Lock()
+
+    def exclusively(call):
+        def run(**args):
+            with busy:
+                call(**args)
+
+        return run
+
+    threading.Thread(
+        target=_serve, args=(engine, {"init": exclusively(init), "update": exclusively(update)}), daemon=True
+    ).start()
+    _serve(conn, {"holds": holds})
+
+
+class ProcessEngine(ToyEngine):
+    """Its workers are processes: calls go to all, answers are awaited from all, and the first worker that is gone ends
+    the call."""
+
+    name = "toy engine of processes"
+
+    def __init__(self, workers: list[Connection]):
+        super().__init__(0)
+        self._workers = workers
+
+    def workers(self, timeout=0.0):
+        return len(self._workers)
+
+    def _on_all(self, call: str, info: dict, timeout: float) -> None:
+        from xfer.errors import DeadlineExceeded, EngineLost
+
+        until = time.monotonic() + timeout
+        try:
+            for w in self._workers:
+                while w.poll():
+                    w.recv()  # an answer that came after its call was given up
+                w.send((call, {"info": dict(info)}))
+            waiting = set(self._workers)
+            while waiting:
+                ready = wait(list(waiting), max(0.0, until - time.monotonic()))
+                if not ready:
+                    raise DeadlineExceeded(f"{self.name} did not answer {call}")
+                for w in ready:
+                    answer = w.recv()
+                    assert answer["kind"] == "done", answer  # nothing raises into an engine
+                    waiting.discard(w)
+        except (EOFError, OSError) as e:
+            raise EngineLost(f"{self.name}: a worker died in {call}") from e
+
+    def init(self, info, timeout):
+        self._on_all("init", {**info, "open": self.open}, timeout)
+
+    def update(self, info, timeout):
+        self._did("update")
+        self._on_all("update", info, timeout)
+
+
+def _controller(conn: Connection, workers: list[Connection], env: dict) -> None:
+    os.environ.update(env)
+    from xfer.session.controller import Controller
+
+    engine, controller = ProcessEngine(workers), None
+
+    def serve(rendezvous: str, replica: int, deadline_s: float):
+        nonlocal controller
+        if controller is not None:
+            controller.close()
+        engine.paused = False
+        controller = Controller(engine, rendezvous, TOKEN, replica=replica, deadline_s=deadline_s)
+
+    def state():
+        error = controller.error
+        return {
+            "version": controller.version,
+            "serves": error is None and not engine.paused,
+            "error": f"{type(error).__name__}: {error}" if error else "",
+        }
+
+    _serve(conn, {"serve": serve, "ready": lambda: controller.wait_ready(60.0), "state": state})
+
+
+# ---- in the test
+
+
+class Process:
+    """One of them, and the pipe over which it is told what to do."""
+
+    def __init__(self, target, *args):
+        self.conn, there = _ctx.Pipe()
+        self.proc = _ctx.Process(target=target, args=(there, *args), daemon=True)
+        self.proc.start()
+        there.close()
+
+    def say(self, name: str, **args) -> None:
+        self.conn.send((name, args))
+
+    def answer(self, timeout: float = 60.0) -> dict:
+        assert self.conn.poll(timeout), f"no answer within {timeout:.0f} s"
+        try:
+            return self.conn.recv()
+        except EOFError:
+            self.proc.join(10)
+            raise AssertionError(f"the process ended with {self.proc.exitcode}") from None
+
+    def ask(self, name: str, timeout: float = 60.0, **args) -> dict:
+        self.say(name, **args)
+        return self.answer(timeout)
+
+    def value(self, name: str, **args):
+        answer = self.ask(name, **args)
+        assert answer["kind"] == "done", answer
+        return answer["value"]
+
+    def dead(self, timeout: float = 20.0) -> bool:
+        self.proc.join(timeout)
+        return not self.proc.is_alive()
+
+    def state(self) -> str:
+        """The kernel's letter: T is stopped, Z a zombie; empty when there is no such process."""
+        try:
+            return Path(f"/proc/{self.proc.pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+        except OSError:
+            return ""
+
+    def signal(self, number: int) -> None:
+        os.kill(self.proc.pid, number)
+
+    def stop(self) -> None:
+        if self.proc.is_alive():
+            self.proc.kill()  # a stopped process too
+        self.proc.join(10)
+        self.conn.close()
+
+
+@dataclass
+class Replica:
+    index: int
+    controller: Process
+    workers: list[Process]
+
+    def stop(self) -> None:
+        for p in (self.controller, *self.workers):
+            p.stop()
+
+
+class ProcessWorld:
+    """`trainers` processes and `replicas` engines of a controller and `workers` processes each."""
+
+    def __init__(self, folder: Path, trainers: int = 2, workers: int = 2, replicas: int = 2, deadline_s: float = 20.0):
+        self.folder, self.workers, self.deadline_s = Path(folder), workers, deadline_s
+        self.trainers = [self._trainer(i, trainers) for i in range(trainers)]
+        self.replicas = [self._replica(i) for i in range(replicas)]
+
+    def _env(self, name: str) -> dict:
+        return {"XFER_FAULT_FILE": str(self.folder / f"{name}.fault"), "XFER_FAULT_HANG_S": "4", "OMP_NUM_THREADS": "1"}
+
+    def _trainer(self, rank: int, world: int) -> Process:
+        return Process(_trainer, rank, world, self._env("trainers"))
+
+    def _replica(self, index: int) -> Replica:
+        pipes = [_ctx.Pipe() for _ in range(self.workers)]
+        env = self._env(f"replica{index}")
+        workers = [Process(_worker, there, i, self.workers, env) for i, (_, there) in enumerate(pipes)]
+        controller = Process(_controller, [here for here, _ in pipes], env)
+        for pair in pipes:
+            for end in pair:
+                end.close()
+        return Replica(index, controller, workers)
+
+    def fault(self, who: str, text: str) -> None:
+        """`who`: "trainers" or "replica0"; `text` as in xfer/session/faults.py."""
+        path = self.folder / f"{who}.fault"
+        path.with_suffix(".new").write_text(text)
+        os.replace(path.with_suffix(".new"), path)
+
+    def meet(self) -> list[dict]:
+        """All connect at a new rendezvous; results of the trainers. Those that are dead are started again."""
+        for i, t in enumerate(self.trainers):
+            if not t.proc.is_alive():
+                t.stop()
+                self.trainers[i] = self._trainer(i, len(self.trainers))
+        self.rendezvous = f"tcp://127.0.0.1:{free_port()}"
+        for r in self.replicas:
+            self.serve(r)
+        results = self.on_all(
+            "connect", rendezvous=self.rendezvous, replicas=len(self.replicas), deadline_s=self.deadline_s
+        )
+        return results
+
+    def serve(self, replica: Replica) -> None:
+        replica.controller.value("serve", rendezvous=self.rendezvous, replica=replica.index, deadline_s=self.deadline_s)
+
+    def restart(self, index: int) -> None:
+        """The replica anew, at the same rendezvous."""
+        self.replicas[index].stop()
+        self.fault(f"replica{index}", "")
+        self.replicas[index] = self._replica(index)
+        self.serve(self.replicas[index])
+        self.replicas[index].controller.value("ready")
+
+    def on_all(self, name: str, ranks=None, **args) -> list[dict]:
+        self.say(name, ranks, **args)
+        return self.answers(ranks)
+
+    def say(self, name: str, ranks=None, **args) -> None:
+        for i in range(len(self.trainers)) if ranks is None else ranks:
+            self.trainers[i].say(name, **args)
+
+    def answers(self, ranks=None, timeout: float = 60.0) -> list[dict]:
+        return [self.trainers[i].answer(timeout) for i in (range(len(self.trainers)) if ranks is None else ranks)]
+
+    def refit(self, weights: int, **options) -> list[dict]:
+        for t in self.trainers:
+            t.value("set", version=weights)
+        return self.on_all("refit", **options)
+
+    def __enter__(self) -> ProcessWorld:
+        return self
+
+    def __exit__(self, *exc) -> None:
+        for t in self.trainers:
+            t.stop()
+        for r in self.replicas:
+            r.stop()
+
+
+def until(condition, seconds: float, what: str) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, f"{what}: not within {seconds:.0f} s"
+        time.sleep(0.01)
+
+
+STOP, CONT, KILL = signal.SIGSTOP, signal.SIGCONT, signal.SIGKILL
