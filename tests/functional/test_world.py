@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import families
 from tests.support.proc import PYTHON, Family
 from xfer.mesh.parallel import EngineParallel
 
@@ -191,6 +192,16 @@ SLOW = [
 ROWS = [*DEFAULT, *SLOW]
 EVERY = [DEFAULT[2]]
 """Rows whose ranks are traced one by one as well."""
+
+
+def family_row(f: families.Family) -> Row:
+    t, e = f.trainer[0], f.engine[0]
+    trainer = dict(world=t.world, tp=t.tp, pp=t.pp, ep=t.ep, etp=t.etp)
+    return Row(f.name, trainer, dict(tp=e.tp, pp=e.pp, dp=e.dp, ep=e.ep))
+
+
+FAMILIES = [f for f in families.FAMILIES if f.trainer]
+CONFIGS |= {f.name: (f.config, list(f.fp32)) for f in FAMILIES}
 PARAMS = [pytest.param(r, id=r.name, marks=() if r in DEFAULT else pytest.mark.slow) for r in ROWS]
 
 
@@ -219,7 +230,7 @@ class Stage:
             )
 
     def folder(self, model: str) -> str:
-        return str(self.work / model)
+        return str(self.work / f"model{list(CONFIGS).index(model)}")
 
     def file(self, row: Row) -> str:
         return str(self.work / f"{self.rows.index(row)}.world")
@@ -267,6 +278,15 @@ def test_replicas_hold_what_vllm_would_load(stage, row):
     assert seen["alike"] == [], "two versions of the weights that no comparison can tell apart"
     assert len(seen["moved"]) == VERSIONS * row.replicas and len(set(seen["moved"])) == 1
     assert (seen["ranks"], seen["workers"]) == (row.trainer["world"], EngineParallel(**row.engine).world)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", [pytest.param(family_row(f), id=f.name) for f in FAMILIES])
+def test_every_family_goes_from_trainer_to_engine(stage, row):
+    """The first layouts of both tables in docs/architectures.md, one refitting the other."""
+    seen = stage.refit(row)
+    assert (seen["wrong"], seen["golden"], seen["alike"]) == ([], [], [])
+    assert seen["moved"][0] > 0
 
 
 def test_a_misread_layout_shows(stage):

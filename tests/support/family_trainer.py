@@ -171,7 +171,8 @@ def grouped(catalog, tensors) -> dict[str, torch.Tensor]:
     out = {}
     for spec in catalog.tensors:
         members = catalog.members(spec.name)
-        out[spec.name] = tensors[spec.name] if members == (spec.name,) else torch.stack([tensors[n] for n in members])
+        whole = tensors[spec.name] if members == (spec.name,) else torch.stack([tensors[n] for n in members])
+        out[spec.name] = whole.reshape(spec.shape)  # plans may see it in finer dims
     return out
 
 
@@ -189,7 +190,7 @@ def paint(traced) -> dict[str, torch.Tensor]:
         at = torch.full(f.extent, (roots[f.root] << 40) + f.offset, dtype=torch.int64)
         for d, (n, s) in enumerate(zip(f.extent, f.strides)):
             at += (torch.arange(n) * s).view([n if k == d else 1 for k in range(len(f.extent))])
-        out[f.tensor][tuple(slice(o, o + e) for o, e in zip(f.origin, f.extent))] = at
+        out[f.tensor][f.index] = at
     return out
 
 

@@ -24,6 +24,7 @@ def element_map(fragments: Iterable[Fragment]) -> Counter:
     out: Counter = Counter()
     for f in fragments:
         at = addresses(f.offset, f.extent, f.strides)
-        index = np.indices(f.extent).reshape(len(f.extent), prod(f.extent)).T + np.array(f.origin, np.int64)
+        steps = np.array(f.steps or (1,) * len(f.extent), np.int64)
+        index = np.indices(f.extent).reshape(len(f.extent), prod(f.extent)).T * steps + np.array(f.origin, np.int64)
         out.update((f.tensor, tuple(i), f.root, a, f.dtype) for i, a in zip(index.tolist(), at.tolist()))
     return out

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import random
 import time
+from collections import Counter
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -14,10 +16,19 @@ from hypothesis import strategies as st
 from tests.support.trace_maps import addresses, element_map
 from xfer.errors import LayoutError
 from xfer.mesh.box import row_major
-from xfer.trace.boxes import boxes, merge, relocate
+from xfer.trace import boxes as boxes_module
+from xfer.trace.boxes import boxes, merge, refined, relocate, split_of
 from xfer.trace.compose import blocks, fold, rewrite, trace_back
 from xfer.trace.fragment import Fragment, TensorSpec
 from xfer.trace.view import Region, contiguous
+
+
+@pytest.fixture(autouse=True, scope="module")
+def few_is_one():
+    """Toys interleave few elements; they are to take the road of many."""
+    with mock.patch.object(boxes_module, "FEW", 1):
+        yield
+
 
 EXAMPLES = int(os.environ.get("XFER_EXAMPLES", "200"))
 quick = settings(max_examples=EXAMPLES, deadline=None, database=None)
@@ -52,7 +63,42 @@ def test_boxes_say_where_every_element_lies(shape, data):
         index = tuple(int(i) for i in np.unravel_index(a, shape))
         want[("t", index, "root", b, "float32")] = want.get(("t", index, "root", b, "float32"), 0) + 1
     assert element_map(found) == want
-    assert all(o + e <= n for f in found for o, e, n in zip(f.origin, f.extent, shape))
+    assert all(i.stop <= n for f in found for i, n in zip(f.index, shape))
+    plain = boxes(spec, c, s, "root", "float32", plain=True)
+    assert element_map(plain) == want and not any(f.steps for f in plain)
+
+
+def unraveled(fragments: list[Fragment], shape: tuple[int, ...]) -> Counter:
+    """`element_map` with linear indices, which a split of the shape does not change."""
+    return Counter(
+        {
+            (t, int(np.ravel_multi_index(i, shape)) if i else 0, *rest): n
+            for (t, i, *rest), n in element_map(fragments).items()
+        }
+    )
+
+
+@quick
+@given(st.lists(st.integers(1, 12), min_size=1, max_size=3), st.data())
+def test_a_split_makes_interleaved_parts_boxes_and_moves_nothing(shape, data):
+    """Parts of one tensor that take every q-th index of a dim, as gate and up columns do."""
+    shape = tuple(shape)
+    spec = TensorSpec("t", shape, "float32")
+    found, at = [], 0
+    for _ in range(data.draw(st.integers(1, 3))):
+        steps = tuple(data.draw(st.sampled_from([q for q in range(1, n + 1) if n % q == 0])) for n in shape)
+        origin = tuple(data.draw(st.integers(0, q - 1)) for q in steps)
+        extent = tuple(n // q for n, q in zip(shape, steps))
+        row = row_major(shape)
+        c = Region(sum(o * r for o, r in zip(origin, row)), extent, tuple(q * r for q, r in zip(steps, row)))
+        found += boxes(spec, c, contiguous(extent).shifted(at).scaled(4), "root", "float32")
+        at += c.size
+    split = split_of(shape, found)
+    lifted = [x for f in found for x in refined(f, shape, split or shape)]
+    assert not any(x.steps for x in lifted)
+    assert unraveled(lifted, split or shape) == unraveled(found, shape)
+    if split and len({f.steps for f in found}) == 1:
+        assert len(lifted) == len(found)
 
 
 @quick

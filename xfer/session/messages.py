@@ -48,7 +48,7 @@ from xfer.session.wire import (
     WireMessage,
 )
 
-WIRE_VERSION = 5
+WIRE_VERSION = 6
 _STORE_KEY = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./:\-]{0,255}")
 
 

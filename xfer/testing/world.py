@@ -188,13 +188,16 @@ def random_weights(specs: Iterable[TensorSpec], seed: int) -> dict[str, torch.Te
     """Full checkpoint tensors. Each depends on its name and `seed` only, so every process can make them.
 
     Values are bfloat16's even where the dtype is wider: a trainer may hold such a tensor in bfloat16, and then this is
-    all that a refit can be asked to bring over.
+    all that a refit can be asked to bring over. Those of vectors lie on a grid around 1: a trainer may hold a norm's
+    weight less 1, and then its export is the checkpoint again.
     """
     out = {}
     for s in specs:
         key = hashlib.blake2b(f"{seed}:{s.name}".encode(), digest_size=7).digest()
         g = torch.Generator().manual_seed(int.from_bytes(key, "big"))
-        out[s.name] = torch.randn(s.shape, generator=g).to(torch.bfloat16).to(getattr(torch, s.dtype))
+        vector = len(s.shape) == 1
+        x = torch.randint(64, 256, s.shape, generator=g) / 128 if vector else torch.randn(s.shape, generator=g)
+        out[s.name] = x.to(torch.bfloat16).to(getattr(torch, s.dtype))
     return out
 
 

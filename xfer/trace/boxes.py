@@ -7,6 +7,7 @@ boxes. Neighbours are merged again along any dim whose address arithmetic agrees
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import product
 from math import prod
 
@@ -17,13 +18,18 @@ from xfer.trace.view import Region, coalesce
 
 MAX_BOXES = 1 << 16
 """A region that falls apart into more boxes than this is refused by name: a plan of single elements is no plan."""
+FEW = 16
+"""So many boxes are as good as one that skips elements."""
 
 
-def boxes(spec: TensorSpec, canonical: Region, storage: Region, root: str, dtype: str) -> list[Fragment]:
+def boxes(
+    spec: TensorSpec, canonical: Region, storage: Region, root: str, dtype: str, *, plain: bool = False
+) -> list[Fragment]:
     """Fragments that together say: element i of `canonical` (elements of `spec`) lies at element i of `storage`
     (bytes).
 
-    The regions have one shape. LayoutError when the region leaves the tensor, or takes more than `MAX_BOXES` boxes.
+    The regions have one shape. A box that skips canonical elements has `steps`, unless the result is to be `plain`.
+    LayoutError when the region leaves the tensor, or takes more than `MAX_BOXES` boxes.
     """
     if not canonical.size:
         return []
@@ -31,7 +37,7 @@ def boxes(spec: TensorSpec, canonical: Region, storage: Region, root: str, dtype
     todo = [(canonical, storage)]
     while todo:
         c, s = todo.pop()
-        found = _as_boxes(spec, c, s, root, dtype)
+        found = _as_boxes(spec, c, s, root, dtype, plain)
         if found is not None:
             out += found
         else:
@@ -43,7 +49,7 @@ def boxes(spec: TensorSpec, canonical: Region, storage: Region, root: str, dtype
     return merge(out) if len(out) > 1 else out
 
 
-def _as_boxes(spec: TensorSpec, c: Region, s: Region, root: str, dtype: str) -> list[Fragment] | None:
+def _as_boxes(spec: TensorSpec, c: Region, s: Region, root: str, dtype: str, plain: bool) -> list[Fragment] | None:
     """The boxes, when each dim of the region is whole digits of the tensor's dims; else None."""
     shape, row = spec.shape, row_major(spec.shape)
     digits: list[list[tuple[int, int, int]]] = [[] for _ in shape]  # per canonical dim: (count, step, storage stride)
@@ -71,17 +77,20 @@ def _as_boxes(spec: TensorSpec, c: Region, s: Region, root: str, dtype: str) -> 
         origin.append(q)
     if rest:
         raise LayoutError(f"{spec.name}{list(shape)}: offset {c.offset} is not in the tensor")
-    extent, strides = [], []
+    extent, strides, steps = [], [], []
     for k, ds in enumerate(digits):
-        size, stride = 1, 0
+        size, stride, skip = 1, 0, 1
         for n, step, st in sorted(ds, key=lambda d: d[1]):
-            if step == size and (size == 1 or st == stride * size):
-                size, stride = size * n, st if size == 1 else stride
+            if size == 1 and (step == 1 or (n > FEW and not plain)):
+                size, stride, skip = n, st, step
+            elif size > 1 and step == size * skip and st == stride * size:
+                size *= n
             else:
                 outer.append([(k, i * step, i * st) for i in range(n)])
         extent.append(size)
         strides.append(stride)
-    reach = list(map(sum, zip(origin, extent)))
+        steps.append(skip)
+    reach = [o + (n - 1) * q + 1 for o, n, q in zip(origin, extent, steps)]
     for choices in outer:
         if choices:
             reach[choices[-1][0]] += choices[-1][1]
@@ -97,7 +106,8 @@ def _as_boxes(spec: TensorSpec, c: Region, s: Region, root: str, dtype: str) -> 
             if o:
                 o[k] += d
             at += st
-        out.append(Fragment(spec.name, tuple(o), tuple(extent), root, at, tuple(strides), dtype))
+        skips = tuple(steps) if max(steps, default=1) > 1 else ()
+        out.append(Fragment(spec.name, tuple(o), tuple(extent), root, at, tuple(strides), dtype, skips))
     return out
 
 
@@ -135,16 +145,18 @@ def merge(fragments: Iterable[Fragment]) -> list[Fragment]:
     """Join neighbours along any one dim while tensor, root, dtype, the other dims and the address arithmetic agree.
 
     The map from canonical element to byte stays exactly the same. Order of the result: by tensor and origin within
-    one join, otherwise unspecified but deterministic for a given input set.
+    one join, otherwise unspecified but deterministic for a given input set. Fragments with steps stay as they are.
     """
-    rows = [(f.tensor, f.root, f.dtype, f.origin, f.extent, f.strides, f.offset) for f in fragments]
+    fragments = list(fragments)
+    stepped = sorted((f for f in fragments if f.steps), key=lambda f: (f.tensor, f.root, f.origin, f.offset))
+    rows = [(f.tensor, f.root, f.dtype, f.origin, f.extent, f.strides, f.offset) for f in fragments if not f.steps]
     rows.sort()
     count = -1
     while count != len(rows):
         count = len(rows)
         for k in range(max((len(r[3]) for r in rows), default=0)):
             rows = _merge_dim(rows, k)
-    return [Fragment(t, o, e, root, at, s, dt) for t, root, dt, o, e, s, at in rows]
+    return [Fragment(t, o, e, root, at, s, dt) for t, root, dt, o, e, s, at in rows] + stepped
 
 
 def _merge_dim(rows: list[tuple], k: int) -> list[tuple]:
@@ -177,6 +189,37 @@ def _merge_dim(rows: list[tuple], k: int) -> list[tuple]:
     return out
 
 
+def refined(f: Fragment, shape: Ints, dims: Ints) -> list[Fragment]:
+    """`f`, a fragment of a tensor of `shape`, as boxes without steps of the same tensor seen with `dims`."""
+    if not f.steps and dims == shape:
+        return [f]
+    steps = f.steps or (1,) * len(shape)
+    row = row_major(shape)
+    canonical = Region(sum(o * r for o, r in zip(f.origin, row)), f.extent, tuple(q * r for q, r in zip(steps, row)))
+    storage = Region(f.offset, f.extent, f.strides)
+    return boxes(TensorSpec(f.tensor, dims, f.dtype), canonical, storage, f.root, f.dtype, plain=True)
+
+
+def split_of(shape: Ints, fragments: Iterable[Fragment]) -> Ints:
+    """Dims in which all of `fragments` (of one tensor of `shape`) are boxes without steps, as far as there are any; ()
+    for `shape` itself. A dim of which every q-th index is held becomes two: which group of q, and where in it.
+    """
+    factors = [{q for f in fragments if f.steps and (q := f.steps[k]) > 1} for k in range(len(shape))]
+    if not any(factors):
+        return ()
+    out: list[int] = []
+    for n, qs in zip(shape, factors):
+        chain = [1, *sorted(qs), n]
+        if any(b % a for a, b in zip(chain, chain[1:])):
+            chain = [1, n]  # steps that do not divide one another, or the dim: one box per element it is
+        out += [b // a for a, b in zip(chain, chain[1:])][::-1]
+    return tuple(out) if tuple(out) != tuple(shape) and len(out) <= MAX_DIMS else ()
+
+
+MAX_DIMS = 5
+"""Of a split tensor: one fewer than programs have, for the experts' dim."""
+
+
 def relocate(fragments: Iterable[Fragment], places: Mapping[str, tuple[str, int]]) -> list[Fragment]:
     """The same fragments, relative to storages instead of to parameters, neighbours merged anew.
 
@@ -190,5 +233,5 @@ def relocate(fragments: Iterable[Fragment], places: Mapping[str, tuple[str, int]
     out = []
     for f in fragments:
         root, base = places[f.root]
-        out.append(Fragment(f.tensor, f.origin, f.extent, root, base + f.offset, f.strides, f.dtype))
+        out.append(replace(f, root=root, offset=base + f.offset))
     return merge(out)

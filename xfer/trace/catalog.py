@@ -11,14 +11,14 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import msgspec
 
 from xfer.errors import LayoutError, ProtocolError
-from xfer.trace.boxes import merge
-from xfer.trace.fragment import Fragment, TensorSpec
+from xfer.trace.boxes import merge, refined
+from xfer.trace.fragment import Fragment, Ints, TensorSpec
 
 MAX_BYTES = 64 << 20
 """Largest encoded catalog that is decoded: fifty times that of a model with 45,000 tensors."""
@@ -39,12 +39,17 @@ class Catalog:
     @staticmethod
     def union(parts: Iterable[tuple[str, Iterable[TensorSpec]]]) -> Catalog:
         """One catalog of what several ranks (`who`, specs) name. LayoutError lists every name on which two of them
-        disagree.
+        disagree. Of different splits the finest counts, for all members of a group; those that do not fit together are
+        dropped.
         """
         seen: dict[str, tuple[TensorSpec, str]] = {}
         bad: dict[str, list[str]] = {}
+        splits: dict[str, set[Ints]] = {}
         for who, specs in parts:
             for s in specs:
+                if s.split:
+                    splits.setdefault(_group_name(s.name), set()).add(s.split)
+                    s = replace(s, split=())
                 first, by = seen.setdefault(s.name, (s, who))
                 if first != s:
                     said = bad.setdefault(s.name, [f"{by} has {first.dtype}{list(first.shape)}"])
@@ -52,7 +57,12 @@ class Catalog:
         if bad:
             lines = (f"{n}: {', '.join(said)}" for n, said in sorted(bad.items()))
             raise LayoutError("ranks disagree on the checkpoint's tensors", lines)
-        return Catalog(tuple(s for _, (s, _) in sorted(seen.items())))
+        return Catalog(
+            tuple(
+                replace(s, split=_finest(s.shape, splits.get(_group_name(name), ())))
+                for name, (s, _) in sorted(seen.items())
+            )
+        )
 
     @cached_property
     def _groups(self) -> dict[str, list[TensorSpec]]:
@@ -68,7 +78,7 @@ class Catalog:
             for group, members in found.items()
             if len(members) >= 2
             and max(members) == len(members) - 1
-            and len({(s.shape, s.dtype) for s in members.values()}) == 1
+            and len({(s.shape, s.dtype, s.split) for s in members.values()}) == 1
             and group not in taken
         }
 
@@ -82,9 +92,10 @@ class Catalog:
 
     @cached_property
     def tensors(self) -> tuple[TensorSpec, ...]:
-        """Canonical tensors: groups with a leading expert dim, and everything that is in no group; sorted by name."""
-        alone = [s for s in self.specs if self._place[s.name][1] is None]
-        groups = [TensorSpec(g, (len(m), *m[0].shape), m[0].dtype) for g, m in self._groups.items()]
+        """Canonical tensors: groups with a leading expert dim, and everything that is in no group; sorted by name. Their
+        shapes are those that plans use: `dims` of the specs."""
+        alone = [TensorSpec(s.name, s.dims, s.dtype) for s in self.specs if self._place[s.name][1] is None]
+        groups = [TensorSpec(g, (len(m), *m[0].dims), m[0].dtype) for g, m in self._groups.items()]
         return tuple(sorted(alone + groups))
 
     @cached_property
@@ -108,30 +119,38 @@ class Catalog:
 
         LayoutError lists every fragment whose tensor is unknown or whose box leaves it.
         """
-        shapes = {s.name: s.shape for s in self.specs}
+        specs = {s.name: s for s in self.specs}
         bad: list[str] = []
         out: list[Fragment] = []
         for f in fragments:
-            shape = shapes.get(f.tensor)
-            if shape is None:
+            spec = specs.get(f.tensor)
+            if spec is None:
                 bad.append(f"{f.tensor}: not in the catalog")
-            elif len(shape) != len(f.origin) or any(o < 0 or o + e > n for o, e, n in zip(f.origin, f.extent, shape)):
-                bad.append(f"{f.tensor}: box {list(f.origin)}+{list(f.extent)} is not in shape {list(shape)}")
+            elif len(spec.shape) != len(f.origin) or any(
+                not 0 <= i.start < i.stop <= n for i, n, e in zip(f.index, spec.shape, f.extent) if e
+            ):
+                bad.append(f"{f.tensor}: box {list(f.origin)}+{list(f.extent)} is not in shape {list(spec.shape)}")
             else:
-                group, i = self._place[f.tensor]
-                if i is not None:
-                    f = Fragment(group, (i, *f.origin), (1, *f.extent), f.root, f.offset, (0, *f.strides), f.dtype)
-                out.append(f)
+                out += self._lifted(f, spec)
         if bad:
             raise LayoutError("fragments do not fit the catalog", sorted(set(bad)))
         return tuple(sorted(merge(out), key=lambda f: (f.tensor, f.origin, f.root, f.offset)))
+
+    def _lifted(self, f: Fragment, spec: TensorSpec) -> list[Fragment]:
+        group, i = self._place[f.tensor]
+        own = refined(f, spec.shape, spec.dims)
+        if i is None:
+            return own
+        return [
+            Fragment(group, (i, *x.origin), (1, *x.extent), x.root, x.offset, (0, *x.strides), x.dtype) for x in own
+        ]
 
     def digest(self) -> str:
         """The same for the same checkpoint tensors, on every rank and every run."""
         return hashlib.blake2b(self.to_bytes(), digest_size=16).hexdigest()
 
     def to_bytes(self) -> bytes:
-        return msgspec.msgpack.encode([(s.name, s.shape, s.dtype) for s in self.specs])
+        return msgspec.msgpack.encode([(s.name, s.shape, s.dtype, s.split) for s in self.specs])
 
     @staticmethod
     def from_bytes(data: bytes) -> Catalog:
@@ -139,10 +158,12 @@ class Catalog:
         if len(data) > MAX_BYTES:
             raise ProtocolError(f"a catalog of {len(data)} bytes; at most {MAX_BYTES} are read")
         try:
-            rows = msgspec.msgpack.decode(data, type=list[tuple[str, tuple[int, ...], str]])
+            rows = msgspec.msgpack.decode(data, type=list[tuple[str, tuple[int, ...], str, tuple[int, ...]]])
             specs = tuple(TensorSpec(*r) for r in rows)
             if any(n < 0 for s in specs for n in s.shape):
                 raise ValueError("a negative size")
+            if any(s.split and not _refines(s.split, s.shape) for s in specs):
+                raise ValueError("a split that is not of its shape")
             return Catalog(specs)
         except (msgspec.MsgspecError, LayoutError, ValueError) as e:
             raise ProtocolError(f"not a catalog: {e}") from e
@@ -159,6 +180,29 @@ def _split(name: str) -> tuple[str, int] | None:
     number = int(parts[at[-1]])
     parts[at[-1]] = "*"
     return ".".join(parts), number
+
+
+def _group_name(name: str) -> str:
+    split = _split(name)
+    return name if split is None else split[0]
+
+
+def _refines(split: Ints, shape: Ints) -> bool:
+    """Whether `split` is `shape` with some dims cut into several."""
+    left = list(split)
+    for n in shape:
+        product = left.pop(0) if left else 0
+        while product < n and left:
+            product *= left.pop(0)
+        if product != n:
+            return False
+    return not left
+
+
+def _finest(shape: Ints, splits: Iterable[Ints]) -> Ints:
+    """The one of `splits` that refines all the others; () when none does."""
+    splits = set(splits)
+    return next((a for a in sorted(splits) if all(_refines(a, b) for b in (*splits, shape))), ())
 
 
 def _repeated(names: Sequence[str]) -> list[str]:

@@ -13,11 +13,22 @@ Ints = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True, order=True)
 class TensorSpec:
-    """One tensor of the Hugging Face checkpoint: the common language of both sides."""
+    """One tensor of the Hugging Face checkpoint: the common language of both sides.
+
+    `split`: the same tensor with some dims cut into several, row-major, or () for `shape` as it is. Trainers give it
+    where they hold interleaved parts of a dim (every other column of a gate and up tensor), which in `shape` would be
+    a box per element, and in `split` is one. Plans are made in `dims`.
+    """
 
     name: str
     shape: Ints
     dtype: str
+    split: Ints = ()
+
+    @property
+    def dims(self) -> Ints:
+        """The shape that plans use."""
+        return self.split or self.shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +45,9 @@ class Fragment:
 
     Element i (counted inside the box) is at byte `offset + sum(i[d] * strides[d])` and has `dtype`. One stride per canonical
     dim; strides may be negative (Megatron's distributed optimizer lays experts out in reverse); a dim of extent 1 has stride 0.
+
+    `steps`: canonical distance from one element of the box to the next, per dim; () where all are 1. Only traces have
+    others; a catalog lifts such fragments to dims in which they are ordinary boxes.
     """
 
     tensor: str
@@ -43,6 +57,13 @@ class Fragment:
     offset: int
     strides: Ints
     dtype: str
+    steps: Ints = ()
+
+    @property
+    def index(self) -> tuple[slice, ...]:
+        """The box as an index into its tensor."""
+        steps = self.steps or (1,) * len(self.extent)
+        return tuple(slice(o, o + (e - 1) * q + 1, q) for o, e, q in zip(self.origin, self.extent, steps))
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,7 +41,7 @@ def _region(f: Fragment, root: torch.Tensor, base: int = 0) -> tuple[torch.Tenso
 
 
 def _box(f: Fragment, tensor: torch.Tensor) -> torch.Tensor:
-    return tensor[tuple(slice(o, o + e) for o, e in zip(f.origin, f.extent))]
+    return tensor[f.index]
 
 
 def load(traced: Traced, tensors: Mapping[str, torch.Tensor], roots: Mapping[str, torch.Tensor]) -> None:

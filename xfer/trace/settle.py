@@ -8,11 +8,12 @@ collected in `Ledger.errors`; the caller decides when to raise.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
 from xfer.errors import LayoutError, Unsupported
-from xfer.trace.boxes import boxes, merge
+from xfer.trace.boxes import boxes, merge, split_of
 from xfer.trace.compose import blocks
 from xfer.trace.expr import Call, Constant, Foreign, Operand, Piece, Source, Undefined, dtype_name, simplify, walk
 from xfer.trace.fragment import Fill, Fragment, TensorSpec
@@ -199,7 +200,7 @@ class Ledger:
 
     def close(self) -> Traced:
         """Everything entered so far, sorted; neighbours merged."""
-        specs = self.specs.values()
+        specs = self.specs.values() if self.canonical_is_source else self._split_specs()
         key = lambda f: (f.tensor, f.origin, f.root, f.offset)  # noqa: E731
         return Traced(
             specs=tuple(sorted(specs)),
@@ -210,6 +211,14 @@ class Ledger:
             unread=tuple(sorted(set(self.given) - self.reads)),
             casts=tuple(sorted(self.casts, key=lambda c: (c.tensor, c.root, c.dtypes))),
         )
+
+    def _split_specs(self) -> list[TensorSpec]:
+        """What this rank exports, with the split that its own interleaved parts ask for."""
+        of: dict[str, list[Fragment]] = {}
+        for f in self.fragments:
+            if f.steps:
+                of.setdefault(f.tensor, []).append(f)
+        return [replace(s, split=split_of(s.shape, of.get(s.name, ()))) for s in self.specs.values()]
 
 
 def _elsewhere(p: Piece) -> bool:

@@ -371,6 +371,7 @@ def _canonical(traced: Traced, index: Mapping[str, TensorSpec], rows: Mapping[st
             n = rows.get(spec.name, None)
             shape = spec.shape if n is None else (min(n, spec.shape[0]), *spec.shape[1:])
             want = replace(spec, shape=shape)
+        want = replace(want, split=spec.split if want.shape == spec.shape else ())
         padded = spec.name in rows and spec.shape[0] >= want.shape[0] and spec.shape[1:] == want.shape[1:]
         if spec.shape != want.shape and not padded:
             bad.append(f"{spec.name}: exported as {spec.shape}, the checkpoint has {want.shape}")
@@ -388,9 +389,9 @@ def _canonical(traced: Traced, index: Mapping[str, TensorSpec], rows: Mapping[st
 
 def _cut(f: Fragment, shape: tuple[int, ...]) -> Fragment | None:
     """The part of `f` inside a canonical tensor of `shape`; None when all of it is padding."""
-    if not shape or f.origin[0] + f.extent[0] <= shape[0]:
+    if not shape or f.index[0].stop <= shape[0]:
         return f
-    n = shape[0] - f.origin[0]
+    n = len(range(f.origin[0], shape[0], f.index[0].step))
     if n <= 0:
         return None
     return replace(f, extent=(n, *f.extent[1:]), strides=(f.strides[0] if n > 1 else 0, *f.strides[1:]))
