@@ -1,8 +1,12 @@
 """What callers of nccl_xfer_refit() do to each other and to themselves: some call and some do not, two threads call at once,
 arguments are wrong or differ, somebody leaves early. Every such call ends in a typed error, in time, and the next is whole."""
 
+import os
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +16,8 @@ from tests.support.world import TOKEN, ToySource, World, free_port
 from xfer import errors as e
 from xfer.session import messages as m
 from xfer.session.trainer import TrainerSession
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def after(seconds: float, call):
@@ -311,3 +317,76 @@ def test_labels_go_on_from_what_the_engines_have_had():
     with World(trainers=1, engines=[engine]) as w:
         assert good(w.refit(3)).version == "9" == engine.label
         right(w, 3)
+
+
+class ReadTogether(ToySource):
+    """As with `probe=`: reading a layout is a collective. A barrier stands for it."""
+
+    reads_together = True
+    all_here = threading.Barrier(2)
+
+    def read(self):
+        self.all_here.wait(60)
+        return super().read()
+
+
+@pytest.fixture
+def together():
+    ReadTogether.all_here = threading.Barrier(2)
+    yield [ReadTogether(i, 2) for i in range(2)]
+    ReadTogether.all_here.abort()
+
+
+def test_a_layout_that_is_read_together_is_not_read_again_by_one_rank_alone(together):
+    w = World(trainers=2)
+    w.sources = together
+    with w:
+        good(w.refit(1))
+        w.sources[1].params["embed"] = w.sources[1].params["embed"].t().contiguous().t()
+        failed(w.refit(2), e.RebindError, w, 10, time.monotonic(), "connect again")
+        right(w, 1)
+
+
+@pytest.mark.parametrize("reason", ["refused", "absent"])
+def test_a_layout_that_is_read_together_does_not_hold_a_rank_whose_peer_does_not_come(together, reason):
+    w = World(trainers=2)
+    w.rendezvous = f"tcp://127.0.0.1:{free_port()}"
+    equal = dict(replicas=1, deadline_s=4.0, bucket_bytes=4096, drop=(), narrow=(), cache_dir=None)
+
+    def connect(i):
+        s = TrainerSession(together[i], w.rendezvous, TOKEN, **(equal | (dict(replicas=2) if i == 1 else {})))
+        try:
+            s.open(True)
+        finally:
+            s.close()
+
+    out = w.on_all(connect, ranks=[0, 1] if reason == "refused" else [0])
+    kind, text = (e.HandshakeError, "replicas is ") if reason == "refused" else (e.DeadlineExceeded, "trainer 1")
+    failed(out, kind, w, 15, time.monotonic(), text)
+
+
+def test_a_rank_that_owns_nothing_takes_part(tmp_path):
+    """In a process of its own, which also has to end well: threads that hold C++ frames at exit abort it."""
+    script = tmp_path / "job.py"
+    script.write_text(
+        "from tests.support.world import *\n"
+        "class Nothing(ToySource):\n"
+        "    def read(self):\n"
+        "        self._ptrs = self._now()\n"
+        "        return ToyLayout(Traced((), ()), (), {})\n"
+        "class All(ToySource):\n"
+        "    def rows(self, n): return 0, n\n"
+        "w = World(trainers=2, deadline_s=30.0)\n"
+        "w.sources = [Nothing(0, 2), All(1, 2)]\n"
+        "w.connect()\n"
+        "assert all(r.committed == 1 for r in w.refit(1)) and not any(t.wrong(1) for t in w.engines[0].takers)\n"
+    )
+    job = subprocess.run(
+        [sys.executable, script],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert job.returncode == 0 and not job.stderr, job.stderr

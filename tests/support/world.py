@@ -47,6 +47,7 @@ class ToySource:
     """Rank `rank` of `world` holds rows of every matrix and all of every vector, in bf16."""
 
     device = torch.device("cpu")
+    reads_together = False
 
     def __init__(self, rank: int, world: int, shapes: dict[str, tuple[int, ...]] = SHAPES):
         self.rank, self.world, self.shapes = rank, world, shapes

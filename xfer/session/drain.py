@@ -1,7 +1,8 @@
-"""A source's `drain`, run so that it cannot keep its caller: it may be collective, and nothing interrupts a collective.
+"""What a source does together with other ranks, run so that it cannot keep its caller: nothing interrupts a collective.
 
-With parameter gathers in flight it ends when all data-parallel peers call too. A peer that does not would hold this rank
-for ever; so `drain` runs on a thread and the caller waits by a deadline. What to tell whom is the session's (trainer.py).
+A drain ends, with parameter gathers in flight, when all data-parallel peers call too; a layout that is probed is read by
+all ranks in step. A rank that does not come would hold the others for ever; so these run on a thread, and the caller waits
+by a deadline. What to tell whom is the session's (trainer.py, refit.py).
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import torch
 
@@ -20,30 +21,30 @@ from xfer.session import faults
 if TYPE_CHECKING:
     from xfer.session.trainer import Source
 
+T = TypeVar("T")
 LOOK_S = 0.05
-"""Seconds between two looks at whether the attempt has ended meanwhile."""
+"""Seconds between two looks at whether waiting still makes sense."""
 
 
-class Drain:
-    """One run of it, begun at once."""
+class Aside(Generic[T]):
+    """One run of `call`, begun at once. `what`: what went wrong if it raises something foreign, for its message."""
 
-    def __init__(self, source: Source, label: str):
-        self._source, self._label = source, label
-        self._cuda = source.device.type == "cuda"
-        # Gathers are queued behind what the caller has queued: the optimizer's writes, on whatever stream he uses.
-        self._stream = torch.cuda.current_stream(source.device) if self._cuda else None
+    def __init__(self, call: Callable[[], T], device: torch.device, label: str, what: str):
+        self._call, self._device, self._label, self._what = call, device, label, what
+        # What is launched there is queued behind what the caller has queued (the optimizer's writes), on his stream.
+        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         self._error: BaseException | None = None
+        self.result: T | None = None
         self._over, self._began, self.seconds = threading.Event(), time.perf_counter(), 0.0
-        threading.Thread(target=self._run, name="xfer-drain", daemon=True).start()
+        threading.Thread(target=self._run, name="xfer-aside", daemon=True).start()
 
     def _run(self) -> None:
         try:
             with ExitStack() as inside, torch.no_grad():
-                if self._cuda:
-                    inside.enter_context(torch.cuda.device(self._source.device))
+                if self._stream is not None:
+                    inside.enter_context(torch.cuda.device(self._device))
                     inside.enter_context(torch.cuda.stream(self._stream))
-                faults.point("trainer", self._source.rank, "drain")
-                self._source.drain()
+                self.result = self._call()
         except BaseException as e:
             self._error = e
         self.seconds = time.perf_counter() - self._began
@@ -67,6 +68,13 @@ class Drain:
         if isinstance(error, XferError):
             error.where = error.where or self._label
             raise error
-        raise XferError(
-            f"the trainer's parameters could not be made whole: {type(error).__name__}: {error}", where=self._label
-        ) from error
+        raise XferError(f"{self._what}: {type(error).__name__}: {error}", where=self._label) from error
+
+
+class Drain(Aside[None]):
+    def __init__(self, source: Source, label: str):
+        def drain() -> None:
+            faults.point("trainer", source.rank, "drain")
+            source.drain()
+
+        super().__init__(drain, source.device, label, "the trainer's parameters could not be made whole")

@@ -16,7 +16,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from xfer.errors import DeadlineExceeded, Unsupported, XferError
+from xfer.errors import DeadlineExceeded, RebindError, Unsupported, XferError
 from xfer.kernels.checksum import Sums
 from xfer.plan.cache import PlanCache
 from xfer.plan.inventory import trainer_inventory
@@ -27,7 +27,7 @@ from xfer.session import computing, faults
 from xfer.session import messages as m
 from xfer.session.arguments import checked_call
 from xfer.session.bounds import STOP_GRACE_S
-from xfer.session.drain import Drain
+from xfer.session.drain import Aside, Drain
 from xfer.session.hub import Hub
 from xfer.session.lane import Lane
 from xfer.session.party import Party, host_identity
@@ -53,6 +53,8 @@ class Source(Protocol):
     rank: int
     world: int
     device: torch.device
+    reads_together: bool
+    """Whether `read` needs all ranks at once. Then it is called when they connect and never again."""
 
     def drain(self) -> None:
         """Finish every parameter gather in flight and synchronize the device."""
@@ -140,7 +142,7 @@ class TrainerSession:
         """Publish the layout; with `wait`, until every replica has a plan and a link."""
         until = time.monotonic() + self.deadline_s
         try:
-            self._take(self.source.read())
+            self._take(self._read_together(until) if self.source.reads_together else self.source.read())
         except Exception as e:
             self._party.try_send(m.Failed(m.WireError.of(e, self._party.label)))
             raise
@@ -173,6 +175,23 @@ class TrainerSession:
                 self._raise_failed(message)
                 ready.add(message.replica)
         self._open = True
+
+    def _read_together(self, until: float) -> Layout:
+        def pointless() -> bool:
+            return any(isinstance(x, XferError | m.Failed) for x in list(self._party.inbox.queue))
+
+        reading = Aside(self.source.read, self.device, self._party.label, "the layout could not be read")
+        if reading.wait(until, pointless, STOP_GRACE_S):
+            return reading.result
+        # The hub's deadline is ours, and it knows who is missing.
+        self._party.wait_for(pointless, time.monotonic() + 1.0)
+        if pointless():
+            self._raise_failed(self._party.take((m.Failed,), time.monotonic() + 1.0, "who does not take part"))
+        raise DeadlineExceeded(
+            "layouts are read by all ranks together (probe=), and not all took part",
+            ["call xfer.connect() on every trainer rank, with the same probe="],
+            where=self._party.label,
+        )
 
     def _raise_failed(self, message: m.Message) -> None:
         if isinstance(message, m.Failed):
@@ -314,6 +333,12 @@ class TrainerSession:
             self._bind(self.source.rebind())
             self._stale = False
             return b"", b""
+        if self.source.reads_together:
+            raise RebindError(
+                "this rank's layout changed, and only all ranks together can read it anew (probe=)",
+                ["close this session and connect again, on every rank"],
+                where=self._party.label,
+            )
         self._take(self.source.read())
         specs = self._own_specs()
         if specs != self._specs:

@@ -81,6 +81,17 @@ def local(tensor: torch.Tensor | None) -> torch.Tensor | None:
     return getattr(tensor, "_local_tensor", tensor)
 
 
+def device_of(tensors: Iterable[torch.Tensor]) -> torch.device:
+    """That of the first; of none, where this process computes: a rank that holds nothing belongs to its job all the same."""
+    first = next(iter(tensors), None)
+    if first is not None:
+        return first.device
+    d = torch.distributed
+    if torch.cuda.is_initialized() or d.is_available() and d.is_initialized() and "nccl" in str(d.get_backend()):
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
 def bare(path: str) -> str:
     """A dotted path without the "module." of wrappers."""
     while path == "module" or path.startswith("module."):

@@ -13,7 +13,9 @@ import dataclasses
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
+import msgspec
 import torch
 import torch.distributed as dist
 
@@ -21,6 +23,8 @@ from xfer.trace.fragment import Fragment, TensorSpec
 from xfer.trace.probe import NOT_MOVED, Digits, export_fragments
 from xfer.trace.slots import Slot
 from xfer.trainers.bridge_export import CheckpointNames, Cursor, forget_names
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -40,23 +44,22 @@ def probe_export(
     names: CheckpointNames,
     slot_of: Mapping[int, Slot],
     failing: Collection[str] | None,
+    device: torch.device,
 ) -> Probed:
     """Collective over the world. `failing`: global parameter names that this rank cannot follow (None: all tasks of all
-    ranks).
+    ranks). `device`: one that the world's backend gathers from.
 
     Task lists are parallel over ranks: the tasks at every position at which some rank fails are probed, on all ranks.
     """
     forget_names(model_bridge)
     tasks = model_bridge.build_conversion_tasks(names, list(chunks))
     wanted = [i for i, t in enumerate(tasks) if t is not None and (failing is None or t.global_param_name in failing)]
-    everyone: list = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, wanted)
-    positions = sorted(set().union(*everyone))
+    positions = sorted(set().union(*_of_all_ranks(wanted, list[int], device)))
     out = Probed()
     if not positions:
         return out
     mine = {i: tasks[i].param_weight for i in positions if tasks[i] is not None and tasks[i].param_weight is not None}
-    digits = _agree(list(mine.values()), len(positions))
+    digits = _agree(list(mine.values()), len(positions), device)
     base = dist.get_rank() * len(positions)
     roots = {}
     for j, i in enumerate(positions):
@@ -93,11 +96,25 @@ def probe_export(
     return out
 
 
-def _agree(weights: Sequence[torch.Tensor], positions: int) -> Digits:
+def _of_all_ranks(value: T, kind: type[T], device: torch.device) -> list[T]:
+    """`value` of every rank, in rank order. By msgpack, decoded to exactly `kind`: torch's object collectives unpickle
+    what comes out of sockets."""
+    data = torch.frombuffer(bytearray(msgspec.msgpack.encode(value)), dtype=torch.uint8)
+    lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size())]
+    dist.all_gather(lengths, torch.tensor([len(data)], device=device))
+    sizes = [int(n) for n in lengths]
+    mine = torch.zeros(max(sizes), dtype=torch.uint8)
+    mine[: len(data)] = data
+    padded = [torch.empty(max(sizes), dtype=torch.uint8, device=device) for _ in sizes]
+    dist.all_gather(padded, mine.to(device))
+    return [msgspec.msgpack.decode(bytes(p[:n].cpu().numpy()), type=kind) for p, n in zip(padded, sizes)]
+
+
+def _agree(weights: Sequence[torch.Tensor], positions: int, device: torch.device) -> Digits:
     """Digits that suit the parameters of all ranks, the same on every one of them."""
     kinds = sorted({_dtype(w) for w in weights})
-    every: list = [None] * dist.get_world_size()
-    dist.all_gather_object(every, (kinds, max((w.numel() for w in weights), default=1)))
+    largest = max((w.numel() for w in weights), default=1)
+    every = _of_all_ranks((kinds, largest), tuple[list[str], int], device)
     specs = [TensorSpec("", (largest,), kind) for kinds, largest in every for kind in kinds]
     fit = Digits.fit(specs)
     need = fit.offset_bits + (dist.get_world_size() * positions).bit_length()

@@ -22,7 +22,7 @@ from xfer.mesh.placement import Placement, Replicate, from_dtensor, from_torch
 from xfer.mesh.slices import local_shape
 from xfer.trace.declared import declared_fragments
 from xfer.trace.fragment import Fragment, Root, TensorSpec
-from xfer.trace.slots import Place, Slot, Slots, local, tensors_of
+from xfer.trace.slots import Place, Slot, Slots, device_of, local, tensors_of
 from xfer.trace.traced import Traced
 
 if TYPE_CHECKING:
@@ -76,6 +76,8 @@ class TensorTrainer:
     of a bf16 model) `xfer.connect(narrow=...)` must allow the cast.
     """
 
+    reads_together = False
+
     def __init__(
         self,
         parameters: torch.nn.Module | Callable[[], Mapping[str, torch.Tensor]],
@@ -96,7 +98,7 @@ class TensorTrainer:
         self._given: dict[str, torch.Tensor | None] = {}
         self._slots: Slots | None = None
         self._specs: list[object] = []
-        self.device = next((local(s.get()).device for s in self._walk()), torch.device("cpu"))
+        self.device = device_of(local(s.get()) for s in self._walk())
 
     def drain(self) -> None:
         """Back to shards: FSDP2 leaves whole parameters in a module that ran without a backward, and in a root after its

@@ -20,7 +20,7 @@ from xfer.trace.boxes import relocate
 from xfer.trace.collectives import objects_stay_home
 from xfer.trace.export import ExportWatch, twin
 from xfer.trace.fragment import Fragment, Root, TensorSpec
-from xfer.trace.slots import Binding, Slot, Slots, bare, walk
+from xfer.trace.slots import Binding, Slot, Slots, bare, device_of, walk
 from xfer.trace.traced import Traced
 from xfer.trainers.bridge_export import (
     AdapterTasks,
@@ -83,9 +83,9 @@ class MegatronTrainer:
         self.chunks = [model_chunks] if isinstance(model_chunks, torch.nn.Module) else list(model_chunks)
         self.bridge = bridge
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
-        self.device = next(p.device for chunk in self.chunks for p in chunk.parameters())
+        self.device = device_of(p for chunk in self.chunks for p in chunk.parameters())
         self._hf_names = None if hf_names is None else tuple(hf_names)
-        self._probe = probe
+        self._probe, self.reads_together = probe, bool(probe)
         self._scratch_bytes = scratch_bytes
         self._slots: Slots | None = None
         self._computed: Computed | None = None
@@ -132,7 +132,7 @@ class MegatronTrainer:
                 seen = self._follow(model_bridge, names, tasks, adapters, slot_of)
             if self._probe:
                 failing = None if self._probe == "all" else set(seen.failed)
-                seen.replace(probe_export(model_bridge, self.chunks, names, slot_of, failing))
+                seen.replace(probe_export(model_bridge, self.chunks, names, slot_of, failing, self.device))
         traced = _canonical(seen.result(self.rank), index, self._rows(seen.vocab), self.rank)
         computed = Computed(traced, self.device, self._scratch_bytes) if traced.recipes or traced.gathers else None
         self._slots = Slots(self.chunks, [slot_of[id(t.param_weight)] for t in (*tasks, *factor_tasks(adapters))])
