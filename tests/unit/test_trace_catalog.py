@@ -7,6 +7,7 @@ import random
 import subprocess
 import sys
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -127,3 +128,24 @@ def test_bytes_that_are_no_catalog_are_a_protocol_error(data):
 def test_importing_the_package_is_cheap():
     code = "import sys, xfer.trace, xfer.trace.catalog; assert not {'torch', 'vllm', 'megatron'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_splits_of_ranks_become_one_that_refines_them_all():
+    """What a rank holds every other column of is seen in two dims by all; a group's members stay alike."""
+    names = [f"layers.0.experts.{e}.w" for e in range(3)]
+
+    def rank(*splits):
+        return [TensorSpec(n, (4, 12), "bfloat16", s) for n, s in zip(names, splits)]
+
+    catalog = Catalog.union([("a", rank((4, 6, 2), (), ())), ("b", rank((), (4, 3, 2, 2), ()))])
+    assert [t.shape for t in catalog.tensors] == [(3, 4, 3, 2, 2)]
+    assert Catalog.from_bytes(catalog.to_bytes()) == catalog
+    odd = Catalog.union([("a", rank((4, 6, 2), (), ())), ("b", rank((4, 4, 3), (), ()))])
+    assert [t.shape for t in odd.tensors] == [(3, 4, 12)]  # neither refines the other: one box per element it is
+    every_other = Fragment(names[1], (0, 1), (4, 6), "r", 0, (12, 2), "bfloat16", (1, 2))
+    assert [(f.origin, f.extent, f.strides) for f in catalog.lift([every_other])] == [
+        ((1, 0, 0, 0, 1), (1, 4, 3, 2, 1), (0, 12, 4, 2, 0))
+    ]
+    assert len(odd.lift([every_other])) == 6
+    with pytest.raises(ProtocolError, match="split"):
+        Catalog.from_bytes(msgspec.msgpack.encode([("w", (4, 12), "bfloat16", (4, 5, 2))]))
