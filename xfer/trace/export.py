@@ -17,7 +17,6 @@ from torch.utils._pytree import tree_leaves
 
 from xfer.errors import LayoutError, Unsupported, XferError
 from xfer.trace import collectives
-from xfer.trace.expr import Source
 from xfer.trace.rules import EMPTY
 from xfer.trace.settle import Ledger, spec_of
 from xfer.trace.traced import Traced
@@ -120,11 +119,6 @@ class ExportWatch(Watch):
             raise LayoutError("the export does something that cannot be followed", [*self.errors, *lost])
         traced = self._ledger.close()
         return replace(traced, gathers=tuple(self.gathers)) if self._ledger.computes else traced
-
-    def parameter_of(self, t: torch.Tensor) -> str | None:
-        """Name of the source whose untouched storage `t` views, if any."""
-        store = self.store(t)
-        return store.origin.name if store is not None and isinstance(store.origin, Source) else None
 
 
 @torch.no_grad()
