@@ -8,9 +8,11 @@ What differs between the sides hangs behind `Side`: where storages are, and what
 
 from __future__ import annotations
 
+import atexit
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -29,6 +31,8 @@ from xfer.transport import routes
 from xfer.transport.group import Link
 from xfer.transport.p2p import WAVE_BYTES
 
+EXIT_S = 5.0
+"""Seconds that all lanes together have to stop when the interpreter ends."""
 PROGRESS_S = 0.5
 """Seconds between two progress messages of a running transfer."""
 
@@ -55,6 +59,21 @@ class Side(Protocol):
         """After the last byte has: recipes, checksums when `go.verify`."""
 
 
+_running: weakref.WeakSet[Lane] = weakref.WeakSet()
+
+
+@atexit.register
+def _stop_all() -> None:
+    """A process that ends without closing its session: a thread that comes back from gloo's C++ into an interpreter that
+    is gone would end it by std::terminate."""
+    lanes = list(_running)
+    for lane in lanes:
+        lane.stop()
+    until = time.monotonic() + EXIT_S
+    for lane in lanes:
+        lane.join(max(0.0, until - time.monotonic()))
+
+
 class Lane:
     def __init__(self, party, side: Side, replica: int, joint_rank: int, cache: PlanCache | None):
         self.party, self.side, self.replica, self.joint_rank = party, side, replica, joint_rank
@@ -75,6 +94,7 @@ class Lane:
         self._epoch = 0
         self._planned_from = b""
         self._lock = threading.Lock()
+        _running.add(self)
         self._thread = threading.Thread(target=self._work, name=f"xfer-lane-{replica}", daemon=True)
         self._thread.start()
 
@@ -145,10 +165,17 @@ class Lane:
             self._routed, self._bound = None, -1
 
     def close(self) -> None:
+        self.stop()
+        self.join(5.0)
+        self._close_link()
+
+    def stop(self) -> None:
+        """Frees what is blocked; the thread ends after that."""
         self.cancel(PeerLost("closed"), None)
         self._queue.put(None)
-        self._thread.join(timeout=5.0)
-        self._close_link()
+
+    def join(self, seconds: float) -> None:
+        self._thread.join(timeout=seconds)
 
     # ---- the lane's own thread
 
