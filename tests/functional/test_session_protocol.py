@@ -290,7 +290,7 @@ def test_a_wrong_token_and_a_wrong_world_are_refused():
                 narrow=(),
                 cache_dir=None,
             )
-        assert len(caught.value.violations) == 3  # all of them at once: world, rank, bucket size
+        assert len(caught.value.violations) == 4  # all of them at once: world, rank, deadline, bucket size
         good(w.refit(1))
         right(w, 1)
 
