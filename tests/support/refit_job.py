@@ -13,11 +13,12 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.support.proc import Child, Family, free_port
+from tests.support.proc import PATIENCE, Child, Family, free_port
+from xfer.session.bounds import CALL_GRACE_S
 from xfer.testing import toy
 
-GRACE_S = 12.0
-"""What may be added to a refit's deadline: STOP_GRACE_S of the session, and some seconds of a busy machine."""
+GRACE_S = CALL_GRACE_S + 5.0 * PATIENCE
+"""What may be added to a refit's deadline: what the session promises, and some seconds of a busy machine."""
 
 
 @dataclass(frozen=True)
@@ -135,6 +136,10 @@ class Trainers:
     def ask(self, do: str, *kinds: str, ranks=None, timeout: float = 90.0, **command) -> list[dict]:
         return [c.expect(*kinds, timeout=timeout) for c in self.say(ranks, do=do, **command)]
 
+    def stopped(self, rank: int) -> None:
+        """Wait until the process has stopped itself."""
+        until(lambda: stopped(self.ranks[rank].proc.pid), 30, f"trainer {rank} is stopped")
+
     def build(self, config: dict, **more) -> None:
         port = free_port()
         for i, c in enumerate(self.ranks):
@@ -213,8 +218,13 @@ def _write(path: Path, text: str) -> None:
     os.replace(new, path)
 
 
+def stopped(pid: int) -> bool:
+    """By SIGSTOP; every thread of it."""
+    return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "T"
+
+
 def until(condition, seconds: float, what: str) -> None:
-    end = time.monotonic() + seconds
+    end = time.monotonic() + seconds * PATIENCE
     while not condition():
         assert time.monotonic() < end, f"{what}: not within {seconds:.0f} s"
         time.sleep(0.05)
