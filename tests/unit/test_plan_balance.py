@@ -147,6 +147,31 @@ def test_even_traffic_keeps_every_link_busy_and_takers_on_different_senders(trai
     assert len(set(first)) == min(trainers, 2 * workers)
 
 
+@pytest.mark.parametrize(
+    "trainers,workers,replicas", [(16, 4, 4), (16, 8, 2), (16, 2, 8), (16, 1, 8), (8, 1, 8), (32, 4, 4)]
+)
+def test_sub_plans_that_run_at_once_use_different_senders_in_each_wave(trainers, workers, replicas):
+    src, dst = np.divmod(np.arange(trainers * workers), workers)
+    busy: dict[int, np.ndarray] = {}
+    for r in range(replicas):
+        s = schedule(
+            src,
+            dst + trainers,
+            np.full(len(src), 1000),
+            message=100,
+            per_rank=200,
+            unit=10,
+            rotation=r,
+            rotations=replicas,
+        )
+        pair = np.repeat(np.arange(len(src)), np.diff(s.first))
+        for wave in range(s.waves):
+            busy.setdefault(wave, np.zeros(trainers, int))
+            np.add.at(busy[wave], src[pair[s.wave == wave]], 100)
+    most = sum(int(b.max()) for b in busy.values())
+    assert most <= 1.1 * workers * replicas * 1000  # a sender's own bytes: hardly any wave waits for a crowded one
+
+
 def test_a_pair_with_more_than_others_starts_at_once():
     src, dst = np.arange(10), np.full(10, 10)
     sizes = np.array([1000] + [100] * 9)

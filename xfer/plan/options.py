@@ -24,7 +24,8 @@ class PlanOptions:
     `site`: the links between ranks and who sits where, in place of `hosts`; senders are then chosen for time over
     links. `replica`: which of the site's replicas this plan is for.
     `remote_cost`: what a byte to another host costs a sender, in bytes to its own host.
-    `rotation`: shifts which sender a taker starts with.
+    `rotation`: shifts which sender a taker starts with. `rotations`: how many sub-plans run at once, `rotation` being
+    the number of this one; they then start as far from each other as can be. 0: `rotation` counts senders.
     `align_bytes`: granule of all cuts; a power of two and at least 8, the largest element.
     """
 
@@ -35,6 +36,7 @@ class PlanOptions:
     hosts: tuple[str | int, ...] = ()
     remote_cost: int = 8
     rotation: int = 0
+    rotations: int = 0
     align_bytes: int = ALIGN
     site: Site | None = None
     replica: int = 0
@@ -53,8 +55,11 @@ class PlanOptions:
             raise ValueError(
                 f"replica={self.replica}: the site has {len(self.site.replicas)} replicas, and it is given in place of hosts"
             )
-        if self.remote_cost < 1 or self.rotation < 0:
-            raise ValueError(f"remote_cost={self.remote_cost} must be at least 1, rotation={self.rotation} at least 0")
+        if self.remote_cost < 1 or self.rotation < 0 or self.rotations < 0:
+            raise ValueError(
+                f"remote_cost={self.remote_cost} must be at least 1, rotation={self.rotation} and "
+                f"rotations={self.rotations} at least 0"
+            )
 
     @property
     def message_bytes(self) -> int:
@@ -72,13 +77,13 @@ class PlanOptions:
     def for_draft(self) -> PlanOptions:
         """Equal for options under which plans have one draft: with a site, whoever sits where."""
         if self.site is None:
-            return replace(self, rotation=0, wave_bytes=self.bucket_bytes)
-        return replace(self, rotation=0, wave_bytes=self.bucket_bytes, site=None, replica=0)
+            return replace(self, rotation=0, rotations=0, wave_bytes=self.bucket_bytes)
+        return replace(self, rotation=0, rotations=0, wave_bytes=self.bucket_bytes, site=None, replica=0)
 
     def to_bytes(self) -> bytes:
         """Canonical: order and repeats in `drop` and `narrow` do not matter."""
         names = sorted(set(self.drop)), sorted(set(self.narrow))
-        numbers = self.message_bytes, self.wave_bytes, self.remote_cost, self.rotation, self.align_bytes
+        numbers = self.message_bytes, self.wave_bytes, self.remote_cost, self.rotation, self.rotations, self.align_bytes
         where = None if self.site is None else (self.site.to_bytes(), self.replica)
         return msgspec.msgpack.encode((numbers, names, self.host_numbers(), where))
 

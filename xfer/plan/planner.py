@@ -89,7 +89,7 @@ def finish(draft: Draft, deal: Deal, key: str, options: PlanOptions) -> SubPlan:
     pair_src, pair_dst, pair_bytes = _pairs(shares)
     when = schedule(
         pair_src, pair_dst, pair_bytes, message=options.message_bytes, per_rank=options.wave_bytes,
-        unit=options.align_bytes, rotation=options.rotation,
+        unit=options.align_bytes, rotation=options.rotation, rotations=options.rotations, way=_ways(pair_src, pair_dst, options),
     )  # fmt: skip
     atoms, stream = draft.atoms, draft.stream
     tables = Tables(
@@ -176,6 +176,14 @@ def _pairs(shares: _Shares) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     fresh = np.concatenate([[True], (np.diff(shares.src) != 0) | (np.diff(shares.dst) != 0)])
     heads = np.flatnonzero(fresh)
     return shares.src[heads], shares.dst[heads], np.add.reduceat(shares.end - shares.begin, heads)
+
+
+def _ways(src: np.ndarray, dst: np.ndarray, options: PlanOptions) -> np.ndarray | None:
+    """The link by which each pair's bytes leave, where links are known."""
+    if options.site is None:
+        return None
+    gpu = options.site.gpus(options.replica)
+    return options.site.fabric.links.paths(gpu[src], gpu[dst])[:, 0]
 
 
 # ---- numbers

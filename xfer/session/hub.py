@@ -24,6 +24,7 @@ from xfer.session.calls import Calls
 from xfer.session.channel import Channel
 from xfer.session.door import Door
 from xfer.session.keyvalue import KeyValues
+from xfer.session.packing import pack, unpack_one
 from xfer.session.planning import Planning
 from xfer.session.roster import Client, HubOptions, Replica, differences, hello_violations
 from xfer.session.status import status
@@ -38,6 +39,7 @@ class Hub:
         self.trainers: dict[int, Client] = {}
         self.replicas = {r: Replica(r) for r in range(options.replicas)}
         self.catalog: Catalog | None = None
+        self.packed_catalog = b""
         self.generation = 0
         self.specs: dict[int, bytes] = {}
         self._respecified: set[Client] = set()
@@ -176,7 +178,7 @@ class Hub:
             replica.dirty = replica.dirty or h.holds != "whole"
             self.calls.had(h.version)
             if self.catalog is not None:
-                client.send(m.CatalogMsg(self.catalog.to_bytes(), self.generation))
+                client.send(m.CatalogMsg(self.packed_catalog, self.generation))
         if self.failure is not None:
             client.send(m.Failed(m.WireError.of(self.failure, "rendezvous")))
         if h.role == "trainer":
@@ -187,6 +189,7 @@ class Hub:
         self.clients.discard(client)
         self.store.drop(client)
         self.planning.closed(client)
+        self.at(time.monotonic(), lambda: self.planning.layouts.gone(client))  # when it is out of the roster
         h = client.hello
         if h is None or h.role == "observer":
             return
@@ -280,6 +283,15 @@ class Hub:
 
     # ---- catalog and inventories
 
+    def _on_RollAsk(self, client: Client, msg: m.RollAsk) -> None:
+        self.planning.layouts.roll_asked(client, msg)
+
+    def _on_LayoutsAsk(self, client: Client, msg: m.LayoutsAsk) -> None:
+        self.planning.layouts.layouts_asked(client, msg)
+
+    def _on_Layout(self, client: Client, msg: m.Layout) -> None:
+        self.planning.layouts.came(client, msg)
+
     def _on_Specs(self, client: Client, msg: m.Specs) -> None:
         self.specs[client.hello.index] = msg.catalog
         if len(self.specs) == self.options.trainers:
@@ -288,7 +300,10 @@ class Hub:
     def make_catalog(self) -> bool:
         """Union of what the trainers export; True when it changed. Fails everything when they disagree."""
         try:
-            parts = [(f"trainer {i}", Catalog.from_bytes(b).specs) for i, b in sorted(self.specs.items())]
+            parts = [
+                (f"trainer {i}", Catalog.from_bytes(unpack_one(b, "specs")).specs)
+                for i, b in sorted(self.specs.items())
+            ]
             union = Catalog.union(parts)
         except XferError as e:
             self.fail_everything(e)
@@ -300,7 +315,8 @@ class Hub:
         for r in self.replicas.values():
             r.inventories.clear()
             r.stale = True
-        message = m.CatalogMsg(union.to_bytes(), self.generation)
+        self.packed_catalog = pack([union.to_bytes()])
+        message = m.CatalogMsg(self.packed_catalog, self.generation)
         self.broadcast(self.trainers.values(), message)
         for r in self.replicas.values():
             self.broadcast(r.workers.values(), message)
@@ -345,7 +361,7 @@ class Hub:
         """After all ranks said what changed: a new catalog for everyone, or the same for those who wait for one."""
         waiting, self._respecified = self._respecified, set()
         if waiting and not self.make_catalog() and self.catalog is not None:
-            self.broadcast(waiting, m.CatalogMsg(self.catalog.to_bytes(), self.generation))
+            self.broadcast(waiting, m.CatalogMsg(self.packed_catalog, self.generation))
 
     def plan_if_complete(self, replica: Replica) -> None:
         if replica.state == "joining" and replica.complete and len(self.trainer_inventories) == self.options.trainers:
@@ -436,7 +452,8 @@ _LATE = (m.Done, m.Committed, m.Stopped, m.Settled, m.Armed)
 
 _BOTH, _ALL = ("trainer", "worker"), ("trainer", "worker", "controller", "observer")
 _SENDERS: dict[type, tuple[str, ...]] = {
-    m.Specs: ("trainer",), m.InventoryMsg: _BOTH, m.Planned: _BOTH, m.LinkOpen: _BOTH, m.Prepare: ("trainer",), m.Enter: ("trainer",),
+    m.Specs: ("trainer",), m.InventoryMsg: _BOTH, m.RollAsk: _BOTH, m.LayoutsAsk: _BOTH, m.Layout: _BOTH,
+    m.Planned: _BOTH, m.LinkOpen: _BOTH, m.Prepare: ("trainer",), m.Enter: ("trainer",),
     m.Ready: ("trainer",),    m.Armed: ("worker",), m.Progress: _BOTH, m.Done: _BOTH, m.Committed: ("worker",), m.Stopped: ("worker",),
     m.Settled: ("controller",), m.Failed: ("trainer", "worker", "controller"), m.Leave: _ALL, m.StoreSet: _BOTH, m.StoreGet: _BOTH,
     m.StoreAdd: _BOTH, m.StoreCheck: _BOTH, m.Ping: _ALL, m.StatusAsk: _ALL, m.Release: ("trainer",), m.RoutesClosed: ("worker",),

@@ -20,8 +20,8 @@ import torch
 
 from xfer.errors import PeerLost, PlanMismatch, XferError
 from xfer.plan.cache import PlanCache
-from xfer.plan.inventory import Inventory
-from xfer.plan.planner import PlanOptions, SubPlan, plan_replica
+from xfer.plan.fabric import Site
+from xfer.plan.planner import PlanOptions, SubPlan
 from xfer.plan.program import Program
 from xfer.session import faults
 from xfer.session import messages as m
@@ -47,7 +47,7 @@ class Side(Protocol):
     def catalog(self) -> Catalog: ...
 
     def inventory(self) -> bytes:
-        """The encoded inventory that `roots` follows."""
+        """Digest of the inventory that `roots` follows."""
 
     def roots(self) -> tuple[int, Sequence[torch.Tensor]]:
         """(binding generation, flat uint8 tensors in the inventory's root order)."""
@@ -215,26 +215,21 @@ class Lane:
         faults.point(self.side.role, self.side.index, "plan")
         self._close_link()
         t0 = time.perf_counter()
-        catalog = self.side.catalog()
-        self._planned_from = (*p.trainers, *p.workers)[self.joint_rank]
-        sources = [Inventory.from_bytes(b) for b in p.trainers]
-        takers = [Inventory.from_bytes(b) for b in p.workers]
+        site = {"site": Site.from_bytes(p.site), "replica": p.replica} if p.site else {}
         options = PlanOptions(
-            bucket_bytes=p.bucket_bytes, drop=p.drop, narrow=p.narrow, hosts=p.hosts, rotation=p.replica,
+            bucket_bytes=p.bucket_bytes, drop=p.drop, narrow=p.narrow, rotation=p.replica, rotations=p.replicas, **site,
             wave_bytes=max(WAVE_BYTES[self.side.device.type], p.bucket_bytes) if self.side.device.type == "cuda" else 0,
         )  # fmt: skip
-        if self.cache is not None:
-            self.plan = self.cache.plan(catalog, sources, takers, options)
-        else:
-            self.plan = plan_replica(catalog, sources, takers, options)
+        self.plan, inventories = self.party.shelf.plan(p, self.side.catalog(), options, self.cache, self._check)
+        self._planned_from = inventories[self.joint_rank]
         digest = self.plan.digest
         if faults.wants(self.side.role, self.side.index, "digest"):
             digest = digest[::-1]
         self._program = self.plan.program(self.joint_rank)
         self.plan_seconds = time.perf_counter() - t0
         self.labels = (
-            *(f"trainer {i}" for i in range(len(sources))),
-            *(f"replica {self.replica} worker {i}" for i in range(len(takers))),
+            *(f"trainer {i}" for i in range(self.plan.trainers)),
+            *(f"replica {self.replica} worker {i}" for i in range(self.plan.workers)),
         )
         self._check()
         self.party.send(m.Planned(self.replica, p.epoch, digest, self.plan_seconds, *self.planned_bytes()))

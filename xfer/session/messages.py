@@ -39,6 +39,7 @@ from xfer.session.wire import (
     Blob,
     Bytes64,
     Count,
+    Digest,
     Name,
     Seconds,
     StoreKey,
@@ -48,7 +49,7 @@ from xfer.session.wire import (
     WireMessage,
 )
 
-WIRE_VERSION = 6
+WIRE_VERSION = 7
 _STORE_KEY = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./:\-]{0,255}")
 
 
@@ -114,7 +115,7 @@ class Ready(WireMessage):
     attempt: Count
     drained_s: Seconds = 0.0
     specs: Blob = b""
-    inventory: Blob = b""
+    inventory: Digest = b""
     generation: Count = 0
     rebound: bool = False  # same layout, but what the routes were opened for lies elsewhere now
 
@@ -130,7 +131,7 @@ class Armed(WireMessage):
     """worker -> hub: inside the receive call. `inventory`: empty unless the layout changed."""
 
     attempt: Count
-    inventory: Blob = b""
+    inventory: Digest = b""
     generation: Count = 0
     rebound: bool = False
 

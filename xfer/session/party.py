@@ -20,6 +20,7 @@ from xfer.session import messages as m
 from xfer.session.bounds import SILENCE_S
 from xfer.session.channel import SEND_S, dial
 from xfer.session.lane import Lane
+from xfer.session.layouts import Shelf
 from xfer.session.store import Replies
 
 M = TypeVar("M")
@@ -63,6 +64,7 @@ class Party:
         self.void: set[int] = set()  # attempts that were prepared and given up: no call has these numbers
         self.drained: dict[int, int] = {}  # replica -> last attempt of which the hub said `Drained`
         self.replies = Replies()
+        self.shelf = Shelf(self.try_send)
         self.inbox: queue.Queue[m.Message | XferError] = queue.Queue()
         self.on_lane: Callable[[int], Lane | None] = self.lanes.get
         self.lost: PeerLost | None = None
@@ -124,6 +126,9 @@ class Party:
             return
         if isinstance(message, m.StoreReply):
             self.replies.put(message)
+            return
+        if isinstance(message, m.LayoutAsk | m.Roll | m.Layouts):
+            self.shelf.take(message)
             return
         if isinstance(message, m.Abort):
             lane = self.lanes.get(message.replica)

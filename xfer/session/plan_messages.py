@@ -26,7 +26,9 @@ class CatalogMsg(WireMessage):
 
 
 class InventoryMsg(WireMessage):
-    inventory: Blob
+    """trainer, worker -> hub: what it has, by digest; whoever needs the inventory asks for it."""
+
+    inventory: Digest
     generation: Count
 
 
@@ -71,13 +73,15 @@ class Layout(WireMessage):
 
 
 class PlanInputs(WireMessage):
-    """hub -> domain: plan this replica from these inventories (joint rank order)."""
+    """hub -> domain: plan this replica, one of `replicas`, from the inventories that two rolls name. `site`: who sits
+    where on which links (plan/fabric.py), empty when not known."""
 
     replica: Count
     epoch: Count
-    trainers: Annotated[tuple[Blob, ...], Meta(max_length=65536)]
-    workers: Annotated[tuple[Blob, ...], Meta(max_length=65536)]
-    hosts: Annotated[tuple[Name, ...], Meta(max_length=131072)]
+    trainers: Digest
+    workers: Digest
+    replicas: Count = 0
+    site: Blob = b""
     drop: Annotated[tuple[Name, ...], Meta(max_length=4096)] = ()
     narrow: Annotated[tuple[Name, ...], Meta(max_length=4096)] = ()
     bucket_bytes: Bytes64 = 0

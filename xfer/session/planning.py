@@ -9,10 +9,12 @@ Runs on the hub's brain thread. What a plan is, is plan/'s business; here its di
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from xfer.errors import DeadlineExceeded, PlanMismatch, XferError
 from xfer.session import messages as m
+from xfer.session.layouts import Relay
 
 if TYPE_CHECKING:
     from xfer.session.hub import Hub
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 class Planning:
     def __init__(self, hub: Hub):
         self.hub = hub
+        self.layouts = Relay(self._owners)
         self._closing: set[Client] = set()  # workers that have not unmapped yet
         self._releasing: set[Client] = set()  # trainers that wait for them
 
@@ -32,16 +35,26 @@ class Planning:
         replica.state, replica.error, replica.relink, replica.stale = "planning", None, False, False
         replica.digests, replica.pending = {}, set(self.hub.domain(replica))
         replica.until = time.monotonic() + self.hub.options.deadline_s
-        domain = self.hub.domain(replica)
+        domain, o = self.hub.domain(replica), self.hub.options
+        sides = (
+            (self.hub.trainer_inventories, o.trainers, domain[: o.trainers]),
+            (replica.inventories, replica.size, domain[o.trainers :]),
+        )
+        rolls = [
+            self.layouts.roll([held[i] for i in range(n)], [c.hello.host for c in clients], keep=2 * o.replicas + 2)
+            for held, n, clients in sides
+        ]
         self.hub.broadcast(domain, m.PlanInputs(
-            replica.index, replica.epoch,
-            tuple(self.hub.trainer_inventories[i] for i in range(self.hub.options.trainers)),
-            tuple(replica.inventories[i] for i in range(replica.size)),
-            tuple(c.hello.host for c in domain), self.hub.options.drop, self.hub.options.narrow, self.hub.options.bucket_bytes,
-            self.hub.options.deadline_s,
+            replica.index, replica.epoch, *rolls, o.replicas, o.site, o.drop, o.narrow, o.bucket_bytes, o.deadline_s
         ))  # fmt: skip
         epoch = replica.epoch
         self.hub.at(replica.until, lambda: self._late(replica, epoch))
+
+    def _owners(self, inventory: bytes) -> Iterator[Client]:
+        """Who has announced it, and is here."""
+        yield from (c for i, c in self.hub.trainers.items() if self.hub.trainer_inventories.get(i) == inventory)
+        for r in self.hub.replicas.values():
+            yield from (c for i, c in r.workers.items() if r.inventories.get(i) == inventory)
 
     def _late(self, replica: Replica, epoch: int) -> None:
         if replica.epoch == epoch and replica.state in ("planning", "linking"):

@@ -124,6 +124,7 @@ class HubOptions:
     bucket_bytes: int
     drop: tuple[str, ...] = ()
     narrow: tuple[str, ...] = ()
+    site: bytes = b""  # encoded Site: who sits where on which links; empty when not known
     settings: tuple[tuple[str, str], ...] = ()  # must be equal in every hello that carries the same key
 
 

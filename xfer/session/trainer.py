@@ -19,6 +19,7 @@ import torch
 from xfer.errors import DeadlineExceeded, RebindError, Unsupported, XferError
 from xfer.kernels.checksum import Sums
 from xfer.plan.cache import PlanCache
+from xfer.plan.fabric import Site
 from xfer.plan.inventory import trainer_inventory
 from xfer.plan.planner import SubPlan
 from xfer.plan.program import Program
@@ -30,6 +31,7 @@ from xfer.session.bounds import STOP_GRACE_S
 from xfer.session.drain import Aside, Drain
 from xfer.session.hub import Hub
 from xfer.session.lane import Lane
+from xfer.session.packing import pack, unpack_one
 from xfer.session.party import Party, host_identity
 from xfer.session.refit import RefitCall
 from xfer.session.report import RefitReport
@@ -90,6 +92,7 @@ class TrainerSession:
         drop: Sequence[str],
         narrow: Sequence[str],
         cache_dir: str | None,
+        site: Site | None = None,
     ):
         self.source, self.index, self.device = source, source.rank, source.device
         self.deadline_s, self.replicas = deadline_s, replicas
@@ -108,7 +111,15 @@ class TrainerSession:
         self.drain: Drain | None = None  # of the last call; may run longer than that
         self._sums: dict[int, tuple[Program, Sums]] = {}  # by replica, over the present storages
         self._quarantine: list[list[torch.Tensor]] = []  # storages that somebody may still read
-        options = HubOptions(source.world, replicas, deadline_s, bucket_bytes, tuple(drop), tuple(narrow))
+        options = HubOptions(
+            source.world,
+            replicas,
+            deadline_s,
+            bucket_bytes,
+            tuple(drop),
+            tuple(narrow),
+            site.to_bytes() if site is not None else b"",
+        )
         settings = (*told(options), ("data plane", "nccl" if self.device.type == "cuda" else "gloo"))
         if source.rank == 0:
             self._hub = Hub(
@@ -201,7 +212,7 @@ class TrainerSession:
         self.layout = layout
 
     def _take_catalog(self, message: m.CatalogMsg) -> None:
-        self._catalog, self.generation = Catalog.from_bytes(message.catalog), message.generation
+        self._catalog, self.generation = Catalog.from_bytes(unpack_one(message.catalog, "catalog")), message.generation
         self._make_inventory()
 
     def _make_inventory(self) -> None:
@@ -213,7 +224,7 @@ class TrainerSession:
             fragments=self.layout.traced.fragments,
             recipes=(r.digest() for r in self.layout.traced.recipes),
         )
-        self._inventory, self._names = made.to_bytes(), [r.name for r in made.roots]
+        self._inventory, self._names = self._party.shelf.offer(made), [r.name for r in made.roots]
         self._bind(self.layout.tensors)
 
     def _bind(self, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -350,7 +361,7 @@ class TrainerSession:
         return (b"", self._inventory) if self._inventory != old else (b"", b"")
 
     def _own_specs(self) -> bytes:
-        return Catalog.union([(self._party.label, self.layout.traced.specs)]).to_bytes()
+        return pack([Catalog.union([(self._party.label, self.layout.traced.specs)]).to_bytes()])
 
     def follow(self, message: m.CatalogMsg) -> None:
         """A new catalog, or the same one again for a rank whose exports changed: answer with the inventory over it."""

@@ -25,6 +25,7 @@ from xfer.session import faults
 from xfer.session import messages as m
 from xfer.session.bounds import STOP_GRACE_S
 from xfer.session.lane import Lane
+from xfer.session.packing import unpack_one
 from xfer.session.party import Party, host_identity
 from xfer.trace.catalog import Catalog
 
@@ -138,7 +139,7 @@ class WorkerSession:
 
     def _read(self, message: m.CatalogMsg) -> None:
         faults.point("worker", self.index, "read")
-        self._catalog, self._generation = Catalog.from_bytes(message.catalog), message.generation
+        self._catalog, self._generation = Catalog.from_bytes(unpack_one(message.catalog, "catalog")), message.generation
         self._publish()
         self._party.try_send(
             m.InventoryMsg(self._inventory, message.generation)
@@ -152,7 +153,8 @@ class WorkerSession:
             fills=layout.traced.fills, footprint=layout.footprint, kept=layout.kept, staged=layout.staged, reads=layout.traced.reads,
             recipes=(r.digest() for r in layout.traced.recipes),
         )  # fmt: skip
-        self._inventory, self._names, self._rows = made.to_bytes(), [r.name for r in made.roots], footprint_rows(made)
+        self._inventory = self._party.shelf.offer(made)
+        self._names, self._rows = [r.name for r in made.roots], footprint_rows(made)
         self._bind(layout.tensors)
         self._stale = False
 

@@ -1,0 +1,293 @@
+"""Layouts between ranks: each class of equal ranks is published once, fetched only by who needs it, and nothing is believed
+that does not have the digest it was announced by.
+
+The hub's half and the clients' half are the real ones; queues stand in for the connections between them.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import time
+from dataclasses import replace
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.support.plan_worlds import worlds
+from xfer.errors import DeadlineExceeded, PeerLost, ProtocolError
+from xfer.plan.cache import PlanCache
+from xfer.plan.options import PlanOptions
+from xfer.plan.planner import plan_replica
+from xfer.session import messages as m
+from xfer.session.layouts import KEPT, Relay, Shelf, roll_digest
+from xfer.session.packing import pack, unpack, unpack_one
+from xfer.trace.catalog import Catalog
+
+EXAMPLES = max(1, int(os.environ.get("XFER_EXAMPLES", "200")))
+quick = settings(max_examples=EXAMPLES // 8 + 1, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+class Rank:
+    """A connection's two ends: `send` is the hub's, `shelf` the client's. Everything goes over the wire's coding."""
+
+    def __init__(self, job: Job, label: str, inventory=None):
+        self.label, self.job = label, job
+        self.shelf = Shelf(lambda msg: job.events.put((self, m.decode(m.encode(msg)))))
+        self.deaf = False
+        self.got: list[m.Message] = []
+        self.digest = b"" if inventory is None else self.shelf.offer(inventory)
+
+    def send(self, msg: m.Message) -> None:
+        self.got.append(msg)
+        if not self.deaf:
+            self.shelf.take(m.decode(m.encode(msg)))
+
+    def count(self, kind: type) -> int:
+        return sum(isinstance(g, kind) for g in self.got)
+
+
+class Job:
+    """Trainers and the workers of one replica around one relay."""
+
+    def __init__(self, catalog: Catalog, sources, takers, options: PlanOptions):
+        self.events: queue.Queue = queue.Queue()
+        self.failed: list[Exception] = []
+        self.catalog, self.options = catalog, options
+        self.trainers = [Rank(self, f"trainer {i}", s) for i, s in enumerate(sources)]
+        self.workers = [Rank(self, f"worker {i}", t) for i, t in enumerate(takers)]
+        self.ranks = [*self.trainers, *self.workers]
+        self.relay = Relay(lambda digest: [r for r in self.ranks if r.digest == digest])
+        self.thread = threading.Thread(target=self.brain, daemon=True)
+        self.thread.start()
+
+    def brain(self) -> None:
+        handlers = {
+            m.RollAsk: lambda r, msg: self.relay.roll_asked(r, msg),
+            m.LayoutsAsk: lambda r, msg: self.relay.layouts_asked(r, msg),
+            m.Layout: lambda r, msg: self.relay.came(r, msg),
+        }
+        while (event := self.events.get()) is not None:
+            try:
+                event[0](event[1]) if callable(event[0]) else handlers[type(event[1])](*event)
+            except ProtocolError as e:
+                self.failed.append(e)
+
+    def inputs(self, seconds: float = 20.0, replica: int = 0) -> m.PlanInputs:
+        hosts = self.options.hosts or ("h",) * len(self.ranks)
+        rolls = [
+            self.relay.roll([r.digest for r in side], names, keep=4)
+            for side, names in (
+                (self.trainers, hosts[: len(self.trainers)]),
+                (self.workers, hosts[len(self.trainers) :]),
+            )
+        ]
+        return m.PlanInputs(replica, 1, *rolls, deadline_s=seconds)
+
+    def plan(self, ranks=None, inputs=None, cache=None, check=lambda: None) -> list:
+        """What `Shelf.plan` gives, or raises, on a thread per rank."""
+        inputs, ranks, out = inputs or self.inputs(), ranks or self.ranks, {}
+
+        def one(i: int) -> None:
+            options = replace(self.options, hosts=())
+            try:
+                out[i] = ranks[i].shelf.plan(inputs, self.catalog, options, cache, check)
+            except Exception as e:
+                out[i] = e
+
+        threads = [threading.Thread(target=one, args=(i,), daemon=True) for i in range(len(ranks))]
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join(30)
+        return [out.get(i, TimeoutError(f"{r.label} hangs")) for i, r in enumerate(ranks)]
+
+    def close(self) -> None:
+        self.events.put(None)
+        self.thread.join(10)
+
+
+@pytest.fixture
+def job(request):
+    made = []
+
+    def start(catalog, sources, takers, options=None) -> Job:
+        made.append(Job(catalog, sources, takers, options or PlanOptions()))
+        return made[-1]
+
+    yield start
+    for j in made:
+        j.close()
+
+
+@given(worlds(), st.integers(1, 3))
+@quick
+def test_all_ranks_plan_the_same_and_each_class_is_sent_once(world, copies):
+    sources, takers = world.sources(), world.takers()
+    sources = [s.at(i * copies + k) for i, s in enumerate(sources) for k in range(copies)]  # data-parallel replicas
+    options = replace(world.options, hosts=())
+    job = Job(world.catalog, sources, takers, options)
+    try:
+        got = job.plan()
+        want = plan_replica(world.catalog, sources, takers, replace(options, hosts=("h",) * len(job.ranks)))
+        for plan, digests in got:
+            assert (plan.key, plan.digest) == (want.key, want.digest)
+            assert [d.decode() for d in digests] == [i.digest() for i in (*sources, *takers)]
+        classes = {r.digest for r in job.ranks}
+        assert sum(r.count(m.LayoutAsk) for r in job.ranks) == len(classes)
+        for r in job.ranks:
+            assert r.count(m.Roll) == r.count(m.Layouts) == 2
+        before = job.relay.sent, job.relay.received
+        assert [p.digest for p, _ in job.plan()] == [want.digest] * len(job.ranks)  # what is known is not asked for
+        assert before == (job.relay.sent, job.relay.received)
+        assert not job.failed
+    finally:
+        job.close()
+
+
+def small(job, copies: int = 2):
+    """A fixed world of several classes."""
+    from tests.unit.test_plan_programs import CATALOG, trainer, worker
+
+    return job(CATALOG, [*(trainer(i) for i in range(copies)), trainer(copies, nbytes=512)], [worker(0), worker(1)])
+
+
+def test_a_plan_in_the_cache_fetches_no_inventory(job, tmp_path):
+    cache, j = PlanCache(tmp_path), small(job)
+    first = j.plan(cache=cache)
+    again = small(job)
+    second = again.plan(cache=cache)
+    assert [p.digest for p, _ in second] == [p.digest for p, _ in first]
+    assert sum(r.count(m.Layouts) + r.count(m.LayoutAsk) for r in again.ranks) == 0 and again.relay.received == 0
+    assert 0 < again.relay.sent < 500 * len(again.ranks)
+
+
+def test_bytes_do_not_grow_with_equal_ranks_but_for_the_roll(job):
+    few, many = small(job, 2), small(job, 64)
+    few.plan()
+    many.plan()
+    assert many.relay.received == few.relay.received
+    one = {j: next(len(g.packed) for g in j.workers[0].got if isinstance(g, m.Layouts)) for j in (few, many)}
+    assert one[few] == one[many]
+    assert many.relay.sent / len(many.ranks) < few.relay.sent / len(few.ranks) + 64 * 40
+
+
+def test_when_an_owner_is_gone_another_of_its_class_is_asked(job):
+    j = small(job)
+    lost = j.trainers[0]
+    lost.deaf = True  # asked first, never answers
+    alive = [r for r in j.ranks if r is not lost]
+    threads_out: list = []
+    t = threading.Thread(target=lambda: threads_out.extend(j.plan(alive)), daemon=True)
+    t.start()
+    until = time.monotonic() + 10
+    while not lost.count(m.LayoutAsk) and time.monotonic() < until:
+        time.sleep(0.01)
+    j.ranks.remove(lost)
+    j.events.put((lambda r: j.relay.gone(r), lost))
+    t.join(30)
+    assert len({p.digest for p, _ in threads_out}) == 1 and len(threads_out) == len(alive)
+    assert j.trainers[1].count(m.LayoutAsk) == 1
+
+
+def test_what_never_comes_ends_at_the_deadline_or_with_the_lane(job):
+    j = small(job)
+    j.trainers[2].deaf = True  # the only one of its class
+    assert all(isinstance(e, DeadlineExceeded) for e in j.plan(j.trainers[:2], j.inputs(seconds=1.0)))
+
+    def cancelled():
+        raise PeerLost("the replica is gone")
+
+    assert all(isinstance(e, PeerLost) for e in j.plan(j.trainers[:2], check=cancelled))
+    j.trainers[2].deaf = False  # a lane that was cancelled, or gave up, holds up nobody after it
+    j.events.put((lambda r: j.relay.gone(r), j.trainers[2]))
+    assert len({p.digest for p, _ in j.plan(j.trainers[:2])}) == 1
+
+
+def test_lanes_of_one_process_share_what_comes(job):
+    j = small(job)
+    inputs = j.inputs()
+    got = j.plan([j.trainers[0]] * 6, inputs)
+    assert len({p.digest for p, _ in got}) == 1
+    assert j.trainers[0].count(m.Layouts) == j.trainers[0].count(m.Roll) == 2
+
+
+def test_a_layout_under_a_false_digest_is_refused_by_everyone(job):
+    j = small(job)
+    a, b = j.trainers[0], j.trainers[2]
+    roll = j.relay.roll([a.digest, b.digest], ["h", "h"], keep=4)
+    good = a.shelf._own[a.digest].content()
+    for packed in (pack([good]), pack([good, good]), pack([good])[:-1], b"", pack([good]) + b"x"):
+        with pytest.raises(ProtocolError):
+            j.relay.came(b, m.Layout(b.digest, packed))
+    j.relay.came(a, m.Layout(a.digest, pack([good])))
+
+    class LyingHub(Rank):
+        def send(self, msg):
+            if isinstance(msg, m.Layouts):
+                msg = m.Layouts(msg.roll, pack([good, good]))
+            if isinstance(msg, m.Roll) and self.lies == "roll":
+                msg = m.Roll(msg.roll, msg.inventories[::-1], msg.hosts)
+            super().send(msg)
+
+    for lies in ("layouts", "roll"):
+        liar = LyingHub(j, "liar")
+        liar.lies = lies
+        j.ranks.append(liar)
+        (error,) = j.plan([liar], m.PlanInputs(0, 1, roll, roll, deadline_s=10.0))
+        assert isinstance(error, ProtocolError) and "another digest" in str(error)
+
+
+def test_a_rank_answers_for_its_last_inventories_only(job):
+    from tests.unit.test_plan_programs import trainer
+
+    j = small(job)
+    shelf, sent = j.trainers[0].shelf, []
+    shelf._send = sent.append
+    digests = [shelf.offer(trainer(0, nbytes=1024 + 256 * i)) for i in range(KEPT + 1)]
+    for d in digests:
+        shelf.take(m.LayoutAsk(d))
+    assert [s.inventory for s in sent] == digests[1:]
+
+
+@given(st.lists(st.binary(max_size=40), max_size=5), st.binary(max_size=40), st.data())
+@quick
+def test_packed_bytes_come_back_or_are_refused(parts, noise, data):
+    packed = pack(parts)
+    assert unpack(packed, "x") == parts
+    if len(parts) == 1:
+        assert unpack_one(packed, "x") == parts[0]
+    at = data.draw(st.integers(0, len(packed)))
+    damaged = packed[:at] + noise + packed[at + len(noise) :]
+    try:
+        assert damaged == packed or unpack(damaged, "x") == parts
+    except ProtocolError:
+        pass
+    with pytest.raises(ProtocolError):
+        unpack(noise, "x")
+
+
+def test_a_stream_that_grows_without_bound_is_refused(monkeypatch):
+    from xfer.session import packing
+
+    monkeypatch.setattr(packing, "MAX_UNPACKED", 1 << 16)
+    assert len(unpack(pack([b"\0" * 60_000]), "x")[0]) == 60_000
+    for bomb in (pack([b"\0" * (1 << 24)]), pack([b"\0" * 60_000] * 2)):
+        with pytest.raises(ProtocolError, match="more than 65536"):
+            unpack(bomb, "x")
+    import lzma
+
+    dictionary = lzma.compress(
+        msgspec.msgpack.encode([b""]), filters=[{"id": lzma.FILTER_LZMA2, "preset": 9, "dict_size": 1 << 28}]
+    )
+    with pytest.raises(ProtocolError):
+        unpack(dictionary, "x")
+
+
+def test_a_roll_is_its_inventories_in_order_and_its_hosts():
+    a, b = b"0" * 32, b"1" * 32
+    seen = [roll_digest(*r) for r in (([a, b], ["x", "y"]), ([b, a], ["x", "y"]), ([a, b], ["xy", ""]), ([a], ["x"]))]
+    assert len(set(seen)) == 4 and all(len(d) == 32 for d in seen)

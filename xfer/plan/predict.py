@@ -1,0 +1,231 @@
+"""How long a refit takes, from its sub-plans and the fabric alone: no GPU, no weights.
+
+All replicas are refitted at once. For each link l and wave w let B[l, w] be the wire bytes of all sub-plans over it, and
+t[l, w] = B[l, w] / rate[l]. With the routes that sessions choose:
+
+    pulled bytes    pairs on one GPU or in one island: one kernel per taker;  pull = max over l of (pulled bytes / rate)
+    wired bytes     all others, by message; one of pair (s, d) in wave w takes
+                        cost(s, d, w) = message_s + max over links l on its path of t[l, w]
+                    and begins when the data is packed and both ends are done with wave w - 1:
+                        packed(s, w) = max(packed(s, w-1), sent(s, w-2)) + bytes packed by s in w / local
+                        done(m)      = max(packed(s, w), busy(s, w-1), busy(d, w-1)) + cost(s, d, w)
+                        busy(r, w)   = max over messages m of r in w of done(m)
+                        unpacked(d, w) = max(unpacked(d, w-1), busy(d, w)) + bytes unpacked by d in w / local
+    transfer        control_s + max(pull, last unpacked) + constants (padding) written / local
+
+`floor` is max over l of all bytes / rate: no schedule of these bytes is faster. `lockstep` is the sum over w of max over l of
+t[l, w]: what it would take if every wave waited for its slowest link. The prediction of the wire lies between the two.
+
+What it leaves out: pauses and resumes of engines (the outage of a refit is that much longer), checksums, kernels' own launch
+times, congestion inside switches, and that long dense rows are not packed. Rates should be those reached in practice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from xfer.plan.fabric import Links, Site
+from xfer.plan.subplan import SubPlan
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """What the formula needs beside the fabric; seconds."""
+
+    message_s: float = 20e-6
+    """Per message: posting it, its handshake, a launch on each side."""
+    control_s: float = 0.5e-3
+    """From the last rank ready to the first byte, and from the last byte to the decision."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinkLoad:
+    """One link of the fabric in one refit."""
+
+    name: str
+    nbytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prediction:
+    """Seconds, by the module's formula. `pack_s` and `unpack_s`: what of them no wire time hides."""
+
+    transfer_s: float
+    pull_s: float
+    pack_s: float
+    wire_s: float
+    unpack_s: float
+    fill_s: float
+    control_s: float
+    floor_s: float
+    lockstep_s: float
+    nbytes: int
+    pulled_bytes: int
+    link_bytes: np.ndarray  # int64 [links of the fabric]
+    link_seconds: np.ndarray  # float64 [links]
+    wave_span: np.ndarray  # float64 [waves, 2]: when the first message of a wave begins and the last one ends
+    wave_bytes: np.ndarray  # int64 [waves], wired
+    host_bytes: np.ndarray  # int64 [hosts, hosts], from row to column
+    links: Links
+
+    def phases(self) -> tuple[tuple[str, float], ...]:
+        """In order; the pull runs beside pack, wire and unpack."""
+        names = ("control", "pull", "pack", "wire", "unpack", "fill")
+        return tuple((n, getattr(self, f"{n}_s")) for n in names)
+
+    def busiest(self, most: int = 8) -> list[LinkLoad]:
+        """Links by falling time; those without bytes are left out."""
+        order = np.argsort(-self.link_seconds, kind="stable")[:most]
+        return [
+            LinkLoad(self.links.names[i], int(self.link_bytes[i]), float(self.link_seconds[i]))
+            for i in order
+            if self.link_bytes[i]
+        ]
+
+
+def predict(
+    plans: Sequence[SubPlan], site: Site, *, replicas: Sequence[int] | None = None, costs: Costs | None = None
+) -> Prediction:
+    """Of one refit that runs `plans[i]` for replica `replicas[i]` of the site (default: 0, 1, …), all at the same time.
+
+    ValueError when a plan has other ranks than the site places for its replica.
+    """
+    replicas, costs = range(len(plans)) if replicas is None else replicas, costs or Costs()
+    for plan, r in zip(plans, replicas, strict=True):
+        if (plan.trainers, plan.workers) != (len(site.trainers), len(site.replicas[r])):
+            raise ValueError(
+                f"replica {r}: the plan has {plan.trainers} + {plan.workers} ranks, the site places others"
+            )
+    links = site.fabric.links
+    m = _Messages.of(plans, [site.gpus(r) for r in replicas])
+    near = links.island[m.src_gpu] == links.island[m.dst_gpu]
+    pulled = links.loads(m.src_gpu[near], m.dst_gpu[near], m.nbytes[near])
+    link_bytes = links.loads(m.src_gpu, m.dst_gpu, m.nbytes)
+    wired = m.take(~near)
+    local = np.concatenate([[h.local] * h.gpus for h in site.fabric.hosts]).astype(np.float64)
+    wire = _wire(wired, links, local, costs)
+    hosts = np.zeros((len(site.fabric.hosts),) * 2, np.int64)
+    np.add.at(hosts, (links.host[m.src_gpu], links.host[m.dst_gpu]), m.nbytes)
+    fill = max(
+        (
+            float(_over(c.filled, local[g]))
+            for p, r in zip(plans, replicas)
+            for c, g in zip(p.summary.classes, site.replicas[r])
+        ),
+        default=0.0,
+    )
+    pull = float(links.seconds(pulled).max(initial=0.0))
+    return Prediction(
+        transfer_s=costs.control_s + max(pull, wire.end) + fill,
+        pull_s=pull,
+        pack_s=wire.pack,
+        wire_s=wire.wire,
+        unpack_s=wire.unpack,
+        fill_s=fill,
+        control_s=costs.control_s,
+        floor_s=float(links.seconds(link_bytes).max(initial=0.0)),
+        lockstep_s=wire.lockstep,
+        nbytes=int(m.nbytes.sum()),
+        pulled_bytes=int(m.nbytes[near].sum()),
+        link_bytes=link_bytes,
+        link_seconds=links.seconds(link_bytes),
+        wave_span=wire.span,
+        wave_bytes=np.bincount(wired.wave, wired.nbytes, len(wire.span)).astype(np.int64),
+        host_bytes=hosts,
+        links=links,
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Messages:
+    """Of all sub-plans. A trainer has a lane per replica, each with its own progress: `src` and `dst` number lanes."""
+
+    src: np.ndarray
+    dst: np.ndarray
+    src_gpu: np.ndarray
+    dst_gpu: np.ndarray
+    wave: np.ndarray
+    nbytes: np.ndarray
+    gpu_of_lane: np.ndarray
+
+    @classmethod
+    def of(cls, plans: Sequence[SubPlan], gpus: Sequence[np.ndarray]) -> _Messages:
+        columns: list[list[np.ndarray]] = [[], [], [], []]
+        base = 0
+        for plan in plans:
+            t = plan.tables
+            count = np.diff(t.message_first)
+            total = np.zeros(len(count), np.int64)
+            at = np.searchsorted(_pair(t.pair_src, t.pair_dst), _pair(t.share_src, t.share_dst))
+            np.add.at(total, at, t.share_end - t.share_begin)
+            end = np.append(t.message_begin[1:], 0)
+            end[t.message_first[1:] - 1] = total
+            for out, c in zip(
+                columns,
+                (np.repeat(t.pair_src, count) + base, np.repeat(t.pair_dst, count) + base, t.message_wave, end - t.message_begin),
+            ):  # fmt: skip
+                out.append(c.astype(np.int64))
+            base += len(plan.ranks)
+        src, dst, wave, nbytes = (np.concatenate([np.zeros(0, np.int64), *c]) for c in columns)
+        lane = np.concatenate([np.zeros(0, np.int64), *gpus])
+        return cls(src, dst, lane[src], lane[dst], wave, nbytes, lane)
+
+    def take(self, rows: np.ndarray) -> _Messages:
+        columns = (getattr(self, n)[rows] for n in self.__slots__[:-1])
+        return _Messages(*columns, self.gpu_of_lane)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Wire:
+    pack: float
+    wire: float
+    unpack: float
+    end: float
+    lockstep: float
+    span: np.ndarray
+
+
+def _wire(m: _Messages, links: Links, local: np.ndarray, costs: Costs) -> _Wire:
+    lanes = len(m.gpu_of_lane)
+    packed, busy, before, unpacked = (np.zeros(lanes) for _ in range(4))  # `before`: busy, one wave earlier
+    path = links.paths(m.src_gpu, m.dst_gpu)
+    order = np.argsort(m.wave, kind="stable")
+    waves = int(m.wave.max(initial=-1)) + 1
+    cuts = np.searchsorted(m.wave[order], np.arange(waves + 1))
+    span, lockstep, first = np.zeros((waves, 2)), 0.0, 0.0
+    rate = local[m.gpu_of_lane]
+    for w in range(waves):
+        rows = order[cuts[w] : cuts[w + 1]]
+        if not len(rows):
+            span[w] = span[w - 1, 1] if w else 0.0
+            continue
+        src, dst, n = m.src[rows], m.dst[rows], m.nbytes[rows]
+        load = np.zeros(len(links) + 1, np.int64)
+        np.add.at(load, path[rows], n[:, None])
+        time = np.append(links.seconds(load[:-1]), 0.0)
+        lockstep += float(time.max())
+        out, into = (np.bincount(side, n, lanes) for side in (src, dst))
+        packed = np.where(out > 0, np.maximum(packed, before) + _over(out, rate), packed)
+        begin = np.maximum(packed[src], np.maximum(busy[src], busy[dst]))
+        done = begin + costs.message_s + time[path[rows]].max(axis=1)
+        before = busy.copy()
+        np.maximum.at(busy, src, done)
+        np.maximum.at(busy, dst, done)
+        unpacked = np.where(into > 0, np.maximum(unpacked, busy) + _over(into, rate), unpacked)
+        span[w] = begin.min(), done.max()
+        first = first if w and first else float(begin.min())
+    last, end = float(busy.max(initial=0.0)), float(unpacked.max(initial=0.0))
+    return _Wire(first, last - first, max(0.0, end - last), max(end, last), lockstep, span)
+
+
+def _over(nbytes, rate):
+    """Seconds; a rate of 0 stands for no limit."""
+    return np.where(rate > 0, nbytes / np.maximum(rate, 1.0), 0.0)
+
+
+def _pair(src: np.ndarray, dst: np.ndarray) -> np.ndarray:
+    return src.astype(np.int64) << 32 | dst
