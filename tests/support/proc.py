@@ -18,8 +18,6 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 MARK = "@xfer "
 PATIENCE = float(os.environ.get("XFER_TEST_PATIENCE", "1"))
-"""All waits for children are this much longer: for a machine that many others use."""
-PATIENCE = float(os.environ.get("XFER_PATIENCE", "1"))
 """Waits of tests for their children are this many times longer: for machines that do much else."""
 PYTHON = {side: str(ROOT / f".venvs/{side}/bin/python") for side in ("trainer", "engine")}
 
@@ -99,7 +97,6 @@ class Child:
     def expect(self, *kinds: str, timeout: float = 300.0) -> dict:
         """The next event of these kinds; others are skipped. AssertionError with the log when the child raises or ends
         instead, or is late: then it is aborted, so that the log ends with the stacks of all its threads and processes."""
-        timeout *= PATIENCE
         timeout *= PATIENCE
         until = time.monotonic() + timeout
         while True:
