@@ -200,7 +200,7 @@ def family_row(f: families.Family) -> Row:
     return Row(f.name, trainer, dict(tp=e.tp, pp=e.pp, dp=e.dp, ep=e.ep))
 
 
-FAMILIES = [f for f in families.FAMILIES if f.trainer]
+FAMILIES = [f for f in families.FAMILIES if f.trainer and f.engine]
 CONFIGS |= {f.name: (f.config, list(f.fp32)) for f in FAMILIES}
 PARAMS = [pytest.param(r, id=r.name, marks=() if r in DEFAULT else pytest.mark.slow) for r in ROWS]
 

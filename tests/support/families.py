@@ -18,7 +18,7 @@ Config = dict[str, object]
 class Family:
     """`fp32`: globs of the tensors that checkpoints keep in float32. `engine`, `trainer`: the layouts that are tested;
     the first of each is the one whose figures stand in docs/architectures.md. No trainer layout: Bridge 0.3.1 has no
-    bridge for it. `provider`: fields of Bridge's model provider that its own config reading does not set.
+    bridge for it. No engine layout: vLLM imports such a model only beside torchvision, of which there is no build here.
     """
 
     name: str
@@ -77,6 +77,12 @@ def _family(
 ) -> Family:
     made = {**_BASE, "model_type": kind, "architectures": [architecture], **config}
     return Family(name, {k: v for k, v in made.items() if v is not _ABSENT}, engine, trainer, fp32)
+
+
+def _tower(name: str, kind: str, architecture: str, engine: tuple, trainer: tuple, inner: Config, **outer) -> Family:
+    """A language model below a `text_config`, beside a vision tower."""
+    made = {"model_type": kind, "architectures": [architecture], "torch_dtype": _BASE["torch_dtype"]}
+    return Family(name, {**made, "text_config": {**_BASE, **inner}, **outer}, engine, trainer)
 
 
 _ABSENT = object()
@@ -185,6 +191,27 @@ FAMILIES = (
         intermediate_size=64, mamba_n_heads=8, mamba_d_head=32, mamba_d_state=16, mamba_n_groups=1, mamba_expand=2,
         mamba_d_conv=4, mamba_chunk_size=16, attention_multiplier=1.0, embedding_multiplier=1.0, logits_scaling=1.0,
         residual_multiplier=1.0, position_embedding_type="rope",
+    ),
+    _family(
+        "Qwen2.5-VL", "qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration", (), (_DENSE[0], _DENSE[2]),
+        rope_scaling={"type": "mrope", "mrope_section": [4, 6, 6]},
+        vision_config=dict(
+            depth=2, hidden_size=64, intermediate_size=96, num_heads=4, out_hidden_size=128, patch_size=14,
+            spatial_merge_size=2, window_size=112, fullatt_block_indexes=[1],
+        ),
+        vision_start_token_id=3, vision_end_token_id=4, image_token_id=5, video_token_id=6,
+    ),
+    _tower(
+        "Qwen3-VL", "qwen3_vl", "Qwen3VLForConditionalGeneration", (), (_DENSE[0], _DENSE[2]),
+        dict(
+            model_type="qwen3_vl_text",
+            rope_scaling={"rope_type": "default", "mrope_section": [4, 6, 6], "mrope_interleaved": True},
+        ),
+        vision_config=dict(
+            model_type="qwen3_vl", depth=2, hidden_size=64, intermediate_size=96, num_heads=4, out_hidden_size=128,
+            patch_size=16, spatial_merge_size=2, num_position_embeddings=16, deepstack_visual_indexes=[0],
+        ),
+        vision_start_token_id=3, vision_end_token_id=4, image_token_id=5, video_token_id=6,
     ),
 )  # fmt: skip
 

@@ -58,8 +58,12 @@ def _of_json(config: str, dtype: str | None) -> tuple[TensorSpec, ...]:
         hf = transformers.AutoConfig.from_pretrained(folder)
     kind = str(dtype or given.get("dtype") or given.get("torch_dtype") or "bfloat16").removeprefix("torch.")
     keyword = "dtype" if int(transformers.__version__.split(".")[0]) >= 5 else "torch_dtype"
+    named = getattr(transformers, str((given.get("architectures") or [""])[0]), None)
     with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(hf, **{keyword: getattr(torch, kind)})
+        if named is not None:  # also what is no plain language model: a tower beside one
+            model = named._from_config(hf, **{keyword: getattr(torch, kind)})
+        else:
+            model = transformers.AutoModelForCausalLM.from_config(hf, **{keyword: getattr(torch, kind)})
     state = _once_each(model.state_dict())
     try:  # transformers 5 fuses experts in memory; a checkpoint has them apart
         from transformers.core_model_loading import revert_weight_conversion
