@@ -148,11 +148,14 @@ class Handle(ABC):
             if self._paused:
                 self._call("resume", left(), done=lambda: setattr(self, "_paused", False))
 
-    def start_update(self, timeout: float) -> None:
+    def has_drafter(self, timeout: float) -> bool:
+        return all(self._call("has_drafter", timeout) or [False])
+
+    def start_update(self, timeout: float, call: str = "start") -> None:
         with self._sequence(timeout) as left:
             if self._open:
                 self._close_session(left())
-            self._call("start", left(), done=lambda: setattr(self, "_open", True))
+            self._call(call, left(), done=lambda: setattr(self, "_open", True))
 
     def update(self, info: Mapping[str, Any], timeout: float) -> None:
         with self._sequence(timeout) as left:
@@ -397,6 +400,10 @@ class OfflineLLM(Handle):
             "workers": lambda: llm.llm_engine.vllm_config.parallel_config.world_size,
             "init": lambda: llm.init_weight_transfer_engine({"init_info": info}),
             "start": llm.start_weight_update,
+            "has_drafter": lambda: (
+                hasattr(llm, "start_draft_weight_update") and llm.collective_rpc("supports_draft_weight_updates")
+            ),
+            "start_draft": lambda: llm.start_draft_weight_update(),
             "update": lambda: llm.update_weights({"update_info": info}),
             "finish": llm.finish_weight_update,
             "set_version": lambda: _if_there(llm, "update_weight_version")(text),
@@ -440,6 +447,12 @@ class AsyncEngine(Handle):
             "pause": lambda: engine.pause_generation(mode=self._mode, clear_cache=False),
             "resume": engine.resume_generation,
             "start": engine.start_weight_update,
+            "has_drafter": lambda: (
+                rpc("supports_draft_weight_updates")
+                if hasattr(engine, "start_draft_weight_update")
+                else asyncio.sleep(0, [])
+            ),
+            "start_draft": lambda: engine.start_draft_weight_update(),
             "update": lambda: rpc("update_weights", kwargs={"update_info": info}),
             "finish": engine.finish_weight_update,
             "set_version": lambda: _if_there_async(engine, "update_weight_version")(text),

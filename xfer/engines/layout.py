@@ -9,7 +9,7 @@ vLLM's side is vllm_layout.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from math import prod
@@ -156,6 +156,49 @@ def _relocated(traced: Traced, places: Mapping[str, tuple[str, int]]) -> Traced:
             replace(r, target=places[r.target][0], offset=r.offset + places[r.target][1]) for r in traced.recipes
         ),
         casts=tuple(replace(c, root=places[c.root][0]) for c in traced.casts if c.root in places),
+    )
+
+
+# ---- two models, one layout
+
+
+def renamed(traced: Traced, prefix: str) -> Traced:
+    """The same with `prefix` before every root's name."""
+
+    def named(x):
+        return replace(x, root=prefix + x.root)
+
+    return replace(
+        traced,
+        fragments=tuple(map(named, traced.fragments)),
+        fills=tuple(map(named, traced.fills)),
+        recipes=tuple(replace(r, target=prefix + r.target) for r in traced.recipes),
+        casts=tuple(map(named, traced.casts)),
+    )
+
+
+def without_roots(traced: Traced, roots: Container[str]) -> Traced:
+    """Without what is written to these storages; what was read stays read."""
+
+    def rest(items):
+        return tuple(x for x in items if x.root not in roots)
+
+    recipes = tuple(r for r in traced.recipes if r.target not in roots)
+    return replace(
+        traced, fragments=rest(traced.fragments), fills=rest(traced.fills), recipes=recipes, casts=rest(traced.casts)
+    )
+
+
+def joined(a: Traced, b: Traced) -> Traced:
+    """Of two models that load the same checkpoint tensors into storages of their own. `unread`: by neither."""
+    return Traced(
+        specs=tuple(sorted({*a.specs, *b.specs})),
+        fragments=a.fragments + b.fragments,
+        fills=a.fills + b.fills,
+        recipes=a.recipes + b.recipes,
+        reads=tuple(sorted({*a.reads, *b.reads})),
+        unread=tuple(sorted({*a.unread, *b.unread} - {*a.reads, *b.reads})),
+        casts=a.casts + b.casts,
     )
 
 

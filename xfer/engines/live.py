@@ -7,7 +7,7 @@ and its twin on the meta device, and compares them (layout.py).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -52,9 +52,16 @@ class Slot:
         return f"{self.shape}{'' if plain else f' strides {strides}'} {str(self.dtype).removeprefix('torch.')}"
 
 
+DRAFT = "draft."
+"""In front of the names of a drafter's tensors: a second model beside the one that is served."""
+
+
 class Storages:
     """A snapshot of all parameters and buffers of `model`, ties and duplicate names included, by the storage they lie
-    in.
+    in, and of its drafter's after them.
+
+    `wraps`: which child of a module, if any, it only wraps ("base_layer" of an adapter's layer): that child's tensors
+    are named as if they were its own, which is what they were when the model was built.
 
     `slots`: by name, in the order of the tree; `by_root`: those of each storage. `roots`: sorted by name; a storage is
     called after the first name found in it. `tensors`: root name -> flat uint8 tensor over the whole storage. It keeps
@@ -63,13 +70,19 @@ class Storages:
     Raises Unsupported for tensors that hide their storage (wrapper subclasses), naming all.
     """
 
-    def __init__(self, model: torch.nn.Module):
-        self._model = model
-        found = list(_all(model))
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        *,
+        draft: torch.nn.Module | None = None,
+        wraps: Callable[[torch.nn.Module], str] = lambda module: "",
+    ):
+        self._again = lambda: Storages(model, draft=draft, wraps=wraps)
+        found = [*_all(model, wraps), *(() if draft is None else _all(draft, wraps, DRAFT))]
         hidden = [f"{s.name}: {type(s.get()).__name__}" for s in found if is_traceable_wrapper_subclass(s.get())]
         if hidden:
             raise Unsupported("tensors whose bytes cannot be read from outside", hidden)
-        self._watch = Cells([model], found, empty=True)
+        self._watch = Cells([model] if draft is None else [model, draft], found, empty=True)
         bound = self._watch.bind()
         self.slots: Mapping[str, Slot] = {
             s.name: Slot(
@@ -95,7 +108,7 @@ class Storages:
     def rebound(self) -> Storages:
         """A snapshot of the same layout at its present addresses; RebindError, naming what differs, if it is another
         one."""
-        now = Storages(self._model)
+        now = self._again()
         lines = [f"{n}: gone" for n in self.slots.keys() - now.slots.keys()]
         lines += [f"{n}: new" for n in now.slots.keys() - self.slots.keys()]
         for name in self.slots.keys() & now.slots.keys():
@@ -113,12 +126,18 @@ class Storages:
         return now
 
 
-def _all(model: torch.nn.Module) -> Iterator[Cell]:
+def _all(model: torch.nn.Module, wraps: Callable[[torch.nn.Module], str], prefix: str = "") -> Iterator[Cell]:
+    shown, wrapped = {"": ""}, {"": wraps(model)}  # what a path is called, and which child it only wraps
     for path, module in model.named_modules(remove_duplicate=False):
+        if path:
+            parent, _, child = path.rpartition(".")
+            up = shown[parent]
+            shown[path] = up if child == wrapped[parent] else f"{up}.{child}" if up else child
+            wrapped[path] = wraps(module)
         for table in (module._parameters, module._buffers):
             for key, tensor in table.items():
                 if tensor is not None:
-                    yield Cell(f"{path}.{key}" if path else key, table, key)
+                    yield Cell(prefix + (f"{shown[path]}.{key}" if shown[path] else key), table, key)
 
 
 # ---- sets of bytes

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from xfer.engines.layout import EngineLayout
-from xfer.engines.live import NONE, Slot, Storages, written
+from xfer.engines.live import DRAFT, NONE, Slot, Storages, written
 from xfer.errors import XferError
 from xfer.plan.intervals import difference, size
 
@@ -68,7 +68,8 @@ class Lock:
 
 
 def candidates(layout: EngineLayout, live: Storages) -> list[Slot]:
-    """Floating-point vectors that alone fill a storage and that every refit writes whole, the last of the tree first.
+    """Floating-point vectors that alone fill a storage and that every refit writes whole, the last of the tree first;
+    none of a drafter's, whose NaN would only make it be overruled.
 
     The later in the model, the less is computed on NaN when somebody does resume a torn engine: routers and index
     kernels come before the last norm, and what they do with NaN is not for us to find out on a live GPU.
@@ -78,6 +79,8 @@ def candidates(layout: EngineLayout, live: Storages) -> list[Slot]:
     out = []
     for slot in live.slots.values():
         if slot.name != slot.root or len(slot.shape) != 1 or not slot.dtype.is_floating_point:
+            continue
+        if slot.name.startswith(DRAFT):
             continue
         whole = slot.bytes()
         alone = all((s.offset, s.shape) == (slot.offset, slot.shape) for s in live.by_root[slot.root])

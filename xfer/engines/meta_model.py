@@ -58,7 +58,18 @@ def make_meta_model(vllm_config) -> torch.nn.Module:
     return make_model(vllm_config, "meta")
 
 
-def make_model(vllm_config, device: str) -> torch.nn.Module:
+def make_meta_drafter(vllm_config) -> torch.nn.Module:
+    """The drafter that vLLM would load beside that model: as its own proposers do, with the drafter's model config."""
+    spec = vllm_config.speculative_config
+    if spec.moe_backend is not None:
+        from vllm.config.utils import replace
+
+        vllm_config = copy.copy(vllm_config)
+        vllm_config.kernel_config = replace(vllm_config.kernel_config, moe_backend=spec.moe_backend)
+    return make_model(vllm_config, "meta", spec.draft_model_config)
+
+
+def make_model(vllm_config, device: str, model_config=None) -> torch.nn.Module:
     """As `make_meta_model`, on any device; uninitialised storage. A model that is already live is left untouched."""
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.utils import initialize_model
@@ -71,10 +82,10 @@ def make_model(vllm_config, device: str) -> torch.nn.Module:
         compilation.static_all_moe_layers = []
     with contextlib.ExitStack() as stack:
         stack.enter_context(set_current_vllm_config(config, check_compile=False))
-        stack.enter_context(set_default_torch_dtype(config.model_config.dtype))
+        stack.enter_context(set_default_torch_dtype((model_config or config.model_config).dtype))
         stack.enter_context(torch.device(device))
         _keep_values_real(stack)
-        model = initialize_model(config)
+        model = initialize_model(config, **({} if model_config is None else {"model_config": model_config}))
     if device == "meta":
         _all_to_meta(model)
     return model

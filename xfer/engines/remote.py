@@ -59,6 +59,8 @@ class HttpEngine(Handle):
             "pause": lambda: self._ask("POST", f"/pause?mode={self._mode}&clear_cache=false"),
             "resume": lambda: self._ask("POST", "/resume"),
             "start": lambda: self._ask("POST", "/start_weight_update"),
+            "has_drafter": self._has_drafter,
+            "start_draft": lambda: self._ask("POST", "/start_draft_weight_update"),
             "update": lambda: self._ask("POST", "/update_weights", {"update_info": info}),
             "finish": lambda: self._ask("POST", "/finish_weight_update", {}),
             "set_version": lambda: self._ask("POST", "/update_weight_version", {"new_version": text}, optional=True),
@@ -70,6 +72,18 @@ class HttpEngine(Handle):
             "reset_encoder": lambda: self._ask("POST", "/reset_encoder_cache"),
         }
         return calls[call]()
+
+    def _has_drafter(self) -> list[bool]:
+        """By the server's own list of routes: asking a vLLM for what its workers do not have would leave their answers
+        out of step. A server that hides the list is taken to have none; its workers then refuse a drafter by name."""
+        try:
+            routes = self._ask("GET", "/openapi.json").get("paths", {})
+        except Unsupported:
+            return []
+        if "/start_draft_weight_update" not in routes:
+            return []
+        asked = self._ask("POST", "/collective_rpc", {"method": "supports_draft_weight_updates"})
+        return [answer in (True, "True") for answer in asked["results"]]  # the route turns answers into text
 
     def _ask(self, method: str, path: str, body: Any = None, *, optional: bool = False) -> dict[str, Any]:
         """`optional`: a route that older servers do not have; nothing happens there, and the answer is empty."""
@@ -99,7 +113,8 @@ class CallableEngine(Handle):
 
     Needed on `obj`, or given here: init_weight_transfer_engine, start_weight_update, update_weights,
     finish_weight_update (vLLM's weight-sync client), pause_generation, resume_generation, reset_prefix_cache. Used if
-    there: update_weight_version, get_weight_version, reset_mm_cache, reset_encoder_cache. `workers`: how many workers
+    there: update_weight_version, get_weight_version, reset_mm_cache, reset_encoder_cache, and for an engine with a
+    drafter supports_draft_weight_updates (a list, one answer per worker) and start_draft_weight_update. `workers`: how many workers
     the four calls reach; asked of `obj.get_world_size()` when not given.
 
     Unsupported lists what is missing: an engine that cannot be paused, or keeps its caches, would answer with old work.
@@ -120,6 +135,8 @@ class CallableEngine(Handle):
         "get_version": "get_weight_version",
         "reset_mm": "reset_mm_cache",
         "reset_encoder": "reset_encoder_cache",
+        "has_drafter": "supports_draft_weight_updates",
+        "start_draft": "start_draft_weight_update",
     }
 
     def __init__(

@@ -13,7 +13,7 @@ import hashlib
 import inspect
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, Literal
@@ -22,8 +22,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from xfer.engines import vllm_cpu
-from xfer.engines.layout import EngineLayout, read_layout, run_recipes
-from xfer.engines.live import Storages
+from xfer.engines.layout import EngineLayout, joined, read_layout, renamed, run_recipes, without_roots
+from xfer.engines.live import DRAFT, Storages
 from xfer.engines.lock import Lock, candidates, choose
 from xfer.errors import LayoutError, Unsupported, XferError
 from xfer.trace.fragment import TensorSpec
@@ -61,6 +61,7 @@ class EngineModel:
     ):
         self.vllm_config, self.model, self.device = vllm_config, model, device
         self.keep, self.drop, self.version = tuple(keep), tuple(drop), ""
+        self.draft: torch.nn.Module | None = None  # the second model of speculative decoding, if it was handed over
         self._live: Storages | None = None
         self._layout: EngineLayout | None = None
         self._tensors: Mapping[str, torch.Tensor] = {}
@@ -80,17 +81,25 @@ class EngineModel:
         """
         if self.vllm_config.parallel_config.enable_eplb:
             raise Unsupported("this engine moves experts between workers while it serves", ["start vLLM without EPLB"])
+        self._refuse_unseen_drafter()
         refuse_processed(self.model)
+        if self.draft is not None:
+            refuse_processed(self.draft, DRAFT)
         expected = self._expected()
         twin = self._twin()
         specs = tuple(s for s in catalog.specs if not _matches(s.name, self.drop))
-        head = self._untied_head(twin, specs, expected or ())
+        live = Storages(self.model, draft=self.draft, wraps=self._wraps())
+        drafter, drafted = self._drafter(specs, live)
+        mine = tuple(s for s in specs if s.name not in drafted.reads)  # what only the drafter takes is not the model's
+        head = self._untied_head(twin, mine, expected or ())
         if expected is not None:
             ours = [s for s in expected if not _matches(s.name, self.keep) and (head is None or s != head.spec)]
-            _refuse_other_family(specs, ours, self.vllm_config.model_config.model)
+            known = {s.name for s in ours}
+            given = [s for s in specs if s in mine or s.name in known]
+            _refuse_other_family(given, ours, self.vllm_config.model_config.model)
         traced = trace_loader(twin, specs) if head is None else _trace_with_head(twin, specs, head)
-        live = Storages(self.model)
-        layout = read_layout(live, Storages(twin), traced, keep=self.keep, device=self.device)
+        both = Storages(twin, draft=drafter)
+        layout = read_layout(live, both, joined(traced, drafted), keep=self.keep, device=self.device)
         self._live, self._layout = live, layout
         if self._lock is not None and any(s == self._lock.slot for s in candidates(layout, live)):
             # Read again: the tensor that was found by test before is still what it was, engaged or not.
@@ -136,6 +145,42 @@ class EngineModel:
         from xfer.engines.meta_model import make_meta_model
 
         return make_meta_model(self.vllm_config)
+
+    def _wraps(self) -> Callable[[torch.nn.Module], str]:
+        """With `enable_lora`, vLLM puts a layer of its own around most linear ones after it has loaded them."""
+        if getattr(self.vllm_config, "lora_config", None) is None:
+            return lambda module: ""
+        from vllm.lora.layers import BaseLayerWithLoRA
+
+        return lambda module: "base_layer" if isinstance(module, BaseLayerWithLoRA) else ""
+
+    def _refuse_unseen_drafter(self) -> None:
+        config = getattr(self.vllm_config, "speculative_config", None)
+        if config is None or config.draft_model_config is None or self.draft is not None or _matches(DRAFT, self.keep):
+            return
+        raise Unsupported(
+            f"this engine has a drafter ({config.method}), a second model that nobody handed over to xfer",
+            [
+                "it would go on drafting with old weights; hand it over (LLM, AsyncLLM and a vLLM 0.32 server do), "
+                f"or name {DRAFT}* in keep= if no refit is to change it"
+            ],
+        )
+
+    def _drafter(self, specs: Sequence[TensorSpec], live: Storages) -> tuple[torch.nn.Module | None, Traced]:
+        """The drafter's twin, and where its own loader puts the checkpoint's tensors.
+
+        A drafter loads tensors of its own and then shares the served model's embedding or head, whatever it had
+        loaded there: what lies in a storage of the served model is written by that model's loader alone.
+        """
+        if self.draft is None:
+            return None, Traced((), ())
+        from xfer.engines.meta_model import make_meta_drafter
+
+        twin = make_meta_drafter(self.vllm_config)
+        traced = renamed(trace_loader(twin, specs), DRAFT)
+        shared = {name for name, slot in live.slots.items() if name.startswith(DRAFT) and slot.root not in ("", name)}
+        shared = {name for name in shared if not live.slots[name].root.startswith(DRAFT)}
+        return twin, without_roots(traced, shared)
 
     def _expected(self) -> tuple[TensorSpec, ...] | None:
         """Canonical tensors by the engine's own HF config, which the trainer had no part in; None where unknown."""
@@ -287,7 +332,7 @@ _AS_LOADED = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "Unquanti
 _MOE_AS_LOADED = ("TRITON", "BATCHED_TRITON")
 
 
-def refuse_processed(model: torch.nn.Module) -> None:
+def refuse_processed(model: torch.nn.Module, prefix: str = "") -> None:
     """Unsupported, naming every module whose live weights may be laid out otherwise than they were loaded.
 
     Some post-load processing keeps shape and dtype (FlashInfer swaps the halves of w13), so no look at the result can
@@ -301,13 +346,15 @@ def refuse_processed(model: torch.nn.Module) -> None:
         method = getattr(method, "old_quant_method", method)  # wrapped around another for LoRA and elastic experts
         kind = type(method).__name__
         if kind not in _AS_LOADED:
-            bad.append(f"{name}: {kind}: weights in this form need scales and layouts that xfer does not move")
+            bad.append(f"{prefix}{name}: {kind}: weights in this form need scales and layouts that xfer does not move")
         elif hasattr(method, "unquantized_backend"):
             backend = getattr(method.unquantized_backend, "name", str(method.unquantized_backend))
             if backend == "CPU" and not vllm_cpu.installed():
-                bad.append(f"{name}: experts packed for the CPU; set XFER_CPU_RESIDENT=1 where vLLM is started")
+                bad.append(f"{prefix}{name}: experts packed for the CPU; set XFER_CPU_RESIDENT=1 where vLLM is started")
             elif backend != "CPU" and backend not in _MOE_AS_LOADED:
-                bad.append(f"{name}: MoE backend {backend} lays experts out anew; start vLLM with moe_backend='triton'")
+                bad.append(
+                    f"{prefix}{name}: MoE backend {backend} lays experts out anew; start vLLM with moe_backend='triton'"
+                )
     bad += _copies_in_attention(model)
     if bad:
         raise Unsupported("this engine processed its weights after loading them", bad)

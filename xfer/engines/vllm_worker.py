@@ -21,6 +21,8 @@ from vllm.logger import init_logger
 from xfer.engines.vllm_layout import EngineModel
 
 if TYPE_CHECKING:
+    import torch
+
     from xfer.session.worker import WorkerSession
 
 logger = init_logger(__name__)
@@ -50,14 +52,20 @@ class XferUpdateInfo(WeightTransferUpdateInfo):
 class XferWeightTransferEngine(WeightTransferEngine[XferInitInfo, XferUpdateInfo]):
     init_info_cls = XferInitInfo
     update_info_cls = XferUpdateInfo
-    supports_draft_weight_update = False
-    """A drafter is a second model with a layout of its own; vLLM then refuses to open a draft update by name."""
+    supports_draft_weight_update = True
+    """A controller opens and finishes one empty draft update before it connects: by that the worker hands its drafter
+    over. From then on refits bring both models at once, in ordinary updates."""
 
     def __init__(self, config, vllm_config, device, model):
         super().__init__(config, vllm_config, device, model)
         self.session: WorkerSession | None = None
         self.layout: EngineModel | None = None
         self.session_open = False  # vLLM's own update session; a new controller asks for it when it joins
+        self.draft: torch.nn.Module | None = None
+
+    def set_weight_update_target(self, model, model_config) -> None:
+        super().set_weight_update_target(model, model_config)
+        self.draft = model
 
     def init_transfer_engine(self, init_info: XferInitInfo) -> None:
         """Read nothing yet, only join: the layout needs the trainers' catalog, which the session brings."""
@@ -108,6 +116,7 @@ class XferWeightTransferEngine(WeightTransferEngine[XferInitInfo, XferUpdateInfo
         # One for all connections: an engine that an earlier one left torn holds NaN, and only its lock can undo that.
         if self.layout is None:
             self.layout = EngineModel(self.vllm_config, self.model, self.device)
+        self.layout.draft = self.draft
         self.layout.keep, self.layout.drop = tuple(info.keep), tuple(info.drop)
         self.session = WorkerSession(
             self.layout,
