@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from xfer.errors import XferError
 
 if TYPE_CHECKING:
+    from xfer.plan.fabric import Site
     from xfer.session.controller import Controller
     from xfer.session.report import RefitReport
     from xfer.session.trainer import Source, TrainerSession
@@ -100,6 +101,7 @@ def connect(
     drop: Sequence[str] = (),
     narrow: Sequence[str] = (),
     cache_dir: str | None = "default",
+    fabric: str | os.PathLike[str] | Site | None = None,
     wait: bool = True,
 ) -> Refit:
     """Join the rendezvous as one trainer rank; every rank of the trainer calls this with equal arguments.
@@ -113,6 +115,8 @@ def connect(
     way beside the model, one that is read by its takers none. Default 64 MiB on CPUs, 240 MiB on GPUs.
     drop: canonical names (globs) that the engine may leave unread. narrow: fp32 checkpoint tensors (globs) that the engine may
     hold in fewer bits. cache_dir: where plans are kept between runs; None for nowhere.
+    fabric: a file with hosts, links, rates and who sits where (plan/fabric_file.py), or the Site itself; senders are then
+    chosen for time over links. Default: a sender on the taker's host goes first, by host name.
     wait: return only when every replica has a plan. With False, `serve` may come later in this same thread.
 
     Raises LayoutError, CoverageError, Unsupported, HandshakeError, PlanMismatch, DeadlineExceeded, PeerLost.
@@ -132,6 +136,10 @@ def connect(
         bucket_bytes = BUCKET_BYTES[trainer.device.type]
     if bucket_bytes < 1 << 12:
         bad.append(f"bucket_bytes={bucket_bytes}: at least 4096")
+    try:
+        site = _site(fabric, trainer.world, count)
+    except XferError as e:
+        bad += [f"fabric: {e.message}", *e.violations]
     if bad:
         raise XferError("connect() was called with arguments that cannot work", bad)
     where = default_cache_dir() if cache_dir == "default" else cache_dir
@@ -145,6 +153,7 @@ def connect(
         drop=tuple(drop),
         narrow=tuple(narrow),
         cache_dir=where,
+        site=site,
     )
     controllers = []
     try:
@@ -157,6 +166,21 @@ def connect(
         Refit(session, controllers).close()
         raise
     return Refit(session, controllers)
+
+
+def _site(fabric: str | os.PathLike[str] | Site | None, trainers: int, replicas: int) -> Site | None:
+    if fabric is None:
+        return None
+    from xfer.plan.fabric import Site
+    from xfer.plan.fabric_file import read_site
+
+    site = fabric if isinstance(fabric, Site) else read_site(fabric)
+    placed = len(site.trainers), len(site.replicas)
+    if placed != (trainers, replicas):
+        raise XferError(
+            f"it places {placed[0]} trainers and {placed[1]} replicas; this job has {trainers} and {replicas}"
+        )
+    return site
 
 
 def serve(

@@ -136,6 +136,7 @@ def told(o: HubOptions) -> tuple[tuple[str, str], ...]:
         ("bucket_bytes", str(o.bucket_bytes)),
         ("drop", _short(o.drop)),
         ("narrow", _short(o.narrow)),
+        ("fabric", f"one with digest {hashlib.blake2b(o.site, digest_size=6).hexdigest()}" if o.site else "none"),
     )
 
 
