@@ -1,0 +1,348 @@
+"""What a plan costs each rank: seconds, peak memory and bytes through the rendezvous; and what tracing a layout costs.
+
+    .venvs/trainer/bin/python scripts/bench_plan.py                      # every mapping of plan_shapes.ROWS
+    .venvs/trainer/bin/python scripts/bench_plan.py --row "DeepSeek-V3" [--unfolded] [--no-fabric] [--json FILE]
+    .venvs/trainer/bin/python scripts/bench_plan.py --trace trainer --row "30B EP4xTP2xDP2" [--rank 0]
+    .venvs/engine/bin/python  scripts/bench_plan.py --trace engine  --row "30B EP4xTP2xDP2" [--rank 0]
+
+A plan: layouts of all ranks are declared (plan_shapes.py), packed and announced as in a session, and then one worker (its
+one sub-plan) and one trainer (the sub-plans of all replicas) plan in a process of their own each, from what the hub would
+have sent them: that process's seconds and its peak memory, Python and numpy included, are what is printed. "again": a new
+process with the plans on disk, reading those included. Links: hosts of 8 GPUs, 400 Gb/s NICs, NVLink of 396 GB/s, unless
+--no-fabric; then no rank is nearer than another. Bytes: what the hub receives and sends, from the session's own code.
+
+A trace: the framework's own code at full size, on meta tensors or on untouched memory, for one rank: Bridge's export of a
+Megatron-Core model, or vLLM's `load_weights`. The fragments are compared with those of plan_shapes.py. What a rank spends
+before its first refit is trace + inventory + plan; imports, which it has behind it by then, are told apart.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(Path(__file__).parent))
+START = time.perf_counter(), time.process_time()
+
+import msgspec  # noqa: E402
+import numpy as np  # noqa: E402
+from plan_shapes import CONFIGS, ROWS, Model, engine, trainer  # noqa: E402
+
+from xfer.mesh.parallel import EngineParallel, TrainerParallel  # noqa: E402
+from xfer.plan.cache import PlanCache  # noqa: E402
+from xfer.plan.fabric import Fabric, Site  # noqa: E402
+from xfer.plan.options import PlanOptions  # noqa: E402
+from xfer.plan.predict import predict  # noqa: E402
+from xfer.session import messages as m  # noqa: E402
+from xfer.session.layouts import Relay, Shelf  # noqa: E402
+from xfer.session.packing import pack, unpack_one  # noqa: E402
+from xfer.trace.catalog import Catalog  # noqa: E402
+
+BUCKET = 64 << 20
+
+
+class Clock:
+    """Wall and processor seconds by name."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, list[float]] = {}
+
+    def __call__(self, name: str, call):
+        t = time.perf_counter(), time.process_time()
+        out = call()
+        spent = self.seconds.setdefault(name, [0.0, 0.0])
+        spent[0] += time.perf_counter() - t[0]
+        spent[1] += time.process_time() - t[1]
+        return out
+
+    def rounded(self) -> dict[str, list[float]]:
+        return {n: [round(x, 3) for x in s] for n, s in self.seconds.items()}
+
+
+def peak_gib() -> float:
+    return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 2)
+
+
+class Job(msgspec.Struct):
+    """What a rank is given: the catalog, the two sides, and the options of each replica's plan."""
+
+    catalog: bytes  # packed
+    rolls: list[m.Roll]
+    layouts: list[m.Layouts]
+    site: bytes
+    replicas: int
+    seconds: float = 3600.0
+
+    def options(self, replica: int) -> PlanOptions:
+        site = {"site": Site.from_bytes(self.site), "replica": replica} if self.site else {}
+        return PlanOptions(bucket_bytes=BUCKET, rotation=replica, rotations=self.replicas, **site)
+
+
+# ---- the rank: a process of its own
+
+
+def child(role: str, path: str, cache: str) -> None:
+    """Plans as a lane of a session does; writes its figures as JSON."""
+    job = msgspec.msgpack.decode(Path(path).read_bytes(), type=Job)
+    clock, shelf = Clock(), Shelf(lambda message: None)
+    clock.seconds["imports"] = [time.perf_counter() - START[0], time.process_time() - START[1]]
+    catalog = clock("catalog", lambda: Catalog.from_bytes(unpack_one(job.catalog, "catalog")))
+    for message in (*job.rolls, *job.layouts):
+        shelf.take(message)
+    disk = PlanCache(cache, 8 << 30) if cache else None
+    plans = []
+    for r in range(job.replicas if role == "trainer" else 1):
+        inputs = m.PlanInputs(r, 1, *(x.roll for x in job.rolls), job.replicas, job.site, deadline_s=job.seconds)
+        plan, _ = clock("plan", lambda r=r, i=inputs: shelf.plan(i, catalog, job.options(r), disk, lambda: None))
+        rank = 0 if role == "trainer" else plan.trainers
+        program = clock("rows", lambda p=plan, k=rank: p.program(k))
+        plans.append((plan, len(program.rows)))
+    first, s = plans[0][0], plans[0][0].summary
+    figures = {
+        "seconds": clock.rounded(), "peak_gib": peak_gib(), "sub_plans": len(plans), "rows": sum(n for _, n in plans),
+        "pieces": int(sum(s.pieces_in)), "messages": s.messages, "waves": s.waves, "digest": first.digest[:12],
+        "plan_bytes": len(first.to_bytes()),
+    }  # fmt: skip
+    if job.site and role == "trainer":
+        p = predict([p for p, _ in plans], Site.from_bytes(job.site))
+        figures["predicted_s"] = {"transfer": round(p.transfer_s, 4), "floor": round(p.floor_s, 4)}
+    print(json.dumps(figures))
+
+
+# ---- the job around it
+
+
+def measure(name: str, folded: bool, fabric: bool) -> dict:
+    config, sizes, workers, replicas = ROWS[name]
+    of, model = TrainerParallel(**sizes), Model.named(config)
+    catalog = model.catalog()
+    clock = Clock()
+    one = trainer(model, of, 0, folded=folded)
+    clock("trainer inventory", lambda: one.trainer(catalog, 0))
+    one = engine(model, EngineParallel(tp=workers), 0)
+    clock("worker inventory", lambda: one.engine(catalog, 0))
+    sources = [trainer(model, of, r, folded=folded).trainer(catalog, r) for r in range(of.world)]
+    takers = [engine(model, EngineParallel(tp=workers), r).engine(catalog, r) for r in range(workers)]
+    hosts = -(-of.world // 8) + -(-workers * replicas // 8)
+    site = b""
+    if fabric:
+        links = Fabric.uniform(hosts, nvlink=396 * 10**9, nic=48_500_000_000, local=1600 * 10**9)
+        site = Site.packed(links, of.world, replicas, workers).to_bytes()
+    relay, answers = Relay(lambda d: owners.get(d, [])), []
+    inventories = {i.digest().encode(): i for i in (*sources, *takers)}
+
+    class Everybody:
+        """All ranks of a class in one, and one more that asks."""
+
+        label = "a rank"
+
+        def send(self, message: m.Message) -> None:
+            if isinstance(message, m.LayoutAsk):
+                content = inventories[message.inventory].content()
+                relay.came(self, m.Layout(message.inventory, pack([content])))
+            else:
+                answers.append(message)
+
+    rank = Everybody()
+    owners = {d: [rank] for d in inventories}
+    rolls = [
+        relay.roll([i.digest().encode() for i in side], [f"host{k // 8}" for k in range(len(side))], keep=4)
+        for side in (sources, takers)
+    ]
+    t = time.perf_counter()
+    for roll in rolls:
+        relay.roll_asked(rank, m.RollAsk(roll))
+        relay.layouts_asked(rank, m.LayoutsAsk(roll))
+    packing = time.perf_counter() - t
+    packed_catalog = pack([catalog.to_bytes()])
+    job = Job(
+        packed_catalog, [a for a in answers if isinstance(a, m.Roll)], [a for a in answers if isinstance(a, m.Layouts)],
+        site, replicas,
+    )  # fmt: skip
+    per_rank = {"layouts": relay.sent, "catalog": len(packed_catalog), "site": len(site)}
+    ranks = of.world + workers * replicas
+    inputs = len(m.encode(m.PlanInputs(0, 1, *rolls, replicas, site)))
+    # A trainer is told of every replica and gets the layouts of equal ones once; a roll of hosts for each.
+    hosts_of = len(m.encode(job.rolls[1]))
+    told = of.world * replicas * (inputs + hosts_of) + workers * replicas * inputs
+    total = ranks * (relay.sent + len(packed_catalog)) + told
+    out = {
+        "row": name, "ranks": ranks, "trainers": of.world, "workers": workers, "replicas": replicas,
+        "tensors": len(catalog.specs), "classes": [len({i.digest() for i in side}) for side in (sources, takers)],
+        "fragments": [len(i.table) for i in (sources[0], takers[0])], "folded": folded, "fabric": fabric,
+        "bytes_to_one_rank": sum(per_rank.values()), "bytes_to_one_rank_parts": per_rank,
+        "bytes_to_hub": relay.received, "bytes_from_hub": total,
+        "bytes_without_classes": ranks * sum(len(i.content()) for i in (*sources, *takers)),
+        "hub_packing_s": round(packing, 2), "inventory_s": clock.rounded(),
+    }  # fmt: skip
+    with tempfile.TemporaryDirectory() as work:
+        path = Path(work) / "job"
+        path.write_bytes(msgspec.msgpack.encode(job))
+        for role in ("worker", "trainer"):
+            for again in ("", " again"):
+                command = [sys.executable, __file__, "--child", role, str(path), str(Path(work) / f"{role}.cache")]
+                done = subprocess.run(command, capture_output=True, text=True, check=True)
+                out[role + again] = json.loads(done.stdout)
+    return out
+
+
+def show(f: dict) -> None:
+    def line(name: str) -> str:
+        x = f[name]
+        spent = {k: v for k, v in x["seconds"].items() if k != "imports"}
+        wall, cpu = (sum(v[i] for v in spent.values()) for i in (0, 1))
+        parts = ", ".join(f"{k} {v[0]:.2f}" for k, v in spent.items())
+        return f"  {name:14} {wall:6.2f} s ({cpu:.2f} CPU: {parts}), peak {x['peak_gib']:.2f} GiB, {x['sub_plans']} sub-plans"
+
+    w = f["worker"]
+    print(
+        f"{f['row']}: {f['trainers']} + {f['replicas']} x {f['workers']} ranks, {f['tensors']:,} tensors, classes "
+        f"{f['classes']}, fragments {f['fragments']}, {w['pieces']:,} pieces and {w['messages']:,} messages a replica"
+    )
+    for name in ("worker", "worker again", "trainer", "trainer again"):
+        print(line(name))
+    print(
+        f"  bytes: {f['bytes_to_one_rank']:,} to a rank, {f['bytes_to_hub']:,} to the hub, {f['bytes_from_hub']:,} from it "
+        f"(each rank every inventory, unpacked: {f['bytes_without_classes']:,}); inventory {f['inventory_s']}"
+    )
+    if "predicted_s" in f["trainer"]:
+        print(f"  predicted {f['trainer']['predicted_s']}")
+    sys.stdout.flush()
+
+
+# ---- traces
+
+
+def trace_engine(name: str, rank: int) -> dict:
+    """One vLLM worker's layout, as its session reads it, from the model class on meta tensors."""
+    os.environ.update(VLLM_LOGGING_LEVEL="ERROR", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
+    clock = Clock()
+    import torch
+
+    from xfer.engines.hf_spec import canonical_specs
+    from xfer.engines.meta_model import make_meta_model
+    from xfer.engines.vllm_layout import EngineModel
+    from xfer.plan.inventory import engine_inventory
+    from xfer.testing.world_vllm import rank_of
+
+    config, _, workers, _ = ROWS[name]
+    hf = json.loads((CONFIGS / f"{config}.json").read_text())
+    catalog = Model.named(config).catalog()
+    clock("imports", lambda: __import__("vllm.model_executor.models"))
+    clock("names by the engine's config", lambda: canonical_specs(hf))
+    with rank_of(hf, EngineParallel(tp=workers), rank) as vllm_config, torch.no_grad():
+        live = clock("(model)", lambda: make_meta_model(vllm_config))
+        layout = clock("trace", lambda: EngineModel(vllm_config, live, torch.device("meta")).read(catalog))
+    inventory = clock(
+        "inventory",
+        lambda: engine_inventory(
+            catalog, rank=0, host="", roots=layout.roots, fragments=layout.traced.fragments, fills=layout.traced.fills,
+            footprint=layout.footprint, kept=layout.kept, staged=layout.staged, reads=layout.traced.reads,
+        ),
+    )  # fmt: skip
+    declared = engine(Model.named(config), EngineParallel(tp=workers), rank).engine(catalog, 0)
+    return _traced(name, rank, clock, layout.traced.fragments, inventory, declared)
+
+
+def trace_trainer(name: str, rank: int) -> dict:
+    """One Megatron-Core rank's layout by Bridge's own export; parameters are memory that nobody touches."""
+    from xfer.testing import megatron_cpu
+
+    megatron_cpu.install()
+    clock = Clock()
+    import torch
+
+    from xfer.plan.inventory import trainer_inventory
+    from xfer.testing.te_everywhere import import_bridge
+    from xfer.testing.world_megatron import Build, chunks_of, playing
+    from xfer.trainers.megatron import MegatronTrainer
+
+    config, sizes, _, _ = ROWS[name]
+    of, catalog = TrainerParallel(**sizes), Model.named(config).catalog()
+    build = Build(
+        of, distopt=False, provider=dict(perform_initialization=False, **_uneven(Model.named(config), of, rank))
+    )
+    bridge_class = clock("imports", import_bridge)
+    with playing(build, rank):
+        from transformers import AutoConfig
+
+        bridge = bridge_class.from_hf_config(AutoConfig.from_pretrained(_folder(config)))
+        torch.nn.init.normal_ = torch.nn.init.xavier_uniform_ = lambda t, *a, **k: t  # no byte is to be touched
+        chunks = clock("(model)", lambda: chunks_of(bridge, build))
+        source = MegatronTrainer(chunks, bridge, hf_names=[s.name for s in catalog.specs])
+        layout = clock("trace", source.read)
+        inventory = clock(
+            "inventory",
+            lambda: trainer_inventory(catalog, rank=0, host="", roots=layout.roots, fragments=layout.traced.fragments),
+        )
+    declared = trainer(Model.named(config), of, rank, folded=False).trainer(catalog, 0)
+    return _traced(name, rank, clock, layout.traced.fragments, inventory, declared)
+
+
+def _folder(config: str) -> str:
+    folder = tempfile.mkdtemp(prefix="xfer-config-")
+    (Path(folder) / "config.json").write_text((CONFIGS / f"{config}.json").read_text())
+    return folder
+
+
+def _uneven(model: Model, of: TrainerParallel, rank: int) -> dict:
+    """Stages that are not equal: the last one has what is left, as such jobs are configured."""
+    if model.layers % of.pp == 0:
+        return {}
+    per = -(-model.layers // of.pp)
+    return {"num_layers_in_last_pipeline_stage": model.layers - per * (of.pp - 1)}
+
+
+def _traced(name: str, rank: int, clock: Clock, fragments, inventory, declared) -> dict:
+    size = lambda i: int(i.table.extent.prod(axis=1).sum())  # noqa: E731
+    return {
+        "row": name, "rank": rank, "seconds": clock.rounded(), "peak_gib": peak_gib(), "traced": len(fragments),
+        "fragments": len(inventory.table), "declared": len(declared.table), "elements": size(inventory),
+        "declared_elements": size(declared), "content_bytes": len(inventory.content()),
+        "same_boxes": _boxes(inventory) == _boxes(declared),
+    }  # fmt: skip
+
+
+def _boxes(inventory) -> bytes:
+    """Which canonical boxes are held, wherever they lie."""
+    t = inventory.table
+    columns = np.concatenate([t.tensor[:, None].astype(np.int64), t.origin, t.extent], axis=1)
+    return np.unique(columns, axis=0).tobytes()
+
+
+def main() -> None:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--row", default="", help="mappings whose name has this in it")
+    p.add_argument("--unfolded", action="store_true", help="every trainer parameter in a storage of its own")
+    p.add_argument("--no-fabric", action="store_true")
+    p.add_argument("--trace", choices=["engine", "trainer"])
+    p.add_argument("--rank", type=int, default=0)
+    p.add_argument("--json", help="write all figures there")
+    p.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
+    a = p.parse_args()
+    if a.child:
+        child(*a.child)
+        return
+    found = []
+    for name in [r for r in ROWS if a.row in r]:
+        if a.trace:
+            found.append((trace_engine if a.trace == "engine" else trace_trainer)(name, a.rank))
+            print(json.dumps(found[-1]), flush=True)
+            break  # one model a process
+        found.append(measure(name, not a.unfolded, not a.no_fabric))
+        show(found[-1])
+    if a.json:
+        Path(a.json).write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
