@@ -11,6 +11,7 @@ import threading
 import time
 from contextlib import contextmanager
 
+from xfer.engines import drafter
 from xfer.engines.handles import EngineHandle, handle_for
 from xfer.errors import DeadlineExceeded, EngineLost, PeerLost, XferError
 from xfer.session import messages as m
@@ -170,6 +171,7 @@ class Controller:
         self._party = Party(
             self.rendezvous, self._token, "controller", size=workers, replica=self.replica, deadline_s=self.deadline_s
         )
+        drafter.hand_over(self.handle, self.deadline_s)
         # Returns when every worker has joined or given up; why it gave up is on our own channel.
         self.handle.init({
             "rendezvous": self._engine_rendezvous, "token": self._token, "replica": self.replica, "workers": workers,

@@ -1,0 +1,139 @@
+"""Live vLLM engines of set-ups that a refit has to see through. So far: pipeline stages. Bit for bit, two refits each.
+
+Truth is vLLM's own loader, twice: the engine under test starts from checkpoint A and says what it computes; another
+engine of the same set-up starts from checkpoint B. Then the first one is refitted to B, filled with noise wherever a
+refit must write, and refitted back to A. Trainers are plain processes (tests/support/folder_main.py), so that any
+family can be had.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.engine
+pytest.importorskip("vllm")
+
+from tests.support import checkpoints  # noqa: E402
+from tests.support.proc import Child, Family, free_port  # noqa: E402
+from xfer.engines.hf_spec import canonical_specs  # noqa: E402
+from xfer.testing import toy  # noqa: E402
+
+TOKEN = "live engines token"
+
+
+@dataclass(frozen=True)
+class Case:
+    """`layout`: of the engine, vLLM's own words."""
+
+    config: dict
+    layout: dict = field(default_factory=dict)
+
+
+CASES = {"pp2": Case(toy.config("qwen3"), dict(pipeline_parallel_size=2))}
+
+
+class Stage:
+    """Two trainer ranks, the engine under test, and one that tells the truth; processes serve all cases in turn."""
+
+    def __init__(self, work: Path):
+        self.family, self.starts = Family(work), 0
+        self.start()
+
+    def start(self) -> None:
+        self.starts += 1
+        self.trainers = [self._child(f"trainer{r}", "folder_main") for r in range(2)]
+        self.engine, self.truth = self._child("engine", "live_main"), self._child("truth", "live_main")
+        for c in self.children:
+            c.expect("up", timeout=180)
+        self.whole = True
+
+    def _child(self, name: str, module: str) -> Child:
+        return self.family.start(f"{name}-{self.starts}", "engine", module, XFER_TOKEN=TOKEN)
+
+    @property
+    def children(self) -> list[Child]:
+        return [*self.trainers, self.engine, self.truth]
+
+    @contextmanager
+    def case(self) -> Iterator[None]:
+        """Inside, one case; the next one starts new processes unless this comes to its end."""
+        if not self.whole:
+            for c in self.children:
+                c.stop()
+            self.start()
+        self.whole = False
+        yield
+        self.engine.say(do="stop")
+        self.engine.expect("stopped")
+        self.whole = True
+
+    def trained(self, *kinds: str, **command) -> list[dict]:
+        for c in self.trainers:
+            c.say(**command)
+        return [c.expect(*kinds) for c in self.trainers]
+
+    def asked(self, kind: str, **command) -> dict:
+        self.engine.say(**command)
+        return self.engine.expect(kind)
+
+
+@pytest.fixture(scope="module")
+def stage(tmp_path_factory) -> Iterator[Stage]:
+    stage = Stage(tmp_path_factory.mktemp("live"))
+    yield stage
+    stage.family.__exit__()
+
+
+def differ(a: dict, b: dict) -> set[str]:
+    """Names of the engine parameters that are not the same in two observations."""
+    a, b = a["checksums"], b["checksums"]
+    return {k for k in a.keys() | b.keys() if a.get(k) != b.get(k)}
+
+
+def written(case: Case, tmp_path: Path) -> tuple[Path, Path]:
+    specs = canonical_specs(case.config)
+    a, b = (checkpoints.write(tmp_path / name, case.config, specs, seed, {}) for name, seed in (("a", 1), ("b", 2)))
+    return a, b
+
+
+def run(case: Case, stage: Stage, tmp_path: Path) -> None:
+    a, b = written(case, tmp_path)
+    stage.engine.say(do="start", model=str(a), load_format="auto", **case.layout)
+    stage.truth.say(do="truth", folder=str(b), layout=case.layout)
+    port = free_port()
+    for r, t in enumerate(stage.trainers):
+        t.say(do="build", folder=str(a), rank=r, world=2, port=port, leave=[])
+    for t in stage.trainers:
+        t.expect("built")
+    stage.engine.expect("started")
+    want = {"a": stage.asked("observed", do="observe"), "b": stage.truth.expect("observed")}
+    rendezvous = f"tcp://127.0.0.1:{free_port()}"
+    stage.asked("serving", do="serve", rendezvous=rendezvous, replica=0)
+    stage.trained("connected", do="connect", rendezvous=rendezvous, replicas=1)
+    stage.asked("ready", do="ready")
+    for number, (name, folder) in enumerate((("b", b), ("a", a)), 1):
+        stage.trained("loaded", do="load", folder=str(folder))
+        reports = stage.trained("refitted", do="refit", verify=True)
+        assert all(r["verified"] and r["committed"] == [True] for r in reports), reports
+        got = stage.asked("observed", do="observe")
+        assert got["version"] == str(number)
+        assert not differ(want[name], got), f"after refit {number}: {sorted(differ(want[name], got))[:10]}"
+        assert got["outputs"] == want[name]["outputs"], f"after refit {number}"
+        if name == "b":
+            kept = stage.asked("scrambled", do="scramble", seed=7)["kept"]
+    assert stage.asked("kept", do="kept")["kept"] == kept
+    assert want["a"]["checksums"].keys() == differ(want["a"], want["b"]), (
+        "equal parameters: the second refit proved little"
+    )
+    stage.trained("closed", do="close")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_refit_equals_a_fresh_load(name, stage, tmp_path):
+    with stage.case():
+        run(CASES[name], stage, tmp_path)

@@ -1,0 +1,174 @@
+"""Real vLLM engines of unusual set-ups for functional tests: vllm_main.py's words, and engines that only AsyncLLM can
+run (data parallel), drafters that vLLM's own checksums leave out, and answers with the tokens that a drafter proposed.
+"""
+
+import asyncio
+import gc
+import hashlib
+import os
+import threading
+
+import torch
+
+from tests.support import vllm_main, worker_probe
+from tests.support.proc import emit, obey
+
+
+class Probe(worker_probe.Probe):
+    """Mixed into vLLM's worker."""
+
+    def xfer_drafter(self) -> dict[str, str]:
+        """sha256 of every parameter of the drafter, as vLLM has them for the model."""
+        draft = self.get_draft_model()
+        return {
+            n: hashlib.sha256(p.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
+            for n, p in (draft.named_parameters(remove_duplicate=False) if draft is not None else ())
+        }
+
+
+COMMON = dict(
+    skip_tokenizer_init=True, enforce_eager=True, dtype="bfloat16", max_model_len=128, max_num_seqs=4, block_size=32,
+    seed=0, disable_log_stats=True, enable_prefix_caching=True, weight_transfer_config={"backend": "xfer"},
+    worker_extension_cls="tests.support.live_main.Probe",
+)  # fmt: skip
+
+
+class InLoop:
+    """An AsyncLLM with the face of an LLM: each call is awaited on a loop in a thread of its own."""
+
+    def __init__(self, **how):
+        from vllm import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        self.loop = asyncio.new_event_loop()
+        threading.Thread(target=self.loop.run_forever, daemon=True).start()
+        self.ranks = how["data_parallel_size"]
+        self.engine = self.run(self._make(AsyncLLM, AsyncEngineArgs(**{**COMMON, **how})))
+        self._asked = 0
+
+    async def _make(self, kind, args):
+        return kind.from_engine_args(args)
+
+    def run(self, coroutine):
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result()
+
+    def answers(self) -> list:
+        """As vllm_main's, of every data-parallel rank."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        greedy = SamplingParams(
+            temperature=0, max_tokens=6, logprobs=1, detokenize=False, ignore_eos=True,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )  # fmt: skip
+
+        async def one(prompt: list[int], rank: int) -> list:
+            self._asked += 1
+            stream = self.engine.generate(
+                {"prompt_token_ids": prompt}, greedy, f"r{self._asked}", data_parallel_rank=rank
+            )
+            async for out in stream:
+                o = out.outputs[0]
+            return [list(o.token_ids), [d[t].logprob for t, d in zip(o.token_ids, o.logprobs, strict=True)]]
+
+        return [self.run(one(p, r)) for p in vllm_main.PROMPTS for r in range(self.ranks)]
+
+    def checksums(self) -> list[dict[str, str]]:
+        return self.run(self.engine.compute_weight_checksums())
+
+    def collective_rpc(self, method: str, args: tuple = ()) -> list:
+        return self.run(self.engine.collective_rpc(method, args=args))
+
+    def shutdown(self) -> None:
+        self.engine.shutdown()
+
+
+class Synchronous:
+    """An LLM with the same words."""
+
+    def __init__(self, **how):
+        from vllm import LLM
+
+        self.engine = LLM(**{**COMMON, **how})
+        if how.get("pipeline_parallel_size", 1) > 1:
+            # vLLM's CPU worker does not warm up when it is eager, and without any dummy batch a later stage has no
+            # buffers for what the stage before sends: its first forward fails.
+            self.engine.collective_rpc("execute_dummy_batch")
+
+    def answers(self) -> list:
+        return vllm_main.answers(self.engine)
+
+    def checksums(self) -> list[dict[str, str]]:
+        return self.engine.collective_rpc("compute_weight_checksums")
+
+    def collective_rpc(self, method: str, args: tuple = ()) -> list:
+        return self.engine.collective_rpc(method, args=args)
+
+    def shutdown(self) -> None:
+        self.engine.llm_engine.engine_core.shutdown()
+
+
+def start(**how):
+    return (InLoop if how.get("data_parallel_size", 1) > 1 else Synchronous)(**how)
+
+
+def observe(it) -> dict:
+    sums = it.checksums()
+    found = {f"{i}: {k}": v for i, part in enumerate(sums) for k, v in part.items()}
+    for i, part in enumerate(it.collective_rpc("xfer_drafter")):
+        found |= {f"{i}: draft.{k}": v for k, v in part.items()}
+    return dict(outputs=it.answers(), checksums=found)
+
+
+class Engine:
+    it = controller = None
+
+    def start(self, **how) -> None:
+        self.it = start(**how)
+        emit("started")
+
+    def serve(self, **how) -> None:
+        import xfer
+
+        loop = {"loop": self.it.loop} if isinstance(self.it, InLoop) else {}
+        self.controller = xfer.serve(self.it.engine, token=os.environ["XFER_TOKEN"], **loop, **how)
+        emit("serving")
+
+    def ready(self) -> None:
+        self.controller.wait_ready()
+        emit("ready")
+
+    def observe(self) -> None:
+        if self.controller is None:
+            emit("observed", version="", **observe(self.it))
+        else:
+            with self.controller.serving():
+                emit("observed", version=self.controller.version, **observe(self.it))
+
+    def scramble(self, seed: int) -> None:
+        with self.controller.serving():
+            emit("scrambled", kept=self.it.collective_rpc("xfer_scramble", args=(seed,)))
+
+    def kept(self) -> None:
+        with self.controller.serving():
+            emit("kept", kept=self.it.collective_rpc("xfer_kept"))
+
+    def stop(self) -> None:
+        self.controller.close()
+        self.it.shutdown()
+        self.it = self.controller = None
+        gc.collect()
+        emit("stopped")
+
+    def truth(self, folder: str, layout: dict) -> None:
+        """What a fresh engine is that loads this checkpoint."""
+        fresh = start(model=folder, load_format="auto", **layout)
+        emit("observed", version="", **observe(fresh))
+        fresh.shutdown()
+        del fresh
+        gc.collect()
+
+
+if __name__ == "__main__":
+    e = Engine()
+    obey(e.start, e.serve, e.ready, e.observe, e.scramble, e.kept, e.stop, e.truth)
