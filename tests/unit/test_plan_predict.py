@@ -1,0 +1,130 @@
+"""Predictions follow their formula: between the floor of the links and lockstep, and exact where a case can be done by hand."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.support.links import G, fabrics
+from tests.support.plan_worlds import worlds
+from xfer.plan.fabric import Fabric, Site
+from xfer.plan.inventory import engine_inventory, trainer_inventory
+from xfer.plan.planner import PlanOptions, plan_replica
+from xfer.plan.predict import Costs, predict
+from xfer.plan.program import Op, row_wire_bytes
+from xfer.trace.catalog import Catalog
+from xfer.trace.fragment import Fill, Fragment, Root, Span, TensorSpec
+
+EXAMPLES = max(1, int(os.environ.get("XFER_EXAMPLES", "200")))
+quick = settings(max_examples=EXAMPLES // 8 + 1, deadline=None, suppress_health_check=list(HealthCheck))
+FREE = Costs(0.0, 0.0)
+
+
+@given(worlds(), st.data())
+@quick
+def test_links_carry_the_bytes_of_all_rows_and_time_lies_between_floor_and_lockstep(world, data):
+    trainers, workers = len(world.trainers), len(world.workers)
+    fabric = data.draw(fabrics().filter(lambda f: f.gpus >= max(trainers, 2 * workers)))
+    every = st.permutations(range(fabric.gpus))
+    at = data.draw(every)
+    site = Site(fabric, tuple(data.draw(every)[:trainers]), (tuple(at[:workers]), tuple(at[workers : 2 * workers])))
+    options = [replace(world.options, hosts=(), site=site, replica=r) for r in range(2)]
+    plans = [plan_replica(world.catalog, world.sources(), world.takers(), o) for o in options]
+    p = predict(plans, site, costs=FREE)
+
+    want = np.zeros(len(fabric.links), np.int64)
+    hosts = np.zeros_like(p.host_bytes)
+    for r, plan in enumerate(plans):
+        gpu = site.gpus(r)
+        for rows in plan.rows():
+            rows = rows[rows["op"] != Op.FILL]
+            src, dst, n = gpu[rows["src"]], gpu[rows["dst"]], row_wire_bytes(rows)
+            want += fabric.links.loads(src, dst, n)
+            np.add.at(hosts, (fabric.links.host[src], fabric.links.host[dst]), n)
+    assert np.array_equal(p.link_bytes, want) and np.array_equal(p.host_bytes, hosts)
+    assert p.nbytes == hosts.sum() == sum(plan.summary.nbytes for plan in plans)
+    assert p.wave_bytes.sum() == p.nbytes - p.pulled_bytes
+    assert p.floor_s == pytest.approx(max(fabric.links.seconds(want), default=0.0))
+    copies = (p.nbytes / rate if (rate := min((h.local for h in fabric.hosts if h.local), default=0)) else 0.0) * 4
+    assert max(p.pull_s, p.wire_s) <= p.transfer_s * (1 + 1e-9)
+    assert p.transfer_s <= p.pull_s + p.lockstep_s + copies + p.fill_s + 1e-12
+    assert p.floor_s <= (p.pull_s + p.lockstep_s) * (1 + 1e-9)
+    assert (p.wave_span[:, 0] <= p.wave_span[:, 1]).all() and dict(p.phases())["wire"] == p.wire_s
+    assert sum(b.nbytes for b in p.busiest(len(want))) == want.sum()
+
+
+def job(rows: int, trainers: int, workers: int, pad: int = 0):
+    """Worker w wants rows of one tensor that all trainers hold."""
+    catalog = Catalog((TensorSpec("t", (workers * rows, 1024), "bfloat16"),))
+    whole = Fragment("t", (0, 0), (workers * rows, 1024), "w", 0, (2048, 2), "bfloat16")
+    sources = [
+        trainer_inventory(catalog, rank=r, host="", roots=[Root("w", workers * rows * 2048)], fragments=[whole])
+        for r in range(trainers)
+    ]
+    takers = [
+        engine_inventory(
+            catalog, rank=w, host="", roots=[Root("w", (rows + pad) * 2048)],
+            fragments=[Fragment("t", (w * rows, 0), (rows, 1024), "w", 0, (2048, 2), "bfloat16")],
+            fills=[Fill("w", rows * 2048, (pad, 1024), (2048, 2), "bfloat16", b"\0\0")] if pad else [],
+            footprint=[Span("w", 0, (rows + pad) * 2048)],
+        )
+        for w in range(workers)
+    ]  # fmt: skip
+    return catalog, sources, takers
+
+
+def test_one_pair_between_hosts_by_hand():
+    """8 MiB in messages of 1 MiB over one NIC: packed ahead, unpacked behind, the rest in a row."""
+    catalog, sources, takers = job(4096, 1, 1, pad=1024)
+    fabric = Fabric.uniform(2, 1, nvlink=400 * G, nic=1 << 30, local=1 << 32)
+    site = Site(fabric, (0,), ((1,),))
+    options = PlanOptions(bucket_bytes=1 << 20, site=site)
+    p = predict([plan_replica(catalog, sources, takers, options)], site, costs=Costs(1e-3, 5e-3))
+    one, copy = 2**20 / 2**30, 2**20 / 2**32
+    assert p.floor_s == pytest.approx(8 * one) == pytest.approx(p.lockstep_s)
+    assert (p.pull_s, p.pulled_bytes, p.nbytes) == (0.0, 0, 8 << 20)
+    assert p.pack_s == pytest.approx(copy) and p.wire_s == pytest.approx(8 * (one + 1e-3))
+    assert p.unpack_s == pytest.approx(copy) and p.fill_s == pytest.approx((2 << 20) / 2**32)
+    assert p.transfer_s == pytest.approx(5e-3 + copy + 8 * (one + 1e-3) + copy + (2 << 20) / 2**32)
+    assert [b.nbytes for b in p.busiest()] == [8 << 20] * 2
+
+
+def test_inside_an_island_bytes_are_pulled_at_the_port_rate_and_nothing_is_packed():
+    catalog, sources, takers = job(4096, 2, 2)
+    fabric = Fabric.uniform(1, 4, nvlink=1 << 30, nic=0, local=1 << 20)
+    site = Site(fabric, (0, 1), ((2, 3),))
+    p = predict([plan_replica(catalog, sources, takers, PlanOptions(site=site))], site, costs=FREE)
+    assert p.pulled_bytes == p.nbytes == 16 << 20 and p.wire_s == p.pack_s == p.unpack_s == 0
+    assert p.transfer_s == p.pull_s == p.floor_s == pytest.approx((8 << 20) / 2**30)
+
+
+def test_replicas_share_the_senders_nics():
+    catalog, sources, takers = job(4096, 1, 1)
+    fabric = Fabric.uniform(5, 1, nvlink=400 * G, nic=1 << 30)
+    site = Site(fabric, (0,), ((1,), (2,), (3,), (4,)))
+    plans = [plan_replica(catalog, sources, takers, PlanOptions(site=site, replica=r)) for r in range(4)]
+    alone, together = predict(plans[:1], site, costs=FREE), predict(plans, site, costs=FREE)
+    assert together.floor_s == pytest.approx(4 * alone.floor_s) and together.transfer_s == pytest.approx(
+        4 * alone.transfer_s
+    )
+    some = predict(plans[1:3], site, replicas=[1, 2], costs=FREE)
+    assert some.transfer_s == pytest.approx(2 * alone.transfer_s)
+    with pytest.raises(ValueError, match="replica 0"):
+        predict(plans[:1], Site(fabric, (0, 1), ((2,),)))
+
+
+def test_a_plan_without_bytes_takes_no_time():
+    catalog = Catalog((TensorSpec("t", (0,), "int8"),))
+    empty = Fragment("t", (0,), (0,), "w", 0, (1,), "int8")
+    source = trainer_inventory(catalog, rank=0, host="", roots=[Root("w", 1)], fragments=[empty])
+    taker = engine_inventory(
+        catalog, rank=0, host="", roots=[Root("w", 0)], fragments=[empty], footprint=[Span("w", 0, 0)]
+    )
+    site = Site(Fabric.uniform(2, 1, nvlink=G, nic=G), (0,), ((1,),))
+    p = predict([plan_replica(catalog, [source], [taker], PlanOptions(site=site))], site)
+    assert p.transfer_s == p.control_s == Costs().control_s and not p.busiest()
