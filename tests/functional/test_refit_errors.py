@@ -146,7 +146,7 @@ def test_who_does_not_fit_is_refused_at_the_door_and_may_come_again(bench):
     waiting = t.say([0, 1], do="connect", rendezvous=job.rendezvous, deadline_s=40.0)
 
     def knock(**wrong):
-        return t.connect(job.rendezvous, ranks=[2], **wrong)
+        return t.connect(job.rendezvous, ranks=[2], deadline_s=40.0, **wrong)
 
     failed(
         knock(bucket_bytes=1 << 20),
@@ -164,7 +164,7 @@ def test_who_does_not_fit_is_refused_at_the_door_and_may_come_again(bench):
         refused = bench.a.ready()
         assert refused["type"] == "HandshakeError" and text in refused["text"], refused
     bench.a.serve(job.rendezvous)
-    good(t.connect(job.rendezvous, ranks=[2]) + [c.expect("connected", "raised", timeout=60) for c in waiting])
+    good(t.connect(job.rendezvous, ranks=[2], deadline_s=40.0) + [c.expect("connected", "raised", timeout=60) for c in waiting])
     assert bench.a.ready()["kind"] == "ready"
     bench.connected = True
     bench.repaired()
