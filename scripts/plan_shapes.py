@@ -1,7 +1,7 @@
 """Declared layouts of full-size models at any parallelism, for benchmarks and tests of the planner: no framework, no bytes.
 
 Shapes come from Hugging Face configs (`configs/*.json`): Qwen3, Qwen3-MoE, and the DeepSeek-V3 family. Trainers as Megatron-Core
-lays them out: QKV interleaved by KV group, gate and up stacked, vocabulary padded to 128 * tp, parameters in reverse order in one
+lays them out: QKV interleaved by KV group, gate and up stacked, parameters in reverse order in one
 buffer of dense and one of expert parameters (`folded`, what DistributedDataParallel does) or each in a storage of its own. Engines
 as vLLM does: one storage per fused parameter, KV heads replicated when there are more ranks than heads. The real layouts are traced
 (`bench_plan.py --trace`, which compares the counts); this stands in for them where 256 ranks must be there at once.
@@ -189,8 +189,7 @@ def stages(layers: int, pp: int) -> list[range]:
 def trainer(m: Model, of: TrainerParallel, rank: int, *, folded: bool = True) -> Layout:
     dense, expert = (dict(zip(mesh.axes, mesh.coordinate(rank))) for mesh in (of.dense(), of.expert()))
     pp, tp = dense["pp"], dense["tp"]
-    pad = 128 * of.tp
-    padded = -(-m.vocab // pad) * pad
+    padded = -(-m.vocab // of.tp) * of.tp  # Bridge's provider pads no further
     mine, routed = [], []
     if pp == 0:
         mine.append(_vocab("model.embed_tokens.weight", m, tp, of.tp, padded))
