@@ -25,6 +25,7 @@ ALLOWED = {
     ("engines/vllm_layout.py", "UnquantizedLinearMethod"),  # classes of vLLM
     ("engines/vllm_layout.py", "UnquantizedEmbeddingMethod"),
     ("engines/vllm_layout.py", "word_embeddings_untied_by_checkpoint"),  # flags of configs
+    ("engines/vllm_layout.py", "base_layer"),  # where vLLM's wrappers for adapters keep what they wrap
     ("trainers/megatron.py", "share_embeddings_and_output_weights"),
     ("trainers/megatron.py", "shared_embedding"),  # Megatron's mark on a tied copy
     ("trainers/megatron.py", "output_layer"),  # the module of a Megatron model, to cut a padded vocabulary
