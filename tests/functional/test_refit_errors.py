@@ -391,6 +391,8 @@ def test_a_trainer_that_is_killed_is_named_and_the_job_can_start_again(b, point,
     waiting[rank].expect("ended", timeout=20)
     began = point in ("moving", "wave", "done")
     if began:
+        if not rank:  # nobody tells the controller; it finds the connection lost
+            until(lambda: b.a.state()["error"], 20, "the controller misses the rendezvous")
         b.torn_or_untouched()
     elif rank:
         b.serves_truth()

@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 from tests.support.world import SHAPES, ToyLayout, ToySource, World, flat
 from tests.unit.test_trace_owned import IN, OUT, Meeting, Merge, computed, full_tensors
 from xfer import errors as e
-from xfer.plan.inventory import Inventory
 from xfer.session.computing import Meeting as SessionMeeting
 from xfer.session.computing import Over
 from xfer.trace.traced import Traced
@@ -99,8 +98,12 @@ def test_what_the_trainers_compute_together_arrives_bit_for_bit_in_every_refit(w
 
 def test_a_plan_digest_covers_what_is_computed(world):
     """The same fragments and roots, another factor: another inventory, and so another plan key and digest."""
-    mine = Inventory.from_bytes(world.sessions[0].inventory())
-    assert mine.recipes and mine.recipes != Inventory.from_bytes(world.sessions[1].inventory()).recipes
+
+    def announced(session):
+        return session._party.shelf._own[session.inventory()]
+
+    mine = announced(world.sessions[0])
+    assert mine.recipes and mine.recipes != announced(world.sessions[1]).recipes
     other = [computed(m, full_tensors(m, 0), 0) for m in (MERGE, Merge(2, (0, 0, 0), interleaved=True, scale=3.0))]
     assert other[0].fragments == other[1].fragments and other[0].root == other[1].root
     digests = []
@@ -108,7 +111,7 @@ def test_a_plan_digest_covers_what_is_computed(world):
         world.sources[0].done = c
         world.sessions[0]._take(world.sources[0].read())
         world.sessions[0]._make_inventory()
-        digests.append(Inventory.from_bytes(world.sessions[0].inventory()).digest())
+        digests.append(announced(world.sessions[0]).digest())
     assert digests[0] == mine.digest() != digests[1]
 
 
