@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 pytest.importorskip("vllm")
 
 from tests.support import checkpoints  # noqa: E402

@@ -21,11 +21,12 @@ from tests.support.proc import Family as Children
 
 pytestmark = [
     pytest.mark.trainer,
+    pytest.mark.slow,  # minutes: the default suite has the engines' side
     pytest.mark.skipif(not all(map(os.path.exists, PYTHON.values())), reason="scripts/setup.sh has not been run"),
 ]
 TRAINED = [f for f in FAMILIES if f.trainer]
 LAYOUTS = [
-    pytest.param(f, i, id=f"{f.name} {text(p)}", marks=pytest.mark.slow if i else ())
+    pytest.param(f, i, id=f"{f.name} {text(p)}", marks=pytest.mark.slow)
     for f in TRAINED
     for i, p in enumerate(f.trainer)
 ]

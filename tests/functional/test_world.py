@@ -21,9 +21,10 @@ from tests.support import families
 from tests.support.proc import PYTHON, Family
 from xfer.mesh.parallel import EngineParallel
 
-pytestmark = pytest.mark.skipif(
-    not all(os.path.exists(p) for p in PYTHON.values()), reason="scripts/setup.sh has not been run"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not all(os.path.exists(p) for p in PYTHON.values()), reason="scripts/setup.sh has not been run"),
+]
 VERSIONS = 2
 
 _BASE = dict(
@@ -202,7 +203,7 @@ def family_row(f: families.Family) -> Row:
 
 FAMILIES = [f for f in families.FAMILIES if f.trainer and f.engine]
 CONFIGS |= {f"toy {f.name}": (f.config, list(f.fp32)) for f in FAMILIES}
-PARAMS = [pytest.param(r, id=r.name, marks=() if r in DEFAULT else pytest.mark.slow) for r in ROWS]
+PARAMS = [pytest.param(r, id=r.name, marks=pytest.mark.slow) for r in ROWS]
 
 
 class Stage:
