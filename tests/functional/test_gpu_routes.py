@@ -57,3 +57,11 @@ def test_a_stopped_pull_is_drained_and_the_next_is_whole():
 def test_a_new_allocation_is_noticed_and_memory_comes_back():
     noticed, _, back = spawn("moved_storage", 2)[0]
     assert noticed and back
+
+
+@pytest.mark.parametrize("expandable", ["True", "False"])
+def test_memory_that_was_given_back_behind_its_address_is_noticed(expandable):
+    """What an engine that sleeps looks like: a refit into it must be refused, not be an illegal access."""
+    conf = f"expandable_segments:{expandable}"
+    env = {0: {"PYTORCH_CUDA_ALLOC_CONF": conf, "PYTORCH_ALLOC_CONF": conf}}
+    assert spawn("given_back", 1, env=env) == [(True, True, False)]

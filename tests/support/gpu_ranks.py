@@ -233,3 +233,16 @@ def moved_storage(rank, size, store, device):
         meet(b"")
     meet(b"")
     return out
+
+
+def given_back(rank, size, store, device):
+    """Whether there is memory behind an address: while a tensor lives, and after its segment was given back while its
+    addresses stay reserved, as vLLM's sleep mode does it (here: expandable segments)."""
+    from xfer.transport.cuda_driver import mapped
+
+    t = torch.ones(256 << 20, dtype=torch.uint8, device=device)
+    address, alive = t.data_ptr(), mapped(t.data_ptr())
+    inside = mapped(address + (200 << 20))
+    del t
+    torch.cuda.empty_cache()
+    return alive, inside, mapped(address)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
+import time
 from dataclasses import dataclass, field
 
 import torch
@@ -344,8 +345,9 @@ class World:
         threads = [threading.Thread(target=run, args=(i,), daemon=True) for i in ranks]
         for t in threads:
             t.start()
+        until = time.monotonic() + max(60.0, self.deadline_s * 6)
         for t in threads:
-            t.join(self.deadline_s * 6)
+            t.join(max(0.0, until - time.monotonic()))
         return [out.get(i, TimeoutError(f"trainer {i} hangs")) for i in ranks]
 
     def refit(self, weights: int | None = None, ranks=None, **kw) -> list:

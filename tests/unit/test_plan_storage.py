@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -18,7 +17,6 @@ from xfer.plan import cache as cache_module
 from xfer.plan.cache import SUFFIX, PlanCache
 from xfer.plan.inventory import Inventory, Kept, engine_inventory, trainer_inventory
 from xfer.plan.planner import PlanOptions, SubPlan, plan_replica
-from xfer.plan.rebind import Binding, compare, moved
 from xfer.trace.catalog import Catalog
 from xfer.trace.fragment import Fill, Fragment, Root, Span, TensorSpec
 
@@ -214,26 +212,3 @@ def test_a_directory_that_cannot_be_written_is_no_error(tmp_path):
 
 
 # ---- bindings
-
-
-@given(st.lists(st.sampled_from("abc"), max_size=3, unique=True), st.data())
-def test_bindings_compare_by_what_a_refit_depends_on(names, data):
-    old = [Binding(n, 4096 * i, 64, allocation=i) for i, n in enumerate(names)]
-    assert compare(old, list(old)) == "same" and moved(old, old) == ()
-    if not old:
-        return
-    i = data.draw(st.integers(0, len(old) - 1))
-    # The same address with another allocation or generation behind it is not the same memory.
-    for change in ({"pointer": 1}, {"allocation": 9}, {"generation": 1}, {"allocator": "vmm"}, {"kind": "ipc"}):
-        new = [replace(b, **change) if j == i else b for j, b in enumerate(old)]
-        assert compare(old, new) == "moved" and moved(old, new) == (i,)
-    for new in (
-        old[:-1],
-        [*old, Binding("z", 0, 1)],
-        [replace(b, nbytes=65) if j == i else b for j, b in enumerate(old)],
-    ):
-        assert compare(old, new) == "changed"
-    if len(old) > 1:
-        assert compare(old, old[::-1]) == "changed"
-    with pytest.raises(ValueError, match="teleport"):
-        Binding("a", 0, 1, kind="teleport")

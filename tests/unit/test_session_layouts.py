@@ -22,6 +22,7 @@ from xfer.errors import DeadlineExceeded, PeerLost, ProtocolError
 from xfer.plan.cache import PlanCache
 from xfer.plan.options import PlanOptions
 from xfer.plan.planner import plan_replica
+from xfer.session import layouts
 from xfer.session import messages as m
 from xfer.session.layouts import KEPT, Relay, Shelf, roll_digest
 from xfer.session.packing import pack, unpack, unpack_one
@@ -207,7 +208,9 @@ def test_what_never_comes_ends_at_the_deadline_or_with_the_lane(job):
     assert len({p.digest for p, _ in j.plan(j.trainers[:2])}) == 1
 
 
-def test_lanes_of_one_process_share_what_comes(job):
+def test_lanes_of_one_process_share_what_comes(job, monkeypatch):
+    unpacked = layouts._unpacked
+    monkeypatch.setattr(layouts, "_unpacked", lambda *a: (time.sleep(0.3), unpacked(*a))[1])  # lanes look on meanwhile
     j = small(job)
     inputs = j.inputs()
     got = j.plan([j.trainers[0]] * 6, inputs)

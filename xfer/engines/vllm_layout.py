@@ -82,13 +82,14 @@ class EngineModel:
         if self.vllm_config.parallel_config.enable_eplb:
             raise Unsupported("this engine moves experts between workers while it serves", ["start vLLM without EPLB"])
         self._refuse_unseen_drafter()
+        live = Storages(self.model, draft=self.draft, wraps=self._wraps())
+        self._refuse_asleep(live)
         refuse_processed(self.model)
         if self.draft is not None:
             refuse_processed(self.draft, DRAFT)
         expected = self._expected()
         twin = self._twin()
         specs = tuple(s for s in catalog.specs if not _matches(s.name, self.drop))
-        live = Storages(self.model, draft=self.draft, wraps=self._wraps())
         drafter, drafted = self._drafter(specs, live)
         mine = tuple(s for s in specs if s.name not in drafted.reads)  # what only the drafter takes is not the model's
         head = self._untied_head(twin, mine, expected or ())
@@ -123,10 +124,13 @@ class EngineModel:
 
     def check(self) -> Literal["same", "moved", "changed"]:
         """Whether the bindings still hold. "moved": call `rebind`; "changed": read and plan again. Costs microseconds.
+        Unsupported while the engine sleeps.
 
         Choosing a lock moves a storage too, namely into scratch.
         """
         state = self._live.check() if self._live is not None else "changed"
+        if self._live is not None:
+            self._refuse_asleep(self._live)
         return "moved" if state == "same" and self._stale_binding else state
 
     def rebind(self) -> Mapping[str, torch.Tensor]:
@@ -153,6 +157,18 @@ class EngineModel:
         from vllm.lora.layers import BaseLayerWithLoRA
 
         return lambda module: "base_layer" if isinstance(module, BaseLayerWithLoRA) else ""
+
+    def _refuse_asleep(self, live: Storages) -> None:
+        """vLLM's sleep mode gives the memory behind the weights back and keeps their addresses."""
+        if self.device.type != "cuda" or not self.vllm_config.model_config.enable_sleep_mode:
+            return
+        from xfer.transport.cuda_driver import mapped
+
+        if gone := [name for name, t in live.tensors.items() if t.numel() and not mapped(t.data_ptr())]:
+            raise Unsupported(
+                f"this engine sleeps: there is no memory behind {len(gone)} of its tensors, first {gone[0]}",
+                ['wake its weights before the refit, e.g. llm.wake_up(tags=["weights"]); the KV cache may sleep on'],
+            )
 
     def _refuse_unseen_drafter(self) -> None:
         config = getattr(self.vllm_config, "speculative_config", None)

@@ -238,7 +238,8 @@ class Controller:
             visit.resume(None if committed else self._label)
             if not committed and self.error is not None and self.version:
                 self._set()
-            self._party.send(m.Settled(arm.attempt, self.version, True, visit.seconds, visit.phases))
+            # The engine serves by now; should the trainers be gone, that is no reason to stop it.
+            self._party.try_send(m.Settled(arm.attempt, self.version, True, visit.seconds, visit.phases))
         except Exception as e:
             error = e if isinstance(e, XferError) else EngineLost(f"replica {self.replica}: {type(e).__name__}: {e}")
             logger.error("xfer: replica %d could not be brought back: %s", self.replica, error)

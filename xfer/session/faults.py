@@ -65,6 +65,7 @@ def point(role: str, rank: int, where: str) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         elif action == "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
+            time.sleep(0.5)  # the kernel may stop this thread last of all: it must not get past this point before
         elif action == "hang":
             time.sleep(float(os.environ.get("XFER_FAULT_HANG_S", "3600")))
         elif action == "raise":

@@ -208,7 +208,8 @@ class Shelf:
         with self._unpacking:  # not under the condition: the thread that reads must not wait for it
             found = self._layouts.get(roll.roll)
             if found is None:
-                found = self._layouts[roll.roll] = _unpacked(roll, self._packed.pop(roll.roll))
+                found = self._layouts[roll.roll] = _unpacked(roll, self._packed[roll.roll])
+                del self._packed[roll.roll]  # not before: a lane that finds it in neither asks for it again
         return [found[d].at(i, h) for i, (d, h) in enumerate(zip(roll.inventories, roll.hosts))]
 
     def _wait(

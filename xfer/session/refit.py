@@ -160,6 +160,8 @@ class RefitCall:
 
     def _untold(self, e: XferError) -> XferError:
         """The hub is gone or silent: stop by ourselves, and say whether somebody may still read our storages."""
+        # A hub whose process was stopped reads all this when it goes on: it must not run the refit without us then.
+        self.party.try_send(m.Failed(m.WireError.of(e, self.label), self.number), _LAST_S)
         lanes = list(self.party.lanes.values())
         for lane in lanes:
             lane.cancel(e, None)

@@ -13,7 +13,7 @@ from functools import cache
 import torch
 
 HANDLE_BYTES = 64
-_BUFFER_ID, _LEGACY_IPC = 7, 10  # CU_POINTER_ATTRIBUTE_…
+_BUFFER_ID, _LEGACY_IPC, _MAPPED = 7, 10, 13  # CU_POINTER_ATTRIBUTE_…
 _LAZY_PEER_ACCESS = 1
 
 
@@ -56,6 +56,17 @@ def identity(pointer: int) -> int:
     found = ctypes.c_uint64()
     _call("cuPointerGetAttribute", ctypes.byref(found), _BUFFER_ID, ctypes.c_uint64(pointer))
     return found.value
+
+
+def mapped(pointer: int) -> bool:
+    """Whether there is memory behind the address. Virtual memory keeps its addresses while what lay there is given
+    back, as vLLM's sleep mode does; touching it then is an illegal access."""
+    found = ctypes.c_uint64()
+    try:
+        _call("cuPointerGetAttribute", ctypes.byref(found), _MAPPED, ctypes.c_uint64(pointer))
+    except DriverError:
+        return False
+    return bool(found.value)
 
 
 def export(pointer: int) -> bytes:
