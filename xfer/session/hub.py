@@ -401,9 +401,7 @@ class Hub:
             self.attempt.failed(client, targets if msg.replica >= 0 or not trainer else None, error)
         elif trainer and msg.replica < 0:
             self.calls.failed_early(msg.attempt, error)
-        elif (
-            not trainer and not msg.attempt
-        ):  # else of an attempt in which its own replica's part is over: it has been told
+        elif not trainer and not msg.attempt:  # in an attempt, its replica's part in that is over and has been told
             for r in targets:
                 if r.state in ("joining", "ready"):  # ready: a worker could not get its lock after the plan
                     r.state, r.error = "failed", error
