@@ -95,8 +95,8 @@ class EngineModel:
         head = self._untied_head(twin, mine, expected or ())
         if expected is not None:
             ours = [s for s in expected if not _matches(s.name, self.keep) and (head is None or s != head.spec)]
-            known = {s.name for s in ours}
-            given = [s for s in specs if s in mine or s.name in known]
+            known = {s.name for s in (*ours, *mine)}
+            given = [s for s in specs if s.name in known]
             _refuse_other_family(given, ours, self.vllm_config.model_config.model)
         traced = trace_loader(twin, specs) if head is None else _trace_with_head(twin, specs, head)
         both = Storages(twin, draft=drafter)
