@@ -111,8 +111,19 @@ def test_a_parameter_that_the_checkpoint_leaves_out_is_refused_by_name_unless_ke
         len(error.value.violations) == 2 and "norm: 32 of its 32 bytes" in text and "qkv: 128 of its 512 bytes" in text
     )
     layout = read(net, twin, specs("k", "norm"), keep=("no*", "qkv"))
-    assert {(k.root, k.stop - k.start) for k in layout.kept} == {("norm", 32), ("qkv", 128), ("rope", 128)}
+    assert {(k.root, k.stop - k.start) for k in layout.kept} == {("norm", 32), ("qkv", 512), ("rope", 128)}
     assert all("request" in k.reason for k in layout.kept if k.root != "rope")
+
+
+def test_what_is_kept_is_not_written_although_the_trainers_send_it():
+    net, twin = built()
+    layout = read(net, twin, keep=("no*", "qkv"))
+    before = {n: p.detach().clone() for n, p in net.named_parameters()}
+    load(layout.traced, checkpoint(specs()), layout.tensors)
+    assert {n for n, p in net.named_parameters() if torch.equal(p, before[n])} == {"norm", "qkv"}
+    assert {"q", "norm"} <= set(layout.traced.reads), "the trainers would be told that nobody takes what they send"
+    net, twin = built(tied=True)  # one storage, two names: it is written for the name that nobody keeps
+    assert "embed" not in {k.root for k in read(net, twin, specs("head"), keep=("head",)).kept}
 
 
 def test_ties_are_one_storage_and_the_live_one_decides():

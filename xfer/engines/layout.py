@@ -58,12 +58,14 @@ class EngineLayout:
 def read_layout(
     live: Storages, twin: Storages, traced: Traced, *, keep: Sequence[str] = (), device: torch.device
 ) -> EngineLayout:
-    """`traced`: over the twin's storages, called as in `twin.roots`. `keep`: globs over live names.
+    """`traced`: over the twin's storages, called as in `twin.roots`. `keep`: globs over live names; what the loader writes
+    to a storage in which every name is kept is left out, so that a tower stays as it is even where the trainers have it.
 
     Raises one LayoutError with every name whose live place cannot be told from the twin's, and every live parameter
     byte that the loader leaves untouched and nobody asked to keep: a model refitted by half must be impossible to
     report as done.
     """
+    traced = without_roots(traced, _kept_whole(twin, keep))
     places, violations = _places(live, twin, traced, keep)
     if violations:
         raise LayoutError("the live model does not lie in memory as its class lays it out when it is built", violations)
@@ -244,6 +246,12 @@ def run_recipes(layout: EngineLayout, tensors: Mapping[str, torch.Tensor]) -> No
 
 
 # ---- what stays
+
+
+def _kept_whole(twin: Storages, keep: Sequence[str]) -> set[str]:
+    """Storages of which nothing is to be written. One that also has another name (the embedding that a kept drafter
+    shares with the model) is written for that name's sake."""
+    return {root for root, slots in twin.by_root.items() if all(_named(s.name, keep) for s in slots)}
 
 
 def _kept(
