@@ -11,8 +11,13 @@ from typing import Annotated
 
 import typer
 
+from xfer.cli.plan import HELP, plan
+
 app = typer.Typer(
-    no_args_is_help=True, add_completion=False, help="Moves a model's weights from trainers into live engines."
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    help="Moves a model's weights from trainers into live engines.",
 )
 
 
@@ -68,6 +73,9 @@ def _print_status(console, reply) -> None:
     console.print(table)
     for w in reply.waiting_for:
         console.print(f"waiting for {w}")
+
+
+app.command(help=HELP)(plan)
 
 
 @app.command()

@@ -1,0 +1,357 @@
+"""Two sides and a fabric as a person writes them down, checked: all that is wrong with them comes in one error.
+
+A side is text, "CONFIG key=value …", or a table of a TOML or JSON file; both become the same dataclasses. Nothing of a
+framework is imported and nothing is traced here.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from xfer.errors import XferError
+from xfer.mesh.parallel import EngineParallel, TrainerParallel
+from xfer.plan.fabric import Fabric, Site
+from xfer.plan.fabric_file import parse
+
+MOST_RANKS = 1 << 14
+"""Of a side; a mesh of more would only take long to refuse."""
+SIZES = {"trainer": ("world", "tp", "pp", "vpp", "cp", "dp", "ep", "etp"), "engine": ("tp", "pp", "dp", "replicas")}
+KEYS = {
+    "trainer": ("config", *SIZES["trainer"], "order", "provider"),
+    "engine": ("config", *SIZES["engine"], "ep", "keep", "drop", "args"),
+}
+HOST, NVLINK, NIC, LOCAL = 8, 396 * 10**9, 48_500_000_000, 1600 * 10**9
+ASSUMED = f"assumed, as none was given: hosts of {HOST} GPUs, NVLink {NVLINK / 1e9:g} GB/s, one NIC of {NIC / 1e9:g} GB/s per GPU"
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """A Hugging Face config. `names`: of the checkpoint's tensors, where files beside it say; no byte of them is read."""
+
+    path: Path
+    content: Mapping[str, Any] = field(hash=False)
+    names: tuple[str, ...] | None = None
+
+    @property
+    def title(self) -> str:
+        """What a person would call it."""
+        of = self.path.parent.resolve().name if self.path.name == "config.json" else self.path.stem
+        kinds = self.content.get("architectures")
+        kind = kinds[0] if isinstance(kinds, list) and kinds else self.content.get("model_type", "")
+        return f"{of} ({kind})"
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerSide:
+    """`provider`: fields of Bridge's model provider, e.g. how many layers the last stage has."""
+
+    config: Config
+    parallel: TrainerParallel
+    provider: Mapping[str, Any] = field(default_factory=dict, hash=False)
+
+    def __str__(self) -> str:
+        p = self.parallel
+        sizes = {"TP": p.tp, "PP": p.pp, "VPP": p.vpp or 1, "CP": p.cp, "EP": p.ep, "DP": p.dp}
+        etp = f" ETP{p.etp}" if p.ep > 1 and p.etp != p.tp else ""
+        return " ".join(f"{n}{v}" for n, v in sizes.items() if v > 1) + etp or "one rank"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSide:
+    """`parallel`: of one replica. `keep`, `drop`: as xfer.serve takes them. `args`: further EngineArgs of vLLM."""
+
+    config: Config
+    parallel: EngineParallel
+    replicas: int = 1
+    keep: tuple[str, ...] = ()
+    drop: tuple[str, ...] = ()
+    args: Mapping[str, Any] = field(default_factory=dict, hash=False)
+
+    def __str__(self) -> str:
+        p = self.parallel
+        sizes = " ".join(f"{n}{v}" for n, v in {"TP": p.tp, "PP": p.pp, "DP": p.dp}.items() if v > 1) or "TP1"
+        return sizes + (" with EP" if p.ep else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """What is to be planned. `fabric`: where the links come from, in words."""
+
+    trainer: TrainerSide
+    engine: EngineSide
+    site: Site
+    fabric: str
+
+
+def describe(
+    trainer: str | None = None, engine: str | None = None, fabric: str | None = None, file: str | None = None
+) -> Described:
+    """The two descriptions and a fabric's file, or a file that holds all three; what is given beside it replaces its
+    part. XferError with every mistake of all of them.
+    """
+    bad: list[str] = []
+    whole: Mapping[str, Any] = {}
+    base = Path()
+    if file is not None:
+        base = Path(file).parent
+        whole = _load(Path(file), bad)
+        bad += [
+            f"{file}: unknown key {k!r}; known: engine, fabric, trainer"
+            for k in whole
+            if k not in ("trainer", "engine", "fabric")
+        ]
+    given = {"trainer": trainer, "engine": engine}
+    tables, bases = {}, {}
+    for side, text in given.items():
+        tables[side] = _text(text, side, bad) if text is not None else whole.get(side, {})
+        bases[side] = Path() if text is not None else base
+        if not isinstance(tables[side], Mapping):
+            bad.append(f"{side}: a table is needed, [{side}]")
+            tables[side] = {}
+        if text is None and side not in whole:
+            bad.append(f'{side}: not described; give --{side} "CONFIG tp=…", or a file with [{side}]')
+    configs = _configs(tables, bases, bad)
+    of = _trainer(tables["trainer"], bad)
+    replica, replicas = _engine(tables["engine"], bad)
+    source, at = (fabric, Path()) if fabric is not None else (whole.get("fabric"), base)
+    links, ranks, words = _fabric(source, at, bad)
+    site = None
+    if of is not None and replica is not None and (links is not None or source is None):
+        site = _site(links, ranks, words, (of.world, replicas, replica.world), bad)
+    if bad:
+        raise XferError("this cannot be planned as described", bad)
+    t, e = tables["trainer"], tables["engine"]
+    return Described(
+        TrainerSide(configs["trainer"], of, dict(t.get("provider", {}))),
+        EngineSide(configs["engine"], replica, replicas, _globs(e, "keep"), _globs(e, "drop"), dict(e.get("args", {}))),
+        site,
+        words,
+    )
+
+
+# ---- sides
+
+
+def _text(text: str, side: str, bad: list[str]) -> dict[str, Any]:
+    """ "CONFIG tp=2 provider.x=3" as the table that a file would have."""
+    try:
+        words = shlex.split(text)
+    except ValueError as e:
+        bad.append(f"{side}: {text!r}: {e}")
+        return {}
+    out: dict[str, Any] = {}
+    for word in words:
+        key, is_set, value = word.partition("=")
+        if not is_set:
+            key, value = "config", word
+        to, dot, name = key.partition(".")
+        if dot and to in ("provider", "args"):
+            out.setdefault(to, {})[name] = _value(value)
+        elif key in out:
+            bad.append(f"{side}: {key} is given twice: {out[key]!r} and {value!r}")
+        else:
+            out[key] = value if key == "config" else _value(value)
+    return out
+
+
+def _value(text: str) -> Any:
+    """As JSON where it is that (4, 0.5, true), else the word itself."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _known(table: Mapping[str, Any], side: str, bad: list[str]) -> None:
+    bad += [f"{side}: unknown key {k!r}; known: {', '.join(KEYS[side])}" for k in table if k not in KEYS[side]]
+    for group in ("provider", "args"):
+        if group in table and group in KEYS[side] and not isinstance(table[group], Mapping):
+            bad.append(f"{side}: {group}: names and values are needed, as in {group}.NAME=VALUE")
+
+
+def _sizes(table: Mapping[str, Any], side: str, bad: list[str]) -> dict[str, int]:
+    """Those that are given and are sizes."""
+    out = {}
+    for key in SIZES[side]:
+        if key not in table:
+            continue
+        n = table[key]
+        if isinstance(n, int) and not isinstance(n, bool) and 1 <= n <= MOST_RANKS:
+            out[key] = n
+        else:
+            bad.append(f"{side}: {key}={n}: an integer from 1 to {MOST_RANKS} is needed")
+    return out
+
+
+def _trainer(table: Mapping[str, Any], bad: list[str]) -> TrainerParallel | None:
+    """None after a mistake; those sizes that are some are tried all the same, since they may not fit each other."""
+    known = len(bad)
+    _known(table, "trainer", bad)
+    sizes = _sizes(table, "trainer", bad)
+    if table and "world" not in table:
+        bad.append("trainer: world=… is needed: how many ranks train")
+    if "world" not in sizes:
+        return None
+    if len(bad) > known:
+        sizes.pop("dp", None)  # the product of all sizes means nothing when one is not known
+    try:
+        of = TrainerParallel(**sizes, **({"order": str(table["order"])} if "order" in table else {}))
+    except XferError as e:
+        bad += [f"trainer: {v}" for v in e.violations]
+    return of if len(bad) == known else None
+
+
+def _engine(table: Mapping[str, Any], bad: list[str]) -> tuple[EngineParallel | None, int]:
+    known = len(bad)
+    _known(table, "engine", bad)
+    sizes = _sizes(table, "engine", bad)
+    ep = table.get("ep", False)
+    if not isinstance(ep, bool):
+        bad.append(f"engine: ep={ep}: true or false is needed (vLLM's enable_expert_parallel); its size is dp*tp")
+    for key in ("keep", "drop"):
+        value = table.get(key, "")
+        if not isinstance(value, str) and not (isinstance(value, list) and all(isinstance(v, str) for v in value)):
+            bad.append(f"engine: {key}={value!r}: a list of names or patterns is needed")
+    replicas = sizes.pop("replicas", 1)
+    if len(bad) > known:
+        return None, replicas
+    parallel = EngineParallel(**sizes, ep=ep)
+    if parallel.world * replicas > MOST_RANKS:
+        bad.append(f"engine: {replicas} replicas of {parallel.world} workers: at most {MOST_RANKS} ranks are planned")
+        return None, replicas
+    return parallel, replicas
+
+
+def _globs(table: Mapping[str, Any], key: str) -> tuple[str, ...]:
+    value = table.get(key, ())
+    return tuple(p for p in value.split(",") if p) if isinstance(value, str) else tuple(value)
+
+
+# ---- configs
+
+
+def _configs(tables: Mapping[str, Mapping], bases: Mapping[str, Path], bad: list[str]) -> dict[str, Config]:
+    """A side without a config has the other's."""
+    paths = {}
+    for side, table in tables.items():
+        value = table.get("config")
+        if value is None:
+            continue
+        if isinstance(value, str) and value:
+            paths[side] = bases[side] / Path(value).expanduser()
+        else:
+            bad.append(f"{side}: config={value!r}: the path of a config.json, or of its folder, is needed")
+    if not paths:
+        if not any("config" in t for t in tables.values()):
+            bad.append('no config: begin a description with one, as in --trainer "path/to/config.json world=8"')
+        return {}
+    read: dict[Path, Config | None] = {}
+    for side, path in paths.items():
+        if path not in read:
+            read[path] = _config(path, side, bad)
+    if None in read.values():
+        return {}
+    other = next(iter(paths.values()))
+    return {side: read[paths.get(side, other)] for side in tables}
+
+
+def _config(path: Path, side: str, bad: list[str]) -> Config | None:
+    known = len(bad)
+    file = path / "config.json" if path.is_dir() else path
+    content = {}
+    try:
+        content = json.loads(file.read_text())
+    except (OSError, UnicodeDecodeError) as e:
+        why = e.strerror if isinstance(e, OSError) else "it is no text"
+        bad.append(f"{side}: {file} cannot be read: {why}; a Hugging Face config.json, or its folder, is needed")
+    except ValueError as e:
+        bad.append(f"{side}: {file} is no JSON: {e}")
+    if len(bad) == known and not (isinstance(content, dict) and isinstance(content.get("model_type"), str)):
+        bad.append(f"{side}: {file} is no Hugging Face config: it has no model_type")
+    return None if len(bad) > known else Config(file, content, _names(file.parent, side, bad))
+
+
+def _names(folder: Path, side: str, bad: list[str]) -> tuple[str, ...] | None:
+    from xfer.engines.hf_spec import checkpoint_specs
+
+    index = folder / "model.safetensors.index.json"
+    try:
+        if index.is_file():
+            return tuple(sorted(json.loads(index.read_text())["weight_map"]))
+        if any(folder.glob("*.safetensors")):
+            return tuple(s.name for s in checkpoint_specs(folder))
+    except (OSError, ValueError, KeyError, TypeError, XferError) as e:
+        bad.append(f"{side}: the names of the tensors in {folder} cannot be read: {type(e).__name__}: {e}")
+    return None
+
+
+# ---- the fabric
+
+
+Ranks = tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]
+"""GPUs of the trainers, and of the workers of each replica."""
+
+
+def _fabric(source: Any, base: Path, bad: list[str]) -> tuple[Fabric | None, Ranks | None, str]:
+    """Links, places and where they come from; no links where none are given, or after a mistake."""
+    if source is None:
+        return None, None, ASSUMED
+    known = len(bad)
+    if isinstance(source, str):
+        data, words = _load(base / Path(source).expanduser(), bad), source
+    else:
+        data, words = source, "the job's file"
+    if len(bad) == known:
+        try:
+            return *parse(data if isinstance(data, Mapping) else {"": data}, words), words
+        except XferError as e:
+            bad += [f"fabric ({words}): {v}" for v in (e.violations or [e.message])]
+    return None, None, words
+
+
+def _site(
+    fabric: Fabric | None, ranks: Ranks | None, words: str, sizes: tuple[int, int, int], bad: list[str]
+) -> Site | None:
+    """`sizes`: trainers, replicas, workers of one."""
+    trainers, replicas, workers = sizes
+    if fabric is None:
+        hosts = -(-trainers // HOST) + -(-workers * replicas // HOST)
+        fabric = Fabric.uniform(hosts, HOST, nvlink=NVLINK, nic=NIC, local=LOCAL)
+    try:
+        site = Site.packed(fabric, trainers, replicas, workers) if ranks is None else Site(fabric, *ranks)
+    except XferError as e:
+        bad += [f"fabric ({words}): {v}" for v in e.violations]
+        return None
+    placed = [len(r) for r in site.replicas]
+    if len(site.trainers) != trainers:
+        bad.append(f"fabric ({words}): [ranks] places {len(site.trainers)} trainers, there are world={trainers}")
+    if placed != [workers] * replicas:
+        bad.append(f"fabric ({words}): [ranks] places replicas of {placed} workers, there are {replicas} of {workers}")
+    return site
+
+
+def _load(path: Path, bad: list[str]) -> Mapping[str, Any]:
+    try:
+        text = path.read_text()
+        if path.suffix == ".json":
+            data = json.loads(text)
+        else:
+            import tomllib  # Python 3.11
+
+            data = tomllib.loads(text)
+    except ImportError:
+        bad.append(f"{path}: this Python has no TOML reader (3.11 has); write the same as JSON, in a file *.json")
+    except OSError as e:
+        bad.append(f"{path} cannot be read: {e.strerror}")
+    except ValueError as e:
+        bad.append(f"{path} cannot be read as {'JSON' if path.suffix == '.json' else 'TOML'}: {e}")
+    else:
+        if isinstance(data, dict):
+            return data
+        bad.append(f"{path}: a table is needed")
+    return {}

@@ -1,0 +1,230 @@
+"""`xfer plan`: what a refit would move and how long it would take, without a GPU and without weights.
+
+Here: arguments, progress and printing. Descriptions are describe.py's, layouts tracing.py's, numbers plan_report.py's, the
+page html.py's.
+"""
+
+from __future__ import annotations
+
+import json
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from xfer.cli.describe import Described
+    from xfer.cli.plan_report import Report
+
+WRONG, REFUSED = 2, 1
+"""Exit codes: the description has mistakes; what it describes cannot be refitted."""
+MOST_LINKS = 8
+HELP = "\n\n".join([
+    "Plan a refit without a GPU and without weights: bytes, busiest links, predicted seconds, and what is refused.",
+    "Layouts are read by the frameworks' own code, every different rank once: Megatron-Core's as Megatron-Bridge builds "
+    "and exports it, vLLM's as its loader fills it. CONFIG is a Hugging Face config.json or its folder; no checkpoint is "
+    "needed, and none is read.",
+    '[bold]Example:[/bold] xfer plan --trainer "Qwen3-4B world=8 tp=2 pp=2" --engine "tp=4 replicas=2" --html plan.html',
+    "[bold]Trainer:[/bold] CONFIG, world, tp, pp, vpp, cp, ep, etp and order, as Megatron-Core has them; provider.NAME=VALUE "
+    "for fields of Bridge's model provider (uneven stages, say).",
+    "[bold]Engine:[/bold] CONFIG (default: the trainer's), tp, pp, dp, ep=true for expert parallelism, replicas; keep and "
+    "drop as xfer.serve() has them, with commas; args.NAME=VALUE for further EngineArgs of vLLM.",
+    "[bold]Fabric:[/bold] a TOML or JSON file of hosts and links (docs/plan.md). Without one: hosts of 8 GPUs, NVLink, a 400 "
+    "Gb/s NIC per GPU. Trainers sit on the first GPUs, engines on the hosts after them, unless the file's \\[ranks] says "
+    "otherwise.",
+    '[bold]All in one file:[/bold] xfer plan job.toml, with \\[trainer] config = "…", world = 8, tp = 2; \\[engine] tp = 4, '
+    'replicas = 2; and above them fabric = "fabric.toml", or the fabric\'s own tables as \\[\\[fabric.host]]. Paths count '
+    "from the file; options replace its parts.",
+    "Exit code 2: the description has mistakes, and all of them were listed. 1: xfer or a framework refuses it.",
+])  # fmt: skip
+
+
+def plan(
+    job: Annotated[str | None, typer.Argument(help="a file with all three instead, TOML or JSON")] = None,
+    trainer: Annotated[str | None, typer.Option(help='"CONFIG world=N tp=… pp=… ep=… etp=…"')] = None,
+    engine: Annotated[str | None, typer.Option(help='"CONFIG tp=… replicas=N"')] = None,
+    fabric: Annotated[str | None, typer.Option(help="TOML or JSON of hosts, links and, if wanted, places")] = None,
+    html: Annotated[str | None, typer.Option(help="write a page to look at: timeline, links, traffic")] = None,
+    json_: Annotated[
+        str | None, typer.Option("--json", help="write the same as data; - for standard output, and no tables")
+    ] = None,
+    bucket_mib: Annotated[int, typer.Option(help="largest message; sessions use 240 on GPUs, 64 on CPUs", min=1)] = 240,
+    trainer_python: Annotated[
+        str | None, typer.Option(help="Python with Megatron-Bridge; default: this one, or .venvs/trainer/bin/python")
+    ] = None,
+    engine_python: Annotated[
+        str | None, typer.Option(help="Python with vLLM; default: this one, or .venvs/engine/bin/python")
+    ] = None,
+    jobs: Annotated[int, typer.Option(help="processes that trace ranks, per side", min=1, max=64)] = 1,
+    cache: Annotated[
+        str | None, typer.Option(help='folder of layouts traced before; "" for none; default: in ~/.cache/xfer')
+    ] = None,
+) -> None:
+    """See HELP."""
+    from rich.console import Console
+
+    from xfer.cli.describe import describe
+    from xfer.errors import XferError
+
+    out, err = Console(), Console(stderr=True)
+    try:
+        told = describe(trainer, engine, fabric, job)
+    except XferError as e:
+        _say(err, str(e))
+        raise typer.Exit(WRONG) from None
+    pythons = {"trainer": trainer_python, "engine": engine_python}
+    try:
+        report = _plan(told, pythons, jobs, cache, bucket_mib << 20, err)
+    except XferError as e:
+        if json_ is not None:
+            refused = {"kind": type(e).__name__, "message": e.message, "violations": e.violations, "where": e.where}
+            _write(json_, json.dumps({"refused": refused}, indent=1), out, err)
+        _say(err, f"refused: {type(e).__name__}: {e}")
+        raise typer.Exit(REFUSED) from None
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+    if json_ != "-":
+        show(report, out)
+    if json_ is not None:
+        _write(json_, json.dumps({"plan": report.to_data()}, indent=1), out, err)
+    if html is not None:
+        from xfer.cli.html import page
+
+        _write(html, page(report), out, err)
+        if json_ != "-":
+            _say(out, f"page: {html}")
+
+
+def _plan(
+    told: Described, pythons: dict[str, str | None], jobs: int, cache: str | None, bucket: int, err: Console
+) -> Report:
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from xfer.cli.plan_report import Header, make_plans, make_report
+    from xfer.cli.tracing import Tracer, cache_folder
+    from xfer.transport.p2p import WAVE_BYTES
+
+    folder = cache_folder() if cache is None else Path(cache) if cache else None
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    with ExitStack() as stack:
+        bar = stack.enter_context(Progress(*columns, console=err, transient=True))
+        lines: dict[str, Any] = {}
+
+        def progress(side: str, done: int, of: int) -> None:
+            if side not in lines:
+                lines[side] = bar.add_task(f"{side}: different ranks traced", total=of)
+            bar.update(lines[side], completed=done, total=of)
+
+        tracer = Tracer(pythons, jobs=jobs, cache=folder, progress=progress)
+        tracer.look()
+        sources = tracer.trainer(told.trainer)
+        takers = tracer.engine(told.engine, sources.catalog)
+        planned = bar.add_task("replicas planned", total=told.engine.replicas)
+        plans = make_plans(
+            sources.catalog,
+            sources.ranks,
+            takers.ranks,
+            told.site,
+            bucket_bytes=bucket,
+            wave_bytes=max(WAVE_BYTES["cuda"], bucket),  # as sessions on GPUs have it
+            drop=told.engine.drop,
+            told=lambda done: bar.update(planned, completed=done),
+        )
+    header = Header(
+        told.trainer.config.title,
+        str(told.trainer),
+        str(told.engine),
+        told.fabric,
+        (
+            f"Layouts traced by the frameworks' own code: {sources.classes} different trainer ranks, {takers.classes} "
+            f"different workers. Messages of at most {bucket >> 20} MiB.",
+        ),
+    )
+    return make_report(header, sources.catalog, plans, told.site)
+
+
+def show(r: Report, console: Console) -> None:
+    """Everything that a person wants to know first."""
+    from rich.table import Table
+    from rich.text import Text
+
+    from xfer.cli.html import seconds
+    from xfer.plan.explain import size
+
+    h = r.header
+    _say(console, h.model, "bold")
+    _say(console, f"{r.tensors:,} tensors, {size(r.model_bytes)}")
+    _say(
+        console,
+        f"{r.trainers} trainers ({h.trainer}) -> {r.replicas} x {r.workers} engine workers ({h.engine}), {r.hosts} hosts",
+    )
+    _say(console, f"fabric: {h.fabric}")
+    for note in h.notes:
+        _say(console, note)
+
+    def table(title: str, rows: list[tuple[str, str, str]]) -> None:
+        t = Table(title=title, title_justify="left", show_header=False, title_style="bold")
+        t.add_column(overflow="fold")
+        t.add_column(justify="right", no_wrap=True)
+        t.add_column(overflow="fold", style="dim")
+        for row in rows:
+            t.add_row(*(Text(_plain(c)) for c in row))
+        console.print()
+        console.print(t)
+
+    def times(part: int) -> str:
+        return f"{part / r.nbytes:.1f}x" if r.nbytes else "-"
+
+    c, low, high = r.byte_classes, min(r.bytes_per_replica), max(r.bytes_per_replica)
+    table("bytes", [
+        ("a replica", size(high) if low == high else f"{size(low)} to {size(high)}", ""),
+        ("all replicas", size(r.nbytes), f"{size(r.between_hosts)} between hosts, {size(r.pulled_bytes)} inside NVLink islands"),
+        ("a full broadcast", size(r.broadcast_bytes), f"{times(r.broadcast_bytes)} of that"),
+        ("most sent by a rank", size(r.most_out.nbytes), f"{r.most_out.rank}; mean {size(round(r.most_out.mean))}"),
+        ("most received by a rank", size(r.most_in.nbytes), f"{r.most_in.rank}; mean {size(round(r.most_in.mean))}"),
+        ("straight into place", size(c["written"]), f"{r.pieces_direct:,} pieces"),
+        ("staged, then computed", size(c["staged"]), f"{r.pieces_staged:,} pieces through {size(c['scratch'])} of scratch"),
+        ("filled", size(c["filled"]), f"{r.fills:,} constant regions"),
+        ("kept", size(c["kept"]), "; ".join(map(str, r.kept))),
+        ("messages", f"{r.messages:,}", f"in {r.waves:,} waves, the largest {size(r.largest_message)}"),
+        *(("cast", "", x) for x in r.casts),
+        *([("dropped, as asked", f"{len(r.dropped):,}", ", ".join(r.dropped[:4]))] if r.dropped else []),
+    ])  # fmt: skip
+    said = {
+        "control": "ready to first byte, last byte to decision",
+        "pull": "inside NVLink islands, beside pack, wire and unpack",
+        "pack": "that no wire time hides",
+        "unpack": "that no wire time hides",
+        "fill": "constants",
+    }
+    table("predicted seconds", [
+        *((name, seconds(s), said.get(name, "")) for name, s in r.phases),
+        ("transfer", seconds(r.transfer_s), "all ready to decided; pauses and resumes of engines come on top"),
+        ("floor", seconds(r.floor_s), "the busiest link alone: no schedule of these bytes is faster"),
+    ])  # fmt: skip
+    table("busiest links", [(b.name, seconds(b.seconds), size(b.nbytes)) for b in r.busiest[:MOST_LINKS]])
+
+
+def _plain(text: str) -> str:
+    """Without what a terminal would obey."""
+    return "".join(c if c.isprintable() or c == "\n" else "?" for c in text)
+
+
+def _say(console: Console, text: str, style: str = "") -> None:
+    from rich.text import Text
+
+    console.print(Text(_plain(text), style=style), soft_wrap=True)
+
+
+def _write(path: str, text: str, out: Console, err: Console) -> None:
+    if path == "-":
+        typer.echo(text)
+        return
+    try:
+        Path(path).write_text(text)
+    except OSError as e:
+        _say(err, f"{path} cannot be written: {e.strerror}")
+        raise typer.Exit(WRONG) from None

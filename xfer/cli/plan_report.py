@@ -1,0 +1,269 @@
+"""A plan of a whole refit as data: every number that `xfer plan` prints, draws or writes, computed once and in one place.
+
+Sums over sub-plans and a prediction, nothing else. How it is printed is plan.py's, how it is drawn html.py's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from xfer.plan.explain import size
+from xfer.plan.fabric import Links, Site
+from xfer.plan.inventory import Inventory
+from xfer.plan.options import PlanOptions
+from xfer.plan.planner import Drafts
+from xfer.plan.predict import LinkLoad, Prediction, predict
+from xfer.plan.program import ITEMSIZE
+from xfer.plan.subplan import SubPlan
+from xfer.trace.catalog import Catalog
+
+RANKS_DRAWN = 64
+"""Most ranks of a side that the traffic matrix shows one by one, and most hosts; beyond, hosts and groups of hosts."""
+LINKS_KEPT = 24
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What was planned, in words. `notes`: what the reader must know of how it was."""
+
+    model: str
+    trainer: str
+    engine: str
+    fabric: str
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Most:
+    """The rank with most bytes of a refit, and the mean over its side."""
+
+    rank: str
+    nbytes: int
+    mean: float
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Bytes that a refit leaves alone for one reason, over all workers: in how many tensors, and one of them."""
+
+    why: str
+    nbytes: int
+    tensors: int
+    example: str
+
+    def __str__(self) -> str:
+        return f"{self.why}: {size(self.nbytes)} in {self.tensors:,} tensors of a worker, such as {self.example}"
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """Bytes from row to column. `unit`: what a row is."""
+
+    unit: str
+    rows: tuple[str, ...]
+    columns: tuple[str, ...]
+    nbytes: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """All links of one kind in the fabric's order; `seconds` and `nbytes` of each."""
+
+    name: str
+    links: tuple[str, ...]
+    seconds: tuple[float, ...]
+    nbytes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Wave:
+    """When its first message begins and its last one ends, in seconds after the first byte; wire bytes."""
+
+    begin: float
+    end: float
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    header: Header
+    tensors: int
+    model_bytes: int
+    trainers: int
+    workers: int  # of a replica
+    replicas: int
+    hosts: int
+    bytes_per_replica: tuple[int, ...]
+    nbytes: int
+    broadcast_bytes: int
+    most_out: Most
+    most_in: Most
+    between_hosts: int
+    pulled_bytes: int
+    waves: int
+    messages: int
+    largest_message: int
+    pieces_direct: int
+    pieces_staged: int
+    fills: int
+    byte_classes: dict[str, int]  # over all workers of all replicas
+    casts: tuple[str, ...]
+    kept: tuple[Kept, ...]
+    dropped: tuple[str, ...]
+    transfer_s: float
+    floor_s: float
+    lockstep_s: float
+    phases: tuple[tuple[str, float], ...]
+    busiest: tuple[LinkLoad, ...]
+    kinds: tuple[Kind, ...]
+    matrix: Matrix
+    timeline: tuple[Wave, ...]
+
+    def to_data(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return asdict(self)
+
+
+def make_plans(
+    catalog: Catalog,
+    sources: Sequence[Inventory],
+    takers: Sequence[Inventory],
+    site: Site,
+    *,
+    bucket_bytes: int,
+    wave_bytes: int = 0,
+    drop: Sequence[str] = (),
+    told: Callable[[int], None] = lambda done: None,
+) -> list[SubPlan]:
+    """The sub-plan of each replica of the site, with the options that a session would give. Raises what plan_replica
+    raises.
+    """
+    drafts, plans = Drafts(), []
+    for r in range(len(site.replicas)):
+        options = PlanOptions(
+            bucket_bytes=bucket_bytes, wave_bytes=wave_bytes, rotation=r, rotations=len(site.replicas), site=site,
+            replica=r, drop=tuple(drop),
+        )  # fmt: skip
+        plans.append(drafts.plan(catalog, sources, takers, options))
+        told(r + 1)
+    return plans
+
+
+def make_report(header: Header, catalog: Catalog, plans: Sequence[SubPlan], site: Site) -> Report:
+    """Of one refit of all replicas at once."""
+    p, summaries = predict(plans, site), [x.summary for x in plans]
+    first = summaries[0]
+    out = np.sum([s.bytes_out for s in summaries], axis=0)
+    into = np.array([s.bytes_in for s in summaries]).reshape(-1)
+    names = ("footprint", "written", "filled", "staged", "kept", "aliased", "scratch")
+    at = int(into.argmax())
+    return Report(
+        header=header,
+        tensors=len(catalog.specs),
+        model_bytes=sum(prod(s.shape) * ITEMSIZE[s.dtype] for s in catalog.specs),
+        trainers=first.trainers,
+        workers=first.workers,
+        replicas=len(plans),
+        hosts=len(site.fabric.hosts),
+        bytes_per_replica=tuple(s.nbytes for s in summaries),
+        nbytes=sum(s.nbytes for s in summaries),
+        broadcast_bytes=sum(s.broadcast_bytes for s in summaries),
+        most_out=Most(f"trainer {int(out.argmax())}", int(out.max()), float(out.mean())),
+        most_in=Most(f"replica {at // first.workers} worker {at % first.workers}", int(into.max()), float(into.mean())),
+        between_hosts=sum(s.remote_bytes for s in summaries),
+        pulled_bytes=p.pulled_bytes,
+        waves=max(s.waves for s in summaries),
+        messages=sum(s.messages for s in summaries),
+        largest_message=max(s.largest_message for s in summaries),
+        pieces_direct=sum(s.direct for s in summaries),
+        pieces_staged=sum(s.staged for s in summaries),
+        fills=sum(s.fills for s in summaries),
+        byte_classes={n: sum(getattr(c, n) for s in summaries for c in s.classes) for n in names},
+        casts=tuple(f"{c.src} to {c.dst}: {c.tensors:,} tensors, such as {c.example}" for c in first.casts),
+        kept=_kept(plans),
+        dropped=first.dropped,
+        transfer_s=p.transfer_s,
+        floor_s=p.floor_s,
+        lockstep_s=p.lockstep_s,
+        phases=p.phases(),
+        busiest=tuple(p.busiest(LINKS_KEPT)),
+        kinds=_kinds(p),
+        matrix=_matrix(plans, site, p),
+        timeline=tuple(
+            Wave(float(a), float(b), int(n)) for (a, b), n in zip(p.wave_span.tolist(), p.wave_bytes.tolist())
+        ),
+    )
+
+
+def _kept(plans: Sequence[SubPlan]) -> tuple[Kept, ...]:
+    """A plan's reasons begin with the tensor's name; those that differ only there are one."""
+    found: dict[str, dict[str, int]] = {}
+    for x in plans:
+        for reason, n in x.summary.kept:
+            name, _, why = reason.partition(": ")
+            tensors = found.setdefault(why or name, {})
+            tensors[name] = tensors.get(name, 0) + n
+    return tuple(Kept(why, sum(t.values()), len(t), next(iter(t))) for why, t in sorted(found.items()))
+
+
+def _kinds(p: Prediction) -> tuple[Kind, ...]:
+    """Links by kind, in the order in which Links numbers them; kinds without a byte are left out."""
+    out = []
+    for name, begin, end in _ranges(p.links):
+        if p.link_bytes[begin:end].any():
+            cut = slice(begin, end)
+            out.append(
+                Kind(
+                    name,
+                    tuple(p.links.names[cut]),
+                    tuple(p.link_seconds[cut].tolist()),
+                    tuple(p.link_bytes[cut].tolist()),
+                )  # fmt: skip
+            )
+    return tuple(out)
+
+
+def _ranges(links: Links) -> list[tuple[str, int, int]]:
+    gpus, islands, nics = len(links.host), int(links.island.max()) + 1, int(links.nic.max(initial=-1)) + 1
+    rails = (len(links) - 3 * gpus - 2 * islands - 2 * nics) // 2
+    kinds = (
+        ("GPU to NVLink", gpus), ("NVLink to GPU", gpus), ("GPU memory", gpus), ("island out", islands),
+        ("island in", islands), ("NIC out", nics), ("NIC in", nics), ("rail up", rails), ("rail down", rails),
+    )  # fmt: skip
+    out, at = [], 0
+    for name, n in kinds:
+        out.append((name, at, at + n))
+        at += n
+    return out
+
+
+def _matrix(plans: Sequence[SubPlan], site: Site, p: Prediction) -> Matrix:
+    trainers, workers = plans[0].trainers, sum(x.workers for x in plans)
+    if max(trainers, workers) <= RANKS_DRAWN:
+        table, at = np.zeros((trainers, workers), np.int64), 0
+        for x in plans:
+            t = x.tables
+            np.add.at(table, (t.share_src, t.share_dst - x.trainers + at), t.share_end - t.share_begin)
+            at += x.workers
+        columns = [f"replica {r} worker {w}" for r, x in enumerate(plans) for w in range(x.workers)]
+        return _of("rank", table, [f"trainer {i}" for i in range(trainers)], columns)
+    host, names = site.fabric.links.host, [h.name for h in site.fabric.hosts]
+    rows = np.unique(host[list(site.trainers)])
+    columns = np.unique(host[[g for r in site.replicas for g in r]])
+    size = -(-max(len(rows), len(columns)) // RANKS_DRAWN)
+    sides = [[side[i : i + size] for i in range(0, len(side), size)] for side in (rows, columns)]
+    table = np.array([[p.host_bytes[np.ix_(a, b)].sum() for b in sides[1]] for a in sides[0]], np.int64)
+
+    def text(group: np.ndarray) -> str:
+        return names[group[0]] + (f" to {names[group[-1]]}" if len(group) > 1 else "")
+
+    return _of("host" if size == 1 else f"group of {size} hosts", table, *([text(g) for g in s] for s in sides))
+
+
+def _of(unit: str, table: np.ndarray, rows: Sequence[str], columns: Sequence[str]) -> Matrix:
+    return Matrix(unit, tuple(rows), tuple(columns), tuple(tuple(r) for r in table.tolist()))

