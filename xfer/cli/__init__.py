@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from xfer.cli.plan import HELP, plan
+from xfer.cli.plan import HELP, plan_refit
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -75,7 +75,7 @@ def _print_status(console, reply) -> None:
         console.print(f"waiting for {w}")
 
 
-app.command(help=HELP)(plan)
+app.command("plan", help=HELP)(plan_refit)
 
 
 @app.command()

@@ -73,7 +73,7 @@ def page(r: Report) -> str:
         "<h2>Links</h2><p>The busiest links of the fabric, by the time that their bytes need at full rate. The dashed "
         "line is the predicted time of the whole refit.</p>"
         f'<div class="wide">{_bars(r)}</div>'
-        "<p>All links of each kind, in the order of the hosts; the darker, the longer busy.</p>"
+        "<p>All links of each kind, in the order of the hosts; the stronger the colour, the longer busy.</p>"
         f'<div class="wide">{_strips(r)}</div>'
         f"<h2>Traffic</h2><p>Bytes from each {esc(r.matrix.unit)} of trainers (rows) to each of workers (columns).</p>"
         f'<div class="wide">{_matrix(r.matrix)}</div>'

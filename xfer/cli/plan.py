@@ -42,7 +42,7 @@ HELP = "\n\n".join([
 ])  # fmt: skip
 
 
-def plan(
+def plan_refit(
     job: Annotated[str | None, typer.Argument(help="a file with all three instead, TOML or JSON")] = None,
     trainer: Annotated[str | None, typer.Option(help='"CONFIG world=N tp=… pp=… ep=… etp=…"')] = None,
     engine: Annotated[str | None, typer.Option(help='"CONFIG tp=… replicas=N"')] = None,

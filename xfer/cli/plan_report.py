@@ -57,7 +57,7 @@ class Kept:
     example: str
 
     def __str__(self) -> str:
-        return f"{self.why}: {size(self.nbytes)} in {self.tensors:,} tensors of a worker, such as {self.example}"
+        return f"{self.why}: {size(self.nbytes)} in {self.tensors:,} tensors, such as {self.example}"
 
 
 @dataclass(frozen=True, slots=True)

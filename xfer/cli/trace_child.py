@@ -148,8 +148,9 @@ def _touch_nothing() -> None:
     """A rank's parameters are address space until somebody writes to them: nobody may."""
     import torch
 
-    for name in ("normal_", "uniform_", "xavier_uniform_", "xavier_normal_", "kaiming_uniform_", "kaiming_normal_"):
-        setattr(torch.nn.init, name, lambda t, *args, **kwargs: t)
+    for name, fill in list(vars(torch.nn.init).items()):
+        if name.endswith("_") and not name.startswith("_") and callable(fill):
+            setattr(torch.nn.init, name, lambda t, *args, **kwargs: t)
 
 
 # ---- engines

@@ -1,0 +1,116 @@
+"""`xfer plan` from a config.json alone, end to end: Megatron-Core and Bridge in one process, vLLM in another, no weights.
+
+The judge is the declared layouts of scripts/plan_shapes.py, which no framework and no trace has a part in: they must move
+the same bytes from and to the same ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support.proc import PATIENCE, PYTHON, ROOT
+from xfer.mesh.parallel import EngineParallel, TrainerParallel
+from xfer.plan.fabric import Fabric, Site
+from xfer.testing import toy
+from xfer.transport.p2p import WAVE_BYTES
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+import plan_shapes
+
+pytestmark = pytest.mark.skipif(
+    not all(os.path.exists(p) for p in PYTHON.values()), reason="scripts/setup.sh has not been run"
+)
+SIZES = dict(world=8, tp=2, pp=2, ep=2, etp=1)
+WORKERS, REPLICAS = 2, 2
+MOE = toy.FAMILIES["qwen3_moe"] | {"vocab_size": 192}  # as many as vLLM pads them to: declared engines have no padding
+
+
+def xfer_plan(folder: Path, *args: str) -> tuple[int, str, dict, float]:
+    """(exit code, what it printed, its JSON, seconds); layouts are kept in `folder`."""
+    began = time.monotonic()
+    command = [
+        PYTHON["trainer"],
+        "-m",
+        "xfer",
+        "plan",
+        "--json",
+        str(folder / "plan.json"),
+        "--cache",
+        str(folder / "kept"),
+    ]
+    done = subprocess.run(
+        [*command, *args], capture_output=True, text=True, cwd=ROOT, timeout=600 * PATIENCE, env={**os.environ, "COLUMNS": "160"}
+    )  # fmt: skip
+    data = json.loads((folder / "plan.json").read_text()) if (folder / "plan.json").exists() else {}
+    return done.returncode, done.stdout + done.stderr, data, time.monotonic() - began
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("plan")
+    for name, config in {"moe": MOE, "dense": toy.FAMILIES["qwen3"]}.items():
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def declared(folder: Path) -> dict:
+    """The same refit from declared layouts."""
+    from xfer.cli.plan_report import Header, make_plans, make_report
+
+    plan_shapes_config = plan_shapes.CONFIGS
+    try:
+        (folder / "toy.json").write_text(json.dumps(MOE))
+        plan_shapes.CONFIGS = folder
+        model = plan_shapes.Model.named("toy")
+    finally:
+        plan_shapes.CONFIGS = plan_shapes_config
+    of, catalog = TrainerParallel(**SIZES), model.catalog()
+    sources = [plan_shapes.trainer(model, of, r, folded=False).trainer(catalog, r) for r in range(of.world)]
+    takers = [plan_shapes.engine(model, EngineParallel(tp=WORKERS), r).engine(catalog, r) for r in range(WORKERS)]
+    site = Site.packed(Fabric.uniform(2, 8, nvlink=396 * 10**9, nic=48_500_000_000, local=1600 * 10**9), 8, 2, 2)
+    plans = make_plans(catalog, sources, takers, site, bucket_bytes=240 << 20, wave_bytes=WAVE_BYTES["cuda"])
+    return json.loads(json.dumps(make_report(Header("", "", "", ""), catalog, plans, site).to_data()))
+
+
+def test_a_plan_from_two_descriptions_is_that_of_declared_layouts(folder):
+    page = folder / "plan.html"
+    sides = ("--trainer", f"{folder}/moe world=8 tp=2 pp=2 ep=2 etp=1", "--engine", "tp=2 replicas=2")
+    code, text, data, first = xfer_plan(folder, *sides, "--html", str(page))
+    assert code == 0, text
+    got, want = data["plan"], declared(folder)
+    for key in (
+        "tensors", "model_bytes", "bytes_per_replica", "nbytes", "broadcast_bytes", "most_out", "most_in", "between_hosts",
+        "matrix", "hosts",
+    ):  # fmt: skip
+        assert got[key] == want[key], key
+    assert got["floor_s"] == want["floor_s"] and got["byte_classes"]["written"] == got["nbytes"]
+    assert "8 different trainer ranks, 2 different workers" in text and "moe (Qwen3MoeForCausalLM)" in text
+    assert page.read_text().startswith("<!doctype html>") and "moe (Qwen3MoeForCausalLM)" in page.read_text()
+
+    # Kept layouts: no framework is started again, and another fabric or number of replicas needs none.
+    code, text, again, second = xfer_plan(folder, *sides)
+    assert code == 0 and again == data, text
+    code, text, more, _ = xfer_plan(folder, *sides[:3], "tp=2 replicas=3", "--trainer-python", PYTHON["trainer"])
+    assert code == 0 and more["plan"]["nbytes"] == 3 * got["bytes_per_replica"][0], text
+    assert second < first / 2, (first, second)
+
+    # An engine of another model: refused in the engine's own process, printed plainly, as data too.
+    code, text, refused, _ = xfer_plan(folder, *sides[:3], f"{folder}/dense tp=2")
+    assert code == 1 and "refused: LayoutError" in text and "Traceback" not in text, text
+    assert refused["refused"]["kind"] == "LayoutError" and refused["refused"]["violations"]
+
+
+@pytest.mark.slow
+def test_what_a_framework_refuses_is_said_plainly(folder):
+    """Four layers do not go into three stages: Megatron's own words."""
+    code, text, data, _ = xfer_plan(folder, "--trainer", f"{folder}/dense world=3 pp=3", "--engine", "tp=1")
+    assert code == 1 and "refused: XferError: Megatron-Core and Bridge: " in text and "Traceback" not in text, text
+    assert "pipeline" in data["refused"]["message"]

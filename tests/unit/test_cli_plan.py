@@ -1,0 +1,453 @@
+"""`xfer plan` without a framework: what is wrong with a description is all said at once, numbers are the sub-plans', the page
+stands alone and obeys no name, and what was traced before is believed only when it is whole.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from xfer.cli import app
+from xfer.cli import plan as plan_command
+from xfer.cli.describe import ASSUMED, describe
+from xfer.cli.html import page, seconds, short, ticks
+from xfer.cli.plan_report import Header, Kept, Report, make_plans, make_report
+from xfer.cli.trace_child import Task
+from xfer.cli.tracing import Tracer, classes
+from xfer.errors import XferError
+from xfer.mesh.parallel import EngineParallel, TrainerParallel
+from xfer.plan.explain import size
+from xfer.plan.fabric import Fabric, Site
+from xfer.plan.predict import predict
+from xfer.plan.program import Op, row_wire_bytes
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+from plan_shapes import Model, engine, trainer
+
+CONFIG = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
+
+
+@pytest.fixture
+def config(tmp_path) -> Path:
+    folder = tmp_path / "Toy-1B"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    return folder
+
+
+def wrong(*args, **kwargs) -> tuple[str, ...]:
+    with pytest.raises(XferError) as e:
+        describe(*args, **kwargs)
+    return e.value.violations
+
+
+def names(violations, *parts: str) -> None:
+    """Each of these is said, in a line of its own."""
+    for part in parts:
+        assert sum(part in v for v in violations) == 1, (part, violations)
+
+
+# ---- descriptions
+
+
+def test_every_mistake_of_both_sides_and_the_fabric_is_in_one_message(config, tmp_path):
+    (tmp_path / "f.toml").write_text("[[host]]\ngpus = 8\ncount = 1\nnvlnk = 1e9\n")
+    bad = wrong(
+        f"{tmp_path}/none world=5 tp=2 ppp=2 vpp=x tp=4",
+        f"{config} tp=0 ep=3 replicas=true",
+        str(tmp_path / "f.toml"),
+    )
+    names(
+        bad, "none cannot be read: No such file", "trainer: unknown key 'ppp'", "trainer: vpp=x", "tp is given twice",
+        "world 5 is not a multiple of tp*cp*pp", "engine: tp=0", "engine: ep=3", "engine: replicas=True", "unknown key 'nvlnk'",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "trainer_text, engine_text, said",
+    [
+        ("world=8", "tp=2", ["no config: begin a description with one"]),
+        ("{config}", "tp=2", ["world=… is needed"]),
+        ("{config} world=8 dp=3", "tp=2", ["tp*cp*dp*pp = 1*1*3*1 = 3, world is 8"]),
+        ("{config} world=8 order=pp-tp", "tp=2", ["order 'pp-tp' must name each"]),
+        ("{config} world=99999999", "tp=2", ["world=99999999: an integer from 1 to 16384"]),
+        ("{config} world=8", "tp=16384 replicas=16384", ["at most 16384 ranks"]),
+        ("{config} world=8 provider=3", "args=x tp=2", ["provider: names and values", "args: names and values"]),
+        ("{config} world=8", "tp=2 keep=3", ["keep=3: a list of names"]),
+        ("{config} world='8", "tp=2", ["No closing quotation", "no config"]),
+        ("{config}/config.json world=8", "{config}/x.json tp=2", ["engine: ", "x.json cannot be read"]),
+    ],
+)
+def test_mistakes_are_named(config, trainer_text, engine_text, said):
+    bad = wrong(trainer_text.format(config=config), engine_text.format(config=config))
+    assert len(bad) <= len(said)
+    for words in said:
+        assert any(words in v for v in bad), (words, bad)
+
+
+@pytest.mark.parametrize(
+    "content, said", [("[1]", "no model_type"), ("{", "is no JSON"), ('{"a": 1}', "no model_type")]
+)
+def test_a_file_that_is_no_config_is_refused(config, content, said):
+    (config / "config.json").write_text(content)
+    (violation,) = wrong(f"{config} world=1", "tp=1")
+    assert said in violation and str(config) in violation
+
+
+def test_nothing_described_names_both_sides():
+    names(wrong(), 'give --trainer "CONFIG', 'give --engine "CONFIG', "no config")
+
+
+def test_text_and_a_file_say_the_same(config, tmp_path):
+    """Paths count from the file, whose fabric may be a path or tables; options replace its parts."""
+    fabric = "[[host]]\ncount = 3\ngpus = 8\nnvlink = 396e9\nnic = 48.5e9\n"
+    (tmp_path / "f.toml").write_text(fabric)
+    job = (
+        '{}\n[trainer]\nconfig = "Toy-1B"\nworld = 8\ntp = 2\n[trainer.provider]\na_field = 3\n'
+        '[engine]\ntp = 4\nreplicas = 3\nkeep = ["x", "y"]\n{}'
+    )
+    (tmp_path / "path.toml").write_text(job.format('fabric = "f.toml"', ""))
+    (tmp_path / "inside.toml").write_text(job.format("", fabric.replace("[[host]]", "[[fabric.host]]")))
+    text = describe(
+        f"{config} world=8 tp=2 provider.a_field=3", "tp=4 replicas=3 keep=x,y", str(tmp_path / "f.toml")
+    )  # fmt: skip
+    for file in ("path.toml", "inside.toml"):
+        told = describe(file=str(tmp_path / file))
+        assert (told.trainer.parallel, told.trainer.provider) == (text.trainer.parallel, {"a_field": 3})
+        assert (told.engine.parallel, told.engine.replicas, told.engine.keep) == (EngineParallel(tp=4), 3, ("x", "y"))
+        assert told.site == text.site and told.engine.config.content == CONFIG
+    assert describe(engine="tp=8", file=str(tmp_path / "path.toml")).engine.parallel.tp == 8
+    assert text.engine.config == text.trainer.config and text.trainer.config.title == "Toy-1B (Qwen3ForCausalLM)"
+
+
+def test_a_file_with_strange_parts_is_refused(config, tmp_path):
+    (tmp_path / "j.json").write_text(json.dumps({"trainer": [1], "engine": {"config": 3}, "fabrik": {}}))
+    names(
+        wrong(file=str(tmp_path / "j.json")), "unknown key 'fabrik'", "trainer: a table is needed", "engine: config=3"
+    )
+
+
+def test_without_a_fabric_one_is_assumed_and_said(config):
+    told = describe(f"{config} world=12", "tp=4 replicas=3")
+    assert told.fabric == ASSUMED and len(told.site.fabric.hosts) == 4
+    assert told.site.replicas == ((16, 17, 18, 19), (20, 21, 22, 23), (24, 25, 26, 27))
+
+
+def test_places_of_the_fabric_must_be_those_of_the_description(config, tmp_path):
+    text = '[[host]]\nnames = ["a", "b"]\ngpus = 4\nnvlink = 1e11\nnic = 1e10\n'
+    (tmp_path / "f.toml").write_text(text + '[ranks]\ntrainers = ["a:0-2"]\nreplicas = [["b:0-1"]]\n')
+    bad = wrong(f"{config} world=4", "tp=2 replicas=2", str(tmp_path / "f.toml"))
+    names(bad, "places 3 trainers, there are world=4", "places replicas of [2] workers, there are 2 of 2")
+    (tmp_path / "f.toml").write_text(text)
+    names(wrong(f"{config} world=8", "tp=2", str(tmp_path / "f.toml")), "the fabric has GPUs 0..7")
+
+
+def test_names_of_a_checkpoint_come_from_its_index(config):
+    assert describe(f"{config} world=1", "tp=1").trainer.config.names is None
+    (config / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"b": "x", "a": "x"}}))
+    assert describe(f"{config} world=1", "tp=1").trainer.config.names == ("a", "b")
+    (config / "model.safetensors.index.json").write_text("{}")
+    names(wrong(f"{config} world=1", "tp=1"), "the names of the tensors in")
+
+
+def test_the_command_says_mistakes_and_exits_with_2(config):
+    done = CliRunner().invoke(app, ["plan", "--trainer", f"{config} world=3 tp=2", "--engine", "tp=x"])
+    assert done.exit_code == 2
+    assert "world 3 is not a multiple" in done.output and "engine: tp=x" in done.output
+    assert "Traceback" not in done.output
+
+
+def test_help_is_quick_and_imports_nothing_heavy():
+    code = "import sys, xfer.cli; print([m for m in ('torch', 'numpy', 'msgspec', 'megatron', 'vllm') if m in sys.modules])"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert out.stdout.strip() == "[]"
+    told = CliRunner().invoke(app, ["plan", "--help"], env={"COLUMNS": "200"}).output
+    for part in (
+        "--trainer",
+        "--engine",
+        "--fabric",
+        "--html",
+        "--json",
+        "[trainer]",
+        "replicas",
+        "provider.NAME=VALUE",
+    ):
+        assert part in told, part
+
+
+# ---- numbers
+
+
+def job(workers: int = 2, replicas: int = 2, world: int = 8, gpus: int = 4, **sizes: int):
+    """Catalog, inventories and site of a small declared mapping."""
+    model = Model.named("qwen3-30b-a3b", num_hidden_layers=1, num_experts=8, vocab_size=6400)
+    of = TrainerParallel(world=world, **sizes)
+    catalog = model.catalog()
+    first = {c: r for r, c in reversed(list(enumerate(classes(of, world))))}
+    made = {c: trainer(model, of, r).trainer(catalog, r) for c, r in first.items()}
+    sources = [made[c].at(r) for r, c in enumerate(classes(of, world))]
+    takers = [engine(model, EngineParallel(tp=workers), r).engine(catalog, r) for r in range(workers)]
+    hosts = -(-world // gpus) + -(-workers * replicas // gpus)
+    fabric = Fabric.uniform(hosts, gpus, nvlink=396 * 10**9, nic=48 * 10**9, local=10**12)
+    return catalog, sources, takers, Site.packed(fabric, world, replicas, workers)
+
+
+def reported(name: str = "a model", **sizes: int) -> tuple[Report, list, Site]:
+    catalog, sources, takers, site = job(**sizes)
+    plans = make_plans(catalog, sources, takers, site, bucket_bytes=4 << 20)
+    header = Header(name, "TP2", "TP2", "a fabric", ("a note",))
+    return make_report(header, catalog, plans, site), plans, site
+
+
+SMALL = dict(tp=2, ep=4, etp=1)
+
+
+@pytest.fixture(scope="module")
+def small() -> tuple[Report, list, Site]:
+    return reported(**SMALL)
+
+
+def test_ranks_of_one_class_hold_the_same_and_others_do_not():
+    of = TrainerParallel(world=16, tp=2, pp=2, ep=4, etp=1)
+    model = Model.named("qwen3-30b-a3b", num_hidden_layers=2, num_experts=8, vocab_size=640)
+    catalog = model.catalog()
+    digests = [trainer(model, of, r).trainer(catalog, r).digest() for r in range(16)]
+    found = classes(of, 16)
+    assert len(set(found)) == 8 == len(set(digests))
+    assert all((found[i] == found[j]) == (digests[i] == digests[j]) for i in range(16) for j in range(16))
+    assert classes(EngineParallel(tp=2, dp=2), 4) == [0, 1, 2, 3] and classes(EngineParallel(tp=2, pp=2), 4) == [
+        0,
+        1,
+        2,
+        3,
+    ]
+
+
+def test_numbers_are_those_of_all_rows(small):
+    """Rows, not summaries: every sub-plan is expanded and added up by hand."""
+    r, plans, site = small
+    table = np.zeros((8, 4), np.int64)
+    fills = 0
+    for k, plan in enumerate(plans):
+        for rows in plan.rows():
+            fills += int((rows["op"] == Op.FILL).sum())
+            rows = rows[rows["op"] != Op.FILL]
+            np.add.at(table, (rows["src"], rows["dst"] - 8 + 2 * k), row_wire_bytes(rows))
+    assert r.matrix.unit == "rank" and np.array_equal(r.matrix.nbytes, table)
+    assert r.nbytes == table.sum() and r.bytes_per_replica == tuple(table.reshape(8, 2, 2).sum(axis=(0, 2)).tolist())
+    assert (r.most_out.nbytes, r.most_in.nbytes) == (table.sum(axis=1).max(), table.sum(axis=0).max())
+    assert r.most_out.rank == f"trainer {table.sum(axis=1).argmax()}" and r.most_out.mean == r.nbytes / 8
+    assert r.fills == fills and r.byte_classes["written"] == r.nbytes and r.broadcast_bytes == 4 * r.model_bytes
+    p = predict(plans, site)
+    assert (r.transfer_s, r.floor_s, r.phases) == (p.transfer_s, p.floor_s, p.phases())
+    assert sum(w.nbytes for w in r.timeline) + r.pulled_bytes == r.nbytes == r.between_hosts
+    by_kind = [(n, s) for k in r.kinds for n, s in zip(k.nbytes, k.seconds)]
+    assert sum(n for n, _ in by_kind) == p.link_bytes.sum() and max(s for _, s in by_kind) == r.busiest[0].seconds
+    assert {k.name: sum(k.nbytes) for k in r.kinds if k.name.startswith("NIC")} == {
+        "NIC out": r.nbytes,
+        "NIC in": r.nbytes,
+    }
+    assert all(n.endswith(k.name.split()[-1]) for k in r.kinds if k.name.startswith("NIC") for n in k.links)
+
+
+def printed(r: Report) -> str:
+    console = Console(width=160, record=True, file=open("/dev/null", "w"), color_system=None)
+    plan_command.show(r, console)
+    return console.export_text()
+
+
+def test_what_is_printed_is_what_was_computed(small):
+    r, plans, _ = small
+    text = printed(r)
+    s = plans[0].summary
+    for part in (
+        f"a replica │ {size(s.nbytes)}", f"all replicas │ {size(2 * s.nbytes)}", f"a full broadcast │ {size(2 * s.broadcast_bytes)}",
+        f"transfer │ {seconds(r.transfer_s)}", f"floor │ {seconds(r.floor_s)}", f"{r.fills:,} constant regions",
+        f"{sum(p.summary.direct for p in plans):,} pieces", "a note",
+    ):  # fmt: skip
+        assert re.sub(r" +", " ", part) in re.sub(r" +", " ", text), part
+    for b in r.busiest[:8]:
+        assert re.search(
+            rf"{re.escape(b.name)} +│ +{re.escape(seconds(b.seconds))} │ +{re.escape(size(b.nbytes))}", text
+        )
+    assert json.loads(json.dumps(r.to_data()))["nbytes"] == r.nbytes
+
+
+def test_terminals_obey_no_name(small):
+    text = printed(replace(small[0], header=replace(small[0].header, model="a\x1b[31mb [red]c[/red]\x07")))
+    assert "\x1b" not in text and "\x07" not in text and "[red]c[/red]" in text
+
+
+# ---- the page
+
+
+class Parsed(HTMLParser):
+    """Tags, attributes and text of a page; SVG texts with their boxes, per picture."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.tags, self.attributes, self.words, self.boxes = [], [], [], []
+        self._at = None
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += attrs
+        if tag == "svg":
+            self.boxes.append([])
+        self._at = dict(attrs) if tag == "text" else None
+
+    handle_startendtag = handle_starttag
+
+    def handle_data(self, data):
+        self.words.append(data)
+        if self._at is not None:
+            a, long = self._at, 5.2 * len(data)  # narrower than any font, so that only real overlaps count
+            x, y = float(a["x"]), float(a["y"])
+            x -= {"start": 0, "middle": long / 2, "end": long}[a["text-anchor"]]
+            upright = "rotate" not in a.get("transform", "")
+            box = (x, y - 8, x + long, y) if upright else (x - 8, y - long, x, y)
+            self.boxes[-1].append((box, data))
+            self._at = None
+
+
+def overlaps(parsed: Parsed) -> list[tuple[str, str]]:
+    found = []
+    for texts in parsed.boxes:
+        for i, (a, name) in enumerate(texts):
+            for b, other in texts[i + 1 :]:
+                if a[0] < b[2] and b[0] < a[2] and a[1] < b[3] and b[1] < a[3]:
+                    found.append((name, other))
+    return found
+
+
+TAGS = {
+    "html", "head", "meta", "title", "style", "body", "main", "h1", "h2", "p", "div", "b", "span", "svg", "text", "rect",
+    "line", "table", "tr", "td", "th",
+}  # fmt: skip
+
+
+def test_the_page_stands_alone(small):
+    text = page(small[0])
+    parsed = Parsed(text)
+    assert set(parsed.tags) <= TAGS and parsed.tags.count("svg") == 4
+    assert not {n for n, _ in parsed.attributes} & {"src", "href", "srcset", "xlink:href", "action", "data"}
+    assert "://" not in text and "url(" not in text and "@import" not in text
+    assert ("content", "default-src 'none'; style-src 'unsafe-inline'") in parsed.attributes
+    assert len(text) < 400_000
+
+
+def test_a_hostile_name_is_only_text(small):
+    r = small[0]
+    evil = "\"><script>alert(1)</script><img src=x onerror='x'>&lt;\x00"
+    link = replace(r.busiest[0], name=evil)
+    matrix = replace(r.matrix, rows=(evil, *r.matrix.rows[1:]), columns=(evil, *r.matrix.columns[1:]))
+    kinds = tuple(replace(k, links=(evil, *k.links[1:])) for k in r.kinds)
+    kept = (Kept(evil, 1, 1, evil),)
+    hostile = replace(
+        r, header=Header(evil, evil, evil, evil, (evil,)), busiest=(link,), matrix=matrix, kinds=kinds, kept=kept,
+        casts=(evil,), dropped=(evil,),
+    )  # fmt: skip
+    parsed = Parsed(page(hostile))
+    assert set(parsed.tags) <= TAGS and not [n for n, _ in parsed.attributes if n.startswith("on")]
+    assert sum(w == evil.replace("\x00", " ") for w in parsed.words) >= 3  # nothing of it is lost either
+
+
+def test_no_label_covers_another(small):
+    assert not overlaps(Parsed(page(small[0])))
+
+
+@pytest.mark.parametrize("gpus, unit", [(8, "host"), (1, "group of 2 hosts")])
+def test_many_ranks_are_shown_by_host_and_many_hosts_in_groups(gpus, unit):
+    r, _, _ = reported(world=128, workers=8, replicas=16, gpus=gpus, ep=8, etp=1)
+    assert r.matrix.unit == unit and max(len(r.matrix.rows), len(r.matrix.columns)) <= 64
+    assert sum(map(sum, r.matrix.nbytes)) == r.nbytes
+    parsed = Parsed(page(r))
+    assert not overlaps(parsed) and parsed.tags.count("rect") < 7000
+
+
+def test_a_thousand_hosts_still_fit(small):
+    """Names as long as a cluster's: they are shortened in the middle, and no label covers another."""
+    r = small[0]
+    rows = tuple(
+        f"rack{i:03}-gpu-node-{i:04}.cluster.example to rack{i + 1:03}-gpu-node-{i:04}.cluster.example"
+        for i in range(64)
+    )
+    matrix = replace(r.matrix, rows=rows, columns=rows, nbytes=tuple(tuple(range(64)) for _ in rows))
+    busiest = tuple(replace(r.busiest[0], name=f"{n} NIC of GPU 7 (rail 7) out") for n in rows[:24])
+    assert not overlaps(Parsed(page(replace(r, matrix=matrix, busiest=busiest))))
+
+
+def test_numbers_on_axes():
+    assert ticks(0.318) == pytest.approx([0, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3]) and ticks(0) == [0.0]
+    assert all(len(ticks(x)) <= 10 and ticks(x)[-1] <= x * 1.0001 for x in np.geomspace(1e-7, 1e4, 200))
+    assert [seconds(x) for x in (0, 2e-7, 0.0005, 0.3181, 12.34)] == ["0 s", "0.2 us", "500 us", "318 ms", "12.3 s"]
+    assert short("abcdefghij", 7) == "abc…hij" and len(short("x" * 50, 22)) == 22
+
+
+# ---- what was traced before, and processes
+
+
+def test_layouts_on_disk_come_back_and_odd_files_are_traced_anew(tmp_path):
+    catalog, sources, _, _ = job(**SMALL)
+    tracer = Tracer({}, cache=tmp_path / "deep" / "er")
+    key = "0" * 32
+    assert tracer._kept(key) is None
+    tracer._keep(key, catalog, sources[:3])
+    found = tracer._kept(key)
+    assert found[0] == catalog and [i.content() for i in found[1]] == [i.content() for i in sources[:3]]
+    (file,) = (tmp_path / "deep" / "er").iterdir()
+    whole = file.read_bytes()
+    for odd in (whole[:-1], whole[:50] + bytes([whole[50] ^ 1]) + whole[51:], b"", b"xferside\x01"):
+        file.write_bytes(odd)
+        assert tracer._kept(key) is None
+    (tmp_path / "file").write_text("")
+    Tracer({}, cache=tmp_path / "file")._keep(key, catalog, sources[:1])  # cannot be written: no error
+    assert Tracer({}, cache=None)._kept(key) is None
+
+
+def test_a_key_tells_descriptions_versions_and_catalogs_apart():
+    catalog, *_ = job(**SMALL)
+    tracer = Tracer({})
+    tracer._versions = {"engine": {"vllm": "1"}}
+    task = Task("engine", 0, CONFIG, {"tp": 2}, [], {})
+    other = Task("engine", 0, CONFIG, {"tp": 2}, [], {}, keep=["x"])
+    keys = [tracer._key(task, [0, 1], catalog), tracer._key(task, [0, 1], None), tracer._key(other, [0, 1], catalog)]
+    keys.append(tracer._key(task, [0, 0], catalog))
+    again = tracer._key(task, [0, 1], catalog)
+    tracer._versions = {"engine": {"vllm": "2"}}
+    keys.append(tracer._key(task, [0, 1], catalog))
+    assert len(set(keys)) == 5 and again == keys[0]
+
+
+def test_interpreters_that_do_not_serve_are_all_named(tmp_path):
+    with pytest.raises(XferError) as e:
+        Tracer({"trainer": str(tmp_path / "none"), "engine": str(tmp_path)}).look()
+    names(e.value.violations, "--trainer-python", "--engine-python")
+    bare = tmp_path / "python"
+    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
+    bare.chmod(0o755)
+    with pytest.raises(XferError) as e:
+        Tracer({"trainer": str(bare), "engine": str(bare)}).look()
+    names(e.value.violations, "has no megatron.bridge", "has no vllm")
+
+
+def test_a_process_that_dies_is_an_error_with_its_last_words(tmp_path):
+    broken = tmp_path / "python"
+    broken.write_text("#!/bin/sh\necho not json; echo the reason >&2; exit 7\n")
+    broken.chmod(0o755)
+    tracer = Tracer({}, jobs=2)
+    tracer._found = {"trainer": str(broken)}
+    with pytest.raises(XferError, match="ended with code 7") as e:
+        tracer._trace(Task("trainer", 0, CONFIG, {"world": 2}, [], {}), [0, 1], None)
+    assert "the reason" in e.value.violations
