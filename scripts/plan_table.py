@@ -1,0 +1,107 @@
+"""Predicted seconds of every published mapping, beside the published ones, as the table of docs/plan_predictions.md.
+
+    .venvs/trainer/bin/python scripts/plan_table.py                          # the table, on standard output
+    .venvs/trainer/bin/python scripts/plan_table.py --row "30B EP4xTP2xDP2" [--html FILE] [--json FILE]
+
+Layouts are declared (plan_shapes.py), not traced: `xfer plan` traces, and agrees with declared layouts where both were tried
+(tests/functional/test_cli_plan.py). Planner, links and predictor are those of `xfer plan`, on the fabric that it assumes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+sys.path.insert(0, str(Path(__file__).parent))
+from plan_shapes import ROWS, Model, engine, trainer
+
+from xfer.cli.describe import HOST, LOCAL, NIC, NVLINK
+from xfer.cli.html import page, seconds
+from xfer.cli.plan_report import Header, Report, make_plans, make_report
+from xfer.cli.tracing import classes
+from xfer.mesh.parallel import EngineParallel, TrainerParallel
+from xfer.plan.explain import size
+from xfer.plan.fabric import Fabric, Site
+from xfer.transport.p2p import WAVE_BYTES
+
+BUCKETS = (240, 64)
+"""MiB: what sessions send on GPUs, and on CPUs."""
+PUBLISHED = {
+    "4B DP8 -> DP8": "0.07-0.08",
+    "4B DP8 -> TP8": "0.07-0.08",
+    "4B PP2xDP4 -> TP4xDP2": "0.09",
+    "4B PP4xDP2 -> TP4xDP2": "0.11-0.15",
+    "4B TP2xPP2xDP2 -> TP4xDP2": "0.11-0.15",
+    "4B TP2xDP4 -> TP4xDP2": "0.11-0.15",
+    "30B EP4xTP2xDP2 -> TP4xDP4": "0.54-0.67",
+    "30B EP4xTP2xPP2 -> TP4xDP4": "0.48-0.55",
+    "30B EP8xPP2 -> TP2xDP8": "0.48-0.55",
+    "30B EP8xPP2 -> TP8xDP2": "0.48-0.55",
+    "235B TP4xPP8xEP16 -> TP8xDP16": "4.56-4.85",
+    "DeepSeek-V3 PP16xEP16 -> TP32xDP8": "7.65-9.94",
+}
+"""Seconds of a refit, as NeMo-RL reports them for its own; rows that share a line there share its range. bf16."""
+
+
+def report(name: str, bucket: int) -> Report:
+    """A fabric of whole hosts: trainers on the first, engines on the others."""
+    config, sizes, workers, replicas = ROWS[name]
+    of, model = TrainerParallel(**sizes), Model.named(config)
+    catalog, class_of = model.catalog(), classes(of, of.world)
+    made = {c: trainer(model, of, class_of.index(c)).trainer(catalog, 0) for c in sorted(set(class_of))}
+    sources = [made[c].at(r) for r, c in enumerate(class_of)]
+    takers = [engine(model, EngineParallel(tp=workers), r).engine(catalog, r) for r in range(workers)]
+    hosts = -(-of.world // HOST) + -(-workers * replicas // HOST)
+    fabric = Fabric.uniform(hosts, HOST, nvlink=NVLINK, nic=NIC, local=LOCAL)
+    site = Site.packed(fabric, of.world, replicas, workers)
+    plans = make_plans(
+        catalog, sources, takers, site, bucket_bytes=bucket << 20,
+        wave_bytes=max(WAVE_BYTES["cuda"], bucket << 20) if bucket == max(BUCKETS) else 0,
+    )  # fmt: skip
+    words = f"hosts of {HOST} GPUs, NVLink {NVLINK / 1e9:g} GB/s, a NIC of {NIC / 1e9:g} GB/s per GPU"
+    note = f"Declared layouts, none was traced. Messages of at most {bucket} MiB."
+    sides = name.removeprefix(name.split()[0]).split(" -> ")
+    return make_report(Header(name, sides[0].strip(), sides[1], words, (note,)), catalog, plans, site)
+
+
+def main() -> None:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--row", default="", help="mappings whose name has this in it")
+    p.add_argument("--html", help="write the page of the last one there")
+    p.add_argument("--json", help="write the reports there, as `xfer plan --json` has them")
+    a = p.parse_args()
+    head = (
+        "mapping",
+        "published",
+        "floor",
+        *(f"predicted, {b} MiB" for b in BUCKETS),
+        "moved",
+        "a broadcast",
+        "busiest link",
+    )
+    print("| " + " | ".join(head) + " |\n|" + "---|" * len(head), flush=True)
+    found = []
+    for name in [r for r in ROWS if a.row in r]:
+        began, both = time.process_time(), [report(name, b) for b in BUCKETS]
+        r = both[0]
+        cells = (
+            name, f"{PUBLISHED[name]} s" if name in PUBLISHED else "-", seconds(r.floor_s),
+            *(seconds(x.transfer_s) for x in both), size(r.nbytes), size(r.broadcast_bytes),
+            f"{r.busiest[0].name}, {size(r.busiest[0].nbytes)}",
+        )  # fmt: skip
+        print("| " + " | ".join(cells) + " |", flush=True)
+        print(f"{name}: {time.process_time() - began:.1f} CPU s", file=sys.stderr, flush=True)
+        found.append(r.to_data())
+        if a.html:
+            Path(a.html).write_text(page(r))
+    if a.json:
+        Path(a.json).write_text(json.dumps(found) + "\n")
+
+
+if __name__ == "__main__":
+    main()
