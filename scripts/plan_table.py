@@ -48,8 +48,8 @@ PUBLISHED = {
 """Seconds of a refit, as NeMo-RL reports them for its own; rows that share a line there share its range. bf16."""
 
 
-def report(name: str, bucket: int) -> Report:
-    """A fabric of whole hosts: trainers on the first, engines on the others."""
+def reports(name: str) -> list[Report]:
+    """With messages of each of BUCKETS. A fabric of whole hosts: trainers on the first, engines on the others."""
     config, sizes, workers, replicas = ROWS[name]
     of, model = TrainerParallel(**sizes), Model.named(config)
     catalog, class_of = model.catalog(), classes(of, of.world)
@@ -59,14 +59,15 @@ def report(name: str, bucket: int) -> Report:
     hosts = -(-of.world // HOST) + -(-workers * replicas // HOST)
     fabric = Fabric.uniform(hosts, HOST, nvlink=NVLINK, nic=NIC, local=LOCAL)
     site = Site.packed(fabric, of.world, replicas, workers)
-    plans = make_plans(
-        catalog, sources, takers, site, bucket_bytes=bucket << 20,
-        wave_bytes=max(WAVE_BYTES["cuda"], bucket << 20) if bucket == max(BUCKETS) else 0,
-    )  # fmt: skip
     words = f"hosts of {HOST} GPUs, NVLink {NVLINK / 1e9:g} GB/s, a NIC of {NIC / 1e9:g} GB/s per GPU"
-    note = f"Declared layouts, none was traced. Messages of at most {bucket} MiB."
-    sides = name.removeprefix(name.split()[0]).split(" -> ")
-    return make_report(Header(name, sides[0].strip(), sides[1], words, (note,)), catalog, plans, site)
+    left, right = name.removeprefix(name.split()[0]).split(" -> ")
+    out = []
+    for bucket in BUCKETS:
+        wave = max(WAVE_BYTES["cuda"], bucket << 20) if bucket == max(BUCKETS) else 0
+        plans = make_plans(catalog, sources, takers, site, bucket_bytes=bucket << 20, wave_bytes=wave)
+        note = f"Declared layouts, none was traced. Messages of at most {bucket} MiB."
+        out.append(make_report(Header(name, left.strip(), right, words, (note,)), catalog, plans, site))
+    return out
 
 
 def main() -> None:
@@ -87,7 +88,7 @@ def main() -> None:
     print("| " + " | ".join(head) + " |\n|" + "---|" * len(head), flush=True)
     found = []
     for name in [r for r in ROWS if a.row in r]:
-        began, both = time.process_time(), [report(name, b) for b in BUCKETS]
+        began, both = time.process_time(), reports(name)
         r = both[0]
         cells = (
             name, f"{PUBLISHED[name]} s" if name in PUBLISHED else "-", seconds(r.floor_s),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -45,7 +46,8 @@ ENVIRONMENT = {
 }  # fmt: skip
 ROOT = Path(__file__).resolve().parents[1]
 BOOT = """
-import importlib.util, runpy, sys
+import importlib.util, sys
+sys.path[:] = [p for p in sys.path if p]
 spec = importlib.util.spec_from_file_location("xfer", sys.argv[1] + "/__init__.py", submodule_search_locations=[sys.argv[1]])
 sys.modules["xfer"] = module = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(module)
@@ -53,7 +55,7 @@ from xfer.cli.trace_child import main
 sys.exit(main(sys.argv[2:]))
 """
 """Both sides run this very xfer, whatever is installed beside the framework; nothing else of this environment is shown
-to that Python, whose packages have other versions."""
+to that Python, whose packages have other versions, and nothing of the current folder, which may be a framework's checkout."""
 KEPT_FILES, KEPT_BYTES = 64, 2 << 30
 _MAGIC = b"xferside\x01"
 
@@ -248,7 +250,7 @@ class _Child:
         with open(self._log, "w") as log:
             self._process = subprocess.Popen(
                 [python, "-c", BOOT, str(ROOT), str(job)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
-                text=True, env={**os.environ, **ENVIRONMENT, **hidden},
+                text=True, errors="replace", env={**os.environ, **ENVIRONMENT, **hidden},
             )  # fmt: skip
 
         def read() -> None:
@@ -257,7 +259,8 @@ class _Child:
                     said.put((task.number, json.loads(line)))
             said.put((task.number, None))
 
-        Thread(target=read, daemon=True).start()
+        self._reader = Thread(target=read, daemon=True)
+        self._reader.start()
 
     def say(self, **fields: Any) -> None:
         with suppress(OSError):  # if it is gone, its end says so
@@ -273,13 +276,13 @@ class _Child:
         )
 
     def stop(self) -> None:
-        with suppress(OSError):
-            self._process.stdin.close()
-        try:
-            self._process.wait(5)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        """Whatever it was told to do is on disk or not wanted any more."""
+        self._process.kill()
+        self._process.wait()
+        self._reader.join(5)
+        for pipe in (self._process.stdin, self._process.stdout):
+            with suppress(OSError):
+                pipe.close()
 
 
 def _union(work: Path, children: int) -> Catalog:
@@ -296,9 +299,10 @@ def _union(work: Path, children: int) -> Catalog:
 def _python(side: str, given: str | None) -> str:
     """XferError says what to pass."""
     if given is not None:
-        if not Path(given).is_file():
-            raise XferError("", [f"--{side}-python {given}: no such file"])
-        return given
+        found = shutil.which(given)
+        if found is None:
+            raise XferError("", [f"--{side}-python {given}: there is no such program"])
+        return found
     try:
         if find_spec(MODULES[side]) is not None:
             return sys.executable
@@ -319,6 +323,7 @@ def _python(side: str, given: str | None) -> str:
 def _versions(python: str, side: str) -> dict[str, str]:
     code = (
         "import importlib.metadata as md, importlib.util as u, json, sys\n"
+        "sys.path[:] = [p for p in sys.path if p]\n"
         "def v(n):\n try: return md.version(n)\n except md.PackageNotFoundError: return ''\n"
         "try: there = u.find_spec(sys.argv[1]) is not None\n"
         "except ImportError: there = False\n"
