@@ -1,4 +1,5 @@
-"""Live vLLM engines of set-ups that a refit has to see through. So far: pipeline stages. Bit for bit, two refits each.
+"""Live vLLM engines of set-ups that a refit has to see through: pipeline stages, layers wrapped for adapters. Bit
+for bit, two refits each.
 
 Truth is vLLM's own loader, twice: the engine under test starts from checkpoint A and says what it computes; another
 engine of the same set-up starts from checkpoint B. Then the first one is refitted to B, filled with noise wherever a
@@ -8,9 +9,10 @@ family can be had.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import pytest
@@ -19,22 +21,48 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 pytest.importorskip("vllm")
 
 from tests.support import checkpoints  # noqa: E402
-from tests.support.proc import Child, Family, free_port  # noqa: E402
+from tests.support.proc import Child, Family  # noqa: E402
 from xfer.engines.hf_spec import canonical_specs  # noqa: E402
 from xfer.testing import toy  # noqa: E402
+from xfer.testing.ports import free_port  # noqa: E402
+from xfer.trace.fragment import TensorSpec  # noqa: E402
 
 TOKEN = "live engines token"
 
 
 @dataclass(frozen=True)
 class Case:
-    """`layout`: of the engine, vLLM's own words."""
+    """`layout`: of the engine, vLLM's own words. `extra`: checkpoint tensors that transformers does not name. `keep`:
+    engine tensors (globs) that no refit is to change; `frozen`: the checkpoint tensors (globs) that they come from, which
+    the trainers lack, or (`sent`) have other values of. `adapter`: prompts are also asked with a LoRA. `tokenizer`: the
+    model's processor cannot be had without.
+    """
 
     config: dict
     layout: dict = field(default_factory=dict)
+    fp32: tuple[str, ...] = ()
+    extra: tuple[TensorSpec, ...] = ()
+    keep: tuple[str, ...] = ()
+    frozen: tuple[str, ...] = ()
+    sent: bool = False
+    adapter: bool = False
+    tokenizer: bool = False
+
+    def specs(self) -> list[TensorSpec]:
+        named = (*canonical_specs(self.config), *self.extra)
+        return [replace(s, dtype="float32") if matches(s.name, self.fp32) else s for s in named]
 
 
-CASES = {"pp2": Case(toy.config("qwen3"), dict(pipeline_parallel_size=2))}
+def matches(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatchcase(name, p) for p in patterns)
+
+
+CASES = {
+    "pp2": Case(toy.config("qwen3"), dict(pipeline_parallel_size=2)),
+    "adapters": Case(
+        toy.config("qwen3"), dict(enable_lora=True, max_loras=1, max_lora_rank=8, max_cpu_loras=1), adapter=True
+    ),
+}  # fmt: skip
 
 
 class Stage:
@@ -95,28 +123,55 @@ def differ(a: dict, b: dict) -> set[str]:
     return {k for k in a.keys() | b.keys() if a.get(k) != b.get(k)}
 
 
-def written(case: Case, tmp_path: Path) -> tuple[Path, Path]:
-    specs = canonical_specs(case.config)
-    a, b = (checkpoints.write(tmp_path / name, case.config, specs, seed, {}) for name, seed in (("a", 1), ("b", 2)))
-    return a, b
+def own_name(key: str) -> str:
+    """Of an observed checksum: the engine's name of the parameter, without whose it is."""
+    return key.rpartition(" ")[2].rpartition(":")[2]
+
+
+@dataclass(frozen=True)
+class Folders:
+    """`a`: where the engine starts, and where it comes back to. `b`: what it is after a refit to `trained`, which differs
+    from it only in what is frozen."""
+
+    a: Path
+    b: Path
+    trained: Path
+
+
+def written(case: Case, tmp_path: Path) -> Folders:
+    specs = case.specs()
+    frozen = {s.name: 1 for s in specs if matches(s.name, case.frozen)}
+    assert bool(frozen) == bool(case.frozen)
+    made = {"a": (1, {}), "b": (2, frozen), "trained": (2, {})}
+    folders = Folders(**{
+        name: checkpoints.write(tmp_path / name, case.config, specs, seed, seeds) for name, (seed, seeds) in made.items()
+    })  # fmt: skip
+    if case.tokenizer:
+        for folder in (folders.a, folders.b):
+            checkpoints.write_processor(folder, case.config)
+    return folders
 
 
 def run(case: Case, stage: Stage, tmp_path: Path) -> None:
-    a, b = written(case, tmp_path)
-    stage.engine.say(do="start", model=str(a), load_format="auto", **case.layout)
-    stage.truth.say(do="truth", folder=str(b), layout=case.layout)
+    folders = written(case, tmp_path)
+    layout = dict(case.layout)
+    if case.adapter:
+        layout["adapter"] = str(checkpoints.write_adapter(tmp_path / "adapter", case.config))
+    stage.engine.say(do="start", model=str(folders.a), load_format="auto", **layout)
+    stage.truth.say(do="truth", folder=str(folders.b), layout=layout)
     port = free_port()
+    leave = [] if case.sent else list(case.frozen)
     for r, t in enumerate(stage.trainers):
-        t.say(do="build", folder=str(a), rank=r, world=2, port=port, leave=[])
+        t.say(do="build", folder=str(folders.a), rank=r, world=2, port=port, leave=leave)
     for t in stage.trainers:
         t.expect("built")
     stage.engine.expect("started")
     want = {"a": stage.asked("observed", do="observe"), "b": stage.truth.expect("observed")}
     rendezvous = f"tcp://127.0.0.1:{free_port()}"
-    stage.asked("serving", do="serve", rendezvous=rendezvous, replica=0)
+    stage.asked("serving", do="serve", rendezvous=rendezvous, replica=0, keep=list(case.keep))
     stage.trained("connected", do="connect", rendezvous=rendezvous, replicas=1)
     stage.asked("ready", do="ready")
-    for number, (name, folder) in enumerate((("b", b), ("a", a)), 1):
+    for number, (name, folder) in enumerate((("b", folders.trained), ("a", folders.a)), 1):
         stage.trained("loaded", do="load", folder=str(folder))
         reports = stage.trained("refitted", do="refit", verify=True)
         assert all(r["verified"] and r["committed"] == [True] for r in reports), reports
@@ -127,9 +182,9 @@ def run(case: Case, stage: Stage, tmp_path: Path) -> None:
         if name == "b":
             kept = stage.asked("scrambled", do="scramble", seed=7)["kept"]
     assert stage.asked("kept", do="kept")["kept"] == kept
-    assert want["a"]["checksums"].keys() == differ(want["a"], want["b"]), (
-        "equal parameters: the second refit proved little"
-    )
+    same = {own_name(k) for k in want["a"]["checksums"].keys() - differ(want["a"], want["b"])}
+    assert {n for n in same if not matches(n, case.keep)} == set(), "equal parameters: the second refit proved little"
+    assert bool(same) == bool(case.keep), "what was to be kept is not what differs from a whole load"
     stage.trained("closed", do="close")
 
 

@@ -35,3 +35,47 @@ def write(folder: Path, config: dict, specs: Iterable[TensorSpec], seed: int, se
     (folder / "config.json").write_text(json.dumps(config, indent=1))
     save_file(trained(specs, seed, seeds), str(folder / "model.safetensors"), metadata={"format": "pt"})
     return folder
+
+
+def write_adapter(folder: Path, config: dict, rank: int = 4) -> Path:
+    """A LoRA of two projections of the first layer, in PEFT's format, large enough to change answers."""
+    wide = config["hidden_size"]
+    outs = {"self_attn.q_proj": (wide, config["num_attention_heads"] * config["head_dim"])}
+    outs["mlp.down_proj"] = (config["intermediate_size"], wide)
+    tensors = {}
+    for name, (n_in, n_out) in outs.items():
+        at = f"base_model.model.model.layers.0.{name}.lora_"
+        for half, shape in (("A", (rank, n_in)), ("B", (n_out, rank))):
+            spec = TensorSpec(f"{at}{half}.weight", shape, "bfloat16")
+            tensors |= trained([spec], 3, {})
+    folder.mkdir(parents=True)
+    how = dict(peft_type="LORA", r=rank, lora_alpha=4 * rank, bias="none", target_modules=["q_proj", "down_proj"])
+    (folder / "adapter_config.json").write_text(json.dumps(how))
+    save_file(tensors, str(folder / "adapter_model.safetensors"))
+    return folder
+
+
+def write_processor(folder: Path, config: dict) -> None:
+    """A tokenizer of one word per token, and what else the processor of an Idefics 3 checkpoint needs."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    special = ("<image>", "<fake_token_around_image>", "<end_of_utterance>", "<global-img>")
+    words = {f"t{i}": i for i in range(config["text_config"]["vocab_size"])}
+    for number, token in enumerate(special, config["image_token_id"]):
+        del words[f"t{number}"]
+        words[token] = number
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="t0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="t0", bos_token="t1", eos_token="t2", pad_token="t0",
+        additional_special_tokens=list(special),
+    ).save_pretrained(str(folder))  # fmt: skip
+    side, patch = config["vision_config"]["image_size"], config["vision_config"]["patch_size"]
+    images = dict(image_processor_type="Idefics3ImageProcessor", do_image_splitting=False, size={"longest_edge": side})
+    images |= dict(max_image_size={"longest_edge": side}, image_mean=[0.5] * 3, image_std=[0.5] * 3)
+    (folder / "preprocessor_config.json").write_text(json.dumps(images))
+    seq = (side // patch) ** 2 // config["scale_factor"] ** 2
+    (folder / "processor_config.json").write_text(
+        json.dumps(dict(processor_class="Idefics3Processor", image_seq_len=seq))
+    )

@@ -10,8 +10,11 @@ import threading
 
 import torch
 
-from tests.support import vllm_main, worker_probe
+from tests.support import cpu_data_parallel, vllm_main, worker_probe
 from tests.support.proc import emit, obey
+
+if __name__ != "__main__":  # vLLM's workers import this module for the class below, before they make groups
+    cpu_data_parallel.install()
 
 
 class Probe(worker_probe.Probe):
@@ -77,18 +80,22 @@ class InLoop:
         return self.run(self.engine.compute_weight_checksums())
 
     def collective_rpc(self, method: str, args: tuple = ()) -> list:
-        return self.run(self.engine.collective_rpc(method, args=args))
+        """Of the workers of all data-parallel ranks; AsyncLLM's own answers with those of the first only."""
+        core = self.engine.engine_core
+        return sum(self.run(core.call_utility_all_async("collective_rpc", method, None, args, None)), [])
 
     def shutdown(self) -> None:
         self.engine.shutdown()
+        self.loop.call_soon_threadsafe(self.loop.stop)
 
 
 class Synchronous:
-    """An LLM with the same words."""
+    """An LLM with the same words. `adapter`: folder of a LoRA that every prompt is asked with too."""
 
-    def __init__(self, **how):
+    def __init__(self, adapter: str = "", **how):
         from vllm import LLM
 
+        self.adapter = adapter
         self.engine = LLM(**{**COMMON, **how})
         if how.get("pipeline_parallel_size", 1) > 1:
             # vLLM's CPU worker does not warm up when it is eager, and without any dummy batch a later stage has no
@@ -96,7 +103,14 @@ class Synchronous:
             self.engine.collective_rpc("execute_dummy_batch")
 
     def answers(self) -> list:
-        return vllm_main.answers(self.engine)
+        plain = vllm_main.answers(self.engine)
+        if not self.adapter:
+            return plain
+        from vllm.lora.request import LoRARequest
+
+        adapted = vllm_main.answers(self.engine, lora_request=LoRARequest("toy", 1, self.adapter))
+        assert adapted != plain
+        return [plain, adapted]
 
     def checksums(self) -> list[dict[str, str]]:
         return self.engine.collective_rpc("compute_weight_checksums")

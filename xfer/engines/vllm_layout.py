@@ -278,6 +278,7 @@ class EngineModel:
         from vllm.forward_context import set_forward_context
 
         config, n = self.vllm_config, DUMMY_TOKENS
+        self._no_adapter(n)
         tokens = torch.arange(n, device=self.device)
         positions = tokens.expand(3, n) if config.model_config.uses_mrope else tokens
         before = None
@@ -293,6 +294,16 @@ class EngineModel:
         if isinstance(out, tuple):  # models that also give hidden states to a drafter
             out = out[0]
         return [out] if isinstance(out, torch.Tensor) else list(out.tensors.values())
+
+    def _no_adapter(self, tokens: int) -> None:
+        """Tell vLLM's wrappers that no token of the next forward has an adapter; until the first batch of an engine they
+        hold uninitialised indices. The next real batch says anew what it wants, since its mapping is another one."""
+        manager = getattr(self.model, "lora_manager", None)
+        if manager is None:
+            return
+        from vllm.lora.layers import LoRAMapping
+
+        manager.set_adapter_mapping(LoRAMapping((0,) * tokens, (0,), is_prefill=True))
 
     # ---- around the wire
 
