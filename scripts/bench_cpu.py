@@ -23,7 +23,6 @@ import json
 import os
 import queue
 import secrets
-import socket
 import statistics
 import subprocess
 import sys
@@ -37,6 +36,7 @@ sys.path.insert(0, str(ROOT))
 
 from scripts.bench_cpu_ranks import MARK, TRAINERS, WORKERS, config, cut_dim  # noqa: E402
 from xfer.testing import toy  # noqa: E402
+from xfer.testing.ports import free_port  # noqa: E402
 
 
 class Child:
@@ -88,12 +88,6 @@ ENV = {
 }  # fmt: skip
 
 
-def port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
-
-
 def cuts(specs, layout: str) -> dict:
     """Both sides for bench_awex.py: per tensor and rank its offset, shape and cut dim; which are fused in vLLM."""
 
@@ -137,7 +131,7 @@ class Bench:
         model.mkdir()
         (model / "config.json").write_text(json.dumps(config(self.args.layers)))
         options = dict(layers=self.args.layers, layout=self.args.layout, bucket=self.args.bucket)
-        me, at = [sys.executable, "-m", "scripts.bench_cpu_ranks"], str(port())
+        me, at = [sys.executable, "-m", "scripts.bench_cpu_ranks"], str(free_port())
         self.engine = self._child("engine", [*me, "engine", json.dumps(dict(model=str(model)))], XFER_TOKEN=token)
         self.trainers = [
             self._child(f"trainer{r}", [*me, "trainer", str(r), str(TRAINERS), at, json.dumps(options)])
@@ -145,7 +139,7 @@ class Bench:
         ]
         for c in (self.engine, *self.trainers):
             c.hear()
-        rendezvous = f"tcp://127.0.0.1:{port()}"
+        rendezvous = f"tcp://127.0.0.1:{free_port()}"
         self.engine.say(do="serve", rendezvous=rendezvous)
         self.engine.hear()
         self.met = self._all(self.trainers, do="connect", rendezvous=rendezvous, token=token)
@@ -164,7 +158,7 @@ class Bench:
         if probe.returncode:
             return f"not importable by {python} ({(probe.stderr.strip().splitlines() or ['?'])[-1]}); see --awex"
         self.awex_version = probe.stdout.split()[-1]
-        path, at = self.work / "layout.json", str(port())
+        path, at = self.work / "layout.json", str(free_port())
         path.write_text(json.dumps(cuts(self.specs, self.args.layout)))
         script = str(ROOT / "scripts" / "bench_awex.py")
         self.awex = [

@@ -12,7 +12,6 @@ import queue
 import secrets
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -24,15 +23,11 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from xfer.testing.ports import free_port
+
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 TRAINERS = 4
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
 
 
 class Process:

@@ -4,13 +4,13 @@ Megatron."""
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 from tests.support.proc import PATIENCE
+from xfer.testing.ports import free_port
 
 HERE = Path(__file__).resolve().parent
 
@@ -20,7 +20,7 @@ def launch(script: str, *args: str, world: int, folder: Path, seconds: float = 4
 
     RuntimeError with the ends of the logs when a rank fails or the deadline passes; the other ranks are then killed.
     """
-    env = dict(os.environ, WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port()))
+    env = dict(os.environ, WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
     env.update(OMP_NUM_THREADS="1", TORCHDYNAMO_DISABLE="1", HF_HUB_OFFLINE="1", PYTHONWARNINGS="ignore")
     env["PYTHONPATH"] = os.pathsep.join([str(HERE.parents[1]), *filter(None, [env.get("PYTHONPATH")])])
     folder.mkdir(parents=True, exist_ok=True)
@@ -45,9 +45,3 @@ def launch(script: str, *args: str, world: int, folder: Path, seconds: float = 4
             if p.poll() is None:
                 p.kill()
             p.wait()
-
-
-def _free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]

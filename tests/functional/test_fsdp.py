@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from tests.support.proc import PYTHON, Family, free_port
+from tests.support.proc import PYTHON, Family
 from xfer.testing import toy
+from xfer.testing.ports import free_port
 
 pytestmark = pytest.mark.skipif(
     not all(map(os.path.exists, PYTHON.values())), reason="scripts/setup.sh has not been run"

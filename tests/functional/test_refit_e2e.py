@@ -19,8 +19,9 @@ from pathlib import Path
 import pytest
 from safetensors.torch import save_file
 
-from tests.support.proc import PYTHON, Child, Family, free_port
+from tests.support.proc import PYTHON, Child, Family
 from xfer.testing import toy
+from xfer.testing.ports import free_port
 
 pytestmark = pytest.mark.skipif(
     not all(Path(p).exists() for p in PYTHON.values()), reason="scripts/setup.sh has not been run"

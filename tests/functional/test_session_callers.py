@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 
 from tests.functional.test_session_protocol import failed, good, right
-from tests.support.world import TOKEN, ToySource, World, free_port
+from tests.support.world import TOKEN, ToySource, World
 from xfer import errors as e
 from xfer.session import messages as m
 from xfer.session.trainer import TrainerSession
+from xfer.testing.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 

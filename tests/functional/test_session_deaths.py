@@ -14,9 +14,9 @@ import time
 import pytest
 
 from tests.support.proc import PATIENCE
-from tests.support.world import free_port
 from tests.support.world_processes import CONT, KILL, ProcessWorld, until
 from xfer.session.bounds import CALL_GRACE_S
+from xfer.testing.ports import free_port
 
 FAR = 20.0
 """Deadline of a refit that must end long before it."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.world import TOKEN, ToySource, World, free_port
+from tests.support.world import TOKEN, ToySource, World
 from xfer.errors import HandshakeError, LayoutError, XferError
 from xfer.plan.fabric import Fabric, Site
 from xfer.session.trainer import TrainerSession
+from xfer.testing.ports import free_port
 
 G = 10**9
 

@@ -12,12 +12,13 @@ import pytest
 import torch
 
 from tests.functional.test_session_protocol import failed, fault, good, right  # noqa: F401
-from tests.support.world import TOKEN, ToyEngine, ToyLayout, ToySource, ToyTaker, World, free_port
+from tests.support.world import TOKEN, ToyEngine, ToyLayout, ToySource, ToyTaker, World
 from xfer import errors as e
 from xfer.plan.inventory import trainer_inventory
 from xfer.session import door
 from xfer.session.party import Party
 from xfer.session.trainer import TrainerSession
+from xfer.testing.ports import free_port
 from xfer.trace.catalog import Catalog
 from xfer.trace.fragment import Fragment, TensorSpec
 from xfer.trace.traced import Traced

@@ -5,7 +5,6 @@ a pause freezes a request that is under way, and the request ends after the resu
 import asyncio
 import json
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -21,6 +20,7 @@ pytest.importorskip("vllm")
 from xfer.engines.handles import handle_for  # noqa: E402
 from xfer.errors import EngineLost, Unsupported  # noqa: E402
 from xfer.testing import toy  # noqa: E402
+from xfer.testing.ports import free_port  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKENS = 96
@@ -102,9 +102,7 @@ async def _async_llm(folder):
 @pytest.fixture
 def server(tmp_path):
     toy.write_checkpoint("qwen3", tmp_path)
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
+    port = free_port()
     flags = f"--model {tmp_path} --served-model-name toy --skip-tokenizer-init --enforce-eager --dtype bfloat16"
     flags += f" --max-model-len 128 --max-num-seqs 4 --block-size 32 --host 127.0.0.1 --port {port}"
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *flags.split()]

@@ -15,8 +15,9 @@ from pathlib import Path
 import torch
 
 from tests.support import proc
-from tests.support.proc import ROOT, Child, Family, free_port
+from tests.support.proc import ROOT, Child, Family
 from xfer.testing import toy
+from xfer.testing.ports import free_port
 
 for _side in proc.PYTHON:
     if not os.path.exists(proc.PYTHON[_side]):

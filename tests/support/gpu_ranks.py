@@ -13,10 +13,10 @@ import torch
 import torch.multiprocessing as mp
 from torch.distributed import TCPStore
 
-from tests.support.proc import free_port
 from tests.support.row_worlds import apply_world, fresh_sources, random_world, row
 from xfer.errors import XferError
 from xfer.plan.program import Program
+from xfer.testing.ports import free_port
 from xfer.transport.group import open_group
 from xfer.transport.p2p import P2P
 from xfer.transport.peer import Export, Mapping, Pull

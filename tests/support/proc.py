@@ -6,7 +6,6 @@ import json
 import os
 import queue
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -46,12 +45,6 @@ def obey(*does: Callable[..., None]) -> None:
         except Exception as e:
             traceback.print_exc()
             emit("raised", type=type(e).__name__, text=str(e), seconds=time.monotonic() - began)
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
 
 
 def environment(**more: str) -> dict[str, str]:

@@ -7,7 +7,6 @@ channels, planner, transport and checksums are the real ones. Trainers and worke
 from __future__ import annotations
 
 import contextlib
-import socket
 import threading
 import time
 from dataclasses import dataclass, field
@@ -18,16 +17,11 @@ from xfer.engines.layout import EngineLayout
 from xfer.session.controller import Controller
 from xfer.session.trainer import TrainerSession
 from xfer.session.worker import WorkerSession
+from xfer.testing.ports import free_port
 from xfer.trace.fragment import Fill, Fragment, Root, Span, TensorSpec
 from xfer.trace.traced import Traced
 
 TOKEN = "token of the test world"
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
 
 
 def flat(t: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
-from tests.support.world import TOKEN, ToyEngine, ToySource, ToyTaker, free_port
+from tests.support.world import TOKEN, ToyEngine, ToySource, ToyTaker
+from xfer.testing.ports import free_port
 
 _ctx = mp.get_context("forkserver")
 _ctx.set_forkserver_preload(["tests.support.world_processes"])

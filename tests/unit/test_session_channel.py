@@ -11,14 +11,9 @@ import pytest
 from xfer.errors import DeadlineExceeded, HandshakeError, PeerLost
 from xfer.session import channel as c
 from xfer.session import messages as m
+from xfer.testing.ports import free_port
 
 TOKEN = "a token for tests"
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
 
 
 class Listener:
