@@ -7,7 +7,7 @@ boxes. Neighbours are merged again along any dim whose address arithmetic agrees
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from functools import lru_cache
 from itertools import product
 from math import prod
 
@@ -51,10 +51,26 @@ def boxes(
 
 def _as_boxes(spec: TensorSpec, c: Region, s: Region, root: str, dtype: str, plain: bool) -> list[Fragment] | None:
     """The boxes, when each dim of the region is whole digits of the tensor's dims; else None."""
-    shape, row = spec.shape, row_major(spec.shape)
+    try:
+        found = _placed(spec.shape, c, s.strides, plain)
+    except LayoutError as e:
+        raise LayoutError(f"{spec.name}{list(spec.shape)}: {e.message}") from None
+    if found is None:
+        return None
+    return [Fragment(spec.name, o, extent, root, s.offset + at, st, dtype, skips) for o, extent, at, st, skips in found]
+
+
+Placed = tuple[Ints, Ints, int, Ints, Ints]
+"""Origin and extent of a box, where it begins and with which strides, and its steps: a fragment without its names."""
+
+
+@lru_cache(maxsize=2048)
+def _placed(shape: Ints, c: Region, strides_of: Ints, plain: bool) -> tuple[Placed, ...] | None:
+    """`_as_boxes` by geometry alone, storage (`strides_of`) counted from 0: thousands of experts share one shape."""
+    row = row_major(shape)
     digits: list[list[tuple[int, int, int]]] = [[] for _ in shape]  # per canonical dim: (count, step, storage stride)
     outer: list[list[tuple[int, int, int]]] = []  # dims that are enumerated: (canonical dim, its shift, storage shift)
-    dims = list(zip(*coalesce(c.shape, c.strides, s.strides)))
+    dims = list(zip(*coalesce(c.shape, c.strides, strides_of)))
     for n, step, stride in dims:
         if step == 0:  # one canonical element at several places
             outer.append([(0, 0, i * stride) for i in range(n)])
@@ -76,7 +92,7 @@ def _as_boxes(spec: TensorSpec, c: Region, s: Region, root: str, dtype: str, pla
         q, rest = divmod(rest, r) if n > 1 else (0, rest)
         origin.append(q)
     if rest:
-        raise LayoutError(f"{spec.name}{list(shape)}: offset {c.offset} is not in the tensor")
+        raise LayoutError(f"offset {c.offset} is not in the tensor")
     extent, strides, steps = [], [], []
     for k, ds in enumerate(digits):
         size, stride, skip = 1, 0, 1
@@ -99,16 +115,16 @@ def _as_boxes(spec: TensorSpec, c: Region, s: Region, root: str, dtype: str, pla
     out = []
     count = prod(map(len, outer))
     if count > MAX_BOXES:
-        raise LayoutError(f"{spec.name}{list(shape)}: a region of {c.size} elements is {count} boxes")
+        raise LayoutError(f"a region of {c.size} elements is {count} boxes")
+    skips = tuple(steps) if max(steps, default=1) > 1 else ()
     for choice in product(*outer):
-        o, at = list(origin), s.offset
+        o, at = list(origin), 0
         for k, d, st in choice:
             if o:
                 o[k] += d
             at += st
-        skips = tuple(steps) if max(steps, default=1) > 1 else ()
-        out.append(Fragment(spec.name, tuple(o), tuple(extent), root, at, tuple(strides), dtype, skips))
-    return out
+        out.append((tuple(o), tuple(extent), at, tuple(strides), skips))
+    return tuple(out)
 
 
 def _split(shape: Ints, c: Region, s: Region) -> list[tuple[Region, Region]]:
@@ -233,5 +249,5 @@ def relocate(fragments: Iterable[Fragment], places: Mapping[str, tuple[str, int]
     out = []
     for f in fragments:
         root, base = places[f.root]
-        out.append(replace(f, root=root, offset=base + f.offset))
+        out.append(Fragment(f.tensor, f.origin, f.extent, root, base + f.offset, f.strides, f.dtype, f.steps))
     return merge(out)

@@ -13,15 +13,15 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from xfer.errors import LayoutError, Unsupported, XferError
 from xfer.trace import collectives
+from xfer.trace.expr import Foreign
 from xfer.trace.rules import EMPTY
 from xfer.trace.settle import Ledger, spec_of
 from xfer.trace.traced import Traced
 from xfer.trace.view import contiguous
-from xfer.trace.watch import Watch
+from xfer.trace.watch import Watch, aten, tensors_among, unseen
 
 
 def twin(p: torch.Tensor) -> torch.Tensor:
@@ -57,19 +57,24 @@ class ExportWatch(Watch):
         super().__init__(sources)
         self.sources = dict(sources)
         self._ledger = Ledger({n: spec_of(n, t) for n, t in sources.items()}, canonical_is_source=False)
-        self._shapes: dict[str, tuple] = {}
+        self._shapes: dict[str, tuple[torch.Size, torch.dtype]] = {}
 
     @property
     def errors(self) -> list[str]:
         return self._ledger.errors
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
+    def dispatch(self, func, args: tuple, kwargs: dict) -> object:
         if func.namespace == "c10d":
             return collectives.answer(self, func, args, kwargs)
         if func.namespace == "_c10d_functional":
             return collectives.answer_functional(self, func, args, kwargs)
-        return super().__torch_dispatch__(func, types, args, self._on_meta(func, args, kwargs))
+        if func is aten.empty_like.default and not any(kwargs.values()) and _plain(args[0]):
+            # A receive buffer of a gather, of which a model with many experts makes tens of thousands. Torch works
+            # out its strides in Python, ten times slower than this; for a row-major tensor they are its own.
+            out = torch.empty(args[0].shape, dtype=args[0].dtype, device=args[0].device)
+            self.new_store(out)
+            return out
+        return super().dispatch(func, args, self._on_meta(func, args, kwargs))
 
     def _on_meta(self, func, args: tuple, kwargs: dict) -> dict:
         """Receive buffers and copies of meta tensors stay on meta, whatever device was asked for.
@@ -78,14 +83,14 @@ class ExportWatch(Watch):
         arithmetic, which is integers, and `arange` or `tensor` of any kind) stays real.
         """
         device = kwargs.get("device")
-        if device is None and func is not torch.ops.aten.empty.memory_format:
+        if device is None and func is not aten.empty.memory_format:
             return kwargs
         if func in EMPTY:
             dtype = kwargs.get("dtype") or torch.get_default_dtype()
             if dtype.is_floating_point or (device is not None and torch.device(device).type not in ("cpu", "meta")):
                 return {**kwargs, "device": torch.device("meta"), "pin_memory": False}
             return kwargs
-        if any(isinstance(a, torch.Tensor) and a.device.type == "meta" for a in tree_leaves(args)):
+        if any(a.device.type == "meta" for a in tensors_among(args)):
             return {**kwargs, "device": torch.device("meta")}
         return kwargs
 
@@ -93,10 +98,19 @@ class ExportWatch(Watch):
         """Enter an exported tensor. Whether any part of it is this rank's. A name may come again, with the same
         shape.
         """
-        spec = spec_of(name, tensor)
-        if self._shapes.setdefault(name, (spec.shape, spec.dtype)) != (spec.shape, spec.dtype):
-            self.errors.append(f"{name}: exported as {self._shapes[name]} and as {(spec.shape, spec.dtype)}")
+        with unseen():
+            return self._note_export(name, tensor)
+
+    def _note_export(self, name: str, tensor: torch.Tensor) -> bool:
+        seen = (tensor.shape, tensor.dtype)
+        if self._shapes.setdefault(name, seen) != seen:
+            (first, a), (again, b) = self._shapes[name], seen
+            self.errors.append(f"{name}: exported as {a} {list(first)} and as {b} {list(again)}")
             return False
+        store = self.store(tensor)
+        if store is not None and type(store.origin) is Foreign and tensor.element_size() == store.itemsize:
+            return False  # all of another rank's: most names, where there are many experts
+        spec = spec_of(name, tensor)
         try:
             pieces = self.flows(contiguous(spec.shape), tensor.dtype, tensor)
             return self._ledger.add(name, pieces, tensor.dtype, spec)
@@ -119,6 +133,10 @@ class ExportWatch(Watch):
             raise LayoutError("the export does something that cannot be followed", [*self.errors, *lost])
         traced = self._ledger.close()
         return replace(traced, gathers=tuple(self.gathers)) if self._ledger.computes else traced
+
+
+def _plain(t: torch.Tensor) -> bool:
+    return type(t) is torch.Tensor and t.device.type == "meta" and t.is_contiguous()
 
 
 @torch.no_grad()

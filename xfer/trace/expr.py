@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache, lru_cache
 from hashlib import blake2b
 
 import torch
@@ -121,6 +122,7 @@ _FLOATS = {  # exponent bits, mantissa bits
 }  # fmt: skip
 
 
+@cache
 def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
@@ -136,6 +138,7 @@ def holds_exactly(wide: torch.dtype, narrow: torch.dtype) -> bool:
     return plain and wide.is_signed == narrow.is_signed and wide.itemsize > narrow.itemsize
 
 
+@lru_cache(maxsize=1024)
 def simplify(chain: Chain) -> Chain | None:
     """The chain without steps that lose nothing: (dtype,) if no value changes, (from, to), or None when two steps
     round.

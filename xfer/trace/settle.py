@@ -218,7 +218,7 @@ class Ledger:
         for f in self.fragments:
             if f.steps:
                 of.setdefault(f.tensor, []).append(f)
-        return [replace(s, split=split_of(s.shape, of.get(s.name, ()))) for s in self.specs.values()]
+        return [replace(s, split=split_of(s.shape, of[s.name])) if s.name in of else s for s in self.specs.values()]
 
 
 def _elsewhere(p: Piece) -> bool:

@@ -8,6 +8,7 @@ a scratch tensor are traced back through what was written there: compose.py.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 
 from xfer.mesh.box import row_major
@@ -57,11 +58,13 @@ class Region:
         return not shape or (len(shape) == 1 and strides[0] == 1)
 
 
+@lru_cache(maxsize=4096)
 def contiguous(shape: Ints, offset: int = 0) -> Region:
     """The region of a row-major tensor."""
     return Region(offset, tuple(shape), row_major(shape))
 
 
+@lru_cache(maxsize=4096)
 def constant(shape: Ints) -> Region:
     """Every element at address 0: the source region of a single value."""
     return Region(0, tuple(shape), (0,) * len(shape))

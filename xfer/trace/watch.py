@@ -13,8 +13,9 @@ name.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import chain as chained
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -27,6 +28,11 @@ from xfer.trace.view import Region, constant, contiguous
 aten = torch.ops.aten
 
 
+unseen = torch._C.DisableTorchFunction
+"""A context in which looking at tensors is not a call that the watched code's function modes see (a default device,
+say): they are for that code, and each look would cost a round through Python."""
+
+
 def storage_key(t: torch.Tensor) -> int:
     """Identity of a storage, also on meta, for as long as it lives."""
     return t.untyped_storage()._cdata
@@ -34,6 +40,23 @@ def storage_key(t: torch.Tensor) -> int:
 
 def region(t: torch.Tensor) -> Region:
     return Region(t.storage_offset(), tuple(t.shape), tuple(t.stride()))
+
+
+def tensors_among(*arguments: Iterable[object]) -> Iterator[torch.Tensor]:
+    """The tensors in an operator's arguments, where they lie alone or in lists: no operator nests them deeper."""
+    for a in chained(*arguments):
+        if isinstance(a, torch.Tensor):
+            yield a
+        elif isinstance(a, list | tuple):
+            yield from (x for x in a if isinstance(x, torch.Tensor))
+
+
+def _only_views(out: object, first: object) -> bool:
+    """Whether an operator gave nothing but views of its first argument (split, unbind)."""
+    if not (isinstance(out, list | tuple) and out and isinstance(first, torch.Tensor)):
+        return False
+    key = storage_key(first)
+    return all(isinstance(t, torch.Tensor) and storage_key(t) == key for t in out)
 
 
 @dataclass(slots=True)
@@ -91,17 +114,16 @@ class Watch(TorchDispatchMode):
 
     # ---- dispatch ---------------------------------------------------------------------------------------------------
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
+    def dispatch(self, func, args: tuple, kwargs: dict) -> object:
+        """Run one operator and note what it did."""
         out = func(*args, **kwargs)
-        first = args[0] if args else None
-        if (
-            isinstance(out, torch.Tensor)
-            and isinstance(first, torch.Tensor)
-            and not func._schema.is_mutable
-            and storage_key(out) == storage_key(first)
-        ):
-            return out  # a view: the tensor itself says all there is to know
+        if isinstance(out, torch.Tensor):
+            first = args[0] if args else None
+            same = isinstance(first, torch.Tensor) and storage_key(out) == storage_key(first)
+        else:
+            same = bool(args) and _only_views(out, args[0])
+        if same and not func._schema.is_mutable:
+            return out  # views: the tensors themselves say all there is to know
         try:
             self.observe(func, args, kwargs, out)
         except Exception as e:  # must never change what the watched code does
@@ -114,7 +136,7 @@ class Watch(TorchDispatchMode):
         if func._schema.is_mutable:
             rules.change(self, func, args, kwargs)
             return
-        given = {storage_key(a) for a in tree_leaves((args, kwargs)) if isinstance(a, torch.Tensor)}
+        given = {storage_key(a) for a in tensors_among(args, kwargs.values())}
         results = out if isinstance(out, tuple | list) else (out,)
         for i, t in enumerate(results):
             if isinstance(t, torch.Tensor) and t.device.type == "meta" and storage_key(t) not in given:
@@ -198,6 +220,16 @@ class Watch(TorchDispatchMode):
 
         args, kwargs = tree_map(leaf, (tuple(args), dict(kwargs)))
         return Call(func, args, kwargs, output, mutates)
+
+
+def _torch_dispatch(self: Watch, func, types, args=(), kwargs=None):
+    with unseen():
+        return self.dispatch(func, args, kwargs or {})
+
+
+# Set afterwards, since what a class body calls by this name torch wraps, to keep Dynamo out: that cost a tenth of a
+# trace. Nothing is compiled here without it either: code that is compiled runs eagerly under such a mode.
+Watch.__torch_dispatch__ = _torch_dispatch
 
 
 def undefined(why: str, dst: Region, dtype: torch.dtype) -> Piece:

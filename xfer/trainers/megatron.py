@@ -369,9 +369,10 @@ def _canonical(traced: Traced, index: Mapping[str, TensorSpec], rows: Mapping[st
         want = index.get(spec.name)
         if want is None:
             n = rows.get(spec.name, None)
-            shape = spec.shape if n is None else (min(n, spec.shape[0]), *spec.shape[1:])
-            want = replace(spec, shape=shape)
-        want = replace(want, split=spec.split if want.shape == spec.shape else ())
+            want = spec if n is None else replace(spec, shape=(min(n, spec.shape[0]), *spec.shape[1:]))
+        split = spec.split if want.shape == spec.shape else ()
+        if want.split != split:
+            want = replace(want, split=split)
         padded = spec.name in rows and spec.shape[0] >= want.shape[0] and spec.shape[1:] == want.shape[1:]
         if spec.shape != want.shape and not padded:
             bad.append(f"{spec.name}: exported as {spec.shape}, the checkpoint has {want.shape}")
