@@ -1,5 +1,5 @@
-"""Live vLLM engines of set-ups that a refit has to see through: pipeline stages, layers wrapped for adapters. Bit
-for bit, two refits each.
+"""Live vLLM engines of set-ups that a refit has to see through: pipeline stages, layers wrapped for adapters, data-
+parallel ranks that share experts. Bit for bit, two refits each.
 
 Truth is vLLM's own loader, twice: the engine under test starts from checkpoint A and says what it computes; another
 engine of the same set-up starts from checkpoint B. Then the first one is refitted to B, filled with noise wherever a
@@ -62,6 +62,7 @@ CASES = {
     "adapters": Case(
         toy.config("qwen3"), dict(enable_lora=True, max_loras=1, max_lora_rank=8, max_cpu_loras=1), adapter=True
     ),
+    "dp2 ep": Case(toy.config("qwen3_moe"), dict(data_parallel_size=2, enable_expert_parallel=True)),
 }  # fmt: skip
 
 
