@@ -1,5 +1,5 @@
 """Live vLLM engines of set-ups that a refit has to see through: pipeline stages, layers wrapped for adapters, data-
-parallel ranks that share experts. Bit for bit, two refits each.
+parallel ranks that share experts, a drafter. Bit for bit, two refits each.
 
 Truth is vLLM's own loader, twice: the engine under test starts from checkpoint A and says what it computes; another
 engine of the same set-up starts from checkpoint B. Then the first one is refitted to B, filled with noise wherever a
@@ -21,6 +21,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 pytest.importorskip("vllm")
 
 from tests.support import checkpoints  # noqa: E402
+from tests.support.families import FAMILIES  # noqa: E402
 from tests.support.proc import Child, Family  # noqa: E402
 from xfer.engines.hf_spec import canonical_specs  # noqa: E402
 from xfer.testing import toy  # noqa: E402
@@ -57,12 +58,39 @@ def matches(name: str, patterns: Iterable[str]) -> bool:
     return any(fnmatchcase(name, p) for p in patterns)
 
 
+def family(name: str) -> dict:
+    return next(f.config for f in FAMILIES if f.name == name)
+
+
+GLM = {**family("GLM-4.5"), "num_nextn_predict_layers": 1}
+DRAFTER = dict(speculative_config={"method": "mtp", "num_speculative_tokens": 1})
+
+
+def mtp_layer(config: dict) -> tuple[TensorSpec, ...]:
+    """The checkpoint's layer of the drafter: one more of the last kind, and what joins it to the model."""
+    last, n, wide = config["num_hidden_layers"] - 1, config["num_hidden_layers"], config["hidden_size"]
+    at = f"model.layers.{n}."
+    layer = [s for s in canonical_specs(config) if s.name.startswith(f"model.layers.{last}.")]
+    own = {"enorm.weight": (wide,), "hnorm.weight": (wide,), "eh_proj.weight": (wide, 2 * wide)}
+    own |= {"shared_head.norm.weight": (wide,), "shared_head.head.weight": (config["vocab_size"], wide)}
+    own |= {"embed_tokens.weight": (config["vocab_size"], wide)}
+    return (
+        *(replace(s, name=s.name.replace(f"model.layers.{last}.", at)) for s in layer),
+        *(TensorSpec(at + name, shape, config["torch_dtype"]) for name, shape in own.items()),
+    )
+
+
 CASES = {
     "pp2": Case(toy.config("qwen3"), dict(pipeline_parallel_size=2)),
     "adapters": Case(
         toy.config("qwen3"), dict(enable_lora=True, max_loras=1, max_lora_rank=8, max_cpu_loras=1), adapter=True
     ),
     "dp2 ep": Case(toy.config("qwen3_moe"), dict(data_parallel_size=2, enable_expert_parallel=True)),
+    "drafter": Case(GLM, DRAFTER, extra=mtp_layer(GLM), fp32=("*.e_score_correction_bias",)),
+    "drafter kept": Case(
+        GLM, DRAFTER, extra=mtp_layer(GLM), fp32=("*.e_score_correction_bias",), keep=("draft.*",),
+        frozen=("model.layers.4.*",), sent=True,
+    ),
 }  # fmt: skip
 
 
@@ -168,6 +196,8 @@ def run(case: Case, stage: Stage, tmp_path: Path) -> None:
         t.expect("built")
     stage.engine.expect("started")
     want = {"a": stage.asked("observed", do="observe"), "b": stage.truth.expect("observed")}
+    ranks = layout.get("pipeline_parallel_size", 1) * layout.get("data_parallel_size", 1)
+    assert len({key.partition(":")[0] for key in want["a"]["checksums"]}) == ranks
     rendezvous = f"tcp://127.0.0.1:{free_port()}"
     stage.asked("serving", do="serve", rendezvous=rendezvous, replica=0, keep=list(case.keep))
     stage.trained("connected", do="connect", rendezvous=rendezvous, replicas=1)
