@@ -92,7 +92,7 @@ def test_a_plan_from_two_descriptions_is_that_of_declared_layouts(folder):
     ):  # fmt: skip
         assert got[key] == want[key], key
     assert got["floor_s"] == want["floor_s"] and got["byte_classes"]["written"] == got["nbytes"]
-    assert "8 different trainer ranks, 2 different workers" in text and "moe (Qwen3MoeForCausalLM)" in text
+    assert "4 different trainer ranks, 2 different workers" in text and "moe (Qwen3MoeForCausalLM)" in text
     assert page.read_text().startswith("<!doctype html>") and "moe (Qwen3MoeForCausalLM)" in page.read_text()
 
     # Kept layouts: no framework is started again, and another fabric or number of replicas needs none.

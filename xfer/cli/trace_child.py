@@ -17,6 +17,8 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from queue import Queue
+from threading import Thread
 from typing import Any
 
 import msgspec
@@ -52,11 +54,12 @@ class Traced(msgspec.Struct, array_like=True):
 
 
 def main(argv: Sequence[str]) -> int:
-    path = Path(argv[0])
+    path, told = Path(argv[0]), Queue()
     say = _voice()
+    Thread(target=_listen, args=(told,), daemon=True).start()
+    task = msgspec.msgpack.decode(path.read_bytes(), type=Task)
     try:
-        task = msgspec.msgpack.decode(path.read_bytes(), type=Task)
-        (trace_trainer if task.side == "trainer" else trace_engine)(task, path.parent, say)
+        (trace_trainer if task.side == "trainer" else trace_engine)(task, path.parent, say, told)
     except Exception as e:
         traceback.print_exc()
         if not isinstance(e, XferError):
@@ -80,6 +83,14 @@ def _voice() -> Callable[..., None]:
     return say
 
 
+def _listen(told: Queue) -> None:
+    """What the parent says, line by line; when it is gone, nobody wants this process's work."""
+    lines = open(0, "rb", buffering=0, closefd=False)  # sys.stdin's lock, held here, would spoil the end of the process
+    for line in iter(lines.readline, b""):
+        told.put(json.loads(line))
+    os._exit(3)
+
+
 def _folder(task: Task, work: Path) -> str:
     """A folder with the config and nothing else: nothing in it can be taken for weights."""
     folder = work / f"{task.side}{task.number}.config"
@@ -99,7 +110,7 @@ def _each(task: Task, say: Callable[..., None]) -> Iterator[int]:
 # ---- trainers
 
 
-def trace_trainer(task: Task, work: Path, say: Callable[..., None]) -> None:
+def trace_trainer(task: Task, work: Path, say: Callable[..., None], told: Queue) -> None:
     from xfer.testing import megatron_cpu
 
     megatron_cpu.install()
@@ -132,10 +143,8 @@ def trace_trainer(task: Task, work: Path, say: Callable[..., None]) -> None:
     specs = [Traced(rank, Catalog(tuple(sorted(traced.specs))).to_bytes()) for rank, _, traced in found]
     (work / f"trainer{task.number}.specs").write_bytes(msgspec.msgpack.encode(specs))
     say(specs=True)
-    line = sys.stdin.readline()  # the catalog is the union over all processes of this side
-    if not line:
-        return
-    catalog = Catalog.from_bytes(Path(json.loads(line)["catalog"]).read_bytes())
+    # The catalog is the union over all processes of this side.
+    catalog = Catalog.from_bytes(Path(told.get()["catalog"]).read_bytes())
     for rank, roots, traced in found:
         recipes = (r.digest() for r in traced.recipes)
         made = trainer_inventory(
@@ -156,7 +165,7 @@ def _touch_nothing() -> None:
 # ---- engines
 
 
-def trace_engine(task: Task, work: Path, say: Callable[..., None]) -> None:
+def trace_engine(task: Task, work: Path, say: Callable[..., None], told: Queue) -> None:
     import torch
 
     from xfer.engines.meta_model import make_meta_model
