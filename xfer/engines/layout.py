@@ -145,14 +145,18 @@ def _targets(traced: Traced) -> set[str]:
 
 
 def _relocated(traced: Traced, places: Mapping[str, tuple[str, int]]) -> Traced:
-    def move(x: Fragment | Fill):
+    def move(x: Fill) -> Fill:
         root, by = places[x.root]
         return replace(x, root=root, offset=x.offset + by)
+
+    def moved(f: Fragment) -> Fragment:  # `replace` would be most of what this takes: there are tens of thousands
+        root, by = places[f.root]
+        return Fragment(f.tensor, f.origin, f.extent, root, f.offset + by, f.strides, f.dtype, f.steps)
 
     return replace(
         traced,
         # Twin storages may be one live storage (a head tied again after loading): equal writes are one write.
-        fragments=tuple(dict.fromkeys(map(move, traced.fragments))),
+        fragments=tuple(dict.fromkeys(map(moved, traced.fragments))),
         fills=tuple(dict.fromkeys(map(move, traced.fills))),
         recipes=tuple(
             replace(r, target=places[r.target][0], offset=r.offset + places[r.target][1]) for r in traced.recipes
@@ -193,6 +197,8 @@ def without_roots(traced: Traced, roots: Container[str]) -> Traced:
 
 def joined(a: Traced, b: Traced) -> Traced:
     """Of two models that load the same checkpoint tensors into storages of their own. `unread`: by neither."""
+    if not (b.specs or b.reads or b.unread):
+        return a
     return Traced(
         specs=tuple(sorted({*a.specs, *b.specs})),
         fragments=a.fragments + b.fragments,

@@ -91,6 +91,10 @@ class Catalog:
         return out
 
     @cached_property
+    def _named(self) -> dict[str, TensorSpec]:
+        return {s.name: s for s in self.specs}
+
+    @cached_property
     def tensors(self) -> tuple[TensorSpec, ...]:
         """Canonical tensors: groups with a leading expert dim, and everything that is in no group; sorted by name. Their
         shapes are those that plans use: `dims` of the specs."""
@@ -119,16 +123,14 @@ class Catalog:
 
         LayoutError lists every fragment whose tensor is unknown or whose box leaves it.
         """
-        specs = {s.name: s for s in self.specs}
+        specs = self._named
         bad: list[str] = []
         out: list[Fragment] = []
         for f in fragments:
             spec = specs.get(f.tensor)
             if spec is None:
                 bad.append(f"{f.tensor}: not in the catalog")
-            elif len(spec.shape) != len(f.origin) or any(
-                not 0 <= i.start < i.stop <= n for i, n, e in zip(f.index, spec.shape, f.extent) if e
-            ):
+            elif not _inside(f, spec.shape):
                 bad.append(f"{f.tensor}: box {list(f.origin)}+{list(f.extent)} is not in shape {list(spec.shape)}")
             else:
                 out += self._lifted(f, spec)
@@ -138,7 +140,7 @@ class Catalog:
 
     def _lifted(self, f: Fragment, spec: TensorSpec) -> list[Fragment]:
         group, i = self._place[f.tensor]
-        own = refined(f, spec.shape, spec.dims)
+        own = refined(f, spec.shape, spec.dims) if f.steps or spec.split else [f]
         if i is None:
             return own
         return [
@@ -174,12 +176,20 @@ def _split(name: str) -> tuple[str, int] | None:
     too.
     """
     parts = name.split(".")
-    at = [i for i, p in enumerate(parts) if _INTEGER.fullmatch(p)]
+    at = [i for i, p in enumerate(parts) if p[:1].isdigit() and _INTEGER.fullmatch(p)]
     if len(at) < 2:
         return None
     number = int(parts[at[-1]])
     parts[at[-1]] = "*"
     return ".".join(parts), number
+
+
+def _inside(f: Fragment, shape: Ints) -> bool:
+    if len(shape) != len(f.origin):
+        return False
+    if f.steps:
+        return all(0 <= i.start < i.stop <= n for i, n, e in zip(f.index, shape, f.extent) if e)
+    return all(0 <= o < o + e <= n for o, e, n in zip(f.origin, f.extent, shape) if e)
 
 
 def _group_name(name: str) -> str:

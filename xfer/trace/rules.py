@@ -7,6 +7,7 @@ arguments a rule does not understand, is kept as an expression; that is always r
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import cache
 
 import numpy as np
 import torch
@@ -154,10 +155,8 @@ def change(watch: Watch, func, args: tuple, kwargs: dict) -> None:
     """Note a write into an existing storage."""
     if func in IDENTITY_ONLY:
         return
-    written = [a for a, s in zip(args, func._schema.arguments) if s.alias_info is not None and s.alias_info.is_write]
-    written += [
-        kwargs[s.name] for s in func._schema.arguments if s.name in kwargs and s.alias_info and s.alias_info.is_write
-    ]
+    places = _written(func)
+    written = [args[i] for i, _ in places if i < len(args)] + [kwargs[name] for _, name in places if name in kwargs]
     if len(written) != 1 or not isinstance(written[0], torch.Tensor) or (args and written[0] is not args[0]):
         raise NoRule("several arguments are written at once")
     x = written[0]
@@ -171,6 +170,13 @@ def change(watch: Watch, func, args: tuple, kwargs: dict) -> None:
     if func is not aten.copy_.default and func not in FILLS:
         watch.ops[str(func)] += 1
     store.write(list(_changed(watch, func, args, kwargs, x, where, store)))
+
+
+@cache
+def _written(func) -> tuple[tuple[int, str], ...]:
+    """Place and name of the arguments that an operator writes."""
+    args = enumerate(func._schema.arguments)
+    return tuple((i, s.name) for i, s in args if s.alias_info is not None and s.alias_info.is_write)
 
 
 def _elements(x: torch.Tensor) -> int:

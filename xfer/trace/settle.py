@@ -203,7 +203,7 @@ class Ledger:
         specs = self.specs.values() if self.canonical_is_source else self._split_specs()
         key = lambda f: (f.tensor, f.origin, f.root, f.offset)  # noqa: E731
         return Traced(
-            specs=tuple(sorted(specs)),
+            specs=tuple(sorted(specs, key=lambda s: s.name)),
             fragments=tuple(sorted(merge(self.fragments), key=key)),
             fills=tuple(sorted(self.fills, key=lambda f: (f.root, f.offset, f.extent, f.strides))),
             recipes=tuple(self.recipes),
