@@ -149,6 +149,10 @@ class Catalog:
 
     def digest(self) -> str:
         """The same for the same checkpoint tensors, on every rank and every run."""
+        return self._digest
+
+    @cached_property
+    def _digest(self) -> str:
         return hashlib.blake2b(self.to_bytes(), digest_size=16).hexdigest()
 
     def to_bytes(self) -> bytes:
