@@ -1,5 +1,5 @@
-"""Live vLLM engines of set-ups that a refit has to see through: pipeline stages, layers wrapped for adapters, data-
-parallel ranks that share experts, a drafter. Bit for bit, two refits each.
+"""Live vLLM engines of set-ups that a refit has to see through: pipeline stages, layers wrapped for adapters, data-parallel
+ranks that share experts, drafters, a frozen vision tower, arithmetic in the loader. Bit for bit, two refits each.
 
 Truth is vLLM's own loader, twice: the engine under test starts from checkpoint A and says what it computes; another
 engine of the same set-up starts from checkpoint B. Then the first one is refitted to B, filled with noise wherever a
@@ -80,6 +80,16 @@ def mtp_layer(config: dict) -> tuple[TensorSpec, ...]:
     )
 
 
+IDEFICS = {
+    "model_type": "idefics3", "architectures": ["Idefics3ForConditionalGeneration"], "torch_dtype": "bfloat16",
+    "image_token_id": 5, "scale_factor": 2, "pad_token_id": 0, "tie_word_embeddings": False,
+    "text_config": {k: v for k, v in family("Llama").items() if k != "architectures"},
+    "vision_config": {
+        "model_type": "idefics3_vision", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "image_size": 32, "patch_size": 8,
+    },
+}  # fmt: skip
+
 CASES = {
     "pp2": Case(toy.config("qwen3"), dict(pipeline_parallel_size=2)),
     "adapters": Case(
@@ -91,6 +101,10 @@ CASES = {
         GLM, DRAFTER, extra=mtp_layer(GLM), fp32=("*.e_score_correction_bias",), keep=("draft.*",),
         frozen=("model.layers.4.*",), sent=True,
     ),
+    "frozen tower": Case(
+        IDEFICS, dict(skip_tokenizer_init=False), keep=("*vision_model*",), frozen=("*vision_model*",), tokenizer=True
+    ),
+    "A_log": Case(family("Nemotron-H"), fp32=("*.A_log",)),
 }  # fmt: skip
 
 
