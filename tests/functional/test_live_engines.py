@@ -35,8 +35,8 @@ TOKEN = "live engines token"
 class Case:
     """`layout`: of the engine, vLLM's own words. `extra`: checkpoint tensors that transformers does not name. `keep`:
     engine tensors (globs) that no refit is to change; `frozen`: the checkpoint tensors (globs) that they come from, which
-    the trainers lack, or (`sent`) have other values of. `adapter`: prompts are also asked with a LoRA. `tokenizer`: the
-    model's processor cannot be had without.
+    the trainers lack, or (`sent`) have other values of. `adapter`: prompts are also asked with a LoRA. `drafter`: config
+    of one that has a checkpoint of its own. `tokenizer`: the model's processor cannot be had without.
     """
 
     config: dict
@@ -48,6 +48,7 @@ class Case:
     sent: bool = False
     adapter: bool = False
     tokenizer: bool = False
+    drafter: dict | None = None
 
     def specs(self) -> list[TensorSpec]:
         named = (*canonical_specs(self.config), *self.extra)
@@ -80,6 +81,17 @@ def mtp_layer(config: dict) -> tuple[TensorSpec, ...]:
     )
 
 
+EAGLE = {**family("Llama"), "num_hidden_layers": 1}
+
+
+def eagle_specs() -> list[TensorSpec]:
+    """Of its checkpoint: layers of the model's kind, the first without a norm before it, and what joins both models."""
+    at, wide = "model.layers.", EAGLE["hidden_size"]
+    layers = (replace(s, name=s.name.removeprefix("model.")) for s in canonical_specs(EAGLE) if s.name.startswith(at))
+    fc = TensorSpec("fc.weight", (wide, 2 * wide), EAGLE["torch_dtype"])
+    return [*(s for s in layers if s.name != "layers.0.input_layernorm.weight"), fc]
+
+
 IDEFICS = {
     "model_type": "idefics3", "architectures": ["Idefics3ForConditionalGeneration"], "torch_dtype": "bfloat16",
     "image_token_id": 5, "scale_factor": 2, "pad_token_id": 0, "tie_word_embeddings": False,
@@ -101,8 +113,13 @@ CASES = {
         GLM, DRAFTER, extra=mtp_layer(GLM), fp32=("*.e_score_correction_bias",), keep=("draft.*",),
         frozen=("model.layers.4.*",), sent=True,
     ),
+    "drafter of its own": Case(
+        family("Llama"), dict(speculative_config={"method": "eagle", "num_speculative_tokens": 1}), keep=("draft.*",),
+        drafter=EAGLE,
+    ),
     "frozen tower": Case(
-        IDEFICS, dict(skip_tokenizer_init=False), keep=("*vision_model*",), frozen=("*vision_model*",), tokenizer=True
+        IDEFICS, dict(skip_tokenizer_init=False, picture=IDEFICS["image_token_id"]), keep=("*vision_model*",),
+        frozen=("*vision_model*",), tokenizer=True,
     ),
     "A_log": Case(family("Nemotron-H"), fp32=("*.A_log",)),
 }  # fmt: skip
@@ -200,6 +217,9 @@ def run(case: Case, stage: Stage, tmp_path: Path) -> None:
     layout = dict(case.layout)
     if case.adapter:
         layout["adapter"] = str(checkpoints.write_adapter(tmp_path / "adapter", case.config))
+    if case.drafter:
+        folder = checkpoints.write(tmp_path / "drafter", case.drafter, eagle_specs(), 3, {})
+        layout["speculative_config"] = {**layout["speculative_config"], "model": str(folder)}
     stage.engine.say(do="start", model=str(folders.a), load_format="auto", **layout)
     stage.truth.say(do="truth", folder=str(folders.b), layout=layout)
     port = free_port()

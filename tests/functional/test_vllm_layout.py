@@ -5,6 +5,7 @@ own `load_weights` does, whatever the parallelism. The live engine is test_vllm_
 import json
 import os
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from xfer.engines import vllm_cpu  # noqa: E402
 from xfer.engines.hf_spec import checkpoint_specs  # noqa: E402
 from xfer.engines.meta_model import fake_rank, make_config, make_model  # noqa: E402
 from xfer.engines.vllm_layout import EngineModel  # noqa: E402
-from xfer.errors import LayoutError  # noqa: E402
+from xfer.errors import LayoutError, Unsupported  # noqa: E402
 from xfer.plan.inventory import Inventory, engine_inventory  # noqa: E402
 from xfer.testing import toy  # noqa: E402
 from xfer.trace.catalog import Catalog  # noqa: E402
@@ -159,3 +160,27 @@ def _mtp():
     from xfer.trace.fragment import TensorSpec
 
     return (TensorSpec("model.layers.4.eh_proj.weight", (128, 256), "bfloat16"),)
+
+
+def test_a_drafter_with_a_checkpoint_of_its_own_has_to_be_kept(folders, tmp_path):
+    folder, _ = folders["qwen3"]
+    config = {**json.loads((Path(folder) / "config.json").read_text()), "num_hidden_layers": 1}
+    config |= {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    how = {"method": "eagle", "model": str(tmp_path), "num_speculative_tokens": 1}
+    catalog = Catalog(checkpoint_specs(folder))
+    with rank_of(folder, speculative_config=how) as (config, live, _):
+        model = EngineModel(config, live, CPU)
+        with pytest.raises(Unsupported, match="has a drafter"):
+            model.read(catalog)
+        model.draft = make_model(config, "cpu", config.speculative_config.draft_model_config)
+        with pytest.raises(LayoutError, match="drafter does not take") as error:
+            model.read(catalog)
+        assert "draft.* in keep=" in error.value.violations[-1]
+        model.keep = ("draft.*",)
+        layout = model.read(catalog)
+        kept = {k.root for k in layout.kept if "request" in k.reason}
+        assert "draft.model.fc.weight" in kept and all(root.startswith("draft.") for root in kept)
+        assert {s.root for s in layout.footprint if s.root.startswith("draft.")} == {
+            k.root for k in layout.kept if k.root.startswith("draft.")
+        }

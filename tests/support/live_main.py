@@ -90,12 +90,13 @@ class InLoop:
 
 
 class Synchronous:
-    """An LLM with the same words. `adapter`: folder of a LoRA that every prompt is asked with too."""
+    """An LLM with the same words. `adapter`: folder of a LoRA that every prompt is asked with too. `picture`: the token in
+    a prompt that stands for a picture; it is asked about one as well."""
 
-    def __init__(self, adapter: str = "", **how):
+    def __init__(self, adapter: str = "", picture: int | None = None, **how):
         from vllm import LLM
 
-        self.adapter = adapter
+        self.adapter, self.picture = adapter, picture
         self.engine = LLM(**{**COMMON, **how})
         if how.get("pipeline_parallel_size", 1) > 1:
             # vLLM's CPU worker does not warm up when it is eager, and without any dummy batch a later stage has no
@@ -104,6 +105,16 @@ class Synchronous:
 
     def answers(self) -> list:
         plain = vllm_main.answers(self.engine)
+        if self.picture is not None:
+            from PIL import Image
+
+            seen = [
+                {"image": Image.linear_gradient("L").resize((32, 32)).rotate(turn).convert("RGB")} for turn in (0, 180)
+            ]
+            asked = [{"prompt_token_ids": [20, self.picture, 30], "multi_modal_data": s} for s in seen]
+            pictured = vllm_main.answers(self.engine, asked)
+            assert pictured[0] != pictured[1], "the model does not see its pictures"
+            plain += pictured
         if not self.adapter:
             return plain
         from vllm.lora.request import LoRARequest

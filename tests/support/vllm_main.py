@@ -35,13 +35,14 @@ def start(model: str, load_format: str = "dummy", tp: int = 1, ep: bool = False,
     )
 
 
-def answers(llm, **how) -> list:
+def answers(llm, prompts: list[dict] | None = None, **how) -> list:
     """Greedy tokens and their logprobs, for prompts that are asked again and again, so that the prefix cache has them."""
     from vllm import SamplingParams
 
     greedy = SamplingParams(temperature=0, max_tokens=6, logprobs=1, detokenize=False, ignore_eos=True)
     # One at a time: the batch must not change the rounding.
-    tokens = [llm.generate([{"prompt_token_ids": p}], greedy, use_tqdm=False, **how)[0].outputs[0] for p in PROMPTS]
+    prompts = prompts or [{"prompt_token_ids": p} for p in PROMPTS]
+    tokens = [llm.generate([p], greedy, use_tqdm=False, **how)[0].outputs[0] for p in prompts]
     return [[list(o.token_ids), [d[t].logprob for t, d in zip(o.token_ids, o.logprobs, strict=True)]] for o in tokens]
 
 

@@ -193,7 +193,15 @@ class EngineModel:
         from xfer.engines.meta_model import make_meta_drafter
 
         twin = make_meta_drafter(self.vllm_config)
-        traced = renamed(trace_loader(twin, specs), DRAFT)
+        try:
+            traced = renamed(trace_loader(twin, specs), DRAFT)
+        except LayoutError as e:
+            if _matches(DRAFT, self.keep):  # it has a checkpoint of its own, of which nothing is to be written
+                return twin, Traced((), ())
+            raise LayoutError(
+                f"the loader of this engine's drafter does not take what the trainers export: {e.message}",
+                [*e.violations, f"name {DRAFT}* in keep= if the drafter came from a checkpoint of its own"],
+            ) from e
         shared = {name for name, slot in live.slots.items() if name.startswith(DRAFT) and slot.root not in ("", name)}
         shared = {name for name in shared if not live.slots[name].root.startswith(DRAFT)}
         return twin, without_roots(traced, shared)
