@@ -30,7 +30,7 @@ from xfer.plan.fabric import Fabric, Site
 from xfer.transport.p2p import WAVE_BYTES
 
 BUCKETS = (240, 64)
-"""MiB: what sessions send on GPUs, and on CPUs."""
+"""MiB: what sessions on GPUs send by default, and what they can be told to (bucket_bytes=)."""
 PUBLISHED = {
     "4B DP8 -> DP8": "0.07-0.08",
     "4B DP8 -> TP8": "0.07-0.08",
@@ -51,7 +51,7 @@ FP8 = "refused: quantized engines need scales and layouts that xfer does not mov
 NOT_DONE = {
     "nano-v3 EP8xTP2 -> TP4xDP4": (
         "0.48-0.55",
-        "not declared here (hybrid Mamba); `xfer plan` can trace it, not run at full size",
+        "not declared here (hybrid Mamba), and `xfer plan` refuses it: its config needs code that comes with the checkpoint",
     ),
     "super-v3 EP8xTP8xPP2xDP2 -> TP8xDP2": (
         "1.66-1.94",
@@ -80,7 +80,7 @@ def reports(name: str) -> list[Report]:
     left, right = name.removeprefix(name.split()[0]).split(" -> ")
     out = []
     for bucket in BUCKETS:
-        wave = max(WAVE_BYTES["cuda"], bucket << 20) if bucket == max(BUCKETS) else 0
+        wave = max(WAVE_BYTES["cuda"], bucket << 20)
         plans = make_plans(catalog, sources, takers, site, bucket_bytes=bucket << 20, wave_bytes=wave)
         note = f"Declared layouts, none was traced. Messages of at most {bucket} MiB."
         out.append(make_report(Header(name, left.strip(), right, words, (note,)), catalog, plans, site))
