@@ -207,6 +207,7 @@ def test_a_process_that_is_killed_at_any_moment(world, seed):
     w.say("refit", deadline_s=FAR, min_replicas=1)
     time.sleep(dice.random() * 0.1)
     victim.signal(KILL)
+    assert victim.dead()  # it may have answered before
     left = [i for i, t in enumerate(w.trainers) if t is not victim]
     answers = w.answers(left)
     assert len({a["kind"] for a in answers}) == 1 or victim is w.trainers[0], answers
@@ -216,6 +217,8 @@ def test_a_process_that_is_killed_at_any_moment(world, seed):
             assert a["type"] in ("PeerLost", "EngineLost") and f"trainer {w.trainers.index(victim)}" in a["text"], a
         else:
             assert a["value"]["committed"][1], a
+    if victim in w.replicas[0].workers:
+        until(lambda: not w.replicas[0].controller.value("state")["serves"], 10, "its controller has heard of it")
     no_mix(w)
     if victim in w.replicas[0].workers:
         w.restart(0)

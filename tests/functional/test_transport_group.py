@@ -132,6 +132,18 @@ def test_a_group_that_does_not_fill_up_is_a_deadline():
     assert time.monotonic() - t0 < 5
 
 
+def test_a_link_that_is_being_opened_can_be_given_up():
+    """Who waits inside gloo for a peer that died there is freed by nothing; the rank must not hang with it."""
+    t0, given_up = time.monotonic(), threading.Event()
+    threading.Timer(0.3, given_up.set).start()
+    with pytest.raises(Aborted, match="cancelled"):
+        open_group(MemoryStore(2.0), 0, 2, 2.0, cancelled=given_up.is_set)
+    assert 0.2 < time.monotonic() - t0 < 1.5
+    (left,) = group._Aside.left
+    left.join(20.0)  # the thread that was left behind ends by itself
+    assert not left.is_alive() and not group._Aside.left
+
+
 def test_a_store_that_raises_passes_its_error_on():
     class Broken(MemoryStore):
         def wait(self, keys, timeout: timedelta | None = None):

@@ -270,7 +270,9 @@ class Lane:
         try:
             link = self._link
             if ways.wired and (link is None or isinstance(link, routes.NoLink)):
-                link = routes.open_link(store, rank, size, self._deadline_s, device, self.labels)
+                link = routes.open_link(
+                    store, rank, size, self._deadline_s, device, self.labels, lambda: self._cancelled is not None
+                )
             with self._lock:
                 self._link = link = link or routes.NoLink(rank, size, device, self.labels)
             self._check()

@@ -8,6 +8,8 @@ Facts of gloo that shape this file (seen on torch 2.13, each pinned by a test):
 - A wait that expires closes all connections of the group. So there is no polling by short waits: a wait gets all the
   time that is left, and `abort` is one deliberate 1 ms wait for a message that nobody sends.
 - `ProcessGroup.abort()` does not free a blocked `recv().wait()`; that deliberate wait does, in milliseconds.
+- Nothing frees a thread that is inside the constructor of a group, where it waits for a peer that has published its
+  address and died. So groups are made on a thread of their own, which is left alone when the caller is cancelled.
 - A connection is closed under the lock under which its bytes are read, so when `abort` has returned no byte of a
   message that was posted before can arrive any more. This is what makes receiving straight into live storage safe.
 - Collectives on tensors that are not contiguous deliver wrong bytes without an error. Hence `bytes_of`.
@@ -15,9 +17,10 @@ Facts of gloo that shape this file (seen on torch 2.13, each pinned by a test):
 
 from __future__ import annotations
 
+import atexit
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Protocol
 
@@ -31,6 +34,8 @@ Outgoing = tuple[torch.Tensor, int, int]
 
 _POISON_TAG = 0x7FFFFF01
 _TICK = timedelta(milliseconds=1)
+_EXIT_S = 5.0
+"""Seconds that threads left alone have to end when the interpreter does: coming back from C++ later would end it badly."""
 _EXPIRED, _CLOSED_HERE = "Timed out", "Application timeout caused pair closure"
 
 
@@ -102,10 +107,12 @@ def open_group(
     timeout: float,
     device: torch.device | str = "cpu",
     labels: Sequence[str] = (),
+    cancelled: Callable[[], bool] = lambda: False,
 ) -> Link:
     """Joins `size` ranks that meet at `store` (one prefix per group) within `timeout` seconds.
 
-    labels: names of the ranks for errors, e.g. "trainer 2", "engine 0 worker 1". DeadlineExceeded when not all came.
+    labels: names of the ranks for errors, e.g. "trainer 2", "engine 0 worker 1". cancelled: asked while waiting, and
+    Aborted raised once it says so. DeadlineExceeded when not all came.
     """
     names = tuple(labels) or tuple(f"rank {i}" for i in range(size))
     if not 0 <= rank < size or len(names) != size:
@@ -114,8 +121,8 @@ def open_group(
     if device.type == "cuda":
         from xfer.transport.nccl import NcclLink
 
-        return NcclLink(store, rank, size, timeout, device, names)
-    return GlooLink(store, rank, size, timeout, names)
+        return NcclLink(store, rank, size, timeout, device, names, cancelled)
+    return GlooLink(store, rank, size, timeout, names, cancelled)
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -125,12 +132,57 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().view(-1).view(torch.uint8)
 
 
+class _Aside:
+    """A call that nothing can free, on a thread of its own. It touches no byte of a model, so it may be left behind."""
+
+    left: set[threading.Thread] = set()
+
+    def __init__(self, call: Callable[[], object]):
+        self._call, self._over = call, threading.Event()
+        self._value: object = None
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="xfer-open-link", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._value = self._call()
+        except BaseException as e:
+            self._error = e
+        self._over.set()
+        _Aside.left.discard(self._thread)
+
+    def result(self, cancelled: Callable[[], bool], where: str) -> object:
+        while not self._over.wait(0.05):
+            if cancelled():
+                _Aside.left.add(self._thread)
+                raise Aborted("cancelled while the link was being opened", where=where)
+        if self._error is not None:
+            raise self._error
+        return self._value
+
+
+@atexit.register
+def _end_asides() -> None:
+    until = time.monotonic() + _EXIT_S
+    for thread in list(_Aside.left):
+        thread.join(max(0.0, until - time.monotonic()))
+
+
 class GlooLink(Link):
     """See `Link`. Connections between all pairs exist when the constructor returns."""
 
     grouped = False
 
-    def __init__(self, store: Store, rank: int, size: int, timeout: float, labels: tuple[str, ...]):
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        timeout: float,
+        labels: tuple[str, ...],
+        cancelled: Callable[[], bool] = lambda: False,
+    ):
         self.rank, self.size, self.labels, self.device = rank, size, labels, torch.device("cpu")
         self._aborted = threading.Event()
         self._lock = threading.Lock()
@@ -140,7 +192,8 @@ class GlooLink(Link):
         from torch.distributed import ProcessGroupGloo
 
         try:
-            self._pg = ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout))
+            make = _Aside(lambda: ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout)))
+            self._pg = make.result(cancelled, labels[rank])
         except XferError:
             raise
         except RuntimeError as e:

@@ -37,7 +37,14 @@ class NcclLink(Link):
     grouped = True
 
     def __init__(
-        self, store: Store, rank: int, size: int, timeout: float, device: torch.device, labels: tuple[str, ...]
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        timeout: float,
+        device: torch.device,
+        labels: tuple[str, ...],
+        cancelled: Callable[[], bool] = lambda: False,
     ):
         self.rank, self.size, self.labels, self.device = rank, size, labels, device
         self._aborted = threading.Event()
@@ -59,7 +66,7 @@ class NcclLink(Link):
             self._pg.eager_connect_single_device(device)
             self.broadcast(torch.zeros(1, dtype=torch.uint8, device=device), 0, time.monotonic() + timeout)
 
-        error = _within(timeout, connect)
+        error = _within(timeout, connect, cancelled)
         if error is None:
             return
         self.abort()
@@ -199,8 +206,10 @@ def _quiet() -> Iterator[None]:
                 os.environ.pop(k) if v is None else os.environ.__setitem__(k, v)
 
 
-def _within(seconds: float, call: Callable[[], None]) -> BaseException | None:
-    """`call` in a thread, since it may not come back. None when it did, else its error, or TimeoutError."""
+def _within(
+    seconds: float, call: Callable[[], None], cancelled: Callable[[], bool] = lambda: False
+) -> BaseException | None:
+    """`call` in a thread, since it may not come back. None when it did, else its error, TimeoutError or Aborted."""
     raised: list[BaseException] = []
 
     def run() -> None:
@@ -211,7 +220,11 @@ def _within(seconds: float, call: Callable[[], None]) -> BaseException | None:
 
     thread = threading.Thread(target=run, name="xfer-nccl", daemon=True)
     thread.start()
-    thread.join(seconds)
-    if thread.is_alive():
-        return TimeoutError("no answer in time")
+    until = time.monotonic() + seconds
+    while thread.is_alive():
+        if cancelled():
+            return Aborted("cancelled while the link was being opened")
+        if time.monotonic() >= until:
+            return TimeoutError("no answer in time")
+        thread.join(min(0.05, max(0.0, until - time.monotonic())))
     return raised[0] if raised else None

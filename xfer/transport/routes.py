@@ -199,7 +199,15 @@ class Routed:
             self.mapping.close()
 
 
-def open_link(store, rank: int, size: int, seconds: float, device: torch.device, labels: Sequence[str]) -> Link:
+def open_link(
+    store,
+    rank: int,
+    size: int,
+    seconds: float,
+    device: torch.device,
+    labels: Sequence[str],
+    cancelled: Callable[[], bool] = lambda: False,
+) -> Link:
     """Collective. gloo on the CPU, NCCL on CUDA. Unsupported, on all ranks, where ranks share a GPU: NCCL would refuse
     to meet there, and does not say so everywhere."""
     if device.type == "cuda":
@@ -212,7 +220,7 @@ def open_link(store, rank: int, size: int, seconds: float, device: torch.device,
                 ["give every rank a GPU of its own, or memory that can be exported (no expandable segments)"],
                 where=labels[rank],
             )
-    return open_group(store, rank, size, seconds, device, labels)
+    return open_group(store, rank, size, seconds, device, labels, cancelled)
 
 
 @dataclass(frozen=True, slots=True)
