@@ -62,10 +62,11 @@ class PlanCache:
         except OSError:
             return None
         head = len(_MAGIC) + 32
-        if data[: len(_MAGIC)] != _MAGIC or data[len(_MAGIC) : head] != col.digest([data[head:]]).encode():
+        body = memoryview(data)[head:]  # tens of megabytes a replica: looked at where they lie
+        if data[: len(_MAGIC)] != _MAGIC or data[len(_MAGIC) : head] != col.digest([body]).encode():
             return None
         try:
-            plan = SubPlan.from_bytes(data[head:])
+            plan = SubPlan.from_bytes(body, whole=True)
         except ProtocolError:  # of another version of the planner
             return None
         if plan.key != key:

@@ -48,15 +48,15 @@ def in_range(array: np.ndarray, low: int, high: int, what: str) -> None:
         )
 
 
-def size_checked(data: bytes, what: str) -> bytes:
+def size_checked(data: bytes | memoryview, what: str) -> bytes | memoryview:
     if not isinstance(data, (bytes, bytearray, memoryview)):
         raise ProtocolError(f"{what}: {type(data).__name__} where bytes were expected")
     if len(data) > MAX_BYTES:
         raise ProtocolError(f"{what}: {len(data)} bytes, more than {MAX_BYTES}")
-    return bytes(data)
+    return data if isinstance(data, memoryview) and data.readonly else bytes(data)
 
 
-def digest(parts: Iterable[bytes | str | np.ndarray]) -> str:
+def digest(parts: Iterable[bytes | memoryview | str | np.ndarray]) -> str:
     """blake2b-128 over the parts, each with its length in front: moving a byte from one part to the next changes the
     digest.
     """

@@ -234,8 +234,10 @@ class SubPlan:
         )
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> SubPlan:
-        """ProtocolError unless `data` is what `to_bytes` of this version wrote, whole and unchanged."""
+    def from_bytes(cls, data: bytes | memoryview, *, whole: bool = False) -> SubPlan:
+        """ProtocolError unless `data` is what `to_bytes` of this version wrote, whole and unchanged. The tables are views
+        of it. `whole`: the caller has compared a digest of `data`, so the plan's own is taken from it, not computed.
+        """
         try:
             w = _wire.decode(col.size_checked(data, "sub-plan"))
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as e:
@@ -255,6 +257,7 @@ class SubPlan:
         plan = cls(
             w.key, w.trainers, w.workers, w.waves, w.message_bytes, w.align_bytes,
             Stack(sources, tables.source_first), Stack(takers, tables.taker_first), tables, w.summary,
+            w.digest if whole else "",
         )  # fmt: skip
         if plan.digest != w.digest:
             raise ProtocolError(f"sub-plan: content has digest {plan.digest}, its header says {w.digest}")
@@ -264,7 +267,7 @@ class SubPlan:
 class _Coded(msgspec.Struct, forbid_unknown_fields=True, array_like=True):
     rows: int
     width: int
-    data: bytes
+    data: memoryview  # not copied when decoded
 
 
 class _Wire(msgspec.Struct, forbid_unknown_fields=True, array_like=True):
