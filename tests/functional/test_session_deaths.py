@@ -216,7 +216,10 @@ def test_a_process_that_is_killed_at_any_moment(world, seed):
         if a["kind"] == "raised":
             assert a["type"] in ("PeerLost", "EngineLost") and f"trainer {w.trainers.index(victim)}" in a["text"], a
         else:
-            assert a["value"]["committed"][1], a
+            committed, errors = a["value"]["committed"], a["value"]["errors"]
+            name = f"trainer {w.trainers.index(victim)}" if victim in w.trainers else "replica 0"
+            assert any(committed) and all(c or name in e for c, e in zip(committed, errors)), a
+            assert committed[1] or victim in w.trainers, a  # of a trainer's death each replica hears when it happens
     if victim in w.replicas[0].workers:
         until(lambda: not w.replicas[0].controller.value("state")["serves"], 10, "its controller has heard of it")
     no_mix(w)
