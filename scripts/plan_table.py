@@ -77,13 +77,13 @@ def reports(name: str) -> list[Report]:
     fabric = Fabric.uniform(hosts, HOST, nvlink=NVLINK, nic=NIC, local=LOCAL)
     site = Site.packed(fabric, of.world, replicas, workers)
     words = f"hosts of {HOST} GPUs, NVLink {NVLINK / 1e9:g} GB/s, a NIC of {NIC / 1e9:g} GB/s per GPU"
-    left, right = name.removeprefix(name.split()[0]).split(" -> ")
+    left, right = name.split(" -> ")
     out = []
     for bucket in BUCKETS:
         wave = max(WAVE_BYTES["cuda"], bucket << 20)
         plans = make_plans(catalog, sources, takers, site, bucket_bytes=bucket << 20, wave_bytes=wave)
         note = f"Declared layouts, none was traced. Messages of at most {bucket} MiB."
-        out.append(make_report(Header(name, left.strip(), right, words, (note,)), catalog, plans, site))
+        out.append(make_report(Header(name, left.split()[-1], right, words, (note,)), catalog, plans, site))
     return out
 
 
