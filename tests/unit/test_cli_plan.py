@@ -451,3 +451,33 @@ def test_a_process_that_dies_is_an_error_with_its_last_words(tmp_path):
     with pytest.raises(XferError, match="ended with code 7") as e:
         tracer._trace(Task("trainer", 0, CONFIG, {"world": 2}, [], {}), [0, 1], None)
     assert "the reason" in e.value.violations
+
+
+FAKE = """
+import json, pathlib, sys, time
+import msgspec
+job = pathlib.Path(sys.argv[4])
+task = msgspec.msgpack.decode(job.read_bytes())
+time.sleep(task["number"])
+for rank in task["ranks"]:
+    (job.parent / f"engine.{rank}").write_bytes(pathlib.Path(sys.argv[1], str(rank)).read_bytes())
+    print(json.dumps({"rank": rank}), flush=True)
+print("chatter", flush=True)
+print(json.dumps({"done": True}), flush=True)
+"""
+
+
+def test_processes_share_the_ranks_and_may_end_one_before_the_other(tmp_path):
+    catalog, _, takers, _ = job(workers=4)
+    for i in takers:
+        (tmp_path / str(i.rank)).write_bytes(i.to_bytes())
+    (tmp_path / "fake.py").write_text(FAKE)
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} {tmp_path}/fake.py {tmp_path} "$1" "$3" "$4"\n')
+    python.chmod(0o755)
+    said = []
+    tracer = Tracer({}, jobs=3, progress=lambda side, done, of: said.append((side, done, of)))
+    tracer._found = {"engine": str(python)}
+    found = tracer._trace(Task("engine", 0, CONFIG, {"tp": 4}, [], {}), [0, 1, 2, 3], catalog)
+    assert found[0] == catalog and [i.content() for i in found[1]] == [i.content() for i in takers]
+    assert said == [("engine", n, 4) for n in (1, 2, 3, 4)]

@@ -154,7 +154,9 @@ class Tracer:
             while waiting:
                 number, line = said.get()
                 if line is None:
-                    raise children[number].ended()
+                    if number in waiting:
+                        raise children[number].ended()
+                    continue  # one that is done may end before the others
                 if "error" in line:
                     raise from_wire(*line["error"])
                 if "rank" in line:
