@@ -227,8 +227,8 @@ def _torch_dispatch(self: Watch, func, types, args=(), kwargs=None):
         return self.dispatch(func, args, kwargs or {})
 
 
-# Set afterwards, since what a class body calls by this name torch wraps, to keep Dynamo out, two more calls for each operator of a
-# trace. Nothing is compiled here without it either: code that is compiled runs eagerly under such a mode.
+# Set afterwards, since what a class body calls by this name torch wraps, to keep Dynamo out: two more calls for each
+# operator of a trace. Nothing is compiled here without it either: code that is compiled runs eagerly under such a mode.
 Watch.__torch_dispatch__ = _torch_dispatch
 
 
