@@ -7,7 +7,7 @@ holders. A piece is the intersection of an atom and a wanted box. Ranks with equ
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,6 +15,12 @@ import numpy as np
 from xfer.mesh.box import Box
 from xfer.plan.program import MAX_DIMS
 from xfer.plan.table import FragmentTable
+
+FEW = 256
+"""Comparisons of boxes of one tensor up to which all such tensors are compared together; for more, one broadcast per tensor
+is cheaper, as it skips the dims that all boxes span."""
+AT_ONCE = 1 << 20
+"""Comparisons of boxes made together, which bounds their memory."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -91,7 +97,13 @@ def intersect(atoms: Atoms, wanted: Stack) -> Pieces:
     low, high = np.searchsorted(atoms.tensor, names, "left"), np.searchsorted(atoms.tensor, names, "right")
     hits_a, hits_w = [], []
     a_end, w_end = atoms.origin + atoms.extent, w.origin + w.extent
-    for i in range(len(names)):
+    few = (high - low) * (stop - start) <= FEW
+    wants = by_tensor[np.repeat(few, stop - start)]
+    for want, atom in _all_pairs(wants, *_of_rows(few, stop - start, high - low, low)):
+        meet = _meeting(atoms.origin, a_end, atom, w.origin, w_end, want)
+        hits_w.append(want[meet])
+        hits_a.append(atom[meet])
+    for i in np.flatnonzero(~few):
         rows = by_tensor[start[i] : stop[i]]
         a = slice(low[i], high[i])
         step = max(1, (1 << 22) // max(1, high[i] - low[i]))  # bounds the memory of one comparison
@@ -119,6 +131,32 @@ def intersect(atoms: Atoms, wanted: Stack) -> Pieces:
     origin = np.maximum(atoms.origin[atom], w.origin[want])
     extent = np.minimum(a_end[atom], w_end[want]) - origin
     return Pieces(atom, want, origin, extent)
+
+
+def _of_rows(some: np.ndarray, rows: np.ndarray, *values: np.ndarray) -> Iterator[np.ndarray]:
+    """Values per tensor as values per row, of the tensors in `some` (bool); `rows`: how many rows each has."""
+    return (np.repeat(v[some], rows[some]) for v in values)
+
+
+def _all_pairs(rows: np.ndarray, many: np.ndarray, first: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """(row, partner) of each `rows[i]` with first[i] ... first[i] + many[i] - 1, in portions of about AT_ONCE pairs."""
+    cuts = np.flatnonzero(np.diff(np.cumsum(many) // AT_ONCE, prepend=0)) if len(many) else []
+    for portion in np.split(np.arange(len(rows)), cuts):
+        n = many[portion]
+        at = np.arange(n.sum()) - np.repeat(np.cumsum(n) - n, n)
+        yield np.repeat(rows[portion], n), np.repeat(first[portion], n) + at
+
+
+def _meeting(
+    a_origin: np.ndarray, a_end: np.ndarray, a: np.ndarray, b_origin: np.ndarray, b_end: np.ndarray, b: np.ndarray
+) -> np.ndarray:
+    """Whether box a[p] shares an element with box b[p]. bool [P]."""
+    meet = np.ones(len(a), bool)
+    for d in range(MAX_DIMS):
+        unused = all((o[:, d] == 0).all() and (e[:, d] == 1).all() for o, e in ((a_origin, a_end), (b_origin, b_end)))
+        if not unused:
+            meet &= (a_origin[a, d] < b_end[b, d]) & (b_origin[b, d] < a_end[a, d])
+    return meet
 
 
 def missing(pieces: Pieces, wanted: Stack) -> list[tuple[int, list[Box]]]:
@@ -174,7 +212,11 @@ def _clashing(tensor: np.ndarray, origin: np.ndarray, extent: np.ndarray) -> np.
     out = np.zeros(len(tensor), bool)
     names, start, count = np.unique(tensor, return_index=True, return_counts=True)
     end = origin + extent
-    for s, n in zip(start[count > 1], count[count > 1]):
+    few = (count > 1) & (count * count <= FEW)
+    for a, b in _all_pairs(np.flatnonzero(np.repeat(few, count)), *_of_rows(few, count, count, start)):
+        meet = _meeting(origin, end, a, origin, end, b)
+        out |= np.bincount(a[meet], minlength=len(tensor)) > 1  # a box always meets itself
+    for s, n in zip(start[(count > 1) & ~few], count[(count > 1) & ~few]):
         mine = slice(s, s + n)
         varies = [
             d for d in range(MAX_DIMS) if (origin[mine, d] != origin[s, d]).any() or (end[mine, d] != end[s, d]).any()
