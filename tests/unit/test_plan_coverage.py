@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from dataclasses import replace
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from tests.support.plan_worlds import places, worlds
 from xfer.errors import CoverageError, Unsupported
 from xfer.mesh.box import Box, whole
+from xfer.plan import intersect as intersect_module
 from xfer.plan import intervals as iv
 from xfer.plan.coverage import cast_kind
 from xfer.plan.intersect import Stack, cut_box, find_atoms, intersect, missing
@@ -232,6 +234,25 @@ def test_cut_boxes_are_the_range_in_order(extent, data):
     got = [number[tuple(slice(o, o + e) for o, e in zip(x.origin, x.extent))].reshape(-1) for x in boxes]
     assert np.array_equal(np.concatenate([np.zeros(0, int), *got]), np.arange(a, b))
     assert len(boxes) <= 2 * len(extent) - 1
+
+
+COLUMNS = ("tensor", "origin", "extent", "signature", "hold_first", "hold_row")
+PIECES = ("atom", "want", "origin", "extent")
+
+
+@given(worlds())
+@quick
+def test_boxes_compared_together_or_tensor_by_tensor_meet_alike(world):
+    """Which of the two ways a tensor goes, and in which portions, is a matter of speed."""
+    stack, wants = Stack.of([i.table for i in world.sources()]), Stack.of([i.table for i in world.takers()])
+    found = []
+    for few, at_once in ((0, 1 << 20), (1 << 30, 1 << 20), (1 << 30, 3), (6, 5)):
+        with patch.multiple(intersect_module, FEW=few, AT_ONCE=at_once):
+            atoms = find_atoms(stack)
+            pieces = intersect(atoms, wants)
+        found.append([*(getattr(atoms, n) for n in COLUMNS), *(getattr(pieces, n) for n in PIECES)])
+    for other in found[1:]:
+        assert all(np.array_equal(a, b) for a, b in zip(found[0], other))
 
 
 @given(worlds())
