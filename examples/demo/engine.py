@@ -54,6 +54,7 @@ def main() -> None:
     controller = xfer.serve(llm, rendezvous=args.rendezvous, token=os.environ["XFER_TOKEN"])
     controller.wait_ready()
     emit("ready")
+    controller.wait_version(timeout_s=600)  # it was started on random weights, which are not served
     finished = threading.Event()
     threading.Thread(target=lambda: (sys.stdin.readline(), finished.set()), daemon=True).start()
     while not finished.is_set():
