@@ -139,9 +139,9 @@ def test_a_link_that_is_being_opened_can_be_given_up():
     with pytest.raises(Aborted, match="cancelled"):
         open_group(MemoryStore(2.0), 0, 2, 2.0, cancelled=given_up.is_set)
     assert 0.2 < time.monotonic() - t0 < 1.5
-    (left,) = group._Aside.left
+    (left,) = group.Aside.left
     left.join(20.0)  # the thread that was left behind ends by itself
-    assert not left.is_alive() and not group._Aside.left
+    assert not left.is_alive() and not group.Aside.left
 
 
 def test_a_store_that_raises_passes_its_error_on():

@@ -209,6 +209,3 @@ def test_a_directory_that_cannot_be_written_is_no_error(tmp_path):
     (tmp_path / "file").write_text("")
     cache = PlanCache(tmp_path / "file")
     assert not cache.put(PLAN) and cache.plan(CATALOG, [SOURCE], [TAKER]).digest == PLAN.digest
-
-
-# ---- bindings

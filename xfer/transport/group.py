@@ -132,40 +132,48 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().view(-1).view(torch.uint8)
 
 
-class _Aside:
-    """A call that nothing can free, on a thread of its own. It touches no byte of a model, so it may be left behind."""
+class Aside:
+    """A call that nothing can free, on a thread of its own. It touches no byte of a model, so it may be left behind.
+    `value`: what it gave."""
 
     left: set[threading.Thread] = set()
 
     def __init__(self, call: Callable[[], object]):
+        self.value: object = None
         self._call, self._over = call, threading.Event()
-        self._value: object = None
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="xfer-open-link", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="xfer-link", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
         try:
-            self._value = self._call()
+            self.value = self._call()
         except BaseException as e:
             self._error = e
         self._over.set()
-        _Aside.left.discard(self._thread)
+        Aside.left.discard(self._thread)
 
-    def result(self, cancelled: Callable[[], bool], where: str) -> object:
-        while not self._over.wait(0.05):
+    def wait(
+        self, seconds: float, cancelled: Callable[[], bool] = lambda: False, where: str = ""
+    ) -> BaseException | None:
+        """None when it came back, else its error; TimeoutError or Aborted when it was left behind."""
+        until = time.monotonic() + seconds
+        while not self._over.wait(min(0.05, max(0.0, until - time.monotonic()))):
             if cancelled():
-                _Aside.left.add(self._thread)
-                raise Aborted("cancelled while the link was being opened", where=where)
-        if self._error is not None:
-            raise self._error
-        return self._value
+                gave_up = Aborted("cancelled while the link was being opened", where=where)
+            elif time.monotonic() >= until:
+                gave_up = TimeoutError("no answer in time")
+            else:
+                continue
+            Aside.left.add(self._thread)
+            return gave_up
+        return self._error
 
 
 @atexit.register
 def _end_asides() -> None:
     until = time.monotonic() + _EXIT_S
-    for thread in list(_Aside.left):
+    for thread in list(Aside.left):
         thread.join(max(0.0, until - time.monotonic()))
 
 
@@ -192,12 +200,15 @@ class GlooLink(Link):
         from torch.distributed import ProcessGroupGloo
 
         try:
-            make = _Aside(lambda: ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout)))
-            self._pg = make.result(cancelled, labels[rank])
+            make = Aside(lambda: ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout)))
+            # gloo has the timeout for each of its waits, and so comes first.
+            if (error := make.wait(3 * timeout, cancelled, labels[rank])) is not None:
+                raise error
+            self._pg = make.value
         except XferError:
             raise
-        except RuntimeError as e:
-            late = "imed out" in str(e) or "imeout" in str(e)
+        except (RuntimeError, TimeoutError) as e:
+            late = isinstance(e, TimeoutError) or "imed out" in str(e) or "imeout" in str(e)
             kind = DeadlineExceeded if late else PeerLost
             raise kind(
                 f"not all of {size} ranks opened the link within {timeout:g} s: {_first_line(e)}", where=labels[rank]

@@ -18,7 +18,7 @@ import torch
 from torch.distributed import Store
 
 from xfer.errors import DeadlineExceeded, PeerLost, XferError
-from xfer.transport.group import Aborted, Link, Outgoing, Pending, bytes_of
+from xfer.transport.group import Aborted, Aside, Link, Outgoing, Pending, bytes_of
 
 _QUIET = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # a watchdog that sees an error leaves the process alone
@@ -66,7 +66,7 @@ class NcclLink(Link):
             self._pg.eager_connect_single_device(device)
             self.broadcast(torch.zeros(1, dtype=torch.uint8, device=device), 0, time.monotonic() + timeout)
 
-        error = _within(timeout, connect, cancelled)
+        error = Aside(connect).wait(timeout, cancelled)
         if error is None:
             return
         self.abort()
@@ -99,7 +99,7 @@ class NcclLink(Link):
                 self.finish(until)
 
         torch.cuda.synchronize(self.device)
-        error = _within(self._timeout, meet)
+        error = Aside(meet).wait(self._timeout)
         if error is not None:
             self.abort()
             if isinstance(error, XferError):
@@ -156,7 +156,7 @@ class NcclLink(Link):
         self._aborted.set()
         pg, self._pg = self._pg, None
         if pg is not None:
-            _within(_ABORT_S, pg.abort)
+            Aside(pg.abort).wait(_ABORT_S)
 
     def close(self) -> None:
         self.abort()
@@ -204,27 +204,3 @@ def _quiet() -> Iterator[None]:
         finally:
             for k, v in before.items():
                 os.environ.pop(k) if v is None else os.environ.__setitem__(k, v)
-
-
-def _within(
-    seconds: float, call: Callable[[], None], cancelled: Callable[[], bool] = lambda: False
-) -> BaseException | None:
-    """`call` in a thread, since it may not come back. None when it did, else its error, TimeoutError or Aborted."""
-    raised: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            call()
-        except BaseException as e:
-            raised.append(e)
-
-    thread = threading.Thread(target=run, name="xfer-nccl", daemon=True)
-    thread.start()
-    until = time.monotonic() + seconds
-    while thread.is_alive():
-        if cancelled():
-            return Aborted("cancelled while the link was being opened")
-        if time.monotonic() >= until:
-            return TimeoutError("no answer in time")
-        thread.join(min(0.05, max(0.0, until - time.monotonic())))
-    return raised[0] if raised else None
