@@ -19,7 +19,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from queue import Queue
+from queue import Empty, Queue
 from threading import Thread
 from typing import Any
 
@@ -27,7 +27,7 @@ import msgspec
 
 from xfer.cli.describe import EngineSide, TrainerSide
 from xfer.cli.trace_child import FRAMEWORKS, Task, Traced
-from xfer.errors import ProtocolError, XferError, from_wire
+from xfer.errors import DeadlineExceeded, ProtocolError, XferError, from_wire
 from xfer.mesh.parallel import EngineParallel, TrainerParallel
 from xfer.plan.inventory import Inventory
 from xfer.trace.catalog import Catalog
@@ -56,6 +56,8 @@ sys.exit(main(sys.argv[2:]))
 """
 """Both sides run this very xfer, whatever is installed beside the framework; nothing else of this environment is shown
 to that Python, whose packages have other versions, and nothing of the current folder, which may be a framework's checkout."""
+SILENCE_S = 1800.0
+"""Seconds that a side's processes may take for their next word: they speak after each rank, and the largest takes minutes."""
 KEPT_FILES, KEPT_BYTES = 64, 2 << 30
 _MAGIC = b"xferside\x01"
 
@@ -152,7 +154,15 @@ class Tracer:
             done = 0
             waiting = set(range(len(children)))
             while waiting:
-                number, line = said.get()
+                try:
+                    number, line = said.get(timeout=SILENCE_S)
+                except Empty:
+                    raise DeadlineExceeded(
+                        f"the {task.side}'s ranks are not traced: no word for {SILENCE_S:.0f} s",
+                        [
+                            f"{done} of {len(firsts)} are done; does the framework of {self._found[task.side]} start at all?"
+                        ],
+                    ) from None
                 if line is None:
                     if number in waiting:
                         raise children[number].ended()
@@ -171,7 +181,8 @@ class Tracer:
                             c.say(catalog=str(work / "catalog"))
                 if "done" in line:
                     waiting.discard(number)
-            assert catalog is not None  # by the protocol above
+            if catalog is None:
+                raise ProtocolError(f"the {task.side}'s processes were done before they had said what they export")
             return catalog, [Inventory.from_bytes((work / f"{task.side}.{r}").read_bytes()) for r in firsts]
 
     # ---- on disk
@@ -270,7 +281,9 @@ class _Child:
             self._process.stdin.flush()
 
     def ended(self) -> XferError:
-        code = self._process.wait()
+        with suppress(subprocess.TimeoutExpired):  # it has closed its voice, and so is as good as gone
+            self._process.wait(10)
+        code = self._process.poll()
         tail = self._log.read_text(errors="replace").splitlines()[-12:]
         return XferError(
             f"the process that traces the {self._task.side}'s ranks ended with code {code} before it was done",
