@@ -16,12 +16,17 @@ from tests.support.world import TOKEN, ToyEngine, ToyLayout, ToySource, ToyTaker
 from xfer import errors as e
 from xfer.plan.inventory import trainer_inventory
 from xfer.session import door
+from xfer.session import messages as m
+from xfer.session.hub import Hub
+from xfer.session.lane import Lane
 from xfer.session.party import Party
+from xfer.session.roster import HubOptions
 from xfer.session.trainer import TrainerSession
 from xfer.testing.ports import free_port
 from xfer.trace.catalog import Catalog
 from xfer.trace.fragment import Fragment, TensorSpec
 from xfer.trace.traced import Traced
+from xfer.transport.group import GlooLink
 from xfer.transport.p2p import P2P
 
 
@@ -365,3 +370,71 @@ def test_lanes_that_plan_their_first_replicas_at_once_do_not_crash_the_process()
     """
     command = [sys.executable, "-c", textwrap.dedent(code), made.to_bytes().hex()]
     assert subprocess.run(command, timeout=120).returncode == 0
+
+
+@pytest.mark.parametrize("seconds", [0.5, 1.5, 3.0])
+def test_who_still_reads_its_layout_while_trainer_0_refuses_hears_why(seconds):
+    """It found the connection closed when it wanted to say what it had read, and raised that."""
+    w = World(trainers=2)
+    w.rendezvous, w.sessions = f"tcp://127.0.0.1:{free_port()}", [None] * 2
+    w.sources = [ToySource(i, 2) for i in range(2)]
+    read = w.sources[1].read
+
+    def refuse():
+        raise e.Unsupported("layer 1 cannot be read")
+
+    def take_long():
+        time.sleep(seconds)
+        return read()
+
+    w.sources[0].read, w.sources[1].read = refuse, take_long
+
+    def come(i):
+        try:
+            w._connect_one(i)
+        finally:
+            w.sessions[i].close()
+
+    began = time.monotonic()
+    failed(w.on_all(come), e.Unsupported, w, 10, began, "layer 1 cannot be read")
+
+
+def test_what_the_hub_said_last_arrives_though_it_has_not_read_what_it_was_sent():
+    """A socket that is closed with bytes unread takes back what the other side has not read of its own."""
+    w = World(trainers=2)
+    w.rendezvous = f"tcp://127.0.0.1:{free_port()}"
+    hub = Hub(w.rendezvous, TOKEN, HubOptions(2, 1, 20.0, 4096))
+    one = Party(w.rendezvous, TOKEN, "trainer", index=0, size=2, deadline_s=10.0)
+    other = Party(w.rendezvous, TOKEN, "trainer", index=1, size=2, deadline_s=10.0)
+    one.send(m.Failed(m.WireError.of(e.Unsupported("layer 1 cannot be read"), "trainer 0")))
+    with pytest.raises(e.Unsupported, match="layer 1 cannot be read"):
+        for i in range(100):
+            if i == 3:
+                threading.Thread(target=hub.close).start()
+            other.send(m.Specs(b"x" * 1_000_000))
+            time.sleep(0.02)
+    one.close()
+    other.close()
+
+
+def test_no_thread_is_inside_a_link_when_close_has_returned(monkeypatch):
+    """A trainer died by std::terminate at its end: the hub takes leave by closing, the thread that read that freed the
+    lane's link, in C++, and came back when the interpreter was gone."""
+    inside, abort = [], GlooLink.abort
+
+    def slow(link):
+        name = threading.current_thread().name
+        inside.append(name)
+        time.sleep(1.0 if name.startswith("xfer-read") else 0.0)
+        abort(link)
+        inside.remove(name)
+
+    stop = Lane.stop
+    monkeypatch.setattr(GlooLink, "abort", slow)
+    monkeypatch.setattr(Lane, "stop", lambda lane: (time.sleep(0.3), stop(lane)))  # so that the hub has answered before
+    w = World().connect()
+    good(w.refit(1))
+    w.sessions[1].close()
+    assert inside == []
+    w.close()
+    assert inside == []

@@ -10,6 +10,7 @@ on a trusted network, as one does for NCCL anyway.
 
 from __future__ import annotations
 
+import atexit
 import errno
 import hashlib
 import hmac
@@ -20,6 +21,7 @@ import socket
 import struct
 import threading
 import time
+import weakref
 from collections.abc import Callable
 
 from xfer.errors import DeadlineExceeded, HandshakeError, PeerLost, ProtocolError
@@ -31,6 +33,8 @@ HANDSHAKE_S = 20.0
 """Seconds that either side may take for the challenge."""
 SEND_S = 120.0
 """Seconds that one frame may take to leave; a peer that does not read for so long counts as lost."""
+EXIT_S = 5.0
+"""Seconds that a reader has to end once its connection is closed."""
 
 
 def _proof(token: str, side: bytes, first: bytes, second: bytes) -> bytes:
@@ -130,11 +134,25 @@ class Channel:
             on_close(reason)
 
         self._reader = threading.Thread(target=read, name=f"xfer-read-{self.label}", daemon=True)
+        _reading.add(self)
         self._reader.start()
 
     @property
     def closed(self) -> bool:
         return self._closed.is_set()
+
+    def join(self, seconds: float) -> None:
+        """Of a closed connection: until `on_close` has returned, unless that is who asks."""
+        if self._reader is not None and self._reader is not threading.current_thread():
+            self._reader.join(max(0.0, seconds))
+
+    def hang_up(self) -> None:
+        """Nothing more comes from here. What was sent still arrives, which `close` cannot promise: where bytes of the
+        other side lie unread, the kernel takes back what that side has not read yet."""
+        try:
+            self._sock.shutdown(socket.SHUT_WR)
+        except OSError:
+            pass
 
     def _wait(self, write: bool, until: float | None) -> None:
         while not self._closed.is_set():
@@ -196,6 +214,21 @@ class Channel:
             except OSError:
                 pass
             self._sock.close()
+
+
+_reading: weakref.WeakSet[Channel] = weakref.WeakSet()
+
+
+@atexit.register
+def _stop_reading() -> None:
+    """At its connection's end a reader frees lanes, in gloo's C++. It may not come back from there into an interpreter
+    that is gone: std::terminate would be the process' end."""
+    channels = list(_reading)
+    for channel in channels:
+        channel.close()
+    until = time.monotonic() + EXIT_S
+    for channel in channels:
+        channel.join(until - time.monotonic())
 
 
 def parse_address(rendezvous: str) -> tuple[str, int]:

@@ -21,7 +21,7 @@ from xfer.errors import DeadlineExceeded, HandshakeError, PeerLost, ProtocolErro
 from xfer.session import messages as m
 from xfer.session.attempt import Attempt
 from xfer.session.calls import Calls
-from xfer.session.channel import Channel
+from xfer.session.channel import EXIT_S, Channel
 from xfer.session.door import Door
 from xfer.session.keyvalue import KeyValues
 from xfer.session.packing import pack, unpack_one
@@ -29,6 +29,9 @@ from xfer.session.planning import Planning
 from xfer.session.roster import Client, HubOptions, Replica, differences, hello_violations
 from xfer.session.status import status
 from xfer.trace.catalog import Catalog
+
+GOODBYE_S = 2.0
+"""Seconds that clients have, together, to read what they were told before the hub closed."""
 
 
 class Hub:
@@ -104,10 +107,16 @@ class Hub:
         self._thread.join(timeout=5.0)
         for c in list(self.clients):
             c.finish()
+        until = time.monotonic() + GOODBYE_S
         for c in list(self.clients):
             if c._writer is not None:
-                c._writer.join(timeout=1.0)
+                c._writer.join(max(0.0, until - time.monotonic()))
+            c.channel.hang_up()
+        for c in list(self.clients):  # each closes its end when it has read to ours
+            c.channel.join(until - time.monotonic())
             c.channel.close()
+        for c in list(self.clients):
+            c.channel.join(EXIT_S)
 
     # ---- who is here
 

@@ -18,7 +18,7 @@ from typing import TypeVar
 from xfer.errors import DeadlineExceeded, HandshakeError, PeerLost, XferError
 from xfer.session import messages as m
 from xfer.session.bounds import SILENCE_S
-from xfer.session.channel import SEND_S, dial
+from xfer.session.channel import EXIT_S, SEND_S, dial
 from xfer.session.lane import Lane
 from xfer.session.layouts import Shelf
 from xfer.session.store import Replies
@@ -68,6 +68,7 @@ class Party:
         self.inbox: queue.Queue[m.Message | XferError] = queue.Queue()
         self.on_lane: Callable[[int], Lane | None] = self.lanes.get
         self.lost: PeerLost | None = None
+        self._failed: m.WireError | None = None  # why the hub said that nothing can be refitted any more
         self._heard = 0.0  # monotonic time of the hub's last word
         self._news = threading.Condition()
         self.channel = dial(rendezvous, token, deadline_s)
@@ -95,15 +96,21 @@ class Party:
         self.welcome = answer
 
     def send(self, message: m.Message, seconds: float = SEND_S) -> None:
-        if self.lost is not None:
-            raise self.lost
-        self.channel.send(message, seconds)
+        """PeerLost when the hub is gone, or what it said was wrong before it went."""
+        gone: XferError | None = None
+        if self.lost is None:
+            try:
+                return self.channel.send(message, seconds)
+            except PeerLost as e:
+                gone = e
+            self.channel.join(EXIT_S)  # it has read all that was said before the end
+        raise self._failed.error() if self._failed is not None else self.lost or gone
 
     def try_send(self, message: m.Message, seconds: float = SEND_S) -> None:
         """For last words: the peer may be gone already."""
         try:
             self.send(message, seconds)
-        except PeerLost:
+        except XferError:
             pass
 
     def stirred(self) -> None:
@@ -147,6 +154,8 @@ class Party:
             return
         elif isinstance(message, m.Outcome) and message.void:
             self.void.add(message.attempt)
+        elif isinstance(message, m.Failed) and message.replica < 0:
+            self._failed = self._failed or message.error  # the first; that the others then leave is no reason
         self.inbox.put(message)
 
     def _end(self, reason: str) -> None:
@@ -203,3 +212,4 @@ class Party:
         for lane in list(self.lanes.values()):
             lane.close()
         self.channel.close()
+        self.channel.join(EXIT_S)
