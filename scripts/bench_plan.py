@@ -41,7 +41,6 @@ from xfer.mesh.parallel import EngineParallel, TrainerParallel  # noqa: E402
 from xfer.plan.cache import PlanCache  # noqa: E402
 from xfer.plan.fabric import Fabric, Site  # noqa: E402
 from xfer.plan.options import PlanOptions  # noqa: E402
-from xfer.plan.predict import predict  # noqa: E402
 from xfer.session import messages as m  # noqa: E402
 from xfer.session.layouts import Relay, Shelf  # noqa: E402
 from xfer.session.packing import pack, unpack_one  # noqa: E402
@@ -82,8 +81,8 @@ class Job(msgspec.Struct):
     replicas: int
     seconds: float = 3600.0
 
-    def options(self, replica: int) -> PlanOptions:
-        site = {"site": Site.from_bytes(self.site), "replica": replica} if self.site else {}
+    def options(self, replica: int, links: Site | None) -> PlanOptions:
+        site = {"site": links, "replica": replica} if links is not None else {}
         return PlanOptions(bucket_bytes=BUCKET, rotation=replica, rotations=self.replicas, **site)
 
 
@@ -96,25 +95,23 @@ def child(role: str, path: str, cache: str) -> None:
     clock, shelf = Clock(), Shelf(lambda message: None)
     clock.seconds["imports"] = [time.perf_counter() - START[0], time.process_time() - START[1]]
     catalog = clock("catalog", lambda: Catalog.from_bytes(unpack_one(job.catalog, "catalog")))
+    links = clock("links", lambda: Site.from_bytes(job.site) if job.site else None)
     for message in (*job.rolls, *job.layouts):
         shelf.take(message)
     disk = PlanCache(cache, 8 << 30) if cache else None
-    plans = []
+    parts, rank = [], 0 if role == "trainer" else len(job.rolls[0].inventories)
     for r in range(job.replicas if role == "trainer" else 1):
-        inputs = m.PlanInputs(r, 1, *(x.roll for x in job.rolls), job.replicas, job.site, deadline_s=job.seconds)
-        plan, _ = clock("plan", lambda r=r, i=inputs: shelf.plan(i, catalog, job.options(r), disk, lambda: None))
-        rank = 0 if role == "trainer" else plan.trainers
-        program = clock("rows", lambda p=plan, k=rank: p.program(k))
-        plans.append((plan, len(program.rows)))
-    first, s = plans[0][0], plans[0][0].summary
+        inputs = m.PlanInputs(r, 1, *(x.roll for x in job.rolls), job.replicas, deadline_s=job.seconds)
+        part, _ = clock(
+            "plan", lambda r=r, i=inputs: shelf.plan(i, rank, catalog, job.options(r, links), disk, lambda: None)
+        )
+        parts.append(part)
+    first, s = parts[0], parts[0].summary
     figures = {
-        "seconds": clock.rounded(), "peak_gib": peak_gib(), "sub_plans": len(plans), "rows": sum(n for _, n in plans),
+        "seconds": clock.rounded(), "peak_gib": peak_gib(), "sub_plans": len(parts), "rows": sum(len(p.program.rows) for p in parts),
         "pieces": int(sum(s.pieces_in)), "messages": s.messages, "waves": s.waves, "digest": first.digest[:12],
-        "plan_bytes": len(first.to_bytes()),
+        "part_bytes": len(first.to_bytes()),
     }  # fmt: skip
-    if job.site and role == "trainer":
-        p = predict([p for p, _ in plans], Site.from_bytes(job.site))
-        figures["predicted_s"] = {"transfer": round(p.transfer_s, 4), "floor": round(p.floor_s, 4)}
     print(json.dumps(figures))
 
 
@@ -170,11 +167,11 @@ def measure(name: str, folded: bool, fabric: bool) -> dict:
     )  # fmt: skip
     per_rank = {"layouts": relay.sent, "catalog": len(packed_catalog), "site": len(site)}
     ranks = of.world + workers * replicas
-    inputs = len(m.encode(m.PlanInputs(0, 1, *rolls, replicas, site)))
+    inputs = len(m.encode(m.PlanInputs(0, 1, *rolls, replicas)))
     # A trainer is told of every replica and gets the layouts of equal ones once; a roll of hosts for each.
     hosts_of = len(m.encode(job.rolls[1]))
     told = of.world * replicas * (inputs + hosts_of) + workers * replicas * inputs
-    total = ranks * (relay.sent + len(packed_catalog)) + told
+    total = ranks * (relay.sent + len(packed_catalog) + len(site)) + told
     out = {
         "row": name, "ranks": ranks, "trainers": of.world, "workers": workers, "replicas": replicas,
         "tensors": len(catalog.specs), "classes": [len({i.digest() for i in side}) for side in (sources, takers)],
@@ -214,8 +211,6 @@ def show(f: dict) -> None:
         f"  bytes: {f['bytes_to_one_rank']:,} to a rank, {f['bytes_to_hub']:,} to the hub, {f['bytes_from_hub']:,} from it "
         f"(each rank every inventory, unpacked: {f['bytes_without_classes']:,}); inventory {f['inventory_s']}"
     )
-    if "predicted_s" in f["trainer"]:
-        print(f"  predicted {f['trainer']['predicted_s']}")
     sys.stdout.flush()
 
 

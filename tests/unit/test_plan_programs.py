@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from tests.support.plan_worlds import Side, World, execute, worlds
 from xfer.errors import LayoutError, Unsupported
 from xfer.plan.inventory import FragmentTable, Inventory, Kept, engine_inventory, trainer_inventory
+from xfer.plan.part import Part
 from xfer.plan.planner import PlanOptions, SubPlan, plan_key, plan_replica
 from xfer.plan.program import DTYPES, ITEMSIZE, ROW, Op, row_wire_bytes
 from xfer.trace.catalog import Catalog
@@ -134,9 +135,13 @@ def test_the_rows_of_all_ranks_are_the_rows_of_each_rank(world):
 @quick
 def test_a_plan_survives_bytes_and_so_do_inventories(world):
     plan = planned(world)
-    again = SubPlan.from_bytes(plan.to_bytes())
-    assert again.digest == plan.digest and again.summary == plan.summary and again.explain() == plan.explain()
-    assert all(np.array_equal(again.program(r).rows, plan.program(r).rows) for r in plan.ranks)
+    for rank in plan.ranks:
+        again = Part.from_bytes(Part.of(plan, rank).to_bytes())
+        assert (again.key, again.digest, again.summary) == (plan.key, plan.digest, plan.summary)
+        assert again.explain() == plan.explain() and (again.trainers, again.workers) == (plan.trainers, plan.workers)
+        mine = plan.program(rank)
+        assert (again.program.rank, again.program.waves) == (rank, mine.waves)
+        assert np.array_equal(again.program.rows, mine.rows)
     for inv in (*world.sources(), *world.takers()):
         back = Inventory.from_bytes(inv.to_bytes())
         assert back.digest() == inv.digest() and (back.rank, back.host) == (inv.rank, inv.host)

@@ -95,7 +95,8 @@ class Job:
         def one(i: int) -> None:
             options = replace(self.options, hosts=())
             try:
-                out[i] = ranks[i].shelf.plan(inputs, self.catalog, options, cache, check)
+                rank = self.ranks.index(ranks[i]) if ranks[i] in self.ranks else 0
+                out[i] = ranks[i].shelf.plan(inputs, rank, self.catalog, options, cache, check)
             except Exception as e:
                 out[i] = e
 

@@ -1,5 +1,5 @@
-"""Sub-plans on disk, by the digest of their inputs. A cache only ever saves time: whatever is odd about a file, it is
-planned anew.
+"""Parts of sub-plans on disk, by the digest of their inputs and the rank. A cache only ever saves time: whatever is odd
+about a file, it is planned anew.
 
 Here lives the file handling. Several processes may share a directory: files are written beside and renamed into
 place, and a reader sees a whole file or none.
@@ -18,18 +18,18 @@ from xfer.errors import ProtocolError
 from xfer.plan import columns as col
 from xfer.plan.inventory import Inventory
 from xfer.plan.options import PlanOptions
+from xfer.plan.part import Part
 from xfer.plan.planner import plan_key, plan_replica
-from xfer.plan.subplan import SubPlan
 
 if TYPE_CHECKING:
     from xfer.trace.catalog import Catalog
 
 SUFFIX = ".xferplan"
-_MAGIC = b"xferplan\x01"
+_MAGIC = b"xferplan\x02"
 
 
 class PlanCache:
-    """At most `max_bytes` of sub-plans in `directory`; the least recently used go first. Thread- and process-safe."""
+    """At most `max_bytes` of parts in `directory`; the least recently used go first. Thread- and process-safe."""
 
     def __init__(self, directory: str | os.PathLike[str], max_bytes: int = 1 << 30):
         self.directory, self.max_bytes = Path(directory), max_bytes
@@ -39,22 +39,24 @@ class PlanCache:
         catalog: Catalog,
         sources: Sequence[Inventory],
         takers: Sequence[Inventory],
+        rank: int,
         options: PlanOptions | None = None,
-    ) -> SubPlan:
-        """`plan_replica`, or what it gave for equal inputs before. Raises what plan_replica raises."""
+    ) -> Part:
+        """Joint rank `rank`'s part of `plan_replica`, or of what it gave for equal inputs before. Raises what
+        plan_replica raises.
+        """
         options = options or PlanOptions()
-        key = plan_key(catalog, sources, takers, options)
-        found = self.get(key)
+        found = self.get(plan_key(catalog, sources, takers, options), rank)
         if found is None:
-            found = plan_replica(catalog, sources, takers, options)
+            found = Part.of(plan_replica(catalog, sources, takers, options), rank)
             self.put(found)
         return found
 
-    def get(self, key: str) -> SubPlan | None:
-        """The sub-plan of these inputs, or None: absent, unreadable, cut short, changed, of another version or other
-        inputs.
+    def get(self, key: str, rank: int) -> Part | None:
+        """The part of these inputs, or None: absent, unreadable, cut short, changed, of another version, other inputs
+        or another rank.
         """
-        path = self._path(key)
+        path = self._path(key, rank)
         try:
             if path.stat().st_size > col.MAX_BYTES:
                 return None
@@ -62,46 +64,46 @@ class PlanCache:
         except OSError:
             return None
         head = len(_MAGIC) + 32
-        body = memoryview(data)[head:]  # tens of megabytes a replica: looked at where they lie
+        body = memoryview(data)[head:]  # megabytes at times: looked at where they lie
         if data[: len(_MAGIC)] != _MAGIC or data[len(_MAGIC) : head] != col.digest([body]).encode():
             return None
         try:
-            plan = SubPlan.from_bytes(body, whole=True)
+            part = Part.from_bytes(body)
         except ProtocolError:  # of another version of the planner
             return None
-        if plan.key != key:
+        if (part.key, part.program.rank) != (key, rank):
             return None
         with suppress(OSError):
             os.utime(path)
-        return plan
+        return part
 
-    def put(self, plan: SubPlan) -> bool:
-        """Whether the plan was stored. A full disk, a read-only directory or a plan larger than the cache is no
+    def put(self, part: Part) -> bool:
+        """Whether the part was stored. A full disk, a read-only directory or a part larger than the cache is no
         error.
         """
-        body = plan.to_bytes()
+        body = part.to_bytes()
         data = _MAGIC + col.digest([body]).encode() + body
         if len(data) > min(self.max_bytes, col.MAX_BYTES):
             return False
-        beside = None
+        beside, path = None, self._path(part.key, part.program.rank)
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             handle, beside = tempfile.mkstemp(dir=self.directory, prefix=".", suffix=".part")
             with os.fdopen(handle, "wb") as f:
                 f.write(data)
-            os.replace(beside, self._path(plan.key))
+            os.replace(beside, path)
         except OSError:
             if beside is not None:
                 with suppress(OSError):
                     os.unlink(beside)
             return False
-        self._shrink(keep=self._path(plan.key))
+        self._shrink(keep=path)
         return True
 
-    def _path(self, key: str) -> Path:
-        if not key or not all(c in "0123456789abcdef" for c in key):
-            raise ValueError(f"{key!r} is no plan key")
-        return self.directory / f"{key}{SUFFIX}"
+    def _path(self, key: str, rank: int) -> Path:
+        if not key or not all(c in "0123456789abcdef" for c in key) or rank < 0:
+            raise ValueError(f"{key!r}, {rank}: no plan key and rank")
+        return self.directory / f"{key}-{rank}{SUFFIX}"
 
     def _shrink(self, keep: Path) -> None:
         files = []

@@ -5,18 +5,16 @@ a share is an interval of it with its sender and taker. The shares of one pair, 
 a message is an interval of that. Every rank holds the same tables and expands only the rows it takes part in, so both
 ends of a message derive the same rows, and the digest over the tables covers the rows of all ranks.
 
-Here live the tables, their expansion and their coding. How they come about is planner.py's.
+Here live the tables and their expansion. How they come about is planner.py's, what a rank keeps of them part.py's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
-import msgspec
 import numpy as np
 
-from xfer.errors import ProtocolError
 from xfer.plan import columns as col
 from xfer.plan.explain import PlanSummary, explain
 from xfer.plan.intersect import Stack, cut_box
@@ -75,11 +73,10 @@ class SubPlan:
     takers: Stack
     tables: Tables
     summary: PlanSummary
-    digest: str = ""
+    digest: str = field(init=False)
 
     def __post_init__(self) -> None:
-        if not self.digest:
-            object.__setattr__(self, "digest", self._compute_digest())
+        object.__setattr__(self, "digest", self._compute_digest())
 
     @property
     def ranks(self) -> range:
@@ -200,7 +197,7 @@ class SubPlan:
         out["wave"] = t.message_wave[message[np.concatenate([np.delete(first, split), np.array(at, np.int64)])]]
         return _settle(out)
 
-    # ---- identity and coding
+    # ---- identity
 
     def _compute_digest(self) -> str:
         parts: list[bytes | str | np.ndarray] = [f"sub-plan {PLANNER}", self.key]
@@ -215,93 +212,6 @@ class SubPlan:
         for stack in (self.sources, self.takers):
             for name in FragmentTable.__slots__:
                 yield name, getattr(stack.table, name)
-
-    def to_bytes(self) -> bytes:
-        coded = [_Coded(len(a), a.shape[1] if a.ndim > 1 else 0, col.pack(a, a.dtype)) for _, a in self._arrays()]
-        return msgspec.msgpack.encode(
-            _Wire(
-                PLANNER,
-                self.key,
-                self.digest,
-                self.trainers,
-                self.workers,
-                self.waves,
-                self.message_bytes,
-                self.align_bytes,
-                coded,
-                self.summary,
-            )
-        )
-
-    @classmethod
-    def from_bytes(cls, data: bytes | memoryview, *, whole: bool = False) -> SubPlan:
-        """ProtocolError unless `data` is what `to_bytes` of this version wrote, whole and unchanged. The tables are views
-        of it. `whole`: the caller has compared a digest of `data`, so the plan's own is taken from it, not computed.
-        """
-        try:
-            w = _wire.decode(col.size_checked(data, "sub-plan"))
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as e:
-            raise ProtocolError(f"sub-plan: {e}") from e
-        if w.version != PLANNER:
-            raise ProtocolError(f"sub-plan: made by planner version {w.version}, this one is {PLANNER}")
-        names = [f.name for f in fields(Tables)] + 2 * list(FragmentTable.__slots__)
-        if len(w.arrays) != len(names):
-            raise ProtocolError(f"sub-plan: {len(w.arrays)} columns where {len(names)} are expected")
-        arrays = [_decoded(name, a) for name, a in zip(names, w.arrays)]
-        n, k = len(fields(Tables)), len(FragmentTable.__slots__)
-        tables, sources, takers = (
-            Tables(*arrays[:n]),
-            FragmentTable(*arrays[n : n + k]),
-            FragmentTable(*arrays[n + k :]),
-        )
-        plan = cls(
-            w.key, w.trainers, w.workers, w.waves, w.message_bytes, w.align_bytes,
-            Stack(sources, tables.source_first), Stack(takers, tables.taker_first), tables, w.summary,
-            w.digest if whole else "",
-        )  # fmt: skip
-        if plan.digest != w.digest:
-            raise ProtocolError(f"sub-plan: content has digest {plan.digest}, its header says {w.digest}")
-        return plan
-
-
-class _Coded(msgspec.Struct, forbid_unknown_fields=True, array_like=True):
-    rows: int
-    width: int
-    data: memoryview  # not copied when decoded
-
-
-class _Wire(msgspec.Struct, forbid_unknown_fields=True, array_like=True):
-    version: int
-    key: str
-    digest: str
-    trainers: int
-    workers: int
-    waves: int
-    message_bytes: int
-    align_bytes: int
-    arrays: list[_Coded]
-    summary: PlanSummary
-
-
-_wire = msgspec.msgpack.Decoder(_Wire)  # once: see inventory.py
-
-_BOXES = {"atom_origin", "atom_extent", "origin", "extent", "strides"}
-_DTYPES = {
-    **dict.fromkeys(("source_class", "taker_class", "fill_class", "atom_signature", "place", "tensor", "root"), "<i4"),
-    **dict.fromkeys(("share_src", "share_dst", "pair_src", "pair_dst", "message_wave"), "<i4"),
-    "dtype": "<u1", "fill_rows": ROW,
-}  # fmt: skip
-
-
-def _decoded(name: str, a: _Coded) -> np.ndarray:
-    dtype = _DTYPES.get(name, "<i8")
-    if name == "place":  # the one table whose width depends on the plan
-        if not 0 <= a.width <= len(a.data) or not 0 <= a.rows <= len(a.data):
-            raise ProtocolError(f"sub-plan: column {name} of {a.rows} x {a.width}")
-        return col.unpack(a.data, dtype, a.rows * a.width, what=name).reshape(a.rows, a.width)
-    if a.width != (MAX_DIMS if name in _BOXES else 0):
-        raise ProtocolError(f"sub-plan: column {name} is {a.width} wide")
-    return col.unpack(a.data, dtype, a.rows, a.width, what=name)
 
 
 def cut_row(row: np.ndarray, begin: int, end: int) -> np.ndarray:

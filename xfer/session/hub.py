@@ -174,7 +174,8 @@ class Hub:
             return
         client.channel.label = client.label
         self.clients.add(client)
-        client.send(m.Welcome(o.trainers, o.replicas, o.drop))
+        plans = h.role in ("trainer", "worker")
+        client.send(m.Welcome(o.trainers, o.replicas, o.drop, o.site if plans else b""))
         if h.role == "trainer":
             self.trainers[h.index] = client
         elif h.role == "controller":

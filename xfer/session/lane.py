@@ -20,9 +20,8 @@ import torch
 
 from xfer.errors import PeerLost, PlanMismatch, XferError
 from xfer.plan.cache import PlanCache
-from xfer.plan.fabric import Site
-from xfer.plan.planner import PlanOptions, SubPlan
-from xfer.plan.program import Program
+from xfer.plan.options import PlanOptions
+from xfer.plan.part import Part
 from xfer.session import faults
 from xfer.session import messages as m
 from xfer.session.store import HubStore
@@ -52,10 +51,10 @@ class Side(Protocol):
     def roots(self) -> tuple[int, Sequence[torch.Tensor]]:
         """(binding generation, flat uint8 tensors in the inventory's root order)."""
 
-    def before(self, go: m.Go, plan: SubPlan) -> None:
+    def before(self, go: m.Go, plan: Part) -> None:
         """Just before the first byte may move."""
 
-    def after(self, go: m.Go, plan: SubPlan, program: Program) -> tuple[m.Checksum, ...]:
+    def after(self, go: m.Go, plan: Part) -> tuple[m.Checksum, ...]:
         """After the last byte has: recipes, checksums when `go.verify`."""
 
 
@@ -80,8 +79,7 @@ class Lane:
         self.cache = cache
         self.labels: tuple[str, ...] = ()
         self.done_attempt = 0
-        self.plan: SubPlan | None = None
-        self._program: Program | None = None
+        self.plan: Part | None = None
         self.plan_seconds = 0.0
         self.go_attempt = 0  # begun
         self._link: Link | None = None
@@ -215,17 +213,18 @@ class Lane:
         faults.point(self.side.role, self.side.index, "plan")
         self._close_link()
         t0 = time.perf_counter()
-        site = {"site": Site.from_bytes(p.site), "replica": p.replica} if p.site else {}
+        site = {"site": self.party.site, "replica": p.replica} if self.party.site is not None else {}
         options = PlanOptions(
             bucket_bytes=p.bucket_bytes, drop=p.drop, narrow=p.narrow, rotation=p.replica, rotations=p.replicas, **site,
             wave_bytes=max(WAVE_BYTES[self.side.device.type], p.bucket_bytes) if self.side.device.type == "cuda" else 0,
         )  # fmt: skip
-        self.plan, inventories = self.party.shelf.plan(p, self.side.catalog(), options, self.cache, self._check)
+        self.plan, inventories = self.party.shelf.plan(
+            p, self.joint_rank, self.side.catalog(), options, self.cache, self._check
+        )
         self._planned_from = inventories[self.joint_rank]
         digest = self.plan.digest
         if faults.wants(self.side.role, self.side.index, "digest"):
             digest = digest[::-1]
-        self._program = self.plan.program(self.joint_rank)
         self.plan_seconds = time.perf_counter() - t0
         self.labels = (
             *(f"trainer {i}" for i in range(self.plan.trainers)),
@@ -266,7 +265,7 @@ class Lane:
         self._bound = generation
         rank, size, device = self.joint_rank, len(self.labels), self.side.device
         exchange = routes.exchange_over_store(store, rank, size, "routes")
-        ways = routes.find_ways(self._program, size, device, roots, exchange, self.labels)
+        ways = routes.find_ways(self.plan.program, size, device, roots, exchange, self.labels)
         try:
             link = self._link
             if ways.wired and (link is None or isinstance(link, routes.NoLink)):
@@ -324,7 +323,7 @@ class Lane:
         stats = routed.run(until, lambda: self._cancelled is not None, progress)
         t0 = time.perf_counter()
         self._check()
-        sums = self.side.after(go, self.plan, self._program)
+        sums = self.side.after(go, self.plan)
         faults.point(self.side.role, self.side.index, "done")
         self._check()
         self.party.send(

@@ -26,7 +26,8 @@ from xfer.plan import columns as col
 from xfer.plan.cache import PlanCache
 from xfer.plan.inventory import Inventory
 from xfer.plan.options import PlanOptions
-from xfer.plan.planner import Drafts, SubPlan, key_of
+from xfer.plan.part import Part
+from xfer.plan.planner import Drafts, key_of
 from xfer.session import messages as m
 from xfer.session.packing import pack, unpack, unpack_one
 
@@ -160,13 +161,14 @@ class Shelf:
     def plan(
         self,
         p: m.PlanInputs,
+        rank: int,
         catalog: Catalog,
         options: PlanOptions,
         cache: PlanCache | None,
         check: Callable[[], None],
-    ) -> tuple[SubPlan, tuple[bytes, ...]]:
-        """The sub-plan of these inputs, and the digest of each joint rank's inventory. Without a site in `options` the
-        rolls' hosts are used.
+    ) -> tuple[Part, tuple[bytes, ...]]:
+        """Joint rank `rank`'s part of the plan of these inputs, and the digest of each joint rank's inventory. Without a
+        site in `options` the rolls' hosts are used.
 
         Raises what planning raises, what `check` raises (called while waiting), DeadlineExceeded, ProtocolError.
         """
@@ -176,12 +178,13 @@ class Shelf:
         if options.site is None:
             options = replace(options, hosts=(*sides[0].hosts, *sides[1].hosts))
         digests = [[d.decode() for d in s.inventories] for s in sides]
-        plan = cache.get(key_of(catalog.digest(), *digests, options)) if cache is not None else None
-        if plan is None:
+        part = cache.get(key_of(catalog.digest(), *digests, options), rank) if cache is not None else None
+        if part is None:
             plan = self._drafts.plan(catalog, *(self._side(s, until, check) for s in sides), options)
+            part = Part.of(plan, rank)
             if cache is not None:
-                cache.put(plan)
-        return plan, (*sides[0].inventories, *sides[1].inventories)
+                cache.put(part)
+        return part, (*sides[0].inventories, *sides[1].inventories)
 
     def _forget_others(self, p: m.PlanInputs) -> None:
         """Rolls that no replica's last plan was made from, nor this one will be."""

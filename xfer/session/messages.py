@@ -49,7 +49,7 @@ from xfer.session.wire import (
     WireMessage,
 )
 
-WIRE_VERSION = 7
+WIRE_VERSION = 8
 _STORE_KEY = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./:\-]{0,255}")
 
 
@@ -74,11 +74,13 @@ class Hello(WireMessage):
 
 
 class Welcome(WireMessage):
-    """hub -> client. `drop`: globs of canonical names that no engine needs to take."""
+    """hub -> client. `drop`: globs of canonical names that no engine needs to take. `site`: who sits where on which links
+    (plan/fabric.py), empty when not known."""
 
     trainers: Count
     replicas: Count
     drop: Annotated[tuple[Name, ...], Meta(max_length=4096)] = ()
+    site: Blob = b""
 
 
 class Refused(WireMessage):

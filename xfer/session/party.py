@@ -6,6 +6,7 @@ once (they must free a blocked transfer), everything else to the inbox. It never
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import queue
@@ -16,6 +17,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from xfer.errors import DeadlineExceeded, HandshakeError, PeerLost, XferError
+from xfer.plan.fabric import Site
 from xfer.session import messages as m
 from xfer.session.bounds import SILENCE_S
 from xfer.session.channel import EXIT_S, SEND_S, dial
@@ -94,6 +96,7 @@ class Party:
             self.channel.close()
             raise answer.error.error()
         self.welcome = answer
+        self.site = Site.from_bytes(answer.site) if answer.site else None
 
     def send(self, message: m.Message, seconds: float = SEND_S) -> None:
         """PeerLost when the hub is gone, or what it said was wrong before it went."""
@@ -108,10 +111,9 @@ class Party:
 
     def try_send(self, message: m.Message, seconds: float = SEND_S) -> None:
         """For last words: the peer may be gone already."""
-        try:
-            self.send(message, seconds)
-        except XferError:
-            pass
+        if self.lost is None:
+            with contextlib.suppress(PeerLost):
+                self.channel.send(message, seconds)
 
     def stirred(self) -> None:
         """Something changed that `wait_for` may be waiting for."""

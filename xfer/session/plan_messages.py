@@ -73,15 +73,13 @@ class Layout(WireMessage):
 
 
 class PlanInputs(WireMessage):
-    """hub -> domain: plan this replica, one of `replicas`, from the inventories that two rolls name. `site`: who sits
-    where on which links (plan/fabric.py), empty when not known."""
+    """hub -> domain: plan this replica, one of `replicas`, from the inventories that two rolls name."""
 
     replica: Count
     epoch: Count
     trainers: Digest
     workers: Digest
     replicas: Count = 0
-    site: Blob = b""
     drop: Annotated[tuple[Name, ...], Meta(max_length=4096)] = ()
     narrow: Annotated[tuple[Name, ...], Meta(max_length=4096)] = ()
     bucket_bytes: Bytes64 = 0

@@ -45,7 +45,7 @@ class Planning:
             for held, n, clients in sides
         ]
         self.hub.broadcast(domain, m.PlanInputs(
-            replica.index, replica.epoch, *rolls, o.replicas, o.site, o.drop, o.narrow, o.bucket_bytes, o.deadline_s
+            replica.index, replica.epoch, *rolls, o.replicas, o.drop, o.narrow, o.bucket_bytes, o.deadline_s
         ))  # fmt: skip
         epoch = replica.epoch
         self.hub.at(replica.until, lambda: self._late(replica, epoch))

@@ -21,8 +21,7 @@ from xfer.kernels.checksum import Sums
 from xfer.plan.cache import PlanCache
 from xfer.plan.fabric import Site
 from xfer.plan.inventory import trainer_inventory
-from xfer.plan.planner import SubPlan
-from xfer.plan.program import Program
+from xfer.plan.part import Part
 from xfer.plan.table import padded_shapes
 from xfer.session import computing, faults
 from xfer.session import messages as m
@@ -109,7 +108,7 @@ class TrainerSession:
         self._specs = b""
         self._released = False
         self.drain: Drain | None = None  # of the last call; may run longer than that
-        self._sums: dict[int, tuple[Program, Sums]] = {}  # by replica, over the present storages
+        self._sums: dict[int, tuple[Part, Sums]] = {}  # by replica, over the present storages
         self._quarantine: list[list[torch.Tensor]] = []  # storages that somebody may still read
         options = HubOptions(
             source.world,
@@ -251,27 +250,28 @@ class TrainerSession:
     def roots(self) -> tuple[int, Sequence[torch.Tensor]]:
         return self._binding, self._roots
 
-    def before(self, go: m.Go, plan: SubPlan) -> None:
+    def before(self, go: m.Go, plan: Part) -> None:
         pass
 
-    def after(self, go: m.Go, plan: SubPlan, program: Program) -> tuple[m.Checksum, ...]:
+    def after(self, go: m.Go, plan: Part) -> tuple[m.Checksum, ...]:
         if not go.verify:
             return ()
         out = []
-        for worker, value in enumerate(self._bound_sums(go.replica, plan, program).values()):
+        for worker, value in enumerate(self._bound_sums(go.replica, plan).values()):
             if faults.wants("trainer", self.index, "checksum"):
                 value ^= 1
             out.append(m.Checksum(worker, (value % (1 << 64)).to_bytes(8, "little")))
         return tuple(out)
 
-    def _bound_sums(self, replica: int, plan: SubPlan, program: Program) -> Sums:
+    def _bound_sums(self, replica: int, plan: Part) -> Sums:
         """One reading for all workers of a replica; bound when first asked for after storages or plan changed."""
         held = self._sums.get(replica)
-        if held is None or held[0] is not program:
-            rows = program.rows[program.rows["src"] == program.rank]
+        if held is None or held[0] is not plan:
+            rows = plan.program.rows
+            rows = rows[rows["src"] == self.index]
             worker = rows["dst"].astype(np.int64) - plan.trainers
             sums = Sums(rows, worker, plan.workers, self._roots, "src", padded_shapes(self._catalog))
-            held = self._sums[replica] = (program, sums)
+            held = self._sums[replica] = (plan, sums)
         return held[1]
 
     # ---- refitting

@@ -17,8 +17,7 @@ import torch
 from xfer.errors import DeadlineExceeded, PeerLost, VerificationError, XferError
 from xfer.kernels.checksum import Sums, wrong_fills
 from xfer.plan.inventory import engine_inventory
-from xfer.plan.planner import SubPlan
-from xfer.plan.program import Program
+from xfer.plan.part import Part
 from xfer.plan.rows import footprint_rows
 from xfer.plan.table import padded_shapes
 from xfer.session import faults
@@ -188,11 +187,11 @@ class WorkerSession:
     def roots(self) -> tuple[int, Sequence[torch.Tensor]]:
         return self._binding, self._roots
 
-    def before(self, go: m.Go, plan: SubPlan) -> None:
+    def before(self, go: m.Go, plan: Part) -> None:
         self.model.synchronize()
         self.model.engage_lock()
 
-    def after(self, go: m.Go, plan: SubPlan, program: Program) -> tuple[m.Checksum, ...]:
+    def after(self, go: m.Go, plan: Part) -> tuple[m.Checksum, ...]:
         # What the trainers sent is checked where it landed, before the loader's own arithmetic runs over scratch.
         out: tuple[m.Checksum, ...] = ()
         if go.verify:
@@ -203,7 +202,7 @@ class WorkerSession:
             if faults.wants("worker", self.index, "checksum"):
                 value ^= 1
             out = (m.Checksum(self.index, (value % (1 << 64)).to_bytes(8, "little")),)
-            if wrong := wrong_fills(program.rows, self._roots):
+            if wrong := wrong_fills(plan.program.rows, self._roots):
                 raise VerificationError(f"{wrong} constants (vocabulary padding) are not what the loader puts there")
         self.model.run_recipes()
         self.model.synchronize()

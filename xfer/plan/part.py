@@ -1,0 +1,76 @@
+"""Parts: what one joint rank keeps of a sub-plan, which is its own program and the numbers that all ranks share.
+
+A sub-plan of thousands of ranks is tens of megabytes of tables; a rank's rows of it are a few hundred. Lanes hold parts,
+and parts are what lies in the cache. Not here: the tables that rows come from (subplan.py), files (cache.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+
+from xfer.errors import ProtocolError
+from xfer.plan import columns as col
+from xfer.plan.explain import PlanSummary, explain
+from xfer.plan.program import ROW, Program
+from xfer.plan.subplan import PLANNER, SubPlan
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """`key` and `digest` are the sub-plan's, and with them equal on all of its ranks."""
+
+    key: str
+    digest: str
+    trainers: int
+    workers: int
+    program: Program
+    summary: PlanSummary
+
+    @classmethod
+    def of(cls, plan: SubPlan, rank: int) -> Part:
+        """ValueError for a rank that is not in the plan."""
+        return cls(plan.key, plan.digest, plan.trainers, plan.workers, plan.program(rank), plan.summary)
+
+    def explain(self) -> str:
+        return explain(self.summary, self.digest)
+
+    def to_bytes(self) -> bytes:
+        p = self.program
+        return msgspec.msgpack.encode(
+            _Wire(
+                PLANNER, self.key, self.digest, self.trainers, self.workers, p.rank, p.waves, len(p.rows),
+                col.pack(p.rows, ROW), self.summary,
+            )
+        )  # fmt: skip
+
+    @classmethod
+    def from_bytes(cls, data: bytes | memoryview) -> Part:
+        """ProtocolError unless `data` has the form of what `to_bytes` of this version wrote. That its content is
+        unchanged is the caller's to compare: the digest in it is of tables that are not. The rows are a view of `data`.
+        """
+        try:
+            w = _wire.decode(col.size_checked(data, "plan"))
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as e:
+            raise ProtocolError(f"plan: {e}") from e
+        if w.version != PLANNER:
+            raise ProtocolError(f"plan: made by planner version {w.version}, this one is {PLANNER}")
+        rows = col.unpack(w.rows, ROW, w.count, what="rows")
+        return cls(w.key, w.digest, w.trainers, w.workers, Program(w.rank, w.waves, rows), w.summary)
+
+
+class _Wire(msgspec.Struct, forbid_unknown_fields=True, array_like=True):
+    version: int
+    key: str
+    digest: str
+    trainers: int
+    workers: int
+    rank: int
+    waves: int
+    count: int
+    rows: memoryview  # not copied when decoded
+    summary: PlanSummary
+
+
+_wire = msgspec.msgpack.Decoder(_Wire)  # once: see inventory.py
