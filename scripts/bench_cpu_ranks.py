@@ -200,7 +200,7 @@ class Trainer:
     def open(self, path: str) -> None:
         self.link, self.few = links(path, self.rank)
         (lane,) = self.refit._session._party.lanes.values()
-        self.raw = Raw.of(self.link, lane.plan.program(self.rank))
+        self.raw = Raw.of(self.link, lane.plan.program)
 
     def usual(self) -> dict:
         """Gather on every trainer rank (`DTensor.full_tensor`, as exports do), pack on the first, broadcast."""
