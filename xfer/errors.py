@@ -78,6 +78,10 @@ class RefitFailed(XferError):
     """Fewer replicas committed than asked for, or another rank raised; the violations carry each cause."""
 
 
+class StaleWeights(XferError):
+    """Somebody used, or would have used, parameters of the step before: they are on their owner, and not here yet."""
+
+
 class Unsupported(XferError):
     """A feature or layout that xfer refuses by name rather than getting it wrong."""
 
