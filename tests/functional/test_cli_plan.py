@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.families import FAMILIES
 from tests.support.proc import PATIENCE, PYTHON, ROOT
 from xfer.mesh.parallel import EngineParallel, TrainerParallel
 from xfer.plan.fabric import Fabric, Site
@@ -114,3 +115,17 @@ def test_what_a_framework_refuses_is_said_plainly(folder):
     code, text, data, _ = xfer_plan(folder, "--trainer", f"{folder}/dense world=3 pp=3", "--engine", "tp=1")
     assert code == 1 and "refused: XferError: Megatron-Core and Bridge: " in text and "Traceback" not in text, text
     assert "pipeline" in data["refused"]["message"]
+
+
+@pytest.mark.slow
+def test_a_family_that_the_trainers_transformers_does_not_know_is_named_by_the_engines(folder):
+    """A hybrid with experts: Bridge knows it, transformers 4 does not."""
+    config = next(f for f in FAMILIES if f.name == "Nemotron-H MoE (Nano 3)").config
+    (folder / "hybrid").mkdir()
+    (folder / "hybrid" / "config.json").write_text(json.dumps(config))
+    code, text, data, _ = xfer_plan(
+        folder, "--trainer", f"{folder}/hybrid world=4 tp=2 ep=4 etp=1", "--engine", "tp=2 replicas=2"
+    )
+    assert code == 0, text
+    assert "staged, then computed" in text and "(NemotronHForCausalLM)" in text
+    assert data["plan"]["nbytes"] == sum(data["plan"]["bytes_per_replica"]) > 0

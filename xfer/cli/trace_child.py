@@ -27,6 +27,8 @@ from xfer.errors import XferError
 from xfer.trace.catalog import Catalog
 
 FRAMEWORKS = {"trainer": "Megatron-Core and Bridge", "engine": "vLLM"}
+NAMES = "names"
+"""As the side of a task: no rank is traced, the checkpoint's tensors are named by this Python's transformers."""
 
 
 class Task(msgspec.Struct, forbid_unknown_fields=True):
@@ -59,12 +61,12 @@ def main(argv: Sequence[str]) -> int:
     Thread(target=_listen, args=(told,), daemon=True).start()
     task = msgspec.msgpack.decode(path.read_bytes(), type=Task)
     try:
-        (trace_trainer if task.side == "trainer" else trace_engine)(task, path.parent, say, told)
+        {"trainer": trace_trainer, "engine": trace_engine, NAMES: name_tensors}[task.side](task, path.parent, say, told)
     except Exception as e:
         traceback.print_exc()
         if not isinstance(e, XferError):
             first = str(e).strip().splitlines()[:6] or ["no message"]
-            e = XferError(f"{FRAMEWORKS.get(task.side, task.side)}: {type(e).__name__}: " + "\n    ".join(first))
+            e = XferError(f"{FRAMEWORKS.get(task.side, 'transformers')}: {type(e).__name__}: " + "\n    ".join(first))
         say(error=e.to_wire())
         return 1
     say(done=True)
@@ -114,7 +116,6 @@ def trace_trainer(task: Task, work: Path, say: Callable[..., None], told: Queue)
     from xfer.testing import megatron_cpu
 
     megatron_cpu.install()
-    from xfer.engines.hf_spec import canonical_specs
     from xfer.mesh.parallel import TrainerParallel
     from xfer.plan.inventory import trainer_inventory
     from xfer.testing.te_everywhere import import_bridge
@@ -125,7 +126,7 @@ def trace_trainer(task: Task, work: Path, say: Callable[..., None], told: Queue)
     from transformers import AutoConfig
 
     folder = _folder(task, work)
-    names = task.names if task.names is not None else [s.name for s in canonical_specs(task.config)]
+    names = _names(task, say, told)
     provider = {"perform_initialization": False, **task.options}
     build = Build(TrainerParallel(**task.parallel), distopt=False, provider=provider)
     _touch_nothing()
@@ -151,6 +152,34 @@ def trace_trainer(task: Task, work: Path, say: Callable[..., None], told: Queue)
             catalog, rank=rank, host="", roots=roots, fragments=traced.fragments, recipes=recipes
         )  # fmt: skip
         (work / f"trainer.{rank}").write_bytes(made.to_bytes())
+
+
+def _names(task: Task, say: Callable[..., None], told: Queue) -> list[str]:
+    """Of the checkpoint's tensors. A family that this transformers does not know has its code in its checkpoints. Bridge
+    asks of it only what its class is called, so none of that code is needed; its tensors somebody else has to name.
+    """
+    from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
+
+    kind = task.config.get("model_type", "")
+    known = kind in CONFIG_MAPPING
+    if not known and task.config.get("architectures"):
+        architecture = task.config["architectures"][0]
+        brought = {"model_type": kind, "auto_map": {"AutoModelForCausalLM": f"modeling_{kind}.{architecture}"}}
+        AutoConfig.register(kind, type(f"{kind}_config", (PretrainedConfig,), brought), exist_ok=True)
+    if task.names is not None:
+        return task.names
+    if known:
+        from xfer.engines.hf_spec import canonical_specs
+
+        return [s.name for s in canonical_specs(task.config)]
+    say(unnamed=True)
+    return told.get()["names"]
+
+
+def name_tensors(task: Task, work: Path, say: Callable[..., None], told: Queue) -> None:
+    from xfer.engines.hf_spec import canonical_specs
+
+    say(names=[s.name for s in canonical_specs(task.config)])
 
 
 def _touch_nothing() -> None:

@@ -26,7 +26,7 @@ from typing import Any
 import msgspec
 
 from xfer.cli.describe import EngineSide, TrainerSide
-from xfer.cli.trace_child import FRAMEWORKS, Task, Traced
+from xfer.cli.trace_child import FRAMEWORKS, NAMES, Task, Traced
 from xfer.errors import DeadlineExceeded, ProtocolError, XferError, from_wire
 from xfer.mesh.parallel import EngineParallel, TrainerParallel
 from xfer.plan.inventory import Inventory
@@ -151,7 +151,7 @@ class Tracer:
                 mine = msgspec.structs.replace(task, number=n, ranks=firsts[n :: self._jobs])
                 children.append(_Child(self._found[task.side], mine, work, said))
                 stack.callback(children[-1].stop)
-            done = 0
+            done, names = 0, []
             waiting = set(range(len(children)))
             while waiting:
                 try:
@@ -169,6 +169,9 @@ class Tracer:
                     continue  # one that is done may end before the others
                 if "error" in line:
                     raise from_wire(*line["error"])
+                if "unnamed" in line:
+                    names = names or self._names(task, work)
+                    children[number].say(names=names)
                 if "rank" in line:
                     done += 1
                     self._progress(task.side, done, len(firsts))
@@ -185,13 +188,34 @@ class Tracer:
                 raise ProtocolError(f"the {task.side}'s processes were done before they had said what they export")
             return catalog, [Inventory.from_bytes((work / f"{task.side}.{r}").read_bytes()) for r in firsts]
 
+    def _names(self, task: Task, work: Path) -> list[str]:
+        """The checkpoint's tensors by the engine's transformers, which is younger than the trainer's."""
+        said: Queue = Queue()
+        child = _Child(self._found["engine"], msgspec.structs.replace(task, side=NAMES), work, said)
+        try:
+            while True:
+                _, line = said.get(timeout=SILENCE_S)
+                if line is None:
+                    raise child.ended()
+                if "error" in line:
+                    raise from_wire(*line["error"])
+                if "names" in line:
+                    return line["names"]
+        except Empty:
+            raise DeadlineExceeded(f"no word for {SILENCE_S:.0f} s from the transformers that names tensors") from None
+        finally:
+            child.stop()
+
     # ---- on disk
 
     def _key(self, task: Task, class_of: list[int], catalog: Catalog | None) -> str:
         """Digest of all that a trace depends on: both frameworks' versions and xfer's own source among it."""
         parts = [
             json.dumps(msgspec.to_builtins(task), sort_keys=True),
-            json.dumps([class_of, self._versions[task.side], _source()], sort_keys=True),
+            json.dumps(
+                [class_of, self._versions if task.names is None else self._versions[task.side], _source()],
+                sort_keys=True,
+            ),
             "" if catalog is None else catalog.digest(),
         ]
         return hashlib.blake2b("\0".join(parts).encode(), digest_size=16).hexdigest()
