@@ -1,0 +1,121 @@
+"""The rollout: one vLLM replica in a process of its own, under xfer's control, that samples for whoever asks by HTTP.
+
+    python -m examples.grpo.rollout --model FOLDER --rendezvous tcp://10.0.0.1:29600 --listen 10.0.0.2:8000
+
+POST /sample {"prompts": [[int]], "n", "tokens", "seed"} -> {"groups": [[{prompt, tokens, logprobs, spans}]]}. JSON both
+ways; whoever asks must know the job's token. Nothing here knows the trainer, the task or GRPO.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import hmac
+import json
+import os
+import sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import xfer
+
+
+def start(model: str, *, tp: int, dtype: str, max_samples: int, ep: bool = False, **more):
+    from vllm import LLM
+
+    return LLM(
+        model=model, load_format="dummy", skip_tokenizer_init=True, tensor_parallel_size=tp, enable_expert_parallel=ep, dtype=dtype,
+        enforce_eager=True, max_model_len=64, max_num_seqs=max_samples, block_size=32, seed=0, disable_log_stats=True,
+        weight_transfer_config={"backend": "xfer"}, **more,
+    )  # fmt: skip
+
+
+def password(token: str) -> str:
+    """What clients send. Not the token itself: that is never put on a wire."""
+    return hmac.new(token.encode(), b"rollout", hashlib.sha256).hexdigest()
+
+
+class Rollout:
+    def __init__(self, llm, controller: xfer.session.controller.Controller):
+        self.llm, self.controller = llm, controller
+
+    def sample(self, prompts: list[list[int]], n: int, tokens: int, seed: int) -> dict:
+        from vllm import SamplingParams
+
+        # Temperature 1 and nothing cut off: then what is drawn from is what the trainer computes.
+        params = SamplingParams(
+            n=n, temperature=1.0, max_tokens=tokens, min_tokens=tokens, ignore_eos=True, logprobs=0, detokenize=False, seed=seed,
+        )  # fmt: skip
+        with self.controller.serving() as llm:  # refits wait outside
+            done = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+        return {"groups": [[_said(p, o) for o in r.outputs] for p, r in zip(prompts, done, strict=True)]}
+
+    def answer(self, path: str, body: dict) -> dict:
+        if path != "/sample":
+            raise KeyError(path)
+        return self.sample(**body)
+
+
+def _said(prompt: list[int], o) -> dict:
+    return {
+        "prompt": prompt,
+        "tokens": list(o.token_ids),
+        "logprobs": [d[t].logprob for t, d in zip(o.token_ids, o.logprobs, strict=True)],
+        "spans": [[s.version, s.start, s.end] for s in o.weight_versions],
+    }
+
+
+def listen(rollout: Rollout, address: str, token: str) -> None:
+    """Serve requests, one after the other, until the process is told to end."""
+    expected = f"Bearer {password(token)}"
+
+    class Handler(BaseHTTPRequestHandler):
+        timeout = 60  # for a client that connects and says nothing
+
+        def do_POST(self) -> None:
+            if not hmac.compare_digest(self.headers.get("Authorization", ""), expected):
+                return self._reply(403, {"error": "this rollout is of a job with another token"})
+            try:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                self._reply(200, rollout.answer(self.path, body))
+            except Exception as e:
+                self._reply(500, {"error": f"{type(e).__name__}: {e}"})
+
+        def _reply(self, code: int, body: dict) -> None:
+            text = json.dumps(body).encode()
+            self.send_response(code)
+            self.send_header("Content-Length", str(len(text)))
+            self.end_headers()
+            self.wfile.write(text)
+
+        def log_message(self, *_) -> None:
+            pass
+
+    host, _, port = address.rpartition(":")
+    with HTTPServer((host, int(port)), Handler) as server:
+        server.serve_forever()
+
+
+def arguments() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", required=True, help="folder with config.json; weights come by the first refit")
+    parser.add_argument("--rendezvous", required=True, help="tcp://HOST:PORT of trainer rank 0")
+    parser.add_argument("--listen", required=True, help="HOST:PORT of the interface that the trainers reach")
+    parser.add_argument("--replica", type=int, default=0)
+    parser.add_argument("--tp", type=int, default=2)
+    parser.add_argument("--ep", action="store_true", help="whole experts on each rank")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--max-samples", type=int, default=256, help="answers that are sampled at once")
+    return parser
+
+
+def main(make=Rollout, **more) -> None:
+    args, token = arguments().parse_args(), os.environ["XFER_TOKEN"]
+    llm = start(args.model, tp=args.tp, ep=args.ep, dtype=args.dtype, max_samples=args.max_samples, **more)
+    controller = xfer.serve(llm, rendezvous=args.rendezvous, token=token, replica=args.replica)
+    controller.wait_version()  # the first refit: until then the weights are random
+    print(f"rollout {args.replica} serves version {controller.version}", file=sys.stderr, flush=True)
+    listen(make(llm, controller), args.listen, token)
+
+
+if __name__ == "__main__":
+    main()
