@@ -1,0 +1,105 @@
+"""A small transformer in plain torch for tests of layer-wise optimizers, its data, and its parameter groups."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from xfer.layerwise import Muon, ParamGroup
+
+VOCAB, WIDTH, SEQ = 61, 40, 12
+
+
+class Block(nn.Module):
+    def __init__(self, width: int):
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width, bias=False)
+        self.up, self.down = nn.Linear(width, 3 * width), nn.Linear(3 * width, width)
+
+    def forward(self, x):
+        q, k, v = (t.unflatten(-1, (4, -1)).transpose(1, 2) for t in self.qkv(self.norm1(x)).chunk(3, -1))
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class Transformer(nn.Module):
+    """The head is the embedding's weight, read by this module and not by the one that has it. `late`: a module that is
+    registered before all others and used after them."""
+
+    def __init__(self, layers: int = 2, width: int = WIDTH, dtype: torch.dtype = torch.float32, seed: int = 7):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.late = nn.LayerNorm(width)
+        self.embed = nn.Embedding(VOCAB, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(layers))
+        self.frozen = nn.Parameter(torch.full((width,), 0.5), requires_grad=False)
+        self.to(dtype)
+        self.swap = False
+
+    def forward(self, tokens):
+        x = self.embed(tokens) + self.frozen
+        for block in reversed(self.blocks) if self.swap else self.blocks:
+            x = block(x)
+        return F.linear(self.late(x), self.embed.weight)
+
+
+class MixedTransformer(Transformer):
+    """bf16 matrices, fp32 norms, an fp16 projection: every dtype that models are trained in, side by side."""
+
+    def __init__(self, **more):
+        super().__init__(dtype=torch.bfloat16, **more)
+        for m in self.modules():
+            if isinstance(m, nn.LayerNorm):
+                m.float()
+        self.narrow = nn.Linear(WIDTH, WIDTH).half()
+
+    def forward(self, tokens):
+        x = self.embed(tokens) + self.frozen
+        for b in self.blocks:
+            q, k, v = (
+                t.unflatten(-1, (4, -1)).transpose(1, 2)
+                for t in b.qkv(b.norm1(x.float()).bfloat16()).float().chunk(3, -1)
+            )
+            a = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+            x = x + b.out(a.bfloat16())
+            x = x + b.down(F.gelu(b.up(b.norm2(x.float()).bfloat16())))
+        x = self.late(x.float())
+        x = x + self.narrow(x.half()).float()
+        return F.linear(x, self.embed.weight.float())
+
+
+def groups(model: nn.Module, lr: float = 0.02) -> list[ParamGroup]:
+    """Muon for the matrices of the blocks, Adam for everything else."""
+    inside = {id(p) for p in model.blocks.parameters() if p.dim() == 2}
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return [
+        ParamGroup([p for p in trained if id(p) in inside], Muon, {"lr": lr}, cost="newton_schulz"),
+        ParamGroup([p for p in trained if id(p) not in inside], torch.optim.Adam, {"lr": lr / 4, "foreach": False}),
+    ]
+
+
+def everywhere(model: nn.Module, lr: float = 0.02) -> list[torch.optim.Optimizer]:
+    """The same optimizers without owners: every rank steps everything."""
+    return [g.optimizer([{"params": list(g.params)}], **g.options) for g in groups(model, lr)]
+
+
+def batch(step: int, rank: int, rows: int = 4) -> torch.Tensor:
+    """int64 [rows, SEQ + 1]: counting upwards from random starts."""
+    g = torch.Generator().manual_seed(1_000_003 * step + rank)
+    return (torch.randint(0, VOCAB, (rows, 1), generator=g) + torch.arange(SEQ + 1)) % VOCAB
+
+
+def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+
+def digest(model: nn.Module) -> str:
+    """Of the bytes of every parameter, in order."""
+    h = hashlib.sha256()
+    for _, p in model.named_parameters():
+        h.update(p.detach().contiguous().view(torch.uint8).numpy().tobytes())
+    return h.hexdigest()

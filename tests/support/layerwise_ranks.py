@@ -1,0 +1,33 @@
+"""Starts ranks of a layer-wise job and asks all of them the same thing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.support.proc import Child, Family
+from xfer.testing.ports import free_port
+
+
+class Ranks:
+    def __init__(self, family: Family, world: int, module: str = "layerwise_main", **env: str):
+        port = str(free_port())
+        self.ranks: list[Child] = [
+            family.start(
+                f"rank{r}", "trainer", module, RANK=str(r), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=port, **env
+            )
+            for r in range(world)
+        ]  # fmt: skip
+        for c in self.ranks:
+            c.expect("up", timeout=300)
+
+    def ask(self, do: str, *kinds: str, timeout: float = 120, **command) -> list[dict]:
+        """All ranks' answers, in rank order; "raised" fails unless it is among `kinds`."""
+        for c in self.ranks:
+            c.say(do=do, **command)
+        return [c.expect(*kinds, timeout=timeout) for c in self.ranks]
+
+
+def started(work: Path, world: int = 4, **env: str):
+    """For fixtures: yields Ranks, ends them afterwards."""
+    with Family(work) as family:
+        yield Ranks(family, world, **env)

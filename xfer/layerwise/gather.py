@@ -1,0 +1,334 @@
+"""After a step, owners hold new parameters and all others the ones of the step before: this brings them over, bucket by bucket.
+
+`ParamGather` keeps the state of every bucket, and starts and finishes their gathers. It never decides who owns what
+(ownership.py), how bytes lie (shares.py), or when a module needs them (hooks.py).
+
+A gather is one broadcast per owner, of just what that rank owns of the bucket: no padding to the largest, no rank receives
+what it has. Over NCCL the broadcasts of a bucket are one grouped call (which is also what torch makes of an all-gather of
+uneven sizes); over gloo they are asynchronous broadcasts beside each other.
+"""
+
+from __future__ import annotations
+
+import enum
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from xfer.errors import DeadlineExceeded, LayoutError, PeerLost, PlanMismatch, XferError
+from xfer.layerwise.shares import Share, refuse_astray
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Peers:
+    """The ranks among which parameters are owned, and a communicator of our own over them.
+
+    Of our own, because others' collectives on theirs come in an order that we do not know. `ranks`: global, in the order of
+    ranks within the group; `rank`: this one's, within the group.
+    """
+
+    name: str
+    group: dist.ProcessGroup | None
+    ranks: tuple[int, ...]
+    rank: int
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    @classmethod
+    def like(cls, name: str, group: dist.ProcessGroup | None, deadline_s: float) -> Peers:
+        """Over the ranks of `group` (None: the default group). Collective over them. A wait on it ends after
+        `deadline_s`."""
+        ranks = tuple(dist.get_process_group_ranks(group if group is not None else dist.group.WORLD))
+        mine = ranks.index(dist.get_rank())
+        if len(ranks) == 1:
+            return cls(name, None, ranks, mine)
+        backend = dist.get_backend(group)
+        own = dist.new_group(
+            list(ranks), timeout=timedelta(seconds=deadline_s), backend=backend, use_local_synchronization=True
+        )
+        return cls(name, own, ranks, mine)
+
+    @classmethod
+    def alone(cls, name: str) -> Peers:
+        """A process without peers: nothing is ever gathered."""
+        return cls(name, None, (0,), 0)
+
+    def agree(self, digest: bytes, what: str) -> None:
+        """PlanMismatch, on all ranks, unless all of them have the same 32-byte digest."""
+        if self.group is None:
+            return
+        mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(self.device)
+        theirs = [torch.empty_like(mine) for _ in self.ranks]
+        dist.all_gather(theirs, mine, group=self.group)
+        differ = [r for r, t in zip(self.ranks, theirs) if not torch.equal(t, theirs[0])]
+        if differ:
+            raise PlanMismatch(
+                f"{self.name}: ranks disagree about {what}",
+                [
+                    f"rank {r} differs from rank {self.ranks[0]}: build the same model and groups on both"
+                    for r in differ
+                ],
+            )
+
+    @property
+    def device(self) -> torch.device:
+        """Where small tensors of this group's collectives lie."""
+        if self.group is not None and "nccl" in dist.get_backend(self.group):
+            return torch.device("cuda", torch.cuda.current_device())
+        return torch.device("cpu")
+
+
+class State(enum.Enum):
+    """Of a bucket on this rank. STALE: owners have newer parameters. IN_FLIGHT: bytes may arrive at any moment. CURRENT: every
+    parameter is that of the last step."""
+
+    STALE = "stale"
+    IN_FLIGHT = "in flight"
+    CURRENT = "current"
+
+
+@dataclass(slots=True, eq=False)
+class Bucket:
+    """Parameters that are gathered together. `index`: in the order of registration over all groups, equal on all peers."""
+
+    index: int
+    peers: Peers
+    shares: tuple[Share, ...]
+    state: State = State.CURRENT
+    works: list[dist.Work] = field(default_factory=list)
+    runs: list[tuple[Share, torch.Tensor]] = field(default_factory=list)
+    """What is sent or received aside, for parameters without a home."""
+
+    def label(self) -> str:
+        first = self.shares[0].members[0].name
+        owners = sorted({self.peers.ranks[s.owner] for s in self.shares})
+        return f"bucket {self.index} of {self.peers.name} ({first} …, owned by ranks {owners}): {self.state.value}"
+
+
+@dataclass(slots=True)
+class GatherStats:
+    """Sums over all gathers of this rank since construction or `reset`.
+
+    received: bytes that came from other ranks. lacked: bytes of the parameters that other ranks own. waited_s: seconds that
+    this process spent waiting for bytes (over NCCL, only launching waits: see a profiler's timeline for those). unexpected:
+    buckets needed before others that were expected first.
+    """
+
+    received: int = 0
+    lacked: int = 0
+    waited_s: float = 0.0
+    unexpected: int = 0
+
+    def reset(self) -> None:
+        self.received = self.lacked = self.unexpected = 0
+        self.waited_s = 0.0
+
+
+class ParamGather:
+    """The gathers of one rank.
+
+    buckets: in the order of registration, equal on all peers. overlap: False gathers everything at once in `begin`.
+    prefetch_depth: buckets that are on their way beyond the one that is needed, at least 1; over all groups together.
+
+    Each bucket is gathered exactly once per step, and those of one group in one order on all of its ranks, whatever
+    forwards do. So ranks that run their modules in different orders, or one more forward than others, still match.
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        *,
+        overlap: bool = True,
+        prefetch_depth: int = 1,
+        deadline_s: float = 600.0,
+        label: str = "",
+    ):
+        if prefetch_depth < 1:
+            raise LayoutError(f"prefetch_depth is {prefetch_depth}; at least one bucket is fetched ahead")
+        self.buckets, self.overlap, self.prefetch_depth = tuple(buckets), overlap, prefetch_depth
+        self.deadline_s, self.label = deadline_s, label
+        self.version = 0
+        self.stats = GatherStats()
+        self.order = list(self.buckets)
+        self._at = {b.index: i for i, b in enumerate(self.order)}
+        self._pending = 0  # buckets that are not CURRENT
+        self._broken: XferError | None = None
+        self._kept: list[torch.Tensor] = []  # memory that a broken gather may still write
+
+    # ---- order
+
+    def learn(self, used: Sequence[int]) -> None:
+        """From now on expect buckets in this order: indices as first used here, those that were not used last.
+
+        Collective over every group with more than one rank: its buckets come in the order of its first rank. The groups' orders
+        are then merged as this rank uses them.
+        """
+        self.drain()
+        seen = dict.fromkeys([*used, *(b.index for b in self.buckets)])
+        mine = [self.buckets[i] for i in seen]
+        chains: dict[int, list[Bucket]] = {}
+        for b in self.buckets:
+            chains.setdefault(id(b.peers), []).append(b)
+        agreed = {}
+        for key, chain in chains.items():
+            peers = chain[0].peers
+            order = torch.tensor([b.index for b in mine if b.peers is peers], dtype=torch.int64, device=peers.device)
+            self._guarded(lambda o=order, p=peers: dist.broadcast(o, p.ranks[0], group=p.group), "the order of buckets")
+            agreed[key] = iter(order.tolist())
+        self.order = [self.buckets[next(agreed[id(b.peers)])] for b in mine]
+        self._at = {b.index: i for i, b in enumerate(self.order)}
+
+    # ---- one step
+
+    def begin(self) -> None:
+        """The owners have stepped: all that others hold is stale. Starts the first gathers, or does all of them without
+        `overlap`. Before the owners write, `drain()` must have been called."""
+        self._usable()
+        pending = [b for b in self.buckets if b.state is not State.CURRENT]
+        if pending:
+            raise LayoutError("begin() before drain()", [b.label() for b in pending], where=self.label)
+        refuse_astray((s for b in self.buckets for s in b.shares), self.label)
+        self.version += 1
+        for b in self.buckets:
+            b.state = State.STALE
+        self._pending = len(self.buckets)
+        if self.overlap:
+            self._prefetch(0, self.prefetch_depth)
+        else:
+            self.drain()
+
+    @property
+    def settled(self) -> bool:
+        """Whether every parameter is that of the last step."""
+        return self._pending == 0
+
+    def start_param_sync(self, bucket: Bucket) -> None:
+        """Start the bucket's gather, and before it those of its group that come first. Nothing if it was started."""
+        self._usable()
+        if bucket.state is not State.STALE:
+            return
+        for b in self.order[: self._at[bucket.index] + 1]:
+            if b.peers is bucket.peers and b.state is State.STALE:
+                self._guarded(lambda b=b: self._launch(b), b.label())
+
+    def finish_param_sync(self, bucket: Bucket, skip_next_bucket_dispatch: bool = False) -> None:
+        """Returns when the bucket's parameters are those of the last step (over NCCL: for whatever the current stream does
+        next). Starts its gather if nobody has, and unless `skip_next_bucket_dispatch`, first of all the next buckets',
+        so that they travel meanwhile. Nothing if it was finished.
+
+        PeerLost or DeadlineExceeded when a peer does not take part; the gather is then unusable, and every later
+        call raises the same.
+        """
+        self._usable()
+        if bucket.state is State.CURRENT:
+            return
+        at = self._at[bucket.index]
+        if not skip_next_bucket_dispatch and any(b.state is not State.CURRENT for b in self.order[:at]):
+            self.stats.unexpected += 1
+        self.start_param_sync(bucket)
+        if not skip_next_bucket_dispatch:
+            self._prefetch(at + 1, self.prefetch_depth)
+        began = time.monotonic()
+        self._guarded(lambda: self._land(bucket), bucket.label())
+        self.stats.waited_s += time.monotonic() - began
+
+    def drain(self) -> None:
+        """Finish everything, in order. All gathers are started before the first is waited for. Collective in as much as
+        anything is not finished; leaves gradients alone."""
+        self._usable()
+        if not self._pending:
+            return
+        for b in self.order:
+            if b.state is State.STALE:
+                self._guarded(lambda b=b: self._launch(b), b.label())
+        for b in self.order:
+            self.finish_param_sync(b, skip_next_bucket_dispatch=True)
+
+    # ---- details
+
+    def _prefetch(self, at: int, depth: int) -> None:
+        """Start gathers until `depth` buckets from place `at` on are on their way."""
+        for b in self.order[at:]:
+            if depth == 0:
+                return
+            if b.state is State.STALE:
+                self.start_param_sync(b)
+            if b.state is State.IN_FLIGHT:
+                depth -= 1
+
+    def _launch(self, b: Bucket) -> None:
+        refuse_astray(b.shares, self.label)
+        moves = []
+        for s in b.shares:
+            mine = s.owner == b.peers.rank
+            if s.nbytes == 0:
+                continue
+            run = s.home if s.home is not None else s.staging(fill=mine)
+            moves.append((s.owner, run))
+            if s.home is None:
+                b.runs.append((s, run))
+            if not mine:
+                self.stats.received += s.nbytes
+                self.stats.lacked += sum(m.nbytes for m in s.members)
+        b.works = _broadcasts(b.peers, moves)
+        b.state = State.IN_FLIGHT
+
+    def _land(self, b: Bucket) -> None:
+        for work in b.works:
+            work.wait()
+        refuse_astray(b.shares, self.label)
+        with torch.no_grad():
+            for share, run in b.runs:
+                if share.owner != b.peers.rank:
+                    share.unpack(run)
+        b.works, b.runs, b.state = [], [], State.CURRENT
+        self._pending -= 1
+
+    def _usable(self) -> None:
+        if self._broken is not None:
+            raise self._broken
+
+    def _guarded(self, call, what: str) -> None:
+        """Whatever a collective raises becomes a typed error, and the last word of this gather."""
+        began = time.monotonic()
+        try:
+            call()
+        except XferError as e:
+            self._broken = e
+            raise
+        except RuntimeError as e:  # c10d's own errors are among them
+            took = time.monotonic() - began
+            self._kept += [run for b in self.buckets for _, run in b.runs]
+            late = took >= 0.9 * self.deadline_s
+            kind = DeadlineExceeded if late else PeerLost
+            why = f"not within {self.deadline_s:.0f} s" if late else "a peer has ended or closed its connections"
+            self._broken = kind(
+                f"parameters could not be gathered: {why}",
+                [f"{what}: {str(e).splitlines()[0]}", *_states(self.buckets)],
+                where=self.label,
+            )
+            raise self._broken from e
+
+
+def _states(buckets: Iterable[Bucket]) -> list[str]:
+    return [f"{b.label()}: not usable; load a checkpoint" for b in buckets if b.state is not State.CURRENT]
+
+
+def _broadcasts(peers: Peers, moves: Sequence[tuple[int, torch.Tensor]]) -> list[dist.Work]:
+    """One broadcast per (owner, run), all asynchronous."""
+    if not moves:
+        return []
+    device = moves[0][1].device
+    if device.type != "cuda":
+        return [dist.broadcast(run, peers.ranks[owner], group=peers.group, async_op=True) for owner, run in moves]
+    # One grouped call: NCCL runs the broadcasts side by side. Not run on GPUs so far.
+    with dist._coalescing_manager(group=peers.group, device=device, async_ops=True) as grouped:
+        for owner, run in moves:
+            dist.broadcast(run, peers.ranks[owner], group=peers.group, async_op=True)
+    return [grouped]

@@ -1,0 +1,115 @@
+"""Muon: momentum, made orthogonal by Newton-Schulz steps (K. Jordan's quintic iteration), for matrices.
+
+A small reference of our own, so that the rest of this package can be tested and tried; any torch optimizer that looks at
+one parameter at a time works as well. Nothing here knows about owners.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from xfer.errors import Unsupported
+from xfer.layerwise.ownership import NEWTON_SCHULZ_STEPS
+
+QUINTIC = (3.4445, -4.7750, 2.0315)
+"""Coefficients of X <- aX + b(XX')X + c(XX')²X, as published with Muon: singular values end near 1, and get there fast."""
+
+Pieces = Callable[[torch.nn.Parameter], "tuple[dist.ProcessGroup, int] | None"]
+
+
+def newton_schulz(
+    matrix: torch.Tensor, steps: int = NEWTON_SCHULZ_STEPS, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """[…, rows, columns], any floating dtype -> the same shape and dtype, all singular values near 1 (0.7 to 1.2).
+
+    dtype: to compute in; default the matrix's own, or fp32 for 16-bit ones on a CPU, which has no fast 16-bit products.
+    """
+    if dtype is None:
+        dtype = torch.float32 if matrix.device.type == "cpu" and matrix.dtype.itemsize < 4 else matrix.dtype
+    a, b, c = QUINTIC
+    x = matrix.to(dtype)
+    tall = x.shape[-2] > x.shape[-1]
+    if tall:
+        x = x.mT
+    x = x / (torch.linalg.matrix_norm(x, keepdim=True) + 1e-7)
+    for _ in range(steps):
+        square = x @ x.mT
+        x = a * x + (b * square + c * (square @ square)) @ x
+    return (x.mT if tall else x).to(matrix.dtype)
+
+
+class Muon(torch.optim.Optimizer):
+    """Parameters of two dims, or of more, which are then batches of matrices (their last two dims).
+
+    lr: the root-mean-square of an update is about 0.2 lr, like AdamW's, whatever the shape. weight_decay: decoupled.
+    pieces: for matrices of which this rank holds a part only (tensor parallel): parameter -> (process group, dim that is
+    cut evenly, in rank order), None for whole ones. The momentum is then gathered over that group, so that the update is that
+    of the whole matrix; all its ranks must step the same parameters in the same order.
+
+    Unsupported lists parameters with fewer than two dims: leave those to another optimizer.
+    """
+
+    def __init__(
+        self,
+        params,
+        lr: float = 0.02,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        weight_decay: float = 0.0,
+        steps: int = NEWTON_SCHULZ_STEPS,
+        pieces: Pieces | None = None,
+    ):
+        self._pieces = pieces
+        defaults = dict(lr=lr, momentum=momentum, nesterov=nesterov, weight_decay=weight_decay, steps=steps)
+        super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict) -> None:
+        super().add_param_group(param_group)
+        flat = [p for p in self.param_groups[-1]["params"] if p.dim() < 2]
+        if flat:
+            self.param_groups.pop()
+            raise Unsupported(
+                "Muon updates matrices",
+                [f"a parameter of shape {tuple(p.shape)}: give it to another optimizer, such as Adam" for p in flat],
+            )
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], torch.Tensor] | None = None) -> torch.Tensor | None:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self._update(p, group)
+        return loss
+
+    def _update(self, p: torch.nn.Parameter, group: dict) -> None:
+        state = self.state[p]
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(p)
+        m = state["momentum_buffer"]
+        m.mul_(group["momentum"]).add_(p.grad)
+        seen = p.grad.add(m, alpha=group["momentum"]) if group["nesterov"] else m
+        piece = self._pieces(p) if self._pieces is not None else None
+        update = newton_schulz(seen, group["steps"]) if piece is None else _of_whole(seen, group["steps"], *piece)
+        whole = list(p.shape[-2:])
+        if piece is not None:
+            whole[piece[1] - p.dim()] *= piece[0].size()
+        if group["weight_decay"]:
+            p.mul_(1 - group["lr"] * group["weight_decay"])
+        p.add_(update, alpha=-group["lr"] * 0.2 * max(whole) ** 0.5)
+
+
+def _of_whole(part: torch.Tensor, steps: int, group: dist.ProcessGroup, dim: int) -> torch.Tensor:
+    """This rank's part of the whole matrix's update. Fused rows come in another order than in the whole matrix; the
+    iteration commutes with that."""
+    part = part.contiguous()
+    parts = [torch.empty_like(part) for _ in range(group.size())]
+    dist.all_gather(parts, part, group=group)
+    whole = newton_schulz(torch.cat(parts, dim), steps)
+    return whole.chunk(group.size(), dim)[group.rank()]

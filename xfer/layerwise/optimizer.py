@@ -1,0 +1,386 @@
+"""`LayerWiseOptimizer`: any torch optimizers, each stepping only the parameters that this rank owns; everybody else gets
+them while the next forward runs. For plain torch modules, with or without DDP.
+
+What Megatron-Core has of its own (gradient buffers, expert groups, norms over tensor-parallel ranks) is in megatron.py,
+which builds on the same core here. State goes to and comes from disk in checkpoint.py.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from xfer.errors import LayoutError, Unsupported
+from xfer.layerwise.gather import Bucket, ParamGather, Peers
+from xfer.layerwise.gradients import reduce_to_owners, squares
+from xfer.layerwise.hooks import Guard, Hooks
+from xfer.layerwise.ownership import Item, Ownership, assign, bytes_cost, cut, elementwise_cost, newton_schulz_cost
+from xfer.layerwise.shares import known_elsewhere, overlapping, settle_in
+from xfer.trace.slots import bare
+
+Cost = Literal["newton_schulz", "elementwise", "bytes"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ParamGroup:
+    """Parameters that one kind of optimizer updates.
+
+    optimizer: a torch optimizer class, or anything that makes one of a list of one parameter group and `options`. cost: of
+    an update, by which owners are balanced: "newton_schulz" for Muon, "elementwise" for Adam and the like, "bytes" to
+    balance memory (then give it to all groups), or a function of a parameter's shape.
+    """
+
+    params: Iterable[torch.nn.Parameter]
+    optimizer: Callable[..., torch.optim.Optimizer]
+    options: Mapping[str, Any] = field(default_factory=dict)
+    cost: Cost | Callable[[Sequence[int]], float] = "elementwise"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Owned:
+    """A parameter that this rank steps. `target`: what the inner optimizer sees, the parameter itself or its fp32 master.
+    `group`: index of its ParamGroup."""
+
+    name: str
+    param: torch.nn.Parameter
+    target: torch.nn.Parameter
+    group: int
+
+
+class LayerWiseOptimizer(torch.optim.Optimizer):
+    """Whole parameters on one data-parallel rank each; asynchronous gather of the others' after every step.
+
+    module: any module, plain or under DistributedDataParallel; or several, such as the stages of a pipeline. groups: every
+    trainable parameter in exactly one. All ranks of `process_group` (default: all) hold the same parameters, with equal
+    values.
+
+    group_of: canonical name, parameter -> the process group over which that parameter is replicated (experts), None for
+    `process_group`. Only its ranks need to pass it.
+    overlap: False gathers at the end of `step()`, with the same results.
+    prefetch_depth: buckets fetched ahead of the one in use. bucket_bytes: size of a bucket.
+    reduce: "done" when gradients are the same on all ranks before `step()` (DDP does that); "to_owners" to average
+    them there, which sends each gradient to one rank only. Default: by whether the module is under DDP.
+    masters: owners keep fp32 copies of 16-bit parameters, and step those.
+    clip_grad: greatest norm of all gradients together. memory_cap: most bytes of parameters per owner.
+    rehome: let parameters be moved into runs of memory by owner, so that gathers need no copies. Objects, shapes and
+    values stay; views that were taken before go stale (those that modules hold are found).
+    guard: see hooks.py; "always" watches every operation of every forward, to find reads that no hook announces.
+    deadline_s: of every wait for peers.
+
+    `param_groups` are the inner optimizers' own, for learning-rate schedulers. Parameters that need no gradient have no
+    owner and are never sent. Between `step()` and a forward, parameters of other owners are old: read them inside
+    forwards, or `drain()` first, on all ranks.
+
+    LayoutError and Unsupported list everything that does not fit, before any parameter is touched.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module | Sequence[torch.nn.Module],
+        groups: Sequence[ParamGroup],
+        *,
+        process_group: dist.ProcessGroup | None = None,
+        group_of: Callable[[str, torch.nn.Parameter], dist.ProcessGroup | None] | None = None,
+        overlap: bool = True,
+        prefetch_depth: int = 1,
+        bucket_bytes: int = 64 << 20,
+        reduce: Literal["done", "to_owners"] | None = None,
+        masters: bool = True,
+        clip_grad: float | None = None,
+        memory_cap: int | None = None,
+        rehome: bool = True,
+        guard: Guard = "first",
+        deadline_s: float = 600.0,
+    ):
+        self.modules = [module] if isinstance(module, torch.nn.Module) else list(module)
+        self.clip_grad, self.grad_norm, self.skipped = clip_grad, None, False
+        live = dist.is_available() and dist.is_initialized()
+        self.label = f"rank {dist.get_rank()}" if live else "rank 0"
+        under_ddp = [isinstance(m, torch.nn.parallel.DistributedDataParallel) for m in self.modules]
+        self._reduce = reduce or ("done" if all(under_ddp) else "to_owners")
+        self._groups = [ParamGroup(tuple(g.params), g.optimizer, g.options, g.cost) for g in groups]
+        self._group_at = {id(p): i for i, g in enumerate(self._groups) for p in g.params}
+        self.named = list(_named(self.modules))
+        self._trained = [(name, p) for name, p in self.named if p.requires_grad]
+        self._refuse()
+        peers = self._meet(process_group, group_of, deadline_s, live)
+        self.ownership: dict[str, Ownership] = {}
+        self.owner: dict[str, tuple[Peers, int]] = {}
+        self._own(peers, memory_cap)
+        buckets = self._buckets(peers, bucket_bytes, rehome)
+        super().__init__([{"params": [p for _, p in self._trained]}], {})
+        self.owned: list[Owned] = []
+        self.inner: list[torch.optim.Optimizer] = []
+        self._build(masters)
+        self.gather = ParamGather(
+            buckets, overlap=overlap, prefetch_depth=prefetch_depth, deadline_s=deadline_s, label=self.label
+        )
+        bucket_of = {id(m.param): b for b in buckets for s in b.shares for m in s.members}
+        self.hooks = Hooks(self.modules, self._trained, bucket_of, self.gather, guard)
+        self._same = self._fingerprint()
+
+    # ---- the step
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], torch.Tensor] | None = None, *, grad_scale: float = 1.0):
+        """Step what this rank owns, and start the first gathers. Collective.
+
+        grad_scale: what the loss had been multiplied by (fp16). If any gradient of any rank is not finite, then no rank
+        steps, `skipped` is True, and parameters stay. Returns what `closure` returned, or None.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._check()
+        self._settle_order()
+        self.gather.drain()  # owners may not write what is still being sent
+        self._collect()
+        self.skipped = not self._scale_and_clip(grad_scale)
+        if not self.skipped:
+            for optimizer in self.inner:
+                optimizer.step()
+            for o in self.owned:
+                if o.target is not o.param:
+                    o.param.copy_(o.target)
+            self._after_inner()
+            self.gather.begin()
+        for o in self.owned:
+            if o.target is not o.param:
+                o.target.grad = None
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for _, p in self._trained:
+            if set_to_none:
+                p.grad = None
+            elif p.grad is not None:
+                p.grad.detach_().zero_()
+
+    def drain(self) -> None:
+        """Bring every parameter here now: before reading, saving or changing them outside of a forward. Collective."""
+        self.hooks.drain()
+
+    def synchronize(self) -> None:
+        """After parameters of owners were written from outside (a checkpoint): masters are not touched, others receive
+        what the owners hold. Collective."""
+        self.gather.drain()
+        self.gather.begin()
+        self.drain()
+
+    def owns(self, name: str) -> bool:
+        """Whether this rank is where the parameter of that canonical name is stepped."""
+        peers, owner = self.owner[name]
+        return peers.rank == owner
+
+    def close(self) -> None:
+        """Drain and drop all hooks; the module is an ordinary one again. Collective."""
+        self.drain()
+        self.hooks.remove()
+
+    def add_param_group(self, param_group: dict) -> None:
+        if hasattr(self, "gather"):
+            raise Unsupported(
+                "a parameter group was added to a layer-wise optimizer",
+                ["owners are chosen once: drain(), close() and build a new optimizer, on all ranks"],
+                where=self.label,
+            )
+        super().add_param_group(param_group)
+
+    def state_dict(self) -> dict:
+        raise Unsupported(
+            "state_dict() of a layer-wise optimizer would hold this rank's part only",
+            ["use xfer.layerwise.checkpoint.save and load, which write by parameter and load at any layout"],
+            where=self.label,
+        )
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        self.state_dict()
+
+    # ---- what Megatron does its own way
+
+    def _collect(self) -> None:
+        """Put the owners' gradients where the inner optimizers look for them."""
+        if self._reduce == "to_owners":
+            self.gather._guarded(
+                lambda: reduce_to_owners(self.gather.buckets), "gradients on their way to their owners"
+            )
+        for o in self.owned:
+            if o.target is not o.param:
+                o.target.grad = None if o.param.grad is None else o.param.grad.to(o.target.dtype)
+
+    def _total(self, mine: torch.Tensor) -> torch.Tensor:
+        """Sum over all ranks of what each adds for the gradients that it owns: every gradient is in it once."""
+        dense = self._peers[0]
+        mine = mine.to(dense.device)
+        if dense.group is not None:
+            dist.all_reduce(mine, group=dense.group)
+        return mine
+
+    def _counts(self, o: Owned) -> bool:
+        """Whether the gradient is this rank's to count in the norm."""
+        return True
+
+    def _after_inner(self) -> None:
+        """Between the inner optimizers' step and the gather."""
+
+    # ---- details
+
+    def _refuse(self) -> None:
+        at = self._group_at
+        bad = [
+            f"{name}: in no ParamGroup; put it into one, or freeze it" for name, p in self._trained if id(p) not in at
+        ]
+        mine = {id(p) for _, p in self.named}
+        for i, g in enumerate(self._groups):
+            for p in g.params:
+                if id(p) not in mine:
+                    bad.append(f"group {i}: a parameter of shape {tuple(p.shape)} is not in the module; leave it out")
+                elif at[id(p)] != i:
+                    bad.append(
+                        f"group {i}: a parameter of shape {tuple(p.shape)} is in group {at[id(p)]} too; keep one"
+                    )
+        for name, p in self.named:
+            if type(p) not in (torch.nn.Parameter, torch.Tensor) or p.layout != torch.strided:
+                bad.append(f"{name}: is a {type(p).__name__} ({p.layout}); only plain dense parameters have owners")
+            elif p.device.type == "meta":
+                bad.append(f"{name}: has no bytes; materialize the module first")
+        if not bad:
+            bad = overlapping(self.named)
+        if bad:
+            raise LayoutError("this module cannot have a layer-wise optimizer", bad, where=self.label)
+
+    def _meet(self, process_group, group_of, deadline_s: float, live: bool) -> dict[str, Peers]:
+        """Peers of every trained parameter, by name; communicators are made in the order of the names' groups."""
+        if not live:
+            self._peers = [Peers.alone("dense")]
+            return {name: self._peers[0] for name, _ in self._trained}
+        chosen = {name: group_of(name, p) if group_of is not None else None for name, p in self._trained}
+        ranks = lambda g: tuple(dist.get_process_group_ranks(g if g is not None else dist.group.WORLD))  # noqa: E731
+        made = {ranks(process_group): Peers.like("dense", process_group, deadline_s)}
+        # Larger groups first: which are made is the same on all of their ranks, and so is their order.
+        others = {ranks(g): g for g in chosen.values() if g is not None}
+        for key in sorted(others, key=lambda k: (-len(k), k)):
+            if key not in made:
+                made[key] = Peers.like(f"group {len(made)} of {len(key)} ranks", others[key], deadline_s)
+        dense, *rest = self._peers = list(made.values())
+        outside = [
+            f"{p.name}: ranks {sorted(set(p.ranks) - set(dense.ranks))}"
+            for p in rest
+            if set(p.ranks) - set(dense.ranks)
+        ]
+        if outside:
+            raise LayoutError(
+                "group_of names groups with ranks outside of process_group, over which norms are summed",
+                [f"{line} are not in process_group; give a process_group that has them" for line in outside],
+                where=self.label,
+            )
+        return {name: made[ranks(g if g is not None else process_group)] for name, g in chosen.items()}
+
+    def _own(self, peers: dict[str, Peers], memory_cap: int | None) -> None:
+        for who in self._peers:
+            items = [
+                Item(name, p.numel() * p.element_size(), self._cost(p))
+                for name, p in self._trained
+                if peers[name] is who
+            ]
+            table = self.ownership[who.name] = assign(items, who.size, memory_cap=memory_cap)
+            layout = [f"{n} {tuple(p.shape)} {p.dtype}" for n, p in self._trained if peers[n] is who]
+            who.agree(hashlib.sha256(table.digest() + "\n".join(layout).encode()).digest(), "their parameters")
+            self.owner |= {name: (who, r) for name, r in table.owner}
+
+    def _cost(self, p: torch.nn.Parameter) -> float:
+        cost = self._groups[self._group_at[id(p)]].cost
+        if cost == "bytes":
+            return bytes_cost(p.numel() * p.element_size())
+        return {"newton_schulz": newton_schulz_cost, "elementwise": elementwise_cost}.get(cost, cost)(tuple(p.shape))
+
+    def _buckets(self, peers: dict[str, Peers], bucket_bytes: int, rehome: bool) -> list[Bucket]:
+        fixed = known_elsewhere(self.modules, [p for _, p in self.named])
+        found = []
+        for who in self._peers:
+            if who.size == 1:
+                continue
+            those = [(i, name, p) for i, (name, p) in enumerate(self._trained) if peers[name] is who]
+            for part in cut([p.numel() * p.element_size() for _, _, p in those], bucket_bytes):
+                owned: dict[int, list] = {}
+                for i in part:
+                    _, name, p = those[i]
+                    owned.setdefault(self.owner[name][1], []).append((name, p))
+                found.append((those[part.start][0], who, owned))
+        found.sort(key=lambda f: f[0])  # interleaved as the module has them
+        return [
+            Bucket(i, who, tuple(settle_in(owned, move=rehome, fixed=fixed))) for i, (_, who, owned) in enumerate(found)
+        ]
+
+    def _build(self, masters: bool) -> None:
+        for i, g in enumerate(self._groups):
+            targets = []
+            for name, p in self._trained:
+                if self._group_at[id(p)] != i or not self.owns(name):
+                    continue
+                narrow = masters and p.dtype.itemsize < 4
+                target = torch.nn.Parameter(p.detach().float()) if narrow else p
+                self.owned.append(Owned(name, p, target, i))
+                targets.append(target)
+            self.inner.append(g.optimizer([{"params": targets}], **g.options))
+        self.param_groups = [group for optimizer in self.inner for group in optimizer.param_groups]
+
+    def _scale_and_clip(self, grad_scale: float) -> bool:
+        """Whether all gradients of all ranks are finite; `grad_norm` is their norm before clipping."""
+        grads = [o.target.grad for o in self.owned if o.target.grad is not None]
+        if grad_scale != 1.0 and grads:
+            torch._foreach_mul_(grads, 1.0 / grad_scale)
+        device = grads[0].device if grads else self._peers[0].device
+        mine = squares((o.target.grad for o in self.owned if o.target.grad is not None and self._counts(o)), device)
+        holder: list[torch.Tensor] = []
+        self.gather._guarded(lambda: holder.append(self._total(mine)), "the norm of all gradients")
+        self.grad_norm = holder[0].sqrt().item()
+        if not torch.isfinite(holder[0]).item():
+            return False
+        if self.clip_grad is not None and self.grad_norm > self.clip_grad:
+            if grads:
+                torch._foreach_mul_(grads, self.clip_grad / (self.grad_norm + 1e-6))
+        return True
+
+    def _settle_order(self) -> None:
+        if self.hooks.learning:
+            self.hooks.stop_learning()
+            self.gather.learn(self.hooks.used)
+
+    def _fingerprint(self) -> tuple:
+        inner = [[id(p) for p in g["params"]] for o in self.inner for g in o.param_groups]
+        return [(name, id(p)) for name, p in _named(self.modules) if p.requires_grad], inner
+
+    def _check(self) -> None:
+        """Is everything still as it was given to owners? LayoutError with all that is not."""
+        now = self._fingerprint()
+        if now == self._same:
+            return
+        was, is_ = dict(self._same[0]), dict(now[0])
+        bad = [f"{n}: was trained and is now frozen or gone" for n in was.keys() - is_.keys()]
+        bad += [f"{n}: is trained now and has no owner" for n in is_.keys() - was.keys()]
+        bad += [f"{n}: is another Parameter object now" for n in was.keys() & is_.keys() if was[n] != is_[n]]
+        if now[1] != self._same[1]:
+            bad.append("param_groups: parameters were added, removed or moved between groups")
+        raise LayoutError(
+            "what is trained has changed since owners were chosen",
+            [f"{line}; close() this optimizer and build a new one, on all ranks" for line in sorted(bad)],
+            where=self.label,
+        )
+
+
+def _named(modules: Sequence[torch.nn.Module]) -> Iterable[tuple[str, torch.nn.Parameter]]:
+    """(canonical name, parameter), each parameter once, under its first name: dotted, without wrappers' "module.", and with
+    the number of the module before it if there are several."""
+    seen: set[int] = set()
+    for i, module in enumerate(modules):
+        for name, p in module.named_parameters():
+            if id(p) not in seen:
+                seen.add(id(p))
+                yield (bare(name) if len(modules) == 1 else f"{i}:{bare(name)}"), p
