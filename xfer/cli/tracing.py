@@ -29,6 +29,7 @@ from xfer.cli.describe import EngineSide, TrainerSide
 from xfer.cli.trace_child import FRAMEWORKS, NAMES, Task, Traced
 from xfer.errors import DeadlineExceeded, ProtocolError, XferError, from_wire
 from xfer.mesh.parallel import EngineParallel, TrainerParallel
+from xfer.plan.file_cache import FileCache
 from xfer.plan.inventory import Inventory
 from xfer.trace.catalog import Catalog
 
@@ -58,8 +59,9 @@ sys.exit(main(sys.argv[2:]))
 to that Python, whose packages have other versions, and nothing of the current folder, which may be a framework's checkout."""
 SILENCE_S = 1800.0
 """Seconds that a side's processes may take for their next word: they speak after each rank, and the largest takes minutes."""
-KEPT_FILES, KEPT_BYTES = 64, 2 << 30
-_MAGIC = b"xferside\x01"
+KEPT_BYTES = 2 << 30
+SUFFIX = ".xferside"
+_MAGIC = b"xferside\x02"
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +86,8 @@ class Tracer:
         cache: Path | None = None,
         progress: Progress = lambda side, done, of: None,
     ):
-        self._given, self._jobs, self._cache, self._progress = pythons, max(1, jobs), cache, progress
+        self._given, self._jobs, self._progress = pythons, max(1, jobs), progress
+        self._cache = FileCache(cache, SUFFIX, _MAGIC, KEPT_BYTES) if cache is not None else None
         self._found: dict[str, str] = {}
         self._versions: dict[str, dict[str, str]] = {}
 
@@ -222,39 +225,18 @@ class Tracer:
 
     def _kept(self, key: str) -> tuple[Catalog, list[Inventory]] | None:
         """What an earlier call found; None for whatever is odd about the file."""
-        if self._cache is None:
+        body = self._cache.get(key) if self._cache is not None else None
+        if body is None:
             return None
-        path = self._cache / f"{key}.xferside"
-        head = len(_MAGIC) + 32
         try:
-            data = path.read_bytes()
-            if data[: len(_MAGIC)] != _MAGIC or data[len(_MAGIC) : head] != _sum(data[head:]):
-                return None
-            catalog, ranks = msgspec.msgpack.decode(data[head:], type=tuple[bytes, list[bytes]])
-            found = Catalog.from_bytes(catalog), [Inventory.from_bytes(r) for r in ranks]
-            os.utime(path)
-        except (OSError, msgspec.MsgspecError, ProtocolError):
+            catalog, ranks = msgspec.msgpack.decode(body, type=tuple[bytes, list[bytes]])
+            return Catalog.from_bytes(catalog), [Inventory.from_bytes(r) for r in ranks]
+        except (msgspec.MsgspecError, ProtocolError):
             return None
-        return found
 
     def _keep(self, key: str, catalog: Catalog, inventories: Sequence[Inventory]) -> None:
-        """A cache that cannot be written is no error."""
-        if self._cache is None:
-            return
-        body = msgspec.msgpack.encode((catalog.to_bytes(), [i.to_bytes() for i in inventories]))
-        with suppress(OSError):
-            self._cache.mkdir(parents=True, exist_ok=True)
-            handle, beside = tempfile.mkstemp(dir=self._cache, prefix=".", suffix=".part")
-            with os.fdopen(handle, "wb") as f:
-                f.write(_MAGIC + _sum(body) + body)
-            os.replace(beside, self._cache / f"{key}.xferside")
-            stats = [(p.stat(), p) for p in self._cache.glob("*.xferside")]
-            newest = sorted(stats, key=lambda s: -s[0].st_mtime_ns)
-            total = 0
-            for n, (stat, path) in enumerate(newest):
-                total += stat.st_size
-                if n and (n >= KEPT_FILES or total > KEPT_BYTES):
-                    path.unlink()
+        if self._cache is not None:
+            self._cache.put(key, msgspec.msgpack.encode((catalog.to_bytes(), [i.to_bytes() for i in inventories])))
 
 
 def classes(parallel: TrainerParallel | EngineParallel, ranks: int) -> list[int]:
@@ -392,7 +374,3 @@ def _source() -> str:
     for path in sorted([*files, ROOT / "cli" / "trace_child.py"]):
         h.update(str(path.relative_to(ROOT)).encode() + b"\0" + path.read_bytes() + b"\0")
     return h.hexdigest()
-
-
-def _sum(data: bytes) -> bytes:
-    return hashlib.blake2b(data, digest_size=16).hexdigest().encode()

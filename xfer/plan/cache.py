@@ -1,21 +1,16 @@
-"""Parts of sub-plans on disk, by the digest of their inputs and the rank. A cache only ever saves time: whatever is odd
-about a file, it is planned anew.
+"""Parts of sub-plans on disk, by the digest of their inputs and the rank: a cache, which may forget anything at any time.
 
-Here lives the file handling. Several processes may share a directory: files are written beside and renamed into
-place, and a reader sees a whole file or none.
+Not here: the files (file_cache.py), what a part is (part.py).
 """
 
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Sequence
-from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from xfer.errors import ProtocolError
-from xfer.plan import columns as col
+from xfer.plan.file_cache import FileCache
 from xfer.plan.inventory import Inventory
 from xfer.plan.options import PlanOptions
 from xfer.plan.part import Part
@@ -29,10 +24,10 @@ _MAGIC = b"xferplan\x02"
 
 
 class PlanCache:
-    """At most `max_bytes` of parts in `directory`; the least recently used go first. Thread- and process-safe."""
+    """At most `max_bytes` of parts in `directory`, which processes may share; the least recently used go first."""
 
     def __init__(self, directory: str | os.PathLike[str], max_bytes: int = 1 << 30):
-        self.directory, self.max_bytes = Path(directory), max_bytes
+        self._files = FileCache(directory, SUFFIX, _MAGIC, max_bytes)
 
     def plan(
         self,
@@ -53,69 +48,22 @@ class PlanCache:
         return found
 
     def get(self, key: str, rank: int) -> Part | None:
-        """The part of these inputs, or None: absent, unreadable, cut short, changed, of another version, other inputs
-        or another rank.
-        """
-        path = self._path(key, rank)
-        try:
-            if path.stat().st_size > col.MAX_BYTES:
-                return None
-            data = path.read_bytes()
-        except OSError:
-            return None
-        head = len(_MAGIC) + 32
-        body = memoryview(data)[head:]  # megabytes at times: looked at where they lie
-        if data[: len(_MAGIC)] != _MAGIC or data[len(_MAGIC) : head] != col.digest([body]).encode():
+        """The part of these inputs, or None where there is no whole one of this version, these inputs and this rank."""
+        body = self._files.get(_name(key, rank))
+        if body is None:
             return None
         try:
             part = Part.from_bytes(body)
         except ProtocolError:  # of another version of the planner
             return None
-        if (part.key, part.program.rank) != (key, rank):
-            return None
-        with suppress(OSError):
-            os.utime(path)
-        return part
+        return part if (part.key, part.program.rank) == (key, rank) else None
 
     def put(self, part: Part) -> bool:
-        """Whether the part was stored. A full disk, a read-only directory or a part larger than the cache is no
-        error.
-        """
-        body = part.to_bytes()
-        data = _MAGIC + col.digest([body]).encode() + body
-        if len(data) > min(self.max_bytes, col.MAX_BYTES):
-            return False
-        beside, path = None, self._path(part.key, part.program.rank)
-        try:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            handle, beside = tempfile.mkstemp(dir=self.directory, prefix=".", suffix=".part")
-            with os.fdopen(handle, "wb") as f:
-                f.write(data)
-            os.replace(beside, path)
-        except OSError:
-            if beside is not None:
-                with suppress(OSError):
-                    os.unlink(beside)
-            return False
-        self._shrink(keep=path)
-        return True
+        """Whether the part was stored; that it could not be is no error."""
+        return self._files.put(_name(part.key, part.program.rank), part.to_bytes())
 
-    def _path(self, key: str, rank: int) -> Path:
-        if not key or not all(c in "0123456789abcdef" for c in key) or rank < 0:
-            raise ValueError(f"{key!r}, {rank}: no plan key and rank")
-        return self.directory / f"{key}-{rank}{SUFFIX}"
 
-    def _shrink(self, keep: Path) -> None:
-        files = []
-        with suppress(OSError):
-            for path in self.directory.glob(f"*{SUFFIX}"):
-                with suppress(OSError):  # another process may remove it first
-                    stat = path.stat()
-                    files.append((path == keep, stat.st_mtime_ns, path.name, stat.st_size, path))
-        total = sum(f[3] for f in files)
-        for newest, _, _, size, path in sorted(files):
-            if total <= self.max_bytes or newest:
-                break
-            with suppress(OSError):
-                path.unlink()
-                total -= size
+def _name(key: str, rank: int) -> str:
+    if rank < 0:
+        raise ValueError(f"{rank} is no joint rank")
+    return f"{key}-{rank}"

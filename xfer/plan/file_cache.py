@@ -1,0 +1,82 @@
+"""Bytes in a folder by name, where losing them only costs time: whatever is odd about a file, it is as if it were not there.
+
+Several processes may share a folder: files are written beside and renamed into place, and a reader sees a whole file or
+none. What the bytes mean is the caller's (cache.py, cli/tracing.py).
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+from xfer.plan import columns as col
+
+_DIGEST = 32
+
+
+class FileCache:
+    """At most `max_bytes` in files of this suffix; the least recently used go first. Thread- and process-safe.
+
+    magic: first bytes of every file. A file of another version of the caller's format is told apart by it.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], suffix: str, magic: bytes, max_bytes: int):
+        self.directory, self.suffix, self.magic, self.max_bytes = Path(directory), suffix, magic, max_bytes
+
+    def get(self, name: str) -> memoryview | None:
+        """What was put there, or None: absent, unreadable, cut short or changed. Not copied: it may be megabytes."""
+        path = self._path(name)
+        head = len(self.magic) + _DIGEST
+        try:
+            if path.stat().st_size > col.MAX_BYTES:
+                return None
+            data = path.read_bytes()
+        except OSError:
+            return None
+        body = memoryview(data)[head:]
+        if data[: len(self.magic)] != self.magic or data[len(self.magic) : head] != col.digest([body]).encode():
+            return None
+        with suppress(OSError):
+            os.utime(path)
+        return body
+
+    def put(self, name: str, body: bytes) -> bool:
+        """Whether it was stored. A full disk, a read-only folder or bytes beyond the limit are no error."""
+        path, beside = self._path(name), None
+        if len(self.magic) + _DIGEST + len(body) > min(self.max_bytes, col.MAX_BYTES):
+            return False
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            handle, beside = tempfile.mkstemp(dir=self.directory, prefix=".", suffix=".part")
+            with os.fdopen(handle, "wb") as f:
+                f.writelines((self.magic, col.digest([body]).encode(), body))
+            os.replace(beside, path)
+        except OSError:
+            if beside is not None:
+                with suppress(OSError):
+                    os.unlink(beside)
+            return False
+        self._shrink(keep=path)
+        return True
+
+    def _path(self, name: str) -> Path:
+        if not name or not all(c in "0123456789abcdef-" for c in name):
+            raise ValueError(f"{name!r} is no name of a cached file: hexadecimal digits and dashes")
+        return self.directory / f"{name}{self.suffix}"
+
+    def _shrink(self, keep: Path) -> None:
+        files = []
+        with suppress(OSError):
+            for path in self.directory.glob(f"*{self.suffix}"):
+                with suppress(OSError):  # another process may remove it first
+                    stat = path.stat()
+                    files.append((path == keep, stat.st_mtime_ns, path.name, stat.st_size, path))
+        total = sum(f[3] for f in files)
+        for newest, _, _, size, path in sorted(files):
+            if total <= self.max_bytes or newest:
+                break
+            with suppress(OSError):
+                path.unlink()
+                total -= size
