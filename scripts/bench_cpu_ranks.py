@@ -263,7 +263,7 @@ class Worker:
         session = self.weight_transfer_engine.session
         lane, rank = session._lane_, TRAINERS + self.weight_transfer_engine.worker_rank()
         self.bench_link, self.bench_few = links(path, rank)
-        self.bench_raw_ = Raw.of(self.bench_link, lane.plan.program(rank))
+        self.bench_raw_ = Raw.of(self.bench_link, lane.plan.program)
         self.bench_buckets = buckets(toy.specs(config(layers)), bucket)
         self.bench_buffer = torch.empty(max(b[-1][3] for b in self.bench_buckets), dtype=torch.uint8)
         return dict(plan_s=lane.plan_seconds)
