@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("xfer")
 DEADLINE_S = 600.0
 BUCKET_BYTES = {"cpu": 64 << 20, "cuda": 240 << 20}
+PACKED_BYTES = 1 << 30
 
 
 def default_cache_dir() -> str:
@@ -103,6 +104,7 @@ def connect(
     cache_dir: str | None = "default",
     fabric: str | os.PathLike[str] | Site | None = None,
     wait: bool = True,
+    route: Literal["direct", "packed"] = "direct",
 ) -> Refit:
     """Join the rendezvous as one trainer rank; every rank of the trainer calls this with equal arguments.
 
@@ -118,6 +120,9 @@ def connect(
     fabric: a file with hosts, links, rates and who sits where (plan/fabric_file.py), or the Site itself; senders are then
     chosen for time over links. Default: a sender on the taker's host goes first, by host name.
     wait: return only when every replica has a plan. With False, `serve` may come later in this same thread.
+    route: "direct" moves each byte from where it lies to where it belongs. "packed" gathers whole checkpoint tensors in
+    buckets of at most `bucket_bytes` (there 1 GiB by default), broadcasts each bucket from trainer rank 0, and lets the engine's
+    own loader take it in: for engines that cannot be traced (docs/packed.md). Engines follow the trainers' choice.
 
     Raises LayoutError, CoverageError, Unsupported, HandshakeError, PlanMismatch, DeadlineExceeded, PeerLost.
     """
@@ -132,8 +137,10 @@ def connect(
     if engines and len(engines) != count:
         bad.append(f"replicas={count} but {len(engines)} engines")
     bad += wrong_seconds("deadline_s", deadline_s) + wrong_globs("drop", drop) + wrong_globs("narrow", narrow)
+    if route not in ("direct", "packed"):
+        bad.append(f'route={route!r}: "direct" or "packed"')
     if bucket_bytes is None:
-        bucket_bytes = BUCKET_BYTES[trainer.device.type]
+        bucket_bytes = PACKED_BYTES if route == "packed" else BUCKET_BYTES[trainer.device.type]
     if bucket_bytes < 1 << 12:
         bad.append(f"bucket_bytes={bucket_bytes}: at least 4096")
     try:
@@ -142,6 +149,10 @@ def connect(
         bad += [f"fabric: {e.message}", *e.violations]
     if bad:
         raise XferError("connect() was called with arguments that cannot work", bad)
+    if route == "packed":
+        from xfer.packed.source import packed_source
+
+        trainer = packed_source(trainer, bucket_bytes)
     where = default_cache_dir() if cache_dir == "default" else cache_dir
     session = TrainerSession(
         trainer,
@@ -154,6 +165,7 @@ def connect(
         narrow=tuple(narrow),
         cache_dir=where,
         site=site,
+        route=route,
     )
     controllers = []
     try:

@@ -56,6 +56,15 @@ class Lock:
         self._live.copy_(self.scratch)
         self._engaged = False
 
+    def capture(self) -> None:
+        """After a loader has written the live bytes themselves (packed route): they are the true ones, to be installed by
+        the commit, and NaN until then. XferError when the loader left the tensor as it was."""
+        if not self._live.view(self.slot.dtype).isfinite().any():
+            raise XferError(f"{self.slot.name} holds no number after loading: the loader did not write it")
+        self.scratch.copy_(self._live)
+        self._engaged = True
+        _fill_nan(self.slot, self._live)
+
     def moved_to(self, live: torch.Tensor) -> None:
         """The storage has another address now."""
         self._live = live
@@ -75,7 +84,12 @@ def candidates(layout: EngineLayout, live: Storages) -> list[Slot]:
     kernels come before the last norm, and what they do with NaN is not for us to find out on a live GPU.
     """
     done = written(layout.traced.fragments, layout.traced.fills)
-    sizes = {r.name: r.nbytes for r in layout.roots}
+    return [s for s in alone(live) if not size(difference(s.bytes(), done.get(s.root, NONE)))]
+
+
+def alone(live: Storages) -> list[Slot]:
+    """The candidates of a loader that is not known but writes every parameter."""
+    sizes = {r.name: r.nbytes for r in live.roots}
     out = []
     for slot in live.slots.values():
         if slot.name != slot.root or len(slot.shape) != 1 or not slot.dtype.is_floating_point:
@@ -83,9 +97,8 @@ def candidates(layout: EngineLayout, live: Storages) -> list[Slot]:
         if slot.name.startswith(DRAFT):
             continue
         whole = slot.bytes()
-        alone = all((s.offset, s.shape) == (slot.offset, slot.shape) for s in live.by_root[slot.root])
-        fills_storage = size(whole) == sizes[slot.root] <= MAX_BYTES
-        if alone and fills_storage and not size(difference(whole, done.get(slot.root, NONE))):
+        only = all((s.offset, s.shape) == (slot.offset, slot.shape) for s in live.by_root[slot.root])
+        if only and size(whole) == sizes[slot.root] <= MAX_BYTES:
             out.append(slot)
     return out[::-1]
 
@@ -97,7 +110,13 @@ def choose(layout: EngineLayout, live: Storages, forward: Forward, agree: Callab
     all of them said True, and raises where they speak of different things, so that they stop together. XferError when
     the model answers NaN before anything was tried, as then no test can tell.
     """
-    order = candidates(layout, live)
+    return try_locks(candidates(layout, live), live, forward, agree)
+
+
+def try_locks(
+    order: Sequence[Slot], live: Storages, forward: Forward, agree: Callable[[bool, str], bool]
+) -> Lock | None:
+    """`choose` among these slots, in this order."""
     if not agree(not _all_nan(forward()), " ".join(slot.name for slot in order)):
         raise XferError(
             "the engine answers NaN with the weights it has, so no lock can be tested",

@@ -233,6 +233,12 @@ class EngineModel:
         missing = [s for s in expected if s.name not in {x.name for x in specs}]
         return None if pair is None or len(missing) != 1 else _Head(missing[0], pair.embed_tokens.weight)
 
+    def packed(self):
+        """The same model for the packed route, which loads whole tensors and reads no layout."""
+        from xfer.packed.vllm_model import PackedModel
+
+        return PackedModel(self)
+
     # ---- the lock
 
     def choose_lock(self) -> str:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from xfer.errors import DeadlineExceeded, EngineLost, PeerLost, PlanMismatch, VerificationError, XferError
 from xfer.session import messages as m
-from xfer.session.bounds import ANSWER_GRACE_S, SETTLE_GRACE_S, STOP_GRACE_S
+from xfer.session.bounds import ANSWER_GRACE_S, SETTLE_GRACE_S, STOP_GRACE_S, TOGETHER_S
 from xfer.session.run import Run, checksum_violations, differences, outcome_of, waiting_for
 
 if TYPE_CHECKING:
@@ -166,6 +166,7 @@ class Attempt:
         self._arm()
         if len(self.drained) < self.hub.options.trainers:
             return
+        able: list[Run] = []
         for run in self.runs.values():
             r = run.replica
             if run.state != "arming" or not r.size or len(run.armed) < r.size:
@@ -178,12 +179,28 @@ class Attempt:
             elif r.relink or r.reopen:
                 self.hub.planning.relink(r, fresh=r.relink)
             elif r.state == "ready":
-                run.readers = {i: m.Reader(c.label, c.hello.host, c.hello.pid) for i, c in r.workers.items()}
-                run.state = "moving"
-                left = max(1.0, self.until - time.monotonic())
-                self.hub.broadcast(
-                    self.hub.domain(r), m.Go(r.index, self.number, r.epoch, self.version, self.verify, left)
-                )
+                able.append(run)
+        if self.hub.options.route == "packed" and not self._all_there(able):
+            return  # one gather feeds them all
+        together = tuple(run.replica.index for run in able) if self.hub.options.route == "packed" else ()
+        for run in able:
+            r = run.replica
+            run.readers = {i: m.Reader(c.label, c.hello.host, c.hello.pid) for i, c in r.workers.items()}
+            run.state = "moving"
+            left = max(1.0, self.until - time.monotonic())
+            self.hub.broadcast(
+                self.hub.domain(r), m.Go(r.index, self.number, r.epoch, self.version, self.verify, left, together)
+            )
+
+    def _all_there(self, able: list[Run]) -> bool:
+        """Whether a gather for these may begin: no other replica can still come, or they have waited long enough."""
+        if not able or all(run in able for run in self.runs.values() if run.state == "arming"):
+            return True
+        waited = time.monotonic() - max(self.ready_at, *(run.armed_at for run in able))
+        if waited >= TOGETHER_S:
+            return True
+        self.hub.at(time.monotonic() + TOGETHER_S - waited, lambda: self.hub.attempt is self and self.advance())
+        return False
 
     def _decide(self, run: Run) -> None:
         if len(run.done) < len(self.hub.domain(run.replica)):
@@ -219,6 +236,8 @@ class Attempt:
         )
         self.hub.at(time.monotonic() + STOP_GRACE_S, lambda: self._stop_late(run))
         self._stopped(run)
+        if self.hub.options.route == "packed":  # the others may have waited for this one; not from inside `advance`
+            self.hub.at(time.monotonic(), lambda: self.hub.attempt is self and self.advance())
 
     def _install_late(self, run: Run) -> None:
         if run.state == "committing":

@@ -175,7 +175,7 @@ class Hub:
         client.channel.label = client.label
         self.clients.add(client)
         plans = h.role in ("trainer", "worker")
-        client.send(m.Welcome(o.trainers, o.replicas, o.drop, o.site if plans else b""))
+        client.send(m.Welcome(o.trainers, o.replicas, o.drop, o.site if plans else b"", o.route))
         if h.role == "trainer":
             self.trainers[h.index] = client
         elif h.role == "controller":

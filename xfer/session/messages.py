@@ -41,6 +41,7 @@ from xfer.session.wire import (
     Count,
     Digest,
     Name,
+    Route,
     Seconds,
     StoreKey,
     StoreValue,
@@ -49,7 +50,7 @@ from xfer.session.wire import (
     WireMessage,
 )
 
-WIRE_VERSION = 8
+WIRE_VERSION = 9
 _STORE_KEY = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./:\-]{0,255}")
 
 
@@ -75,12 +76,13 @@ class Hello(WireMessage):
 
 class Welcome(WireMessage):
     """hub -> client. `drop`: globs of canonical names that no engine needs to take. `site`: who sits where on which links
-    (plan/fabric.py), empty when not known."""
+    (plan/fabric.py), empty when not known. `route`: "packed" when whole tensors travel in buckets (xfer/packed)."""
 
     trainers: Count
     replicas: Count
     drop: Annotated[tuple[Name, ...], Meta(max_length=4096)] = ()
     site: Blob = b""
+    route: Route = "direct"
 
 
 class Refused(WireMessage):
@@ -139,7 +141,8 @@ class Armed(WireMessage):
 
 
 class Go(WireMessage):
-    """hub -> domain: move version `version` now."""
+    """hub -> domain: move version `version` now. `together`: replicas that are fed from one gather of the trainers'
+    weights (packed route); those of one attempt get equal lists, in which each replica stands once."""
 
     replica: Count
     attempt: Count
@@ -147,6 +150,7 @@ class Go(WireMessage):
     version: Name
     verify: bool
     deadline_s: Seconds
+    together: Annotated[tuple[Count, ...], Meta(max_length=65536)] = ()
 
 
 class Progress(WireMessage):

@@ -97,11 +97,13 @@ class Planned(WireMessage):
 
 class OpenLink(WireMessage):
     """hub -> domain: digests agree; open the data link of this epoch, and the routes over it. `fresh` False: the link
-    of the last epoch stands, only the routes are opened again, since some rank's storages lie elsewhere now."""
+    of the last epoch stands, only the routes are opened again, since some rank's storages lie elsewhere now. `workers`:
+    of the replica, for ranks that made no plan of theirs (packed route)."""
 
     replica: Count
     epoch: Count
     fresh: bool = True
+    workers: Count = 0
 
 
 class LinkOpen(WireMessage):

@@ -126,6 +126,7 @@ class HubOptions:
     narrow: tuple[str, ...] = ()
     site: bytes = b""  # encoded Site: who sits where on which links; empty when not known
     settings: tuple[tuple[str, str], ...] = ()  # must be equal in every hello that carries the same key
+    route: str = "direct"
 
 
 def told(o: HubOptions) -> tuple[tuple[str, str], ...]:
@@ -134,6 +135,7 @@ def told(o: HubOptions) -> tuple[tuple[str, str], ...]:
         ("replicas", str(o.replicas)),
         ("deadline_s", f"{o.deadline_s:g}"),
         ("bucket_bytes", str(o.bucket_bytes)),
+        ("route", o.route),
         ("drop", _short(o.drop)),
         ("narrow", _short(o.narrow)),
         ("fabric", f"one with digest {hashlib.blake2b(o.site, digest_size=6).hexdigest()}" if o.site else "none"),

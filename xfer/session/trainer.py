@@ -92,6 +92,7 @@ class TrainerSession:
         narrow: Sequence[str],
         cache_dir: str | None,
         site: Site | None = None,
+        route: str = "direct",
     ):
         self.source, self.index, self.device = source, source.rank, source.device
         self.deadline_s, self.replicas = deadline_s, replicas
@@ -118,6 +119,7 @@ class TrainerSession:
             tuple(drop),
             tuple(narrow),
             site.to_bytes() if site is not None else b"",
+            route=route,
         )
         settings = (*told(options), ("data plane", "nccl" if self.device.type == "cuda" else "gloo"))
         if source.rank == 0:
@@ -141,6 +143,11 @@ class TrainerSession:
                 self._hub.close()
             raise
         self._party.on_lane = self._lane
+        self._pump = None
+        if route == "packed":
+            from xfer.packed.feed import Pump
+
+            self._pump = Pump(source, self._party.label)
 
     @property
     def party(self) -> Party:
@@ -215,6 +222,9 @@ class TrainerSession:
         self._make_inventory()
 
     def _make_inventory(self) -> None:
+        if self._pump is not None:  # tensors go whole, from wherever they are then
+            self._inventory, self._names = self._catalog.digest().encode(), []
+            return self._bind(self.layout.tensors)
         made = trainer_inventory(
             self._catalog,
             rank=self.index,
@@ -236,7 +246,13 @@ class TrainerSession:
     def _new_lane(self, replica: int) -> Lane | None:
         if not 0 <= replica < self.replicas:
             return None
-        lane = self._party.lanes[replica] = Lane(self._party, self, replica, self.index, self._cache)
+        if self._pump is not None:
+            from xfer.packed.lane import PackedLane
+
+            lane = PackedLane(self._party, self, replica, self.index, pump=self._pump)
+        else:
+            lane = Lane(self._party, self, replica, self.index, self._cache)
+        self._party.lanes[replica] = lane
         return lane
 
     # ---- Side, for the lanes

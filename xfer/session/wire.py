@@ -22,6 +22,8 @@ Bytes64 = Annotated[int, Meta(ge=0, le=(1 << 62))]
 Seconds = Annotated[float, Meta(ge=0.0, lt=1e9)]
 Blob = Annotated[bytes, Meta(max_length=MAX_FRAME)]
 StoreKey = Annotated[str, Meta(max_length=256)]
+Route = Annotated[str, Meta(pattern="^(direct|packed)$")]
+"""How weights travel: each byte from where it lies to where it belongs, or whole tensors in buckets."""
 Digest = Annotated[bytes, Meta(max_length=32)]
 """Of an inventory or a roll: 32 hexadecimal digits; empty for none."""
 StoreValue = Annotated[bytes, Meta(max_length=MAX_STORE_VALUE)]

@@ -87,6 +87,7 @@ class WorkerSession:
         self._sums: Sums | None = None  # of these storages, bound when first asked for
         self._binding = self._generation = 0
         self._stale = False  # a layout was being read again and that did not end well
+        self._packed = False  # the trainers chose the packed route
         self.joined = False
 
     # ---- joining
@@ -114,6 +115,9 @@ class WorkerSession:
             version=self.model.version,
         )
         self._party.on_lane = self._lane
+        self._packed = self._party.welcome.route == "packed"
+        if self._packed:
+            self.model = self.model.packed()
         self.model.drop = (*self.model.drop, *self._party.welcome.drop)
         first = self._party.take((m.CatalogMsg, m.Failed), until, "the catalog: trainers have not connected yet")
         self._raise_failed(first)
@@ -146,6 +150,10 @@ class WorkerSession:
 
     def _publish(self) -> None:
         self._stale = True
+        if self._packed:
+            self.model.accept(self._catalog)
+            self._inventory, self._names, self._stale = self._catalog.digest().encode(), [], False
+            return
         layout = self.model.read(self._catalog)
         made = engine_inventory(
             self._catalog, rank=self.index, host=host_identity(), roots=layout.roots, fragments=layout.traced.fragments,
@@ -165,9 +173,14 @@ class WorkerSession:
         if replica != self.replica:
             return None
         if self._lane_ is None:
-            self._lane_ = self._party.lanes[replica] = Lane(
-                self._party, self, replica, self._party.welcome.trainers + self.index, None
-            )
+            joint = self._party.welcome.trainers + self.index
+            if self._packed:
+                from xfer.packed.lane import PackedLane
+
+                lane = PackedLane(self._party, self, replica, joint, loader=self.model)
+            else:
+                lane = Lane(self._party, self, replica, joint, None)
+            self._lane_ = self._party.lanes[replica] = lane
         return self._lane_
 
     def _fail(self, e: BaseException, attempt: int = 0) -> None:

@@ -1,0 +1,294 @@
+"""What the packed route gathers from real Megatron-Core + Bridge ranks over gloo: `packed_bridge.py MODE FOLDER CASE…`.
+
+values   each case's tensors, bucket by bucket, beside Bridge's own export; writes FOLDER/CASE.json
+stale    what kept conversion tasks give after a framework moved things, and what the check makes of it; FOLDER/stale.json
+flip     the same for a router bias that turns fp32, without the check: one rank is expected to end here
+cost     what the check costs in a gather where nothing changed; FOLDER/cost.json
+
+The assertions are in tests/functional/test_packed_bridge.py.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+
+from xfer.testing import megatron_cpu, toy
+
+megatron_cpu.install()
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+
+from xfer.errors import RebindError  # noqa: E402
+from xfer.packed.megatron import BridgeStream  # noqa: E402
+from xfer.packed.source import PackedSource  # noqa: E402
+from xfer.testing.train_loop import Trainer  # noqa: E402
+from xfer.trainers.megatron import MegatronTrainer  # noqa: E402
+
+PLAIN = dict(distopt=False, overlap=False)
+SMALL = dict(num_hidden_layers=2)
+LORA = dict(lora=dict(dim=4, alpha=6, lora_B_init_method="xavier"))
+CASES: dict[str, tuple[str, dict, dict]] = {
+    "qwen3-tp2-pp2": ("qwen3", SMALL, dict(tp=2, pp=2, distopt=True)),
+    "qwen3-tp2-pp2-lora": ("qwen3", SMALL, dict(tp=2, pp=2, **PLAIN, **LORA)),
+    "qwen3_tied-tp2-pp2": ("qwen3_tied", SMALL, dict(tp=2, pp=2, **PLAIN)),
+    "qwen3_moe-tp2-ep2-etp2": ("qwen3_moe", SMALL, dict(tp=2, ep=2, etp=2, **PLAIN)),
+    "qwen3_moe-tp2-pp2-ep2-etp1": ("qwen3_moe", SMALL, dict(tp=2, pp=2, ep=2, etp=1, **PLAIN)),
+    "deepseek_v3-tp2-pp2-ep2-etp1": ("deepseek_v3", SMALL, dict(tp=2, pp=2, ep=2, etp=1, distopt=True)),
+    "deepseek_v3-pp2-ep2": ("deepseek_v3", SMALL, dict(pp=2, ep=2, **PLAIN)),
+    "qwen3-padded-vpp2": (
+        "qwen3",
+        dict(vocab_size=250, num_hidden_layers=4),
+        dict(tp=2, pp=2, vpp=2, **PLAIN, should_pad_vocab=True, make_vocab_size_divisible_by=40, load=False),
+    ),
+}
+LIMIT = 48 << 10
+
+
+def gathered(source: PackedSource) -> dict[str, torch.Tensor]:
+    plan, out = source.begin(), {}
+    for group in plan.groups:
+        if not source.go_on(False):
+            raise RuntimeError("told to stop")
+        for name, tensor in source.tensors(group):
+            out[name] = tensor.detach().clone()
+    return out
+
+
+def made(trainer: Trainer, **how) -> PackedSource:
+    source = PackedSource(BridgeStream(MegatronTrainer(trainer.chunks, trainer.bridge), **how), LIMIT)
+    source.read()
+    return source
+
+
+def wrong(got: dict[str, torch.Tensor], trainer: Trainer) -> list[str]:
+    """Names that are not, bit for bit, what a fresh export gives; a padded vocabulary is exported padded."""
+    want, rows = trainer.exported(), trainer.bridge.hf_pretrained.config.vocab_size
+    tied = trainer.bridge.hf_pretrained.config.tie_word_embeddings
+    bad = sorted((want.keys() ^ got.keys()) - ({"lm_head.weight"} if tied else set()))
+    for name in want.keys() & got.keys():
+        a, b = want[name], got[name]
+        if a.shape[0] > b.shape[0] == rows:
+            a = a[:rows]
+        same = a.dtype == b.dtype and a.shape == b.shape
+        same = same and torch.equal(
+            a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8)
+        )
+        bad += [] if same else [name]
+    return bad
+
+
+def values(folder: Path, names: list[str]) -> None:
+    for name in names:
+        family, model, layout = CASES[name]
+        toy.write_checkpoint(family, folder / name, **model) if dist.get_rank() == 0 else None
+        dist.barrier()
+        with Trainer(folder / name, **layout) as trainer:
+            source = made(trainer)
+            trainer.step()
+            source.drain()
+            first = wrong(gathered(source), trainer)
+            few = source.stream.collectives
+            trainer.step()
+            source.drain()
+            state = source.check()
+            second = wrong(gathered(source), trainer)
+            plain = made(trainer, together=False)
+            alone = wrong(gathered(plain), trainer)
+            plan = source.plan
+            seen = dict(
+                first=first, second=second, alone=alone, state=state, built=source.built, collectives=few,
+                groups=len(plan.groups), messages=plan.messages, longest=plan.buffer_bytes, tensors=len(plan.groups[-1].tensors),
+                limit=LIMIT, dtypes=sorted({t.dtype for g in plan.groups for t in g.tensors}),
+            )  # fmt: skip
+        told(folder / f"{name}.json", seen)
+
+
+def told(path: Path, mine: dict) -> None:
+    """All ranks' in one file, in rank order."""
+    every: list = [None] * dist.get_world_size()
+    dist.all_gather_object(every, mine)
+    if dist.get_rank() == 0:
+        path.write_text(json.dumps(every))
+
+
+def owned(trainer: Trainer):
+    """(module, key, parameter) of the first linear parameter of this rank's first layer."""
+    for chunk in trainer.chunks:
+        for path, module in chunk.named_modules():
+            if "linear_proj" in path and "weight" in module._parameters and module._parameters["weight"] is not None:
+                return module, "weight", module._parameters["weight"]
+    raise RuntimeError("no linear layer here")
+
+
+def refilled(trainer: Trainer, value: float) -> None:
+    """Other values everywhere, so that whatever is old shows."""
+    with torch.no_grad():
+        for chunk in trainer.chunks:
+            for p in chunk.parameters():
+                p.add_(value)
+
+
+def replaced(trainer: Trainer) -> None:
+    if dist.get_rank() == 1:  # one stage alone: the other must hear of it
+        module, key, p = owned(trainer)
+        module._parameters[key] = torch.nn.Parameter(p.detach().clone() + 1)
+
+
+def offloaded(trainer: Trainer) -> None:
+    """Away and back, elsewhere, as the memory savers of RL loops do it, with a step's worth of change between."""
+    if dist.get_rank() == 1:
+        for chunk in trainer.chunks:
+            for p in chunk.parameters():
+                p.data = (p.data.clone() + 1).clone()
+
+
+def with_new_tensors(trainer: Trainer) -> None:
+    """`_apply` gives a module new parameter and buffer objects."""
+    for chunk in trainer.chunks:
+        for module in chunk.modules():
+            for table in (module._parameters, module._buffers):
+                for key, t in list(table.items()):
+                    if t is not None:
+                        new = t.detach().clone() + (1 if t.is_floating_point() else 0)
+                        same = torch.nn.Parameter(new, t.requires_grad) if table is module._parameters else new
+                        same.__dict__.update(t.__dict__)
+                        table[key] = same
+
+
+def flipped(trainer: Trainer) -> bool:
+    """What Megatron's router does to its bias on its first forward: bf16 to fp32, in place of the buffer."""
+    found = False
+    for chunk in trainer.chunks:
+        for module in chunk.modules():
+            bias = getattr(module, "expert_bias", None)
+            if bias is not None and hasattr(module, "_maintain_float32_expert_bias"):
+                module.expert_bias = bias.float() + 0.25
+                found = True
+    return found
+
+
+def half(trainer: Trainer) -> None:
+    for chunk in trainer.chunks:
+        for module in chunk.modules():
+            if getattr(module, "expert_bias", None) is not None:
+                module.expert_bias = module.expert_bias.bfloat16()
+
+
+def stale(folder: Path) -> None:
+    seen: dict[str, dict] = {}
+    toy.write_checkpoint("deepseek_v3", folder / "model", **SMALL) if dist.get_rank() == 0 else None
+    dist.barrier()
+    for name, change in (("replaced", replaced), ("offloaded", offloaded), ("applied", with_new_tensors)):
+        with Trainer(folder / "model", pp=2, **PLAIN) as trainer:
+            source = made(trainer)
+            gathered(source)
+            source.check()
+            change(trainer)
+            without = wrong(gathered(source), trainer)  # nobody looked: tasks are kept
+            state = source.check()
+            if state == "changed":
+                source.read()
+            with_check = wrong(gathered(source), trainer)
+            seen[name] = dict(without=without, state=state, right=with_check, built=source.built)
+    with Trainer(folder / "model", pp=2, **PLAIN) as trainer:
+        half(trainer)
+        source = made(trainer)
+        before = {t.dtype for g in source.begin().groups for t in g.tensors}
+        gathered(source)
+        has = flipped(trainer)
+        state = source.check()
+        if state == "changed":
+            source.read()
+        right = wrong(gathered(source), trainer)
+        after = {t.dtype for g in source.plan.groups for t in g.tensors}
+        seen["flipped"] = dict(
+            has=has, state=state, right=right, before=sorted(before), after=sorted(after), built=source.built
+        )
+    with Trainer(folder / "model", pp=2, **PLAIN) as trainer:
+        source = made(trainer)
+        gathered(source)
+        if dist.get_rank() == 1:
+            kept = [(p, p.data) for chunk in trainer.chunks for p in chunk.parameters()]
+            for p, _ in kept:
+                p.data = torch.empty(0, dtype=p.dtype)
+        try:
+            source.check()
+            error = ""
+        except RebindError as e:
+            error = str(e)
+        if dist.get_rank() == 1:
+            for p, data in kept:
+                p.data = data
+        source.check()
+        seen["empty"] = dict(error=error, right=wrong(gathered(source), trainer), built=source.built)
+    toy.write_checkpoint("qwen3", folder / "dense", **SMALL) if dist.get_rank() == 0 else None
+    dist.barrier()
+    with Trainer(folder / "dense", pp=2, **PLAIN) as trainer:
+        source = made(trainer)
+        gathered(source)
+        source.check()
+        _attach(trainer)
+        without = _outcome(source, trainer)
+        state = source.check()
+        if state == "changed":
+            source.read()
+        seen["lora"] = dict(without=without, state=state, right=wrong(gathered(source), trainer), built=source.built)
+    told(folder / "stale.json", seen)
+
+
+def _attach(trainer: Trainer) -> None:
+    """Adapters come to a model that has been synced without them, and have learnt something."""
+    from megatron.bridge.peft.lora import LoRA
+
+    trainer.chunks = LoRA(dim=4, alpha=6, lora_B_init_method="xavier")(trainer.chunks, training=True)
+
+
+def _outcome(source: PackedSource, trainer: Trainer) -> list[str]:
+    try:
+        return wrong(gathered(source), trainer)
+    except Exception as e:
+        return [f"{type(e).__name__}: {e}"[:200]]
+
+
+def flip(folder: Path) -> None:
+    """Without the check: the process of the stage that does not own the bias is not expected to live."""
+    toy.write_checkpoint("deepseek_v3", folder / "model", **SMALL) if dist.get_rank() == 0 else None
+    dist.barrier()
+    with Trainer(folder / "model", pp=2, **PLAIN) as trainer:
+        half(trainer)
+        source = made(trainer)
+        gathered(source)
+        flipped(trainer)
+        bad = wrong(gathered(source), trainer)
+        (folder / f"flip{dist.get_rank()}.json").write_text(json.dumps(bad))
+
+
+def cost(folder: Path) -> None:
+    toy.write_checkpoint("deepseek_v3", folder / "model", **SMALL) if dist.get_rank() == 0 else None
+    dist.barrier()
+    with Trainer(folder / "model", pp=2, **PLAIN) as trainer:
+        source = made(trainer)
+        gathered(source)
+        check_s, gather_s, agree_s = [], [], []
+        for _ in range(7):
+            dist.barrier()
+            began = time.perf_counter()
+            source.check()
+            check_s.append(time.perf_counter() - began)
+            began = time.perf_counter()
+            gathered(source)
+            gather_s.append(time.perf_counter() - began)
+            agree_s.append(source.agreed_s)
+        told(folder / "cost.json", dict(check=check_s, gather=gather_s, agree=agree_s, built=source.built))
+
+
+if __name__ == "__main__":
+    megatron_cpu.init_world()
+    mode, where, *rest = sys.argv[1:]
+    {"values": lambda: values(Path(where), rest)}.get(mode, lambda: globals()[mode](Path(where)))()
+    dist.barrier()
+    dist.destroy_process_group()

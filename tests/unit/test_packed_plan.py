@@ -1,0 +1,292 @@
+"""Buckets: planned from sizes, announced, packed and unpacked, for any tensors; and what a receiver refuses."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from xfer.errors import LayoutError, PlanMismatch, ProtocolError, Unsupported
+from xfer.packed import wire
+from xfer.packed.buffer import Buffers, Packer, Unpacker, specs_by_name, wire_sum
+from xfer.packed.plan import ALIGN, TaskSize, make_plan
+from xfer.packed.wire import BucketRequest, Manifest
+from xfer.trace.fragment import TensorSpec
+
+CPU = torch.device("cpu")
+DTYPES = ("bfloat16", "float32", "uint8", "float8_e4m3fn", "float64", "int64")
+
+shapes = st.lists(st.integers(0, 9), max_size=3).map(tuple)
+tensor_lists = st.lists(st.tuples(shapes, st.sampled_from(DTYPES)), min_size=1, max_size=12)
+
+
+@st.composite
+def task_lists(draw) -> list[TaskSize]:
+    """Tasks of one or more tensors; some share a key."""
+    found = draw(tensor_lists)
+    tasks, i = [], 0
+    while i < len(found):
+        n = draw(st.integers(1, 3))
+        specs = tuple(TensorSpec(f"t{i + j}", s, d) for j, (s, d) in enumerate(found[i : i + n]))
+        tasks.append(TaskSize(len(tasks), specs, draw(st.sampled_from([None, None, "a", "b"]))))
+        i += n
+    return tasks
+
+
+def filled(spec: TensorSpec, seed: int) -> torch.Tensor:
+    n = wire.nbytes_of(spec)
+    g = torch.Generator().manual_seed(seed)
+    data = torch.randint(0, 256, (n,), dtype=torch.uint8, generator=g)
+    return data.view(getattr(torch, spec.dtype)).view(spec.shape)
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return (
+        a.dtype == b.dtype
+        and a.shape == b.shape
+        and torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+    )
+
+
+def sent(plan, tensors) -> list[torch.Tensor]:
+    """Every message, as bytes of its own."""
+    out, buffers = [], Buffers(2, CPU)
+    for group in plan.groups:
+        packer = Packer(
+            group,
+            lambda message: buffers.take(len(out), message.nbytes, plan.buffer_bytes).fill_(0xEE),
+            lambda message, data: out.append(data.clone()),
+        )
+        for spec in group.tensors:
+            packer.put(spec.name, tensors[spec.name])
+        packer.close()
+    return out
+
+
+@settings(deadline=None)
+@given(task_lists(), st.integers(ALIGN, 2048), st.booleans())
+def test_what_is_packed_comes_out_as_it_was_within_the_limit(tasks, limit, packed):
+    plan = make_plan(tasks, limit, packed=packed)
+    specs = {t.name: t for task in tasks for t in task.tensors}
+    tensors = {name: filled(spec, i) for i, (name, spec) in enumerate(specs.items())}
+    data = sent(plan, tensors)
+    messages = wire.checked(wire.decode_manifest(plan.manifest), specs)
+    assert [m.nbytes for m in messages] == [d.numel() for d in data]
+    assert not packed or all(d.numel() <= limit for d in data)
+    got, unpacker = {}, Unpacker(CPU)
+    for message, bytes_ in zip(messages, data, strict=True):
+        for spec, tensor in unpacker.take(message, bytes_):
+            assert spec.name not in got
+            got[spec.name] = tensor
+    unpacker.close(specs)
+    assert got.keys() == tensors.keys() and all(same(got[n], tensors[n]) for n in got)
+    if packed:
+        assert all(p.offset % ALIGN == 0 for m in messages for p in m.parts)
+
+
+@settings(deadline=None)
+@given(task_lists(), st.integers(ALIGN, 4096))
+def test_tasks_of_one_key_are_never_in_two_groups_and_no_group_is_empty(tasks, limit):
+    plan = make_plan(tasks, limit)
+    where = {position: i for i, g in enumerate(plan.groups) for position in g.positions}
+    assert sorted(where) == sorted(t.position for t in tasks if t.tensors)
+    for key in ("a", "b"):
+        assert len({where[t.position] for t in tasks if t.key == key}) <= 1
+    for group in plan.groups:
+        units = {t.key or t.position for t in tasks if t.position in group.positions}
+        size = sum(-(-wire.nbytes_of(t) // ALIGN) * ALIGN for t in group.tensors)
+        assert group.messages and (size <= limit or len(units) == 1), "only what cannot be split may pass the limit"
+
+
+def test_a_plan_has_no_tensor_in_it_and_its_fingerprint_is_of_what_is_exported():
+    tasks = [TaskSize(0, (TensorSpec("a", (4, 4), "bfloat16"),)), TaskSize(1, (TensorSpec("b", (3,), "float32"),))]
+    one = make_plan(tasks, 1024).fingerprint
+    assert one == make_plan(list(tasks), 1024).fingerprint
+    for other in (
+        [tasks[0], TaskSize(1, (TensorSpec("b", (3,), "bfloat16"),))],
+        [tasks[0], TaskSize(1, (TensorSpec("b", (1, 3), "float32"),))],
+        [tasks[0], TaskSize(2, tasks[1].tensors)],
+        tasks[:1],
+    ):
+        assert make_plan(other, 1024).fingerprint != one
+    assert make_plan(tasks, 512).fingerprint != one
+
+
+def test_what_cannot_be_planned_is_refused_with_all_names():
+    a = TensorSpec("a", (2,), "float32")
+    with pytest.raises(LayoutError, match="twice") as e:
+        make_plan([TaskSize(0, (a,)), TaskSize(1, (a,))])
+    assert e.value.violations == ("a",)
+    with pytest.raises(Unsupported) as e:
+        make_plan([TaskSize(0, (TensorSpec("x", (2,), "complex64"), TensorSpec("y", (2,), "quint4")))])
+    assert len(e.value.violations) == 2
+    with pytest.raises(LayoutError):
+        make_plan([TaskSize(0, ())])
+
+
+def test_a_packer_takes_only_what_was_planned():
+    plan = make_plan([TaskSize(0, (TensorSpec("a", (2,), "bfloat16"), TensorSpec("b", (2,), "bfloat16")))])
+    for name, tensor in (
+        ("b", torch.zeros(2, dtype=torch.bfloat16)),
+        ("a", torch.zeros(2)),
+        ("a", torch.zeros(3, dtype=torch.bfloat16)),
+    ):
+        packer = Packer(plan.groups[0], lambda m: torch.zeros(m.nbytes, dtype=torch.uint8), lambda m, d: None)
+        with pytest.raises(PlanMismatch):
+            packer.put(name, tensor)
+    packer = Packer(plan.groups[0], lambda m: torch.zeros(m.nbytes, dtype=torch.uint8), lambda m, d: None)
+    packer.put("a", torch.zeros(2, dtype=torch.bfloat16))
+    with pytest.raises(PlanMismatch) as e:
+        packer.close()
+    assert e.value.violations == ("b: planned and not exported",)
+
+
+# ---- what a receiver refuses
+
+GOOD = dict(
+    names=("a", "b"), dtypes=("float32", "bfloat16"), shapes=((2, 3), (5,)), sizes=(24, 10), packed=True, offsets=(0, 256), nbytes=266
+)  # fmt: skip
+EXPECTED = specs_by_name([TensorSpec("a", (2, 3), "float32"), TensorSpec("b", (5,), "bfloat16")])
+
+
+def test_the_good_request_is_good():
+    (message,) = wire.checked(Manifest((BucketRequest(**GOOD),), 512), EXPECTED)
+    assert message.nbytes == 266 and [p.offset for p in message.parts] == [0, 256]
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (dict(sizes=(24, 12)), "b: 12 bytes are announced"),
+        (dict(sizes=(24,)), "sizes: 1 entries for 2 names"),
+        (dict(sizes=None), "needs them"),
+        (dict(dtypes=("float32", "float32")), "b: 10 bytes are announced"),
+        (dict(dtypes=("float32", "bf16")), "dtype 'bf16' is unknown"),
+        (dict(offsets=(0, 16)), "where the tensor before it ends at 24"),
+        (dict(nbytes=260), "ends at byte 266 of a buffer of 260"),
+        (dict(names=("a", "c")), "c: nobody announced"),
+        (
+            dict(names=("a", "a"), dtypes=("float32",) * 2, shapes=((2, 3),) * 2, sizes=(24, 24), nbytes=280),
+            "exactly once",
+        ),
+        (dict(shapes=((3, 2), (5,))), "was announced"),
+        (dict(starts=(0, 4), sizes=(24, 6), nbytes=262), "exactly once"),
+        (dict(offsets=(0, 1024), nbytes=1034), "the limit is 512"),
+        (
+            dict(names=("a",), dtypes=("float32",), shapes=((2, 3),), sizes=(24,), offsets=(0,), nbytes=24),
+            "b: is in no bucket",
+        ),
+    ],
+)
+def test_every_kind_of_wrong_request_is_refused_before_a_byte_is_looked_at(change, words):
+    with pytest.raises(ProtocolError) as e:
+        wire.checked(Manifest((BucketRequest(**{**GOOD, **change}),), 512), EXPECTED)
+    assert any(words in v for v in e.value.violations), e.value.violations
+
+
+def test_all_violations_come_at_once():
+    with pytest.raises(ProtocolError) as e:
+        wire.messages_of(BucketRequest(**{**GOOD, "sizes": (20, 12), "offsets": (0, 8)}), 10)
+    assert len(e.value.violations) >= 4
+
+
+def test_a_bucket_that_was_cut_short_or_comes_twice_is_refused():
+    (message,) = wire.messages_of(BucketRequest(**GOOD))
+    unpacker = Unpacker(CPU)
+    with pytest.raises(ProtocolError, match="not what was announced"):
+        unpacker.take(message, torch.zeros(265, dtype=torch.uint8))
+    unpacker.take(message, torch.zeros(266, dtype=torch.uint8))
+    with pytest.raises(ProtocolError):
+        unpacker.take(message, torch.zeros(266, dtype=torch.uint8))
+    with pytest.raises(ProtocolError) as e:
+        unpacker.close(["a", "b", "c"])
+    assert e.value.violations == ("c: has not come",)
+
+
+def test_bytes_that_are_no_request_are_refused():
+    for data in (b"", b"\x81", b"\xc1" * 40, msgspec.msgpack.encode({"names": [1]}), msgspec.msgpack.encode([1, 2])):
+        with pytest.raises(ProtocolError):
+            wire.decode_request(data)
+        with pytest.raises(ProtocolError):
+            wire.decode_manifest(data)
+
+
+# ---- old and new senders and receivers
+
+
+class OldRequest(msgspec.Struct):
+    """As senders wrote it before they packed: nothing but what each tensor is."""
+
+    names: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+
+
+class SizedRequest(msgspec.Struct):
+    """As the first senders that packed wrote it: `sizes` says so, and tensors lie back to back."""
+
+    names: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    sizes: tuple[int, ...] | None = None
+
+
+class NewerRequest(msgspec.Struct):
+    """As somebody may write it later."""
+
+    names: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    sizes: tuple[int, ...]
+    packed: bool
+    compression: str = "none"
+
+
+PLAIN = (GOOD["names"], GOOD["dtypes"], GOOD["shapes"])
+
+
+def test_a_sender_that_does_not_pack_is_understood_as_one_tensor_a_message():
+    request = wire.decode_request(msgspec.msgpack.encode(OldRequest(*PLAIN)))
+    assert not request.is_packed and request.sizes is None and request.packed is None
+    assert [(m.nbytes, len(m.parts)) for m in wire.checked(Manifest((request,)), EXPECTED)] == [(24, 1), (10, 1)]
+    assert wire.decode_request(wire.encode(wire.plain_request(list(EXPECTED.values())))) == request
+
+
+def test_a_sender_that_knows_only_sizes_is_understood_as_packed_back_to_back():
+    request = wire.decode_request(msgspec.msgpack.encode(SizedRequest(*PLAIN, (24, 10))))
+    (message,) = wire.checked(Manifest((request,)), EXPECTED)
+    assert request.is_packed and message.nbytes == 34 and [p.offset for p in message.parts] == [0, 24]
+    odd = BucketRequest(("x", "y"), ("uint8", "float32"), ((3,), (2,)), (3, 8))
+    (message,) = wire.messages_of(odd)
+    data = torch.arange(11, dtype=torch.uint8)
+    got = dict((s.name, t) for s, t in Unpacker(CPU).take(message, data))
+    assert same(got["y"], data[3:].clone().view(torch.float32)), "a wide dtype after an odd number of bytes"
+
+
+def test_old_and_newer_ones_read_each_other():
+    mine = BucketRequest(**GOOD)
+    old = msgspec.msgpack.decode(wire.encode(mine), type=OldRequest)
+    assert (old.names, old.dtypes, old.shapes) == PLAIN
+    assert msgspec.msgpack.decode(wire.encode(mine), type=SizedRequest).sizes == (24, 10)
+    newer = NewerRequest(*PLAIN, (24, 10), True, "zstd")
+    assert wire.decode_request(msgspec.msgpack.encode(newer)).sizes == (24, 10)
+    assert msgspec.msgpack.decode(wire.encode(mine), type=NewerRequest).compression == "none"
+    absent, null = msgspec.msgpack.encode(OldRequest(*PLAIN)), msgspec.msgpack.encode(SizedRequest(*PLAIN))
+    assert wire.decode_request(absent) == wire.decode_request(null), "an absent field and an empty one mean the same"
+
+
+# ---- sums
+
+
+@settings(deadline=None)
+@given(st.binary(min_size=1, max_size=200), st.data())
+def test_a_sum_sees_any_one_byte_and_the_order_of_messages(data, draw):
+    t = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    i = draw.draw(st.integers(0, len(data) - 1))
+    other = t.clone()
+    other[i] ^= draw.draw(st.integers(1, 255))
+    assert wire_sum(t, 0) != wire_sum(other, 0)
+    if any(data):
+        assert wire_sum(t, 0) != wire_sum(t, 1) or wire_sum(t, 0) % (1 << 63) == 0

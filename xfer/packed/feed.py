@@ -1,0 +1,204 @@
+"""One gather of the trainers' weights for all replicas that begin together, overlapped with sending.
+
+A `Feed` is one such gather on one trainer rank, on a thread of its own: it packs bucket k + 1 while the lanes send bucket k,
+through two reused buffers. All trainer ranks gather, since that is collective; only rank 0 packs and sends. A replica that
+fails leaves, and the others go on; when none is left, all ranks stop at the same group. Not here: the wire (lane.py), what
+is gathered (source.py).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import torch
+
+from xfer.errors import DeadlineExceeded, PeerLost, XferError
+from xfer.packed.buffer import Buffers, Packer
+from xfer.packed.plan import BucketPlan
+from xfer.packed.source import PackedSource
+from xfer.packed.wire import Message
+
+LOOK_S = 0.2
+"""Seconds between two looks at whether a lane was cancelled."""
+
+
+class Feed:
+    """`replicas`: whose lanes will come. `over` is set when nothing of the trainer's is read any more."""
+
+    def __init__(self, source: PackedSource, buffers: Buffers, replicas: tuple[int, ...], label: str):
+        self.replicas, self.over = replicas, threading.Event()
+        self.seconds = 0.0  # of the gather, waiting for the wire included
+        self._source, self._buffers, self._label = source, buffers, label
+        self._sends = source.rank == 0
+        self._news = threading.Condition()
+        self._live: dict[int, int] = {}  # replica -> messages that it has done with
+        self._came: set[int] = set()
+        self._plan: BucketPlan | None = None
+        self._ready: dict[int, tuple[Message, torch.Tensor, torch.cuda.Event | None]] = {}
+        self._error: BaseException | None = None
+
+    # ---- for lanes
+
+    def join(self, replica: int) -> None:
+        """The last one starts the gather."""
+        with self._news:
+            self._came.add(replica)
+            self._live[replica] = 0
+            if self._came == set(self.replicas):
+                threading.Thread(target=self._run, name="xfer-gather", daemon=True).start()
+            self._news.notify_all()
+
+    def leave(self, replica: int) -> None:
+        with self._news:
+            self._live.pop(replica, None)
+            self._news.notify_all()
+
+    def stir(self) -> None:
+        with self._news:
+            self._news.notify_all()
+
+    def plan(self, until: float, cancelled: Callable[[], XferError | None]) -> BucketPlan:
+        self._wait(lambda: self._plan is not None, until, cancelled, "the trainers to agree on what they send")
+        return self._plan
+
+    def take(self, number: int, until: float, cancelled: Callable[[], XferError | None]) -> torch.Tensor:
+        """Bytes of message `number`; valid until `release`."""
+        self._wait(lambda: number in self._ready, until, cancelled, f"bucket {number} to be gathered")
+        _, data, filled = self._ready[number]
+        if filled is not None:
+            torch.cuda.current_stream(data.device).wait_event(filled)
+        return data
+
+    def release(self, number: int, replica: int) -> None:
+        with self._news:
+            self._live[replica] = number + 1
+            self._news.notify_all()
+
+    def wait_over(self, until: float, cancelled: Callable[[], XferError | None]) -> None:
+        """Raises what went wrong on this rank."""
+        self._wait(self.over.is_set, until, cancelled, "the trainers to gather their weights")
+        if self._error is not None:
+            raise self._problem()
+
+    def _wait(
+        self, there: Callable[[], bool], until: float, cancelled: Callable[[], XferError | None], what: str
+    ) -> None:
+        with self._news:
+            while not there():
+                if (why := cancelled()) is not None:
+                    raise why
+                if self._error is not None:
+                    raise self._problem()
+                if self.over.is_set():
+                    raise PeerLost("the trainers stopped gathering", where=self._label)
+                if time.monotonic() >= until:
+                    raise DeadlineExceeded(f"no end of waiting for {what}", where=self._label)
+                self._news.wait(LOOK_S)
+
+    def _problem(self) -> XferError:
+        e = self._error
+        if isinstance(e, XferError):
+            e.where = e.where or self._label
+            return e
+        return XferError(f"the trainers' weights could not be gathered: {type(e).__name__}: {e}", where=self._label)
+
+    # ---- the gather's thread
+
+    def _run(self) -> None:
+        began = time.perf_counter()
+        device = self._source.device
+        try:
+            if device.type == "cuda":
+                torch.cuda.set_device(device)  # the current device is a property of the thread
+            with torch.no_grad():
+                self._gather()
+        except BaseException as e:
+            self._fail(e)
+        finally:
+            if device.type == "cuda":
+                torch.cuda.current_stream(device).synchronize()
+            self.seconds = time.perf_counter() - began
+            with self._news:
+                self.over.set()
+                self._news.notify_all()
+
+    def _fail(self, e: BaseException) -> None:
+        with self._news:
+            self._error = self._error or e
+            self._news.notify_all()
+
+    def _gather(self) -> None:
+        source = self._source
+        plan = source.begin()
+        with self._news:
+            self._plan = plan
+            self._news.notify_all()
+        self._number = 0
+        for group in plan.groups:
+            if not source.go_on(self._error is not None or not self._live):
+                self._fail(PeerLost("a trainer rank stopped gathering; it says why", where=self._label))
+                return
+            packer = Packer(group, lambda m: self._buffer(m, plan.buffer_bytes), self._filled) if self._sends else None
+            # To its end even when packing fails: the other ranks are in the same collectives.
+            for name, tensor in source.tensors(group):
+                if packer is not None and self._error is None:
+                    try:
+                        packer.put(name, tensor)
+                    except Exception as e:
+                        self._fail(e)
+            if packer is not None and self._error is None:
+                packer.close()
+        # Whoever failed in the last group says so; the others would take it for done.
+        if not source.go_on(self._error is not None):
+            self._fail(PeerLost("a trainer rank stopped gathering; it says why", where=self._label))
+
+    def _buffer(self, message: Message, longest: int) -> torch.Tensor:
+        """The next buffer, once every replica that is still there has done with what it holds."""
+        old = self._number - self._buffers.count
+        with self._news:
+            while any(done <= old for done in self._live.values()):
+                self._news.wait(LOOK_S)
+            self._ready.pop(old, None)
+        return self._buffers.take(self._number, message.nbytes, longest)
+
+    def _filled(self, message: Message, data: torch.Tensor) -> None:
+        event = None
+        if data.device.type == "cuda":
+            event = torch.cuda.Event()
+            event.record(torch.cuda.current_stream(data.device))
+        with self._news:
+            self._ready[self._number] = (message, data, event)
+            self._number += 1
+            self._news.notify_all()
+
+
+class Pump:
+    """Of one trainer rank: makes one feed for each list of replicas that are told to go together."""
+
+    def __init__(self, source: PackedSource, label: str):
+        self.source, self._label = source, label
+        self._buffers = Buffers(2, source.device)
+        self._lock = threading.Lock()
+        self._feeds: dict[tuple[int, tuple[int, ...]], Feed] = {}
+        self._last: Feed | None = None
+
+    def join(self, attempt: int, together: tuple[int, ...], replica: int) -> Feed:
+        """Called by the lanes of all replicas in `together`. Gathers run one after another, in the order of Go, which
+        is the same on all ranks; the previous one is waited for here."""
+        with self._lock:
+            key = (attempt, together)
+            if key not in self._feeds:
+                self._feeds = {k: f for k, f in self._feeds.items() if not f.over.is_set()}
+                self._feeds[key] = Feed(self.source, self._buffers, together, self._label)
+            feed, before = self._feeds[key], self._last
+            self._last = feed
+        if before is not None and before is not feed:
+            before.over.wait()
+        feed.join(replica)
+        return feed
+
+    @property
+    def extra_bytes(self) -> int:
+        return self._buffers.nbytes

@@ -1,0 +1,209 @@
+"""Many calls that each run small collectives, run so that their collectives become a few large ones.
+
+A framework's export does the same little exchange for every parameter: who owns it, a broadcast over pipeline stages,
+gathers over tensor and expert parallel ranks. Here each parameter's export runs on a thread of its own, one at a time; at
+a collective it stands still until all others stand too, and then what they wait for is done in one collective per kind,
+process group and source. The framework's code is not changed and need not be known; what it receives is the same.
+
+All ranks must run the same calls in the same order, as they must without this. Not here: whose exports these are.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import TypeVar
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from xfer.packed.buffer import flat_bytes
+
+T = TypeVar("T")
+_here = threading.local()
+
+
+@dataclass(eq=False)
+class _Wish:
+    """One collective that a call waits for. `key`: wishes of one key are done together."""
+
+    key: tuple
+    do: Callable[[list[_Wish]], None]
+    arguments: tuple
+    error: BaseException | None = None
+
+
+@dataclass(eq=False)
+class _Walker:
+    """One call on its thread."""
+
+    call: Callable[[], object]
+    go: threading.Event = field(default_factory=threading.Event)
+    wish: _Wish | None = None
+    over: bool = False
+    result: object = None
+    error: BaseException | None = None
+
+
+class Lockstep:
+    """`collectives`: how many were really run. One use."""
+
+    def __init__(self, device: torch.device):
+        self._device, self.collectives = device, 0
+        self._back = threading.Semaphore(0)  # a walker stands or is over
+        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        self._real = {name: getattr(dist, name) for name in _REPLACED}
+
+    def run(self, calls: Sequence[Callable[[], T]]) -> list[T]:
+        """What the calls return, in their order. The first error of a call is raised after all others have ended."""
+        walkers = [_Walker(c) for c in calls]
+        replaced = {name: self._replacement(name) for name in _REPLACED}
+        with mock.patch.multiple(dist, **replaced):
+            threads = [
+                threading.Thread(target=self._walk, args=(w,), name="xfer-lockstep", daemon=True) for w in walkers
+            ]
+            for w, thread in zip(walkers, threads, strict=True):
+                thread.start()
+                self._advance(w)
+            while any(not w.over for w in walkers):
+                self._meet([w.wish for w in walkers if w.wish is not None])
+                for w in walkers:
+                    if not w.over:
+                        self._advance(w)
+            for thread in threads:
+                thread.join()
+        for w in walkers:
+            if w.error is not None:
+                raise w.error
+        return [w.result for w in walkers]
+
+    def _advance(self, w: _Walker) -> None:
+        """Let one walker run to its next collective or its end; nobody else runs meanwhile."""
+        w.wish = None
+        w.go.set()
+        self._back.acquire()
+
+    def _walk(self, w: _Walker) -> None:
+        w.go.wait()
+        w.go.clear()
+        _here.walker, _here.lockstep = w, self
+        try:
+            with ExitStack() as inside, torch.no_grad():
+                if self._stream is not None:
+                    inside.enter_context(torch.cuda.device(self._device))
+                    inside.enter_context(torch.cuda.stream(self._stream))
+                w.result = w.call()
+        except BaseException as e:
+            w.error = e
+        w.over = True
+        self._back.release()
+
+    def _stand(self, wish: _Wish) -> None:
+        """On a walker's thread."""
+        w = _here.walker
+        w.wish = wish
+        self._back.release()
+        w.go.wait()
+        w.go.clear()
+        if wish.error is not None:
+            raise wish.error
+
+    def _meet(self, wishes: list[_Wish]) -> None:
+        by_key: dict[tuple, list[_Wish]] = {}
+        for wish in wishes:
+            by_key.setdefault(wish.key, []).append(wish)
+        for together in by_key.values():
+            try:
+                self.collectives += 1
+                together[0].do(together)
+            except BaseException as e:
+                for wish in together:
+                    wish.error = e
+
+    # ---- torch.distributed's functions, as a walker sees them
+
+    def _replacement(self, name: str):
+        real, make = self._real[name], getattr(self, f"_wish_{name}")
+
+        def call(*args, **kwargs):
+            if getattr(_here, "lockstep", None) is not self or kwargs.get("async_op"):
+                return real(*args, **kwargs)
+            wish = make(*args, **kwargs)
+            if wish is None:
+                return real(*args, **kwargs)
+            return self._stand(wish)
+
+        return call
+
+    def _wish_broadcast(self, tensor, src=None, group=None, async_op=False, group_src=None):
+        root = src if group_src is None else dist.get_global_rank(group or dist.group.WORLD, group_src)
+
+        def do(wishes: list[_Wish]) -> None:
+            tensors = [w.arguments[0] for w in wishes]
+            flat = _joined(tensors)
+            self._real["broadcast"](flat, src=root, group=group)
+            if dist.get_rank() != root:
+                _apart(flat, tensors)
+
+        return _Wish(("broadcast", group, root), do, (tensor,))
+
+    def _wish_all_gather(self, tensor_list, tensor, group=None, async_op=False):
+        if any(t.numel() != tensor.numel() or t.dtype != tensor.dtype for t in tensor_list):
+            return _Wish(
+                ("all_gather", group, object()),
+                lambda _: self._real["all_gather"](tensor_list, tensor, group=group),
+                (),
+            )
+
+        def do(wishes: list[_Wish]) -> None:
+            mine = _joined([w.arguments[1] for w in wishes])
+            slots = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+            self._real["all_gather"](slots, mine, group=group)
+            for i, slot in enumerate(slots):
+                _apart(slot, [w.arguments[0][i] for w in wishes])
+
+        return _Wish(("all_gather", group), do, (tensor_list, tensor))
+
+    def _wish_all_gather_object(self, object_list, obj, group=None):
+        def do(wishes: list[_Wish]) -> None:
+            slots: list = [None] * dist.get_world_size(group)
+            self._real["all_gather_object"](slots, [w.arguments[1] for w in wishes], group=group)
+            for i, said in enumerate(slots):
+                for w, one in zip(wishes, said, strict=True):
+                    w.arguments[0][i] = one
+
+        return _Wish(("all_gather_object", group), do, (object_list, obj))
+
+    def _wish_broadcast_object_list(self, object_list, src=None, group=None, device=None, group_src=None):
+        root = src if group_src is None else dist.get_global_rank(group or dist.group.WORLD, group_src)
+
+        def do(wishes: list[_Wish]) -> None:
+            said = [x for w in wishes for x in w.arguments[0]]
+            self._real["broadcast_object_list"](said, src=root, group=group, device=device)
+            for w in wishes:
+                n = len(w.arguments[0])
+                w.arguments[0][:], said = said[:n], said[n:]
+
+        return _Wish(("broadcast_object_list", group, root), do, (object_list,))
+
+
+_REPLACED = ("broadcast", "all_gather", "all_gather_object", "broadcast_object_list")
+
+
+def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Their bytes, one after another; a message of its own even for one tensor, since what it came from may be read."""
+    return torch.cat([flat_bytes(t) for t in tensors])
+
+
+def _apart(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+    at = 0
+    for t in tensors:
+        n = t.numel() * t.element_size()
+        piece = flat[at : at + n]
+        if at % t.element_size():
+            piece = piece.clone()
+        t.copy_(piece.view(t.dtype).view(t.shape))
+        at += n

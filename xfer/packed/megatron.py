@@ -1,0 +1,207 @@
+"""Megatron-Core trainers of the packed route: Megatron-Bridge's own export, a bucket of conversion tasks at a time.
+
+Bridge's tasks and mappings remember parameter objects, dtypes and shapes of all pipeline stages, and nobody clears that;
+when a framework replaces a parameter, flips a dtype or offloads, kept tasks give wrong weights without a word. So they are
+kept only while nothing has changed: `check` compares every parameter object, address, dtype, shape, stride and the module
+tree with what the tasks were made from, `build` makes new ones on all ranks.
+
+What each task exports is read on twins without bytes (bridge_export.py), so buckets can be planned before, or without,
+an export. Not here: which tasks form a bucket (plan.py), the copying (buffer.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from xfer.errors import LayoutError, PlanMismatch
+from xfer.packed import agree
+from xfer.packed.buffer import dtype_name
+from xfer.packed.lockstep import Lockstep
+from xfer.packed.plan import Group, TaskSize
+from xfer.packed.wire import nbytes_of
+from xfer.trace.collectives import objects_stay_home
+from xfer.trace.export import ExportWatch, twin
+from xfer.trace.fragment import TensorSpec
+from xfer.trace.slots import Slots, walk
+from xfer.trainers.bridge_export import (
+    Export,
+    factor_tasks,
+    forget_names,
+    model_bridge_of,
+    owned_adapters,
+    owned_tasks,
+    with_factors,
+)
+from xfer.trainers.megatron import MegatronTrainer, _Followed
+
+_Row = tuple[str, list[int], str]
+_Task = tuple[int, list[_Row], str | None]
+
+
+class BridgeStream:
+    """See source.Stream. `together`: the collectives of a group's tasks run as a few large ones (lockstep.py) instead
+    of one by one, as Bridge does by itself."""
+
+    def __init__(self, trainer: MegatronTrainer, *, together: bool = True):
+        self.trainer, self.together = trainer, together
+        self.rank, self.world, self.device = trainer.rank, trainer.world, trainer.device
+        self._slots: Slots | None = None
+        self._exports: dict[str, tuple[TensorSpec, ...]] = {}  # by the task's global parameter name, of owned tasks
+        self._rows: dict[str, int] = {}  # of tensors whose first dim is the vocabulary, padded by Megatron
+        self._model_bridge = None
+        self._tasks: list = []
+        self._adapters: dict[str, list] = {}
+        self.collectives = 0  # of the framework, in the last group
+
+    def drain(self) -> None:
+        self.trainer.drain()
+
+    # ---- what is exported, by this rank alone
+
+    def read(self) -> tuple[TensorSpec, ...]:
+        t = self.trainer
+        t._refuse_unsupported()
+        bridge, (names, _) = model_bridge_of(t.bridge), t._checkpoint()
+        slot_of = {id(slot.get()): slot for slot in walk(t.chunks)}
+        with torch.no_grad(), objects_stay_home():
+            tasks = owned_tasks(bridge, t.chunks, names)
+            adapters = owned_adapters(bridge, t.chunks)
+            factors = factor_tasks(adapters)
+            t._refuse_unmapped([*tasks, *factors], slot_of)
+            twins = [twin(x.param_weight) for x in (*tasks, *factors)]
+            watch = ExportWatch(
+                {slot_of[id(x.param_weight)].name: w for x, w in zip((*tasks, *factors), twins, strict=True)}
+            )
+            theirs = with_factors(adapters, twins[len(tasks) :])
+            export = Export(bridge, t.chunks, names, tasks, twins[: len(tasks)], theirs)
+            seen, found = _Followed(t.chunks), {}
+            with watch:
+                for task, name, tensor in export:
+                    if seen.admits(task, name):
+                        spec = TensorSpec(name, tuple(tensor.shape), dtype_name(tensor))
+                        found.setdefault(task.global_param_name, {})[name] = spec
+        if export.failed:
+            why = [f"{name}: {what}" for name, what in sorted(export.failed.items())]
+            raise LayoutError(f"trainer {self.rank}: what Bridge exports for these cannot be told without bytes", why)
+        self._rows = t._rows(seen.vocab)
+        self._exports = {task: tuple(self._cut(s) for s in specs.values()) for task, specs in found.items()}
+        self._slots = Slots(t.chunks, [slot_of[id(x.param_weight)] for x in (*tasks, *factors)])
+        self._slots.bind()
+        return tuple(s for specs in self._exports.values() for s in specs)
+
+    def _cut(self, spec: TensorSpec) -> TensorSpec:
+        rows = self._rows.get(spec.name)
+        return spec if rows is None else TensorSpec(spec.name, (min(rows, spec.shape[0]), *spec.shape[1:]), spec.dtype)
+
+    def check(self) -> str:
+        if self._slots is None:
+            return "changed"
+        state = self._slots.check()
+        if state == "moved":
+            self._slots.bind()  # from here on this is what later checks compare with
+        return state
+
+    # ---- with all ranks
+
+    def build(self) -> tuple[TaskSize, ...]:
+        t = self.trainer
+        bridge, (names, _) = model_bridge_of(t.bridge), t._checkpoint()
+        forget_names(bridge)
+        self._tasks = bridge.build_conversion_tasks(names, list(t.chunks))
+        make = getattr(bridge, "build_adapter_conversion_tasks", None)  # Bridge before it knew adapters has none
+        self._adapters = make(list(t.chunks)) if make is not None else {}
+        self._model_bridge, self._names = bridge, names
+        mine: list[_Task] = []
+        for position, task in enumerate(self._tasks):
+            if task is not None and task.param_weight is not None:
+                rows = [(s.name, list(s.shape), s.dtype) for s in self._exports.get(task.global_param_name, ())]
+                mine.append((position, rows, _key(task)))
+        return self._merged(agree.of_all_ranks(mine, list[_Task], self.device))
+
+    def _merged(self, said: list[list[_Task]]) -> tuple[TaskSize, ...]:
+        """One list of what all ranks said of the tasks that they own. PlanMismatch, on all ranks, where they differ."""
+        tasks: dict[int, tuple[int, list[_Row], str | None]] = {}
+        bad: list[str] = []
+        for rank, theirs in enumerate(said):
+            for position, exported, key in theirs:
+                first, known, _ = tasks.setdefault(position, (rank, exported, key))
+                if known != exported:
+                    bad.append(f"task {position}: trainer {first} exports {known}, trainer {rank} exports {exported}")
+        if bad:
+            raise PlanMismatch("trainer ranks would export different tensors for the same task", bad)
+        out = tuple(
+            TaskSize(position, tuple(TensorSpec(n, tuple(shape), dtype) for n, shape, dtype in exported), key)
+            for position, (_, exported, key) in sorted(tasks.items())
+        )
+        self._wanted = {s.name: s.shape[0] for task in out for s in task.tensors if s.shape}
+        self._by_position = {task.position: task.tensors for task in out}
+        return out
+
+    def tensors(self, group: Group) -> Iterator[tuple[str, torch.Tensor]]:
+        tasks = [self._tasks[i] for i in group.positions]
+        with mock.patch.object(self._model_bridge, "build_adapter_conversion_tasks", self._given, create=True):
+            if self.together and dist.is_initialized():
+                found = self._in_lockstep(group, tasks)
+            else:
+                found = self._exported(tasks)
+            names = {s.name for s in group.tensors}
+            for name, tensor in found:
+                if name not in names:
+                    continue  # a tied head: the embedding once more, of which one is enough
+                rows = self._wanted.get(name)
+                yield name, tensor[:rows] if rows is not None and tensor.shape[0] > rows else tensor
+
+    def _in_lockstep(self, group: Group, tasks: list) -> Iterator[tuple[str, torch.Tensor]]:
+        """In rounds of a bounded size, since all tensors of a round exist at once beside the buffers they come through."""
+        sizes = [sum(map(nbytes_of, self._by_position.get(i, ()))) for i in group.positions]
+        self.collectives = 0
+        for units in _rounds(tasks, sizes):
+            lockstep = Lockstep(self.device)
+            streams = lockstep.run([lambda unit=unit: list(self._exported(unit)) for unit in units])
+            self.collectives += lockstep.collectives
+            for stream in streams:
+                yield from stream
+
+    def _given(self, chunks) -> dict[str, list]:
+        return self._adapters
+
+    def _exported(self, tasks) -> Iterator[tuple[str, torch.Tensor]]:
+        stream = self._model_bridge.stream_weights_megatron_to_hf(
+            list(self.trainer.chunks), self._names, cpu=False, show_progress=False, conversion_tasks=tasks
+        )
+        return ((name, tensor.detach()) for name, tensor in stream)
+
+
+ROUND_BYTES = 64 << 20
+
+
+def _rounds(tasks: list, sizes: list[int]) -> list[list[list]]:
+    """Tasks that may be exported one by one are a unit each, those of one key together; units by rounds of about
+    ROUND_BYTES."""
+    rounds: list[list[list]] = [[]]
+    keyed: dict[str, list] = {}
+    used = 0
+    for task, size in zip(tasks, sizes, strict=True):
+        key = _key(task)
+        if key in keyed:
+            keyed[key].append(task)
+            continue
+        if rounds[-1] and used + size > ROUND_BYTES:
+            rounds.append([])
+            used = 0
+        rounds[-1].append([task])
+        used += size
+        if key is not None:
+            keyed[key] = rounds[-1][-1]
+    return rounds
+
+
+def _key(task) -> str | None:
+    """What Bridge wants exported in one call: fused experts come out only when all of their tasks have been seen."""
+    if not getattr(task.mapping, "is_grouped_export", False):
+        return None
+    return str(getattr(task.mapping, "group_key", task.global_param_name))

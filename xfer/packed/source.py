@@ -1,0 +1,138 @@
+"""A trainer of the packed route, as a session sees it: what it exports, whether that is still so, and one gather of it.
+
+`PackedSource` wraps a `Stream`, which is a framework's half (megatron.py, tensors.py). It keeps the bucket plan and knows
+when it and the framework's own task objects are stale: whatever `check` finds changed on any rank is rebuilt on all ranks
+at the beginning of the next gather.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from xfer.errors import Unsupported
+from xfer.packed import agree
+from xfer.packed.plan import BucketPlan, Group, TaskSize, make_plan
+from xfer.trace.fragment import Root, TensorSpec
+from xfer.trace.traced import Traced
+
+
+class Stream(Protocol):
+    """What a trainer framework gives. Methods marked collective are called by all trainer ranks in step."""
+
+    rank: int
+    world: int
+    device: torch.device
+
+    def drain(self) -> None: ...
+
+    def read(self) -> tuple[TensorSpec, ...]:
+        """Checkpoint tensors of which this rank holds a part, by name. No collective."""
+
+    def check(self) -> str:
+        """ "same", "moved" or "changed" since `read` or the last `check`; RebindError for tensors without bytes."""
+
+    def build(self) -> tuple[TaskSize, ...]:
+        """Collective. Task objects made anew; what each of them exports, the same on all ranks."""
+
+    def tensors(self, group: Group) -> Iterator[tuple[str, torch.Tensor]]:
+        """Collective. What the tasks of one group export, whole, in the plan's order. On ranks other than 0 tensors may
+        be None."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackedLayout:
+    """See session.trainer.Layout: names only; no storage is read in place."""
+
+    traced: Traced
+    roots: tuple[Root, ...] = ()
+    tensors: Mapping[str, torch.Tensor] = None  # type: ignore[assignment]
+
+
+class PackedSource:
+    """See session.trainer.Source. `limit`: bytes of a message; `packed` False: one message per tensor."""
+
+    reads_together = False
+
+    def __init__(self, stream: Stream, limit: int, packed: bool = True):
+        self.stream, self.limit, self.packed = stream, limit, packed
+        self.rank, self.world, self.device = stream.rank, stream.world, stream.device
+        self.plan: BucketPlan | None = None
+        self.built = 0  # how often tasks were made anew
+        self.agreed_s = self.built_s = 0.0  # seconds of the last gather's check, and of rebuilding in it
+        self._stale = True
+
+    def drain(self) -> None:
+        self.stream.drain()
+
+    def read(self) -> PackedLayout:
+        self._stale = True
+        return PackedLayout(Traced(tuple(sorted(self.stream.read())), ()), (), {})
+
+    def check(self) -> str:
+        """Task objects are stale from the first call on that is not "same", until a gather has made new ones."""
+        try:
+            state = self.stream.check()
+        except BaseException:
+            self._stale = True
+            raise
+        self._stale = self._stale or state != "same"
+        return state
+
+    def rebind(self) -> Mapping[str, torch.Tensor]:
+        return {}
+
+    def compute(self, meet: Callable[[tuple[int, ...], str], None]) -> None:
+        """Nothing: what is computed is computed while tensors are gathered."""
+
+    # ---- one gather; collective over the trainer ranks
+
+    def begin(self) -> BucketPlan:
+        """The one check of all ranks: tasks and plan are kept if they are fresh on every rank, else made anew on all."""
+        began = time.perf_counter()
+        old = self.plan.fingerprint if self.plan is not None else b""
+        stale = agree.any_rank(self._stale, old, self.device)
+        self.agreed_s, self.built_s = time.perf_counter() - began, 0.0
+        if stale:
+            began = time.perf_counter()
+            self._stale = True
+            self.plan = make_plan(self.stream.build(), self.limit, packed=self.packed)
+            agree.any_rank(False, self.plan.fingerprint, self.device)
+            self.built, self._stale = self.built + 1, False
+            self.built_s = time.perf_counter() - began
+        return self.plan
+
+    def go_on(self, stop: bool) -> bool:
+        """Between two groups: whether no rank has to stop. All ranks stop at the same group."""
+        return not agree.any_rank(stop, self.plan.fingerprint, self.device)
+
+    def tensors(self, group: Group) -> Iterator[tuple[str, torch.Tensor]]:
+        return self.stream.tensors(group)
+
+
+def packed_source(trainer: object, limit: int, packed: bool = True) -> PackedSource:
+    """For the source that a caller gave to `connect`. Unsupported for kinds that give no whole tensors."""
+    from xfer.trainers.dtensor import TensorTrainer
+
+    if isinstance(trainer, PackedSource):
+        return trainer
+    if isinstance(trainer, TensorTrainer):
+        from xfer.packed.tensors import TensorStream
+
+        return PackedSource(TensorStream(trainer), limit, packed)
+    from xfer.trainers.megatron import MegatronTrainer
+
+    if isinstance(trainer, MegatronTrainer):
+        from xfer.packed.megatron import BridgeStream
+
+        return PackedSource(BridgeStream(trainer), limit, packed)
+    if all(hasattr(trainer, name) for name in ("read", "check", "build", "tensors", "drain")):
+        return PackedSource(trainer, limit, packed)
+    raise Unsupported(
+        f'route="packed" cannot read a {type(trainer).__name__}',
+        ["give a MegatronTrainer, a TensorTrainer, or an object like xfer.packed.source.Stream"],
+    )

@@ -1,0 +1,216 @@
+"""The model of one vLLM worker as the packed route sees it: loaded by its own `load_weights`, bucket by bucket.
+
+Nothing is traced. A model whose live weights lie as they were loaded takes tensors in place; one that vLLM processed after
+loading (quantized, experts laid out anew, packed for the CPU) goes through vLLM's own layer-wise reload, which loads and
+processes each layer again and copies it to where it was. Which weights the model holds, its version and its NaN lock are
+shared with the direct route's view of it (engines/vllm_layout.py), so either route repairs what the other left torn.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from xfer.engines.live import Storages
+from xfer.engines.lock import alone, try_locks
+from xfer.errors import LayoutError, Unsupported, XferError
+from xfer.trace.fragment import TensorSpec
+
+if TYPE_CHECKING:
+    from xfer.engines.vllm_layout import EngineModel
+    from xfer.trace.catalog import Catalog
+
+logger = logging.getLogger("xfer")
+
+
+class PackedModel:
+    """See session.worker.Taker and lane.Loader."""
+
+    def __init__(self, engine: EngineModel):
+        self.engine, self.device = engine, engine.device
+        self._layerwise = False
+        self._open = False  # a layer-wise reload has begun
+        self._loaded: set[str] | None = (
+            set()
+        )  # engine parameters that its loader said it had loaded; None: it does not say
+        self._live: Storages | None = None
+
+    # ---- what is shared with the direct route
+
+    @property
+    def holds(self) -> str:
+        return self.engine.holds
+
+    @property
+    def version(self) -> str:
+        return self.engine.version
+
+    @version.setter
+    def version(self, label: str) -> None:
+        self.engine.version = label
+
+    @property
+    def drop(self) -> tuple[str, ...]:
+        return self.engine.drop
+
+    @drop.setter
+    def drop(self, globs: tuple[str, ...]) -> None:
+        self.engine.drop = globs
+
+    def synchronize(self) -> None:
+        self.engine.synchronize()
+
+    # ---- joining
+
+    def accept(self, catalog: Catalog) -> None:
+        """Whether this engine can take what the trainers export. LayoutError with every name that only one side has,
+        where transformers knows the engine's config; Unsupported for what whole tensors cannot do."""
+        from xfer.engines.vllm_layout import _refuse_other_family, refuse_processed
+
+        engine = self.engine
+        bad = []
+        if engine.keep:
+            bad.append(f"keep={list(engine.keep)}: loaders write what they are given; use the direct route, or drop=")
+        if engine.vllm_config.parallel_config.enable_eplb:
+            bad.append("this engine moves experts between workers while it serves; start vLLM without EPLB")
+        if getattr(engine.vllm_config, "lora_config", None) is not None:
+            bad.append("enable_lora wraps layers under other names than the loader's; start vLLM without it")
+        if engine.draft is not None or getattr(engine.vllm_config, "speculative_config", None) is not None:
+            bad.append("a drafter is a second model that the loader does not reach")
+        if bad:
+            raise Unsupported('this engine cannot be refitted over route="packed"', bad)
+        self._live = Storages(engine.model)
+        engine._refuse_asleep(self._live)
+        specs = self._wanted(catalog.specs)
+        expected = engine._expected()
+        if expected is not None:
+            _refuse_other_family(specs, expected, engine.vllm_config.model_config.model)
+        try:
+            refuse_processed(engine.model)
+            self._layerwise = any(slot.is_parameter and not slot.root for slot in self._live.slots.values())
+        except Unsupported:
+            self._layerwise = True
+
+    def check(self) -> str:
+        """No address is kept from one refit to the next."""
+        return "same"
+
+    def rebind(self) -> Mapping[str, torch.Tensor]:
+        return {}
+
+    def _wanted(self, specs: Sequence[TensorSpec]) -> list[TensorSpec]:
+        from xfer.engines.vllm_layout import _matches
+
+        return [s for s in specs if not _matches(s.name, self.drop)]
+
+    # ---- the lock
+
+    def choose_lock(self) -> str:
+        """See EngineModel.choose_lock. Any small vector will do, since a refit that leaves one out does not commit."""
+        from vllm.distributed.parallel_state import get_pp_group
+
+        from xfer.engines.vllm_layout import _all_agree
+
+        engine = self.engine
+        if engine._lock is None and get_pp_group().is_last_rank:
+            vectors = [s for s in alone(self._live) if s.is_parameter]
+            with torch.no_grad():
+                engine._lock = try_locks(vectors, self._live, engine.forward, _all_agree)
+            if engine._lock is None:
+                raise XferError(
+                    "no small tensor of this model turns every output NaN, so a torn engine could not be told from another",
+                    ["candidates: vectors that fill a storage of their own"],
+                )
+            if engine.holds != "whole":
+                engine._lock.engage()
+        return engine._lock.root if engine._lock is not None else ""
+
+    def engage_lock(self) -> None:
+        self.engine.engage_lock()
+
+    def release_lock(self) -> None:
+        self.engine.release_lock()
+
+    # ---- loading
+
+    def begin(self, specs: Sequence[TensorSpec]) -> None:
+        self._loaded = set()
+        self._dropped = {s.name for s in specs} - {s.name for s in self._wanted(specs)}
+        if (
+            self._open
+        ):  # an earlier refit ended in the middle of one: its layers have to be whole before they are opened
+            self._close_layers()
+        if self._layerwise:
+            from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+            with self._inside():
+                self._open = True
+                initialize_layerwise_reload(self.engine.model)
+
+    def load(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
+        """LayoutError naming the bucket's tensors, when the engine's loader refuses one."""
+        given = [(n, t.clone() if self._layerwise else t) for n, t in tensors if n not in self._dropped]
+        if not given:
+            return
+        try:
+            with self._inside(), torch.no_grad():
+                loaded = self.engine.model.load_weights(iter(given))
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as e:
+            what = f"{type(e).__name__}: {e}"
+            names = [f"{n}: {str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for n, t in given]
+            raise LayoutError(f"the engine's loader refused one of {len(given)} tensors: {what}"[:2000], names) from e
+        if loaded is None or self._loaded is None:
+            self._loaded = None
+        else:
+            self._loaded |= set(loaded)
+
+    def finish(self) -> None:
+        """LayoutError, naming them, when parameters were left as they were: then nothing is committed."""
+        if self._open:
+            self._close_layers()
+        self._refuse_left_out()
+        lock = self.engine._lock
+        if lock is not None:
+            lock.capture()
+
+    def _close_layers(self) -> None:
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+        with self._inside():
+            finalize_layerwise_reload(self.engine.model, self.engine.vllm_config.model_config)
+        self._open = False
+
+    def _refuse_left_out(self) -> None:
+        if self._loaded is None:
+            logger.warning("xfer: this engine's loader does not say what it loaded; only names that came were checked")
+            return
+        live = Storages(self.engine.model)
+        reached = {live.slots[n].root for n in self._loaded if n in live.slots}
+        left = [
+            f"{slot.name}: {slot.described()}"
+            for slot in live.slots.values()
+            if slot.is_parameter and slot.root and slot.root not in reached
+        ]
+        if left:
+            raise LayoutError("parameters that no tensor of the trainers reached; they hold old weights", left)
+
+    @contextlib.contextmanager
+    def _inside(self):
+        """What vLLM's own calls have around a load: its configuration, and no check that one call brings everything."""
+        from vllm.config import set_current_vllm_config
+
+        with contextlib.ExitStack() as inside:
+            inside.enter_context(set_current_vllm_config(self.engine.vllm_config))
+            try:
+                from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
+            except ImportError:  # vLLM before it checked
+                pass
+            else:
+                inside.enter_context(disable_mtp_completeness_check())
+            yield

@@ -1,0 +1,223 @@
+"""What is said about a bucket of tensors, and how that is checked before a byte of it is looked at.
+
+A `BucketRequest` names tensors and, when they are packed into one buffer, where each lies in it. Fields that a sender may
+not know have defaults and unknown ones are skipped, so senders that do not pack, older ones and newer ones are all
+understood. A `Manifest` is all requests of one plan; it travels once, and refits refer to it by its digest.
+
+Not here: which tensors go together (plan.py), the copying (buffer.py), who sends what when (lane.py).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta, Struct
+
+from xfer.errors import ProtocolError
+from xfer.plan.program import ITEMSIZE
+from xfer.trace.fragment import TensorSpec
+
+MAX_TENSORS = 1 << 20
+MAX_MANIFEST = 256 << 20
+"""Bytes of an encoded manifest; a model of 45,000 tensors needs about 5 MB."""
+
+_Size = Annotated[int, Meta(ge=0, le=1 << 50)]
+_Name = Annotated[str, Meta(min_length=1, max_length=1024)]
+_Shape = Annotated[tuple[_Size, ...], Meta(max_length=16)]
+
+
+class BucketRequest(Struct, frozen=True):
+    """Tensors that come together. All lists are parallel.
+
+    names, dtypes, shapes: what each tensor is; dtypes are torch's names ("bfloat16"), shapes in elements.
+    sizes: bytes of each that are in this bucket. None: the sender does not pack, each tensor is a message of its own.
+    packed: one buffer holds them all. None, from senders that do not know the field: told by `sizes`.
+    offsets: byte of the buffer at which each begins. None: back to back, in order.
+    starts: byte of the tensor at which the part in this bucket begins, for tensors longer than a buffer. None: all whole.
+    nbytes: of the whole message. None: up to the end of the last tensor.
+    """
+
+    names: Annotated[tuple[_Name, ...], Meta(max_length=MAX_TENSORS)]
+    dtypes: Annotated[tuple[str, ...], Meta(max_length=MAX_TENSORS)]
+    shapes: Annotated[tuple[_Shape, ...], Meta(max_length=MAX_TENSORS)]
+    sizes: Annotated[tuple[_Size, ...], Meta(max_length=MAX_TENSORS)] | None = None
+    packed: bool | None = None
+    offsets: Annotated[tuple[_Size, ...], Meta(max_length=MAX_TENSORS)] | None = None
+    starts: Annotated[tuple[_Size, ...], Meta(max_length=MAX_TENSORS)] | None = None
+    nbytes: _Size | None = None
+
+    @property
+    def is_packed(self) -> bool:
+        return self.sizes is not None if self.packed is None else self.packed
+
+
+class Manifest(Struct, frozen=True):
+    """All buckets of a plan, in the order in which they are sent. `limit`: bytes that no message exceeds; 0: none."""
+
+    buckets: Annotated[tuple[BucketRequest, ...], Meta(max_length=MAX_TENSORS)]
+    limit: _Size = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Bytes `start <= b < start + size` of a contiguous tensor, at byte `offset` of a message."""
+
+    spec: TensorSpec
+    start: int
+    size: int
+    offset: int
+
+    @property
+    def whole(self) -> bool:
+        return self.start == 0 and self.size == nbytes_of(self.spec)
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One buffer on the wire: its parts in order, and its length in bytes."""
+
+    parts: tuple[Part, ...]
+    nbytes: int
+
+
+def nbytes_of(spec: TensorSpec) -> int:
+    return prod(spec.shape) * ITEMSIZE[spec.dtype]
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_requests = msgspec.msgpack.Decoder(BucketRequest)
+_manifests = msgspec.msgpack.Decoder(Manifest)
+
+
+def encode(what: BucketRequest | Manifest) -> bytes:
+    return _encode(what)
+
+
+def decode_request(data: bytes) -> BucketRequest:
+    """ProtocolError for what is not one request."""
+    return _decoded(_requests, data, "a request for a bucket")
+
+
+def decode_manifest(data: bytes) -> Manifest:
+    """ProtocolError for what is not one manifest."""
+    return _decoded(_manifests, data, "the list of buckets")
+
+
+def _decoded(decoder, data: bytes, what: str):
+    try:
+        return decoder.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ValueError) as e:
+        raise ProtocolError(f"{what} of {len(data)} bytes cannot be read: {e}"[:500]) from None
+
+
+def digest(data: bytes) -> bytes:
+    """16 bytes."""
+    return hashlib.blake2b(data, digest_size=16).digest()
+
+
+def messages_of(request: BucketRequest, limit: int = 0) -> tuple[Message, ...]:
+    """What will arrive for this request. ProtocolError with every violation: lists of unequal length, a dtype that is
+    unknown, a size that is not the shape's, parts that overlap or leave their buffer, messages over `limit` bytes
+    (0: no limit)."""
+    bad: list[str] = []
+    n = len(request.names)
+    for field in ("dtypes", "shapes", "sizes", "offsets", "starts"):
+        value = getattr(request, field)
+        if value is not None and len(value) != n:
+            bad.append(f"{field}: {len(value)} entries for {n} names")
+    if request.is_packed and request.sizes is None:
+        bad.append("sizes: a packed bucket needs them")
+    if bad:
+        raise ProtocolError("a request for a bucket does not fit itself", bad)
+    parts, at = [], 0
+    for i, name in enumerate(request.names):
+        dtype, shape = request.dtypes[i], tuple(request.shapes[i])
+        if dtype not in ITEMSIZE:
+            bad.append(f"{name}: dtype {dtype!r} is unknown here; known are {', '.join(sorted(ITEMSIZE))}")
+            continue
+        spec = TensorSpec(name, shape, dtype)
+        full = nbytes_of(spec)
+        start = request.starts[i] if request.starts is not None else 0
+        size = request.sizes[i] if request.sizes is not None else full
+        offset = request.offsets[i] if request.offsets is not None and request.is_packed else at
+        if request.starts is None and size != full:
+            bad.append(f"{name}: {size} bytes are announced, {dtype}{list(shape)} has {full}")
+        elif start + size > full:
+            bad.append(f"{name}: bytes {start} to {start + size} are announced, {dtype}{list(shape)} has {full}")
+        if offset < at:
+            bad.append(f"{name}: begins at byte {offset} of its buffer, where the tensor before it ends at {at}")
+        at = offset + size if request.is_packed else 0
+        parts.append(Part(spec, start, size, offset))
+    if request.is_packed:
+        length = at if request.nbytes is None else request.nbytes
+        if at > length:
+            bad.append(f"its last tensor ends at byte {at} of a buffer of {length}")
+        found = (Message(tuple(parts), length),)
+    else:
+        found = tuple(Message((p,), p.size) for p in parts)
+    bad += [f"a message of {x.nbytes} bytes, the limit is {limit}" for x in found if limit and x.nbytes > limit]
+    if bad:
+        raise ProtocolError("a request for a bucket does not fit itself", bad)
+    return found
+
+
+def checked(manifest: Manifest, expected: Mapping[str, TensorSpec]) -> tuple[Message, ...]:
+    """All messages of a refit. ProtocolError, with every violation, unless they bring each of `expected` exactly once,
+    byte for byte, and nothing else."""
+    messages = [x for b in manifest.buckets for x in messages_of(b, manifest.limit)]
+    bad: list[str] = []
+    ranges: dict[str, list[tuple[int, int]]] = {}
+    for part in (p for x in messages for p in x.parts):
+        want = expected.get(part.spec.name)
+        if want is None:
+            bad.append(f"{part.spec.name}: nobody announced a tensor of this name")
+        elif (want.shape, want.dtype) != (part.spec.shape, part.spec.dtype):
+            bad.append(
+                f"{want.name}: {part.spec.dtype}{list(part.spec.shape)} is coming, "
+                f"{want.dtype}{list(want.shape)} was announced"
+            )
+        ranges.setdefault(part.spec.name, []).append((part.start, part.start + part.size))
+    for name, want in expected.items():
+        found = ranges.get(name)
+        if found is None:
+            bad.append(f"{name}: is in no bucket")
+        elif not _covers(found, nbytes_of(want)):
+            bad.append(f"{name}: its parts do not make up its {nbytes_of(want)} bytes exactly once, in order")
+    if bad:
+        raise ProtocolError("the buckets that were announced do not bring the model", bad)
+    return tuple(messages)
+
+
+def _covers(ranges: Sequence[tuple[int, int]], nbytes: int) -> bool:
+    at = 0
+    for start, stop in ranges:
+        if start != at or stop < start or (stop == start and nbytes):
+            return False
+        at = stop
+    return at == nbytes
+
+
+def request_of(message: Message) -> BucketRequest:
+    """The request that announces one packed message."""
+    split = any(not p.whole for p in message.parts)
+    return BucketRequest(
+        names=tuple(p.spec.name for p in message.parts),
+        dtypes=tuple(p.spec.dtype for p in message.parts),
+        shapes=tuple(p.spec.shape for p in message.parts),
+        sizes=tuple(p.size for p in message.parts),
+        packed=True,
+        offsets=tuple(p.offset for p in message.parts),
+        starts=tuple(p.start for p in message.parts) if split else None,
+        nbytes=message.nbytes,
+    )
+
+
+def plain_request(specs: Sequence[TensorSpec]) -> BucketRequest:
+    """As a sender that does not pack announces tensors: one message each."""
+    names, dtypes, shapes = zip(*((s.name, s.dtype, s.shape) for s in specs)) if specs else ((), (), ())
+    return BucketRequest(names, dtypes, shapes)
