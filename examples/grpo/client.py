@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import time
 import urllib.error
@@ -19,50 +20,88 @@ class RolloutClient:
 
     def __init__(self, urls: Sequence[str], token: str, deadline_s: float = 300.0):
         self.urls, self.deadline_s = tuple(urls), deadline_s
+        self._met: set[str] = set()
         self._headers = {"Authorization": f"Bearer {password(token)}", "Content-Type": "application/json"}
 
     def sample(
         self, prompts: Sequence[list[int]], *, n: int, tokens: int, seed: int, replicas: Sequence[int] | None = None
     ) -> list[list[Sample]]:
         """`n` answers to each prompt, in the prompts' order. `replicas`: whom to ask (those that a refit has committed to);
-        default all. They share the prompts evenly. EngineLost, DeadlineExceeded, XferError."""
+        default all. They share the prompts; what one does not answer the others are asked. EngineLost, with what became of
+        each, when none is left."""
         asked = list(range(len(self.urls)) if replicas is None else replicas)
-        if not asked:
-            raise EngineLost(
-                "no replica serves the last version", [f"there are {len(self.urls)}: {', '.join(self.urls)}"]
-            )
-        shares = [list(prompts[i :: len(asked)]) for i in range(len(asked))]
-        with ThreadPoolExecutor(len(asked)) as pool:
-            parts = list(
-                pool.map(
-                    lambda i, share: self._ask(self.urls[i], share, n, tokens, seed + i) if share else [], asked, shares
-                )
-            )
-        out: list[list[Sample]] = [[]] * len(prompts)
-        for i, part in enumerate(parts):
-            out[i :: len(asked)] = part
+        out: list[list[Sample] | None] = [None] * len(prompts)
+        why: list[str] = []
+        while missing := [i for i, group in enumerate(out) if group is None]:
+            if not asked:
+                raise EngineLost("no replica is left that serves the last version", why or list(self.urls))
+            shares = [missing[k :: len(asked)] for k in range(len(asked))]
+            with ThreadPoolExecutor(len(asked)) as pool:
+                calls = [
+                    (r, share, pool.submit(self._ask, self.urls[r], [prompts[i] for i in share], n, tokens, seed + r))
+                    for r, share in zip(asked, shares)
+                    if share
+                ]
+            for r, share, call in calls:
+                try:
+                    for i, group in zip(share, call.result(), strict=True):
+                        out[i] = group
+                except (EngineLost, DeadlineExceeded) as e:
+                    asked.remove(r)
+                    why.append(str(e))
         return out
 
     def _ask(self, url: str, prompts: list[list[int]], n: int, tokens: int, seed: int) -> list[list[Sample]]:
-        body = {"prompts": prompts, "n": n, "tokens": tokens, "seed": seed}
-        said = self.post(url, "/sample", body)
+        said = self.post(url, "/sample", {"prompts": prompts, "n": n, "tokens": tokens, "seed": seed})
         return [[Sample.read(s) for s in group] for group in said["groups"]]
 
     def post(self, url: str, path: str, body: dict) -> dict:
-        """A rollout listens only once it serves: until then it is asked again."""
+        """A rollout listens only once it serves: until then it is asked again. One that has answered before and listens no
+        more is gone."""
         end = time.monotonic() + self.deadline_s
         request = urllib.request.Request(url + path, json.dumps(body).encode(), self._headers)
         while True:
             try:
                 with urllib.request.urlopen(request, timeout=max(1.0, end - time.monotonic())) as reply:
-                    return json.loads(reply.read())
+                    said = json.loads(reply.read())
+                self._met.add(url)
+                return said
             except urllib.error.HTTPError as e:
                 raise XferError(f"{url}{path} answered {e.code}", [e.read(2000).decode(errors="replace")]) from None
             except urllib.error.URLError as e:
-                if not isinstance(e.reason, ConnectionRefusedError):
+                if url in self._met or not isinstance(e.reason, ConnectionRefusedError):
                     raise EngineLost(f"{url} cannot be reached: {e.reason}") from None
                 if time.monotonic() > end:
                     raise DeadlineExceeded(f"{url} did not listen within {self.deadline_s:.0f} s") from None
                 time.sleep(0.2)
+            except (ConnectionError, http.client.HTTPException) as e:
+                raise EngineLost(f"{url}{path} broke off: {type(e).__name__}: {e}") from None
             except TimeoutError:
                 raise DeadlineExceeded(f"{url}{path} did not answer within {self.deadline_s:.0f} s") from None
+
+
+class ServeClient(RolloutClient):
+    """`urls`: of `vllm serve` processes with xfer's backend. Their route for tokens in and tokens out also says which
+    weights made which token."""
+
+    def _ask(self, url: str, prompts: list[list[int]], n: int, tokens: int, seed: int) -> list[list[Sample]]:
+        params = {"n": n, "temperature": 1.0, "max_tokens": tokens, "min_tokens": tokens, "ignore_eos": True, "logprobs": 0,
+                  "detokenize": False}  # fmt: skip
+
+        def one(i: int, prompt: list[int]) -> list[Sample]:
+            body = {"token_ids": prompt, "sampling_params": {**params, "seed": seed * 100_003 + i}}
+            return [self._read(prompt, c) for c in self.post(url, "/inference/v1/generate", body)["choices"]]
+
+        with ThreadPoolExecutor(8) as pool:
+            return list(pool.map(one, range(len(prompts)), prompts))
+
+    @staticmethod
+    def _read(prompt: list[int], choice: dict) -> Sample:
+        return Sample.read(
+            {
+                "prompt": prompt,
+                "tokens": choice["token_ids"],
+                "logprobs": [c["logprob"] for c in choice["logprobs"]["content"]],
+                "spans": [[s["version"], s["start"], s["end"]] for s in choice["weight_versions"] or ()],
+            }
+        )

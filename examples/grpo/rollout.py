@@ -14,9 +14,11 @@ import hmac
 import json
 import os
 import sys
+from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import xfer
+from xfer.session.controller import Controller
 
 
 def start(model: str, *, tp: int, dtype: str, max_samples: int, ep: bool = False, **more):
@@ -35,8 +37,19 @@ def password(token: str) -> str:
 
 
 class Rollout:
-    def __init__(self, llm, controller: xfer.session.controller.Controller):
-        self.llm, self.controller = llm, controller
+    """`join`: puts `llm` under xfer's control and returns the controller."""
+
+    def __init__(self, llm, join: Callable[[], Controller]):
+        self.llm, self._join = llm, join
+        self.controller = join()
+
+    def tend(self) -> None:
+        """Trainers come and go: when they have gone, what they brought is served on, and we wait for the next ones at the
+        same rendezvous. Called between requests, by the thread that samples."""
+        if self.controller.lost is not None:
+            print(f"the trainers are gone: {self.controller.lost}", file=sys.stderr, flush=True)
+            self.controller.close()
+            self.controller = self._join()
 
     def sample(self, prompts: list[list[int]], n: int, tokens: int, seed: int) -> dict:
         from vllm import SamplingParams
@@ -91,7 +104,12 @@ def listen(rollout: Rollout, address: str, token: str) -> None:
             pass
 
     host, _, port = address.rpartition(":")
-    with HTTPServer((host, int(port)), Handler) as server:
+
+    class Server(HTTPServer):
+        def service_actions(self) -> None:
+            rollout.tend()
+
+    with Server((host, int(port)), Handler) as server:
         server.serve_forever()
 
 
@@ -111,10 +129,14 @@ def arguments() -> argparse.ArgumentParser:
 def main(make=Rollout, **more) -> None:
     args, token = arguments().parse_args(), os.environ["XFER_TOKEN"]
     llm = start(args.model, tp=args.tp, ep=args.ep, dtype=args.dtype, max_samples=args.max_samples, **more)
-    controller = xfer.serve(llm, rendezvous=args.rendezvous, token=token, replica=args.replica)
-    controller.wait_version()  # the first refit: until then the weights are random
-    print(f"rollout {args.replica} serves version {controller.version}", file=sys.stderr, flush=True)
-    listen(make(llm, controller), args.listen, token)
+
+    def join() -> Controller:
+        return xfer.serve(llm, rendezvous=args.rendezvous, token=token, replica=args.replica)
+
+    rollout = make(llm, join)
+    version = rollout.controller.wait_version()  # the first refit: until then the weights are random
+    print(f"rollout {args.replica} serves version {version}", file=sys.stderr, flush=True)
+    listen(rollout, args.listen, token)
 
 
 if __name__ == "__main__":

@@ -22,8 +22,9 @@ megatron_cpu.install()  # Megatron without a GPU; where there is one this does n
 
 import xfer  # noqa: E402
 from examples.grpo import grpo  # noqa: E402
-from examples.grpo.client import RolloutClient  # noqa: E402
+from examples.grpo.client import RolloutClient, ServeClient  # noqa: E402
 from examples.grpo.gate import Gate, Row  # noqa: E402
+from examples.grpo.replicas import Replicas  # noqa: E402
 from examples.grpo.samples import require_version  # noqa: E402
 from examples.grpo.task import SortDigits  # noqa: E402
 from xfer.testing.train_loop import Trainer  # noqa: E402
@@ -33,7 +34,8 @@ def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", required=True, help="a Hugging Face checkpoint to start from")
     parser.add_argument("--rendezvous", required=True, help="tcp://HOST:PORT; trainer rank 0 listens there")
-    parser.add_argument("--rollout", required=True, action="append", help="URL of a rollout; once per replica")
+    parser.add_argument("--rollout", default=[], action="append", help="URL of a rollout.py; once per replica")
+    parser.add_argument("--serve", default=[], action="append", help="URL of a `vllm serve`; once per replica")
     parser.add_argument("--tp", type=int, default=2)
     parser.add_argument("--pp", type=int, default=2)
     parser.add_argument("--ep", type=int, default=1)
@@ -45,50 +47,94 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--lr", type=float, default=5e-3)
     parser.add_argument("--verify", action="store_true", help="compare checksums before each version is committed")
     parser.add_argument("--gate", type=float, default=1.05, help="largest mean(exp|logprob difference|)")
+    parser.add_argument("--save", type=Path, help="folder for checkpoints; a run that finds one there goes on from it")
+    parser.add_argument("--save-every", type=int, default=20)
     parser.add_argument("--curve", type=Path, help="append one line of JSON a step to this file")
     return parser
 
 
 def main() -> None:
     args = arguments().parse_args()
+    if bool(args.rollout) == bool(args.serve):
+        sys.exit("give --rollout or --serve, and not both")
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     task, gate, token = SortDigits(args.digits), Gate(args.gate, args.curve), os.environ["XFER_TOKEN"]
-    chief = dist.get_rank() == 0
-    rollout = RolloutClient(args.rollout, token) if chief else None
-    with Trainer(args.model, tp=args.tp, pp=args.pp, ep=args.ep, etp=args.etp, lr=args.lr) as trainer:
+    chief, urls = dist.get_rank() == 0, args.rollout or args.serve
+    rollout = (RolloutClient if args.rollout else ServeClient)(urls, token)
+    start, model = latest(args.save) or (0, args.model)
+
+    def version(step: int) -> str:  # the same step of another start has other weights, and another name
+        return f"{step}@{start}" if start else str(step)
+
+    with Trainer(model, tp=args.tp, pp=args.pp, ep=args.ep, etp=args.etp, lr=args.lr) as trainer:
         refit = xfer.connect(  # xfer
             trainer=xfer.MegatronTrainer(trainer.chunks, trainer.bridge),  # xfer
-            rendezvous=args.rendezvous, token=token, replicas=len(args.rollout),  # xfer
+            rendezvous=args.rendezvous, token=token, replicas=len(urls), engines=args.serve,  # xfer
         )  # xfer  # fmt: skip
-        report = xfer.nccl_xfer_refit(refit, version=0, verify=args.verify)  # xfer: the engines started without weights
-        for step in range(args.steps):
+        replicas = Replicas(args.serve, refit.controllers, args.rendezvous, token) if chief and args.serve else None
+        report = xfer.nccl_xfer_refit(
+            refit, version=version(start), verify=args.verify
+        )  # xfer: engines begin without weights
+        for step in range(start, args.steps):
             began = time.monotonic()
             batch, reward = None, 0.0
             if chief:
-                groups = rollout.sample(task.prompts(step, args.prompts), n=args.answers, tokens=args.digits, seed=step)
-                # `step`, not what the report says: a refit that somebody left out must show.
-                require_version((s for g in groups for s in g), str(step))
+                serving = [o.replica for o in report.outcomes if o.committed]
+                groups = rollout.sample(
+                    task.prompts(step, args.prompts), n=args.answers, tokens=args.digits, seed=step, replicas=serving
+                )
+                # The step's own count, not the report's: a refit that somebody left out must show.
+                require_version((s for g in groups for s in g), version(step))
                 rewards = torch.tensor([[task.reward(list(s.prompt), list(s.tokens)) for s in g] for g in groups])
                 batch, reward = grpo.pack(groups, rewards, args.tp), rewards.mean().item()
             seen = grpo.step(trainer, grpo.shared(batch, task.prompt_tokens))
-            report = xfer.nccl_xfer_refit(refit, version=step + 1, verify=args.verify)  # xfer
+            if replicas is not None:
+                replicas.rejoin()
+            report = xfer.nccl_xfer_refit(refit, version=version(step + 1), verify=args.verify, min_replicas=1)  # xfer
             if chief:
                 row = Row(
-                    step, str(step), reward, seen.error, seen.kl, seen.worst, report.seconds, time.monotonic() - began
+                    step,
+                    version(step),
+                    reward,
+                    seen.error,
+                    seen.kl,
+                    seen.worst,
+                    report.seconds,
+                    time.monotonic() - began,
                 )
                 gate.keep(row)
-                print(line(row), flush=True)
+                print(line(row, report), flush=True)
             gate.judge(step, seen)
+            if args.save is not None and (step + 1) % args.save_every == 0:
+                save(trainer, args.save, step + 1)
+        if replicas is not None:
+            replicas.close()
         refit.close()  # xfer
 
 
-def line(r: Row) -> str:
+def save(trainer: Trainer, folder: Path, step: int) -> None:
+    """Weights as a Hugging Face checkpoint. Adam's moments are not kept here; use Megatron's checkpoints for them."""
+    trainer.export(folder / f"step-{step}")
+    if dist.get_rank() == 0:
+        (folder / "latest.new").write_text(str(step))
+        os.replace(folder / "latest.new", folder / "latest")
+
+
+def latest(folder: Path | None) -> tuple[int, Path] | None:
+    if folder is None or not (folder / "latest").exists():
+        return None
+    step = int((folder / "latest").read_text())
+    return step, folder / f"step-{step}"
+
+
+def line(r: Row, report: xfer.RefitReport) -> str:
+    away = len(report.outcomes) - report.committed
     return (
         f"step {r.step:4d}  reward {r.reward:.3f} {'#' * round(40 * r.reward):40s}  mean(exp|d|) - 1 {r.error - 1:.2e}  "
         f"KL {r.kl:.1e}  refit {1000 * r.refit_s:.0f} of {1000 * r.step_s:.0f} ms"
+        + (f"  {away} replicas away" if away else "")
     )
 
 
 if __name__ == "__main__":
     main()
-    sys.stdout.flush()

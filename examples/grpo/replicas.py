@@ -1,0 +1,51 @@
+"""`vllm serve` processes as replicas: who controls them, and how one that was started again comes back.
+
+Lives in trainer rank 0, as `connect(engines=[url, …])` makes it. A controller ends with its server; when something answers
+at that URL again it needs a new one, and the next refit brings that server to the current version.
+"""
+
+from __future__ import annotations
+
+import sys
+import urllib.request
+from collections.abc import Sequence
+
+import xfer
+from xfer.session.controller import Controller
+
+
+class Replicas:
+    """`controllers`: those of `Refit.controllers`, in the order of `urls`."""
+
+    def __init__(self, urls: Sequence[str], controllers: Sequence[Controller], rendezvous: str, token: str):
+        self.urls, self.rendezvous, self._token = tuple(urls), rendezvous, token
+        self.controllers = list(controllers)
+        self._own: list[Controller] = []
+
+    def rejoin(self, timeout_s: float = 60.0) -> list[int]:
+        """Take back what has died and answers again; call it before a refit. Which replicas joined."""
+        joined = []
+        for i, (url, old) in enumerate(zip(self.urls, self.controllers)):
+            if old.error is None or old.torn or not healthy(url):
+                continue  # it serves, or the next refit mends it, or nobody is there
+            old.close()
+            new = self.controllers[i] = xfer.serve(url, rendezvous=self.rendezvous, token=self._token, replica=i)
+            self._own.append(new)
+            try:
+                new.wait_ready(timeout_s)
+                joined.append(i)
+            except xfer.XferError as e:
+                print(f"replica {i} did not rejoin: {e}", file=sys.stderr, flush=True)
+        return joined
+
+    def close(self) -> None:
+        for c in self._own:
+            c.close()
+
+
+def healthy(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{url}/health", timeout=5):
+            return True
+    except OSError:
+        return False

@@ -1,0 +1,123 @@
+"""What the gate sees and what it does not: wrong refits, made on purpose in a live MoE engine beside a real trainer.
+
+fp32 on both sides. Weights at wrong places must raise mean(exp|d|) - 1 ten times over the same run's clean median. A refit
+that was left out and a layer that stayed old may hide below any limit, so other things must see them: the version that each
+token carries, and the checksums of `verify=True`.
+"""
+
+import secrets
+import statistics
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from examples.grpo import model
+from tests.support.proc import PATIENCE, PYTHON, ROOT, Family, environment
+from xfer.testing.ports import free_port
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not all(Path(p).exists() for p in PYTHON.values()), reason="scripts/setup.sh has not been run"),
+]
+WORLD = 2
+
+
+class Loop:
+    """`WORLD` trainer ranks and the rollout; every step of the optimizer is counted, so that versions can be wrong."""
+
+    def __init__(self, work: Path, family: Family, layout: dict):
+        token, self.version, self.number = secrets.token_hex(16), 0, 0
+        model.write("moe", str(work / "model"))
+        rendezvous, listen = f"tcp://127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}"
+        world = dict(WORLD_SIZE=str(WORLD), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()), XFER_TOKEN=token)
+        flags = ["--model", str(work / "model"), "--rendezvous", rendezvous, "--listen", listen]
+        self.rollout = family.start("rollout", "engine", "grpo_rollout", *flags, XFER_TOKEN=token)
+        self.ranks = [
+            family.start(f"trainer{r}", "trainer", "grpo_trainer", RANK=str(r), LOCAL_RANK=str(r), **world)
+            for r in range(WORLD)
+        ]
+        self.ask("build", "built", folder=str(work / "model"), layout=layout)
+        self.ask("connect", "connected", rendezvous=rendezvous, url=f"http://{listen}")
+        self.refit()
+
+    def ask(self, do: str, *kinds: str, **more) -> dict:
+        for r in self.ranks:
+            r.say(do=do, **more)
+        return [r.expect(*kinds, timeout=400) for r in self.ranks][0]
+
+    def refit(self, **more) -> dict:
+        return self.ask("refit", "refitted", "raised", version=self.version, **more)
+
+    def step(self) -> dict:
+        """Sample and train; the refit is the caller's."""
+        seen = self.ask("step", "stepped", number=self.number, version=self.version)
+        self.number, self.version = self.number + 1, self.version + 1
+        return seen
+
+    def clean(self) -> float:
+        seen = self.step()
+        assert seen["wrong"] == "" and seen["tokens"] == 16 * 8 * 3, seen
+        assert self.refit()["kind"] == "refitted"
+        return seen["error"] - 1
+
+    def fault(self, name: str, *args) -> None:
+        found = self.ask("fault", "faulty", name=name, args=list(args))["found"]
+        assert len(found) == 2 and all(found), f"{name} found nothing to spoil: {found}"
+
+
+def test_what_the_gate_sees_and_what_versions_and_checksums_see(tmp_path, capsys):
+    with Family(tmp_path) as family:
+        loop = Loop(tmp_path, family, dict(tp=1, pp=1, ep=2, etp=1))
+        median = statistics.median(loop.clean() for _ in range(5))
+        said = [f"clean median {median:.2e}"]
+
+        for name in ("swap_gate_up", "swap_experts"):
+            loop.fault(name)
+            seen = loop.step()
+            said.append(f"{name} {seen['error'] - 1:.2e}, {(seen['error'] - 1) / median:.0f} times")
+            assert seen["error"] - 1 >= 10 * median, said
+            assert loop.refit()["kind"] == "refitted"
+            assert loop.clean() < 10 * median, "the refit after the fault did not mend it"
+
+        loop.step()  # and no refit after it
+        seen = loop.step()
+        said.append(f"skipped refit {seen['error'] - 1:.2e}")
+        assert f"is version '{loop.version - 1}'" in seen["wrong"], seen
+        assert f"made by version '{loop.version - 2}'" in seen["wrong"], seen
+        assert loop.refit()["kind"] == "refitted"
+        assert loop.clean() < 10 * median
+
+        loop.fault("stale_layer", 2)
+        loop.step()
+        assert loop.refit()["kind"] == "refitted"  # nobody compared
+        seen = loop.step()
+        said.append(f"stale layer, not verified {seen['error'] - 1:.2e}")
+        assert seen["wrong"] == ""
+        refused = loop.refit(verify=True)
+        assert refused["kind"] == "raised" and refused["type"] == "VerificationError", refused
+        mended = loop.refit(verify=True)
+        assert mended["kind"] == "refitted" and mended["verified"], mended
+        assert loop.clean() < 10 * median
+        with capsys.disabled():
+            print("\nmean(exp|d|) - 1: " + "; ".join(said))
+
+
+def test_the_loop_of_one_command(tmp_path):
+    """examples/grpo/run.sh, dense: reward rises, the curve is kept, every version is the step's."""
+    from examples.grpo.gate import read_curve
+
+    env = environment(WORK=str(tmp_path), TRAINER_PYTHON=PYTHON["trainer"], ENGINE_PYTHON=PYTHON["engine"])
+    done = subprocess.run(
+        [ROOT / "examples/grpo/run.sh", "dense", "--steps", "40"],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=600 * PATIENCE,
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    rows = read_curve(tmp_path / "curve.jsonl")
+    assert [r.version for r in rows] == [str(i) for i in range(40)]
+    first, last = (statistics.mean(r.reward for r in part) for part in (rows[:5], rows[-5:]))
+    assert first < 0.15 and last > 0.3, (first, last)
+    assert all(1 <= r.error < 1.0001 and r.kl >= 0 for r in rows), rows

@@ -1,0 +1,116 @@
+"""A real Slurm on this machine: one slurmctld and a slurmd per emulated node, from Debian's slurm-wlm and munge packages.
+
+    why = missing()                                 # a sentence, or None
+    with Cluster(folder, nodes=2) as cluster:
+        subprocess.run(["sbatch", ...], env=cluster.env)
+
+Everything lies in `folder`, with a munge key and ports of its own, so that several may run beside each other. Needs root.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from pathlib import Path
+
+from tests.support.proc import PATIENCE
+from xfer.testing.ports import free_port
+
+PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "srun", "sinfo", "scontrol")
+
+
+def missing() -> str | None:
+    gone = [p for p in PROGRAMS if shutil.which(p) is None]
+    if gone:
+        return f"{', '.join(gone)} not installed: apt-get install slurm-wlm munge"
+    if os.geteuid() != 0:
+        return "slurmd starts jobs as other users, so it wants root"
+    return None
+
+
+class Cluster:
+    def __init__(self, folder: Path, nodes: int = 2, cpus: int = 16):
+        self.folder, self.nodes = Path(folder), [f"n{i + 1}" for i in range(nodes)]
+        self._conf = self.folder / "slurm.conf"
+        self._cpus = cpus
+        self.env = {**os.environ, "SLURM_CONF": str(self._conf)}
+        self._daemons: list[subprocess.Popen] = []
+
+    def __enter__(self) -> Cluster:
+        try:
+            for name in ("state", "log", "run"):
+                (self.folder / name).mkdir(parents=True)
+            key = self.folder / "munge.key"
+            key.write_bytes(secrets.token_bytes(128))
+            key.chmod(0o400)
+            sock = self.folder / "munge.socket"
+            self._start("munged", "--foreground", "--force", f"--key-file={key}", f"--socket={sock}",
+                        f"--pid-file={self.folder}/munged.pid",
+                        f"--log-file={self.folder}/log/munged.log", f"--seed-file={self.folder}/munged.seed")  # fmt: skip
+            self._until(sock.exists, "munged")
+            self._conf.write_text(self._text(sock))
+            self._start("slurmctld", "-D")
+            for node in self.nodes:
+                self._start("slurmd", "-D", "-N", node)
+            self._until(self._idle, "all nodes are idle")
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def _text(self, sock: Path) -> str:
+        host = socket.gethostname()
+        f = self.folder
+        lines = [
+            "ClusterName=local", f"SlurmctldHost={host}(127.0.0.1)", "SlurmUser=root", "AuthType=auth/munge", "CredType=cred/munge",
+            f"AuthInfo=socket={sock}", f"SlurmctldPort={free_port()}", f"StateSaveLocation={f}/state", f"SlurmdSpoolDir={f}/spool-%n",
+            f"SlurmctldPidFile={f}/run/slurmctld.pid", f"SlurmdPidFile={f}/run/slurmd-%n.pid", f"SlurmctldLogFile={f}/log/slurmctld.log",
+            f"SlurmdLogFile={f}/log/slurmd-%n.log", "ProctrackType=proctrack/linuxproc", "TaskPlugin=task/none",
+            "SelectType=select/cons_tres", "SelectTypeParameters=CR_Core", "ReturnToService=2", "SlurmdParameters=config_overrides",
+            "MpiDefault=none", "KillWait=5", "SlurmdTimeout=600", "MessageTimeout=60", "InactiveLimit=0",
+            *(f"NodeName={n} NodeHostname={host} NodeAddr=127.0.0.1 Port={free_port()} CPUs={self._cpus}" for n in self.nodes),
+            f"PartitionName=debug Nodes={','.join(self.nodes)} Default=YES MaxTime=INFINITE State=UP",
+        ]  # fmt: skip
+        return "\n".join(lines) + "\n"
+
+    def _start(self, *command: str) -> None:
+        log = open(self.folder / "log" / f"{'-'.join(command[:1] + command[2:4])[:40].replace('/', '_')}.out", "w")
+        with log:
+            self._daemons.append(
+                subprocess.Popen(
+                    command, env=self.env, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True
+                )
+            )
+
+    def _idle(self) -> bool:
+        said = subprocess.run(
+            ["sinfo", "-h", "-N", "-o", "%N %t"], env=self.env, capture_output=True, text=True, timeout=90
+        )
+        return sorted(said.stdout.split("\n"))[1:] == [f"{n} idle" for n in self.nodes]
+
+    def _until(self, condition, what: str, seconds: float = 60) -> None:
+        end = time.monotonic() + seconds * PATIENCE
+        while not condition():
+            dead = [p.args[0] for p in self._daemons if p.poll() is not None]
+            if dead or time.monotonic() > end:
+                logs = "\n".join(f"--- {p.name}\n{p.read_text()[-1500:]}" for p in (self.folder / "log").iterdir())
+                raise RuntimeError(f"{what}: not within {seconds:.0f} s; ended: {dead}\n{logs}")
+            time.sleep(0.2)
+
+    def __exit__(self, *exc) -> None:
+        if self._daemons and self._conf.exists():
+            subprocess.run(
+                ["scancel", "--full", "--signal=KILL", "--user=root"], env=self.env, capture_output=True, timeout=90
+            )
+        for p in reversed(self._daemons):  # munged last: the others speak through it
+            p.terminate()
+            try:
+                p.wait(20)
+            except subprocess.TimeoutExpired:
+                os.killpg(p.pid, signal.SIGKILL)
+                p.wait(10)
