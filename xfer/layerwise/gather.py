@@ -158,7 +158,8 @@ class ParamGather:
         self.order = list(self.buckets)
         self._at = {b.index: i for i, b in enumerate(self.order)}
         self._pending = 0  # buckets that are not CURRENT
-        self._broken: XferError | None = None
+        self.broken: XferError | None = None
+        """What made the gather unusable."""
         self._kept: list[torch.Tensor] = []  # memory that a broken gather may still write
 
     # ---- order
@@ -179,7 +180,7 @@ class ParamGather:
         for key, chain in chains.items():
             peers = chain[0].peers
             order = torch.tensor([b.index for b in mine if b.peers is peers], dtype=torch.int64, device=peers.device)
-            self._guarded(lambda o=order, p=peers: dist.broadcast(o, p.ranks[0], group=p.group), "the order of buckets")
+            self.guarded(lambda o=order, p=peers: dist.broadcast(o, p.ranks[0], group=p.group), "the order of buckets")
             agreed[key] = iter(order.tolist())
         self.order = [self.buckets[next(agreed[id(b.peers)])] for b in mine]
         self._at = {b.index: i for i, b in enumerate(self.order)}
@@ -215,7 +216,7 @@ class ParamGather:
             return
         for b in self.order[: self._at[bucket.index] + 1]:
             if b.peers is bucket.peers and b.state is State.STALE:
-                self._guarded(lambda b=b: self._launch(b), b.label())
+                self.guarded(lambda b=b: self._launch(b), b.label())
 
     def finish_param_sync(self, bucket: Bucket, skip_next_bucket_dispatch: bool = False) -> None:
         """Returns when the bucket's parameters are those of the last step (over NCCL: for whatever the current stream does
@@ -235,7 +236,7 @@ class ParamGather:
         if not skip_next_bucket_dispatch:
             self._prefetch(at + 1, self.prefetch_depth)
         began = time.monotonic()
-        self._guarded(lambda: self._land(bucket), bucket.label())
+        self.guarded(lambda: self._land(bucket), bucket.label())
         self.stats.waited_s += time.monotonic() - began
 
     def drain(self) -> None:
@@ -246,7 +247,7 @@ class ParamGather:
             return
         for b in self.order:
             if b.state is State.STALE:
-                self._guarded(lambda b=b: self._launch(b), b.label())
+                self.guarded(lambda b=b: self._launch(b), b.label())
         for b in self.order:
             self.finish_param_sync(b, skip_next_bucket_dispatch=True)
 
@@ -291,16 +292,16 @@ class ParamGather:
         self._pending -= 1
 
     def _usable(self) -> None:
-        if self._broken is not None:
-            raise self._broken
+        if self.broken is not None:
+            raise self.broken
 
-    def _guarded(self, call, what: str) -> None:
+    def guarded(self, call, what: str) -> None:
         """Whatever a collective raises becomes a typed error, and the last word of this gather."""
         began = time.monotonic()
         try:
             call()
         except XferError as e:
-            self._broken = e
+            self.broken = e
             raise
         except RuntimeError as e:  # c10d's own errors are among them
             took = time.monotonic() - began
@@ -308,12 +309,12 @@ class ParamGather:
             late = took >= 0.9 * self.deadline_s
             kind = DeadlineExceeded if late else PeerLost
             why = f"not within {self.deadline_s:.0f} s" if late else "a peer has ended or closed its connections"
-            self._broken = kind(
+            self.broken = kind(
                 f"parameters could not be gathered: {why}",
                 [f"{what}: {str(e).splitlines()[0]}", *_states(self.buckets)],
                 where=self.label,
             )
-            raise self._broken from e
+            raise self.broken from e
 
 
 def _states(buckets: Iterable[Bucket]) -> list[str]:

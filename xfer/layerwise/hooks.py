@@ -57,7 +57,7 @@ class Hooks:
             self._handles.append(root.register_state_dict_pre_hook(lambda *_: self.drain()))
             self._handles.append(root.register_load_state_dict_pre_hook(lambda *_: self.drain()))
         for _, p in params:
-            if p.requires_grad:
+            if id(p) in bucket_of:
                 self._handles.append(p.register_post_accumulate_grad_hook(self._after_gradient))
 
     def remove(self) -> None:

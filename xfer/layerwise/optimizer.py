@@ -30,7 +30,8 @@ Cost = Literal["newton_schulz", "elementwise", "bytes"]
 class ParamGroup:
     """Parameters that one kind of optimizer updates.
 
-    optimizer: a torch optimizer class, or anything that makes one of a list of one parameter group and `options`. cost: of
+    optimizer: a torch optimizer class, or anything that makes one of a list of one parameter group and `options`; its
+    attribute `targets`, if it has one, is first called with (fp32 master, parameter) for each that has a master. cost: of
     an update, by which owners are balanced: "newton_schulz" for Muon, "elementwise" for Adam and the like, "bytes" to
     balance memory (then give it to all groups), or a function of a parameter's shape.
     """
@@ -148,11 +149,8 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
             for o in self.owned:
                 if o.target is not o.param:
                     o.param.copy_(o.target)
-            self._after_inner()
             self.gather.begin()
-        for o in self.owned:
-            if o.target is not o.param:
-                o.target.grad = None
+        self._after_step()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -207,9 +205,7 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
     def _collect(self) -> None:
         """Put the owners' gradients where the inner optimizers look for them."""
         if self._reduce == "to_owners":
-            self.gather._guarded(
-                lambda: reduce_to_owners(self.gather.buckets), "gradients on their way to their owners"
-            )
+            self.gather.guarded(lambda: reduce_to_owners(self.gather.buckets), "gradients on their way to their owners")
         for o in self.owned:
             if o.target is not o.param:
                 o.target.grad = None if o.param.grad is None else o.param.grad.to(o.target.dtype)
@@ -226,8 +222,11 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
         """Whether the gradient is this rank's to count in the norm."""
         return True
 
-    def _after_inner(self) -> None:
-        """Between the inner optimizers' step and the gather."""
+    def _after_step(self) -> None:
+        """Let go of gradients that only the inner optimizers needed."""
+        for o in self.owned:
+            if o.target is not o.param:
+                o.target.grad = None
 
     # ---- details
 
@@ -269,6 +268,10 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
             if key not in made:
                 made[key] = Peers.like(f"group {len(made)} of {len(key)} ranks", others[key], deadline_s)
         dense, *rest = self._peers = list(made.values())
+        self._refuse_outside(dense, rest)
+        return {name: made[ranks(g if g is not None else process_group)] for name, g in chosen.items()}
+
+    def _refuse_outside(self, dense: Peers, rest: Sequence[Peers]) -> None:
         outside = [
             f"{p.name}: ranks {sorted(set(p.ranks) - set(dense.ranks))}"
             for p in rest
@@ -280,7 +283,6 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
                 [f"{line} are not in process_group; give a process_group that has them" for line in outside],
                 where=self.label,
             )
-        return {name: made[ranks(g if g is not None else process_group)] for name, g in chosen.items()}
 
     def _own(self, peers: dict[str, Peers], memory_cap: int | None) -> None:
         for who in self._peers:
@@ -326,6 +328,8 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
                     continue
                 narrow = masters and p.dtype.itemsize < 4
                 target = torch.nn.Parameter(p.detach().float()) if narrow else p
+                if narrow and hasattr(g.optimizer, "targets"):
+                    g.optimizer.targets(target, p)
                 self.owned.append(Owned(name, p, target, i))
                 targets.append(target)
             self.inner.append(g.optimizer([{"params": targets}], **g.options))
@@ -339,7 +343,7 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
         device = grads[0].device if grads else self._peers[0].device
         mine = squares((o.target.grad for o in self.owned if o.target.grad is not None and self._counts(o)), device)
         holder: list[torch.Tensor] = []
-        self.gather._guarded(lambda: holder.append(self._total(mine)), "the norm of all gradients")
+        self.gather.guarded(lambda: holder.append(self._total(mine)), "the norm of all gradients")
         self.grad_norm = holder[0].sqrt().item()
         if not torch.isfinite(holder[0]).item():
             return False

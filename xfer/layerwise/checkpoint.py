@@ -1,0 +1,307 @@
+"""Checkpoints by parameter: each owner writes its whole parameters and their optimizer state under the checkpoint's names,
+and any other layout reads from them what it needs, box by box. No flat buffer is ever written.
+
+    save(optimizer, folder)                                  plain torch: every parameter under its own name
+    save(optimizer, folder, MegatronTrainer(chunks, bridge)) Megatron: under the names of the Hugging Face checkpoint
+
+The second form needs no code per layout: where the boxes of a rank lie in its parameters is what the trainer's adapter reads
+for refits anyway, and state that has a parameter's shape is cut like the parameter. Files are torch.distributed.checkpoint's;
+hyperparameters lie beside them in `layerwise.json`. Which rank owns what is not stored.
+"""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+from xfer.errors import LayoutError, Unsupported
+
+if TYPE_CHECKING:
+    from xfer.layerwise.optimizer import LayerWiseOptimizer
+    from xfer.session.trainer import Source
+
+FORMAT = 1
+PARAM = "param"
+"""Field under which a parameter itself is saved: its fp32 master where it has one."""
+
+Ints = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Box `origin`/`extent` of tensor `key` of `shape`; it lies in a parameter from element `offset` on, with `strides` in
+    elements."""
+
+    key: str
+    shape: Ints
+    origin: Ints
+    extent: Ints
+    offset: int
+    strides: Ints
+
+
+def save(optimizer: LayerWiseOptimizer, folder: str | Path, source: Source | None = None) -> None:
+    """Write the parameters and optimizer state into `folder`. Collective over all ranks. Right after `step()` nothing has to
+    be gathered: owners write what they own.
+
+    source: adapter that says where the checkpoint's tensors lie in this rank's parameters; None: each parameter is
+    whole on its owner, under its canonical name. Unsupported lists parameters of which it names only a part, and
+    optimizer state that is neither as its parameter is shaped nor a single number.
+    """
+    tensors: dict[str, Boxes] = {}
+    wrong: list[str] = []
+    pieces = _pieces(optimizer, source)
+    for name, values, scalars in _held(optimizer, wrong):
+        for field, tensor in values.items():
+            for p in pieces[name]:
+                _add(tensors, p, field, _view(tensor, p))
+        for field, tensor in scalars.items():
+            for p in pieces[name]:
+                tensors[f"{p.key}/{field}"] = Boxes((), tensor.dtype, [((), tensor.detach())])
+    _refuse(wrong, optimizer.label, "optimizer state that cannot be saved by parameter", Unsupported)
+    live = dist.is_initialized()
+    dcp.save(dict(tensors), checkpoint_id=str(folder), no_dist=not live)
+    if not live or dist.get_rank() == 0:
+        groups = [{k: v for k, v in g.items() if k != "params" and _plain(v)} for g in optimizer.param_groups]
+        (Path(folder) / "layerwise.json").write_text(json.dumps({"format": FORMAT, "groups": groups}, indent=1))
+    if live:
+        dist.barrier()
+
+
+def load(optimizer: LayerWiseOptimizer, folder: str | Path, source: Source | None = None) -> None:
+    """Read what `save` wrote, at whatever layout, and bring everybody's parameters up to date. Collective over all ranks.
+
+    LayoutError lists parameters that the checkpoint does not have or has in another shape.
+    """
+    optimizer.drain()
+    reader = dcp.FileSystemReader(str(folder))
+    known = reader.read_metadata().state_dict_metadata
+    stored = json.loads((Path(folder) / "layerwise.json").read_text())
+    wrong = [] if stored.get("format") == FORMAT else [f"layerwise.json: format {stored.get('format')}, not {FORMAT}"]
+    if len(stored["groups"]) != len(optimizer.param_groups):
+        wrong.append(f"{len(stored['groups'])} parameter groups were saved, here are {len(optimizer.param_groups)}")
+    pieces = _pieces(optimizer, source)
+    wanted = _Wanted(known, wrong)
+    targets = {o.name: o for o in optimizer.owned}
+    states: dict[str, dict[str, torch.Tensor]] = {}
+    for name, p in optimizer.named:
+        if name in optimizer.owner and name not in targets:
+            continue
+        target = targets[name].target if name in targets else p
+        wanted.whole(pieces[name], PARAM, target.detach())
+        if name in targets:
+            states[name] = wanted.state(pieces[name], target)
+    _refuse(wrong, optimizer.label, f"{folder} does not fit this model", LayoutError)
+    with torch.no_grad():
+        dcp.load(dict(wanted.tensors), storage_reader=reader, no_dist=not dist.is_initialized())
+        for o in optimizer.owned:
+            optimizer.inner[o.group].state[o.target] = states[o.name]
+            if o.target is not o.param:
+                o.param.copy_(o.target)
+    for group, was in zip(optimizer.param_groups, stored["groups"]):
+        group.update({k: tuple(v) if isinstance(v, list) else v for k, v in was.items() if k in group})
+    optimizer.synchronize()
+
+
+# ---- what a rank holds
+
+
+def _held(
+    optimizer: LayerWiseOptimizer, wrong: list[str]
+) -> Iterator[tuple[str, dict[str, torch.Tensor], dict[str, torch.Tensor]]]:
+    """(name, tensors shaped as the parameter, single numbers) of all that this rank saves."""
+    for name, p in optimizer.named:
+        if name not in optimizer.owner:
+            yield name, {PARAM: p.detach()}, {}
+    for o in optimizer.owned:
+        values, scalars = {PARAM: o.target.detach()}, {}
+        for field, v in optimizer.inner[o.group].state.get(o.target, {}).items():
+            if v is None:
+                continue
+            if isinstance(v, torch.Tensor) and v.shape == o.target.shape and v.dim():
+                values[field] = v.detach()
+            elif isinstance(v, torch.Tensor) and v.dim() == 0:
+                scalars[field] = v
+            else:
+                what = tuple(v.shape) if isinstance(v, torch.Tensor) else type(v).__name__
+                wrong.append(f"{o.name}: {field} is {what}, neither {tuple(o.target.shape)} nor one number in a tensor")
+        yield o.name, values, scalars
+
+
+def _plain(value: object) -> bool:
+    if isinstance(value, list | tuple):
+        return all(map(_plain, value))
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+def _refuse(wrong: list[str], where: str, message: str, kind: type) -> None:
+    """The same on all ranks, so that nobody is left alone in a collective."""
+    if dist.is_initialized():
+        bad = torch.tensor([len(wrong)], dtype=torch.int64)
+        bad = bad.cuda() if "nccl" in dist.get_backend() else bad
+        dist.all_reduce(bad)
+        if bad.item() and not wrong:
+            raise kind(message, [f"{int(bad.item())} violations on other ranks: see theirs"], where=where)
+    if wrong:
+        raise kind(message, wrong, where=where)
+
+
+# ---- names and boxes
+
+
+def _pieces(optimizer: LayerWiseOptimizer, source: Source | None) -> dict[str, tuple[Piece, ...]]:
+    if source is None:
+        return {
+            n: (Piece(n, tuple(p.shape), (0,) * p.dim(), tuple(p.shape), 0, _rowwise(p)),) for n, p in optimizer.named
+        }
+    layout = source.read()
+    if layout.traced.recipes or layout.traced.gathers:
+        raise Unsupported("tensors that are computed while exporting have no optimizer state", where=optimizer.label)
+    shapes = {s.name: tuple(s.shape) for s in layout.traced.specs}
+    base = {name: t.data_ptr() for name, t in layout.tensors.items()}
+    at = sorted((p.data_ptr(), n, p) for n, p in optimizer.named if p.numel())
+    starts = [a for a, _, _ in at]
+    found: dict[str, list[Piece]] = {n: [] for n, _ in optimizer.named}
+    for f in layout.traced.fragments:
+        address = base[f.root] + f.offset
+        i = bisect_right(starts, address) - 1
+        if i < 0 or address >= at[i][0] + at[i][2].numel() * at[i][2].element_size():
+            continue  # a buffer
+        start, name, p = at[i]
+        size = p.element_size()
+        if f.steps or min((*f.strides, 0)) < 0:
+            raise Unsupported(
+                f"{f.tensor}: lies in {name} in a way that checkpoints cannot name", where=optimizer.label
+            )
+        strides = tuple(s // size for s in f.strides)
+        found[name].append(Piece(f.tensor, shapes[f.tensor], f.origin, f.extent, (address - start) // size, strides))
+    wrong = []
+    for name, p in optimizer.named:
+        named = sum(prod(x.extent) for x in found[name])
+        if named != p.numel():
+            wrong.append(
+                f"{name}: the checkpoint names {named} of its {p.numel()} elements (padded vocabulary, or a copy of "
+                "an embedding on another stage): untie it, or use a vocabulary that needs no padding"
+            )
+    _refuse(wrong, optimizer.label, "parameters cannot be saved under the checkpoint's names", Unsupported)
+    return {n: tuple(x) for n, x in found.items()}
+
+
+def _rowwise(p: torch.Tensor) -> Ints:
+    return tuple(torch.empty(p.shape, device="meta").stride())
+
+
+def _view(tensor: torch.Tensor, p: Piece) -> torch.Tensor:
+    """The piece's part of a tensor that is shaped as the parameter; strides are those of a contiguous parameter."""
+    if not tensor.is_contiguous():
+        raise Unsupported(
+            f"{p.key}: its parameter or state is not contiguous; make it so before building the optimizer"
+        )
+    return tensor.as_strided(p.extent, p.strides, tensor.storage_offset() + p.offset)
+
+
+def _add(tensors: dict[str, Boxes], p: Piece, field: str, view: torch.Tensor) -> None:
+    key = f"{p.key}/{field}"
+    have = tensors[key].boxes if key in tensors else []
+    tensors[key] = Boxes(p.shape, view.dtype, [*have, (p.origin, view)])
+
+
+class _Wanted:
+    """What this rank is going to read."""
+
+    def __init__(self, known: Mapping[str, object], wrong: list[str]):
+        self.known, self.wrong = known, wrong
+        self.tensors: dict[str, Boxes] = {}
+        self._fields: dict[str, list[str]] = {}
+        for key in known:
+            name, _, field = key.rpartition("/")
+            self._fields.setdefault(name, []).append(field)
+
+    def whole(self, pieces: tuple[Piece, ...], field: str, tensor: torch.Tensor) -> None:
+        for p in pieces:
+            md = self.known.get(f"{p.key}/{field}")
+            if not isinstance(md, TensorStorageMetadata):
+                self.wrong.append(f"{p.key}: the checkpoint has no {field} of it")
+            elif tuple(md.size) != p.shape:
+                self.wrong.append(f"{p.key}: {tuple(md.size)} in the checkpoint, {p.shape} here")
+            else:
+                _add(self.tensors, p, field, _view(tensor, p))
+
+    def state(self, pieces: tuple[Piece, ...], target: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Room for the optimizer's state of one parameter."""
+        out = {}
+        for field in sorted({f for p in pieces for f in self._fields.get(p.key, ()) if f != PARAM}):
+            md = self.known.get(f"{pieces[0].key}/{field}")
+            if not isinstance(md, TensorStorageMetadata):
+                self.wrong.append(
+                    f"{pieces[0].key}: the checkpoint has no {field} of it, and has one of its neighbours"
+                )
+                continue
+            if len(md.size):
+                out[field] = torch.zeros(target.shape, dtype=md.properties.dtype, device=target.device)
+                self.whole(pieces, field, out[field])
+            else:  # of fused parameters all have the same
+                out[field] = torch.zeros((), dtype=md.properties.dtype)
+                self.tensors[f"{pieces[0].key}/{field}"] = Boxes((), md.properties.dtype, [((), out[field])])
+        return out
+
+
+class Boxes(torch.Tensor):
+    """The boxes that one rank has of a tensor of `shape`, in the form that torch.distributed.checkpoint writes and reads.
+
+    boxes: (origin, view of the live memory). A tensor by type only: it has no memory and no operations.
+    """
+
+    boxes: list[tuple[Ints, torch.Tensor]]
+
+    @staticmethod
+    def __new__(cls, shape: Ints, dtype: torch.dtype, boxes: list[tuple[Ints, torch.Tensor]]):
+        out = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=boxes[0][1].device)
+        out.boxes = boxes
+        return out
+
+    def __init__(self, shape: Ints, dtype: torch.dtype, boxes: list[tuple[Ints, torch.Tensor]]):
+        pass
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        raise NotImplementedError(f"{func}: a list of boxes is only saved and loaded")
+
+    def __repr__(self, **_) -> str:
+        return f"Boxes({tuple(self.shape)}, {[(o, tuple(v.shape)) for o, v in self.boxes]})"
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [ChunkStorageMetadata(torch.Size(o), v.shape) for o, v in self.boxes]
+
+    def __create_write_items__(self, fqn: str, object: Boxes) -> list[WriteItem]:
+        properties = TensorProperties(dtype=self.dtype)
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=torch.Size(self.shape)),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        for origin, view in self.boxes:
+            if tuple(index.offset) == tuple(origin):
+                return view
+        raise ValueError(f"{index}: not among {self!r}")

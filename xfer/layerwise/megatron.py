@@ -1,0 +1,156 @@
+"""Layer-wise optimizers for Megatron-Core models, as Megatron builds them: nothing of it is patched.
+
+Megatron's DDP reduces gradients and its schedules run forwards; owners are over its data-parallel groups (with context
+parallel; experts over theirs), hooks sit on its modules, and `overlap_param_gather` of its DDP config turns the
+asynchronous gather on. The distributed optimizer is not used and has to be off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from xfer.errors import Unsupported
+from xfer.layerwise.gather import Peers
+from xfer.layerwise.muon import Muon
+from xfer.layerwise.optimizer import LayerWiseOptimizer, Owned, ParamGroup
+
+
+class MegatronLayerWise(LayerWiseOptimizer):
+    """In place of Megatron's optimizer: `step()` gives (updated, norm of the gradients, None), and `scale_loss` is what
+    the schedule multiplies the loss with.
+
+    chunks: model chunks under Megatron's DistributedDataParallel, one per virtual pipeline stage. groups: default
+    `muon_and_adam(chunks)`. overlap: default their ddp_config.overlap_param_gather. loss_scale: a constant one, for fp16.
+    Other options as for LayerWiseOptimizer. Needs the model-parallel groups to exist. Gradients must be complete when
+    `step()` is called, as after Megatron's finalize_model_grads.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[torch.nn.Module],
+        groups: Sequence[ParamGroup] | None = None,
+        *,
+        overlap: bool | None = None,
+        loss_scale: float = 1.0,
+        **options,
+    ):
+        from megatron.core import parallel_state as mpu
+
+        _refuse(chunks)
+        self.loss_scale = loss_scale
+        self._everybody: Peers | None = None
+        dense = mpu.get_data_parallel_group(with_context_parallel=True)
+        experts = mpu.get_expert_data_parallel_group(check_initialized=False)
+        super().__init__(
+            chunks,
+            muon_and_adam(chunks) if groups is None else groups,
+            process_group=dense,
+            group_of=lambda name, p: dense if getattr(p, "allreduce", True) else experts,
+            overlap=chunks[0].ddp_config.overlap_param_gather if overlap is None else overlap,
+            reduce="done",
+            **options,
+        )
+        self._everybody = Peers.like("all ranks", None, self.gather.deadline_s)
+
+    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
+        return loss * self.loss_scale
+
+    def step(self, closure: Callable[[], torch.Tensor] | None = None) -> tuple[bool, float, None]:
+        """Collective over all ranks. See LayerWiseOptimizer.step."""
+        super().step(closure, grad_scale=self.loss_scale)
+        return not self.skipped, self.grad_norm, None
+
+    def _collect(self) -> None:
+        for o in self.owned:
+            o.target.grad = o.param.main_grad.to(o.target.dtype)
+
+    def _after_step(self) -> None:
+        for o in self.owned:
+            o.target.grad = None
+
+    def _total(self, mine: torch.Tensor) -> torch.Tensor:
+        mine = mine.to(self._everybody.device)
+        if self._everybody.group is not None:
+            dist.all_reduce(mine, group=self._everybody.group)
+        return mine
+
+    def _counts(self, o: Owned) -> bool:
+        from megatron.core.tensor_parallel.layers import param_is_not_tensor_parallel_duplicate
+        from megatron.core.transformer.module import param_is_not_shared
+
+        return param_is_not_shared(o.param) and (
+            not getattr(o.param, "allreduce", True) or param_is_not_tensor_parallel_duplicate(o.param)
+        )
+
+    def _refuse_outside(self, dense: Peers, rest: Sequence[Peers]) -> None:
+        """Norms are summed over all ranks, so groups of experts may lie as they like."""
+
+
+def muon_and_adam(
+    chunks: Sequence[torch.nn.Module], *, lr: float = 0.02, adam_lr: float = 1e-3, momentum: float = 0.95
+) -> list[ParamGroup]:
+    """Muon for matrices inside the layers, Adam for all else: embeddings, the head, vectors. Momentum of matrices that tensor
+    parallel ranks share is gathered, so that the update does not depend on their number."""
+    matrices, rest, cut = [], [], {}
+    for chunk in chunks:
+        outside = {id(p) for p in _vocabulary(chunk)}
+        for p in chunk.parameters():
+            if not p.requires_grad:
+                continue
+            (matrices if p.dim() == 2 and id(p) not in outside else rest).append(p)
+            piece = _piece(p)
+            if piece is not None:
+                cut[id(p)] = piece
+    masters: dict[int, int] = {}
+
+    def muon(groups, **options):
+        return Muon(groups, pieces=lambda p: cut.get(masters.get(id(p), id(p))), **options)
+
+    # The inner optimizer sees masters, which carry no attributes: it is told whose they are.
+    muon.targets = lambda target, param: masters.__setitem__(id(target), id(param))
+    return [
+        ParamGroup(matrices, muon, {"lr": lr, "momentum": momentum}, cost="newton_schulz"),
+        ParamGroup(rest, torch.optim.Adam, {"lr": adam_lr, "foreach": False}),
+    ]
+
+
+def _vocabulary(chunk: torch.nn.Module):
+    """Parameters of embeddings and of the head, told by their modules."""
+    from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
+    from megatron.core.utils import unwrap_model
+
+    head = getattr(unwrap_model(chunk), "output_layer", None)
+    for module in chunk.modules():
+        if isinstance(module, VocabParallelEmbedding | torch.nn.Embedding) or module is head:
+            yield from module.parameters(recurse=False)
+
+
+def _piece(p: torch.nn.Parameter) -> tuple[dist.ProcessGroup, int] | None:
+    """(group, dim) of a matrix of which this rank holds a part."""
+    from megatron.core import parallel_state as mpu
+
+    if not getattr(p, "tensor_model_parallel", False) or p.dim() != 2:
+        return None
+    dense = getattr(p, "allreduce", True)
+    group = mpu.get_tensor_model_parallel_group() if dense else mpu.get_expert_tensor_parallel_group()
+    return (group, p.partition_dim) if group.size() > 1 else None
+
+
+def _refuse(chunks: Sequence[torch.nn.Module]) -> None:
+    bad = []
+    for i, chunk in enumerate(chunks):
+        config = getattr(chunk, "ddp_config", None)
+        if config is None:
+            bad.append(f"chunk {i}: not under Megatron's DistributedDataParallel, whose gradient buffers are read")
+            continue
+        if config.use_distributed_optimizer:
+            bad.append(f"chunk {i}: use_distributed_optimizer cuts parameters into bytes; switch it off")
+        if getattr(config, "use_megatron_fsdp", False):
+            bad.append(f"chunk {i}: Megatron-FSDP keeps no whole parameter; use DistributedDataParallel")
+        if config.overlap_param_gather != chunks[0].ddp_config.overlap_param_gather:
+            bad.append(f"chunk {i}: overlap_param_gather is not as on chunk 0; give all chunks one config")
+    if bad:
+        raise Unsupported("these chunks cannot have a layer-wise optimizer", bad)

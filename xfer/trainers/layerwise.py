@@ -1,0 +1,114 @@
+"""Refits of a model that a layer-wise optimizer trains: straight from the owners, or from everybody after a drain.
+
+`LayerWiseTrainer` wraps the adapter of the framework (MegatronTrainer, TensorTrainer) and only decides which of the
+fragments that it reads are offered as sources, and what has to be finished first. Layouts are read there, owners are
+chosen in xfer.layerwise.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
+
+import torch
+
+from xfer.errors import LayoutError, StaleWeights, Unsupported
+from xfer.trace.fragment import Fragment, Root
+from xfer.trace.traced import Traced
+
+if TYPE_CHECKING:
+    from xfer.layerwise import LayerWiseOptimizer
+    from xfer.session.trainer import Layout, Source
+
+Meet = Callable[[tuple[int, ...], str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class OwnedLayout:
+    """See session.trainer.Layout."""
+
+    traced: Traced
+    roots: tuple[Root, ...]
+    tensors: Mapping[str, torch.Tensor]
+
+
+class LayerWiseTrainer:
+    """Source adapter for `xfer.connect`: `base` is the framework's own, `optimizer` the layer-wise one over the same
+    modules, built before.
+
+    sources: "owners" offers each trained parameter on its owner only (per tensor-parallel part and pipeline stage, as always).
+    Nothing is gathered first, so call `nccl_xfer_refit` right after `step()`: bytes of other ranks are not read, and
+    the trainer's own gather may run at the same time, since both only read what owners have. What has no owner (frozen
+    parameters, buffers) is offered by every rank. "all" finishes the gather first, and then every rank is a source.
+
+    Unsupported with "owners" where tensors are computed while exporting (adapters): those need all their inputs here.
+    """
+
+    def __init__(self, base: Source, optimizer: LayerWiseOptimizer, sources: Literal["owners", "all"] = "owners"):
+        if sources not in ("owners", "all"):
+            raise LayoutError(f'sources={sources!r}; "owners" and "all" exist')
+        self.base, self.optimizer, self.sources = base, optimizer, sources
+        self.rank, self.world, self.device = base.rank, base.world, base.device
+        self.reads_together = base.reads_together
+        self._kept: tuple[str, ...] = ()
+
+    def drain(self) -> None:
+        """ "all": finish the gather, collectively. "owners": nothing to finish, only the device to wait for."""
+        if self.sources == "all":
+            self.optimizer.drain()
+        elif self.optimizer.gather.broken is not None:
+            raise StaleWeights(
+                f"trainer {self.rank}: the last gather failed, so this trainer cannot go on from these weights",
+                ["load a checkpoint and build the optimizer anew"],
+            )
+        self.base.drain()
+
+    def read(self) -> Layout:
+        """As the base's; with "owners" without the fragments of parameters that other ranks own."""
+        layout = self.base.read()
+        if self.sources == "all":
+            return layout
+        traced = layout.traced
+        if traced.recipes or traced.gathers:
+            raise Unsupported(
+                f"trainer {self.rank}: tensors are computed while exporting, from parameters that are elsewhere",
+                ['use LayerWiseTrainer(…, sources="all")'],
+            )
+        ours = _Others(layout.tensors, self.optimizer)
+        fragments = tuple(f for f in traced.fragments if not ours.has(f))
+        used = {f.root for f in fragments}
+        roots = tuple(r for r in layout.roots if r.name in used)
+        self._kept = tuple(r.name for r in roots)
+        return OwnedLayout(replace(traced, fragments=fragments), roots, {n: layout.tensors[n] for n in self._kept})
+
+    def check(self) -> str:
+        return self.base.check()
+
+    def rebind(self) -> Mapping[str, torch.Tensor]:
+        tensors = self.base.rebind()
+        return tensors if self.sources == "all" else {n: tensors[n] for n in self._kept}
+
+    def compute(self, meet: Meet = lambda ranks, digest: None) -> None:
+        self.base.compute(meet)
+
+
+class _Others:
+    """The bytes that other ranks own, by address."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], optimizer: LayerWiseOptimizer):
+        self._base = {name: t.data_ptr() for name, t in tensors.items()}
+        spans = []
+        for name, p in optimizer.named:
+            if name in optimizer.owner and not optimizer.owns(name) and p.numel():
+                reach = sum((n - 1) * s for n, s in zip(p.shape, p.stride())) + 1
+                spans.append((p.data_ptr(), p.data_ptr() + reach * p.element_size()))
+        spans.sort()
+        self._starts, self._ends = [s for s, _ in spans], [e for _, e in spans]
+
+    def has(self, f: Fragment) -> bool:
+        """Whether the fragment's first element lies in a parameter of another owner; the others lie there with it."""
+        at = self._base[f.root] + f.offset
+        i = bisect_right(self._starts, at) - 1
+        return i >= 0 and at < self._ends[i]
