@@ -127,6 +127,11 @@ class Handle(ABC):
     @abstractmethod
     def engine(self) -> Any: ...
 
+    @property
+    def text_only(self) -> bool:
+        """Whether the engine is known to have no multimodal and no encoder caches."""
+        return False
+
     def hold(self) -> AbstractContextManager[None]:
         return nullcontext()
 
@@ -178,8 +183,10 @@ class Handle(ABC):
         return self._call("get_version", timeout)
 
     def reset_caches(self, timeout: float) -> None:
+        # Each call is a round trip to the engine's process, while it does not serve.
+        of_images = () if self.text_only else ("reset_mm", "reset_encoder")
         with self._sequence(timeout) as left:
-            for call in ("reset_prefix", "reset_mm", "reset_encoder"):
+            for call in ("reset_prefix", *of_images):
                 if self._call(call, left()) is False:
                     raise XferError(
                         f"{self.name} did not drop its prefix cache",
@@ -333,6 +340,11 @@ class Gate:
                 self._changed.notify_all()
 
 
+def _reads_text_only(vllm_config: Any) -> bool:
+    model = getattr(vllm_config, "model_config", None)
+    return not (getattr(model, "is_multimodal_model", True) or getattr(model, "is_encoder_decoder", True))
+
+
 def _if_there(engine: Any, method: str) -> Callable[..., Any]:
     """A method for the engine's own label of its weights. vLLM 0.25 has none: there the controller's `version` is it."""
     return getattr(engine, method, None) or (lambda *args: None)
@@ -359,6 +371,10 @@ class OfflineLLM(Handle):
     @property
     def engine(self) -> Any:
         return self._llm
+
+    @property
+    def text_only(self) -> bool:
+        return _reads_text_only(self._llm.llm_engine.vllm_config)
 
     def hold(self) -> AbstractContextManager[None]:
         """`with handle.hold(): llm.generate(…)`. Re-entrant in a thread; waits while a refit is under way."""
@@ -427,6 +443,10 @@ class AsyncEngine(Handle):
     @property
     def engine(self) -> Any:
         return self._engine
+
+    @property
+    def text_only(self) -> bool:
+        return _reads_text_only(getattr(self._engine, "vllm_config", None))
 
     def _send(self, call: str, **args: Any) -> Future:
         if self._loop.is_closed():
