@@ -1,0 +1,90 @@
+"""Requests that are under way when a refit comes: drained, aborted and asked again, or continued; each token says which
+weights made it.
+
+Greedy, fp32. Truth of `continue`: what the engine answers, after the refit, to the prompt with the old weights' tokens
+behind it; that holds only if their keys and values were computed anew.
+"""
+
+import asyncio
+import time
+
+import pytest
+
+pytestmark = pytest.mark.engine
+pytest.importorskip("vllm")
+
+from examples.grpo.in_flight import InFlight  # noqa: E402
+from tests.support.proc import PATIENCE, environment  # noqa: E402
+from tests.support.refit_job import Job, a_refit, good  # noqa: E402
+from xfer.testing.ports import free_port  # noqa: E402
+
+PROMPT, LONG, SHORT = [5, 6, 7, 8], 400, 60
+
+
+def test_three_policies(tmp_path, monkeypatch):
+    for name, value in environment().items():
+        monkeypatch.setenv(name, value)
+    with Job(tmp_path, "qwen3", world=2, num_hidden_layers=2, torch_dtype="float32") as job:
+        asyncio.run(_three_policies(job))
+
+
+async def _three_policies(job):
+    from vllm import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    engine = AsyncLLM.from_engine_args(
+        AsyncEngineArgs(
+            model=str(job.model),
+            skip_tokenizer_init=True,
+            enforce_eager=True,
+            dtype="float32",
+            max_model_len=512,
+            max_num_seqs=4,
+            block_size=32,
+            disable_log_stats=True,
+            enable_prefix_caching=True,
+            weight_transfer_config={"backend": "xfer"},
+        )
+    )
+    try:
+        for policy, tokens in (("drain", SHORT), ("abort", LONG), ("continue", LONG)):
+            rendezvous = f"tcp://127.0.0.1:{free_port()}"
+            flight = InFlight(engine, policy=policy, rendezvous=rendezvous, token=job.token, deadline_s=120 * PATIENCE)
+
+            def meet(rendezvous=rendezvous, flight=flight):
+                job.trainers.build(job.config)
+                good(job.trainers.connect(rendezvous, deadline_s=120 * PATIENCE))
+                flight.controller.wait_ready()
+
+            await asyncio.to_thread(meet)
+            await asyncio.to_thread(a_refit, job, 1)
+            old = flight.controller.version
+            await asyncio.to_thread(job.trainers.ask, "set", "set", seed=2)
+            asked = asyncio.create_task(flight.sample(PROMPT, tokens=tokens, temperature=0.0))
+            end = time.monotonic() + 120 * PATIENCE
+            while not (any(n > 3 for n in flight.under_way.values()) or asked.done()):
+                assert time.monotonic() < end, flight.under_way
+                await asyncio.sleep(0.005)
+            good(await asyncio.to_thread(job.trainers.refit, verify=True))
+            new = flight.controller.version
+            assert old != new
+            sample = await asyncio.wait_for(asked, 240 * PATIENCE)
+            assert len(sample.tokens) == len(sample.logprobs) == tokens
+            assert [i for s in sample.spans for i in range(s.start, s.end)] == list(range(tokens))
+            whole = await flight.sample(PROMPT, tokens=tokens, temperature=0.0)
+            assert whole.versions == (new,)
+            if policy == "drain":
+                assert sample.versions == (old,) and flight.again == 0 and sample.tokens != whole.tokens
+            if policy == "abort":
+                assert sample.versions == (new,) and flight.again >= 1 and sample.tokens == whole.tokens
+            if policy == "continue":
+                assert sample.versions == (old, new) and flight.again == 0
+                turn = sample.spans[0].end
+                behind = [*PROMPT, *sample.tokens[:turn]]
+                rest = await flight.sample(behind, tokens=tokens - turn, temperature=0.0)
+                assert rest.tokens == sample.tokens[turn:]
+                assert rest.logprobs == pytest.approx(sample.logprobs[turn:], abs=1e-3)
+            await asyncio.to_thread(job.trainers.ask, "close", "closed")
+            flight.controller.close()
+    finally:
+        engine.shutdown()

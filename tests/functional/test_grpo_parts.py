@@ -1,0 +1,120 @@
+"""The example's arithmetic without models: advantages, packing, the loss against finite differences, gate and versions."""
+
+import json
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from examples.grpo import gate, grpo
+from examples.grpo.samples import Sample, Span, require_version
+from examples.grpo.task import SortDigits
+from xfer.errors import XferError
+
+
+def sample(prompt, tokens, logprobs=None, spans=None):
+    return Sample(
+        tuple(prompt),
+        tuple(tokens),
+        tuple(logprobs or [-1.0] * len(tokens)),
+        tuple(spans or [Span("3", 0, len(tokens))]),
+    )
+
+
+def test_a_right_answer_has_reward_one_and_each_place_counts():
+    task = SortDigits(3)
+    assert task.prompts(5, 4) == task.prompts(5, 4) != task.prompts(6, 4)
+    (prompt,) = task.prompts(0, 1)
+    right = sorted(prompt[1:4])
+    assert task.reward(prompt, right) == 1
+    assert task.reward(prompt, [31, *right[1:]]) == pytest.approx(2 / 3)
+    assert task.reward(prompt, [31, 31, 31]) == 0
+
+
+@given(st.lists(st.lists(st.floats(0, 1), min_size=4, max_size=4), min_size=1, max_size=5))
+def test_advantages_have_no_mean_and_equal_rewards_teach_nothing(rewards):
+    got = grpo.advantages(torch.tensor(rewards, dtype=torch.float64))
+    assert got.sum(1).abs().max() < 1e-6
+    for row, r in zip(got, rewards):
+        assert (row == 0).all() or len(set(r)) > 1
+        assert row.abs().max() <= math.sqrt(3) + 1e-9
+
+
+@given(prompts=st.integers(1, 3), multiple=st.sampled_from([1, 2, 4]), ranks=st.sampled_from([1, 2]))
+def test_packing_keeps_every_row_once_and_pads_what_the_model_reads(prompts, multiple, ranks):
+    groups = [[sample([10, g, 11], [i, g, 7, i]) for i in range(4)] for g in range(prompts)]
+    rewards = torch.arange(4 * prompts, dtype=torch.float32).reshape(prompts, 4)
+    batch = grpo.pack(groups, rewards, multiple)
+    assert (batch.tokens.shape[1] - 1) % multiple == 0
+    assert {t.dtype for t in (batch.logprobs, batch.advantages)} == {torch.float64}  # what `shared` receives into
+    rows = [t for r in range(ranks) for p in batch.pieces(r, ranks, 2) for t in p.tokens[:, :7].tolist()]
+    assert sorted(rows) == sorted([*s.prompt, *s.tokens] for g in groups for s in g)
+
+
+def test_the_loss_has_the_gradient_of_the_clipped_ratio():
+    torch.manual_seed(0)
+    engine = torch.randn(6, 3, dtype=torch.float64) - 2
+    gain = torch.randn(6, dtype=torch.float64)
+    b = grpo.Batch(torch.zeros(6, 8, dtype=torch.int64), engine, gain, prompt=4)
+    out = torch.zeros(6, 7)
+    out[:, 3:6] = -(engine + 0.4 * torch.randn(6, 3)).float()
+    out.requires_grad_()
+    loss, said = grpo._loss(0.2, b, out)
+    loss.backward()
+    ratio = (-out[:, 3:6].detach().double() - engine).exp()
+    held = ((gain[:, None] > 0) & (ratio > 1.2)) | ((gain[:, None] < 0) & (ratio < 0.8))
+    want = torch.where(held, 0.0, ratio * gain[:, None]) / ratio.numel()
+    torch.testing.assert_close(out.grad[:, 3:6].double(), want, rtol=1e-4, atol=1e-7)
+    assert held.any() and not held.all() and out.grad[:, :3].abs().sum() + out.grad[:, 6:].abs().sum() == 0
+    assert said["gap"][0] == 18
+
+
+@given(st.lists(st.floats(-3, 0), min_size=1, max_size=20), st.floats(-0.1, 0.1), st.integers(1, 4))
+def test_the_gap_does_not_depend_on_how_tokens_are_cut(logprobs, shift, parts):
+    t = torch.tensor(logprobs, dtype=torch.float64)
+    whole = gate.gap(gate.sums(t + shift, t))
+    cut = gate.gap(gate.added([gate.sums(p + shift, p) for p in t.chunk(parts)]))
+    for a, b in ((whole.error, cut.error), (whole.kl, cut.kl), (whole.worst, cut.worst)):
+        assert a == pytest.approx(b, abs=1e-12)
+    assert whole.error == pytest.approx(math.exp(abs(shift))) and whole.kl >= -1e-15
+
+
+@pytest.mark.parametrize(
+    "error, fires", [(1.0, False), (1.05, False), (1.0501, True), (float("nan"), True), (float("inf"), True)]
+)
+def test_the_gate_fires_above_its_limit_and_on_nan(error, fires):
+    seen = gate.Gap(10, error, 0.0, 0.0)
+    if not fires:
+        return gate.Gate(1.05, None).judge(3, seen)
+    with pytest.raises(gate.GateFired, match="step 3"):
+        gate.Gate(1.05, None).judge(3, seen)
+
+
+def test_the_curve_comes_back_as_it_was_kept(tmp_path):
+    g, rows = (
+        gate.Gate(1.05, tmp_path / "curve"),
+        [gate.Row(i, str(i), 0.5, 1.0 + 1e-7, 1e-14, 1e-6, 0.1, 1.0) for i in range(3)],
+    )
+    for r in rows:
+        g.keep(r)
+    assert gate.read_curve(tmp_path / "curve") == rows
+
+
+def test_a_token_of_another_version_is_named():
+    good, mixed = sample([1], [2, 3]), sample([1], [2, 3, 4], spans=[Span("2", 0, 1), Span("3", 1, 3)])
+    require_version([good], "3")
+    with pytest.raises(XferError, match="version '3'") as e:
+        require_version([good, mixed], "3")
+    assert "1 tokens were made by version '2'" in str(e.value)
+
+
+@pytest.mark.parametrize(
+    "broken", [{"logprobs": [-1.0]}, {"spans": []}, {"spans": [["3", 0, 1]]}, {"spans": [["3", 0, 2], ["4", 1, 2]]}]
+)
+def test_a_sample_whose_parts_do_not_fit_is_refused(broken):
+    whole = {"prompt": [1], "tokens": [2, 3], "logprobs": [-1.0, -2.0], "spans": [["3", 0, 2]]}
+    assert Sample.read(json.loads(json.dumps(whole))).versions == ("3",)
+    with pytest.raises(XferError, match="cannot be used"):
+        Sample.read(whole | broken)
