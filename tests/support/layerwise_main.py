@@ -11,7 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.support import layerwise_model as lm
 from tests.support.proc import emit, obey
-from xfer.layerwise import LayerWiseOptimizer
+from xfer.errors import PlanMismatch, RebindError, StaleWeights
+from xfer.layerwise import LayerWiseOptimizer, ParamGroup, checkpoint
 
 MODELS = {"plain": lm.Transformer, "mixed": lm.MixedTransformer}
 
@@ -68,10 +69,326 @@ def train(how: str, steps: int, model: str = "plain", ddp: bool = True, **option
     emit("trained", losses=losses, digest=lm.digest(net), **more)
 
 
+class Pair:
+    """Two equal models on the same data: `net` under owners, `truth` stepped everywhere."""
+
+    def __init__(self, **options):
+        self.net, self.truth = lm.Transformer(), lm.Transformer()
+        self.ddp = [DistributedDataParallel(n) for n in (self.net, self.truth)]
+        options = {"bucket_bytes": 20_000, "deadline_s": 60.0, **options}
+        self.owners = LayerWiseOptimizer(self.ddp[0], lm.groups(self.net), **options)
+        self.everywhere = lm.everywhere(self.truth)
+        self.number = 0
+
+    def backward(self) -> None:
+        tokens = lm.batch(self.number, dist.get_rank())
+        self.number += 1
+        for ddp, optimizers in zip(self.ddp, ([self.owners], self.everywhere)):
+            for o in optimizers:
+                o.zero_grad()
+            lm.loss_of(ddp, tokens).backward()
+
+    def step(self) -> None:
+        for o in (self.owners, *self.everywhere):
+            o.step()
+
+    def steps(self, n: int) -> None:
+        for _ in range(n):
+            self.backward()
+            self.step()
+
+    def same(self) -> None:
+        """Every byte of every parameter, after a drain. Says which differ."""
+        self.owners.drain()
+        pairs = zip(self.net.named_parameters(), self.truth.parameters())
+        bad = [n for (n, a), b in pairs if not torch.equal(a, b)]
+        if bad:
+            raise AssertionError(f"rank {dist.get_rank()}: {bad} are not what they should be")
+
+    def stale(self) -> list[str]:
+        """Names of parameters that are not here yet."""
+        pairs = zip(self.net.named_parameters(), self.truth.parameters())
+        return [n for (n, a), b in pairs if not torch.equal(a, b)]
+
+
+def hazard(name: str) -> None:
+    """Run one of `HAZARDS` on all ranks; answers "fine", with what it returned."""
+    emit("fine", what=HAZARDS[name]())
+
+
+def started_twice_finished_twice():
+    pair = Pair()
+    pair.steps(2)
+    gather = pair.owners.gather
+    pair.backward()
+    pair.step()
+    for b in gather.buckets:
+        gather.start_param_sync(b)
+        gather.start_param_sync(b)
+    for b in reversed(gather.buckets):
+        gather.finish_param_sync(b, skip_next_bucket_dispatch=True)
+        gather.finish_param_sync(b)
+    if pair.stale():
+        raise AssertionError(f"not here after finish: {pair.stale()}")
+    pair.steps(2)
+    pair.same()
+
+
+def drained_in_flight():
+    """The forced sync of Megatron-Core that loses an update."""
+    pair = Pair(prefetch_depth=2)
+    pair.steps(3)
+    states = sorted({b.state.value for b in pair.owners.gather.buckets})
+    was = pair.stale()
+    pair.same()
+    pair.steps(2)
+    pair.same()
+    return dict(states=states, stale=was)
+
+
+def drained_between_backward_and_step():
+    pair = Pair()
+    pair.steps(2)
+    pair.backward()
+    before = [p.grad.clone() for p in pair.net.parameters() if p.requires_grad]
+    pair.owners.drain()
+    after = [p.grad for p in pair.net.parameters() if p.requires_grad]
+    if not all(map(torch.equal, before, after)):
+        raise AssertionError("draining changed gradients")
+    pair.step()
+    pair.steps(1)
+    pair.same()
+
+
+def another_order():
+    pair = Pair()
+    pair.steps(2)
+    pair.net.swap = pair.truth.swap = True
+    pair.steps(3)
+    pair.net.swap = pair.truth.swap = dist.get_rank() % 2 == 0  # not even the same on all ranks
+    pair.steps(3)
+    pair.same()
+    return pair.owners.gather.stats.unexpected
+
+
+def one_rank_evaluates():
+    """More forwards on one rank than on others: gathers still match."""
+    pair = Pair()
+    pair.steps(2)
+    if dist.get_rank() == 1:
+        with torch.no_grad():
+            a, b = (lm.loss_of(n, lm.batch(99, 0)).item() for n in (pair.net, pair.truth))
+        if a != b:
+            raise AssertionError(f"an evaluation saw old parameters: {a}, not {b}")
+    pair.steps(2)
+    pair.same()
+
+
+def skipped_module():
+    """A block that is left out in one step is gathered all the same before the next."""
+    pair = Pair()
+    pair.steps(2)
+    with torch.no_grad():
+        for n in (pair.net, pair.truth):
+            n.embed(torch.zeros(1, 1, dtype=torch.long))
+    pair.backward()
+    pair.step()
+    pair.same()
+
+
+def state_dict_is_current():
+    pair = Pair()
+    pair.steps(2)
+    a, b = pair.net.state_dict(), pair.truth.state_dict()
+    bad = [n for n in b if not torch.equal(a[n], b[n])]
+    if bad:
+        raise AssertionError(f"state_dict() held old {bad}")
+
+
+def without_hooks():
+    """forward() called past the hooks: an error in the backward, on every rank."""
+    pair = Pair()
+    pair.steps(2)
+    try:
+        x = pair.net.blocks[1].forward(torch.ones(2, 3, lm.WIDTH))
+        torch.nn.functional.linear(x, pair.net.blocks[0].up.weight).sum().backward()
+    except StaleWeights as e:
+        pair.owners.drain()
+        return str(e)
+    raise AssertionError("nobody noticed")
+
+
+def unannounced_but_watched():
+    """guard="always" finishes what any operation reads, hooked or not, also without gradients."""
+    pair = Pair(guard="always")
+    pair.steps(2)
+    for n in (pair.net, pair.truth):
+        n.late.forward_pre = n.late.register_forward_pre_hook(
+            lambda m, args, n=n: (args[0] + n.blocks[1].down.bias.sum() * 0.1,)
+        )
+    pair.steps(3)
+    pair.same()
+
+
+def few_parameters():
+    """More ranks than parameters: some own nothing."""
+    net = torch.nn.Linear(4, 4, bias=False)
+    torch.nn.init.ones_(net.weight)
+    o = LayerWiseOptimizer(net, [ParamGroup(net.parameters(), torch.optim.SGD, {"lr": 0.25})])
+    for _ in range(3):
+        net(torch.ones(1, 4)).sum().backward()
+        o.step()
+        o.zero_grad()
+    o.drain()
+    if not torch.equal(net.weight, torch.full((4, 4), 0.25)):
+        raise AssertionError(str(net.weight))
+    return len(o.owned)
+
+
+def experts_over_halves():
+    """Blocks' matrices are replicated over pairs of ranks only; norms are summed over all ranks once."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    pairs = [dist.new_group([r for r in range(size) if r % 2 == i]) for i in range(2)]
+    net, truth = lm.Transformer(), lm.Transformer()
+    for n in (net, truth):
+        with torch.no_grad():
+            for b in n.blocks:
+                b.up.weight.mul_(1 + rank % 2)
+    experts = {id(b.up.weight) for b in net.blocks}
+    o = LayerWiseOptimizer(
+        net,
+        lm.groups(net),
+        group_of=lambda name, p: pairs[rank % 2] if id(p) in experts else None,
+        clip_grad=0.5,
+        bucket_bytes=20_000,
+    )
+    reference = lm.everywhere(truth)
+    order = {id(b.up.weight) for b in truth.blocks}
+    for i in range(4):
+        for n in (net, truth):
+            n.zero_grad()
+            lm.loss_of(n, lm.batch(i, rank)).backward()
+        o.step()
+        total = torch.zeros((), dtype=torch.float64)
+        for p in truth.parameters():
+            if not p.requires_grad:
+                continue
+            mine = id(p) in order
+            dist.all_reduce(p.grad, group=pairs[rank % 2] if mine else None)
+            p.grad /= size // 2 if mine else size
+            total += p.grad.double().norm() ** 2 / (size // 2 if mine else size)
+        dist.all_reduce(total)
+        norm = total.sqrt().item()
+        if abs(norm - o.grad_norm) > 1e-4 * norm:
+            raise AssertionError(f"norm {o.grad_norm}, not {norm}")
+        for p in truth.parameters():
+            if p.grad is not None:
+                p.grad *= min(1.0, 0.5 / (norm + 1e-6))
+        for r in reference:
+            r.step()
+    o.drain()
+    bad = [n for (n, a), b in zip(net.named_parameters(), truth.parameters()) if not torch.allclose(a, b, atol=1e-3)]
+    if bad:
+        raise AssertionError(f"rank {rank}: {bad}")
+    return [p.size for p in o._peers]
+
+
+def changed_memory():
+    """A cast after the optimizer was built: refused when the gather would have missed it."""
+    pair = Pair()
+    pair.steps(2)
+    pair.owners.drain()
+    pair.net.late.weight.data = pair.net.late.weight.detach().clone()
+    try:
+        pair.steps(1)
+    except RebindError as e:
+        return str(e)
+    raise AssertionError("nobody noticed")
+
+
+def wire():
+    """Bytes received for bytes lacked, when one rank owns nearly everything."""
+    net = torch.nn.Sequential(torch.nn.Linear(512, 700), *(torch.nn.Linear(n, n + 1) for n in range(40, 60)))
+    o = LayerWiseOptimizer(net, [ParamGroup(net.parameters(), torch.optim.SGD, {"lr": 0.1})], overlap=False)
+    for p in net.parameters():
+        p.grad = torch.ones_like(p)
+    o.step()
+    s = o.gather.stats
+    return [s.received, s.lacked, sum(m.nbytes for b in o.gather.buckets for x in b.shares for m in x.members)]
+
+
+def different_models():
+    net = lm.Transformer(layers=2 if dist.get_rank() else 3)
+    try:
+        LayerWiseOptimizer(net, lm.groups(net))
+    except PlanMismatch as e:
+        return str(e)
+    raise AssertionError("nobody noticed")
+
+
+def dying(victim: int) -> None:
+    """`victim` ends between its step and its gathers; what the others then see, twice."""
+    pair = Pair(deadline_s=30.0)
+    pair.steps(2)
+    pair.backward()
+    if dist.get_rank() == victim:
+        pair.owners.gather.begin = lambda: os._exit(7)
+    seen = []
+    pair.owners.step()
+    for _ in range(2):
+        try:
+            with torch.no_grad():
+                pair.net(lm.batch(5, 0))
+        except Exception as e:
+            seen.append([type(e).__name__, str(e)])
+    try:
+        pair.owners.step()
+    except Exception as e:
+        seen.append([type(e).__name__, str(e)])
+    emit("survived", seen=seen)
+
+
+def checkpointed(folder: str, steps: int) -> None:
+    """Train, save in the midst of a gather, go on."""
+    pair = Pair()
+    pair.steps(steps)
+    checkpoint.save(pair.owners, folder)
+    saved = lm.digest(pair.truth)
+    pair.steps(steps)
+    pair.same()
+    emit("saved", saved=saved, values=torch.cat([p.detach().flatten() for p in pair.net.parameters()]).tolist())
+
+
+def resumed(folder: str, steps: int, of: int) -> None:
+    """Load what `of` ranks saved, and go on with all the data that they had."""
+    net = lm.Transformer(seed=99)
+    o = LayerWiseOptimizer(net, lm.groups(net), bucket_bytes=50_000)
+    checkpoint.load(o, folder)
+    loaded = lm.digest(net)
+    for step in range(steps, 2 * steps):
+        o.zero_grad()
+        mine = range(dist.get_rank(), of, dist.get_world_size())
+        for r in mine:
+            (lm.loss_of(net, lm.batch(step, r)) / len(mine)).backward()
+        o.step()
+    o.drain()
+    emit("resumed", loaded=loaded, values=torch.cat([p.detach().flatten() for p in net.parameters()]).tolist())
+
+
+HAZARDS = {
+    f.__name__: f
+    for f in (
+        started_twice_finished_twice, drained_in_flight, drained_between_backward_and_step, another_order,
+        one_rank_evaluates, skipped_module, state_dict_is_current, without_hooks, unannounced_but_watched,
+        few_parameters, experts_over_halves, changed_memory, wire, different_models,
+    )
+}  # fmt: skip
+
+
 def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=float(os.environ.get("GLOO_SECONDS", "120"))))
-    obey(train)
+    obey(train, hazard, dying, checkpointed, resumed)
 
 
 if __name__ == "__main__":

@@ -18,9 +18,9 @@ class Ranks:
             for r in range(world)
         ]  # fmt: skip
         for c in self.ranks:
-            c.expect("up", timeout=300)
+            c.expect("up", timeout=600)
 
-    def ask(self, do: str, *kinds: str, timeout: float = 120, **command) -> list[dict]:
+    def ask(self, do: str, *kinds: str, timeout: float = 300, **command) -> list[dict]:
         """All ranks' answers, in rank order; "raised" fails unless it is among `kinds`."""
         for c in self.ranks:
             c.say(do=do, **command)

@@ -7,7 +7,7 @@ asynchronous gather on. The distributed optimizer is not used and has to be off.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -117,15 +117,15 @@ def muon_and_adam(
     ]
 
 
-def _vocabulary(chunk: torch.nn.Module):
-    """Parameters of embeddings and of the head, told by their modules."""
+def _vocabulary(chunk: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
+    """Parameters of embeddings and of the head: told by their modules, and by the mark that Megatron gives both."""
     from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
-    from megatron.core.utils import unwrap_model
 
-    head = getattr(unwrap_model(chunk), "output_layer", None)
     for module in chunk.modules():
-        if isinstance(module, VocabParallelEmbedding | torch.nn.Embedding) or module is head:
-            yield from module.parameters(recurse=False)
+        for p in module.parameters(recurse=False):
+            embeds = isinstance(module, VocabParallelEmbedding | torch.nn.Embedding)
+            if embeds or getattr(p, "is_embedding_or_output_parameter", False):
+                yield p
 
 
 def _piece(p: torch.nn.Parameter) -> tuple[dist.ProcessGroup, int] | None:

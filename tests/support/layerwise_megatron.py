@@ -1,0 +1,173 @@
+"""One rank of a real Megatron-Core trainer under a layer-wise optimizer; does what the test says (proc.obey).
+
+`build` follows `build` in one process, so that many layouts cost one start. {"do": "one", …} trains rank 0 alone on the data
+of all: the truth that layouts are compared with.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from tests.support.proc import emit, obey
+from xfer.testing import megatron_cpu
+
+megatron_cpu.install()
+dist.init_process_group("gloo")
+
+from xfer.layerwise.megatron import MegatronLayerWise, muon_and_adam  # noqa: E402
+from xfer.testing.train_loop import Task, Trainer, build_chunks  # noqa: E402
+
+
+class LayerWise(Trainer):
+    """The trainer of train_loop with another optimizer. `copies`: of how many data-parallel ranks this one does the work."""
+
+    def __init__(
+        self, folder: str, *, overlap: bool = True, adam: bool = False, copies: int = 1, options=None, provider=None, **sizes
+    ):  # fmt: skip
+        from megatron.core.distributed import finalize_model_grads
+        from megatron.core.utils import get_model_config
+
+        self.folder, self.copies, self.steps = Path(folder), copies, 0
+        self._groups = megatron_cpu.parallel(**sizes)
+        self._groups.__enter__()
+        self.bridge = megatron_cpu.import_bridge().from_hf_pretrained(str(folder))
+        long = dict(tp="tensor_model_parallel_size", pp="pipeline_model_parallel_size", ep="expert_model_parallel_size",
+                    vpp="virtual_pipeline_model_parallel_size", etp="expert_tensor_parallel_size",
+                    cp="context_parallel_size")  # fmt: skip
+        self.chunks = build_chunks(
+            self.bridge,
+            ddp=dict(
+                grad_reduce_in_fp32=True,
+                use_distributed_optimizer=False,
+                overlap_grad_reduce=True,  # in any case: it cuts sums into other buckets, with other rounding
+                overlap_param_gather=overlap,
+                bucket_size=50_000,
+            ),
+            **{long[k]: v for k, v in sizes.items()},
+            **(provider or {}),
+        )
+        groups = muon_and_adam(self.chunks, lr=0.005, adam_lr=1e-3)
+        self.optimizer = MegatronLayerWise(
+            self.chunks, groups, **{"clip_grad": 1.0, "bucket_bytes": 100_000, **(options or {})}
+        )
+        cfg = get_model_config(self.chunks[0])
+        cfg.finalize_model_grads_func = finalize_model_grads
+        cfg.grad_scale_func = self.optimizer.scale_loss
+        no_sync = [chunk.no_sync for chunk in self.chunks]
+        cfg.no_sync_func = no_sync if len(self.chunks) > 1 else no_sync[0]
+        self.task = ManyTask(vocab=self.bridge.hf_pretrained.config.vocab_size, micro_batches=2 * copies)
+
+    def settle(self) -> None:
+        self.optimizer.drain()
+
+
+class ManyTask(Task):
+    """The batches of several data-parallel ranks, one after the other: two micro batches of each."""
+
+    def batches(self, step: int, dp_rank: int) -> torch.Tensor:
+        each = Task(self.vocab, self.seq, micro_batch=2, micro_batches=2)
+        copies = self.micro_batches // 2
+        return torch.cat([each.batches(step, dp_rank * copies + i) for i in range(copies)])
+
+
+class Rank:
+    trainer: LayerWise | None = None
+    link = None
+
+    def _new(self, folder: str, layout: dict) -> LayerWise:
+        if self.trainer is not None:
+            self.trainer.close()
+        self.trainer = LayerWise(folder, **layout)
+        return self.trainer
+
+    def train(self, folder: str, layout: dict, steps: int) -> None:
+        """Losses, and a digest of all parameters of this rank at the end."""
+        t = self._new(folder, layout)
+        losses, stale = [], 0
+        for _ in range(steps):
+            losses.append(t.step())
+            stale += not t.optimizer.gather.settled
+        self._trained(t, losses, stale)
+
+    def _trained(self, t: LayerWise, losses: list[float], stale: int) -> None:
+        import hashlib
+
+        t.optimizer.drain()
+        h = hashlib.sha256()
+        for _, p in t.optimizer.named:
+            h.update(p.detach().contiguous().view(torch.uint8).numpy().tobytes())
+        exported = t.exported()
+        g = t.optimizer.gather
+        emit(
+            "trained",
+            losses=losses,
+            digest=h.hexdigest(),
+            stale=stale,
+            buckets=len(g.buckets),
+            groups=[p.size for p in t.optimizer._peers],
+            norm=sum(x.double().norm().item() ** 2 for x in exported.values()) ** 0.5,
+            stats=[g.stats.received, g.stats.lacked, g.stats.unexpected],
+        )
+
+    def build(self, folder: str, layout: dict) -> None:
+        self._new(folder, layout)
+        emit("built")
+
+    def step(self, steps: int = 1) -> None:
+        emit("stepped", losses=[self.trainer.step() for _ in range(steps)])
+
+    def save(self, folder: str) -> None:
+        from xfer.layerwise import checkpoint
+
+        checkpoint.save(self.trainer.optimizer, folder)
+        emit("saved")
+
+    def load(self, folder: str, steps: int) -> None:
+        from xfer.layerwise import checkpoint
+
+        checkpoint.load(self.trainer.optimizer, folder)
+        self.trainer.steps = steps
+        emit("loaded")
+
+    def connect(self, sources: str = "owners", **where) -> None:
+        import xfer
+        from xfer.trainers.layerwise import LayerWiseTrainer
+
+        base = xfer.MegatronTrainer(self.trainer.chunks, self.trainer.bridge)
+        source = LayerWiseTrainer(base, self.trainer.optimizer, sources)
+        self.link = xfer.connect(
+            trainer=source, token=os.environ["XFER_TOKEN"], cache_dir=None, **{"deadline_s": 60.0, **where}
+        )
+        emit("connected", plan=self.link.explain())
+
+    def refit(self, **options) -> None:
+        import xfer
+
+        gather = self.trainer.optimizer.gather
+        before = [b.state.value for b in gather.buckets]
+        r = xfer.nccl_xfer_refit(self.link, **options)
+        after = [b.state.value for b in gather.buckets]
+        emit("refitted", version=r.version, verified=r.verified, before=before, after=after, sent=r.bytes_sent)
+
+    def export(self, folder: str) -> None:
+        self.trainer.export(folder)
+        emit("exported")
+
+    def close(self) -> None:
+        if self.link is not None:
+            self.link.close()
+            self.link = None
+        emit("closed")
+
+
+def main() -> None:
+    r = Rank()
+    obey(r.train, r.build, r.step, r.save, r.load, r.connect, r.refit, r.export, r.close)
+
+
+if __name__ == "__main__":
+    main()

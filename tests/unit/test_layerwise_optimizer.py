@@ -1,0 +1,236 @@
+"""What can be seen of a layer-wise optimizer in one process: what it refuses, Muon, hooks, memory, checkpoints.
+
+Gathers need peers: see tests/functional/test_layerwise_training.py and test_layerwise_hazards.py.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from tests.support import layerwise_model as lm
+from xfer.errors import LayoutError, Unsupported
+from xfer.layerwise import LayerWiseOptimizer, Muon, ParamGroup, checkpoint, newton_schulz
+from xfer.layerwise.shares import known_elsewhere, refuse_astray, settle_in
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+# ---- Muon
+
+
+@given(st.integers(1, 24), st.integers(1, 24), st.integers(0, 5))
+def test_newton_schulz_brings_singular_values_near_one(rows, columns, seed):
+    x = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    u, s, v = torch.linalg.svd(x, full_matrices=False)
+    if s.min() < 0.02 * s.max():
+        return
+    rotated = u.T @ newton_schulz(x, steps=8) @ v.T
+    assert torch.allclose(rotated, torch.diag(rotated.diagonal()), atol=1e-8)  # same singular vectors
+    assert rotated.diagonal().min() > 0.6 and rotated.diagonal().max() < 1.3
+
+
+def test_newton_schulz_of_a_batch_is_that_of_each_and_rows_may_be_permuted():
+    x = torch.randn(3, 6, 10, dtype=torch.float64)
+    together = newton_schulz(x)
+    assert all(torch.allclose(together[i], newton_schulz(x[i])) for i in range(3))
+    order = torch.randperm(6)
+    assert torch.allclose(newton_schulz(x[0][order]), newton_schulz(x[0])[order])
+
+
+def test_muon_refuses_vectors_all_at_once():
+    with pytest.raises(Unsupported) as e:
+        Muon([nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.zeros(5))])
+    assert len(e.value.violations) == 2
+
+
+# ---- what is refused
+
+
+def optimizer(net: nn.Module, **options) -> LayerWiseOptimizer:
+    return LayerWiseOptimizer(net, lm.groups(net), **options)
+
+
+def step(net: nn.Module, o, number: int) -> float:
+    loss = lm.loss_of(net, lm.batch(number, 0))
+    o.zero_grad()
+    loss.backward()
+    o.step()
+    return loss.item()
+
+
+def test_parameters_in_no_group_in_two_and_of_other_modules_are_all_named():
+    net = lm.Transformer()
+    inside, rest = lm.groups(net)
+    wrong = [ParamGroup(list(inside.params)[1:], Muon), ParamGroup(list(rest.params), torch.optim.Adam),
+             ParamGroup([list(rest.params)[0], nn.Parameter(torch.zeros(7))], torch.optim.Adam)]  # fmt: skip
+    with pytest.raises(LayoutError) as e:
+        LayerWiseOptimizer(net, wrong)
+    text = "\n".join(e.value.violations)
+    assert len(e.value.violations) == 3
+    assert "in no ParamGroup" in text and "(7,) is not in the module" in text and "is in group 2 too" in text
+
+
+def test_two_parameters_over_the_same_bytes_are_refused_and_one_under_two_names_is_not():
+    net = nn.ModuleList([nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)])
+    net[1].weight = nn.Parameter(net[0].weight.detach())
+    with pytest.raises(LayoutError, match="cannot have") as e:
+        LayerWiseOptimizer(net, [ParamGroup(net.parameters(), torch.optim.Adam)])
+    assert "one Parameter object" in e.value.violations[0]
+    net[1].weight = net[0].weight
+    assert len(LayerWiseOptimizer(net, [ParamGroup(net.parameters(), torch.optim.Adam)]).named) == 1
+
+
+@pytest.mark.parametrize("change", ["freeze", "thaw", "replace", "add", "regroup"])
+def test_a_change_of_what_is_trained_is_an_error_at_the_next_step(change):
+    net = lm.Transformer()
+    o = optimizer(net)
+    step(net, o, 0)
+    if change == "freeze":
+        net.blocks[0].up.weight.requires_grad_(False)
+    elif change == "thaw":
+        net.frozen.requires_grad_(True)
+    elif change == "replace":
+        net.blocks[0].up.weight = nn.Parameter(net.blocks[0].up.weight.detach().clone())
+    elif change == "add":
+        net.extra = nn.Linear(3, 3)
+    else:
+        o.param_groups[0]["params"].pop()
+    with pytest.raises(LayoutError, match="has changed"):
+        step(net, o, 1)
+
+
+def test_learning_rates_may_change_and_schedulers_work():
+    net = lm.Transformer()
+    o = optimizer(net)
+    schedule = torch.optim.lr_scheduler.LambdaLR(o, lambda epoch: 0.0 if epoch else 1.0)
+    step(net, o, 0)
+    schedule.step()
+    before = lm.digest(net)
+    step(net, o, 1)
+    assert lm.digest(net) == before
+
+
+def test_groups_cannot_be_added_and_state_dict_says_what_to_use():
+    o = optimizer(lm.Transformer())
+    with pytest.raises(Unsupported, match="added"):
+        o.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+    with pytest.raises(Unsupported) as e:
+        o.state_dict()
+    assert "checkpoint.save" in e.value.violations[0]
+
+
+def test_gradients_that_are_not_finite_step_nothing():
+    net = lm.Transformer()
+    o = optimizer(net)
+    step(net, o, 0)
+    before = lm.digest(net)
+    lm.loss_of(net, lm.batch(1, 0)).backward()
+    net.late.weight.grad[3] = float("inf")
+    o.step()
+    assert o.skipped and lm.digest(net) == before
+    step(net, o, 2)
+    assert not o.skipped and lm.digest(net) != before
+
+
+def test_a_scaled_loss_and_a_clipped_norm():
+    nets = [lm.Transformer() for _ in range(2)]
+    a, b = (optimizer(n, clip_grad=0.1) for n in nets)
+    lm.loss_of(nets[0], lm.batch(0, 0)).backward()
+    (1024 * lm.loss_of(nets[1], lm.batch(0, 0))).backward()
+    a.step()
+    b.step(grad_scale=1024.0)
+    assert a.grad_norm > 0.1 and b.grad_norm == pytest.approx(a.grad_norm, rel=1e-5)
+    assert all(torch.allclose(x, y, atol=1e-5) for x, y in zip(nets[0].parameters(), nets[1].parameters()))
+
+
+# ---- memory
+
+
+def test_parameters_settle_in_by_owner_and_keep_objects_shapes_and_values():
+    net = lm.MixedTransformer()
+    params = [(n, p) for n, p in net.named_parameters()]
+    before, ids = lm.digest(net), [id(p) for _, p in params]
+    shares = settle_in({0: params[::2], 1: params[1::2]}, move=True, fixed=frozenset())
+    assert lm.digest(net) == before and [id(p) for p in net.parameters()] == ids
+    for s in shares:
+        assert s.home is not None and sum(m.nbytes for m in s.members) <= s.nbytes
+        for m in s.members:
+            assert m.param.data_ptr() == s.home.data_ptr() + m.offset and m.offset % 64 == 0
+    net.late.weight.data = net.late.weight.detach().clone()
+    with pytest.raises(Exception, match="other memory") as e:
+        refuse_astray(shares, "rank 0")
+    assert any("late.weight" in v for v in e.value.violations)
+
+
+def test_memory_that_a_buffer_or_an_attribute_looks_into_stays_where_it_is():
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    net[0].register_buffer("seen", net[0].weight.detach()[:2])
+    net[1].cached = net[1].weight.detach().t()
+    params = list(net.parameters())
+    fixed = known_elsewhere([net], params)
+    assert fixed == {id(net[0].weight), id(net[1].weight)}
+    shares = settle_in({0: list(net.named_parameters())}, move=True, fixed=fixed)
+    assert net[0].seen.data_ptr() == net[0].weight.data_ptr()
+    away = next(s for s in shares if s.home is None)
+    run = away.staging(fill=True)
+    with torch.no_grad():
+        net[0].weight.zero_()
+        net[1].weight.zero_()
+        away.unpack(run)
+    assert net[0].weight.abs().sum() > 0 and net[1].cached.abs().sum() > 0
+
+
+# ---- checkpoints
+
+
+@pytest.mark.parametrize("model", [lm.Transformer, lm.MixedTransformer])
+def test_a_checkpoint_goes_on_bit_for_bit(model, tmp_path):
+    net = model()
+    o = optimizer(net)
+    for i in range(3):
+        step(net, o, i)
+    o.param_groups[0]["lr"] = 0.003
+    checkpoint.save(o, tmp_path)
+    went_on = [step(net, o, i) for i in range(3, 6)]
+    other = model(seed=11)
+    o2 = optimizer(other)
+    step(other, o2, 77)
+    checkpoint.load(o2, tmp_path)
+    assert [step(other, o2, i) for i in range(3, 6)] == went_on
+    assert lm.digest(other) == lm.digest(net)
+
+
+def test_a_checkpoint_of_another_model_is_refused_by_name(tmp_path):
+    net = lm.Transformer(layers=1)
+    o = optimizer(net)
+    step(net, o, 0)
+    checkpoint.save(o, tmp_path)
+    with pytest.raises(LayoutError) as e:
+        checkpoint.load(optimizer(lm.Transformer(layers=2)), tmp_path)
+    assert any(v.startswith("blocks.1.up.weight: the checkpoint has no param") for v in e.value.violations)
+    with pytest.raises(LayoutError) as e:
+        checkpoint.load(optimizer(lm.Transformer(layers=1, width=44)), tmp_path)
+    assert any("in the checkpoint" in v for v in e.value.violations)
+
+
+class Rows(torch.optim.SGD):
+    """Keeps one number per row."""
+
+    def step(self):
+        for g in self.param_groups:
+            for p in g["params"]:
+                self.state[p]["rows"] = torch.zeros(p.shape[0])
+
+
+def test_state_that_is_no_tensor_of_the_parameters_shape_is_refused(tmp_path):
+    net = nn.Linear(4, 3, bias=False)
+    o = LayerWiseOptimizer(net, [ParamGroup(net.parameters(), Rows, {"lr": 0.1})])
+    net(torch.ones(2, 4)).sum().backward()
+    o.step()
+    with pytest.raises(Unsupported, match="cannot be saved") as e:
+        checkpoint.save(o, tmp_path)
+    assert "weight: rows is (3,)" in e.value.violations[0]
