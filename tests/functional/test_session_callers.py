@@ -216,9 +216,16 @@ def test_leaving_after_the_sources_were_free_finishes_that_refit_first(order, sl
 def test_leaving_raises_what_became_of_a_refit_that_nobody_waited_for():
     w = World(trainers=2, replicas=2).connect()
     good(w.refit(1))
+    returned = threading.Event()
+
+    def fail():
+        returned.wait(20)  # or the calls might hear of it before they return
+        raise RuntimeError("a recipe failed")
+
     for t in w.engines[1].takers:
-        t.run_recipes = lambda: (_ for _ in ()).throw(RuntimeError("a recipe failed"))
+        t.run_recipes = fail
     assert all(r.pending for r in w.refit(2, wait="sources", verify=False))
+    returned.set()
     for s in reversed(w.sessions):
         with pytest.raises(e.XferError, match="a recipe failed"):
             s.close()
