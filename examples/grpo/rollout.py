@@ -46,8 +46,9 @@ class Rollout:
     def tend(self) -> None:
         """Trainers come and go: when they have gone, what they brought is served on, and we wait for the next ones at the
         same rendezvous. Called between requests, by the thread that samples."""
-        if self.controller.lost is not None:
-            print(f"the trainers are gone: {self.controller.lost}", file=sys.stderr, flush=True)
+        c = self.controller
+        if c.lost is not None or (c.error is not None and not c.torn):  # gone, or none came in the time we waited
+            print(f"waiting for trainers: {c.lost or c.error}", file=sys.stderr, flush=True)
             self.controller.close()
             self.controller = self._join()
 

@@ -1,0 +1,174 @@
+"""The loop with Ray actors: trainer ranks and the rollout in one placement group, each side in its own Python.
+
+    python -m examples.grpo.ray_main --engine-python .venvs/engine/bin/python --steps 20
+
+Run it with the trainers' Python. Prompts, samples and rewards travel by Ray's calls; weights never do: around every refit the driver asks
+Ray's own count of what its object store has taken, and it must not have grown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import secrets
+import sys
+import time
+from pathlib import Path
+
+import ray
+import torch
+from ray.util.placement_group import placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from examples.grpo import model
+from examples.grpo.gate import Gate, Row
+from examples.grpo.samples import Sample, require_version
+from examples.grpo.task import SortDigits
+
+WAIT_S = 900.0
+
+
+class TrainerRank:
+    """One rank. Megatron is imported where the actor runs, not in the driver."""
+
+    def __init__(self, rank: int, world: int):
+        os.environ.update(RANK=str(rank), LOCAL_RANK="0", WORLD_SIZE=str(world))
+        from xfer.testing import megatron_cpu
+
+        megatron_cpu.install()
+
+    def address(self) -> tuple[str, int, int]:
+        """Of this rank's host, with two free ports: torch's and the rendezvous'."""
+        from xfer.testing.ports import free_port
+
+        return ray.util.get_node_ip_address(), free_port(), free_port()
+
+    def connect(self, folder: str, layout: dict, address: tuple[str, int, int], token: str) -> None:
+        import torch.distributed as dist
+
+        import xfer
+        from xfer.testing.train_loop import Trainer
+
+        host, port, rendezvous = address
+        os.environ.update(MASTER_ADDR=host, MASTER_PORT=str(port))
+        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+        self.tp, self.trainer = layout["tp"], Trainer(folder, lr=5e-3, **layout)
+        source = xfer.MegatronTrainer(self.trainer.chunks, self.trainer.bridge)
+        self.link = xfer.connect(trainer=source, rendezvous=f"tcp://{host}:{rendezvous}", token=token)
+
+    def refit(self, version: int) -> float:
+        """Seconds."""
+        import xfer
+
+        return xfer.nccl_xfer_refit(self.link, version=version).seconds
+
+    def step(self, groups: list[list[dict]], rewards: list[list[float]]):
+        from examples.grpo import grpo
+
+        read = [[Sample.read(s) for s in g] for g in groups]
+        return grpo.step(self.trainer, grpo.pack(read, torch.tensor(rewards), self.tp))
+
+    def close(self) -> None:
+        self.link.close()
+
+
+class RolloutActor:
+    def __init__(self, folder: str, tp: int, address: tuple[str, int, int], token: str):
+        import xfer
+        from examples.grpo import rollout
+
+        llm = rollout.start(folder, tp=tp, dtype="float32", max_samples=256)
+        url = f"tcp://{address[0]}:{address[2]}"
+        self.rollout = rollout.Rollout(llm, lambda: xfer.serve(llm, rendezvous=url, token=token))
+
+    def sample(self, prompts: list[list[int]], n: int, tokens: int, seed: int) -> list[list[dict]]:
+        return self.rollout.sample(prompts, n, tokens, seed)["groups"]
+
+
+def stored_bytes() -> int:
+    """What Ray's object stores have taken since they began, all nodes together."""
+    from ray._private.internal_api import get_memory_info_reply, get_state_from_address
+
+    stats = get_memory_info_reply(get_state_from_address(ray.get_runtime_context().gcs_address)).store_stats
+    return stats.cumulative_created_bytes
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--engine-python", required=True)
+    parser.add_argument("--work", type=Path, default=Path(".grpo/ray"))
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--tp", type=int, default=2)
+    parser.add_argument("--engine-tp", type=int, default=2)
+    args = parser.parse_args()
+    args.work.mkdir(parents=True, exist_ok=True)
+    folder, curve = str((args.work / "model").absolute()), args.work / "curve.jsonl"
+    curve.unlink(missing_ok=True)
+    model.write("dense", folder)
+    gpu = {"GPU": 1} if torch.cuda.is_available() else {}
+    cpu = {
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TORCHDYNAMO_DISABLE": "1",
+        "PYTHONPATH": os.environ.get("PYTHONPATH", os.getcwd()),
+    }
+    if not gpu:
+        cpu |= {
+            "XFER_CPU_RESIDENT": "1",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_CPU_CI_ENV": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        }
+    ray.init(include_dashboard=False, log_to_driver=False, num_cpus=args.ranks + args.engine_tp)
+    try:
+        loop(args, folder, curve, gpu, cpu)
+    finally:
+        ray.shutdown()
+
+
+def loop(args: argparse.Namespace, folder: str, curve: Path, gpu: dict, variables: dict) -> None:
+    task, gate, token = SortDigits(), Gate(1.05, curve), secrets.token_hex(16)
+    bundles = [{"CPU": 1, **gpu}] * args.ranks + [{"CPU": args.engine_tp, **({"GPU": args.engine_tp} if gpu else {})}]
+    group = placement_group(bundles, strategy="PACK")
+    ray.get(group.ready(), timeout=WAIT_S)
+
+    def actor(kind, index: int, python: str, *what):
+        place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
+        environment = {"py_executable": os.path.abspath(python), "env_vars": variables}
+        asked = dict(num_cpus=bundles[index]["CPU"], num_gpus=bundles[index].get("GPU", 0))
+        return ray.remote(kind).options(scheduling_strategy=place, runtime_env=environment, **asked).remote(*what)
+
+    def every(method: str, *what):
+        return ray.get([getattr(t, method).remote(*what) for t in trainers], timeout=WAIT_S)
+
+    trainers = [actor(TrainerRank, r, sys.executable, r, args.ranks) for r in range(args.ranks)]
+    address = ray.get(trainers[0].address.remote(), timeout=WAIT_S)
+    rollout = actor(RolloutActor, args.ranks, args.engine_python, folder, args.engine_tp, address, token)
+    every("connect", folder, dict(tp=args.tp, pp=1), address, token)
+
+    def refit(version: int) -> float:
+        before = stored_bytes()
+        seconds = max(every("refit", version))
+        if (grown := stored_bytes() - before) != 0:
+            raise RuntimeError(f"a refit put {grown} bytes into Ray's object store: weights must not go that way")
+        return seconds
+
+    refit(0)
+    for step in range(args.steps):
+        began = time.monotonic()
+        groups = ray.get(rollout.sample.remote(task.prompts(step, 16), 16, task.digits, step), timeout=WAIT_S)
+        samples = [[Sample.read(s) for s in g] for g in groups]
+        require_version((s for g in samples for s in g), str(step))
+        rewards = [[task.reward(list(s.prompt), list(s.tokens)) for s in g] for g in samples]
+        seen = every("step", groups, rewards)[0]
+        seconds = refit(step + 1)
+        mean = torch.tensor(rewards).mean().item()
+        gate.keep(Row(step, str(step), mean, seen.error, seen.kl, seen.worst, seconds, time.monotonic() - began))
+        print(f"step {step:4d}  reward {mean:.3f}  mean(exp|d|) - 1 {seen.error - 1:.2e}  KL {seen.kl:.1e}", flush=True)
+        gate.judge(step, seen)
+    every("close")
+
+
+if __name__ == "__main__":
+    main()
