@@ -5,6 +5,8 @@ of one process that sees all the data. Four processes over gloo, fp32 and bf16, 
 from __future__ import annotations
 
 import pytest
+import torch
+from torch.distributed import checkpoint as dcp
 
 from tests.support.layerwise_ranks import Ranks
 from tests.support.proc import Family
@@ -109,3 +111,75 @@ def test_other_layouts(ranks, folders, alone, model, layout, copies, steps):
 def test_bf16_moe_with_masters(ranks, folders):
     _, b = both(ranks, folders["moe bf16"], STEPS, ep=2)
     assert b[0]["losses"][-1] < 0.6 * b[0]["losses"][0]
+
+
+# ---- checkpoints at other layouts
+
+LAYOUTS = {
+    "dp4": {},
+    "ep2": dict(ep=2),
+    "ep4": dict(ep=4),
+    "tp2": dict(tp=2),
+    "tp2 ep2 etp1": dict(tp=2, ep=2, etp=1),
+    "tp2 ep4 etp1": dict(tp=2, ep=4, etp=1),
+    "pp2": dict(pp=2),
+    "pp2 ep2": dict(pp=2, ep=2),
+    "tp2 pp2": dict(tp=2, pp=2),
+    "tp2 pp2 ep2 etp1": dict(tp=2, pp=2, ep=2, etp=1),
+}
+CI_PAIRS = [("ep2", ["ep4"])]
+PAIRS = [
+    ("dp4", ["ep2", "ep4", "tp2", "pp2 ep2"]),
+    ("ep2", ["dp4", "ep4", "tp2 ep4 etp1", "tp2 pp2"]),
+    ("ep4", ["dp4", "ep2", "pp2"]),
+    ("tp2 ep2 etp1", ["ep4", "pp2 ep2", "tp2"]),
+    ("pp2 ep2", ["dp4", "tp2 pp2 ep2 etp1"]),
+    ("tp2 pp2", ["ep2", "tp2 ep4 etp1"]),
+]
+
+
+def at(name: str) -> dict:
+    """A layout of four ranks on which all see the same global batch."""
+    sizes = LAYOUTS[name]
+    return dict(sizes, copies=sizes.get("tp", 1) * sizes.get("pp", 1))
+
+
+def content(folder) -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint, whole, read by torch alone."""
+    known = dcp.FileSystemReader(str(folder)).read_metadata().state_dict_metadata
+    out = {k: torch.empty(md.size, dtype=md.properties.dtype) for k, md in known.items()}
+    dcp.load(out, checkpoint_id=str(folder), no_dist=True)
+    return out
+
+
+def resharded(ranks, folder: str, work, a: str, others: list[str]) -> None:
+    ranks.ask("build", "built", folder=folder, layout=at(a))
+    ranks.ask("step", "stepped", steps=2)
+    saved = work / f"from {a}"
+    assert not any(x["settled"] for x in ranks.ask("save", "saved", folder=str(saved))), "a gather before saving"
+    want = ranks.ask("step", "stepped", steps=2)[0]["losses"]
+    first = content(saved)
+    assert sum(k.endswith("/momentum_buffer") for k in first) > 10 and sum(k.endswith("/exp_avg") for k in first) > 2
+    for b in others:
+        ranks.ask("build", "built", folder=folder, layout=at(b))
+        ranks.ask("load", "loaded", folder=str(saved), steps=2)
+        again = work / f"from {a} by {b}"
+        ranks.ask("save", "saved", folder=str(again))
+        second = content(again)
+        assert first.keys() == second.keys()
+        wrong = [k for k in first if not torch.equal(first[k], second[k])]
+        assert not wrong, f"{a} -> {b}: {wrong[:5]}"
+        assert ranks.ask("step", "stepped", steps=2)[0]["losses"] == pytest.approx(want, rel=1e-3), f"{a} -> {b}"
+
+
+@pytest.mark.parametrize("a, others", CI_PAIRS, ids=[a for a, _ in CI_PAIRS])
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_checkpoint_is_loaded_at_another_layout(ranks, folders, tmp_path, a, others):
+    resharded(ranks, folders["moe"], tmp_path, a, others)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("a, others", PAIRS, ids=[a for a, _ in PAIRS])
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_the_reshard_matrix(ranks, folders, tmp_path, a, others):
+    resharded(ranks, folders["moe"], tmp_path, a, others)

@@ -205,7 +205,7 @@ def test_leaving_after_the_sources_were_free_finishes_that_refit_first(order, sl
     with World(trainers=2) as w:
         good(w.refit(1))
         for t in w.engines[0].takers:
-            setattr(t, slow, after(0.7, getattr(t, slow)))
+            setattr(t, slow, after(1.5, getattr(t, slow)))
         assert all(r.pending for r in w.refit(2, wait="sources", verify=False))
         for i in order:
             w.sessions[i].close()

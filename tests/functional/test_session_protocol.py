@@ -243,7 +243,11 @@ def test_an_engine_that_is_gone_ends_its_replica_only_and_can_rejoin():
 
 def test_sources_are_free_before_the_commit_when_asked():
     with World(trainers=2) as w:
+        returned, taker = threading.Event(), w.engines[0].takers[0]
+        run_recipes = taker.run_recipes
+        taker.run_recipes = lambda: (returned.wait(20), run_recipes())  # no commit before the calls have returned
         out = w.refit(1, wait="sources")
+        returned.set()
         assert all(r.pending for r in out)
         good(w.refit(2))
         right(w, 2)

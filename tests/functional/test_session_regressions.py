@@ -239,7 +239,11 @@ def test_sources_are_not_free_while_a_replica_that_is_waited_for_has_yet_to_join
     """It has no lane on any trainer then. Whoever went by lanes would train on, and it would commit the next weights
     under this version, with every checksum right."""
     w = connected_while_the_last_replica_joins(trainers=2, replicas=replicas)
+    returned, taker = threading.Event(), w.engines[0].takers[0]
+    run_recipes = taker.run_recipes
+    taker.run_recipes = lambda: (returned.wait(20), run_recipes())  # no commit before the calls have returned
     out = w.refit(1, wait="sources")
+    returned.set()
     assert all(r.pending for r in out), out
     for s in w.sources:
         s.set(2)  # the next optimizer step

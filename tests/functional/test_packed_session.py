@@ -1,0 +1,227 @@
+"""The packed route's refits over real sockets, links and shared memory: what is promised when all goes well, and what each
+kind of wrong sender, bucket and loader leads to. Trainers and engines are small stand-ins (tests/support/packed_world.py).
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.functional.test_session_protocol import fault, good, right  # noqa: F401
+from tests.support.packed_world import Knobs, PackedWorld
+from xfer import errors as e
+from xfer.packed import lane, plan
+
+
+@pytest.mark.parametrize("colocated", [False, True], ids=["broadcast", "shared memory"])
+def test_refits_in_a_row_each_give_the_new_weights(colocated):
+    with PackedWorld(trainers=3, workers=2, colocated=colocated) as w:
+        for v in (1, 2, 3):
+            report = good(w.refit(v))
+            right(w, v)
+            assert report.version == str(v) and report.committed == 1 and report.verified
+            assert w.engines[0].label == str(v) and w.controllers[0].version == str(v)
+        assert w.engines[0].log == ["pause", "start", "update", "finish", "reset", "resume"] * 3
+        assert [s.builds for s in w.streams] == [1, 1, 1], "tasks are kept while nothing changes"
+        assert {t.given["norm"] for t in w.engines[0].takers} == {torch.float32}
+        assert report.outcomes[0].routes[0].route == "packed"
+        groups = len(w.sources[0].plan.groups)
+        assert groups > 2 and w.meeting.rounds == 2 + 3 * (groups + 1) + 2, (
+            "one small collective per refit, one per bucket"
+        )
+
+
+@pytest.mark.parametrize("limit, packed", [(256, True), (1 << 20, True), (1024, False)], ids=["cut", "one", "unpacked"])
+def test_tensors_longer_than_a_bucket_one_bucket_for_all_and_senders_that_do_not_pack(limit, packed):
+    with PackedWorld(limit=limit, packed=packed) as w:
+        good(w.refit(1))
+        right(w, 1)
+        p = w.sources[0].plan
+        assert (p.messages == 1) == (limit > 4096) and (not packed or p.buffer_bytes <= limit)
+        assert max(s.party.lanes[0].extra_bytes for s in w.sessions) <= 2 * max(limit, p.buffer_bytes)
+
+
+@pytest.mark.parametrize("colocated", [False, True], ids=["broadcast", "shared memory"])
+def test_several_replicas_are_fed_from_one_gather(colocated):
+    with PackedWorld(trainers=2, workers=2, replicas=2, colocated=colocated) as w:
+        report = good(w.refit(1))
+        right(w, 1)
+        assert [o.committed for o in report.outcomes] == [True, True]
+        groups = len(w.sources[0].plan.groups)
+        assert w.meeting.rounds == 2 + groups + 1
+
+
+def test_what_one_rank_finds_changed_is_built_anew_on_all():
+    with PackedWorld(trainers=3) as w:
+        good(w.refit(1))
+        w.streams[2].state = "moved"
+        good(w.refit(2))
+        right(w, 2)
+        assert [s.builds for s in w.streams] == [2, 2, 2]
+        good(w.refit(3))
+        assert [s.builds for s in w.streams] == [2, 2, 2]
+
+
+def torn(w: PackedWorld, results, kind: type, words: str, replica: int = 0) -> None:
+    """All ranks raised that, the replica answers NaN, and the next refit mends it."""
+    for r in results:
+        assert isinstance(r, kind), r
+        assert words in str(r), r
+    taker = w.engines[replica].takers[0]
+    assert taker.holds == "mix" and taker.live["norm"].isnan().all()
+    assert w.engines[replica].paused and isinstance(w.controllers[replica].error, e.EngineLost)
+    w.knobs.exported = w.knobs.loaded = None
+    good(w.refit(9))
+    right(w, 9)
+    assert w.controllers[replica].error is None and not w.engines[replica].paused
+
+
+def clean(w: PackedWorld, results, kind: type, words: str) -> None:
+    """All ranks raised that before a byte of the engine changed: it goes on serving version 1."""
+    for r in results:
+        assert isinstance(r, kind), r
+        assert words in str(r), r
+    right(w, 1)
+    assert not w.engines[0].paused and w.controllers[0].version == "1"
+    w.knobs.exported = w.knobs.loaded = None
+
+
+def swapped(name: str, other):
+    return lambda n, t: other(n, t) if n == name else (n, t)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda n, t: (n, t[:-1]),
+        lambda n, t: (n, t.float()),
+        lambda n, t: ("layers.7.w", t),
+    ],
+    ids=["size", "dtype", "name"],
+)
+def test_a_sender_that_exports_something_else_than_it_planned(other):
+    with PackedWorld(trainers=2) as w:
+        good(w.refit(1))
+        w.knobs.exported = swapped("layers.1.w", other)
+        torn(w, w.refit(2), e.PlanMismatch, "layers.1.w")
+
+
+def test_a_loader_that_does_not_know_a_name():
+    def refuse(worker, name, tensor):
+        if worker == 1 and name == "embed":
+            raise e.LayoutError(
+                "the engine's loader refused one of 1 tensors: KeyError: 'embed'", ["embed: bfloat16[36, 8]"]
+            )
+
+    with PackedWorld(trainers=2) as w:
+        good(w.refit(1))
+        w.knobs.loaded = refuse
+        torn(w, w.refit(2), e.LayoutError, "KeyError: 'embed'")
+
+
+@pytest.mark.parametrize("colocated", [False, True], ids=["broadcast", "shared memory"])
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("tried to allocate 1 GiB"), MemoryError()], ids=["device", "host"]
+)
+def test_a_worker_that_runs_out_of_memory(error, colocated):
+    def fail(worker, name, tensor):
+        if worker == 0 and name == "layers.1.w":
+            raise error
+
+    with PackedWorld(trainers=2, colocated=colocated) as w:
+        good(w.refit(1))
+        w.knobs.loaded = fail
+        torn(w, w.refit(2), e.RefitFailed, "ran out of memory while it took in bucket 1")
+
+
+def test_a_sender_that_fails_between_buckets(fault):  # noqa: F811
+    with PackedWorld(trainers=3) as w:
+        good(w.refit(1))
+        fault("trainer:0:wave:raise@2")
+        torn(w, w.refit(2), e.XferError, "injected fault")
+
+
+def test_a_worker_that_fails_between_buckets_holds_up_no_other_replica(fault):  # noqa: F811
+    def fail(worker, name, tensor):
+        if tensor.data_ptr() and worker == 1 and name == "layers.1.w" and not failed:
+            failed.append(1)
+            raise RuntimeError("broken")
+
+    failed: list[int] = []
+    with PackedWorld(trainers=2, replicas=2) as w:
+        good(w.refit(1))
+        w.knobs.loaded = fail
+        report = good(w.refit(2, min_replicas=1))
+        assert sorted(o.committed for o in report.outcomes) == [False, True]
+        well = next(o.replica for o in report.outcomes if o.committed)
+        right(w, 2, [well])
+        w.knobs.loaded = None
+        assert good(w.refit(3)).committed == 2
+        right(w, 3)
+
+
+@pytest.mark.parametrize("where", ["trainer:0", "worker:1"])
+def test_bytes_that_changed_on_their_way_are_never_committed(fault, where):  # noqa: F811
+    with PackedWorld(trainers=2) as w:
+        good(w.refit(1))
+        fault(f"{where}:checksum:raise")
+        results = w.refit(2)
+        fault("")
+        torn(w, results, e.VerificationError, "was not committed")
+
+
+def test_buckets_that_do_not_bring_the_model_are_refused_before_a_byte_changes(monkeypatch):
+    with PackedWorld(trainers=2) as w:
+        good(w.refit(1))
+        for s in w.streams:
+            s.state = "moved"  # so that a manifest is sent again
+        real = plan.BucketPlan.manifest.func
+
+        def cut(self):
+            return real(plan.BucketPlan(self.groups[:-1], self.limit, self.packed))
+
+        monkeypatch.setattr(plan.BucketPlan, "manifest", property(cut))
+        results = w.refit(2)
+        monkeypatch.undo()
+        clean(w, results, e.ProtocolError, "is in no bucket")
+
+
+def test_a_header_of_another_refit_is_refused(monkeypatch):
+    with PackedWorld(trainers=2) as w:
+        good(w.refit(1))
+        monkeypatch.setattr(lane, "_words", lambda d: [1, 2])
+        broken = [1]
+        monkeypatch.setattr(lane, "_words", lambda d: [broken.append(1) or len(broken), 2])
+        results = w.refit(2)
+        monkeypatch.undo()
+        clean(w, results, e.ProtocolError, "has not announced here")
+
+
+def test_a_worker_elsewhere_cannot_be_colocated(monkeypatch):
+    from xfer.packed import shared
+
+    def elsewhere(path):
+        raise FileNotFoundError(path)
+
+    with PackedWorld(trainers=2, colocated=True) as w:
+        monkeypatch.setattr(shared.os, "readlink", elsewhere)
+        results = w.refit(1)
+        monkeypatch.undo()
+        for r in results:
+            assert isinstance(r, e.Unsupported) and "is not colocated" in str(r)
+        assert w.engines[0].takers[0].holds == "whole"
+
+
+def test_an_engine_of_another_family_never_joins():
+    with pytest.raises(e.LayoutError, match="families that do not match"):
+        w = PackedWorld(trainers=2, knobs=Knobs())
+        w.shapes = {"a": (4, 4)}
+        original = w.serve
+
+        def serve(engine, replica):
+            for t in engine.takers:
+                t.shapes = {"b": (4, 4)}
+            return original(engine, replica)
+
+        w.serve = serve
+        w.connect()
