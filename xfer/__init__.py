@@ -14,6 +14,8 @@ _HOME = {
     "MegatronTrainer": "xfer.trainers.megatron", "TensorTrainer": "xfer.trainers.dtensor",
     "Declared": "xfer.trainers.dtensor", "xferdtensor": "xfer.dtensor", "RefitReport": "xfer.session.report",
     "MeshInfo": "xfer.mesh.mesh_info", "errors": "xfer", "XferError": "xfer.errors",
+    "LayerWiseOptimizer": "xfer.layerwise", "ParamGroup": "xfer.layerwise", "Muon": "xfer.layerwise",
+    "LayerWiseTrainer": "xfer.trainers.layerwise",
 }  # fmt: skip
 
 __all__ = [name for name in _HOME if name != "errors"]
@@ -22,9 +24,11 @@ if TYPE_CHECKING:
     from xfer.api import Refit, connect, nccl_xfer_refit, serve  # noqa: F401
     from xfer.dtensor import xferdtensor  # noqa: F401
     from xfer.errors import XferError  # noqa: F401
+    from xfer.layerwise import LayerWiseOptimizer, Muon, ParamGroup  # noqa: F401
     from xfer.mesh.mesh_info import MeshInfo  # noqa: F401
     from xfer.session.report import RefitReport  # noqa: F401
     from xfer.trainers.dtensor import Declared, TensorTrainer  # noqa: F401
+    from xfer.trainers.layerwise import LayerWiseTrainer  # noqa: F401
     from xfer.trainers.megatron import MegatronTrainer  # noqa: F401
 
 
