@@ -10,7 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from xfer.engines.handles import AsyncEngine, EngineHandle, Gate, OfflineLLM, handle_for
+from xfer.engines.gate import Gate
+from xfer.engines.handles import AsyncEngine, EngineHandle, OfflineLLM, handle_for
 from xfer.engines.remote import CallableEngine, HttpEngine
 from xfer.errors import DeadlineExceeded, EngineLost, Unsupported, XferError
 

@@ -8,7 +8,7 @@ all of them, the executor reads one reply, and from then on answers every call w
 handle keeps the state of the session itself and never sends what vLLM would refuse.
 
 Not here: when to call what (session/), what happens inside a worker (vllm_worker.py), and the HTTP and actor handles'
-wire formats (remote.py).
+wire formats (remote.py), whose turn an in-process engine is (gate.py).
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, runtime_checkable
 
+from xfer.engines.gate import Gate
 from xfer.errors import DeadlineExceeded, EngineLost, Unsupported, XferError
 
 PauseMode = Literal["keep", "wait", "abort"]
@@ -280,64 +281,6 @@ class CallThread:
                 future.set_result(call())
             except BaseException as e:  # also SystemExit: it must reach the waiter, not end the thread
                 future.set_exception(e)
-
-
-class Gate:
-    """Lets in either one user thread, which may enter again and again, or the controller, which no thread owns.
-
-    A controller that waits goes before users that are not in yet: one who generates in a loop must not starve refits.
-    One that stops waiting leaves no trace.
-    """
-
-    _CONTROLLER = -1
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._holder: int | None = None
-        self._depth = 0
-        self._controllers_waiting = 0
-
-    @contextmanager
-    def entered(self) -> Iterator[None]:
-        """Waits while the controller, or another thread, is in."""
-        me = threading.get_ident()
-        self._take(me)
-        try:
-            yield
-        finally:
-            self._drop(me)
-
-    def close(self, timeout: float | None = None) -> bool:
-        """Waits until the user is out, then keeps users out until `open`. Re-entrant for the controller. False: the
-        user did not leave in `timeout` seconds, and the gate is as it was."""
-        return self._take(self._CONTROLLER, timeout)
-
-    def open(self) -> None:
-        self._drop(self._CONTROLLER)
-
-    def _take(self, who: int, timeout: float | None = None) -> bool:
-        controller = who == self._CONTROLLER
-        with self._changed:
-            self._controllers_waiting += controller
-            mine = self._changed.wait_for(
-                lambda: self._holder == who or (self._holder is None and (controller or not self._controllers_waiting)),
-                timeout,
-            )
-            self._controllers_waiting -= controller
-            if mine:
-                self._holder, self._depth = who, self._depth + 1
-            else:
-                self._changed.notify_all()  # users waited for us
-            return mine
-
-    def _drop(self, who: int) -> None:
-        with self._changed:
-            if self._holder != who:
-                raise RuntimeError("the gate is not held by who opens it")
-            self._depth -= 1
-            if self._depth == 0:
-                self._holder = None
-                self._changed.notify_all()
 
 
 def _reads_text_only(vllm_config: Any) -> bool:
