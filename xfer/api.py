@@ -105,6 +105,7 @@ def connect(
     fabric: str | os.PathLike[str] | Site | None = None,
     wait: bool = True,
     route: Literal["direct", "packed"] = "direct",
+    colocated: bool = False,
 ) -> Refit:
     """Join the rendezvous as one trainer rank; every rank of the trainer calls this with equal arguments.
 
@@ -123,6 +124,8 @@ def connect(
     route: "direct" moves each byte from where it lies to where it belongs. "packed" gathers whole checkpoint tensors in
     buckets of at most `bucket_bytes` (there 1 GiB by default), broadcasts each bucket from trainer rank 0, and lets the engine's
     own loader take it in: for engines that cannot be traced (docs/packed.md). Engines follow the trainers' choice.
+    colocated: packed route only: the engines' workers are on trainer 0's host and map its two buffers (shared memory, CUDA
+    IPC) instead of receiving them.
 
     Raises LayoutError, CoverageError, Unsupported, HandshakeError, PlanMismatch, DeadlineExceeded, PeerLost.
     """
@@ -139,6 +142,8 @@ def connect(
     bad += wrong_seconds("deadline_s", deadline_s) + wrong_globs("drop", drop) + wrong_globs("narrow", narrow)
     if route not in ("direct", "packed"):
         bad.append(f'route={route!r}: "direct" or "packed"')
+    if colocated and route != "packed":
+        bad.append('colocated=True is for route="packed"; the direct route maps whatever can be mapped by itself')
     if bucket_bytes is None:
         bucket_bytes = PACKED_BYTES if route == "packed" else BUCKET_BYTES[trainer.device.type]
     if bucket_bytes < 1 << 12:
@@ -152,7 +157,7 @@ def connect(
     if route == "packed":
         from xfer.packed.source import packed_source
 
-        trainer = packed_source(trainer, bucket_bytes)
+        trainer = packed_source(trainer, bucket_bytes, colocated=colocated)
     where = default_cache_dir() if cache_dir == "default" else cache_dir
     session = TrainerSession(
         trainer,

@@ -178,22 +178,32 @@ def half(trainer: Trainer) -> None:
                 module.expert_bias = module.expert_bias.bfloat16()
 
 
-def stale(folder: Path) -> None:
-    seen: dict[str, dict] = {}
-    toy.write_checkpoint("deepseek_v3", folder / "model", **SMALL) if dist.get_rank() == 0 else None
-    dist.barrier()
-    for name, change in (("replaced", replaced), ("offloaded", offloaded), ("applied", with_new_tensors)):
-        with Trainer(folder / "model", pp=2, **PLAIN) as trainer:
-            source = made(trainer)
-            gathered(source)
-            source.check()
-            change(trainer)
-            without = wrong(gathered(source), trainer)  # nobody looked: tasks are kept
-            state = source.check()
-            if state == "changed":
-                source.read()
-            with_check = wrong(gathered(source), trainer)
-            seen[name] = dict(without=without, state=state, right=with_check, built=source.built)
+def stale(folder: Path, cases: list[str]) -> None:
+    for name in cases:
+        family = "qwen3" if name == "lora" else "deepseek_v3"
+        toy.write_checkpoint(family, folder / "model", **SMALL) if dist.get_rank() == 0 else None
+        dist.barrier()
+        told(folder / f"{name}.json", _swapped(folder, SWAPS[name]) if name in SWAPS else globals()[f"_{name}"](folder))
+
+
+def _swapped(folder: Path, change) -> dict:
+    with Trainer(folder / "model", pp=2, **PLAIN) as trainer:
+        source = made(trainer)
+        gathered(source)
+        source.check()
+        change(trainer)
+        without = wrong(gathered(source), trainer)  # nobody looked: tasks are kept
+        state = source.check()
+        if state == "changed":
+            source.read()
+        with_check = wrong(gathered(source), trainer)
+        return dict(without=without, state=state, right=with_check, built=source.built)
+
+
+SWAPS = {"replaced": replaced, "offloaded": offloaded, "applied": with_new_tensors}
+
+
+def _flipped(folder: Path) -> dict:
     with Trainer(folder / "model", pp=2, **PLAIN) as trainer:
         half(trainer)
         source = made(trainer)
@@ -205,9 +215,10 @@ def stale(folder: Path) -> None:
             source.read()
         right = wrong(gathered(source), trainer)
         after = {t.dtype for g in source.plan.groups for t in g.tensors}
-        seen["flipped"] = dict(
-            has=has, state=state, right=right, before=sorted(before), after=sorted(after), built=source.built
-        )
+        return dict(has=has, state=state, right=right, before=sorted(before), after=sorted(after), built=source.built)
+
+
+def _empty(folder: Path) -> dict:
     with Trainer(folder / "model", pp=2, **PLAIN) as trainer:
         source = made(trainer)
         gathered(source)
@@ -224,10 +235,11 @@ def stale(folder: Path) -> None:
             for p, data in kept:
                 p.data = data
         source.check()
-        seen["empty"] = dict(error=error, right=wrong(gathered(source), trainer), built=source.built)
-    toy.write_checkpoint("qwen3", folder / "dense", **SMALL) if dist.get_rank() == 0 else None
-    dist.barrier()
-    with Trainer(folder / "dense", pp=2, **PLAIN) as trainer:
+        return dict(error=error, right=wrong(gathered(source), trainer), built=source.built)
+
+
+def _lora(folder: Path) -> dict:
+    with Trainer(folder / "model", pp=2, **PLAIN) as trainer:
         source = made(trainer)
         gathered(source)
         source.check()
@@ -236,8 +248,7 @@ def stale(folder: Path) -> None:
         state = source.check()
         if state == "changed":
             source.read()
-        seen["lora"] = dict(without=without, state=state, right=wrong(gathered(source), trainer), built=source.built)
-    told(folder / "stale.json", seen)
+        return dict(without=without, state=state, right=wrong(gathered(source), trainer), built=source.built)
 
 
 def _attach(trainer: Trainer) -> None:
@@ -289,6 +300,6 @@ def cost(folder: Path) -> None:
 if __name__ == "__main__":
     megatron_cpu.init_world()
     mode, where, *rest = sys.argv[1:]
-    {"values": lambda: values(Path(where), rest)}.get(mode, lambda: globals()[mode](Path(where)))()
+    {"values": values, "stale": stale}.get(mode, lambda folder, _: globals()[mode](folder))(Path(where), rest)
     dist.barrier()
     dist.destroy_process_group()

@@ -22,15 +22,20 @@ def alone() -> bool:
     return not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1
 
 
+def largest(numbers: list[int], device: torch.device) -> list[int]:
+    """Of each position the largest that a rank gives; one all-reduce."""
+    told = torch.tensor(numbers, dtype=torch.int64, device=device)
+    dist.all_reduce(told, op=dist.ReduceOp.MAX)
+    return told.tolist()
+
+
 def any_rank(flag: bool, fingerprint: bytes, device: torch.device) -> bool:
     """Whether `flag` holds on some rank; one all-reduce of 24 bytes. PlanMismatch, on all ranks alike, when their
     fingerprints differ."""
     if alone():
         return flag
     number = int.from_bytes(fingerprint[:7].ljust(7, b"\0"), "big")
-    told = torch.tensor([int(flag), number, -number], dtype=torch.int64, device=device)
-    dist.all_reduce(told, op=dist.ReduceOp.MAX)
-    said, high, minus_low = told.tolist()
+    said, high, minus_low = largest([int(flag), number, -number], device)
     if high != -minus_low and not said:  # a rank that has just changed tells that by its flag, and all begin anew
         raise PlanMismatch(
             "trainer ranks would send different buckets; nothing was moved",

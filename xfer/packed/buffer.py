@@ -39,6 +39,9 @@ class Buffers:
             self._slots[i] = torch.empty(max(nbytes, longest), dtype=torch.uint8, device=self.device)
         return self._slots[i][:nbytes]
 
+    def reserve(self, longest: int) -> None:
+        """Called before a gather whose messages have at most so many bytes. These grow by themselves."""
+
     @property
     def count(self) -> int:
         return len(self._slots)

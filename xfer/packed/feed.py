@@ -17,9 +17,12 @@ import torch
 from xfer.errors import DeadlineExceeded, PeerLost, XferError
 from xfer.packed.buffer import Buffers, Packer
 from xfer.packed.plan import BucketPlan
+from xfer.packed.shared import SharedBuffers
 from xfer.packed.source import PackedSource
 from xfer.packed.wire import Message
 
+PATIENCE_S = 5.0
+"""Seconds in which a rank that was told to stop hears from the hub why."""
 LOOK_S = 0.2
 """Seconds between two looks at whether a lane was cancelled."""
 
@@ -38,6 +41,7 @@ class Feed:
         self._plan: BucketPlan | None = None
         self._ready: dict[int, tuple[Message, torch.Tensor, torch.cuda.Event | None]] = {}
         self._error: BaseException | None = None
+        self._patience = 0.0  # monotonic time before which the error is not this rank's to tell
 
     # ---- for lanes
 
@@ -79,8 +83,7 @@ class Feed:
     def wait_over(self, until: float, cancelled: Callable[[], XferError | None]) -> None:
         """Raises what went wrong on this rank."""
         self._wait(self.over.is_set, until, cancelled, "the trainers to gather their weights")
-        if self._error is not None:
-            raise self._problem()
+        self._wait(lambda: self._error is None, until, cancelled, "another trainer rank to say why it stopped")
 
     def _wait(
         self, there: Callable[[], bool], until: float, cancelled: Callable[[], XferError | None], what: str
@@ -89,9 +92,9 @@ class Feed:
             while not there():
                 if (why := cancelled()) is not None:
                     raise why
-                if self._error is not None:
+                if self._error is not None and time.monotonic() >= self._patience:
                     raise self._problem()
-                if self.over.is_set():
+                if self._error is None and self.over.is_set():
                     raise PeerLost("the trainers stopped gathering", where=self._label)
                 if time.monotonic() >= until:
                     raise DeadlineExceeded(f"no end of waiting for {what}", where=self._label)
@@ -129,16 +132,24 @@ class Feed:
             self._error = self._error or e
             self._news.notify_all()
 
+    def _told_to_stop(self) -> None:
+        """Another rank has failed, or all replicas have. What it is comes by the hub; this rank only speaks if it does not."""
+        if self._error is None:
+            self._patience = time.monotonic() + PATIENCE_S
+            self._fail(PeerLost("another trainer rank stopped gathering and has not said why", where=self._label))
+
     def _gather(self) -> None:
         source = self._source
         plan = source.begin()
+        if self._sends:
+            self._buffers.reserve(plan.buffer_bytes)
         with self._news:
             self._plan = plan
             self._news.notify_all()
         self._number = 0
         for group in plan.groups:
             if not source.go_on(self._error is not None or not self._live):
-                self._fail(PeerLost("a trainer rank stopped gathering; it says why", where=self._label))
+                self._told_to_stop()
                 return
             packer = Packer(group, lambda m: self._buffer(m, plan.buffer_bytes), self._filled) if self._sends else None
             # To its end even when packing fails: the other ranks are in the same collectives.
@@ -152,7 +163,7 @@ class Feed:
                 packer.close()
         # Whoever failed in the last group says so; the others would take it for done.
         if not source.go_on(self._error is not None):
-            self._fail(PeerLost("a trainer rank stopped gathering; it says why", where=self._label))
+            self._told_to_stop()
 
     def _buffer(self, message: Message, longest: int) -> torch.Tensor:
         """The next buffer, once every replica that is still there has done with what it holds."""
@@ -179,7 +190,8 @@ class Pump:
 
     def __init__(self, source: PackedSource, label: str):
         self.source, self._label = source, label
-        self._buffers = Buffers(2, source.device)
+        self.colocated = source.colocated
+        self._buffers = SharedBuffers(2, source.device) if source.colocated else Buffers(2, source.device)
         self._lock = threading.Lock()
         self._feeds: dict[tuple[int, tuple[int, ...]], Feed] = {}
         self._last: Feed | None = None
@@ -198,6 +210,11 @@ class Pump:
             before.over.wait()
         feed.join(replica)
         return feed
+
+    @property
+    def offer(self) -> bytes:
+        """How workers of this host map the buffers; empty where they are not shared. Stable while a feed has a plan."""
+        return self._buffers.offer if isinstance(self._buffers, SharedBuffers) else b""
 
     @property
     def extra_bytes(self) -> int:

@@ -19,9 +19,10 @@ from typing import Protocol
 
 import torch
 
-from xfer.errors import PlanMismatch, ProtocolError, XferError
+from xfer.errors import PeerLost, PlanMismatch, ProtocolError, RefitFailed, XferError
 from xfer.packed.buffer import Buffers, Unpacker, specs_by_name, wire_sum
 from xfer.packed.feed import Feed, Pump
+from xfer.packed.shared import MAX_OFFER, SharedArrivals, announce, wait_done
 from xfer.packed.wire import MAX_MANIFEST, Message, checked, decode_manifest, digest, nbytes_of
 from xfer.session import faults
 from xfer.session import messages as m
@@ -33,6 +34,8 @@ from xfer.transport.group import Link
 
 _MAGIC = 0x78666572
 _HEADER = 8  # int64 words
+HEAR_S = 2.0
+"""Seconds in which a rank whose link broke hears why from the hub, before it reports that it broke."""
 
 
 class Loader(Protocol):
@@ -47,6 +50,9 @@ class Loader(Protocol):
 
     def finish(self) -> None:
         """After the last bucket; LayoutError when parameters were left out."""
+
+    def abandon(self) -> None:
+        """The refit ends here: what was written stays, and the model must not be taken for whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +169,12 @@ class PackedLane(Lane):
             self._feed = self.pump.join(go.attempt, go.together or (self.replica,), self.replica)
         try:
             self._go(go)
+        except PeerLost:
+            # Who breaks a link has a reason, which comes by the hub and says more than that the link is broken.
+            until = time.monotonic() + HEAR_S
+            while self._cancelled is None and time.monotonic() < until:
+                time.sleep(0.01)
+            raise
         finally:
             if (feed := self._feed) is not None:
                 feed.leave(self.replica)
@@ -204,6 +216,7 @@ class PackedLane(Lane):
         link, device = self._link, self.side.device
         plan = feed.plan(until, self._why)
         manifest, known = plan.manifest, self._told == digest(plan.manifest)
+        offer = self.pump.offer
         words = torch.tensor(
             [
                 _MAGIC,
@@ -212,7 +225,7 @@ class PackedLane(Lane):
                 plan.buffer_bytes,
                 go.attempt,
                 *_words(digest(manifest)),
-                0,
+                len(offer),
             ],
             dtype=torch.int64,
         )
@@ -220,12 +233,18 @@ class PackedLane(Lane):
         if not known:
             link.broadcast(torch.frombuffer(bytearray(manifest), dtype=torch.uint8).to(device), 0, until)
             self._told = digest(manifest)
+        if offer:
+            link.broadcast(torch.frombuffer(bytearray(offer), dtype=torch.uint8).to(device), 0, until)
         seconds, nbytes, total, said = 0.0, 0, 0, time.monotonic()
         for number in range(plan.messages):
             data = feed.take(number, until, self._why)
             faults.point("trainer", self.side.index, "wave")
             began = time.perf_counter()
-            link.broadcast(data, 0, until)
+            if offer:
+                announce(link, number, until, device)
+                wait_done(link, number, self.plan.workers, until, device)  # the next is being packed meanwhile
+            else:
+                link.broadcast(data, 0, until)
             seconds += time.perf_counter() - began
             nbytes += data.numel()
             if go.verify:
@@ -245,13 +264,17 @@ class PackedLane(Lane):
 
     def _take_in(self, go: m.Go, until: float) -> m.Done:
         link, model = self._link, self.loader
-        messages = self._announced(go, link, until)
-        self.side.before(go, self.plan)
+        messages, offer = self._announced(go, link, until)
         specs = self.side.catalog().specs
-        arrivals = _Arrivals(link, messages, self._buffers, until, self.side.device, go.verify)
+        how = (until, self.side.device, go.verify)
+        if offer:
+            arrivals = SharedArrivals(link, messages, offer, *how)
+        else:
+            arrivals = _Arrivals(link, messages, self._buffers, *how)
         unpacker, said, load_s = Unpacker(self.side.device), time.monotonic(), 0.0
         nbytes = 0
         try:
+            self.side.before(go, self.plan)
             model.begin(specs)
             for number, message in enumerate(messages):
                 data = arrivals.take()
@@ -260,8 +283,8 @@ class PackedLane(Lane):
                 began = time.perf_counter()
                 tensors = [(s.name, t) for s, t in unpacker.take(message, data)]
                 if tensors:
-                    model.load(tensors)
-                del tensors
+                    self._load(tensors, number, message)
+                del tensors, data
                 load_s += time.perf_counter() - began
                 nbytes += message.nbytes
                 arrivals.free()
@@ -270,8 +293,11 @@ class PackedLane(Lane):
             began = time.perf_counter()
             model.finish()
             load_s += time.perf_counter() - began
-        except BaseException:
+        except BaseException as e:
+            if self._cancelled is None and not isinstance(e, PeerLost):  # before the others see the link break
+                self.party.try_send(m.Failed(m.WireError.of(e, self.party.label), go.attempt, self.replica))
             link.abort()  # or the receiving thread would go on writing to buffers, and wait for what nobody sends
+            model.abandon()
             raise
         finally:
             arrivals.close()
@@ -281,13 +307,31 @@ class PackedLane(Lane):
         carried = (m.RouteBytes("packed", nbytes, arrivals.seconds),)
         return m.Done(self.replica, go.attempt, nbytes, 0, 0.0, arrivals.seconds, load_s, 0.0, sums, carried)
 
-    def _announced(self, go: m.Go, link: Link, until: float) -> tuple[Message, ...]:
-        """What will come, checked against what the trainers said that they export, before a byte of the model changes."""
+    def _load(self, tensors: list[tuple[str, torch.Tensor]], number: int, message: Message) -> None:
+        """RefitFailed when the engine's memory does not suffice."""
+        try:
+            self.loader.load(tensors)
+        except (MemoryError, torch.OutOfMemoryError, RuntimeError) as e:
+            if isinstance(e, RuntimeError) and not isinstance(e, torch.OutOfMemoryError) and "alloc" not in str(e):
+                raise
+            raise RefitFailed(
+                f"this worker ran out of memory while it took in bucket {number}, of {message.nbytes:,} bytes",
+                [
+                    f"{type(e).__name__}: {e}"[:500],
+                    "give connect() a smaller bucket_bytes, or leave the engine more memory",
+                ],
+                where=self.party.label,
+            ) from e
+
+    def _announced(self, go: m.Go, link: Link, until: float) -> tuple[tuple[Message, ...], bytes]:
+        """What will come, and the offer of shared buffers if it lies in such; checked against what the trainers said that
+        they export, before a byte of the model changes."""
         device = self.side.device
         words = torch.zeros(_HEADER, dtype=torch.int64, device=device)
         link.broadcast(words, 0, until)
-        magic, count, size, longest, attempt, high, low, _ = words.tolist()
-        if magic != _MAGIC or attempt != go.attempt or not 0 <= size <= MAX_MANIFEST:
+        magic, count, size, longest, attempt, high, low, shared = words.tolist()
+        fits = 0 <= size <= MAX_MANIFEST and 0 <= shared <= MAX_OFFER
+        if magic != _MAGIC or attempt != go.attempt or not fits:
             raise ProtocolError(
                 "what came is not the beginning of this refit",
                 [f"attempt {go.attempt} was to come; came {words.tolist()}"],
@@ -304,7 +348,10 @@ class PackedLane(Lane):
             raise ProtocolError("the sender refers to buckets that it has not announced here")
         if longest != max((x.nbytes for x in self._messages), default=0):
             raise ProtocolError(f"the sender's longest message has {longest} bytes, none here has")
-        return self._messages
+        offer = torch.zeros(shared, dtype=torch.uint8, device=device)
+        if shared:
+            link.broadcast(offer, 0, until)
+        return self._messages, bytes(offer.cpu().numpy())
 
     def _close_link(self) -> None:
         super()._close_link()

@@ -54,12 +54,13 @@ class PackedLayout:
 
 
 class PackedSource:
-    """See session.trainer.Source. `limit`: bytes of a message; `packed` False: one message per tensor."""
+    """See session.trainer.Source. `limit`: bytes of a message; `packed` False: one message per tensor. `colocated`: the
+    engines' workers are on this host and map the buffers instead of receiving them (shared.py)."""
 
     reads_together = False
 
-    def __init__(self, stream: Stream, limit: int, packed: bool = True):
-        self.stream, self.limit, self.packed = stream, limit, packed
+    def __init__(self, stream: Stream, limit: int, packed: bool = True, colocated: bool = False):
+        self.stream, self.limit, self.packed, self.colocated = stream, limit, packed, colocated
         self.rank, self.world, self.device = stream.rank, stream.world, stream.device
         self.plan: BucketPlan | None = None
         self.built = 0  # how often tasks were made anew
@@ -114,7 +115,7 @@ class PackedSource:
         return self.stream.tensors(group)
 
 
-def packed_source(trainer: object, limit: int, packed: bool = True) -> PackedSource:
+def packed_source(trainer: object, limit: int, packed: bool = True, colocated: bool = False) -> PackedSource:
     """For the source that a caller gave to `connect`. Unsupported for kinds that give no whole tensors."""
     from xfer.trainers.dtensor import TensorTrainer
 
@@ -123,15 +124,15 @@ def packed_source(trainer: object, limit: int, packed: bool = True) -> PackedSou
     if isinstance(trainer, TensorTrainer):
         from xfer.packed.tensors import TensorStream
 
-        return PackedSource(TensorStream(trainer), limit, packed)
+        return PackedSource(TensorStream(trainer), limit, packed, colocated)
     from xfer.trainers.megatron import MegatronTrainer
 
     if isinstance(trainer, MegatronTrainer):
         from xfer.packed.megatron import BridgeStream
 
-        return PackedSource(BridgeStream(trainer), limit, packed)
+        return PackedSource(BridgeStream(trainer), limit, packed, colocated)
     if all(hasattr(trainer, name) for name in ("read", "check", "build", "tensors", "drain")):
-        return PackedSource(trainer, limit, packed)
+        return PackedSource(trainer, limit, packed, colocated)
     raise Unsupported(
         f'route="packed" cannot read a {type(trainer).__name__}',
         ["give a MegatronTrainer, a TensorTrainer, or an object like xfer.packed.source.Stream"],

@@ -159,7 +159,7 @@ class PackedModel:
         try:
             with self._inside(), torch.no_grad():
                 loaded = self.engine.model.load_weights(iter(given))
-        except torch.OutOfMemoryError:
+        except (torch.OutOfMemoryError, MemoryError):
             raise
         except Exception as e:
             what = f"{type(e).__name__}: {e}"
@@ -178,6 +178,14 @@ class PackedModel:
         lock = self.engine._lock
         if lock is not None:
             lock.capture()
+
+    def abandon(self) -> None:
+        """What was loaded may have taken the NaN out of the lock; layers that wait for more get back what they held."""
+        try:
+            if self._open:
+                self._close_layers()
+        finally:
+            self.engine.engage_lock()
 
     def _close_layers(self) -> None:
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
