@@ -1,0 +1,76 @@
+"""Whole programs of the example as process groups, with their lines in a queue, for tests that kill and restart them."""
+
+from __future__ import annotations
+
+import os
+import queue
+import re
+import signal
+import subprocess
+import threading
+import time
+from pathlib import Path
+
+from tests.support.proc import PATIENCE, PYTHON, ROOT, environment
+
+
+class Group:
+    """A process, and all that it starts, with its output in a log and its lines in a queue."""
+
+    def __init__(self, name: str, command: list[str], work: Path, **env: str):
+        self.log = work / f"{name}.log"
+        self.process = subprocess.Popen(
+            command, cwd=ROOT, env=environment(ENGINE_PYTHON=PYTHON["engine"], **env), text=True, start_new_session=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        self.lines: queue.Queue = queue.Queue()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        with self.log.open("a") as log:
+            for line in self.process.stdout:
+                log.write(line)
+                log.flush()
+                self.lines.put(line)
+
+    def kill(self) -> None:
+        try:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        self.process.wait(20)
+
+
+def until(condition, what: str, *groups: Group, seconds: float = 300) -> None:
+    end = time.monotonic() + seconds * PATIENCE
+    while not condition():
+        dead = [g for g in groups if g.process.poll() is not None]
+        if dead or time.monotonic() > end:
+            raise AssertionError(
+                f"{what}: not within {seconds} s\n" + "\n".join(g.log.read_text()[-4000:] for g in groups)
+            )
+        time.sleep(0.1)
+
+
+class Steps:
+    """What a loop printed: `seen` has (step, replicas away) of each line, in order."""
+
+    def __init__(self, loop: Group):
+        self.loop = loop
+        self.seen: list[tuple[int, int]] = []
+
+    def read(self) -> list[tuple[int, int]]:
+        while not self.loop.lines.empty():
+            if found := re.match(r"step +(\d+) .*? ms(?:  (\d) replicas away)?", self.loop.lines.get()):
+                self.seen.append((int(found[1]), int(found[2] or 0)))
+        return self.seen
+
+    @property
+    def numbers(self) -> list[int]:
+        return [n for n, _ in self.read()]
+
+
+def torchrun(port: int, ranks: int, flags: str) -> list[str]:
+    """The example's loop on `ranks` ranks of this machine."""
+    command = f"-m torch.distributed.run --nproc-per-node {ranks} --master-port {port} -m examples.grpo.train {flags}"
+    return [PYTHON["trainer"], *command.split()]
