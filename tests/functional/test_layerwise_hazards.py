@@ -49,7 +49,7 @@ def test_modules_in_another_order_even_on_some_ranks_only(ranks):
 
 def test_a_forward_past_the_hooks_is_an_error_on_every_rank(ranks):
     for text in run(ranks, "without_hooks"):
-        assert "no hook had asked for" in text and "blocks.1." in text
+        assert "no hook had asked for" in text and "blocks.0.up.weight" in text
 
 
 def test_ranks_that_own_nothing(ranks):
@@ -66,7 +66,7 @@ def test_memory_that_was_replaced_is_an_error_on_every_rank(ranks):
 
 def test_the_wire_carries_only_what_a_rank_lacks_however_skewed(ranks):
     seen = run(ranks, "wire")
-    assert max(lacked for _, lacked, _ in seen) > 10 * min(lacked for _, lacked, _ in seen)
+    assert max(lacked for _, lacked, _ in seen) > 5 * min(lacked for _, lacked, _ in seen)
     for received, lacked, total in seen:
         assert lacked <= received <= 1.02 * lacked
         assert lacked < total
@@ -74,6 +74,18 @@ def test_the_wire_carries_only_what_a_rank_lacks_however_skewed(ranks):
 
 def test_ranks_with_other_models_are_told_apart(ranks):
     assert all("disagree" in x for x in run(ranks, "different_models"))
+
+
+def test_a_plan_takes_owners_as_sources_before_any_gather_and_everybody_after_a_drain(ranks):
+    for seen in run(ranks, "refit_sources"):
+        assert seen["before"] and seen["owners"]["lacking"], "nothing was on its way: this proves nothing"
+        assert seen["owners"]["wrong"] == seen["all"]["wrong"] == []
+        senders = seen["owners"]["senders"]
+        assert {n: senders[n] for n in seen["owner"]} == {n: [r] for n, r in seen["owner"].items()}
+        assert set(senders) - set(seen["owner"]) == {"frozen"}
+        assert seen["all"]["lacking"] == []
+        assert set(seen["all"]["senders"]) == set(senders)
+        assert len({r for ranks in seen["all"]["senders"].values() for r in ranks}) == 4
 
 
 def test_a_rank_that_dies_in_a_gather(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from datetime import timedelta
 
@@ -13,6 +14,12 @@ from tests.support import layerwise_model as lm
 from tests.support.proc import emit, obey
 from xfer.errors import PlanMismatch, RebindError, StaleWeights
 from xfer.layerwise import LayerWiseOptimizer, ParamGroup, checkpoint
+from xfer.plan.inventory import engine_inventory, trainer_inventory
+from xfer.plan.planner import plan_replica
+from xfer.trace.catalog import Catalog
+from xfer.trace.fragment import Fragment, Root, Span
+from xfer.trainers.dtensor import TensorTrainer
+from xfer.trainers.layerwise import LayerWiseTrainer
 
 MODELS = {"plain": lm.Transformer, "mixed": lm.MixedTransformer}
 
@@ -328,7 +335,7 @@ def different_models():
 
 def dying(victim: int) -> None:
     """`victim` ends between its step and its gathers; what the others then see, twice."""
-    pair = Pair(deadline_s=30.0)
+    pair = Pair(deadline_s=10.0)
     pair.steps(2)
     pair.backward()
     if dist.get_rank() == victim:
@@ -375,12 +382,78 @@ def resumed(folder: str, steps: int, of: int) -> None:
     emit("resumed", loaded=loaded, values=torch.cat([p.detach().flatten() for p in net.parameters()]).tolist())
 
 
+def refit_sources():
+    """Who the planner lets send what, with a gather in flight; and that what they send is what was stepped."""
+    pair = Pair(prefetch_depth=1)
+    pair.steps(3)
+    lacking = pair.stale()
+    sides = {}
+    for sources in ("owners", "all"):
+        source = LayerWiseTrainer(TensorTrainer(pair.net), pair.owners, sources)
+        source.drain()
+        layout = source.read()
+        truth = dict(pair.truth.named_parameters())
+        wrong = [
+            f.tensor for f in layout.traced.fragments if not torch.equal(_bytes(layout, f), _flat(truth[f.tensor]))
+        ]
+        sides[sources] = dict(wrong=wrong, senders=_senders(layout), lacking=pair.stale())
+    owner = {name: peers.ranks[r] for name, (peers, r) in pair.owners.owner.items()}
+    pair.steps(1)
+    pair.same()
+    return dict(before=lacking, owner=owner, **sides)
+
+
+def _flat(t: torch.Tensor) -> torch.Tensor:
+    return t.detach().contiguous().view(-1).view(torch.uint8)
+
+
+def _bytes(layout, f) -> torch.Tensor:
+    """Of a fragment that lies contiguously, as all do here."""
+    n = math.prod(f.extent) * 4
+    return layout.tensors[f.root][f.offset : f.offset + n]
+
+
+def _senders(layout) -> dict[str, list[int]]:
+    """By tensor, who sends it in a plan for one engine worker that takes everything."""
+    parts: list = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, (layout.traced.specs, layout.roots, layout.traced.fragments))
+    catalog = Catalog.union([(f"trainer {r}", specs) for r, (specs, _, _) in enumerate(parts)])
+    holders = [
+        trainer_inventory(catalog, rank=r, host="here", roots=roots, fragments=fragments)
+        for r, (_, roots, fragments) in enumerate(parts)
+    ]
+    specs = parts[0][0]
+    size = {s.name: 4 * math.prod(s.shape) for s in specs}
+    wanted = [
+        Fragment(
+            s.name,
+            (0,) * len(s.shape),
+            s.shape,
+            s.name,
+            0,
+            tuple(4 * x for x in torch.empty(s.shape).stride()),
+            s.dtype,
+        )
+        for s in specs
+    ]
+    taker = engine_inventory(
+        catalog, rank=0, host="there", roots=[Root(n, b) for n, b in size.items()], fragments=wanted,
+        footprint=[Span(n, 0, b) for n, b in size.items()],
+    )  # fmt: skip
+    plan = plan_replica(catalog, holders, [taker])
+    out: dict[str, set[int]] = {}
+    for rows in plan.rows():
+        for row in rows:
+            out.setdefault(catalog.tensors[row["tensor"]].name, set()).add(int(row["src"]))
+    return {name: sorted(ranks) for name, ranks in out.items()}
+
+
 HAZARDS = {
     f.__name__: f
     for f in (
         started_twice_finished_twice, drained_in_flight, drained_between_backward_and_step, another_order,
         one_rank_evaluates, skipped_module, state_dict_is_current, without_hooks, unannounced_but_watched,
-        few_parameters, experts_over_halves, changed_memory, wire, different_models,
+        few_parameters, experts_over_halves, changed_memory, wire, different_models, refit_sources,
     )
 }  # fmt: skip
 

@@ -123,22 +123,26 @@ class Rank:
     def save(self, folder: str) -> None:
         from xfer.layerwise import checkpoint
 
-        checkpoint.save(self.trainer.optimizer, folder)
-        emit("saved")
+        checkpoint.save(self.trainer.optimizer, folder, self._source())
+        emit("saved", settled=self.trainer.optimizer.gather.settled)
 
     def load(self, folder: str, steps: int) -> None:
         from xfer.layerwise import checkpoint
 
-        checkpoint.load(self.trainer.optimizer, folder)
+        checkpoint.load(self.trainer.optimizer, folder, self._source())
         self.trainer.steps = steps
         emit("loaded")
+
+    def _source(self):
+        from xfer.trainers.megatron import MegatronTrainer
+
+        return MegatronTrainer(self.trainer.chunks, self.trainer.bridge)
 
     def connect(self, sources: str = "owners", **where) -> None:
         import xfer
         from xfer.trainers.layerwise import LayerWiseTrainer
 
-        base = xfer.MegatronTrainer(self.trainer.chunks, self.trainer.bridge)
-        source = LayerWiseTrainer(base, self.trainer.optimizer, sources)
+        source = LayerWiseTrainer(self._source(), self.trainer.optimizer, sources)
         self.link = xfer.connect(
             trainer=source, token=os.environ["XFER_TOKEN"], cache_dir=None, **{"deadline_s": 60.0, **where}
         )

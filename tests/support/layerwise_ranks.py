@@ -24,7 +24,10 @@ class Ranks:
         """All ranks' answers, in rank order; "raised" fails unless it is among `kinds`."""
         for c in self.ranks:
             c.say(do=do, **command)
-        return [c.expect(*kinds, timeout=timeout) for c in self.ranks]
+        said = [c.expect(*kinds, "raised", timeout=timeout) for c in self.ranks]
+        bad = [f"rank {r}: {x['type']}: {x['text']}" for r, x in enumerate(said) if x["kind"] not in kinds]
+        assert not bad, "\n".join(bad)
+        return said
 
 
 def started(work: Path, world: int = 4, **env: str):

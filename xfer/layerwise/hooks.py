@@ -48,14 +48,15 @@ class Hooks:
         for root in roots:
             for module in root.modules():
                 self._reads[id(module)] = [id(p) for p in module._parameters.values() if id(p) in bucket_of]
+                # Of any of them may somebody ask for the state.
+                self._handles.append(module.register_state_dict_pre_hook(lambda *_: self.drain()))
+                self._handles.append(module.register_load_state_dict_pre_hook(lambda *_: self.drain()))
                 self._of_module[id(module)] = [
                     module.register_forward_pre_hook(self._before, prepend=True),
                     module.register_forward_hook(self._after, always_call=True),
                 ]
             self._handles.append(root.register_forward_pre_hook(self._enter, prepend=True))
             self._handles.append(root.register_forward_hook(self._leave, always_call=True))
-            self._handles.append(root.register_state_dict_pre_hook(lambda *_: self.drain()))
-            self._handles.append(root.register_load_state_dict_pre_hook(lambda *_: self.drain()))
         for _, p in params:
             if id(p) in bucket_of:
                 self._handles.append(p.register_post_accumulate_grad_hook(self._after_gradient))
