@@ -36,7 +36,7 @@ def train(how: str, steps: int, model: str = "plain", ddp: bool = True, **option
         optimizers = [optimizer]
     else:
         optimizers = lm.everywhere(net)
-    losses, stale = [], 0
+    losses, stale, digests = [], 0, {}
     for step in range(steps):
         if how == "one":
             loss = torch.stack([lm.loss_of(module, lm.batch(step, r)) for r in range(size)]).mean()
@@ -54,11 +54,13 @@ def train(how: str, steps: int, model: str = "plain", ddp: bool = True, **option
             dist.all_reduce(total)
             total /= size
         losses.append(total.item())
-    more = {}
+        if how == "everywhere" and step + 1 in (10, steps):
+            digests[str(step + 1)] = lm.digest(net)
+    more = dict(digests=digests)
     if how == "owners":
         optimizer.drain()
         s = optimizer.gather.stats
-        more = dict(
+        more |= dict(
             buckets=len(optimizer.gather.buckets),
             stale=stale,
             owned=[len(t.of(rank)) for t in optimizer.ownership.values()],

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from tests.support.proc import Child, Family
 from xfer.testing.ports import free_port
 
@@ -28,9 +26,3 @@ class Ranks:
         bad = [f"rank {r}: {x['type']}: {x['text']}" for r, x in enumerate(said) if x["kind"] not in kinds]
         assert not bad, "\n".join(bad)
         return said
-
-
-def started(work: Path, world: int = 4, **env: str):
-    """For fixtures: yields Ranks, ends them afterwards."""
-    with Family(work) as family:
-        yield Ranks(family, world, **env)

@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from xfer.errors import LayoutError, Unsupported
+from xfer.errors import LayoutError, Unsupported, XferError
 
 if TYPE_CHECKING:
     from xfer.layerwise.optimizer import LayerWiseOptimizer
@@ -66,7 +66,8 @@ def save(optimizer: LayerWiseOptimizer, folder: str | Path, source: Source | Non
     """
     tensors: dict[str, Boxes] = {}
     wrong: list[str] = []
-    pieces = _pieces(optimizer, source)
+    pieces = _pieces(optimizer, source, wrong)
+    _refuse(wrong, optimizer.label, "parameters cannot be saved under the checkpoint's names", Unsupported)
     for name, values, scalars in _held(optimizer, wrong):
         for field, tensor in values.items():
             for p in pieces[name]:
@@ -96,7 +97,8 @@ def load(optimizer: LayerWiseOptimizer, folder: str | Path, source: Source | Non
     wrong = [] if stored.get("format") == FORMAT else [f"layerwise.json: format {stored.get('format')}, not {FORMAT}"]
     if len(stored["groups"]) != len(optimizer.param_groups):
         wrong.append(f"{len(stored['groups'])} parameter groups were saved, here are {len(optimizer.param_groups)}")
-    pieces = _pieces(optimizer, source)
+    pieces = _pieces(optimizer, source, wrong)
+    _refuse(wrong, optimizer.label, f"{folder} cannot be loaded into this model", LayoutError)
     wanted = _Wanted(known, wrong)
     targets = {o.name: o for o in optimizer.owned}
     states: dict[str, dict[str, torch.Tensor]] = {}
@@ -165,14 +167,21 @@ def _refuse(wrong: list[str], where: str, message: str, kind: type) -> None:
 # ---- names and boxes
 
 
-def _pieces(optimizer: LayerWiseOptimizer, source: Source | None) -> dict[str, tuple[Piece, ...]]:
+def _pieces(optimizer: LayerWiseOptimizer, source: Source | None, wrong: list[str]) -> dict[str, tuple[Piece, ...]]:
+    """By canonical name; what cannot be named is added to `wrong`."""
+    odd = [n for n, p in optimizer.named if not p.is_contiguous()]
+    wrong += [f"{n}: not contiguous; make it so before the optimizer is built" for n in odd]
     if source is None:
         return {
             n: (Piece(n, tuple(p.shape), (0,) * p.dim(), tuple(p.shape), 0, _rowwise(p)),) for n, p in optimizer.named
         }
-    layout = source.read()
+    try:
+        layout = source.read()
+    except XferError as e:  # told to all ranks, who are about to meet
+        wrong += [e.message, *e.violations]
+        return {}
     if layout.traced.recipes or layout.traced.gathers:
-        raise Unsupported("tensors that are computed while exporting have no optimizer state", where=optimizer.label)
+        wrong.append("tensors that are computed while exporting (adapters) have no optimizer state")
     shapes = {s.name: tuple(s.shape) for s in layout.traced.specs}
     base = {name: t.data_ptr() for name, t in layout.tensors.items()}
     at = sorted((p.data_ptr(), n, p) for n, p in optimizer.named if p.numel())
@@ -191,7 +200,6 @@ def _pieces(optimizer: LayerWiseOptimizer, source: Source | None) -> dict[str, t
             )
         strides = tuple(s // size for s in f.strides)
         found[name].append(Piece(f.tensor, shapes[f.tensor], f.origin, f.extent, (address - start) // size, strides))
-    wrong = []
     for name, p in optimizer.named:
         named = sum(prod(x.extent) for x in found[name])
         if named != p.numel():
@@ -199,7 +207,6 @@ def _pieces(optimizer: LayerWiseOptimizer, source: Source | None) -> dict[str, t
                 f"{name}: the checkpoint names {named} of its {p.numel()} elements (padded vocabulary, or a copy of "
                 "an embedding on another stage): untie it, or use a vocabulary that needs no padding"
             )
-    _refuse(wrong, optimizer.label, "parameters cannot be saved under the checkpoint's names", Unsupported)
     return {n: tuple(x) for n, x in found.items()}
 
 
@@ -209,10 +216,6 @@ def _rowwise(p: torch.Tensor) -> Ints:
 
 def _view(tensor: torch.Tensor, p: Piece) -> torch.Tensor:
     """The piece's part of a tensor that is shaped as the parameter; strides are those of a contiguous parameter."""
-    if not tensor.is_contiguous():
-        raise Unsupported(
-            f"{p.key}: its parameter or state is not contiguous; make it so before building the optimizer"
-        )
     return tensor.as_strided(p.extent, p.strides, tensor.storage_offset() + p.offset)
 
 
