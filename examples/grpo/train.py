@@ -72,9 +72,8 @@ def main() -> None:
             rendezvous=args.rendezvous, token=token, replicas=len(urls), engines=args.serve,  # xfer
         )  # xfer  # fmt: skip
         replicas = Replicas(args.serve, refit.controllers, args.rendezvous, token) if chief and args.serve else None
-        report = xfer.nccl_xfer_refit(
-            refit, version=version(start), verify=args.verify
-        )  # xfer: engines begin without weights
+        # Engines begin without weights, or with those of an earlier start.
+        report = xfer.nccl_xfer_refit(refit, version=version(start), verify=args.verify)  # xfer
         for step in range(start, args.steps):
             began = time.monotonic()
             batch, reward = None, 0.0
@@ -92,16 +91,8 @@ def main() -> None:
                 replicas.rejoin()
             report = xfer.nccl_xfer_refit(refit, version=version(step + 1), verify=args.verify, min_replicas=1)  # xfer
             if chief:
-                row = Row(
-                    step,
-                    version(step),
-                    reward,
-                    seen.error,
-                    seen.kl,
-                    seen.worst,
-                    report.seconds,
-                    time.monotonic() - began,
-                )
+                figures = (seen.error, seen.kl, seen.worst, report.seconds, time.monotonic() - began)
+                row = Row(step, version(step), reward, *figures)
                 gate.keep(row)
                 print(line(row, report), flush=True)
             gate.judge(step, seen)
