@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 pytest.importorskip("vllm")
 
 from examples.grpo.in_flight import InFlight  # noqa: E402
