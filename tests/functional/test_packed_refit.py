@@ -30,16 +30,24 @@ class Case:
     layout: dict
     engines: tuple[dict, ...]
     bucket: int = 96 << 10
+    colocated: bool = False
 
     @property
     def name(self) -> str:
         def flat(d: dict) -> str:
             return "-".join(f"{k}{d[k]}" for k in ("tp", "pp", "vpp", "ep", "etp", "cp") if d.get(k))
 
-        return f"{self.family}: {flat(self.layout)} -> {' + '.join(flat(e) for e in self.engines)}"
+        way = ", shared memory" * self.colocated
+        return f"{self.family}: {flat(self.layout)} -> {' + '.join(flat(e) for e in self.engines)}{way}"
 
 
 CASES = [Case("qwen3", dict(tp=2, pp=2, **PLAIN), (dict(tp=2),))]
+SLOW = [
+    Case("deepseek_v3", dict(tp=2, pp=2, ep=2, etp=1, distopt=True), (dict(tp=2),)),
+    Case("qwen3_tied", dict(tp=2, pp=2, **PLAIN), (dict(tp=1),), colocated=True),
+    Case("qwen3_moe", dict(tp=2, ep=2, etp=2, **PLAIN), (dict(tp=2), dict(tp=1))),
+    Case("qwen3_moe", dict(tp=2, pp=2, ep=2, etp=1, **PLAIN), (dict(tp=2, ep=True),), colocated=True),
+]
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +70,7 @@ def run(case: Case, stage: Stage, tmp_path: Path) -> None:
             e.expect("started", timeout=240)
         for i, e in enumerate(engines):
             e.say(do="serve", rendezvous=rendezvous, replica=i)
-        how = dict(route="packed", bucket_bytes=case.bucket, deadline_s=120.0)
+        how = dict(route="packed", bucket_bytes=case.bucket, deadline_s=120.0, colocated=case.colocated)
         stage.trained("connected", do="connect", rendezvous=rendezvous, replicas=len(engines), **how)
         exports, seen = [], []
         for step in (1, 2):
@@ -89,5 +97,12 @@ def run(case: Case, stage: Stage, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 def test_packed_refit_equals_a_fresh_load_of_the_export(case, stage, tmp_path):
+    with stage.case():
+        run(case, stage, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", SLOW, ids=lambda c: c.name)
+def test_packed_refit_equals_a_fresh_load_of_the_export_wide(case, stage, tmp_path):
     with stage.case():
         run(case, stage, tmp_path)

@@ -1,0 +1,155 @@
+"""What the packed route gathers from real Megatron-Core + Bridge ranks over gloo is what Bridge exports, bit for bit, and
+conversion tasks that went stale are noticed on all ranks. The ranks are tests/support/packed_bridge.py.
+
+The stale caches: a task of Bridge remembers parameter objects, and shapes and dtypes of all pipeline stages. Each case
+changes one thing as training frameworks do and looks at both: what kept tasks give, and what the check makes of it.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.functional.megatron_launch import launch
+
+pytestmark = pytest.mark.trainer
+SCRIPT = "../support/packed_bridge.py"
+VALUES = ["qwen3-tp2-pp2-lora", "deepseek_v3-tp2-pp2-ep2-etp1"]
+WIDE = [
+    "qwen3-tp2-pp2",
+    "qwen3_tied-tp2-pp2",
+    "qwen3_moe-tp2-ep2-etp2",
+    "qwen3_moe-tp2-pp2-ep2-etp1",
+    "deepseek_v3-pp2-ep2",
+    "qwen3-padded-vpp2",
+]
+STALE = ["replaced"]
+STALE_WIDE = ["flipped", "lora", "offloaded", "applied", "empty"]
+
+
+def ran(tmp_path_factory, mode: str, world: int, names: list[str] = ()) -> Path:
+    folder = tmp_path_factory.mktemp(f"packed-{mode}")
+    launch(SCRIPT, mode, str(folder), *names, world=world, folder=folder)
+    return folder
+
+
+def read(folder: Path, name: str) -> list[dict]:
+    return json.loads((folder / f"{name}.json").read_text())
+
+
+# ---- values
+
+
+def are_right(folder: Path, name: str) -> None:
+    for rank, x in enumerate(read(folder, name)):
+        assert x["first"] == x["second"] == x["alone"] == [], (rank, x)
+        assert x["state"] == "same" and x["built"] == 1, "an optimizer step changes values, not tasks"
+        assert x["groups"] > 3 and x["messages"] >= x["groups"] and x["longest"] <= x["limit"]
+        assert x["collectives"] <= 10, "one group's collectives are run together"
+    if "deepseek" in name:
+        assert "float32" in x["dtypes"], "the router's bias stays fp32"
+
+
+@pytest.fixture(scope="module")
+def values(tmp_path_factory):
+    return ran(tmp_path_factory, "values", 4, VALUES)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", VALUES)
+def test_buckets_hold_what_bridge_exports(values, name):
+    """After a first and a second optimizer step, gathered together and one by one."""
+    are_right(values, name)
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory):
+    return ran(tmp_path_factory, "values", 4, WIDE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WIDE)
+def test_buckets_hold_what_bridge_exports_wide(wide, name):
+    are_right(wide, name)
+
+
+# ---- tasks that went stale
+
+
+@pytest.fixture(scope="module")
+def stale(tmp_path_factory):
+    return ran(tmp_path_factory, "stale", 2, STALE)
+
+
+@pytest.fixture(scope="module")
+def stale_wide(tmp_path_factory):
+    return ran(tmp_path_factory, "stale", 2, STALE_WIDE)
+
+
+def is_noticed(ranks: list[dict], wrong_without: bool = True) -> None:
+    assert any(x["state"] != "same" for x in ranks)
+    for rank, x in enumerate(ranks):
+        assert x["right"] == [], f"with the check, rank {rank} gathered other values than a fresh export"
+        assert x["built"] == 2, "all ranks build anew when one has to"
+        assert bool(x["without"]) == wrong_without, f"without the check, rank {rank}: {x['without']}"
+
+
+def test_a_replaced_parameter_gives_old_weights_on_both_stages_without_the_check(stale):
+    ranks = read(stale, "replaced")
+    is_noticed(ranks)
+    assert [x["state"] for x in ranks] == ["same", "moved"], "only the stage that owns it can see it"
+    assert all(len(x["without"]) == 1 for x in ranks)
+
+
+@pytest.mark.slow
+def test_adapters_that_were_attached_are_merged(stale_wide):
+    is_noticed(read(stale_wide, "lora"))
+
+
+@pytest.mark.slow
+def test_a_router_bias_that_turned_fp32_is_sent_as_fp32(stale_wide):
+    ranks = read(stale_wide, "flipped")
+    assert any(x["has"] for x in ranks)
+    for x in ranks:
+        assert x["right"] == [] and x["built"] == 2
+        assert (x["before"], x["after"]) == (["bfloat16"], ["bfloat16", "float32"])
+
+
+@pytest.mark.slow
+def test_offloaded_and_reloaded_parameters_are_found_again(stale_wide):
+    ranks = read(stale_wide, "offloaded")
+    assert [x["state"] for x in ranks] == ["same", "moved"]
+    assert all(x["right"] == [] and x["built"] == 2 for x in ranks)
+
+
+@pytest.mark.slow
+def test_a_module_whose_tensors_were_all_replaced(stale_wide):
+    is_noticed(read(stale_wide, "applied"))
+
+
+@pytest.mark.slow
+def test_parameters_without_bytes_are_an_error_that_names_them_and_come_back(stale_wide):
+    ranks = read(stale_wide, "empty")
+    assert ranks[0]["error"] == "" and "has no bytes" in ranks[1]["error"]
+    assert all(x["right"] == [] for x in ranks)
+
+
+@pytest.mark.slow
+def test_without_the_check_the_flip_ends_a_process_or_gives_wrong_weights(tmp_path_factory):
+    """What the check is there for: this is what happens when tasks are kept."""
+    folder = tmp_path_factory.mktemp("packed-flip")
+    try:
+        launch(SCRIPT, "flip", str(folder), world=2, folder=folder, seconds=120)
+    except RuntimeError:
+        return  # the stage without the bias was told two bytes an element and sent four
+    assert any(json.loads(p.read_text()) for p in folder.glob("flip*.json"))
+
+
+@pytest.mark.slow
+def test_the_check_costs_less_than_a_hundredth_of_a_sync(tmp_path_factory):
+    """Of the gather alone, which is the smaller part of a sync; medians of seven, on a toy, where it weighs most."""
+    for x in read(ran(tmp_path_factory, "cost", 2), "cost"):
+        check, gather = sorted(x["check"])[3], sorted(x["gather"])[3]
+        assert x["built"] == 1 and check < 0.01 * gather, (check, gather)
