@@ -30,6 +30,7 @@ def test_a_killed_replica_rejoins(tmp_path):
 
     def start(i: int) -> Group:
         command = ["examples/grpo/serve.sh", str(tmp_path / "model"), str(ports[i]), "--dtype", "float32"]
+        command += ["--num-gpu-blocks-override", "600"]  # of 1 GiB each server would touch all
         groups.append(Group(f"serve{i}", command, tmp_path))
         return groups[-1]
 
