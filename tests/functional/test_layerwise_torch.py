@@ -154,7 +154,8 @@ def test_a_rank_that_dies_in_a_gather(tmp_path):
             c.say(do="dying", victim=1)
         assert two.ranks[1].expect("ended", timeout=120)["code"] == 7
         for c in two.ranks[:1]:
-            seen = c.expect("survived", timeout=120)["seen"]
+            said = c.expect("survived", timeout=120)
+            seen = said["seen"]
             assert len(seen) == 3
             assert {kind for kind, _ in seen} <= {"PeerLost", "DeadlineExceeded"}
             assert all("bucket" in text for _, text in seen)

@@ -171,6 +171,7 @@ class Rank:
 def main() -> None:
     r = Rank()
     obey(r.train, r.build, r.step, r.save, r.load, r.connect, r.refit, r.export, r.close)
+    os._exit(0)  # gloo's threads would wait for peers that are gone
 
 
 if __name__ == "__main__":

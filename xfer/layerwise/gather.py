@@ -311,7 +311,7 @@ class ParamGather:
             why = f"not within {self.deadline_s:.0f} s" if late else "a peer has ended or closed its connections"
             self.broken = kind(
                 f"parameters could not be gathered: {why}",
-                [f"{what}: {str(e).splitlines()[0]}", *_states(self.buckets)],
+                [f"{what}: {str(e).splitlines()[0][:160]}", *_states(self.buckets)],
                 where=self.label,
             )
             raise self.broken from e
