@@ -34,11 +34,26 @@ class Group:
                 self.lines.put(line)
 
     def kill(self) -> None:
-        try:
-            os.killpg(self.process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
+        """The process and all below it, at once: torchrun gives each rank a session of its own."""
+        for end, pid in [(os.kill, p) for p in _below(self.process.pid)] + [(os.killpg, self.process.pid)]:
+            try:
+                end(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
         self.process.wait(20)
+
+
+def _below(pid: int) -> list[int]:
+    parents = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parents[int(stat.parent.name)] = int(stat.read_text().rsplit(")", 1)[1].split()[1])
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # it ended meanwhile
+    found = [pid]
+    for one in found:
+        found += [child for child, parent in parents.items() if parent == one]
+    return found[1:]
 
 
 def until(condition, what: str, *groups: Group, seconds: float = 300) -> None:
