@@ -42,6 +42,7 @@ class MegatronLayerWise(LayerWiseOptimizer):
         _refuse(chunks)
         self.loss_scale = loss_scale
         self._everybody: Peers | None = None
+        self._cut = cut_parameters(chunks)
         dense = mpu.get_data_parallel_group(with_context_parallel=True)
         experts = mpu.get_expert_data_parallel_group(check_initialized=False)
         super().__init__(
@@ -78,12 +79,13 @@ class MegatronLayerWise(LayerWiseOptimizer):
         return mine
 
     def _counts(self, o: Owned) -> bool:
-        from megatron.core.tensor_parallel.layers import param_is_not_tensor_parallel_duplicate
+        from megatron.core import parallel_state as mpu
         from megatron.core.transformer.module import param_is_not_shared
 
-        return param_is_not_shared(o.param) and (
-            not getattr(o.param, "allreduce", True) or param_is_not_tensor_parallel_duplicate(o.param)
-        )
+        if not param_is_not_shared(o.param):
+            return False
+        expert = not getattr(o.param, "allreduce", True)
+        return id(o.param) in self._cut or expert or mpu.get_tensor_model_parallel_rank() == 0
 
     def _refuse_outside(self, dense: Peers, rest: Sequence[Peers]) -> None:
         """Norms are summed over all ranks, so groups of experts may lie as they like."""
@@ -94,16 +96,13 @@ def muon_and_adam(
 ) -> list[ParamGroup]:
     """Muon for matrices inside the layers, Adam for all else: embeddings, the head, vectors. Momentum of matrices that tensor
     parallel ranks share is gathered, so that the update does not depend on their number."""
-    matrices, rest, cut = [], [], {}
+    matrices, rest, cut = [], [], cut_parameters(chunks)
     for chunk in chunks:
         outside = {id(p) for p in _vocabulary(chunk)}
         for p in chunk.parameters():
             if not p.requires_grad:
                 continue
             (matrices if p.dim() == 2 and id(p) not in outside else rest).append(p)
-            piece = _piece(p)
-            if piece is not None:
-                cut[id(p)] = piece
     masters: dict[int, int] = {}
 
     def muon(groups, **options):
@@ -128,15 +127,27 @@ def _vocabulary(chunk: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
                 yield p
 
 
-def _piece(p: torch.nn.Parameter) -> tuple[dist.ProcessGroup, int] | None:
-    """(group, dim) of a matrix of which this rank holds a part."""
-    from megatron.core import parallel_state as mpu
+def cut_parameters(chunks: Sequence[torch.nn.Module]) -> dict[int, tuple[dist.ProcessGroup, int]]:
+    """id(parameter) -> (tensor-parallel group, dim) of those of which this rank holds a part.
 
-    if not getattr(p, "tensor_model_parallel", False) or p.dim() != 2:
-        return None
-    dense = getattr(p, "allreduce", True)
-    group = mpu.get_tensor_model_parallel_group() if dense else mpu.get_expert_tensor_parallel_group()
-    return (group, p.partition_dim) if group.size() > 1 else None
+    Megatron's own layers are told by their class: they mark their weights only when they initialize them, which Bridge,
+    about to load a checkpoint, tells them not to do. Other layers are believed.
+    """
+    from megatron.core import parallel_state as mpu
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+
+    found: dict[int, tuple[dist.ProcessGroup, int]] = {}
+    for chunk in chunks:
+        for module in chunk.modules():
+            own = isinstance(module, ColumnParallelLinear | RowParallelLinear | VocabParallelEmbedding)
+            for p in module.parameters(recurse=False):
+                if own and p.dim() == 2:  # its one matrix; a bias of it is marked in any case
+                    found[id(p)] = module.tp_group, int(isinstance(module, RowParallelLinear))
+                elif getattr(p, "tensor_model_parallel", False):
+                    expert = not getattr(p, "allreduce", True)
+                    group = mpu.get_expert_tensor_parallel_group() if expert else mpu.get_tensor_model_parallel_group()
+                    found.setdefault(id(p), (group, p.partition_dim))
+    return {key: (group, dim) for key, (group, dim) in found.items() if group.size() > 1}
 
 
 def _refuse(chunks: Sequence[torch.nn.Module]) -> None:
