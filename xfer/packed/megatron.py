@@ -11,13 +11,13 @@ an export. Not here: which tasks form a bucket (plan.py), the copying (buffer.py
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 
-from xfer.errors import LayoutError, PlanMismatch
+from xfer.errors import LayoutError, PlanMismatch, RebindError
 from xfer.packed import agree
 from xfer.packed.buffer import dtype_name
 from xfer.packed.lockstep import Lockstep
@@ -26,7 +26,7 @@ from xfer.packed.wire import nbytes_of
 from xfer.trace.collectives import objects_stay_home
 from xfer.trace.export import ExportWatch, twin
 from xfer.trace.fragment import TensorSpec
-from xfer.trace.slots import Slots, walk
+from xfer.trace.slots import Slot, Slots, walk
 from xfer.trainers.bridge_export import (
     Export,
     factor_tasks,
@@ -67,6 +67,7 @@ class BridgeStream:
         t._refuse_unsupported()
         bridge, (names, _) = model_bridge_of(t.bridge), t._checkpoint()
         slot_of = {id(slot.get()): slot for slot in walk(t.chunks)}
+        _refuse_empty(slot_of.values())
         with torch.no_grad(), objects_stay_home():
             tasks = owned_tasks(bridge, t.chunks, names)
             adapters = owned_adapters(bridge, t.chunks)
@@ -100,6 +101,7 @@ class BridgeStream:
     def check(self) -> str:
         if self._slots is None:
             return "changed"
+        _refuse_empty(self._slots.slots)
         state = self._slots.check()
         if state == "moved":
             self._slots.bind()  # from here on this is what later checks compare with
@@ -174,6 +176,18 @@ class BridgeStream:
             list(self.trainer.chunks), self._names, cpu=False, show_progress=False, conversion_tasks=tasks
         )
         return ((name, tensor.detach()) for name, tensor in stream)
+
+
+def _refuse_empty(slots: Iterable[Slot]) -> None:
+    """RebindError naming parameters that an offloader has emptied: Bridge would export them as tensors of no elements on
+    their own stage, and as uninitialised memory on all others."""
+    bad = [
+        f"{slot.name}: has no bytes (offloaded?): bring the parameters back before the refit"
+        for slot in slots
+        if (t := slot.get()) is not None and not t.numel()
+    ]
+    if bad:
+        raise RebindError("parameters cannot be read where they were", bad)
 
 
 ROUND_BYTES = 64 << 20
