@@ -121,10 +121,15 @@ def _vocabulary(chunk: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
     from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
 
     for module in chunk.modules():
-        for p in module.parameters(recurse=False):
-            embeds = isinstance(module, VocabParallelEmbedding | torch.nn.Embedding)
-            if embeds or getattr(p, "is_embedding_or_output_parameter", False):
-                yield p
+        embeds = isinstance(module, VocabParallelEmbedding | torch.nn.Embedding)
+        yield from (p for p in module.parameters(recurse=False) if embeds or _marked(p))
+
+
+def _marked(p: torch.nn.Parameter) -> bool:
+    try:
+        return p.is_embedding_or_output_parameter  # Megatron's mark, not a name
+    except AttributeError:
+        return False
 
 
 def cut_parameters(chunks: Sequence[torch.nn.Module]) -> dict[int, tuple[dist.ProcessGroup, int]]:
