@@ -22,7 +22,9 @@ def dtype_name(t: torch.Tensor) -> str:
 
 def flat_bytes(t: torch.Tensor) -> torch.Tensor:
     """The tensor as flat uint8; a copy only where it is not contiguous."""
-    return t.detach().contiguous().view(-1).view(torch.uint8)
+    t = t.detach().contiguous()
+    # Not view(-1): torch calls a tensor of one element contiguous whatever its strides, and keeps those.
+    return t.as_strided((t.numel(),), (1,)).view(torch.uint8)
 
 
 class Buffers:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from xfer.errors import LayoutError, PlanMismatch
 from xfer.packed import agree
+from xfer.packed.buffer import flat_bytes
 from xfer.packed.plan import Group, TaskSize
 from xfer.plan.program import ITEMSIZE
 from xfer.trace.fragment import Fragment, TensorSpec
@@ -114,7 +115,7 @@ class TensorStream:
         return list(spec.shape), spec.dtype
 
     def tensors(self, group: Group) -> Iterator[tuple[str, torch.Tensor]]:
-        parts = self._exchanged(group)
+        parts = iter(self._exchanged(group))
         for spec in group.tensors:
             if self.rank:
                 yield spec.name, None
@@ -128,7 +129,7 @@ class TensorStream:
                 whole[h.fragment.index] = next(parts).to(whole.dtype)
             yield spec.name, whole
 
-    def _exchanged(self, group: Group) -> Iterator[torch.Tensor]:
+    def _exchanged(self, group: Group) -> list[torch.Tensor]:
         """On rank 0 all parts of the group's tensors, in their order. One message from each other rank that holds some."""
         order = [h for spec in group.tensors for h in self._held[spec.name]]
         sizes = [0] * self.world
@@ -139,23 +140,24 @@ class TensorStream:
             if sizes[self.rank]:
                 mine = torch.cat([self._bytes(h.fragment) for h in order if h.rank == self.rank])
                 _run([dist.P2POp(dist.isend, mine, 0)])
-            return
+            return []
         came = {r: torch.empty(n, dtype=torch.uint8, device=self.device) for r, n in enumerate(sizes) if r and n}
         self.collectives = len(came)
         _run([dist.P2POp(dist.irecv, t, r) for r, t in came.items()])
-        at = [0] * self.world
+        at, parts = [0] * self.world, []
         for h in order:
             if h.rank == 0:
-                yield _view(self._roots[h.fragment.root], h.fragment)
+                parts.append(_view(self._roots[h.fragment.root], h.fragment))
                 continue
             n, dtype = h.nbytes, getattr(torch, h.fragment.dtype)
             piece = came[h.rank][at[h.rank] : at[h.rank] + n]
             at[h.rank] += n
             piece = piece if not piece.storage_offset() % dtype.itemsize else piece.clone()
-            yield piece.view(dtype).view(h.fragment.extent)
+            parts.append(piece.view(dtype).view(h.fragment.extent))
+        return parts
 
     def _bytes(self, f: Fragment) -> torch.Tensor:
-        return _view(self._roots[f.root], f).contiguous().view(-1).view(torch.uint8)
+        return flat_bytes(_view(self._roots[f.root], f))
 
 
 def _run(ops: list) -> None:
