@@ -137,17 +137,6 @@ def test_parameters_without_bytes_are_an_error_that_names_them_and_come_back(sta
 
 
 @pytest.mark.slow
-def test_without_the_check_the_flip_ends_a_process_or_gives_wrong_weights(tmp_path_factory):
-    """What the check is there for: this is what happens when tasks are kept."""
-    folder = tmp_path_factory.mktemp("packed-flip")
-    try:
-        launch(SCRIPT, "flip", str(folder), world=2, folder=folder, seconds=120)
-    except RuntimeError:
-        return  # the stage without the bias was told two bytes an element and sent four
-    assert any(json.loads(p.read_text()) for p in folder.glob("flip*.json"))
-
-
-@pytest.mark.slow
 def test_the_check_costs_less_than_a_hundredth_of_a_sync(tmp_path_factory):
     """Of the gather alone, which is the smaller part of a sync; medians of seven, on a toy, where it weighs most."""
     for x in read(ran(tmp_path_factory, "cost", 2), "cost"):

@@ -1,8 +1,7 @@
 """What the packed route gathers from real Megatron-Core + Bridge ranks over gloo: `packed_bridge.py MODE FOLDER CASE…`.
 
 values   each case's tensors, bucket by bucket, beside Bridge's own export; writes FOLDER/CASE.json
-stale    what kept conversion tasks give after a framework moved things, and what the check makes of it; FOLDER/stale.json
-flip     the same for a router bias that turns fp32, without the check: one rank is expected to end here
+stale    what kept conversion tasks give after a framework moved things, and what the check makes of it; FOLDER/CASE.json
 cost     what the check costs in a gather where nothing changed; FOLDER/cost.json
 
 The assertions are in tests/functional/test_packed_bridge.py.
@@ -263,19 +262,6 @@ def _outcome(source: PackedSource, trainer: Trainer) -> list[str]:
         return wrong(gathered(source), trainer)
     except Exception as e:
         return [f"{type(e).__name__}: {e}"[:200]]
-
-
-def flip(folder: Path) -> None:
-    """Without the check: the process of the stage that does not own the bias is not expected to live."""
-    toy.write_checkpoint("deepseek_v3", folder / "model", **SMALL) if dist.get_rank() == 0 else None
-    dist.barrier()
-    with Trainer(folder / "model", pp=2, **PLAIN) as trainer:
-        half(trainer)
-        source = made(trainer)
-        gathered(source)
-        flipped(trainer)
-        bad = wrong(gathered(source), trainer)
-        (folder / f"flip{dist.get_rank()}.json").write_text(json.dumps(bad))
 
 
 def cost(folder: Path) -> None:
