@@ -86,7 +86,7 @@ class RolloutActor:
 
 
 def stored_bytes() -> int:
-    """What Ray's object stores have taken since they began, all nodes together."""
+    """What the object store of the driver's node has taken since it began."""
     from ray._private.internal_api import get_memory_info_reply, get_state_from_address
 
     stats = get_memory_info_reply(get_state_from_address(ray.get_runtime_context().gcs_address)).store_stats
@@ -154,6 +154,11 @@ def loop(args: argparse.Namespace, folder: str, curve: Path, gpu: dict, variable
             raise RuntimeError(f"a refit put {grown} bytes into Ray's object store: weights must not go that way")
         return seconds
 
+    before = stored_bytes()
+    probe = ray.put(bytes(1 << 20))
+    if stored_bytes() - before < 1 << 20:
+        raise RuntimeError("this Ray does not count what its object store takes, so nothing would be proven")
+    del probe
     refit(0)
     for step in range(args.steps):
         began = time.monotonic()
