@@ -54,7 +54,9 @@ class MegatronLayerWise(LayerWiseOptimizer):
             reduce="done",
             **options,
         )
-        self._everybody = Peers.like("all ranks", None, self.gather.deadline_s)
+        # The default group itself: groups made again and again over equal ranks, layout after layout, did not always meet.
+        ranks = tuple(range(dist.get_world_size()))
+        self._everybody = Peers("all ranks", dist.group.WORLD if len(ranks) > 1 else None, ranks, dist.get_rank())
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         return loss * self.loss_scale
