@@ -284,8 +284,11 @@ class CallThread:
 
 
 def _reads_text_only(vllm_config: Any) -> bool:
-    model = getattr(vllm_config, "model_config", None)
-    return not (getattr(model, "is_multimodal_model", True) or getattr(model, "is_encoder_decoder", True))
+    try:
+        model = vllm_config.model_config
+        return not (model.is_multimodal_model or model.is_encoder_decoder)
+    except AttributeError:
+        return False  # another vLLM, or none
 
 
 def _if_there(engine: Any, method: str) -> Callable[..., Any]:
