@@ -131,7 +131,8 @@ class Channel:
             except (OSError, ConnectionError, ValueError) as e:
                 reason = str(e) or "connection closed"
             self.close()
-            on_close(reason)
+            if not _ending.is_set():
+                on_close(reason)
 
         self._reader = threading.Thread(target=read, name=f"xfer-read-{self.label}", daemon=True)
         _reading.add(self)
@@ -217,12 +218,15 @@ class Channel:
 
 
 _reading: weakref.WeakSet[Channel] = weakref.WeakSet()
+_ending = threading.Event()
+"""The interpreter ends: connections do so with it, which is no news for anybody here."""
 
 
 @atexit.register
 def _stop_reading() -> None:
     """At its connection's end a reader frees lanes, in gloo's C++. It may not come back from there into an interpreter
     that is gone: std::terminate would be the process' end."""
+    _ending.set()
     channels = list(_reading)
     for channel in channels:
         channel.close()
