@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("xfer")
 DEADLINE_S = 600.0
 BUCKET_BYTES = {"cpu": 64 << 20, "cuda": 240 << 20}
-PACKED_BYTES = 1 << 30
 
 
 def default_cache_dir() -> str:
@@ -144,8 +143,12 @@ def connect(
         bad.append(f'route={route!r}: "direct" or "packed"')
     if colocated and route != "packed":
         bad.append('colocated=True is for route="packed"; the direct route maps whatever can be mapped by itself')
-    if bucket_bytes is None:
-        bucket_bytes = PACKED_BYTES if route == "packed" else BUCKET_BYTES[trainer.device.type]
+    if bucket_bytes is None and route == "packed":
+        from xfer.packed import plan
+
+        bucket_bytes = plan.BUCKET_BYTES
+    elif bucket_bytes is None:
+        bucket_bytes = BUCKET_BYTES[trainer.device.type]
     if bucket_bytes < 1 << 12:
         bad.append(f"bucket_bytes={bucket_bytes}: at least 4096")
     try:

@@ -25,7 +25,8 @@ import torch.distributed as dist  # noqa: E402
 from xfer.errors import XferError  # noqa: E402
 from xfer.session.drain import Drain  # noqa: E402
 from xfer.testing.train_loop import Trainer  # noqa: E402
-from xfer.trainers.megatron import Layout, MegatronTrainer  # noqa: E402
+from xfer.trace.traced import TrainerLayout  # noqa: E402
+from xfer.trainers.megatron import MegatronTrainer  # noqa: E402
 
 Json = dict[str, object]
 
@@ -73,14 +74,14 @@ PROBE = [
 # -- reading a layout back ---------------------------------------------------------------------------------------------
 
 
-def region(layout: Layout, f) -> torch.Tensor:
+def region(layout: TrainerLayout, f) -> torch.Tensor:
     """The live elements of a fragment, as a view of its storage."""
     dtype = getattr(torch, f.dtype)
     flat = layout.tensors[f.root].view(dtype)
     return flat.as_strided(f.extent, tuple(s // dtype.itemsize for s in f.strides), f.offset // dtype.itemsize)
 
 
-def held(layout: Layout) -> list[tuple[str, tuple, torch.Tensor]]:
+def held(layout: TrainerLayout) -> list[tuple[str, tuple, torch.Tensor]]:
     """(tensor, origin, values now) of every fragment of this rank."""
     return [(f.tensor, f.origin, region(layout, f).detach().clone()) for f in layout.traced.fragments]
 
@@ -108,7 +109,7 @@ def compare(pieces: list, want: dict[str, torch.Tensor]) -> Json | None:
     return dict(tensors=len(want), wrong=sorted(wrong), missing=missing, unknown=sorted(unknown))
 
 
-def unowned_bytes(trainer: Trainer, layout: Layout) -> list[str]:
+def unowned_bytes(trainer: Trainer, layout: TrainerLayout) -> list[str]:
     """Storage-side witness, from the modules alone: parameters with a byte that no fragment reads, or that two read."""
     painted = {root: torch.zeros(t.numel(), dtype=torch.int8) for root, t in layout.tensors.items()}
     for f in layout.traced.fragments:
@@ -230,7 +231,7 @@ def drain_late(source: MegatronTrainer) -> bool:
     return ended
 
 
-def painted(layout: Layout) -> dict[str, torch.Tensor]:
+def painted(layout: TrainerLayout) -> dict[str, torch.Tensor]:
     """Per checkpoint tensor int64 [shape]: which byte of which root each element begins at, -1 where another rank holds
     it. Two layouts that say the same in other boxes paint the same."""
     number = {root.name: i for i, root in enumerate(layout.roots)}
@@ -288,7 +289,7 @@ def probes(folder: Path, family: str, keywords: Json) -> Json | None:
     return dict(same=[s[0] for s in seen], fallback=[s[1] for s in seen], refused=refused, computed=computed)
 
 
-def paints_equal(a: Layout, b: Layout) -> bool:
+def paints_equal(a: TrainerLayout, b: TrainerLayout) -> bool:
     x, y = painted(a), painted(b)
     return x.keys() == y.keys() and all(torch.equal(x[n], y[n]) for n in x) and a.traced.specs == b.traced.specs
 

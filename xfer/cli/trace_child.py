@@ -155,17 +155,15 @@ def trace_trainer(task: Task, work: Path, say: Callable[..., None], told: Queue)
 
 
 def _names(task: Task, say: Callable[..., None], told: Queue) -> list[str]:
-    """Of the checkpoint's tensors. A family that this transformers does not know has its code in its checkpoints. Bridge
-    asks of it only what its class is called, so none of that code is needed; its tensors somebody else has to name.
-    """
-    from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
+    """Of the checkpoint's tensors. Those of a family that this transformers does not know somebody else has to name."""
+    from transformers import CONFIG_MAPPING
+
+    from xfer.testing.te_everywhere import stand_in_config
 
     kind = task.config.get("model_type", "")
     known = kind in CONFIG_MAPPING
     if not known and task.config.get("architectures"):
-        architecture = task.config["architectures"][0]
-        brought = {"model_type": kind, "auto_map": {"AutoModelForCausalLM": f"modeling_{kind}.{architecture}"}}
-        AutoConfig.register(kind, type(f"{kind}_config", (PretrainedConfig,), brought), exist_ok=True)
+        stand_in_config(kind, task.config["architectures"][0])
     if task.names is not None:
         return task.names
     if known:

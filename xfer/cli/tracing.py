@@ -157,21 +157,15 @@ class Tracer:
             done, names = 0, []
             waiting = set(range(len(children)))
             while waiting:
-                try:
-                    number, line = said.get(timeout=SILENCE_S)
-                except Empty:
-                    raise DeadlineExceeded(
-                        f"the {task.side}'s ranks are not traced: no word for {SILENCE_S:.0f} s",
-                        [
-                            f"{done} of {len(firsts)} are done; does the framework of {self._found[task.side]} start at all?"
-                        ],
-                    ) from None
+                number, line = _heard(
+                    said,
+                    f"the {task.side}'s ranks are not traced",
+                    f"{done} of {len(firsts)} are done; does the framework of {self._found[task.side]} start at all?",
+                )
                 if line is None:
                     if number in waiting:
                         raise children[number].ended()
                     continue  # one that is done may end before the others
-                if "error" in line:
-                    raise from_wire(*line["error"])
                 if "unnamed" in line:
                     names = names or self._names(task, work)
                     children[number].say(names=names)
@@ -197,15 +191,11 @@ class Tracer:
         child = _Child(self._found["engine"], msgspec.structs.replace(task, side=NAMES), work, said)
         try:
             while True:
-                _, line = said.get(timeout=SILENCE_S)
+                _, line = _heard(said, "the checkpoint's tensors are not named", f"asked: {self._found['engine']}")
                 if line is None:
                     raise child.ended()
-                if "error" in line:
-                    raise from_wire(*line["error"])
                 if "names" in line:
                     return line["names"]
-        except Empty:
-            raise DeadlineExceeded(f"no word for {SILENCE_S:.0f} s from the transformers that names tensors") from None
         finally:
             child.stop()
 
@@ -304,6 +294,17 @@ class _Child:
         for pipe in (self._process.stdin, self._process.stdout):
             with suppress(OSError):
                 pipe.close()
+
+
+def _heard(said: Queue, what: str, state: str) -> tuple[int, dict[str, Any] | None]:
+    """The next word of a child: (number, line), line None when it is gone. Raises what the child raised, and DeadlineExceeded."""
+    try:
+        number, line = said.get(timeout=SILENCE_S)
+    except Empty:
+        raise DeadlineExceeded(f"{what}: no word for {SILENCE_S:.0f} s", [state]) from None
+    if line is not None and "error" in line:
+        raise from_wire(*line["error"])
+    return number, line
 
 
 def _union(work: Path, children: int) -> Catalog:

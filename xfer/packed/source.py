@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -17,8 +16,8 @@ import torch
 from xfer.errors import Unsupported
 from xfer.packed import agree
 from xfer.packed.plan import BucketPlan, Group, TaskSize, make_plan
-from xfer.trace.fragment import Root, TensorSpec
-from xfer.trace.traced import Traced
+from xfer.trace.fragment import TensorSpec
+from xfer.trace.traced import Traced, TrainerLayout
 
 
 class Stream(Protocol):
@@ -44,15 +43,6 @@ class Stream(Protocol):
         be None."""
 
 
-@dataclass(frozen=True, slots=True)
-class PackedLayout:
-    """See session.trainer.Layout: names only; no storage is read in place."""
-
-    traced: Traced
-    roots: tuple[Root, ...] = ()
-    tensors: Mapping[str, torch.Tensor] = None  # type: ignore[assignment]
-
-
 class PackedSource:
     """See session.trainer.Source. `limit`: bytes of a message; `packed` False: one message per tensor. `colocated`: the
     engines' workers are on this host and map the buffers instead of receiving them (shared.py)."""
@@ -70,9 +60,10 @@ class PackedSource:
     def drain(self) -> None:
         self.stream.drain()
 
-    def read(self) -> PackedLayout:
+    def read(self) -> TrainerLayout:
+        """Names only: no storage is read in place."""
         self._stale = True
-        return PackedLayout(Traced(tuple(sorted(self.stream.read())), ()), (), {})
+        return TrainerLayout(Traced(tuple(sorted(self.stream.read())), ()), (), {})
 
     def check(self) -> str:
         """Task objects are stale from the first call on that is not "same", until a gather has made new ones."""

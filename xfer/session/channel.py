@@ -24,6 +24,7 @@ import time
 import weakref
 from collections.abc import Callable
 
+from xfer.ending import wait_for_all
 from xfer.errors import DeadlineExceeded, HandshakeError, PeerLost, ProtocolError
 from xfer.session.messages import MAX_FRAME, Message, decode, encode
 
@@ -33,8 +34,6 @@ HANDSHAKE_S = 20.0
 """Seconds that either side may take for the challenge."""
 SEND_S = 120.0
 """Seconds that one frame may take to leave; a peer that does not read for so long counts as lost."""
-EXIT_S = 5.0
-"""Seconds that a reader has to end once its connection is closed."""
 
 
 def _proof(token: str, side: bytes, first: bytes, second: bytes) -> bytes:
@@ -145,7 +144,7 @@ class Channel:
     def join(self, seconds: float) -> None:
         """Of a closed connection: until `on_close` has returned, unless that is who asks."""
         if self._reader is not None and self._reader is not threading.current_thread():
-            self._reader.join(max(0.0, seconds))
+            self._reader.join(seconds)
 
     def hang_up(self) -> None:
         """Nothing more comes from here. What was sent still arrives, which `close` cannot promise: where bytes of the
@@ -224,15 +223,12 @@ _ending = threading.Event()
 
 @atexit.register
 def _stop_reading() -> None:
-    """At its connection's end a reader frees lanes, in gloo's C++. It may not come back from there into an interpreter
-    that is gone: std::terminate would be the process' end."""
+    """At its connection's end a reader frees lanes, in gloo's C++."""
     _ending.set()
     channels = list(_reading)
     for channel in channels:
         channel.close()
-    until = time.monotonic() + EXIT_S
-    for channel in channels:
-        channel.join(until - time.monotonic())
+    wait_for_all(channel.join for channel in channels)
 
 
 def parse_address(rendezvous: str) -> tuple[str, int]:

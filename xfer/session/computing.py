@@ -22,18 +22,19 @@ from xfer.session.store import HubStore
 
 if TYPE_CHECKING:
     from xfer.session.party import Party
-    from xfer.session.trainer import Layout, Source
+    from xfer.session.trainer import Source
+    from xfer.trace.traced import TrainerLayout
 
 _GONE = 1 << 20
 """More than any group has ranks: a count from which this was taken is never full again."""
 
 
-def scratch_bytes(layout: Layout) -> int:
+def scratch_bytes(layout: TrainerLayout) -> int:
     """What the results of a trainer's recipes take on this rank, for as long as the layout lasts."""
     return sum(r.nbytes for r in layout.roots if r.name.startswith(SCRATCH))
 
 
-def explain(layout: Layout, who: str) -> str:
+def explain(layout: TrainerLayout, who: str) -> str:
     """One line for people, "" where nothing is computed."""
     recipes = layout.traced.recipes
     ops = sorted({op for r in recipes for op in r.ops})
@@ -44,7 +45,7 @@ def explain(layout: Layout, who: str) -> str:
 
 
 def compute(
-    source: Source, layout: Layout, party: Party, attempt: int, until: float, over: Callable[[], bool]
+    source: Source, layout: TrainerLayout, party: Party, attempt: int, until: float, over: Callable[[], bool]
 ) -> float:
     """Bring what the export computes up to date, in scratch. Returns seconds. Raises as `Meeting`."""
     if not layout.traced.recipes and not layout.traced.gathers:

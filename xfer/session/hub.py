@@ -17,11 +17,12 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 
+from xfer.ending import wait_for_all
 from xfer.errors import DeadlineExceeded, HandshakeError, PeerLost, ProtocolError, XferError
 from xfer.session import messages as m
 from xfer.session.attempt import Attempt
 from xfer.session.calls import Calls
-from xfer.session.channel import EXIT_S, Channel
+from xfer.session.channel import Channel
 from xfer.session.door import Door
 from xfer.session.keyvalue import KeyValues
 from xfer.session.packing import pack, unpack_one
@@ -105,18 +106,14 @@ class Hub:
         self.door.close()
         self._events.put(None)
         self._thread.join(timeout=5.0)
-        for c in list(self.clients):
+        clients = list(self.clients)
+        for c in clients:
             c.finish()
-        until = time.monotonic() + GOODBYE_S
-        for c in list(self.clients):
-            if c._writer is not None:
-                c._writer.join(max(0.0, until - time.monotonic()))
-            c.channel.hang_up()
-        for c in list(self.clients):  # each closes its end when it has read to ours
-            c.channel.join(until - time.monotonic())
+        # Each reads to our end, and closes its own.
+        wait_for_all([*(c.say_all for c in clients), *(c.channel.join for c in clients)], GOODBYE_S)
+        for c in clients:
             c.channel.close()
-        for c in list(self.clients):
-            c.channel.join(EXIT_S)
+        wait_for_all(c.channel.join for c in clients)
 
     # ---- who is here
 

@@ -18,6 +18,7 @@ from typing import Protocol
 
 import torch
 
+from xfer.ending import wait_for_all
 from xfer.errors import PeerLost, PlanMismatch, XferError
 from xfer.plan.cache import PlanCache
 from xfer.plan.options import PlanOptions
@@ -30,8 +31,6 @@ from xfer.transport import routes
 from xfer.transport.group import Link
 from xfer.transport.p2p import WAVE_BYTES
 
-EXIT_S = 5.0
-"""Seconds that all lanes together have to stop when the interpreter ends."""
 PROGRESS_S = 0.5
 """Seconds between two progress messages of a running transfer."""
 
@@ -63,14 +62,11 @@ _running: weakref.WeakSet[Lane] = weakref.WeakSet()
 
 @atexit.register
 def _stop_all() -> None:
-    """A process that ends without closing its session: a thread that comes back from gloo's C++ into an interpreter that
-    is gone would end it by std::terminate."""
+    """A process that ends without closing its session."""
     lanes = list(_running)
     for lane in lanes:
         lane.stop()
-    until = time.monotonic() + EXIT_S
-    for lane in lanes:
-        lane.join(max(0.0, until - time.monotonic()))
+    wait_for_all(lane.join for lane in lanes)
 
 
 class Lane:

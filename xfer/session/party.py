@@ -16,11 +16,12 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
+from xfer.ending import EXIT_S
 from xfer.errors import DeadlineExceeded, HandshakeError, PeerLost, XferError
 from xfer.plan.fabric import Site
 from xfer.session import messages as m
 from xfer.session.bounds import SILENCE_S
-from xfer.session.channel import EXIT_S, SEND_S, dial
+from xfer.session.channel import SEND_S, dial
 from xfer.session.lane import Lane
 from xfer.session.layouts import Shelf
 from xfer.session.store import Replies

@@ -65,6 +65,12 @@ class Client:
         """No more messages; those that are queued still go."""
         self._out.put(None)
 
+    def say_all(self, seconds: float) -> None:
+        """After `finish`: wait for what is queued to go, and hang up."""
+        if self._writer is not None:
+            self._writer.join(seconds)
+        self.channel.hang_up()
+
 
 @dataclass(eq=False)
 class Replica:

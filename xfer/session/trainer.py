@@ -36,16 +36,7 @@ from xfer.session.refit import RefitCall
 from xfer.session.report import RefitReport
 from xfer.session.roster import HubOptions, told
 from xfer.trace.catalog import Catalog
-from xfer.trace.fragment import Root
-from xfer.trace.traced import Traced
-
-
-class Layout(Protocol):
-    """What a `Source` reads: fragments in storages, and the storages."""
-
-    traced: Traced
-    roots: tuple[Root, ...]
-    tensors: Mapping[str, torch.Tensor]
+from xfer.trace.traced import TrainerLayout
 
 
 class Source(Protocol):
@@ -60,7 +51,7 @@ class Source(Protocol):
     def drain(self) -> None:
         """Finish every parameter gather in flight and synchronize the device."""
 
-    def read(self) -> Layout: ...
+    def read(self) -> TrainerLayout: ...
 
     def check(self) -> str:
         """ "same", "moved" (same layout, other addresses) or "changed"."""
@@ -193,7 +184,7 @@ class TrainerSession:
                 ready.add(message.replica)
         self._open = True
 
-    def _read_together(self, until: float) -> Layout:
+    def _read_together(self, until: float) -> TrainerLayout:
         def pointless() -> bool:
             return any(isinstance(x, XferError | m.Failed) for x in list(self._party.inbox.queue))
 
@@ -214,7 +205,7 @@ class TrainerSession:
         if isinstance(message, m.Failed):
             raise message.error.error()
 
-    def _take(self, layout: Layout) -> None:
+    def _take(self, layout: TrainerLayout) -> None:
         self.layout = layout
 
     def _take_catalog(self, message: m.CatalogMsg) -> None:

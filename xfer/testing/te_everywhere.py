@@ -35,6 +35,15 @@ def import_bridge():
             sys.modules.pop(name, None)
 
 
+def stand_in_config(kind: str, architecture: str) -> None:
+    """Lets AutoConfig read configs of a family that this transformers does not know: its code comes with its checkpoints.
+    Bridge asks of it only what its class is called, so none of that code is needed. Idempotent."""
+    from transformers import AutoConfig, PretrainedConfig
+
+    brought = {"model_type": kind, "auto_map": {"AutoModelForCausalLM": f"modeling_{kind}.{architecture}"}}
+    AutoConfig.register(kind, type(f"{kind}_config", (PretrainedConfig,), brought), exist_ok=True)
+
+
 def _put_te_twins() -> None:
     from megatron.core.extensions import transformer_engine as te
     from megatron.core.extensions import transformer_engine_spec_provider as provider

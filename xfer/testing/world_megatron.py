@@ -27,7 +27,7 @@ from xfer.trace.catalog import Catalog
 from xfer.trainers.bridge_export import CheckpointNames, hf_config, model_bridge_of
 
 if TYPE_CHECKING:
-    from xfer.trainers.megatron import Layout
+    from xfer.trace.traced import TrainerLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +204,7 @@ def trainers(
     weights: Sequence[Whole],
     *,
     every: bool = False,
-    look: Callable[[int, Sequence[torch.nn.Module], Layout], None] = lambda rank, chunks, layout: None,
+    look: Callable[[int, Sequence[torch.nn.Module], TrainerLayout], None] = lambda rank, chunks, layout: None,
 ) -> Trainers:
     """Every class of ranks of a job that trains the checkpoint in `folder`, with the weights of each version.
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from xfer.trace.fragment import Fill, Fragment, Ints, TensorSpec
+from xfer.trace.fragment import Fill, Fragment, Ints, Root, TensorSpec
 from xfer.trace.view import Region
 
 if TYPE_CHECKING:
@@ -132,3 +132,18 @@ class Traced:
     unread: tuple[str, ...] = ()
     casts: tuple[Cast, ...] = ()
     gathers: tuple[Gathered, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerLayout:
+    """What one trainer rank holds, whatever its framework.
+
+    traced   fragments are relocated: `root` is a storage (each named after the first tensor in it), offsets count from its
+             first byte
+    roots    those storages and their lengths
+    tensors  a root's name -> flat uint8 view of the whole live storage
+    """
+
+    traced: Traced
+    roots: tuple[Root, ...]
+    tensors: Mapping[str, torch.Tensor]

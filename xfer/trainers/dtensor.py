@@ -21,9 +21,9 @@ from xfer.mesh.mesh_info import MeshInfo
 from xfer.mesh.placement import Placement, Replicate, from_dtensor, from_torch
 from xfer.mesh.slices import local_shape
 from xfer.trace.declared import declared_fragments
-from xfer.trace.fragment import Fragment, Root, TensorSpec
+from xfer.trace.fragment import Fragment, TensorSpec
 from xfer.trace.slots import Place, Slot, Slots, device_of, local, tensors_of
-from xfer.trace.traced import Traced
+from xfer.trace.traced import Traced, TrainerLayout
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -44,15 +44,6 @@ class Declared:
     shape: Sequence[int]
     mesh: MeshInfo | DeviceMesh
     placements: Sequence[Union[Placement, TorchPlacement]]  # noqa: UP007 (see mesh/placement.py)
-
-
-@dataclass(frozen=True, slots=True)
-class TensorLayout:
-    """See session.trainer.Layout."""
-
-    traced: Traced
-    roots: tuple[Root, ...]
-    tensors: Mapping[str, torch.Tensor]
 
 
 def checkpoint_name(parameter: str) -> str:
@@ -112,7 +103,7 @@ class TensorTrainer:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def read(self) -> TensorLayout:
+    def read(self) -> TrainerLayout:
         """Raises, with every violation of this rank: LayoutError where a tensor is not what its layout says, Unsupported
         for pending sums and for tensors that hide their bytes, RebindError for tensors without bytes."""
         found = list(self._walk())
@@ -135,7 +126,7 @@ class TensorTrainer:
         if wrong:
             raise kind(f"trainer {self.rank}: it cannot be told where these tensors lie", wrong)
         self._slots, self._specs = slots, [_spec(s) for s in found]
-        return TensorLayout(Traced(tuple(sorted(specs)), tuple(fragments)), bound.roots, bound.tensors)
+        return TrainerLayout(Traced(tuple(sorted(specs)), tuple(fragments)), bound.roots, bound.tensors)
 
     def check(self) -> str:
         """ "same", "moved" or "changed"; see session.trainer.Source. RebindError as `read`."""

@@ -9,29 +9,20 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 import torch
 
 from xfer.errors import LayoutError, StaleWeights, Unsupported
-from xfer.trace.fragment import Fragment, Root
-from xfer.trace.traced import Traced
+from xfer.trace.fragment import Fragment
+from xfer.trace.traced import TrainerLayout
 
 if TYPE_CHECKING:
     from xfer.layerwise import LayerWiseOptimizer
-    from xfer.session.trainer import Layout, Source
+    from xfer.session.trainer import Source
 
 Meet = Callable[[tuple[int, ...], str], None]
-
-
-@dataclass(frozen=True, slots=True)
-class OwnedLayout:
-    """See session.trainer.Layout."""
-
-    traced: Traced
-    roots: tuple[Root, ...]
-    tensors: Mapping[str, torch.Tensor]
 
 
 class LayerWiseTrainer:
@@ -65,7 +56,7 @@ class LayerWiseTrainer:
             )
         self.base.drain()
 
-    def read(self) -> Layout:
+    def read(self) -> TrainerLayout:
         """As the base's; with "owners" without the fragments of parameters that other ranks own."""
         layout = self.base.read()
         if self.sources == "all":
@@ -81,7 +72,7 @@ class LayerWiseTrainer:
         used = {f.root for f in fragments}
         roots = tuple(r for r in layout.roots if r.name in used)
         self._kept = tuple(r.name for r in roots)
-        return OwnedLayout(replace(traced, fragments=fragments), roots, {n: layout.tensors[n] for n in self._kept})
+        return TrainerLayout(replace(traced, fragments=fragments), roots, {n: layout.tensors[n] for n in self._kept})
 
     def check(self) -> str:
         return self.base.check()

@@ -9,7 +9,7 @@ computes while exporting (adapters merged into weights) is computed again before
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -19,9 +19,9 @@ from xfer.errors import LayoutError, RebindError, Unsupported
 from xfer.trace.boxes import relocate
 from xfer.trace.collectives import objects_stay_home
 from xfer.trace.export import ExportWatch, twin
-from xfer.trace.fragment import Fragment, Root, TensorSpec
+from xfer.trace.fragment import Fragment, TensorSpec
 from xfer.trace.slots import Binding, Slot, Slots, bare, device_of, walk
-from xfer.trace.traced import Traced
+from xfer.trace.traced import Traced, TrainerLayout
 from xfer.trainers.bridge_export import (
     AdapterTasks,
     CheckpointNames,
@@ -38,19 +38,6 @@ from xfer.trainers.computed import Computed
 from xfer.trainers.hf_index import read_headers
 
 Meet = Callable[[tuple[int, ...], str], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """What one rank holds.
-
-    `traced.fragments` are relocated: `root` is a storage (named after the first slot in it, "chunk:parameter"), offsets
-    count from the storage's first byte. `tensors` maps a root's name to a flat uint8 view of the whole live storage.
-    """
-
-    traced: Traced
-    roots: tuple[Root, ...]
-    tensors: Mapping[str, torch.Tensor]
 
 
 class MegatronTrainer:
@@ -115,7 +102,7 @@ class MegatronTrainer:
 
     # -- layout -------------------------------------------------------------------------------------------------------
 
-    def read(self) -> Layout:
+    def read(self) -> TrainerLayout:
         """Trace this rank's half of the map, alone: no collective, no byte of a parameter (except with `probe`).
 
         Unsupported or LayoutError, listing every violation of this rank, before anything has moved.
@@ -140,9 +127,9 @@ class MegatronTrainer:
         bound = self._slots.bind()
         traced = _relocate(traced, bound)
         if computed is None:
-            return Layout(traced, bound.roots, bound.tensors)
+            return TrainerLayout(traced, bound.roots, bound.tensors)
         traced = replace(traced, fragments=traced.fragments + computed.fragments)
-        return Layout(traced, (*bound.roots, computed.root), self._with_scratch(bound.tensors))
+        return TrainerLayout(traced, (*bound.roots, computed.root), self._with_scratch(bound.tensors))
 
     def check(self) -> str:
         """Is every storage where `read` or `rebind` found it? "same", "moved" (call `rebind`) or "changed" (call

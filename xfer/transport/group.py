@@ -27,6 +27,7 @@ from typing import Protocol
 import torch
 from torch.distributed import Store
 
+from xfer.ending import wait_for_all
 from xfer.errors import DeadlineExceeded, PeerLost, XferError
 
 Outgoing = tuple[torch.Tensor, int, int]
@@ -34,8 +35,6 @@ Outgoing = tuple[torch.Tensor, int, int]
 
 _POISON_TAG = 0x7FFFFF01
 _TICK = timedelta(milliseconds=1)
-_EXIT_S = 5.0
-"""Seconds that threads left alone have to end when the interpreter does: coming back from C++ later would end it badly."""
 _EXPIRED, _CLOSED_HERE = "Timed out", "Application timeout caused pair closure"
 
 
@@ -172,9 +171,7 @@ class Aside:
 
 @atexit.register
 def _end_asides() -> None:
-    until = time.monotonic() + _EXIT_S
-    for thread in list(Aside.left):
-        thread.join(max(0.0, until - time.monotonic()))
+    wait_for_all(thread.join for thread in list(Aside.left))
 
 
 class GlooLink(Link):
