@@ -31,9 +31,7 @@ def sums(trainer: torch.Tensor, engine: torch.Tensor) -> torch.Tensor:
     """Logprobs of the same tokens, any equal shapes -> float64 [4]: count, sum exp|d|, sum of KL terms, max |d|."""
     d = trainer.double() - engine.double()
     a = d.abs()
-    return torch.stack(
-        [torch.tensor(float(d.numel()), dtype=torch.float64), a.exp().sum(), (d.exp() - 1 - d).sum(), a.max()]
-    )
+    return torch.stack([d.new_tensor(d.numel()), a.exp().sum(), (d.exp() - 1 - d).sum(), a.max()])
 
 
 def added(parts: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -49,7 +47,8 @@ def gap(total: torch.Tensor) -> Gap:
 
 @dataclass(frozen=True)
 class Row:
-    """One step of the curve, as it stands in the file: one JSON object a line."""
+    """One step of the curve, as it stands in the file: one JSON object a line. Seconds of the refit: of the whole call, of the
+    bytes, of the engine's pause (session/report.py)."""
 
     step: int
     version: str
@@ -59,6 +58,8 @@ class Row:
     worst: float
     refit_s: float
     step_s: float
+    transfer_s: float = 0.0
+    outage_s: float = 0.0
 
 
 class GateFired(XferError):

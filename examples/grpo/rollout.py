@@ -21,12 +21,17 @@ import xfer
 from xfer.session.controller import Controller
 
 
-def start(model: str, *, tp: int, dtype: str, max_samples: int, ep: bool = False, **more):
+def start(model: str, *, tp: int, dtype: str, max_samples: int, max_model_len: int = 64, ep: bool = False, **more):
     from vllm import LLM
+    from vllm.platforms import current_platform
 
+    if current_platform.is_cpu():
+        more = {"enforce_eager": True, "block_size": 32, **more}
+    else:  # CUDA graphs of two batch sizes: all samples at once is what this loop asks for
+        more = {"compilation_config": {"cudagraph_capture_sizes": [max(1, max_samples // 4), max_samples]}, **more}
     return LLM(
         model=model, load_format="dummy", skip_tokenizer_init=True, tensor_parallel_size=tp, enable_expert_parallel=ep, dtype=dtype,
-        enforce_eager=True, max_model_len=64, max_num_seqs=max_samples, block_size=32, seed=0, disable_log_stats=True,
+        max_model_len=max_model_len, max_num_seqs=max_samples, seed=0, disable_log_stats=True,
         weight_transfer_config={"backend": "xfer"}, **more,
     )  # fmt: skip
 
@@ -60,8 +65,9 @@ class Rollout:
             n=n, temperature=1.0, max_tokens=tokens, min_tokens=tokens, ignore_eos=True, logprobs=0, detokenize=False, seed=seed,
         )  # fmt: skip
         with self.controller.serving() as llm:  # refits wait outside
+            version = self.controller.version
             done = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
-        return {"groups": [[_said(p, o) for o in r.outputs] for p, r in zip(prompts, done, strict=True)]}
+        return {"groups": [[_said(p, o, version) for o in r.outputs] for p, r in zip(prompts, done, strict=True)]}
 
     def answer(self, path: str, body: dict) -> dict:
         if path != "/sample":
@@ -69,12 +75,14 @@ class Rollout:
         return self.sample(**body)
 
 
-def _said(prompt: list[int], o) -> dict:
+def _said(prompt: list[int], o, version: str) -> dict:
+    """vLLM 0.25 does not say which weights made a token; the controller, which alone changes them, does."""
+    spans = getattr(o, "weight_versions", None)
     return {
         "prompt": prompt,
         "tokens": list(o.token_ids),
         "logprobs": [d[t].logprob for t, d in zip(o.token_ids, o.logprobs, strict=True)],
-        "spans": [[s.version, s.start, s.end] for s in o.weight_versions],
+        "spans": [[s.version, s.start, s.end] for s in spans] if spans else [[version, 0, len(o.token_ids)]],
     }
 
 
@@ -124,12 +132,14 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--ep", action="store_true", help="whole experts on each rank")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--max-samples", type=int, default=256, help="answers that are sampled at once")
+    parser.add_argument("--max-model-len", type=int, default=64, help="tokens of a prompt and its answer, at most")
     return parser
 
 
 def main(make=Rollout, **more) -> None:
     args, token = arguments().parse_args(), os.environ["XFER_TOKEN"]
-    llm = start(args.model, tp=args.tp, ep=args.ep, dtype=args.dtype, max_samples=args.max_samples, **more)
+    limits = dict(max_samples=args.max_samples, max_model_len=args.max_model_len)
+    llm = start(args.model, tp=args.tp, ep=args.ep, dtype=args.dtype, **limits, **more)
 
     def join() -> Controller:
         return xfer.serve(llm, rendezvous=args.rendezvous, token=token, replica=args.replica)

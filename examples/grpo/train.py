@@ -29,6 +29,9 @@ from examples.grpo.samples import require_version  # noqa: E402
 from examples.grpo.task import SortDigits  # noqa: E402
 from xfer.testing.train_loop import Trainer  # noqa: E402
 
+BUCKETS = {True: 40_000_000, False: 50_000}
+"""Parameters in one bucket of gradients, with a GPU and without: a small model on a CPU has several buckets, too."""
+
 
 def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -44,6 +47,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--prompts", type=int, default=16, help="prompts a step")
     parser.add_argument("--answers", type=int, default=16, help="answers to each prompt: the group")
     parser.add_argument("--digits", type=int, default=3)
+    parser.add_argument("--micro-batches", type=int, default=4, help="of each data-parallel rank and step")
     parser.add_argument("--lr", type=float, default=5e-3)
     parser.add_argument("--verify", action="store_true", help="compare checksums before each version is committed")
     parser.add_argument("--gate", type=float, default=1.05, help="largest mean(exp|logprob difference|)")
@@ -57,6 +61,8 @@ def main() -> None:
     args = arguments().parse_args()
     if bool(args.rollout) == bool(args.serve):
         sys.exit("give --rollout or --serve, and not both")
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     task, gate, token = SortDigits(args.digits), Gate(args.gate, args.curve), os.environ["XFER_TOKEN"]
     chief, urls = dist.get_rank() == 0, args.rollout or args.serve
@@ -66,7 +72,8 @@ def main() -> None:
     def version(step: int) -> str:  # the same step of another start has other weights, and another name
         return f"{step}@{start}" if start else str(step)
 
-    with Trainer(model, tp=args.tp, pp=args.pp, ep=args.ep, etp=args.etp, lr=args.lr) as trainer:
+    layout = dict(tp=args.tp, pp=args.pp, ep=args.ep, etp=args.etp)
+    with Trainer(model, **layout, lr=args.lr, bucket_size=BUCKETS[torch.cuda.is_available()]) as trainer:
         refit = xfer.connect(  # xfer
             trainer=xfer.MegatronTrainer(trainer.chunks, trainer.bridge),  # xfer
             rendezvous=args.rendezvous, token=token, replicas=len(urls), engines=args.serve,  # xfer
@@ -86,13 +93,13 @@ def main() -> None:
                 require_version((s for g in groups for s in g), version(step))
                 rewards = torch.tensor([[task.reward(list(s.prompt), list(s.tokens)) for s in g] for g in groups])
                 batch, reward = grpo.pack(groups, rewards, args.tp), rewards.mean().item()
-            seen = grpo.step(trainer, grpo.shared(batch, task.prompt_tokens))
+            seen = grpo.step(trainer, grpo.shared(batch, task.prompt_tokens), micro_batches=args.micro_batches)
             if replicas is not None:
                 replicas.rejoin()
             report = xfer.nccl_xfer_refit(refit, version=version(step + 1), verify=args.verify, min_replicas=1)  # xfer
             if chief:
-                figures = (seen.error, seen.kl, seen.worst, report.seconds, time.monotonic() - began)
-                row = Row(step, version(step), reward, *figures)
+                seconds = (report.seconds, time.monotonic() - began, report.transfer_s, report.outage_s)
+                row = Row(step, version(step), reward, seen.error, seen.kl, seen.worst, *seconds)
                 gate.keep(row)
                 print(line(row, report), flush=True)
             gate.judge(step, seen)

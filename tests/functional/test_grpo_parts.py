@@ -2,15 +2,19 @@
 
 import json
 import math
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from examples.grpo import gate, grpo
+from examples.grpo import gate, grpo, summary
 from examples.grpo.samples import Sample, Span, require_version
 from examples.grpo.task import SortDigits
+from tests.support.proc import ROOT
 from xfer.errors import XferError
 
 
@@ -100,6 +104,40 @@ def test_the_curve_comes_back_as_it_was_kept(tmp_path):
     for r in rows:
         g.keep(r)
     assert gate.read_curve(tmp_path / "curve") == rows
+
+
+def test_the_summary_has_the_share_of_refits_without_the_first_step(tmp_path):
+    curve, out = tmp_path / "curve", tmp_path / "out"
+    for i, (error, refit_s, step_s) in enumerate([(1.5, 5.0, 9.0), (1.1, 0.1, 4.0), (1.2, 0.3, 6.0)]):
+        gate.Gate(2, curve).keep(gate.Row(i, str(i), i / 2, error, 0.1 * i, 0.2, refit_s, step_s))
+    command = [
+        sys.executable,
+        "-m",
+        "examples.grpo.summary",
+        curve,
+        "--table",
+        "--out",
+        out,
+        "--note",
+        "device=cpu x=1",
+    ]
+    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=True).stdout
+    whole = json.loads(out.read_text())
+    assert whole["notes"] == {"device": "cpu x=1"} and len(whole["rows"]) == 3
+    got = whole["totals"]
+    assert got["refit-share"] == pytest.approx(0.4 / 10) and got["refit-ms"] == pytest.approx(200)
+    assert got["mean(exp|d|)-1"] == pytest.approx(0.5) and got["reward"] == pytest.approx(0.5)
+    assert "| 2 | 1.000 | 2.00e-01 |" in said and "refit-share 0.04" in said
+    assert summary.totals(gate.read_curve(curve)[:1])["refit-share"] == pytest.approx(5 / 9)  # one step is all there is
+    none = subprocess.run([*command[:3], tmp_path / "no"], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert none.returncode == 1 and "no step was made" in none.stderr
+
+
+def test_gpus_that_are_not_there_are_asked_for_in_vain(tmp_path):
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "WORK": str(tmp_path), "TRAINER_PYTHON": sys.executable}
+    command = ["examples/grpo/run.sh", "0.6b", "--device", "cuda"]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and "2 trainer ranks and a vLLM of 2" in done.stderr
 
 
 def test_a_token_of_another_version_is_named():
