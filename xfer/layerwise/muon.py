@@ -48,6 +48,7 @@ class Muon(torch.optim.Optimizer):
     pieces: for matrices of which this rank holds a part only (tensor parallel): parameter -> (process group, dim that is
     cut evenly, in rank order), None for whole ones. The momentum is then gathered over that group, so that the update is that
     of the whole matrix; all its ranks must step the same parameters in the same order.
+    compute_dtype: of the Newton-Schulz steps, see `newton_schulz`; bf16 is much faster on GPUs, and what is usual there.
 
     Unsupported lists parameters with fewer than two dims: leave those to another optimizer.
     """
@@ -61,8 +62,9 @@ class Muon(torch.optim.Optimizer):
         weight_decay: float = 0.0,
         steps: int = NEWTON_SCHULZ_STEPS,
         pieces: Pieces | None = None,
+        compute_dtype: torch.dtype | None = None,
     ):
-        self._pieces = pieces
+        self._pieces, self._dtype = pieces, compute_dtype
         defaults = dict(lr=lr, momentum=momentum, nesterov=nesterov, weight_decay=weight_decay, steps=steps)
         super().__init__(params, defaults)
 
@@ -96,7 +98,8 @@ class Muon(torch.optim.Optimizer):
         m.mul_(group["momentum"]).add_(p.grad)
         seen = p.grad.add(m, alpha=group["momentum"]) if group["nesterov"] else m
         piece = self._pieces(p) if self._pieces is not None else None
-        update = newton_schulz(seen, group["steps"]) if piece is None else _of_whole(seen, group["steps"], *piece)
+        how = group["steps"], self._dtype
+        update = newton_schulz(seen, *how) if piece is None else _of_whole(seen, *how, *piece)
         whole = list(p.shape[-2:])
         if piece is not None:
             whole[piece[1] - p.dim()] *= piece[0].size()
@@ -105,11 +108,13 @@ class Muon(torch.optim.Optimizer):
         p.add_(update, alpha=-group["lr"] * 0.2 * max(whole) ** 0.5)
 
 
-def _of_whole(part: torch.Tensor, steps: int, group: dist.ProcessGroup, dim: int) -> torch.Tensor:
+def _of_whole(
+    part: torch.Tensor, steps: int, dtype: torch.dtype | None, group: dist.ProcessGroup, dim: int
+) -> torch.Tensor:
     """This rank's part of the whole matrix's update. Fused rows come in another order than in the whole matrix; the
     iteration commutes with that."""
     part = part.contiguous()
     parts = [torch.empty_like(part) for _ in range(group.size())]
     dist.all_gather(parts, part, group=group)
-    whole = newton_schulz(torch.cat(parts, dim), steps)
+    whole = newton_schulz(torch.cat(parts, dim), steps, dtype)
     return whole.chunk(group.size(), dim)[group.rank()]

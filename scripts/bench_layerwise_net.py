@@ -1,0 +1,151 @@
+"""The network that bench_layerwise_gpu.py trains, its clock, and the reading of a profiler's timeline. Knows no optimizer, no gather."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+Interval = tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Of a transformer and one rank's batch of it. Heads have 128 channels, or all there are if fewer."""
+
+    layers: int
+    width: int
+    vocab: int
+    rows: int
+    tokens: int
+
+    @property
+    def heads(self) -> int:
+        return max(1, self.width // 128)
+
+
+class Block(nn.Module):
+    def __init__(self, s: Shape, device, matrix: torch.dtype, vector: torch.dtype):
+        super().__init__()
+        m, v = dict(device=device, dtype=matrix), dict(device=device, dtype=vector)
+        self.heads = s.heads
+        self.norm1, self.norm2 = nn.LayerNorm(s.width, **v), nn.LayerNorm(s.width, **v)
+        self.qkv, self.out = nn.Linear(s.width, 3 * s.width, bias=False, **m), nn.Linear(s.width, s.width, **m)
+        self.up, self.down = nn.Linear(s.width, 4 * s.width, **m), nn.Linear(4 * s.width, s.width, **m)
+
+    def forward(self, x):
+        dtype = self.up.weight.dtype
+        h = self.norm1(x.to(self.norm1.weight.dtype)).to(dtype)
+        q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.qkv(h).chunk(3, -1))
+        a = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        x = x + self.out(a)
+        h = self.norm2(x.to(self.norm2.weight.dtype)).to(dtype)
+        return x + self.down(F.gelu(self.up(h), approximate="tanh"))
+
+
+class Net(nn.Module):
+    """A decoder whose head is the embedding's weight. matrix, vector: dtypes of parameters by their number of dims."""
+
+    def __init__(self, s: Shape, device, matrix: torch.dtype, vector: torch.dtype, seed: int = 5):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embed = nn.Embedding(s.vocab, s.width, device=device, dtype=matrix)
+        nn.init.normal_(self.embed.weight, std=0.02)
+        self.blocks = nn.ModuleList(Block(s, device, matrix, vector) for _ in range(s.layers))
+        self.norm = nn.LayerNorm(s.width, device=device, dtype=vector)
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        x = self.norm(x.to(self.norm.weight.dtype)).to(self.embed.weight.dtype)
+        return F.linear(x, self.embed.weight)
+
+
+def batch(s: Shape, step: int, rank: int, device) -> torch.Tensor:
+    """int64 [rows, tokens + 1]: counting upwards from random starts, so that there is something to learn."""
+    g = torch.Generator().manual_seed(1_000_003 * step + rank)
+    start = torch.randint(0, s.vocab, (s.rows, 1), generator=g)
+    return ((start + torch.arange(s.tokens + 1)) % s.vocab).to(device)
+
+
+def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+
+# ---- clocks and timelines
+
+
+class Clock:
+    """Marks on the device's stream; milliseconds between them when all is done."""
+
+    def __init__(self, cuda: bool):
+        self.cuda = cuda
+
+    def mark(self):
+        if not self.cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def ms(self, a, b) -> float:
+        if not self.cuda:
+            return (b - a) * 1e3
+        b.synchronize()
+        return a.elapsed_time(b)
+
+
+def union(spans: Iterable[Interval]) -> list[Interval]:
+    """The same points as disjoint intervals, in order."""
+    out: list[Interval] = []
+    for a, b in sorted(spans):
+        if out and a <= out[-1][1]:
+            out[-1] = (out[-1][0], max(b, out[-1][1]))
+        elif b > a:
+            out.append((a, b))
+    return out
+
+
+def uncovered(spans: Iterable[Interval], cover: Iterable[Interval]) -> float:
+    """Length of what lies in `spans` and not in `cover`."""
+    total, hidden = 0.0, union(cover)
+    at = 0
+    for a, b in union(spans):
+        total += b - a
+        while at < len(hidden) and hidden[at][1] <= a:
+            at += 1
+        i = at
+        while i < len(hidden) and hidden[i][0] < b:
+            total -= min(b, hidden[i][1]) - max(a, hidden[i][0])
+            i += 1
+    return total
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """Milliseconds per step. gather: in which a kernel of a gather ran; exposed: of it, in which no other kernel ran."""
+
+    gather_ms: float
+    exposed_ms: float
+
+
+def is_gather(name: str) -> bool:
+    """Whether a kernel is one of NCCL's that only moves bytes: gradients and norms are reduced."""
+    return "nccl" in name.lower() and "reduce" not in name.lower()
+
+
+def timeline(trace: Path, steps: int) -> Timeline:
+    """Of a chrome trace of torch's profiler over that many steps. ValueError if it has no kernel of a gather."""
+    kernels = [e for e in json.loads(trace.read_text())["traceEvents"] if e.get("cat") == "kernel"]
+    spans = lambda gather: [(e["ts"], e["ts"] + e["dur"]) for e in kernels if is_gather(e["name"]) is gather]  # noqa: E731
+    mine = spans(True)
+    if not mine:
+        raise ValueError(f"no kernel of a gather among {sorted({e['name'][:60] for e in kernels})}")
+    return Timeline(uncovered(mine, []) / 1e3 / steps, uncovered(mine, spans(False)) / 1e3 / steps)

@@ -1,0 +1,113 @@
+"""What bench_layerwise_gpu.py finds, as records and as the lines that a person reads. Measures nothing."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import asdict, dataclass
+
+from bench_layerwise_net import Timeline
+
+HIDDEN_GOAL, WIRE_GOAL = 0.8, 1.02
+
+
+@dataclass(frozen=True, slots=True)
+class Exact:
+    """One model trained in several ways. differ: ways whose losses or parameters are not the blocking gather's, to the bit.
+    distance: greatest relative difference of a loss from one process's, None where it was not run."""
+
+    model: str
+    ranks: int
+    steps: int
+    ways: tuple[str, ...]
+    differ: tuple[str, ...]
+    first_loss: float
+    last_loss: float
+    distance: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Overlap:
+    """What gathering costs. Milliseconds, medians over steps of the slowest rank.
+
+    forward_ms: by way, from the end of all ranks' updates to the end of the next forward; "none" gathers nothing. step_ms: whole
+    steps, without a barrier anywhere. exposed_ms: forward_ms less that of "none". timeline: by way, of each rank.
+    hidden: by way, 1 - exposed / exposed of "blocking". received, lacked: bytes of one gather, by rank.
+    """
+
+    what: str
+    ranks: int
+    parameters: int
+    buckets: int
+    owned_bytes: tuple[int, ...]
+    forward_ms: dict[str, float]
+    spread_ms: dict[str, tuple[float, float]]
+    step_ms: dict[str, float]
+    received: tuple[int, ...]
+    lacked: tuple[int, ...]
+    timeline: dict[str, list[Timeline]]
+
+    @property
+    def exposed_ms(self) -> dict[str, float]:
+        return {w: t - self.forward_ms["none"] for w, t in self.forward_ms.items() if w != "none"}
+
+    @property
+    def hidden(self) -> dict[str, float]:
+        e = self.exposed_ms
+        return {w: 1 - t / e["blocking"] for w, t in e.items() if w != "blocking"}
+
+
+def medians(forward: dict[str, list[float]], whole: dict[str, list[float]]) -> tuple[dict, dict, dict]:
+    middle = lambda found: {n: statistics.median(ms) for n, ms in found.items()}  # noqa: E731
+    return middle(forward), {n: (min(ms), max(ms)) for n, ms in forward.items()}, middle(whole)
+
+
+def flat(x: Overlap) -> dict:
+    return asdict(x) | {"exposed_ms": x.exposed_ms, "hidden": x.hidden}
+
+
+def table(result: dict) -> list[str]:
+    """The lines that a person reads."""
+    out = [f"== {result['ranks']} ranks, {result['what']}"]
+    for x in result.get("exact", ()):
+        near = "" if x["distance"] is None else f", losses within {x['distance']:.1e} of one process"
+        verdict = "ALL EQUAL" if not x["differ"] else f"DIFFER: {', '.join(x['differ'])}"
+        out.append(
+            f"exact, {x['model']}: {x['steps']} steps, {len(x['ways'])} ways, {verdict}; loss {x['first_loss']:.3f} -> "
+            f"{x['last_loss']:.3f}{near}"
+        )
+    for part in ("overlap", "skew", "megatron"):
+        if part in result:
+            out += _overlap_lines(result[part])
+        elif part in result["skipped"]:
+            out.append(f"{part}: not run, {result['skipped'][part]}")
+    return out
+
+
+def _overlap_lines(x: dict) -> list[str]:
+    out = [
+        f"{x['what']}: {x['parameters'] / 1e9:.2f} B parameters, {x['buckets']} buckets, "
+        f"owned MB {[round(n / 1e6) for n in x['owned_bytes']]}"
+    ]
+    if x["lacked"]:
+        ratio = max(r / n for r, n in zip(x["received"], x["lacked"]) if n)
+        out.append(
+            f"  wire: received / lacked MB by rank {[f'{r / 1e6:.1f} / {n / 1e6:.1f}' for r, n in zip(x['received'], x['lacked'])]}, "
+            f"at most {ratio:.5f} (goal {WIRE_GOAL})"
+        )
+    out.append(
+        "  way         forward ms (min-max)        exposed ms  hidden  step ms   timeline: gather, exposed ms, hidden"
+    )
+    base = max((t["exposed_ms"] for t in x["timeline"].get("blocking", ())), default=None)
+    for way, ms in x["forward_ms"].items():
+        low, high = x["spread_ms"][way]
+        exposed = x["exposed_ms"].get(way)
+        line = f"  {way:10} {ms:9.2f} ({low:.2f}-{high:.2f})".ljust(42)
+        line += " " * 10 if exposed is None else f"{exposed:8.2f}  "
+        line += f"{x['hidden'][way]:7.1%}" if way in x["hidden"] else " " * 7
+        line += f"{x['step_ms'][way]:10.1f}"
+        if way in x["timeline"]:  # of the rank with most
+            seen = [max(t[k] for t in x["timeline"][way]) for k in ("gather_ms", "exposed_ms")]
+            line += f"   {seen[0]:8.2f} {seen[1]:8.2f} {1 - seen[1] / base:7.1%}"
+        out.append(line)
+    best = max(x["hidden"].values())
+    return [*out, f"  best hidden by events {best:.1%} (goal {HIDDEN_GOAL:.0%})"]
