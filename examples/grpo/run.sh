@@ -29,7 +29,7 @@ case $kind in
   0.6b)
     : "${DTYPE:=bfloat16}" "${ranks:=2}"
     limits=(--max-samples 1024 --max-model-len 512)
-    more=(--pp 1 --steps 20 --digits 128 --prompts 64 --answers 16 --micro-batches 16 --lr 1e-4 --gate inf) ;;
+    more=(--pp 1 --steps 20 --digits 128 --prompts 64 --answers 16 --micro-batches 16 --lr 2e-5 --gate inf) ;;
 esac
 : "${ranks:=4}"
 python_of() { if [ -x "$1" ]; then echo "$1"; else command -v python3; fi; }
