@@ -1,7 +1,8 @@
 """One gather of the trainers' weights for all replicas that begin together, overlapped with sending.
 
 A `Feed` is one such gather on one trainer rank, on a thread of its own: it packs bucket k + 1 while the lanes send bucket k,
-through two reused buffers. All trainer ranks gather, since that is collective; only rank 0 packs and sends. A replica that
+through two reused buffers. All trainer ranks gather, since that is collective; rank 0 packs and sends, and where workers map
+buffers, one rank of each GPU (shared.py). A replica that
 fails leaves, and the others go on; when none is left, all ranks stop at the same group. Not here: the wire (lane.py), what
 is gathered (source.py).
 """
@@ -15,6 +16,7 @@ from collections.abc import Callable
 import torch
 
 from xfer.errors import DeadlineExceeded, PeerLost, XferError
+from xfer.packed.arrivals import own_stream, recorded
 from xfer.packed.buffer import Buffers, Packer
 from xfer.packed.plan import BucketPlan
 from xfer.packed.shared import SharedBuffers
@@ -30,11 +32,11 @@ LOOK_S = 0.2
 class Feed:
     """`replicas`: whose lanes will come. `over` is set when nothing of the trainer's is read any more."""
 
-    def __init__(self, source: PackedSource, buffers: Buffers, replicas: tuple[int, ...], label: str):
+    def __init__(self, source: PackedSource, buffers: Buffers, replicas: tuple[int, ...], label: str, sends: bool):
         self.replicas, self.over = replicas, threading.Event()
         self.seconds = 0.0  # of the gather, waiting for the wire included
         self._source, self._buffers, self._label = source, buffers, label
-        self._sends = source.rank == 0
+        self._sends = sends
         self._news = threading.Condition()
         self._live: dict[int, int] = {}  # replica -> messages that it has done with
         self._came: set[int] = set()
@@ -113,15 +115,15 @@ class Feed:
         began = time.perf_counter()
         device = self._source.device
         try:
-            if device.type == "cuda":
-                torch.cuda.set_device(device)  # the current device is a property of the thread
-            with torch.no_grad():
-                self._gather()
+            with torch.no_grad(), own_stream(device):
+                try:
+                    self._gather()
+                finally:
+                    if device.type == "cuda":  # parameters are read until then
+                        torch.cuda.current_stream(device).synchronize()
         except BaseException as e:
             self._fail(e)
         finally:
-            if device.type == "cuda":
-                torch.cuda.current_stream(device).synchronize()
             self.seconds = time.perf_counter() - began
             with self._news:
                 self.over.set()
@@ -175,10 +177,7 @@ class Feed:
         return self._buffers.take(self._number, message.nbytes, longest)
 
     def _filled(self, message: Message, data: torch.Tensor) -> None:
-        event = None
-        if data.device.type == "cuda":
-            event = torch.cuda.Event()
-            event.record(torch.cuda.current_stream(data.device))
+        event = recorded(data.device)
         with self._news:
             self._ready[self._number] = (message, data, event)
             self._number += 1
@@ -191,6 +190,8 @@ class Pump:
     def __init__(self, source: PackedSource, label: str):
         self.source, self._label = source, label
         self.colocated = source.colocated
+        self.exports = source.rank == 0
+        """Whether this rank packs. Lanes set it when they link, before the first gather: see shared.exporters_of."""
         self._buffers = SharedBuffers(2, source.device) if source.colocated else Buffers(2, source.device)
         self._lock = threading.Lock()
         self._feeds: dict[tuple[int, tuple[int, ...]], Feed] = {}
@@ -203,13 +204,18 @@ class Pump:
             key = (attempt, together)
             if key not in self._feeds:
                 self._feeds = {k: f for k, f in self._feeds.items() if not f.over.is_set()}
-                self._feeds[key] = Feed(self.source, self._buffers, together, self._label)
+                self._feeds[key] = Feed(self.source, self._buffers, together, self._label, self.exports)
             feed, before = self._feeds[key], self._last
             self._last = feed
         if before is not None and before is not feed:
             before.over.wait()
         feed.join(replica)
         return feed
+
+    @property
+    def place(self) -> str:
+        """See shared.place_of."""
+        return self._buffers.place if isinstance(self._buffers, SharedBuffers) else ""
 
     @property
     def offer(self) -> bytes:

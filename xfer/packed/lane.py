@@ -4,25 +4,37 @@
     worker   receives message k + 1 while the engine's loader takes in message k, through two buffers
     others   gather with the sender (feed.py) and have no link
 
+Colocated (shared.py), the link has one rank per exporter before the workers', in memory of the host: trainer 0 tells all of
+them the same header, and each exporter its own workers where its buffers are.
+
 The thread, its queue and how it is stopped are the direct route's (session/lane.py); so are all messages to the hub.
 """
 
 from __future__ import annotations
 
 import hashlib
-import queue
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+import msgspec
 import torch
 
 from xfer.errors import PeerLost, PlanMismatch, ProtocolError, RefitFailed, XferError
+from xfer.packed.arrivals import Arrivals, own_stream
 from xfer.packed.buffer import Buffers, Unpacker, specs_by_name, wire_sum
 from xfer.packed.feed import Feed, Pump
-from xfer.packed.shared import MAX_OFFER, SharedArrivals, announce, wait_done
+from xfer.packed.plan import BucketPlan
+from xfer.packed.shared import (
+    MAX_OFFER,
+    SharedArrivals,
+    announce,
+    exporters_of,
+    nearest,
+    place_of,
+    wait_done,
+)
 from xfer.packed.wire import MAX_MANIFEST, Message, checked, decode_manifest, digest, nbytes_of
 from xfer.session import faults
 from xfer.session import messages as m
@@ -34,6 +46,8 @@ from xfer.transport.group import Link
 
 _MAGIC = 0x78666572
 _HEADER = 8  # int64 words
+_HEAD, _OFFER = 8, 9
+"""Tags of headers and offers where the link is shared memory's."""
 HEAR_S = 2.0
 """Seconds in which a rank whose link broke hears why from the hub, before it reports that it broke."""
 
@@ -53,6 +67,16 @@ class Loader(Protocol):
 
     def abandon(self) -> None:
         """The refit ends here: what was written stays, and the model must not be taken for whole."""
+
+
+class Exporters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Trainer ranks whose buffers workers map, trainer 0 first, and the place of each; none: messages are broadcast."""
+
+    ranks: tuple[int, ...] = ()
+    places: tuple[str, ...] = ()
+
+
+_exporters = msgspec.json.Decoder(Exporters)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,13 +107,26 @@ class PackedLane(Lane):
         self.pump, self.loader = pump, loader
         self._feed: Feed | None = None
         self._told = b""  # digest of the manifest that this link has carried
+        self._exporters = Exporters()
+        self._mine: tuple[
+            int, ...
+        ] = ()  # colocated: on exporters their workers', on workers their exporter's rank on the link
         self._messages: tuple[Message, ...] = ()
         self._buffers = Buffers(2, side.device) if loader is not None else None
         super().__init__(party, side, replica, joint_rank, None)
 
     @property
     def sends(self) -> bool:
-        return self.pump is not None and self.side.index == 0
+        return self.pump is not None and self.pump.exports
+
+    @property
+    def place(self) -> str:
+        """See shared.place_of."""
+        return self.pump.place if self.pump is not None else place_of(self.side.device)
+
+    @property
+    def _shared(self) -> bool:
+        return bool(self._exporters.ranks)
 
     # ---- what sessions ask of a lane
 
@@ -101,7 +138,9 @@ class PackedLane(Lane):
     def planned_bytes(self) -> tuple[int, int]:
         if self.plan is None:
             return 0, 0
-        return (self.plan.nbytes, 0) if self.loader is not None else (0, self.plan.nbytes if self.sends else 0)
+        if self.loader is not None:
+            return self.plan.nbytes, 0
+        return 0, self.plan.nbytes if self.pump.source.rank == 0 else 0
 
     @property
     def extra_bytes(self) -> int:
@@ -142,7 +181,7 @@ class PackedLane(Lane):
         self.plan = replace(self.plan, workers=o.workers)
         if o.fresh:
             self._close_link()
-        if self._link is None and (self.loader is not None or self.sends):
+        if self._link is None:
             self._open(o)
         self._check()
         self.party.send(m.LinkOpen(self.replica, o.epoch))
@@ -154,12 +193,56 @@ class PackedLane(Lane):
         store = HubStore(
             self.party.channel, self.party.replies, f"r{self.replica}/e{o.epoch}/", self._deadline_s, cancelled
         )
-        labels = ("trainer 0", *(f"replica {self.replica} worker {i}" for i in range(o.workers)))
-        rank = 0 if self.sends else 1 + self.side.index
-        link: Link = routes.open_link(store, rank, 1 + o.workers, self._deadline_s, self.side.device, labels, cancelled)
+        self._exporters = self._agree_exporters(store)
+        first = len(self._exporters.ranks) or 1  # of the workers' ranks on the link
+        if self.loader is not None:
+            rank = first + self.side.index
+            if self._shared:
+                self._mine = (nearest(self.place, self._exporters.places),)
+                store.set(f"takes{self.side.index}", str(self._mine[0]))
+        elif not self.sends:
+            return
+        else:
+            rank = self._exporters.ranks.index(self.side.index) if self._shared else 0
+            if self._shared:
+                taken = [int(store.get(f"takes{w}")) for w in range(o.workers)]
+                self._mine = tuple(first + w for w, exporter in enumerate(taken) if exporter == rank)
+        labels = (
+            *(f"trainer {i}" for i in self._exporters.ranks or (0,)),
+            *(f"replica {self.replica} worker {i}" for i in range(o.workers)),
+        )
+        device = torch.device("cpu") if self._shared else self.side.device
+        link: Link = routes.open_link(store, rank, first + o.workers, self._deadline_s, device, labels, cancelled)
         with self._lock:
             self._link, self._told = link, b""
         self._check()  # a cancel that came meanwhile has seen no link to abort
+
+    def _agree_exporters(self, store: HubStore) -> Exporters:
+        """Trainer 0 says it to all, once per link."""
+        if self.pump is None:
+            return self._heard(store)
+        if not self.pump.colocated:
+            if self.side.index == 0:
+                store.set("exporters", msgspec.json.encode(Exporters()))
+            return Exporters()
+        store.set(f"place{self.side.index}", self.place)
+        if self.side.index:
+            found = self._heard(store)
+        else:
+            source = self.pump.source
+            places = [store.get(f"place{r}").decode() for r in range(source.world)]
+            ranks = exporters_of(places, getattr(source.stream, "everywhere", False))
+            found = Exporters(tuple(ranks), tuple(places[r] for r in ranks))
+            store.set("exporters", msgspec.json.encode(found))
+        self.pump.exports = self.side.index in found.ranks
+        return found
+
+    @staticmethod
+    def _heard(store: HubStore) -> Exporters:
+        try:
+            return _exporters.decode(store.get("exporters"))
+        except msgspec.MsgspecError as e:
+            raise ProtocolError(f"the trainers' word on who exports buffers cannot be read: {e}") from None
 
     # ---- refits
 
@@ -199,12 +282,16 @@ class PackedLane(Lane):
     def _give(self, go: m.Go, until: float) -> m.Done:
         """A trainer: gather with the others, and send what was gathered if that is this rank's part."""
         feed = self._feed
-        wire_s, nbytes, total = self._send(feed, go, until) if self.sends else (0.0, 0, 0)
+        wire_s, nbytes, total = 0.0, 0, 0
+        if self.sends:
+            with own_stream(self.side.device):
+                wire_s, nbytes, total = self._send(feed, go, until)
         feed.wait_over(until, self._why)
         sums: tuple[m.Checksum, ...] = ()
         if go.verify and self.sends:
             total ^= int(faults.wants("trainer", self.side.index, "checksum"))
-            sums = tuple(m.Checksum(w, total.to_bytes(8, "little")) for w in range(self.plan.workers))
+            workers = [r - len(self._exporters.ranks) for r in self._mine] if self._shared else range(self.plan.workers)
+            sums = tuple(m.Checksum(w, total.to_bytes(8, "little")) for w in workers)
         source = self.pump.source
         return m.Done(
             self.replica, go.attempt, 0, nbytes, max(0.0, feed.seconds - source.built_s), wire_s, 0.0,
@@ -215,34 +302,21 @@ class PackedLane(Lane):
         """(seconds on the wire, bytes, sum over messages when verifying)."""
         link, device = self._link, self.side.device
         plan = feed.plan(until, self._why)
-        manifest, known = plan.manifest, self._told == digest(plan.manifest)
-        offer = self.pump.offer
-        words = torch.tensor(
-            [
-                _MAGIC,
-                plan.messages,
-                0 if known else len(manifest),
-                plan.buffer_bytes,
-                go.attempt,
-                *_words(digest(manifest)),
-                len(offer),
-            ],
-            dtype=torch.int64,
-        )
-        link.broadcast(words.to(device), 0, until)
-        if not known:
-            link.broadcast(torch.frombuffer(bytearray(manifest), dtype=torch.uint8).to(device), 0, until)
-            self._told = digest(manifest)
-        if offer:
-            link.broadcast(torch.frombuffer(bytearray(offer), dtype=torch.uint8).to(device), 0, until)
+        if self.side.index == 0:
+            self._announce(plan, go, until)
+        if self._shared:
+            offer = torch.frombuffer(bytearray(self.pump.offer), dtype=torch.uint8)
+            for worker in self._mine:
+                link.send(torch.tensor([offer.numel()]), worker, _OFFER, until)
+                link.send(offer, worker, _OFFER, until)
         seconds, nbytes, total, said = 0.0, 0, 0, time.monotonic()
         for number in range(plan.messages):
             data = feed.take(number, until, self._why)
             faults.point("trainer", self.side.index, "wave")
             began = time.perf_counter()
-            if offer:
-                announce(link, number, until, device)
-                wait_done(link, number, self.plan.workers, until, device)  # the next is being packed meanwhile
+            if self._shared:
+                announce(link, number, self._mine, until, device)
+                wait_done(link, number, self._mine, until)  # the next is being packed meanwhile
             else:
                 link.broadcast(data, 0, until)
             seconds += time.perf_counter() - began
@@ -251,7 +325,32 @@ class PackedLane(Lane):
                 total = (total + wire_sum(data, number)) % (1 << 64)
             feed.release(number, self.replica)
             said = self._progress(go, number, nbytes, said)
-        return seconds, nbytes, total
+        return seconds, nbytes if self.side.index == 0 else 0, total
+
+    def _announce(self, plan: BucketPlan, go: m.Go, until: float) -> None:
+        """What comes, to all workers: the header, and the manifest if this link has not carried it."""
+        known = self._told == digest(plan.manifest)
+        size = 0 if known else len(plan.manifest)
+        words = [_MAGIC, plan.messages, size, plan.buffer_bytes, go.attempt, *_words(digest(plan.manifest))]
+        self._tell(torch.tensor([*words, int(self._shared)], dtype=torch.int64), until)
+        if not known:
+            self._tell(torch.frombuffer(bytearray(plan.manifest), dtype=torch.uint8), until)
+            self._told = digest(plan.manifest)
+
+    def _tell(self, data: torch.Tensor, until: float) -> None:
+        if not self._shared:
+            return self._link.broadcast(data.to(self.side.device), 0, until)
+        for worker in range(len(self._exporters.ranks), self._link.size):
+            self._link.send(data, worker, _HEAD, until)
+
+    def _hear(self, data: torch.Tensor, until: float) -> torch.Tensor:
+        """Filled, on the CPU."""
+        if self._shared:
+            self._link.recv(data, 0, _HEAD, until)
+            return data
+        data = data.to(self.side.device)
+        self._link.broadcast(data, 0, until)
+        return data.cpu()
 
     def _progress(self, go: m.Go, number: int, nbytes: int, said: float) -> float:
         now = time.monotonic()
@@ -264,13 +363,14 @@ class PackedLane(Lane):
 
     def _take_in(self, go: m.Go, until: float) -> m.Done:
         link, model = self._link, self.loader
-        messages, offer = self._announced(go, link, until)
+        messages = self._announced(go, until)
         specs = self.side.catalog().specs
         how = (until, self.side.device, go.verify)
-        if offer:
-            arrivals = SharedArrivals(link, messages, offer, *how)
+        if self._shared:
+            offer = self._offered(until)
+            arrivals = SharedArrivals(link, messages, offer, *how, exporter=self._mine[0], place=self.place)
         else:
-            arrivals = _Arrivals(link, messages, self._buffers, *how)
+            arrivals = Arrivals(link, messages, self._buffers, *how)
         unpacker, said, load_s = Unpacker(self.side.device), time.monotonic(), 0.0
         nbytes = 0
         try:
@@ -300,7 +400,8 @@ class PackedLane(Lane):
             model.abandon()
             raise
         finally:
-            arrivals.close()
+            if not arrivals.close():
+                self._buffers = Buffers(2, self.side.device)  # somebody may still write to the old ones
         self.side.model.synchronize()
         total = arrivals.total ^ int(go.verify and faults.wants("worker", self.side.index, "checksum"))
         sums = (m.Checksum(self.side.index, total.to_bytes(8, "little")),) if go.verify else ()
@@ -323,23 +424,16 @@ class PackedLane(Lane):
                 where=self.party.label,
             ) from e
 
-    def _announced(self, go: m.Go, link: Link, until: float) -> tuple[tuple[Message, ...], bytes]:
-        """What will come, and the offer of shared buffers if it lies in such; checked against what the trainers said that
-        they export, before a byte of the model changes."""
-        device = self.side.device
-        words = torch.zeros(_HEADER, dtype=torch.int64, device=device)
-        link.broadcast(words, 0, until)
-        magic, count, size, longest, attempt, high, low, shared = words.tolist()
-        fits = 0 <= size <= MAX_MANIFEST and 0 <= shared <= MAX_OFFER
-        if magic != _MAGIC or attempt != go.attempt or not fits:
+    def _announced(self, go: m.Go, until: float) -> tuple[Message, ...]:
+        """What will come; checked against what the trainers said that they export, before a byte of the model changes."""
+        words = self._hear(torch.zeros(_HEADER, dtype=torch.int64), until).tolist()
+        magic, count, size, longest, attempt, high, low, shared = words
+        if magic != _MAGIC or attempt != go.attempt or not 0 <= size <= MAX_MANIFEST or shared != int(self._shared):
             raise ProtocolError(
-                "what came is not the beginning of this refit",
-                [f"attempt {go.attempt} was to come; came {words.tolist()}"],
+                "what came is not the beginning of this refit", [f"attempt {go.attempt} was to come; came {words}"]
             )
         if size:
-            data = torch.zeros(size, dtype=torch.uint8, device=device)
-            link.broadcast(data, 0, until)
-            raw = bytes(data.cpu().numpy())
+            raw = bytes(self._hear(torch.zeros(size, dtype=torch.uint8), until).numpy())
             self._messages, self._told = (
                 checked(decode_manifest(raw), specs_by_name(self.side.catalog().specs)),
                 digest(raw),
@@ -348,63 +442,21 @@ class PackedLane(Lane):
             raise ProtocolError("the sender refers to buckets that it has not announced here")
         if longest != max((x.nbytes for x in self._messages), default=0):
             raise ProtocolError(f"the sender's longest message has {longest} bytes, none here has")
-        offer = torch.zeros(shared, dtype=torch.uint8, device=device)
-        if shared:
-            link.broadcast(offer, 0, until)
-        return self._messages, bytes(offer.cpu().numpy())
+        return self._messages
+
+    def _offered(self, until: float) -> bytes:
+        """Where this worker's exporter has its buffers."""
+        length = torch.zeros(1, dtype=torch.int64)
+        self._link.recv(length, self._mine[0], _OFFER, until)
+        if not 0 < int(length) <= MAX_OFFER:
+            raise ProtocolError(f"an offer of {int(length)} bytes: 1 to {MAX_OFFER} are read")
+        offer = torch.zeros(int(length), dtype=torch.uint8)
+        self._link.recv(offer, self._mine[0], _OFFER, until)
+        return bytes(offer.numpy())
 
     def _close_link(self) -> None:
         super()._close_link()
-        self._told, self._messages = b"", ()
-
-
-class _Arrivals:
-    """Receives messages one after the other on a thread of its own, as far ahead as there are buffers."""
-
-    def __init__(self, link: Link, messages, buffers: Buffers, until: float, device: torch.device, verify: bool):
-        self.seconds, self.total = 0.0, 0
-        self._link, self._messages, self._buffers, self._until = link, messages, buffers, until
-        self._device, self._verify = device, verify
-        self._free = threading.Semaphore(buffers.count)
-        self._here: queue.Queue[torch.Tensor | BaseException] = queue.Queue()
-        self._stop = False
-        self._thread = threading.Thread(target=self._receive, name="xfer-receive", daemon=True)
-        self._thread.start()
-
-    def take(self) -> torch.Tensor:
-        """The next message; raises what the link raised."""
-        found = self._here.get(timeout=max(1.0, self._until - time.monotonic() + 5.0))
-        if isinstance(found, BaseException):
-            raise found
-        return found
-
-    def free(self) -> None:
-        """What `take` gave is not needed any more."""
-        self._free.release()
-
-    def close(self) -> None:
-        self._stop = True
-        self._free.release()
-        self._thread.join()
-
-    def _receive(self) -> None:
-        longest = max((x.nbytes for x in self._messages), default=0)
-        try:
-            if self._device.type == "cuda":
-                torch.cuda.set_device(self._device)
-            for number, message in enumerate(self._messages):
-                self._free.acquire()
-                if self._stop:
-                    return
-                data = self._buffers.take(number, message.nbytes, longest)
-                began = time.perf_counter()
-                self._link.broadcast(data, 0, self._until)
-                self.seconds += time.perf_counter() - began
-                if self._verify:
-                    self.total = (self.total + wire_sum(data, number)) % (1 << 64)
-                self._here.put(data)
-        except BaseException as e:
-            self._here.put(e)
+        self._told, self._messages, self._exporters, self._mine = b"", (), Exporters(), ()
 
 
 def _words(sixteen: bytes) -> list[int]:

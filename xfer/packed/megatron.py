@@ -46,6 +46,9 @@ class BridgeStream:
     """See source.Stream. `together`: the collectives of a group's tasks run as a few large ones (lockstep.py) instead
     of one by one, as Bridge does by itself."""
 
+    everywhere = True
+    """Every rank has every tensor whole: ranks on other GPUs can export them to workers there."""
+
     def __init__(self, trainer: MegatronTrainer, *, together: bool = True):
         self.trainer, self.together = trainer, together
         self.rank, self.world, self.device = trainer.rank, trainer.world, trainer.device

@@ -1,14 +1,19 @@
-"""Colocated trainers and engines: the two buffers that trainer 0 packs into are mapped by the workers of the same host.
+"""Colocated trainers and engines: buffers of whole tensors that the workers of the same host map instead of receiving them.
 
-On CPUs the buffers are anonymous shared memory (memfd), opened through the sender's process; a worker maps a message
-copy-on-write for as long as its loader reads it, so a loader that writes to what it is given harms nobody else. On GPUs
-they are ordinary device memory, opened once by CUDA IPC; a worker copies a message to a buffer of its own and then lets go
-of it. Either way the sender exports two buffers once, whatever the number of tensors, and nothing is pickled.
+Every GPU on which a trainer rank holds whole tensors has one exporter, keyed by the GPU's UUID, since numbers of devices mean
+something else in each process: a worker maps the two buffers of the exporter on its own GPU, and trainer 0's where there is
+none. On CPUs nothing is told apart, and trainer 0 exports. Each exporter speaks with the workers that chose it:
 
-    sender   says "k is there" to all workers and waits for "k is done" from each, while message k + 1 is packed
-    worker   maps or copies message k, loads it, says "k is done"
+    exporter  says "k is there" to its workers and waits for "k is done" from each, while message k + 1 is packed
+    worker    maps or copies message k, loads it, says "k is done"
 
-The words go over the same link as buckets do elsewhere (lane.py). The CUDA half has been written and has not been run.
+On CPUs buffers are anonymous shared memory (memfd), opened through the exporter's process; a worker maps a message
+copy-on-write for as long as its loader reads it, so a loader that writes to what it is given harms nobody else. On GPUs they
+are ordinary device memory, opened by CUDA IPC: on its own GPU a worker loads straight from there, from another GPU it copies a
+message first. Either way two buffers are exported, whatever the number of tensors, and nothing is pickled.
+
+The words travel over a link of CPU memory, since NCCL refuses ranks that share a GPU. The CUDA half is run by
+scripts/bench_packed_gpu.py only. Not here: who opens the link and when (lane.py).
 """
 
 from __future__ import annotations
@@ -17,6 +22,7 @@ import mmap
 import os
 import secrets
 import time
+from collections.abc import Sequence
 
 import msgspec
 import torch
@@ -27,9 +33,25 @@ from xfer.packed.wire import Message
 from xfer.transport.group import Link
 
 MAX_OFFER = 1 << 16
-_ACK = 7
-"""Tag of a worker's "done"."""
+_THERE, _DONE = 6, 7
+"""Tags of an exporter's "there" and a worker's "done"."""
 _NAME = "xfer-"
+
+
+def place_of(device: torch.device) -> str:
+    """What a buffer is keyed by: the GPU's UUID, which all processes of a host see alike. All of a CPU is one place."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else "cpu"
+
+
+def exporters_of(places: Sequence[str], everywhere: bool) -> list[int]:
+    """Trainer ranks that export, trainer 0 first: the first of each place; trainer 0 alone where the others have no whole
+    tensors (`everywhere` False). `places`: of all trainer ranks."""
+    return sorted({place: rank for rank, place in reversed(list(enumerate(places)))}.values()) if everywhere else [0]
+
+
+def nearest(place: str, exporters: Sequence[str]) -> int:
+    """Which of the exporters (their places) a worker maps: the one on its own GPU, else trainer 0's."""
+    return exporters.index(place) if place in exporters else 0
 
 
 class Slot(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -42,11 +64,11 @@ class Slot(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Buffers in the order of their use. `cuda`: an offer of transport/peer.py instead, with `device` the sender's GPU."""
+    """Buffers in the order of their use. `cuda`: an offer of transport/peer.py instead. `place`: of the exporter."""
 
     slots: tuple[Slot, ...] = ()
     cuda: bytes = b""
-    device: str = ""
+    place: str = ""
 
 
 _offers = msgspec.msgpack.Decoder(Offer)
@@ -55,9 +77,10 @@ _offers = msgspec.msgpack.Decoder(Offer)
 class SharedBuffers(Buffers):
     """Buffers that others can map; see Buffers. They do not move while a gather runs: `reserve` before it."""
 
-    def __init__(self, count: int, device: torch.device):
+    def __init__(self, count: int, device: torch.device, place: str = ""):
         super().__init__(count, device)
-        self._slots_: list[Slot] = []
+        self.place = place or place_of(device)
+        self._shared: list[Slot] = []
         self._files: list[int] = []
         self._offer = b""
 
@@ -71,10 +94,9 @@ class SharedBuffers(Buffers):
             from xfer.transport.peer import Export
 
             self._export = Export(0, made, self.device)
-            device = str(torch.cuda.get_device_properties(self.device).uuid)
-            self._offer = msgspec.msgpack.encode(Offer(cuda=self._export.to_bytes(), device=device))
+            self._offer = msgspec.msgpack.encode(Offer(cuda=self._export.to_bytes(), place=self.place))
         else:
-            self._offer = msgspec.msgpack.encode(Offer(tuple(self._slots_)))
+            self._offer = msgspec.msgpack.encode(Offer(tuple(self._shared), place=self.place))
 
     @property
     def offer(self) -> bytes:
@@ -88,7 +110,7 @@ class SharedBuffers(Buffers):
         super().free()
         for fd in self._files:
             os.close(fd)
-        self._slots_, self._files, self._offer = [], [], b""
+        self._shared, self._files, self._offer = [], [], b""
 
     def _make(self, nbytes: int) -> torch.Tensor:
         if self.device.type == "cuda":
@@ -97,37 +119,43 @@ class SharedBuffers(Buffers):
         fd = os.memfd_create(name, os.MFD_CLOEXEC)
         self._files.append(fd)
         os.ftruncate(fd, nbytes)
-        self._slots_.append(Slot(os.getpid(), fd, name, nbytes))
+        self._shared.append(Slot(os.getpid(), fd, name, nbytes))
         return torch.frombuffer(mmap.mmap(fd, nbytes), dtype=torch.uint8)
 
 
-def announce(link: Link, number: int, until: float, device: torch.device) -> None:
-    """Sender: message `number` lies in its buffer, written to the end."""
+def announce(link: Link, number: int, workers: Sequence[int], until: float, device: torch.device) -> None:
+    """Exporter: message `number` lies in its buffer, written to the end. `workers`: their ranks on the link."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
-    link.broadcast(torch.tensor([number], dtype=torch.int64, device=device), 0, until)
+    word = torch.tensor([number], dtype=torch.int64)
+    for worker in workers:
+        link.send(word, worker, _THERE, until)
 
 
-def wait_done(link: Link, number: int, workers: int, until: float, device: torch.device) -> None:
-    """Sender: until every worker has done with message `number`."""
-    for worker in range(1, workers + 1):
-        word = torch.zeros(1, dtype=torch.int64, device=device)
-        link.recv(word, worker, _ACK, until)
+def wait_done(link: Link, number: int, workers: Sequence[int], until: float) -> None:
+    """Exporter: until each of its workers has done with message `number`."""
+    for worker in workers:
+        word = torch.zeros(1, dtype=torch.int64)
+        link.recv(word, worker, _DONE, until)
         if int(word) != number:
             raise ProtocolError(f"{link.labels[worker]} says that it has done with bucket {int(word)}, not {number}")
 
 
 class SharedArrivals:
-    """A worker's half, with the face of lane._Arrivals."""
+    """A worker's half, with the face of arrivals.Arrivals. `exporter`: its rank on the link; `place`: the worker's."""
 
-    def __init__(self, link: Link, messages, offer: bytes, until: float, device: torch.device, verify: bool):
+    def __init__(
+        self, link: Link, messages: Sequence[Message], offer: bytes, until: float, device: torch.device, verify: bool,
+        *, exporter: int = 0, place: str = "",
+    ):  # fmt: skip
         self.seconds, self.total = 0.0, 0
         self._link, self._messages, self._until, self._device, self._verify = link, messages, until, device, verify
-        self._number = -1
+        self._exporter, self._number = exporter, -1
         try:
             self._offer = _offers.decode(offer)
         except msgspec.MsgspecError as e:
             raise ProtocolError(f"an offer of shared buffers: {e}") from None
+        self._near = self._offer.place == (place or place_of(device))
         self._files: list[int] = []
         self._mapping = None
         self._mapped: mmap.mmap | None = None
@@ -152,7 +180,7 @@ class SharedArrivals:
                     "the trainers' buffers cannot be mapped by this worker, so it is not colocated with them",
                     [*self._mapping._why.values(), "connect() without colocated=True broadcasts the buckets"],
                 )
-            self._own = Buffers(1, self._device)
+            self._own = Buffers(0 if self._near else 1, self._device)
             return
         for slot in self._offer.slots:
             if slot.nbytes < longest:
@@ -161,22 +189,29 @@ class SharedArrivals:
         if not self._files:
             raise ProtocolError("an offer without buffers")
 
+    @property
+    def extra_bytes(self) -> int:
+        """Of this worker's own, beside what it maps."""
+        return self._own.nbytes if self._mapping is not None else 0
+
     def take(self) -> torch.Tensor:
         self._number += 1
         number = self._number
         message: Message = self._messages[number]
         began = time.perf_counter()
-        word = torch.full((1,), -1, dtype=torch.int64, device=self._device)
-        self._link.broadcast(word, 0, self._until)
+        word = torch.full((1,), -1, dtype=torch.int64)
+        self._link.recv(word, self._exporter, _THERE, self._until)
         if int(word) != number:
             raise ProtocolError(f"the sender announces bucket {int(word)}, not {number}")
-        if self._mapping is not None:
+        if self._mapping is None:
+            data = self._map(self._files[number % len(self._files)], message.nbytes)
+        elif self._near:
+            data = self._roots[number % 2][: message.nbytes]
+        else:
             data = self._own.take(number, message.nbytes, max(x.nbytes for x in self._messages))
             data.copy_(self._roots[number % 2][: message.nbytes])
             torch.cuda.current_stream(self._device).synchronize()
             self._done()
-        else:
-            data = self._map(self._files[number % len(self._files)], message.nbytes)
         self.seconds += time.perf_counter() - began
         if self._verify:
             self.total = (self.total + wire_sum(data, number)) % (1 << 64)
@@ -191,14 +226,18 @@ class SharedArrivals:
         return torch.frombuffer(self._mapped, dtype=torch.uint8)
 
     def free(self) -> None:
+        """What `take` gave is not needed any more, once this thread's stream has done what it was given."""
         if self._mapping is None:
             self._mapped = None  # unmapped with the last tensor over it
             self._done()
+        elif self._near:
+            torch.cuda.current_stream(self._device).synchronize()
+            self._done()
 
     def _done(self) -> None:
-        self._link.send(torch.tensor([self._number], dtype=torch.int64, device=self._device), 0, _ACK, self._until)
+        self._link.send(torch.tensor([self._number], dtype=torch.int64), self._exporter, _DONE, self._until)
 
-    def close(self) -> None:
+    def close(self) -> bool:
         for fd in self._files:
             os.close(fd)
         self._files, self._mapped = [], None
@@ -206,6 +245,7 @@ class SharedArrivals:
             torch.cuda.synchronize(self._device)
             self._mapping.close()
             self._mapping = None
+        return True
 
 
 def _opened(slot: Slot) -> int:

@@ -1,0 +1,143 @@
+"""What the trainers of bench_packed_gpu.py gather: Qwen3's tensors out of Megatron's layout, without Megatron.
+
+One task per Megatron parameter, gathered by one all-gather and whole on every rank, as Megatron-Bridge exports it; and the
+same layout as fragments, for the road of FSDP2 and DTensors. Not here: processes, clocks, takers.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import groupby
+from math import prod
+
+import torch
+import torch.distributed as dist
+from bench_shapes import ITEM, Layout, Model
+
+from xfer.packed.lockstep import Lockstep
+from xfer.packed.megatron import ROUND_BYTES
+from xfer.packed.plan import Group, TaskSize
+from xfer.trace.fragment import Fragment, TensorSpec
+from xfer.trace.traced import Traced, TrainerLayout
+
+_FUSED = ((re.compile(r"\.[qkv]_proj\."), ".qkv."), (re.compile(r"\.(gate|up)_proj\."), ".fc1."))
+
+
+def typed(storage: torch.Tensor, f: Fragment, start: int = 0) -> torch.Tensor:
+    """A fragment over the flat bytes that begin at byte `start` of its storage."""
+    strides = [s // ITEM for s in f.strides]
+    flat = storage.view(torch.bfloat16)
+    return flat.as_strided(f.extent, strides, flat.storage_offset() + (f.offset - start) // ITEM)
+
+
+@dataclass(frozen=True)
+class Task:
+    """One Megatron parameter: bytes [start, start + nbytes) of a storage, alike on all ranks. `held`: by tensor, which rank
+    has which part of it. `alike`: all ranks hold the same, so nothing is gathered."""
+
+    root: str
+    start: int
+    nbytes: int
+    held: dict[TensorSpec, list[tuple[int, Fragment]]]
+    alike: bool
+
+
+def tasks_of(m: Model, layouts: list[Layout]) -> list[Task]:
+    specs = {s.name: s for s in m.specs()}
+
+    def parameter(f: Fragment) -> str:
+        name = f.tensor
+        for pattern, fused in _FUSED:
+            name = pattern.sub(fused, name)
+        return name
+
+    per_rank = [[list(g) for _, g in groupby(x.fragments, parameter)] for x in layouts]
+    out = []
+    for groups in zip(*per_rank, strict=True):
+        start = min(f.offset for g in groups for f in g)
+        end = max(f.offset + prod(f.extent) * ITEM for g in groups for f in g)
+        boxes = [[(f.tensor, f.origin, f.extent) for f in g] for g in groups]
+        alike = all(b == boxes[0] for b in boxes)
+        held: dict[TensorSpec, list[tuple[int, Fragment]]] = {}
+        for rank, g in enumerate(groups[:1] if alike else groups):
+            for f in g:
+                held.setdefault(specs[f.tensor], []).append((rank, f))
+        out.append(Task(groups[0][0].root, start, end - start, held, alike))
+    return out
+
+
+class GatheredStream:
+    """See xfer.packed.source.Stream. `together`: the all-gathers of a round of tasks run as one, as BridgeStream runs them."""
+
+    everywhere = True
+
+    def __init__(
+        self, rank: int, world: int, tasks: list[Task], roots: Mapping[str, torch.Tensor], device, together: bool = True
+    ):
+        self.rank, self.world, self.device, self.together = rank, world, device, together
+        self.tasks, self.roots = tasks, roots
+
+    def drain(self) -> None:
+        pass
+
+    def read(self) -> tuple[TensorSpec, ...]:
+        return tuple(s for t in self.tasks for s in t.held)
+
+    def check(self) -> str:
+        return "same"
+
+    def build(self) -> tuple[TaskSize, ...]:
+        return tuple(TaskSize(i, tuple(t.held)) for i, t in enumerate(self.tasks))
+
+    def tensors(self, group: Group) -> Iterator[tuple[str, torch.Tensor]]:
+        tasks = [self.tasks[i] for i in group.positions]
+        if not self.together:
+            for t in tasks:
+                yield from self.export(t)
+            return
+        while tasks:
+            some, size = [], 0
+            while tasks and (not some or size + tasks[0].nbytes * self.world <= ROUND_BYTES):
+                some.append(tasks.pop(0))
+                size += some[-1].nbytes * self.world
+            for found in Lockstep(self.device).run([lambda t=t: list(self.export(t)) for t in some]):
+                yield from found
+
+    def export(self, task: Task) -> Iterator[tuple[str, torch.Tensor]]:
+        mine = self.roots[task.root][task.start : task.start + task.nbytes]
+        slots = [mine]
+        if not task.alike:
+            slots = [torch.empty_like(mine) for _ in range(self.world)]
+            dist.all_gather(slots, mine)
+        for spec, held in task.held.items():
+            if len(held) == 1:
+                rank, f = held[0]
+                found = typed(slots[rank], f, task.start)
+                yield spec.name, found.clone() if task.alike else found
+                continue
+            whole = torch.empty(spec.shape, dtype=torch.bfloat16, device=self.device)
+            for rank, f in held:
+                whole[f.index].copy_(typed(slots[rank], f, task.start))
+            yield spec.name, whole
+
+
+class PartsSource:
+    """The same layout for TensorStream: ranks send trainer 0 what they hold, and nobody else has whole tensors."""
+
+    def __init__(self, rank: int, world: int, m: Model, layout: Layout, roots: Mapping[str, torch.Tensor], device):
+        self.rank, self.world, self.device = rank, world, device
+        self._layout = TrainerLayout(Traced(tuple(m.specs()), tuple(layout.fragments)), (), roots)
+
+    def drain(self) -> None:
+        pass
+
+    def read(self) -> TrainerLayout:
+        return self._layout
+
+    def check(self) -> str:
+        return "same"
+
+    def rebind(self) -> Mapping[str, torch.Tensor]:
+        return self._layout.tensors
