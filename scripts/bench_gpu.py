@@ -34,6 +34,7 @@ import torch.multiprocessing as mp
 from bench_shapes import MODELS, View, engine, overlap, trainer
 from torch.distributed import PrefixStore, TCPStore
 
+from xfer.kernels.bulk import Shape
 from xfer.plan.inventory import engine_inventory, trainer_inventory
 from xfer.plan.planner import PlanOptions, plan_replica
 from xfer.plan.program import Program
@@ -180,6 +181,8 @@ class Bench:
             self.timed("peer" if "peer" not in self.result["ms"] else "peer again", lambda: peer.run(soon()), repeats)
         if self.args.sweep:
             self._sweep(peer)
+        for text in self.args.bulk:
+            self._bulk(peer, Shape(*map(int, text.split("x"))))
         if not self.shared:
             free = self.free()
             link = open_group(PrefixStore("data", self.store), self.rank, self.size, 120.0, self.device)
@@ -249,6 +252,23 @@ class Bench:
                     pull.finish(soon())
 
             self.timed(name, work, 5)
+
+    def _bulk(self, peer, shape: Shape) -> None:
+        name = (
+            f"bulk copies, {shape.stages} stages of {shape.stage >> 10} KiB, {shape.ahead} ahead, {shape.per_sm} blocks"
+        )
+        pull = None
+        if peer.pull is not None:
+            rows = self.program.rows[self.program.rows["dst"] == self.rank]
+            pull = Pull(rows, peer.mapping, self.roots, bulk=shape)
+
+        def work() -> None:
+            if pull is not None:
+                pull.begin()
+                pull.finish(soon())
+
+        self.checked(name, work)
+        self.timed(name, work, self.args.repeats)
 
     def _nccl(self, link) -> None:
         peers = sorted({*self.source_bytes, *self.taken_bytes})
@@ -391,6 +411,9 @@ def main() -> None:
     p.add_argument("--cases", nargs="+", choices=sorted(CASES))
     p.add_argument("--repeats", type=int, default=10)
     p.add_argument("--sweep", nargs="*", type=int, default=[])
+    p.add_argument(
+        "--bulk", nargs="*", default=[], help="pulls by the bulk copy engine: STAGE bytes x STAGES x AHEAD x blocks"
+    )
     p.add_argument("--steps", nargs="*", type=int, default=[], help="other step sizes of p2p to try, MiB")
     p.add_argument(
         "--buckets", nargs="*", type=int, default=[], help="plans of other buckets, p2p in steps as long, MiB"

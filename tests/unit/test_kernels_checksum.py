@@ -18,13 +18,20 @@ from xfer.kernels.checksum import checksum_rows
 from xfer.plan.program import DTYPE_CODE, MAX_DIMS, ROW, Op
 
 EXAMPLES = int(os.environ.get("XFER_EXAMPLES", "200"))
-MASK = (1 << 64) - 1
+MASK, HALF, G = (1 << 64) - 1, (1 << 32) - 1, 0x9E3779B97F4A7C15
 
 
 def mix(x: int) -> int:
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & MASK
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB & MASK
     return x ^ (x >> 31)
+
+
+def half_mix(x: int, k: int) -> int:
+    b, m, n = ((13, 0x85EBCA6B, 0xC2B2AE35), (15, 0x7FEB352D, 0x846CA68B))[k]
+    x = (x ^ (x >> 16)) * m & HALF
+    x = (x ^ (x >> b)) * n & HALF
+    return x ^ (x >> 16)
 
 
 def as_bytes(value: torch.Tensor) -> torch.Tensor:
@@ -109,7 +116,7 @@ def test_any_cut_in_any_order_and_any_layout_gives_the_same_number(seed, parts, 
         assert checksum_rows(rows, roots, "src", np.array([(1,) * (MAX_DIMS - value.dim()) + shapes[0]])) == want
     some = rng.random(len(rows)) < 0.5  # senders add up
     parts = [checksum_rows(rows[m], roots, "dst", shapes) for m in (some, ~some)]
-    assert sum(parts) & MASK == want
+    assert checksum.added(*parts) == want
 
 
 @settings(max_examples=EXAMPLES, deadline=None)
@@ -134,14 +141,20 @@ def test_one_flipped_bit_or_two_swapped_elements_or_a_shift_change_it(seed):
     assert (of(rolled) == want) == torch.equal(as_bytes(rolled), as_bytes(value))
 
 
-def test_the_number_itself():
+@pytest.mark.parametrize("shape", [(2, 3, 4), (2, 3, 8)], ids=["any", "whole groups"])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32, torch.int64])
+def test_the_number_itself(dtype, shape):
     """Against a loop in Python integers: the definition, which other implementations must meet too."""
-    value = torch.arange(24, dtype=torch.int32).reshape(2, 3, 4) * 77003
-    salt = mix((5 + 1) * 0x9E3779B97F4A7C15 & MASK)
-    want = (
-        sum(mix((int(v) + 0x9E3779B97F4A7C15 * (i + 1) + salt) & MASK) for i, v in enumerate(value.reshape(-1))) & MASK
-    )
-    assert checksum_rows(whole(value, tensor=5), [as_bytes(value)], "dst", [()] * 5 + [(2, 3, 4)]) == want
+    value = (torch.arange(torch.Size(shape).numel()) * 0x9E3779B97F4A7).to(dtype).reshape(shape)
+    want = [0, 0]
+    for i, v in enumerate(value.reshape(-1).tolist()):
+        m = mix(v & MASK)
+        bits = {8: (m & HALF, m >> 32), 4: ((v ^ (v & HALF) >> 16),) * 2}.get(value.element_size(), (v, v))
+        for k in range(2):
+            f, s = (mix(G * x & MASK) >> 32 * k & HALF for x in (0x1000 + i % 8, 6))
+            want[k] += (half_mix(i // 8 + s & HALF, k) | 1) * (f | 1) * (bits[k] + (0x3C6EF372, 0xA54FF53A)[k])
+    got = checksum_rows(whole(value, tensor=5), [as_bytes(value)], "dst", [()] * 5 + [shape])
+    assert got == want[0] & HALF | (want[1] & HALF) << 32
 
 
 def test_senders_count_what_the_taker_will_hold():

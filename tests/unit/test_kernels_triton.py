@@ -213,4 +213,44 @@ def test_checksums_equal_the_twins_number(seed, parts, narrow, tile):
     for _ in range(2):
         fast.launch()
         left = [checksum.checksum_rows(rows[(slot == k) & fast.odd], roots, "src", shapes) for k in range(2)]
-        assert [(a + b) % (1 << 64) for a, b in zip(fast.values(), left)] == want
+        assert list(map(checksum.added, fast.values(), left)) == want
+
+
+@runs
+@settings(max_examples=EXAMPLES // 4, deadline=None)
+@given(
+    st.integers(0, 2**32 - 1),
+    st.sampled_from(["uint8", "int16", "bfloat16", "float32", "int32", "int64"]),
+    st.booleans(),
+    st.sampled_from([2, 1 << 15]),
+)
+def test_checksums_of_whole_groups_equal_the_twins_number(seed, dtype, narrow, tile):
+    """Columns of a matrix, cut between groups or anywhere, wherever in their storage they begin."""
+    module = pytest.importorskip("xfer.kernels.checksum_triton", reason="needs triton")
+    rng = np.random.default_rng(seed)
+    item, high, wide = torch.empty(0, dtype=getattr(torch, dtype)).element_size(), int(rng.integers(1, 20)), 8 * 6
+    narrow &= dtype == "float32"
+    spare = int(rng.choice([0, 16, item, 8 * item]))
+    data = torch.from_numpy(rng.integers(0, 256, spare + high * wide * item, dtype=np.uint8))
+    if narrow:
+        data[spare:] = torch.randn(high * wide).view(torch.uint8)
+    at = int(rng.choice([8, 16, 17]))
+    rows = []
+    for first, last in ((0, at), (at, wide)):
+        one = row(
+            (high, last - first), src_dtype=dtype, src_strides=(wide * item, item), src_offset=spare + first * item
+        )
+        one["origin"][0, -1] = first
+        if narrow:
+            one["dst_dtype"], one["op"] = DTYPE_CODE["bfloat16"], Op.CAST
+        rows.append(one)
+    rows, shapes = np.concatenate(rows), [(high, wide)]
+    want = checksum.checksum_rows(rows, [data], "src", shapes)
+    roots = [data.to(DEVICE)]
+    with patch.object(module, "TILE", tile):
+        fast = module.TritonSums(
+            rows, np.zeros(2, np.int64), 1, roots, "src", [checksum.placed(r, "src", shapes) for r in rows]
+        )
+    fast.launch()
+    left = checksum.checksum_rows(rows[fast.odd], roots, "src", shapes)
+    assert checksum.added(fast.values()[0], left) == want

@@ -1,18 +1,26 @@
 """Checksums of canonical tensors by position: what senders read and what engines hold, compared as one number.
 
-Each element contributes mix(bits of its destination-typed value, its linear index in the canonical tensor, the
-tensor), and contributions are added modulo 2**64. So the sum over all senders' rows for a taker equals the sum over
-the taker's own fragments, however either side cuts the tensors and in whatever order it walks them, while an element
-that is wrong, missing, doubled or in the wrong place changes it.
+The number is two sums modulo 2**32, k = 0 in its low half and k = 1 in its high half. Each element adds to sum k
 
-mix is the finalizer of splitmix64, a bijection of 64-bit words, over `bits + G * (index + 1) + salt(tensor)` with G
-odd. A single wrong element therefore always changes the sum, and so do all but about one in 2**64 of any other set of
-changes.
+    weight[k](tensor, index) * (bits[k] + PLUS[k])
+
+where `index` is its linear index in the canonical tensor. So the sum over all senders' rows for a taker equals the sum
+over the taker's own fragments, however either side cuts the tensors and in whatever order it walks them, while an
+element that is wrong, missing, doubled or in the wrong place changes it.
+
+bits: of the destination-typed value. 1 and 2 bytes: extended to 32 (bytes with zeros, others with their sign), for both
+k. 4 bytes: b ^ (b >> 16), for both. 8 bytes: low and high half of splitmix64's finalizer.
+weight: (h[k](index // 8 + salt[k](tensor)) | 1) * FACTORS[k][index % 8], with h[k] a mixing bijection of 32-bit words. Weights
+are odd, so a single wrong element always changes the number; any other set of changes passes with a chance of about one
+in 2**62, or in 2**32 where all of them are swaps of signs in bf16 (differences of 2**15 leave 16 bits of either sum).
+In groups of eight, and in halves of 32 bits, because products of 64 bits and a mix per element cost several times what
+memory does, on GPUs too: a group that lies whole and in order needs one mix. Any other element finds its own weight.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import accumulate
 
@@ -25,10 +33,15 @@ from xfer.kernels.torch_impl import Space, TorchRows, torch_dtype
 from xfer.plan.program import DTYPES, ITEMSIZE, MAX_DIMS, Op
 
 CHUNK = 1 << 18
-"""Elements worked on at once: the scratch is three int64 arrays of this length, 6 MiB, whatever the tensors' sizes."""
+"""Elements worked on at once: the scratch is a few int32 arrays of this length, whatever the tensors' sizes."""
 
+GROUP = 8
 _G, _C1, _C2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-_WORD = 1 << 64
+_WORD, _HALF = 1 << 64, 1 << 32
+MIXES = (((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 0)), ((16, 0x7FEB352D), (15, 0x846CA68B), (16, 0)))
+"""h[k]: x ^= x >> shift; x *= odd (0: not)."""
+PLUS = (0x3C6EF372, 0xA54FF53A)
+"""Different, so that no bits count nothing in both sums."""
 _BITS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
@@ -40,6 +53,11 @@ def checksum_rows(rows: np.ndarray, roots: Sequence[torch.Tensor], side: str, sh
     LayoutError when a row lies outside its storage. One device synchronisation, at the end.
     """
     return Sums(rows, np.zeros(len(rows), np.int64), 1, roots, side, shapes).values()[0]
+
+
+def added(a: int, b: int) -> int:
+    """The checksum of two sets of elements together, from those of each."""
+    return (a + b) % _HALF | ((a >> 32) + (b >> 32)) % _HALF << 32
 
 
 class Sums:
@@ -72,7 +90,7 @@ class Sums:
             self._fast.launch()
         out = [self._slowly(self._rows[self._slot == k]) for k in range(self._slots)]
         if self._fast is not None:
-            out = [(a + b) % _WORD for a, b in zip(out, self._fast.values())]
+            out = [added(a, b) for a, b in zip(out, self._fast.values())]
         return out
 
     def _slowly(self, rows: np.ndarray) -> int:
@@ -82,30 +100,54 @@ class Sums:
         for r in rows:
             if (where := placed(r, self._side, self._shapes)) is not None:
                 own, final = DTYPES[r[f"{self._side}_dtype"]], DTYPES[r["dst_dtype"]]
-                mixer.add(own, final, int(r[f"{self._side}_root"]), *where)
+                mixer.add(own, final, int(r[f"{self._side}_root"]), where)
         return mixer.value()
 
 
-def placed(row, side: str, shapes: Sequence[Sequence[int]]) -> tuple[int, int, list[tuple[int, int, int]]] | None:
-    """(byte offset, key, dims) of a row: where its first element lies, what is added to that element's bits, and per dim
-    (extent, byte stride, key step), outermost first, merged where the next one continues. None for an empty row."""
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A row of a checksum: byte `offset` and canonical `index` of its first element, the tensor's two salts, and per dim
+    (extent, byte stride, step of the index), outermost first, merged where the next one continues."""
+
+    offset: int
+    index: int
+    salts: tuple[int, int]
+    dims: tuple[tuple[int, int, int], ...]
+
+    @property
+    def grouped(self) -> bool:
+        """Does it consist of whole groups, each in order?"""
+        if not self.dims or self.index % GROUP:
+            return False
+        n, _, step = self.dims[-1]
+        return step == 1 and n % GROUP == 0 and all(c % GROUP == 0 for _, _, c in self.dims[:-1])
+
+    def part(self, start: int, count: int) -> Placed:
+        """Of the outermost dim, `count` places from `start` on."""
+        (_, s, c), *rest = self.dims
+        dims = ((count, s, c), *rest) if count > 1 else tuple(rest)
+        return Placed(self.offset + start * s, self.index + start * c, self.salts, dims)
+
+
+def placed(row, side: str, shapes: Sequence[Sequence[int]]) -> Placed | None:
+    """Where a row of a program lies and belongs. None for an empty one."""
     extent, strides = row["extent"].tolist(), row[f"{side}_strides"].tolist()
     if 0 in extent:
         return None
     tensor, offset = int(row["tensor"]), int(row[f"{side}_offset"])
     canonical = _index_strides(shapes[tensor], extent)
-    key = _G * (1 + sum(o * c for o, c in zip(row["origin"].tolist(), canonical))) + _mix_int(tensor + 1)
+    index = sum(o * c for o, c in zip(row["origin"].tolist(), canonical))
     dims: list[tuple[int, int, int]] = []
     for n, s, c in zip(extent, strides, canonical):
         if n == 1:
             continue
         if s < 0:  # walk upwards in memory and backwards in the tensor
-            offset, key, s, c = offset + (n - 1) * s, key + _G * (n - 1) * c, -s, -c
-        if dims and dims[-1][1:] == (n * s, n * c * _G):
-            dims[-1] = (dims[-1][0] * n, s, c * _G)
+            offset, index, s, c = offset + (n - 1) * s, index + (n - 1) * c, -s, -c
+        if dims and dims[-1][1:] == (n * s, n * c):
+            dims[-1] = (dims[-1][0] * n, s, c)
         else:
-            dims.append((n, s, c * _G))
-    return offset, key, dims
+            dims.append((n, s, c))
+    return Placed(offset, index, _halves(_mix_int(tensor + 1)), tuple(dims))
 
 
 def _refuse_outside(rows: np.ndarray, roots: Sequence[torch.Tensor], side: str) -> None:
@@ -130,56 +172,88 @@ def wrong_fills(rows: np.ndarray, roots: Sequence[torch.Tensor]) -> int:
 class _Mixer:
     def __init__(self, roots: Sequence[torch.Tensor]):
         self.spaces = [Space(r) for r in roots]
-        device = roots[0].device
-        self.total = torch.zeros((), dtype=torch.int64, device=device)
-        self.work = torch.empty(CHUNK, dtype=torch.int64, device=device)
-        self.spare = torch.empty(CHUNK, dtype=torch.int64, device=device)
+        self.device = roots[0].device
+        self.totals = torch.zeros(2, dtype=torch.int64, device=self.device)
+        self.work = [torch.empty(CHUNK, dtype=torch.int32, device=self.device) for _ in range(4)]
+        self.factors = torch.tensor(FACTORS, dtype=torch.int64).to(torch.int32).to(self.device)  # wraps
 
     def value(self) -> int:
-        return int(self.total.item()) % _WORD
+        low, high = (t % _HALF for t in self.totals.tolist())
+        return high << 32 | low
 
-    def add(self, own: str, final: str, root: int, offset: int, key: int, dims: list[tuple[int, int, int]]) -> None:
-        self._walk(self.spaces[root], own, final, offset, key, dims)
-
-    def _walk(
-        self, space: Space, own: str, final: str, offset: int, key: int, dims: list[tuple[int, int, int]]
-    ) -> None:
+    def add(self, own: str, final: str, root: int, where: Placed) -> None:
         """Cuts the outermost dim until a part fits into a chunk."""
         inner = 1
-        for n, _, _ in dims[1:]:
+        for n, _, _ in where.dims[1:]:
             inner *= n
-        if not dims or dims[0][0] * inner <= CHUNK:
-            self._chunk(space, own, final, offset, key, dims)
+        if not where.dims or where.dims[0][0] * inner <= CHUNK:
+            self._chunk(self.spaces[root], own, final, where)
             return
-        n, s, c = dims[0]
+        n = where.dims[0][0]
         step = max(1, CHUNK // inner)
         for at in range(0, n, step):
-            m = min(step, n - at)
-            part = [(m, s, c), *dims[1:]] if m > 1 else dims[1:]
-            self._walk(space, own, final, offset + at * s, key + at * c, part)
+            self.add(own, final, root, where.part(at, min(step, n - at)))
 
-    def _chunk(
-        self, space: Space, own: str, final: str, offset: int, key: int, dims: list[tuple[int, int, int]]
-    ) -> None:
-        extent, strides = [n for n, _, _ in dims], [s for _, s, _ in dims]
+    def _chunk(self, space: Space, own: str, final: str, where: Placed) -> None:
+        extent, strides = [n for n, _, _ in where.dims], [s for _, s, _ in where.dims]
         item = ITEMSIZE[own]
-        if space.aligned(offset, strides, item):
-            value = space.view(_BITS[item] if own == final else torch_dtype(own), offset, extent, strides)
+        if space.aligned(where.offset, strides, item):
+            value = space.view(_BITS[item] if own == final else torch_dtype(own), where.offset, extent, strides)
         else:
-            loose = space.view(torch.uint8, offset, [*extent, item], [*strides, 1]).reshape(-1)
+            loose = space.view(torch.uint8, where.offset, [*extent, item], [*strides, 1]).reshape(-1)
             value = loose.clone().view(_BITS[item] if own == final else torch_dtype(own)).view(extent)
         if own != final:
             value = value.to(torch_dtype(final)).contiguous()
             value = value.reshape(-1).view(_BITS[ITEMSIZE[final]]).view(extent)
-        count = value.numel()
-        x, t = self.work[:count].view(extent), self.spare[:count].view(extent)
-        x.copy_(value)
-        x.add_(_signed(key))
-        for d, (n, _, c) in enumerate(dims):
-            along = torch.arange(n, dtype=torch.int64, device=x.device).mul_(_signed(c))
-            x.add_(along.view([n if k == d else 1 for k in range(len(dims))]))
-        _mix(x, t)
-        self.total.add_(x.sum())
+        if value.dtype == torch.int64:
+            mixed = value.clone()
+            _mix(mixed, torch.empty_like(mixed))
+            words = [mixed.to(torch.int32), (mixed >> 32).to(torch.int32)]
+        else:
+            word = self.work[0][: value.numel()].view(extent).copy_(value)
+            if value.dtype == torch.int32:
+                word.bitwise_xor_(torch.bitwise_right_shift(word, 16).bitwise_and_(0xFFFF))
+            words = [word, word]
+        for k in range(2):
+            self.totals[k] += self._sum(k, words[k], where)
+
+    def _sum(self, k: int, words: torch.Tensor, where: Placed) -> torch.Tensor:
+        """int64, to be taken modulo 2**32."""
+        out = self.work[1]
+        if where.grouped:
+            count = words.numel() // GROUP
+            w, sums = words.reshape(-1, GROUP), out[:count]
+            if w.is_cuda:  # which has no product of integer matrices
+                sums.copy_((w * self.factors[k]).sum(1))
+            else:
+                torch.mv(w, self.factors[k], out=sums)
+            sums.add_(_signed(PLUS[k] * sum(FACTORS[k]), 32))
+            dims = [*((n, c // GROUP) for n, _, c in where.dims[:-1]), (where.dims[-1][0] // GROUP, 1)]
+            group = self._index(where.index // GROUP, dims, count)
+        else:
+            count = words.numel()
+            sums = torch.add(words.reshape(-1), _signed(PLUS[k], 32), out=out[:count])
+            index = self._index(where.index % (GROUP * _HALF), [(n, c) for n, _, c in where.dims], count, torch.int64)
+            sums.mul_(self.factors[k][index & (GROUP - 1)])
+            group = self.work[2][:count].copy_(index.bitwise_right_shift_(GROUP.bit_length() - 1))
+        group.add_(_signed(where.salts[k], 32))
+        spare = self.work[3][:count]
+        for shift, factor in MIXES[k]:
+            torch.bitwise_right_shift(group, shift, out=spare)
+            group.bitwise_xor_(spare.bitwise_and_((1 << (32 - shift)) - 1))
+            if factor:
+                group.mul_(_signed(factor, 32))
+        return sums.mul_(group.bitwise_or_(1)).sum(dtype=torch.int64)
+
+    def _index(self, first: int, dims: Sequence[tuple[int, int]], count: int, dtype=torch.int32) -> torch.Tensor:
+        """[count]: first + the steps of dims, (extent, step), modulo the dtype's size."""
+        bits = 32 if dtype == torch.int32 else 64
+        flat = self.work[2][:count] if bits == 32 else torch.empty(count, dtype=dtype, device=self.device)
+        out = flat.view([n for n, _ in dims]).fill_(_signed(first, bits))
+        for d, (n, c) in enumerate(dims):
+            along = torch.arange(n, dtype=torch.int64, device=self.device).mul_(c).to(dtype)
+            out.add_(along.view([n if k == d else 1 for k in range(len(dims))]))
+        return flat
 
 
 def _index_strides(shape: Sequence[int], extent: Sequence[int]) -> list[int]:
@@ -207,6 +281,14 @@ def _mix_int(x: int) -> int:
     return x ^ (x >> 31)
 
 
-def _signed(x: int) -> int:
-    x %= _WORD
-    return x - _WORD if x >= _WORD >> 1 else x
+def _signed(x: int, bits: int = 64) -> int:
+    x %= 1 << bits
+    return x - (1 << bits) if x >> (bits - 1) else x
+
+
+def _halves(x: int) -> tuple[int, int]:
+    return x % _HALF, x >> 32
+
+
+FACTORS = tuple(tuple(_halves(_mix_int(0x1000 + j))[k] | 1 for j in range(GROUP)) for k in range(2))
+"""By k: odd, 0 < f < 2**32, one for each place in a group."""

@@ -8,21 +8,26 @@ their size, conversions that Triton rounds differently) the twin adds. Not here:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import numpy as np
 import torch
 import triton
 import triton.language as tl
 
+from xfer.kernels.checksum import FACTORS, GROUP, MIXES, PLUS, Placed, _signed
 from xfer.kernels.triton_impl import _TL, CASTS, _aligned, _multiprocessors, _to_bfloat16
 from xfer.plan.program import DTYPES, ITEMSIZE
 
-COLUMNS = 8
-"""int64 words of a tile: root | slot << 32, byte offset, key, width | rows << 32, stride and key step between rows,
-stride and key step between elements. Strides in elements; keys wrap."""
+COLUMNS = 9
+"""int64 words of a tile: root | slot << 32, byte offset, first index, width | rows << 32, stride and index step between
+rows, stride and index step between units, salts (second << 32). Units are groups or elements; strides, widths and indices
+count them."""
 TILE = 1 << 15
-"""Elements of a tile."""
-PROGRAMS_PER_SM, BLOCK, WARPS = 8, 2048, 8
+"""Units of a tile, at most; its square is below 2**32, which `magic` needs."""
+PROGRAMS_PER_SM, WARPS = 4, 8
+BLOCK = {True: 512, False: 1024}
+"""Units at a time, of groups (two 16-byte loads a thread in bf16) and of elements."""
 _INTEGER = {8: "int64", 4: "int32", 2: "int16", 1: "uint8"}
 
 
@@ -35,8 +40,18 @@ def _mixed(x):
 
 
 @triton.jit
-def _bits(x, OWN: tl.constexpr, FINAL: tl.constexpr, AS: tl.constexpr):
-    """The element as the destination's dtype, its bits sign-extended (bytes: zero-extended) to 64."""
+def _weight(x, H: tl.constexpr):
+    """checksum.py's h, made odd. x: uint32."""
+    for k in tl.static_range(3):
+        x = x ^ (x >> H[k][0])
+        if H[k][1] != 0:
+            x = x * tl.full([], H[k][1], tl.uint32)
+    return x | 1
+
+
+@triton.jit
+def _words(x, OWN: tl.constexpr, FINAL: tl.constexpr, AS: tl.constexpr):
+    """The element as the destination's dtype, and its bits as the two int32 of checksum.py."""
     if OWN != FINAL:
         if OWN == tl.bfloat16:
             x = (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
@@ -45,53 +60,78 @@ def _bits(x, OWN: tl.constexpr, FINAL: tl.constexpr, AS: tl.constexpr):
         else:
             x = x.to(tl.float64 if OWN == tl.float64 else tl.float32).to(FINAL)
         x = x.to(AS, bitcast=True)
+    if AS == tl.int64:
+        m = _mixed(x.to(tl.uint64, bitcast=True))
+        return m.to(tl.uint32).to(tl.int32, bitcast=True), (m >> 32).to(tl.uint32).to(tl.int32, bitcast=True)
     if AS == tl.uint8:
-        return x.to(tl.uint8, bitcast=True).to(tl.uint64)
-    return x.to(tl.int64).to(tl.uint64, bitcast=True)
+        x = x.to(tl.uint8, bitcast=True).to(tl.int32)
+    elif AS == tl.int32:
+        u = x.to(tl.uint32, bitcast=True)
+        x = (u ^ (u >> 16)).to(tl.int32, bitcast=True)
+    else:
+        x = x.to(tl.int32)
+    return x, x
 
 
 @triton.jit(do_not_specialize=["count"])
 def _sum_tiles(
-    bases, tiles, count, counter, out,
-    LOAD: tl.constexpr, OWN: tl.constexpr, FINAL: tl.constexpr, AS: tl.constexpr, DENSE: tl.constexpr,
+    bases, tiles, count, counter, factors, out,
+    LOAD: tl.constexpr, OWN: tl.constexpr, FINAL: tl.constexpr, AS: tl.constexpr, GROUP: tl.constexpr,
+    PLUS0: tl.constexpr, PLUS1: tl.constexpr, A: tl.constexpr, B: tl.constexpr,
     BLOCK: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
+    """GROUP 1: units are elements and PLUS are checksum.py's. Else units are groups and PLUS are times the sum of factors.
+    factors, out: int32 [2, 8] and [slots, 2].
+    """
     lane = tl.arange(0, BLOCK)
+    if GROUP > 1:
+        word = tl.arange(0, GROUP)
+        factors0 = tl.load(factors + word)[None, :]
+        factors1 = tl.load(factors + 8 + word)[None, :]
     i = tl.atomic_add(counter, 1)
     while i < count:
         t = tiles + i.to(tl.int64) * COLS
         place = tl.load(t)
         src = (tl.load(bases + (place & 0xFFFFFFFF)) + tl.load(t + 1)).to(tl.pointer_type(LOAD))
-        key = tl.load(t + 2).to(tl.uint64, bitcast=True)
+        first = tl.load(t + 2)
         shape = tl.load(t + 3)
         width = (shape & 0xFFFFFFFF).to(tl.int32)
-        rows = (shape >> 32).to(tl.int32)
-        unit_key = tl.load(t + 7).to(tl.uint64, bitcast=True)
+        n = width * (shape >> 32).to(tl.int32)
+        magic = (((width - 1).to(tl.int64) + 0x100000000) // width).to(tl.uint32)  # u // width, for u * width < 2**32
+        row = tl.load(t + 4)
+        row_step = tl.load(t + 5)
         unit = tl.load(t + 6)
-        total = tl.zeros([BLOCK], tl.uint64)
-        if rows == 1:
-            keys = (
-                key + lane.to(tl.uint64) * unit_key
-            )  # stepped on by addition: a 64-bit product costs most of the rest
-            step = unit_key * BLOCK
-            for at in range(0, width, BLOCK):
-                c = at + lane
-                keep = c < width
-                x = tl.load(src + (c if DENSE else c * unit), mask=keep)
-                total += tl.where(keep, _mixed(_bits(x, OWN, FINAL, AS) + keys), tl.zeros([BLOCK], tl.uint64))
-                keys += step
-        else:
-            row = tl.load(t + 4)
-            row_key = tl.load(t + 5).to(tl.uint64, bitcast=True)
-            for at in range(0, rows * width, BLOCK):
-                u = at + lane
-                r = u // width
-                c = u - r * width
-                keep = u < rows * width
-                x = tl.load(src + (r * row + (c if DENSE else c * unit)), mask=keep)
-                x = _bits(x, OWN, FINAL, AS) + key + c.to(tl.uint64) * unit_key + r.to(tl.uint64) * row_key
-                total += tl.where(keep, _mixed(x), tl.zeros([BLOCK], tl.uint64))
-        tl.atomic_add(out + (place >> 32), tl.sum(total.to(tl.int64, bitcast=True), 0))
+        unit_step = tl.load(t + 7)
+        salts = tl.load(t + 8)
+        salt0 = salts.to(tl.uint32)
+        salt1 = (salts >> 32).to(tl.uint32)
+        total0 = tl.zeros([BLOCK], tl.uint32)
+        total1 = tl.zeros([BLOCK], tl.uint32)
+        if GROUP > 1:
+            src = tl.multiple_of(src, 16)
+        for at in range(0, n, BLOCK):
+            u = at + lane
+            r = tl.umulhi(u.to(tl.uint32), magic).to(tl.int32)
+            c = u - r * width
+            keep = u < n
+            if GROUP > 1:
+                where = ((r * row + c) * GROUP)[:, None] + word[None, :]
+                x, y = _words(tl.load(src + where, mask=keep[:, None], other=0), OWN, FINAL, AS)
+                x = tl.sum(x * factors0, 1).to(tl.uint32) + PLUS0
+                y = tl.sum(y * factors1, 1).to(tl.uint32) + PLUS1
+                group = first.to(tl.uint32) + r.to(tl.uint32) * row_step.to(tl.uint32) + c.to(tl.uint32)
+            else:
+                x, y = _words(tl.load(src + (r * row + c * unit), mask=keep, other=0), OWN, FINAL, AS)
+                index = first + r * row_step + c * unit_step
+                x = (x.to(tl.uint32) + PLUS0) * tl.load(factors + (index & 7)).to(tl.uint32)
+                y = (y.to(tl.uint32) + PLUS1) * tl.load(factors + 8 + (index & 7)).to(tl.uint32)
+                group = (index >> 3).to(tl.uint32)
+            zero = tl.zeros([BLOCK], tl.uint32)
+            total0 += tl.where(keep, x * _weight(group + salt0, A), zero)
+            total1 += tl.where(keep, y * _weight(group + salt1, B), zero)
+        into = out + 2 * (place >> 32)
+        tl.atomic_add(into, tl.sum(total0.to(tl.int64), 0).to(tl.int32))
+        tl.atomic_add(into + 1, tl.sum(total1.to(tl.int64), 0).to(tl.int32))
         i = tl.atomic_add(counter, 1)
 
 
@@ -104,7 +144,8 @@ class TritonSums:
     def __init__(self, rows, slot: np.ndarray, slots: int, roots: Sequence[torch.Tensor], side: str, placed):
         self.device, self._roots = roots[0].device, roots
         self._bases = torch.tensor([t.data_ptr() for t in roots], dtype=torch.int64).to(self.device)
-        self._out = torch.zeros(slots, dtype=torch.int64, device=self.device)
+        self._out = torch.zeros(slots, 2, dtype=torch.int32, device=self.device)
+        self._factors = torch.tensor(FACTORS, dtype=torch.int64).to(torch.int32).to(self.device)  # wraps
         kinds: dict[tuple[str, str, bool], list[np.ndarray]] = {}
         odd = np.zeros(len(rows), bool)
         for i, (r, where) in enumerate(zip(rows, placed)):
@@ -114,8 +155,10 @@ class TritonSums:
             if own != final and (own, final) not in CASTS or not _aligned(r, side, roots, ITEMSIZE[own]):
                 odd[i] = True
                 continue
-            tiles = _tiles(int(slot[i]), int(r[f"{side}_root"]), *where, ITEMSIZE[own])
-            kinds.setdefault((own, final, bool((tiles[:, 6] == 1).all())), []).append(tiles)
+            root = int(r[f"{side}_root"])
+            whole = _in_groups(where, roots[root].data_ptr(), ITEMSIZE[own], ITEMSIZE[final])
+            tiles = _tiles(int(slot[i]), root, where, ITEMSIZE[own], whole)
+            kinds.setdefault((own, final, whole), []).append(tiles)
         self.odd = odd
         """Rows that the twin must add."""
         self._tables = [
@@ -137,58 +180,68 @@ class TritonSums:
 
     def values(self) -> list[int]:
         """Of the last launch, 0 <= v < 2**64. One device synchronisation."""
-        return [v % (1 << 64) for v in self._out.tolist()]
+        return [(a % (1 << 32)) | (b % (1 << 32)) << 32 for a, b in self._out.tolist()]
 
     def _run(self, kind, tiles: torch.Tensor, counter: torch.Tensor, count: int | None = None) -> None:
-        own, final, dense = kind
+        own, final, whole = kind
         counter.zero_()
         n = tiles.shape[0]
         programs = max(1, min(n, PROGRAMS_PER_SM * _multiprocessors(self.device)))
         as_integer = _INTEGER[ITEMSIZE[final]]
         load = _TL[own] if own != final else _TL[as_integer]
-        args = (self._bases, tiles, n if count is None else count, counter, self._out)
         final_tl = _TL[final] if own != final else load
         as_tl = tl.uint8 if as_integer == "uint8" else _TL[as_integer]
-        if self.device.type != "cuda":  # the interpreter
-            _sum_tiles[(programs,)](*args, load, load, final_tl, as_tl, dense, BLOCK, COLUMNS, num_warps=WARPS)
-            return
-        with torch.cuda.device(self.device):
-            _sum_tiles[(programs,)](*args, load, load, final_tl, as_tl, dense, BLOCK, COLUMNS, num_warps=WARPS)
+        group = GROUP if whole else 1
+        plus = [p * (sum(f) if whole else 1) % (1 << 32) for p, f in zip(PLUS, FACTORS)]
+        with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():  # else: the interpreter
+            _sum_tiles[(programs,)](
+                self._bases, tiles, n if count is None else count, counter, self._factors, self._out,
+                load, load, final_tl, as_tl, group, *plus, *MIXES, BLOCK[whole], COLUMNS, num_warps=WARPS,
+            )  # fmt: skip
 
 
-def _tiles(slot: int, root: int, offset: int, key: int, dims: Sequence[tuple[int, int, int]], item: int) -> np.ndarray:
-    """int64 [n, COLUMNS] over one row. dims: (extent, byte stride, index stride times G), outermost first."""
-    dims = [(1, 0, 0)] * (2 - len(dims)) + list(dims)
-    at = np.array([offset], np.int64)
-    keys = np.array([key % (1 << 64)], np.uint64)
+def _in_groups(where: Placed, base: int, own: int, final: int) -> bool:
+    """Can the kernel take this row in whole groups, each of them dense and where loads of 16 bytes may begin?"""
+    if final == 8 or not where.grouped or where.dims[-1][1] != own or (base + where.offset) % 16:
+        return False
+    if where.dims[-1][0] == GROUP:  # one to a row: `_tiles` would step over them
+        return False
+    return all(s % (GROUP * own) == 0 for _, s, _ in where.dims[:-1])
+
+
+def _tiles(slot: int, root: int, where: Placed, item: int, whole: bool) -> np.ndarray:
+    """int64 [n, COLUMNS] over one row."""
+    per_unit = GROUP if whole else 1
+    dims = [(n, s, c // per_unit) for n, s, c in where.dims]
+    if whole:
+        dims[-1] = (dims[-1][0] // GROUP, GROUP * item, 1)
+    dims = [(1, 0, 0)] * (2 - len(dims)) + dims
+    at, index = np.array([where.offset], np.int64), np.array([where.index // per_unit], np.int64)
 
     def spread(counts: int, stride: int, step: int) -> None:
-        nonlocal at, keys
+        nonlocal at, index
         k = np.arange(counts, dtype=np.int64)
         at = (at[:, None] + k * stride).reshape(-1)
-        keys = (keys[:, None] + k.astype(np.uint64) * np.uint64(step % (1 << 64))).reshape(-1)
+        index = (index[:, None] + k * step).reshape(-1)
 
-    with np.errstate(over="ignore"):
-        for n, s, c in dims[:-2]:
-            spread(n, s, c)
-        (rows, row, row_key), (width, unit, unit_key) = dims[-2:]
-        if width > TILE:  # long runs one row at a time, cut along the run
-            spread(rows, row, row_key)
-            parts = [(1, TILE)] * (width // TILE) + [(1, width % TILE)] * bool(width % TILE)
-            spread(len(parts), TILE * unit, TILE * unit_key)
-        else:
-            per = max(1, TILE // width)
-            parts = [(per, width)] * (rows // per) + [(rows % per, width)] * bool(rows % per)
-            spread(len(parts), per * row, per * row_key)
+    for n, s, c in dims[:-2]:
+        spread(n, s, c)
+    (rows, row, row_step), (width, unit, unit_step) = dims[-2:]
+    if width == 1:  # `magic` wants none of these in several rows
+        (rows, row, row_step), (width, unit, unit_step) = (1, 0, 0), (rows, row, row_step)
+    if width > TILE:  # long runs one row at a time, cut along the run
+        spread(rows, row, row_step)
+        parts = [(1, TILE)] * (width // TILE) + [(1, width % TILE)] * bool(width % TILE)
+        spread(len(parts), TILE * unit, TILE * unit_step)
+    else:
+        per = max(1, TILE // width)
+        parts = [(per, width)] * (rows // per) + [(rows % per, width)] * bool(rows % per)
+        spread(len(parts), per * row, per * row_step)
     out = np.empty((len(at), COLUMNS), np.int64)
     shape = np.array([w | r << 32 for r, w in parts], np.int64)
-    out[:, 0] = root | slot << 32
-    out[:, 1], out[:, 2], out[:, 3] = at, keys.view(np.int64), np.tile(shape, len(at) // len(shape))
-    out[:, 4], out[:, 5] = row // item, _wrapped(row_key)
-    out[:, 6], out[:, 7] = unit // item if width > 1 else 1, _wrapped(unit_key)
+    out[:, 0], out[:, 1], out[:, 2] = root | slot << 32, at, index
+    out[:, 3] = np.tile(shape, len(at) // len(shape))
+    out[:, 4], out[:, 5] = row // (item * per_unit), row_step
+    out[:, 6], out[:, 7] = unit // (item * per_unit) if width > 1 else 1, unit_step
+    out[:, 8] = _signed(where.salts[0] | where.salts[1] << 32)
     return out
-
-
-def _wrapped(x: int) -> int:
-    x %= 1 << 64
-    return x - (1 << 64) if x >> 63 else x

@@ -18,6 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
+from xfer.kernels import bulk
 from xfer.kernels.strided import Move, moves
 from xfer.kernels.tiles import COLUMNS, End, Table, cast_tables, interleaved, plain_tables
 from xfer.kernels.torch_impl import TorchRows
@@ -143,6 +144,7 @@ class _Launch:
     tiles: torch.Tensor  # int64 [n, COLUMNS]
     counter: torch.Tensor  # int32 [1]
     programs: int
+    bulk: bulk.Shape | None = None
 
     def load(self, abort: torch.Tensor | None) -> None:
         """Compiles the kernel and loads it to the device, without moving anything. Loading a module can wait for all
@@ -156,7 +158,9 @@ class _Launch:
         self.counter.zero_()
         word = self.counter if abort is None else abort
         common = (src, dst, self.tiles, self.tiles.shape[0] if count is None else count, self.counter, word)
-        if self.dtypes is None:
+        if self.bulk is not None:
+            bulk.launch(self.bulk, *common)
+        elif self.dtypes is None:
             dtype, size, vec = _WORD[self.unit]
             _copy_tiles[(self.programs,)](
                 *common, dtype, size, vec, max(256, BLOCK_BYTES // self.unit if self.unit >= 8 else 2048), COLUMNS,
@@ -173,7 +177,7 @@ class TritonRows:
     groups[r]: for side "local", who drains source storage r; tiles then take turns between groups, beginning with
     `rotation`. abort: an int32 tensor of one word in the device's memory (reading host memory
     for every tile was the bottleneck: 8 GB/s); kernels look
-    at it before every tile and leave when it is not 0.
+    at it before every tile and leave when it is not 0. bulk: move tiles of 16-byte units by the bulk copy engine (bulk.py).
     """
 
     def __init__(
@@ -187,11 +191,13 @@ class TritonRows:
         rotation: int = 0,
         abort: torch.Tensor | None = None,
         programs: int | None = None,
+        bulk: bulk.Shape | None = None,
     ):
         if side not in ("src", "dst", "local"):
             raise ValueError(f"side must be src, dst or local, not {side!r}")
         check_rows(rows, side, roots, src_roots)
         self.side, self._groups, self._rotation, self._abort = side, groups, rotation, abort
+        self._bulk = bulk
         some = roots if len(roots) else src_roots
         self._device = some[0].device if len(some) else torch.device("cpu")
         self._programs = programs or PROGRAMS_PER_SM * _multiprocessors(self._device)
@@ -304,6 +310,7 @@ class TritonRows:
                 torch.from_numpy(t.tiles).to(self._device),
                 torch.zeros(1, dtype=torch.int32, device=self._device),
                 max(1, min(self._programs, len(t.tiles))),
+                self._bulk if t.unit == 16 else None,
             )
             for t in tables
             if len(t.tiles)

@@ -14,13 +14,13 @@ import enum
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from xfer.errors import DeadlineExceeded, LayoutError, PeerLost, PlanMismatch, XferError
 from xfer.layerwise.shares import Share, refuse_astray
+from xfer.layerwise.wire import Wire
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -28,11 +28,11 @@ class Peers:
     """The ranks among which parameters are owned, and a communicator of our own over them.
 
     Of our own, because others' collectives on theirs come in an order that we do not know. `ranks`: global, in the order of
-    ranks within the group; `rank`: this one's, within the group.
+    ranks within the group; `rank`: this one's, within the group. wire: None for a rank without peers.
     """
 
     name: str
-    group: dist.ProcessGroup | None
+    wire: Wire | None
     ranks: tuple[int, ...]
     rank: int
 
@@ -41,18 +41,18 @@ class Peers:
         return len(self.ranks)
 
     @classmethod
-    def like(cls, name: str, group: dist.ProcessGroup | None, deadline_s: float) -> Peers:
-        """Over the ranks of `group` (None: the default group). Collective over them. A wait on it ends after
-        `deadline_s`."""
+    def like(
+        cls,
+        name: str,
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+        deadline_s: float,
+        max_ctas: int | None = None,
+    ) -> Peers:
+        """Over the ranks of `group` (None: the default group); see `Wire.over`. Collective over them."""
         ranks = tuple(dist.get_process_group_ranks(group if group is not None else dist.group.WORLD))
         mine = ranks.index(dist.get_rank())
-        if len(ranks) == 1:
-            return cls(name, None, ranks, mine)
-        backend = dist.get_backend(group)
-        own = dist.new_group(
-            list(ranks), timeout=timedelta(seconds=deadline_s), backend=backend, use_local_synchronization=True
-        )
-        return cls(name, own, ranks, mine)
+        return cls(name, Wire.over(group, device, deadline_s, max_ctas) if len(ranks) > 1 else None, ranks, mine)
 
     @classmethod
     def alone(cls, name: str) -> Peers:
@@ -61,11 +61,9 @@ class Peers:
 
     def agree(self, digest: bytes, what: str) -> None:
         """PlanMismatch, on all ranks, unless all of them have the same 32-byte digest."""
-        if self.group is None:
+        if self.wire is None:
             return
-        mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(self.device)
-        theirs = [torch.empty_like(mine) for _ in self.ranks]
-        dist.all_gather(theirs, mine, group=self.group)
+        theirs = self.wire.all_gather(torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(self.device))
         differ = [r for r, t in zip(self.ranks, theirs) if not torch.equal(t, theirs[0])]
         if differ:
             raise PlanMismatch(
@@ -78,10 +76,8 @@ class Peers:
 
     @property
     def device(self) -> torch.device:
-        """Where small tensors of this group's collectives lie."""
-        if self.group is not None and "nccl" in dist.get_backend(self.group):
-            return torch.device("cuda", torch.cuda.current_device())
-        return torch.device("cpu")
+        """Where tensors of this group's collectives lie."""
+        return self.wire.device if self.wire is not None else torch.device("cpu")
 
 
 class State(enum.Enum):
@@ -180,7 +176,7 @@ class ParamGather:
         for key, chain in chains.items():
             peers = chain[0].peers
             order = torch.tensor([b.index for b in mine if b.peers is peers], dtype=torch.int64, device=peers.device)
-            self.guarded(lambda o=order, p=peers: dist.broadcast(o, p.ranks[0], group=p.group), "the order of buckets")
+            self.guarded(lambda o=order, p=peers: p.wire.broadcast(o, 0), "the order of buckets")
             agreed[key] = iter(order.tolist())
         self.order = [self.buckets[next(agreed[id(b.peers)])] for b in mine]
         self._at = {b.index: i for i, b in enumerate(self.order)}
@@ -277,7 +273,7 @@ class ParamGather:
             if not mine:
                 self.stats.received += s.nbytes
                 self.stats.lacked += sum(m.nbytes for m in s.members)
-        b.works = _broadcasts(b.peers, moves)
+        b.works = b.peers.wire.broadcasts(moves)
         b.state = State.IN_FLIGHT
 
     def _land(self, b: Bucket) -> None:
@@ -319,17 +315,3 @@ class ParamGather:
 
 def _states(buckets: Iterable[Bucket]) -> list[str]:
     return [f"{b.label()}: not usable; load a checkpoint" for b in buckets if b.state is not State.CURRENT]
-
-
-def _broadcasts(peers: Peers, moves: Sequence[tuple[int, torch.Tensor]]) -> list[dist.Work]:
-    """One broadcast per (owner, run), all asynchronous."""
-    if not moves:
-        return []
-    device = moves[0][1].device
-    if device.type != "cuda":
-        return [dist.broadcast(run, peers.ranks[owner], group=peers.group, async_op=True) for owner, run in moves]
-    # One grouped call: NCCL runs the broadcasts side by side. Not run on GPUs so far.
-    with dist._coalescing_manager(group=peers.group, device=device, async_ops=True) as grouped:
-        for owner, run in moves:
-            dist.broadcast(run, peers.ranks[owner], group=peers.group, async_op=True)
-    return [grouped]

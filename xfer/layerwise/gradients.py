@@ -50,7 +50,7 @@ def reduce_to_owners(buckets: Sequence[Bucket]) -> None:
 def _started(peers: Peers, shares: Sequence) -> list[_Sum]:
     params = [(s.owner, m.param) for s in shares for m in s.members]
     has = torch.tensor([p.grad is not None for _, p in params], dtype=torch.int32, device=peers.device)
-    dist.all_reduce(has, group=peers.group)
+    peers.wire.all_reduce(has)
     by_owner: dict[tuple[int, torch.dtype], list[torch.nn.Parameter]] = {}
     for (owner, p), n in zip(params, has.tolist()):
         if n:
@@ -60,12 +60,12 @@ def _started(peers: Peers, shares: Sequence) -> list[_Sum]:
         s = _Sum(peers, owner, those, torch.cat([_grad(p).reshape(-1) for p in those]), {}, [])
         out.append(s)
         if s.flat.is_cuda:
-            s.works.append(dist.reduce(s.flat, peers.ranks[owner], group=peers.group, async_op=True))
+            s.works.append(peers.wire.reduce(s.flat, owner))
         elif owner == peers.rank:  # summed here, in the order of ranks: gloo's reduce waits for itself
             s.others = {r: torch.empty_like(s.flat) for r in range(peers.size) if r != owner}
-            s.works += [dist.irecv(t, peers.ranks[r], group=peers.group) for r, t in s.others.items()]
+            s.works += [peers.wire.receive(t, r) for r, t in s.others.items()]
         else:
-            s.works.append(dist.isend(s.flat, peers.ranks[owner], group=peers.group))
+            s.works.append(peers.wire.send(s.flat, owner))
     return out
 
 

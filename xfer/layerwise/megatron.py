@@ -41,7 +41,6 @@ class MegatronLayerWise(LayerWiseOptimizer):
 
         _refuse(chunks)
         self.loss_scale = loss_scale
-        self._everybody: Peers | None = None
         self._cut = cut_parameters(chunks)
         dense = mpu.get_data_parallel_group(with_context_parallel=True)
         experts = mpu.get_expert_data_parallel_group(check_initialized=False)
@@ -54,9 +53,6 @@ class MegatronLayerWise(LayerWiseOptimizer):
             reduce="done",
             **options,
         )
-        # The default group itself: groups made again and again over equal ranks, layout after layout, did not always meet.
-        ranks = tuple(range(dist.get_world_size()))
-        self._everybody = Peers("all ranks", dist.group.WORLD if len(ranks) > 1 else None, ranks, dist.get_rank())
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         return loss * self.loss_scale
@@ -75,9 +71,8 @@ class MegatronLayerWise(LayerWiseOptimizer):
             o.target.grad = None
 
     def _total(self, mine: torch.Tensor) -> torch.Tensor:
-        mine = mine.to(self._everybody.device)
-        if self._everybody.group is not None:
-            dist.all_reduce(mine, group=self._everybody.group)
+        mine = mine.to(self._trained[0][1].device)
+        dist.all_reduce(mine)
         return mine
 
     def _counts(self, o: Owned) -> bool:

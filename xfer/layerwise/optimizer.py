@@ -71,7 +71,7 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
     rehome: let parameters be moved into runs of memory by owner, so that gathers need no copies. Objects, shapes and
     values stay; views that were taken before go stale (those that modules hold are found).
     guard: see hooks.py; "always" watches every operation of every forward, to find reads that no hook announces.
-    deadline_s: of every wait for peers.
+    deadline_s: of every wait for peers. max_ctas: most thread blocks that NCCL may take from computing for one gather.
 
     `param_groups` are the inner optimizers' own, for learning-rate schedulers. Parameters that need no gradient have no
     owner and are never sent. Between `step()` and a forward, parameters of other owners are old: read them inside
@@ -97,6 +97,7 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
         rehome: bool = True,
         guard: Guard = "first",
         deadline_s: float = 600.0,
+        max_ctas: int | None = None,
     ):
         self.modules = [module] if isinstance(module, torch.nn.Module) else list(module)
         self.clip_grad, self.grad_norm, self.skipped = clip_grad, None, False
@@ -109,7 +110,7 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
         self.named = list(_named(self.modules))
         self._trained = [(name, p) for name, p in self.named if p.requires_grad]
         self._refuse()
-        peers = self._meet(process_group, group_of, deadline_s, live)
+        peers = self._meet(process_group, group_of, live, (self._trained[0][1].device, deadline_s, max_ctas))
         self.ownership: dict[str, Ownership] = {}
         self.owner: dict[str, tuple[Peers, int]] = {}
         self._own(peers, memory_cap)
@@ -177,9 +178,12 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
         return peers.rank == owner
 
     def close(self) -> None:
-        """Drain and drop all hooks; the module is an ordinary one again. Collective."""
+        """Drain, drop all hooks and let go of connections; the module is an ordinary one again. Collective."""
         self.drain()
         self.hooks.remove()
+        for peers in self._peers:
+            if peers.wire is not None:
+                peers.wire.close()
 
     def add_param_group(self, param_group: dict) -> None:
         if hasattr(self, "gather"):
@@ -214,8 +218,8 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
         """Sum over all ranks of what each adds for the gradients that it owns: every gradient is in it once."""
         dense = self._peers[0]
         mine = mine.to(dense.device)
-        if dense.group is not None:
-            dist.all_reduce(mine, group=dense.group)
+        if dense.wire is not None:
+            dense.wire.all_reduce(mine)
         return mine
 
     def _counts(self, o: Owned) -> bool:
@@ -249,24 +253,29 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
                 bad.append(f"{name}: is a {type(p).__name__} ({p.layout}); only plain dense parameters have owners")
             elif p.device.type == "meta":
                 bad.append(f"{name}: has no bytes; materialize the module first")
+        kinds = sorted({p.device.type for _, p in self._trained})
+        if len(kinds) != 1:
+            bad.append(
+                f"trained parameters lie on {kinds or 'no device'}; put all on one kind of device, or freeze some"
+            )
         if not bad:
             bad = overlapping(self.named)
         if bad:
             raise LayoutError("this module cannot have a layer-wise optimizer", bad, where=self.label)
 
-    def _meet(self, process_group, group_of, deadline_s: float, live: bool) -> dict[str, Peers]:
+    def _meet(self, process_group, group_of, live: bool, how: tuple) -> dict[str, Peers]:
         """Peers of every trained parameter, by name; communicators are made in the order of the names' groups."""
         if not live:
             self._peers = [Peers.alone("dense")]
             return {name: self._peers[0] for name, _ in self._trained}
         chosen = {name: group_of(name, p) if group_of is not None else None for name, p in self._trained}
         ranks = lambda g: tuple(dist.get_process_group_ranks(g if g is not None else dist.group.WORLD))  # noqa: E731
-        made = {ranks(process_group): Peers.like("dense", process_group, deadline_s)}
+        made = {ranks(process_group): Peers.like("dense", process_group, *how)}
         # Larger groups first: which are made is the same on all of their ranks, and so is their order.
         others = {ranks(g): g for g in chosen.values() if g is not None}
         for key in sorted(others, key=lambda k: (-len(k), k)):
             if key not in made:
-                made[key] = Peers.like(f"group {len(made)} of {len(key)} ranks", others[key], deadline_s)
+                made[key] = Peers.like(f"group {len(made)} of {len(key)} ranks", others[key], *how)
         dense, *rest = self._peers = list(made.values())
         self._refuse_outside(dense, rest)
         return {name: made[ranks(g if g is not None else process_group)] for name, g in chosen.items()}

@@ -165,8 +165,11 @@ class Hub:
             )
             client.send(m.Refused(m.WireError.of(error, "rendezvous")))
             client.left = True
-            if h.role == "trainer" and bad == differences(h, o):
-                self.fail_everything(error)  # it is one of us and cannot come in: the others would wait for it in vain
+            if bad == differences(h, o):  # it is one of us and cannot come in: the others would wait for it in vain
+                if h.role == "trainer":
+                    self.fail_everything(error)
+                elif replica is not None and replica.state == "joining":
+                    self.lose(replica, error)
             self.at(time.monotonic() + 2.0, client.channel.close)
             return
         client.channel.label = client.label

@@ -16,6 +16,8 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
+import torch
+
 from xfer.ending import EXIT_S
 from xfer.errors import DeadlineExceeded, HandshakeError, PeerLost, XferError
 from xfer.plan.fabric import Site
@@ -36,9 +38,21 @@ def host_identity() -> str:
 
 def versions() -> tuple[tuple[str, str], ...]:
     import numpy
-    import torch
 
     return (("python", platform.python_version()), ("torch", str(torch.__version__)), ("numpy", numpy.__version__))
+
+
+def data_plane(device: torch.device) -> tuple[tuple[str, str], ...]:
+    """What every process with weights on `device` says of the libraries that carry bytes, for comparison at the door.
+
+    NCCL opens no communicator between different versions of itself, and says so late, on some ranks, in its own log. torch
+    hands its identifiers over in a form that changes between releases. gloo has been seen to work between releases of torch
+    (docs/guide.md), so nothing of it is compared.
+    """
+    if device.type != "cuda":
+        return (("data plane", "gloo"),)
+    release = ".".join(torch.__version__.split("+")[0].split(".")[:2])
+    return (("data plane", "nccl"), ("NCCL", ".".join(map(str, torch.cuda.nccl.version()))), ("torch", release))
 
 
 class Party:

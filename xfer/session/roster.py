@@ -148,6 +148,13 @@ def told(o: HubOptions) -> tuple[tuple[str, str], ...]:
     )
 
 
+_ADVICE = {
+    "data plane": "weights of both sides must be on GPUs, or on CPUs",
+    "NCCL": "install one version on both sides, or load it into one of them with LD_PRELOAD",
+    "torch": "install one release on both sides",
+}
+
+
 def _short(globs: tuple[str, ...]) -> str:
     text = ", ".join(sorted(set(globs)))
     return (
@@ -160,7 +167,11 @@ def _short(globs: tuple[str, ...]) -> str:
 def differences(h: m.Hello, o: HubOptions) -> list[str]:
     """Settings in which this process differs from trainer 0."""
     mine = dict(o.settings)
-    return [f"{k} is {v!r}, trainer 0 has {mine[k]!r}" for k, v in h.settings if k in mine and mine[k] != v]
+    return [
+        f"{k} is {v!r}, trainer 0 has {mine[k]!r}" + (f": {_ADVICE[k]}" if k in _ADVICE else "")
+        for k, v in h.settings
+        if k in mine and mine[k] != v
+    ]
 
 
 def hello_violations(h: m.Hello, o: HubOptions, trainers: dict[int, Client], replicas: dict[int, Replica]) -> list[str]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from xfer.errors import XferError
+from xfer.kernels.checksum import added
 from xfer.session import messages as m
 
 if TYPE_CHECKING:
@@ -100,7 +101,7 @@ def checksum_violations(run: Run) -> list[str]:
         for c in done.checksums:
             value = int.from_bytes(c.value, "little")
             if label.startswith("trainer"):
-                sent[c.worker] = (sent[c.worker] + value) % (1 << 64)
+                sent[c.worker] = added(sent[c.worker], value)
             else:
                 lies[c.worker] = value
     return [

@@ -31,7 +31,7 @@ from xfer.session.drain import Aside, Drain
 from xfer.session.hub import Hub
 from xfer.session.lane import Lane
 from xfer.session.packing import pack, unpack_one
-from xfer.session.party import Party, host_identity
+from xfer.session.party import Party, data_plane, host_identity
 from xfer.session.refit import RefitCall
 from xfer.session.report import RefitReport
 from xfer.session.roster import HubOptions, told
@@ -112,7 +112,7 @@ class TrainerSession:
             site.to_bytes() if site is not None else b"",
             route=route,
         )
-        settings = (*told(options), ("data plane", "nccl" if self.device.type == "cuda" else "gloo"))
+        settings = (*told(options), *data_plane(self.device))
         if source.rank == 0:
             self._hub = Hub(
                 rendezvous,

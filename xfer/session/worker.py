@@ -25,7 +25,7 @@ from xfer.session import messages as m
 from xfer.session.bounds import STOP_GRACE_S
 from xfer.session.lane import Lane
 from xfer.session.packing import unpack_one
-from xfer.session.party import Party, host_identity
+from xfer.session.party import Party, data_plane, host_identity
 from xfer.trace.catalog import Catalog
 
 logger = logging.getLogger("xfer")
@@ -109,7 +109,7 @@ class WorkerSession:
             size=self.size,
             replica=self.replica,
             deadline_s=self.deadline_s,
-            settings=(("data plane", "nccl" if self.device.type == "cuda" else "gloo"),),
+            settings=data_plane(self.device),
             holds=self.model.holds,
             session_open=self._session_open,
             version=self.model.version,

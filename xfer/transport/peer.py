@@ -280,7 +280,13 @@ class Pull:
     """Rows bound to mapped storages. Warm: `begin`/`finish` may be called any number of times by one thread."""
 
     def __init__(
-        self, rows: np.ndarray, mapping: Mapping, roots: Sequence[torch.Tensor], *, programs: int | None = None
+        self,
+        rows: np.ndarray,
+        mapping: Mapping,
+        roots: Sequence[torch.Tensor],
+        *,
+        programs: int | None = None,
+        bulk=None,
     ):
         from xfer.kernels.triton_impl import TritonRows
 
@@ -301,7 +307,7 @@ class Pull:
         self._aside = torch.cuda.Stream(self.device)
         self._bound: BoundRows = TritonRows(
             rows, roots, "local", [mapping.roots[a][b] for a, b in known],
-            groups=[senders.index(a) for a, _ in known], rotation=mapping.rank, abort=self._abort, programs=programs,
+            groups=[senders.index(a) for a, _ in known], rotation=mapping.rank, abort=self._abort, programs=programs, bulk=bulk,
         )  # fmt: skip
         nbytes = row_wire_bytes(rows)
         self.by_sender = tuple((a, int(nbytes[rows["src"] == a].sum())) for a in sorted(set(rows["src"].tolist())))
