@@ -4,12 +4,16 @@
     torchrun --nproc-per-node 4 scripts/bench_layerwise_gpu.py                   one number of ranks
     python scripts/bench_layerwise_gpu.py --toy --ranks 2                        the same code on a CPU, over gloo, at toy size
 
-Parts: `exact` (a small transformer in fp32, and one with bf16 matrices and fp32 vectors: losses and parameters of every way
-of gathering, bit for bit those of the blocking one, in fp32 also those of DDP in which every rank steps everything, and
-near one process); `overlap` (2.3 B parameters in bf16 under DDP: what a gather adds to the forward, blocking and
-overlapped, by device events and by the profiler's timeline, with the same bytes gathered each time; bytes received
-for bytes lacked); `skew` (the same with one owner of nearly everything); `megatron` (the same network, batch and inner
-optimizers under Megatron-Core's own LayerWiseDistributedOptimizer, where it can be imported: see bench_layerwise_megatron.py).
+Parts:
+  exact     a small transformer in fp32, and one with bf16 matrices and fp32 vectors: losses and parameters of every way of
+            gathering, bit for bit those of the blocking one; in fp32 also those of DDP in which every rank steps
+            everything, and near one process
+  overlap   2.3 B parameters in bf16 under DDP: what a gather adds to the forward, blocking and overlapped, by device events and
+            by the profiler's timeline, the same bytes each time; bytes received for bytes lacked
+  narrow    that again with few thread blocks for the gather
+  skew      that again with one owner of nearly everything
+  megatron  the same network, batch and inner optimizers under Megatron-Core's own LayerWiseDistributedOptimizer, where it can
+            be imported (bench_layerwise_megatron.py)
 Needs torch, numpy and msgspec. Not here: engines, refits.
 """
 
@@ -45,7 +49,7 @@ from xfer.testing.ports import free_port
 
 SMALL, TOY_SMALL = Shape(6, 512, 1024, 8, 128), Shape(2, 64, 128, 2, 16)
 LARGE, TOY_LARGE = Shape(28, 2560, 32768, 4, 2048), Shape(3, 128, 512, 2, 32)
-PARTS = ("exact", "overlap", "skew", "megatron")
+PARTS = ("exact", "overlap", "narrow", "skew", "megatron")
 DEPTHS = (1, 2, 4)
 DEADLINE_S = 300.0
 
@@ -175,13 +179,14 @@ class Rank:
         net = Net(shape, self.device, torch.bfloat16, torch.bfloat16)
         return shape, net, self.ddp(net)
 
-    def overlap(self, skewed: bool = False) -> Overlap:
+    def overlap(self, skewed: bool = False, ctas: int | None = None) -> Overlap:
         shape, net, module = self.large()
         optimizer = LayerWiseOptimizer(
             module,
             groups(net, compute=torch.bfloat16, skew=self.size if skewed else 0),
             bucket_bytes=(self.args.bucket_mb << 20) if self.cuda else 50_000,
             deadline_s=DEADLINE_S,
+            max_ctas=ctas,
         )
         gather = optimizer.gather
         begin = gather.begin
@@ -194,25 +199,26 @@ class Rank:
 
             return choose
 
-        depths = DEPTHS[:1] if skewed else DEPTHS
+        depths = DEPTHS[:1] if skewed or ctas else DEPTHS
         names = ["none", "blocking", *(f"depth {d}" for d in depths)]
         step = Step(self, shape, module, optimizer, lambda hook: _before(gather, hook))
         forward, whole, lines = step.measure({n: way(n) for n in names}, self.args.rounds if not skewed else 3)
         gather.overlap, gather.begin = False, begin
+        gather.drain()
         gather.stats.reset()
         step.once()
-        s, owned = gather.stats, optimizer.ownership["dense"].nbytes
-        wire = self.everybody((s.received, s.lacked))
+        owned = optimizer.ownership["dense"].nbytes
+        received = self.everybody(gather.stats.received)
         optimizer.close()
         return Overlap(
-            "skewed owners" if skewed else "xfer",
+            "skewed owners" if skewed else f"xfer, {ctas} blocks" if ctas else "xfer",
             self.size,
             sum(p.numel() for p in net.parameters()),
             len(gather.buckets),
             owned,
             *medians(forward, whole),
-            tuple(r for r, _ in wire),
-            tuple(n for _, n in wire),
+            tuple(received),
+            tuple(sum(owned) - n for n in owned),
             lines,
         )
 
@@ -286,7 +292,7 @@ class Step:
         self.loss.backward()
         self.loss = None
         whole = {n: [] for n in ways}
-        for _ in range(max(2, rounds // 2)):
+        for _ in range(max(2, rounds // 4)):
             for name, choose in ways.items():
                 self.rank.meet()
                 began = time.perf_counter()
@@ -365,7 +371,7 @@ def run_rank(args) -> dict:
             else:
                 result[part] = flat(found)
         else:
-            result[part] = flat(rank.overlap(skewed=part == "skew"))
+            result[part] = flat(rank.overlap(part == "skew", args.ctas if part == "narrow" else None))
         gc.collect()
         if rank.cuda:
             torch.cuda.empty_cache()
@@ -411,8 +417,8 @@ def machine(rank: Rank) -> dict:
 def launch(args) -> int:
     """Every number of ranks in turn; the tables at the end. Exit code 1 when a run fails or anything differs."""
     results, bad = [], 0
-    passed = [a for flag, value in (("--steps", args.steps), ("--rounds", args.rounds), ("--bucket-mb", args.bucket_mb))
-              for a in (flag, str(value))]  # fmt: skip
+    numbers = {"--steps": args.steps, "--rounds": args.rounds, "--bucket-mb": args.bucket_mb, "--ctas": args.ctas}
+    passed = [word for flag, value in numbers.items() for word in (flag, str(value))]
     passed += ["--parts", *args.parts] + ["--toy"] * args.toy + (["--traces", args.traces] if args.traces else [])
     with tempfile.TemporaryDirectory() as folder:
         for n in args.ranks:
@@ -474,6 +480,7 @@ def main() -> int:
     options.add_argument("--steps", type=int, default=50, help="of `exact`")
     options.add_argument("--rounds", type=int, default=8, help="timed steps per way")
     options.add_argument("--bucket-mb", type=int, default=64)
+    options.add_argument("--ctas", type=int, default=8, help="thread blocks that a gather may take in `narrow`")
     options.add_argument("--deadline", type=float, default=270.0, help="seconds per number of ranks")
     options.add_argument("--out", default="", help="file for all figures, JSON")
     options.add_argument("--traces", default="", help="folder for rank 0's timelines")

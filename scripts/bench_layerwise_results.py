@@ -75,7 +75,7 @@ def table(result: dict) -> list[str]:
             f"exact, {x['model']}: {x['steps']} steps, {len(x['ways'])} ways, {verdict}; loss {x['first_loss']:.3f} -> "
             f"{x['last_loss']:.3f}{near}"
         )
-    for part in ("overlap", "skew", "megatron"):
+    for part in ("overlap", "narrow", "skew", "megatron"):
         if part in result:
             out += _overlap_lines(result[part])
         elif part in result["skipped"]:
