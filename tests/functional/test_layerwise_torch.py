@@ -118,6 +118,12 @@ def test_experts_over_their_own_groups_and_one_norm(ranks):
     assert all(x == [4, 2] for x in run(ranks, "experts_over_halves"))
 
 
+def test_ranks_that_are_in_different_numbers_of_groups_meet(ranks):
+    """torch's own way to make a group without all ranks of the job waits for ever then."""
+    a, b, c, d = run(ranks, "unequal_groups")
+    assert a == b != c == d
+
+
 def test_memory_that_was_replaced_is_an_error_on_every_rank(ranks):
     assert all("late.weight" in x for x in run(ranks, "changed_memory"))
 

@@ -303,6 +303,23 @@ def experts_over_halves():
     return [p.size for p in o._peers]
 
 
+def unequal_groups():
+    """Ranks are in different numbers of groups, as pipeline stages are: those over which owners are still meet."""
+    rank = dist.get_rank()
+    dist.new_group([0])
+    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    dist.new_group([0, 1, 2])
+    for group in (None, halves[rank // 2]):
+        net = lm.Transformer()
+        o = LayerWiseOptimizer(net, lm.groups(net), process_group=group, bucket_bytes=20_000, deadline_s=20.0)
+        for step in range(2):
+            o.zero_grad()
+            lm.loss_of(net, lm.batch(step, rank)).backward()
+            o.step()
+        o.close()
+    return lm.digest(net)
+
+
 def changed_memory():
     """A cast after the optimizer was built: refused when the gather would have missed it."""
     pair = Pair()
@@ -456,7 +473,7 @@ HAZARDS = {
     for f in (
         started_twice_finished_twice, drained_in_flight, drained_between_backward_and_step, another_order,
         one_rank_evaluates, skipped_module, state_dict_is_current, without_hooks, unannounced_but_watched,
-        few_parameters, experts_over_halves, changed_memory, wire, different_models, refit_sources,
+        few_parameters, experts_over_halves, unequal_groups, changed_memory, wire, different_models, refit_sources,
     )
 }  # fmt: skip
 
