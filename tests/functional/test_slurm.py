@@ -1,21 +1,35 @@
-"""The two-node smoke run under a real slurmctld and real slurmds: submitted, waited for, judged by the gate's own result.
+"""The loop under a real slurmctld and real slurmds, two emulated nodes: the smoke run, judged by the gate's own result, and a job
+that is requeued. And without a Slurm: what the job of every named config would start.
 
-.venvs/trainer/bin/python -m pytest -q -m slow tests/functional/test_slurm.py
+    .venvs/trainer/bin/python -m pytest -q tests/functional/test_slurm.py               # every config, dry: seconds
+    .venvs/trainer/bin/python -m pytest -q -m slow tests/functional/test_slurm.py       # the jobs; root, slurm-wlm and munge
 """
 
+import json
+import re
+import shlex
 import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from tests.support.proc import PATIENCE, PYTHON, ROOT
+from examples.grpo.gate import Row
+from tests.support.proc import PATIENCE, PYTHON, ROOT, environment
 from tests.support.slurm_cluster import Cluster, missing
 
-pytestmark = [
+jobs = [
     pytest.mark.slow,
     pytest.mark.skipif(not all(Path(p).exists() for p in PYTHON.values()), reason="scripts/setup.sh has not been run"),
     pytest.mark.skipif(missing() is not None, reason=str(missing())),
 ]
+
+
+def slow_job(test):
+    for mark in jobs:
+        test = mark(test)
+    return test
 
 
 @pytest.fixture(scope="module")
@@ -29,6 +43,7 @@ def logs(work: Path) -> str:
     return "\n".join(f"--- {p.name}\n{p.read_text(errors='replace')[-2500:]}" for p in sorted(work.glob("*.log")))
 
 
+@slow_job
 def test_two_nodes_train_and_sample_and_the_gate_holds(cluster, tmp_path):
     done = subprocess.run(
         [ROOT / "tests/functional/slurm_smoke.sh", tmp_path],
@@ -43,6 +58,53 @@ def test_two_nodes_train_and_sample_and_the_gate_holds(cluster, tmp_path):
     assert 0 <= float(result["mean(exp|d|)-1"]) < 1e-4 and 0 <= float(result["kl"]) < 1e-6, result
 
 
+@slow_job
+def test_a_requeued_job_goes_on_from_its_checkpoint(cluster, tmp_path):
+    """`scontrol requeue` in the middle: the second start has another token and other ports, goes on at the step of the last
+    checkpoint, and its engines have that checkpoint's weights."""
+
+    def told(*command: str) -> str:
+        return subprocess.run(command, env=cluster.env, capture_output=True, text=True, timeout=120, check=True).stdout
+
+    def curve() -> list[Row]:
+        path = tmp_path / "curve.jsonl"
+        return [Row(**json.loads(x)) for x in path.read_text().splitlines() if x.endswith("}")] if path.exists() else []
+
+    def until(condition, what: str, seconds: float = 400):
+        end = time.monotonic() + seconds * PATIENCE
+        while not (got := condition()):
+            assert time.monotonic() < end, (
+                f"{what}: not within {seconds} s\n{told('scontrol', 'show', 'job')}\n{logs(tmp_path)}"
+            )
+            time.sleep(0.3)
+        return got
+
+    command = "sbatch --parsable --nodes=2 scripts/slurm/refit.sbatch --config smoke --steps 100000 --save-every 3"
+    command = [*command.split(), "--prompts", "4", "--answers", "4"]
+    done = subprocess.run(
+        [*command[:3], f"--output={tmp_path}/job.log", *command[3:]], env={**cluster.env, "XFER_WORK": str(tmp_path)}, cwd=ROOT,
+        capture_output=True, text=True, timeout=120, check=True,
+    )  # fmt: skip
+    job = done.stdout.strip()
+    try:
+        until(lambda: len(curve()) > 7, "eight steps")
+        told("scontrol", "requeue", job)
+        until(lambda: "JobState=PENDING" in told("scontrol", "show", "job", job), "the job is queued again", 120)
+        before, saved = len(curve()), int((tmp_path / "checkpoints/latest").read_text())
+        assert saved >= 6
+        told("scontrol", "update", f"JobId={job}", "StartTime=now")  # Slurm would wait for two minutes
+        rows = until(lambda: curve()[before + 5 :] and curve()[before:], "six steps more")
+        assert [(r.step, r.version) for r in rows[:6]] == [
+            (s, f"{s}@{saved}") for s in range(saved, saved + 6)
+        ]  # none is left out, none is made twice under one name
+        assert all(1 <= r.error < 1.0001 for r in rows), rows
+        assert "Restarts=1" in told("scontrol", "show", "job", job)
+    finally:
+        told("scancel", job)
+        until(lambda: not told("squeue", "-h", "-j", job).strip(), "the job has ended", 120)
+
+
+@slow_job
 @pytest.mark.parametrize(
     "words, says",
     [
@@ -59,3 +121,72 @@ def test_a_job_that_cannot_work_says_what_to_change(cluster, tmp_path, words, sa
         command, env={**cluster.env, "XFER_WORK": str(tmp_path)}, cwd=ROOT, capture_output=True, timeout=120 * PATIENCE
     )
     assert done.returncode == 2 and says in (tmp_path / "job.log").read_text()
+
+
+# -- without a Slurm
+
+
+def configs() -> list[str]:
+    said = subprocess.run(
+        ["bash", "-c", "source scripts/slurm/configs.sh; configs"], cwd=ROOT, capture_output=True, text=True
+    )
+    return said.stdout.split()
+
+
+def dry(name: str) -> subprocess.CompletedProcess:
+    command = ["bash", "scripts/slurm/refit.sbatch", "--config", name, "--dry-run", "--steps", "3"]
+    env = environment(TRAINER_PYTHON=sys.executable, ENGINE_PYTHON=sys.executable, XFER_MODELS="/models")
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60 * PATIENCE)
+
+
+def options(words: list[str]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for word in words:
+        if word == "-w" or word.startswith("--"):
+            name, _, value = word.partition("=")
+            found.setdefault(name, []).extend([value] if value else [])
+        elif found:
+            found[name].append(word)
+    return found
+
+
+@pytest.mark.skipif(not Path(PYTHON["trainer"]).exists(), reason="scripts/setup.sh has not been run")
+def test_what_every_config_would_start_is_what_its_name_says():
+    """Shapes of both sides against the name, nodes against shapes, a URL for each replica, and options that train.py takes."""
+    asked = []
+    for name in configs():
+        done = dry(name)
+        if name == "deepseek_v3-pp16ep16-to-tp32dp8":
+            assert done.returncode == 2 and "does not fit a node of 8" in done.stderr
+            continue
+        assert done.returncode == 0, done.stderr
+        (engine,) = (shlex.split(x) for x in done.stdout.splitlines() if "engine.sh" in x)
+        (trainer,) = (shlex.split(x) for x in done.stdout.splitlines() if "trainer.sh" in x)
+        at = trainer.index("scripts/slurm/trainer.sh")
+        nodes, per_node, *words = trainer[at + 1 :]
+        asked.append(words)
+        given, world = options(words), int(nodes) * int(per_node)
+        sizes = {k: int(given[f"--{k}"][0]) for k in ("tp", "pp", "ep", "etp")}
+        assert world % (sizes["tp"] * sizes["pp"]) == 0 == world % (sizes["ep"] * sizes["etp"] * sizes["pp"])
+        of_engines, of_trainers = options(engine), options(trainer[:at])
+        replicas = int(of_engines["--ntasks"][0])
+        assert len(set(given["--rollout"])) == replicas and given["--steps"][-1] == "3"
+        assert not set(of_engines["-w"][0].split(",")) & set(of_trainers["-w"][0].split(","))
+        assert len(of_engines["-w"][0].split(",")) == int(of_engines["--nodes"][0])
+        if name == "smoke":
+            continue
+        shapes = (re.findall("([a-z]+)([0-9]+)", part) for part in name.split("-", 1)[1].split("-to-"))
+        said, of_engine = ({k: int(v) for k, v in shape} for shape in shapes)
+        assert {k: v for k, v in sizes.items() if k in said} == {k: v for k, v in said.items() if k in sizes}
+        assert all(v == 1 for k, v in sizes.items() if k not in said)
+        if "dp" in said and "ep" not in said:
+            assert world == sizes["tp"] * sizes["pp"] * said["dp"]
+        assert replicas == of_engine.get("dp", 1), name
+        assert "/".join(given["--model"][0].split("/")[:2]) == "/models"
+    assert len(asked) >= 13
+    check = "import json, sys; from examples.grpo.train import arguments; [arguments().parse_args(w) for w in json.load(sys.stdin)]"
+    done = subprocess.run(
+        [PYTHON["trainer"], "-c", check], input=json.dumps(asked), cwd=ROOT, env=environment(), capture_output=True, text=True,
+        timeout=120 * PATIENCE,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
