@@ -45,7 +45,12 @@ from bench_packed_ranks import TAKERS, TRAINERS, rank_main
 from bench_shapes import MODELS, Model
 from torch.distributed import TCPStore
 
-SHAPES = {**MODELS, "toy": Model("toy MoE", 4, 256, 4, 2, 128, vocab=2048, experts=16)}
+SHAPES = {
+    **MODELS,
+    "toy": Model("toy MoE", 4, 256, 4, 2, 128, vocab=2048, experts=16),
+    "many": Model("as many tensors as Qwen3-30B-A3B, tiny", 48, 64, 4, 2, 16, vocab=2048, head_dim=16, experts=128),
+}
+"""many: for what a tensor costs on the host."""
 CASES = {"colocated": (0, 1, 0, 1), "apart": (0, 1, 2, 3)}
 """GPUs of trainers 0 and 1 and takers 0 and 1."""
 DIRECT = {"colocated": "30b-colocated2", "apart": "30b"}
@@ -157,7 +162,7 @@ def main() -> int:
     p.add_argument("--out", default="")
     a = p.parse_args()
     a.model = a.model or ("30b" if a.device == "cuda" else "toy")
-    a.bucket = a.bucket or (1 << 20 if a.model == "toy" else 1 << 30)
+    a.bucket = a.bucket or (1 << 20 if a.model in ("toy", "many") else 1 << 30)
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
     specs = list(SHAPES[a.model].specs())
     nbytes = sum(2 * torch.Size(s.shape).numel() for s in specs)

@@ -164,7 +164,7 @@ class TrainerRank(Rank):
                 self.pump.exports = shared or self.index == 0
             turn += 1
             feed, until = self.pump.join(turn, (0,), 0), soon()
-            with own_stream(self.device):
+            with own_stream(self.device, "send"):
                 plan = feed.plan(until, _nobody)
                 if shared:
                     offer = torch.frombuffer(bytearray(self.pump.offer), dtype=torch.uint8)
@@ -216,7 +216,7 @@ class TakerRank(Rank):
             for kind in (GatheredStream, TensorStream)
         )
         self.order = [p.spec for x in self.messages for p in x.parts if p.start == 0]
-        self.view = View(self.layout, self.storages)
+        self.view, self.buffers = View(self.layout, self.storages), Buffers(2, self.device)
         self.into: dict[str, list[tuple[torch.Tensor, tuple[slice, ...]]]] = {}
         for f in self.layout.fragments:
             if all(f.extent):
@@ -253,8 +253,8 @@ class TakerRank(Rank):
             self.load([(spec.name, data)])
 
     def received(self, messages) -> None:
-        buffers = Buffers(2, self.device)
-        self.packed(Arrivals(self.link, messages, buffers, soon(), self.device, False), messages)
+        buffers = self.buffers
+        self.packed(Arrivals(self.link, messages, buffers, soon(), self.device, False), messages, buffers.views)
 
     def mapped(self) -> None:
         length = torch.zeros(1, dtype=torch.int64)
@@ -264,8 +264,8 @@ class TakerRank(Rank):
         arrivals = SharedArrivals(self.link, self.messages, bytes(offer.numpy()), soon(), self.device, False)
         self.packed(arrivals, self.messages)
 
-    def packed(self, arrivals: Arrivals | SharedArrivals, messages) -> None:
-        unpacker = Unpacker(self.device)
+    def packed(self, arrivals: Arrivals | SharedArrivals, messages, views=None) -> None:
+        unpacker = Unpacker(self.device, *([views] if views else []))
         for message in messages:
             self.load((s.name, t) for s, t in unpacker.take(message, arrivals.take()))
             arrivals.free()
@@ -287,7 +287,7 @@ class TakerRank(Rank):
         return self.view.wrong(self.numbered, self.device)
 
     def free(self) -> None:
-        pass
+        self.buffers.free()
 
 
 def _nobody() -> None:

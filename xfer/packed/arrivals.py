@@ -23,13 +23,19 @@ GRACE_S = 5.0
 """Seconds beyond the deadline in which a wait that the link should have ended must have ended."""
 
 
-def own_stream(device: torch.device) -> contextlib.AbstractContextManager:
+_streams: dict[tuple[str, torch.device], torch.cuda.Stream] = {}
+
+
+def own_stream(device: torch.device, role: str) -> contextlib.AbstractContextManager:
     """What this thread enqueues runs beside other threads' work, after all that the device was given before. Without it
-    all threads share one stream, and gathering, sending and loading wait for one another."""
+    all threads share one stream, and gathering, sending and loading wait for one another.
+
+    One stream per `role` and device, for good: torch keeps freed memory for the stream on which it was first used.
+    """
     if device.type != "cuda":
         return contextlib.nullcontext()
     torch.cuda.set_device(device)  # the current device is a property of the thread
-    stream = torch.cuda.Stream(device)
+    stream = _streams.setdefault((role, device), torch.cuda.Stream(device))
     stream.wait_stream(torch.cuda.default_stream(device))
     return torch.cuda.stream(stream)
 
@@ -96,7 +102,7 @@ class Arrivals:
     def _receive(self) -> None:
         longest = max((x.nbytes for x in self._messages), default=0)
         try:
-            with own_stream(self._device):
+            with own_stream(self._device, "receive"):
                 for number, message in enumerate(self._messages):
                     event = self._within(self._free, "its loader to take a bucket in")
                     if self._stop:

@@ -32,14 +32,25 @@ class Buffers:
 
     def __init__(self, count: int, device: torch.device):
         self.device, self._slots = device, [torch.empty(0, dtype=torch.uint8, device=device) for _ in range(count)]
+        self._views: dict[tuple[int, int], tuple[Message, list[torch.Tensor | None]]] = {}
 
     def take(self, number: int, nbytes: int, longest: int = 0) -> torch.Tensor:
         """Buffer `number` modulo their count, cut to `nbytes`. `longest`: of the messages to come."""
         i = number % len(self._slots)
         if self._slots[i].numel() < nbytes:
+            self._views = {}  # they hold the old memory
             self._slots[i] = torch.empty(0, dtype=torch.uint8, device=self.device)  # before the new one is made
             self._slots[i] = torch.empty(max(nbytes, longest), dtype=torch.uint8, device=self.device)
         return self._slots[i][:nbytes]
+
+    def views(self, message: Message, data: torch.Tensor) -> list[torch.Tensor | None]:
+        """See `views`; made once for each message and buffer, since a model has tens of thousands of tensors and torch
+        needs a microsecond for each view."""
+        key = id(message), data.data_ptr()
+        found = self._views.get(key)
+        if found is None or found[0] is not message:
+            found = self._views[key] = (message, views(message, data))
+        return found[1]
 
     def reserve(self, longest: int) -> None:
         """Called before a gather whose messages have at most so many bytes. These grow by themselves."""
@@ -53,42 +64,90 @@ class Buffers:
         return sum(s.numel() for s in self._slots)
 
     def free(self) -> None:
+        self._views = {}
         self._slots = [torch.empty(0, dtype=torch.uint8, device=self.device) for _ in self._slots]
+
+
+def views(message: Message, data: torch.Tensor) -> list[torch.Tensor | None]:
+    """The message's tensors over its bytes; None for parts of tensors, and where bytes are not aligned for their dtype."""
+    out: list[torch.Tensor | None] = []
+    for part in message.parts:
+        piece = data[part.offset : part.offset + part.size]
+        dtype = getattr(torch, part.spec.dtype)
+        fits = part.whole and not piece.storage_offset() % dtype.itemsize
+        out.append(piece.view(dtype).view(part.spec.shape) if fits else None)
+    return out
+
+
+FLUSH_BYTES = 64 << 20
+"""Of tensors that wait to be copied by one call; they must stay alive until then."""
 
 
 class Packer:
     """Takes the tensors of one group in their order and fills its messages, one after the other.
 
     `buffer(message)` gives the bytes to fill; `filled(message, bytes)` is called as soon as a message is complete.
+    `views`: Buffers.views of the buffers that are filled. Tensors are copied some at a time, so they must not change before
+    their message is filled.
     """
 
-    def __init__(self, group: Group, buffer, filled):
-        self._group, self._buffer, self._filled = group, buffer, filled
-        self._parts = [(m, p) for m in group.messages for p in m.parts]
+    def __init__(self, group: Group, buffer, filled, views=views):
+        self._group, self._buffer, self._filled, self._view = group, buffer, filled, views
+        self._parts = [(m, i, p) for m in group.messages for i, p in enumerate(m.parts)]
         self._next = self._tensor = 0
-        self._open: tuple[Message, torch.Tensor] | None = None
+        self._open: tuple[Message, torch.Tensor, list[torch.Tensor | None]] | None = None
+        self._copies: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        self._waiting = 0
 
     def put(self, name: str, tensor: torch.Tensor) -> None:
         """PlanMismatch when this is not the tensor that the plan has next."""
         want = self._group.tensors[self._tensor] if self._tensor < len(self._group.tensors) else None
-        if want is None or (name, tuple(tensor.shape), dtype_name(tensor)) != (want.name, want.shape, want.dtype):
+        if (
+            want is None
+            or name != want.name
+            or tensor.shape != want.shape
+            or tensor.dtype is not getattr(torch, want.dtype)
+        ):
             planned = f"{want.name} {want.dtype}{list(want.shape)}" if want else "nothing more"
             raise PlanMismatch(
                 "the trainers export something else than what the buckets were planned from",
                 [f"planned: {planned}; exported: {name} {dtype_name(tensor)}{list(tensor.shape)}"],
             )
         self._tensor += 1
-        data = flat_bytes(tensor)
-        while self._next < len(self._parts) and self._parts[self._next][1].spec is want:
-            message, part = self._parts[self._next]
+        while self._next < len(self._parts) and self._parts[self._next][2].spec is want:
+            message, i, part = self._parts[self._next]
             self._next += 1
             if self._open is None or self._open[0] is not message:
-                self._open = (message, self._buffer(message))
-            into = self._open[1][part.offset : part.offset + part.size]
-            into.copy_(data[part.start : part.start + part.size], non_blocking=True)
-            if part is message.parts[-1]:
+                data = self._buffer(message)
+                self._open = (message, data, self._view(message, data))
+            into = self._open[2][i]
+            if into is None:
+                into = self._open[1][part.offset : part.offset + part.size]
+                into.copy_(flat_bytes(tensor)[part.start : part.start + part.size], non_blocking=True)
+            else:
+                self._later(into, tensor, part.size)
+            if i == len(message.parts) - 1:
+                self._copy()
                 self._filled(message, self._open[1])
                 self._open = None
+
+    def _later(self, into: torch.Tensor, tensor: torch.Tensor, nbytes: int) -> None:
+        if not tensor.is_contiguous():
+            into.copy_(tensor, non_blocking=True)
+            return
+        lists = self._copies.setdefault(tensor.dtype, ([], []))
+        lists[0].append(into)
+        lists[1].append(tensor)
+        self._waiting += nbytes
+        if self._waiting >= FLUSH_BYTES:
+            self._copy()
+
+    def _copy(self) -> None:
+        """One call for all tensors of a dtype: a call for each would take longer than the wire does."""
+        with torch.no_grad():
+            for into, tensors in self._copies.values():
+                torch._foreach_copy_(into, tensors, non_blocking=True)
+        self._copies, self._waiting = {}, 0
 
     def close(self) -> None:
         """PlanMismatch when tensors are missing."""
@@ -100,10 +159,13 @@ class Packer:
 
 
 class Unpacker:
-    """Takes messages in their order and hands out whole tensors. Holds what has come of a tensor that spans several."""
+    """Takes messages in their order and hands out whole tensors. Holds what has come of a tensor that spans several.
 
-    def __init__(self, device: torch.device):
-        self._device = device
+    `views`: Buffers.views, where messages come in reused buffers.
+    """
+
+    def __init__(self, device: torch.device, views=views):
+        self._device, self._view = device, views
         self._partial: dict[str, tuple[torch.Tensor, int]] = {}
         self.done: set[str] = set()
 
@@ -118,9 +180,10 @@ class Unpacker:
         if bad:
             raise ProtocolError("a bucket is not what was announced", bad)
         out = []
-        for part in message.parts:
-            piece = data[part.offset : part.offset + part.size]
-            tensor = _viewed(piece, part.spec) if part.whole else self._joined(part, piece)
+        for part, tensor in zip(message.parts, self._view(message, data), strict=True):
+            if tensor is None:
+                piece = data[part.offset : part.offset + part.size]
+                tensor = _viewed(piece, part.spec) if part.whole else self._joined(part, piece)
             if tensor is not None:
                 self.done.add(part.spec.name)
                 out.append((part.spec, tensor))

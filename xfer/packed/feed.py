@@ -115,7 +115,7 @@ class Feed:
         began = time.perf_counter()
         device = self._source.device
         try:
-            with torch.no_grad(), own_stream(device):
+            with torch.no_grad(), own_stream(device, "gather"):
                 try:
                     self._gather()
                 finally:
@@ -153,7 +153,9 @@ class Feed:
             if not source.go_on(self._error is not None or not self._live):
                 self._told_to_stop()
                 return
-            packer = Packer(group, lambda m: self._buffer(m, plan.buffer_bytes), self._filled) if self._sends else None
+            packer = None
+            if self._sends:
+                packer = Packer(group, lambda m: self._buffer(m, plan.buffer_bytes), self._filled, self._buffers.views)
             # To its end even when packing fails: the other ranks are in the same collectives.
             for name, tensor in source.tensors(group):
                 if packer is not None and self._error is None:

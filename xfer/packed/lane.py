@@ -284,7 +284,7 @@ class PackedLane(Lane):
         feed = self._feed
         wire_s, nbytes, total = 0.0, 0, 0
         if self.sends:
-            with own_stream(self.side.device):
+            with own_stream(self.side.device, f"send {self.replica}"):
                 wire_s, nbytes, total = self._send(feed, go, until)
         feed.wait_over(until, self._why)
         sums: tuple[m.Checksum, ...] = ()
@@ -371,7 +371,8 @@ class PackedLane(Lane):
             arrivals = SharedArrivals(link, messages, offer, *how, exporter=self._mine[0], place=self.place)
         else:
             arrivals = Arrivals(link, messages, self._buffers, *how)
-        unpacker, said, load_s = Unpacker(self.side.device), time.monotonic(), 0.0
+        unpacker = Unpacker(self.side.device, *([] if self._shared else [self._buffers.views]))
+        said, load_s = time.monotonic(), 0.0
         nbytes = 0
         try:
             self.side.before(go, self.plan)

@@ -10,7 +10,9 @@ All ranks must run the same calls in the same order, as they must without this. 
 
 from __future__ import annotations
 
+import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -20,10 +22,13 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from xfer.errors import DeadlineExceeded, PeerLost
 from xfer.packed.buffer import flat_bytes
 
 T = TypeVar("T")
 _here = threading.local()
+SECONDS = 600.0
+"""In which all calls of one `run` must have ended."""
 
 
 @dataclass(eq=False)
@@ -41,40 +46,69 @@ class _Walker:
     """One call on its thread."""
 
     call: Callable[[], object]
-    go: threading.Event = field(default_factory=threading.Event)
+    go: queue.SimpleQueue = field(default_factory=queue.SimpleQueue)
     wish: _Wish | None = None
     over: bool = False
     result: object = None
     error: BaseException | None = None
 
 
-class Lockstep:
-    """`collectives`: how many were really run. One use."""
+class _Hand:
+    """A thread that does one job after the other; a model has thousands of calls, and starting a thread for each costs more
+    than what it does. Hands that are hung in a job are never asked again."""
 
-    def __init__(self, device: torch.device):
-        self._device, self.collectives = device, 0
-        self._back = threading.Semaphore(0)  # a walker stands or is over
+    _idle: list[_Hand] = []
+    _lock = threading.Lock()
+
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue = queue.SimpleQueue()
+        threading.Thread(target=self._work, name="xfer-lockstep", daemon=True).start()
+
+    @classmethod
+    def do(cls, job: Callable[[], None]) -> None:
+        with cls._lock:
+            hand = cls._idle.pop() if cls._idle else None
+        (hand or cls())._jobs.put(job)
+
+    def _work(self) -> None:
+        while True:
+            self._jobs.get()()
+            with self._lock:
+                self._idle.append(self)
+
+
+class Lockstep:
+    """`collectives`: how many were really run. `seconds`: for all calls together. One use."""
+
+    def __init__(self, device: torch.device, seconds: float = SECONDS):
+        self._device, self.collectives, self._seconds = device, 0, seconds
+        self._until = 0.0
+        self._back: queue.SimpleQueue = queue.SimpleQueue()  # a walker stands or is over
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         self._real = {name: getattr(dist, name) for name in _REPLACED}
 
     def run(self, calls: Sequence[Callable[[], T]]) -> list[T]:
-        """What the calls return, in their order. The first error of a call is raised after all others have ended."""
+        """What the calls return, in their order. The first error of a call is raised after all others have ended.
+
+        DeadlineExceeded when a call neither ends nor comes to a collective in time; it is left behind, the others end.
+        """
         walkers = [_Walker(c) for c in calls]
-        replaced = {name: self._replacement(name) for name in _REPLACED}
-        with mock.patch.multiple(dist, **replaced):
-            threads = [
-                threading.Thread(target=self._walk, args=(w,), name="xfer-lockstep", daemon=True) for w in walkers
-            ]
-            for w, thread in zip(walkers, threads, strict=True):
-                thread.start()
-                self._advance(w)
-            while any(not w.over for w in walkers):
-                self._meet([w.wish for w in walkers if w.wish is not None])
+        self._until = time.monotonic() + self._seconds
+        try:
+            with mock.patch.multiple(dist, **{name: self._replacement(name) for name in _REPLACED}):
                 for w in walkers:
-                    if not w.over:
-                        self._advance(w)
-            for thread in threads:
-                thread.join()
+                    _Hand.do(lambda w=w: self._walk(w))
+                    self._advance(w)
+                while any(not w.over for w in walkers):
+                    self._meet([w.wish for w in walkers if w.wish is not None])
+                    for w in walkers:
+                        if not w.over:
+                            self._advance(w)
+        finally:
+            for w in walkers:  # after an error here: whoever still stands ends
+                if not w.over and w.wish is not None:
+                    w.wish.error = w.wish.error or PeerLost("the gather that this export belongs to was given up")
+                    w.go.put(None)
         for w in walkers:
             if w.error is not None:
                 raise w.error
@@ -83,12 +117,17 @@ class Lockstep:
     def _advance(self, w: _Walker) -> None:
         """Let one walker run to its next collective or its end; nobody else runs meanwhile."""
         w.wish = None
-        w.go.set()
-        self._back.acquire()
+        w.go.put(None)
+        try:
+            self._back.get(timeout=max(0.0, self._until - time.monotonic()))
+        except queue.Empty:
+            raise DeadlineExceeded(
+                f"the framework's export neither ended nor came to a collective within {self._seconds:g} s",
+                ["it waits in something that is not one of " + ", ".join(f"torch.distributed.{n}" for n in _REPLACED)],
+            ) from None
 
     def _walk(self, w: _Walker) -> None:
-        w.go.wait()
-        w.go.clear()
+        w.go.get()
         _here.walker, _here.lockstep = w, self
         try:
             with ExitStack() as inside, torch.no_grad():
@@ -98,16 +137,16 @@ class Lockstep:
                 w.result = w.call()
         except BaseException as e:
             w.error = e
+        _here.walker = _here.lockstep = None
         w.over = True
-        self._back.release()
+        self._back.put(None)
 
     def _stand(self, wish: _Wish) -> None:
         """On a walker's thread."""
         w = _here.walker
         w.wish = wish
-        self._back.release()
-        w.go.wait()
-        w.go.clear()
+        self._back.put(None)
+        w.go.get()
         if wish.error is not None:
             raise wish.error
 
@@ -199,6 +238,11 @@ def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _apart(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+    kinds = {t.dtype for t in tensors}
+    if len(kinds) == 1 and all(t.is_contiguous() for t in tensors):
+        pieces = flat.view(*kinds).split([t.numel() for t in tensors])
+        torch._foreach_copy_([t.view(-1) for t in tensors], list(pieces))
+        return
     at = 0
     for t in tensors:
         n = t.numel() * t.element_size()

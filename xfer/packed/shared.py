@@ -82,7 +82,7 @@ class SharedBuffers(Buffers):
         self.place = place or place_of(device)
         self._shared: list[Slot] = []
         self._files: list[int] = []
-        self._offer = b""
+        self._offer, self._export = b"", None
 
     def reserve(self, longest: int) -> None:
         if self._offer and all(s.numel() >= longest for s in self._slots):
@@ -107,6 +107,7 @@ class SharedBuffers(Buffers):
 
     def free(self) -> None:
         """The memory goes when the last worker has let go of it too."""
+        self._export = None  # it holds the buffers
         super().free()
         for fd in self._files:
             os.close(fd)

@@ -7,7 +7,7 @@ source whose `read` tells fragments (trainers/dtensor.py); parts that several ra
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Protocol
@@ -61,6 +61,8 @@ class TensorStream:
         self._mine: dict[str, list[Fragment]] = {}
         self._roots: Mapping[str, torch.Tensor] = {}
         self._held: dict[str, list[_Held]] = {}
+        self._came: dict[int, torch.Tensor] = {}  # rank 0: by rank, what it sent of the last group
+        self._known: dict[int, tuple[Group, list]] = {}  # by the group's id: its parts where they lie or arrive
         self.collectives = 0
 
     def drain(self) -> None:
@@ -72,18 +74,19 @@ class TensorStream:
         self._mine = {}
         for f in layout.traced.fragments:
             self._mine.setdefault(f.tensor, []).append(f)
-        self._roots = layout.tensors
+        self._roots, self._known = layout.tensors, {}
         return tuple(self._specs.values())
 
     def check(self) -> str:
         state = self.source.check()
         if state == "moved":
-            self._roots = self.source.rebind()
+            self._roots, self._known = self.source.rebind(), {}
         return state
 
     # ---- with all ranks
 
     def build(self) -> tuple[TaskSize, ...]:
+        self._known, self._came = {}, {}
         mine = {name: (self._told(name), [_box(f) for f in found]) for name, found in self._mine.items()}
         mine |= {name: (self._told(name), []) for name in self._specs.keys() - mine.keys()}
         kind = dict[str, tuple[tuple[list[int], str], list[_Box]]]
@@ -130,34 +133,74 @@ class TensorStream:
             yield spec.name, whole
 
     def _exchanged(self, group: Group) -> list[torch.Tensor]:
-        """On rank 0 all parts of the group's tensors, in their order. One message from each other rank that holds some."""
+        """On rank 0 all parts of the group's tensors, in their order. One message from each other rank that holds some.
+        Parts are views that are kept from one gather to the next; those that came hold until the next group comes."""
         order = [h for spec in group.tensors for h in self._held[spec.name]]
-        sizes = [0] * self.world
-        for h in order:
-            sizes[h.rank] += h.nbytes
         if self.rank:
-            self.collectives = int(sizes[self.rank] > 0)
-            if sizes[self.rank]:
-                mine = torch.cat([self._bytes(h.fragment) for h in order if h.rank == self.rank])
-                _run([dist.P2POp(dist.isend, mine, 0)])
+            mine = self._kept(group, lambda: [_Mine(self._roots, h) for h in order if h.rank == self.rank])
+            self.collectives = int(bool(mine))
+            if mine:
+                _run([dist.P2POp(dist.isend, torch.cat([x.flat() for x in mine]), 0)])
             return []
-        came = {r: torch.empty(n, dtype=torch.uint8, device=self.device) for r, n in enumerate(sizes) if r and n}
-        self.collectives = len(came)
-        _run([dist.P2POp(dist.irecv, t, r) for r, t in came.items()])
-        at, parts = [0] * self.world, []
+        sizes: dict[int, int] = {}
+        for h in order:
+            if h.rank:
+                sizes[h.rank] = sizes.get(h.rank, 0) + h.nbytes
+        for r, n in sizes.items():
+            if r not in self._came or self._came[r].numel() < n:
+                self._known, self._came[r] = {}, torch.empty(0)  # views hold the old one
+                self._came[r] = torch.empty(n, dtype=torch.uint8, device=self.device)
+        self.collectives = len(sizes)
+        _run([dist.P2POp(dist.irecv, self._came[r][:n], r) for r, n in sizes.items()])
+        return [x.now() for x in self._kept(group, lambda: self._arrived(order))]
+
+    def _arrived(self, order: list[_Held]) -> list[_Mine | _Came]:
+        at, parts = dict.fromkeys(self._came, 0), []
         for h in order:
             if h.rank == 0:
-                parts.append(_view(self._roots[h.fragment.root], h.fragment))
+                parts.append(_Mine(self._roots, h))
                 continue
-            n, dtype = h.nbytes, getattr(torch, h.fragment.dtype)
-            piece = came[h.rank][at[h.rank] : at[h.rank] + n]
-            at[h.rank] += n
-            piece = piece if not piece.storage_offset() % dtype.itemsize else piece.clone()
-            parts.append(piece.view(dtype).view(h.fragment.extent))
+            parts.append(_Came(self._came[h.rank][at[h.rank] : at[h.rank] + h.nbytes], h.fragment))
+            at[h.rank] += h.nbytes
         return parts
 
-    def _bytes(self, f: Fragment) -> torch.Tensor:
-        return flat_bytes(_view(self._roots[f.root], f))
+    def _kept(self, group: Group, make: Callable[[], list]) -> list:
+        known = self._known.get(id(group))
+        if known is None or known[0] is not group:
+            known = self._known[id(group)] = (group, make())
+        return known[1]
+
+
+class _Mine:
+    """A part where this rank has it. Its view is made once, where it is one; `flat` as contiguous bytes."""
+
+    __slots__ = ("root", "fragment", "view", "bytes")
+
+    def __init__(self, roots: Mapping[str, torch.Tensor], h: _Held):
+        self.root, self.fragment = roots[h.fragment.root], h.fragment
+        self.view = _view(self.root, h.fragment) if min(h.fragment.strides, default=0) >= 0 else None
+        self.bytes = flat_bytes(self.view) if self.view is not None and self.view.is_contiguous() else None
+
+    def now(self) -> torch.Tensor:
+        return self.view if self.view is not None else _view(self.root, self.fragment)
+
+    def flat(self) -> torch.Tensor:
+        return self.bytes if self.bytes is not None else flat_bytes(self.now())
+
+
+class _Came:
+    """A part where it arrives: `piece` is bytes of a buffer that is used again."""
+
+    __slots__ = ("piece", "fragment", "view")
+
+    def __init__(self, piece: torch.Tensor, fragment: Fragment):
+        self.piece, self.fragment, dtype = piece, fragment, getattr(torch, fragment.dtype)
+        self.view = None if piece.storage_offset() % dtype.itemsize else piece.view(dtype).view(fragment.extent)
+
+    def now(self) -> torch.Tensor:
+        if self.view is not None:
+            return self.view
+        return self.piece.clone().view(getattr(torch, self.fragment.dtype)).view(self.fragment.extent)
 
 
 def _run(ops: list) -> None:

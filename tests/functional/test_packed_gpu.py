@@ -1,0 +1,52 @@
+"""scripts/bench_packed_gpu.py at toy size: every way of sending whole tensors leaves the right bytes at both takers.
+
+On CPUs it is the rehearsal of what runs on GPUs: the same processes, gathers, buffers and comparisons. The numbers of a toy
+mean nothing and are not looked at.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "bench_packed_gpu.py"
+WAYS = {
+    "colocated": {"one by one", "bucketed gather", "bucketed + flattened"},
+    "apart": {"one by one", "packed broadcast", "packed, parts to trainer 0", "NCCL broadcast"},
+}
+
+
+def ran(case: str, device: str, out: Path) -> list[dict]:
+    how = ["--model", "toy", "--cases", case, "--repeats", "2", "--no-direct", "--case-seconds", "240"]
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), "--device", device, *how, "--out", str(out)], capture_output=True, text=True, timeout=300
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    return [r for r in json.loads(out.read_text())["cases"][0]["rows"] if "ms" in r]
+
+
+def are_right(rows: list[dict], case: str) -> None:
+    assert {r["way"] for r in rows} >= WAYS[case]
+    for r in rows:
+        assert r["wrong"] == (None if r["way"] == "NCCL broadcast" else 0), r
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case, gpus", [("colocated", 2), ("apart", 4)])
+def test_every_way_leaves_the_right_bytes_on_gpus(case, gpus, tmp_path):
+    if torch.cuda.device_count() < gpus:
+        pytest.skip(f"{gpus} GPUs of one host are needed")
+    rows = ran(case, "cuda", tmp_path / "out.json")
+    are_right(rows, case)
+    assert all(max(r["extra_bytes"]) > 0 for r in rows if r["way"] not in ("one by one", "NCCL broadcast"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", WAYS)
+def test_every_way_leaves_the_right_bytes_on_cpus(case, tmp_path):
+    are_right(ran(case, "cpu", tmp_path / "out.json"), case)
