@@ -10,7 +10,7 @@ from __future__ import annotations
 import pytest
 
 from tests.support.layerwise_ranks import Ranks
-from tests.support.proc import Family
+from tests.support.proc import PATIENCE, Family
 
 pytestmark = pytest.mark.trainer
 STEPS, EARLY = 50, 10
@@ -65,10 +65,12 @@ def test_gradients_reduced_to_owners_only(ranks, truth, steps):
 
 @pytest.mark.parametrize("steps", [EARLY, pytest.param(STEPS, marks=pytest.mark.slow)])
 def test_bf16_fp16_and_fp32_in_one_model(ranks, steps):
+    """The bits of every rank keeping fp32 masters of everything."""
     a = owners(ranks, steps, model="mixed", overlap=False)
     b = owners(ranks, steps, model="mixed")
-    assert len({x["digest"] for x in a + b}) == 1
-    assert a[0]["losses"] == b[0]["losses"]
+    everywhere = ranks.ask("train", "trained", how="everywhere", steps=steps, model="mixed")
+    assert len({x["digest"] for x in a + b + everywhere}) == 1
+    assert a[0]["losses"] == b[0]["losses"] == everywhere[0]["losses"]
     assert b[0]["losses"][-1] < 0.9 * b[0]["losses"][0]
 
 
@@ -165,3 +167,15 @@ def test_a_rank_that_dies_in_a_gather(tmp_path):
             assert len(seen) == 3
             assert {kind for kind, _ in seen} <= {"PeerLost", "DeadlineExceeded"}
             assert all("bucket" in text for _, text in seen)
+
+
+def test_a_rank_that_stops_in_a_gather(tmp_path):
+    """Its connections stay open: only the deadline tells."""
+    with Family(tmp_path) as family:
+        two = Ranks(family, 2)
+        for c in two.ranks:
+            c.say(do="dying", victim=1, how="stops", deadline_s=4.0 * PATIENCE)
+        said = two.ranks[0].expect("survived", timeout=120)
+        assert [kind for kind, _ in said["seen"]] == ["DeadlineExceeded"] * 3
+        assert all("bucket" in text for _, text in said["seen"])
+        assert said["seconds"] < 4.0 * PATIENCE + 10.0

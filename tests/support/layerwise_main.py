@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import signal
 import time
 from datetime import timedelta
 
@@ -36,7 +37,7 @@ def train(how: str, steps: int, model: str = "plain", ddp: bool = True, **option
         )
         optimizers = [optimizer]
     else:
-        optimizers = lm.everywhere(net)
+        optimizers = [lm.Masters(net)] if model == "mixed" else lm.everywhere(net)
     losses, stale, digests = [], 0, {}
     for step in range(steps):
         if how == "one":
@@ -353,13 +354,14 @@ def different_models():
     raise AssertionError("nobody noticed")
 
 
-def dying(victim: int) -> None:
-    """`victim` ends between its step and its gathers; what the others then see, twice."""
-    pair = Pair(deadline_s=10.0)
+def dying(victim: int, how: str = "ends", deadline_s: float = 10.0) -> None:
+    """`victim` ends, or stops, between its step and its gathers; what the others then see, twice."""
+    pair = Pair(deadline_s=deadline_s)
     pair.steps(2)
     pair.backward()
     if dist.get_rank() == victim:
-        pair.owners.gather.begin = lambda: os._exit(7)
+        gone = {"ends": lambda: os._exit(7), "stops": lambda: os.kill(os.getpid(), signal.SIGSTOP)}
+        pair.owners.gather.begin = gone[how]
     seen, began = [], time.monotonic()
     pair.owners.step()
     for _ in range(2):

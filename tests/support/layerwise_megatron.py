@@ -59,7 +59,9 @@ class LayerWise(Trainer):
         cfg.grad_scale_func = self.optimizer.scale_loss
         no_sync = [chunk.no_sync for chunk in self.chunks]
         cfg.no_sync_func = no_sync if len(self.chunks) > 1 else no_sync[0]
-        self.task = ManyTask(vocab=self.bridge.hf_pretrained.config.vocab_size, micro_batches=2 * copies)
+        vocab = self.bridge.hf_pretrained.config.vocab_size
+        # The schedule sends activations of this many rows from stage to stage.
+        self.task = ManyTask(vocab=vocab, micro_batch=2, micro_batches=2 * copies)
 
     def settle(self) -> None:
         self.optimizer.drain()
@@ -69,7 +71,7 @@ class ManyTask(Task):
     """The batches of several data-parallel ranks, one after the other: two micro batches of each."""
 
     def batches(self, step: int, dp_rank: int) -> torch.Tensor:
-        each = Task(self.vocab, self.seq, micro_batch=2, micro_batches=2)
+        each = Task(self.vocab, self.seq, self.micro_batch, micro_batches=2)
         copies = self.micro_batches // 2
         return torch.cat([each.batches(step, dp_rank * copies + i) for i in range(copies)])
 

@@ -87,6 +87,34 @@ def everywhere(model: nn.Module, lr: float = 0.02) -> list[torch.optim.Optimizer
     return [g.optimizer([{"params": list(g.params)}], **g.options) for g in groups(model, lr)]
 
 
+class Masters:
+    """Every rank steps everything, 16-bit parameters by fp32 copies: what owners do with theirs, without owners."""
+
+    def __init__(self, model: nn.Module):
+        self._pairs = [(p, self._target(p)) for p in model.parameters() if p.requires_grad]
+        of = {id(p): t for p, t in self._pairs}
+        self._inner = [g.optimizer([{"params": [of[id(p)] for p in g.params]}], **g.options) for g in groups(model)]
+
+    @staticmethod
+    def _target(p: nn.Parameter) -> nn.Parameter:
+        return nn.Parameter(p.detach().float()) if p.dtype.itemsize < 4 else p
+
+    def zero_grad(self) -> None:
+        for p, _ in self._pairs:
+            p.grad = None
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for p, t in self._pairs:
+            if t is not p:
+                t.grad = p.grad.float()
+        for o in self._inner:
+            o.step()
+        for p, t in self._pairs:
+            if t is not p:
+                p.copy_(t)
+
+
 def batch(step: int, rank: int, rows: int = 4) -> torch.Tensor:
     """int64 [rows, SEQ + 1]: counting upwards from random starts."""
     g = torch.Generator().manual_seed(1_000_003 * step + rank)
