@@ -160,6 +160,7 @@ def loop(args: argparse.Namespace, folder: str, curve: Path, gpu: dict, variable
         raise RuntimeError("this Ray does not count what its object store takes, so nothing would be proven")
     del probe
     refit(0)
+    refits = 1
     for step in range(args.steps):
         began = time.monotonic()
         groups = ray.get(rollout.sample.remote(task.prompts(step, 16), 16, task.digits, step), timeout=WAIT_S)
@@ -167,11 +168,12 @@ def loop(args: argparse.Namespace, folder: str, curve: Path, gpu: dict, variable
         require_version((s for g in samples for s in g), str(step))
         rewards = [[task.reward(list(s.prompt), list(s.tokens)) for s in g] for g in samples]
         seen = every("step", groups, rewards)[0]
-        seconds = refit(step + 1)
+        seconds, refits = refit(step + 1), refits + 1
         mean = torch.tensor(rewards).mean().item()
         gate.keep(Row(step, str(step), mean, seen.error, seen.kl, seen.worst, seconds, time.monotonic() - began))
         print(f"step {step:4d}  reward {mean:.3f}  mean(exp|d|) - 1 {seen.error - 1:.2e}  KL {seen.kl:.1e}", flush=True)
         gate.judge(step, seen)
+    print(f"{refits} refits put 0 bytes into Ray's object store", flush=True)
     every("close")
 
 

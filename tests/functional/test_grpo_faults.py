@@ -7,13 +7,12 @@ token carries, and the checksums of `verify=True`.
 
 import secrets
 import statistics
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from examples.grpo import model
-from tests.support.proc import PATIENCE, PYTHON, ROOT, Family, environment
+from tests.support.proc import PYTHON, Family
 from xfer.testing.ports import free_port
 
 pytestmark = [
@@ -106,23 +105,3 @@ def test_what_the_gate_sees_and_what_versions_and_checksums_see(tmp_path, capsys
         assert mended()
         with capsys.disabled():
             print(f"\n{dtype}, mean(exp|d|) - 1: " + "; ".join(said))
-
-
-def test_the_loop_of_one_command(tmp_path):
-    """examples/grpo/run.sh, dense: reward rises, the curve is kept, every version is the step's."""
-    from examples.grpo.gate import read_curve
-
-    env = environment(WORK=str(tmp_path), TRAINER_PYTHON=PYTHON["trainer"], ENGINE_PYTHON=PYTHON["engine"])
-    done = subprocess.run(
-        [ROOT / "examples/grpo/run.sh", "dense", "--steps", "40"],
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=600 * PATIENCE,
-    )
-    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
-    rows = read_curve(tmp_path / "curve.jsonl")
-    assert [r.version for r in rows] == [str(i) for i in range(40)]
-    first, last = (statistics.mean(r.reward for r in part) for part in (rows[:5], rows[-5:]))
-    assert first < 0.15 and last > 0.3, (first, last)
-    assert all(1 <= r.error < 1.0001 and r.kl >= 0 for r in rows), rows

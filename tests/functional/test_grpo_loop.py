@@ -1,0 +1,54 @@
+"""The loop as its documentation starts it: torchrun and HTTP by examples/grpo/run.sh. Slurm: test_slurm.py; Ray: test_grpo_ray.py.
+
+.venvs/trainer/bin/python -m pytest -q -m slow tests/functional/test_grpo_loop.py
+"""
+
+import json
+import statistics
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from examples.grpo.gate import Row, read_curve
+from tests.support.proc import PATIENCE, PYTHON, ROOT, environment
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not all(Path(p).exists() for p in PYTHON.values()), reason="scripts/setup.sh has not been run"),
+]
+
+
+def run(work: Path, *words: str, **env: str) -> list[Row]:
+    """Its curve, when it ended well and every step was of the version that the step has."""
+    env = environment(WORK=str(work), TRAINER_PYTHON=PYTHON["trainer"], ENGINE_PYTHON=PYTHON["engine"], **env)
+    command = [ROOT / "examples/grpo/run.sh", *words, "--device", "cpu", "--out", work / "out.json"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=900 * PATIENCE)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+    rows = read_curve(work / "curve.jsonl")
+    assert [r.version for r in rows] == [str(i) for i in range(len(rows))]
+    assert json.loads((work / "out.json").read_text())["totals"]["steps"] == len(rows)
+    assert done.stdout.count("\nstep ") + done.stdout.startswith("step ") >= len(rows)  # reward and gate, step by step
+    return rows
+
+
+@pytest.mark.parametrize("kind, steps, reached", [("dense", 40, 0.3), ("moe", 25, 0.25)])
+def test_reward_rises_and_the_gate_holds(tmp_path, kind, steps, reached):
+    rows = run(tmp_path, kind, "--steps", str(steps))
+    first, last = (statistics.mean(r.reward for r in part) for part in (rows[:5], rows[-5:]))
+    assert len(rows) == steps and first < 0.15 and last > reached, (first, last)
+    assert all(1 <= r.error < 1.0001 and r.kl >= 0 for r in rows), rows
+
+
+def test_two_servers_by_their_urls(tmp_path):
+    rows = run(tmp_path, "dense", "--steps", "4", SERVE="2")
+    assert len(rows) == 4 and all(1 <= r.error < 1.0001 for r in rows), rows
+
+
+def test_the_shape_of_qwen3_06b_at_two_layers(tmp_path):
+    """The line of the GPU run (docs/guide.md) on a CPU: bf16, one vLLM of two ranks beside two trainer ranks."""
+    small = (
+        "--set num_hidden_layers=2 --set hidden_size=128 --digits 4 --prompts 2 --answers 4 --micro-batches 2 --steps 3"
+    )
+    rows = run(tmp_path, "0.6b", *small.split())
+    assert len(rows) == 3 and all(1 <= r.error < 1.2 for r in rows), rows
