@@ -110,6 +110,7 @@ def test_fifty_steps_equal_blocking_and_one_process(ranks, folders, alone, model
 
 WIDE = [
     ("dense", dict(tp=2), 2, 10),
+    ("dense", dict(pp=2), 2, 10),  # the embedding is on both stages
     ("deep", dict(pp=2, vpp=2), 2, 10),
     ("dense", dict(cp=2), 2, 10),
     ("moe", dict(tp=2, ep=2, etp=1), 2, 10),
@@ -183,7 +184,10 @@ def resharded(ranks, folder: str, work, a: str, others: list[str], rel: float = 
     ranks.ask("build", "built", folder=folder, layout=at(a))
     ranks.ask("step", "stepped", steps=2)
     saved = work / f"from {a}"
-    assert not any(x["settled"] for x in ranks.ask("save", "saved", folder=str(saved))), "a gather before saving"
+    settled = {x["settled"] for x in ranks.ask("save", "saved", folder=str(saved))}
+    assert settled == {at(a)["copies"] == len(ranks.ranks)}, (
+        "saving gathers nothing; without copies nothing is to gather"
+    )
     want = ranks.ask("step", "stepped", steps=2)[0]["losses"]
     first = content(saved)
     assert sum(k.endswith("/momentum_buffer") for k in first) > 10 and sum(k.endswith("/exp_avg") for k in first) > 2
@@ -217,6 +221,13 @@ def test_the_reshard_matrix(ranks, folders, tmp_path, a, others):
 @pytest.mark.parametrize("a, others", [("pp2 vpp2", ["dp", "cp2", "tp2 pp2"]), ("cp2", ["pp2 vpp2", "tp2"])])
 def test_virtual_stages_and_context_parallel_are_resharded(ranks, folders, tmp_path, a, others):
     resharded(ranks, folders["deep"], tmp_path, a, others)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("a, others", [("pp2", ["dp", "tp2 pp2"]), ("tp2", ["pp2", "tp2 pp2"])])
+def test_an_embedding_on_two_stages_is_resharded(ranks, folders, tmp_path, a, others):
+    resharded(ranks, folders["dense"], tmp_path, a, others)
 
 
 @pytest.mark.slow

@@ -175,18 +175,34 @@ def _pieces(optimizer: LayerWiseOptimizer, source: Source | None, wrong: list[st
         return {
             n: (Piece(n, tuple(p.shape), (0,) * p.dim(), tuple(p.shape), 0, _rowwise(p)),) for n, p in optimizer.named
         }
+    found: dict[str, list[Piece]] = {n: [] for n, _ in optimizer.named}
     try:
-        layout = source.read()
+        _read_pieces(optimizer, source, found, wrong)
     except XferError as e:  # told to all ranks, who are about to meet
         wrong += [e.message, *e.violations]
-        return {}
+    for name, pieces in optimizer.copied({n: tuple(x) for n, x in found.items()}).items():
+        found[name] = list(pieces)
+    for name, p in optimizer.named if not wrong else ():
+        named = sum(prod(x.extent) for x in found[name])
+        if named != p.numel():
+            wrong.append(
+                f"{name}: the checkpoint names {named} of its {p.numel()} elements (a padded vocabulary?): use a "
+                "vocabulary that needs no padding"
+            )
+    return {n: tuple(x) for n, x in found.items()}
+
+
+def _read_pieces(
+    optimizer: LayerWiseOptimizer, source: Source, found: dict[str, list[Piece]], wrong: list[str]
+) -> None:
+    """Into `found`: the boxes of the checkpoint's tensors that the adapter sees in this rank's parameters."""
+    layout = source.read()
     if layout.traced.recipes or layout.traced.gathers:
         wrong.append("tensors that are computed while exporting (adapters) have no optimizer state")
     shapes = {s.name: tuple(s.shape) for s in layout.traced.specs}
     base = {name: t.data_ptr() for name, t in layout.tensors.items()}
     at = sorted((p.data_ptr(), n, p) for n, p in optimizer.named if p.numel())
     starts = [a for a, _, _ in at]
-    found: dict[str, list[Piece]] = {n: [] for n, _ in optimizer.named}
     for f in layout.traced.fragments:
         address = base[f.root] + f.offset
         i = bisect_right(starts, address) - 1
@@ -195,19 +211,10 @@ def _pieces(optimizer: LayerWiseOptimizer, source: Source | None, wrong: list[st
         start, name, p = at[i]
         size = p.element_size()
         if f.steps or min((*f.strides, 0)) < 0:
-            raise Unsupported(
-                f"{f.tensor}: lies in {name} in a way that checkpoints cannot name", where=optimizer.label
-            )
+            wrong.append(f"{f.tensor}: lies in {name} in a way that checkpoints cannot name")
+            continue
         strides = tuple(s // size for s in f.strides)
         found[name].append(Piece(f.tensor, shapes[f.tensor], f.origin, f.extent, (address - start) // size, strides))
-    for name, p in optimizer.named:
-        named = sum(prod(x.extent) for x in found[name])
-        if named != p.numel():
-            wrong.append(
-                f"{name}: the checkpoint names {named} of its {p.numel()} elements (padded vocabulary, or a copy of "
-                "an embedding on another stage): untie it, or use a vocabulary that needs no padding"
-            )
-    return {n: tuple(x) for n, x in found.items()}
 
 
 def _rowwise(p: torch.Tensor) -> Ints:

@@ -7,12 +7,14 @@ asynchronous gather on. The distributed optimizer is not used and has to be off.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
+import msgspec
 import torch
 import torch.distributed as dist
 
 from xfer.errors import Unsupported
+from xfer.layerwise.checkpoint import Piece
 from xfer.layerwise.gather import Peers
 from xfer.layerwise.muon import Muon
 from xfer.layerwise.optimizer import LayerWiseOptimizer, Owned, ParamGroup
@@ -84,6 +86,26 @@ class MegatronLayerWise(LayerWiseOptimizer):
         expert = not getattr(o.param, "allreduce", True)
         return id(o.param) in self._cut or expert or mpu.get_tensor_model_parallel_rank() == 0
 
+    def copied(self, pieces: Mapping[str, tuple[Piece, ...]]) -> dict[str, tuple[Piece, ...]]:
+        """A tied embedding is trained on the first stage, where the checkpoint knows it, and on the last one, equally; there it
+        lies in the same boxes."""
+        from megatron.core import parallel_state as mpu
+
+        mine = [name for name, p in self.named if _on_two_stages(p)]
+        if not mine:
+            return {}
+        group, device = mpu.get_embedding_group(), self._trained[0][1].device
+        first = mpu.is_pipeline_first_stage(ignore_virtual=True)
+        said = msgspec.json.encode(pieces[mine[0]]) if first else b""
+        size = torch.tensor([len(said)], dtype=torch.int64, device=device)
+        source = dist.get_global_rank(group, 0)
+        dist.broadcast(size, source, group=group)
+        text = torch.zeros(int(size.item()), dtype=torch.uint8, device=device)
+        if first:
+            text.copy_(torch.frombuffer(bytearray(said), dtype=torch.uint8))
+        dist.broadcast(text, source, group=group)
+        return {} if first else {mine[0]: msgspec.json.decode(bytes(text.tolist()), type=tuple[Piece, ...])}
+
     def _refuse_outside(self, dense: Peers, rest: Sequence[Peers]) -> None:
         """Norms are summed over all ranks, so groups of experts may lie as they like."""
 
@@ -125,6 +147,13 @@ def _vocabulary(chunk: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
 def _marked(p: torch.nn.Parameter) -> bool:
     try:
         return p.is_embedding_or_output_parameter  # Megatron's mark, not a name
+    except AttributeError:
+        return False
+
+
+def _on_two_stages(p: torch.nn.Parameter) -> bool:
+    try:
+        return p.shared_embedding  # Megatron's mark on both
     except AttributeError:
         return False
 

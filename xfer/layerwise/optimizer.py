@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,9 @@ from xfer.layerwise.hooks import Guard, Hooks
 from xfer.layerwise.ownership import Item, Ownership, assign, bytes_cost, cut, elementwise_cost, newton_schulz_cost
 from xfer.layerwise.shares import known_elsewhere, overlapping, settle_in
 from xfer.trace.slots import bare
+
+if TYPE_CHECKING:
+    from xfer.layerwise.checkpoint import Piece
 
 Cost = Literal["newton_schulz", "elementwise", "bytes"]
 
@@ -225,6 +228,13 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
     def _counts(self, o: Owned) -> bool:
         """Whether the gradient is this rank's to count in the norm."""
         return True
+
+    def copied(self, pieces: Mapping[str, tuple[Piece, ...]]) -> dict[str, tuple[Piece, ...]]:
+        """Where parameters lie in the checkpoint of which nothing on this rank says so, by name. Collective.
+
+        pieces: of all parameters, what is known here.
+        """
+        return {}
 
     def _after_step(self) -> None:
         """Let go of gradients that only the inner optimizers needed."""
