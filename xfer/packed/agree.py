@@ -6,14 +6,15 @@ only where every rank is known to come: after the session's *Go*, or in a loop t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import msgspec
 import torch
 import torch.distributed as dist
 
-from xfer.errors import PlanMismatch
+from xfer import errors
+from xfer.errors import PlanMismatch, XferError
 
 T = TypeVar("T")
 
@@ -44,18 +45,41 @@ def any_rank(flag: bool, fingerprint: bytes, device: torch.device) -> bool:
     return bool(said)
 
 
-def of_all_ranks(value: T, kind: type[T], device: torch.device) -> list[T]:
-    """`value` of every rank, in rank order. By msgpack, decoded to exactly `kind`: torch's own object collectives unpickle
-    what comes out of sockets."""
+def of_all_ranks(make: Callable[[], T], kind: type[T], device: torch.device) -> list[T]:
+    """What `make` gives on every rank, in rank order. By msgpack, decoded to exactly `kind`: torch's own object collectives
+    unpickle what comes out of sockets.
+
+    When `make` raises on some rank, every rank raises that: the same kind and words, with the rank's name. So a rank whose
+    own code fails leaves nobody alone in this collective.
+    """
     if alone():
-        return [value]
-    data = torch.frombuffer(bytearray(msgspec.msgpack.encode(value)), dtype=torch.uint8)
+        return [make()]
+    rank, failure, value = dist.get_rank(), None, None
+    try:
+        value = make()
+    except Exception as e:
+        failure = e
+    what = "" if failure is None else str(failure)[:4000]
+    data = msgspec.msgpack.encode((value, type(failure).__name__ if failure is not None else "", what))
+    mine = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     world = dist.get_world_size()
     lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(world)]
-    dist.all_gather(lengths, torch.tensor([data.numel()], dtype=torch.int64, device=device))
+    dist.all_gather(lengths, torch.tensor([mine.numel()], dtype=torch.int64, device=device))
     sizes: Sequence[int] = [int(n) for n in lengths]
-    mine = torch.zeros(max(sizes), dtype=torch.uint8)
-    mine[: data.numel()] = data
+    filled = torch.zeros(max(sizes), dtype=torch.uint8)
+    filled[: mine.numel()] = mine
     padded = [torch.empty(max(sizes), dtype=torch.uint8, device=device) for _ in sizes]
-    dist.all_gather(padded, mine.to(device))
-    return [msgspec.msgpack.decode(bytes(p[:n].cpu().numpy()), type=kind) for p, n in zip(padded, sizes, strict=True)]
+    dist.all_gather(padded, filled.to(device))
+    said = [
+        msgspec.msgpack.decode(bytes(p[:n].cpu().numpy()), type=tuple[kind | None, str, str])
+        for p, n in zip(padded, sizes, strict=True)
+    ]
+    for r, (_, name, text) in enumerate(said):
+        if name:
+            known = getattr(errors, name, None)
+            own = isinstance(known, type) and issubclass(known, XferError)
+            raised = (known if own else XferError)(
+                f"trainer {r} could not tell what it exports: {text if own else f'{name}: {text}'}"
+            )
+            raise raised from (failure if r == rank else None)
+    return [value for value, _, _ in said]

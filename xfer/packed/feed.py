@@ -18,7 +18,7 @@ import torch
 from xfer.errors import DeadlineExceeded, PeerLost, XferError
 from xfer.packed.arrivals import own_stream, recorded
 from xfer.packed.buffer import Buffers, Packer
-from xfer.packed.plan import BucketPlan
+from xfer.packed.plan import BucketPlan, Group
 from xfer.packed.shared import SharedBuffers
 from xfer.packed.source import PackedSource
 from xfer.packed.wire import Message
@@ -30,13 +30,19 @@ LOOK_S = 0.2
 
 
 class Feed:
-    """`replicas`: whose lanes will come. `over` is set when nothing of the trainer's is read any more."""
+    """`replicas`: whose lanes will come. `over` is set when nothing of the trainer's is read any more. `before`: the gather
+    that has to be over first."""
 
-    def __init__(self, source: PackedSource, buffers: Buffers, replicas: tuple[int, ...], label: str, sends: bool):
+    def __init__(
+        self, source: PackedSource, buffers: Buffers, replicas: tuple[int, ...], label: str, sends: bool,
+        before: Feed | None = None,
+    ):  # fmt: skip
         self.replicas, self.over = replicas, threading.Event()
+        self.doing = "waits for the other replicas' lanes"
+        """What the gather is at, for who waits for it in vain."""
         self.seconds = 0.0  # of the gather, waiting for the wire included
         self._source, self._buffers, self._label = source, buffers, label
-        self._sends = sends
+        self._sends, self._before = sends, before
         self._news = threading.Condition()
         self._live: dict[int, int] = {}  # replica -> messages that it has done with
         self._came: set[int] = set()
@@ -99,7 +105,9 @@ class Feed:
                 if self._error is None and self.over.is_set():
                     raise PeerLost("the trainers stopped gathering", where=self._label)
                 if time.monotonic() >= until:
-                    raise DeadlineExceeded(f"no end of waiting for {what}", where=self._label)
+                    raise DeadlineExceeded(
+                        f"no end of waiting for {what}", [f"the gather of this rank {self.doing}"], where=self._label
+                    )
                 self._news.wait(LOOK_S)
 
     def _problem(self) -> XferError:
@@ -112,8 +120,13 @@ class Feed:
     # ---- the gather's thread
 
     def _run(self) -> None:
-        began = time.perf_counter()
         device = self._source.device
+        if self._before is not None:
+            # As long as it takes, whoever has given up on this one meanwhile: all ranks run all gathers, in one order.
+            self.doing = "waits for that of an earlier refit, which has not ended"
+            self._before.over.wait()
+            self._before = None
+        began = time.perf_counter()
         try:
             with torch.no_grad(), own_stream(device, "gather"):
                 try:
@@ -142,6 +155,7 @@ class Feed:
 
     def _gather(self) -> None:
         source = self._source
+        self.doing = "waits for the other trainers to agree on what is sent"
         plan = source.begin()
         if self._sends:
             self._buffers.reserve(plan.buffer_bytes)
@@ -149,25 +163,34 @@ class Feed:
             self._plan = plan
             self._news.notify_all()
         self._number = 0
-        for group in plan.groups:
+        for i, group in enumerate(plan.groups):
+            self.doing = f"waits for the other trainers at bucket group {i} of {len(plan.groups)}"
             if not source.go_on(self._error is not None or not self._live):
                 self._told_to_stop()
                 return
-            packer = None
-            if self._sends:
-                packer = Packer(group, lambda m: self._buffer(m, plan.buffer_bytes), self._filled, self._buffers.views)
-            # To its end even when packing fails: the other ranks are in the same collectives.
-            for name, tensor in source.tensors(group):
-                if packer is not None and self._error is None:
-                    try:
-                        packer.put(name, tensor)
-                    except Exception as e:
-                        self._fail(e)
-            if packer is not None and self._error is None:
-                packer.close()
+            self.doing = f"is in bucket group {i} of {len(plan.groups)}, which begins with {group.tensors[0].name}"
+            try:
+                self._gather_group(group, plan)
+            except Exception as e:  # the others hear of it where they look next
+                self._fail(e)
         # Whoever failed in the last group says so; the others would take it for done.
+        self.doing = "waits for the other trainers to have done with the last bucket group"
         if not source.go_on(self._error is not None):
             self._told_to_stop()
+
+    def _gather_group(self, group: Group, plan: BucketPlan) -> None:
+        packer = None
+        if self._sends:
+            packer = Packer(group, lambda m: self._buffer(m, plan.buffer_bytes), self._filled, self._buffers.views)
+        # To its end even when packing fails: the other ranks are in the same collectives.
+        for name, tensor in self._source.tensors(group):
+            if packer is not None and self._error is None:
+                try:
+                    packer.put(name, tensor)
+                except Exception as e:
+                    self._fail(e)
+        if packer is not None and self._error is None:
+            packer.close()
 
     def _buffer(self, message: Message, longest: int) -> torch.Tensor:
         """The next buffer, once every replica that is still there has done with what it holds."""
@@ -201,18 +224,24 @@ class Pump:
 
     def join(self, attempt: int, together: tuple[int, ...], replica: int) -> Feed:
         """Called by the lanes of all replicas in `together`. Gathers run one after another, in the order of Go, which
-        is the same on all ranks; the previous one is waited for here."""
+        is the same on all ranks."""
         with self._lock:
             key = (attempt, together)
             if key not in self._feeds:
                 self._feeds = {k: f for k, f in self._feeds.items() if not f.over.is_set()}
-                self._feeds[key] = Feed(self.source, self._buffers, together, self._label, self.exports)
-            feed, before = self._feeds[key], self._last
-            self._last = feed
-        if before is not None and before is not feed:
-            before.over.wait()
+                before = self._last if self._last is not None and not self._last.over.is_set() else None
+                self._feeds[key] = self._last = Feed(
+                    self.source, self._buffers, together, self._label, self.exports, before
+                )
+            feed = self._feeds[key]
         feed.join(replica)
         return feed
+
+    def wait_over(self, seconds: float) -> bool:
+        """Whether no gather of this rank runs any more."""
+        with self._lock:
+            last = self._last
+        return last is None or last.over.wait(seconds)
 
     @property
     def place(self) -> str:

@@ -13,6 +13,7 @@ The thread, its queue and how it is stopped are the direct route's (session/lane
 from __future__ import annotations
 
 import hashlib
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -44,12 +45,17 @@ from xfer.trace.fragment import TensorSpec
 from xfer.transport import routes
 from xfer.transport.group import Link
 
+logger = logging.getLogger("xfer")
 _MAGIC = 0x78666572
 _HEADER = 8  # int64 words
 _HEAD, _OFFER = 8, 9
 """Tags of headers and offers where the link is shared memory's."""
 HEAR_S = 2.0
 """Seconds in which a rank whose link broke hears why from the hub, before it reports that it broke."""
+
+
+OVER_S = 2.0
+"""Seconds in which a gather that nobody needs any more ends, when nothing hangs."""
 
 
 class Loader(Protocol):
@@ -134,6 +140,13 @@ class PackedLane(Lane):
         super().cancel(error, epoch)
         if (feed := self._feed) is not None:
             feed.stir()
+
+    def wait_idle(self, seconds: float) -> bool:
+        """On trainers also that no gather reads parameters any more."""
+        until = time.monotonic() + seconds
+        if not super().wait_idle(seconds):
+            return False
+        return self.pump is None or self.pump.wait_over(max(0.0, until - time.monotonic()))
 
     def planned_bytes(self) -> tuple[int, int]:
         if self.plan is None:
@@ -261,7 +274,10 @@ class PackedLane(Lane):
         finally:
             if (feed := self._feed) is not None:
                 feed.leave(self.replica)
-                feed.over.wait()  # not idle before: this rank's parameters are being read
+                # Not beyond its deadline: a gather that hangs, in a collective of the framework's say, must not hold up
+                # the words with the hub. See wait_idle.
+                if not feed.over.wait(OVER_S):
+                    logger.warning("xfer: %s has ended a refit while its gather %s", self.party.label, feed.doing)
                 self._feed = None
 
     def _go(self, go: m.Go) -> None:

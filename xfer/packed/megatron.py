@@ -113,6 +113,10 @@ class BridgeStream:
     # ---- with all ranks
 
     def build(self) -> tuple[TaskSize, ...]:
+        return self._merged(agree.of_all_ranks(self._rebuilt, list[_Task], self.device))
+
+    def _rebuilt(self) -> list[_Task]:
+        """Collective in Bridge: it gathers the names of all stages. This rank's tasks, and what they export."""
         t = self.trainer
         bridge, (names, _) = model_bridge_of(t.bridge), t._checkpoint()
         forget_names(bridge)
@@ -125,7 +129,7 @@ class BridgeStream:
             if task is not None and task.param_weight is not None:
                 rows = [(s.name, list(s.shape), s.dtype) for s in self._exports.get(task.global_param_name, ())]
                 mine.append((position, rows, _key(task)))
-        return self._merged(agree.of_all_ranks(mine, list[_Task], self.device))
+        return mine
 
     def _merged(self, said: list[list[_Task]]) -> tuple[TaskSize, ...]:
         """One list of what all ranks said of the tasks that they own. PlanMismatch, on all ranks, where they differ."""

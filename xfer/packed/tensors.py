@@ -87,10 +87,8 @@ class TensorStream:
 
     def build(self) -> tuple[TaskSize, ...]:
         self._known, self._came = {}, {}
-        mine = {name: (self._told(name), [_box(f) for f in found]) for name, found in self._mine.items()}
-        mine |= {name: (self._told(name), []) for name in self._specs.keys() - mine.keys()}
         kind = dict[str, tuple[tuple[list[int], str], list[_Box]]]
-        said = agree.of_all_ranks(mine, kind, self.device)
+        said = agree.of_all_ranks(self._own, kind, self.device)
         bad, specs, held = [], {}, {}
         for rank, theirs in enumerate(said):
             for name, ((shape, dtype), boxes) in theirs.items():
@@ -112,6 +110,10 @@ class TensorStream:
         if bad:
             raise LayoutError("tensors that no rank holds whole, nor all together", bad)
         return tuple(TaskSize(i, (specs[name],)) for i, name in enumerate(sorted(specs)))
+
+    def _own(self) -> dict[str, tuple[tuple[list[int], str], list[_Box]]]:
+        mine = {name: (self._told(name), [_box(f) for f in found]) for name, found in self._mine.items()}
+        return mine | {name: (self._told(name), []) for name in self._specs.keys() - mine.keys()}
 
     def _told(self, name: str) -> tuple[list[int], str]:
         spec = self._specs[name]

@@ -1,0 +1,90 @@
+"""The packed route when processes are killed or stand still between buckets: who hears of it, when, and what engines hold.
+
+Every trainer, controller and worker is a process, and the trainers' collectives are torch's over gloo (tests/support/
+packed_processes.py). What must hold is what test_session_deaths.py says; here the gather of the trainers is the thing that
+may be left in the middle.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.functional.test_session_deaths import FAR, GRACE_S, at, failed, good, no_mix, right, starts_again
+from tests.support.packed_processes import PackedProcessWorld
+from tests.support.proc import PATIENCE
+
+STANDS = ["DeadlineExceeded", "PeerLost"]
+"""The second says that parameters may still be read: the gather is in somebody else's call and cannot be stopped."""
+BOTH = pytest.mark.parametrize("colocated", [False, True], ids=["broadcast", "shared memory"])
+
+
+@pytest.fixture
+def world(tmp_path, request):
+    colocated = request.node.callspec.params.get("colocated", False) if hasattr(request.node, "callspec") else False
+    with PackedProcessWorld(tmp_path, trainers=3, workers=2, replicas=1, colocated=colocated) as w:
+        good(w.meet())
+        good(w.refit(1))
+        right(w, 1)
+        yield w
+
+
+def begin(w, version: int, **options) -> None:
+    for t in w.trainers:
+        t.value("set", version=version)
+    w.say("refit", **options)
+
+
+@BOTH
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_sender_that_is_killed_between_buckets(world, colocated, rank):
+    """Rank 0 dies after some buckets have been sent, rank 1 somewhere in the same gather."""
+    w = world
+    w.fault("trainers", "trainer:0:wave:kill@3" if rank == 0 else "trainer:1:moving:kill@1")
+    begin(w, 2, deadline_s=FAR)
+    answers = w.answers([i for i in range(3) if i != rank])
+    failed(answers, ["PeerLost"], within=FAR / 2)
+    for a in answers:  # a rank whose collective with the dead one was not closed says that its gather goes on
+        assert f"trainer {rank}" in a["text"] or "did not stop" in a["text"], a
+    assert w.trainers[rank].dead()
+    assert no_mix(w) == [False] or rank, "bytes of two versions are never served"
+    starts_again(w)
+
+
+@BOTH
+def test_a_worker_that_is_killed_between_buckets(world, colocated):
+    w = world
+    at(w, "worker", 1, "wave", "kill")
+    begin(w, 2, deadline_s=FAR)
+    failed(w.answers(), ["PeerLost", "EngineLost"], "replica 0", within=FAR / 2)
+    assert w.replicas[0].workers[1].dead() and no_mix(w) == [False]
+    w.restart(0)
+    good(w.refit(4))
+    right(w, 4)
+
+
+@BOTH
+def test_a_gather_that_stands_still_ends_refits_by_their_deadlines_and_gathers_stay_in_step(world, colocated, tmp_path):
+    """Rank 1 stands still in what would be the framework's code, so the others wait in a collective that nothing frees. The
+    second refit finds that gather running. Once it goes on, all three gathers run to their ends, on every rank."""
+    w, deadline, here = world, 2.0 * PATIENCE, tmp_path / "stand"
+    here.touch()
+    w.trainers[1].value("arrange", stand=str(here))
+    for version in (2, 3):
+        begin(w, version, deadline_s=deadline)
+        failed(w.answers(), STANDS, within=deadline + GRACE_S)
+        assert no_mix(w) == [False], "some buckets had arrived"
+    begin(w, 4, deadline_s=6 * FAR * PATIENCE)
+    here.unlink()
+    good(w.answers(timeout=7 * FAR * PATIENCE))
+    right(w, 4)
+    good(w.refit(5))
+    right(w, 5)
+
+
+def test_what_one_rank_cannot_export_is_said_by_all_and_nobody_is_left_in_a_collective(world):
+    w = world
+    w.trainers[2].value("arrange", state="changed", refuse="layers.9.w: has no mapping")
+    begin(w, 2, deadline_s=FAR)
+    failed(w.answers(), ["LayoutError"], "trainer 2", "layers.9.w: has no mapping", within=FAR / 2)
+    good(w.refit(3))
+    right(w, 3)
