@@ -2,6 +2,7 @@
 
 values   each case's tensors, bucket by bucket, beside Bridge's own export; writes FOLDER/CASE.json
 stale    what kept conversion tasks give after a framework moved things, and what the check makes of it; FOLDER/CASE.json
+fused    gpt-oss, whose checkpoint has all experts of a layer in one tensor and Megatron one parameter each; FOLDER/fused.json
 cost     what the check costs in a gather where nothing changed; FOLDER/cost.json
 
 The assertions are in tests/functional/test_packed_bridge.py.
@@ -262,6 +263,46 @@ def _outcome(source: PackedSource, trainer: Trainer) -> list[str]:
         return wrong(gathered(source), trainer)
     except Exception as e:
         return [f"{type(e).__name__}: {e}"[:200]]
+
+
+def fused(folder: Path) -> None:
+    from xfer.testing.te_everywhere import import_bridge
+
+    import_bridge()
+    if dist.get_rank() == 0:
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        from tests.support.families import FAMILIES
+
+        told_config = next(f for f in FAMILIES if f.name == "gpt-oss").config
+        (folder / "model").mkdir()
+        (folder / "model" / "config.json").write_text(json.dumps(told_config))
+        config = AutoConfig.from_pretrained(folder / "model")
+        AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(folder / "model")
+        (folder / "model" / "config.json").write_text(json.dumps(told_config))
+    dist.barrier()
+    with Trainer(folder / "model", ep=dist.get_world_size(), load=False, **PLAIN) as trainer:
+        for chunk in trainer.chunks:
+            for i, p in enumerate(chunk.parameters()):
+                torch.manual_seed(1000 * i + dist.get_rank())
+                p.data.normal_()
+        source = made(trainer)
+        refilled(trainer, 0.5)
+        got = wrong(gathered(source), trainer)
+        again = wrong(gathered(source), trainer)
+        alone = wrong(gathered(made(trainer, together=False)), trainer)
+        units = [g.positions for g in source.plan.groups]
+        tasks = [t for t in source.stream._by_position.values() if t.key is not None]
+        together = sum(
+            any({t.position for t in tasks if t.key == k} <= set(u) for u in units) for k in {t.key for t in tasks}
+        )
+        told(
+            folder / "fused.json",
+            dict(
+                wrong=got, again=again, alone=alone, keys=len({t.key for t in tasks}), together=together, groups=len(units),
+                silent=sum(not t.tensors for t in tasks), collectives=source.stream.collectives,
+            ),
+        )  # fmt: skip
 
 
 def cost(folder: Path) -> None:

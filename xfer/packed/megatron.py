@@ -54,6 +54,7 @@ class BridgeStream:
         self.rank, self.world, self.device = trainer.rank, trainer.world, trainer.device
         self._slots: Slots | None = None
         self._exports: dict[str, tuple[TensorSpec, ...]] = {}  # by the task's global parameter name, of owned tasks
+        self._keys: dict[str, str] = {}  # by the same name: tasks with equal ones are exported in one call
         self._rows: dict[str, int] = {}  # of tensors whose first dim is the vocabulary, padded by Megatron
         self._model_bridge = None
         self._tasks: list = []
@@ -82,15 +83,17 @@ class BridgeStream:
             )
             theirs = with_factors(adapters, twins[len(tasks) :])
             export = Export(bridge, t.chunks, names, tasks, twins[: len(tasks)], theirs)
-            seen, found = _Followed(t.chunks), {}
+            seen, found, merged = _Followed(t.chunks), {}, _Merged(watch, tasks, slot_of)
             with watch:
                 for task, name, tensor in export:
+                    merged.look(task, name, tensor)
                     if seen.admits(task, name):
                         spec = TensorSpec(name, tuple(tensor.shape), dtype_name(tensor))
                         found.setdefault(task.global_param_name, {})[name] = spec
         if export.failed:
             why = [f"{name}: {what}" for name, what in sorted(export.failed.items())]
             raise LayoutError(f"trainer {self.rank}: what Bridge exports for these cannot be told without bytes", why)
+        self._keys = merged.keys()
         self._rows = t._rows(seen.vocab)
         self._exports = {task: tuple(self._cut(s) for s in specs.values()) for task, specs in found.items()}
         self._slots = Slots(t.chunks, [slot_of[id(x.param_weight)] for x in (*tasks, *factors)])
@@ -128,7 +131,7 @@ class BridgeStream:
         for position, task in enumerate(self._tasks):
             if task is not None and task.param_weight is not None:
                 rows = [(s.name, list(s.shape), s.dtype) for s in self._exports.get(task.global_param_name, ())]
-                mine.append((position, rows, _key(task)))
+                mine.append((position, rows, _key(task) or self._keys.get(task.global_param_name)))
         return mine
 
     def _merged(self, said: list[list[_Task]]) -> tuple[TaskSize, ...]:
@@ -147,7 +150,7 @@ class BridgeStream:
             for position, (_, exported, key) in sorted(tasks.items())
         )
         self._wanted = {s.name: s.shape[0] for task in out for s in task.tensors if s.shape}
-        self._by_position = {task.position: task.tensors for task in out}
+        self._by_position = {task.position: task for task in out}
         return out
 
     def tensors(self, group: Group) -> Iterator[tuple[str, torch.Tensor]]:
@@ -166,9 +169,10 @@ class BridgeStream:
 
     def _in_lockstep(self, group: Group, tasks: list) -> Iterator[tuple[str, torch.Tensor]]:
         """In rounds of a bounded size, since all tensors of a round exist at once beside the buffers they come through."""
-        sizes = [sum(map(nbytes_of, self._by_position.get(i, ()))) for i in group.positions]
+        planned = [self._by_position[i] for i in group.positions]
+        sizes = [sum(map(nbytes_of, p.tensors)) for p in planned]
         self.collectives = 0
-        for units in _rounds(tasks, sizes):
+        for units in _rounds(tasks, sizes, [p.key for p in planned]):
             lockstep = Lockstep(self.device)
             streams = lockstep.run([lambda unit=unit: list(self._exported(unit)) for unit in units])
             self.collectives += lockstep.collectives
@@ -200,16 +204,16 @@ def _refuse_empty(slots: Iterable[Slot]) -> None:
 ROUND_BYTES = 64 << 20
 
 
-def _rounds(tasks: list, sizes: list[int]) -> list[list[list]]:
+def _rounds(tasks: list, sizes: list[int], keys: list[str | None]) -> list[list[list]]:
     """Tasks that may be exported one by one are a unit each, those of one key together; units by rounds of about
     ROUND_BYTES."""
     rounds: list[list[list]] = [[]]
     keyed: dict[str, list] = {}
     used = 0
-    for task, size in zip(tasks, sizes, strict=True):
-        key = _key(task)
+    for task, size, key in zip(tasks, sizes, keys, strict=True):
         if key in keyed:
             keyed[key].append(task)
+            used += size
             continue
         if rounds[-1] and used + size > ROUND_BYTES:
             rounds.append([])
@@ -219,6 +223,33 @@ def _rounds(tasks: list, sizes: list[int]) -> list[list[list]]:
         if key is not None:
             keyed[key] = rounds[-1][-1]
     return rounds
+
+
+class _Merged:
+    """Which tasks' parameters come out in one tensor, which Bridge yields when it has seen the last of them: experts that
+    the checkpoint has fused. Told by following the export where a task before it gave nothing; that such tensors are few
+    keeps reading cheap for all other models."""
+
+    def __init__(self, watch: ExportWatch, tasks: list, slot_of: dict[int, Slot]):
+        self._watch = watch
+        self._tasks = {slot_of[id(t.param_weight)].name: t.global_param_name for t in tasks}
+        self._order = {t.global_param_name: i for i, t in enumerate(tasks)}
+        self._gave: set[str] = set()
+
+    def look(self, task, name: str, tensor: torch.Tensor) -> None:
+        self._gave.add(task.global_param_name)
+        if len(self._gave) <= self._order[task.global_param_name]:
+            self._watch.note_export(name, tensor)
+
+    def keys(self) -> dict[str, str]:
+        """By a task's global parameter name; tasks that are alone have none."""
+        traced = self._watch.result(strict=False)
+        of: dict[str, set[str]] = {}
+        for f in traced.fragments:
+            of.setdefault(f.tensor, set()).add(self._tasks.get(f.root, ""))
+        for recipe in traced.recipes:
+            of.setdefault(recipe.target, set()).update(self._tasks.get(s, "") for s in recipe.sources)
+        return {task: name for name, some in of.items() if len(some) > 1 for task in some if task}
 
 
 def _key(task) -> str | None:

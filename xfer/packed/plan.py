@@ -25,7 +25,8 @@ BUCKET_BYTES = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class TaskSize:
-    """What task number `position` exports, in order. Tasks of one `key` (not None) must be exported in one call."""
+    """What task number `position` exports, in order. Tasks of one `key` (not None) must be exported in one call: some of
+    them may export nothing by themselves."""
 
     position: int
     tensors: tuple[TensorSpec, ...]
@@ -85,7 +86,7 @@ def make_plan(tasks: Iterable[TaskSize], limit: int = BUCKET_BYTES, *, packed: b
     """
     if limit < ALIGN:
         raise ValueError(f"a bucket of {limit} bytes: at least {ALIGN}")
-    units = _units([t for t in tasks if t.tensors])
+    units = _units([t for t in tasks if t.tensors or t.key is not None])
     _refuse(units)
     groups: list[list[TaskSize]] = []
     used = 0
