@@ -25,7 +25,6 @@ COLLECTIVE_S = 600.0
 class Stream(ToyStream):
     """`stand`: a file; while it is there a gather stands still at its second group. `refuse`: what the next `build` raises."""
 
-    everywhere = True
     stand, refuse = "", ""
 
     def build(self):

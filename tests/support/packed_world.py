@@ -54,6 +54,8 @@ class Knobs:
 class ToyStream:
     """Rank's half; see xfer.packed.source.Stream. Every tensor is exported whole on all ranks, as Bridge does."""
 
+    everywhere = True
+
     def __init__(self, source: ToySource, knobs: Knobs):
         self.source, self.knobs = source, knobs
         self.rank, self.world, self.device = source.rank, source.world, source.device
