@@ -15,7 +15,8 @@ from tests.support.proc import PATIENCE
 
 STANDS = ["DeadlineExceeded", "PeerLost"]
 """The second says that parameters may still be read: the gather is in somebody else's call and cannot be stopped."""
-BOTH = pytest.mark.parametrize("colocated", [False, True], ids=["broadcast", "shared memory"])
+SHARED = pytest.param(True, marks=pytest.mark.slow)
+BOTH = pytest.mark.parametrize("colocated", [False, SHARED], ids=["broadcast", "shared memory"])
 
 
 @pytest.fixture
@@ -34,8 +35,8 @@ def begin(w, version: int, **options) -> None:
     w.say("refit", **options)
 
 
-@BOTH
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("colocated", [False, True], ids=["broadcast", "shared memory"])
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_sender_that_is_killed_between_buckets(world, colocated, rank):
     """Rank 0 dies after some buckets have been sent, rank 1 somewhere in the same gather."""
     w = world
