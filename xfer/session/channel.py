@@ -36,6 +36,15 @@ SEND_S = 120.0
 """Seconds that one frame may take to leave; a peer that does not read for so long counts as lost."""
 
 
+NOW_BYTES = 4096
+"""A longer message is left to whoever can wait (`send_now`)."""
+
+
+def _frame(message: Message) -> bytes:
+    body = encode(message)
+    return struct.pack("<I", len(body)) + body
+
+
 def _proof(token: str, side: bytes, first: bytes, second: bytes) -> bytes:
     return hmac.new(token.encode(), side + first + second, hashlib.sha256).digest()
 
@@ -185,10 +194,29 @@ class Channel:
             raise ProtocolError(f"{self.label} announced a frame of {size} bytes, over the limit of {MAX_FRAME}")
         return decode(self._read(size))
 
+    def send_now(self, message: Message) -> bool:
+        """Sends the message if the connection takes all of it at once, without waiting for anybody. False: nothing was
+        sent, or the connection is gone, which its reader reports."""
+        data = _frame(message)
+        if len(data) > NOW_BYTES or not self._lock.acquire(blocking=False):
+            return False
+        try:
+            poll = select.poll()
+            poll.register(self._sock, select.POLLOUT)
+            # Writable means that a third of the send buffer is free, which is more than NOW_BYTES.
+            if not poll.poll(0):
+                return False
+            if self._sock.send(data) != len(data):
+                self.close()  # half a frame is on its way
+        except (OSError, ValueError):
+            return False
+        finally:
+            self._lock.release()
+        return True
+
     def send(self, message: Message, seconds: float = SEND_S) -> None:
         """Raises PeerLost when the connection is gone or the peer does not read for `seconds`; it is closed then."""
-        body = encode(message)
-        data = memoryview(struct.pack("<I", len(body)) + body)
+        data = memoryview(_frame(message))
         until = time.monotonic() + seconds
         mine = self._lock.acquire(timeout=seconds)  # not `with`: who holds it may be waiting for the same peer
         try:

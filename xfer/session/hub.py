@@ -54,7 +54,7 @@ class Hub:
         self.clients: set[Client] = set()
         self.store, self.planning, self.calls = KeyValues(), Planning(self), Calls(self)
         self._timers: list[tuple[float, Callable[[], None]]] = []
-        self._events: queue.Queue[Callable[[], None] | None] = queue.Queue()
+        self._events: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._think, name="xfer-hub", daemon=True)
         self.at(time.monotonic() + options.deadline_s, self._check_trainers)
         self.door = Door(rendezvous, token, self._admit)

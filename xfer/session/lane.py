@@ -81,7 +81,7 @@ class Lane:
         self._link: Link | None = None
         self._routed: routes.Routed | None = None
         self._bound = -1  # binding generation that the routes were opened for
-        self._queue: queue.Queue = queue.Queue()
+        self._queue: queue.SimpleQueue = queue.SimpleQueue()
         self._idle = threading.Event()
         self._idle.set()
         self._cancelled: XferError | None = None
@@ -314,7 +314,6 @@ class Lane:
                 said = now
                 self.party.try_send(m.Progress(self.replica, go.attempt, "moving", wave, nbytes, planned))
 
-        self.party.try_send(m.Progress(self.replica, go.attempt, "moving", 0, 0, planned))
         faults.point(self.side.role, self.side.index, "moving")
         stats = routed.run(until, lambda: self._cancelled is not None, progress)
         t0 = time.perf_counter()

@@ -166,6 +166,7 @@ class Routed:
         self.drained = False
         self.pull.begin()
         try:
+            progress(0, 0)  # now that bytes move: saying so costs what a message costs
             stats = self.p2p.run(deadline, cancelled, progress)
         except BaseException:
             self.pull.stop()
