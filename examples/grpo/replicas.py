@@ -7,10 +7,12 @@ at that URL again it needs a new one, and the next refit brings that server to t
 from __future__ import annotations
 
 import sys
+import time
 import urllib.request
 from collections.abc import Sequence
 
 import xfer
+from xfer.errors import DeadlineExceeded
 from xfer.session.controller import Controller
 
 
@@ -41,6 +43,17 @@ class Replicas:
     def close(self) -> None:
         for c in self._own:
             c.close()
+
+
+def wait_healthy(urls: Sequence[str], deadline_s: float = 600.0) -> None:
+    """Until all answer: who asks a server for its workers before it listens is told that nobody is there. DeadlineExceeded."""
+    end = time.monotonic() + deadline_s
+    while missing := [url for url in urls if not healthy(url)]:
+        if time.monotonic() > end:
+            raise DeadlineExceeded(
+                f"not all servers answered within {deadline_s:.0f} s", [f"{u}/health" for u in missing]
+            )
+        time.sleep(0.5)
 
 
 def healthy(url: str) -> bool:

@@ -24,7 +24,7 @@ import xfer  # noqa: E402
 from examples.grpo import grpo  # noqa: E402
 from examples.grpo.client import RolloutClient, ServeClient  # noqa: E402
 from examples.grpo.gate import Gate, Row  # noqa: E402
-from examples.grpo.replicas import Replicas  # noqa: E402
+from examples.grpo.replicas import Replicas, wait_healthy  # noqa: E402
 from examples.grpo.samples import require_version  # noqa: E402
 from examples.grpo.task import SortDigits  # noqa: E402
 from xfer.testing.train_loop import Trainer  # noqa: E402
@@ -74,6 +74,8 @@ def main() -> None:
 
     layout = dict(tp=args.tp, pp=args.pp, ep=args.ep, etp=args.etp)
     with Trainer(model, **layout, lr=args.lr, bucket_size=BUCKETS[torch.cuda.is_available()]) as trainer:
+        if chief:
+            wait_healthy(args.serve)
         refit = xfer.connect(  # xfer
             trainer=xfer.MegatronTrainer(trainer.chunks, trainer.bridge),  # xfer
             rendezvous=args.rendezvous, token=token, replicas=len(urls), engines=args.serve,  # xfer

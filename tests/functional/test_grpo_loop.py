@@ -4,14 +4,15 @@
 """
 
 import json
+import re
 import statistics
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from examples.grpo.gate import Row, read_curve
-from tests.support.proc import PATIENCE, PYTHON, ROOT, environment
+from tests.support.grpo_processes import Group
+from tests.support.proc import PATIENCE, PYTHON
 
 pytestmark = [
     pytest.mark.slow,
@@ -21,14 +22,18 @@ pytestmark = [
 
 def run(work: Path, *words: str, **env: str) -> list[Row]:
     """Its curve, when it ended well and every step was of the version that the step has."""
-    env = environment(WORK=str(work), TRAINER_PYTHON=PYTHON["trainer"], ENGINE_PYTHON=PYTHON["engine"], **env)
-    command = [ROOT / "examples/grpo/run.sh", *words, "--device", "cpu", "--out", work / "out.json"]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=900 * PATIENCE)
-    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+    command = ["examples/grpo/run.sh", *words, "--device", "cpu", "--out", str(work / "out.json")]
+    group = Group("run", command, work, WORK=str(work), TRAINER_PYTHON=PYTHON["trainer"], **env)
+    try:
+        code = group.process.wait(900 * PATIENCE)
+    finally:
+        group.kill()
+    said = group.log.read_text()
+    assert code == 0, said[-6000:]
     rows = read_curve(work / "curve.jsonl")
     assert [r.version for r in rows] == [str(i) for i in range(len(rows))]
     assert json.loads((work / "out.json").read_text())["totals"]["steps"] == len(rows)
-    assert done.stdout.count("\nstep ") + done.stdout.startswith("step ") >= len(rows)  # reward and gate, step by step
+    assert len(re.findall(r"^step .* reward .* KL ", said, re.M)) == len(rows)
     return rows
 
 

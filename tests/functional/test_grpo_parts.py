@@ -5,6 +5,9 @@ import math
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from threading import Thread
 
 import pytest
 import torch
@@ -14,8 +17,9 @@ from hypothesis import strategies as st
 from examples.grpo import gate, grpo, summary
 from examples.grpo.samples import Sample, Span, require_version
 from examples.grpo.task import SortDigits
-from tests.support.proc import ROOT
-from xfer.errors import XferError
+from tests.support.proc import PATIENCE, ROOT
+from xfer.errors import DeadlineExceeded, XferError
+from xfer.testing.ports import free_port
 
 
 def sample(prompt, tokens, logprobs=None, spans=None):
@@ -156,3 +160,27 @@ def test_a_sample_whose_parts_do_not_fit_is_refused(broken):
     assert Sample.read(json.loads(json.dumps(whole))).versions == ("3",)
     with pytest.raises(XferError, match="cannot be used"):
         Sample.read(whole | broken)
+
+
+def test_servers_are_waited_for_and_named_when_they_do_not_come():
+    from examples.grpo.replicas import wait_healthy
+
+    class Ok(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_):
+            pass
+
+    late = free_port()
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(wait_healthy, [f"http://127.0.0.1:{late}"], 60.0 * PATIENCE)
+        with HTTPServer(("127.0.0.1", late), Ok) as server:
+            Thread(target=server.serve_forever, daemon=True).start()
+            waiting.result(90 * PATIENCE)
+            never = f"http://127.0.0.1:{free_port()}"
+            with pytest.raises(DeadlineExceeded, match="not all servers answered") as e:
+                wait_healthy([f"http://127.0.0.1:{late}", never], 0.1)
+            server.shutdown()
+    assert e.value.violations == (f"{never}/health",)

@@ -24,7 +24,8 @@ class Group:
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )  # fmt: skip
         self.lines: queue.Queue = queue.Queue()
-        threading.Thread(target=self._read, daemon=True).start()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
 
     def _read(self) -> None:
         with self.log.open("a") as log:
@@ -41,6 +42,7 @@ class Group:
             except ProcessLookupError:
                 pass
         self.process.wait(20)
+        self._reader.join(20)  # until all that it said is in the log
 
 
 def _below(pid: int) -> list[int]:
