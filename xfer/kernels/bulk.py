@@ -84,7 +84,8 @@ extern "C" __global__ void __launch_bounds__(32) move_tiles(
       __syncwarp();
       for (int r = lane; r < k; r += 32)
         asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-            :: "r"(shared_at(stages + s * STAGE + r * n)), "l"(src + (row + r) * src_step + column), "r"(n), "r"(shared_at(&full[s])) : "memory");
+            :: "r"(shared_at(stages + s * STAGE + r * n)), "l"(src + (row + r) * src_step + column), "r"(n),
+               "r"(shared_at(&full[s])) : "memory");
       loaded++;
       column += n;
       if (column >= width) { column = 0; row += k; }

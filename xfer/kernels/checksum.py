@@ -88,7 +88,7 @@ class Sums:
         """By set, 0 <= c < 2**64. A device synchronisation per set."""
         if self._fast is not None:
             self._fast.launch()
-        out = [self._slowly(self._rows[self._slot == k]) for k in range(self._slots)]
+        out = [self._slowly(self._rows[self._slot == k]) if len(self._rows) else 0 for k in range(self._slots)]
         if self._fast is not None:
             out = [added(a, b) for a, b in zip(out, self._fast.values())]
         return out
@@ -162,11 +162,17 @@ def _refuse_outside(rows: np.ndarray, roots: Sequence[torch.Tensor], side: str) 
         raise LayoutError("checksummed rows reach outside their storages", outside)
 
 
-def wrong_fills(rows: np.ndarray, roots: Sequence[torch.Tensor]) -> int:
-    """How many FILL rows of `rows` do not hold their constant in this rank's storages. They come from no tensor, so no
-    checksum of tensors counts them; here their bits are compared. One device synchronisation."""
-    rows = rows[rows["op"] == Op.FILL]
-    return TorchRows(rows, roots, "dst", roots).wrong_fills() if len(rows) else 0
+class Constants:
+    """The FILL rows of `rows`, bound once. They come from no tensor, so no checksum of tensors counts them; here their
+    bits are compared in this rank's storages."""
+
+    def __init__(self, rows: np.ndarray, roots: Sequence[torch.Tensor]):
+        rows = rows[rows["op"] == Op.FILL]
+        self._bound = TorchRows(rows, roots, "dst", roots) if len(rows) else None
+
+    def wrong(self) -> int:
+        """How many rows do not hold their constant. One device synchronisation, none where there are no rows."""
+        return self._bound.wrong_fills() if self._bound is not None else 0
 
 
 class _Mixer:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from xfer.errors import DeadlineExceeded, PeerLost, VerificationError, XferError
-from xfer.kernels.checksum import Sums, wrong_fills
+from xfer.kernels.checksum import Constants, Sums
 from xfer.plan.inventory import engine_inventory
 from xfer.plan.part import Part
 from xfer.plan.rows import footprint_rows
@@ -85,6 +85,7 @@ class WorkerSession:
         self._catalog: Catalog | None = None
         self._inventory = b""
         self._sums: Sums | None = None  # of these storages, bound when first asked for
+        self._constants: tuple[Part, Constants] | None = None  # likewise, of this plan
         self._binding = self._generation = 0
         self._stale = False  # a layout was being read again and that did not end well
         self._packed = False  # the trainers chose the packed route
@@ -166,7 +167,7 @@ class WorkerSession:
         self._stale = False
 
     def _bind(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        self._roots, self._sums = [tensors[n] for n in self._names], None
+        self._roots, self._sums, self._constants = [tensors[n] for n in self._names], None, None
         self._binding += 1
 
     def _lane(self, replica: int) -> Lane | None:
@@ -215,7 +216,9 @@ class WorkerSession:
             if faults.wants("worker", self.index, "checksum"):
                 value ^= 1
             out = (m.Checksum(self.index, (value % (1 << 64)).to_bytes(8, "little")),)
-            if wrong := wrong_fills(plan.program.rows, self._roots):
+            if self._constants is None or self._constants[0] is not plan:
+                self._constants = plan, Constants(plan.program.rows, self._roots)
+            if wrong := self._constants[1].wrong():
                 raise VerificationError(f"{wrong} constants (vocabulary padding) are not what the loader puts there")
         self.model.run_recipes()
         self.model.synchronize()
