@@ -110,6 +110,7 @@ def main() -> None:
         if replicas is not None:
             replicas.close()
         refit.close()  # xfer
+    dist.destroy_process_group()
 
 
 def save(trainer: Trainer, folder: Path, step: int) -> None:
