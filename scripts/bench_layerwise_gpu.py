@@ -40,7 +40,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import torch
 import torch.distributed as dist
-from bench_layerwise_net import Clock, Net, Shape, Timeline, batch, loss_of, timeline
+from bench_layerwise_net import Clock, Net, Shape, Timeline, batch, loss_of, repeatable, timeline
 from bench_layerwise_results import Exact, Overlap, flat, medians, table
 from torch.nn.parallel import DistributedDataParallel
 
@@ -97,9 +97,7 @@ class Rank:
     # ---- exact
 
     def exact(self) -> list[Exact]:
-        if self.cuda:  # else equal runs need not give equal bits
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-            torch.use_deterministic_algorithms(True, warn_only=True)
+        repeatable(True)
         shape, steps = (SMALL, self.args.steps) if self.cuda else (TOY_SMALL, 6)
         ways = {
             "blocking": dict(overlap=False),
@@ -124,7 +122,7 @@ class Rank:
             differ = tuple(w for w in seen if seen[w] != truth[w])
             losses = seen["blocking"][0]
             out.append(Exact(model, self.size, steps, tuple(seen), differ, losses[0], losses[-1], distance))
-        torch.use_deterministic_algorithms(False)
+        repeatable(False)
         return out
 
     def _train(
@@ -375,13 +373,19 @@ def run_rank(args) -> dict:
         gc.collect()
         if rank.cuda:
             torch.cuda.empty_cache()
-        if rank.rank == 0:
-            if args.out:  # after every part: what comes later may fail
+        if rank.rank == 0:  # after every part: what comes later may fail, or be cut off
+            if args.out:
                 Path(args.out).write_text(json.dumps(result, indent=1))
-            print(f"# {part} on {rank.size} ranks: {time.monotonic() - began:.0f} s", flush=True)
+            print(f"# {part} on {rank.size} ranks: {time.monotonic() - began:.0f} s")
+            print("\n".join(table({"ranks": rank.size, "what": part, "skipped": {}} | pick(result, part))), flush=True)
     dist.barrier()
     dist.destroy_process_group()
     return result
+
+
+def pick(result: dict, part: str) -> dict:
+    """What `table` needs to show one part."""
+    return {part: result[part]} if part in result else {"skipped": result["skipped"]}
 
 
 def megatron(rank: Rank) -> Overlap | str:
@@ -415,42 +419,34 @@ def machine(rank: Rank) -> dict:
 
 
 def launch(args) -> int:
-    """Every number of ranks in turn; the tables at the end. Exit code 1 when a run fails or anything differs."""
+    """Every number of ranks in turn; `args.out` is written after each, and beside it a file per number after every part.
+    Exit code 1 when a run fails or anything differs."""
     results, bad = [], 0
     numbers = {"--steps": args.steps, "--rounds": args.rounds, "--bucket-mb": args.bucket_mb, "--ctas": args.ctas}
     passed = [word for flag, value in numbers.items() for word in (flag, str(value))]
     passed += ["--parts", *args.parts] + ["--toy"] * args.toy + (["--traces", args.traces] if args.traces else [])
+    settings = {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1", "NCCL_NVLS_ENABLE": "0", "PYTHONWARNINGS": "ignore",
+                "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
+        whole = Path(args.out) if args.out else Path(folder) / "all.json"
+        whole.parent.mkdir(parents=True, exist_ok=True)
         for n in args.ranks:
-            out, port = Path(folder) / f"{n}.json", str(free_port())
+            out = whole.with_name(f"{whole.stem}_{n}{whole.suffix}")
+            settings |= {"WORLD_SIZE": str(n), "MASTER_PORT": str(free_port())}
             command = [sys.executable, __file__, *passed, "--out", str(out)]
+            out.unlink(missing_ok=True)
             ranks = [
-                subprocess.Popen(
-                    command,
-                    env=os.environ
-                    | {
-                        "RANK": str(r),
-                        "LOCAL_RANK": str(r),
-                        "WORLD_SIZE": str(n),
-                        "MASTER_ADDR": "127.0.0.1",
-                        "MASTER_PORT": port,
-                        "OMP_NUM_THREADS": "1",
-                        "NCCL_NVLS_ENABLE": "0",
-                        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
-                    },
-                )  # fmt: skip
+                subprocess.Popen(command, env=os.environ | settings | {"RANK": str(r), "LOCAL_RANK": str(r)})
                 for r in range(n)
             ]
             failed = _wait(ranks, args.deadline)
             if out.exists():
                 results.append(json.loads(out.read_text()))
+                whole.write_text(json.dumps(results, indent=1))
             if failed:
                 print(f"# {n} ranks: {failed}", flush=True)
                 bad = 1
     bad |= any(x["differ"] for r in results for x in r.get("exact", ()))
-    if args.out:
-        Path(args.out).parent.mkdir(parents=True, exist_ok=True)
-        Path(args.out).write_text(json.dumps(results, indent=1))
     for r in results:
         print("\n".join(table(r)), flush=True)
     return int(bad)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -77,6 +78,15 @@ def batch(s: Shape, step: int, rank: int, device) -> torch.Tensor:
 
 def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+
+def repeatable(on: bool) -> None:
+    """Whether equal runs on GPUs give equal bits; slower."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(on, warn_only=True)
+    cuda = torch.backends.cuda
+    for enable in (cuda.enable_cudnn_sdp, cuda.enable_mem_efficient_sdp, cuda.enable_flash_sdp):
+        enable(not on)  # their backwards add in any order
 
 
 # ---- clocks and timelines

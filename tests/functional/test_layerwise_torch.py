@@ -179,3 +179,4 @@ def test_a_rank_that_stops_in_a_gather(tmp_path):
         assert [kind for kind, _ in said["seen"]] == ["DeadlineExceeded"] * 3
         assert all("bucket" in text for _, text in said["seen"])
         assert said["seconds"] < 4.0 * PATIENCE + 10.0
+        two.ranks[1].kill()  # it would not see that its pipe is closed
