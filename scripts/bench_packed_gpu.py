@@ -11,6 +11,7 @@ colocated: trainer k and taker k share GPU k; whole tensors on both trainers, as
   one by one             one all-gather, one CUDA-IPC handle of torch's and one answer per tensor
   bucketed gather        one exchange per bucket, a handle per tensor still, one message per bucket
   bucketed + flattened   xfer: one exchange per round, two buffers exported once per GPU, bucket k + 1 gathered while k is loaded
+  flattened, parts to trainer 0   the same, as FSDP2 and DTensor trainers gather: taker 1 copies from the other GPU
 apart: a GPU for each rank; trainer 0 sends to both takers
   one by one             one all-gather and one NCCL broadcast per tensor
   packed broadcast       xfer: bucket k + 1 is gathered while bucket k is broadcast and bucket k - 1 loaded
@@ -108,7 +109,7 @@ def direct(case: str, a: argparse.Namespace, note) -> str:
     import bench_gpu
 
     how = argparse.Namespace(
-        repeats=a.repeats, sweep=[], steps=[], buckets=[], packed=False, case_seconds=a.case_seconds
+        repeats=a.repeats, sweep=[], steps=[], buckets=[], bulk=[], packed=False, case_seconds=a.case_seconds
     )
     found = bench_gpu.one_case(DIRECT[case], how)
     if "error" in found:
@@ -121,6 +122,8 @@ def direct(case: str, a: argparse.Namespace, note) -> str:
 
 
 def line(found: dict, nbytes: int, bucket: int) -> str:
+    if "details" in found:
+        return "\n".join(["", *found["details"], ""])
     if why := found.get("refused"):
         return f"| {found['way']} | not run: {why} | | | | |"
     ms, extra = found["ms"], max(found["extra_bytes"])
@@ -137,6 +140,7 @@ def ratios(rows: list[dict]) -> list[str]:
     out = []
     for slow, fast in (
         ("one by one", "bucketed gather"), ("one by one", "bucketed + flattened"), ("one by one", "packed broadcast"),
+        ("one by one", "flattened, parts to trainer 0"), ("one by one", "packed, parts to trainer 0"),
         ("packed broadcast", "direct: peer"), ("bucketed + flattened", "direct: peer"),
     ):  # fmt: skip
         if slow in mid and fast in mid:

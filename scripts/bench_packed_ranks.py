@@ -60,6 +60,7 @@ class Rank:
         self.specs = {s.name: s for s in m.specs()}
         self.numbered = {n: (i, s) for i, (n, s) in enumerate(self.specs.items())}
         self.link: Link | None = None
+        self.wide: Link | None = None
 
     def open_links(self, apart: bool) -> None:
         """apart: trainer 0 and all takers, on the devices. Else each trainer with the taker of its place, on the host."""
@@ -70,6 +71,9 @@ class Rank:
             )
         elif not apart:
             self.link = open_group(PrefixStore(f"pair{self.place}", self.store), 0 if self.trainer else 1, 2, SECONDS)
+            if first or not self.trainer:  # and trainer 0 with all takers
+                place = 0 if first else 1 + self.place
+                self.wide = open_group(PrefixStore("wide", self.store), place, 1 + TAKERS, SECONDS)
 
     def gathered(self, value: float) -> list[float]:
         out = []
@@ -120,16 +124,18 @@ class TrainerRank(Rank):
     def ways(self, apart: bool) -> dict[str, Callable[[], None]]:
         one, many = self.source(GatheredStream, together=False), self.source(GatheredStream)
         if not apart:
+            parts = self.source(TensorStream, colocated=True)
             return {
                 "one by one": lambda: self.handles(one, 1),
                 "bucketed gather": lambda: self.handles(many, 0),
-                "bucketed + flattened": self.feeder(self.source(GatheredStream, colocated=True), True),
+                "bucketed + flattened": self.feeder(self.source(GatheredStream, colocated=True), self.link, (1,)),
+                "flattened, parts to trainer 0": self.feeder(parts, self.wide, tuple(range(1, 1 + TAKERS))),
             }
         parts = self.source(TensorStream)
         return {
             "one by one": lambda: self.broadcasts(one),
-            "packed broadcast": self.feeder(many, False),
-            "packed, parts to trainer 0": self.feeder(parts, False),
+            "packed broadcast": self.feeder(many, self.link, ()),
+            "packed, parts to trainer 0": self.feeder(parts, self.link, ()),
             "NCCL broadcast": self.raw,
             "vLLM's packed broadcast": lambda: self.vllm(many),
         }
@@ -153,30 +159,31 @@ class TrainerRank(Rank):
                 if self.link is not None:
                     self.link.broadcast(tensor.contiguous(), 0, soon())
 
-    def feeder(self, source: PackedSource, shared: bool) -> Callable[[], None]:
-        """As xfer.packed.lane does it: bucket k + 1 is gathered and packed while bucket k is sent and loaded."""
+    def feeder(self, source: PackedSource, link: Link | None, mapped: tuple[int, ...]) -> Callable[[], None]:
+        """As xfer.packed.lane does it: bucket k + 1 is gathered and packed while bucket k is sent and loaded. `mapped`: the
+        takers on `link` that map this rank's buffers; none: they receive."""
         turn = 0
 
         def work() -> None:
             nonlocal turn
             if turn == 0:
                 self.pump = Pump(source, f"trainer {self.index}")
-                self.pump.exports = shared or self.index == 0
+                self.pump.exports = link is not None
             turn += 1
             feed, until = self.pump.join(turn, (0,), 0), soon()
             with own_stream(self.device, "send"):
                 plan = feed.plan(until, _nobody)
-                if shared:
+                for taker in mapped if link is not None else ():
                     offer = torch.frombuffer(bytearray(self.pump.offer), dtype=torch.uint8)
-                    self.link.send(torch.tensor([offer.numel()]), 1, 0, until)
-                    self.link.send(offer, 1, 0, until)
+                    link.send(torch.tensor([offer.numel()]), taker, 0, until)
+                    link.send(offer, taker, 0, until)
                 for number in range(plan.messages if self.pump.exports else 0):
                     data = feed.take(number, until, _nobody)
-                    if shared:
-                        announce(self.link, number, (1,), until, self.device)
-                        wait_done(self.link, number, (1,), until)
+                    if mapped:
+                        announce(link, number, mapped, until, self.device)
+                        wait_done(link, number, mapped, until)
                     else:
-                        self.link.broadcast(data, 0, until)
+                        link.broadcast(data, 0, until)
                     feed.release(number, 0)
             feed.wait_over(until, _nobody)
             feed.leave(0)
@@ -230,7 +237,12 @@ class TakerRank(Rank):
 
     def ways(self, apart: bool) -> dict[str, Callable[[], None]]:
         if not apart:
-            return {"one by one": self.handles, "bucketed gather": self.handles, "bucketed + flattened": self.mapped}
+            return {
+                "one by one": self.handles,
+                "bucketed gather": self.handles,
+                "bucketed + flattened": lambda: self.mapped(self.link, self.messages),
+                "flattened, parts to trainer 0": lambda: self.mapped(self.wide, self.parts),
+            }
         return {
             "one by one": self.broadcasts,
             "packed broadcast": lambda: self.received(self.messages),
@@ -256,13 +268,13 @@ class TakerRank(Rank):
         buffers = self.buffers
         self.packed(Arrivals(self.link, messages, buffers, soon(), self.device, False), messages, buffers.views)
 
-    def mapped(self) -> None:
+    def mapped(self, link: Link, messages) -> None:
         length = torch.zeros(1, dtype=torch.int64)
-        self.link.recv(length, 0, 0, soon())
+        link.recv(length, 0, 0, soon())
         offer = torch.zeros(int(length), dtype=torch.uint8)
-        self.link.recv(offer, 0, 0, soon())
-        arrivals = SharedArrivals(self.link, self.messages, bytes(offer.numpy()), soon(), self.device, False)
-        self.packed(arrivals, self.messages)
+        link.recv(offer, 0, 0, soon())
+        arrivals = SharedArrivals(link, messages, bytes(offer.numpy()), soon(), self.device, False)
+        self.packed(arrivals, messages)
 
     def packed(self, arrivals: Arrivals | SharedArrivals, messages, views=None) -> None:
         unpacker = Unpacker(self.device, *([views] if views else []))
@@ -285,6 +297,30 @@ class TakerRank(Rank):
 
     def wrong(self) -> int:
         return self.view.wrong(self.numbered, self.device)
+
+    def described(self, most: int = 8) -> list[str]:
+        """Of the first tensors that are wrong: how many elements, where the first lies, and what is there instead."""
+        out = []
+        for f in self.layout.fragments:
+            number, spec = self.numbered[f.tensor]
+            if not all(f.extent):
+                continue
+            want, got = self.view.values(f, spec, number, self.device), self.view.of(f)
+            bad = (want != got).nonzero()
+            if not len(bad):
+                continue
+            if len(out) == most:
+                return [*out, "… and more"]
+            at = tuple(bad[0].tolist())
+            w, g = int(want[at]) & 0xFFFF, int(got[at]) & 0xFFFF
+            both_nan = all(x & 0x7F80 == 0x7F80 and x & 0x7F for x in (w, g))
+            kind = "the poison" if g == 0x5A5A else "another NaN" if both_nan else "another value"
+            all_nan = bool(((want[bad.unbind(1)] & 0x7F80) == 0x7F80).all())
+            out.append(
+                f"taker {self.place}: {f.tensor} from {f.origin}: {len(bad)} of {want.numel()} wrong, first at {at}: {g:#06x}, "
+                f"{kind}, instead of {w:#06x}" + "; all of them should be NaN or infinite" * all_nan
+            )
+        return out
 
     def free(self) -> None:
         self.buffers.free()
@@ -386,6 +422,9 @@ def rank_main(index: int, apart: bool, gpus: tuple[int, ...], m: Model, a: Names
             found = found or measured(rank, way, work, way in slow)
             if index == 0:
                 answers.put((index, found))
+            if found.get("wrong") and not rank.trainer:
+                answers.put((index, dict(way=way, details=rank.described())))
+            rank.gathered(0.0)
         answers.put((index, None))
         rank.gathered(0.0)
     except BaseException:

@@ -16,7 +16,7 @@ import torch
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "bench_packed_gpu.py"
 WAYS = {
-    "colocated": {"one by one", "bucketed gather", "bucketed + flattened"},
+    "colocated": {"one by one", "bucketed gather", "bucketed + flattened", "flattened, parts to trainer 0"},
     "apart": {"one by one", "packed broadcast", "packed, parts to trainer 0", "NCCL broadcast"},
 }
 

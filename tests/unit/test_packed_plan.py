@@ -86,6 +86,44 @@ def test_what_is_packed_comes_out_as_it_was_within_the_limit(tasks, limit, packe
         assert all(p.offset % ALIGN == 0 for m in messages for p in m.parts)
 
 
+@pytest.fixture
+def gpus_foreach(monkeypatch):
+    """torch's `_foreach_copy_` as it is on GPUs: floats go through arithmetic, after which every NaN is the same one."""
+
+    def copy(into, tensors, non_blocking=False):
+        for a, b in zip(into, tensors, strict=True):
+            a.copy_(torch.where(b.isnan(), torch.full_like(b, torch.nan), b) if b.is_floating_point() else b)
+
+    monkeypatch.setattr(torch, "_foreach_copy_", copy)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "int64", "uint8"])
+def test_every_pattern_of_bits_arrives_also_where_torch_computes_floats_while_it_copies(gpus_foreach, dtype):
+    bits = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16)
+    size = torch.empty(0, dtype=getattr(torch, dtype)).element_size()
+    tensor = bits.view(torch.uint8).view(getattr(torch, dtype)).view(-1, 256 // size)
+    specs = {n: TensorSpec(n, tuple(t.shape), dtype) for n, t in (("a", tensor), ("one", tensor[5:6, 3:4]))}
+    tensors = {"a": tensor, "one": tensor[5:6, 3:4]}
+    plan = make_plan([TaskSize(i, (s,)) for i, s in enumerate(specs.values())], 1 << 20)
+    got, unpacker = {}, Unpacker(CPU)
+    for message, data in zip(
+        wire.checked(wire.decode_manifest(plan.manifest), specs), sent(plan, tensors), strict=True
+    ):
+        got |= {spec.name: t for spec, t in unpacker.take(message, data)}
+    assert all(same(got[n], t.contiguous()) for n, t in tensors.items())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_what_exports_in_lockstep_gather_keeps_every_pattern_of_bits(gpus_foreach, dtype):
+    from xfer.packed.lockstep import _apart, _joined
+
+    bits = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(dtype)
+    tensors = [bits[:100].view(10, 10), bits[100:101], bits[101:]]
+    into = [torch.zeros_like(t) for t in tensors]
+    _apart(_joined(tensors), into)
+    assert all(same(a, b) for a, b in zip(into, tensors, strict=True))
+
+
 @settings(deadline=None)
 @given(task_lists(), st.integers(ALIGN, 4096))
 def test_tasks_of_one_key_are_never_in_two_groups_and_no_group_is_empty(tasks, limit):

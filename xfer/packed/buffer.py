@@ -79,6 +79,27 @@ def views(message: Message, data: torch.Tensor) -> list[torch.Tensor | None]:
     return out
 
 
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def copy_bits(into: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
+    """Each of `tensors` into its place of the same shape and dtype, all contiguous, in a few calls.
+
+    As integers: on GPUs this copy of torch's computes floats, even into their own dtype, and makes every NaN the same one.
+    """
+    by_size: dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+    for a, b in zip(into, tensors, strict=True):
+        size = b.element_size()
+        if size not in _BITS:  # complex numbers of 16 bytes
+            a.copy_(b, non_blocking=True)
+            continue
+        lists = by_size.setdefault(size, ([], []))
+        lists[0].append(a.view(_BITS[size]))
+        lists[1].append(b.detach().view(_BITS[size]))
+    for ours, theirs in by_size.values():
+        torch._foreach_copy_(ours, theirs, non_blocking=True)
+
+
 FLUSH_BYTES = 64 << 20
 """Of tensors that wait to be copied by one call; they must stay alive until then."""
 
@@ -96,7 +117,7 @@ class Packer:
         self._parts = [(m, i, p) for m in group.messages for i, p in enumerate(m.parts)]
         self._next = self._tensor = 0
         self._open: tuple[Message, torch.Tensor, list[torch.Tensor | None]] | None = None
-        self._copies: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        self._copies: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
         self._waiting = 0
 
     def put(self, name: str, tensor: torch.Tensor) -> None:
@@ -135,19 +156,17 @@ class Packer:
         if not tensor.is_contiguous():
             into.copy_(tensor, non_blocking=True)
             return
-        lists = self._copies.setdefault(tensor.dtype, ([], []))
-        lists[0].append(into)
-        lists[1].append(tensor)
+        self._copies[0].append(into)
+        self._copies[1].append(tensor)
         self._waiting += nbytes
         if self._waiting >= FLUSH_BYTES:
             self._copy()
 
     def _copy(self) -> None:
-        """One call for all tensors of a dtype: a call for each would take longer than the wire does."""
+        """One call for many tensors: a call for each would take longer than the wire does."""
         with torch.no_grad():
-            for into, tensors in self._copies.values():
-                torch._foreach_copy_(into, tensors, non_blocking=True)
-        self._copies, self._waiting = {}, 0
+            copy_bits(*self._copies)
+        self._copies, self._waiting = ([], []), 0
 
     def close(self) -> None:
         """PlanMismatch when tensors are missing."""

@@ -14,16 +14,14 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TypeVar
-from unittest import mock
 
 import torch
 import torch.distributed as dist
 
 from xfer.errors import DeadlineExceeded, PeerLost
-from xfer.packed.buffer import flat_bytes
+from xfer.packed.buffer import copy_bits, flat_bytes
 
 T = TypeVar("T")
 _here = threading.local()
@@ -95,16 +93,19 @@ class Lockstep:
         walkers = [_Walker(c) for c in calls]
         self._until = time.monotonic() + self._seconds
         try:
-            with mock.patch.multiple(dist, **{name: self._replacement(name) for name in _REPLACED}):
+            for name in _REPLACED:
+                setattr(dist, name, self._replacement(name))
+            for w in walkers:
+                _Hand.do(lambda w=w: self._walk(w))
+                self._advance(w)
+            while any(not w.over for w in walkers):
+                self._meet([w.wish for w in walkers if w.wish is not None])
                 for w in walkers:
-                    _Hand.do(lambda w=w: self._walk(w))
-                    self._advance(w)
-                while any(not w.over for w in walkers):
-                    self._meet([w.wish for w in walkers if w.wish is not None])
-                    for w in walkers:
-                        if not w.over:
-                            self._advance(w)
+                    if not w.over:
+                        self._advance(w)
         finally:
+            for name, real in self._real.items():
+                setattr(dist, name, real)
             for w in walkers:  # after an error here: whoever still stands ends
                 if not w.over and w.wish is not None:
                     w.wish.error = w.wish.error or PeerLost("the gather that this export belongs to was given up")
@@ -130,10 +131,9 @@ class Lockstep:
         w.go.get()
         _here.walker, _here.lockstep = w, self
         try:
-            with ExitStack() as inside, torch.no_grad():
-                if self._stream is not None:
-                    inside.enter_context(torch.cuda.device(self._device))
-                    inside.enter_context(torch.cuda.stream(self._stream))
+            if self._stream is not None:
+                torch.cuda.set_stream(self._stream)  # and its device; the thread is one of ours, for good
+            with torch.no_grad():
                 w.result = w.call()
         except BaseException as e:
             w.error = e
@@ -241,7 +241,7 @@ def _apart(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
     kinds = {t.dtype for t in tensors}
     if len(kinds) == 1 and all(t.is_contiguous() for t in tensors):
         pieces = flat.view(*kinds).split([t.numel() for t in tensors])
-        torch._foreach_copy_([t.view(-1) for t in tensors], list(pieces))
+        copy_bits([t.view(-1) for t in tensors], pieces)
         return
     at = 0
     for t in tensors:
