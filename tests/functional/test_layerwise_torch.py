@@ -90,6 +90,7 @@ def run(ranks, name: str) -> list:
         "skipped_module",
         "state_dict_is_current",
         "unannounced_but_watched",
+        "not_finite_on_one_rank",
     ],
 )
 def test_parameters_are_always_those_of_the_last_step(ranks, name):
@@ -124,6 +125,19 @@ def test_ranks_that_are_in_different_numbers_of_groups_meet(ranks):
     """torch's own way to make a group without all ranks of the job waits for ever then."""
     a, b, c, d = run(ranks, "unequal_groups")
     assert a == b != c == d
+
+
+def test_a_graph_captured_over_parameters_on_their_way_is_an_error(ranks):
+    assert all("drain() before capturing" in x for x in run(ranks, "captured"))
+
+
+def test_an_optimizer_that_was_closed_says_so(ranks):
+    assert all("closed" in x for x in run(ranks, "closed"))
+
+
+def test_a_rank_that_does_not_build_the_optimizer(ranks):
+    for kind, seconds in run(ranks, "absent"):
+        assert kind in ("DeadlineExceeded", "PeerLost") and seconds < 10.0 * PATIENCE
 
 
 def test_memory_that_was_replaced_is_an_error_on_every_rank(ranks):

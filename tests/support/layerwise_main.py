@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import signal
 import time
@@ -13,15 +12,11 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.support import layerwise_model as lm
+from tests.support.layerwise_pair import Pair
+from tests.support.layerwise_sources import refit_sources
 from tests.support.proc import emit, obey
-from xfer.errors import PlanMismatch, RebindError, StaleWeights
+from xfer.errors import PlanMismatch, RebindError, StaleWeights, Unsupported, XferError
 from xfer.layerwise import LayerWiseOptimizer, ParamGroup, checkpoint
-from xfer.plan.inventory import engine_inventory, trainer_inventory
-from xfer.plan.planner import plan_replica
-from xfer.trace.catalog import Catalog
-from xfer.trace.fragment import Fragment, Root, Span
-from xfer.trainers.dtensor import TensorTrainer
-from xfer.trainers.layerwise import LayerWiseTrainer
 
 MODELS = {"plain": lm.Transformer, "mixed": lm.MixedTransformer}
 
@@ -78,48 +73,6 @@ def train(how: str, steps: int, model: str = "plain", ddp: bool = True, **option
     elif values is not None and getattr(train, "one", None) is not None and model == "plain":
         more["distance"] = ((values - train.one).norm() / train.one.norm()).item()
     emit("trained", losses=losses, digest=lm.digest(net), **more)
-
-
-class Pair:
-    """Two equal models on the same data: `net` under owners, `truth` stepped everywhere."""
-
-    def __init__(self, **options):
-        self.net, self.truth = lm.Transformer(), lm.Transformer()
-        self.ddp = [DistributedDataParallel(n) for n in (self.net, self.truth)]
-        options = {"bucket_bytes": 20_000, "deadline_s": 60.0, **options}
-        self.owners = LayerWiseOptimizer(self.ddp[0], lm.groups(self.net), **options)
-        self.everywhere = lm.everywhere(self.truth)
-        self.number = 0
-
-    def backward(self) -> None:
-        tokens = lm.batch(self.number, dist.get_rank())
-        self.number += 1
-        for ddp, optimizers in zip(self.ddp, ([self.owners], self.everywhere)):
-            for o in optimizers:
-                o.zero_grad()
-            lm.loss_of(ddp, tokens).backward()
-
-    def step(self) -> None:
-        for o in (self.owners, *self.everywhere):
-            o.step()
-
-    def steps(self, n: int) -> None:
-        for _ in range(n):
-            self.backward()
-            self.step()
-
-    def same(self) -> None:
-        """Every byte of every parameter, after a drain. Says which differ."""
-        self.owners.drain()
-        pairs = zip(self.net.named_parameters(), self.truth.parameters())
-        bad = [n for (n, a), b in pairs if not torch.equal(a, b)]
-        if bad:
-            raise AssertionError(f"rank {dist.get_rank()}: {bad} are not what they should be")
-
-    def stale(self) -> list[str]:
-        """Names of parameters that are not here yet."""
-        pairs = zip(self.net.named_parameters(), self.truth.parameters())
-        return [n for (n, a), b in pairs if not torch.equal(a, b)]
 
 
 def hazard(name: str) -> None:
@@ -321,6 +274,69 @@ def unequal_groups():
     return lm.digest(net)
 
 
+def not_finite_on_one_rank():
+    """Gradients go to owners only, so one rank alone knows: nobody steps all the same, and the next step is one."""
+    rank, net = dist.get_rank(), lm.Transformer()
+    o = LayerWiseOptimizer(net, lm.groups(net), bucket_bytes=20_000)
+    p = next(p for n, p in o.named if n in o.owner)
+    before = lm.digest(net)
+    for step in range(2):
+        o.zero_grad()
+        lm.loss_of(net, lm.batch(step, rank)).backward()
+        if step == 0 and rank == 2:
+            p.grad.view(-1)[0] = float("inf")
+        o.step()
+        o.drain()
+        if o.skipped is not (step == 0) or (lm.digest(net) == before) is not o.skipped:
+            raise AssertionError(f"step {step}: skipped is {o.skipped}")
+
+
+def captured():
+    """A CUDA graph over parameters on their way would replay old ones. (Only torch's answer is feigned.)"""
+    pair = Pair()
+    pair.steps(2)
+    was = torch.cuda.is_available, torch.cuda.is_current_stream_capturing
+    torch.cuda.is_available = torch.cuda.is_current_stream_capturing = lambda: True
+    try:
+        pair.net(lm.batch(9, 0))
+    except StaleWeights as e:
+        seen = str(e)
+    else:
+        raise AssertionError("nobody noticed")
+    finally:
+        torch.cuda.is_available, torch.cuda.is_current_stream_capturing = was
+    pair.steps(1)
+    pair.same()
+    return seen
+
+
+def absent():
+    """One rank does not build the optimizer."""
+    group = dist.new_group(timeout=timedelta(seconds=60))
+    if dist.get_rank() == 3:
+        return ["DeadlineExceeded", 0.0]
+    net, began = lm.Transformer(), time.monotonic()
+    try:
+        LayerWiseOptimizer(net, lm.groups(net), process_group=group, deadline_s=2.0)
+    except XferError as e:
+        return [type(e).__name__, time.monotonic() - began]
+    raise AssertionError("nobody noticed")
+
+
+def closed():
+    pair = Pair()
+    pair.steps(2)
+    pair.owners.close()
+    if pair.stale():
+        raise AssertionError("closing left old parameters")
+    pair.backward()
+    try:
+        pair.owners.step()
+    except Unsupported as e:
+        return str(e)
+    raise AssertionError("nobody noticed")
+
+
 def changed_memory():
     """A cast after the optimizer was built: refused when the gather would have missed it."""
     pair = Pair()
@@ -404,78 +420,13 @@ def resumed(folder: str, steps: int, of: int) -> None:
     emit("resumed", loaded=loaded, values=torch.cat([p.detach().flatten() for p in net.parameters()]).tolist())
 
 
-def refit_sources():
-    """Who the planner lets send what, with a gather in flight; and that what they send is what was stepped."""
-    pair = Pair(prefetch_depth=1)
-    pair.steps(3)
-    lacking = pair.stale()
-    sides = {}
-    for sources in ("owners", "all"):
-        source = LayerWiseTrainer(TensorTrainer(pair.net), pair.owners, sources)
-        source.drain()
-        layout = source.read()
-        truth = dict(pair.truth.named_parameters())
-        wrong = [
-            f.tensor for f in layout.traced.fragments if not torch.equal(_bytes(layout, f), _flat(truth[f.tensor]))
-        ]
-        sides[sources] = dict(wrong=wrong, senders=_senders(layout), lacking=pair.stale())
-    owner = {name: peers.ranks[r] for name, (peers, r) in pair.owners.owner.items()}
-    pair.steps(1)
-    pair.same()
-    return dict(before=lacking, owner=owner, **sides)
-
-
-def _flat(t: torch.Tensor) -> torch.Tensor:
-    return t.detach().contiguous().view(-1).view(torch.uint8)
-
-
-def _bytes(layout, f) -> torch.Tensor:
-    """Of a fragment that lies contiguously, as all do here."""
-    n = math.prod(f.extent) * 4
-    return layout.tensors[f.root][f.offset : f.offset + n]
-
-
-def _senders(layout) -> dict[str, list[int]]:
-    """By tensor, who sends it in a plan for one engine worker that takes everything."""
-    parts: list = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, (layout.traced.specs, layout.roots, layout.traced.fragments))
-    catalog = Catalog.union([(f"trainer {r}", specs) for r, (specs, _, _) in enumerate(parts)])
-    holders = [
-        trainer_inventory(catalog, rank=r, host="here", roots=roots, fragments=fragments)
-        for r, (_, roots, fragments) in enumerate(parts)
-    ]
-    specs = parts[0][0]
-    size = {s.name: 4 * math.prod(s.shape) for s in specs}
-    wanted = [
-        Fragment(
-            s.name,
-            (0,) * len(s.shape),
-            s.shape,
-            s.name,
-            0,
-            tuple(4 * x for x in torch.empty(s.shape).stride()),
-            s.dtype,
-        )
-        for s in specs
-    ]
-    taker = engine_inventory(
-        catalog, rank=0, host="there", roots=[Root(n, b) for n, b in size.items()], fragments=wanted,
-        footprint=[Span(n, 0, b) for n, b in size.items()],
-    )  # fmt: skip
-    plan = plan_replica(catalog, holders, [taker])
-    out: dict[str, set[int]] = {}
-    for rows in plan.rows():
-        for row in rows:
-            out.setdefault(catalog.tensors[row["tensor"]].name, set()).add(int(row["src"]))
-    return {name: sorted(ranks) for name, ranks in out.items()}
-
-
 HAZARDS = {
     f.__name__: f
     for f in (
         started_twice_finished_twice, drained_in_flight, drained_between_backward_and_step, another_order,
         one_rank_evaluates, skipped_module, state_dict_is_current, without_hooks, unannounced_but_watched,
-        few_parameters, experts_over_halves, unequal_groups, changed_memory, wire, different_models, refit_sources,
+        few_parameters, experts_over_halves, unequal_groups, not_finite_on_one_rank, captured, absent, closed,
+        changed_memory, wire, different_models, refit_sources,
     )
 }  # fmt: skip
 

@@ -1,6 +1,6 @@
 """What can be seen of a layer-wise optimizer in one process: what it refuses, Muon, hooks, memory, checkpoints.
 
-Gathers need peers: see tests/functional/test_layerwise_training.py and test_layerwise_hazards.py.
+Gathers need peers: see tests/functional/test_layerwise_torch.py.
 """
 
 from __future__ import annotations
@@ -39,6 +39,17 @@ def test_newton_schulz_of_a_batch_is_that_of_each_and_rows_may_be_permuted():
     assert all(torch.allclose(together[i], newton_schulz(x[i])) for i in range(3))
     order = torch.randperm(6)
     assert torch.allclose(newton_schulz(x[0][order]), newton_schulz(x[0])[order])
+
+
+def test_muon_computes_in_the_dtype_that_it_is_told():
+    steps = {}
+    for dtype in (None, torch.bfloat16):
+        p = nn.Parameter(torch.zeros(8, 12))
+        p.grad = torch.randn(8, 12, generator=torch.Generator().manual_seed(1))
+        Muon([p], compute_dtype=dtype).step()
+        steps[dtype] = p.detach()
+    assert not torch.equal(steps[None], steps[torch.bfloat16])
+    assert torch.allclose(steps[None], steps[torch.bfloat16], atol=0.05 * steps[None].abs().max())
 
 
 def test_muon_refuses_vectors_all_at_once():
@@ -82,6 +93,13 @@ def test_two_parameters_over_the_same_bytes_are_refused_and_one_under_two_names_
     assert "one Parameter object" in e.value.violations[0]
     net[1].weight = net[0].weight
     assert len(LayerWiseOptimizer(net, [ParamGroup(net.parameters(), torch.optim.Adam)]).named) == 1
+
+
+def test_a_model_without_anything_to_train_is_refused():
+    net = nn.Linear(4, 4).requires_grad_(False)
+    with pytest.raises(LayoutError) as e:
+        LayerWiseOptimizer(net, [ParamGroup(net.parameters(), torch.optim.Adam)])
+    assert "no device" in e.value.violations[0]
 
 
 @pytest.mark.parametrize("change", ["freeze", "thaw", "replace", "add", "regroup"])

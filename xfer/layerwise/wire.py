@@ -45,22 +45,23 @@ class Wire:
         """
         rank, size = dist.get_rank(group), dist.get_world_size(group)
         timeout = timedelta(seconds=deadline_s)
+
+        def connect():
+            if device.type == "cuda":
+                torch.cuda.set_device(device)  # of this thread
+            prefix = f"xfer layerwise {_name(group, rank)}"
+            store = dist.PrefixStore(prefix, dist.distributed_c10d._get_default_store())
+            if device.type != "cuda":
+                return dist.ProcessGroupGloo(store, rank, size, timeout)
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = timeout
+            if max_ctas is not None:
+                options.config.max_ctas = max_ctas
+            return dist.ProcessGroupNCCL(store, rank, size, options)
+
         try:
-            name = _name(group, rank)
-            store = dist.PrefixStore(f"xfer layerwise {name}", dist.distributed_c10d._get_default_store())
-
-            def connect():
-                if device.type != "cuda":
-                    return dist.ProcessGroupGloo(store, rank, size, timeout)
-                torch.cuda.set_device(device)
-                options = dist.ProcessGroupNCCL.Options()
-                options._timeout = timeout
-                if max_ctas is not None:
-                    options.config.max_ctas = max_ctas
-                return dist.ProcessGroupNCCL(store, rank, size, options)
-
-            make = Aside(connect)
-            if (error := make.wait(3 * deadline_s)) is not None:  # gloo has the deadline for each of its waits
+            make = Aside(connect)  # the group's own deadline is somebody else's, and nothing frees a wait in it
+            if (error := make.wait(deadline_s)) is not None:
                 raise error
         except (RuntimeError, TimeoutError) as e:
             late = isinstance(e, TimeoutError) or "imed out" in str(e) or "imeout" in str(e)
