@@ -49,7 +49,7 @@ def test_muon_computes_in_the_dtype_that_it_is_told():
         Muon([p], compute_dtype=dtype).step()
         steps[dtype] = p.detach()
     assert not torch.equal(steps[None], steps[torch.bfloat16])
-    assert torch.allclose(steps[None], steps[torch.bfloat16], atol=0.05 * steps[None].abs().max())
+    assert torch.cosine_similarity(steps[None].flatten(), steps[torch.bfloat16].flatten(), dim=0) > 0.99
 
 
 def test_muon_refuses_vectors_all_at_once():
