@@ -14,6 +14,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 pytest.importorskip("vllm")
 
 from examples.grpo.in_flight import InFlight  # noqa: E402
+from tests.support import small_vllm  # noqa: E402
 from tests.support.proc import PATIENCE, environment  # noqa: E402
 from tests.support.refit_job import Job, a_refit, good  # noqa: E402
 from xfer.testing.ports import free_port  # noqa: E402
@@ -29,23 +30,7 @@ def test_three_policies(tmp_path, monkeypatch):
 
 
 async def _three_policies(job):
-    from vllm import AsyncEngineArgs
-    from vllm.v1.engine.async_llm import AsyncLLM
-
-    engine = AsyncLLM.from_engine_args(
-        AsyncEngineArgs(
-            model=str(job.model),
-            skip_tokenizer_init=True,
-            enforce_eager=True,
-            dtype="float32",
-            max_model_len=512,
-            max_num_seqs=4,
-            block_size=32,
-            disable_log_stats=True,
-            enable_prefix_caching=True,
-            weight_transfer_config={"backend": "xfer"},
-        )
-    )
+    engine = small_vllm.asynchronous(str(job.model), dtype="float32", max_model_len=512)
     try:
         for policy, tokens in (("drain", SHORT), ("abort", LONG), ("continue", LONG)):
             rendezvous = f"tcp://127.0.0.1:{free_port()}"

@@ -12,6 +12,7 @@ pytestmark = pytest.mark.engine
 pytest.importorskip("vllm")
 
 import xfer  # noqa: E402
+from tests.support import small_vllm  # noqa: E402
 from tests.support.proc import environment  # noqa: E402
 from tests.support.refit_job import Job, a_refit, good  # noqa: E402
 from xfer.testing.ports import free_port  # noqa: E402
@@ -28,24 +29,10 @@ def test_async_llm(tmp_path, monkeypatch):
 
 
 async def _async_llm(job):
-    from vllm import AsyncEngineArgs, SamplingParams
+    from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
-    from vllm.v1.engine.async_llm import AsyncLLM
 
-    engine = AsyncLLM.from_engine_args(
-        AsyncEngineArgs(
-            model=str(job.model),
-            skip_tokenizer_init=True,
-            enforce_eager=True,
-            dtype="bfloat16",
-            max_model_len=192,
-            max_num_seqs=4,
-            block_size=32,
-            disable_log_stats=True,
-            enable_prefix_caching=True,
-            weight_transfer_config={"backend": "xfer"},
-        )
-    )
+    engine = small_vllm.asynchronous(str(job.model), max_model_len=192)
 
     async def answer(name, prompt, tokens=6):
         params = SamplingParams(

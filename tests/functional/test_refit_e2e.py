@@ -11,15 +11,15 @@ that fails leaves ranks in the middle of a collective, so the next one gets new 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from pathlib import Path
 
 import pytest
 from safetensors.torch import save_file
 
-from tests.support.proc import PYTHON, Child, Family
+from tests.support.proc import PYTHON
+from tests.support.refit_stage import Stage, differ, two_refits_are_fresh_loads
+from tests.support.refit_stage import on_all as on_all  # for test_packed_refit.py
 from xfer.testing import toy
 from xfer.testing.ports import free_port
 
@@ -94,46 +94,6 @@ SLOW = [
 ]
 
 
-class Stage:
-    """Four trainer ranks that build one case after the other, and an engine process that tells the truth."""
-
-    token = "end to end token"
-
-    def __init__(self, work: Path):
-        self.family, self.starts, self.whole = Family(work), 0, True
-        self.start()
-
-    def start(self) -> None:
-        self.starts += 1
-        world = dict(WORLD_SIZE="4", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()), XFER_TOKEN=self.token)
-        self.trainers = [
-            self.family.start(
-                f"trainer{r}-{self.starts}", "trainer", "megatron_main", RANK=str(r), LOCAL_RANK=str(r), **world
-            )
-            for r in range(4)
-        ]
-        self.truth = self.engine("truth")
-        for c in (*self.trainers, self.truth):
-            c.expect("up", timeout=180)
-
-    def engine(self, name: str) -> Child:
-        return self.family.start(f"{name}-{self.starts}", "engine", "vllm_main", XFER_TOKEN=self.token)
-
-    @contextmanager
-    def case(self) -> Iterator[Stage]:
-        """Inside, one case; the next one starts new processes unless this comes to its end."""
-        if not self.whole:
-            for c in (*self.trainers, self.truth):
-                c.stop()
-            self.start()
-        self.whole = False
-        yield self
-        self.whole = True
-
-    def trained(self, *kinds: str, **command) -> list[dict]:
-        return on_all(self.trainers, *kinds, **command)
-
-
 @pytest.fixture(scope="module")
 def stage(tmp_path_factory) -> Iterator[Stage]:
     stage = Stage(tmp_path_factory.mktemp("e2e"))
@@ -141,59 +101,12 @@ def stage(tmp_path_factory) -> Iterator[Stage]:
     stage.family.__exit__()
 
 
-def on_all(children: list[Child], *kinds: str, timeout: float = 240.0, **command) -> list[dict]:
-    for c in children:
-        c.say(**command)
-    return [c.expect(*kinds, timeout=timeout) for c in children]
-
-
 def run(case: Case, stage: Stage, tmp_path: Path) -> None:
     model = tmp_path / "model"
     toy.write_checkpoint(case.family, model, **case.model)
-    rendezvous = f"tcp://127.0.0.1:{free_port()}"
-    engines = [stage.engine(f"{tmp_path.name}-engine{i}") for i in range(len(case.engines))]
-    try:
-        for e, layout in zip(engines, case.engines):
-            e.say(do="start", model=str(model), load_format="dummy", **layout)
-        stage.trained("built", do="build", folder=str(model), layout=case.layout)
-        for e in engines:
-            e.expect("started", timeout=240)
-        for i, e in enumerate(engines):
-            e.say(do="serve", rendezvous=rendezvous, replica=i)
-        stage.trained("connected", do="connect", rendezvous=rendezvous, replicas=len(engines))
-        exports, seen = [], []
-        for step in (1, 2):
-            losses = stage.trained("stepped", do="step")
-            reports = stage.trained("refitted", do="refit", verify=True)
-            assert all(r["verified"] and r["committed"] == len(engines) for r in reports), reports
-            assert losses[0]["loss"] > 0
-            exports.append(str(tmp_path / f"export{step}"))
-            stage.trained("exported", do="export", folder=exports[-1])
-            seen.append(on_all(engines, "observed", do="observe"))
-            if step == 1:
-                kept = on_all(engines, "scrambled", do="scramble", seed=step)
-        assert [k["kept"] for k in on_all(engines, "kept", do="kept")] == [k["kept"] for k in kept]
-        stage.trained("closed", do="close")
-    finally:
-        for e in engines:
-            e.stop()
-    for i, layout in enumerate(case.engines):
-        stage.truth.say(do="truth", folders=exports, layout=layout)
-        for step in (0, 1):
-            want, got = stage.truth.expect("observed", timeout=240), seen[step][i]
-            assert got["version"] == str(step + 1)
-            wrong = differ(want, got)
-            assert not wrong, f"after refit {step + 1}, replica {i}: {wrong[:10]}"
-            assert got["outputs"] == want["outputs"], f"after refit {step + 1}, replica {i}"
-        same = seen[0][i]["checksums"].keys() - set(differ(*(s[i] for s in seen)))
-        same = {k for k in same if not any(fnmatchcase(k, f) for f in case.frozen)}
-        assert not same, f"not changed by training, so the second refit proved nothing of them: {sorted(same)}"
-
-
-def differ(a: dict, b: dict) -> list[str]:
-    """Names of the engine parameters that are not the same in two observations."""
-    a, b = a["checksums"], b["checksums"]
-    return sorted(k for k in a.keys() | b.keys() if a.get(k) != b.get(k))
+    two_refits_are_fresh_loads(
+        stage, tmp_path, model=model, layout=case.layout, engines=case.engines, frozen=case.frozen
+    )
 
 
 def test_the_matrix_has_every_kind_of_layout():

@@ -9,6 +9,7 @@ import gc
 import os
 
 from tests.support.proc import emit, obey
+from tests.support.small_vllm import arguments
 
 PROMPTS = [[5, 6, 7, 8], list(range(10, 60)), [100, 3, 90, 17] * 12]
 
@@ -16,23 +17,8 @@ PROMPTS = [[5, 6, 7, 8], list(range(10, 60)), [100, 3, 90, 17] * 12]
 def start(model: str, load_format: str = "dummy", tp: int = 1, ep: bool = False, **more):
     from vllm import LLM
 
-    return LLM(
-        model=model,
-        load_format=load_format,
-        skip_tokenizer_init=True,
-        tensor_parallel_size=tp,
-        enable_expert_parallel=ep,
-        enforce_eager=True,
-        dtype="bfloat16",
-        max_model_len=128,
-        max_num_seqs=4,
-        block_size=32,
-        seed=0,
-        disable_log_stats=True,
-        enable_prefix_caching=True,
-        weight_transfer_config={"backend": "xfer"},
-        **{"worker_extension_cls": "tests.support.worker_probe.Probe", **more},
-    )
+    options = dict(load_format=load_format, tensor_parallel_size=tp, enable_expert_parallel=ep)
+    return LLM(**arguments(model, **{**options, "worker_extension_cls": "tests.support.worker_probe.Probe", **more}))
 
 
 def answers(llm, prompts: list[dict] | None = None, **how) -> list:

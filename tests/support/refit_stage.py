@@ -1,0 +1,120 @@
+"""Four real Megatron-Core trainer ranks and real vLLM engines as processes, and the question that is asked of every route between
+them: are two refits, each after a step, the same as a fresh vLLM that loads what Bridge exported at that step?
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from tests.support.proc import Child, Family
+from xfer.testing.ports import free_port
+
+
+class Stage:
+    """Four trainer ranks that build one case after the other, and an engine process that tells the truth."""
+
+    token = "end to end token"
+
+    def __init__(self, work: Path):
+        self.family, self.starts, self.whole = Family(work), 0, True
+        self.start()
+
+    def start(self) -> None:
+        self.starts += 1
+        world = dict(WORLD_SIZE="4", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()), XFER_TOKEN=self.token)
+        self.trainers = [
+            self.family.start(
+                f"trainer{r}-{self.starts}", "trainer", "megatron_main", RANK=str(r), LOCAL_RANK=str(r), **world
+            )
+            for r in range(4)
+        ]
+        self.truth = self.engine("truth")
+        for c in (*self.trainers, self.truth):
+            c.expect("up", timeout=180)
+
+    def engine(self, name: str) -> Child:
+        return self.family.start(f"{name}-{self.starts}", "engine", "vllm_main", XFER_TOKEN=self.token)
+
+    @contextmanager
+    def case(self) -> Iterator[Stage]:
+        """Inside, one case; the next one starts new processes unless this comes to its end."""
+        if not self.whole:
+            for c in (*self.trainers, self.truth):
+                c.stop()
+            self.start()
+        self.whole = False
+        yield self
+        self.whole = True
+
+    def trained(self, *kinds: str, **command) -> list[dict]:
+        return on_all(self.trainers, *kinds, **command)
+
+
+def on_all(children: list[Child], *kinds: str, timeout: float = 240.0, **command) -> list[dict]:
+    for c in children:
+        c.say(**command)
+    return [c.expect(*kinds, timeout=timeout) for c in children]
+
+
+def differ(a: dict, b: dict) -> list[str]:
+    """Names of the engine parameters that are not the same in two observations."""
+    a, b = a["checksums"], b["checksums"]
+    return sorted(k for k in a.keys() | b.keys() if a.get(k) != b.get(k))
+
+
+def two_refits_are_fresh_loads(
+    stage: Stage,
+    work: Path,
+    *,
+    model: Path,
+    layout: dict,
+    engines: Sequence[dict],
+    frozen: Sequence[str] = (),
+    scramble: bool = True,
+    **connect,
+) -> None:
+    """`model`: a checkpoint; `layout`: of the trainers; `engines`: one dict per replica; `frozen`: engine parameters (globs) that
+    this training does not touch; `scramble`: noise in every live byte but the kept ones between the refits; `connect`: more
+    arguments of `xfer.connect`."""
+    rendezvous = f"tcp://127.0.0.1:{free_port()}"
+    running = [stage.engine(f"{work.name}-engine{i}") for i in range(len(engines))]
+    try:
+        for e, how in zip(running, engines, strict=True):
+            e.say(do="start", model=str(model), load_format="dummy", **how)
+        stage.trained("built", do="build", folder=str(model), layout=layout)
+        for e in running:
+            e.expect("started", timeout=240)
+        for i, e in enumerate(running):
+            e.say(do="serve", rendezvous=rendezvous, replica=i)
+        stage.trained("connected", do="connect", rendezvous=rendezvous, replicas=len(running), **connect)
+        exports, seen, kept = [], [], None
+        for step in (1, 2):
+            losses = stage.trained("stepped", do="step")
+            reports = stage.trained("refitted", do="refit", verify=True)
+            assert all(r["verified"] and r["committed"] == len(running) for r in reports), reports
+            assert losses[0]["loss"] > 0
+            exports.append(str(work / f"export{step}"))
+            stage.trained("exported", do="export", folder=exports[-1])
+            seen.append(on_all(running, "observed", do="observe"))
+            if scramble and step == 1:
+                kept = on_all(running, "scrambled", do="scramble", seed=step)
+        if kept is not None:
+            assert [k["kept"] for k in on_all(running, "kept", do="kept")] == [k["kept"] for k in kept]
+        stage.trained("closed", do="close")
+    finally:
+        for e in running:
+            e.stop()
+    for i, how in enumerate(engines):
+        stage.truth.say(do="truth", folders=exports, layout=how)
+        for step in (0, 1):
+            want, got = stage.truth.expect("observed", timeout=240), seen[step][i]
+            assert got["version"] == str(step + 1)
+            wrong = differ(want, got)
+            assert not wrong, f"after refit {step + 1}, replica {i}: {wrong[:10]}"
+            assert got["outputs"] == want["outputs"], f"after refit {step + 1}, replica {i}"
+        same = seen[0][i]["checksums"].keys() - set(differ(*(s[i] for s in seen)))
+        same = {k for k in same if not any(fnmatchcase(k, f) for f in frozen)}
+        assert not same, f"not changed by training, so the second refit proved nothing of them: {sorted(same)}"
