@@ -142,7 +142,9 @@ class Bench:
         rendezvous = f"tcp://127.0.0.1:{free_port()}"
         self.engine.say(do="serve", rendezvous=rendezvous)
         self.engine.hear()
-        self.met = self._all(self.trainers, do="connect", rendezvous=rendezvous, token=token)
+        self.met = self._all(
+            self.trainers, do="connect", rendezvous=rendezvous, token=token, host_pull=self.args.host_pull
+        )
         self._all(self.trainers, do="ours", verify=True)  # the first: links warm up, dummy weights go
         self.engine.say(do="bench_open", path=f"{self.work}/store", layers=self.args.layers, bucket=self.args.bucket)
         self._all(self.trainers, do="open", path=f"{self.work}/store")
@@ -299,6 +301,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--bucket", type=int, default=128 << 20, help="bytes of a packed broadcast")
     parser.add_argument("--awex", help="a Python that can import awex 0.9.0")
+    parser.add_argument("--host-pull", action="store_true", help="workers read the trainers' memory themselves")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(args, Path(folder))

@@ -105,6 +105,7 @@ def connect(
     wait: bool = True,
     route: Literal["direct", "packed"] = "direct",
     colocated: bool = False,
+    host_pull: bool = False,
 ) -> Refit:
     """Join the rendezvous as one trainer rank; every rank of the trainer calls this with equal arguments.
 
@@ -125,6 +126,8 @@ def connect(
     own loader take it in: for engines that cannot be traced (docs/packed.md). Engines follow the trainers' choice.
     colocated: packed route only: the engines' workers are on trainer 0's host and map its two buffers (shared memory, CUDA
     IPC) instead of receiving them.
+    host_pull: weights in host memory only: engine workers on this rank's host read its memory themselves, where the kernel lets
+    them (transport/peer_host.py), instead of having it sent. Weights on GPUs are read so wherever they can be.
 
     Raises LayoutError, CoverageError, Unsupported, HandshakeError, PlanMismatch, DeadlineExceeded, PeerLost.
     """
@@ -174,6 +177,7 @@ def connect(
         cache_dir=where,
         site=site,
         route=route,
+        host_pull=host_pull,
     )
     controllers = []
     try:

@@ -13,7 +13,7 @@ import weakref
 import pytest
 import torch
 
-from tests.support import cpu_peer
+from tests.support import cpu_peer, world
 from tests.support.world import World
 from xfer.errors import DeadlineExceeded, PeerLost, XferError
 from xfer.session import readers
@@ -23,6 +23,7 @@ from xfer.transport import routes
 @pytest.fixture(autouse=True)
 def peers(monkeypatch):
     monkeypatch.setitem(routes.PEERS, "cpu", cpu_peer)
+    monkeypatch.setattr(world, "HOST_PULL", True)
     cpu_peer.Hold.clear()
     cpu_peer.REFUSED.clear()
     cpu_peer.MAPPED.clear()

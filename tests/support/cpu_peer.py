@@ -43,6 +43,9 @@ class Hold:
         cls.deaf = False
 
 
+takes = peer.takes
+
+
 class Export:
     def __init__(self, rank, roots, device):
         self.rank, self._roots = rank, roots

@@ -22,6 +22,8 @@ from xfer.trace.fragment import Fill, Fragment, Root, Span, TensorSpec
 from xfer.trace.traced import Traced
 
 TOKEN = "token of the test world"
+HOST_PULL = False
+"""For all worlds of a module that says so."""
 
 
 def flat(t: torch.Tensor) -> torch.Tensor:
@@ -289,6 +291,7 @@ class World:
     shapes: dict = field(default_factory=lambda: dict(SHAPES))
     bucket_bytes: int = 4096
     cache_dir: str | None = None
+    host_pull: bool = False
     sources: list[ToySource] = field(default_factory=list)
     sessions: list[TrainerSession] = field(default_factory=list)
     engines: list[ToyEngine] = field(default_factory=list)
@@ -321,6 +324,7 @@ class World:
             drop=(),
             narrow=(),
             cache_dir=self.cache_dir,
+            host_pull=self.host_pull or HOST_PULL,
         )
         self.sessions[i] = s
         s.open(True)

@@ -41,6 +41,8 @@ class Side(Protocol):
     role: str
     index: int
     device: torch.device
+    offers: bool
+    """Whether other ranks may read this one's storages, and this one theirs."""
 
     def catalog(self) -> Catalog: ...
 
@@ -261,7 +263,9 @@ class Lane:
         self._bound = generation
         rank, size, device = self.joint_rank, len(self.labels), self.side.device
         exchange = routes.exchange_over_store(store, rank, size, "routes")
-        ways = routes.find_ways(self.plan.program, size, device, roots, exchange, self.labels)
+        ways = routes.find_ways(
+            self.plan.program, size, device, roots, exchange, self.labels, allow_peer=self.side.offers
+        )
         try:
             link = self._link
             if ways.wired and (link is None or isinstance(link, routes.NoLink)):

@@ -84,8 +84,10 @@ class TrainerSession:
         cache_dir: str | None,
         site: Site | None = None,
         route: str = "direct",
+        host_pull: bool = False,
     ):
         self.source, self.index, self.device = source, source.rank, source.device
+        self.offers = host_pull or self.device.type != "cpu"
         self.deadline_s, self.replicas = deadline_s, replicas
         self.attempt, self.version = 0, ""
         self._cache = PlanCache(cache_dir) if cache_dir else None

@@ -63,6 +63,7 @@ class Taker(Protocol):
 
 class WorkerSession:
     role = "worker"
+    offers = True
 
     def __init__(
         self,

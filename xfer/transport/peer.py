@@ -254,7 +254,16 @@ def refusals(answers: Sequence[bytes], labels: Sequence[str], rank: int) -> list
     ]
 
 
-def split(program: Program, taken: dict[int, dict[int, frozenset[int]]]) -> tuple[np.ndarray, Program]:
+def takes(rows: np.ndarray) -> np.ndarray:
+    """Which rows (bool array) a taker can pull where it can read their storages: here all."""
+    return np.ones(len(rows), bool)
+
+
+def split(
+    program: Program,
+    taken: dict[int, dict[int, frozenset[int]]],
+    takes: Callable[[np.ndarray], np.ndarray] = takes,
+) -> tuple[np.ndarray, Program]:
     """(rows that this rank pulls, the program of all else). Every rank of the sub-plan cuts by the same answers."""
     rows = program.rows
     pulled = np.zeros(len(rows), bool)
@@ -263,6 +272,7 @@ def split(program: Program, taken: dict[int, dict[int, frozenset[int]]]) -> tupl
             if taker != sender:
                 mine = (rows["dst"] == taker) & (rows["src"] == sender) & (rows["op"] != Op.FILL)
                 pulled |= mine & np.isin(rows["src_root"], list(roots))
+    pulled[pulled] = takes(rows[pulled])
     return rows[pulled & (rows["dst"] == program.rank)], Program(program.rank, program.waves, rows[~pulled])
 
 

@@ -9,6 +9,7 @@ themselves (peer.py, p2p.py), who opens and closes them (session/).
 from __future__ import annotations
 
 import struct
+import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +20,7 @@ import torch
 
 from xfer.errors import Unsupported
 from xfer.plan.program import Op, Program, row_wire_bytes
-from xfer.transport import peer
+from xfer.transport import peer, peer_host
 from xfer.transport.group import Link, open_group
 from xfer.transport.p2p import P2P, TransferStats
 
@@ -89,9 +90,10 @@ class PeerKind(Protocol):
     Export: type
     Mapping: type
     Pull: type
+    takes: Callable[[np.ndarray], np.ndarray]
 
 
-PEERS: dict[str, PeerKind] = {"cuda": peer}
+PEERS: dict[str, PeerKind] = {"cuda": peer, **({"cpu": peer_host} if sys.platform == "linux" else {})}
 """By device type. A kind of device that is not here has p2p only."""
 
 
@@ -275,7 +277,7 @@ def find_ways(
         answers = [b""] * size
         for r, answer in {**exchange(mine if senders else b"", takers), rank: mine}.items():
             answers[r] = answer
-        pulled, rest = peer.split(program, peer.taken_roots(answers))
+        pulled, rest = peer.split(program, peer.taken_roots(answers), kind.takes)
         plan = _planned(program, rest, tuple(peer.refusals(answers, labels, rank)))
         wired = any_rank(bool(plan.p2p_in + plan.p2p_out), rank, size, exchange)
     except BaseException:

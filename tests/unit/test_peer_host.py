@@ -1,0 +1,122 @@
+"""Pulls between processes of one host: the same bytes as the golden executor, and typed ends."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.support.row_worlds import apply_world, random_world, row
+from xfer.errors import DeadlineExceeded, PeerLost, ProtocolError, RebindError
+from xfer.plan.program import Op, Program
+from xfer.transport import peer, peer_host
+from xfer.transport.group import Aborted
+
+EXAMPLES = int(os.environ.get("XFER_EXAMPLES", "200"))
+CPU = torch.device("cpu")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="process_vm_readv is Linux's")
+
+
+def soon(seconds: float = 20.0) -> float:
+    return time.monotonic() + seconds
+
+
+@settings(max_examples=EXAMPLES // 2, deadline=None)
+@given(
+    st.integers(0, 2**32 - 1), st.sampled_from([1, 8, 512]), st.sampled_from([3, 1024]), st.sampled_from([16, 8 << 20])
+)
+def test_random_programs_are_pulled_bit_for_bit(seed, shortest, runs, batch):
+    """What is not pulled is a conversion, scattered, a fill or local, and both ends say the same of it."""
+    rng = np.random.default_rng(seed)
+    size = int(rng.integers(2, 4))
+    programs, storages = random_world(rng, size, 2, 12)
+    live = [[torch.from_numpy(s.copy()) for s in some] for some in storages]
+    with patch.multiple(peer_host, SHORTEST=shortest, RUNS=runs, BATCH_BYTES=batch):
+        exports = [peer_host.Export(k, live[k], CPU) for k in range(size)]
+        mappings = [peer_host.Mapping(k, CPU) for k in range(size)]
+        for mapping in mappings:
+            for other in range(size):
+                mapping.open(exports[other].to_bytes(), other, range(len(live[other])))
+        taken = peer.taken_roots([m.to_bytes() for m in mappings])
+        cut = [peer.split(p, taken, peer_host.takes) for p in programs]
+        for k, (rows, rest) in enumerate(cut):
+            assert (rows["op"] == Op.COPY).all() and (rows["dst"] == k).all() and (rows["src"] != k).all()
+            left = rest.rows[(rest.rows["op"] != Op.FILL) & (rest.rows["src"] != rest.rows["dst"])]
+            assert not peer_host.takes(left).any()
+            pull = peer_host.Pull(rows, mappings[k], live[k])
+            for _ in range(2):
+                pull.begin()
+                stats = pull.finish(soon())
+            assert stats.bytes_in == sum(n for _, n in stats.by_sender)
+    both = [
+        Program(
+            k, 2, np.concatenate([cut[k][0], *(r[r["src"] == k] for r, _ in (cut[j] for j in range(size) if j != k))])
+        )
+        for k in range(size)
+    ]
+    for got, want in zip(live, apply_world(both, storages)):
+        assert all(np.array_equal(g.numpy(), w) for g, w in zip(got, want))
+
+
+CHILD = """
+import os, sys, time, torch
+from xfer.transport import peer_host
+t = torch.arange(1 << 20, dtype=torch.int32).view(torch.uint8)
+export = peer_host.Export(0, [t], torch.device("cpu"))
+sys.stdout.buffer.write(export.to_bytes())
+sys.stdout.flush()
+os.close(1)
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def child():
+    p = subprocess.Popen([sys.executable, "-c", CHILD], stdout=subprocess.PIPE)
+    yield p, p.stdout.read()
+    p.kill()
+    p.wait()
+
+
+def test_another_process_is_read_and_its_death_is_typed(child):
+    process, offer = child
+    mapping, roots = peer_host.Mapping(1, CPU), [torch.zeros(4 << 20, dtype=torch.uint8)]
+    mapping.open(offer, 0, [0])
+    rows = row((1024, 512), src_dtype="int32", src_strides=(4096, 4), src=0, dst=1)  # the first half of 1,024 columns
+    pull = peer_host.Pull(rows, mapping, roots)
+    pull.begin()
+    assert pull.finish(soon()).bytes_in == 2 << 20
+    want = torch.arange(1 << 20, dtype=torch.int32).view(1024, 1024)[:, :512]
+    assert torch.equal(roots[0].view(torch.int32)[: 512 * 1024].view(1024, 512), want)
+    pull.begin()
+    pull.stop()
+    with pytest.raises(Aborted):
+        pull.finish(soon())
+    with pytest.raises(DeadlineExceeded):
+        pull.begin()
+        pull.finish(time.monotonic() - 1)
+    process.kill()
+    process.wait()
+    with pytest.raises(PeerLost, match="rank 0 .pid"):
+        pull.begin()
+        pull.finish(soon())
+    late = peer_host.Mapping(1, CPU)
+    late.open(offer, 0, [0])
+    assert "cannot be read" in late._why[0] and not late.roots[0]
+
+
+def test_what_is_not_offered_is_refused(child):
+    _, offer = child
+    mapping = peer_host.Mapping(1, CPU)
+    with pytest.raises(ProtocolError, match="storage 1 is asked for"):
+        mapping.open(offer, 0, [1])
+    with pytest.raises(RebindError, match="not mapped"):
+        peer_host.Pull(row((8,), src=0, dst=1), peer_host.Mapping(1, CPU), [torch.zeros(64, dtype=torch.uint8)])

@@ -1,0 +1,220 @@
+"""The peer route between processes of one host whose weights lie in host memory: takers read senders' memory themselves.
+
+The kernel copies (process_vm_readv): each byte once, from its source to its final place, columns of a matrix included, where
+a socket would copy it twice and a buffer a third time. Linux only, and only where the kernel lets one process read another
+(same user; containers and ptrace_scope may forbid it): a probe tells, and what cannot be read goes by p2p. The same calls and
+messages as peer.py, which does this for GPUs. Conversions and rows of scattered bytes go by p2p too (`takes`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import secrets
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import cache
+
+import msgspec
+import numpy as np
+import torch
+
+from xfer.errors import DeadlineExceeded, PeerLost, ProtocolError, RebindError, XferError
+from xfer.kernels.strided import moves
+from xfer.plan.program import DTYPES, ITEMSIZE, MAX_DIMS, Op, row_wire_bytes
+from xfer.transport import peer
+from xfer.transport.group import Aborted
+from xfer.transport.peer import NONCE_BYTES, Offer, Place, PullStats, Shared
+
+SHORTEST = 512
+"""Bytes that have to lie together on both ends; the kernel is told of every such run."""
+RUNS, BATCH_BYTES = 1024, 8 << 20
+"""Most runs (the kernel's own limit) and about the most bytes of a call. Between calls a pull can be stopped."""
+_PROCESS = (os.getpid(), secrets.token_bytes(16))
+_SIZES = np.array([ITEMSIZE[n] for n in DTYPES], np.int64)
+
+
+def takes(rows: np.ndarray) -> np.ndarray:
+    """Which rows (bool array) a taker can read itself where it can read their storages."""
+    run = _SIZES[rows["dst_dtype"]].copy()
+    open_ = np.ones(len(rows), bool)
+    for d in reversed(range(MAX_DIMS)):
+        n = rows["extent"][:, d]
+        together = (n == 1) | ((rows["src_strides"][:, d] == run) & (rows["dst_strides"][:, d] == run))
+        open_ &= together
+        run = np.where(open_, run * n, run)
+    return (rows["op"] == Op.COPY) & (rows["src_dtype"] == rows["dst_dtype"]) & (open_ | (run >= SHORTEST))
+
+
+class Export:
+    """A sender's storages as an offer. Holds the probe and the storages, so that their addresses stay theirs."""
+
+    def __init__(self, rank: int, roots: Sequence[torch.Tensor], device: torch.device):
+        self.rank, self._roots = rank, roots
+        self._probe = torch.frombuffer(bytearray(secrets.token_bytes(NONCE_BYTES)), dtype=torch.uint8)
+        some = (*roots, self._probe)
+        self.offer = Offer(
+            peer.WIRE_VERSION, rank, *_PROCESS, bytes(self._probe.numpy()), Shared(b"", self._probe.data_ptr(), NONCE_BYTES, 0),
+            tuple(Shared(b"", t.data_ptr(), t.numel(), 0) for t in some), tuple(Place(i, 0, t.numel()) for i, t in enumerate(some)),
+        )  # fmt: skip
+        _allow()
+
+    def to_bytes(self) -> bytes:
+        return msgspec.msgpack.encode(self.offer)
+
+    def stale(self) -> list[str]:
+        """None: `_roots` are held. That a parameter has another storage now, the session finds out."""
+        return []
+
+
+class Mapping(peer.Mapping):
+    """What a taker may read of the offers. `roots[rank][i]`: (address, bytes) of storage i of that sender."""
+
+    def __init__(self, rank: int, device: torch.device):
+        super().__init__(rank, device)
+        self.pids: dict[int, int] = {}
+
+    def open(self, data: bytes, rank: int, wanted: Sequence[int]) -> None:
+        offer = peer._decode(data, Offer, rank)
+        found = self.roots.setdefault(rank, {})
+        if len(offer.places) != len(offer.allocations) or not offer.places:
+            raise ProtocolError(f"rank {rank} offers {len(offer.allocations)} storages at {len(offer.places)} places")
+        seen = torch.empty(NONCE_BYTES, dtype=torch.uint8)
+        try:
+            probe = np.array([[offer.allocations[-1].base, NONCE_BYTES]], np.int64)
+            _read(offer.pid, np.array([[seen.data_ptr(), NONCE_BYTES]], np.int64), probe, NONCE_BYTES)
+            if bytes(seen.numpy()) != offer.nonce:
+                raise OSError(errno.EPERM, "its probe does not hold its nonce: this is another process's memory")
+        except OSError as e:
+            self._why[rank] = f"its memory cannot be read from here: {e.strerror}"
+            return
+        self.pids[rank] = offer.pid
+        for root in wanted:
+            if not 0 <= root < len(offer.places) - 1:
+                raise ProtocolError(f"rank {rank} offers {len(offer.places) - 1} storages, storage {root} is asked for")
+            found[root] = (offer.allocations[root].base, offer.allocations[root].nbytes)
+
+    def close(self) -> None:
+        self.roots, self.pids = {}, {}
+
+
+class Pull:
+    """Rows bound to the addresses of both ends. Warm: `begin`/`finish` may be called any number of times by one thread."""
+
+    def __init__(self, rows: np.ndarray, mapping: Mapping, roots: Sequence[torch.Tensor]):
+        self._stopped = False
+        self._roots = roots  # held: their addresses are in the tables
+        self._calls: list[tuple[int, int, np.ndarray, np.ndarray, int]] = []
+        for sender in sorted(set(rows["src"].tolist())):
+            mine = rows[rows["src"] == sender]
+            known = mapping.roots.get(sender, {})
+            if unknown := sorted({*mine["src_root"].tolist()} - known.keys()):
+                raise RebindError(
+                    f"{len(unknown)} storages are not mapped", [f"rank {sender}, storage {i}" for i in unknown]
+                )
+            for local, remote, nbytes in _batches(mine, known, roots):
+                self._calls.append((sender, mapping.pids[sender], local, remote, nbytes))
+        nbytes = row_wire_bytes(rows)
+        self.by_sender = tuple((a, int(nbytes[rows["src"] == a].sum())) for a in sorted(set(rows["src"].tolist())))
+        self.extra_bytes = sum(a.nbytes + b.nbytes for _, _, a, b, _ in self._calls)
+
+    def begin(self) -> None:
+        self._stopped = False
+
+    def stop(self) -> None:
+        """From any thread: ends after the call that runs."""
+        self._stopped = True
+
+    def finish(self, deadline: float, cancelled: Callable[[], bool] = lambda: False, where: str = "") -> PullStats:
+        """Reads everything. DeadlineExceeded, Aborted; PeerLost when a sender's memory is gone. Nothing is read any more
+        when it returns or raises."""
+        began = time.perf_counter()
+        for sender, pid, local, remote, nbytes in self._calls:
+            if time.monotonic() > deadline:
+                raise DeadlineExceeded("the deadline passed while bytes were pulled", where=where)
+            if self._stopped or cancelled():
+                raise Aborted("the pull was cancelled", where=where)
+            try:
+                _read(pid, local, remote, nbytes)
+            except OSError as e:
+                raise PeerLost(
+                    "memory that was offered cannot be read any more",
+                    [f"rank {sender} (pid {pid}): {e.strerror}"],
+                    where=where,
+                ) from None
+        seconds = time.perf_counter() - began
+        return PullStats(sum(n for _, n in self.by_sender), self.by_sender, seconds, seconds)
+
+
+def _batches(rows: np.ndarray, known: dict[int, tuple[int, int]], roots: Sequence[torch.Tensor]):
+    """(local iovecs, remote iovecs, bytes) per call; an iovec is (address, bytes), int64 [n, 2]. Runs that continue each
+    other are one."""
+    ends = []
+    for move in moves(rows, "local"):
+        dims = list(move.dims)
+        at = np.array([[move.right, move.left]], np.int64)
+        for d in move.mirrored:
+            at[:, 0] += (dims[d][0] - 1) * dims[d][2]
+            dims[d] = (dims[d][0], dims[d][1], -dims[d][2])
+        run = 1
+        while dims and dims[-1][1:] == (run, run):
+            run *= dims.pop()[0]
+        for n, a, b in dims:
+            at = (at[:, None] + np.arange(n)[:, None] * np.array([b, a])).reshape(-1, 2)
+        base, limit = known[move.left_root]
+        if len(at) and (at[:, 1].min() < 0 or at[:, 1].max() + run > limit):
+            raise XferError(f"a row reaches outside storage {move.left_root}, which has {limit} bytes")
+        at += (roots[move.right_root].data_ptr(), base)
+        while run > BATCH_BYTES:  # long runs in pieces
+            pieces = -(-run // BATCH_BYTES)
+            cut = np.arange(pieces) * BATCH_BYTES
+            at = (at[:, None] + cut[:, None]).reshape(-1, 2)
+            length = np.tile(np.minimum(BATCH_BYTES, run - cut), len(at) // pieces)
+            ends.append(np.concatenate([at, length[:, None]], axis=1))
+            break
+        else:
+            ends.append(np.concatenate([at, np.full((len(at), 1), run)], axis=1))
+    table = np.concatenate(ends) if ends else np.empty((0, 3), np.int64)
+    start = 0
+    total = np.cumsum(table[:, 2])
+    while start < len(table):
+        before = total[start] - table[start, 2]
+        stop = min(start + RUNS, int(np.searchsorted(total, before + BATCH_BYTES, "right")))
+        part = table[start : max(stop, start + 1)]
+        yield _joined(part[:, [0, 2]]), _joined(part[:, [1, 2]]), int(part[:, 2].sum())
+        start += len(part)
+
+
+def _joined(runs: np.ndarray) -> np.ndarray:
+    first = np.ones(len(runs), bool)
+    first[1:] = runs[1:, 0] != runs[:-1].sum(axis=1)
+    starts = np.flatnonzero(first)
+    return np.ascontiguousarray(np.stack([runs[starts, 0], np.add.reduceat(runs[:, 1], starts)], axis=1))
+
+
+@cache
+def _libc():
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.process_vm_readv.restype = ctypes.c_ssize_t
+    libc.process_vm_readv.argtypes = [
+        ctypes.c_int, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_ulong,
+    ]  # fmt: skip
+    return libc
+
+
+def _read(pid: int, local: np.ndarray, remote: np.ndarray, nbytes: int) -> None:
+    """OSError when the kernel refuses, the process is gone or not all of it is mapped there."""
+    got = _libc().process_vm_readv(pid, local.ctypes.data, len(local), remote.ctypes.data, len(remote), 0)
+    if got != nbytes:
+        code = ctypes.get_errno() if got < 0 else errno.EFAULT
+        raise OSError(code, os.strerror(code))
+
+
+@cache
+def _allow() -> None:
+    """Where the kernel lets only parents trace (Yama's ptrace_scope 1), this process says that others may read it. It is
+    said only by ranks that offer their memory."""
+    if sys.platform == "linux":
+        _libc().prctl(0x59616D61, ctypes.c_ulong(-1), 0, 0, 0)  # PR_SET_PTRACER, PR_SET_PTRACER_ANY
