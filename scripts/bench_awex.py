@@ -120,6 +120,11 @@ def main() -> None:
                 refit()
                 dist.barrier()
                 emit(said=do, seconds=time.perf_counter() - t0, cpu=time.process_time() - cpu)
+            elif do == "plan":
+                dist.barrier()
+                t0, cpu = time.perf_counter(), time.process_time()
+                TransferPlanBuilder(infer, train, 1).build_local_transfer_plan(taken, given, rank)
+                emit(said=do, seconds=time.perf_counter() - t0, cpu=time.process_time() - cpu)
             elif do == "check":
                 wrong = [
                     t["name"]

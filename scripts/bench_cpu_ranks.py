@@ -91,6 +91,18 @@ def links(path: str, rank: int):
     return everyone, open_group(PrefixStore("few", store), few.index(rank), len(few), 120.0) if rank in few else None
 
 
+def plan_again(lane, link) -> dict:
+    """The first plan once more, by all ranks at once, from layouts that everyone has already: as awex makes its own."""
+    from xfer.plan.planner import Drafts
+
+    shelf = lane.party.shelf
+    shelf._drafts = Drafts()
+    meet(link)
+    clock = Clock()
+    shelf.plan(lane.inputs, lane.joint_rank, lane.side.catalog(), lane.options(lane.inputs), None, lambda: None)
+    return clock.read()
+
+
 class Raw:
     """send/recv of the bytes that a refit moves, between the same pairs, one message a pair, into a buffer for each."""
 
@@ -202,6 +214,10 @@ class Trainer:
         (lane,) = self.refit._session._party.lanes.values()
         self.raw = Raw.of(self.link, lane.plan.program)
 
+    def plan(self) -> dict:
+        (lane,) = self.refit._session._party.lanes.values()
+        return plan_again(lane, self.link)
+
     def usual(self) -> dict:
         """Gather on every trainer rank (`DTensor.full_tensor`, as exports do), pack on the first, broadcast."""
         meet(self.link)
@@ -267,6 +283,9 @@ class Worker:
         self.bench_buckets = buckets(toy.specs(config(layers)), bucket)
         self.bench_buffer = torch.empty(max(b[-1][3] for b in self.bench_buckets), dtype=torch.uint8)
         return dict(plan_s=lane.plan_seconds)
+
+    def bench_plan(self) -> dict:
+        return plan_again(self.weight_transfer_engine.session._lane_, self.bench_link)
 
     def bench_cpu(self) -> dict:
         """Processor seconds of this worker so far, without its main thread, which only asks vLLM's queue for the next

@@ -78,6 +78,7 @@ class Lane:
         self.labels: tuple[str, ...] = ()
         self.done_attempt = 0
         self.plan: Part | None = None
+        self.inputs: m.PlanInputs | None = None  # what `plan` was made from
         self.plan_seconds = 0.0
         self.go_attempt = 0  # begun
         self._link: Link | None = None
@@ -211,13 +212,9 @@ class Lane:
         faults.point(self.side.role, self.side.index, "plan")
         self._close_link()
         t0 = time.perf_counter()
-        site = {"site": self.party.site, "replica": p.replica} if self.party.site is not None else {}
-        options = PlanOptions(
-            bucket_bytes=p.bucket_bytes, drop=p.drop, narrow=p.narrow, rotation=p.replica, rotations=p.replicas, **site,
-            wave_bytes=max(WAVE_BYTES[self.side.device.type], p.bucket_bytes) if self.side.device.type == "cuda" else 0,
-        )  # fmt: skip
+        self.inputs = p
         self.plan, inventories = self.party.shelf.plan(
-            p, self.joint_rank, self.side.catalog(), options, self.cache, self._check
+            p, self.joint_rank, self.side.catalog(), self.options(p), self.cache, self._check
         )
         self._planned_from = inventories[self.joint_rank]
         digest = self.plan.digest
@@ -231,6 +228,13 @@ class Lane:
         self._check()
         self.party.send(m.Planned(self.replica, p.epoch, digest, self.plan_seconds, *self.planned_bytes()))
         self._deadline_s = p.deadline_s
+
+    def options(self, p: m.PlanInputs) -> PlanOptions:
+        site = {"site": self.party.site, "replica": p.replica} if self.party.site is not None else {}
+        return PlanOptions(
+            bucket_bytes=p.bucket_bytes, drop=p.drop, narrow=p.narrow, rotation=p.replica, rotations=p.replicas, **site,
+            wave_bytes=max(WAVE_BYTES[self.side.device.type], p.bucket_bytes) if self.side.device.type == "cuda" else 0,
+        )  # fmt: skip
 
     def _do_link(self, o: m.OpenLink) -> None:
         faults.point(self.side.role, self.side.index, "link")
