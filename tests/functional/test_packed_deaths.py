@@ -22,7 +22,8 @@ BOTH = pytest.mark.parametrize("colocated", [False, SHARED], ids=["broadcast", "
 @pytest.fixture
 def world(tmp_path, request):
     colocated = request.node.callspec.params.get("colocated", False) if hasattr(request.node, "callspec") else False
-    with PackedProcessWorld(tmp_path, trainers=3, workers=2, replicas=1, colocated=colocated) as w:
+    how = dict(trainers=3, workers=2, replicas=1, deadline_s=FAR * PATIENCE)
+    with PackedProcessWorld(tmp_path, colocated=colocated, **how) as w:
         good(w.meet())
         good(w.refit(1))
         right(w, 1)
