@@ -110,7 +110,6 @@ def main() -> None:
         if replicas is not None:
             replicas.close()
         refit.close()  # xfer
-    dist.destroy_process_group()
 
 
 def save(trainer: Trainer, folder: Path, step: int) -> None:
