@@ -155,7 +155,7 @@ LAYOUTS = {
     "pp2 vpp2": dict(pp=2, vpp=2),
     "cp2": dict(cp=2),
 }
-CI_PAIRS = [("dp", ["ep2", "tp2"])]
+CI_PAIRS = [("dp", ["ep2", "tp2", "pp2"])]
 PAIRS = [
     ("dp", ["ep2", "ep4", "tp2", "pp2 ep2"]),
     ("ep2", ["dp", "ep4", "tp2 ep4 etp1", "tp2 pp2"]),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -113,7 +114,8 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
         self.named = list(_named(self.modules))
         self._trained = [(name, p) for name, p in self.named if p.requires_grad]
         self._refuse()
-        peers = self._meet(process_group, group_of, live, (self._trained[0][1].device, deadline_s, max_ctas))
+        like = partial(Peers.like, device=self._trained[0][1].device, deadline_s=deadline_s, max_ctas=max_ctas)
+        peers = self._meet(process_group, group_of, like if live else None)
         self.ownership: dict[str, Ownership] = {}
         self.owner: dict[str, tuple[Peers, int]] = {}
         self._own(peers, memory_cap)
@@ -273,19 +275,19 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
         if bad:
             raise LayoutError("this module cannot have a layer-wise optimizer", bad, where=self.label)
 
-    def _meet(self, process_group, group_of, live: bool, how: tuple) -> dict[str, Peers]:
-        """Peers of every trained parameter, by name; communicators are made in the order of the names' groups."""
-        if not live:
+    def _meet(self, process_group, group_of, like: Callable[..., Peers] | None) -> dict[str, Peers]:
+        """Peers of every trained parameter, by name. like: makes them of a name and a group; None without processes to meet."""
+        if like is None:
             self._peers = [Peers.alone("dense")]
             return {name: self._peers[0] for name, _ in self._trained}
         chosen = {name: group_of(name, p) if group_of is not None else None for name, p in self._trained}
         ranks = lambda g: tuple(dist.get_process_group_ranks(g if g is not None else dist.group.WORLD))  # noqa: E731
-        made = {ranks(process_group): Peers.like("dense", process_group, *how)}
+        made = {ranks(process_group): like("dense", process_group)}
         # Larger groups first: which are made is the same on all of their ranks, and so is their order.
         others = {ranks(g): g for g in chosen.values() if g is not None}
         for key in sorted(others, key=lambda k: (-len(k), k)):
             if key not in made:
-                made[key] = Peers.like(f"group {len(made)} of {len(key)} ranks", others[key], *how)
+                made[key] = like(f"group {len(made)} of {len(key)} ranks", others[key])
         dense, *rest = self._peers = list(made.values())
         self._refuse_outside(dense, rest)
         return {name: made[ranks(g if g is not None else process_group)] for name, g in chosen.items()}
