@@ -1,6 +1,7 @@
-"""Trainers are killed, and started again from their checkpoint: they meet the rollout that kept running, and go on.
+"""Trainers are killed, and started again from their checkpoint: they meet the rollout that kept running, and go on. And a rollout
+is killed: the other goes on, and it comes back.
 
-.venvs/trainer/bin/python -m pytest -q -m slow tests/functional/test_grpo_restart.py
+    .venvs/trainer/bin/python -m pytest -q -m slow tests/functional/test_grpo_restart.py
 """
 
 import secrets
@@ -47,6 +48,45 @@ def test_trainers_come_back_to_a_rollout_that_kept_running(tmp_path):
         ]  # a version is one set of weights
         assert all(r.error < 1.0001 for r in rows)
         assert groups[0].process.poll() is None
+    finally:
+        for g in reversed(groups):
+            g.kill()
+
+
+def test_a_killed_rollout_comes_back(tmp_path):
+    """Two replicas of rollout.py. Each step's samples must carry the step's version, or the loop ends."""
+    model.write("dense", str(tmp_path / "model"))
+    token = dict(XFER_TOKEN=secrets.token_hex(16))
+    rendezvous, listen = f"tcp://127.0.0.1:{free_port()}", [f"127.0.0.1:{free_port()}" for _ in range(2)]
+    groups: list[Group] = []
+
+    def start(i: int) -> Group:
+        command = f"-m examples.grpo.rollout --model {tmp_path}/model --tp 1 --rendezvous {rendezvous} --listen {listen[i]} --replica {i}"
+        groups.append(Group(f"rollout{i}", [PYTHON["engine"], *command.split()], tmp_path, **token))
+        return groups[-1]
+
+    try:
+        rollouts = [start(0), start(1)]
+        flags = (
+            f"--model {tmp_path}/model --tp 2 --pp 1 --rendezvous {rendezvous} --steps 100000 --curve {tmp_path}/curve"
+        )
+        flags += "".join(f" --rollout http://{at}" for at in listen)
+        loop = Group("loop", torchrun(free_port(), 2, flags), tmp_path, **token)
+        groups.append(loop)
+        steps = Steps(loop)
+
+        def away(n: int, more: int, since: int):
+            return lambda: sum(a == n for _, a in steps.read()[since:]) >= more
+
+        until(away(0, 3, 0), "three steps with both", loop, *rollouts)
+        since = len(steps.seen)
+        rollouts[1].kill()
+        until(away(1, 3, since), "three steps without the dead one", loop, rollouts[0])
+        since = len(steps.read())
+        rollouts[1] = start(1)
+        until(away(0, 3, since), "three steps with both again", loop, *rollouts)
+        assert steps.numbers == list(range(len(steps.seen)))  # none was left out
+        assert all(r.error < 1.0001 for r in read_curve(tmp_path / "curve")[:-1])
     finally:
         for g in reversed(groups):
             g.kill()
