@@ -48,7 +48,9 @@ def four(work):
 
 @pytest.fixture
 def ranks(four):
-    return four.get()
+    """New processes for each test: Megatron's groups outlive their layout, with some 50 threads each time."""
+    yield four.get()
+    four.stop()
 
 
 @pytest.fixture(scope="module")

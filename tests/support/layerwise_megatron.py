@@ -81,10 +81,15 @@ class Rank:
     link = None
 
     def _new(self, folder: str, layout: dict) -> LayerWise:
-        if self.trainer is not None:
-            self.trainer.close()
+        self._end()
         self.trainer = LayerWise(folder, **layout)
         return self.trainer
+
+    def _end(self) -> None:
+        old, self.trainer = self.trainer, None
+        if old is not None:
+            old.optimizer.close()
+            old.close()
 
     def train(self, folder: str, layout: dict, steps: int) -> None:
         """Losses, and a digest of all parameters of this rank at the end."""

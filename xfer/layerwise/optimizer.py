@@ -183,12 +183,15 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
         return peers.rank == owner
 
     def close(self) -> None:
-        """Drain, drop all hooks and let go of connections; the module is an ordinary one again. Collective."""
-        self.drain()
-        self.hooks.remove()
-        for peers in self._peers:
-            if peers.wire is not None:
-                peers.wire.close()
+        """Drain, drop all hooks and let go of connections; the module is an ordinary one again. Collective. After a gather
+        that failed it lets go all the same, and raises that failure."""
+        try:
+            self.drain()
+        finally:
+            self.hooks.remove()
+            for peers in self._peers:
+                if peers.wire is not None:
+                    peers.wire.close()
 
     def add_param_group(self, param_group: dict) -> None:
         if hasattr(self, "gather"):
