@@ -170,8 +170,10 @@ def test_a_digest_that_differs_on_one_rank_moves_nothing(fault):
 
 @pytest.mark.parametrize("point", ["moving", "wave", "done"])
 @pytest.mark.parametrize("who", ["trainer:1", "worker:0"])
-def test_a_fault_in_the_middle_leaves_the_replica_unservable_until_the_next_refit(fault, who, point):
-    with World(trainers=2) as w:
+@pytest.mark.parametrize("pulled", [False, True], ids=["sent", "pulled"])
+def test_a_fault_in_the_middle_leaves_the_replica_unservable_until_the_next_refit(fault, who, point, pulled):
+    """Also where workers read the trainers' memory themselves, and a few rows are sent all the same."""
+    with World(trainers=2, host_pull=pulled) as w:
         good(w.refit(1))
         fault(f"{who}:{point}:raise@1")
         t0 = time.monotonic()

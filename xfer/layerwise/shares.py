@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from xfer.errors import RebindError
+from xfer.kernels.bits import copy_bits
 
 ALIGN = 64
 """Parameters begin at multiples of this many bytes: kernels take aligned addresses only, or are slower without. At most 63 bytes
@@ -52,12 +53,12 @@ class Share:
         home."""
         run = torch.empty(self.nbytes, dtype=torch.uint8, device=self.device)
         if fill:
-            torch._foreach_copy_([_view(run, m) for m in self.members], [m.param.detach() for m in self.members])
+            copy_bits([_view(run, m) for m in self.members], [m.param.detach() for m in self.members])
         return run
 
     def unpack(self, run: torch.Tensor) -> None:
         """Copy a received run into the parameters: one kernel per dtype where torch has one."""
-        torch._foreach_copy_([m.param.detach() for m in self.members], [_view(run, m) for m in self.members])
+        copy_bits([m.param.detach() for m in self.members], [_view(run, m) for m in self.members])
 
     def astray(self) -> list[str]:
         """Names of parameters that no longer lie in their home: somebody replaced their memory."""

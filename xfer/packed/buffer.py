@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from xfer.errors import PlanMismatch, ProtocolError
+from xfer.kernels.bits import copy_bits
 from xfer.packed.plan import Group
 from xfer.packed.wire import Message, Part, nbytes_of
 from xfer.trace.fragment import TensorSpec
@@ -77,27 +78,6 @@ def views(message: Message, data: torch.Tensor) -> list[torch.Tensor | None]:
         fits = part.whole and not piece.storage_offset() % dtype.itemsize
         out.append(piece.view(dtype).view(part.spec.shape) if fits else None)
     return out
-
-
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def copy_bits(into: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
-    """Each of `tensors` into its place of the same shape and dtype, all contiguous, in a few calls.
-
-    As integers: on GPUs this copy of torch's computes floats, even into their own dtype, and makes every NaN the same one.
-    """
-    by_size: dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-    for a, b in zip(into, tensors, strict=True):
-        size = b.element_size()
-        if size not in _BITS:  # complex numbers of 16 bytes
-            a.copy_(b, non_blocking=True)
-            continue
-        lists = by_size.setdefault(size, ([], []))
-        lists[0].append(a.view(_BITS[size]))
-        lists[1].append(b.detach().view(_BITS[size]))
-    for ours, theirs in by_size.values():
-        torch._foreach_copy_(ours, theirs, non_blocking=True)
 
 
 FLUSH_BYTES = 64 << 20

@@ -21,7 +21,8 @@ import torch
 import torch.distributed as dist
 
 from xfer.errors import DeadlineExceeded, PeerLost
-from xfer.packed.buffer import copy_bits, flat_bytes
+from xfer.kernels.bits import copy_bits
+from xfer.packed.buffer import flat_bytes
 
 T = TypeVar("T")
 _here = threading.local()

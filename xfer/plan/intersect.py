@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import prod
 
 import numpy as np
 
@@ -179,7 +180,7 @@ def cut_box(origin: Sequence[int], extent: Sequence[int], begin: int, end: int) 
     out: list[Box] = []
 
     def walk(o: tuple[int, ...], e: tuple[int, ...], d: int, lo: int, hi: int) -> None:
-        size = int(np.prod(e[d:], dtype=np.int64))
+        size = prod(e[d:])
         if lo >= hi:
             return
         if lo == 0 and hi == size:

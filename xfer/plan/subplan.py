@@ -148,7 +148,7 @@ class SubPlan:
         hi = np.minimum(nbytes, end[share] - t.piece_start[piece])
         split = np.flatnonzero((lo > 0) | (hi < nbytes))
         parts = [cut_row(out[i], int(lo[i] // item[i]), int(hi[i] // item[i])) for i in split]
-        return _settle(np.concatenate([np.delete(out, split), *parts]))
+        return _settle(_together(out, split, parts))
 
     def _pair_streams(self, rows: np.ndarray) -> np.ndarray:
         """Puts the rows of each pair in stream order, cuts them at messages, and sets `wave` and `wire`."""
@@ -193,7 +193,7 @@ class SubPlan:
                 parts.append(part)
                 at += [m] * len(part)
         rows["wire"] = start - edge[first]
-        out = np.concatenate([np.delete(rows, split), *parts])
+        out = _together(rows, split, parts)
         out["wave"] = t.message_wave[message[np.concatenate([np.delete(first, split), np.array(at, np.int64)])]]
         return _settle(out)
 
@@ -225,6 +225,13 @@ def cut_row(row: np.ndarray, begin: int, end: int) -> np.ndarray:
     for side in ("src", "dst"):
         out[f"{side}_offset"] += (shift * row[f"{side}_strides"]).sum(axis=1)
     return out
+
+
+def _together(rows: np.ndarray, without: np.ndarray, parts: list[np.ndarray]) -> np.ndarray:
+    """`rows` but those numbered in `without`, then all parts. As plain bytes: numpy compares the fields of a structured
+    dtype with themselves for every array it joins, which took a tenth of a plan."""
+    raw = np.dtype((np.void, ROW.itemsize))
+    return np.concatenate([np.delete(rows, without).view(raw), *(p.view(raw) for p in parts)]).view(ROW)
 
 
 def _settle(rows: np.ndarray) -> np.ndarray:

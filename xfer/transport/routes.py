@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from xfer.errors import Unsupported
+from xfer.errors import Unsupported, XferError
 from xfer.plan.program import Op, Program, row_wire_bytes
 from xfer.transport import peer, peer_host
 from xfer.transport.group import Link, open_group
@@ -172,7 +172,11 @@ class Routed:
             stats = self.p2p.run(deadline, cancelled, progress)
         except BaseException:
             self.pull.stop()
-            self.pull.finish(deadline, lambda: True)  # raises what says more than the first error: still being read
+            try:
+                self.pull.finish(deadline, lambda: True)
+            except XferError as e:
+                if not getattr(e, "drained", True):
+                    raise  # it says more than the first error: still being read
             self.drained = True
             raise
         pulled = self._finish_pull(deadline, cancelled)
