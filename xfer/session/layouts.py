@@ -17,7 +17,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -174,13 +174,13 @@ class Shelf:
         """
         until = time.monotonic() + p.deadline_s
         self._forget_others(p)
-        sides = [self._roll(r, until, check) for r in (p.trainers, p.workers)]
+        sides = self._both_rolls((p.trainers, p.workers), until, check, early=cache is None)
         if options.site is None:
             options = replace(options, hosts=(*sides[0].hosts, *sides[1].hosts))
         digests = [[d.decode() for d in s.inventories] for s in sides]
         part = cache.get(key_of(catalog.digest(), *digests, options), rank) if cache is not None else None
         if part is None:
-            plan = self._drafts.plan(catalog, *(self._side(s, until, check) for s in sides), options)
+            plan = self._drafts.plan(catalog, *self._both_sides(sides, until, check), options)
             part = Part.of(plan, rank)
             if cache is not None:
                 cache.put(part)
@@ -195,46 +195,58 @@ class Shelf:
                 for roll in held.keys() - used:
                     del held[roll]
 
-    def _roll(self, roll: bytes, until: float, check: Callable[[], None]) -> m.Roll:
+    def _both_rolls(
+        self, rolls: Sequence[bytes], until: float, check: Callable[[], None], *, early: bool
+    ) -> list[m.Roll]:
+        """early: ask for the layouts too. A plan that lies in a cache needs none, and that only its rolls tell."""
         with self._came:
-            self._wait(m.RollAsk(roll), lambda: roll in self._rolls, until, check)
-            found = self._rolls[roll]
-        if roll_digest(found.inventories, found.hosts) != roll:
-            raise ProtocolError("the hub sent a roll with another digest than was asked for")
+            asks = {m.RollAsk(r): lambda r=r: r in self._rolls for r in rolls}
+            if early:
+                asks |= self._layouts_of(rolls)
+            self._wait(asks, until, check)
+            found = [self._rolls[r] for r in rolls]
+        for roll, asked in zip(found, rolls):
+            if roll_digest(roll.inventories, roll.hosts) != asked:
+                raise ProtocolError("the hub sent a roll with another digest than was asked for")
         return found
 
-    def _side(self, roll: m.Roll, until: float, check: Callable[[], None]) -> list[Inventory]:
+    def _both_sides(self, rolls: Sequence[m.Roll], until: float, check: Callable[[], None]) -> list[list[Inventory]]:
         """Inventories in rank order; ranks of one class share all but their number."""
         with self._came:
-            here = lambda: roll.roll in self._layouts or roll.roll in self._packed  # noqa: E731
-            self._wait(m.LayoutsAsk(roll.roll), here, until, check)
-        with self._unpacking:  # not under the condition: the thread that reads must not wait for it
-            found = self._layouts.get(roll.roll)
-            if found is None:
-                found = self._layouts[roll.roll] = _unpacked(roll, self._packed[roll.roll])
-                del self._packed[roll.roll]  # not before: a lane that finds it in neither asks for it again
-        return [found[d].at(i, h) for i, (d, h) in enumerate(zip(roll.inventories, roll.hosts))]
+            self._wait(self._layouts_of([r.roll for r in rolls]), until, check)
+        sides = []
+        for roll in rolls:
+            with self._unpacking:  # not under the condition: the thread that reads must not wait for it
+                found = self._layouts.get(roll.roll)
+                if found is None:
+                    found = self._layouts[roll.roll] = _unpacked(roll, self._packed[roll.roll])
+                    del self._packed[roll.roll]  # not before: a lane that finds it in neither asks for it again
+            sides.append([found[d].at(i, h) for i, (d, h) in enumerate(zip(roll.inventories, roll.hosts))])
+        return sides
+
+    def _layouts_of(self, rolls: Iterable[bytes]) -> dict[m.RollAsk | m.LayoutsAsk, Callable[[], bool]]:
+        return {m.LayoutsAsk(r): lambda r=r: r in self._layouts or r in self._packed for r in rolls}
 
     def _wait(
-        self, ask: m.RollAsk | m.LayoutsAsk, done: Callable[[], bool], until: float, check: Callable[[], None]
+        self, asks: Mapping[m.RollAsk | m.LayoutsAsk, Callable[[], bool]], until: float, check: Callable[[], None]
     ) -> None:
-        """Inside the condition. Several lanes may wait for one answer; one of them asks."""
-        asked = False
+        """Inside the condition, until every ask is answered; all are sent at once, since each costs a round trip. Several
+        lanes may wait for one answer; one of them asks."""
+        mine: list[m.RollAsk | m.LayoutsAsk] = []
         try:
-            while not done():
+            while waiting := [ask for ask, done in asks.items() if not done()]:
                 check()
                 if time.monotonic() >= until:
-                    raise DeadlineExceeded(
-                        f"no answer in time: {type(ask).__name__}: another rank has not sent its layout"
-                    )
-                if ask not in self._asked:
-                    asked = True
-                    self._asked.add(ask)
-                    self._send(ask)
+                    names = " and ".join(sorted({type(ask).__name__ for ask in waiting}))
+                    raise DeadlineExceeded(f"no answer in time: {names}: another rank has not sent its layout")
+                for ask in waiting:
+                    if ask not in self._asked:
+                        mine.append(ask)
+                        self._asked.add(ask)
+                        self._send(ask)
                 self._came.wait(min(0.2, max(0.0, until - time.monotonic())))
         finally:
-            if asked:  # also when this lane is cancelled: then another one asks
-                self._asked.discard(ask)
+            self._asked.difference_update(mine)  # also when this lane is cancelled: then another one asks
 
 
 def _unpacked(roll: m.Roll, packed: bytes) -> dict[bytes, Inventory]:
