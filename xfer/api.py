@@ -126,7 +126,7 @@ def connect(
     own loader take it in: for engines that cannot be traced (docs/packed.md). Engines follow the trainers' choice.
     colocated: packed route only: the engines' workers are on trainer 0's host and map its two buffers (shared memory, CUDA
     IPC) instead of receiving them.
-    host_pull: weights in host memory only: engine workers on this rank's host read its memory themselves, where the kernel lets
+    host_pull: weights in host memory only: engine workers on a trainer's host read its memory themselves, where the kernel lets
     them (transport/peer_host.py), instead of having it sent. Weights on GPUs are read so wherever they can be.
 
     Raises LayoutError, CoverageError, Unsupported, HandshakeError, PlanMismatch, DeadlineExceeded, PeerLost.

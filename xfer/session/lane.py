@@ -41,8 +41,6 @@ class Side(Protocol):
     role: str
     index: int
     device: torch.device
-    offers: bool
-    """Whether other ranks may read this one's storages, and this one theirs."""
 
     def catalog(self) -> Catalog: ...
 
@@ -252,12 +250,12 @@ class Lane:
         if o.fresh:
             self._close_link()
         self._check()
-        self._open_routes(store)
+        self._open_routes(store, self.side.device.type != "cpu" or o.host_pull)
         del old
         self.party.send(m.LinkOpen(self.replica, o.epoch))
 
-    def _open_routes(self, store: HubStore) -> None:
-        """Collective over the domain, in the same order on all ranks."""
+    def _open_routes(self, store: HubStore, peers: bool) -> None:
+        """Collective over the domain, in the same order on all ranks. peers: whether ranks may read each other's storages."""
         generation, roots = self.side.roots()
         if self.side.inventory() != self._planned_from:
             raise PlanMismatch(
@@ -267,9 +265,7 @@ class Lane:
         self._bound = generation
         rank, size, device = self.joint_rank, len(self.labels), self.side.device
         exchange = routes.exchange_over_store(store, rank, size, "routes")
-        ways = routes.find_ways(
-            self.plan.program, size, device, roots, exchange, self.labels, allow_peer=self.side.offers
-        )
+        ways = routes.find_ways(self.plan.program, size, device, roots, exchange, self.labels, allow_peer=peers)
         try:
             link = self._link
             if ways.wired and (link is None or isinstance(link, routes.NoLink)):

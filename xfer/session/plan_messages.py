@@ -104,6 +104,7 @@ class OpenLink(WireMessage):
     epoch: Count
     fresh: bool = True
     workers: Count = 0
+    host_pull: bool = False
 
 
 class LinkOpen(WireMessage):

@@ -120,7 +120,10 @@ class Planning:
         replica.state, replica.pending = "linking", set(self.hub.domain(replica))
         replica.relink = replica.reopen = False
         self.hub.store.forget(f"r{replica.index}/")
-        self.hub.broadcast(self.hub.domain(replica), m.OpenLink(replica.index, replica.epoch, fresh, replica.size))
+        self.hub.broadcast(
+            self.hub.domain(replica),
+            m.OpenLink(replica.index, replica.epoch, fresh, replica.size, self.hub.options.host_pull),
+        )
 
     def relink(self, replica: Replica, fresh: bool) -> None:
         """The plan stands: a new epoch with the same digest. `fresh`: the communicator of the last attempt is broken;

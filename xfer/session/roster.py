@@ -145,6 +145,7 @@ class HubOptions:
     site: bytes = b""  # encoded Site: who sits where on which links; empty when not known
     settings: tuple[tuple[str, str], ...] = ()  # must be equal in every hello that carries the same key
     route: str = "direct"
+    host_pull: bool = False
 
 
 def told(o: HubOptions) -> tuple[tuple[str, str], ...]:
@@ -154,6 +155,7 @@ def told(o: HubOptions) -> tuple[tuple[str, str], ...]:
         ("deadline_s", f"{o.deadline_s:g}"),
         ("bucket_bytes", str(o.bucket_bytes)),
         ("route", o.route),
+        ("host_pull", str(o.host_pull)),
         ("drop", _short(o.drop)),
         ("narrow", _short(o.narrow)),
         ("fabric", f"one with digest {hashlib.blake2b(o.site, digest_size=6).hexdigest()}" if o.site else "none"),

@@ -87,7 +87,6 @@ class TrainerSession:
         host_pull: bool = False,
     ):
         self.source, self.index, self.device = source, source.rank, source.device
-        self.offers = host_pull or self.device.type != "cpu"
         self.deadline_s, self.replicas = deadline_s, replicas
         self.attempt, self.version = 0, ""
         self._cache = PlanCache(cache_dir) if cache_dir else None
@@ -113,6 +112,7 @@ class TrainerSession:
             tuple(narrow),
             site.to_bytes() if site is not None else b"",
             route=route,
+            host_pull=host_pull,
         )
         settings = (*told(options), *data_plane(self.device))
         if source.rank == 0:

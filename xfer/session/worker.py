@@ -63,7 +63,6 @@ class Taker(Protocol):
 
 class WorkerSession:
     role = "worker"
-    offers = True
 
     def __init__(
         self,

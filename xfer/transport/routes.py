@@ -259,9 +259,9 @@ def find_ways(
     src_roots: Sequence[torch.Tensor] | None = None,
     allow_peer: bool = True,
 ) -> Ways:
-    """Collective: who can map what of whom. `roots`, `src_roots`: as for `P2P`. allow_peer False: this rank neither
-    offers nor maps. Where no kind of peer route is known for the device, nothing is exchanged."""
-    rank, kind = program.rank, PEERS.get(device.type)
+    """Collective: who can map what of whom. `roots`, `src_roots`: as for `P2P`. allow_peer False, on all ranks
+    alike: everything goes by p2p. Then, and where no kind of peer route is known for the device, nothing is exchanged."""
+    rank, kind = program.rank, PEERS.get(device.type) if allow_peer else None
     rows = program.rows[program.rows["op"] != Op.FILL]
     if kind is None:  # of all ranks alike: a hello with another data plane is refused
         return Ways(rows[:0], program, _NoMapping(), None, _planned(program, program, ()), True)
@@ -269,11 +269,11 @@ def find_ways(
     takers = sorted({*rows["dst"][(rows["src"] == rank) & (rows["dst"] != rank)].tolist()})
     incoming = rows[(rows["dst"] == rank) & (rows["src"] != rank)]
     senders = sorted({*incoming["src"].tolist()})
-    export = kind.Export(rank, roots if src_roots is None else src_roots, device) if takers and allow_peer else None
+    export = kind.Export(rank, roots if src_roots is None else src_roots, device) if takers else None
     offers = exchange(export.to_bytes() if export else b"", senders)
     mapping = kind.Mapping(rank, device)
     try:
-        for sender in senders if allow_peer else ():
+        for sender in senders:
             if offers[sender]:
                 wanted = sorted({*incoming["src_root"][incoming["src"] == sender].tolist()})
                 mapping.open(offers[sender], sender, wanted)
