@@ -239,34 +239,27 @@ class Bench:
     def _sweep(self, peer) -> None:
         """How many programs pull: at most three other choices."""
         for per_sm in self.args.sweep:
-            name = f"peer, {per_sm} programs a multiprocessor"
-            pull = None
-            if peer.pull is not None:
-                sms = torch.cuda.get_device_properties(self.device).multi_processor_count
-                rows = self.program.rows[self.program.rows["dst"] == self.rank]
-                pull = Pull(rows, peer.mapping, self.roots, programs=per_sm * sms)
+            sms = torch.cuda.get_device_properties(self.device).multi_processor_count
+            work = self._pulling(peer, programs=per_sm * sms)
+            self.timed(f"peer, {per_sm} programs a multiprocessor", work, 5)
 
-            def work(pull=pull) -> None:
-                if pull is not None:
-                    pull.begin()
-                    pull.finish(soon())
+    def _pulling(self, peer, **how) -> Callable[[], None]:
+        """A pull of the same rows, bound otherwise; nothing on ranks that pull nothing."""
+        if peer.pull is None:
+            return lambda: None
+        pull = Pull(self.program.rows[self.program.rows["dst"] == self.rank], peer.mapping, self.roots, **how)
 
-            self.timed(name, work, 5)
+        def work() -> None:
+            pull.begin()
+            pull.finish(soon())
+
+        return work
 
     def _bulk(self, peer, shape: Shape) -> None:
         name = (
             f"bulk copies, {shape.stages} stages of {shape.stage >> 10} KiB, {shape.ahead} ahead, {shape.per_sm} blocks"
         )
-        pull = None
-        if peer.pull is not None:
-            rows = self.program.rows[self.program.rows["dst"] == self.rank]
-            pull = Pull(rows, peer.mapping, self.roots, bulk=shape)
-
-        def work() -> None:
-            if pull is not None:
-                pull.begin()
-                pull.finish(soon())
-
+        work = self._pulling(peer, bulk=shape)
         self.checked(name, work)
         self.timed(name, work, self.args.repeats)
 

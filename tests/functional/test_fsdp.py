@@ -60,14 +60,7 @@ SLOW = [
 def stage(tmp_path_factory):
     """Four trainer ranks that build one case after the other, and an engine process that tells the truth."""
     with Family(tmp_path_factory.mktemp("fsdp")) as family:
-        port = str(free_port())
-        trainers = [
-            family.start(
-                f"trainer{r}", "trainer", "fsdp_main", RANK=str(r), WORLD_SIZE=str(WORLD), MASTER_ADDR="127.0.0.1",
-                MASTER_PORT=port, XFER_TOKEN=TOKEN,
-            )
-            for r in range(WORLD)
-        ]  # fmt: skip
+        trainers = family.ranks("fsdp_main", WORLD, XFER_TOKEN=TOKEN)
         truth = family.start("truth", "engine", "vllm_main", XFER_TOKEN=TOKEN)
         for c in (*trainers, truth):
             c.expect("up", timeout=600)

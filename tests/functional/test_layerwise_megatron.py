@@ -39,11 +39,17 @@ def folders(work):
     return made
 
 
-@pytest.fixture(scope="module")
-def four(work):
-    standing = Standing(work, 4, "layerwise_megatron")
-    yield standing
-    standing.stop()
+def standing(world: int):
+    @pytest.fixture(scope="module")
+    def ranks(work):
+        found = Standing(work, world, "layerwise_megatron")
+        yield found
+        found.stop()
+
+    return ranks
+
+
+four, pair = standing(4), standing(2)
 
 
 @pytest.fixture
@@ -51,13 +57,6 @@ def ranks(four):
     """New processes for each test: Megatron's groups outlive their layout, with some 50 threads each time."""
     yield four.get()
     four.stop()
-
-
-@pytest.fixture(scope="module")
-def pair(work):
-    standing = Standing(work, 2, "layerwise_megatron")
-    yield standing
-    standing.stop()
 
 
 @pytest.fixture

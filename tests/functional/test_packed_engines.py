@@ -29,14 +29,7 @@ PATIENCE_S = 600.0
 @pytest.fixture(scope="module")
 def trainers(tmp_path_factory):
     with Family(tmp_path_factory.mktemp("packed-engines")) as family:
-        port = str(free_port())
-        ranks = [
-            family.start(
-                f"trainer{r}", "trainer", "fsdp_main", RANK=str(r), WORLD_SIZE=str(WORLD), MASTER_ADDR="127.0.0.1",
-                MASTER_PORT=port, XFER_TOKEN=TOKEN,
-            )
-            for r in range(WORLD)
-        ]  # fmt: skip
+        ranks = family.ranks("fsdp_main", WORLD, XFER_TOKEN=TOKEN)
         on_all(ranks, "up")
         yield family, ranks
 

@@ -6,6 +6,7 @@ CUDA IPC is played by tests/support/cpu_peer.py; everything else is real. The sa
 from __future__ import annotations
 
 import gc
+import sys
 import threading
 import time
 import weakref
@@ -17,7 +18,7 @@ from tests.support import cpu_peer, world
 from tests.support.world import World
 from xfer.errors import DeadlineExceeded, PeerLost, XferError
 from xfer.session import readers
-from xfer.transport import routes
+from xfer.transport import peer_host, routes
 
 
 @pytest.fixture(autouse=True)
@@ -60,6 +61,26 @@ def move(source, names=None) -> None:
         old = source.params[name]
         source.params[name] = old.clone()
         old.fill_(float("nan"))
+
+
+def test_host_memory_is_read_by_the_workers_themselves(monkeypatch):
+    """The real route of CPUs: most bytes come so, rows of scattered bytes are sent, and both say it."""
+    if sys.platform != "linux":
+        pytest.skip("process_vm_readv is Linux's")
+    monkeypatch.setitem(routes.PEERS, "cpu", peer_host)
+    monkeypatch.setattr(peer_host, "SHORTEST", 2)
+    with World(2, 2) as w:
+        for version in (1, 2):
+            report = good(w.refit(version))
+            right(w, version)
+            assert by_route(report) == {"peer": report.bytes} and report.bytes > 0
+        assert "pulled by the taker" in w.sessions[0].explain()
+    monkeypatch.setattr(peer_host, "SHORTEST", 1 << 20)
+    with World(2, 2) as w:
+        for version in (1, 2):
+            sent = by_route(good(w.refit(version)))
+            right(w, version)
+            assert sent["peer"] > 0 and sent["gloo"] > 0, "some rows are one run, columns of others are not"
 
 
 @pytest.mark.parametrize("shape", [(2, 2, 1), (3, 2, 2), (1, 1, 1)])

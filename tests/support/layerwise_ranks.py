@@ -6,7 +6,6 @@ import time
 from pathlib import Path
 
 from tests.support.proc import PATIENCE, Child, Family
-from xfer.testing.ports import free_port
 
 GRACE_S = 5.0
 """What others have left for their answer once a rank has failed: they mostly wait for it for ever."""
@@ -14,13 +13,7 @@ GRACE_S = 5.0
 
 class Ranks:
     def __init__(self, family: Family, world: int, module: str = "layerwise_main", **env: str):
-        port = str(free_port())
-        self.ranks: list[Child] = [
-            family.start(
-                f"rank{r}", "trainer", module, RANK=str(r), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=port, **env
-            )
-            for r in range(world)
-        ]  # fmt: skip
+        self.ranks: list[Child] = family.ranks(module, world, "rank", **env)
         self.broken = False
         for c in self.ranks:
             c.expect("up", timeout=600)

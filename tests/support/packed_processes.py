@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tests.support.packed_world import Knobs, PackedTaker, ToyStream
 from tests.support.world import TOKEN, ToySource
-from tests.support.world_processes import Process, ProcessWorld, Replica, _controller, _ctx, _serve
+from tests.support.world_processes import ProcessWorld, _controller, _serve
 from xfer.testing.ports import free_port
 
 LIMIT = 512
@@ -133,22 +133,11 @@ def _worker(conn, engine, rank: int, world: int, env: dict) -> None:
 class PackedProcessWorld(ProcessWorld):
     """See ProcessWorld. `colocated`: buffers are mapped instead of broadcast."""
 
+    mains = (_trainer, _worker, _controller)
+
     def __init__(self, folder: Path, *, colocated: bool = False, **how):
         self.colocated = colocated
         super().__init__(folder, **how)
-
-    def _trainer(self, rank: int, world: int) -> Process:
-        return Process(_trainer, rank, world, self._env("trainers"))
-
-    def _replica(self, index: int) -> Replica:
-        pipes = [_ctx.Pipe() for _ in range(self.workers)]
-        env = self._env(f"replica{index}")
-        workers = [Process(_worker, there, i, self.workers, env) for i, (_, there) in enumerate(pipes)]
-        controller = Process(_controller, [here for here, _ in pipes], env)
-        for pair in pipes:
-            for end in pair:
-                end.close()
-        return Replica(index, controller, workers)
 
     def on_all(self, name: str, ranks=None, **args) -> list[dict]:
         if name == "connect":

@@ -14,6 +14,8 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
+from xfer.testing.ports import free_port
+
 ROOT = Path(__file__).resolve().parents[2]
 MARK = "@xfer "
 PATIENCE = float(os.environ.get("XFER_TEST_PATIENCE", "1"))
@@ -137,6 +139,11 @@ class Family:
         child = Child(name, side, module, list(args), self.work, **env)
         self.children.append(child)
         return child
+
+    def ranks(self, module: str, world: int, name: str = "trainer", **env: str) -> list[Child]:
+        """One job of torch.distributed, as torchrun would start it on this host."""
+        job = dict(WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+        return [self.start(f"{name}{r}", "trainer", module, RANK=str(r), **job, **env) for r in range(world)]
 
     def __enter__(self) -> Family:
         return self

@@ -254,6 +254,9 @@ class Replica:
 class ProcessWorld:
     """`trainers` processes and `replicas` engines of a controller and `workers` processes each."""
 
+    mains = (_trainer, _worker, _controller)
+    """What the processes of each kind run."""
+
     def __init__(self, folder: Path, trainers: int = 2, workers: int = 2, replicas: int = 2, deadline_s: float = 20.0):
         self.folder, self.workers, self.deadline_s = Path(folder), workers, deadline_s
         self.trainers = [self._trainer(i, trainers) for i in range(trainers)]
@@ -263,13 +266,13 @@ class ProcessWorld:
         return {"XFER_FAULT_FILE": str(self.folder / f"{name}.fault"), "XFER_FAULT_HANG_S": "4", "OMP_NUM_THREADS": "1"}
 
     def _trainer(self, rank: int, world: int) -> Process:
-        return Process(_trainer, rank, world, self._env("trainers"))
+        return Process(self.mains[0], rank, world, self._env("trainers"))
 
     def _replica(self, index: int) -> Replica:
         pipes = [_ctx.Pipe() for _ in range(self.workers)]
         env = self._env(f"replica{index}")
-        workers = [Process(_worker, there, i, self.workers, env) for i, (_, there) in enumerate(pipes)]
-        controller = Process(_controller, [here for here, _ in pipes], env)
+        workers = [Process(self.mains[1], there, i, self.workers, env) for i, (_, there) in enumerate(pipes)]
+        controller = Process(self.mains[2], [here for here, _ in pipes], env)
         for pair in pipes:
             for end in pair:
                 end.close()

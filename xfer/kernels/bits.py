@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""By bytes of an element: what carries its bits untouched."""
 
 
 def copy_bits(into: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
@@ -17,11 +18,11 @@ def copy_bits(into: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> 
     by_size: dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
     for a, b in zip(into, tensors, strict=True):
         size = b.element_size()
-        if size not in _BITS:  # complex numbers of 16 bytes
+        if size not in INTEGERS:  # complex numbers of 16 bytes
             a.copy_(b, non_blocking=True)
             continue
         lists = by_size.setdefault(size, ([], []))
-        lists[0].append(a.view(_BITS[size]))
-        lists[1].append(b.detach().view(_BITS[size]))
+        lists[0].append(a.view(INTEGERS[size]))
+        lists[1].append(b.detach().view(INTEGERS[size]))
     for ours, theirs in by_size.values():
         torch._foreach_copy_(ours, theirs, non_blocking=True)

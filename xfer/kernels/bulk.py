@@ -109,17 +109,6 @@ extern "C" __global__ void __launch_bounds__(32) move_tiles(
 
 
 @cache
-def available() -> str:
-    """ "", or why not. Of the current device."""
-    try:
-        from cuda.bindings import driver, nvrtc  # noqa: F401
-    except ImportError as e:
-        return f"cuda-bindings: {e}"
-    major = torch.cuda.get_device_capability()[0] if torch.cuda.is_available() else 0
-    return "" if major >= 9 else f"compute capability {major}.x"
-
-
-@cache
 def compiled(shape: Shape, arch: str = "sm_90") -> bytes:
     """The cubin. Needs no device."""
     from cuda.bindings import nvrtc

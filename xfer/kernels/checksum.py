@@ -28,6 +28,7 @@ import numpy as np
 import torch
 
 from xfer.errors import LayoutError
+from xfer.kernels.bits import INTEGERS
 from xfer.kernels.strided import bounds
 from xfer.kernels.torch_impl import Space, TorchRows, torch_dtype
 from xfer.plan.program import DTYPES, ITEMSIZE, MAX_DIMS, Op
@@ -42,7 +43,6 @@ MIXES = (((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 0)), ((16, 0x7FEB352D), (15, 
 """h[k]: x ^= x >> shift; x *= odd (0: not)."""
 PLUS = (0x3C6EF372, 0xA54FF53A)
 """Different, so that no bits count nothing in both sums."""
-_BITS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
 def checksum_rows(rows: np.ndarray, roots: Sequence[torch.Tensor], side: str, shapes: Sequence[Sequence[int]]) -> int:
@@ -204,13 +204,13 @@ class _Mixer:
         extent, strides = [n for n, _, _ in where.dims], [s for _, s, _ in where.dims]
         item = ITEMSIZE[own]
         if space.aligned(where.offset, strides, item):
-            value = space.view(_BITS[item] if own == final else torch_dtype(own), where.offset, extent, strides)
+            value = space.view(INTEGERS[item] if own == final else torch_dtype(own), where.offset, extent, strides)
         else:
             loose = space.view(torch.uint8, where.offset, [*extent, item], [*strides, 1]).reshape(-1)
-            value = loose.clone().view(_BITS[item] if own == final else torch_dtype(own)).view(extent)
+            value = loose.clone().view(INTEGERS[item] if own == final else torch_dtype(own)).view(extent)
         if own != final:
             value = value.to(torch_dtype(final)).contiguous()
-            value = value.reshape(-1).view(_BITS[ITEMSIZE[final]]).view(extent)
+            value = value.reshape(-1).view(INTEGERS[ITEMSIZE[final]]).view(extent)
         if value.dtype == torch.int64:
             mixed = value.clone()
             _mix(mixed, torch.empty_like(mixed))

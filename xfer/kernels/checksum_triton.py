@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from xfer.kernels.checksum import FACTORS, GROUP, MIXES, PLUS, Placed, _signed
-from xfer.kernels.triton_impl import _TL, CASTS, _aligned, _multiprocessors, _to_bfloat16
+from xfer.kernels.triton_impl import _BITS, _TL, CASTS, _aligned, _multiprocessors, _to_bfloat16
 from xfer.plan.program import DTYPES, ITEMSIZE
 
 COLUMNS = 9
@@ -28,7 +28,6 @@ TILE = 1 << 15
 PROGRAMS_PER_SM, WARPS = 4, 8
 BLOCK = {True: 512, False: 1024}
 """Units at a time, of groups (two 16-byte loads a thread in bf16) and of elements."""
-_INTEGER = {8: "int64", 4: "int32", 2: "int16", 1: "uint8"}
 
 
 @triton.jit
@@ -187,7 +186,7 @@ class TritonSums:
         counter.zero_()
         n = tiles.shape[0]
         programs = max(1, min(n, PROGRAMS_PER_SM * _multiprocessors(self.device)))
-        as_integer = _INTEGER[ITEMSIZE[final]]
+        as_integer = _BITS[ITEMSIZE[final]]
         load = _TL[own] if own != final else _TL[as_integer]
         final_tl = _TL[final] if own != final else load
         as_tl = tl.uint8 if as_integer == "uint8" else _TL[as_integer]

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from xfer.plan.program import DTYPES, ITEMSIZE, MAX_DIMS, Op, wire_dtype
+from xfer.plan.program import DTYPES, ITEM, ITEMSIZE, MAX_DIMS, Op, wire_dtype
 
 WIRE = -1
 """In place of a root index: the wire buffer."""
@@ -74,7 +74,7 @@ def moves(rows: np.ndarray, side: str) -> list[Move]:
 def bounds(rows: np.ndarray, end: str) -> tuple[np.ndarray, np.ndarray]:
     """First and one-past-last byte that each row touches in its storage on end "src" or "dst". Empty rows: (0, 0)."""
     reach = (rows["extent"] - 1) * rows[f"{end}_strides"]
-    item = np.array([ITEMSIZE[n] for n in DTYPES], np.int64)[rows[f"{end}_dtype"]]
+    item = ITEM[rows[f"{end}_dtype"]]
     low = rows[f"{end}_offset"] + np.minimum(reach, 0).sum(axis=1)
     high = rows[f"{end}_offset"] + np.maximum(reach, 0).sum(axis=1) + item
     some = (rows["extent"] > 0).all(axis=1)
@@ -83,8 +83,7 @@ def bounds(rows: np.ndarray, end: str) -> tuple[np.ndarray, np.ndarray]:
 
 def contiguous(rows: np.ndarray, end: str) -> np.ndarray:
     """Whether each row is one dense row-major run in its storage on end "src" or "dst" (bool array)."""
-    sizes = np.array([ITEMSIZE[n] for n in DTYPES], np.int64)
-    want = sizes[rows[f"{end}_dtype"]].copy()
+    want = ITEM[rows[f"{end}_dtype"]]
     dense = np.ones(len(rows), bool)
     for d in reversed(range(MAX_DIMS)):
         n = rows["extent"][:, d]

@@ -14,10 +14,10 @@ import numpy as np
 import torch
 
 from xfer.errors import LayoutError
+from xfer.kernels.bits import INTEGERS
 from xfer.kernels.strided import WIRE, Move, bounds, moves
 from xfer.plan.program import DTYPES, ITEMSIZE, Op, row_wire_bytes
 
-_INTEGER = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 Copies = tuple[list[torch.Tensor], list[torch.Tensor]]
 
 
@@ -133,8 +133,8 @@ class TorchRows:
         if m.left_dtype == m.right_dtype:
             unit = _unit(m, left, right)
             extent = [*m.extent[:-1], m.extent[-1] // unit]
-            lv = left.view(_INTEGER[unit], m.left, extent, [*lstrides[:-1], unit])
-            rv = right.view(_INTEGER[unit], m.right, extent, [*rstrides[:-1], unit])
+            lv = left.view(INTEGERS[unit], m.left, extent, [*lstrides[:-1], unit])
+            rv = right.view(INTEGERS[unit], m.right, extent, [*rstrides[:-1], unit])
             early = late = None
         else:
             lv, early = self._typed(left, m.left_dtype, m.left, m.extent, lstrides)
@@ -176,8 +176,8 @@ class TorchRows:
             bits = np.frombuffer(int(row["fill"]).to_bytes(8, "little")[:item], np.uint8).copy()
             element = torch.from_numpy(bits).to(space.flat.device)
             if space.aligned(offset, strides, item):
-                element = element.view(_INTEGER[item])[0]
-                target = space.view(_INTEGER[item], offset, extent, strides)
+                element = element.view(INTEGERS[item])[0]
+                target = space.view(INTEGERS[item], offset, extent, strides)
             else:
                 target = space.view(torch.uint8, offset, [*extent, item], [*strides, 1])
             dst.append(target)

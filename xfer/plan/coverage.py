@@ -21,8 +21,8 @@ from xfer.plan import intervals as iv
 from xfer.plan.intersect import Pieces, Stack, missing
 from xfer.plan.inventory import SCRATCH, Inventory
 from xfer.plan.options import PlanOptions, matches
-from xfer.plan.program import DTYPES, ITEMSIZE, MAX_DIMS
-from xfer.plan.table import ITEM, box_text
+from xfer.plan.program import DTYPES, ITEM, ITEMSIZE, MAX_DIMS
+from xfer.plan.table import box_text
 
 if TYPE_CHECKING:
     from xfer.trace.catalog import Catalog

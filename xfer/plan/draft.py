@@ -21,8 +21,8 @@ from xfer.plan.explain import Casts
 from xfer.plan.intersect import Atoms, Pieces, Stack, find_atoms, intersect
 from xfer.plan.inventory import SCRATCH, Inventory
 from xfer.plan.options import PlanOptions, matches
-from xfer.plan.program import DTYPE_CODE, DTYPES, ITEMSIZE, MAX_DIMS, ROW, Op
-from xfer.plan.table import ITEM, padded_shapes
+from xfer.plan.program import DTYPE_CODE, DTYPES, ITEM, ITEMSIZE, MAX_DIMS, ROW, Op
+from xfer.plan.table import padded_shapes
 
 if TYPE_CHECKING:
     from xfer.trace.catalog import Catalog

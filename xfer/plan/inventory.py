@@ -19,8 +19,8 @@ import numpy as np
 
 from xfer.errors import LayoutError, ProtocolError, Unsupported
 from xfer.plan import columns as col
-from xfer.plan.program import DTYPE_CODE, DTYPES, ITEMSIZE, MAX_DIMS
-from xfer.plan.table import ITEM, FragmentTable
+from xfer.plan.program import DTYPE_CODE, DTYPES, ITEM, ITEMSIZE, MAX_DIMS
+from xfer.plan.table import FragmentTable
 from xfer.trace.fragment import Fill, Fragment, Root, Span
 
 if TYPE_CHECKING:

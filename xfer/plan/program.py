@@ -31,6 +31,8 @@ ITEMSIZE = {
     "bfloat16": 2, "float16": 2, "float32": 4, "float64": 8, "uint8": 1, "int8": 1, "int16": 2, "int32": 4, "int64": 8,
     "bool": 1, "float8_e4m3fn": 1, "float8_e5m2": 1, "uint16": 2, "uint32": 4, "uint64": 8, "float8_e8m0fnu": 1,
 }  # fmt: skip
+ITEM = np.array([ITEMSIZE[n] for n in DTYPES], np.int64)
+"""Bytes of one element by dtype code."""
 
 
 class Op(IntEnum):
@@ -119,10 +121,7 @@ class Program:
 
 def row_wire_bytes(rows: np.ndarray) -> np.ndarray:
     """Wire bytes of each row (int64 array); zero for fills."""
-    sizes = np.array([ITEMSIZE[n] for n in DTYPES], np.int64)
-    item = np.where(
-        sizes[rows["dst_dtype"]] < sizes[rows["src_dtype"]], sizes[rows["dst_dtype"]], sizes[rows["src_dtype"]]
-    )
+    item = np.minimum(ITEM[rows["src_dtype"]], ITEM[rows["dst_dtype"]])
     return np.where(rows["op"] == Op.FILL, 0, rows["extent"].prod(axis=1) * item)
 
 

@@ -18,8 +18,8 @@ import numpy as np
 from xfer.plan import columns as col
 from xfer.plan.explain import PlanSummary, explain
 from xfer.plan.intersect import Stack, cut_box
-from xfer.plan.program import MAX_DIMS, ROW, Op, Program
-from xfer.plan.table import ITEM, FragmentTable
+from xfer.plan.program import ITEM, MAX_DIMS, ROW, Op, Program
+from xfer.plan.table import FragmentTable
 
 PLANNER = 2
 """Version of the planner: raised whenever the same inputs may give other rows. In every digest and cache key."""
@@ -229,7 +229,7 @@ def cut_row(row: np.ndarray, begin: int, end: int) -> np.ndarray:
 
 def _together(rows: np.ndarray, without: np.ndarray, parts: list[np.ndarray]) -> np.ndarray:
     """`rows` but those numbered in `without`, then all parts. As plain bytes: numpy compares the fields of a structured
-    dtype with themselves for every array it joins, which took a tenth of a plan."""
+    dtype with themselves for every array it joins."""
     raw = np.dtype((np.void, ROW.itemsize))
     return np.concatenate([np.delete(rows, without).view(raw), *(p.view(raw) for p in parts)]).view(ROW)
 

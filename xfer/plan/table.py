@@ -13,14 +13,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from xfer.errors import LayoutError, Unsupported
-from xfer.plan.program import DTYPE_CODE, DTYPES, ITEMSIZE, MAX_DIMS
+from xfer.plan.program import DTYPE_CODE, DTYPES, ITEM, MAX_DIMS
 from xfer.trace.fragment import Fragment, Root
 
 if TYPE_CHECKING:
     from xfer.trace.catalog import Catalog
-
-ITEM = np.array([ITEMSIZE[n] for n in DTYPES], np.int64)
-"""Bytes of one element by dtype code."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

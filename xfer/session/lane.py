@@ -228,6 +228,7 @@ class Lane:
         self._deadline_s = p.deadline_s
 
     def options(self, p: m.PlanInputs) -> PlanOptions:
+        """What every rank of the domain plans by, from what the hub told all of them."""
         site = {"site": self.party.site, "replica": p.replica} if self.party.site is not None else {}
         return PlanOptions(
             bucket_bytes=p.bucket_bytes, drop=p.drop, narrow=p.narrow, rotation=p.replica, rotations=p.replicas, **site,

@@ -46,8 +46,7 @@ class Client:
 
     def send(self, message: m.Message) -> None:
         """Returns at once, whether the client reads or not: one that does not must not hold up the hub's decisions. What
-        cannot leave now is queued; what a whole job waits for leaves now, since a thread that wakes first costs a refit
-        a tenth of a millisecond per client.
+        cannot leave now is queued; what a whole job waits for leaves now, without waking a thread first.
 
         One that cannot be reached is handled when its reader reports the end, never here.
         """

@@ -34,7 +34,12 @@ MAX_OFFER_BYTES = 64 << 20
 DRAIN_S = 5.0
 """How long an aborted pull may take to leave the device: each program finishes the tile that it holds."""
 _POLL_S = 20e-6
-_PROCESS = (os.getpid(), secrets.token_bytes(16))
+_TOKEN = secrets.token_bytes(16)
+
+
+def this_process() -> tuple[int, bytes]:
+    """Not kept: a child made by fork has another number."""
+    return os.getpid(), _TOKEN
 
 
 class Shared(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
@@ -113,7 +118,7 @@ class Export:
         self._probe_at = (probe.allocation, probe.offset)
         # The probe's own offset in its allocation travels as the last place.
         self.offer = Offer(
-            WIRE_VERSION, rank, *_PROCESS, self._nonce,
+            WIRE_VERSION, rank, *this_process(), self._nonce,
             self._shared[probe.allocation] if probe.allocation >= 0 else None,
             tuple(self._shared), (*self._places, probe),
         )  # fmt: skip
@@ -216,7 +221,7 @@ class Mapping:
         shared = offer.allocations[place.allocation]
         if place.offset < 0 or place.nbytes < 0 or place.offset + place.nbytes > shared.nbytes:
             raise ProtocolError(f"rank {offer.rank} offers bytes outside allocation {place.allocation}")
-        if (offer.pid, offer.process) == _PROCESS:
+        if (offer.pid, offer.process) == this_process():
             base = shared.base  # a process cannot open its own handles
             self._befriend(base)
         else:

@@ -23,7 +23,7 @@ import torch
 
 from xfer.errors import DeadlineExceeded, PeerLost, ProtocolError, RebindError, XferError
 from xfer.kernels.strided import moves
-from xfer.plan.program import DTYPES, ITEMSIZE, MAX_DIMS, Op, row_wire_bytes
+from xfer.plan.program import ITEM, MAX_DIMS, Op, row_wire_bytes
 from xfer.transport import peer
 from xfer.transport.group import Aborted
 from xfer.transport.peer import NONCE_BYTES, Offer, Place, PullStats, Shared
@@ -32,13 +32,11 @@ SHORTEST = 512
 """Bytes that have to lie together on both ends; the kernel is told of every such run."""
 RUNS, BATCH_BYTES = 1024, 8 << 20
 """Most runs (the kernel's own limit) and about the most bytes of a call. Between calls a pull can be stopped."""
-_PROCESS = (os.getpid(), secrets.token_bytes(16))
-_SIZES = np.array([ITEMSIZE[n] for n in DTYPES], np.int64)
 
 
 def takes(rows: np.ndarray) -> np.ndarray:
     """Which rows (bool array) a taker can read itself where it can read their storages."""
-    run = _SIZES[rows["dst_dtype"]].copy()
+    run = ITEM[rows["dst_dtype"]]
     open_ = np.ones(len(rows), bool)
     for d in reversed(range(MAX_DIMS)):
         n = rows["extent"][:, d]
@@ -56,7 +54,7 @@ class Export:
         self._probe = torch.frombuffer(bytearray(secrets.token_bytes(NONCE_BYTES)), dtype=torch.uint8)
         some = (*roots, self._probe)
         self.offer = Offer(
-            peer.WIRE_VERSION, rank, *_PROCESS, bytes(self._probe.numpy()), Shared(b"", self._probe.data_ptr(), NONCE_BYTES, 0),
+            peer.WIRE_VERSION, rank, *peer.this_process(), bytes(self._probe.numpy()), Shared(b"", self._probe.data_ptr(), NONCE_BYTES, 0),
             tuple(Shared(b"", t.data_ptr(), t.numel(), 0) for t in some), tuple(Place(i, 0, t.numel()) for i, t in enumerate(some)),
         )  # fmt: skip
         _allow()

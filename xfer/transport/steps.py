@@ -16,12 +16,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from xfer.kernels.strided import contiguous
-from xfer.plan.program import DTYPES, ITEMSIZE, Message, Program, row_wire_bytes
+from xfer.plan.program import ITEM, Message, Program, row_wire_bytes
 
 ALIGN = 64
 """Messages begin at multiples of this in a buffer: whole cache lines, and any element is aligned."""
-
-_SIZES = np.array([ITEMSIZE[n] for n in DTYPES], np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +93,7 @@ def _part(
 ) -> tuple[Part, int]:
     """Rows that are messages of their own ("alone") and one message of all others, in this order on both ends."""
     nbytes = row_wire_bytes(rows)
-    own = {e: _SIZES[rows[f"{e}_dtype"]] for e in ("src", "dst")}
+    own = {e: ITEM[rows[f"{e}_dtype"]] for e in ("src", "dst")}
     # In place only where the wire's dtype is the storage's own: see `wire_dtype`.
     dense = {
         "src": contiguous(rows, "src") & (own["src"] <= own["dst"]),
