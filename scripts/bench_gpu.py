@@ -1,14 +1,17 @@
 """What a refit costs on the GPUs of one host, beside what the hardware and the usual way cost, all in one run.
 
-    python scripts/bench_gpu.py [--cases 4b 30b replicas colocated] [--repeats 10] [--out results.json]
+    python scripts/bench_gpu.py [--cases 4b 30b replicas colocated relay] [--repeats 10] [--out results.json]
 
-One process per rank; real plans of full-size declared layouts (bench_shapes.py); every weight random, every byte of the
-takers compared on the device after each route. Rows of a case:
+Cases are in bench_gpu_cases.py; without --cases those for as many GPUs as there are (1, 4 or 8). One process per rank;
+real plans of full-size declared layouts (bench_shapes.py); every weight random, every byte of the takers compared on the
+device after each route. Rows of a case:
   floor      copy engines: each taker copies its bytes out of mapped sources in pieces of 256 MiB, a stream per source
   peer       xfer, takers pull with one kernel
   p2p        xfer over NCCL
   nccl       plain NCCL send/recv of the same bytes between the same pairs, messages of 1 GiB
   packed     gather + packed broadcast of every tensor + slice and copy: the usual way
+  relay      one trainer, several replicas: each byte leaves the trainer once, replicas take the rest from each other; its
+             floor is one taker's copy alone
 Milliseconds from the last rank's start to the last rank's end, median.
 Not here: pausing engines, the session's protocol.
 """
@@ -31,6 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 import torch.multiprocessing as mp
+from bench_gpu_cases import CASES, usable
 from bench_shapes import MODELS, View, engine, overlap, trainer
 from torch.distributed import PrefixStore, TCPStore
 
@@ -38,45 +42,37 @@ from xfer.kernels.bulk import Shape
 from xfer.plan.inventory import engine_inventory, trainer_inventory
 from xfer.plan.planner import PlanOptions, plan_replica
 from xfer.plan.program import Program
+from xfer.plan.relay import relay
 from xfer.trace.catalog import Catalog
 from xfer.transport.group import open_group
 from xfer.transport.p2p import P2P, STEP_BYTES, WAVE_BYTES
 from xfer.transport.peer import Pull
+from xfer.transport.relay import open_relay
 from xfer.transport.routes import NoLink, exchange_over_store, open_routes
 
-CASES = {  # model, trainers, engine TP, takers, GPUs of the ranks
-    "4b": ("4b", 2, 2, 2, (0, 1, 2, 3)),
-    "30b": ("30b", 2, 2, 2, (0, 1, 2, 3)),
-    "replicas": ("30b", 2, 1, 2, (0, 1, 2, 3)),
-    "colocated": ("30b", 4, 4, 4, (0, 1, 2, 3, 0, 1, 2, 3)),
-    # For two GPUs: one trainer and the first of two takers; or both trainers on one GPU and both takers on the other.
-    "4b-pair": ("4b", 1, 2, 2, (0, 1, None)),
-    "30b-pair": ("30b", 1, 2, 2, (0, 1, None)),
-    "30b-stacked": ("30b", 2, 2, 2, (0, 0, 1, 1)),
-    "30b-colocated2": ("30b", 2, 2, 2, (0, 1, 0, 1)),
-}
 PIECE, MESSAGE = 256 << 20, 1 << 30
-PACKED_REPEATS = 3
+SLOW_REPEATS = 3
 
 
 class Bench:
     """One rank of one case."""
 
     def __init__(self, rank: int, case: str, args, port: int):
-        model, trainers, tp, takers, gpus = CASES[case]
-        self.rank, self.case, self.args = rank, case, args
+        what = CASES[case]
+        gpus, trainers = what.gpus, what.trainers.ranks
+        self.rank, self.case, self.args = rank, what, args
         self.size = len([g for g in gpus if g is not None])
         self.device = torch.device("cuda", gpus[rank])
         torch.cuda.set_device(self.device)
         self.shared = len(set(g for g in gpus if g is not None)) < self.size
         self.store = TCPStore("127.0.0.1", port, None, False, timedelta(seconds=120))
         self.control = open_group(PrefixStore("control", self.store), rank, self.size, 120.0)
-        self.m, self.trainers = MODELS[model], trainers
+        self.m, self.trainers = MODELS[what.model], trainers
         t0 = time.perf_counter()
         self.catalog = Catalog.union([("bench", self.m.specs())])
         self.specs = {s.name: (i, s) for i, s in enumerate(self.catalog.specs)}
-        self.layouts = [trainer(self.m, r, trainers) for r in range(trainers)]
-        self.layouts += [engine(self.m, r % tp, tp) for r in range(takers)]
+        self.layouts = [trainer(self.m, r, what.trainers) for r in range(trainers)]
+        self.layouts += [engine(self.m, r % what.tp, what.tp) for r in range(what.takers)]
         plan = self._plan()
         self.plan_s = time.perf_counter() - t0
         rows = plan.program(rank).rows
@@ -90,7 +86,13 @@ class Bench:
         self.source_bytes = self._bytes("src", "dst")
         self.taken_bytes = self._bytes("dst", "src")
         self.bytes = sum(self.source_bytes.values())
-        self.result = {"case": case, "model": self.m.name, "plan_s": self.plan_s, "rows": len(self.program.rows)}
+        self.result = {
+            "case": case,
+            "model": self.m.name,
+            "layouts": str(what),
+            "plan_s": self.plan_s,
+            "rows": len(self.program.rows),
+        }
         self.result |= {"ranks_on_gpus": gpus, "bytes_per_taker": self.bytes, "ms": {}, "wrong": {}, "extra_bytes": {}}
         torch.cuda.synchronize()
 
@@ -174,8 +176,12 @@ class Bench:
         self.result["extra_bytes"]["peer"] = peer.extra_bytes
         self.result["extra_bytes"]["peer, device"] = free - self.free()
         self.checked("peer", lambda: peer.run(soon()))
-        scratch = torch.empty(PIECE * 2, dtype=torch.uint8, device=self.device) if self.taker else None
-        floor = self._floor(peer.mapping, scratch)
+        if self.case.relay:
+            self._relay(peer, exchange)
+            peer.close()
+            self.meet()
+            return self.result
+        floor = self._floor(peer.mapping) if self.taker else idle
         for _ in range(2):  # twice: the spread of the same thing
             self.timed("floor" if "floor" not in self.result["ms"] else "floor again", floor, repeats)
             self.timed("peer" if "peer" not in self.result["ms"] else "peer again", lambda: peer.run(soon()), repeats)
@@ -209,16 +215,34 @@ class Bench:
             if self.args.packed:
                 bucket = torch.empty(MESSAGE, dtype=torch.uint8, device=self.device)
                 self.checked("packed", lambda: self._packed(link, bucket))
-                self.timed("packed", lambda: self._packed(link, bucket), PACKED_REPEATS)
+                self.timed("packed", lambda: self._packed(link, bucket), SLOW_REPEATS)
             self.meet()
             link.close()
         peer.close()
         self.meet()
         return self.result
 
-    def _floor(self, mapping, scratch) -> Callable[[], None]:
-        if not self.taker:
-            return lambda: None
+    def _relay(self, peer, exchange) -> None:
+        first = self.rank == self.trainers
+        self.timed("floor", self._floor(peer.mapping) if first else idle, self.args.repeats)
+        self.timed("one taker pulls", (lambda: peer.run(soon())) if first else idle, self.args.repeats)
+        self.timed("peer", lambda: peer.run(soon()), SLOW_REPEATS)
+        takers = range(self.trainers, self.size)
+        rows = self._plan().program(takers[0]).rows
+        labels = [f"rank {r}" for r in range(self.size)]
+        for waves in self.args.waves:
+            programs = dict(zip(takers, relay(rows[rows["dst"] == takers[0]], takers, waves)))
+            mine = programs.get(self.rank, Program(self.rank, waves + 1, rows[:0]))
+            way = open_relay(mine, self.roots, takers, labels, self.device, exchange)
+            name = f"relay, {waves} waves"
+            self.result["extra_bytes"][name] = way.extra_bytes
+            self.checked(name, lambda way=way: way.run(soon()))
+            self.timed(name, lambda way=way: way.run(soon()), self.args.repeats)
+            way.close()
+            self.meet()
+
+    def _floor(self, mapping) -> Callable[[], None]:
+        scratch = torch.empty(PIECE * 2, dtype=torch.uint8, device=self.device)
         streams = {r: torch.cuda.Stream(self.device) for r in self.source_bytes}
         largest = {r: max(mapping.roots[r].values(), key=lambda t: t.numel()) for r in self.source_bytes}
         order = sorted(self.source_bytes, key=lambda r: (r - self.rank) % self.trainers)  # rotated per taker
@@ -246,7 +270,7 @@ class Bench:
     def _pulling(self, peer, **how) -> Callable[[], None]:
         """A pull of the same rows, bound otherwise; nothing on ranks that pull nothing."""
         if peer.pull is None:
-            return lambda: None
+            return idle
         pull = Pull(self.program.rows[self.program.rows["dst"] == self.rank], peer.mapping, self.roots, **how)
 
         def work() -> None:
@@ -326,6 +350,10 @@ def soon() -> float:
     return time.monotonic() + 60
 
 
+def idle() -> None:
+    pass
+
+
 def rank_main(rank: int, case: str, args, port: int, answers) -> None:
     import traceback
 
@@ -337,7 +365,7 @@ def rank_main(rank: int, case: str, args, port: int, answers) -> None:
 
 
 def one_case(case: str, args) -> dict:
-    size = len([g for g in CASES[case][4] if g is not None])
+    size = len([g for g in CASES[case].gpus if g is not None])
     context = mp.get_context("spawn")
     answers = context.Queue()
     store = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=120), wait_for_workers=False)
@@ -381,7 +409,7 @@ def show(r: dict) -> list[str]:
     floor = statistics.median(r["ms"]["floor"])
     nccl = statistics.median(r["ms"]["nccl"]) if "nccl" in r["ms"] else None
     lines = [
-        f"## {r['case']}: {r['model']}, ranks on GPUs {r['ranks_on_gpus']}, {n / 1e9:.2f} GB per taker, "
+        f"## {r['case']}: {r['model']}, {r['layouts']}, ranks on GPUs {r['ranks_on_gpus']}, {n / 1e9:.2f} GB per taker, "
         f"plan {r['plan_s']:.1f} s, {r['rows']} rows",
         "", "| what | median ms | min-max | GB/s per taker | x floor | of nccl's rate | wrong elements |",
         "|---|---|---|---|---|---|---|",
@@ -411,17 +439,12 @@ def main() -> None:
     p.add_argument(
         "--buckets", nargs="*", type=int, default=[], help="plans of other buckets, p2p in steps as long, MiB"
     )
+    p.add_argument("--waves", nargs="*", type=int, default=[8, 16, 32, 64], help="of relays")
     p.add_argument("--packed", action=argparse.BooleanOptionalAction, default=True)
     p.add_argument("--case-seconds", type=float, default=150)
     p.add_argument("--out", default="")
     args = p.parse_args()
-    usable = [c for c, v in CASES.items() if max(g for g in v[4] if g is not None) < gpus]
-    default = (
-        ["4b", "30b", "replicas", "colocated"]
-        if gpus >= 4
-        else ["4b-pair", "30b-pair", "30b-stacked", "30b-colocated2"]
-    )
-    cases = [c for c in args.cases or default if c in usable]
+    cases = usable(args.cases, gpus)
     import triton
 
     meta = {

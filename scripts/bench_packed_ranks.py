@@ -16,7 +16,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from bench_packed_stream import GatheredStream, PartsSource, tasks_of, typed
-from bench_shapes import Model, View, engine, trainer
+from bench_shapes import Model, Parallel, View, engine, trainer
 from torch.distributed import PrefixStore, TCPStore
 
 from xfer.packed.arrivals import Arrivals, own_stream
@@ -53,7 +53,9 @@ class Rank:
         self.control = open_group(PrefixStore("control", self.store), index, TRAINERS + TAKERS, SECONDS)
         self.trainer = index < TRAINERS
         self.place = index if self.trainer else index - TRAINERS
-        self.layout = trainer(m, self.place, TRAINERS) if self.trainer else engine(m, self.place, TAKERS)
+        self.layout = (
+            trainer(m, self.place, Parallel.all_ways(TRAINERS)) if self.trainer else engine(m, self.place, TAKERS)
+        )
         roots = self.layout.roots()
         self.storages = [torch.empty(r.nbytes, dtype=torch.uint8, device=self.device) for r in roots]
         self.roots = {r.name: t for r, t in zip(roots, self.storages)}
@@ -102,7 +104,7 @@ class TrainerRank(Rank):
         dist.init_process_group(
             backend, store=store, rank=self.index, world_size=TRAINERS, timeout=timedelta(seconds=SECONDS)
         )
-        self.tasks = tasks_of(self.m, [trainer(self.m, r, TRAINERS) for r in range(TRAINERS)])
+        self.tasks = tasks_of(self.m, [trainer(self.m, r, Parallel.all_ways(TRAINERS)) for r in range(TRAINERS)])
         self.pump: Pump | None = None
         for kind in (GatheredStream, TensorStream):
             plan = self.source(kind).begin()

@@ -54,9 +54,30 @@ class Model:
                     yield TensorSpec(f"{layer}mlp.{where}{name}.weight", shape, "bfloat16")
 
 
+@dataclass(frozen=True)
+class Parallel:
+    """How Megatron cuts a model; ranks are numbered tp first, then data or expert parallel, then pp."""
+
+    ranks: int
+    tp: int = 1
+    ep: int = 1
+    etp: int = 1
+    pp: int = 1
+
+    @classmethod
+    def all_ways(cls, ranks: int) -> Parallel:
+        """Dense parts cut by TP, experts by EP, both over all ranks."""
+        return cls(ranks, tp=ranks, ep=ranks)
+
+    def __str__(self) -> str:
+        cut = {"TP": self.tp, "EP": self.ep, "ETP": self.etp, "PP": self.pp}
+        return "".join(f"{k}{n}" for k, n in cut.items() if n > 1) or "whole"
+
+
 MODELS = {
     "4b": Model("Qwen3-4B", 36, 2560, 32, 8, 9728, tied=True),
     "30b": Model("Qwen3-30B-A3B", 48, 2048, 32, 4, 768, experts=128),
+    "235b": Model("Qwen3-235B-A22B", 94, 4096, 64, 4, 1536, experts=128),
 }
 
 
@@ -94,18 +115,23 @@ def _vocab(tensor: str, m: Model, rank: int, tp: int, padded: int) -> tuple[int,
     return per * m.hidden * ITEM, [_rows(tensor, rank * per, count, m.hidden, 0)]
 
 
-def _dense(m: Model, rank: int, tp: int, interleaved: bool, padded: int) -> Iterator[tuple[str, int, list[PIECE]]]:
-    """(parameter, bytes, pieces) of everything but the experts, in the order of the model."""
-    h, d, q, g = m.hidden, m.head_dim, m.heads // tp, m.groups // tp
-    yield "embed", *_vocab("model.embed_tokens.weight", m, rank, tp, padded)
-    for i in range(m.layers):
+def _dense(
+    m: Model, rank: int, tp: int, interleaved: bool, padded: int, layers: range
+) -> Iterator[tuple[str, int, list[PIECE]]]:
+    """(parameter, bytes, pieces) of everything but the experts, in the order of the model. Where there are more ranks
+    than KV heads, ranks share one, as vLLM has it."""
+    h, d, q, g = m.hidden, m.head_dim, m.heads // tp, max(1, m.groups // tp)
+    kv = rank * m.groups // tp
+    if 0 in layers:
+        yield "embed", *_vocab("model.embed_tokens.weight", m, rank, tp, padded)
+    for i in layers:
         layer = f"model.layers.{i}."
         attn = layer + "self_attn."
         qkv = []
         if interleaved:  # Megatron: per KV group its queries, its key, its value
             per = m.heads // m.groups
             for k in range(g):
-                base, group = k * (per + 2) * d, rank * g + k
+                base, group = k * (per + 2) * d, kv + k
                 qkv += [
                     _rows(attn + "q_proj.weight", group * per * d, per * d, h, base),
                     _rows(attn + "k_proj.weight", group * d, d, h, base + per * d),
@@ -114,8 +140,8 @@ def _dense(m: Model, rank: int, tp: int, interleaved: bool, padded: int) -> Iter
         else:
             qkv = [
                 _rows(attn + "q_proj.weight", rank * q * d, q * d, h, 0),
-                _rows(attn + "k_proj.weight", rank * g * d, g * d, h, q * d),
-                _rows(attn + "v_proj.weight", rank * g * d, g * d, h, (q + g) * d),
+                _rows(attn + "k_proj.weight", kv * d, g * d, h, q * d),
+                _rows(attn + "v_proj.weight", kv * d, g * d, h, (q + g) * d),
             ]
         for name, n in (("input_layernorm", h), ("self_attn.q_norm", d), ("self_attn.k_norm", d)):
             yield layer + name, n * ITEM, [(f"{layer}{name}.weight", (0,), (n,), 0, 1)]
@@ -129,31 +155,37 @@ def _dense(m: Model, rank: int, tp: int, interleaved: bool, padded: int) -> Iter
             up = [_rows(f"{layer}mlp.{n}_proj.weight", rank * f, f, h, k * f) for k, n in enumerate(("gate", "up"))]
             yield layer + "fc1", 2 * f * h * ITEM, up
             yield layer + "fc2", h * f * ITEM, [(f"{layer}mlp.down_proj.weight", (0, rank * f), (h, f), 0, f)]
+    if m.layers - 1 not in layers:
+        return
     yield "norm", h * ITEM, [("model.norm.weight", (0,), (h,), 0, 1)]
     if not m.tied:
         yield "head", *_vocab("lm_head.weight", m, rank, tp, padded)
 
 
-def trainer(m: Model, rank: int, size: int) -> Layout:
-    """Dense parts cut by TP, experts by EP, both over all `size` ranks."""
+def trainer(m: Model, rank: int, how: Parallel) -> Layout:
+    """As DistributedDataParallel keeps it: one buffer of dense parameters, one of experts."""
     out = Layout()
-    pad = 128 * size
-    dense = list(_dense(m, rank, size, True, -(-m.vocab // pad) * pad))
+    per_stage, layers = how.ranks // how.pp, m.layers // how.pp
+    stage, place = divmod(rank, per_stage)
+    here = range(stage * layers, (stage + 1) * layers)
+    pad = 128 * how.tp
+    dense = list(_dense(m, place % how.tp, how.tp, True, -(-m.vocab // pad) * pad, here))
     for _, nbytes, pieces in reversed(dense):
         out.add("dense", nbytes, pieces)
-    local, f, h = m.experts // size, m.ffn, m.hidden
-    for i in reversed(range(m.layers if m.experts else 0)):
-        for e in reversed(range(rank * local, (rank + 1) * local)):
+    local, f, h = m.experts // how.ep, m.ffn // how.etp, m.hidden
+    part, group = place % how.etp, place // how.etp % how.ep
+    for i in reversed(here if m.experts else ()):
+        for e in reversed(range(group * local, (group + 1) * local)):
             name = f"model.layers.{i}.mlp.experts.{e}."
-            out.add("experts", h * f * ITEM, [_rows(name + "down_proj.weight", 0, h, f, 0)])
-            both = [_rows(f"{name}{n}_proj.weight", 0, f, h, k * f) for k, n in enumerate(("gate", "up"))]
+            out.add("experts", h * f * ITEM, [(name + "down_proj.weight", (0, part * f), (h, f), 0, f)])
+            both = [_rows(f"{name}{n}_proj.weight", part * f, f, h, k * f) for k, n in enumerate(("gate", "up"))]
             out.add("experts", 2 * f * h * ITEM, both)
     return out
 
 
 def engine(m: Model, rank: int, tp: int) -> Layout:
     out = Layout()
-    for name, nbytes, pieces in _dense(m, rank, tp, False, -(-m.vocab // 64) * 64):
+    for name, nbytes, pieces in _dense(m, rank, tp, False, -(-m.vocab // 64) * 64, range(m.layers)):
         out.add(name, nbytes, pieces)
     f, h = m.ffn // tp, m.hidden
     for i in range(m.layers if m.experts else 0):

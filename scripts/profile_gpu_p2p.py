@@ -19,7 +19,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import torch
 import torch.multiprocessing as mp
-from bench_gpu import CASES, Bench, soon
+from bench_gpu import Bench, soon
+from bench_gpu_cases import CASES
 from torch.distributed import PrefixStore, TCPStore
 
 from xfer.transport.group import open_group
@@ -94,7 +95,7 @@ def main() -> None:
     p.add_argument("--timeline", action="store_true")
     p.add_argument("--cpu", action="store_true", help="the host's side too; slows the run")
     args = p.parse_args()
-    size = len([g for g in CASES[args.case][4] if g is not None])
+    size = len([g for g in CASES[args.case].gpus if g is not None])
     store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     ranks = [mp.get_context("spawn").Process(target=rank_main, args=(r, args, store.port)) for r in range(size)]
     for x in ranks:

@@ -17,6 +17,7 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import msgspec
 import numpy as np
@@ -208,6 +209,10 @@ class Mapping:
         )
         return msgspec.msgpack.encode(Taken(WIRE_VERSION, self.rank, readable))
 
+    def why(self, rank: int) -> str:
+        """Why nothing, or not everything, of a sender could be opened."""
+        return self._why.get(rank, "")
+
     def close(self) -> None:
         """Unmaps. Only after the last pull was drained."""
         self.roots = {}
@@ -291,6 +296,17 @@ class PullStats:
     seconds: float
 
 
+class Gate(Protocol):
+    """What stands between the waves of a pull. Called in order, on the stream that the pull is launched on."""
+
+    def before(self, wave: int, stream: torch.cuda.Stream) -> None: ...
+
+    def after(self, wave: int, stream: torch.cuda.Stream) -> None: ...
+
+    def open(self) -> None:
+        """The pull was stopped: lets go, from another stream, what `before` made wait."""
+
+
 class Pull:
     """Rows bound to mapped storages. Warm: `begin`/`finish` may be called any number of times by one thread."""
 
@@ -300,37 +316,45 @@ class Pull:
         mapping: Mapping,
         roots: Sequence[torch.Tensor],
         *,
-        programs: int | None = None,
-        bulk=None,
+        waves: int = 1,
+        gate: Gate | None = None,
+        **how,
     ):
-        from xfer.kernels.triton_impl import TritonRows
-
+        """One launch; with a gate, one for each of `waves` waves. how: for `TritonRows`."""
         if unknown := {(int(r["src"]), int(r["src_root"])) for r in rows} - _known(mapping):
             raise RebindError(
                 f"{len(unknown)} storages are not mapped", [f"rank {a}, storage {b}" for a, b in sorted(unknown)]
             )
         self.device = mapping.device
+        # In device memory: a word in mapped host memory, read before every tile, held a pull down to 8 GB/s (measured).
+        self._abort = torch.zeros(1, dtype=torch.int32, device=self.device)
+        self._one = torch.ones(1, dtype=torch.int32, pin_memory=True)
+        self._stopped = False
+        # Another priority is another channel to the device: behind a stream that waits for a word it would wait too.
+        self._aside = torch.cuda.Stream(self.device, priority=-1)
+        self._gate = gate
+        parts = [rows] if gate is None else [rows[rows["wave"] == w] for w in range(waves)]
+        self._bound: list[BoundRows] = [self._bind(part, mapping, roots, **how) for part in parts]
+        nbytes = row_wire_bytes(rows)
+        self.by_sender = tuple((a, int(nbytes[rows["src"] == a].sum())) for a in sorted(set(rows["src"].tolist())))
+        self._stream, self._event = torch.cuda.Stream(self.device), torch.cuda.Event()
+
+    def _bind(self, rows: np.ndarray, mapping: Mapping, roots: Sequence[torch.Tensor], **how) -> BoundRows:
+        from xfer.kernels.triton_impl import TritonRows
+
         known = sorted(_known(mapping))
         number = {pair: i for i, pair in enumerate(known)}
         senders = sorted({a for a, _ in known})
         rows = rows.copy()
         rows["src_root"] = [number[a, b] for a, b in zip(rows["src"].tolist(), rows["src_root"].tolist())]
-        # In device memory: a word in mapped host memory, read before every tile, held a pull down to 8 GB/s (measured).
-        self._abort = torch.zeros(1, dtype=torch.int32, device=self.device)
-        self._one = torch.ones(1, dtype=torch.int32, pin_memory=True)
-        self._stopped = False
-        self._aside = torch.cuda.Stream(self.device)
-        self._bound: BoundRows = TritonRows(
+        return TritonRows(
             rows, roots, "local", [mapping.roots[a][b] for a, b in known],
-            groups=[senders.index(a) for a, _ in known], rotation=mapping.rank, abort=self._abort, programs=programs, bulk=bulk,
+            groups=[senders.index(a) for a, _ in known], rotation=mapping.rank, abort=self._abort, **how,
         )  # fmt: skip
-        nbytes = row_wire_bytes(rows)
-        self.by_sender = tuple((a, int(nbytes[rows["src"] == a].sum())) for a in sorted(set(rows["src"].tolist())))
-        self._stream, self._event = torch.cuda.Stream(self.device), torch.cuda.Event()
 
     @property
     def extra_bytes(self) -> int:
-        return self._bound.scratch_bytes
+        return sum(b.scratch_bytes for b in self._bound)
 
     def begin(self) -> None:
         """Launches the pull after what the caller's stream was given before."""
@@ -339,15 +363,25 @@ class Pull:
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream):
             self._abort.zero_()
-            self._bound.copy()
+            self._launch()
             self._event.record()
         self._launched = time.perf_counter()
+
+    def _launch(self) -> None:
+        for wave, bound in enumerate(self._bound):
+            if self._gate is not None:
+                self._gate.before(wave, self._stream)
+            bound.copy()
+            if self._gate is not None:
+                self._gate.after(wave, self._stream)
 
     def stop(self) -> None:
         """From any thread: the kernels leave after the tiles that they hold."""
         self._stopped = True
         with torch.cuda.stream(self._aside):  # by a copy engine, which needs no room beside the running kernel
             self._abort.copy_(self._one, non_blocking=True)
+            if self._gate is not None:
+                self._gate.open()
 
     def finish(self, deadline: float, cancelled: Callable[[], bool] = lambda: False, where: str = "") -> PullStats:
         """Waits for the last byte. DeadlineExceeded or Aborted when that takes too long, after the pull was drained;
