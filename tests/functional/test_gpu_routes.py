@@ -54,6 +54,17 @@ def test_a_stopped_pull_is_drained_and_the_next_is_whole():
     assert name == "Aborted" and took < 1 and partial and same
 
 
+def test_relays_bring_every_byte():
+    """Four ranks on any number of GPUs; with more of them, as many takers as there are."""
+    spawn("relayed", max(4, GPUS), seeds=SEEDS[:6])
+
+
+def test_a_taker_that_does_not_run_frees_the_others_in_time():
+    """They wait on the device, for a word that never comes; opened anew, the relay is whole."""
+    _, *some, last = spawn("relayed", max(4, GPUS), seeds=[3], absent=True)
+    assert all(name == "DeadlineExceeded" and took < 8 for name, took in some) and last is None
+
+
 def test_a_new_allocation_is_noticed_and_memory_comes_back():
     noticed, _, back = spawn("moved_storage", 2)[0]
     assert noticed and back

@@ -9,6 +9,7 @@ import traceback
 from datetime import timedelta
 
 import numpy as np
+import pytest
 import torch
 import torch.multiprocessing as mp
 from torch.distributed import TCPStore
@@ -16,10 +17,12 @@ from torch.distributed import TCPStore
 from tests.support.row_worlds import apply_world, fresh_sources, random_world, row
 from xfer.errors import XferError
 from xfer.plan.program import Program
+from xfer.plan.relay import relay
 from xfer.testing.ports import free_port
 from xfer.transport.group import open_group
 from xfer.transport.p2p import P2P
 from xfer.transport.peer import Export, Mapping, Pull
+from xfer.transport.relay import open_relay
 from xfer.transport.routes import NoLink, exchange_over_link, exchange_over_store, open_routes
 
 
@@ -137,6 +140,61 @@ def worlds(rank, size, store, device, *, route: str, seeds: list[int], refuse: b
             exchange_over_store(store, rank, size, f"closed{seed}")(b"")
     link.close()
     return pulled, sent
+
+
+def relayed(rank, size, store, device, *, seeds: list[int], absent: bool = False):
+    """Rank 0 gives, all others take and relay: random rows and one long one, twice with new sources. absent: the last
+    taker does not run at first; what the others then raise, and the bytes after all have opened anew."""
+    meet, takers, n = exchange_over_store(store, rank, size, "meet"), list(range(1, size)), 96 << 20
+    labels, outcome = [f"rank {r}" for r in range(size)], None
+    for seed in seeds:
+        rng = np.random.default_rng(seed)
+        programs, (first, second, *_) = random_world(rng, 2, 1, 60)
+        rows = programs[1].rows
+        rows = rows[(rows["dst"] == 1) & (rows["src"] == 0)]
+        short = len(first)
+        long = row((n,), src_dtype="uint8", src=0, src_root=short, dst=1, dst_root=len(second))
+        rows = np.concatenate([rows, long])
+        plans = dict(zip(takers, relay(rows, takers, int(rng.integers(1, 9)))))
+        mine = plans.get(rank, Program(rank, plans[1].waves, rows[:0]))
+        storages = [*(second if rank else first), np.zeros(n, np.uint8)]
+        roots = tensors(storages, device)
+        open_it = lambda: open_relay(  # noqa: E731
+            mine,
+            roots,
+            takers,
+            labels,
+            device,
+            exchange_over_store(store, rank, size, f"open{seed}.{again}"),  # noqa: B023
+        )
+        way = None
+        for again in range(2):
+            first = fresh_sources(rng, rows[:-1], first[:short]) + [rng.integers(0, 256, n, dtype=np.uint8)]
+            if rank == 0:
+                for t, r in zip(roots, first, strict=True):
+                    t.copy_(torch.from_numpy(r))
+            torch.cuda.synchronize()
+            way = way or open_it()
+            meet(b"")
+            if absent and not again and 0 < rank < size - 1:
+                t0 = time.monotonic()
+                with pytest.raises(XferError) as e:
+                    way.run(time.monotonic() + 2.0)
+                outcome = (type(e.value).__name__, time.monotonic() - t0)
+            elif not (absent and not again):
+                way.run(soon())
+                if rank:
+                    want = apply_world([Program(1, 1, rows[:-1])], [first, second])[1]
+                    agree(roots, [*want, first[-1]])
+            meet(b"")
+            if absent:
+                way.close()
+                way = None
+                meet(b"")
+        if way is not None:
+            way.close()
+            meet(b"")
+    return outcome
 
 
 def absent_peer(rank, size, store, device):
