@@ -135,6 +135,12 @@ def test_an_optimizer_that_was_closed_says_so(ranks):
     assert all("closed" in x for x in run(ranks, "closed"))
 
 
+def test_a_wire_that_its_watch_aborted_is_an_error_at_every_use(ranks):
+    for seen, untouched in run(ranks, "aborted"):
+        assert len(seen) == 4 and all("aborted by the watch" in x for x in seen)
+        assert untouched
+
+
 def test_a_rank_that_does_not_build_the_optimizer(ranks):
     for kind, seconds in run(ranks, "absent"):
         assert kind in ("DeadlineExceeded", "PeerLost") and seconds < 10.0 * PATIENCE

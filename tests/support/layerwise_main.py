@@ -15,7 +15,7 @@ from tests.support import layerwise_model as lm
 from tests.support.layerwise_pair import Pair
 from tests.support.layerwise_sources import refit_sources
 from tests.support.proc import emit, obey
-from xfer.errors import PlanMismatch, RebindError, StaleWeights, Unsupported, XferError
+from xfer.errors import DeadlineExceeded, PlanMismatch, RebindError, StaleWeights, Unsupported, XferError
 from xfer.layerwise import LayerWiseOptimizer, ParamGroup, checkpoint
 
 MODELS = {"plain": lm.Transformer, "mixed": lm.MixedTransformer}
@@ -370,6 +370,25 @@ def different_models():
     raise AssertionError("nobody noticed")
 
 
+def aborted():
+    """What every use says once a watch has aborted the wire: here only said to be, for over gloo none is watched."""
+    pair = Pair()
+    pair.steps(2)
+    loss = lm.loss_of(pair.net, lm.batch(7, 0))
+    before = lm.digest(pair.net)
+    for wire in pair.owners.gather._wires:
+        wire.lost = DeadlineExceeded("aborted by the watch", where=f"rank {dist.get_rank()}")
+    uses = (lambda: pair.net(lm.batch(8, 0)), loss.backward, pair.owners.step, pair.owners.drain)
+    seen = []
+    for use in uses:
+        try:
+            use()
+            seen.append("nothing")
+        except XferError as e:
+            seen.append(str(e))
+    return [seen, lm.digest(pair.net) == before]
+
+
 def dying(victim: int, how: str = "ends", deadline_s: float = 10.0) -> None:
     """`victim` ends, or stops, between its step and its gathers; what the others then see, twice."""
     pair = Pair(deadline_s=deadline_s)
@@ -425,7 +444,7 @@ HAZARDS = {
     for f in (
         started_twice_finished_twice, drained_in_flight, drained_between_backward_and_step, another_order,
         one_rank_evaluates, skipped_module, state_dict_is_current, without_hooks, unannounced_but_watched,
-        few_parameters, experts_over_halves, unequal_groups, not_finite_on_one_rank, captured, absent, closed,
+        few_parameters, aborted, experts_over_halves, unequal_groups, not_finite_on_one_rank, captured, absent, closed,
         changed_memory, wire, different_models, refit_sources,
     )
 }  # fmt: skip

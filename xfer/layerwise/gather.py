@@ -65,6 +65,7 @@ class Peers:
             return
         theirs = self.wire.all_gather(torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(self.device))
         differ = [r for r, t in zip(self.ranks, theirs) if not torch.equal(t, theirs[0])]
+        self.wire.check()
         if differ:
             raise PlanMismatch(
                 f"{self.name}: ranks disagree about {what}",
@@ -157,6 +158,8 @@ class ParamGather:
         self.broken: XferError | None = None
         """What made the gather unusable."""
         self._kept: list[torch.Tensor] = []  # memory that a broken gather may still write
+        wires = {id(b.peers): b.peers.wire for b in self.buckets}
+        self._wires = [w for w in wires.values() if w is not None]
 
     # ---- order
 
@@ -178,6 +181,7 @@ class ParamGather:
             order = torch.tensor([b.index for b in mine if b.peers is peers], dtype=torch.int64, device=peers.device)
             self.guarded(lambda o=order, p=peers: p.wire.broadcast(o, 0), "the order of buckets")
             agreed[key] = iter(order.tolist())
+            self.check()
         self.order = [self.buckets[next(agreed[id(b.peers)])] for b in mine]
         self._at = {b.index: i for i, b in enumerate(self.order)}
 
@@ -186,7 +190,7 @@ class ParamGather:
     def begin(self) -> None:
         """The owners have stepped: all that others hold is stale. Starts the first gathers, or does all of them without
         `overlap`. Before the owners write, `drain()` must have been called."""
-        self._usable()
+        self.check()
         pending = [b for b in self.buckets if b.state is not State.CURRENT]
         if pending:
             raise LayoutError("begin() before drain()", [b.label() for b in pending], where=self.label)
@@ -207,7 +211,7 @@ class ParamGather:
 
     def start_param_sync(self, bucket: Bucket) -> None:
         """Start the bucket's gather, and before it those of its group that come first. Nothing if it was started."""
-        self._usable()
+        self.check()
         if bucket.state is not State.STALE:
             return
         for b in self.order[: self._at[bucket.index] + 1]:
@@ -222,7 +226,7 @@ class ParamGather:
         PeerLost or DeadlineExceeded when a peer does not take part; the gather is then unusable, and every later
         call raises the same.
         """
-        self._usable()
+        self.check()
         if bucket.state is State.CURRENT:
             return
         at = self._at[bucket.index]
@@ -238,7 +242,7 @@ class ParamGather:
     def drain(self) -> None:
         """Finish everything, in order. All gathers are started before the first is waited for. Collective in as much as
         anything is not finished; leaves gradients alone."""
-        self._usable()
+        self.check()
         if not self._pending:
             return
         for b in self.order:
@@ -273,7 +277,7 @@ class ParamGather:
             if not mine:
                 self.stats.received += s.nbytes
                 self.stats.lacked += sum(m.nbytes for m in s.members)
-        b.works = b.peers.wire.broadcasts(moves)
+        b.works = b.peers.wire.broadcasts(moves, b.label)
         b.state = State.IN_FLIGHT
 
     def _land(self, b: Bucket) -> None:
@@ -287,7 +291,12 @@ class ParamGather:
         b.works, b.runs, b.state = [], [], State.CURRENT
         self._pending -= 1
 
-    def _usable(self) -> None:
+    def check(self) -> None:
+        """Raises what made the gather unusable: here, or over NCCL on the thread that watches for what is late."""
+        if self.broken is None:
+            for wire in self._wires:
+                if wire.lost is not None:
+                    self.broken = wire.lost
         if self.broken is not None:
             raise self.broken
 
@@ -300,6 +309,7 @@ class ParamGather:
             self.broken = e
             raise
         except RuntimeError as e:  # c10d's own errors are among them
+            self.check()  # an abort may have made it
             took = time.monotonic() - began
             self._kept += [run for b in self.buckets for _, run in b.runs]
             late = took >= 0.9 * self.deadline_s

@@ -51,8 +51,10 @@ def _started(peers: Peers, shares: Sequence) -> list[_Sum]:
     params = [(s.owner, m.param) for s in shares for m in s.members]
     has = torch.tensor([p.grad is not None for _, p in params], dtype=torch.int32, device=peers.device)
     peers.wire.all_reduce(has)
+    counts = has.tolist()
+    peers.wire.check()
     by_owner: dict[tuple[int, torch.dtype], list[torch.nn.Parameter]] = {}
-    for (owner, p), n in zip(params, has.tolist()):
+    for (owner, p), n in zip(params, counts):
         if n:
             by_owner.setdefault((owner, _wide(p)), []).append(p)
     out = []

@@ -108,6 +108,7 @@ class Hooks:
     def need(self, params: Iterable[int]) -> None:
         """Finish the buckets of these parameters (by id) and remember that somebody asked for them."""
         gather, version = self.gather, self.gather.version
+        gather.check()
         capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
         for p in params:
             bucket = self._bucket_of[p]
@@ -125,6 +126,7 @@ class Hooks:
 
     def _after_gradient(self, p: torch.nn.Parameter) -> None:
         """In the backward: was the forward that used `p` one that had asked for it?"""
+        self.gather.check()
         version = self.gather.version
         if version == self._all_covered or self._covered.get(id(p)) == version or not self.gather.overlap:
             return

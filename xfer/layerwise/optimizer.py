@@ -75,7 +75,9 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
     rehome: let parameters be moved into runs of memory by owner, so that gathers need no copies. Objects, shapes and
     values stay; views that were taken before go stale (those that modules hold are found).
     guard: see hooks.py; "always" watches every operation of every forward, to find reads that no hook announces.
-    deadline_s: of every wait for peers. max_ctas: most thread blocks that NCCL may take from computing for one gather.
+    deadline_s: of every wait for peers. Over NCCL, where no wait blocks, a thread aborts what is late by then: parameters that
+    were to be received become NaNs, the device goes on, and every later call raises DeadlineExceeded.
+    max_ctas: most thread blocks that NCCL may take from computing for one gather.
 
     `param_groups` are the inner optimizers' own, for learning-rate schedulers. Parameters that need no gradient have no
     owner and are never sent. Between `step()` and a forward, parameters of other owners are old: read them inside
@@ -369,6 +371,7 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
         holder: list[torch.Tensor] = []
         self.gather.guarded(lambda: holder.append(self._total(mine)), "the norm of all gradients")
         self.grad_norm = holder[0].sqrt().item()
+        self.gather.check()  # nothing is stepped on a sum that was aborted
         if not torch.isfinite(holder[0]).item():
             return False
         if self.clip_grad is not None and self.grad_norm > self.clip_grad:

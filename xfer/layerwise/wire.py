@@ -4,35 +4,59 @@ Made directly and not by `torch.distributed.new_group`: without all ranks of the
 after how many groups this process is in already. Pipeline stages are in different numbers of groups, so they would wait for
 each other under different names, for ever. Here the first rank draws a name and tells it over a group that exists.
 
+Over NCCL nothing blocks the host, so a watch (watch.py) has the deadlines: what has not arrived in time is aborted, and bytes
+that were awaited become NaNs first, because the operations that wait for them then go on.
+
 What travels when is gather.py's and gradients.py's to say.
 """
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-from xfer.errors import DeadlineExceeded, PeerLost, Unsupported
+from xfer.errors import DeadlineExceeded, PeerLost, Unsupported, XferError
+from xfer.layerwise.watch import Post, Watch
 from xfer.transport.group import Aside
+from xfer.transport.nccl import _quiet
 
 _NAME_BYTES = 16
 _ABORT_S = 10.0
+_SPOIL_S = 2.0
+_NUMBERS = 1 << 16
+NAN_BYTE = 0xFF
+"""In every byte of a bf16, fp16, fp32 or fp64 number it makes a NaN."""
 
 
 class Wire:
     """This rank's end. Ranks are those within the group: 0 to size - 1.
 
     Work that is returned is waited for by its `wait()`: over gloo that blocks for at most `deadline_s` and raises a
-    RuntimeError when a peer is gone; over NCCL the current stream waits, and torch's watchdog has the deadline.
+    RuntimeError when a peer is gone; over NCCL the current stream waits, and what is late by `deadline_s` is aborted by
+    another thread: `lost` then says so, and everything here raises it.
     """
 
-    def __init__(self, backend, rank: int, size: int, device: torch.device):
+    def __init__(self, backend, rank: int, size: int, device: torch.device, deadline_s: float):
         self.rank, self.size, self.device = rank, size, device
+        self.lost: XferError | None = None
         self._backend = backend
+        self._who = f"rank {dist.get_rank()}"
+        self._watch = None
+        if device.type != "cuda":
+            return
+        self._deadline_s = deadline_s
+        # Two streams: what notes arrivals waits for them, and what spoils must not.
+        self._notes, self._spare = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self._numbers = torch.arange(_NUMBERS, dtype=torch.int32, device=device)
+        self._note = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+        self._read, self._seen = self._note.numpy(), 0
+        torch.cuda.synchronize(device)
+        self._watch = Watch(deadline_s, self._arrived, self._expire)
 
     @classmethod
     def over(
@@ -44,26 +68,25 @@ class Wire:
         leaves it to NCCL. DeadlineExceeded when not all ranks come within `deadline_s`, PeerLost when one ends.
         """
         rank, size = dist.get_rank(group), dist.get_world_size(group)
-        timeout = timedelta(seconds=deadline_s)
+        made: list = []
 
-        def connect():
+        def connect() -> None:
             if device.type == "cuda":
                 torch.cuda.set_device(device)  # of this thread
             prefix = f"xfer layerwise {_name(group, rank)}"
             store = dist.PrefixStore(prefix, dist.distributed_c10d._get_default_store())
             if device.type != "cuda":
-                return dist.ProcessGroupGloo(store, rank, size, timeout)
-            options = dist.ProcessGroupNCCL.Options()
-            options._timeout = timeout
-            if max_ctas is not None:
-                options.config.max_ctas = max_ctas
-            return dist.ProcessGroupNCCL(store, rank, size, options)
+                made.append(dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=deadline_s)))
+            else:
+                _connect_nccl(made, store, rank, size, device, max_ctas)
 
         try:
             make = Aside(connect)  # the group's own deadline is somebody else's, and nothing frees a wait in it
             if (error := make.wait(deadline_s)) is not None:
                 raise error
         except (RuntimeError, TimeoutError) as e:
+            if made and device.type == "cuda":
+                Aside(made[0].abort).wait(_ABORT_S)
             late = isinstance(e, TimeoutError) or "imed out" in str(e) or "imeout" in str(e)
             ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
             raise (DeadlineExceeded if late else PeerLost)(
@@ -71,30 +94,37 @@ class Wire:
                 [f"ranks {ranks}: build the optimizer on all of them ({str(e).splitlines()[0][:160]})"],
                 where=f"rank {dist.get_rank()}",
             ) from e
-        return cls(make.value, rank, size, device)
+        return cls(made[0], rank, size, device, deadline_s)
 
     # ---- to and from owners
 
-    def broadcasts(self, moves: Sequence[tuple[int, torch.Tensor]]) -> list[dist.Work]:
-        """Each (owner, tensor) from its owner to all, started together."""
+    def broadcasts(self, moves: Sequence[tuple[int, torch.Tensor]], what: Callable[[], str]) -> list[dist.Work]:
+        """Each (owner, flat uint8 tensor) from its owner to all, started together. what: describes it in an error."""
         if not moves:
             return []
         pg = self._alive()
         if self.device.type != "cuda":
             return [pg.broadcast([t], _from(owner)) for owner, t in moves]
-        pg._start_coalescing()  # one launch, in which NCCL runs the broadcasts side by side
-        for owner, t in moves:
-            pg.broadcast([t], _from(owner))
-        return [pg._end_coalescing()]
+
+        def start() -> dist.Work:
+            pg._start_coalescing()  # one launch, in which NCCL runs the broadcasts side by side
+            for owner, t in moves:
+                pg.broadcast([t], _from(owner))
+            return pg._end_coalescing()
+
+        return [self._watched(what, start, [t for owner, t in moves if owner != self.rank])]
 
     def reduce(self, tensor: torch.Tensor, owner: int) -> dist.Work:
         """The sum of all ranks' into the owner's; the others' may be anything afterwards. Not over gloo, whose reduce waits
         for itself when several are on their way."""
         options = dist.ReduceOptions()
         options.rootRank, options.asyncOp = owner, True
-        return self._alive().reduce([tensor], options)
+        return self._watched(
+            lambda: f"gradients on their way to rank {owner}", lambda: self._alive().reduce([tensor], options)
+        )
 
     def send(self, tensor: torch.Tensor, to: int) -> dist.Work:
+        """Over gloo only, as `receive`."""
         return self._alive().send([tensor], to, 0)
 
     def receive(self, tensor: torch.Tensor, source: int) -> dist.Work:
@@ -106,29 +136,101 @@ class Wire:
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """By rank."""
         out = [torch.empty_like(tensor) for _ in range(self.size)]
-        self._alive().allgather([out], [tensor]).wait()
+        self._watched(lambda: "what all ranks say", lambda: self._alive().allgather([out], [tensor])).wait()
         return out
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """The sum, in place."""
-        self._alive().allreduce([tensor]).wait()
+        self._watched(lambda: "a sum over all ranks", lambda: self._alive().allreduce([tensor])).wait()
 
     def broadcast(self, tensor: torch.Tensor, owner: int) -> None:
-        self._alive().broadcast([tensor], _from(owner)).wait()
+        start = lambda: self._alive().broadcast([tensor], _from(owner))  # noqa: E731
+        self._watched(lambda: f"what rank {owner} says", start).wait()
+
+    # ---- deadlines over NCCL
+
+    def check(self) -> None:
+        """Raises `lost`. After a wait for the device, for that ends when a collective is aborted, too."""
+        if self.lost is not None:
+            raise self.lost
+
+    def _watched(
+        self, what: Callable[[], str], start: Callable[[], dist.Work], received: Sequence[torch.Tensor] = ()
+    ) -> dist.Work:
+        if self._watch is None:
+            return start()
+        post = self._watch.post(what, received)
+        work = start()
+        with torch.cuda.stream(self._notes):
+            work.wait()
+            i = post.number % _NUMBERS
+            self._note.copy_(self._numbers[i : i + 1], non_blocking=True)
+        return work
+
+    def _arrived(self) -> int:
+        self._seen += (int(self._read[0]) - self._seen) % _NUMBERS
+        return self._seen
+
+    def _expire(self, missing: list[Post]) -> None:
+        """On the watch's thread. `lost` is set first: whoever is freed by the abort has to see it."""
+        late = [p.what() for p in missing if p.until <= time.monotonic()]
+        self.lost = DeadlineExceeded(
+            f"ranks that own parameters together did not exchange them within {self._deadline_s:g} s: a peer has ended, "
+            "stopped, or is late",
+            [*late, f"{len(missing) - len(late)} collectives behind it; load a checkpoint, with all ranks there"],
+            where=self._who,
+        )
+        Aside(lambda: self._spoil(missing)).wait(_SPOIL_S)
+        Aside(self._backend.abort).wait(_ABORT_S)
+
+    def _spoil(self, missing: list[Post]) -> None:
+        """What was to be received, and perhaps half is: a forward that was waiting for it gives NaNs, not numbers that look
+        right."""
+        torch.cuda.set_device(self.device)
+        with torch.cuda.stream(self._spare):
+            for post in missing:
+                for t in post.received:
+                    t.fill_(NAN_BYTE)
+        self._spare.synchronize()
 
     # ---- the end
 
     def close(self) -> None:
         """Let go of connections and of NCCL's memory. What is on its way must have been waited for."""
-        pg, self._backend = self._backend, None
+        pg, watch = self._backend, self._watch
         if pg is not None and self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-            Aside(pg.abort).wait(_ABORT_S)
+            torch.cuda.synchronize(self.device)  # watched until then
+            if watch is not None:
+                watch.close()
+            if self.lost is None:
+                Aside(pg.abort).wait(_ABORT_S)
+        self._backend = self._watch = None
 
     def _alive(self):
+        self.check()
         if self._backend is None:
             raise Unsupported("this layer-wise optimizer is closed", ["build a new one, on all ranks"])
         return self._backend
+
+
+def _connect_nccl(made: list, store, rank: int, size: int, device: torch.device, max_ctas: int | None) -> None:
+    """Into `made`, as soon as there is something to abort. All that NCCL would connect at the first use of it is connected
+    when this returns: later it would wait on the host."""
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timedelta(days=30)  # deadlines are the watch's; this one must never be the first
+    if max_ctas is not None:
+        options.config.max_ctas = max_ctas
+    with _quiet():
+        made.append(dist.ProcessGroupNCCL(store, rank, size, options))
+    pg = made[0]
+    pg.eager_connect_single_device(device)
+    some = torch.zeros(1 << 20, dtype=torch.uint8, device=device)
+    some.fill_(NAN_BYTE)  # kernels are loaded now: beside a kernel of NCCL's that waits, that can hang
+    few = torch.zeros(16, dtype=torch.int64, device=device)
+    pg.broadcast([some], _from(0)).wait()
+    pg.allreduce([few]).wait()
+    pg.allgather([[torch.empty_like(few) for _ in range(size)]], [few]).wait()
+    torch.cuda.synchronize(device)
 
 
 def _from(owner: int) -> dist.BroadcastOptions:
