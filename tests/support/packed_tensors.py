@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from xfer.packed.buffer import Buffers, Unpacker
 from xfer.packed.source import PackedSource
 from xfer.packed.tensors import TensorStream
 from xfer.trainers.dtensor import TensorTrainer
@@ -33,14 +34,28 @@ def gathered(source: PackedSource) -> tuple[dict[str, torch.Tensor], int]:
     return out, most
 
 
+def placed(source: PackedSource) -> tuple[dict[str, torch.Tensor], int]:
+    """As a feed does it: each message straight into its buffer."""
+    plan, out, most, number = source.begin(), {}, 0, 0
+    buffers, unpacker = Buffers(2, source.device), Unpacker(source.device)
+    mine = source.stream.assembles
+    source.prepare((lambda k, m: buffers.take(k, m.nbytes, plan.buffer_bytes)) if mine else None)
+    for message in (x for g in plan.groups for x in g.messages):
+        data = buffers.take(number, message.nbytes, plan.buffer_bytes).fill_(0xEE) if mine else None
+        source.place(message, data)
+        out |= {s.name: t.clone() for s, t in unpacker.take(message, data)} if mine else {}
+        most, number = max(most, source.stream.collectives), number + 1
+    return out, most
+
+
 def whole(named) -> dict[str, torch.Tensor]:
     return {n: (t.full_tensor() if isinstance(t, DTensor) else t).detach() for n, t in named}
 
 
-def looked(source: PackedSource, named) -> dict:
-    got, most = gathered(source)
+def looked(source: PackedSource, named, gather=gathered) -> dict:
+    got, most = gather(source)
     want = whole(named())
-    bad = sorted(n for n in want if n not in got or not torch.equal(got[n], want[n])) if dist.get_rank() == 0 else []
+    bad = sorted(n for n in want if n not in got or not torch.equal(got[n], want[n])) if source.stream.assembles else []
     return dict(wrong=bad, tensors=len(got), most=most, groups=len(source.plan.groups), built=source.built)
 
 
@@ -86,7 +101,13 @@ def tensors(folder: Path) -> dict:
         )
     if source.check() == "changed":
         source.read()
-    return dict(first=first, second=looked(source, held.items))
+    second = looked(source, held.items)
+    source.assemble(dist.get_rank() != 1)  # two of three put messages together now, and hear of each other's boxes
+    everywhere = looked(source, held.items, placed)
+    source.stream.round_bytes = 100  # many rounds to a message
+    source.forget()
+    source.check()
+    return dict(first=first, second=second, everywhere=everywhere, rounds=looked(source, held.items, placed))
 
 
 if __name__ == "__main__":

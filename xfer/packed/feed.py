@@ -163,6 +163,13 @@ class Feed:
             self._plan = plan
             self._news.notify_all()
         self._number = 0
+        if source.writes:
+            self.doing = "makes tables of what goes where"
+            longest = plan.buffer_bytes
+            try:
+                source.prepare((lambda k, m: self._buffers.take(k, m.nbytes, longest)) if self._sends else None)
+            except Exception as e:  # the others hear of it at the first group
+                self._fail(e)
         for i, group in enumerate(plan.groups):
             self.doing = f"waits for the other trainers at bucket group {i} of {len(plan.groups)}"
             if not source.go_on(self._error is not None or not self._live):
@@ -179,6 +186,8 @@ class Feed:
             self._told_to_stop()
 
     def _gather_group(self, group: Group, plan: BucketPlan) -> None:
+        if self._source.writes:
+            return self._place_group(group, plan)
         packer = None
         if self._sends:
             packer = Packer(group, lambda m: self._buffer(m, plan.buffer_bytes), self._filled, self._buffers.views)
@@ -191,6 +200,18 @@ class Feed:
                     self._fail(e)
         if packer is not None and self._error is None:
             packer.close()
+
+    def _place_group(self, group: Group, plan: BucketPlan) -> None:
+        for message in group.messages:
+            data = None
+            if self._sends and self._error is None:
+                try:
+                    data = self._buffer(message, plan.buffer_bytes)
+                except Exception as e:
+                    self._fail(e)
+            self._source.place(message, data)  # also without a buffer: the other ranks are in the same messages
+            if data is not None:
+                self._filled(message, data)
 
     def _buffer(self, message: Message, longest: int) -> torch.Tensor:
         """The next buffer, once every replica that is still there has done with what it holds."""
@@ -216,11 +237,25 @@ class Pump:
         self.source, self._label = source, label
         self.colocated = source.colocated
         self.exports = source.rank == 0
-        """Whether this rank packs. Lanes set it when they link, before the first gather: see shared.exporters_of."""
         self._buffers = SharedBuffers(2, source.device) if source.colocated else Buffers(2, source.device)
         self._lock = threading.Lock()
         self._feeds: dict[tuple[int, tuple[int, ...]], Feed] = {}
         self._last: Feed | None = None
+
+    @property
+    def exports(self) -> bool:
+        """Whether this rank packs. Lanes set it when they link, before the first gather: see shared.exporters_of."""
+        return self._exports
+
+    @exports.setter
+    def exports(self, value: bool) -> None:
+        self._exports = value
+        self.source.assemble(value)
+
+    def forget(self) -> None:
+        """Lets go of the trainers' storages and of the buffers. Only while no gather runs."""
+        self.source.forget()
+        self._buffers.free()
 
     def join(self, attempt: int, together: tuple[int, ...], replica: int) -> Feed:
         """Called by the lanes of all replicas in `together`. Gathers run one after another, in the order of Go, which

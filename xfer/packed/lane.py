@@ -148,6 +148,11 @@ class PackedLane(Lane):
             return False
         return self.pump is None or self.pump.wait_over(max(0.0, until - time.monotonic()))
 
+    def forget_routes(self) -> None:
+        super().forget_routes()
+        if self.pump is not None:
+            self.pump.forget()
+
     def planned_bytes(self) -> tuple[int, int]:
         if self.plan is None:
             return 0, 0

@@ -15,7 +15,8 @@ import torch
 
 from xfer.errors import Unsupported
 from xfer.packed import agree
-from xfer.packed.plan import BucketPlan, Group, TaskSize, make_plan
+from xfer.packed.plan import ALIGN, BucketPlan, Group, TaskSize, make_plan
+from xfer.packed.wire import Message
 from xfer.trace.fragment import TensorSpec
 from xfer.trace.traced import Traced, TrainerLayout
 
@@ -39,8 +40,25 @@ class Stream(Protocol):
         """Collective. Task objects made anew; what each of them exports, the same on all ranks."""
 
     def tensors(self, group: Group) -> Iterator[tuple[str, torch.Tensor]]:
-        """Collective. What the tasks of one group export, whole, in the plan's order. On ranks other than 0 tensors may
-        be None."""
+        """Collective. What the tasks of one group export, whole, in the plan's order. On ranks that do not assemble
+        tensors may be None."""
+
+
+class WritingStream(Stream, Protocol):
+    """A stream that puts messages together where they are sent from (tensors.py), where `writes` is true."""
+
+    writes: bool
+    assembles: bool
+    round_bytes: int
+
+    def prepare(self, plan: BucketPlan, buffer: Callable[[int, Message], torch.Tensor] | None) -> None: ...
+    def place(self, message: Message, data: torch.Tensor | None) -> None: ...
+    def forget(self) -> None: ...
+
+
+BESIDE = 8
+"""Streams that write into buffers leave this part of a bucket for what they need beside it (tables, what arrives from
+other ranks), so that two buffers and all of that are no more than two buckets."""
 
 
 class PackedSource:
@@ -56,6 +74,18 @@ class PackedSource:
         self.built = 0  # how often tasks were made anew
         self.agreed_s = self.built_s = 0.0  # seconds of the last gather's check, and of rebuilding in it
         self._stale = True
+        if hasattr(stream, "round_bytes"):
+            stream.round_bytes = max(1 << 20, limit // (2 * BESIDE))  # twice, and tables have as much again
+
+    @property
+    def writes(self) -> bool:
+        """Whether messages are put together by `place`, after a gather has begun; else `tensors` gives what to pack."""
+        return getattr(self.stream, "writes", False)
+
+    def assemble(self, whole: bool) -> None:
+        """Whether this rank needs whole tensors; all ranks say so before a gather."""
+        if getattr(self.stream, "assembles", whole) != whole:
+            self.stream.assembles, self._stale = whole, True
 
     def drain(self) -> None:
         self.stream.drain()
@@ -92,7 +122,9 @@ class PackedSource:
         if stale:
             began = time.perf_counter()
             self._stale = True
-            self.plan = make_plan(self.stream.build(), self.limit, packed=self.packed)
+            tasks = self.stream.build()
+            longest = max(ALIGN, self.limit - self.limit // BESIDE) if self.writes else self.limit
+            self.plan = make_plan(tasks, longest, packed=self.packed)
             agree.any_rank(False, self.plan.fingerprint, self.device)
             self.built, self._stale = self.built + 1, False
             self.built_s = time.perf_counter() - began
@@ -104,6 +136,19 @@ class PackedSource:
 
     def tensors(self, group: Group) -> Iterator[tuple[str, torch.Tensor]]:
         return self.stream.tensors(group)
+
+    def prepare(self, buffer: Callable[[int, Message], torch.Tensor] | None) -> None:
+        """See WritingStream; once per gather, before its first message."""
+        self.stream.prepare(self.plan, buffer)
+
+    def place(self, message: Message, data: torch.Tensor | None) -> None:
+        self.stream.place(message, data)
+
+    def forget(self) -> None:
+        """Lets go of storages and buffers; the next gather begins anew."""
+        self._stale = True
+        if hasattr(self.stream, "forget"):
+            self.stream.forget()
 
 
 def packed_source(trainer: object, limit: int, packed: bool = True, colocated: bool = False) -> PackedSource:

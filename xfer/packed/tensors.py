@@ -1,29 +1,38 @@
-"""Trainers whose tensors' places are known (FSDP2, HSDP, DTensors, plain modules) in the packed route: each rank gives rank 0
-the parts that it holds, one message per bucket and rank, and nobody but rank 0 ever sees a whole tensor.
+"""Trainers whose tensors' places are known (FSDP2, HSDP, DTensors, plain modules, Megatron by its trace) in the packed route:
+messages are put together from the boxes that ranks hold, straight in the buffers that are sent.
 
-What a framework's own `full_tensor()` does per parameter on every rank is one exchange per bucket here. It works for any
-source whose `read` tells fragments (trainers/dtensor.py); parts that several ranks hold come from the first of them.
+What a framework's own `full_tensor()` does per parameter on every rank is done for a whole message here, by one kernel
+where the ranks' storages can be mapped (GPUs of one host), else by rounds of one message per rank, of a bounded size. Only
+ranks that assemble (trainer 0; with colocated engines one rank of each GPU) ever have whole tensors. It works for any
+source whose `read` tells fragments; boxes that several ranks hold come from each of them in turn. Not here: the arithmetic
+(places.py), buffers (feed.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from math import prod
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.util import find_spec
 from typing import Protocol
 
+import msgspec
 import torch
 import torch.distributed as dist
 
-from xfer.errors import LayoutError, PlanMismatch
-from xfer.packed import agree
-from xfer.packed.buffer import flat_bytes
-from xfer.packed.plan import Group, TaskSize
-from xfer.plan.program import ITEMSIZE
+from xfer import kernels
+from xfer.errors import LayoutError, PlanMismatch, XferError
+from xfer.packed import agree, places
+from xfer.packed.buffer import Unpacker
+from xfer.packed.places import Box, Copy, Round
+from xfer.packed.plan import BucketPlan, Group, TaskSize
+from xfer.packed.wire import Message
 from xfer.trace.fragment import Fragment, TensorSpec
 
-_Box = tuple[list[int], list[int], list[int], str]
-"""Origin, extent, steps and the dtype in which a rank holds it."""
+_Told = tuple[list[int], list[int], list[int], str, int, int, list[int]]
+"""A fragment: origin, extent, steps, dtype, number of the storage, byte offset, byte strides."""
+ROUND_BYTES = 64 << 20
+PROGRAMS = 64
+"""Of the GPU's programs, for copies that run beside a broadcast: NCCL's kernels need multiprocessors of their own."""
 
 
 class FragmentSource(Protocol):
@@ -39,31 +48,40 @@ class FragmentSource(Protocol):
     def rebind(self) -> Mapping[str, torch.Tensor]: ...
 
 
-@dataclass(frozen=True, slots=True)
-class _Held:
-    """One box of a tensor, and the rank that sends it."""
+class _Rank(msgspec.Struct, array_like=True):
+    """What one rank says of itself. `roots`: of storages, by number; `offer`: how to map them, empty where they cannot be."""
 
-    rank: int
-    fragment: Fragment
-
-    @property
-    def nbytes(self) -> int:
-        return prod(self.fragment.extent) * ITEMSIZE[self.fragment.dtype]
+    tensors: dict[str, tuple[list[int], str, list[_Told]]]
+    roots: list[str]
+    assembles: bool
+    offer: bytes
 
 
 class TensorStream:
-    """See source.Stream."""
+    """See source.Stream. `round_bytes`: most that arrives at once at a rank that assembles. `assembles`: set before
+    `build`. `pulls`: after it, whether ranks read each other's storages by themselves."""
+
+    everywhere = True
+    writes = True
 
     def __init__(self, source: FragmentSource):
         self.source = source
         self.rank, self.world, self.device = source.rank, source.world, source.device
+        self.assembles, self.round_bytes, self.programs = self.rank == 0, ROUND_BYTES, PROGRAMS
+        self.pulls = False
+        self.collectives = 0  # messages from other ranks, in the last message that was put together
         self._specs: dict[str, TensorSpec] = {}
         self._mine: dict[str, list[Fragment]] = {}
         self._roots: Mapping[str, torch.Tensor] = {}
-        self._held: dict[str, list[_Held]] = {}
-        self._came: dict[int, torch.Tensor] = {}  # rank 0: by rank, what it sent of the last group
-        self._known: dict[int, tuple[Group, list]] = {}  # by the group's id: its parts where they lie or arrive
-        self.collectives = 0
+        self._held: dict[str, dict[Box, dict[int, Fragment]]] = {}
+        self._targets: tuple[int, ...] = ()
+        self._numbers: dict[int, dict[str, int]] = {}  # by rank, by name: the number of a storage on an assembling rank
+        self._sources: list[torch.Tensor] = []  # by that number
+        self._ways: dict[int, _Way] = {}  # by a message's id
+        self._slots: dict[str, list[torch.Tensor]] = {}
+        self._scratch = torch.empty(0, dtype=torch.uint8)
+        self._export = self._mapping = None
+        self._let_go = False
 
     def drain(self) -> None:
         self.source.drain()
@@ -74,153 +92,260 @@ class TensorStream:
         self._mine = {}
         for f in layout.traced.fragments:
             self._mine.setdefault(f.tensor, []).append(f)
-        self._roots, self._known = layout.tensors, {}
+        self.forget()
+        self._roots, self._let_go = layout.tensors, False
         return tuple(self._specs.values())
 
     def check(self) -> str:
         state = self.source.check()
+        if state == "same" and self._let_go:
+            state = "moved"
         if state == "moved":
-            self._roots, self._known = self.source.rebind(), {}
+            self.forget()
+            self._roots, self._let_go = self.source.rebind(), False
         return state
+
+    def forget(self) -> None:
+        """Lets go of all storages, this rank's and the others', and of buffers. The next refit finds them again."""
+        self._ways, self._slots, self._sources = {}, {}, []
+        self._scratch = torch.empty(0, dtype=torch.uint8)
+        self._roots, self._let_go, self._export = {}, True, None
+        self._unmap()
+
+    def _unmap(self) -> None:
+        mapping, self._mapping = self._mapping, None
+        if mapping is not None:
+            torch.cuda.synchronize(self.device)
+            mapping.close()
 
     # ---- with all ranks
 
     def build(self) -> tuple[TaskSize, ...]:
-        self._known, self._came = {}, {}
-        kind = dict[str, tuple[tuple[list[int], str], list[_Box]]]
-        said = agree.of_all_ranks(self._own, kind, self.device)
+        self._ways, self._slots, self._sources = {}, {}, []
+        said = agree.of_all_ranks(self._own, _Rank, self.device)
         bad, specs, held = [], {}, {}
         for rank, theirs in enumerate(said):
-            for name, ((shape, dtype), boxes) in theirs.items():
+            for name, (shape, dtype, boxes) in theirs.tensors.items():
                 spec = specs.setdefault(name, TensorSpec(name, tuple(shape), dtype))
                 if (spec.shape, spec.dtype) != (tuple(shape), dtype):
                     bad.append(f"{name}: trainer {rank} has {dtype}{shape}, another {spec.dtype}{list(spec.shape)}")
                 known = held.setdefault(name, {})
-                for i, (origin, extent, steps, own) in enumerate(boxes):
+                for origin, extent, steps, own, root, offset, strides in boxes:
                     box = (tuple(origin), tuple(extent), tuple(steps))
-                    f = self._mine[name][i] if rank == self.rank else Fragment(name, *box[:2], "", 0, (), own, box[2])
-                    known.setdefault(box, _Held(rank, f))
+                    f = Fragment(name, *box[:2], theirs.roots[root], offset, tuple(strides), own, box[2])
+                    known.setdefault(box, {})[rank] = f
         if bad:
             raise PlanMismatch("trainer ranks hold different tensors under the same name", bad)
-        self._held = {name: list(boxes.values()) for name, boxes in held.items()}
         for name, spec in specs.items():
-            there = sum(prod(h.fragment.extent) for h in self._held[name])
-            if there < prod(spec.shape):
-                bad.append(f"{name}: all ranks together hold {there} of its {prod(spec.shape)} elements")
+            if not places.held_wholly(spec.shape, held[name]):
+                bad.append(f"{name}: all ranks together do not hold all of its elements")
         if bad:
             raise LayoutError("tensors that no rank holds whole, nor all together", bad)
+        self._held = held
+        self._targets = tuple(r for r, x in enumerate(said) if x.assembles)
+        self._bind(said)
         return tuple(TaskSize(i, (specs[name],)) for i, name in enumerate(sorted(specs)))
 
-    def _own(self) -> dict[str, tuple[tuple[list[int], str], list[_Box]]]:
-        mine = {name: (self._told(name), [_box(f) for f in found]) for name, found in self._mine.items()}
-        return mine | {name: (self._told(name), []) for name in self._specs.keys() - mine.keys()}
+    def _own(self) -> _Rank:
+        roots = sorted({f.root for some in self._mine.values() for f in some})
+        number = {name: i for i, name in enumerate(roots)}
 
-    def _told(self, name: str) -> tuple[list[int], str]:
-        spec = self._specs[name]
-        return list(spec.shape), spec.dtype
+        def told(f: Fragment) -> _Told:
+            return list(f.origin), list(f.extent), list(f.steps), f.dtype, number[f.root], f.offset, list(f.strides)
 
-    def tensors(self, group: Group) -> Iterator[tuple[str, torch.Tensor]]:
-        parts = iter(self._exchanged(group))
-        for spec in group.tensors:
-            if self.rank:
-                yield spec.name, None
+        tensors = {
+            name: (list(spec.shape), spec.dtype, [told(f) for f in self._mine.get(name, ())])
+            for name, spec in self._specs.items()
+        }
+        return _Rank(tensors, roots, self.assembles, self._offer(roots))
+
+    def _offer(self, roots: list[str]) -> bytes:
+        self._unmap()
+        self._export = None
+        if self.device.type != "cuda" or self.world == 1 or find_spec("triton") is None:
+            return b""
+        from xfer.transport.peer import MAX_OFFER_BYTES, Export
+
+        try:
+            self._export = Export(self.rank, [self._roots[name] for name in roots], self.device)
+            offer = self._export.to_bytes()
+        except (RuntimeError, XferError):
+            return b""
+        return offer if len(offer) <= MAX_OFFER_BYTES else b""
+
+    def _bind(self, said: Sequence[_Rank]) -> None:
+        """Which storages this rank reads, by number: its own, and the others' where all that have to can map them."""
+        mapped: dict[int, dict[int, torch.Tensor]] = {}
+        self.pulls = self.world == 1 or all(x.offer for x in said)
+        if self.pulls and self.world > 1:
+            here = not self.assembles
+            if self.assembles:
+                try:
+                    mapped = self._mapped(said)
+                    here = all(len(mapped.get(r, ())) == len(x.roots) for r, x in enumerate(said) if r != self.rank)
+                except (RuntimeError, XferError):
+                    mapped = {}
+            self.pulls = not agree.any_rank(not here, b"", self.device)
+        if not self.pulls:
+            self._unmap()
+        self._numbers, self._sources = {}, []
+        for rank, x in enumerate(said):
+            if rank != self.rank and not (self.pulls and self.assembles):
                 continue
-            held = self._held[spec.name]
-            if len(held) == 1 and held[0].fragment.extent == spec.shape and held[0].fragment.dtype == spec.dtype:
-                yield spec.name, next(parts)
-                continue
-            whole = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device=self.device)
-            for h in held:
-                whole[h.fragment.index] = next(parts).to(whole.dtype)
-            yield spec.name, whole
+            there = mapped.get(rank, {})
+            some = [self._roots[n] if rank == self.rank else there[i] for i, n in enumerate(x.roots)]
+            self._numbers[rank] = {n: len(self._sources) + i for i, n in enumerate(x.roots)}
+            self._sources += some
 
-    def _exchanged(self, group: Group) -> list[torch.Tensor]:
-        """On rank 0 all parts of the group's tensors, in their order. One message from each other rank that holds some.
-        Parts are views that are kept from one gather to the next; those that came hold until the next group comes."""
-        order = [h for spec in group.tensors for h in self._held[spec.name]]
-        if self.rank:
-            mine = self._kept(group, lambda: [_Mine(self._roots, h) for h in order if h.rank == self.rank])
-            self.collectives = int(bool(mine))
-            if mine:
-                _run([dist.P2POp(dist.isend, torch.cat([x.flat() for x in mine]), 0)])
-            return []
-        sizes: dict[int, int] = {}
-        for h in order:
-            if h.rank:
-                sizes[h.rank] = sizes.get(h.rank, 0) + h.nbytes
-        for r, n in sizes.items():
-            if r not in self._came or self._came[r].numel() < n:
-                self._known, self._came[r] = {}, torch.empty(0)  # views hold the old one
-                self._came[r] = torch.empty(n, dtype=torch.uint8, device=self.device)
-        self.collectives = len(sizes)
-        _run([dist.P2POp(dist.irecv, self._came[r][:n], r) for r, n in sizes.items()])
-        return [x.now() for x in self._kept(group, lambda: self._arrived(order))]
+    def _mapped(self, said: Sequence[_Rank]) -> dict[int, dict[int, torch.Tensor]]:
+        from xfer.transport.peer import Mapping as Mapped
 
-    def _arrived(self, order: list[_Held]) -> list[_Mine | _Came]:
-        at, parts = dict.fromkeys(self._came, 0), []
-        for h in order:
-            if h.rank == 0:
-                parts.append(_Mine(self._roots, h))
-                continue
-            parts.append(_Came(self._came[h.rank][at[h.rank] : at[h.rank] + h.nbytes], h.fragment))
-            at[h.rank] += h.nbytes
-        return parts
+        self._mapping = Mapped(self.rank, self.device)
+        for rank, x in enumerate(said):
+            if rank != self.rank:
+                self._mapping.open(x.offer, rank, range(len(x.roots)))
+        return self._mapping.roots
 
-    def _kept(self, group: Group, make: Callable[[], list]) -> list:
-        known = self._known.get(id(group))
-        if known is None or known[0] is not group:
-            known = self._known[id(group)] = (group, make())
-        return known[1]
+    # ---- messages
 
+    def prepare(self, plan: BucketPlan, buffer: Callable[[int, Message], torch.Tensor] | None) -> None:
+        """Before the first message of a gather: all tables are made and kernels loaded, since to load one beside NCCL's can
+        hang the host. `buffer`: where each message will be put together, on ranks that assemble."""
+        number = 0
+        for group in plan.groups:
+            for message in group.messages:
+                self._way(message).bind(buffer(number, message) if buffer is not None else None)
+                number += 1
 
-class _Mine:
-    """A part where this rank has it. Its view is made once, where it is one; `flat` as contiguous bytes."""
+    def place(self, message: Message, data: torch.Tensor | None) -> None:
+        """Collective where ranks do not pull. Fills `data`, on this thread's stream; None on ranks that do not assemble, or
+        that have no use for the message any more."""
+        self.collectives = self._way(message).run(data)
 
-    __slots__ = ("root", "fragment", "view", "bytes")
+    def tensors(self, group: Group) -> Iterator[tuple[str, torch.Tensor | None]]:
+        """Whole tensors of their own, for who packs them himself; None on ranks that do not assemble."""
+        unpacker, most = Unpacker(self.device), 0
+        longest = max((x.nbytes for x in group.messages), default=0)
+        if self.assembles and (self._scratch.device != self.device or self._scratch.numel() < longest):
+            self._ways = {}  # they hold the old one
+            self._scratch = torch.empty(longest, dtype=torch.uint8, device=self.device)
+        for message in group.messages:
+            data = self._scratch[: message.nbytes] if self.assembles else None
+            self.place(message, data)
+            most = max(most, self.collectives)
+            if data is not None:
+                yield from ((spec.name, t) for spec, t in unpacker.take(message, data.clone()))
+        self.collectives = most
+        if not self.assembles:
+            yield from ((spec.name, None) for spec in group.tensors)
 
-    def __init__(self, roots: Mapping[str, torch.Tensor], h: _Held):
-        self.root, self.fragment = roots[h.fragment.root], h.fragment
-        self.view = _view(self.root, h.fragment) if min(h.fragment.strides, default=0) >= 0 else None
-        self.bytes = flat_bytes(self.view) if self.view is not None and self.view.is_contiguous() else None
+    def _way(self, message: Message) -> _Way:
+        found = self._ways.get(id(message))
+        if found is None or found.message is not message:
+            found = self._ways[id(message)] = _Way(self, message)
+        return found
 
-    def now(self) -> torch.Tensor:
-        return self.view if self.view is not None else _view(self.root, self.fragment)
+    def slots(self, kind: str) -> list[torch.Tensor]:
+        """Two buffers for what is sent ("out") or arrives ("in"): no round is longer."""
+        if kind not in self._slots:
+            room = -(-self.round_bytes // places.STEP) * places.STEP
+            self._slots[kind] = [torch.empty(room, dtype=torch.uint8, device=self.device) for _ in range(2)]
+        return self._slots[kind]
 
-    def flat(self) -> torch.Tensor:
-        return self.bytes if self.bytes is not None else flat_bytes(self.now())
+    def bound(self, copies: Sequence[Copy], sources: Sequence[torch.Tensor], into: torch.Tensor) -> kernels.BoundRows:
+        rows = places.table(copies)
+        if self.device.type != "cuda" or find_spec("triton") is None:
+            return kernels.bind(rows, [into], "local", src_roots=sources)
+        from xfer.kernels.triton_impl import TritonRows
 
-
-class _Came:
-    """A part where it arrives: `piece` is bytes of a buffer that is used again."""
-
-    __slots__ = ("piece", "fragment", "view")
-
-    def __init__(self, piece: torch.Tensor, fragment: Fragment):
-        self.piece, self.fragment, dtype = piece, fragment, getattr(torch, fragment.dtype)
-        self.view = None if piece.storage_offset() % dtype.itemsize else piece.view(dtype).view(fragment.extent)
-
-    def now(self) -> torch.Tensor:
-        if self.view is not None:
-            return self.view
-        return self.piece.clone().view(getattr(torch, self.fragment.dtype)).view(self.fragment.extent)
+        # Own and others' storages take turns: while the link is busy, local memory is not idle.
+        groups = [0] * len(sources)
+        if sources is self._sources:
+            groups = [i for i, some in enumerate(self._numbers.values()) for _ in some]
+        return TritonRows(rows, [into], "local", sources, groups=groups, programs=self.programs)
 
 
-def _run(ops: list) -> None:
-    if ops:
-        for work in dist.batch_isend_irecv(ops):
+class _Leg:
+    """One round as this rank takes part in it: as its target, or as one that sends."""
+
+    def __init__(self, stream: TensorStream, round: Round, found: Sequence[Copy]):
+        self._s, self._round, self._found = stream, round, found
+        self.target = round.target == stream.rank
+        self._bound: dict[tuple[int, int], kernels.BoundRows] = {}  # by the destination's address and the slot
+
+    def bind(self, data: torch.Tensor | None, slot: int) -> kernels.BoundRows:
+        """What is launched before sending, or after arriving."""
+        s = self._s
+        key = (data.data_ptr() if self.target else 0, slot)
+        if key not in self._bound:
+            into = data if self.target else s.slots("out")[slot]
+            sources = s.slots("in")[slot : slot + 1] if self.target else s._sources
+            self._bound[key] = s.bound(self._found, sources, into)
+        return self._bound[key]
+
+    def begin(self, slot: int) -> list:
+        """Starts the messages of this round."""
+        s, sections = self._s, self._round.sections
+        if not self.target:
+            self.bind(None, slot).copy()
+            ops = [dist.P2POp(dist.isend, s.slots("out")[slot][: sections[s.rank][1]], self._round.target)]
+        else:
+            into = s.slots("in")[slot]
+            ops = [dist.P2POp(dist.irecv, into[at : at + n], r) for r, (at, n) in sections.items()]
+        return dist.batch_isend_irecv(ops)
+
+    def end(self, works: list, slot: int, data: torch.Tensor | None) -> int:
+        """Waits for them (on GPUs: makes the stream wait); how many arrived."""
+        for work in works:
             work.wait()
+        if self.target and data is not None:
+            self.bind(data, slot).copy()
+        return len(self._round.sections) if self.target else 0
 
 
-def _box(f: Fragment) -> _Box:
-    return list(f.origin), list(f.extent), list(f.steps), f.dtype
+class _Way:
+    """How one message is put together, and this rank's part in that."""
 
+    def __init__(self, stream: TensorStream, message: Message):
+        self.message, self._s = message, stream
+        numbers, most = stream._numbers, stream.round_bytes
+        self._legs: list[_Leg] = []
+        self._own: list[Copy] = []
+        self._bound: dict[int, kernels.BoundRows] = {}  # by the buffer's address; they hold the buffer
+        for target in stream._targets:
+            if stream.pulls and target != stream.rank:
+                continue
+            found = places.pieces(message, stream._held, target)
+            if target == stream.rank:
+                some = [p for p in found if stream.pulls or p.rank == target]
+                self._own = [p.copy(numbers[p.rank][p.fragment.root]) for p in some]
+            for r in () if stream.pulls else places.rounds(found, target, most):
+                if target == stream.rank:
+                    self._legs.append(_Leg(stream, r, places.landed(r, 0)))
+                elif stream.rank in r.sections:
+                    self._legs.append(_Leg(stream, r, places.sent(r, stream.rank, numbers[stream.rank])))
 
-def _view(root: torch.Tensor, f: Fragment) -> torch.Tensor:
-    """The fragment's elements where they lie; a copy where strides run backwards, which torch cannot express."""
-    item, offset = ITEMSIZE[f.dtype], f.offset
-    back = [d for d, s in enumerate(f.strides) if s < 0]
-    for d in back:
-        offset += (f.extent[d] - 1) * f.strides[d]
-    typed = root[: root.numel() // item * item].view(getattr(torch, f.dtype))
-    view = typed.as_strided(f.extent, [abs(s) // item for s in f.strides], offset // item)
-    return view.flip(back) if back else view
+    def bind(self, data: torch.Tensor | None) -> kernels.BoundRows | None:
+        for i, leg in enumerate(self._legs):
+            if not leg.target or data is not None:
+                leg.bind(data, i % 2)
+        if data is None:
+            return None
+        if data.data_ptr() not in self._bound:
+            self._bound[data.data_ptr()] = self._s.bound(self._own, self._s._sources, data)
+        return self._bound[data.data_ptr()]
+
+    def run(self, data: torch.Tensor | None) -> int:
+        """How many messages came for it. Round k + 1 is on its way while round k is put into its places."""
+        if data is not None and data.numel():
+            self.bind(data).copy()
+        going: deque[tuple[_Leg, list, int]] = deque()
+        came = 0
+        for i, leg in enumerate(self._legs):
+            going.append((leg, leg.begin(i % 2), i % 2))
+            if len(going) == 2:
+                first, works, slot = going.popleft()
+                came += first.end(works, slot, data)
+        for leg, works, slot in going:
+            came += leg.end(works, slot, data)
+        return came

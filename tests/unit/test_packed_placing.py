@@ -1,0 +1,181 @@
+"""Messages put together from boxes that several ranks hold: every byte comes to its place, whoever holds it and however it came,
+through tables that xfer's kernels run. With TRITON_INTERPRET=1 through Triton's, in its interpreter.
+"""
+
+from __future__ import annotations
+
+import os
+from math import prod
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from xfer import kernels
+from xfer.errors import Unsupported
+from xfer.packed import places
+from xfer.packed.plan import ALIGN, TaskSize, make_plan
+from xfer.packed.wire import nbytes_of
+from xfer.plan.program import ITEMSIZE
+from xfer.trace.fragment import Fragment, TensorSpec
+
+RANKS = 3
+TRITON = os.environ.get("TRITON_INTERPRET") == "1"
+EXAMPLES = int(os.environ.get("XFER_EXAMPLES", "100")) // (10 if TRITON else 1)
+
+
+class Held:
+    """Tensors of random bytes, cut into boxes along random dims; each box on one or several ranks, in storages of their own
+    with random strides (gaps, other orders of dims, backwards)."""
+
+    def __init__(self, draw):
+        self.rng = np.random.default_rng(draw(st.integers(0, 1 << 30)))
+        self.truth: dict[str, np.ndarray] = {}
+        self.specs: list[TensorSpec] = []
+        self.boxes: dict[str, dict] = {}
+        self.storages: dict[tuple[int, str], np.ndarray] = {}
+        for i in range(draw(st.integers(1, 4))):
+            shape = tuple(draw(st.lists(st.integers(0 if i else 1, 7), max_size=4)))
+            dtype = draw(st.sampled_from(["bfloat16", "float32", "uint8", "float64"]))
+            spec = TensorSpec(f"t{i}", shape, dtype)
+            self.specs.append(spec)
+            item = ITEMSIZE[dtype]
+            self.truth[spec.name] = self.rng.integers(0, 256, (*shape, item), dtype=np.uint8)
+            self.boxes[spec.name] = {}
+            for origin, extent, steps in self._cut(shape):
+                ranks = self.rng.permutation(RANKS)[: self.rng.integers(1, RANKS + 1)].tolist()
+                known = {r: self._stored(spec, r, origin, extent, steps) for r in ranks}
+                self.boxes[spec.name][origin, extent, steps] = known
+
+    def _cut(self, shape):
+        """Disjoint boxes that cover a tensor: halves of halves, or every other index of a dim."""
+        todo, out = [((0,) * len(shape), shape, (1,) * len(shape))], []
+        while todo:
+            origin, extent, steps = todo.pop()
+            some = [d for d, n in enumerate(extent) if n > 1]
+            if not some or self.rng.random() < 0.4:
+                out.append((origin, extent, steps))
+                continue
+            d = int(self.rng.choice(some))
+            n, q = extent[d], steps[d]
+            at = int(self.rng.integers(1, n))
+            parts = [(0, at, q), (at, n - at, q)]
+            if self.rng.random() < 0.3:
+                parts = [(0, -(-n // 2), 2 * q), (1, n // 2, 2 * q)]
+            for first, count, step in parts:
+                todo.append(
+                    (
+                        (*origin[:d], origin[d] + first * q, *origin[d + 1 :]),
+                        (*extent[:d], count, *extent[d + 1 :]),
+                        (*steps[:d], step, *steps[d + 1 :]),
+                    )
+                )
+        return [(tuple(map(int, o)), tuple(map(int, e)), tuple(map(int, s))) for o, e, s in out]
+
+    def _stored(self, spec, rank, origin, extent, steps) -> Fragment:
+        item = ITEMSIZE[spec.dtype]
+        strides, at = [0] * len(extent), item
+        for d in self.rng.permutation(len(extent)).tolist():
+            strides[d] = at * int(self.rng.choice([1, -1]))
+            at *= max(1, extent[d])
+            at += item * int(self.rng.integers(0, 3))
+        low = sum((n - 1) * s for n, s in zip(extent, strides) if s < 0 and n)
+        root = f"r{rank}.{len(self.storages)}"
+        offset = -low + item * int(self.rng.integers(0, 3))
+        storage = np.full(offset + at + 16, 0xEE, np.uint8)
+        box = tuple(slice(o, o + (n - 1) * q + 1, q) for o, n, q in zip(origin, extent, steps)) if all(extent) else None
+        if box is not None:
+            view = np.lib.stride_tricks.as_strided(storage[offset:], (*extent, item), (*strides, 1))
+            view[...] = self.truth[spec.name][box]
+        self.storages[rank, root] = storage
+        return Fragment(spec.name, origin, extent, root, offset, tuple(strides), spec.dtype, steps)
+
+
+@st.composite
+def held(draw) -> Held:
+    return Held(draw)
+
+
+def run(copies, sources, into) -> None:
+    if TRITON:
+        from xfer.kernels.triton_impl import TritonRows
+
+        groups = [int(i % 2) for i in range(len(sources))]
+        return TritonRows(places.table(copies), [into], "local", sources, groups=groups, programs=2).copy()
+    kernels.bind(places.table(copies), [into], "local", src_roots=sources).copy()
+
+
+def expected(message, h: Held) -> torch.Tensor:
+    out = np.full(message.nbytes, 0x77, np.uint8)
+    for p in message.parts:
+        out[p.offset : p.offset + p.size] = h.truth[p.spec.name].reshape(-1)[p.start : p.start + p.size]
+    return torch.from_numpy(out)
+
+
+@settings(deadline=None, max_examples=EXAMPLES)
+@given(held(), st.integers(ALIGN, 1024), st.integers(16, 200), st.booleans())
+def test_every_byte_comes_to_its_place_pulled_or_sent_in_rounds(h, limit, most, pulls):
+    plan = make_plan([TaskSize(i, (s,)) for i, s in enumerate(h.specs)], limit)
+    numbers = {r: {n: i for i, (q, n) in enumerate(h.storages) if q == r} for r in range(RANKS)}
+    everything = [torch.from_numpy(x) for x in h.storages.values()]
+    for s in h.specs:
+        assert places.held_wholly(s.shape, h.boxes[s.name])
+    for group in plan.groups:
+        for message in group.messages:
+            for target in range(RANKS):
+                data = torch.full((message.nbytes,), 0x77, dtype=torch.uint8)
+                found = places.pieces(message, h.boxes, target)
+                assert sum(p.nbytes for p in found) == sum(p.size for p in message.parts)
+                mine = [p.copy(numbers[p.rank][p.fragment.root]) for p in found if pulls or p.rank == target]
+                run(mine, everything, data)
+                for r in [] if pulls else places.rounds(found, target, most):
+                    assert r.nbytes <= most // 16 * 16 + 16 and target not in r.sections
+                    slot = torch.full((r.nbytes,), 0xDD, dtype=torch.uint8)
+                    for rank, (at, n) in r.sections.items():
+                        run(places.sent(r, rank, numbers[rank]), everything, slot[at : at + n])
+                    run(places.landed(r, 0), [slot], data)
+                assert torch.equal(data, expected(message, h))
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 5), max_size=4).map(tuple), st.data())
+def test_a_range_of_elements_is_disjoint_boxes(shape, data):
+    n = prod(shape)
+    a = data.draw(st.integers(0, n))
+    b = data.draw(st.integers(a, n))
+    seen = np.zeros(shape, int)
+    for origin, extent in places.flat_range(shape, a, b):
+        seen[tuple(slice(o, o + e) for o, e in zip(origin, extent))] += 1
+    assert (seen.reshape(-1) == [a <= i < b for i in range(n)]).all()
+
+
+def test_a_hole_is_seen_also_where_other_boxes_overlap():
+    def box(o, e):
+        return (o, 0), (e, 2), (1, 1)
+
+    assert places.held_wholly((4, 2), [box(0, 2), box(2, 2)])
+    assert places.held_wholly((4, 2), [box(0, 3), box(2, 2)])
+    assert not places.held_wholly((4, 2), [box(0, 2), box(0, 2), box(1, 2)][1:])
+    assert not places.held_wholly((4, 2), [box(0, 3), box(1, 2)])
+    assert not places.held_wholly((4, 2), [])
+    assert places.held_wholly((), [((), (), ())]) and not places.held_wholly((), [])
+
+
+def test_a_value_of_another_dtype_is_converted_as_torch_does():
+    spec = TensorSpec("a", (3, 4), "bfloat16")
+    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
+    f = Fragment("a", (0, 0), (3, 4), "r", 0, (16, 4), "float32", (1, 1))
+    (message,) = make_plan([TaskSize(0, (spec,))]).groups[0].messages
+    data = torch.zeros(nbytes_of(spec), dtype=torch.uint8)
+    found = places.pieces(message, {"a": {((0, 0), (3, 4), (1, 1)): {1: f}}}, 0)
+    run([p.copy(0) for p in found], [x.view(-1).view(torch.uint8)], data)
+    assert torch.equal(data.view(torch.bfloat16).view(3, 4), x.to(torch.bfloat16))
+
+
+def test_tensors_of_too_many_dims_are_refused_by_name():
+    f = Fragment("deep", (0,) * 7, (1,) * 7, "r", 0, (0,) * 7, "uint8")
+    with pytest.raises(Unsupported, match="dims") as e:
+        places.table([places.Copy(0, f, 0, (0,) * 7, "uint8")])
+    assert e.value.violations == ("deep",)

@@ -1,0 +1,263 @@
+"""Where the bytes of a message come from: boxes of tensors, as several ranks hold them, against the parts of a message.
+
+A `Copy` takes a box from a storage to its place in a message; tables of them are what one kernel launch moves
+(xfer.kernels). Boxes that travel between ranks go in *rounds* of a bounded size, so that a rank that puts messages
+together needs little memory beside them. Arithmetic only: no tensor, no process. Not here: who sends (tensors.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from math import prod
+
+import numpy as np
+
+from xfer.errors import Unsupported
+from xfer.packed.wire import Message, Part
+from xfer.plan.program import DTYPE_CODE, ITEMSIZE, MAX_DIMS, ROW, Op
+from xfer.trace.fragment import Fragment, Ints
+
+STEP = 16
+"""Bytes. Boxes begin at multiples in what ranks send each other, so that kernels move words and never single bytes."""
+
+Box = tuple[Ints, Ints, Ints]
+"""Origin, extent, steps; see trace.fragment.Fragment."""
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """`fragment` of storage number `root` to byte `at` of a flat buffer, with byte strides `strides` and as `dtype` there."""
+
+    root: int
+    fragment: Fragment
+    at: int
+    strides: Ints
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One box of one part of a message, and the rank that gives it. `fragment`: in that rank's storages."""
+
+    rank: int
+    fragment: Fragment
+    part: Part
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.fragment.extent) * ITEMSIZE[self.fragment.dtype]
+
+    @property
+    def padded(self) -> int:
+        return -(-self.nbytes // STEP) * STEP
+
+    def copy(self, root: int, fragment: Fragment | None = None) -> Copy:
+        """To its place in the message; from `fragment` where its bytes lie elsewhere meanwhile."""
+        f, item = self.fragment, ITEMSIZE[self.part.spec.dtype]
+        steps = dense(self.part.spec.shape, item)
+        at = self.part.offset - self.part.start + sum(o * s for o, s in zip(f.origin, steps))
+        strides = tuple(s * q for s, q in zip(steps, f.steps or (1,) * len(steps)))
+        return Copy(root, fragment or f, at, strides, self.part.spec.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """What goes to `target` at once. sections[r]: where the bytes that rank r sends begin at the target, and how many."""
+
+    target: int
+    pieces: tuple[tuple[int, Piece], ...]  # with the byte in its rank's section
+    sections: Mapping[int, tuple[int, int]]
+
+    @property
+    def nbytes(self) -> int:
+        return max((start + n for start, n in self.sections.values()), default=0)
+
+
+def dense(shape: Ints, item: int) -> Ints:
+    """Byte strides of a row-major tensor."""
+    out, at = [], item
+    for n in reversed(shape):
+        out.append(at)
+        at *= n
+    return tuple(reversed(out))
+
+
+def pieces(message: Message, held: Mapping[str, Mapping[Box, Mapping[int, Fragment]]], target: int) -> list[Piece]:
+    """Everything that `message` is put together from on rank `target`: from its own storages what it has itself, of what
+    several others have, each in turn."""
+    out, turn = [], 0
+    for part in message.parts:
+        ranges = None if part.whole else _ranges(part)
+        for holders in held[part.spec.name].values():
+            rank = target
+            if target not in holders:
+                some = sorted(holders)
+                rank, turn = some[turn % len(some)], turn + 1
+            f = holders[rank]
+            found = [f] if ranges is None else [clip(f, *box) for box in ranges]
+            out += [Piece(rank, x, part) for x in found if x is not None and all(x.extent)]
+    return out
+
+
+def _ranges(part: Part) -> list[tuple[Ints, Ints]]:
+    item = ITEMSIZE[part.spec.dtype]
+    return list(flat_range(part.spec.shape, part.start // item, (part.start + part.size) // item))
+
+
+def flat_range(shape: Ints, start: int, stop: int) -> Iterator[tuple[Ints, Ints]]:
+    """Elements start <= i < stop of a row-major tensor as disjoint boxes (origin, extent)."""
+    if start >= stop:
+        return
+    if not shape:
+        yield (), ()
+        return
+    row = prod(shape[1:])
+    first, last = -(-start // row), stop // row  # rows that are whole
+    if first > last:  # inside one row
+        for origin, extent in flat_range(shape[1:], start - last * row, stop - last * row):
+            yield (last, *origin), (1, *extent)
+        return
+    if start < first * row:
+        for origin, extent in flat_range(shape[1:], start - (first - 1) * row, row):
+            yield (first - 1, *origin), (1, *extent)
+    if first < last:
+        yield (first, *(0 for _ in shape[1:])), (last - first, *shape[1:])
+    if last * row < stop:
+        for origin, extent in flat_range(shape[1:], 0, stop - last * row):
+            yield (last, *origin), (1, *extent)
+
+
+def clip(f: Fragment, origin: Ints, extent: Ints) -> Fragment | None:
+    """The part of `f` inside a box of its tensor; None where they do not meet."""
+    steps = f.steps or (1,) * len(f.extent)
+    lows, counts = [], []
+    for o, n, q, a, m in zip(f.origin, f.extent, steps, origin, extent):
+        low, high = max(0, -(-(a - o) // q)), min(n, -(-(a + m - o) // q))
+        if high <= low:
+            return None
+        lows.append(low)
+        counts.append(high - low)
+    return replace(
+        f,
+        origin=tuple(o + i * q for o, i, q in zip(f.origin, lows, steps)),
+        extent=tuple(counts),
+        offset=f.offset + sum(i * s for i, s in zip(lows, f.strides)),
+    )
+
+
+def smaller(f: Fragment, most: int) -> Iterator[Fragment]:
+    """`f` in parts of at most `most` bytes, cut at the first dims; single elements are never cut."""
+    if prod(f.extent) * ITEMSIZE[f.dtype] <= most or all(n == 1 for n in f.extent):
+        yield f
+        return
+    d = next(i for i, n in enumerate(f.extent) if n > 1)
+    row = prod(f.extent[d + 1 :]) * ITEMSIZE[f.dtype]
+    count = max(1, most // row)
+    step = (f.steps or (1,) * len(f.extent))[d]
+    for i in range(0, f.extent[d], count):
+        n = min(count, f.extent[d] - i)
+        part = replace(
+            f,
+            origin=(*f.origin[:d], f.origin[d] + i * step, *f.origin[d + 1 :]),
+            extent=(*f.extent[:d], n, *f.extent[d + 1 :]),
+            offset=f.offset + i * f.strides[d],
+        )
+        yield from smaller(part, most)
+
+
+def rounds(found: Iterable[Piece], target: int, most: int) -> list[Round]:
+    """What the others send `target`, at most about `most` bytes at a time; the same on all ranks."""
+    out: list[Round] = []
+    some: list[Piece] = []
+    used = 0
+    for piece in found:
+        if piece.rank == target:
+            continue
+        for f in smaller(piece.fragment, most):
+            p = replace(piece, fragment=f)
+            if some and used + p.padded > most:
+                out.append(_round(some, target))
+                some, used = [], 0
+            some.append(p)
+            used += p.padded
+    return [*out, _round(some, target)] if some else out
+
+
+def _round(some: Sequence[Piece], target: int) -> Round:
+    size: dict[int, int] = {}
+    placed = []
+    for p in some:
+        at = size.get(p.rank, 0)
+        placed.append((at, p))
+        size[p.rank] = at + p.padded
+    start, sections = 0, {}
+    for rank in sorted(size):
+        sections[rank] = (start, size[rank])
+        start += size[rank]
+    return Round(target, tuple(placed), sections)
+
+
+def sent(r: Round, rank: int, number: Mapping[str, int]) -> list[Copy]:
+    """From this rank's storages (`number`: by name) into its section, densely."""
+    return [
+        Copy(number[p.fragment.root], p.fragment, at, dense(p.fragment.extent, ITEMSIZE[p.fragment.dtype]), p.fragment.dtype)
+        for at, p in r.pieces
+        if p.rank == rank
+    ]  # fmt: skip
+
+
+def landed(r: Round, root: int) -> list[Copy]:
+    """From where the sections arrived (storage number `root`) to their places in the message."""
+    out = []
+    for at, p in r.pieces:
+        f = p.fragment
+        strides = dense(f.extent, ITEMSIZE[f.dtype])
+        out.append(p.copy(root, replace(f, offset=r.sections[p.rank][0] + at, strides=strides)))
+    return out
+
+
+def table(copies: Sequence[Copy]) -> np.ndarray:
+    """Rows (dtype ROW) for xfer.kernels, side "local": destinations lie in storage 0. Unsupported for too many dims."""
+    if deep := sorted({c.fragment.tensor for c in copies if len(c.fragment.extent) > MAX_DIMS}):
+        raise Unsupported(f"tensors of more than {MAX_DIMS} dims cannot be packed", deep)
+    out = np.zeros(len(copies), ROW)
+    if not copies:
+        return out
+
+    def column(values: Iterable[Sequence[int]], fill: int) -> list[list[int]]:
+        return [[fill] * (MAX_DIMS - len(v)) + list(v) for v in values]
+
+    out["op"] = [Op.COPY if c.fragment.dtype == c.dtype else Op.CAST for c in copies]
+    out["src_dtype"] = [DTYPE_CODE[c.fragment.dtype] for c in copies]
+    out["dst_dtype"] = [DTYPE_CODE[c.dtype] for c in copies]
+    out["src_root"] = [c.root for c in copies]
+    out["src_offset"] = [c.fragment.offset for c in copies]
+    out["dst_offset"] = [c.at for c in copies]
+    out["extent"] = column((c.fragment.extent for c in copies), 1)
+    out["src_strides"] = column((c.fragment.strides for c in copies), 0)
+    out["dst_strides"] = column((c.strides for c in copies), 0)
+    return out
+
+
+def held_wholly(shape: Ints, boxes: Iterable[Box]) -> bool:
+    """Whether boxes cover every element of a tensor. They may overlap; one with steps must not."""
+    return _covered(tuple(shape), tuple(sorted(boxes)))
+
+
+@lru_cache(maxsize=4096)
+def _covered(shape: Ints, boxes: tuple[Box, ...]) -> bool:
+    total = prod(shape)
+    there = sum(prod(extent) for _, extent, _ in boxes)
+    if there < total or not total:
+        return there >= total
+    if len(boxes) == 1 or any(q != 1 for _, _, steps in boxes for q in steps):
+        return there == total
+    edges = [
+        sorted({0, n, *(o[d] for o, _, _ in boxes), *(o[d] + e[d] for o, e, _ in boxes)}) for d, n in enumerate(shape)
+    ]
+    seen = np.zeros([len(e) - 1 for e in edges], bool)
+    for origin, extent, _ in boxes:
+        seen[tuple(slice(e.index(o), e.index(o + n)) for e, o, n in zip(edges, origin, extent))] = True
+    return bool(seen.all())
