@@ -232,6 +232,11 @@ class TritonRows:
         return len(self._launches)
 
     @property
+    def recordable(self) -> bool:
+        """Whether a call does nothing but launch these kernels, so that a CUDA graph may stand for it."""
+        return self._twin is None and self._bulk is None
+
+    @property
     def scratch_bytes(self) -> int:
         tables = sum(t.tiles.nbytes for t in (*self._launches, *self._fills))
         return tables + (self._twin.scratch_bytes if self._twin else 0)

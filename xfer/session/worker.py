@@ -202,8 +202,7 @@ class WorkerSession:
         return self._binding, self._roots
 
     def before(self, go: m.Go, plan: Part) -> None:
-        self.model.synchronize()
-        self.model.engage_lock()
+        self.model.engage_lock()  # on a stream that the transfer waits for; the device was idle when this worker armed
 
     def after(self, go: m.Go, plan: Part) -> tuple[m.Checksum, ...]:
         # What the trainers sent is checked where it landed, before the loader's own arithmetic runs over scratch.

@@ -7,6 +7,7 @@ Through ctypes, loaded at the first call, so importing this touches no device. N
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
@@ -15,6 +16,7 @@ import torch
 HANDLE_BYTES = 64
 _BUFFER_ID, _LEGACY_IPC, _MAPPED = 7, 10, 13  # CU_POINTER_ATTRIBUTE_…
 _LAZY_PEER_ACCESS = 1
+_THIS_THREAD = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
 
 
 class DriverError(RuntimeError):
@@ -108,6 +110,35 @@ def stream_wait_at_least(stream: torch.cuda.Stream, pointer: int, value: int) ->
 
 def _word(pointer: int, value: int) -> tuple:
     return ctypes.c_uint64(pointer), ctypes.c_uint32(value & 0xFFFFFFFF), ctypes.c_uint(0)  # 0: at least; with a fence
+
+
+class Graph:
+    """What `work` gives to `stream`, recorded once and launched as one; nothing of it may wait for the host, allocate or
+    use another stream. Recording does not run it, and other threads may use the device meanwhile. DriverError when it
+    cannot be recorded; the stream is as before then. What it points to is the caller's to keep.
+    """
+
+    def __init__(self, stream: torch.cuda.Stream, work: Callable[[], object]):
+        self._exec = ctypes.c_void_p()
+        recorded, on = ctypes.c_void_p(), ctypes.c_void_p(stream.cuda_stream)
+        _call("cuStreamBeginCapture_v2", on, ctypes.c_int(_THIS_THREAD))
+        try:
+            work()
+        finally:
+            code = _driver().cuStreamEndCapture(on, ctypes.byref(recorded))
+        if code:
+            raise DriverError("cuStreamEndCapture", code)
+        try:
+            _call("cuGraphInstantiateWithFlags", ctypes.byref(self._exec), recorded, ctypes.c_ulonglong(0))
+        finally:
+            _call("cuGraphDestroy", recorded)
+
+    def launch(self, stream: torch.cuda.Stream) -> None:
+        _call("cuGraphLaunch", self._exec, ctypes.c_void_p(stream.cuda_stream))
+
+    def __del__(self) -> None:
+        if self._exec:  # one that still runs ends first, says CUDA
+            _driver().cuGraphExecDestroy(self._exec)
 
 
 def tensor_at(pointer: int, nbytes: int, device: torch.device) -> torch.Tensor:

@@ -35,6 +35,7 @@ MAX_OFFER_BYTES = 64 << 20
 DRAIN_S = 5.0
 """How long an aborted pull may take to leave the device: each program finishes the tile that it holds."""
 _POLL_S = 20e-6
+_STOP_S = 2e-3
 _TOKEN = secrets.token_bytes(16)
 
 
@@ -338,6 +339,20 @@ class Pull:
         nbytes = row_wire_bytes(rows)
         self.by_sender = tuple((a, int(nbytes[rows["src"] == a].sum())) for a in sorted(set(rows["src"].tolist())))
         self._stream, self._event = torch.cuda.Stream(self.device), torch.cuda.Event()
+        self._graph = self._recorded() if gate is None else None  # what a gate says changes from run to run
+
+    @property
+    def launches(self) -> int:
+        """What the host gives to the device in each run to move the bytes."""
+        return 1 if self._graph else sum(b.launches for b in self._bound)
+
+    def _recorded(self) -> driver.Graph | None:
+        """The launches as one: from Python each costs some 0.1 ms. None where torch's own kernels take part, which may
+        allocate."""
+        if not all(getattr(b, "recordable", False) for b in self._bound):
+            return None
+        with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
+            return driver.Graph(self._stream, self._launch)
 
     def _bind(self, rows: np.ndarray, mapping: Mapping, roots: Sequence[torch.Tensor], **how) -> BoundRows:
         from xfer.kernels.triton_impl import TritonRows
@@ -362,12 +377,15 @@ class Pull:
         self._began = time.perf_counter()
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream):
-            self._abort.zero_()
-            self._launch()
+            if self._graph is not None:
+                self._graph.launch(self._stream)
+            else:
+                self._launch()
             self._event.record()
         self._launched = time.perf_counter()
 
     def _launch(self) -> None:
+        self._abort.zero_()
         for wave, bound in enumerate(self._bound):
             if self._gate is not None:
                 self._gate.before(wave, self._stream)
@@ -390,12 +408,12 @@ class Pull:
         while not self._event.query():
             late = time.monotonic() > deadline
             if late or cancelled():
-                self.stop()
                 until = time.monotonic() + DRAIN_S
                 while not self._event.query():
+                    self.stop()  # again and again: what begins late clears the word
                     if time.monotonic() > until:
                         raise PeerLost("a pull does not leave the device", where=where, drained=False)
-                    time.sleep(_POLL_S)
+                    time.sleep(_STOP_S)
                 if late:
                     raise DeadlineExceeded("the deadline passed while bytes were pulled", where=where)
                 raise Aborted("the pull was cancelled", where=where)
