@@ -1,20 +1,21 @@
 """Layer-wise optimizers on the GPUs of one host: right to the bit, and how much of the gather of parameters is hidden.
 
     python scripts/bench_layerwise_gpu.py [--ranks 2 4] [--out results.json]     starts the ranks itself, once per number
-    torchrun --nproc-per-node 4 scripts/bench_layerwise_gpu.py                   one number of ranks
+    torchrun --nproc-per-node 4 scripts/bench_layerwise_gpu.py                   one number of ranks, without `dead`
     python scripts/bench_layerwise_gpu.py --toy --ranks 2                        the same code on a CPU, over gloo, at toy size
 
-Parts:
+Parts, in the order in which they run (--help has their seconds):
   exact     a small transformer in fp32, and one with bf16 matrices and fp32 vectors: losses and parameters of every way of
             gathering, bit for bit those of the blocking one; in fp32 also those of DDP in which every rank steps
             everything, and near one process
   overlap   2.3 B parameters in bf16 under DDP: what a gather adds to the forward, blocking and overlapped, by device events and
             by the profiler's timeline, the same bytes each time; bytes received for bytes lacked
-  narrow    that again with few thread blocks for the gather
-  skew      that again with one owner of nearly everything
   megatron  the same network, batch and inner optimizers under Megatron-Core's own LayerWiseDistributedOptimizer, where it can
             be imported (bench_layerwise_megatron.py)
-Needs torch, numpy and msgspec. Not here: engines, refits.
+  skew      `overlap` again with one owner of nearly everything
+  narrow    `overlap` again with few thread blocks for the gather; only if asked for
+  dead      one rank is killed in a gather, in processes of their own (bench_layerwise_dead.py)
+Needs torch, numpy and msgspec. Figures are in --out after every part. Not here: engines, refits.
 """
 
 from __future__ import annotations
@@ -23,10 +24,8 @@ import argparse
 import gc
 import hashlib
 import json
-import math
 import os
 import platform
-import subprocess
 import sys
 import tempfile
 import time
@@ -38,20 +37,26 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+import bench_layerwise_dead as dead
+import bench_layerwise_launch as launching
 import torch
 import torch.distributed as dist
-from bench_layerwise_net import Clock, Net, Shape, Timeline, batch, loss_of, repeatable, timeline
-from bench_layerwise_results import Exact, Overlap, flat, medians, table
+from bench_layerwise_net import Clock, Net, Shape, batch, loss_of, repeatable
+from bench_layerwise_results import Exact, Overlap, flat, medians, summary, table
+from bench_layerwise_step import Step, before
 from torch.nn.parallel import DistributedDataParallel
 
 from xfer.layerwise import LayerWiseOptimizer, Muon, ParamGroup
-from xfer.testing.ports import free_port
 
 SMALL, TOY_SMALL = Shape(6, 512, 1024, 8, 128), Shape(2, 64, 128, 2, 16)
 LARGE, TOY_LARGE = Shape(28, 2560, 32768, 4, 2048), Shape(3, 128, 512, 2, 32)
-PARTS = ("exact", "overlap", "narrow", "skew", "megatron")
+SECONDS = {"exact": 40, "overlap": 30, "megatron": 35, "skew": 20, "narrow": 22, "dead": 28}
+"""Expected of each part on 2 to 8 H200s."""
+START_S = 20
+"""Expected until all ranks of one number are there."""
+PARTS = tuple(SECONDS)
 DEPTHS = (1, 2, 4)
-DEADLINE_S = 300.0
+DEADLINE_S, DEATH_S = 300.0, 8.0
 
 
 class Rank:
@@ -89,6 +94,10 @@ class Rank:
         dist.all_reduce(t, dist.ReduceOp.MAX)
         return t.tolist()
 
+    def late(self, until: float) -> bool:
+        """Whether any rank's time.monotonic() is past its `until`; the same answer on all."""
+        return self.slowest([time.monotonic() - until])[0] > 0.0
+
     def everybody(self, x) -> list:
         out = [None] * self.size
         dist.all_gather_object(out, x)
@@ -96,7 +105,8 @@ class Rank:
 
     # ---- exact
 
-    def exact(self) -> list[Exact]:
+    def exact(self, keep: Callable[[list[dict]], None]) -> None:
+        """keep: called with what is known after each model."""
         repeatable(True)
         shape, steps = (SMALL, self.args.steps) if self.cuda else (TOY_SMALL, 6)
         ways = {
@@ -122,8 +132,8 @@ class Rank:
             differ = tuple(w for w in seen if seen[w] != truth[w])
             losses = seen["blocking"][0]
             out.append(Exact(model, self.size, steps, tuple(seen), differ, losses[0], losses[-1], distance))
+            keep([asdict(x) for x in out])
         repeatable(False)
-        return out
 
     def _train(
         self, net: Net, shape: Shape, steps: int, owners: bool = True, **options
@@ -199,8 +209,8 @@ class Rank:
 
         depths = DEPTHS[:1] if skewed or ctas else DEPTHS
         names = ["none", "blocking", *(f"depth {d}" for d in depths)]
-        step = Step(self, shape, module, optimizer, lambda hook: _before(gather, hook))
-        forward, whole, lines = step.measure({n: way(n) for n in names}, self.args.rounds if not skewed else 3)
+        step = Step(self, shape, module, optimizer, lambda hook: before(gather, hook))
+        forward, whole, lines = step.measure({n: way(n) for n in names}, self.args.rounds)
         gather.overlap, gather.begin = False, begin
         gather.drain()
         gather.stats.reset()
@@ -219,109 +229,6 @@ class Rank:
             tuple(sum(owned) - n for n in owned),
             lines,
         )
-
-
-def _before(gather, hook: Callable[[], None]) -> None:
-    """Have `hook` called at the beginning of every `gather.begin`, whichever it is by then; undone by `gather.begin = …`."""
-    inner = gather.begin
-
-    def begin() -> None:
-        hook()
-        inner()
-
-    gather.begin = begin
-
-
-class Step:
-    """Training steps of a large network, with clocks around what follows the owners' updates.
-
-    announce: called once per step with a function that has to run after the inner optimizers' steps and before anything of the
-    gather starts.
-    """
-
-    def __init__(self, rank: Rank, shape: Shape, module, optimizer, announce: Callable[[Callable[[], None]], None]):
-        self.rank, self.shape, self.module, self.optimizer, self.announce = rank, shape, module, optimizer, announce
-        self.number, self.loss = 0, None
-
-    def forward(self) -> torch.Tensor:
-        self.number += 1
-        return loss_of(self.module, batch(self.shape, self.number, self.rank.rank, self.rank.device))
-
-    def once(self) -> None:
-        loss = self.forward()
-        self.optimizer.zero_grad()
-        loss.backward()
-        self.optimizer.step()
-
-    def timed(self) -> float:
-        """Milliseconds from the end of all ranks' updates to the end of the next forward. Leaves a step half done, as it
-        found it: with a loss to go back from."""
-        marks = []
-
-        def here() -> None:
-            self.rank.meet()  # a slow owner is not a slow gather
-            marks.append(self.rank.clock.mark())
-
-        self.optimizer.zero_grad()
-        self.loss.backward()
-        self.announce(here)
-        self.optimizer.step()
-        self.loss = self.forward()
-        end = self.rank.clock.mark()
-        self.rank.sync()
-        return self.rank.clock.ms(marks[0], end)
-
-    def measure(self, ways: dict[str, Callable[[], None]], rounds: int):
-        """(forward ms, whole step ms, timelines), by way; ways take turns."""
-        for name in list(ways) * 2:  # allocators, and the order of buckets
-            ways[name]()
-            self.once()
-        self.loss = self.forward()
-        forward = {n: [] for n in ways}
-        for _ in range(rounds):
-            for name, choose in ways.items():
-                choose()
-                forward[name].append(self.timed())
-        lines = {}
-        if self.rank.cuda:
-            for name, choose in ways.items():
-                if name != "none":
-                    lines[name] = self.rank.everybody(self._profiled(choose, name))
-        self.loss.backward()
-        self.loss = None
-        whole = {n: [] for n in ways}
-        for _ in range(max(2, rounds // 4)):
-            for name, choose in ways.items():
-                self.rank.meet()
-                began = time.perf_counter()
-                for _ in range(2):
-                    choose()
-                    self.once()
-                self.rank.sync()
-                whole[name].append((time.perf_counter() - began) * 1e3 / 2)
-        slowest = self.rank.slowest
-        return {n: slowest(x) for n, x in forward.items()}, {n: slowest(x) for n, x in whole.items()}, lines
-
-    def _profiled(self, choose: Callable[[], None], name: str, steps: int = 2) -> Timeline:
-        from torch.profiler import ProfilerActivity, profile
-
-        with tempfile.TemporaryDirectory() as folder:
-            with profile(activities=[ProfilerActivity.CUDA]) as prof:
-                for _ in range(steps):
-                    choose()
-                    self.timed()
-            trace = Path(folder) / "trace.json"
-            prof.export_chrome_trace(str(trace))
-            keep = self.rank.args.traces
-            if keep and self.rank.rank == 0:
-                Path(keep).mkdir(parents=True, exist_ok=True)
-                slug = f"{self.rank.size}_{type(self.optimizer).__name__}_{name.replace(' ', '_')}.json"
-                (Path(keep) / slug).write_bytes(trace.read_bytes())
-            try:
-                return timeline(trace, steps)
-            except ValueError as e:  # the others go on, so this rank does too
-                print(f"# rank {self.rank.rank}, {name}: {e}", flush=True)
-                return Timeline(math.nan, math.nan)
 
 
 def groups(net: Net, lr: float = 1e-3, compute: torch.dtype | None = None, skew: int = 0) -> list[ParamGroup]:
@@ -357,26 +264,41 @@ def digest(net: torch.nn.Module) -> str:
 def run_rank(args) -> dict:
     """What one process does, and what `table` shows of it."""
     rank = Rank(args)
-    result: dict = {"ranks": rank.size, "what": machine(rank), "skipped": {}}
-    for part in args.parts:
+    if "dead" in args.parts:  # alone, see `launch`
+        shape, bucket = (SMALL, 2 << 20) if rank.cuda else (TOY_SMALL, 20_000)
+        dead.live_through(
+            rank.rank, rank.size, rank.device, shape, groups, args.how, DEATH_S, bucket, Path(args.survivors)
+        )
+    result: dict = {"ranks": rank.size, "what": machine(rank), "skipped": {}, "seconds": {}}
+
+    def keep(part: str, found) -> None:
+        """After every part and within long ones: what comes later may fail, or be cut off."""
+        result[part] = found
+        write()
+
+    def write() -> None:
+        if rank.rank == 0 and args.out:
+            launching.keep(args.out, result)
+
+    for part in (p for p in PARTS if p in args.parts):
         began = time.monotonic()
         if part == "exact":
-            result[part] = [asdict(x) for x in rank.exact()]
+            rank.exact(lambda found: keep("exact", found))
         elif part == "megatron":
             found = megatron(rank)
             if isinstance(found, str):
                 result["skipped"][part] = found
             else:
-                result[part] = flat(found)
+                keep(part, flat(found))
         else:
-            result[part] = flat(rank.overlap(part == "skew", args.ctas if part == "narrow" else None))
+            keep(part, flat(rank.overlap(part == "skew", args.ctas if part == "narrow" else None)))
         gc.collect()
         if rank.cuda:
             torch.cuda.empty_cache()
-        if rank.rank == 0:  # after every part: what comes later may fail, or be cut off
-            if args.out:
-                Path(args.out).write_text(json.dumps(result, indent=1))
-            print(f"# {part} on {rank.size} ranks: {time.monotonic() - began:.0f} s")
+        result["seconds"][part] = round(time.monotonic() - began, 1)
+        write()
+        if rank.rank == 0:
+            print(f"# {part} on {rank.size} ranks: {result['seconds'][part]:.0f} s")
             print("\n".join(table({"ranks": rank.size, "what": part, "skipped": {}} | pick(result, part))), flush=True)
     dist.barrier()
     dist.destroy_process_group()
@@ -419,74 +341,97 @@ def machine(rank: Rank) -> dict:
 
 
 def launch(args) -> int:
-    """Every number of ranks in turn; `args.out` is written after each, and beside it a file per number after every part.
-    Exit code 1 when a run fails or anything differs."""
-    results, bad = [], 0
-    numbers = {"--steps": args.steps, "--rounds": args.rounds, "--bucket-mb": args.bucket_mb, "--ctas": args.ctas}
+    """Every number of ranks in turn. Exit code 1 when a run fails, anything differs, or a death was not told."""
+    launching.stopped_is_an_exit()
+    bad = 0
+    numbers = {"--steps": args.steps, "--rounds": args.rounds, "--bucket-mb": args.bucket_mb, "--ctas": args.ctas,
+               "--limit": args.limit}  # fmt: skip
     passed = [word for flag, value in numbers.items() for word in (flag, str(value))]
-    passed += ["--parts", *args.parts] + ["--toy"] * args.toy + (["--traces", args.traces] if args.traces else [])
-    settings = {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1", "NCCL_NVLS_ENABLE": "0", "PYTHONWARNINGS": "ignore",
-                "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}  # fmt: skip
+    passed += ["--toy"] * args.toy + (["--traces", args.traces] if args.traces else [])
     with tempfile.TemporaryDirectory() as folder:
-        whole = Path(args.out) if args.out else Path(folder) / "all.json"
-        whole.parent.mkdir(parents=True, exist_ok=True)
-        for n in args.ranks:
-            out = whole.with_name(f"{whole.stem}_{n}{whole.suffix}")
-            settings |= {"WORLD_SIZE": str(n), "MASTER_PORT": str(free_port())}
-            command = [sys.executable, __file__, *passed, "--out", str(out)]
+        out = Path(args.out) if args.out else Path(folder) / "all.json"
+        if not args.append:
             out.unlink(missing_ok=True)
-            ranks = [
-                subprocess.Popen(command, env=os.environ | settings | {"RANK": str(r), "LOCAL_RANK": str(r)})
-                for r in range(n)
-            ]
-            failed = _wait(ranks, args.deadline)
-            if out.exists():
-                results.append(json.loads(out.read_text()))
-                whole.write_text(json.dumps(results, indent=1))
-            if failed:
-                print(f"# {n} ranks: {failed}", flush=True)
-                bad = 1
-    bad |= any(x["differ"] for r in results for x in r.get("exact", ()))
-    for r in results:
-        print("\n".join(table(r)), flush=True)
+        try:
+            for n in args.ranks:
+                command = [sys.executable, __file__, *passed, "--out", str(out)]
+                parts = [p for p in PARTS if p in args.parts and p != "dead"]
+                if parts:
+                    failed = launching.run([*command, "--parts", *parts], n, args.deadline or allowed(parts))
+                    if failed:
+                        print(f"# {n} ranks: {failed}", flush=True)
+                        bad = 1
+                if "dead" in args.parts and n > 1:
+                    bad |= _deaths(args, command, n, out, Path(folder))
+        finally:  # also when stopped: what is known is shown
+            runs = json.loads(out.read_text()) if out.exists() else []
+            for r in runs:
+                print("\n".join(table(r)), flush=True)
+            print("\n".join(summary(runs)), flush=True)
+    bad |= any(x["differ"] for r in runs for x in r.get("exact", ()))
     return int(bad)
 
 
-def _wait(ranks: list[subprocess.Popen], seconds: float) -> str:
-    """Until all have ended, one has failed, or it is too late; what went wrong."""
-    until, why = time.monotonic() + seconds, ""
-    while any(p.poll() is None for p in ranks) and not why:
-        if any(p.poll() for p in ranks):
-            why = "a rank failed"
-        elif time.monotonic() > until:
-            why = f"not done within {seconds:.0f} s"
-        else:
-            time.sleep(0.2)
-    for p in ranks:
-        if p.poll() is None and why:
-            p.kill()
-        p.wait()
-    return why or ("a rank failed" if any(p.returncode for p in ranks) else "")
+def _deaths(args, command: list[str], n: int, out: Path, folder: Path) -> int:
+    found, began = [], time.monotonic()
+    for how in args.how_dead:
+        survivors = folder / f"{n} {how}"
+        survivors.mkdir()
+        words = ["--parts", "dead", "--how", how, "--survivors", str(survivors)]
+        failed = launching.run([*command, *words], n, allowed(["dead"]), frozenset({dead.victim(n)}))
+        x = dead.collect(survivors, how, n, DEATH_S)
+        print("\n".join([f"# {n} ranks, dead: {failed}"] * bool(failed) + dead.lines(dead.flat(x))), flush=True)
+        found.append(dead.flat(x))
+        seconds = {"dead": round(time.monotonic() - began, 1)}
+        launching.keep(out, {"ranks": n, "skipped": {}, "seconds": seconds, "dead": found})
+    return int(any(x["verdict"] for x in found))
+
+
+def allowed(parts: list[str]) -> float:
+    """Seconds after which the ranks of one number are ended."""
+    return 15.0 + 1.4 * expected(parts)
+
+
+def expected(parts: list[str]) -> float:
+    return START_S * any(p != "dead" for p in parts) + sum(SECONDS[p] for p in parts)
 
 
 def main() -> int:
-    options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    each = ", ".join(f"{part} {s}" for part, s in SECONDS.items())
+    options = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0],
+        epilog=f"Seconds expected on 2 to 8 H200s, per number of ranks: {START_S} to start, then {each}.",
+    )
     options.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="numbers of ranks, one run each")
-    options.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    options.add_argument("--parts", nargs="+", choices=PARTS, default=[p for p in PARTS if p != "narrow"])
     options.add_argument("--steps", type=int, default=50, help="of `exact`")
-    options.add_argument("--rounds", type=int, default=8, help="timed steps per way")
+    options.add_argument("--rounds", type=int, default=6, help="timed steps per way")
+    options.add_argument("--limit", type=float, default=20.0, help="seconds per part after which no round is begun")
     options.add_argument("--bucket-mb", type=int, default=64)
     options.add_argument("--ctas", type=int, default=8, help="thread blocks that a gather may take in `narrow`")
-    options.add_argument("--deadline", type=float, default=270.0, help="seconds per number of ranks")
-    options.add_argument("--out", default="", help="file for all figures, JSON")
+    options.add_argument(
+        "--how-dead", nargs="+", choices=list(dead.HOW), default=["killed"], help="of `dead`: what happens to the rank"
+    )
+    options.add_argument(
+        "--deadline",
+        type=float,
+        default=0.0,
+        help="seconds per number of ranks; default: 1.4 times what is expected, and 15",
+    )
+    options.add_argument("--out", default="", help="file for all figures, JSON, written after every part")
+    options.add_argument("--append", action="store_true", help="keep the figures of other runs that --out has")
     options.add_argument("--traces", default="", help="folder for rank 0's timelines")
     options.add_argument("--toy", action="store_true", help="on a CPU, over gloo, at toy size")
+    options.add_argument("--how", default="killed", help=argparse.SUPPRESS)
+    options.add_argument("--survivors", default="", help=argparse.SUPPRESS)
     args = options.parse_args()
     if "RANK" not in os.environ:
         return launch(args)
+    if not args.survivors:
+        args.parts = [p for p in args.parts if p != "dead"]
     result = run_rank(args)
     if int(os.environ["RANK"]) == 0 and not args.out:
-        print("\n".join(table(result)))
+        print("\n".join([*table(result), *summary([result])]))
     return 0
 
 

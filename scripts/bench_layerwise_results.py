@@ -5,9 +5,11 @@ from __future__ import annotations
 import statistics
 from dataclasses import asdict, dataclass
 
+import bench_layerwise_dead as dead
 from bench_layerwise_net import Timeline
 
 HIDDEN_GOAL, WIRE_GOAL = 0.8, 1.02
+OVERLAPS = ("overlap", "narrow", "megatron", "skew")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +69,8 @@ def flat(x: Overlap) -> dict:
 
 def table(result: dict) -> list[str]:
     """The lines that a person reads."""
-    out = [f"== {result['ranks']} ranks, {result['what']}"]
+    took = "".join(f", {part} {s:.0f} s" for part, s in result.get("seconds", {}).items())
+    out = [f"== {result['ranks']} ranks, {result.get('what', '')}{took}"]
     for x in result.get("exact", ()):
         near = "" if x["distance"] is None else f", losses within {x['distance']:.1e} of one process"
         verdict = "ALL EQUAL" if not x["differ"] else f"DIFFER: {', '.join(x['differ'])}"
@@ -75,12 +78,61 @@ def table(result: dict) -> list[str]:
             f"exact, {x['model']}: {x['steps']} steps, {len(x['ways'])} ways, {verdict}; loss {x['first_loss']:.3f} -> "
             f"{x['last_loss']:.3f}{near}"
         )
-    for part in ("overlap", "narrow", "skew", "megatron"):
+    for part in OVERLAPS:
         if part in result:
             out += _overlap_lines(result[part])
         elif part in result["skipped"]:
             out.append(f"{part}: not run, {result['skipped'][part]}")
+    for x in result.get("dead", ()):
+        out += dead.lines(x)
     return out
+
+
+def summary(runs: list[dict]) -> list[str]:
+    """What was to be true, a line per number of ranks and kind of gather.
+
+    Overlapped is the way with the least exposed; hidden is compared with the same run's blocking gather, and for few thread
+    blocks also with the blocking gather that has all. In the timeline the rank with most counts.
+    """
+    out = [
+        "",
+        "Exposed gather, ms per step (medians of the slowest rank); goals: hidden >= "
+        f"{HIDDEN_GOAL:.0%}, wire / lacked <= {WIRE_GOAL}",
+        "ranks  gather                    blocking  overlapped  hidden | timeline: blocking  overlapped  hidden | wire / lacked",
+    ]
+    for r in runs:
+        for part in OVERLAPS:
+            if part in r:
+                out.append(_summary_line(r[part], r.get("overlap")))
+        for x in r.get("exact", ()):
+            verdict = f"differ: {', '.join(x['differ'])}" if x["differ"] else "equal to the bit"
+            out.append(f"{r['ranks']:5}  exact, {x['model']}: {x['steps']} steps, {len(x['ways'])} ways: {verdict}")
+        for x in r.get("dead", ()):
+            out.append(f"{r['ranks']:5}  {dead.lines(x)[0]}")
+    return out
+
+
+def _summary_line(x: dict, full: dict | None) -> str:
+    exposed = x["exposed_ms"]
+    best = min((w for w in exposed if w != "blocking"), key=exposed.get)
+    line = (
+        f"{x['ranks']:5}  {x['what'][:24]:24} {exposed['blocking']:9.2f} {exposed[best]:11.2f} {x['hidden'][best]:7.1%}"
+    )
+    bare = {w: max(t["exposed_ms"] for t in ts) for w, ts in x["timeline"].items() if ts}
+    if "blocking" in bare and len(bare) > 1:
+        least = min((w for w in bare if w != "blocking"), key=bare.get)
+        line += f" | {bare['blocking']:18.2f} {bare[least]:11.2f} {1 - bare[least] / bare['blocking']:7.1%}"
+    else:
+        line += f" | {'-':>18} {'-':>11} {'-':>7}"
+    line += f" | {wire_ratio(x):.5f}" if x["lacked"] else " | -"
+    if full is not None and x is not full and "blocks" in x["what"]:
+        line += f"; {1 - exposed[best] / full['exposed_ms']['blocking']:.1%} of xfer's blocking gather with all blocks hidden"
+    return line
+
+
+def wire_ratio(x: dict) -> float:
+    """Greatest of all ranks."""
+    return max(r / n for r, n in zip(x["received"], x["lacked"]) if n)
 
 
 def _overlap_lines(x: dict) -> list[str]:
@@ -89,10 +141,9 @@ def _overlap_lines(x: dict) -> list[str]:
         f"owned MB {[round(n / 1e6) for n in x['owned_bytes']]}"
     ]
     if x["lacked"]:
-        ratio = max(r / n for r, n in zip(x["received"], x["lacked"]) if n)
         out.append(
             f"  wire: received / lacked MB by rank {[f'{r / 1e6:.1f} / {n / 1e6:.1f}' for r, n in zip(x['received'], x['lacked'])]}, "
-            f"at most {ratio:.5f} (goal {WIRE_GOAL})"
+            f"at most {wire_ratio(x):.5f} (goal {WIRE_GOAL})"
         )
     out.append(
         "  way         forward ms (min-max)        exposed ms  hidden  step ms   timeline: gather, exposed ms, hidden"

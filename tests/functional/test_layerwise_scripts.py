@@ -44,4 +44,5 @@ def test_the_gpu_benchmark_at_toy_size(tmp_path):
     assert found["overlap"]["received"] == found["overlap"]["lacked"]
     dear, cheap = found["skew"]["lacked"]
     assert found["skew"]["received"] == [dear, cheap] and dear > 20 * cheap
-    assert "ALL EQUAL" in text and "megatron" in found["skipped"]
+    assert [x["verdict"] for x in found["dead"]] == [""] and len(found["dead"][0]["survivors"]) == 1
+    assert "ALL EQUAL" in text and "ALL RIGHT" in text and "megatron" in found["skipped"]

@@ -1,4 +1,5 @@
-"""Arithmetic of scripts/bench_layerwise_gpu.py: what of a gather lies bare on a profiler's timeline."""
+"""Of scripts/bench_layerwise_gpu.py: what of a gather lies bare on a profiler's timeline, what is kept of runs that are cut
+off, and when a rank's death was told as it should be."""
 
 from __future__ import annotations
 
@@ -11,6 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+from bench_layerwise_dead import Dead, Survivor, Use
+from bench_layerwise_launch import keep, run
 from bench_layerwise_net import timeline, uncovered
 
 SPANS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 8)).map(lambda x: (x[0], x[0] + x[1])), max_size=12)
@@ -37,3 +40,54 @@ def test_a_trace_has_gathers_told_from_reductions_and_other_kernels(tmp_path):
     (tmp_path / "none.json").write_text(json.dumps({"traceEvents": events[1:2]}))
     with pytest.raises(ValueError, match="gemm"):
         timeline(tmp_path / "none.json", steps=2)
+
+
+def test_figures_are_kept_part_by_part_and_number_by_number(tmp_path):
+    out = tmp_path / "new" / "results.json"
+    keep(out, {"ranks": 2, "skipped": {}, "seconds": {"exact": 1.0}, "exact": [1]})
+    keep(out, {"ranks": 4, "skipped": {"megatron": "absent"}, "seconds": {}})
+    keep(out, {"ranks": 2, "skipped": {}, "seconds": {"dead": 2.0}, "dead": [2]})
+    two, four = json.loads(out.read_text())
+    assert two == {"ranks": 2, "skipped": {}, "seconds": {"exact": 1.0, "dead": 2.0}, "exact": [1], "dead": [2]}
+    assert four["skipped"] == {"megatron": "absent"}
+    assert [p.name for p in out.parent.iterdir()] == ["results.json"]
+
+
+@pytest.mark.parametrize(
+    "code, seconds, may_die, said",
+    [
+        ("pass", 60, (), ""),
+        ("import os, sys; sys.exit(os.environ['RANK'] == '1')", 60, (), "a rank failed"),
+        ("import os, sys; sys.exit(os.environ['RANK'] == '1')", 60, (1,), ""),
+        ("import time; time.sleep(600)", 0.5, (), "not done within"),
+        ("import os, time; time.sleep(600 * (os.environ['RANK'] == '1'))", 60, (1,), ""),
+    ],
+)
+def test_ranks_are_ended_and_what_went_wrong_is_said(code, seconds, may_die, said):
+    found = run([sys.executable, "-c", code], 2, seconds, frozenset(may_die))
+    assert found.startswith(said) if said else found == ""
+
+
+def survivor(rank: int, error: str = "DeadlineExceeded", **more) -> Survivor:
+    facts = dict(
+        freed_s=8.1, loss=float("nan"), uses=(Use("step", error, "text"),), device_computes=True, wrong_bytes=0
+    )
+    return Survivor(rank, **(facts | more))
+
+
+@pytest.mark.parametrize(
+    "seen, missing, wrong",
+    [
+        (survivor(0), (), ""),
+        (survivor(0, error="PeerLost", loss=None), (), ""),
+        (survivor(0, error=""), (), "step: no error"),
+        (survivor(0, error="RuntimeError"), (), "step: RuntimeError"),
+        (survivor(0, freed_s=30.0), (), "30.0 s"),
+        (survivor(0, loss=2.5), (), "gave 2.5"),
+        (survivor(0, device_computes=False), (), "does not compute"),
+        (survivor(0, wrong_bytes=4), (), "4 bytes"),
+        (survivor(0), (1,), "rank 1: said nothing"),
+    ],
+)
+def test_a_death_was_told_only_if_nobody_hung_or_went_on(seen, missing, wrong):
+    assert wrong in (verdict := Dead("killed", 3, 8.0, (seen,), missing).verdict) and bool(verdict) is bool(wrong)

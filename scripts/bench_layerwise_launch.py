@@ -1,0 +1,78 @@
+"""Starting the ranks of bench_layerwise_gpu.py and keeping what they find: every part goes to the file of figures as soon as it
+is there, whoever is stopped afterwards. Measures nothing, and knows no part but the one whose ranks are to die.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from xfer.testing.ports import free_port
+
+SETTINGS = {
+    "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1", "NCCL_NVLS_ENABLE": "0", "PYTHONWARNINGS": "ignore",
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "PYTHONUNBUFFERED": "1", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+}  # fmt: skip
+_PR_SET_PDEATHSIG = 1
+
+
+def keep(path: str | Path, result: dict) -> None:
+    """Put one run's figures into the list in `path`, over those of the same number of ranks. Never leaves half a file."""
+    path = Path(path)
+    runs = json.loads(path.read_text()) if path.exists() else []
+    old = next((r for r in runs if r["ranks"] == result["ranks"]), None)
+    if old is None:
+        runs.append(result)
+    else:
+        skipped = {**old["skipped"], **result["skipped"]}
+        seconds = {**old.get("seconds", {}), **result.get("seconds", {})}
+        old.update(result | {"skipped": skipped, "seconds": seconds})
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(path.name + ".part")
+    aside.write_text(json.dumps(runs, indent=1))
+    os.replace(aside, path)
+
+
+def stopped_is_an_exit() -> None:
+    """SIGTERM (of `timeout`, say) becomes SystemExit, so that what is under way is ended and what is known is shown."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(124))
+
+
+def run(command: list[str], n: int, seconds: float, may_die: frozenset[int] = frozenset()) -> str:
+    """`command` as ranks 0 to n - 1 of one host; what went wrong, or "". Ranks in `may_die` are not waited for, and are
+    killed at the end. All ranks end with this process, however it ends."""
+    libc = ctypes.CDLL(None)
+    settings = SETTINGS | {"WORLD_SIZE": str(n), "MASTER_PORT": str(free_port())}
+    ranks: list[subprocess.Popen] = []
+    try:
+        for r in range(n):
+            env = os.environ | settings | {"RANK": str(r), "LOCAL_RANK": str(r)}
+            die_with_me = lambda: libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # noqa: E731
+            ranks.append(subprocess.Popen(command, env=env, preexec_fn=die_with_me))
+        return _wait([p for r, p in enumerate(ranks) if r not in may_die], seconds)
+    finally:
+        for p in ranks:
+            if p.poll() is None:
+                p.kill()
+        for p in ranks:
+            p.wait()
+
+
+def _wait(ranks: list[subprocess.Popen], seconds: float) -> str:
+    """Until all have ended, one has failed, or it is too late."""
+    until = time.monotonic() + seconds
+    while any(p.poll() is None for p in ranks):
+        if any(p.poll() for p in ranks):
+            return "a rank failed"
+        if time.monotonic() > until:
+            return f"not done within {seconds:.0f} s"
+        time.sleep(0.1)
+    return "a rank failed" if any(p.returncode for p in ranks) else ""

@@ -1,0 +1,124 @@
+"""Training steps of bench_layerwise_gpu.py with clocks around the gather of parameters, by events and by torch's profiler. Knows
+what is timed and how often; which gather it is, it is told.
+"""
+
+from __future__ import annotations
+
+import gzip
+import math
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from bench_layerwise_net import Shape, Timeline, batch, loss_of, timeline
+
+STEPS_TOGETHER = 4
+"""Whole steps that are timed as one, without anything between them."""
+
+
+def before(gather, hook: Callable[[], None]) -> None:
+    """Have `hook` called at the beginning of every `gather.begin`, whichever it is by then; undone by `gather.begin = …`."""
+    inner = gather.begin
+
+    def begin() -> None:
+        hook()
+        inner()
+
+    gather.begin = begin
+
+
+class Step:
+    """Training steps of a large network, with clocks around what follows the owners' updates.
+
+    rank: bench_layerwise_gpu.Rank. announce: called once per step with a function that has to run after the inner optimizers'
+    steps and before anything of the gather starts.
+    """
+
+    def __init__(self, rank, shape: Shape, module, optimizer, announce: Callable[[Callable[[], None]], None]):
+        self.rank, self.shape, self.module, self.optimizer, self.announce = rank, shape, module, optimizer, announce
+        self.number, self.loss = 0, None
+
+    def forward(self) -> torch.Tensor:
+        self.number += 1
+        return loss_of(self.module, batch(self.shape, self.number, self.rank.rank, self.rank.device))
+
+    def once(self) -> None:
+        loss = self.forward()
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+
+    def timed(self) -> float:
+        """Milliseconds from the end of all ranks' updates to the end of the next forward. Leaves a step half done, as it
+        found it: with a loss to go back from."""
+        marks = []
+
+        def here() -> None:
+            self.rank.meet()  # a slow owner is not a slow gather
+            marks.append(self.rank.clock.mark())
+
+        self.optimizer.zero_grad()
+        self.loss.backward()
+        self.announce(here)
+        self.optimizer.step()
+        self.loss = self.forward()
+        end = self.rank.clock.mark()
+        self.rank.sync()
+        return self.rank.clock.ms(marks[0], end)
+
+    def measure(self, ways: dict[str, Callable[[], None]], rounds: int):
+        """(forward ms, whole step ms, timelines), by way; ways take turns. Fewer rounds, but two, when `args.limit` seconds
+        are over before."""
+        until = time.monotonic() + self.rank.args.limit
+        for name in (next(iter(ways)), *ways):  # allocators, and the order of buckets
+            ways[name]()
+            self.once()
+        self.loss = self.forward()
+        forward = {n: [] for n in ways}
+        for n in range(rounds):
+            if n >= 2 and self.rank.late(until):
+                break
+            for name, choose in ways.items():
+                choose()
+                forward[name].append(self.timed())
+        lines = {}
+        if self.rank.cuda:
+            for name, choose in ways.items():
+                if name != "none":
+                    lines[name] = self.rank.everybody(self._profiled(choose, name))
+        self.loss.backward()
+        self.loss = None
+        whole = {n: [] for n in ways}
+        for name, choose in ways.items():
+            self.rank.meet()
+            began = time.perf_counter()
+            for _ in range(STEPS_TOGETHER):
+                choose()
+                self.once()
+            self.rank.sync()
+            whole[name].append((time.perf_counter() - began) * 1e3 / STEPS_TOGETHER)
+        slowest = self.rank.slowest
+        return {n: slowest(x) for n, x in forward.items()}, {n: slowest(x) for n, x in whole.items()}, lines
+
+    def _profiled(self, choose: Callable[[], None], name: str, steps: int = 2) -> Timeline:
+        from torch.profiler import ProfilerActivity, profile
+
+        with tempfile.TemporaryDirectory() as folder:
+            with profile(activities=[ProfilerActivity.CUDA]) as prof:
+                for _ in range(steps):
+                    choose()
+                    self.timed()
+            trace = Path(folder) / "trace.json"
+            prof.export_chrome_trace(str(trace))
+            keep = self.rank.args.traces
+            if keep and self.rank.rank == 0:
+                Path(keep).mkdir(parents=True, exist_ok=True)
+                slug = f"{self.rank.size}_{type(self.optimizer).__name__}_{name.replace(' ', '_')}.json.gz"
+                (Path(keep) / slug).write_bytes(gzip.compress(trace.read_bytes(), 6))
+            try:
+                return timeline(trace, steps)
+            except ValueError as e:  # the others go on, so this rank does too
+                print(f"# rank {self.rank.rank}, {name}: {e}", flush=True)
+                return Timeline(math.nan, math.nan)
