@@ -62,13 +62,10 @@ def digest(parts: Iterable[bytes | memoryview | str | np.ndarray]) -> str:
     """
     h = hashlib.blake2b(digest_size=16)
     for part in parts:
-        raw = (
-            part.encode()
-            if isinstance(part, str)
-            else np.ascontiguousarray(part).tobytes()
-            if isinstance(part, np.ndarray)
-            else part
-        )
-        h.update(len(raw).to_bytes(8, "little"))
-        h.update(raw)
+        if isinstance(part, str):
+            part = part.encode()
+        elif isinstance(part, np.ndarray):
+            part = np.ascontiguousarray(part)  # hashed where it lies
+        h.update((part.nbytes if isinstance(part, np.ndarray) else len(part)).to_bytes(8, "little"))
+        h.update(part)
     return h.hexdigest()

@@ -19,7 +19,7 @@ import numpy as np
 from xfer.errors import CoverageError
 from xfer.plan import intervals as iv
 from xfer.plan.intersect import Pieces, Stack, missing
-from xfer.plan.inventory import SCRATCH, Inventory
+from xfer.plan.inventory import Inventory
 from xfer.plan.options import PlanOptions, matches
 from xfer.plan.program import DTYPES, ITEM, ITEMSIZE, MAX_DIMS
 from xfer.plan.table import box_text
@@ -89,9 +89,12 @@ def prove(
 
 
 def _unheld(catalog: Catalog, takers: Sequence[Class], wanted: Stack, pieces: Pieces) -> Iterator[str]:
+    holes = missing(pieces, wanted)
+    if not holes:
+        return
     cls = wanted.class_of_row()
     found: dict[tuple[int, str], list[str]] = defaultdict(list)
-    for row, boxes in missing(pieces, wanted):
+    for row, boxes in holes:
         t = int(wanted.table.tensor[row])
         dims = len(catalog.tensors[t].shape)
         text = ", ".join(box_text(b.origin, b.extent, dims) for b in boxes[:4]) + (
@@ -110,9 +113,10 @@ def _untaken(catalog: Catalog, takers: Sequence[Class], options: PlanOptions) ->
     read = np.zeros(len(catalog.specs), bool)
     for first, end in {run for t in takers for run in t.inventory.reads}:
         read[first:end] = True
-    unread = [catalog.specs[i] for i in np.flatnonzero(~read)]
-    taken = _taken(catalog, takers) if unread else {}
-    for spec in unread:
+    if read.all():
+        return
+    taken = _taken(catalog, takers)
+    for spec in (catalog.specs[i] for i in np.flatnonzero(~read)):
         if not all(spec.shape) or matches(spec.name, options.drop):
             continue
         group, member = catalog.grouped(spec.name)
@@ -142,11 +146,12 @@ def _taken(catalog: Catalog, takers: Sequence[Class]) -> dict[int, set[tuple[int
 def _casts(
     catalog: Catalog, source_dtype: np.ndarray, wanted: Stack, takers: Sequence[Class], options: PlanOptions
 ) -> Iterator[str]:
+    held = source_dtype[wanted.table.tensor]
+    different = np.flatnonzero((held != wanted.table.dtype) & (held >= 0))
+    if not len(different):
+        return
     cls = wanted.class_of_row()
     seen: dict[tuple[int, int], list[str]] = defaultdict(list)
-    different = np.flatnonzero(
-        (source_dtype[wanted.table.tensor] != wanted.table.dtype) & (source_dtype[wanted.table.tensor] >= 0)
-    )
     for row in different:
         seen[int(wanted.table.tensor[row]), int(wanted.table.dtype[row])].append(takers[cls[row]].who)
     for (t, code), who in sorted(seen.items()):
@@ -190,14 +195,16 @@ def _asked(name: str, catalog: Catalog, options: PlanOptions) -> bool:
 def _footprint(catalog: Catalog, taker: Class) -> tuple[list[str], ByteClasses]:
     """Violations of one class of takers, and its counts."""
     inv = taker.inventory
-    number = {r.name: i for i, r in enumerate(inv.roots)}
+    number = inv.root_numbers()
     # One address space for all storages, with a gap between them: one sort then serves all.
-    size = np.array([r.nbytes for r in inv.roots], np.int64)
-    base = np.concatenate([[0], np.cumsum(size + 1)]).astype(np.int64)[: len(size)]
+    after = np.cumsum(inv.root_sizes() + 1)
+    base = after - inv.root_sizes() - 1
 
     def spans(items: Sequence) -> iv.Bytes:
-        at = np.array([base[number[s.root]] for s in items], np.int64)
-        start, stop = (np.array([getattr(s, n) for s in items], np.int64) for n in ("start", "stop"))
+        if not items:
+            return iv.Bytes.empty()
+        root, start, stop = np.array([(number[s.root], s.start, s.stop) for s in items], np.int64).T
+        at = base[root]
         return iv.Bytes(at + start, at + stop, np.arange(len(items), dtype=np.int64))
 
     t = inv.table
@@ -213,13 +220,17 @@ def _footprint(catalog: Catalog, taker: Class) -> tuple[list[str], ByteClasses]:
         spans(inv.staged),
         spans(inv.kept),
     )
-    live = iv.union(*_columns(spans(inv.footprint)))
-    scratch_root = np.array([r.name.startswith(SCRATCH) for r in inv.roots], bool)
-    where = _Where(inv, base)
+    every, named = iv.Bytes.concat(list(claims)), spans(inv.footprint)
+    live = iv.union(*_columns(named))
+    aliased = int((named.stop - named.start).sum()) - iv.size(live)
 
     bad = []
-    every = iv.Bytes.concat(list(claims))
     twice = iv.overlaps(every)
+    covered = iv.union(*_columns(every))
+    if not len(twice) and all(map(np.array_equal, covered, live)):
+        # The usual case: the claims are apart, and all together they are the live bytes.
+        return bad, ByteClasses(iv.size(live), *(iv.size(_columns(c)) for c in claims), aliased, 0, 0)
+    where = _Where(inv, base)
     if len(twice):
         for i, (a, b) in enumerate(zip(*iv.union(twice.start, twice.stop))):
             who = (
@@ -231,23 +242,21 @@ def _footprint(catalog: Catalog, taker: Class) -> tuple[list[str], ByteClasses]:
                 f"{where(a, b)}: claimed more than once in {taker.who}: {_some(who)}; "
                 "one byte has one writer and one class"
             )
-    covered = iv.union(*_columns(every))
     for a, b in zip(*iv.difference(live, covered)):
         bad.append(
             f"{where(a, b)}: {b - a} bytes would stay stale in {taker.who}: no fragment, fill or recipe writes them; "
             "trace the loader that writes them, or name them in keep= if they must not change"
         )
-    counts = []
     in_live = []
     for c in claims:
         u = iv.union(*_columns(c))
-        counts.append(iv.size(u))
         in_live.append(iv.size(u) - iv.size(iv.difference(u, live)))
     wrote = iv.union(*_columns(iv.Bytes.concat([claims[WRITTEN], claims[FILLED], claims[STAGED]])))
     stray = iv.difference(wrote, live)
-    in_scratch = int((stray[1] - stray[0])[scratch_root[where.roots(stray[0])]].sum()) if len(stray[0]) else 0
-    named = sum(s.stop - s.start for s in inv.footprint)
-    return bad, ByteClasses(iv.size(live), *in_live, named - iv.size(live), in_scratch, iv.size(stray) - in_scratch)
+    first, end = inv.scratch_roots()
+    roots = where.roots(stray[0])
+    in_scratch = int((stray[1] - stray[0])[(roots >= first) & (roots < end)].sum())
+    return bad, ByteClasses(iv.size(live), *in_live, aliased, in_scratch, iv.size(stray) - in_scratch)
 
 
 class _Where:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import prod
+from operator import mul
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,7 +19,7 @@ from xfer.plan.balance import nearest
 from xfer.plan.coverage import ByteClasses, Class, prove
 from xfer.plan.explain import Casts
 from xfer.plan.intersect import Atoms, Pieces, Stack, find_atoms, intersect
-from xfer.plan.inventory import SCRATCH, Inventory
+from xfer.plan.inventory import Inventory
 from xfer.plan.options import PlanOptions, matches
 from xfer.plan.program import DTYPE_CODE, DTYPES, ITEM, ITEMSIZE, MAX_DIMS, ROW, Op
 from xfer.plan.table import padded_shapes
@@ -87,6 +87,7 @@ def make_draft(
     dst_cls, dst_inv = _classes(takers)
     T = len(sources)
     src, dst = Stack.of([i.table for i in src_inv]), Stack.of([i.table for i in dst_inv])
+    _check_tables(catalog, src_inv, src, dst_inv, dst)
     held = _source_dtypes(catalog, src, src_cls)
     atoms = find_atoms(src)
     pieces = intersect(atoms, dst)
@@ -120,22 +121,30 @@ def _check(catalog: Catalog, sources: Sequence[Inventory], takers: Sequence[Inve
                 )
     if options.hosts and len(options.hosts) != len(sources) + len(takers):
         bad.append(f"hosts: {len(options.hosts)} given for {len(sources) + len(takers)} joint ranks (trainers first)")
-    if not bad:
-        seen, shapes = {}, padded_shapes(catalog)
-        for inv in (*sources, *takers):
-            if seen.setdefault(inv.digest(), inv) is inv:
-                bad += [f"{inv.who}: {line}" for line in inv.table.misfits(catalog, inv.roots, shapes)]
     if bad:
         raise LayoutError("the inventories do not make a plan", bad)
-    wide = sorted(
-        {
+
+
+def _check_tables(
+    catalog: Catalog, src_inv: Sequence[Inventory], src: Stack, dst_inv: Sequence[Inventory], dst: Stack
+) -> None:
+    shapes, bad = padded_shapes(catalog), []
+    for inventories, stack in ((src_inv, src), (dst_inv, dst)):
+        sizes = [i.root_sizes() for i in inventories]
+        first = np.cumsum([0, *map(len, sizes)])[:-1]
+        size = np.concatenate(sizes)[stack.table.root + np.repeat(first, np.diff(stack.first))]
+        if any(odd.any() for odd in stack.table.unfit(shapes, size)):
+            bad += [f"{i.who}: {line}" for i in inventories for line in i.table.misfits(catalog, i.roots, shapes)]
+    if bad:
+        raise LayoutError("the inventories do not make a plan", bad)
+    if len(shapes) and not shapes[:, -1].all():
+        wide = sorted(
             f"{s.name}: {len(s.shape)} dims, at most {MAX_DIMS} are supported"
             for s in catalog.tensors
             if len(s.shape) > MAX_DIMS
-        }
-    )
-    if wide:
-        raise Unsupported("tensors that cannot be planned", wide)
+        )
+        if wide:
+            raise Unsupported("tensors that cannot be planned", wide)
 
 
 def _classes(items: Sequence[Inventory]) -> tuple[np.ndarray, list[Inventory]]:
@@ -265,32 +274,37 @@ def _facts(
 ) -> Facts:
     # Pieces that a class of takers shares (in one block per host) count once per taker.
     times = np.repeat([len(t) for t in stream.group_takers], np.diff(stream.group_first)).astype(np.int64)
-    roots = [np.array([r.name.startswith(SCRATCH) for r in i.roots], bool) for i in dst_inv]
-    scratch = np.concatenate([r[i.table.root] if len(i.table) else np.zeros(0, bool) for r, i in zip(roots, dst_inv)])
-    in_scratch = scratch[stream.want]
+    scratch = np.array([i.scratch_roots() for i in dst_inv], np.int64)
+    staged = 0
+    if (scratch[:, 0] < scratch[:, 1]).any():
+        first, end = np.repeat(scratch, np.diff(dst.first), axis=0)[stream.want].T
+        root = dst.table.root[stream.want]
+        staged = int(times[(root >= first) & (root < end)].sum())
     tensor, code = dst.table.tensor[stream.want], dst.table.dtype[stream.want]
     cast = np.flatnonzero(held[tensor] != code)
-    kinds, kind = np.unique(held[tensor[cast]] * len(DTYPES) + code[cast], return_inverse=True)
     casts = []
-    for k, (a, b) in enumerate(zip(*divmod(kinds, len(DTYPES)))):
-        mine = cast[kind.reshape(-1) == k]
-        names = np.unique(tensor[mine])
-        example = catalog.tensors[names[0]].name
-        casts.append(Casts(DTYPES[a], DTYPES[b], len(names), int(times[mine].sum()), example))
+    if len(cast):
+        kinds, kind = np.unique(held[tensor[cast]] * len(DTYPES) + code[cast], return_inverse=True)
+        for k, (a, b) in enumerate(zip(*divmod(kinds, len(DTYPES)))):
+            mine = cast[kind.reshape(-1) == k]
+            names = np.unique(tensor[mine])
+            example = catalog.tensors[names[0]].name
+            casts.append(Casts(DTYPES[a], DTYPES[b], len(names), int(times[mine].sum()), example))
     workers = np.bincount(dst_cls, minlength=len(dst_inv)).tolist()
     reasons: dict[str, int] = defaultdict(int)
     for inv, n in zip(dst_inv, workers):
         for k in inv.kept:
             reasons[k.reason] += n * (k.stop - k.start)
+    sizes = padded_shapes(catalog).prod(axis=1).tolist()
     return Facts(
         tensors=len(catalog.tensors),
         largest_piece=int(stream.nbytes.max(initial=0)),
         fills=sum(n * len(i.fills) for i, n in zip(dst_inv, workers)),
-        direct=int(times[~in_scratch].sum()),
-        staged=int(times[in_scratch].sum()),
+        direct=int(times.sum()) - staged,
+        staged=staged,
         classes=tuple(byte_classes[c] for c in dst_cls.tolist()),
         casts=tuple(casts),
         kept=tuple(sorted(reasons.items())),
         dropped=tuple(s.name for s in catalog.specs if matches(s.name, options.drop)) if options.drop else (),
-        broadcast_bytes=sum(prod(s.shape) * ITEMSIZE[s.dtype] for s in catalog.tensors) * len(dst_cls),
+        broadcast_bytes=sum(map(mul, sizes, (ITEMSIZE[s.dtype] for s in catalog.tensors))) * len(dst_cls),
     )

@@ -70,18 +70,20 @@ class Pieces:
 def find_atoms(sources: Stack) -> Atoms:
     t = sources.table
     cls = sources.class_of_row()
-    order = np.lexsort([np.arange(len(t)), cls, *t.extent.T[::-1], *t.origin.T[::-1], t.tensor])
-    tensor, origin, extent, cls = t.tensor[order], t.origin[order], t.extent[order], cls[order]
-    same_box = (
-        (np.diff(tensor) == 0) & (np.diff(origin, axis=0) == 0).all(axis=1) & (np.diff(extent, axis=0) == 0).all(axis=1)
-    )
+    columns = [t.tensor, *_varying(t.origin), *_varying(t.extent)]
+    order = np.lexsort(columns[::-1])  # stable: rows of one box stay in the order of classes, and of rows in a class
+    cls, same_box = cls[order], np.ones(max(0, len(t) - 1), bool)
+    for c in columns:
+        sorted_ = c[order]
+        same_box &= sorted_[1:] == sorted_[:-1]
     # One class may hold a box in two storages (a copy). Its first one serves.
-    keep = np.concatenate([[True], ~(same_box & (np.diff(cls) == 0))]) if len(t) else np.zeros(0, bool)
-    fresh = np.concatenate([[True], ~same_box])[keep] if len(t) else keep
-    order, cls = order[keep], cls[keep]
-    first = np.flatnonzero(fresh)
+    again = same_box & (cls[1:] == cls[:-1])
+    if again.any():
+        keep = np.concatenate([[True], ~again])
+        order, cls, same_box = order[keep], cls[keep], same_box[keep[1:]]
+    first = np.flatnonzero(np.concatenate([[True], ~same_box])[: len(order)])
     bounds = np.append(first, len(order))
-    tensor, origin, extent = (c[keep][first] for c in (tensor, origin, extent))
+    tensor, origin, extent = (c[order[first]] for c in (t.tensor, t.origin, t.extent))
 
     clashing = _clashing(tensor, origin, extent)
     if not clashing.any():
@@ -93,15 +95,17 @@ def intersect(atoms: Atoms, wanted: Stack) -> Pieces:
     """Every common element of an atom and a wanted box, once per wanted box."""
     w = wanted.table
     by_tensor = np.argsort(w.tensor, kind="stable")
-    names, start = np.unique(w.tensor[by_tensor], return_index=True)
-    stop = np.append(start[1:], len(by_tensor))
+    names = w.tensor[by_tensor]
+    start, rows = _runs(names)
+    stop, names = start + rows, names[start]
     low, high = np.searchsorted(atoms.tensor, names, "left"), np.searchsorted(atoms.tensor, names, "right")
     hits_a, hits_w = [], []
     a_end, w_end = atoms.origin + atoms.extent, w.origin + w.extent
-    few = (high - low) * (stop - start) <= FEW
-    wants = by_tensor[np.repeat(few, stop - start)]
-    for want, atom in _all_pairs(wants, *_of_rows(few, stop - start, high - low, low)):
-        meet = _meeting(atoms.origin, a_end, atom, w.origin, w_end, want)
+    few = (high - low) * rows <= FEW
+    wants = by_tensor[np.repeat(few, rows)]
+    dims = np.flatnonzero(_spread(atoms.origin, atoms.extent) | _spread(w.origin, w.extent)).tolist()
+    for want, atom in _all_pairs(wants, *_of_rows(few, rows, high - low, low)):
+        meet = _meeting(atoms.origin, a_end, atom, w.origin, w_end, want, dims)
         hits_w.append(want[meet])
         hits_a.append(atom[meet])
     for i in np.flatnonzero(~few):
@@ -111,7 +115,7 @@ def intersect(atoms: Atoms, wanted: Stack) -> Pieces:
         for at in range(0, len(rows), step):
             part = rows[at : at + step]
             meet = np.ones((len(part), high[i] - low[i]), bool)
-            for d in range(MAX_DIMS):
+            for d in dims:
                 ao, ae = atoms.origin[a, d], a_end[a, d]
                 if (
                     len(ao)
@@ -127,7 +131,7 @@ def intersect(atoms: Atoms, wanted: Stack) -> Pieces:
             hits_a.append(q + low[i])
     want = np.concatenate(hits_w) if hits_w else np.zeros(0, np.int64)
     atom = np.concatenate(hits_a) if hits_a else np.zeros(0, np.int64)
-    order = np.lexsort((atom, want))
+    order = np.argsort(want * len(atoms.tensor) + atom)  # each pair comes once
     want, atom = want[order], atom[order]
     origin = np.maximum(atoms.origin[atom], w.origin[want])
     extent = np.minimum(a_end[atom], w_end[want]) - origin
@@ -148,22 +152,41 @@ def _all_pairs(rows: np.ndarray, many: np.ndarray, first: np.ndarray) -> Iterato
         yield np.repeat(rows[portion], n), np.repeat(first[portion], n) + at
 
 
+def _runs(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Where each run of equal values begins, and how long it is."""
+    if not len(values):
+        return np.zeros(0, np.int64), np.zeros(0, np.int64)
+    start = np.flatnonzero(np.concatenate([[True], values[1:] != values[:-1]]))
+    return start, np.diff(np.append(start, len(values)))
+
+
+def _spread(origin: np.ndarray, extent: np.ndarray) -> np.ndarray:
+    """The dims in which some box is not the one element 0. bool [MAX_DIMS]."""
+    return ((origin != 0) | (extent != 1)).any(axis=0)
+
+
+def _varying(columns: np.ndarray) -> list[np.ndarray]:
+    """Those of the columns whose values are not all equal."""
+    return [columns[:, d] for d in np.flatnonzero((columns[1:] != columns[:-1]).any(axis=0))]
+
+
 def _meeting(
-    a_origin: np.ndarray, a_end: np.ndarray, a: np.ndarray, b_origin: np.ndarray, b_end: np.ndarray, b: np.ndarray
-) -> np.ndarray:
-    """Whether box a[p] shares an element with box b[p]. bool [P]."""
+    a_origin: np.ndarray, a_end: np.ndarray, a: np.ndarray, b_origin: np.ndarray, b_end: np.ndarray, b: np.ndarray,
+    dims: Sequence[int],
+) -> np.ndarray:  # fmt: skip
+    """Whether box a[p] shares an element with box b[p], which in dims not in `dims` are the one element 0. bool [P]."""
     meet = np.ones(len(a), bool)
-    for d in range(MAX_DIMS):
-        unused = all((o[:, d] == 0).all() and (e[:, d] == 1).all() for o, e in ((a_origin, a_end), (b_origin, b_end)))
-        if not unused:
-            meet &= (a_origin[a, d] < b_end[b, d]) & (b_origin[b, d] < a_end[a, d])
+    for d in dims:
+        meet &= (a_origin[a, d] < b_end[b, d]) & (b_origin[b, d] < a_end[a, d])
     return meet
 
 
 def missing(pieces: Pieces, wanted: Stack) -> list[tuple[int, list[Box]]]:
     """(row of the takers' stack, the boxes of it that no sender holds), for rows that are not wholly held."""
-    got = np.zeros(len(wanted.table), np.int64)
-    np.add.at(got, pieces.want, pieces.extent.prod(axis=1))
+    # Pieces are sorted by what is wanted, so that what each row got lies between two of these.
+    sums = np.concatenate([[0], np.cumsum(pieces.extent.prod(axis=1))])
+    ends = np.searchsorted(pieces.want, np.arange(len(wanted.table) + 1))
+    got = np.diff(sums[ends])
     out = []
     for row in np.flatnonzero(got != wanted.table.extent.prod(axis=1)):
         mine = slice(*np.searchsorted(pieces.want, [row, row + 1]))
@@ -177,45 +200,51 @@ def missing(pieces: Pieces, wanted: Stack) -> list[tuple[int, list[Box]]]:
 
 def cut_box(origin: Sequence[int], extent: Sequence[int], begin: int, end: int) -> list[Box]:
     """Elements begin..end of a box, counted in row-major order, as boxes in that order: at most 2 D - 1 of them."""
-    out: list[Box] = []
+    return [Box(tuple(o), tuple(e)) for o, e in cut_range([*map(int, origin)], [*map(int, extent)], begin, end)]
 
-    def walk(o: tuple[int, ...], e: tuple[int, ...], d: int, lo: int, hi: int) -> None:
-        size = prod(e[d:])
+
+def cut_range(origin: list[int], extent: list[int], begin: int, end: int) -> list[tuple[list[int], list[int]]]:
+    """As cut_box, in plain lists: (origin, extent) of each box."""
+    out: list[tuple[list[int], list[int]]] = []
+
+    def walk(o: list[int], e: list[int], d: int, size: int, lo: int, hi: int) -> None:
+        """lo..hi of the `size` elements in dims d and above; before d all extents are 1."""
         if lo >= hi:
             return
-        if lo == 0 and hi == size:
-            out.append(Box(o, e))
+        if hi - lo == size:
+            out.append((o, e))
             return
         while e[d] == 1:
             d += 1
         inner = size // e[d]
+
+        def slab(i: int, n: int) -> tuple[list[int], list[int]]:
+            return [*o[:d], o[d] + i, *o[d + 1 :]], [*e[:d], n, *e[d + 1 :]]
+
         (first, skip), (last, rest) = divmod(lo, inner), divmod(hi, inner)
-
-        def slab(i: int, n: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-            return (*o[:d], o[d] + i, *o[d + 1 :]), (*e[:d], n, *e[d + 1 :])
-
         if first == last:
-            walk(*slab(first, 1), d + 1, skip, rest)
+            walk(*slab(first, 1), d + 1, inner, skip, rest)
             return
         if skip:
-            walk(*slab(first, 1), d + 1, skip, inner)
+            walk(*slab(first, 1), d + 1, inner, skip, inner)
             first += 1
         if last > first:
-            out.append(Box(*slab(first, last - first)))
-        walk(*slab(last, 1), d + 1, 0, rest)
+            out.append(slab(first, last - first))
+        if rest:
+            walk(*slab(last, 1), d + 1, inner, 0, rest)
 
-    walk(tuple(int(v) for v in origin), tuple(int(v) for v in extent), 0, begin, end)
+    walk(origin, extent, 0, prod(extent), begin, end)
     return out
 
 
 def _clashing(tensor: np.ndarray, origin: np.ndarray, extent: np.ndarray) -> np.ndarray:
     """Which of the distinct boxes share an element with another box of their tensor. bool [N]."""
     out = np.zeros(len(tensor), bool)
-    names, start, count = np.unique(tensor, return_index=True, return_counts=True)
-    end = origin + extent
+    start, count = _runs(tensor)
+    end, dims = origin + extent, np.flatnonzero(_spread(origin, extent)).tolist()
     few = (count > 1) & (count * count <= FEW)
     for a, b in _all_pairs(np.flatnonzero(np.repeat(few, count)), *_of_rows(few, count, count, start)):
-        meet = _meeting(origin, end, a, origin, end, b)
+        meet = _meeting(origin, end, a, origin, end, b, dims)
         out |= np.bincount(a[meet], minlength=len(tensor)) > 1  # a box always meets itself
     for s, n in zip(start[(count > 1) & ~few], count[(count > 1) & ~few]):
         mine = slice(s, s + n)
@@ -235,18 +264,27 @@ def _clashing(tensor: np.ndarray, origin: np.ndarray, extent: np.ndarray) -> np.
 def _atoms(
     tensor: np.ndarray, origin: np.ndarray, extent: np.ndarray, bounds: np.ndarray, rows: np.ndarray, cls: np.ndarray
 ) -> Atoms:
+    signature, signatures = _signatures(cls, bounds)
+    return Atoms(tensor, origin, extent, signature, bounds.astype(np.int64), rows.astype(np.int64), signatures)
+
+
+def _signatures(cls: np.ndarray, bounds: np.ndarray) -> tuple[np.ndarray, tuple[tuple[int, ...], ...]]:
+    """The distinct ones among the sets cls[bounds[i]:bounds[i + 1]], by first appearance, and which one each is (int32)."""
+    if len(bounds) < 2:
+        return np.zeros(0, np.int32), ()
+    if int(cls.max()) < 63:  # a set is an integer
+        sets = np.bitwise_or.reduceat(np.int64(1) << cls, bounds[:-1])
+        _, first, kind = np.unique(sets, return_index=True, return_inverse=True)
+        by_first = np.argsort(first)
+        number = np.empty(len(first), np.int32)
+        number[by_first] = np.arange(len(first))
+        some = first[by_first]
+        holders = (tuple(cls[a:b].tolist()) for a, b in zip(bounds[some].tolist(), bounds[some + 1].tolist()))
+        return number[kind.reshape(-1)], tuple(holders)
     numbers: dict[tuple[int, ...], int] = {}
     holders, cuts = cls.tolist(), bounds.tolist()
     signature = [numbers.setdefault(tuple(holders[a:b]), len(numbers)) for a, b in zip(cuts, cuts[1:])]
-    return Atoms(
-        tensor,
-        origin,
-        extent,
-        np.array(signature, np.int32),
-        bounds.astype(np.int64),
-        rows.astype(np.int64),
-        tuple(numbers),
-    )
+    return np.array(signature, np.int32), tuple(numbers)
 
 
 def _atomised(

@@ -49,6 +49,8 @@ def runs(offset: np.ndarray, extent: np.ndarray, strides: np.ndarray, item: np.n
     count = len(offset)
     if not count:
         return Bytes.empty()
+    long = (extent != 1).any(axis=0)
+    extent, strides = extent[:, long], strides[:, long]
     start = offset + np.minimum((extent - 1) * strides, 0).sum(axis=1)  # strides made positive
     step = np.where(extent == 1, 0, np.abs(strides))
     order = np.argsort(step, axis=1, kind="stable")

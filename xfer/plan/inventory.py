@@ -9,6 +9,7 @@ all of them.
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -89,6 +90,19 @@ class Inventory:
         self.content()
         out._memo.extend(self._memo)
         return out
+
+    def root_numbers(self) -> dict[str, int]:
+        """Name of a root -> its place in `roots`."""
+        return {r.name: i for i, r in enumerate(self.roots)}
+
+    def root_sizes(self) -> np.ndarray:
+        """Bytes of each root, int64 [roots]."""
+        return np.array([r.nbytes for r in self.roots], np.int64)
+
+    def scratch_roots(self) -> tuple[int, int]:
+        """The roots of scratch: roots[first:end], since roots are sorted by name."""
+        end = SCRATCH[:-1] + chr(ord(SCRATCH[-1]) + 1)
+        return tuple(bisect_left(self.roots, name, key=lambda r: r.name) for name in (SCRATCH, end))
 
     def to_bytes(self) -> bytes:
         return msgspec.msgpack.encode(_Envelope(self.rank, self.host, self.content()))

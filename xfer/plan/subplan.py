@@ -17,7 +17,7 @@ import numpy as np
 
 from xfer.plan import columns as col
 from xfer.plan.explain import PlanSummary, explain
-from xfer.plan.intersect import Stack, cut_box
+from xfer.plan.intersect import Stack, cut_range
 from xfer.plan.program import ITEM, MAX_DIMS, ROW, Op, Program
 from xfer.plan.table import FragmentTable
 
@@ -88,14 +88,15 @@ class SubPlan:
             raise ValueError(f"rank {rank}: this plan has joint ranks 0..{len(self.ranks) - 1}")
         t = self.tables
         rows = self._expand(np.flatnonzero((t.share_src == rank) | (t.share_dst == rank)))
-        return Program(rank, self.waves, np.concatenate([self._fills(rank), rows]))
+        fills = self._fills(rank)
+        return Program(rank, self.waves, _joined([fills, rows]) if len(fills) else rows)
 
     def rows(self) -> Iterator[np.ndarray]:
         """The rows of all ranks, each exactly once: one table per taker, fills first. Nothing is kept between two
         tables.
         """
         for rank in self.ranks[self.trainers :]:
-            yield np.concatenate([self._fills(rank), self._expand(np.flatnonzero(self.tables.share_dst == rank))])
+            yield _joined([self._fills(rank), self._expand(np.flatnonzero(self.tables.share_dst == rank))])
 
     def explain(self) -> str:
         return explain(self.summary, self.digest)
@@ -103,7 +104,7 @@ class SubPlan:
     # ---- expansion
 
     def _fills(self, rank: int) -> np.ndarray:
-        if rank < self.trainers:
+        if rank < self.trainers or not len(self.tables.fill_rows):
             return np.zeros(0, ROW)
         rows = self.tables.fill_rows[self.tables.fill_class == self.tables.taker_class[rank - self.trainers]].copy()
         rows["dst"] = rank
@@ -113,89 +114,99 @@ class SubPlan:
         """Rows of the given shares, which must be all shares of their pairs; sorted by (wave, src, dst, wire)."""
         if not len(shares):
             return np.zeros(0, ROW)
-        rows = self._pair_streams(self._share_rows(shares))
-        return rows[np.lexsort((rows["wire"], rows["dst"], rows["src"], rows["wave"]))]
+        rows, nbytes = self._share_rows(shares)
+        return _settle(self._pair_streams(rows, nbytes))
 
-    def _share_rows(self, shares: np.ndarray) -> np.ndarray:
-        """Pieces in the shares' intervals, cut where an interval begins or ends inside one. `wave`, `wire` not yet
-        set.
+    def _share_rows(self, shares: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Pieces in the shares' intervals, cut where an interval begins or ends inside one, and their wire bytes. `wave`
+        and `wire` are not yet set.
         """
-        t, want = self.tables, self.takers.table
+        t, want, source = self.tables, self.takers.table, self.sources.table
         begin, end = t.share_begin[shares], t.share_end[shares]
         low, high = np.searchsorted(t.piece_start, begin, "right") - 1, np.searchsorted(t.piece_start, end, "left")
         count = high - low
         share = np.repeat(np.arange(len(shares)), count)
         piece = np.arange(len(share)) - np.repeat(np.cumsum(count) - count - low, count)
         atom, row = t.piece_atom[piece], t.piece_want[piece]
+        src = t.share_src[shares][share]
+        held = t.hold_row[t.hold_first[atom] + t.place[t.atom_signature[atom], t.source_class[src]]]
+
+        want_origin, atom_origin = want.origin[row], t.atom_origin[atom]
+        origin = np.maximum(atom_origin, want_origin)
+        extent = np.minimum(atom_origin + t.atom_extent[atom], want_origin + want.extent[row]) - origin
+        src_dtype, dst_dtype = source.dtype[held], want.dtype[row]
+        item = np.minimum(ITEM[src_dtype], ITEM[dst_dtype])
+        nbytes = extent.prod(axis=1) * item
 
         out = np.zeros(len(piece), ROW)
-        origin = np.maximum(t.atom_origin[atom], want.origin[row])
-        out["origin"], out["extent"] = (
-            origin,
-            np.minimum(t.atom_origin[atom] + t.atom_extent[atom], want.origin[row] + want.extent[row]) - origin,
-        )
-        out["src"], out["dst"] = t.share_src[shares][share], t.share_dst[shares][share]
-        held = t.hold_row[t.hold_first[atom] + t.place[t.atom_signature[atom], t.source_class[out["src"]]]]
-        out["tensor"] = want.tensor[row]
-        for side, stack, at in (("src", self.sources.table, held), ("dst", want, row)):
-            out[f"{side}_dtype"], out[f"{side}_root"] = stack.dtype[at], stack.root[at]
-            out[f"{side}_strides"] = stack.strides[at]
-            out[f"{side}_offset"] = stack.offset[at] + ((origin - stack.origin[at]) * stack.strides[at]).sum(axis=1)
-        out["op"] = np.where(out["src_dtype"] == out["dst_dtype"], Op.COPY, Op.CAST)
+        out["tensor"], out["src"], out["dst"] = want.tensor[row], src, t.share_dst[shares][share]
+        out["op"] = np.where(src_dtype == dst_dtype, np.uint8(Op.COPY), np.uint8(Op.CAST))
+        out["origin"], out["extent"] = origin, extent
+        for side, stack, at, dtype, from_ in (
+            ("src", source, held, src_dtype, source.origin[held]), ("dst", want, row, dst_dtype, want_origin),
+        ):  # fmt: skip
+            strides = stack.strides[at]
+            out[f"{side}_dtype"], out[f"{side}_root"], out[f"{side}_strides"] = dtype, stack.root[at], strides
+            out[f"{side}_offset"] = stack.offset[at] + ((origin - from_) * strides).sum(axis=1)
 
-        item, nbytes = _wire_items(out), _wire_bytes(out)
         lo = np.maximum(0, begin[share] - t.piece_start[piece])
         hi = np.minimum(nbytes, end[share] - t.piece_start[piece])
         split = np.flatnonzero((lo > 0) | (hi < nbytes))
-        parts = [cut_row(out[i], int(lo[i] // item[i]), int(hi[i] // item[i])) for i in split]
-        return _settle(_together(out, split, parts))
+        if not len(split):
+            return out, nbytes
+        parts, _ = cut_rows(out, split, lo[split] // item[split], hi[split] // item[split])
+        rows = _joined([out.take(np.delete(np.arange(len(out)), split)), parts])
+        return rows, _wire_bytes(rows)
 
-    def _pair_streams(self, rows: np.ndarray) -> np.ndarray:
-        """Puts the rows of each pair in stream order, cuts them at messages, and sets `wave` and `wire`."""
+    def _pair_streams(self, rows: np.ndarray, nbytes: np.ndarray) -> np.ndarray:
+        """Puts the rows of each pair in stream order, cuts them at messages, and sets `wave` and `wire`. Sorted by (wave,
+        src, dst, wire)."""
         t = self.tables
-        nbytes = _wire_bytes(rows)
         # By falling alignment of sizes: every row then starts at a multiple of its own alignment, with no padding.
         # Rows as large as a message go before others, so that the messages in them need no packing.
         align = np.minimum(nbytes & -nbytes, self.align_bytes)
+        pair = _pair_key(rows["src"], rows["dst"])
         order = np.lexsort(
-            (
-                rows["dst_offset"],
-                rows["dst_root"],
-                rows["tensor"],
-                nbytes < self.message_bytes,
-                -align,
-                rows["dst"],
-                rows["src"],
-            )
+            (rows["dst_offset"], rows["dst_root"], rows["tensor"], nbytes < self.message_bytes, -align, pair)
         )
-        rows, nbytes = rows[order], nbytes[order]
-        start = np.cumsum(nbytes) - nbytes
-        fresh = np.concatenate([[True], (rows["src"][1:] != rows["src"][:-1]) | (rows["dst"][1:] != rows["dst"][:-1])])
-        heads = np.flatnonzero(fresh)
+        pair, nbytes = pair[order], nbytes[order]
+        end = np.cumsum(nbytes)
+        start = end - nbytes
+        heads = np.flatnonzero(np.concatenate([[True], pair[1:] != pair[:-1]]))
 
-        pairs = np.searchsorted(_pair_key(t.pair_src, t.pair_dst), _pair_key(rows["src"][heads], rows["dst"][heads]))
+        pairs = np.searchsorted(_pair_key(t.pair_src, t.pair_dst), pair[heads])
         count = t.message_first[pairs + 1] - t.message_first[pairs]
         nth = np.repeat(np.arange(len(pairs)), count)
         message = np.arange(len(nth)) - np.repeat(np.cumsum(count) - count - t.message_first[pairs], count)
-        edge = (
-            start[heads][nth] + t.message_begin[message]
-        )  # where each message begins, with all pairs one behind the other
-        first, last = np.searchsorted(edge, start, "right") - 1, np.searchsorted(edge, start + nbytes, "left") - 1
+        # Where each message begins, with all pairs one behind the other.
+        edge = start[heads][nth] + t.message_begin[message]
+        first, last = np.searchsorted(edge, start, "right") - 1, np.searchsorted(edge, end, "left") - 1
 
-        item, parts, at = _wire_items(rows), [], []
-        split = np.flatnonzero(first != last)
-        for i in split:
-            cuts = [int(start[i]), *edge[first[i] + 1 : last[i] + 1].tolist(), int(start[i] + nbytes[i])]
-            for m, lo, hi in zip(range(first[i], last[i] + 1), cuts, cuts[1:]):
-                part = cut_row(rows[i], (lo - cuts[0]) // int(item[i]), (hi - cuts[0]) // int(item[i]))
-                size = _wire_bytes(part)
-                part["wire"] = lo - edge[m] + np.cumsum(size) - size
-                parts.append(part)
-                at += [m] * len(part)
-        rows["wire"] = start - edge[first]
-        out = _together(rows, split, parts)
-        out["wave"] = t.message_wave[message[np.concatenate([np.delete(first, split), np.array(at, np.int64)])]]
-        return _settle(out)
+        # A row that lies in several messages is one part in each: `cut` says where part k of row `of[k]` begins and ends.
+        parts = last - first + 1
+        of = np.repeat(np.arange(len(order)), parts)
+        into = np.arange(len(of)) - np.repeat(np.cumsum(parts) - parts - first, parts)
+        begin = np.maximum(start[of], edge[into])
+        split = np.flatnonzero(parts[of] > 1)
+        rows, at = rows.take(order), start - edge[first]
+        if len(split):
+            stop = np.minimum(end[of[split]], np.append(edge, end[-1])[into[split] + 1])
+            item, row = _wire_items(rows)[of[split]], of[split]
+            cut, number = cut_rows(rows, row, (begin[split] - start[row]) // item, (stop - start[row]) // item)
+            size = _wire_bytes(cut)
+            inside = np.cumsum(size) - size
+            inside -= inside[np.flatnonzero(np.diff(number, prepend=-1))][
+                number
+            ]  # in the part that the row was cut from
+            whole = np.flatnonzero(parts == 1)
+            rows = _joined([rows.take(whole), cut])
+            at = np.concatenate([at[whole], (begin - edge[into])[split][number] + inside])
+            into = np.concatenate([first[whole], into[split][number]])
+        wave = t.message_wave[message[into]]
+        order = np.lexsort((at, _pair_key(rows["src"], rows["dst"]), wave))
+        rows = rows.take(order)
+        rows["wire"], rows["wave"] = at[order], wave[order]
+        return rows
 
     # ---- identity
 
@@ -216,28 +227,39 @@ class SubPlan:
 
 def cut_row(row: np.ndarray, begin: int, end: int) -> np.ndarray:
     """Elements begin..end of a row, in its row-major order, as rows in that order."""
-    boxes = cut_box(row["origin"].tolist(), row["extent"].tolist(), begin, end)
-    out = np.repeat(row, len(boxes))
-    out["origin"], out["extent"] = (
-        np.array([getattr(b, n) for b in boxes], np.int64).reshape(-1, MAX_DIMS) for n in ("origin", "extent")
-    )
-    shift = out["origin"] - row["origin"]
+    return cut_rows(row.reshape(1), *(np.array([n]) for n in (0, begin, end)))[0]
+
+
+def cut_rows(rows: np.ndarray, which: np.ndarray, begin: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Elements begin[k]..end[k] of row which[k], in its row-major order, as rows in that order; and the k of each."""
+    origin, extent, number = [], [], []
+    boxes = zip(rows["origin"][which].tolist(), rows["extent"][which].tolist(), begin.tolist(), end.tolist())
+    for k, box in enumerate(boxes):
+        for o, e in cut_range(*box):
+            origin.append(o)
+            extent.append(e)
+            number.append(k)
+    at = np.array(number, np.int64)
+    out = rows.take(which[at])
+    wide = np.array(origin, np.int64).reshape(-1, MAX_DIMS)
+    shift = wide - out["origin"]
+    out["origin"], out["extent"] = wide, np.array(extent, np.int64).reshape(-1, MAX_DIMS)
     for side in ("src", "dst"):
-        out[f"{side}_offset"] += (shift * row[f"{side}_strides"]).sum(axis=1)
-    return out
+        out[f"{side}_offset"] += (shift * out[f"{side}_strides"]).sum(axis=1)
+    return out, at
 
 
-def _together(rows: np.ndarray, without: np.ndarray, parts: list[np.ndarray]) -> np.ndarray:
-    """`rows` but those numbered in `without`, then all parts. As plain bytes: numpy compares the fields of a structured
-    dtype with themselves for every array it joins."""
+def _joined(tables: list[np.ndarray]) -> np.ndarray:
+    """One table below the other. As plain bytes: numpy compares the fields of a structured dtype with themselves for every
+    array it joins."""
     raw = np.dtype((np.void, ROW.itemsize))
-    return np.concatenate([np.delete(rows, without).view(raw), *(p.view(raw) for p in parts)]).view(ROW)
+    return np.concatenate([t.view(raw) for t in tables]).view(ROW)
 
 
 def _settle(rows: np.ndarray) -> np.ndarray:
     """Strides of dims of extent 1 are 0, so that equal rows have equal bytes however they were cut."""
     for side in ("src_strides", "dst_strides"):
-        rows[side] = np.where(rows["extent"] == 1, 0, rows[side])
+        rows[side] *= rows["extent"] != 1
     return rows
 
 

@@ -111,20 +111,31 @@ class FragmentTable:
         """
         if not len(self):
             return
-        foreign = self.tensor >= len(catalog.tensors)
+        size = np.array([r.nbytes for r in roots] or [0], np.int64)[self.root]
+        foreign, outside, beyond = self.unfit(padded_shapes(catalog) if shapes is None else shapes, size)
         for i in np.flatnonzero(foreign):
             yield f"fragment {i}: tensor number {self.tensor[i]} of {len(catalog.tensors)} in the catalog"
-        shapes = (padded_shapes(catalog) if shapes is None else shapes)[np.where(foreign, 0, self.tensor)]
-        outside = ((self.origin < 0) | (self.origin + self.extent > shapes)).any(axis=1) & ~foreign
         for i in np.flatnonzero(outside):
             spec = catalog.tensors[self.tensor[i]]
             box = box_text(self.origin[i], self.extent[i], len(spec.shape))
             yield f"{spec.name}: box {box} outside shape {spec.shape}"
         low, high = self.bounds()
-        size = np.array([r.nbytes for r in roots] or [0], np.int64)[self.root]
-        for i in np.flatnonzero((low < 0) | (high > size)):
+        for i in np.flatnonzero(beyond):
             name = roots[self.root[i]].name
             yield f"{name}: bytes {low[i]}..{high[i]} of a fragment outside a storage of {size[i]} bytes"
+
+    def unfit(self, shapes: np.ndarray, size: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Which fragments are of no tensor, whose box is not inside its tensor, whose bytes are not inside their storage of
+        `size` bytes (int64 [N]). bool [N] each.
+
+        `shapes`: padded_shapes(catalog).
+        """
+        foreign = self.tensor >= len(shapes)
+        some = foreign.any()
+        shape = shapes[np.where(foreign, 0, self.tensor) if some else self.tensor] if len(shapes) else self.origin
+        outside = ((self.origin < 0) | (self.origin + self.extent > shape)).any(axis=1)
+        low, high = self.bounds()
+        return foreign, outside & ~foreign if some else outside, (low < 0) | (high > size)
 
     def fragments(self, catalog: Catalog, roots: Sequence[Root]) -> Iterator[Fragment]:
         """The rows as objects again, in table order."""
@@ -154,12 +165,23 @@ def _refuse_unsupported(fragments: Sequence[Fragment]) -> None:
         raise Unsupported("tensors that cannot be planned", sorted(bad))
 
 
+_SHAPES: dict[str, np.ndarray] = {}
+"""Padded shapes by the digest of their catalog, of the few that a process has to do with."""
+
+
 def padded_shapes(catalog: Catalog) -> np.ndarray:
-    """Shapes of catalog.tensors, int64 [tensors, MAX_DIMS], padded in front with 1. All 0 for a tensor of too many
-    dims.
+    """Shapes of catalog.tensors, int64 [tensors, MAX_DIMS], padded in front with 1; read-only. All 0 for a tensor of too
+    many dims.
     """
-    dims = [tuple(t.shape) for t in catalog.tensors]
-    return _wide([(1,) * (MAX_DIMS - len(s)) + s if len(s) <= MAX_DIMS else (0,) * MAX_DIMS for s in dims])
+    found = _SHAPES.get(catalog.digest())
+    if found is None:
+        dims = [tuple(t.shape) for t in catalog.tensors]
+        found = _wide([(1,) * (MAX_DIMS - len(s)) + s if len(s) <= MAX_DIMS else (0,) * MAX_DIMS for s in dims])
+        found.setflags(write=False)
+        if len(_SHAPES) >= 4:
+            _SHAPES.clear()
+        _SHAPES[catalog.digest()] = found
+    return found
 
 
 def _wide(rows: Sequence[Sequence[int]]) -> np.ndarray:
