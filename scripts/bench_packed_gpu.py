@@ -1,27 +1,35 @@
 """Whole-tensor syncs on the GPUs of one host, in the steps in which the field went, beside the direct route: one command.
 
     python scripts/bench_packed_gpu.py --out results.json        # 4 GPUs of one NVLink host; needs torch, triton, numpy, msgspec
+    python scripts/bench_packed_gpu.py --quick --out quick.json  # only what the goals are about
     python scripts/bench_packed_gpu.py --device cpu --model toy  # the same code over gloo and shared memory, in seconds
 
 Qwen3-30B-A3B's tensors (18,867 of them, 61 GB), 2 trainers with Megatron's layout (TP2, EP2) and 2 takers with vLLM's (TP2).
 Every way is followed by a comparison of all bytes of the takers on their device. Milliseconds from the last rank's start to
-the last rank's end, median.
+the last rank's end, median. What is there is written to --out after every row, and what a way breaks does not end the
+others: its processes are ended and the rest is run by new ones. All ends after --seconds.
 
-colocated: trainer k and taker k share GPU k; whole tensors on both trainers, as Megatron-Bridge gathers them
-  one by one             one all-gather, one CUDA-IPC handle of torch's and one answer per tensor
+colocated: trainer k and taker k share GPU k
+  bucketed + flattened   xfer: each trainer puts messages together in two buffers that are exported once, out of its own and the
+                         other's storages; bucket k + 1 while k is loaded
+  one by one             whole tensors on both trainers by one all-gather each, as Megatron-Bridge gathers them; one CUDA-IPC
+                         handle of torch's and one answer per tensor
   bucketed gather        one exchange per bucket, a handle per tensor still, one message per bucket
-  bucketed + flattened   xfer: one exchange per round, two buffers exported once per GPU, bucket k + 1 gathered while k is loaded
-  flattened, parts to trainer 0   the same, as FSDP2 and DTensor trainers gather: taker 1 copies from the other GPU
+  … a slice and a copy per tensor   flattened, with the other loader
+  … as Bridge exports    flattened, gathered by what a trainer that cannot be traced falls back to: Bridge's calls in lockstep
 apart: a GPU for each rank; trainer 0 sends to both takers
+  NCCL broadcast         messages of the same sizes, nothing gathered, packed or loaded
+  packed broadcast       xfer: bucket k + 1 is put together while bucket k is broadcast and bucket k - 1 loaded
   one by one             one all-gather and one NCCL broadcast per tensor
-  packed broadcast       xfer: bucket k + 1 is gathered while bucket k is broadcast and bucket k - 1 loaded
-  packed, parts to trainer 0   the same, as FSDP2 and DTensor trainers gather: nobody but trainer 0 has whole tensors
-  NCCL broadcast         the same messages, nothing gathered, packed or loaded
-  vLLM's packed broadcast      vLLM's own packing over the same communicator, gathered as above; where vLLM can be imported
+  … a slice and a copy per tensor, … as Bridge exports   as above
+  vLLM's packed broadcast      vLLM's own packing over the same communicator, of tensors put together as above
+  loads alone            that loader on bytes that are there: no wire
 direct: xfer's direct route for the same layouts and GPUs (scripts/bench_gpu.py), copy-engine floor beside it
 
-The loader is a slice and a copy per parameter; an engine's own does more. Extra memory is what torch had beside the weights,
-of the largest rank; NCCL's own is not in it. Not here: the ranks (bench_packed_ranks.py), sessions.
+Two loaders stand in for an engine's load_weights: one launch per bucket, planned once, which is about what a wire can show
+at all; and a slice and a copy per tensor, which is what engines do at least. "first": the first run, with its planning.
+Extra memory is what torch had beside the weights, of the largest rank; NCCL's own is not in it. Not here: the ranks
+(bench_packed_ranks.py), sessions.
 """
 
 from __future__ import annotations
@@ -42,7 +50,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 import torch.multiprocessing as mp
-from bench_packed_ranks import TAKERS, TRAINERS, rank_main
+from bench_packed_ranks import BRIDGE, FLAT, PACKED, RAW, SLICED, TAKERS, TRAINERS, VLLM, WAYS, rank_main
 from bench_shapes import MODELS, Model
 from torch.distributed import TCPStore
 
@@ -57,8 +65,46 @@ CASES = {"colocated": (0, 1, 0, 1), "apart": (0, 1, 2, 3)}
 DIRECT = {"colocated": "30b-colocated2", "apart": "30b"}
 
 
-def one_case(case: str, a: argparse.Namespace, note) -> str:
-    """ "" when it went through, else what went wrong. `note(found)` hears of every way as it is done."""
+QUICK = {"colocated": (FLAT, "one by one"), "apart": (RAW, PACKED, PACKED + SLICED)}
+LEAST_S = 25.0
+"""Seconds without which nothing is begun: processes take that long to come up."""
+
+
+class Clock:
+    def __init__(self, seconds: float):
+        self._until = time.monotonic() + seconds
+
+    @property
+    def left(self) -> float:
+        return self._until - time.monotonic()
+
+
+def all_ways(case: str, a: argparse.Namespace, clock: Clock, note) -> list[str]:
+    """What went wrong. A way that breaks or stands still is left out, and the rest begun anew."""
+    ways = [w for w in (QUICK if a.quick else WAYS)[case] if not a.ways or any(x in w for x in a.ways)]
+    errors = []
+    while ways and clock.left > LEAST_S:
+        done: list[str] = []
+
+        def heard(found: dict, done=done) -> None:
+            if "details" not in found:
+                done.append(found["way"])
+            note(found)
+
+        error = some_ways(case, ways, a, clock, heard)
+        ways = [w for w in ways if w not in done]
+        if error and ways:
+            note(dict(way=ways[0], refused=f"broke: {error.strip().splitlines()[-1][:200]}"))
+            errors.append(f"{ways.pop(0)}: {error}")
+        elif error:
+            errors.append(error)
+    for way in ways:
+        note(dict(way=way, refused="no time was left"))
+    return errors + [f"{w}: no time was left" for w in ways]
+
+
+def some_ways(case: str, ways: list[str], a: argparse.Namespace, clock: Clock, note) -> str:
+    """ "" when all went through, else what went wrong. `note(found)` hears of every way as it is done."""
     context = mp.get_context("spawn")
     answers = context.Queue()
     size = TRAINERS + TAKERS
@@ -68,7 +114,7 @@ def one_case(case: str, a: argparse.Namespace, note) -> str:
     ranks = [
         context.Process(
             target=rank_main,
-            args=(r, case == "apart", CASES[case], SHAPES[a.model], a, store.port, ends[r], answers),
+            args=(r, case, CASES[case], SHAPES[a.model], a, ways, store.port, ends[r], answers),
             daemon=True,
         )
         for r in range(size)
@@ -76,7 +122,8 @@ def one_case(case: str, a: argparse.Namespace, note) -> str:
     for p in ranks:
         p.start()
     over: set[int] = set()
-    until = time.monotonic() + a.case_seconds
+    limit = a.way_seconds + LEAST_S  # the first way's has the beginning in it
+    until = time.monotonic() + min(limit, clock.left)
     try:
         while len(over) < size:
             try:
@@ -85,7 +132,7 @@ def one_case(case: str, a: argparse.Namespace, note) -> str:
                 if dead := [r for r, p in enumerate(ranks) if p.exitcode not in (None, 0) and r not in over]:
                     return f"ranks {dead} ended with {[ranks[r].exitcode for r in dead]}"
                 if time.monotonic() > until:
-                    return f"no answer in {a.case_seconds:g} s from {sorted(set(range(size)) - over)}"
+                    return f"no answer in time from {sorted(set(range(size)) - over)}"
                 continue
             if isinstance(found, str):
                 return f"rank {rank}: {found}"
@@ -93,32 +140,42 @@ def one_case(case: str, a: argparse.Namespace, note) -> str:
                 over.add(rank)
             else:
                 note(found)
+                until = time.monotonic() + min(a.way_seconds, clock.left)
     finally:
         for p in ranks:
             p.join(5 if len(over) == size else 0.1)
             if p.is_alive():
                 p.kill()
+                p.join(5)
     return ""
 
 
-def direct(case: str, a: argparse.Namespace, note) -> str:
+def direct(case: str, a: argparse.Namespace, clock: Clock, note) -> list[str]:
     """Rows of scripts/bench_gpu.py for the same layouts on the same GPUs."""
     if a.device != "cuda" or a.model != "30b":
         note(dict(way="direct", refused="on GPUs and for the 30b model only"))
-        return ""
+        return []
+    if clock.left < LEAST_S:
+        note(dict(way="direct", refused="no time was left"))
+        return ["direct: no time was left"]
     import bench_gpu
 
     how = argparse.Namespace(
-        repeats=a.repeats, sweep=[], steps=[], buckets=[], bulk=[], packed=False, case_seconds=a.case_seconds
-    )
-    found = bench_gpu.one_case(DIRECT[case], how)
+        repeats=a.repeats, sweep=[], steps=[], buckets=[], bulk=[], waves=[], packed=False,
+        case_seconds=min(a.way_seconds * 2, clock.left),
+    )  # fmt: skip
+    try:
+        found = bench_gpu.one_case(DIRECT[case], how)
+    except Exception as e:
+        return [f"direct: {type(e).__name__}: {e}"]
     if "error" in found:
-        return found["error"]
+        note(dict(way="direct", refused=f"broke: {str(found['error']).strip().splitlines()[-1][:200]}"))
+        return [f"direct: {found['error']}"]
     for name, what in (("peer", "direct: peer"), ("p2p", "direct: p2p over NCCL"), ("floor", "copy-engine floor")):
         if name in found["ms"]:
             extra = [found["extra_bytes"].get(name, 0)]
             note(dict(way=what, ms=found["ms"][name], wrong=found["wrong"].get(name), extra_bytes=extra))
-    return ""
+    return []
 
 
 def line(found: dict, nbytes: int, bucket: int) -> str:
@@ -129,26 +186,28 @@ def line(found: dict, nbytes: int, bucket: int) -> str:
     ms, extra = found["ms"], max(found["extra_bytes"])
     mid = statistics.median(ms)
     wrong = "-" if found["wrong"] is None else found["wrong"]
+    first = f", first {found['first_ms']:,.0f}" if found.get("first_ms") else ""
+    said = f" ({found['said']})" if found.get("said") else ""
     return (
-        f"| {found['way']} | {mid:,.1f} | {min(ms):,.1f}-{max(ms):,.1f} ({len(ms)}) | {nbytes / mid / 1e6:.2f} "
+        f"| {found['way']}{said} | {mid:,.1f} | {min(ms):,.1f}-{max(ms):,.1f} ({len(ms)}{first}) | {nbytes / mid / 1e6:.2f} "
         f"| {wrong} | {extra / 2**20:,.0f} MiB = {extra / bucket:.2f} buckets |"
     )
 
 
 def ratios(rows: list[dict]) -> list[str]:
-    mid = {r["way"]: statistics.median(r["ms"]) for r in rows if "ms" in r}
+    mid = {r["way"]: statistics.median(r["ms"]) for r in rows if r.get("ms")}
     out = []
-    for slow, fast in (
-        ("one by one", "bucketed gather"), ("one by one", "bucketed + flattened"), ("one by one", "packed broadcast"),
-        ("one by one", "flattened, parts to trainer 0"), ("one by one", "packed, parts to trainer 0"),
-        ("packed broadcast", "direct: peer"), ("bucketed + flattened", "direct: peer"),
-    ):  # fmt: skip
-        if slow in mid and fast in mid:
-            out.append(f"{slow} {mid[slow]:,.1f} ms / {fast} {mid[fast]:,.1f} ms = {mid[slow] / mid[fast]:.2f}")
-    for packed in ("packed broadcast", "packed, parts to trainer 0", "vLLM's packed broadcast"):
-        if packed in mid and (raw := mid.get("NCCL broadcast")):
+    for fast in ("bucketed gather", FLAT, FLAT + SLICED, FLAT + BRIDGE, PACKED, PACKED + SLICED, PACKED + BRIDGE):
+        if "one by one" in mid and fast in mid:
+            slow = mid["one by one"]
+            out.append(f"one by one {slow:,.1f} ms / {fast} {mid[fast]:,.1f} ms = {slow / mid[fast]:.2f}")
+    for packed in (PACKED, PACKED + SLICED, PACKED + BRIDGE, VLLM):
+        if packed in mid and (raw := mid.get(RAW)):
             share = f"{raw / mid[packed] * 100:.0f} % of its rate"
-            out.append(f"NCCL broadcast {raw:,.1f} ms / {packed} {mid[packed]:,.1f} ms = {share}")
+            out.append(f"{RAW} {raw:,.1f} ms / {packed} {mid[packed]:,.1f} ms = {share}")
+    for packed in (FLAT, PACKED):
+        if packed in mid and (fast := mid.get("direct: peer")):
+            out.append(f"{packed} {mid[packed]:,.1f} ms / direct: peer {fast:,.1f} ms = {mid[packed] / fast:.2f}")
     return out
 
 
@@ -156,15 +215,19 @@ def main() -> int:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     p.add_argument("--model", choices=sorted(SHAPES), default="")
-    p.add_argument("--cases", nargs="+", choices=sorted(CASES), default=list(CASES))
+    p.add_argument("--cases", nargs="+", choices=sorted(CASES), default=["apart", "colocated"])
+    p.add_argument("--quick", action="store_true", help="the rows that the goals are about, about 90 s on 4 H200s")
     p.add_argument("--ways", nargs="*", default=[], help="only ways with one of these words in them")
     p.add_argument("--bucket", type=int, default=0, help="bytes; default 1 GiB, 1 MiB for toy shapes")
     p.add_argument("--repeats", type=int, default=5)
     p.add_argument("--slow-repeats", type=int, default=1, help="of ways that send tensor by tensor")
+    p.add_argument("--programs", type=int, default=0, help="of the GPU's that copy; default 64 apart, all colocated")
     p.add_argument("--direct", action=argparse.BooleanOptionalAction, default=True)
-    p.add_argument("--case-seconds", type=float, default=250)
+    p.add_argument("--seconds", type=float, default=235, help="for everything")
+    p.add_argument("--way-seconds", type=float, default=45, help="for one way with its comparison")
     p.add_argument("--out", default="")
     a = p.parse_args()
+    clock = Clock(a.seconds)
     a.model = a.model or ("30b" if a.device == "cuda" else "toy")
     a.bucket = a.bucket or (1 << 20 if a.model in ("toy", "many") else 1 << 30)
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
@@ -180,32 +243,36 @@ def main() -> int:
             raise SystemExit(f"{torch.cuda.device_count()} GPUs: colocated needs 2, apart 4")
         meta |= {"gpu": torch.cuda.get_device_name(0), "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
     print(json.dumps(meta), flush=True)
-    results, failed = [], False
-    for case in a.cases:
-        rows: list[dict] = []
-        result = {"case": case, "gpus": CASES[case], "rows": rows}
-        results.append(result)
-        print(f"\n## {case}: GPUs {CASES[case]}, {nbytes / 1e9:.2f} GB, buckets of {a.bucket / 2**20:g} MiB\n")
+    results = [{"case": case, "gpus": CASES[case], "rows": [], "errors": [], "ratios": []} for case in a.cases]
+    steps = [(all_ways, r) for r in results] + [
+        (direct, r) for r in results if a.direct and not (a.quick and r["case"] == "colocated")
+    ]
+    for step, result in steps:
+        case, rows = result["case"], result["rows"]
+        title = f"{case}: GPUs {CASES[case]}, {nbytes / 1e9:.2f} GB, buckets of {a.bucket / 2**20:g} MiB"
+        print(f"\n## {title}, {step.__name__.replace('_', ' ')}, {clock.left:.0f} s left\n")
         print("| what | median ms | min-max (n) | GB/s of the model | wrong elements | extra memory |")
         print("|---|---|---|---|---|---|", flush=True)
 
-        def note(found: dict, rows=rows) -> None:
+        def note(found: dict, rows=rows, result=result) -> None:
             rows.append(found)
             print(line(found, nbytes, a.bucket), flush=True)
-            if a.out:
-                Path(a.out).write_text(json.dumps({"meta": meta, "cases": results}, indent=1))
+            result["ratios"] = ratios(rows)
+            written(a.out, meta, results)
 
-        for step in (one_case, direct) if a.direct else (one_case,):
-            if error := step(case, a, note):
-                result.setdefault("errors", []).append(error)
-                print(f"\n{case}, {step.__name__}: {error}\n", flush=True)
-                failed = True
-        failed |= any(r.get("wrong") for r in rows)
+        for error in step(case, a, clock, note):
+            result["errors"].append(error)
+            print(f"\n{case}: {error}\n", flush=True)
         result["ratios"] = ratios(rows)
         print("\n" + "\n".join(result["ratios"]), flush=True)
-        if a.out:
-            Path(a.out).write_text(json.dumps({"meta": meta, "cases": results}, indent=1))
-    return int(failed)
+        written(a.out, meta, results)
+    print(f"\n{a.seconds - clock.left:.0f} s in all", flush=True)
+    return int(any(r["errors"] or any(x.get("wrong") for x in r["rows"]) for r in results))
+
+
+def written(out: str, meta: dict, results: list[dict]) -> None:
+    if out:
+        Path(out).write_text(json.dumps({"meta": meta, "cases": results}, indent=1))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
-"""The rank processes of bench_packed_gpu.py: trainers that gather as Megatron-Bridge does, takers that load as an engine does.
+"""The rank processes of bench_packed_gpu.py: trainers that gather whole tensors in several ways, takers that load them.
 
 Weights are Qwen3-MoE's by bench_shapes.py: trainers hold dense parameters cut by TP and experts by EP in Megatron's layout;
 takers hold vLLM's fused storages and copy their part out of whole tensors. Buckets, packing, shared buffers, arrivals and
-unpacking are xfer.packed's own. Not here: the gathers (bench_packed_stream.py), the session, which cases there are, the table.
+unpacking are xfer.packed's own. Not here: the gathers and the loaders (bench_packed_stream.py), the session, which cases
+there are, the table.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from bench_packed_stream import GatheredStream, PartsSource, tasks_of, typed
+from bench_packed_stream import GatheredStream, OnStream, PartsSource, Rows, Slices, tasks_of, vllm_packed
 from bench_shapes import Model, Parallel, View, engine, trainer
 from torch.distributed import PrefixStore, TCPStore
 
@@ -30,6 +31,16 @@ from xfer.transport.group import Link, open_group
 
 TRAINERS = TAKERS = 2
 SECONDS = 240.0
+FLAT, PACKED = "bucketed + flattened", "packed broadcast"
+SLICED, BRIDGE = ", a slice and a copy per tensor", ", as Bridge exports"
+RAW, LOADS, VLLM = "NCCL broadcast", "loads alone" + SLICED, "vLLM's packed broadcast"
+WAYS = {
+    "colocated": (FLAT, "one by one", "bucketed gather", FLAT + SLICED, FLAT + BRIDGE),
+    "apart": (RAW, PACKED, "one by one", PACKED + SLICED, VLLM, LOADS, PACKED + BRIDGE),
+}
+"""In the order in which they are run: what says most comes first."""
+ONCE = ("one by one", "bucketed gather")
+NOT_COMPARED = (RAW, LOADS)
 
 
 def soon() -> float:
@@ -106,41 +117,46 @@ class TrainerRank(Rank):
         )
         self.tasks = tasks_of(self.m, [trainer(self.m, r, Parallel.all_ways(TRAINERS)) for r in range(TRAINERS)])
         self.pump: Pump | None = None
+        self.used: PackedSource | None = None
         for kind in (GatheredStream, TensorStream):
-            plan = self.source(kind).begin()
+            source = self.source(kind)
+            plan = source.begin()
+            source.forget()
             if self.index == 0:
                 self.store.set(kind.__name__, plan.manifest)
-            if kind is GatheredStream:
+            if kind is TensorStream:
                 self.sizes = [x.nbytes for g in plan.groups for x in g.messages]
+        self.used = None
         self.open_links(apart)
 
     def source(self, kind: type, colocated: bool = False, **how) -> PackedSource:
+        """`kind` GatheredStream: as Bridge exports; TensorStream: boxes put together in the buffers."""
         if kind is GatheredStream:
             stream = GatheredStream(self.index, TRAINERS, self.tasks, self.roots, self.device, **how)
         else:
             stream = TensorStream(PartsSource(self.index, TRAINERS, self.m, self.layout, self.roots, self.device))
-        source = PackedSource(stream, self.a.bucket, True, colocated)
-        source.read()
-        return source
+            stream.programs = self.a.programs or (None if colocated else stream.programs)
+        self.used = PackedSource(stream, self.a.bucket, True, colocated)
+        self.used.read()
+        return self.used
 
-    def ways(self, apart: bool) -> dict[str, Callable[[], None]]:
-        one, many = self.source(GatheredStream, together=False), self.source(GatheredStream)
-        if not apart:
-            parts = self.source(TensorStream, colocated=True)
-            return {
-                "one by one": lambda: self.handles(one, 1),
-                "bucketed gather": lambda: self.handles(many, 0),
-                "bucketed + flattened": self.feeder(self.source(GatheredStream, colocated=True), self.link, (1,)),
-                "flattened, parts to trainer 0": self.feeder(parts, self.wide, tuple(range(1, 1 + TAKERS))),
-            }
-        parts = self.source(TensorStream)
-        return {
-            "one by one": lambda: self.broadcasts(one),
-            "packed broadcast": self.feeder(many, self.link, ()),
-            "packed, parts to trainer 0": self.feeder(parts, self.link, ()),
-            "NCCL broadcast": self.raw,
-            "vLLM's packed broadcast": lambda: self.vllm(many),
-        }
+    def work(self, way: str, apart: bool) -> Callable[[], None]:
+        """What one repetition of a way is."""
+        kind = GatheredStream if way.endswith(BRIDGE) else TensorStream
+        if way == "one by one":
+            source = self.source(GatheredStream, together=False)
+            return (lambda: self.broadcasts(source)) if apart else (lambda: self.handles(source, 1))
+        if way == "bucketed gather":
+            source = self.source(GatheredStream)
+            return lambda: self.handles(source, 0)
+        if way == RAW:
+            return self.raw
+        if way == LOADS:
+            return _nobody
+        source = self.source(kind, colocated=not apart)
+        if way == VLLM:
+            return lambda: self.vllm(source)
+        return self.feeder(source, self.link, () if apart else (1,))
 
     def handles(self, source: PackedSource, at_once: int) -> None:
         """A handle per tensor, made by torch: `at_once` tensors a message, 0: a bucket."""
@@ -202,7 +218,9 @@ class TrainerRank(Rank):
 
     def vllm(self, source: PackedSource) -> None:
         producer, _ = vllm_packed()
-        pairs = ((n, t.contiguous()) for g in source.begin().groups for n, t in source.tensors(g))
+        pairs = (
+            (n, t.contiguous() if t is not None else t) for g in source.begin().groups for n, t in source.tensors(g)
+        )
         if self.link is None:
             for _ in pairs:
                 pass
@@ -211,8 +229,15 @@ class TrainerRank(Rank):
 
     def free(self) -> None:
         if self.pump is not None:
-            self.pump._buffers.free()
+            self.pump.forget()
             self.pump = None
+        if self.used is not None:
+            self.used.forget()
+            self.used = None
+
+    def said(self) -> str:
+        stream = self.used.stream if self.used is not None else None
+        return "" if not isinstance(stream, TensorStream) else "pulled" if stream.pulls else "sent in rounds"
 
     def wrong(self) -> int:
         return 0
@@ -224,34 +249,32 @@ class TakerRank(Rank):
             checked(decode_manifest(self.store.get(kind.__name__)), self.specs)
             for kind in (GatheredStream, TensorStream)
         )
-        self.order = [p.spec for x in self.messages for p in x.parts if p.start == 0]
+        self.order, self.sorted = (
+            [p.spec for x in some for p in x.parts if p.start == 0] for some in (self.messages, self.parts)
+        )
         self.view, self.buffers = View(self.layout, self.storages), Buffers(2, self.device)
-        self.into: dict[str, list[tuple[torch.Tensor, tuple[slice, ...]]]] = {}
-        for f in self.layout.fragments:
-            if all(f.extent):
-                self.into.setdefault(f.tensor, []).append((typed(self.roots[f.root], f), f.index))
+        self.slices = Slices(self.layout, self.roots)
+        self.rows: Rows | None = None
         self.open_links(apart)
 
     def load(self, pairs) -> None:
-        for name, tensor in pairs:
-            for mine, index in self.into[name]:
-                mine.copy_(tensor[index])
+        self.slices.load(pairs)
 
-    def ways(self, apart: bool) -> dict[str, Callable[[], None]]:
-        if not apart:
-            return {
-                "one by one": self.handles,
-                "bucketed gather": self.handles,
-                "bucketed + flattened": lambda: self.mapped(self.link, self.messages),
-                "flattened, parts to trainer 0": lambda: self.mapped(self.wide, self.parts),
-            }
-        return {
-            "one by one": self.broadcasts,
-            "packed broadcast": lambda: self.received(self.messages),
-            "packed, parts to trainer 0": lambda: self.received(self.parts),
-            "NCCL broadcast": self.raw,
-            "vLLM's packed broadcast": self.vllm,
-        }
+    def work(self, way: str, apart: bool) -> Callable[[], None]:
+        if way == "one by one":
+            return self.broadcasts if apart else self.handles
+        if way == "bucketed gather":
+            return self.handles
+        if way == RAW:
+            return self.raw
+        if way == LOADS:
+            return self.loads
+        if way == VLLM:
+            return self.vllm
+        messages = self.messages if way.endswith(BRIDGE) else self.parts
+        if not way.endswith(SLICED):
+            self.rows = Rows(self.layout, self.storages, messages, self.a.programs or (64 if apart else None))
+        return (lambda: self.received(messages)) if apart else (lambda: self.mapped(self.link, messages))
 
     def handles(self) -> None:
         while (some := self.hear()) is not None:
@@ -268,7 +291,18 @@ class TakerRank(Rank):
 
     def received(self, messages) -> None:
         buffers = self.buffers
+        if self.rows is not None:  # kernels are loaded now, not beside NCCL's
+            longest = max(x.nbytes for x in messages)
+            for number, message in enumerate(messages):
+                self.rows.bind(number, buffers.take(number, message.nbytes, longest))
         self.packed(Arrivals(self.link, messages, buffers, soon(), self.device, False), messages, buffers.views)
+
+    def loads(self) -> None:
+        """What came last, taken in again: no wire, no waiting."""
+        unpacker, longest = Unpacker(self.device, self.buffers.views), max(x.nbytes for x in self.parts)
+        for number, message in enumerate(self.parts):
+            data = self.buffers.take(number, message.nbytes, longest)
+            self.load((s.name, t) for s, t in unpacker.take(message, data))
 
     def mapped(self, link: Link, messages) -> None:
         length = torch.zeros(1, dtype=torch.int64)
@@ -280,21 +314,26 @@ class TakerRank(Rank):
 
     def packed(self, arrivals: Arrivals | SharedArrivals, messages, views=None) -> None:
         unpacker = Unpacker(self.device, *([views] if views else []))
-        for message in messages:
-            self.load((s.name, t) for s, t in unpacker.take(message, arrivals.take()))
+        for number, message in enumerate(messages):
+            data = arrivals.take()
+            if self.rows is not None:
+                self.rows.load(number, data)
+            else:
+                self.load((s.name, t) for s, t in unpacker.take(message, data))
             arrivals.free()
-        unpacker.close(self.specs)
+        if self.rows is None:
+            unpacker.close(self.specs)
         self.sync()
         arrivals.close()
 
     def raw(self) -> None:
-        data = torch.empty(max(x.nbytes for x in self.messages), dtype=torch.uint8, device=self.device)
-        for message in self.messages:
+        data = torch.empty(max(x.nbytes for x in self.parts), dtype=torch.uint8, device=self.device)
+        for message in self.parts:
             self.link.broadcast(data[: message.nbytes], 0, soon())
 
     def vllm(self) -> None:
         _, consumer = vllm_packed()
-        told = ((s.name, (s.shape, torch.bfloat16)) for s in self.order)
+        told = ((s.name, (s.shape, torch.bfloat16)) for s in self.sorted)
         consumer(told, OnStream(self.link), src=0, post_unpack_func=self.load, **vllm_sizes(self.a))
 
     def wrong(self) -> int:
@@ -326,35 +365,14 @@ class TakerRank(Rank):
 
     def free(self) -> None:
         self.buffers.free()
+        self.rows = None
+
+    def said(self) -> str:
+        return f"loads bound {self.rows.made} times" if self.rows is not None else ""
 
 
 def _nobody() -> None:
     return None
-
-
-# ---- vLLM's own, where it can be imported
-
-
-class OnStream:
-    """What vLLM's packing wants of a communicator: a broadcast that the current stream waits for, and the host does not."""
-
-    def __init__(self, link: Link):
-        self._group = link._group()
-
-    def broadcast(self, tensor: torch.Tensor, src: int) -> None:
-        options = dist.BroadcastOptions()
-        options.rootRank, options.rootTensor = src, 0
-        self._group.broadcast([tensor], options).wait()
-
-
-def vllm_packed() -> tuple[Callable, Callable]:
-    """(producer, consumer); ImportError where there is no vLLM with them."""
-    from vllm.distributed.weight_transfer import packed_tensor as it
-
-    for kind in ("packed_nccl_broadcast", "packed_broadcast"):
-        if hasattr(it, f"{kind}_producer"):
-            return getattr(it, f"{kind}_producer"), getattr(it, f"{kind}_consumer")
-    raise ImportError("this vLLM packs under other names")
 
 
 def vllm_sizes(a: Namespace) -> dict[str, int]:
@@ -366,7 +384,7 @@ def vllm_sizes(a: Namespace) -> dict[str, int]:
 
 def refused(way: str, rank: Rank) -> str:
     """Why a way cannot be run here; "" when it can."""
-    if way != "vLLM's packed broadcast":
+    if way != VLLM:
         return ""
     if not rank.cuda:
         return "vLLM packs on CUDA streams only"
@@ -377,7 +395,7 @@ def refused(way: str, rank: Rank) -> str:
     return ""
 
 
-def measured(rank: Rank, way: str, work: Callable[[], None], slow: bool) -> dict:
+def measured(rank: Rank, way: str, apart: bool) -> dict:
     """Milliseconds from the last rank's start to the last rank's end, wrong elements after the last repetition, and the
     most bytes that torch had beside the weights, by rank."""
     rank.sync()
@@ -386,10 +404,13 @@ def measured(rank: Rank, way: str, work: Callable[[], None], slow: bool) -> dict
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(rank.device)
         before = torch.cuda.memory_allocated(rank.device)
-    warm, repeats = (0, rank.a.slow_repeats) if slow else (1, rank.a.repeats)
-    spent = []
+    work = rank.work(way, apart)
+    warm, repeats = 1, max(1, rank.a.repeats // 2 if way.endswith(BRIDGE) or way == VLLM else rank.a.repeats)
+    if way in ONCE:
+        warm, repeats = 0, rank.a.slow_repeats
+    spent, first = [], 0.0
     for k in range(warm + repeats):
-        if not rank.trainer and k == warm + repeats - 1 and way != "NCCL broadcast":
+        if not rank.trainer and k == warm + repeats - 1 and way not in NOT_COMPARED:
             for t in rank.storages:
                 t.fill_(0x5A)
         rank.sync()
@@ -401,29 +422,32 @@ def measured(rank: Rank, way: str, work: Callable[[], None], slow: bool) -> dict
         seconds = max(rank.gathered(ended)) - max(rank.gathered(began))
         if k >= warm:
             spent.append(seconds * 1e3)
+        else:
+            first = seconds * 1e3
     peak = torch.cuda.max_memory_allocated(rank.device) - before if rank.cuda else 0
+    said = rank.said()
     rank.free()
-    wrong = sum(rank.gathered(rank.wrong()))
+    wrong = sum(rank.gathered(0 if way in NOT_COMPARED else rank.wrong()))
     return dict(
-        way=way, ms=spent, wrong=None if way == "NCCL broadcast" else int(wrong),
-        extra_bytes=[int(x) for x in rank.gathered(peak)],
+        way=way, ms=spent, first_ms=first, wrong=None if way in NOT_COMPARED else int(wrong),
+        extra_bytes=[int(x) for x in rank.gathered(peak)], said=said,
     )  # fmt: skip
 
 
-def rank_main(index: int, apart: bool, gpus: tuple[int, ...], m: Model, a: Namespace, port: int, pipe, answers) -> None:
+def rank_main(
+    index: int, case: str, gpus: tuple[int, ...], m: Model, a: Namespace, ways: list[str], port: int, pipe, answers
+) -> None:
     """Puts (index, dict) for each way and (index, None) at the end, or (index, text) of what went wrong."""
+    apart = case == "apart"
     try:
         rank = (TrainerRank if index < TRAINERS else TakerRank)(index, gpus, m, a, port, pipe)
         rank.prepare(apart)
-        slow = ("one by one",) if apart else ("one by one", "bucketed gather")
-        for way, work in rank.ways(apart).items():
-            if a.ways and not any(w in way for w in a.ways):
-                continue
+        for way in ways:
             why = refused(way, rank)
             found = dict(way=way, refused=why) if any(rank.gathered(bool(why))) else None
-            found = found or measured(rank, way, work, way in slow)
-            if index == 0:
-                answers.put((index, found))
+            found = found or measured(rank, way, apart)
+            if index == 0 or found.get("said") and index == TRAINERS:
+                answers.put((index, found if index == 0 else dict(way=way, details=[f"taker 0: {found['said']}"])))
             if found.get("wrong") and not rank.trainer:
                 answers.put((index, dict(way=way, details=rank.described())))
             rank.gathered(0.0)

@@ -1,13 +1,15 @@
-"""What the trainers of bench_packed_gpu.py gather: Qwen3's tensors out of Megatron's layout, without Megatron.
+"""What the trainers of bench_packed_gpu.py gather: Qwen3's tensors out of Megatron's layout, without Megatron; and how takers
+load them.
 
 One task per Megatron parameter, gathered by one all-gather and whole on every rank, as Megatron-Bridge exports it; and the
-same layout as fragments, for the road of FSDP2 and DTensors. Not here: processes, clocks, takers.
+same layout as fragments, the road of whatever can be traced. Not here: processes, clocks.
 """
 
 from __future__ import annotations
 
+import copy
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from math import prod
@@ -16,11 +18,15 @@ import torch
 import torch.distributed as dist
 from bench_shapes import ITEM, Layout, Model
 
+from xfer import kernels
+from xfer.packed import places
 from xfer.packed.lockstep import Lockstep
 from xfer.packed.megatron import ROUND_BYTES
 from xfer.packed.plan import Group, TaskSize
+from xfer.packed.wire import Message
 from xfer.trace.fragment import Fragment, TensorSpec
 from xfer.trace.traced import Traced, TrainerLayout
+from xfer.transport.group import Link
 
 _FUSED = ((re.compile(r"\.[qkv]_proj\."), ".qkv."), (re.compile(r"\.(gate|up)_proj\."), ".fc1."))
 
@@ -141,3 +147,86 @@ class PartsSource:
 
     def rebind(self) -> Mapping[str, torch.Tensor]:
         return self._layout.tensors
+
+
+# ---- loaders
+
+
+class Slices:
+    """A loader that is given (name, tensor): a slice and a copy for each place of a tensor, as engines' own do."""
+
+    def __init__(self, layout: Layout, roots: Mapping[str, torch.Tensor]):
+        self._into: dict[str, list[tuple[torch.Tensor, tuple[slice, ...]]]] = {}
+        for f in layout.fragments:
+            if all(f.extent):
+                self._into.setdefault(f.tensor, []).append((typed(roots[f.root], f), f.index))
+
+    def load(self, pairs) -> None:
+        for name, tensor in pairs:
+            for mine, index in self._into[name]:
+                mine.copy_(tensor[index])
+
+
+class Rows:
+    """A loader that knows all messages: their bytes go to their places in one launch each. `made`: tables bound so far."""
+
+    def __init__(
+        self, layout: Layout, storages: Sequence[torch.Tensor], messages: Sequence[Message], programs: int | None
+    ):
+        self.made = 0
+        self._storages, self._messages, self._programs = storages, messages, programs
+        self._number = {r.name: i for i, r in enumerate(layout.roots())}
+        self._held: dict[str, dict] = {}
+        for f in layout.fragments:
+            self._held.setdefault(f.tensor, {})[f.origin, f.extent, f.steps] = {0: f}
+        self._bound: dict[tuple[int, int], kernels.BoundRows] = {}
+        self._latest: dict[int, kernels.BoundRows] = {}
+
+    def bind(self, number: int, data: torch.Tensor) -> kernels.BoundRows:
+        """`data`: the bytes of message `number`."""
+        key = number, data.data_ptr()
+        known = self._latest.get(number)
+        if key not in self._bound and hasattr(known, "_bases"):
+            # A mapping made anew may lie elsewhere: tables hold no address, only the short list of bases does.
+            moved = copy.copy(known)
+            moved._left, moved._held = moved._bases([data]), (*self._storages, data)
+            self._bound[key] = moved
+        if key not in self._bound:
+            found = places.pieces(self._messages[number], self._held, 0)
+            rows = places.table([p.copy(self._number[p.fragment.root]) for p in found])
+            for field in ("root", "offset", "strides"):  # the other way round: out of the message
+                there = rows[f"src_{field}"].copy()
+                rows[f"src_{field}"] = rows[f"dst_{field}"]
+                rows[f"dst_{field}"] = there
+            self._bound[key] = kernels.bind(rows, self._storages, "local", src_roots=[data], programs=self._programs)
+            self._latest[number] = self._bound[key]
+            self.made += 1
+        return self._bound[key]
+
+    def load(self, number: int, data: torch.Tensor) -> None:
+        self.bind(number, data).copy()
+
+
+# ---- vLLM's own, where it can be imported
+
+
+class OnStream:
+    """What vLLM's packing wants of a communicator: a broadcast that the current stream waits for, and the host does not."""
+
+    def __init__(self, link: Link):
+        self._group = link._group()
+
+    def broadcast(self, tensor: torch.Tensor, src: int) -> None:
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = src, 0
+        self._group.broadcast([tensor], options).wait()
+
+
+def vllm_packed() -> tuple[Callable, Callable]:
+    """(producer, consumer); ImportError where there is no vLLM with them."""
+    from vllm.distributed.weight_transfer import packed_tensor as it
+
+    for kind in ("packed_nccl_broadcast", "packed_broadcast"):
+        if hasattr(it, f"{kind}_producer"):
+            return getattr(it, f"{kind}_producer"), getattr(it, f"{kind}_consumer")
+    raise ImportError("this vLLM packs under other names")

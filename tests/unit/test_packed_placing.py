@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 from math import prod
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -15,12 +16,17 @@ from hypothesis import strategies as st
 
 from xfer import kernels
 from xfer.errors import Unsupported
-from xfer.packed import places
+from xfer.packed import agree, places
+from xfer.packed.buffer import Buffers
 from xfer.packed.plan import ALIGN, TaskSize, make_plan
+from xfer.packed.source import PackedSource
+from xfer.packed.tensors import TensorStream
 from xfer.packed.wire import nbytes_of
 from xfer.plan.program import ITEMSIZE
 from xfer.trace.fragment import Fragment, TensorSpec
+from xfer.trace.traced import Traced, TrainerLayout
 
+CPU = torch.device("cpu")
 RANKS = 3
 TRITON = os.environ.get("TRITON_INTERPRET") == "1"
 EXAMPLES = int(os.environ.get("XFER_EXAMPLES", "100")) // (10 if TRITON else 1)
@@ -137,6 +143,69 @@ def test_every_byte_comes_to_its_place_pulled_or_sent_in_rounds(h, limit, most, 
                         run(places.sent(r, rank, numbers[rank]), everything, slot[at : at + n])
                     run(places.landed(r, 0), [slot], data)
                 assert torch.equal(data, expected(message, h))
+
+
+class Source:
+    """One rank of `Held` as a trainer tells it."""
+
+    def __init__(self, h: Held, rank: int):
+        self.rank, self.world, self.device = rank, RANKS, torch.device("cpu")
+        mine = [f for some in h.boxes.values() for known in some.values() for r, f in known.items() if r == rank]
+        self.tensors = {n: torch.from_numpy(x) for (r, n), x in h.storages.items() if r == rank}
+        self.layout = TrainerLayout(Traced(tuple(h.specs), tuple(mine)), (), self.tensors)
+
+    def read(self):
+        return self.layout
+
+    def check(self):
+        return "same"
+
+    def rebind(self):
+        return self.tensors
+
+
+@settings(deadline=None, max_examples=EXAMPLES)
+@given(held(), st.integers(ALIGN, 2048), st.integers(0, RANKS - 1))
+def test_ranks_that_can_map_each_others_storages_put_messages_together_alone(h, limit, let_go):
+    """Mapping is made up: it gives the tensors themselves."""
+    streams = [TensorStream(Source(h, r)) for r in range(RANKS)]
+    for s in streams:
+        s.read()
+        s.assembles = s.rank != 1
+
+    def told(make, kind, device):
+        return [msgspec.msgpack.decode(msgspec.msgpack.encode(s._own()), type=kind) for s in streams]
+
+    def mapped(s, said):
+        return {r: {i: o._roots[n] for i, n in enumerate(said[r].roots)} for r, o in enumerate(streams) if o is not s}
+
+    with pytest.MonkeyPatch.context() as m:
+        m.setattr(agree, "of_all_ranks", told)
+        m.setattr(agree, "any_rank", lambda flag, *_: flag)
+        m.setattr(TensorStream, "_offer", lambda self, roots: b"offer")
+        m.setattr(TensorStream, "_mapped", mapped)
+        if TRITON:
+            m.setattr("xfer.packed.tensors.on_gpu", lambda device: True)
+        sources = [PackedSource(s, limit) for s in streams]
+        plans = [s.begin() for s in sources]
+        assert len({p.fingerprint for p in plans}) == 1 and all(s.pulls for s in streams)
+        assert plans[0].buffer_bytes <= max(ALIGN, limit - limit // 8)
+        for step in range(2):
+            for source, plan in zip(sources, plans, strict=True):
+                if not source.stream.assembles:
+                    continue
+                buffers = Buffers(2, CPU)
+                source.prepare(lambda k, x, b=buffers, p=plan: b.take(k, x.nbytes, p.buffer_bytes))
+                for k, message in enumerate(x for g in plan.groups for x in g.messages):
+                    data = buffers.take(k, message.nbytes, plan.buffer_bytes).fill_(0x77)
+                    source.place(message, data)
+                    assert torch.equal(data, expected(message, h)), (step, source.rank)
+            if step == 0:  # a framework frees what was mapped, and brings it back: all begin anew
+                sources[let_go].forget()
+                assert sources[let_go].check() == "moved" and sources[let_go]._stale
+                for s in sources:  # as the ranks' all-reduce tells them
+                    s._stale = True
+                plans = [s.begin() for s in sources]
 
 
 @settings(deadline=None)

@@ -35,6 +35,11 @@ PROGRAMS = 64
 """Of the GPU's programs, for copies that run beside a broadcast: NCCL's kernels need multiprocessors of their own."""
 
 
+def on_gpu(device: torch.device) -> bool:
+    """Whether copies are Triton's: one launch each."""
+    return device.type == "cuda" and find_spec("triton") is not None
+
+
 class FragmentSource(Protocol):
     """The part of session.trainer.Source that is used here."""
 
@@ -80,6 +85,7 @@ class TensorStream:
         self._ways: dict[int, _Way] = {}  # by a message's id
         self._slots: dict[str, list[torch.Tensor]] = {}
         self._scratch = torch.empty(0, dtype=torch.uint8)
+        self._last = _Made()
         self._export = self._mapping = None
         self._let_go = False
 
@@ -107,7 +113,7 @@ class TensorStream:
 
     def forget(self) -> None:
         """Lets go of all storages, this rank's and the others', and of buffers. The next refit finds them again."""
-        self._ways, self._slots, self._sources = {}, {}, []
+        self._ways, self._slots, self._sources, self._last = {}, {}, [], _Made()
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self._roots, self._let_go, self._export = {}, True, None
         self._unmap()
@@ -162,7 +168,7 @@ class TensorStream:
     def _offer(self, roots: list[str]) -> bytes:
         self._unmap()
         self._export = None
-        if self.device.type != "cuda" or self.world == 1 or find_spec("triton") is None:
+        if self.world == 1 or not on_gpu(self.device):
             return b""
         from xfer.transport.peer import MAX_OFFER_BYTES, Export
 
@@ -224,18 +230,23 @@ class TensorStream:
 
     def tensors(self, group: Group) -> Iterator[tuple[str, torch.Tensor | None]]:
         """Whole tensors of their own, for who packs them himself; None on ranks that do not assemble."""
-        unpacker, most = Unpacker(self.device), 0
+        unpacker, most, before = Unpacker(self.device), 0, self._last
         longest = max((x.nbytes for x in group.messages), default=0)
         if self.assembles and (self._scratch.device != self.device or self._scratch.numel() < longest):
             self._ways = {}  # they hold the old one
             self._scratch = torch.empty(longest, dtype=torch.uint8, device=self.device)
         for message in group.messages:
             data = self._scratch[: message.nbytes] if self.assembles else None
+            before.follow(data)
             self.place(message, data)
             most = max(most, self.collectives)
-            if data is not None:
-                yield from ((spec.name, t) for spec, t in unpacker.take(message, data.clone()))
-        self.collectives = most
+            if data is None:
+                continue
+            before = _Made(data.clone())
+            for spec, t in unpacker.take(message, before.data):
+                before.follow(before.data)
+                yield spec.name, t
+        self.collectives, self._last = most, before
         if not self.assembles:
             yield from ((spec.name, None) for spec in group.tensors)
 
@@ -254,7 +265,7 @@ class TensorStream:
 
     def bound(self, copies: Sequence[Copy], sources: Sequence[torch.Tensor], into: torch.Tensor) -> kernels.BoundRows:
         rows = places.table(copies)
-        if self.device.type != "cuda" or find_spec("triton") is None:
+        if not on_gpu(self.device):
             return kernels.bind(rows, [into], "local", src_roots=sources)
         from xfer.kernels.triton_impl import TritonRows
 
@@ -263,6 +274,26 @@ class TensorStream:
         if sources is self._sources:
             groups = [i for i, some in enumerate(self._numbers.values()) for _ in some]
         return TritonRows(rows, [into], "local", sources, groups=groups, programs=self.programs)
+
+
+class _Made:
+    """Bytes that were made on this thread's stream. Who asks for tensors may do that on several streams in turn."""
+
+    def __init__(self, data: torch.Tensor | None = None):
+        self.data, self._event, self._streams = data, None, set()
+        if data is not None and data.device.type == "cuda":
+            stream = torch.cuda.current_stream(data.device)
+            self._event, self._streams = stream.record_event(), {stream.cuda_stream}
+
+    def follow(self, data: torch.Tensor | None) -> None:
+        """Makes this thread's stream wait until the bytes are made, where it is another one; `data` is used on it."""
+        if self._event is None or data is None:
+            return
+        stream = torch.cuda.current_stream(data.device)
+        if stream.cuda_stream not in self._streams:
+            self._streams.add(stream.cuda_stream)
+            stream.wait_event(self._event)
+            data.record_stream(stream)
 
 
 class _Leg:
