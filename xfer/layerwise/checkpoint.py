@@ -7,6 +7,9 @@ and any other layout reads from them what it needs, box by box. No flat buffer i
 The second form needs no code per layout: where the boxes of a rank lie in its parameters is what the trainer's adapter reads
 for refits anyway, and state that has a parameter's shape is cut like the parameter. Files are torch.distributed.checkpoint's;
 hyperparameters lie beside them in `layerwise.json`. Which rank owns what is not stored.
+
+Rows with which a vocabulary is padded have no name there, and how many there are depends on the layout. They are written beside the
+tensor that they pad, as `<name>/padding/<field>`, and read as far as both layouts have them; what only the new one has becomes zeros.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from __future__ import annotations
 import json
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -46,7 +49,7 @@ Ints = tuple[int, ...]
 @dataclass(frozen=True, slots=True)
 class Piece:
     """Box `origin`/`extent` of tensor `key` of `shape`; it lies in a parameter from element `offset` on, with `strides` in
-    elements."""
+    elements. padding: of the rows that follow `key`'s own instead; `shape` is then theirs, all together."""
 
     key: str
     shape: Ints
@@ -54,6 +57,11 @@ class Piece:
     extent: Ints
     offset: int
     strides: Ints
+    padding: bool = False
+
+    def stored(self, field: str) -> str:
+        """Under which name the checkpoint has a field of it."""
+        return f"{self.key}/padding/{field}" if self.padding else f"{self.key}/{field}"
 
 
 def save(optimizer: LayerWiseOptimizer, folder: str | Path, source: Source | None = None) -> None:
@@ -74,6 +82,8 @@ def save(optimizer: LayerWiseOptimizer, folder: str | Path, source: Source | Non
                 _add(tensors, p, field, _view(tensor, p))
         for field, tensor in scalars.items():
             for p in pieces[name]:
+                if p.padding and len(pieces[name]) == 1:
+                    continue  # a part that is all padding; others say it for the tensor
                 tensors[f"{p.key}/{field}"] = Boxes((), tensor.dtype, [((), tensor.detach())])
     _refuse(wrong, optimizer.label, "optimizer state that cannot be saved by parameter", Unsupported)
     live = dist.is_initialized()
@@ -111,6 +121,8 @@ def load(optimizer: LayerWiseOptimizer, folder: str | Path, source: Source | Non
             states[name] = wanted.state(pieces[name], target)
     _refuse(wrong, optimizer.label, f"{folder} does not fit this model", LayoutError)
     with torch.no_grad():
+        for view in wanted.blank:
+            view.zero_()
         dcp.load(dict(wanted.tensors), storage_reader=reader, no_dist=not dist.is_initialized())
         for o in optimizer.owned:
             optimizer.inner[o.group].state[o.target] = states[o.name]
@@ -180,14 +192,16 @@ def _pieces(optimizer: LayerWiseOptimizer, source: Source | None, wrong: list[st
         _read_pieces(optimizer, source, found, wrong)
     except XferError as e:  # told to all ranks, who are about to meet
         wrong += [e.message, *e.violations]
+    for name, piece in optimizer.padding({n: tuple(x) for n, x in found.items()}).items():
+        found[name].append(piece)
     for name, pieces in optimizer.copied({n: tuple(x) for n, x in found.items()}).items():
         found[name] = list(pieces)
     for name, p in optimizer.named if not wrong else ():
         named = sum(prod(x.extent) for x in found[name])
         if named != p.numel():
             wrong.append(
-                f"{name}: the checkpoint names {named} of its {p.numel()} elements (a padded vocabulary?): use a "
-                "vocabulary that needs no padding"
+                f"{name}: the checkpoint names {named} of its {p.numel()} elements, and the rest is not the padding of a "
+                "vocabulary: train it whole, or freeze it and leave it out of the model"
             )
     return {n: tuple(x) for n, x in found.items()}
 
@@ -227,31 +241,45 @@ def _view(tensor: torch.Tensor, p: Piece) -> torch.Tensor:
 
 
 def _add(tensors: dict[str, Boxes], p: Piece, field: str, view: torch.Tensor) -> None:
-    key = f"{p.key}/{field}"
+    key = p.stored(field)
     have = tensors[key].boxes if key in tensors else []
     tensors[key] = Boxes(p.shape, view.dtype, [*have, (p.origin, view)])
 
 
 class _Wanted:
-    """What this rank is going to read."""
+    """What this rank is going to read. blank: what is to be zeros before."""
 
     def __init__(self, known: Mapping[str, object], wrong: list[str]):
         self.known, self.wrong = known, wrong
         self.tensors: dict[str, Boxes] = {}
+        self.blank: list[torch.Tensor] = []
         self._fields: dict[str, list[str]] = {}
         for key in known:
             name, _, field = key.rpartition("/")
+            if name.endswith("/padding"):
+                continue
             self._fields.setdefault(name, []).append(field)
 
     def whole(self, pieces: tuple[Piece, ...], field: str, tensor: torch.Tensor) -> None:
         for p in pieces:
-            md = self.known.get(f"{p.key}/{field}")
-            if not isinstance(md, TensorStorageMetadata):
+            md = self.known.get(p.stored(field))
+            if p.padding:
+                self._padding(p, field, md, _view(tensor, p))
+            elif not isinstance(md, TensorStorageMetadata):
                 self.wrong.append(f"{p.key}: the checkpoint has no {field} of it")
             elif tuple(md.size) != p.shape:
                 self.wrong.append(f"{p.key}: {tuple(md.size)} in the checkpoint, {p.shape} here")
             else:
                 _add(self.tensors, p, field, _view(tensor, p))
+
+    def _padding(self, p: Piece, field: str, md: object, view: torch.Tensor) -> None:
+        self.blank.append(view)
+        if not isinstance(md, TensorStorageMetadata) or tuple(md.size[1:]) != p.shape[1:]:
+            return  # saved where nothing was padded
+        rows = min(p.extent[0], md.size[0] - p.origin[0])
+        if rows > 0:
+            have = replace(p, shape=tuple(md.size), extent=(rows, *p.extent[1:]))
+            _add(self.tensors, have, field, view[:rows])
 
     def state(self, pieces: tuple[Piece, ...], target: torch.Tensor) -> dict[str, torch.Tensor]:
         """Room for the optimizer's state of one parameter."""

@@ -86,6 +86,38 @@ class MegatronLayerWise(LayerWiseOptimizer):
         expert = not getattr(o.param, "allreduce", True)
         return id(o.param) in self._cut or expert or mpu.get_tensor_model_parallel_rank() == 0
 
+    def padding(self, pieces: Mapping[str, tuple[Piece, ...]]) -> dict[str, Piece]:
+        """Last rows of embeddings and heads, cut over the tensor-parallel ranks together with the vocabulary's own. Rank 0 of
+        them has some of those always, so it knows the name; others may have padding only."""
+        names = {id(p): name for name, p in self.named}
+        found = {}
+        for p in {id(p): p for chunk in self.modules for p in _vocabulary(chunk)}.values():
+            name, device = names[id(p)], p.device
+            group, dim = self._cut.get(id(p), (None, 0))
+            rank, size = (0, 1) if group is None else (group.rank(), group.size())
+            mine = [x for x in pieces[name] if x.origin[1:] == (0,) * (len(x.origin) - 1)]
+            said = msgspec.json.encode(mine[0]) if mine and rank == 0 else b""
+            if group is not None:
+                said = _told(said, group, 0, device)
+            if not said or dim:
+                continue
+            whole = msgspec.json.decode(said, type=Piece)
+            rows, width = p.shape[0], p[0].numel()
+            own = min(max(whole.shape[0] - rank * rows, 0), rows)
+            lie = sum(x.extent[0] for x in mine) == own and all(x.offset < own * width for x in mine)
+            if own == rows or not lie or whole.shape[1:] != tuple(p.shape[1:]):
+                continue  # nothing is padded, or not at its end
+            found[name] = Piece(
+                whole.key,
+                (rows * size - whole.shape[0], *p.shape[1:]),
+                (rank * rows + own - whole.shape[0], *[0] * (p.dim() - 1)),
+                (rows - own, *p.shape[1:]),
+                own * width,
+                tuple(torch.empty(p.shape, device="meta").stride()),
+                padding=True,
+            )
+        return found
+
     def copied(self, pieces: Mapping[str, tuple[Piece, ...]]) -> dict[str, tuple[Piece, ...]]:
         """A tied embedding is trained on the first stage, where the checkpoint knows it, and on the last one, equally; there it
         lies in the same boxes."""
@@ -94,17 +126,10 @@ class MegatronLayerWise(LayerWiseOptimizer):
         mine = [name for name, p in self.named if _on_two_stages(p)]
         if not mine:
             return {}
-        group, device = mpu.get_embedding_group(), self._trained[0][1].device
         first = mpu.is_pipeline_first_stage(ignore_virtual=True)
         said = msgspec.json.encode(pieces[mine[0]]) if first else b""
-        size = torch.tensor([len(said)], dtype=torch.int64, device=device)
-        source = dist.get_global_rank(group, 0)
-        dist.broadcast(size, source, group=group)
-        text = torch.zeros(int(size.item()), dtype=torch.uint8, device=device)
-        if first:
-            text.copy_(torch.frombuffer(bytearray(said), dtype=torch.uint8))
-        dist.broadcast(text, source, group=group)
-        return {} if first else {mine[0]: msgspec.json.decode(bytes(text.tolist()), type=tuple[Piece, ...])}
+        said = _told(said, mpu.get_embedding_group(), 0, self._trained[0][1].device)
+        return {} if first else {mine[0]: msgspec.json.decode(said, type=tuple[Piece, ...])}
 
     def _refuse_outside(self, dense: Peers, rest: Sequence[Peers]) -> None:
         """Norms are summed over all ranks, so groups of experts may lie as they like."""
@@ -133,6 +158,19 @@ def muon_and_adam(
         ParamGroup(matrices, muon, {"lr": lr, "momentum": momentum}, cost="newton_schulz"),
         ParamGroup(rest, torch.optim.Adam, {"lr": adam_lr, "foreach": False}),
     ]
+
+
+def _told(said: bytes, group: dist.ProcessGroup, rank: int, device: torch.device) -> bytes:
+    """What that rank of the group says. Collective over it."""
+    source, speaks = dist.get_global_rank(group, rank), group.rank() == rank
+    size = torch.tensor([len(said)], dtype=torch.int64, device=device)
+    dist.broadcast(size, source, group=group)
+    text = torch.zeros(int(size.item()), dtype=torch.uint8, device=device)
+    if speaks and said:
+        text.copy_(torch.frombuffer(bytearray(said), dtype=torch.uint8))
+    if len(text):
+        dist.broadcast(text, source, group=group)
+    return bytes(text.tolist())
 
 
 def _vocabulary(chunk: torch.nn.Module) -> Iterator[torch.nn.Parameter]:

@@ -236,6 +236,10 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
         """Whether the gradient is this rank's to count in the norm."""
         return True
 
+    def padding(self, pieces: Mapping[str, tuple[Piece, ...]]) -> dict[str, Piece]:
+        """The rows of parameters with which a vocabulary is padded, by name. Collective. pieces: as for `copied`."""
+        return {}
+
     def copied(self, pieces: Mapping[str, tuple[Piece, ...]]) -> dict[str, tuple[Piece, ...]]:
         """Where parameters lie in the checkpoint of which nothing on this rank says so, by name. Collective.
 
