@@ -27,6 +27,7 @@ import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from itertools import product
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -187,9 +188,11 @@ class Bench:
             self.timed("peer" if "peer" not in self.result["ms"] else "peer again", lambda: peer.run(soon()), repeats)
         if self.args.sweep:
             self._sweep(peer)
+        for mib in self.args.bursts:
+            self.timed(f"peer, turns of {mib} MiB", self._pulling(peer, burst=mib << 20), repeats)
         for text in self.args.bulk:
             self._bulk(peer, Shape(*map(int, text.split("x"))))
-        if not self.shared:
+        if not self.shared and self.args.wire:
             free = self.free()
             link = open_group(PrefixStore("data", self.store), self.rank, self.size, 120.0, self.device)
             self._nccl(link)
@@ -230,11 +233,12 @@ class Bench:
         takers = range(self.trainers, self.size)
         rows = self._plan().program(takers[0]).rows
         labels = [f"rank {r}" for r in range(self.size)]
-        for waves in self.args.waves:
+        for waves, mib in product(self.args.waves, [*self.args.bursts, None]):
             programs = dict(zip(takers, relay(rows[rows["dst"] == takers[0]], takers, waves)))
             mine = programs.get(self.rank, Program(self.rank, waves + 1, rows[:0]))
-            way = open_relay(mine, self.roots, takers, labels, self.device, exchange)
-            name = f"relay, {waves} waves"
+            how = {} if mib is None else {"burst": mib << 20}
+            way = open_relay(mine, self.roots, takers, labels, self.device, exchange, **how)
+            name = f"relay, {waves} waves" + ("" if mib is None else f", turns of {mib} MiB")
             self.result["extra_bytes"][name] = way.extra_bytes
             self.checked(name, lambda way=way: way.run(soon()))
             self.timed(name, lambda way=way: way.run(soon()), self.args.repeats)
@@ -439,7 +443,11 @@ def main() -> None:
     p.add_argument(
         "--buckets", nargs="*", type=int, default=[], help="plans of other buckets, p2p in steps as long, MiB"
     )
+    p.add_argument("--bursts", nargs="*", type=int, default=[], help="pulls with other turns of the senders, MiB")
     p.add_argument("--waves", nargs="*", type=int, default=[8, 16, 32, 64], help="of relays")
+    p.add_argument(
+        "--wire", action=argparse.BooleanOptionalAction, default=True, help="p2p, NCCL's own rate, the packed way"
+    )
     p.add_argument("--packed", action=argparse.BooleanOptionalAction, default=True)
     p.add_argument("--case-seconds", type=float, default=150)
     p.add_argument("--out", default="")

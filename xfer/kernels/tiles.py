@@ -120,19 +120,22 @@ def cast_tables(moves: Sequence[Move], items: dict[str, int], *, backwards: bool
     return out
 
 
-def interleaved(table: Table, group_of_root: Sequence[int], rotation: int) -> Table:
-    """The same tiles, so ordered that at every moment each group has given the same share of its bytes.
+def interleaved(table: Table, group_of_root: Sequence[int], rotation: int, burst: int = 0) -> Table:
+    """The same tiles, so ordered that groups take turns: each gives about `burst` bytes a turn, or less by as much as it
+    has less than the largest group, so that all end together. 0: a turn is a tile.
 
     group_of_root[r]: who drains storage r of the from end. rotation: which group comes first.
     """
     group = np.asarray(group_of_root, np.int64)[table.tiles[:, 0] & 0xFFFFFFFF]
     count = int(group.max(initial=0)) + 1
-    share = np.zeros(len(group))
+    share, most = np.zeros(len(group)), 0
     for g in range(count):
         mine = group == g
         n = table.nbytes[mine]
         share[mine] = (np.cumsum(n) - n) / max(1, n.sum())
-    order = np.lexsort(((group - rotation) % count, share))
+        most = max(most, int(n.sum()))
+    turn = share if not burst else np.floor(share * max(1, round(most / burst)))
+    order = np.lexsort((share, (group - rotation) % count, turn))
     return Table(table.unit, table.dtypes, np.ascontiguousarray(table.tiles[order]), table.nbytes[order])
 
 

@@ -174,8 +174,8 @@ class _Launch:
 class TritonRows:
     """See `xfer.kernels.BoundRows`.
 
-    groups[r]: for side "local", who drains source storage r; tiles then take turns between groups, beginning with
-    `rotation`. abort: an int32 tensor of one word in the device's memory (reading host memory
+    groups[r]: for side "local", who drains source storage r; groups then take turns of `burst` bytes (0: of a tile),
+    beginning with `rotation`. abort: an int32 tensor of one word in the device's memory (reading host memory
     for every tile was the bottleneck: 8 GB/s); kernels look
     at it before every tile and leave when it is not 0. bulk: move tiles of 16-byte units by the bulk copy engine (bulk.py).
     """
@@ -189,6 +189,7 @@ class TritonRows:
         *,
         groups: Sequence[int] = (),
         rotation: int = 0,
+        burst: int = 0,
         abort: torch.Tensor | None = None,
         programs: int | None = None,
         bulk: bulk.Shape | None = None,
@@ -196,7 +197,7 @@ class TritonRows:
         if side not in ("src", "dst", "local"):
             raise ValueError(f"side must be src, dst or local, not {side!r}")
         check_rows(rows, side, roots, src_roots)
-        self.side, self._groups, self._rotation, self._abort = side, groups, rotation, abort
+        self.side, self._groups, self._turns, self._abort = side, groups, (rotation, burst), abort
         self._bulk = bulk
         some = roots if len(roots) else src_roots
         self._device = some[0].device if len(some) else torch.device("cpu")
@@ -304,7 +305,7 @@ class TritonRows:
         found = plain_tables(plain, self._left_end, right, backwards=backwards)
         found += cast_tables(cast, ITEMSIZE, backwards=backwards)
         if self._groups:
-            found = [interleaved(t, self._groups, self._rotation) for t in found]
+            found = [interleaved(t, self._groups, *self._turns) for t in found]
         return found
 
     def _load(self, tables: Sequence[Table]) -> list[_Launch]:

@@ -30,7 +30,14 @@ class Relay:
     """One taker's part. Made by `open_relay`. The gate of its own pull."""
 
     def __init__(
-        self, program: Program, mapping: Mapping, export: Export, roots, words: torch.Tensor, takers: Sequence[int]
+        self,
+        program: Program,
+        mapping: Mapping,
+        export: Export,
+        roots,
+        words: torch.Tensor,
+        takers: Sequence[int],
+        **how,
     ):
         self.mapping, self.export, self.words = mapping, export, words
         self._waves, self._runs = program.waves, 0
@@ -40,7 +47,7 @@ class Relay:
         self._theirs = [mapping.roots[takers[i]][len(roots)].data_ptr() + self._place * WORD for i in self._others]
         self._free = torch.zeros(len(takers), dtype=torch.int32, pin_memory=True)
         moved = program.rows[program.rows["op"] != Op.FILL]
-        self._pull = Pull(moved, mapping, roots, waves=program.waves, gate=self)
+        self._pull = Pull(moved, mapping, roots, waves=program.waves, gate=self, **how)
 
     @property
     def extra_bytes(self) -> int:
@@ -106,10 +113,12 @@ def open_relay(
     labels: Sequence[str],
     device: torch.device,
     exchange: Exchange,
+    **how,
 ) -> Relay | Sending:
     """Collective over all ranks, `labels` naming them: takers, and all others as senders.
 
-    program: of `plan.relay.relay`; on a sender its rows do not matter. roots: as for `P2P`, equally many on all takers.
+    program: of `plan.relay.relay`; on a sender its rows do not matter. roots: as for `P2P`, equally many on all takers. how: for
+    `TritonRows`.
     Unsupported, on all ranks, where a taker cannot map something: then bytes have to go by the usual routes.
     """
     rank, size, taking = program.rank, len(labels), program.rank in takers
@@ -132,7 +141,7 @@ def open_relay(
                 missing or ["another rank says which"],
                 where=labels[rank],
             )
-        return Relay(program, mapping, export, roots, words, takers) if taking else Sending(export)
+        return Relay(program, mapping, export, roots, words, takers, **how) if taking else Sending(export)
     except BaseException:
         mapping.close()
         raise
