@@ -1,7 +1,12 @@
-"""Deadlines over NCCL without a GPU: what the watching thread tells, and that everybody hears of it."""
+"""Deadlines over NCCL without a GPU: what the watching thread tells, what a wire makes of it, and that everybody hears of it.
+
+Where NCCL and the device would be are threads here. What they really do: `dead` of scripts/bench_layerwise_gpu.py.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import queue
 import threading
 import time
 
@@ -12,6 +17,7 @@ from torch import nn
 from tests.support.proc import PATIENCE
 from xfer.errors import DeadlineExceeded
 from xfer.layerwise import LayerWiseOptimizer, ParamGroup
+from xfer.layerwise import wire as wires
 from xfer.layerwise.watch import Watch
 
 
@@ -57,6 +63,130 @@ def test_a_watch_that_is_closed_says_nothing_and_leaves_no_thread():
     device.watch.post(lambda: "")
     device.watch.close()
     assert not device.watch._thread.is_alive() and not device.said
+
+
+class Stream:
+    """Operations in order, on a thread; the one that `torch.cuda.stream` made current takes them."""
+
+    current: Stream | None = None
+
+    def __init__(self):
+        self.todo: queue.Queue = queue.Queue()
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        while True:
+            self.todo.get()()
+
+    def synchronize(self) -> None:
+        done = threading.Event()
+        self.todo.put(done.set)
+        assert done.wait(30 * PATIENCE)
+
+
+@contextlib.contextmanager
+def on(stream: Stream):
+    Stream.current = stream
+    yield
+    Stream.current = None
+
+
+class Work:
+    def __init__(self):
+        self.arrived = threading.Event()
+
+    def wait(self) -> None:
+        Stream.current.todo.put(self.arrived.wait)
+
+
+class Note:
+    """The word in host memory that the stream copies numbers to."""
+
+    def __init__(self):
+        self.word = torch.zeros(1, dtype=torch.int32)
+
+    def copy_(self, number: torch.Tensor, non_blocking: bool) -> None:
+        assert non_blocking
+        Stream.current.todo.put(lambda: self.word.copy_(number))
+
+
+class Nccl:
+    """A process group whose broadcasts arrive when the test says so."""
+
+    def __init__(self):
+        self.works: list[Work] = []
+        self.tensors: list[torch.Tensor] = []
+        self.at_abort: list[torch.Tensor] = []
+        self.aborted = threading.Event()
+
+    def _start_coalescing(self) -> None: ...
+
+    def broadcast(self, tensors: list[torch.Tensor], options) -> None:
+        self.tensors += tensors
+
+    def _end_coalescing(self) -> Work:
+        self.works.append(Work())
+        return self.works[-1]
+
+    def abort(self) -> None:
+        self.at_abort = [t.clone() for t in self.tensors]
+        for w in self.works:
+            w.arrived.set()
+        self.aborted.set()
+
+
+@pytest.fixture
+def wire(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(wires, "_NUMBERS", 4)
+
+    def make(deadline_s: float) -> wires.Wire:
+        w = wires.Wire.__new__(wires.Wire)  # its own __init__ needs a device
+        w.rank, w.size, w.device, w.lost, w._who = 0, 2, torch.device("cuda", 0), None, "rank 0"
+        w._deadline_s, w._backend, w._notes, w._spare = deadline_s, Nccl(), Stream(), Stream()
+        w._note, w._numbers, w._seen = Note(), torch.arange(4, dtype=torch.int32), 0
+        w._read = w._note.word.numpy()
+        w._watch = Watch(deadline_s, w._arrived, w._expire)
+        return w
+
+    return make
+
+
+def test_bytes_that_do_not_come_become_nans_before_the_gather_is_aborted_and_everybody_is_told(wire):
+    w = wire(0.5)
+    mine, theirs, here = (torch.ones(8, dtype=torch.bfloat16) for _ in range(3))
+    bytes_of = lambda t: t.view(torch.uint8)  # noqa: E731
+    w.broadcasts([(1, bytes_of(here))], lambda: "bucket 0")
+    w._backend.works[0].arrived.set()
+    began = time.monotonic()
+    w._notes.synchronize()
+    w.broadcasts([(0, bytes_of(mine)), (1, bytes_of(theirs))], lambda: "bucket 1")
+    w.broadcasts([(1, bytes_of(theirs))], lambda: "bucket 2")
+    assert w._backend.aborted.wait(30 * PATIENCE) and time.monotonic() - began >= 0.5
+    assert torch.equal(mine, torch.ones_like(mine)) and torch.equal(here, torch.ones_like(here))
+    assert theirs.isnan().all() and w._backend.at_abort[2].view(torch.bfloat16).isnan().all()
+    for use in (w.check, lambda: w.broadcasts([(1, bytes_of(theirs))], lambda: "")):
+        with pytest.raises(DeadlineExceeded, match="bucket 1") as e:
+            use()
+        assert "bucket 0" not in str(e.value)
+    w.close()
+    assert not w._watch
+
+
+def test_numbers_go_around_and_what_arrives_in_time_expires_nobody(wire):
+    w, t = wire(0.4), torch.zeros(8, dtype=torch.uint8)
+    nccl = w._backend
+    for i in range(11):  # of which the word in memory tells four apart
+        w.broadcasts([(1, t)], lambda: "bucket")
+        nccl.works[-1].arrived.set()
+        w._notes.synchronize()
+        assert w._arrived() == i + 1
+        time.sleep(0.06)  # together longer than the deadline
+    assert w.lost is None and not nccl.aborted.is_set()
+    w.close()
+    assert nccl.aborted.is_set() and w.lost is None and not t.any()
 
 
 class Lost:
