@@ -51,8 +51,8 @@ def test_what_is_late_is_told_once_with_all_behind_it_and_not_before_its_deadlin
 def test_what_arrives_is_forgotten():
     device = Device(0.2)
     for n in range(1, 9):
+        device.arrived = n  # the number that the next one gets
         device.watch.post(lambda: "")
-        device.arrived = n
         assert not device.expired.wait(0.05)  # together longer than the deadline
     device.watch.close()
     assert not device.said and not device.watch._posts
@@ -155,16 +155,16 @@ def wire(monkeypatch):
 
 
 def test_bytes_that_do_not_come_become_nans_before_the_gather_is_aborted_and_everybody_is_told(wire):
-    w = wire(0.5)
+    w = wire(1.5 * PATIENCE)
     mine, theirs, here = (torch.ones(8, dtype=torch.bfloat16) for _ in range(3))
     bytes_of = lambda t: t.view(torch.uint8)  # noqa: E731
     w.broadcasts([(1, bytes_of(here))], lambda: "bucket 0")
     w._backend.works[0].arrived.set()
-    began = time.monotonic()
     w._notes.synchronize()
+    began = time.monotonic()
     w.broadcasts([(0, bytes_of(mine)), (1, bytes_of(theirs))], lambda: "bucket 1")
     w.broadcasts([(1, bytes_of(theirs))], lambda: "bucket 2")
-    assert w._backend.aborted.wait(30 * PATIENCE) and time.monotonic() - began >= 0.5
+    assert w._backend.aborted.wait(30 * PATIENCE) and time.monotonic() - began >= 1.5 * PATIENCE
     assert torch.equal(mine, torch.ones_like(mine)) and torch.equal(here, torch.ones_like(here))
     assert theirs.isnan().all() and w._backend.at_abort[2].view(torch.bfloat16).isnan().all()
     for use in (w.check, lambda: w.broadcasts([(1, bytes_of(theirs))], lambda: "")):
@@ -175,15 +175,14 @@ def test_bytes_that_do_not_come_become_nans_before_the_gather_is_aborted_and_eve
     assert not w._watch
 
 
-def test_numbers_go_around_and_what_arrives_in_time_expires_nobody(wire):
-    w, t = wire(0.4), torch.zeros(8, dtype=torch.uint8)
+def test_numbers_go_around(wire):
+    w, t = wire(30.0 * PATIENCE), torch.zeros(8, dtype=torch.uint8)
     nccl = w._backend
     for i in range(11):  # of which the word in memory tells four apart
         w.broadcasts([(1, t)], lambda: "bucket")
         nccl.works[-1].arrived.set()
         w._notes.synchronize()
         assert w._arrived() == i + 1
-        time.sleep(0.06)  # together longer than the deadline
     assert w.lost is None and not nccl.aborted.is_set()
     w.close()
     assert nccl.aborted.is_set() and w.lost is None and not t.any()
