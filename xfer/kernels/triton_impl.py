@@ -20,7 +20,7 @@ import triton.language as tl
 
 from xfer.kernels import bulk
 from xfer.kernels.strided import Move, moves
-from xfer.kernels.tiles import COLUMNS, End, Table, cast_tables, interleaved, plain_tables
+from xfer.kernels.tiles import COLUMNS, End, Table, Turns, cast_tables, interleaved, plain_tables
 from xfer.kernels.torch_impl import TorchRows
 from xfer.kernels.torch_impl import _check as check_rows
 from xfer.plan.program import DTYPES, ITEMSIZE, Op, row_wire_bytes, wire_dtype
@@ -174,8 +174,7 @@ class _Launch:
 class TritonRows:
     """See `xfer.kernels.BoundRows`.
 
-    groups[r]: for side "local", who drains source storage r; groups then take turns of `burst` bytes (0: of a tile),
-    beginning with `rotation`. abort: an int32 tensor of one word in the device's memory (reading host memory
+    turns: for side "local", in which order tiles are taken. abort: an int32 tensor of one word in the device's memory (reading host memory
     for every tile was the bottleneck: 8 GB/s); kernels look
     at it before every tile and leave when it is not 0. bulk: move tiles of 16-byte units by the bulk copy engine (bulk.py).
     """
@@ -187,9 +186,7 @@ class TritonRows:
         side: str,
         src_roots: Sequence[torch.Tensor],
         *,
-        groups: Sequence[int] = (),
-        rotation: int = 0,
-        burst: int = 0,
+        turns: Turns | None = None,
         abort: torch.Tensor | None = None,
         programs: int | None = None,
         bulk: bulk.Shape | None = None,
@@ -197,7 +194,7 @@ class TritonRows:
         if side not in ("src", "dst", "local"):
             raise ValueError(f"side must be src, dst or local, not {side!r}")
         check_rows(rows, side, roots, src_roots)
-        self.side, self._groups, self._turns, self._abort = side, groups, (rotation, burst), abort
+        self.side, self._turns, self._abort = side, turns, abort
         self._bulk = bulk
         some = roots if len(roots) else src_roots
         self._device = some[0].device if len(some) else torch.device("cpu")
@@ -304,8 +301,8 @@ class TritonRows:
         cast: list[Move] = [m for m in self._moves if m.left_dtype != m.right_dtype]
         found = plain_tables(plain, self._left_end, right, backwards=backwards)
         found += cast_tables(cast, ITEMSIZE, backwards=backwards)
-        if self._groups:
-            found = [interleaved(t, self._groups, *self._turns) for t in found]
+        if self._turns is not None:
+            found = [interleaved(t, self._turns) for t in found]
         return found
 
     def _load(self, tables: Sequence[Table]) -> list[_Launch]:

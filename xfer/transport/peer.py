@@ -25,15 +25,17 @@ import torch
 
 from xfer.errors import DeadlineExceeded, PeerLost, ProtocolError, RebindError
 from xfer.kernels import BoundRows
+from xfer.kernels.tiles import Turns
 from xfer.plan.program import Op, Program, row_wire_bytes
 from xfer.transport import cuda_driver as driver
 from xfer.transport.group import Aborted
 
-WIRE_VERSION = 1
+WIRE_VERSION = 2
 NONCE_BYTES = 32
 MAX_OFFER_BYTES = 64 << 20
 DRAIN_S = 5.0
 """How long an aborted pull may take to leave the device: each program finishes the tile that it holds."""
+BURST_BYTES = 1 << 30
 _POLL_S = 20e-6
 _STOP_S = 2e-3
 _TOKEN = secrets.token_bytes(16)
@@ -42,6 +44,11 @@ _TOKEN = secrets.token_bytes(16)
 def this_process() -> tuple[int, bytes]:
     """Not kept: a child made by fork has another number."""
     return os.getpid(), _TOKEN
+
+
+def uuid_of(device: torch.device) -> str:
+    """Numbers of devices mean something else in every process."""
+    return str(torch.cuda.get_device_properties(device).uuid)
 
 
 class Shared(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
@@ -73,6 +80,7 @@ class Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=
     probe: Shared | None
     allocations: tuple[Shared, ...]
     places: tuple[Place, ...]
+    device: str  # UUID of the GPU
 
 
 class Readable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
@@ -122,7 +130,7 @@ class Export:
         self.offer = Offer(
             WIRE_VERSION, rank, *this_process(), self._nonce,
             self._shared[probe.allocation] if probe.allocation >= 0 else None,
-            tuple(self._shared), (*self._places, probe),
+            tuple(self._shared), (*self._places, probe), uuid_of(device),
         )  # fmt: skip
 
     def to_bytes(self) -> bytes:
@@ -176,6 +184,7 @@ class Mapping:
     def __init__(self, rank: int, device: torch.device):
         self.rank, self.device = rank, device
         self.roots: dict[int, dict[int, torch.Tensor]] = {}
+        self.here: set[int] = set()  # senders on the taker's own GPU
         self._why: dict[int, str] = {}
         self._opened: dict[bytes, int] = {}
 
@@ -183,6 +192,8 @@ class Mapping:
         """Opens storages `wanted` of sender `rank`; what cannot be is noted, not raised. ProtocolError on bad bytes."""
         offer = _decode(data, Offer, rank)
         found = self.roots.setdefault(rank, {})
+        if offer.device == uuid_of(self.device):
+            self.here.add(rank)
         try:
             if offer.probe is None or not offer.places:
                 raise PeerLost(offer.places[-1].reason if offer.places else "no probe")
@@ -321,7 +332,8 @@ class Pull:
         gate: Gate | None = None,
         **how,
     ):
-        """One launch; with a gate, one for each of `waves` waves. how: for `TritonRows`."""
+        """One launch; with a gate, one for each of `waves` waves. how: `burst`, bytes of a sender's turn (kernels/tiles.py),
+        and what `TritonRows` takes."""
         if unknown := {(int(r["src"]), int(r["src_root"])) for r in rows} - _known(mapping):
             raise RebindError(
                 f"{len(unknown)} storages are not mapped", [f"rank {a}, storage {b}" for a, b in sorted(unknown)]
@@ -354,7 +366,9 @@ class Pull:
         with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
             return driver.Graph(self._stream, self._launch)
 
-    def _bind(self, rows: np.ndarray, mapping: Mapping, roots: Sequence[torch.Tensor], **how) -> BoundRows:
+    def _bind(
+        self, rows: np.ndarray, mapping: Mapping, roots: Sequence[torch.Tensor], burst: int = BURST_BYTES, **how
+    ) -> BoundRows:
         from xfer.kernels.triton_impl import TritonRows
 
         known = sorted(_known(mapping))
@@ -362,10 +376,11 @@ class Pull:
         senders = sorted({a for a, _ in known})
         rows = rows.copy()
         rows["src_root"] = [number[a, b] for a, b in zip(rows["src"].tolist(), rows["src_root"].tolist())]
+        here = frozenset(senders.index(a) for a in mapping.here if a in senders)
+        turns = Turns(tuple(senders.index(a) for a, _ in known), mapping.rank, burst, here)
         return TritonRows(
-            rows, roots, "local", [mapping.roots[a][b] for a, b in known],
-            groups=[senders.index(a) for a, _ in known], rotation=mapping.rank, abort=self._abort, **how,
-        )  # fmt: skip
+            rows, roots, "local", [mapping.roots[a][b] for a, b in known], turns=turns, abort=self._abort, **how
+        )
 
     @property
     def extra_bytes(self) -> int:
