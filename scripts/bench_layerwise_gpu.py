@@ -202,16 +202,19 @@ class Rank:
         def way(name: str) -> Callable[[], None]:
             def choose() -> None:
                 gather.overlap = name != "blocking"
-                gather.prefetch_depth = int(name.split()[-1]) if "depth" in name else 1
+                gather.prefetch_depth = int(name.split()[1]) if "depth" in name else 1
+                gather.blank = "nan" in name
                 gather.begin = (lambda: None) if name == "none" else begin
 
             return choose
 
         depths = DEPTHS[:1] if skewed or ctas else DEPTHS
         names = ["none", "blocking", *(f"depth {d}" for d in depths)]
+        if depths == DEPTHS:
+            names.append("depth 2 nan")  # guard="nan": what is stale is overwritten first
         step = Step(self, shape, module, optimizer, lambda hook: before(gather, hook))
         forward, whole, lines = step.measure({n: way(n) for n in names}, self.args.rounds)
-        gather.overlap, gather.begin = False, begin
+        gather.overlap, gather.begin, gather.blank = False, begin, False
         gather.drain()
         gather.stats.reset()
         step.once()

@@ -6,9 +6,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.distributed import checkpoint as dcp
 
-from tests.support.layerwise_ranks import Ranks, Standing
+from tests.support.layerwise_ranks import Ranks, Standing, content
 from tests.support.proc import Family
 from xfer.testing import toy
 
@@ -172,14 +171,6 @@ def at(name: str) -> dict:
     """A layout on which all ranks see the same global batch."""
     sizes = LAYOUTS[name]
     return dict(sizes, copies=sizes.get("tp", 1) * sizes.get("pp", 1) * sizes.get("cp", 1))
-
-
-def content(folder) -> dict[str, torch.Tensor]:
-    """Every tensor of a checkpoint, whole, read by torch alone."""
-    known = dcp.FileSystemReader(str(folder)).read_metadata().state_dict_metadata
-    out = {k: torch.empty(md.size, dtype=md.properties.dtype) for k, md in known.items()}
-    dcp.load(out, checkpoint_id=str(folder), no_dist=True)
-    return out
 
 
 def resharded(ranks, folder: str, work, a: str, others: list[str], rel: float = 1e-3) -> None:

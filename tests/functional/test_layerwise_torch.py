@@ -8,8 +8,9 @@ gathers elsewhere must give right parameters or a typed error, never old paramet
 from __future__ import annotations
 
 import pytest
+import torch
 
-from tests.support.layerwise_ranks import Ranks
+from tests.support.layerwise_ranks import Ranks, content
 from tests.support.proc import PATIENCE, Family
 
 pytestmark = pytest.mark.trainer
@@ -104,6 +105,11 @@ def test_draining_what_is_in_flight_loses_nothing(ranks):
     assert {"in flight", "stale"} <= set().union(*(x["states"] for x in seen))
 
 
+def test_old_values_can_be_nans(ranks):
+    for seen in run(ranks, "old_values_are_nans"):
+        assert all(n > 0 for n in seen), "nothing was stale: this proves nothing"
+
+
 def test_modules_in_another_order_even_on_some_ranks_only(ranks):
     assert all(n > 0 for n in run(ranks, "another_order"))
 
@@ -172,6 +178,27 @@ def test_a_plan_takes_owners_as_sources_before_any_gather_and_everybody_after_a_
         assert seen["all"]["lacking"] == []
         assert set(seen["all"]["senders"]) == set(senders)
         assert len({r for ranks in seen["all"]["senders"].values() for r in ranks}) == 4
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("world", [2, 1])
+def test_a_checkpoint_saved_in_the_midst_of_a_gather_is_loaded_by_another_number_of_ranks(ranks, tmp_path, world):
+    """Saved by four: equal bits, and of state too; five steps later still near those of the four."""
+    saved = ranks.ask("checkpointed", "saved", folder=str(tmp_path / "saved"), steps=5)
+    assert len({x["saved"] for x in saved}) == 1
+    with Family(tmp_path) as family:
+        others = Ranks(family, world)
+        seen = others.ask(
+            "resumed", "resumed", folder=str(tmp_path / "saved"), again=str(tmp_path / "2"), steps=5, of=4
+        )
+        for x in seen:
+            assert x["loaded"] == saved[0]["saved"]
+            got, want = torch.tensor(x["values"]), torch.tensor(saved[0]["values"])
+            assert (got - want).norm() < 1e-2 * (want - torch.tensor(x["start"])).norm()
+    first, second = content(tmp_path / "saved"), content(tmp_path / "2")
+    assert first.keys() == second.keys() and sum(k.endswith("/momentum_buffer") for k in first) > 3
+    assert all(torch.equal(first[k], second[k]) for k in first)
 
 
 def test_a_rank_that_dies_in_a_gather(tmp_path):

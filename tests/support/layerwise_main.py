@@ -17,6 +17,7 @@ from tests.support.layerwise_sources import refit_sources
 from tests.support.proc import emit, obey
 from xfer.errors import DeadlineExceeded, PlanMismatch, RebindError, StaleWeights, Unsupported, XferError
 from xfer.layerwise import LayerWiseOptimizer, ParamGroup, checkpoint
+from xfer.layerwise.gather import State
 
 MODELS = {"plain": lm.Transformer, "mixed": lm.MixedTransformer}
 
@@ -192,6 +193,27 @@ def unannounced_but_watched():
         )
     pair.steps(3)
     pair.same()
+
+
+def old_values_are_nans():
+    """guard="nan": a read past all hooks, without a gradient, cannot be mistaken for the last step's; training is as ever."""
+    seen = []
+    for rehome in (True, False):
+        pair = Pair(guard="nan", rehome=rehome)
+        pair.steps(2)
+        stale = {n for n, p in pair.owners.named if n in pair.owners.owner and not pair.owners.owns(n)}
+        held = {
+            m.name for b in pair.owners.gather.buckets if b.state is State.STALE for s in b.shares for m in s.members
+        }
+        values = {n: p.detach() for n, p in pair.owners.named}
+        seen.append(len(stale & held))
+        wrong = [n for n in stale & held if not values[n].isnan().all()]
+        wrong += [n for n in values.keys() - stale if values[n].isnan().any()]
+        if wrong:
+            raise AssertionError(f"rehome={rehome}: {wrong}")
+        pair.steps(3)
+        pair.same()
+    return seen
 
 
 def few_parameters():
@@ -423,12 +445,13 @@ def checkpointed(folder: str, steps: int) -> None:
     emit("saved", saved=saved, values=torch.cat([p.detach().flatten() for p in pair.net.parameters()]).tolist())
 
 
-def resumed(folder: str, steps: int, of: int) -> None:
-    """Load what `of` ranks saved, and go on with all the data that they had."""
+def resumed(folder: str, again: str, steps: int, of: int) -> None:
+    """Load what `of` ranks saved, save it again, and go on with all the data that they had."""
     net = lm.Transformer(seed=99)
     o = LayerWiseOptimizer(net, lm.groups(net), bucket_bytes=50_000)
     checkpoint.load(o, folder)
-    loaded = lm.digest(net)
+    checkpoint.save(o, again)
+    loaded, start = lm.digest(net), torch.cat([p.detach().flatten() for p in net.parameters()]).tolist()
     for step in range(steps, 2 * steps):
         o.zero_grad()
         mine = range(dist.get_rank(), of, dist.get_world_size())
@@ -436,7 +459,12 @@ def resumed(folder: str, steps: int, of: int) -> None:
             (lm.loss_of(net, lm.batch(step, r)) / len(mine)).backward()
         o.step()
     o.drain()
-    emit("resumed", loaded=loaded, values=torch.cat([p.detach().flatten() for p in net.parameters()]).tolist())
+    emit(
+        "resumed",
+        loaded=loaded,
+        start=start,
+        values=torch.cat([p.detach().flatten() for p in net.parameters()]).tolist(),
+    )
 
 
 HAZARDS = {
@@ -444,7 +472,7 @@ HAZARDS = {
     for f in (
         started_twice_finished_twice, drained_in_flight, drained_between_backward_and_step, another_order,
         one_rank_evaluates, skipped_module, state_dict_is_current, without_hooks, unannounced_but_watched,
-        few_parameters, aborted, experts_over_halves, unequal_groups, not_finite_on_one_rank, captured, absent, closed,
+        old_values_are_nans, few_parameters, aborted, experts_over_halves, unequal_groups, not_finite_on_one_rank, captured, absent, closed,
         changed_memory, wire, different_models, refit_sources,
     )
 }  # fmt: skip

@@ -1,9 +1,12 @@
-"""Starts ranks of a layer-wise job and asks all of them the same thing."""
+"""Starts ranks of a layer-wise job and asks all of them the same thing; and reads their checkpoints."""
 
 from __future__ import annotations
 
 import time
 from pathlib import Path
+
+import torch
+from torch.distributed import checkpoint as dcp
 
 from tests.support.proc import PATIENCE, Child, Family
 
@@ -69,3 +72,11 @@ class Standing:
         if self._family is not None:
             self._family.__exit__(None, None, None)
         self._family = self._ranks = None
+
+
+def content(folder) -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint, whole, read by torch alone."""
+    known = dcp.FileSystemReader(str(folder)).read_metadata().state_dict_metadata
+    out = {k: torch.empty(md.size, dtype=md.properties.dtype) for k, md in known.items()}
+    dcp.load(out, checkpoint_id=str(folder), no_dist=True)
+    return out

@@ -132,6 +132,7 @@ class ParamGather:
 
     buckets: in the order of registration, equal on all peers. overlap: False gathers everything at once in `begin`.
     prefetch_depth: buckets that are on their way beyond the one that is needed, at least 1; over all groups together.
+    blank: what is stale is made NaNs in `begin`.
 
     Each bucket is gathered exactly once per step, and those of one group in one order on all of its ranks, whatever
     forwards do. So ranks that run their modules in different orders, or one more forward than others, still match.
@@ -145,11 +146,12 @@ class ParamGather:
         prefetch_depth: int = 1,
         deadline_s: float = 600.0,
         label: str = "",
+        blank: bool = False,
     ):
         if prefetch_depth < 1:
             raise LayoutError(f"prefetch_depth is {prefetch_depth}; at least one bucket is fetched ahead")
         self.buckets, self.overlap, self.prefetch_depth = tuple(buckets), overlap, prefetch_depth
-        self.deadline_s, self.label = deadline_s, label
+        self.deadline_s, self.label, self.blank = deadline_s, label, blank
         self.version = 0
         self.stats = GatherStats()
         self.order = list(self.buckets)
@@ -198,6 +200,9 @@ class ParamGather:
         self.version += 1
         for b in self.buckets:
             b.state = State.STALE
+            for s in b.shares if self.blank else ():
+                if s.owner != b.peers.rank:
+                    s.blank()
         self._pending = len(self.buckets)
         if self.overlap:
             self._prefetch(0, self.prefetch_depth)

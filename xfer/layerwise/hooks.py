@@ -3,7 +3,8 @@
 In the first forward nothing is stale yet, so it is watched: which bucket is used when (the order in which later gathers are
 started), and which parameters a module reads although they are registered elsewhere (a tied head, an absorbed
 projection): its hook then waits for those too. Afterwards a parameter that gets a gradient although no hook asked for it is
-an error in the backward, before the optimizer can step on it; `guard="always"` goes on watching every operation.
+an error in the backward, before the optimizer can step on it; `guard="always"` goes on watching every operation, and with
+`guard="nan"` the gather leaves NaNs where old values would be.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from xfer.errors import StaleWeights
 from xfer.layerwise.gather import Bucket, ParamGather, State
 
-Guard = Literal["first", "always"]
+Guard = Literal["first", "always", "nan"]
 
 
 class Hooks:

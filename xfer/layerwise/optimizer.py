@@ -74,7 +74,8 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
     clip_grad: greatest norm of all gradients together. memory_cap: most bytes of parameters per owner.
     rehome: let parameters be moved into runs of memory by owner, so that gathers need no copies. Objects, shapes and
     values stay; views that were taken before go stale (those that modules hold are found).
-    guard: see hooks.py; "always" watches every operation of every forward, to find reads that no hook announces.
+    guard: see hooks.py; "always" watches every operation of every forward, to find reads that no hook announces; "nan" writes
+    NaNs over the old values of other owners' parameters, so that such reads are seen in the loss, for one write of them a step.
     deadline_s: of every wait for peers. Over NCCL, where no wait blocks, a thread aborts what is late by then: parameters that
     were to be received become NaNs, the device goes on, and every later call raises DeadlineExceeded.
     max_ctas: most thread blocks that NCCL may take from computing for one gather.
@@ -127,7 +128,12 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
         self.inner: list[torch.optim.Optimizer] = []
         self._build(masters)
         self.gather = ParamGather(
-            buckets, overlap=overlap, prefetch_depth=prefetch_depth, deadline_s=deadline_s, label=self.label
+            buckets,
+            overlap=overlap,
+            prefetch_depth=prefetch_depth,
+            deadline_s=deadline_s,
+            label=self.label,
+            blank=guard == "nan",
         )
         bucket_of = {id(m.param): b for b in buckets for s in b.shares for m in s.members}
         self.hooks = Hooks(self.modules, self._trained, bucket_of, self.gather, guard)

@@ -16,6 +16,8 @@ import torch
 from xfer.errors import RebindError
 from xfer.kernels.bits import copy_bits
 
+NAN_BYTE = 0xFF
+"""In every byte of a bf16, fp16, fp32 or fp64 number it makes a NaN."""
 ALIGN = 64
 """Parameters begin at multiples of this many bytes: kernels take aligned addresses only, or are slower without. At most 63 bytes
 per parameter travel for nothing."""
@@ -59,6 +61,14 @@ class Share:
     def unpack(self, run: torch.Tensor) -> None:
         """Copy a received run into the parameters: one kernel per dtype where torch has one."""
         copy_bits([m.param.detach() for m in self.members], [_view(run, m) for m in self.members])
+
+    def blank(self) -> None:
+        """NaNs over the parameters' values."""
+        if self.home is not None:
+            self.home.fill_(NAN_BYTE)
+            return
+        for m in self.members:
+            m.param.detach().fill_(float("nan"))
 
     def astray(self) -> list[str]:
         """Names of parameters that no longer lie in their home: somebody replaced their memory."""

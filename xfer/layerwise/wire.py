@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from xfer.errors import DeadlineExceeded, PeerLost, Unsupported, XferError
+from xfer.layerwise.shares import NAN_BYTE
 from xfer.layerwise.watch import Post, Watch
 from xfer.transport.group import Aside
 from xfer.transport.nccl import _quiet
@@ -29,8 +30,6 @@ _NAME_BYTES = 16
 _ABORT_S = 10.0
 _SPOIL_S = 2.0
 _NUMBERS = 1 << 16
-NAN_BYTE = 0xFF
-"""In every byte of a bf16, fp16, fp32 or fp64 number it makes a NaN."""
 
 
 class Wire:
