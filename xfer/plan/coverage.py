@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
@@ -195,19 +195,17 @@ def _asked(name: str, catalog: Catalog, options: PlanOptions) -> bool:
 def _footprint(catalog: Catalog, taker: Class) -> tuple[list[str], ByteClasses]:
     """Violations of one class of takers, and its counts."""
     inv = taker.inventory
-    number = inv.root_numbers()
     # One address space for all storages, with a gap between them: one sort then serves all.
     after = np.cumsum(inv.root_sizes() + 1)
     base = after - inv.root_sizes() - 1
 
-    def spans(items: Sequence) -> iv.Bytes:
-        if not items:
-            return iv.Bytes.empty()
-        root, start, stop = np.array([(number[s.root], s.start, s.stop) for s in items], np.int64).T
+    def spans(what: Literal["footprint", "kept", "staged"]) -> iv.Bytes:
+        root, start, stop = inv.spans(what)
         at = base[root]
-        return iv.Bytes(at + start, at + stop, np.arange(len(items), dtype=np.int64))
+        return iv.Bytes(at + start, at + stop, np.arange(len(root)))
 
     t = inv.table
+    number = inv.root_numbers() if inv.fills else {}
     fills = [iv.runs(*(np.array([v]) for v in (f.offset, f.extent, f.strides, ITEMSIZE[f.dtype]))) for f in inv.fills]
     claims = (
         iv.runs(base[t.root] + t.offset if len(t) else t.offset, t.extent, t.strides, ITEM[t.dtype]),
@@ -217,10 +215,10 @@ def _footprint(catalog: Catalog, taker: Class) -> tuple[list[str], ByteClasses]:
                 for i, (f, b) in enumerate(zip(inv.fills, fills))
             ]
         ),
-        spans(inv.staged),
-        spans(inv.kept),
+        spans("staged"),
+        spans("kept"),
     )
-    every, named = iv.Bytes.concat(list(claims)), spans(inv.footprint)
+    every, named = iv.Bytes.concat(list(claims)), spans("footprint")
     live = iv.union(*_columns(named))
     aliased = int((named.stop - named.start).sum()) - iv.size(live)
 

@@ -245,7 +245,7 @@ def _stream(
 def _fill_rows(inventories: Sequence[Inventory]) -> tuple[np.ndarray, np.ndarray]:
     cls, rows = [], []
     for c, inv in enumerate(inventories):
-        number = {r.name: i for i, r in enumerate(inv.roots)}
+        number = inv.root_numbers() if inv.fills else {}
         for f in inv.fills:
             row = np.zeros((), ROW)
             pad = MAX_DIMS - len(f.extent)
@@ -256,7 +256,7 @@ def _fill_rows(inventories: Sequence[Inventory]) -> tuple[np.ndarray, np.ndarray
             row["dst_strides"] = (0,) * pad + tuple(s if n > 1 else 0 for s, n in zip(f.strides, f.extent))
             cls.append(c)
             rows.append(row)
-    return np.array(cls, np.int32), np.array(rows, ROW).reshape(-1)
+    return np.array(cls, np.int32), np.array(rows, ROW).reshape(-1) if rows else np.zeros(0, ROW)
 
 
 # ---- numbers

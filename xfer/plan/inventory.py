@@ -12,8 +12,10 @@ import re
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import starmap
 from math import prod
-from typing import TYPE_CHECKING
+from operator import ge
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 import numpy as np
@@ -43,6 +45,17 @@ class Kept:
     reason: str
 
 
+@dataclass(slots=True)
+class _Memo:
+    """What follows from an inventory and is asked for more than once; shared by equal ranks."""
+
+    content: bytes = b""
+    digest: str = ""
+    numbers: dict[str, int] = field(default_factory=dict)
+    sizes: np.ndarray | None = None
+    spans: dict[str, np.ndarray] = field(default_factory=dict)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Inventory:
     """All that one rank holds (trainer) or wants and has (engine).
@@ -65,9 +78,7 @@ class Inventory:
         tuple[int, int], ...
     ] = ()  # runs (first, end) of the catalog's checkpoint tensors that the loader took
     recipes: str = ""  # digest of what this rank computes before the wire (trainer) or after it (engine); "": nothing
-    _memo: list[bytes | str] = field(
-        default_factory=list, init=False, repr=False
-    )  # content and digest, when first asked
+    _memo: _Memo = field(default_factory=_Memo, init=False, repr=False)
 
     @property
     def who(self) -> str:
@@ -75,29 +86,41 @@ class Inventory:
 
     def content(self) -> bytes:
         """Everything that affects a plan, canonically encoded. Equal for equal ranks."""
-        if not self._memo:
-            content = _encode_content(self)
-            self._memo.extend((content, col.digest([content])))
-        return self._memo[0]
+        if not self._memo.content:
+            self._memo.content = _encode_content(self)
+        return self._memo.content
 
     def digest(self) -> str:
-        self.content()
-        return self._memo[1]
+        if not self._memo.digest:
+            self._memo.digest = col.digest([self.content()])
+        return self._memo.digest
 
     def at(self, rank: int, host: str = "") -> Inventory:
         """The same layout as that of another rank of this side."""
         out = replace(self, rank=rank, host=host)
-        self.content()
-        out._memo.extend(self._memo)
+        object.__setattr__(out, "_memo", self._memo)
         return out
 
     def root_numbers(self) -> dict[str, int]:
         """Name of a root -> its place in `roots`."""
-        return {r.name: i for i, r in enumerate(self.roots)}
+        if not self._memo.numbers:
+            self._memo.numbers = {r.name: i for i, r in enumerate(self.roots)}
+        return self._memo.numbers
 
     def root_sizes(self) -> np.ndarray:
         """Bytes of each root, int64 [roots]."""
-        return np.array([r.nbytes for r in self.roots], np.int64)
+        if self._memo.sizes is None:
+            self._memo.sizes = np.array([r.nbytes for r in self.roots], np.int64)
+        return self._memo.sizes
+
+    def spans(self, what: Literal["footprint", "kept", "staged"]) -> np.ndarray:
+        """Root number, first byte and byte after the last of each, int64 [3, N]. KeyError for a storage that is none of the
+        roots."""
+        if what not in self._memo.spans:
+            number = self.root_numbers()
+            rows = [(number[s.root], s.start, s.stop) for s in getattr(self, what)]
+            self._memo.spans[what] = np.array(rows, np.int64).reshape(-1, 3).T
+        return self._memo.spans[what]
 
     def scratch_roots(self) -> tuple[int, int]:
         """The roots of scratch: roots[first:end], since roots are sorted by name."""
@@ -114,15 +137,14 @@ class Inventory:
         """
         try:
             env = _envelope.decode(col.size_checked(data, "inventory"))
-            body = _content.decode(env.content)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as e:
             raise ProtocolError(f"inventory: {e}") from e
-        return _decode(env, body)
+        return _decode(env)
 
     @classmethod
     def from_content(cls, content: bytes) -> Inventory:
         """What `content` encodes, as that of rank 0. ProtocolError as `from_bytes`."""
-        return cls.from_bytes(msgspec.msgpack.encode(_Envelope(0, "", content)))
+        return _decode(_Envelope(0, "", bytes(col.size_checked(content, "inventory"))))
 
 
 def trainer_inventory(
@@ -232,34 +254,33 @@ _WIRE = ("<i4", "<i4", "<u1", "<i8", "<i8", "<i8", "<i8")
 
 
 def _encode_content(inv: Inventory) -> bytes:
-    t, number = inv.table, {r.name: i for i, r in enumerate(inv.roots)}
-    used = np.flatnonzero((t.extent != 1).any(axis=0) | (t.origin != 0).any(axis=0))
-    dims = MAX_DIMS - int(used[0]) if len(used) else 0
+    t, number = inv.table, inv.root_numbers()
+    dims = t.dims()
     arrays = (t.tensor, t.root, t.dtype, t.offset, *(c[:, MAX_DIMS - dims :] for c in (t.origin, t.extent, t.strides)))
 
-    def spans(items: Sequence[Span | Kept]) -> _Spans:
-        cols = [
-            np.array(v, np.int64)
-            for v in ([number[s.root] for s in items], [s.start for s in items], [s.stop for s in items])
-        ]
-        return _Spans(len(items), *(col.pack(c, d) for c, d in zip(cols, ("<i4", "<i8", "<i8"))))
+    def spans(what: Literal["footprint", "kept", "staged"]) -> _Spans:
+        columns = inv.spans(what)
+        return _Spans(columns.shape[1], *(col.pack(c, d) for c, d in zip(columns, ("<i4", "<i8", "<i8"))))
 
     fills = [
         _FillWire(number[f.root], f.offset, tuple(f.extent), tuple(f.strides), DTYPE_CODE[f.dtype], f.bits)
         for f in inv.fills
     ]
-    sizes = np.array([r.nbytes for r in inv.roots], np.int64)
     return msgspec.msgpack.encode(
         _Content(
-            VERSION, inv.catalog, inv.side, [r.name for r in inv.roots], col.pack(sizes, "<i8"), len(t), dims,
-            tuple(col.pack(a, d) for a, d in zip(arrays, _WIRE)), fills, spans(inv.footprint), spans(inv.kept),
-            [k.reason for k in inv.kept], spans(inv.staged),
+            VERSION, inv.catalog, inv.side, [r.name for r in inv.roots], col.pack(inv.root_sizes(), "<i8"), len(t), dims,
+            tuple(col.pack(a, d) for a, d in zip(arrays, _WIRE)), fills, spans("footprint"), spans("kept"),
+            [k.reason for k in inv.kept], spans("staged"),
             col.pack(np.array(inv.reads, np.int64).reshape(-1), "<i4"), inv.recipes,
         )
     )  # fmt: skip
 
 
-def _decode(env: _Envelope, body: _Content) -> Inventory:
+def _decode(env: _Envelope) -> Inventory:
+    try:
+        body = _content.decode(env.content)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as e:
+        raise ProtocolError(f"inventory: {e}") from e
     if body.version != VERSION:
         raise ProtocolError(f"inventory: version {body.version}, this side speaks {VERSION}")
     if body.side not in ("trainer", "engine"):
@@ -268,26 +289,34 @@ def _decode(env: _Envelope, body: _Content) -> Inventory:
         raise ProtocolError(f"inventory: rank {env.rank}, {body.dims} dims")
     if body.recipes and not _DIGEST.fullmatch(body.recipes):
         raise ProtocolError("inventory: a digest of recipes that is none")
-    if body.root_names != sorted(set(body.root_names)):
+    if any(map(ge, body.root_names, body.root_names[1:])):
         raise ProtocolError("inventory: root names are not sorted and distinct")
     size = col.unpack(body.root_bytes, "<i8", len(body.root_names), what="root sizes")
     col.in_range(size, 0, col.MAX_VALUE, "root sizes")
-    roots = tuple(Root(n, s) for n, s in zip(body.root_names, size.tolist()))
+    roots = tuple(map(Root, body.root_names, size.tolist()))
     table = _decode_table(body, size)
-    footprint, kept, staged = (_decode_spans(s, roots) for s in (body.footprint, body.kept, body.staged))
-    if len(body.reasons) != len(kept):
-        raise ProtocolError(f"inventory: {len(body.reasons)} reasons for {len(kept)} kept spans")
+    spans = [_decode_spans(s, len(roots)) for s in (body.footprint, body.kept, body.staged)]
+    footprint, kept, staged = (
+        zip(map(body.root_names.__getitem__, root), start, stop) for root, start, stop in (s.tolist() for s in spans)
+    )
+    if len(body.reasons) != spans[1].shape[1]:
+        raise ProtocolError(f"inventory: {len(body.reasons)} reasons for {spans[1].shape[1]} kept spans")
     fills = tuple(_decode_fill(f, roots) for f in body.fills)
     inv = Inventory(
-        body.catalog, body.side, env.rank, env.host, roots, table, fills, footprint,
-        tuple(Kept(s.root, s.start, s.stop, r) for s, r in zip(kept, body.reasons)), staged, _decode_runs(body.reads),
+        body.catalog, body.side, env.rank, env.host, roots, table, fills, tuple(starmap(Span, footprint)),
+        tuple(Kept(*s, r) for s, r in zip(kept, body.reasons)), tuple(starmap(Span, staged)), _decode_runs(body.reads),
         body.recipes,
     )  # fmt: skip
+    inv._memo.spans.update(zip(("footprint", "kept", "staged"), spans))
+    inv._memo.sizes = size
     bad = list(_misfits(inv))
     if bad:
         raise ProtocolError("inventory: fragments, fills or spans do not fit their storage", bad)
-    if _encode_content(inv) != env.content:  # one encoding per content, or equal ranks would not have equal digests
+    # One encoding per content, or equal ranks would not have equal digests. Columns are as long as they must be, so that
+    # what is left to be written in two ways are msgpack's numbers and columns of nothing but padding.
+    if table.dims() != body.dims or msgspec.msgpack.encode(body) != env.content:
         raise ProtocolError("inventory: not in canonical form")
+    inv._memo.content = env.content
     return inv
 
 
@@ -307,28 +336,31 @@ def _decode_table(body: _Content, size: np.ndarray) -> FragmentTable:
         (2**31, len(size), len(DTYPES), col.MAX_VALUE, col.MAX_VALUE, col.MAX_VALUE, col.MAX_VALUE), names,
     ):  # fmt: skip
         col.in_range(array, low, high, name)
-    pad = ((0, 0), (MAX_DIMS - body.dims, 0))
-    boxes = (np.pad(raw[4], pad), np.pad(raw[5], pad, constant_values=1), np.pad(raw[6], pad))
-    table = FragmentTable(*raw[:4], *boxes)
+    extent, strides = raw[5:]
     # In floats first: hostile extents and strides must not wrap around int64 and come out as something harmless.
-    reach = ((table.extent - 1.0) * np.abs(table.strides.astype(float))).sum(axis=1)
-    if (table.extent.astype(float).prod(axis=1) >= col.MAX_VALUE).any() or (reach >= col.MAX_VALUE).any():
+    reach = ((extent - 1.0) * np.abs(strides.astype(float))).sum(axis=1)
+    if (extent.astype(float).prod(axis=1) >= col.MAX_VALUE).any() or (reach >= col.MAX_VALUE).any():
         raise ProtocolError("inventory: a fragment has more elements or a longer reach than any storage")
-    if ((table.extent == 1) & (table.strides != 0)).any():
+    if ((extent == 1) & (strides != 0)).any():
         raise ProtocolError("inventory: a dim of extent 1 has a stride")
+    boxes = [np.full((n, MAX_DIMS), v, np.int64) for v in (0, 1, 0)]
+    for wide, narrow in zip(boxes, raw[4:]):
+        wide[:, MAX_DIMS - body.dims :] = narrow
+    table = FragmentTable(*raw[:4], *boxes)
     low, high = table.bounds()
     if len(table) and ((low < 0) | (high > size[table.root])).any():
         raise ProtocolError("inventory: a fragment lies outside its storage")
     return table
 
 
-def _decode_spans(wire: _Spans, roots: Sequence[Root]) -> tuple[Span, ...]:
-    root, start, stop = (
+def _decode_spans(wire: _Spans, roots: int) -> np.ndarray:
+    """As Inventory.spans."""
+    columns = [
         col.unpack(b, d, wire.count, what="spans")
         for b, d in ((wire.root, "<i4"), (wire.start, "<i8"), (wire.stop, "<i8"))
-    )
-    col.in_range(root, 0, len(roots), "span roots")
-    return tuple(Span(roots[r].name, a, b) for r, a, b in zip(root.tolist(), start.tolist(), stop.tolist()))
+    ]
+    col.in_range(columns[0], 0, roots, "span roots")
+    return np.array(columns, np.int64)
 
 
 def _decode_fill(f: _FillWire, roots: Sequence[Root]) -> Fill:
@@ -359,13 +391,18 @@ def _decode_runs(raw: bytes) -> tuple[tuple[int, int], ...]:
 
 
 def _misfits(inv: Inventory) -> Iterator[str]:
-    size = {r.name: r.nbytes for r in inv.roots}
+    room, known = inv.root_sizes(), inv._memo.spans  # what was decoded has its columns already, and its storages exist
     for what, items in (("footprint", inv.footprint), ("kept", inv.kept), ("staged", inv.staged)):
-        for s in items:
-            if not 0 <= s.start <= s.stop <= size.get(s.root, -1):
-                yield f"{s.root}: {what} bytes {s.start}..{s.stop} outside a storage of {size.get(s.root)} bytes"
+        strange = [s for s in items if s.root not in inv.root_numbers()] if what not in known else []
+        yield from (f"{s.root}: {what} bytes {s.start}..{s.stop} outside a storage of None bytes" for s in strange)
+        if items and not strange:
+            root, start, stop = inv.spans(what)
+            for i in np.flatnonzero((start < 0) | (start > stop) | (stop > room[root])):
+                s = items[i]
+                yield f"{s.root}: {what} bytes {s.start}..{s.stop} outside a storage of {room[root[i]]} bytes"
+    size = {r.name: r.nbytes for r in inv.roots} if inv.fills else {}
     if inv.side == "engine" and len(inv.table):  # stride 0 is fine where bytes are read, not where they are written
-        t, room = inv.table, np.array([r.nbytes for r in inv.roots], np.int64)
+        t = inv.table
         for i in np.flatnonzero(t.extent.prod(axis=1) * ITEM[t.dtype] > room[t.root]):
             yield f"{inv.roots[t.root[i]].name}: a fragment of more elements than its storage has room for"
     for f in inv.fills:

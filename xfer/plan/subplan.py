@@ -21,7 +21,7 @@ from xfer.plan.intersect import Stack, cut_range
 from xfer.plan.program import ITEM, MAX_DIMS, ROW, Op, Program
 from xfer.plan.table import FragmentTable
 
-PLANNER = 2
+PLANNER = 3
 """Version of the planner: raised whenever the same inputs may give other rows. In every digest and cache key."""
 
 
@@ -55,6 +55,9 @@ class Tables:
     message_first: np.ndarray  # int64 [pairs + 1]
     message_wave: np.ndarray  # int32 [M]
     message_begin: np.ndarray  # int64 [M], position in the pair's stream
+
+
+_NAMES = tuple(f.name for f in fields(Tables))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -213,16 +216,21 @@ class SubPlan:
     def _compute_digest(self) -> str:
         parts: list[bytes | str | np.ndarray] = [f"sub-plan {PLANNER}", self.key]
         parts.append(f"{self.trainers} {self.workers} {self.waves} {self.message_bytes} {self.align_bytes}")
-        for _, array in self._arrays():
+        for array in self._arrays():
             parts += [f"{array.dtype.str} {array.shape}" if array.dtype != ROW else f"rows {array.shape}", array]
         return col.digest(parts)
 
-    def _arrays(self) -> Iterator[tuple[str, np.ndarray]]:
-        for f in fields(Tables):
-            yield f.name, getattr(self.tables, f.name)
+    def _arrays(self) -> Iterator[np.ndarray]:
+        """Boxes and strides without the dims that are padding in all of them."""
+        t = self.tables
+        dims = MAX_DIMS - max(s.table.dims() for s in (self.sources, self.takers))
+        for name in _NAMES:
+            column = getattr(t, name)
+            yield column[:, dims:] if name in ("atom_origin", "atom_extent") else column
         for stack in (self.sources, self.takers):
             for name in FragmentTable.__slots__:
-                yield name, getattr(stack.table, name)
+                column = getattr(stack.table, name)
+                yield column if column.ndim == 1 else column[:, dims:]
 
 
 def cut_row(row: np.ndarray, begin: int, end: int) -> np.ndarray:

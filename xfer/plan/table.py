@@ -83,6 +83,11 @@ class FragmentTable:
             raise LayoutError("fragments lie outside their tensor or their storage", bad)
         return table
 
+    def dims(self) -> int:
+        """Columns of boxes and strides that say something; those in front of them are padding in every row."""
+        used = np.flatnonzero(((self.extent != 1) | (self.origin != 0)).any(axis=0))
+        return MAX_DIMS - int(used[0]) if len(used) else 0
+
     def sorted(self) -> FragmentTable:
         keys = [
             self.dtype,
@@ -96,7 +101,7 @@ class FragmentTable:
         return self.take(np.lexsort(keys))
 
     def take(self, rows: np.ndarray) -> FragmentTable:
-        return FragmentTable(*(getattr(self, name)[rows] for name in self.__slots__))
+        return FragmentTable(*(getattr(self, name).take(rows, axis=0) for name in self.__slots__))
 
     def bounds(self) -> tuple[np.ndarray, np.ndarray]:
         """First and one-past-last byte of each fragment in its storage, int64 [N]."""
