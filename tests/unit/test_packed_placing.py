@@ -106,10 +106,11 @@ def held(draw) -> Held:
 
 def run(copies, sources, into) -> None:
     if TRITON:
+        from xfer.kernels.tiles import Turns
         from xfer.kernels.triton_impl import TritonRows
 
         groups = [int(i % 2) for i in range(len(sources))]
-        return TritonRows(places.table(copies), [into], "local", sources, groups=groups, programs=2).copy()
+        return TritonRows(places.table(copies), [into], "local", sources, turns=Turns(tuple(groups)), programs=2).copy()
     kernels.bind(places.table(copies), [into], "local", src_roots=sources).copy()
 
 

@@ -11,7 +11,7 @@ source whose `read` tells fragments; boxes that several ranks hold come from eac
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from typing import Protocol
 
@@ -101,6 +101,10 @@ class TensorStream:
         self.forget()
         self._roots, self._let_go = layout.tensors, False
         return tuple(self._specs.values())
+
+    def expect(self, specs: Iterable[TensorSpec]) -> None:
+        """After `read`: tensors that all ranks together must have, whether this one has some of them or not."""
+        self._specs |= {s.name: s for s in specs}
 
     def check(self) -> str:
         state = self.source.check()
@@ -267,13 +271,16 @@ class TensorStream:
         rows = places.table(copies)
         if not on_gpu(self.device):
             return kernels.bind(rows, [into], "local", src_roots=sources)
+        from xfer.kernels.tiles import Turns
         from xfer.kernels.triton_impl import TritonRows
 
-        # Own and others' storages take turns: while the link is busy, local memory is not idle.
-        groups = [0] * len(sources)
+        turns = None
         if sources is self._sources:
-            groups = [i for i, some in enumerate(self._numbers.values()) for _ in some]
-        return TritonRows(rows, [into], "local", sources, groups=groups, programs=self.programs)
+            # One sender after the other, each assembling rank another one; what lies here goes beside that.
+            groups = tuple(i for i, some in enumerate(self._numbers.values()) for _ in some)
+            mine = list(self._numbers).index(self.rank)
+            turns = Turns(groups, self.rank + 1, 1 << 30, frozenset((mine,)) if len(self._numbers) > 1 else frozenset())
+        return TritonRows(rows, [into], "local", sources, turns=turns, programs=self.programs)
 
 
 class _Made:
