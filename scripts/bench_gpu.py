@@ -233,12 +233,13 @@ class Bench:
         takers = range(self.trainers, self.size)
         rows = self._plan().program(takers[0]).rows
         labels = [f"rank {r}" for r in range(self.size)]
-        for waves, mib in product(self.args.waves, [*self.args.bursts, None]):
+        others = [(f", turns of {mib} MiB", {"burst": mib << 20}) for mib in self.args.bursts]
+        others += [(f", {n:g} programs a multiprocessor", {"programs": self._programs(n)}) for n in self.args.sweep]
+        for waves, (also, how) in product(self.args.waves, [("", {}), *others]):
             programs = dict(zip(takers, relay(rows[rows["dst"] == takers[0]], takers, waves)))
             mine = programs.get(self.rank, Program(self.rank, waves + 1, rows[:0]))
-            how = {} if mib is None else {"burst": mib << 20}
             way = open_relay(mine, self.roots, takers, labels, self.device, exchange, **how)
-            name = f"relay, {waves} waves" + ("" if mib is None else f", turns of {mib} MiB")
+            name = f"relay, {waves} waves{also}"
             self.result["extra_bytes"][name] = way.extra_bytes
             self.checked(name, lambda way=way: way.run(soon()))
             self.timed(name, lambda way=way: way.run(soon()), self.args.repeats)
@@ -267,9 +268,11 @@ class Bench:
     def _sweep(self, peer) -> None:
         """How many programs pull: at most three other choices."""
         for per_sm in self.args.sweep:
-            sms = torch.cuda.get_device_properties(self.device).multi_processor_count
-            work = self._pulling(peer, programs=per_sm * sms)
-            self.timed(f"peer, {per_sm} programs a multiprocessor", work, 5)
+            work = self._pulling(peer, programs=self._programs(per_sm))
+            self.timed(f"peer, {per_sm:g} programs a multiprocessor", work, self.args.repeats)
+
+    def _programs(self, per_sm: float) -> int:
+        return int(per_sm * torch.cuda.get_device_properties(self.device).multi_processor_count)
 
     def _pulling(self, peer, **how) -> Callable[[], None]:
         """A pull of the same rows, bound otherwise; nothing on ranks that pull nothing."""
@@ -435,7 +438,7 @@ def main() -> None:
     gpus = torch.cuda.device_count()
     p.add_argument("--cases", nargs="+", choices=sorted(CASES))
     p.add_argument("--repeats", type=int, default=10)
-    p.add_argument("--sweep", nargs="*", type=int, default=[])
+    p.add_argument("--sweep", nargs="*", type=float, default=[], help="pulls by so many programs a multiprocessor")
     p.add_argument(
         "--bulk", nargs="*", default=[], help="pulls by the bulk copy engine: STAGE bytes x STAGES x AHEAD x blocks"
     )
@@ -443,7 +446,7 @@ def main() -> None:
     p.add_argument(
         "--buckets", nargs="*", type=int, default=[], help="plans of other buckets, p2p in steps as long, MiB"
     )
-    p.add_argument("--bursts", nargs="*", type=int, default=[], help="pulls with other turns of the senders, MiB")
+    p.add_argument("--bursts", nargs="*", type=int, default=[], help="pulls in long turns of each sender, MiB")
     p.add_argument("--waves", nargs="*", type=int, default=[8, 16, 32, 64], help="of relays")
     p.add_argument(
         "--wire", action=argparse.BooleanOptionalAction, default=True, help="p2p, NCCL's own rate, the packed way"

@@ -126,10 +126,9 @@ class Turns:
     about `burst` bytes (0: of a tile), beginning with number `rotation`; one that has less takes shorter turns, so that
     all end together. Groups `beside` are no turn of their own: their tiles are spread evenly among all others.
 
-    Why long turns: takers that begin with different groups then read from different GPUs all the time. With turns of a
-    tile each reads from all, and what several send to one at the same moment gets into its way: four takers of four
-    senders pulled 339 GB/s that way, and 355 in turns of 1 GiB (H200). What lies on the taker's own GPU takes nothing
-    from the wire, so it goes beside.
+    In long turns takers that begin with different groups read from different GPUs all the time, and what several senders
+    send to one taker never meets; takers that begin with the same one share it to the end. What lies on the taker's own
+    GPU takes nothing from the wire, so it goes beside.
     """
 
     groups: Sequence[int] = ()
