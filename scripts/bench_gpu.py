@@ -10,7 +10,7 @@ device after each route. Rows of a case:
   p2p        xfer over NCCL
   nccl       plain NCCL send/recv of the same bytes between the same pairs, messages of 1 GiB
   packed     gather + packed broadcast of every tensor + slice and copy: the usual way
-  relay      one trainer, several replicas: each byte leaves the trainer once, replicas take the rest from each other; its
+  relay      one trainer, replicas in a row: each byte leaves the trainer once, and then goes from each to the next; its
              floor is one taker's copy alone
 Milliseconds from the last rank's start to the last rank's end, median.
 Not here: pausing engines, the session's protocol.
@@ -235,11 +235,11 @@ class Bench:
         labels = [f"rank {r}" for r in range(self.size)]
         others = [(f", turns of {mib} MiB", {"burst": mib << 20}) for mib in self.args.bursts]
         others += [(f", {n:g} programs a multiprocessor", {"programs": self._programs(n)}) for n in self.args.sweep]
-        for waves, (also, how) in product(self.args.waves, [("", {}), *others]):
-            programs = dict(zip(takers, relay(rows[rows["dst"] == takers[0]], takers, waves)))
-            mine = programs.get(self.rank, Program(self.rank, waves + 1, rows[:0]))
+        for parts, (also, how) in product(self.args.parts, [("", {}), *others]):
+            programs = dict(zip(takers, relay(rows[rows["dst"] == takers[0]], takers, parts)))
+            mine = programs.get(self.rank, Program(self.rank, 0, rows[:0]))
             way = open_relay(mine, self.roots, takers, labels, self.device, exchange, **how)
-            name = f"relay, {waves} waves{also}"
+            name = f"relay, {parts} parts{also}"
             self.result["extra_bytes"][name] = way.extra_bytes
             self.checked(name, lambda way=way: way.run(soon()))
             self.timed(name, lambda way=way: way.run(soon()), self.args.repeats)
@@ -447,7 +447,7 @@ def main() -> None:
         "--buckets", nargs="*", type=int, default=[], help="plans of other buckets, p2p in steps as long, MiB"
     )
     p.add_argument("--bursts", nargs="*", type=int, default=[], help="pulls in long turns of each sender, MiB")
-    p.add_argument("--waves", nargs="*", type=int, default=[8, 16, 32, 64], help="of relays")
+    p.add_argument("--parts", nargs="*", type=int, default=[32, 64, 128], help="of relays")
     p.add_argument(
         "--wire", action=argparse.BooleanOptionalAction, default=True, help="p2p, NCCL's own rate, the packed way"
     )

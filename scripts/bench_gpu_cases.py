@@ -11,7 +11,7 @@ from bench_shapes import Parallel
 class Case:
     """Trainers first, then takers: `takers / tp` replicas. `gpus`: of each rank; None: that rank takes no part.
 
-    relay: every taker is a replica, and they take what one trainer gives from each other.
+    relay: every taker is a replica, and they hand what one trainer gives from one to the next.
     """
 
     model: str

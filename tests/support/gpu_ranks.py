@@ -143,7 +143,7 @@ def worlds(rank, size, store, device, *, route: str, seeds: list[int], refuse: b
 
 
 def relayed(rank, size, store, device, *, seeds: list[int], absent: bool = False):
-    """Rank 0 gives, all others take and relay: random rows and one long one, twice with new sources. absent: the last
+    """Rank 0 gives, all others take and relay: random rows and one long one, twice with new sources. absent: the first
     taker does not run at first; what the others then raise, and the bytes after all have opened anew."""
     meet, takers, n = exchange_over_store(store, rank, size, "meet"), list(range(1, size)), 96 << 20
     labels, outcome = [f"rank {r}" for r in range(size)], None
@@ -156,17 +156,9 @@ def relayed(rank, size, store, device, *, seeds: list[int], absent: bool = False
         long = row((n,), src_dtype="uint8", src=0, src_root=short, dst=1, dst_root=len(second))
         rows = np.concatenate([rows, long])
         plans = dict(zip(takers, relay(rows, takers, int(rng.integers(1, 9)))))
-        mine = plans.get(rank, Program(rank, plans[1].waves, rows[:0]))
+        mine = plans.get(rank, Program(rank, 0, rows[:0]))
         storages = [*(second if rank else first), np.zeros(n, np.uint8)]
         roots = tensors(storages, device)
-        open_it = lambda: open_relay(  # noqa: E731
-            mine,
-            roots,
-            takers,
-            labels,
-            device,
-            exchange_over_store(store, rank, size, f"open{seed}.{again}"),  # noqa: B023
-        )
         way = None
         for again in range(2):
             first = fresh_sources(rng, rows[:-1], first[:short]) + [rng.integers(0, 256, n, dtype=np.uint8)]
@@ -174,9 +166,10 @@ def relayed(rank, size, store, device, *, seeds: list[int], absent: bool = False
                 for t, r in zip(roots, first, strict=True):
                     t.copy_(torch.from_numpy(r))
             torch.cuda.synchronize()
-            way = way or open_it()
+            exchange = exchange_over_store(store, rank, size, f"open{seed}.{again}")
+            way = way or open_relay(mine, roots, takers, labels, device, exchange)
             meet(b"")
-            if absent and not again and 0 < rank < size - 1:
+            if absent and not again and rank > 1:
                 t0 = time.monotonic()
                 with pytest.raises(XferError) as e:
                     way.run(time.monotonic() + 2.0)

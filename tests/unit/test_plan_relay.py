@@ -23,19 +23,21 @@ def one_taker(seed: int, senders: int, rows: int):
 
 @settings(deadline=None)
 @given(
-    seed=st.integers(0, 2**32), senders=st.integers(1, 3), k=st.integers(1, 5), waves=st.integers(1, 6), data=st.data()
+    seed=st.integers(0, 2**32), senders=st.integers(1, 3), k=st.integers(1, 5), parts=st.integers(1, 6), data=st.data()
 )
-def test_every_taker_ends_with_what_it_would_have_pulled_alone(seed, senders, k, waves, data):
+def test_every_taker_ends_with_what_it_would_have_pulled_alone(seed, senders, k, parts, data):
     rows, storages = one_taker(seed, senders, 40)
     takers = [senders + i for i in range(k)]
-    programs = relay(rows, takers, waves)
+    programs = relay(rows, takers, parts)
     alone = apply_world([Program(senders, 1, rows)], storages)
     world = [*storages[:senders], *([s.copy() for s in storages[senders]] for _ in takers)]
-    # Takers run ahead of each other as far as a relay lets them: wave w needs everybody's wave w - 1.
+    # As far ahead of each other as a relay lets them: a part needs the same part of the taker before.
     ended = [0] * k
-    while min(ended) <= waves:
-        j = data.draw(st.sampled_from([i for i in range(k) if ended[i] <= waves and ended[i] <= min(ended)]))
-        now = programs[j].rows[programs[j].rows["wave"] == ended[j]]
+    while ended[-1] < parts:
+        j = data.draw(st.sampled_from([i for i in range(k) if ended[i] < (ended[i - 1] if i else parts)]))
+        now = programs[j].rows
+        fills = now["op"] == Op.FILL
+        now = now[(now["wave"] == ended[j] + j) & ~fills | fills]
         world = apply_world([Program(takers[j], 1, now)], world)
         ended[j] += 1
     for j, taker in enumerate(takers):
@@ -44,23 +46,23 @@ def test_every_taker_ends_with_what_it_would_have_pulled_alone(seed, senders, k,
 
 
 @settings(deadline=None)
-@given(seed=st.integers(0, 2**32), k=st.integers(1, 5), waves=st.integers(1, 4))
-def test_trainers_give_each_byte_once_and_takers_carry_alike(seed, k, waves):
+@given(seed=st.integers(0, 2**32), k=st.integers(1, 5), parts=st.integers(1, 4))
+def test_everybody_gives_each_byte_once_and_parts_are_even(seed, k, parts):
     rows, _ = one_taker(seed, 2, 40)
-    programs = relay(rows, [2 + i for i in range(k)], waves)
-    table = np.concatenate([p.rows[p.rows["op"] != Op.FILL] for p in programs])
-    nbytes = row_wire_bytes(table)
-    assert nbytes[table["src"] < 2].sum() == row_wire_bytes(rows).sum()
-    assert (table["wave"][table["src"] < 2] < waves).all() and (table["wave"][table["src"] >= 2] > 0).all()
-    # Each taker's own share is even, up to the grain and what is not cut inside of it.
-    item = 8
-    shares = [int(nbytes[(table["src"] < 2) & (table["dst"] == 2 + i)].sum()) for i in range(k)]
-    assert max(shares) - min(shares) <= 2 * waves * GRAIN * item
+    programs = relay(rows, [2 + i for i in range(k)], parts)
+    moved = [p.rows[p.rows["op"] != Op.FILL] for p in programs]
+    direct, *relayed = (row_wire_bytes(r).sum() for r in moved)
+    assert direct == row_wire_bytes(rows).sum() and (moved[0]["src"] < 2).all()
+    for j, r in enumerate(moved[1:], 1):
+        assert (r["src"] == 1 + j).all() and (r["wave"] >= j).all() and (r["wave"] < j + parts).all()
+    assert len(set(relayed)) <= 1  # in the takers' dtypes
+    some = [int(row_wire_bytes(r := moved[0][moved[0]["wave"] == p]).sum()) for p in range(parts)]
+    assert max(some) - min(some) <= 2 * GRAIN * 8
 
 
 def test_what_cannot_be_relayed_is_refused():
     rows, _ = one_taker(1, 2, 60)
-    with pytest.raises(ValueError, match="at least one wave"):
+    with pytest.raises(ValueError, match="at least one part"):
         relay(rows, [2, 3], 0)
     with pytest.raises(PlanMismatch, match="both sender and taker"):
         relay(rows, [1, 3], 2)

@@ -60,7 +60,7 @@ class NcclLink(Link):
 
         def connect() -> None:
             torch.cuda.set_device(device)
-            with _quiet():
+            with quiet():
                 self._pg = ProcessGroupNCCL(store, rank, size, options)
             # All ranks at once: a communicator made by the first messages would need every rank to have some.
             self._pg.eager_connect_single_device(device)
@@ -194,7 +194,7 @@ class _NcclPending:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """torch reads these when a group is made; other groups of the process keep what their owner set."""
     with _environment:
         before = {k: os.environ.get(k) for k in _QUIET}

@@ -330,11 +330,10 @@ class Pull:
         mapping: Mapping,
         roots: Sequence[torch.Tensor],
         *,
-        waves: int = 1,
         gate: Gate | None = None,
         **how,
     ):
-        """One launch; with a gate, one for each of `waves` waves. how: `burst`, bytes of a sender's turn (kernels/tiles.py),
+        """One launch; with a gate, one for each wave that has rows. how: `burst`, bytes of a sender's turn (kernels/tiles.py),
         and what `TritonRows` takes."""
         if unknown := {(int(r["src"]), int(r["src_root"])) for r in rows} - _known(mapping):
             raise RebindError(
@@ -348,7 +347,8 @@ class Pull:
         # Another priority is another channel to the device: behind a stream that waits for a word it would wait too.
         self._aside = torch.cuda.Stream(self.device, priority=-1)
         self._gate = gate
-        parts = [rows] if gate is None else [rows[rows["wave"] == w] for w in range(waves)]
+        self._waves = [0] if gate is None else sorted(set(rows["wave"].tolist()))
+        parts = [rows] if gate is None else [rows[rows["wave"] == w] for w in self._waves]
         self._bound: list[BoundRows] = [self._bind(part, mapping, roots, **how) for part in parts]
         nbytes = row_wire_bytes(rows)
         self.by_sender = tuple((a, int(nbytes[rows["src"] == a].sum())) for a in sorted(set(rows["src"].tolist())))
@@ -403,7 +403,7 @@ class Pull:
 
     def _launch(self) -> None:
         self._abort.zero_()
-        for wave, bound in enumerate(self._bound):
+        for wave, bound in zip(self._waves, self._bound):
             if self._gate is not None:
                 self._gate.before(wave, self._stream)
             bound.copy()

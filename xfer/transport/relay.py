@@ -1,18 +1,20 @@
-"""Runs a relay (plan/relay.py) on the GPUs of one host: takers pull from the trainers and, a wave later, from each other.
+"""Runs a relay (plan/relay.py) on the GPUs of one host: the first taker pulls from the trainers, each other one from the
+taker before it, part after part.
 
-Everything is launched at once; no host stands between two waves. A taker that has a wave writes its number into a word of
-each other taker's memory; before its own next wave a taker's stream waits for such words *in its own memory*, so that whoever
-watches a stuck taker can write them and let it go. Numbers only grow, over all runs.
+Everything is launched at once; no host stands between two parts. A taker that has a part writes its number into a word in the
+next taker's memory; before it pulls the part, the next one's stream waits for that word *in its own memory*, so that whoever
+watches a stuck taker can write it and let it go. Numbers only grow, over all runs.
 
 What the caller sees to: all takers run together, and none begins its next run, frees or sleeps before all have ended this
-one (their storages are being read); if one's run raises, none of them has a whole version, and all open anew. So takers of a
+one (their storages are being read); if one's run raises, no later one has a whole version, and all open anew. So takers of a
 relay commit together or not at all. No session does that yet: relays are run by scripts/bench_gpu.py and tests.
-Not here: which row is in which wave (plan/relay.py), pulls without waves (peer.py).
+Not here: which row is in which part (plan/relay.py), pulls in one go (peer.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import torch
 
@@ -21,9 +23,6 @@ from xfer.plan.program import Op, Program
 from xfer.transport import cuda_driver as driver
 from xfer.transport.peer import Export, Mapping, Pull, PullStats
 from xfer.transport.routes import Exchange, any_rank
-
-WORD = 4
-"""Bytes of a number that says how far a taker is."""
 
 
 class Relay:
@@ -34,29 +33,28 @@ class Relay:
         program: Program,
         mapping: Mapping,
         export: Export,
-        roots,
-        words: torch.Tensor,
+        roots: Sequence[torch.Tensor],
+        word: torch.Tensor,
         takers: Sequence[int],
         **how,
     ):
-        self.mapping, self.export, self.words = mapping, export, words
-        self._waves, self._runs = program.waves, 0
-        self._place = takers.index(program.rank)
-        self._others = [i for i in range(len(takers)) if i != self._place]
-        # Where each other taker keeps what this one tells it: words lie behind its storages in its offer.
-        self._theirs = [mapping.roots[takers[i]][len(roots)].data_ptr() + self._place * WORD for i in self._others]
-        self._free = torch.zeros(len(takers), dtype=torch.int32, pin_memory=True)
+        self.mapping, self.export, self.word = mapping, export, word
+        self._place, self._parts, self._runs = takers.index(program.rank), program.waves - len(takers) + 1, 0
+        self._next = None
+        if self._place + 1 < len(takers):  # its word lies behind its storages in its offer
+            self._next = mapping.roots[takers[self._place + 1]][len(roots)].data_ptr()
+        self._free = torch.zeros(1, dtype=torch.int32, pin_memory=True)
         moved = program.rows[program.rows["op"] != Op.FILL]
-        self._pull = Pull(moved, mapping, roots, waves=program.waves, gate=self, **how)
+        self._pull = Pull(moved, mapping, roots, gate=self, **how)
 
     @property
     def extra_bytes(self) -> int:
-        return self._pull.extra_bytes + self.words.numel()
+        return self._pull.extra_bytes + self.word.numel()
 
     def run(self, deadline: float, cancelled: Callable[[], bool] = lambda: False, where: str = "") -> PullStats:
         """As `Pull.finish`. The other takers have to run too for this to end in time."""
         self._runs += 1
-        self._free.fill_(self._number(self._waves))
+        self._free.fill_(self._number(self._parts))
         self._pull.begin()
         return self._pull.finish(deadline, cancelled, where)
 
@@ -71,21 +69,19 @@ class Relay:
     # ---- the gate
 
     def before(self, wave: int, stream: torch.cuda.Stream) -> None:
-        if wave:
-            for i in self._others:
-                driver.stream_wait_at_least(stream, self.words.data_ptr() + i * WORD, self._number(wave))
+        if self._place:
+            driver.stream_wait_at_least(stream, self.word.data_ptr(), self._number(wave - self._place))
 
     def after(self, wave: int, stream: torch.cuda.Stream) -> None:
-        if wave + 1 < self._waves:  # for the last one nobody waits
-            for word in self._theirs:
-                driver.stream_write(stream, word, self._number(wave + 1))
+        if self._next is not None:
+            driver.stream_write(stream, self._next, self._number(wave - self._place))
 
     def open(self) -> None:
-        self.words.view(torch.int32).copy_(self._free, non_blocking=True)
+        self.word.view(torch.int32).copy_(self._free, non_blocking=True)
 
-    def _number(self, waves: int) -> int:
-        """What a taker's word holds once it has so many waves of this run."""
-        return (self._runs - 1) * self._waves + waves
+    def _number(self, part: int) -> int:
+        """What says that a taker has this part of this run."""
+        return (self._runs - 1) * (self._parts + 1) + part + 1
 
 
 class Sending:
@@ -122,15 +118,16 @@ def open_relay(
     Unsupported, on all ranks, where a taker cannot map something: then bytes have to go by the usual routes.
     """
     rank, size, taking = program.rank, len(labels), program.rank in takers
-    words = torch.zeros(len(takers) * WORD, dtype=torch.uint8, device=device)
+    after = next((b for a, b in pairwise(takers) if a == rank), None)
+    word = torch.zeros(4, dtype=torch.uint8, device=device)
     torch.cuda.synchronize(device)
-    export = Export(rank, [*roots, words] if taking else roots, device)
+    export = Export(rank, [*roots, word] if taking else roots, device)
     offers = exchange(export.to_bytes(), range(size) if taking else ())
     mapping, missing = Mapping(rank, device), []
     try:
         for other in sorted(set(offers) - {rank}):
             mine = (program.rows["src"] == other) & (program.rows["op"] != Op.FILL)
-            wanted = sorted(set(program.rows["src_root"][mine].tolist()) | ({len(roots)} if other in takers else set()))
+            wanted = sorted({*program.rows["src_root"][mine].tolist(), *([len(roots)] if other == after else [])})
             if wanted:
                 mapping.open(offers[other], other, wanted)
                 if len(mapping.roots[other]) < len(wanted):
@@ -141,7 +138,7 @@ def open_relay(
                 missing or ["another rank says which"],
                 where=labels[rank],
             )
-        return Relay(program, mapping, export, roots, words, takers, **how) if taking else Sending(export)
+        return Relay(program, mapping, export, roots, word, takers, **how) if taking else Sending(export)
     except BaseException:
         mapping.close()
         raise
