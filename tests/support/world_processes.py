@@ -20,6 +20,9 @@ from pathlib import Path
 from tests.support.world import TOKEN, ToyEngine, ToySource, ToyTaker
 from xfer.testing.ports import free_port
 
+HOST_PULL = "XFER_TEST_HOST_PULL"
+"""In the environment: workers read the trainers' memory themselves, as on GPUs, and routes are opened by exchange."""
+
 _ctx = mp.get_context("forkserver")
 _ctx.set_forkserver_preload(["tests.support.world_processes"])
 
@@ -56,7 +59,7 @@ def _trainer(conn: Connection, rank: int, world: int, env: dict) -> None:
             session.close()
         session = TrainerSession(
             source, rendezvous, TOKEN, replicas=replicas, deadline_s=deadline_s, bucket_bytes=4096, drop=(), narrow=(),
-            cache_dir=None,
+            cache_dir=None, host_pull=HOST_PULL in os.environ,
         )  # fmt: skip
         try:
             session.open(True)
@@ -257,13 +260,17 @@ class ProcessWorld:
     mains = (_trainer, _worker, _controller)
     """What the processes of each kind run."""
 
-    def __init__(self, folder: Path, trainers: int = 2, workers: int = 2, replicas: int = 2, deadline_s: float = 20.0):
-        self.folder, self.workers, self.deadline_s = Path(folder), workers, deadline_s
+    def __init__(
+        self, folder: Path, trainers: int = 2, workers: int = 2, replicas: int = 2, deadline_s: float = 20.0,
+        host_pull: bool = False,
+    ):  # fmt: skip
+        self.folder, self.workers, self.deadline_s, self.host_pull = Path(folder), workers, deadline_s, host_pull
         self.trainers = [self._trainer(i, trainers) for i in range(trainers)]
         self.replicas = [self._replica(i) for i in range(replicas)]
 
     def _env(self, name: str) -> dict:
-        return {"XFER_FAULT_FILE": str(self.folder / f"{name}.fault"), "XFER_FAULT_HANG_S": "4", "OMP_NUM_THREADS": "1"}
+        env = {"XFER_FAULT_FILE": str(self.folder / f"{name}.fault"), "XFER_FAULT_HANG_S": "4", "OMP_NUM_THREADS": "1"}
+        return env | ({HOST_PULL: "1"} if self.host_pull else {})
 
     def _trainer(self, rank: int, world: int) -> Process:
         return Process(self.mains[0], rank, world, self._env("trainers"))

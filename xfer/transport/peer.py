@@ -82,7 +82,7 @@ class Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=
     probe: Shared | None
     allocations: tuple[Shared, ...]
     places: tuple[Place, ...]
-    device: str  # UUID of the GPU
+    device: str = ""  # UUID of the GPU; host memory has none
 
 
 class Readable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
