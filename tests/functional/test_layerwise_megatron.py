@@ -97,6 +97,13 @@ def test_a_moe_is_trained_bit_for_bit_as_with_a_blocking_gather(two, folders):
     assert b[0]["losses"][-1] < b[0]["losses"][0]
 
 
+def test_a_refit_of_a_megatron_trainer_without_the_wrapper_drains_first(two, folders):
+    two.ask("build", "built", folder=folders["dense"], layout={})
+    two.ask("step", "stepped", steps=2)
+    for x in two.ask("drain", "drained"):
+        assert "stale" in x["before"] and set(x["after"]) == {"current"}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("model, layout", [("dense", {}), ("moe", dict(ep=2))])
 def test_fifty_steps_equal_blocking_and_one_process(ranks, folders, alone, model, layout):

@@ -180,6 +180,13 @@ def test_a_plan_takes_owners_as_sources_before_any_gather_and_everybody_after_a_
         assert len({r for ranks in seen["all"]["senders"].values() for r in ranks}) == 4
 
 
+def test_a_refit_by_an_adapter_that_knows_of_no_optimizer_drains_first(ranks):
+    for seen in run(ranks, "refit_without_the_wrapper"):
+        assert all(before > 0 for before, _ in seen.values()), "nothing was on its way: this proves nothing"
+        after = {name: n for name, (_, n) in seen.items()}
+        assert after["module"] == after["tensors"] == 0 < min(after["owners"], after["another model's"])
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("world", [2, 1])

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.support import layerwise_model as lm
 from tests.support.layerwise_pair import Pair
-from tests.support.layerwise_sources import refit_sources
+from tests.support.layerwise_sources import refit_sources, refit_without_the_wrapper
 from tests.support.proc import emit, obey
 from xfer.errors import DeadlineExceeded, PlanMismatch, RebindError, StaleWeights, Unsupported, XferError
 from xfer.layerwise import LayerWiseOptimizer, ParamGroup, checkpoint
@@ -473,7 +473,7 @@ HAZARDS = {
         started_twice_finished_twice, drained_in_flight, drained_between_backward_and_step, another_order,
         one_rank_evaluates, skipped_module, state_dict_is_current, without_hooks, unannounced_but_watched,
         old_values_are_nans, few_parameters, aborted, experts_over_halves, unequal_groups, not_finite_on_one_rank, captured, absent, closed,
-        changed_memory, wire, different_models, refit_sources,
+        changed_memory, wire, different_models, refit_sources, refit_without_the_wrapper,
     )
 }  # fmt: skip
 

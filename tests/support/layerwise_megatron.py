@@ -140,6 +140,13 @@ class Rank:
         self.trainer.steps = steps
         emit("loaded")
 
+    def drain(self) -> None:
+        """As a refit of a MegatronTrainer begins that was not told of the optimizer."""
+        gather = self.trainer.optimizer.gather
+        before = [b.state.value for b in gather.buckets]
+        self._source().drain()
+        emit("drained", before=before, after=[b.state.value for b in gather.buckets])
+
     def _source(self):
         from xfer.trainers.megatron import MegatronTrainer
 
@@ -177,7 +184,7 @@ class Rank:
 
 def main() -> None:
     r = Rank()
-    obey(r.train, r.build, r.step, r.save, r.load, r.connect, r.refit, r.export, r.close)
+    obey(r.train, r.build, r.step, r.drain, r.save, r.load, r.connect, r.refit, r.export, r.close)
     os._exit(0)  # gloo's threads would wait for peers that are gone
 
 

@@ -37,6 +37,29 @@ def refit_sources():
     return dict(before=lacking, owner=owner, **sides)
 
 
+def refit_without_the_wrapper():
+    """An adapter that was not told of the optimizer finishes its gathers; one for owners leaves them."""
+    pair = Pair(prefetch_depth=1)
+    seen = {}
+    trainers = {
+        "owners": lambda net: LayerWiseTrainer(TensorTrainer(net), pair.owners),
+        "module": TensorTrainer,
+        "tensors": lambda net: TensorTrainer(lambda: {n: p.detach() for n, p in net.named_parameters()}),
+        "another model's": lambda net: TensorTrainer(lambda: {"w": torch.zeros(3)}),
+    }
+    for name, trainer in trainers.items():
+        pair.steps(2)
+        before = len(pair.stale())
+        trainer(pair.net).drain()
+        seen[name] = [before, len(pair.stale())]
+    pair.same()
+    pair.steps(1)
+    pair.owners.close()
+    pair.net.blocks[0].up.weight.data.add_(1.0)
+    TensorTrainer(pair.net).drain()  # of a closed one nobody asks anything
+    return seen
+
+
 def _flat(t: torch.Tensor) -> torch.Tensor:
     return t.detach().contiguous().view(-1).view(torch.uint8)
 

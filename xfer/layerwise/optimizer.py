@@ -23,6 +23,7 @@ from xfer.layerwise.hooks import Guard, Hooks
 from xfer.layerwise.ownership import Item, Ownership, assign, bytes_cost, cut, elementwise_cost, newton_schulz_cost
 from xfer.layerwise.shares import known_elsewhere, overlapping, settle_in
 from xfer.trace.slots import bare
+from xfer.trainers.pending import announce, forget
 
 if TYPE_CHECKING:
     from xfer.layerwise.checkpoint import Piece
@@ -138,6 +139,7 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
         bucket_of = {id(m.param): b for b in buckets for s in b.shares for m in s.members}
         self.hooks = Hooks(self.modules, self._trained, bucket_of, self.gather, guard)
         self._same = self._fingerprint()
+        announce(self)  # refits of these parameters, by whatever adapter, finish gathers first
 
     # ---- the step
 
@@ -193,6 +195,7 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
     def close(self) -> None:
         """Drain, drop all hooks and let go of connections; the module is an ordinary one again. Collective. After a gather
         that failed it lets go all the same, and raises that failure."""
+        forget(self)
         try:
             self.drain()
         finally:

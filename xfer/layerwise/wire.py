@@ -24,7 +24,7 @@ from xfer.errors import DeadlineExceeded, PeerLost, Unsupported, XferError
 from xfer.layerwise.shares import NAN_BYTE
 from xfer.layerwise.watch import Post, Watch
 from xfer.transport.group import Aside
-from xfer.transport.nccl import _quiet
+from xfer.transport.nccl import quiet
 
 _NAME_BYTES = 16
 _ABORT_S = 10.0
@@ -219,7 +219,7 @@ def _connect_nccl(made: list, store, rank: int, size: int, device: torch.device,
     options._timeout = timedelta(days=30)  # deadlines are the watch's; this one must never be the first
     if max_ctas is not None:
         options.config.max_ctas = max_ctas
-    with _quiet():
+    with quiet():
         made.append(dist.ProcessGroupNCCL(store, rank, size, options))
     pg = made[0]
     pg.eager_connect_single_device(device)

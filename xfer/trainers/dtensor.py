@@ -24,6 +24,7 @@ from xfer.trace.declared import declared_fragments
 from xfer.trace.fragment import Fragment, TensorSpec
 from xfer.trace.slots import Place, Slot, Slots, device_of, local, tensors_of
 from xfer.trace.traced import Traced, TrainerLayout
+from xfer.trainers.pending import drain_over
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -93,13 +94,15 @@ class TensorTrainer:
 
     def drain(self) -> None:
         """Back to shards: FSDP2 leaves whole parameters in a module that ran without a backward, and in a root after its
-        forward; the optimizer writes shards. Then waits for the device."""
+        forward; the optimizer writes shards. Gathers of a layer-wise optimizer over these tensors are finished. Then waits for
+        the device."""
         if self._module is not None:
             from torch.distributed.fsdp import FSDPModule
 
             for module in self._module.modules():
                 if isinstance(module, FSDPModule):
                     module.reshard()
+        drain_over(local(s.get()) for s in self._walk())
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 

@@ -17,6 +17,7 @@ import torch
 from xfer.errors import LayoutError, StaleWeights, Unsupported
 from xfer.trace.fragment import Fragment
 from xfer.trace.traced import TrainerLayout
+from xfer.trainers.pending import left_alone
 
 if TYPE_CHECKING:
     from xfer.layerwise import LayerWiseOptimizer
@@ -54,7 +55,8 @@ class LayerWiseTrainer:
                 f"trainer {self.rank}: the last gather failed, so this trainer cannot go on from these weights",
                 ["load a checkpoint and build the optimizer anew"],
             )
-        self.base.drain()
+        with left_alone(self.optimizer):
+            self.base.drain()
 
     def read(self) -> TrainerLayout:
         """As the base's; with "owners" without the fragments of parameters that other ranks own."""

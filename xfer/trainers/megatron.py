@@ -36,6 +36,7 @@ from xfer.trainers.bridge_export import (
 from xfer.trainers.bridge_probe import Probed, probe_export
 from xfer.trainers.computed import Computed
 from xfer.trainers.hf_index import read_headers
+from xfer.trainers.pending import drain_over
 
 Meet = Callable[[tuple[int, ...], str], None]
 
@@ -88,6 +89,8 @@ class MegatronTrainer:
         to do: not dispatched yet -> dispatched and waited for; in flight -> waited for; done -> nothing (a second refit
         is free). Dispatching all before waiting for the first lets the gathers overlap each other.
 
+        Gathers of a layer-wise optimizer over these chunks (xfer.layerwise) are finished too.
+
         Never between backward and `step()`: like a forward there, it would gather the old values and leave Megatron
         believing that the new ones had been.
         """
@@ -97,6 +100,7 @@ class MegatronTrainer:
                 group.start_param_sync()
         for group in groups:
             group.finish_param_sync(skip_next_bucket_dispatch=True)
+        drain_over(p for chunk in self.chunks for p in chunk.parameters())
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 

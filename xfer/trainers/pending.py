@@ -1,0 +1,54 @@
+"""Which layer-wise optimizers of this process may still lack parameters, so that an adapter that was told of none finishes their
+gathers before bytes leave. Knows no adapter and no optimizer: whoever gathers says so, whoever reads asks.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+
+
+class Gathers(Protocol):
+    """`named`: (name, parameter) of all that is gathered. `drain`: bring every one of them here; collective over the ranks
+    among which they are gathered, and nothing when they are here."""
+
+    named: Sequence[tuple[str, torch.Tensor]]
+
+    def drain(self) -> None: ...
+
+
+_known: list[weakref.ref[Gathers]] = []  # in the order in which they were made, which all ranks share
+_left_alone: list[int] = []
+
+
+def announce(gathers: Gathers) -> None:
+    _known[:] = [r for r in _known if r() is not None] + [weakref.ref(gathers)]
+
+
+def forget(gathers: Gathers) -> None:
+    _known[:] = [r for r in _known if r() not in (None, gathers)]
+
+
+@contextmanager
+def left_alone(gathers: Gathers) -> Iterator[None]:
+    """For an adapter that reads only what is here already."""
+    _left_alone.append(id(gathers))
+    try:
+        yield
+    finally:
+        _left_alone.remove(id(gathers))
+
+
+def drain_over(tensors: Iterable[torch.Tensor]) -> None:
+    """Finish the gathers of whatever lies in the memory of one of these tensors. Collective, as `Gathers.drain`."""
+    known = [g for g in (r() for r in _known) if g is not None and id(g) not in _left_alone]
+    if not known:
+        return
+    memory = {t.untyped_storage().data_ptr() for t in tensors}
+    for gathers in known:
+        if any(p.untyped_storage().data_ptr() in memory for _, p in gathers.named):
+            gathers.drain()
