@@ -430,6 +430,7 @@ def main() -> int:
     args = options.parse_args()
     if "RANK" not in os.environ:
         return launch(args)
+    launching.end_with_launcher()
     if not args.survivors:
         args.parts = [p for p in args.parts if p != "dead"]
     result = run_rank(args)

@@ -13,15 +13,15 @@ import sys
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from xfer.testing.ports import free_port
+from torch.distributed import TCPStore
 
 SETTINGS = {
     "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1", "NCCL_NVLS_ENABLE": "0", "PYTHONWARNINGS": "ignore",
-    "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "PYTHONUNBUFFERED": "1", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "PYTHONUNBUFFERED": "1",
+    "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0",  # torch's words for: it is there, be a client
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
 }  # fmt: skip
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG, _LAUNCHER = 1, "BENCH_LAYERWISE_LAUNCHER"
 
 
 def keep(path: str | Path, result: dict) -> None:
@@ -46,17 +46,28 @@ def stopped_is_an_exit() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(124))
 
 
+def end_with_launcher() -> None:
+    """In a rank: be killed when the launcher ends, however it ends. Nothing without one."""
+    launcher = os.environ.get(_LAUNCHER)
+    if launcher is not None:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != int(launcher):  # it has ended already
+            os._exit(1)
+
+
 def run(command: list[str], n: int, seconds: float, may_die: frozenset[int] = frozenset()) -> str:
     """`command` as ranks 0 to n - 1 of one host; what went wrong, or "". Ranks in `may_die` are not waited for, and are
-    killed at the end. All ranks end with this process, however it ends."""
-    libc = ctypes.CDLL(None)
-    settings = SETTINGS | {"WORLD_SIZE": str(n), "MASTER_PORT": str(free_port())}
+    killed at the end.
+
+    The store at which they meet is here: on a port that nobody else can have, and there whichever rank ends.
+    """
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    settings = SETTINGS | {"WORLD_SIZE": str(n), "MASTER_PORT": str(store.port), _LAUNCHER: str(os.getpid())}
     ranks: list[subprocess.Popen] = []
     try:
         for r in range(n):
             env = os.environ | settings | {"RANK": str(r), "LOCAL_RANK": str(r)}
-            die_with_me = lambda: libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # noqa: E731
-            ranks.append(subprocess.Popen(command, env=env, preexec_fn=die_with_me))
+            ranks.append(subprocess.Popen(command, env=env))
         return _wait([p for r, p in enumerate(ranks) if r not in may_die], seconds)
     finally:
         for p in ranks:
