@@ -135,8 +135,9 @@ class TrainerRank(Rank):
             stream = GatheredStream(self.index, TRAINERS, self.tasks, self.roots, self.device, **how)
         else:
             stream = TensorStream(PartsSource(self.index, TRAINERS, self.m, self.layout, self.roots, self.device))
-            stream.programs = self.a.programs or (None if colocated else stream.programs)
         self.used = PackedSource(stream, self.a.bucket, True, colocated)
+        if kind is TensorStream and self.a.programs:
+            stream.programs = self.a.programs
         self.used.read()
         return self.used
 

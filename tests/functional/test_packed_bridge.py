@@ -48,6 +48,14 @@ def are_right(folder: Path, name: str) -> None:
         assert x["state"] == "same" and x["built"] == 1, "an optimizer step changes values, not tasks"
         assert x["groups"] > 3 and x["messages"] >= x["groups"] and x["longest"] <= x["limit"]
         assert x["collectives"] <= 10, "one group's collectives are run together"
+        parts = x["parts"]
+        assert not any(parts["wrong"]), (rank, parts)
+        assert bool(parts["why"]) == ("lora" in name), (
+            "what is computed goes by Bridge's export, everything else by its trace"
+        )
+        assert "lora" in name or (
+            parts["longest"] <= x["limit"] * 7 // 8 and parts["groups"] > 3 and len(parts["wrong"]) == 3
+        )
     if "deepseek" in name:
         assert "float32" in x["dtypes"], "the router's bias stays fp32"
 

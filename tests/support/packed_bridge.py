@@ -22,9 +22,11 @@ megatron_cpu.install()
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
+from tests.support.packed_tensors import placed  # noqa: E402
 from xfer.errors import RebindError  # noqa: E402
 from xfer.packed.megatron import BridgeStream  # noqa: E402
 from xfer.packed.source import PackedSource  # noqa: E402
+from xfer.packed.traced import TracedStream  # noqa: E402
 from xfer.testing.train_loop import Trainer  # noqa: E402
 from xfer.trainers.megatron import MegatronTrainer  # noqa: E402
 
@@ -98,13 +100,45 @@ def values(folder: Path, names: list[str]) -> None:
             second = wrong(gathered(source), trainer)
             plain = made(trainer, together=False)
             alone = wrong(gathered(plain), trainer)
+            parts = traced(trainer)
             plan = source.plan
             seen = dict(
-                first=first, second=second, alone=alone, state=state, built=source.built, collectives=few,
+                first=first, second=second, alone=alone, parts=parts, state=state, built=source.built, collectives=few,
                 groups=len(plan.groups), messages=plan.messages, longest=plan.buffer_bytes, tensors=len(plan.groups[-1].tensors),
                 limit=LIMIT, dtypes=sorted({t.dtype for g in plan.groups for t in g.tensors}),
             )  # fmt: skip
         told(folder / f"{name}.json", seen)
+
+
+def traced(trainer: Trainer) -> dict:
+    """What is put together from the boxes of a trace, on ranks 0 and 2: in buffers, in short rounds, and as tensors; with
+    another step's weights each time."""
+    source = PackedSource(TracedStream(MegatronTrainer(trainer.chunks, trainer.bridge)), LIMIT)
+    source.read()
+    source.begin()
+    if not source.writes:
+        return dict(why=source.stream.why, wrong=[wrong(gathered(source), trainer)])
+    source.assemble(dist.get_rank() in (0, 2))
+    bad = []
+    for step, rounds in enumerate((1 << 20, 1000, 1 << 20)):
+        trainer.step()
+        source.drain()
+        state = source.check()
+        source.stream.round_bytes = rounds
+        source.forget()  # and found again
+        source.check()
+        got, _ = placed(source) if step < 2 else gathered_somewhere(source)
+        said = wrong(got, trainer)  # on all ranks: it exports
+        bad.append(said if source.stream.assembles else ["tensors where none belong"] * bool(got))
+    return dict(
+        why=source.stream.why, wrong=bad, state=state, longest=source.plan.buffer_bytes, groups=len(source.plan.groups)
+    )
+
+
+def gathered_somewhere(source: PackedSource) -> tuple[dict[str, torch.Tensor], int]:
+    plan = source.begin()
+    pairs = [(n, t.clone()) for g in plan.groups for n, t in source.tensors(g) if t is not None]
+    return dict(pairs), len(pairs)
 
 
 def told(path: Path, mine: dict) -> None:

@@ -51,4 +51,7 @@ def weight_source(trainer: object, bucket_bytes: int = BUCKET_BYTES):
                 self._read = True
             return self.source.begin()
 
-    return XferSource(packed_source(trainer, bucket_bytes))
+    source = packed_source(trainer, bucket_bytes)
+    if getattr(source.stream, "whole_everywhere", False):
+        source.assemble(True)
+    return XferSource(source)

@@ -76,6 +76,8 @@ class PackedSource:
         self._stale = True
         if hasattr(stream, "round_bytes"):
             stream.round_bytes = max(1 << 20, limit // (2 * BESIDE))  # twice, and tables have as much again
+        if colocated and hasattr(stream, "programs"):
+            stream.programs = None  # nobody broadcasts
 
     @property
     def writes(self) -> bool:
@@ -164,9 +166,9 @@ def packed_source(trainer: object, limit: int, packed: bool = True, colocated: b
     from xfer.trainers.megatron import MegatronTrainer
 
     if isinstance(trainer, MegatronTrainer):
-        from xfer.packed.megatron import BridgeStream
+        from xfer.packed.traced import TracedStream
 
-        return PackedSource(BridgeStream(trainer), limit, packed, colocated)
+        return PackedSource(TracedStream(trainer), limit, packed, colocated)
     if all(hasattr(trainer, name) for name in ("read", "check", "build", "tensors", "drain")):
         return PackedSource(trainer, limit, packed, colocated)
     raise Unsupported(

@@ -1,0 +1,165 @@
+"""Megatron-Core trainers of the packed route whose export only moves bytes: messages are put together from the boxes that a
+trace of Megatron-Bridge's export found (tensors.py), without running that export.
+
+Tracing tells for every exported tensor where its elements lie in this rank's storages, or that they are computed. When all
+ranks can tell all of it, there is nothing left for Bridge to do in a refit; when one cannot (merged adapters, conversions of
+values), all of them let Bridge export (megatron.py). Either way the same tensors come, bit for bit. Not here: the tracing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+
+from xfer.errors import LayoutError, RebindError, Unsupported
+from xfer.packed import agree
+from xfer.packed.megatron import BridgeStream
+from xfer.packed.plan import BucketPlan, Group, TaskSize
+from xfer.packed.tensors import TensorStream
+from xfer.packed.wire import Message
+from xfer.trace.collectives import objects_stay_home
+from xfer.trace.fragment import TensorSpec
+from xfer.trace.slots import Slots, walk
+from xfer.trace.traced import Traced, TrainerLayout
+from xfer.trainers.bridge_export import factor_tasks, model_bridge_of, owned_adapters, owned_tasks
+from xfer.trainers.megatron import MegatronTrainer, _canonical, _relocate
+
+
+class TracedParameters:
+    """See tensors.FragmentSource: one rank's parameters by what Bridge exports of them, in the dtypes in which it does.
+    `state`: what the next `check` says; who owns this has looked."""
+
+    def __init__(self, trainer: MegatronTrainer):
+        self.trainer, self.state = trainer, "changed"
+        self.rank, self.world, self.device = trainer.rank, trainer.world, trainer.device
+        self._slots: Slots | None = None
+
+    def drain(self) -> None:
+        self.trainer.drain()
+
+    def read(self) -> TrainerLayout:
+        """LayoutError or Unsupported, naming tensors, where the export does more than move bytes."""
+        t = self.trainer
+        bridge, (names, _) = model_bridge_of(t.bridge), t._checkpoint()
+        slot_of = {id(slot.get()): slot for slot in walk(t.chunks)}
+        with torch.no_grad(), objects_stay_home():
+            tasks = owned_tasks(bridge, t.chunks, names)
+            adapters = owned_adapters(bridge, t.chunks)
+            factors = factor_tasks(adapters)
+            seen = t._follow(bridge, names, tasks, adapters, slot_of)
+        traced = _canonical(seen.result(self.rank), {}, t._rows(seen.vocab), self.rank)
+        _refuse_computed(traced)
+        self._slots = Slots(t.chunks, [slot_of[id(x.param_weight)] for x in (*tasks, *factors)])
+        bound = self._slots.bind()
+        self.state = "same"
+        return TrainerLayout(_relocate(traced, bound), bound.roots, bound.tensors)
+
+    def check(self) -> str:
+        return self.state
+
+    def rebind(self) -> Mapping[str, torch.Tensor]:
+        if self._slots is None:
+            raise RebindError("rebind() before read()")
+        self.state = "same"
+        return self._slots.bind().tensors
+
+
+def _refuse_computed(traced: Traced) -> None:
+    dtypes = {s.name: s.dtype for s in traced.specs}
+    bad = [f"{r.target}: is computed ({', '.join(r.ops)})" for r in traced.recipes]
+    bad += [f"{c.tensor}: is converted, {' to '.join(c.dtypes)}" for c in traced.casts]
+    bad += sorted({f"{f.tensor}: is held as {f.dtype}" for f in traced.fragments if f.dtype != dtypes[f.tensor]})
+    if bad:
+        raise Unsupported("exported tensors that are more than bytes of parameters", bad)
+
+
+class TracedStream:
+    """See source.WritingStream. `why`: why this rank cannot do without Bridge's export; "" when it can. `writes`: since the
+    last `build`, whether messages are put together from boxes; the same on all ranks."""
+
+    everywhere = True
+    whole_everywhere = True
+    """Who uses this without a session finds whole tensors on every rank, as after Bridge's own export."""
+
+    def __init__(self, trainer: MegatronTrainer):
+        self.export, self._source = BridgeStream(trainer), TracedParameters(trainer)
+        self.parts = TensorStream(self._source)
+        self.rank, self.world, self.device = trainer.rank, trainer.world, trainer.device
+        self.why, self.writes = "nothing was read yet", False
+
+    @property
+    def assembles(self) -> bool:
+        return self.parts.assembles
+
+    @assembles.setter
+    def assembles(self, value: bool) -> None:
+        self.parts.assembles = value
+
+    @property
+    def round_bytes(self) -> int:
+        return self.parts.round_bytes
+
+    @round_bytes.setter
+    def round_bytes(self, value: int) -> None:
+        self.parts.round_bytes = value
+
+    @property
+    def programs(self) -> int | None:
+        return self.parts.programs
+
+    @programs.setter
+    def programs(self, value: int | None) -> None:
+        self.parts.programs = value
+
+    @property
+    def collectives(self) -> int:
+        return self.parts.collectives if self.writes else self.export.collectives
+
+    def drain(self) -> None:
+        self.export.drain()
+
+    def read(self) -> tuple[TensorSpec, ...]:
+        specs, self.why = self.export.read(), ""
+        try:
+            traced = self.parts.read()
+        except (LayoutError, Unsupported) as e:
+            self.why = f"{e}"
+            self.parts.forget()
+            return specs
+        if some := sorted(s.name for s in {*traced} - {*specs}):
+            self.why = f"the trace and the export tell different tensors: {some[:8]}"
+        self.parts.expect(specs)  # what this rank holds nothing of (experts), some other must hold
+        return specs
+
+    def check(self) -> str:
+        """The export's look serves for both: it is at the same parameters."""
+        state = self.export.check()
+        if state == "changed" or self.why:
+            return state
+        self._source.state = state
+        return self.parts.check()
+
+    def forget(self) -> None:
+        self.parts.forget()
+
+    # ---- with all ranks
+
+    def build(self) -> tuple[TaskSize, ...]:
+        self.writes = not agree.any_rank(bool(self.why), b"", self.device)
+        if self.writes:
+            try:
+                return self.parts.build()
+            except LayoutError:  # on all ranks alike: what they hold together is not everything
+                self.writes = False
+        self.parts.forget()
+        return self.export.build()
+
+    def tensors(self, group: Group) -> Iterator[tuple[str, torch.Tensor | None]]:
+        return (self.parts if self.writes else self.export).tensors(group)
+
+    def prepare(self, plan: BucketPlan, buffer: Callable[[int, Message], torch.Tensor] | None) -> None:
+        self.parts.prepare(plan, buffer)
+
+    def place(self, message: Message, data: torch.Tensor | None) -> None:
+        self.parts.place(message, data)
