@@ -43,6 +43,7 @@ import statistics
 import sys
 import time
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -65,7 +66,7 @@ CASES = {"colocated": (0, 1, 0, 1), "apart": (0, 1, 2, 3)}
 DIRECT = {"colocated": "30b-colocated2", "apart": "30b"}
 
 
-QUICK = {"colocated": (FLAT, "one by one"), "apart": (RAW, PACKED, PACKED + SLICED)}
+QUICK = {"colocated": (FLAT, "one by one"), "apart": (RAW, PACKED)}
 LEAST_S = 25.0
 """Seconds without which nothing is begun: processes take that long to come up."""
 
@@ -79,9 +80,70 @@ class Clock:
         return self._until - time.monotonic()
 
 
-def all_ways(case: str, a: argparse.Namespace, clock: Clock, note) -> list[str]:
+class Ranks:
+    """The processes of one case. They come up and wait, so that those of the next case are there when they are needed."""
+
+    def __init__(self, case: str, ways: list[str], a: argparse.Namespace):
+        context = mp.get_context("spawn")
+        self.size, self.a = TRAINERS + TAKERS, a
+        self.answers, self.go = context.Queue(), context.Event()
+        self._store = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=120), wait_for_workers=False)
+        pairs = [context.Pipe() for _ in range(TRAINERS)]
+        ends = [a_ for a_, _ in pairs] + [b for _, b in pairs]
+        self.processes = [
+            context.Process(
+                target=rank_main,
+                args=(r, case, CASES[case], SHAPES[a.model], a, ways, self._store.port, ends[r], self.answers, self.go),
+                daemon=True,
+            )
+            for r in range(self.size)
+        ]
+        for p in self.processes:
+            p.start()
+
+    def run(self, clock: Clock, note) -> str:
+        """ "" when all ways went through, else what went wrong. `note(found)` hears of every way as it is done."""
+        self.go.set()
+        over: set[int] = set()
+        # The first way has the beginning in it.
+        until = time.monotonic() + min(self.a.way_seconds + LEAST_S, clock.left)
+        try:
+            while len(over) < self.size:
+                try:
+                    rank, found = self.answers.get(timeout=max(0.1, min(2.0, until - time.monotonic())))
+                except queue.Empty:
+                    ended = {r: p.exitcode for r, p in enumerate(self.processes) if r not in over}
+                    if dead := {r: code for r, code in ended.items() if code not in (None, 0)}:
+                        return f"ranks {sorted(dead)} ended with {list(dead.values())}"
+                    if time.monotonic() > until:
+                        return f"no answer in time from {sorted(set(range(self.size)) - over)}"
+                    continue
+                if isinstance(found, str):
+                    return f"rank {rank}: {found}"
+                if found is None:
+                    over.add(rank)
+                else:
+                    note(found)
+                    until = time.monotonic() + min(self.a.way_seconds, clock.left)
+        finally:
+            self.end(5 if len(over) == self.size else 0.1)
+        return ""
+
+    def end(self, seconds: float = 0.1) -> None:
+        for p in self.processes:
+            p.join(seconds)
+            if p.is_alive():
+                p.kill()
+                p.join(5)
+
+
+def ways_of(case: str, a: argparse.Namespace) -> list[str]:
+    return [w for w in (QUICK if a.quick else WAYS)[case] if not a.ways or any(x in w for x in a.ways)]
+
+
+def all_ways(case: str, a: argparse.Namespace, clock: Clock, note, ranks: Ranks | None = None) -> list[str]:
     """What went wrong. A way that breaks or stands still is left out, and the rest begun anew."""
-    ways = [w for w in (QUICK if a.quick else WAYS)[case] if not a.ways or any(x in w for x in a.ways)]
+    ways = ways_of(case, a)
     errors = []
     while ways and clock.left > LEAST_S:
         done: list[str] = []
@@ -91,63 +153,18 @@ def all_ways(case: str, a: argparse.Namespace, clock: Clock, note) -> list[str]:
                 done.append(found["way"])
             note(found)
 
-        error = some_ways(case, ways, a, clock, heard)
+        error, ranks = (ranks or Ranks(case, ways, a)).run(clock, heard), None
         ways = [w for w in ways if w not in done]
         if error and ways:
             note(dict(way=ways[0], refused=f"broke: {error.strip().splitlines()[-1][:200]}"))
             errors.append(f"{ways.pop(0)}: {error}")
         elif error:
             errors.append(error)
+    if ranks is not None:
+        ranks.end()
     for way in ways:
         note(dict(way=way, refused="no time was left"))
     return errors + [f"{w}: no time was left" for w in ways]
-
-
-def some_ways(case: str, ways: list[str], a: argparse.Namespace, clock: Clock, note) -> str:
-    """ "" when all went through, else what went wrong. `note(found)` hears of every way as it is done."""
-    context = mp.get_context("spawn")
-    answers = context.Queue()
-    size = TRAINERS + TAKERS
-    store = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=120), wait_for_workers=False)
-    pairs = [context.Pipe() for _ in range(TRAINERS)]
-    ends = [a_ for a_, _ in pairs] + [b for _, b in pairs]
-    ranks = [
-        context.Process(
-            target=rank_main,
-            args=(r, case, CASES[case], SHAPES[a.model], a, ways, store.port, ends[r], answers),
-            daemon=True,
-        )
-        for r in range(size)
-    ]
-    for p in ranks:
-        p.start()
-    over: set[int] = set()
-    limit = a.way_seconds + LEAST_S  # the first way's has the beginning in it
-    until = time.monotonic() + min(limit, clock.left)
-    try:
-        while len(over) < size:
-            try:
-                rank, found = answers.get(timeout=max(0.1, min(2.0, until - time.monotonic())))
-            except queue.Empty:
-                if dead := [r for r, p in enumerate(ranks) if p.exitcode not in (None, 0) and r not in over]:
-                    return f"ranks {dead} ended with {[ranks[r].exitcode for r in dead]}"
-                if time.monotonic() > until:
-                    return f"no answer in time from {sorted(set(range(size)) - over)}"
-                continue
-            if isinstance(found, str):
-                return f"rank {rank}: {found}"
-            if found is None:
-                over.add(rank)
-            else:
-                note(found)
-                until = time.monotonic() + min(a.way_seconds, clock.left)
-    finally:
-        for p in ranks:
-            p.join(5 if len(over) == size else 0.1)
-            if p.is_alive():
-                p.kill()
-                p.join(5)
-    return ""
 
 
 def direct(case: str, a: argparse.Namespace, clock: Clock, note) -> list[str]:
@@ -216,17 +233,20 @@ def main() -> int:
     p.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     p.add_argument("--model", choices=sorted(SHAPES), default="")
     p.add_argument("--cases", nargs="+", choices=sorted(CASES), default=["apart", "colocated"])
-    p.add_argument("--quick", action="store_true", help="the rows that the goals are about, about 90 s on 4 H200s")
+    p.add_argument("--quick", action="store_true", help="the rows that the goals are about, in 80 s on 4 H200s")
     p.add_argument("--ways", nargs="*", default=[], help="only ways with one of these words in them")
     p.add_argument("--bucket", type=int, default=0, help="bytes; default 1 GiB, 1 MiB for toy shapes")
     p.add_argument("--repeats", type=int, default=5)
     p.add_argument("--slow-repeats", type=int, default=1, help="of ways that send tensor by tensor")
     p.add_argument("--programs", type=int, default=0, help="of the GPU's that copy; default 64 apart, all colocated")
     p.add_argument("--direct", action=argparse.BooleanOptionalAction, default=True)
-    p.add_argument("--seconds", type=float, default=235, help="for everything")
-    p.add_argument("--way-seconds", type=float, default=45, help="for one way with its comparison")
+    p.add_argument("--seconds", type=float, default=0, help="for everything; default 235, --quick 78")
+    p.add_argument(
+        "--way-seconds", type=float, default=0, help="for one way with its comparison; default 45, --quick 25"
+    )
     p.add_argument("--out", default="")
     a = p.parse_args()
+    a.seconds, a.way_seconds = a.seconds or (78 if a.quick else 235), a.way_seconds or (25 if a.quick else 45)
     clock = Clock(a.seconds)
     a.model = a.model or ("30b" if a.device == "cuda" else "toy")
     a.bucket = a.bucket or (1 << 20 if a.model in ("toy", "many") else 1 << 30)
@@ -244,13 +264,14 @@ def main() -> int:
         meta |= {"gpu": torch.cuda.get_device_name(0), "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
     print(json.dumps(meta), flush=True)
     results = [{"case": case, "gpus": CASES[case], "rows": [], "errors": [], "ratios": []} for case in a.cases]
-    steps = [(all_ways, r) for r in results] + [
-        (direct, r) for r in results if a.direct and not (a.quick and r["case"] == "colocated")
-    ]
-    for step, result in steps:
+    ready = {case: Ranks(case, ways, a) for case in a.cases if (ways := ways_of(case, a))}
+    steps: list[tuple] = [(partial(all_ways, ranks=ready.get(r["case"])), "", r) for r in results]
+    if a.direct:
+        steps += [(direct, ", direct", r) for r in results if not (a.quick and r["case"] == "colocated")]
+    for step, what, result in steps:
         case, rows = result["case"], result["rows"]
-        title = f"{case}: GPUs {CASES[case]}, {nbytes / 1e9:.2f} GB, buckets of {a.bucket / 2**20:g} MiB"
-        print(f"\n## {title}, {step.__name__.replace('_', ' ')}, {clock.left:.0f} s left\n")
+        title = f"{case}: GPUs {CASES[case]}, {nbytes / 1e9:.2f} GB, buckets of {a.bucket / 2**20:g} MiB{what}"
+        print(f"\n## {title}, {clock.left:.0f} s left\n")
         print("| what | median ms | min-max (n) | GB/s of the model | wrong elements | extra memory |")
         print("|---|---|---|---|---|---|", flush=True)
 

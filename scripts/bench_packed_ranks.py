@@ -436,11 +436,13 @@ def measured(rank: Rank, way: str, apart: bool) -> dict:
 
 
 def rank_main(
-    index: int, case: str, gpus: tuple[int, ...], m: Model, a: Namespace, ways: list[str], port: int, pipe, answers
+    index: int, case: str, gpus: tuple[int, ...], m: Model, a: Namespace, ways: list[str], port: int, pipe, answers, go
 ) -> None:
-    """Puts (index, dict) for each way and (index, None) at the end, or (index, text) of what went wrong."""
+    """Begins with `go`. Puts (index, dict) for each way and (index, None) at the end, or (index, text) of what went wrong."""
     apart = case == "apart"
     try:
+        if not go.wait(SECONDS):
+            return
         rank = (TrainerRank if index < TRAINERS else TakerRank)(index, gpus, m, a, port, pipe)
         rank.prepare(apart)
         for way in ways:
