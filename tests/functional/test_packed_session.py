@@ -31,6 +31,19 @@ def test_refits_in_a_row_each_give_the_new_weights(colocated):
         )
 
 
+@pytest.mark.parametrize("colocated", [False, True], ids=["broadcast", "shared memory"])
+def test_release_lets_go_of_buffers_and_the_next_refit_finds_everything_again(colocated):
+    with PackedWorld(colocated=colocated) as w:
+        good(w.refit(1))
+        held = [s._pump.extra_bytes for s in w.sessions]
+        w.on_all(lambda i: w.sessions[i].release())
+        assert held[0] > 0 == sum(s._pump.extra_bytes for s in w.sessions)
+        assert all(s._stale for s in w.sources)
+        for v in (2, 3):
+            good(w.refit(v))
+            right(w, v)
+
+
 @pytest.mark.parametrize("limit, packed", [(256, True), (1 << 20, True), (1024, False)], ids=["cut", "one", "unpacked"])
 def test_tensors_longer_than_a_bucket_one_bucket_for_all_and_senders_that_do_not_pack(limit, packed):
     with PackedWorld(limit=limit, packed=packed) as w:

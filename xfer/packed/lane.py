@@ -117,6 +117,7 @@ class PackedLane(Lane):
         self._mine: tuple[
             int, ...
         ] = ()  # colocated: on exporters their workers', on workers their exporter's rank on the link
+        self._opened = False  # also where this rank needs no link: who asks again would wait for ranks that have one
         self._messages: tuple[Message, ...] = ()
         self._buffers = Buffers(2, side.device) if loader is not None else None
         super().__init__(party, side, replica, joint_rank, None)
@@ -199,8 +200,9 @@ class PackedLane(Lane):
         self.plan = replace(self.plan, workers=o.workers)
         if o.fresh:
             self._close_link()
-        if self._link is None:
+        if self._link is None and not self._opened:
             self._open(o)
+            self._opened = True
         self._check()
         self.party.send(m.LinkOpen(self.replica, o.epoch))
 
@@ -479,6 +481,7 @@ class PackedLane(Lane):
     def _close_link(self) -> None:
         super()._close_link()
         self._told, self._messages, self._exporters, self._mine = b"", (), Exporters(), ()
+        self._opened = False
 
 
 def _words(sixteen: bytes) -> list[int]:
