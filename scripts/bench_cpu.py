@@ -11,6 +11,15 @@ processor seconds of all ranks together, which depend less on what else the mach
            a raw gloo broadcast of the same buffers, without which nobody could tell whether it was done well
   awex     awex 0.9.0's plan and point-to-point on synthetic metadata (bench_awex.py), in six processes of its own
 
+Plans: both sides plan in six processes at once, each rank for itself; the slowest rank's clock is told. Both clocks begin with
+everybody's descriptions in memory as Python objects (ours: inventories, decoded, their digests known; awex: its ParameterMeta),
+and end with what this rank sends or takes. Ours has in it the checks of the inventories against the catalog, the proof that
+every byte has one writer, the division among senders, the schedule, the digest over the whole plan and the rows of this rank.
+awex's is its build_local_transfer_plan: the operations, without the hash of them that its reader makes afterwards. "first": as
+the process meets it for the first time. Of ours that is the session's own first plan, on connecting; the exchange of layouts
+before it is told apart, because awex's exchange of metadata is not run here at all. No imports, no traces and no cache of
+plans are in any of these clocks.
+
 awex needs an environment with awex==0.9.0 and what its wheel does not declare: megatron-core, transformers, aiohttp,
 psutil, cloudpickle. Without --awex it is tried in this interpreter. What ours and the usual way leave in vLLM's
 parameters is compared by vLLM's own checksums.
@@ -289,12 +298,11 @@ class Bench:
             f"{(gathered / TRAINERS + spread) / moved:.2f}x if only one trainer gathered"
         )
 
-        first = max(m["plan_s"] for m in self.met)
+        first, both = max(m["plan_s"] for m in self.met), max(m["plan_s"] + m["exchange_s"] for m in self.met)
         plan, cpu = self.median("plan"), self.phase("plan", "cpu", sum)
-
         print(
-            f"  plan by six processes at once, layouts given, slowest rank: ours {plan * 1e3:.1f} ms ({cpu:.2f} s of processors; "
-            f"the first, layouts exchanged, {first * 1e3:.0f} ms)"
+            f"  plan by six processes at once, layouts given, slowest rank: ours {plan * 1e3:.1f} ms ({cpu * 1e3:.0f} ms of "
+            f"processors; the first {first * 1e3:.0f} ms, with the exchange of layouts before it {both * 1e3:.0f} ms)"
         )
         if no_awex:
             print(f"  awex: {no_awex}")
@@ -302,7 +310,7 @@ class Bench:
             theirs, cpu = self.median("awex_plan"), self.phase("awex_plan", "cpu", sum)
             first, pieces = max(m["plan_s"] for m in self.awex_met), max(m["pieces"] for m in self.awex_met)
             print(
-                f"  awex's {theirs * 1e3:.1f} ms ({cpu:.2f} s of processors; the first {first * 1e3:.0f} ms; {pieces} pieces)"
+                f"  awex's {theirs * 1e3:.1f} ms ({cpu * 1e3:.0f} ms of processors; the first {first * 1e3:.0f} ms; {pieces} pieces)"
             )
 
 

@@ -91,8 +91,14 @@ def links(path: str, rank: int):
     return everyone, open_group(PrefixStore("few", store), few.index(rank), len(few), 120.0) if rank in few else None
 
 
+def first_plan(lane) -> dict:
+    """Seconds of the session's first plan: until the layouts were here, unpacked and checked, and from then on."""
+    return dict(exchange_s=lane.exchange_seconds, plan_s=lane.plan_seconds - lane.exchange_seconds)
+
+
 def plan_again(lane, link) -> dict:
-    """The first plan once more, by all ranks at once, from layouts that everyone has already: as awex makes its own."""
+    """The first plan once more, by all ranks at once, from layouts that everyone has already: as awex makes its own.
+    Nothing of the last plan is kept: pieces, the proof of coverage, senders, schedule, digest and rows are made anew."""
     from xfer.plan.planner import Drafts
 
     shelf = lane.party.shelf
@@ -199,7 +205,7 @@ class Trainer:
             trainer=xfer.TensorTrainer(lambda: self.parameters), cache_dir=None, deadline_s=300.0, **options
         )
         (lane,) = self.refit._session._party.lanes.values()
-        return dict(seconds=time.perf_counter() - t0, plan_s=lane.plan_seconds, bytes=sum(lane.plan.summary.bytes_in))
+        return dict(seconds=time.perf_counter() - t0, bytes=sum(lane.plan.summary.bytes_in), **first_plan(lane))
 
     def ours(self, verify: bool) -> dict:
         import xfer
@@ -282,7 +288,7 @@ class Worker:
         self.bench_raw_ = Raw.of(self.bench_link, lane.plan.program)
         self.bench_buckets = buckets(toy.specs(config(layers)), bucket)
         self.bench_buffer = torch.empty(max(b[-1][3] for b in self.bench_buckets), dtype=torch.uint8)
-        return dict(plan_s=lane.plan_seconds)
+        return first_plan(lane)
 
     def bench_plan(self) -> dict:
         return plan_again(self.weight_transfer_engine.session._lane_, self.bench_link)

@@ -48,6 +48,18 @@ def in_range(array: np.ndarray, low: int, high: int, what: str) -> None:
         )
 
 
+def runs(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Where each run of equal neighbours begins, and how long it is; int64 [runs] each."""
+    n = len(values)
+    if not n:
+        return np.zeros(0, np.int64), np.zeros(0, np.int64)
+    edge = np.empty(n + 1, bool)
+    edge[0] = edge[n] = True
+    np.not_equal(values[1:], values[:-1], out=edge[1:n])
+    at = edge.nonzero()[0]
+    return at[:-1], at[1:] - at[:-1]
+
+
 def size_checked(data: bytes | memoryview, what: str) -> bytes | memoryview:
     if not isinstance(data, (bytes, bytearray, memoryview)):
         raise ProtocolError(f"{what}: {type(data).__name__} where bytes were expected")

@@ -14,6 +14,7 @@ from math import prod
 import numpy as np
 
 from xfer.mesh.box import Box
+from xfer.plan import columns as col
 from xfer.plan.program import MAX_DIMS
 from xfer.plan.table import FragmentTable
 
@@ -39,7 +40,7 @@ class Stack:
         )
 
     def class_of_row(self) -> np.ndarray:
-        return np.repeat(np.arange(len(self.first) - 1), np.diff(self.first))
+        return np.arange(len(self.first) - 1).repeat(self.first[1:] - self.first[:-1])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -96,7 +97,7 @@ def intersect(atoms: Atoms, wanted: Stack) -> Pieces:
     w = wanted.table
     by_tensor = np.argsort(w.tensor, kind="stable")
     names = w.tensor[by_tensor]
-    start, rows = _runs(names)
+    start, rows = col.runs(names)
     stop, names = start + rows, names[start]
     low, high = np.searchsorted(atoms.tensor, names, "left"), np.searchsorted(atoms.tensor, names, "right")
     hits_a, hits_w = [], []
@@ -140,24 +141,19 @@ def intersect(atoms: Atoms, wanted: Stack) -> Pieces:
 
 def _of_rows(some: np.ndarray, rows: np.ndarray, *values: np.ndarray) -> Iterator[np.ndarray]:
     """Values per tensor as values per row, of the tensors in `some` (bool); `rows`: how many rows each has."""
-    return (np.repeat(v[some], rows[some]) for v in values)
+    many = rows[some]
+    return (v[some].repeat(many) for v in values)
 
 
 def _all_pairs(rows: np.ndarray, many: np.ndarray, first: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """(row, partner) of each `rows[i]` with first[i] ... first[i] + many[i] - 1, in portions of about AT_ONCE pairs."""
-    cuts = np.flatnonzero(np.diff(np.cumsum(many) // AT_ONCE, prepend=0)) if len(many) else []
-    for portion in np.split(np.arange(len(rows)), cuts):
-        n = many[portion]
-        at = np.arange(n.sum()) - np.repeat(np.cumsum(n) - n, n)
-        yield np.repeat(rows[portion], n), np.repeat(first[portion], n) + at
-
-
-def _runs(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Where each run of equal values begins, and how long it is."""
-    if not len(values):
-        return np.zeros(0, np.int64), np.zeros(0, np.int64)
-    start = np.flatnonzero(np.concatenate([[True], values[1:] != values[:-1]]))
-    return start, np.diff(np.append(start, len(values)))
+    until = many.cumsum()
+    cuts = np.flatnonzero(np.diff(until // AT_ONCE, prepend=0)).tolist() if len(many) and until[-1] >= AT_ONCE else []
+    for a, b in zip([0, *cuts], [*cuts, len(rows)]):
+        n = many[a:b]
+        before = until[a:b] - n
+        at = np.arange(n.sum()) + (first[a:b] - before + (before[0] if len(n) else 0)).repeat(n)
+        yield rows[a:b].repeat(n), at
 
 
 def _spread(origin: np.ndarray, extent: np.ndarray) -> np.ndarray:
@@ -240,7 +236,7 @@ def cut_range(origin: list[int], extent: list[int], begin: int, end: int) -> lis
 def _clashing(tensor: np.ndarray, origin: np.ndarray, extent: np.ndarray) -> np.ndarray:
     """Which of the distinct boxes share an element with another box of their tensor. bool [N]."""
     out = np.zeros(len(tensor), bool)
-    start, count = _runs(tensor)
+    start, count = col.runs(tensor)
     end, dims = origin + extent, np.flatnonzero(_spread(origin, extent)).tolist()
     few = (count > 1) & (count * count <= FEW)
     for a, b in _all_pairs(np.flatnonzero(np.repeat(few, count)), *_of_rows(few, count, count, start)):

@@ -55,14 +55,16 @@ def runs(offset: np.ndarray, extent: np.ndarray, strides: np.ndarray, item: np.n
     step = np.where(extent == 1, 0, np.abs(strides))
     order = np.argsort(step, axis=1, kind="stable")
     step, size = np.take_along_axis(step, order, 1), np.take_along_axis(extent, order, 1)
-    length = item.astype(np.int64).copy()
+    length = item.astype(np.int64)
     for d in range(step.shape[1]):  # smallest stride first: a dim that continues the run belongs to it
         joins = (size[:, d] == 1) | (step[:, d] == length)
         length = np.where(joins, length * size[:, d], length)
         size[joins, d] = 1
     plain = (size == 1).all(axis=1)
-    rows = np.flatnonzero(plain)
+    rows = plain.nonzero()[0]
     out = [Bytes(start[rows], start[rows] + length[rows], rows)]
+    if len(rows) == count:
+        return out[0]
     combs = [
         _Comb(int(start[r]), int(length[r]), tuple((int(n), int(s)) for n, s in zip(size[r], step[r]) if n > 1), int(r))
         for r in np.flatnonzero(~plain)
@@ -134,14 +136,15 @@ def overlaps(b: Bytes) -> Bytes:
 def union(start: np.ndarray, stop: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The same bytes as sorted disjoint runs that do not touch; empty runs vanish."""
     full = stop > start
-    order = np.argsort(start[full], kind="stable")
-    start, stop = start[full][order], stop[full][order]
+    if not full.all():
+        start, stop = start[full], stop[full]
+    order = start.argsort(kind="stable")
+    start, stop = start[order], stop[order]
     if not len(start):
         return start, stop
     reach = np.maximum.accumulate(stop)
-    first = np.concatenate([[True], start[1:] > reach[:-1]])
-    last = np.concatenate([first[1:], [True]])
-    return start[first], reach[last]
+    fresh = (start[1:] > reach[:-1]).nonzero()[0]
+    return start[np.concatenate([[0], fresh + 1])], reach[np.concatenate([fresh, [len(reach) - 1]])]
 
 
 def difference(a: tuple[np.ndarray, np.ndarray], b: tuple[np.ndarray, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:

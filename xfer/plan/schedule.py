@@ -6,10 +6,12 @@ stream; a message is an interval of it. Not here: which rows a stream has (subpl
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container
 from dataclasses import dataclass
 
 import numpy as np
+
+from xfer.plan import columns as col
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,9 +44,9 @@ def schedule(
     """
     pairs = len(src)
     count = -(-nbytes // message)
-    pair = np.repeat(np.arange(pairs), count)
-    k = np.arange(len(pair)) - np.repeat(np.cumsum(count) - count, count)
-    left = count[pair] - k
+    until = count.cumsum()
+    pair = np.arange(pairs).repeat(count)
+    left = until[pair] - np.arange(len(pair))
     # What does not fill a message counts as whole units: it may travel before full ones, which must begin at a unit.
     rest = -(-(nbytes - (count - 1) * message) // unit) * unit
     amount = np.where(left > 1, message, rest[pair])
@@ -56,76 +58,72 @@ def schedule(
     busiest = max((int(np.bincount(end, nbytes).max()) for end in (src, dst) if pairs), default=0)
     least = max(1, -(-busiest // per_rank))  # waves
     even = -(-np.bincount(way, nbytes).astype(np.int64) // (least * message)) * message
-    out, into = _Room(np.full(ranks, per_rank)), _Room(np.full(ranks, per_rank))
-    away = _Room(np.maximum(message, even))
-    used: list[list[int]] = [[] for _ in range(pairs)]
-    sizes: list[list[int]] = [[] for _ in range(pairs)]
+    out, into, away = (
+        [_Room(n) for n in sizes]
+        for sizes in ([per_rank] * ranks, [per_rank] * ranks, np.maximum(message, even).tolist())
+    )
+    rooms = [(out[s], into[d], away[w]) for s, d, w in zip(src.tolist(), dst.tolist(), way.tolist())]
+    sent: list[dict[int, int]] = [{} for _ in range(pairs)]  # wave -> bytes
     for p, a in zip(pair[order].tolist(), amount[order].tolist()):
-        at = ((out, int(src[p])), (into, int(dst[p])), (away, int(way[p])))
-        w = _first_fit(at, a, used[p])
-        for room, who in at:
-            room.take(who, w, a)
-        used[p].append(w)
-        sizes[p].append(a)
+        w = _first_fit(rooms[p], a, sent[p])
+        for room in rooms[p]:
+            room.take(w, a)
+        sent[p][w] = a
     wave, begin = [], []
-    for u, z in zip(used, sizes):
-        by_wave = sorted(zip(u, z))
-        wave += [w for w, _ in by_wave]
-        begin += np.concatenate([[0], np.cumsum([n for _, n in by_wave])[:-1]]).astype(np.int64).tolist()
-    first = np.concatenate([[0], np.cumsum(count)]).astype(np.int64)
+    for by_wave in sent:
+        done = 0
+        for w in sorted(by_wave):
+            wave.append(w)
+            begin.append(done)
+            done += by_wave[w]
+    first = np.concatenate([[0], until]).astype(np.int64)
     return Schedule(first, np.array(wave, np.int32), np.array(begin, np.int64), max(wave, default=-1) + 1)
 
 
 class _Room:
-    """Bytes still free of each rank (or way) in each wave; waves appear as they are needed."""
+    """Bytes still free of one rank (or way) in each wave; waves appear as they are needed. Plain lists: what is looked for is
+    found within a few waves, which takes less than one call of numpy."""
 
-    def __init__(self, capacity: np.ndarray):
-        self.capacity = capacity.astype(np.int64)
-        self.free = np.repeat(self.capacity[:, None], 16, axis=1)
-        self.full_until = [0] * len(capacity)  # no byte is free in the waves before
+    __slots__ = ("capacity", "free", "full_until")
 
-    def grow(self, waves: int) -> None:
-        extra = waves - self.free.shape[1]
-        if extra > 0:
-            self.free = np.concatenate([self.free, np.repeat(self.capacity[:, None], extra, axis=1)], axis=1)
+    def __init__(self, capacity: int):
+        self.capacity, self.free = capacity, [capacity] * 16
+        self.full_until = 0  # no byte is free in the waves before
 
-    def take(self, rank: int, wave: int, amount: int) -> None:
-        row = self.free[rank]
-        row[wave] -= amount
-        while self.full_until[rank] < len(row) and not row[self.full_until[rank]]:
-            self.full_until[rank] += 1
+    def until(self, waves: int) -> list[int]:
+        if len(self.free) < waves:
+            self.free += [self.capacity] * (waves - len(self.free))
+        return self.free
+
+    def take(self, wave: int, amount: int) -> None:
+        free = self.free
+        free[wave] -= amount
+        while self.full_until < len(free) and not free[self.full_until]:
+            self.full_until += 1
 
 
-def _first_fit(at: Sequence[tuple[_Room, int]], amount: int, used: list[int]) -> int:
+def _first_fit(rooms: tuple[_Room, _Room, _Room], amount: int, used: Container[int]) -> int:
     """The first wave, not among `used`, in which everybody has room."""
-    low = max(room.full_until[who] for room, who in at)
+    low = max(room.full_until for room in rooms)
+    waves = max(16, 2 * low)
     while True:
-        ok = at[0][0].free[at[0][1], low:] >= amount
-        for room, who in at[1:]:
-            ok &= room.free[who, low:] >= amount
-        for w in used:
-            if w >= low:
-                ok[w - low] = False
-        found = int(ok.argmax()) if len(ok) else 0
-        if len(ok) and ok[found]:
-            return low + found
-        waves = 2 * at[0][0].free.shape[1]
-        for room, _ in at:
-            room.grow(waves)
+        a, b, c = (room.until(waves) for room in rooms)
+        for w in range(low, waves):
+            if a[w] >= amount and b[w] >= amount and c[w] >= amount and w not in used:
+                return w
+        low, waves = waves, 2 * waves
 
 
 def _turns(src: np.ndarray, dst: np.ndarray, rotation: int, rotations: int) -> np.ndarray:
     """Position of each pair in its taker's round of senders."""
     order = np.lexsort((src, dst))
     d = dst[order]
-    start = np.flatnonzero(np.concatenate([[True], d[1:] != d[:-1]])) if len(d) else np.zeros(0, np.int64)
-    many = np.diff(np.append(start, len(d)))
-    place = np.arange(len(d)) - np.repeat(start, many)
+    start, many = col.runs(d)
+    place = np.arange(len(d)) - start.repeat(many)
     turn = np.empty(len(d), np.int64)
-    taker = np.repeat(
-        np.arange(len(start)), many
-    )  # takers counted, so that joint ranks with a common divisor do not align
-    senders = np.repeat(many, many)
+    # Takers counted, so that joint ranks with a common divisor do not align.
+    taker = np.arange(len(start)).repeat(many)
+    senders = many.repeat(many)
     apart = np.maximum(
         1, senders // max(1, len(start))
     )  # with more senders than takers, takers start that far from each other

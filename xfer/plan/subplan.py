@@ -216,9 +216,9 @@ class SubPlan:
     def _compute_digest(self) -> str:
         parts: list[bytes | str | np.ndarray] = [f"sub-plan {PLANNER}", self.key]
         parts.append(f"{self.trainers} {self.workers} {self.waves} {self.message_bytes} {self.align_bytes}")
-        for array in self._arrays():
-            parts += [f"{array.dtype.str} {array.shape}" if array.dtype != ROW else f"rows {array.shape}", array]
-        return col.digest(parts)
+        arrays = list(self._arrays())
+        parts.append(" ".join(f"{'rows' if a.dtype.names else a.dtype.str} {a.shape}" for a in arrays))
+        return col.digest([*parts, *arrays])
 
     def _arrays(self) -> Iterator[np.ndarray]:
         """Boxes and strides without the dims that are padding in all of them."""

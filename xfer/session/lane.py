@@ -77,7 +77,8 @@ class Lane:
         self.done_attempt = 0
         self.plan: Part | None = None
         self.inputs: m.PlanInputs | None = None  # what `plan` was made from
-        self.plan_seconds = 0.0
+        self.plan_seconds = 0.0  # in which the plan was made, the exchange of layouts included
+        self.exchange_seconds = 0.0  # until the layouts were here and checked
         self.go_attempt = 0  # begun
         self._link: Link | None = None
         self._routed: routes.Routed | None = None
@@ -214,6 +215,7 @@ class Lane:
         self.plan, inventories = self.party.shelf.plan(
             p, self.joint_rank, self.side.catalog(), self.options(p), self.cache, self._check
         )
+        self.exchange_seconds = self.party.shelf.exchange_s[p.replica]
         self._planned_from = inventories[self.joint_rank]
         digest = self.plan.digest
         if faults.wants(self.side.role, self.side.index, "digest"):

@@ -121,10 +121,14 @@ class Relay:
 
 
 class Shelf:
-    """A client's half: what this process knows of everybody's layouts. Thread-safe."""
+    """A client's half: what this process knows of everybody's layouts. Thread-safe.
+
+    `exchange_s`: of each replica's last plan, the seconds until its layouts were here, unpacked and checked.
+    """
 
     def __init__(self, send: Callable[[m.Message], None]):
         self._send = send
+        self.exchange_s: dict[int, float] = {}
         self._own: OrderedDict[bytes, Inventory] = OrderedDict()
         self._rolls: dict[bytes, m.Roll] = {}
         self._layouts: dict[bytes, dict[bytes, Inventory]] = {}  # roll -> digest -> inventory
@@ -172,6 +176,7 @@ class Shelf:
 
         Raises what planning raises, what `check` raises (called while waiting), DeadlineExceeded, ProtocolError.
         """
+        t0 = time.perf_counter()
         until = time.monotonic() + p.deadline_s
         self._forget_others(p)
         sides = self._both_rolls((p.trainers, p.workers), until, check, early=cache is None)
@@ -179,9 +184,11 @@ class Shelf:
             options = replace(options, hosts=(*sides[0].hosts, *sides[1].hosts))
         digests = [[d.decode() for d in s.inventories] for s in sides]
         part = cache.get(key_of(catalog.digest(), *digests, options), rank) if cache is not None else None
+        self.exchange_s[p.replica] = time.perf_counter() - t0
         if part is None:
-            plan = self._drafts.plan(catalog, *self._both_sides(sides, until, check), options)
-            part = Part.of(plan, rank)
+            inventories = self._both_sides(sides, until, check)
+            self.exchange_s[p.replica] = time.perf_counter() - t0
+            part = Part.of(self._drafts.plan(catalog, *inventories, options), rank)
             if cache is not None:
                 cache.put(part)
         return part, (*sides[0].inventories, *sides[1].inventories)
