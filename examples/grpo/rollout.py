@@ -15,25 +15,57 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import xfer
 from xfer.session.controller import Controller
 
 
-def start(model: str, *, tp: int, dtype: str, max_samples: int, max_model_len: int = 64, ep: bool = False, **more):
-    from vllm import LLM
+@dataclass(frozen=True)
+class Nodes:
+    """A vLLM over several nodes: this is number `rank` of `count`, and they meet at `master`, HOST:PORT of number 0."""
+
+    count: int
+    rank: int
+    master: str
+
+    def settings(self) -> dict:
+        host, _, port = self.master.rpartition(":")
+        return dict(nnodes=self.count, node_rank=self.rank, master_addr=host, master_port=int(port))
+
+
+def settings(model: str, *, tp: int, dtype: str, max_samples: int, max_model_len: int = 64, ep: bool = False, **more):
+    """What vLLM is started with, on every node of it alike."""
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
         more = {"enforce_eager": True, "block_size": 32, **more}
     else:  # CUDA graphs of two batch sizes: all samples at once is what this loop asks for
         more = {"compilation_config": {"cudagraph_capture_sizes": [max(1, max_samples // 4), max_samples]}, **more}
-    return LLM(
+    return dict(
         model=model, load_format="dummy", skip_tokenizer_init=True, tensor_parallel_size=tp, enable_expert_parallel=ep, dtype=dtype,
         max_model_len=max_model_len, max_num_seqs=max_samples, seed=0, disable_log_stats=True,
         weight_transfer_config={"backend": "xfer"}, **more,
     )  # fmt: skip
+
+
+def start(model: str, **more):
+    from vllm import LLM
+
+    return LLM(**settings(model, **more))
+
+
+def follow(model: str, **more) -> None:
+    """A further node of a vLLM: its workers, and nothing that answers. Returns when they have ended. They join xfer by
+    themselves when the first node's engine is told to."""
+    from vllm import EngineArgs
+    from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+
+    workers = MultiprocExecutor(
+        EngineArgs(**settings(model, **more)).create_engine_config(headless=True), monitor_workers=False
+    )
+    workers.start_worker_monitor(inline=True)
 
 
 def password(token: str) -> str:
@@ -132,14 +164,23 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--ep", action="store_true", help="whole experts on each rank")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--max-samples", type=int, default=256, help="answers that are sampled at once")
+    parser.add_argument("--nodes", type=int, default=1, help="over how many nodes this replica's ranks lie, evenly")
+    parser.add_argument("--node-rank", type=int, default=0, help="which of them this is; number 0 listens")
+    parser.add_argument("--master", default="", help="HOST:PORT of number 0, where they meet")
     parser.add_argument("--max-model-len", type=int, default=64, help="tokens of a prompt and its answer, at most")
     return parser
 
 
 def main(make=Rollout, **more) -> None:
     args, token = arguments().parse_args(), os.environ["XFER_TOKEN"]
-    limits = dict(max_samples=args.max_samples, max_model_len=args.max_model_len)
-    llm = start(args.model, tp=args.tp, ep=args.ep, dtype=args.dtype, **limits, **more)
+    more |= dict(
+        max_samples=args.max_samples, max_model_len=args.max_model_len, tp=args.tp, ep=args.ep, dtype=args.dtype
+    )
+    if args.nodes > 1:
+        more |= Nodes(args.nodes, args.node_rank, args.master).settings()
+    if args.node_rank:
+        return follow(args.model, **more)
+    llm = start(args.model, **more)
 
     def join() -> Controller:
         return xfer.serve(llm, rendezvous=args.rendezvous, token=token, replica=args.replica)

@@ -254,6 +254,28 @@ def test_an_error_in_update_closes_the_session_as_vllm_does(pair):
     assert core.version == "v1"
 
 
+def test_a_server_that_listens_later_is_waited_for():
+    class Ok(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b'{"world_size": 3}')
+
+        def log_message(self, *_):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Ok, bind_and_activate=False) as server:
+        server.server_bind()  # has its port, and refuses connections until it listens
+        handle = HttpEngine(f"http://127.0.0.1:{server.server_address[1]}")
+        with pytest.raises(EngineLost, match="cannot be reached"):
+            handle.workers(0.2)
+        late = threading.Timer(0.7, lambda: (server.server_activate(), server.serve_forever()))
+        late.start()
+        assert handle.workers(30.0) == 3
+        server.shutdown()
+        late.join()
+
+
 def test_update_and_finish_without_a_session_never_reach_the_engine(pair):
     handle, core = pair
     with pytest.raises(XferError, match="start_update"):

@@ -7,6 +7,7 @@ What a handle promises is in handles.py; here is only how each call looks on the
 from __future__ import annotations
 
 import json
+import time
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -14,12 +15,13 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any
 
-from xfer.engines.handles import CallThread, Handle, PauseMode
+from xfer.engines.handles import ASK_S, CallThread, Handle, PauseMode
 from xfer.errors import EngineLost, Unsupported, XferError
 
 _STRAGGLER_S = 3600.0
 """How long a request may stay unanswered on its socket. Callers wait by their own, shorter timeouts; hanging up earlier
 would not stop the call in the engine, only leave us not knowing when it ended."""
+_AGAIN_S = 0.5
 
 
 class HttpEngine(Handle):
@@ -48,6 +50,17 @@ class HttpEngine(Handle):
     def engine(self) -> str:
         """The URL."""
         return self._url
+
+    def workers(self, timeout: float = ASK_S) -> int:
+        """The first question of all: a server that does not listen yet, because it still loads its model, is waited for."""
+        until = time.monotonic() + timeout
+        while True:
+            try:
+                return super().workers(max(_AGAIN_S, until - time.monotonic()))
+            except EngineLost:
+                if time.monotonic() + _AGAIN_S > until:
+                    raise
+            time.sleep(_AGAIN_S)
 
     def _send(self, call: str, **args: Any) -> Future:
         return self._thread.submit(lambda: self._now(call, **args))
