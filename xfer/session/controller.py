@@ -17,6 +17,7 @@ from xfer.errors import DeadlineExceeded, EngineLost, PeerLost, XferError
 from xfer.session import messages as m
 from xfer.session.bounds import SETTLE_GRACE_S, STOP_GRACE_S
 from xfer.session.party import Party
+from xfer.session.turns import quick_turns
 
 logger = logging.getLogger("xfer")
 UPDATE_GRACE_S = 5.0
@@ -124,7 +125,9 @@ class Controller:
                     (m.Arm, m.Failed, m.ReplicaReady), time.monotonic() + 3600.0, "the next refit"
                 )
                 if isinstance(message, m.Arm):
-                    for failed in self._refit(message):
+                    with quick_turns():
+                        lost = self._refit(message)
+                    for failed in lost:
                         self._lose(failed.error.error(), whole=failed.replica < 0)
                 elif isinstance(message, m.Failed):
                     self._lose(message.error.error(), whole=message.replica < 0)

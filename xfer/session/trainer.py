@@ -35,6 +35,7 @@ from xfer.session.party import Party, data_plane, host_identity
 from xfer.session.refit import RefitCall
 from xfer.session.report import RefitReport
 from xfer.session.roster import HubOptions, told
+from xfer.session.turns import quick_turns
 from xfer.trace.catalog import Catalog
 from xfer.trace.traced import TrainerLayout
 
@@ -310,7 +311,8 @@ class TrainerSession:
                 e.where = e.where or self._party.label
                 self._party.try_send(m.Failed(m.WireError.of(e, self._party.label), self.next_attempt()))
                 raise
-            return RefitCall(self, call).run()
+            with quick_turns():
+                return RefitCall(self, call).run()
 
     @contextlib.contextmanager
     def _alone(self, what: str) -> Iterator[None]:

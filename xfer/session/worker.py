@@ -26,6 +26,7 @@ from xfer.session.bounds import STOP_GRACE_S
 from xfer.session.lane import Lane
 from xfer.session.packing import unpack_one
 from xfer.session.party import Party, data_plane, host_identity
+from xfer.session.turns import quick_turns
 from xfer.trace.catalog import Catalog
 
 logger = logging.getLogger("xfer")
@@ -228,7 +229,8 @@ class WorkerSession:
     def receive(self, attempt: int, deadline_s: float) -> None:
         """One refit attempt, from armed to decided. Returns normally, by the deadline, whatever happens."""
         try:
-            self._receive(attempt, deadline_s)
+            with quick_turns():
+                self._receive(attempt, deadline_s)
         except Exception as e:
             self._fail(e, attempt)
             lane = self._lane_

@@ -1,0 +1,31 @@
+"""Turns are quick inside a refit, and as they were after the last of several."""
+
+import sys
+import threading
+
+from xfer.session.turns import INTERVAL_S, quick_turns
+
+
+def test_turns_are_as_before_after_the_last_one():
+    before = sys.getswitchinterval()
+    inside, leave = threading.Event(), threading.Event()
+
+    def other():
+        with quick_turns():
+            inside.set()
+            leave.wait(30)
+
+    thread = threading.Thread(target=other)
+    with quick_turns():
+        thread.start()
+        assert inside.wait(30) and abs(sys.getswitchinterval() - INTERVAL_S) < 1e-6
+    assert abs(sys.getswitchinterval() - INTERVAL_S) < 1e-6  # the other is still inside
+    leave.set()
+    thread.join()
+    assert abs(sys.getswitchinterval() - before) < 1e-6
+    sys.setswitchinterval(1e-5)
+    try:
+        with quick_turns():
+            assert sys.getswitchinterval() < 2e-5  # quicker already
+    finally:
+        sys.setswitchinterval(before)
