@@ -13,6 +13,7 @@ Parts, in the order in which they run (--help has their seconds):
   megatron  the same network, batch and inner optimizers under Megatron-Core's own LayerWiseDistributedOptimizer, where it can
             be imported (bench_layerwise_megatron.py)
   skew      `overlap` again with one owner of nearly everything
+  pull      `overlap` again with copies out of the owners' memory, by copy engines (route="pull")
   narrow    `overlap` again with few thread blocks for the gather; only if asked for
   dead      one rank is killed in a gather, in processes of their own (bench_layerwise_dead.py)
 Needs torch, numpy and msgspec. Figures are in --out after every part. Not here: engines, refits.
@@ -50,8 +51,8 @@ from xfer.layerwise import LayerWiseOptimizer, Muon, ParamGroup
 
 SMALL, TOY_SMALL = Shape(6, 512, 1024, 8, 128), Shape(2, 64, 128, 2, 16)
 LARGE, TOY_LARGE = Shape(28, 2560, 32768, 4, 2048), Shape(3, 128, 512, 2, 32)
-SECONDS = {"exact": 40, "overlap": 30, "megatron": 35, "skew": 20, "narrow": 22, "dead": 28}
-"""Expected of each part on 2 to 8 H200s."""
+SECONDS = {"exact": 80, "overlap": 36, "megatron": 23, "skew": 28, "pull": 30, "narrow": 28, "dead": 30}
+"""Of each part, as on 4 and 8 H200s; those of pull and narrow are expected."""
 START_S = 20
 """Expected until all ranks of one number are there."""
 PARTS = tuple(SECONDS)
@@ -116,6 +117,7 @@ class Rank:
             "staged": dict(rehome=False),
             "to owners, blocking": dict(overlap=False, reduce="to_owners"),
             "to owners": dict(reduce="to_owners"),
+            "pulled": dict(route="pull"),
         }
         out = []
         for model, vector in (("fp32", torch.float32), ("bf16 and fp32", torch.float32)):
@@ -187,7 +189,8 @@ class Rank:
         net = Net(shape, self.device, torch.bfloat16, torch.bfloat16)
         return shape, net, self.ddp(net)
 
-    def overlap(self, skewed: bool = False, ctas: int | None = None) -> Overlap:
+    def overlap(self, skewed: bool = False, ctas: int | None = None, pull: bool = False) -> Overlap | str:
+        """Or why it cannot be told."""
         shape, net, module = self.large()
         optimizer = LayerWiseOptimizer(
             module,
@@ -195,7 +198,11 @@ class Rank:
             bucket_bytes=(self.args.bucket_mb << 20) if self.cuda else 50_000,
             deadline_s=DEADLINE_S,
             max_ctas=ctas,
+            route="pull" if pull else "broadcast",
         )
+        if pull and not optimizer.gather.pulls:
+            optimizer.close()
+            return "ranks cannot read each other's memory here"
         gather = optimizer.gather
         begin = gather.begin
 
@@ -208,7 +215,7 @@ class Rank:
 
             return choose
 
-        depths = DEPTHS[:1] if skewed or ctas else DEPTHS
+        depths = DEPTHS[:1] if skewed or ctas or pull else DEPTHS
         names = ["none", "blocking", *(f"depth {d}" for d in depths)]
         if depths == DEPTHS:
             names.append("depth 2 nan")  # guard="nan": what is stale is overwritten first
@@ -222,7 +229,7 @@ class Rank:
         received = self.everybody(gather.stats.received)
         optimizer.close()
         return Overlap(
-            "skewed owners" if skewed else f"xfer, {ctas} blocks" if ctas else "xfer",
+            "skewed owners" if skewed else f"xfer, {ctas} blocks" if ctas else "xfer, pulled" if pull else "xfer",
             self.size,
             sum(p.numel() for p in net.parameters()),
             len(gather.buckets),
@@ -287,14 +294,15 @@ def run_rank(args) -> dict:
         began = time.monotonic()
         if part == "exact":
             rank.exact(lambda found: keep("exact", found))
-        elif part == "megatron":
-            found = megatron(rank)
+        else:
+            if part == "megatron":
+                found = megatron(rank)
+            else:
+                found = rank.overlap(part == "skew", args.ctas if part == "narrow" else None, part == "pull")
             if isinstance(found, str):
                 result["skipped"][part] = found
             else:
                 keep(part, flat(found))
-        else:
-            keep(part, flat(rank.overlap(part == "skew", args.ctas if part == "narrow" else None)))
         gc.collect()
         if rank.cuda:
             torch.cuda.empty_cache()
@@ -403,7 +411,7 @@ def main() -> int:
     each = ", ".join(f"{part} {s}" for part, s in SECONDS.items())
     options = argparse.ArgumentParser(
         description=__doc__.splitlines()[0],
-        epilog=f"Seconds expected on 2 to 8 H200s, per number of ranks: {START_S} to start, then {each}.",
+        epilog=f"Seconds on 4 and 8 H200s, per number of ranks: {START_S} to start, then {each}.",
     )
     options.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="numbers of ranks, one run each")
     options.add_argument("--parts", nargs="+", choices=PARTS, default=[p for p in PARTS if p != "narrow"])

@@ -140,7 +140,7 @@ def uncovered(spans: Iterable[Interval], cover: Iterable[Interval]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """Milliseconds per step. gather: in which a kernel of a gather ran; exposed: of it, in which no other kernel ran."""
+    """Milliseconds per step. gather: in which a kernel or a copy of a gather ran; exposed: of it, in which no other kernel did."""
 
     gather_ms: float
     exposed_ms: float
@@ -152,10 +152,19 @@ def is_gather(name: str) -> bool:
 
 
 def timeline(trace: Path, steps: int) -> Timeline:
-    """Of a chrome trace of torch's profiler over that many steps. ValueError if it has no kernel of a gather."""
-    kernels = [e for e in json.loads(trace.read_text())["traceEvents"] if e.get("cat") == "kernel"]
+    """Of a chrome trace of torch's profiler over that many steps. Copies of a gather are those within or between devices on
+    streams on which nothing is computed. ValueError if there is nothing of a gather."""
+    events = json.loads(trace.read_text())["traceEvents"]
+    kernels = [e for e in events if e.get("cat") == "kernel"]
     spans = lambda gather: [(e["ts"], e["ts"] + e["dur"]) for e in kernels if is_gather(e["name"]) is gather]  # noqa: E731
-    mine = spans(True)
+    computing = {e.get("args", {}).get("stream") for e in kernels if not is_gather(e["name"])}
+    mine = spans(True) + [
+        (e["ts"], e["ts"] + e["dur"])
+        for e in events
+        if e.get("cat") == "gpu_memcpy"
+        and any(way in e["name"] for way in ("DtoD", "PtoP"))
+        and e.get("args", {}).get("stream") not in computing
+    ]
     if not mine:
         raise ValueError(f"no kernel of a gather among {sorted({e['name'][:60] for e in kernels})}")
     return Timeline(uncovered(mine, []) / 1e3 / steps, uncovered(mine, spans(False)) / 1e3 / steps)

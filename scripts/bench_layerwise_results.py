@@ -9,7 +9,7 @@ import bench_layerwise_dead as dead
 from bench_layerwise_net import Timeline
 
 HIDDEN_GOAL, WIRE_GOAL = 0.8, 1.02
-OVERLAPS = ("overlap", "narrow", "megatron", "skew")
+OVERLAPS = ("overlap", "pull", "narrow", "megatron", "skew")
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,8 +125,8 @@ def _summary_line(x: dict, full: dict | None) -> str:
     else:
         line += f" | {'-':>18} {'-':>11} {'-':>7}"
     line += f" | {wire_ratio(x):.5f}" if x["lacked"] else " | -"
-    if full is not None and x is not full and "blocks" in x["what"]:
-        line += f"; {1 - exposed[best] / full['exposed_ms']['blocking']:.1%} of xfer's blocking gather with all blocks hidden"
+    if full is not None and x is not full and x["what"].startswith("xfer"):
+        line += f"; {1 - exposed[best] / full['exposed_ms']['blocking']:.1%} of what xfer's blocking broadcasts expose"
     return line
 
 

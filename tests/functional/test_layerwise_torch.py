@@ -55,6 +55,16 @@ def test_so_do_other_ways_of_gathering(ranks, truth, options):
     assert {x["digest"] for x in seen} == {truth[0][0]["digests"][str(EARLY)]}
 
 
+@pytest.mark.parametrize("options", [{}, dict(overlap=False), dict(guard="nan", prefetch_depth=2)], ids=str)
+@pytest.mark.parametrize("steps", [EARLY, pytest.param(STEPS, marks=pytest.mark.slow)])
+def test_so_do_copies_out_of_the_owners_memory(ranks, truth, steps, options):
+    seen = owners(ranks, steps, route="pull", **options)
+    if not any(x["pulled"] for x in seen):
+        pytest.skip("processes may not read each other's memory here")
+    assert {x["digest"] for x in seen} == {truth[0][0]["digests"][str(steps)]}
+    assert all(x["pulled"] == 1 and x["received"] == pytest.approx(x["lacked"], rel=0.02) for x in seen)
+
+
 @pytest.mark.parametrize("steps", [EARLY, pytest.param(STEPS, marks=pytest.mark.slow)])
 def test_gradients_reduced_to_owners_only(ranks, truth, steps):
     """Another order of summation than DDP's, so equal bits between the two gathers, and close to one process."""
@@ -108,6 +118,10 @@ def test_draining_what_is_in_flight_loses_nothing(ranks):
 def test_old_values_can_be_nans(ranks):
     for seen in run(ranks, "old_values_are_nans"):
         assert all(n > 0 for n in seen), "nothing was stale: this proves nothing"
+
+
+def test_copies_out_of_owners_memory_wait_for_owners_and_owners_for_them(ranks):
+    assert len(set(run(ranks, "pulled_beside_slow_ranks"))) == 1
 
 
 def test_modules_in_another_order_even_on_some_ranks_only(ranks):
@@ -221,6 +235,17 @@ def test_a_rank_that_dies_in_a_gather(tmp_path):
             assert len(seen) == 3
             assert {kind for kind, _ in seen} <= {"PeerLost", "DeadlineExceeded"}
             assert all("bucket" in text for _, text in seen)
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_while_others_copy_from_it(tmp_path):
+    with Family(tmp_path) as family:
+        two = Ranks(family, 2)
+        for c in two.ranks:
+            c.say(do="dying", victim=1, route="pull")
+        assert two.ranks[1].expect("ended", timeout=120)["code"] == 7
+        seen = two.ranks[0].expect("survived", timeout=120)["seen"]
+        assert len(seen) == 3 and {kind for kind, _ in seen} <= {"PeerLost", "DeadlineExceeded"}
 
 
 def test_a_rank_that_stops_in_a_gather(tmp_path):

@@ -60,6 +60,7 @@ def train(how: str, steps: int, model: str = "plain", ddp: bool = True, **option
         s = optimizer.gather.stats
         more |= dict(
             buckets=len(optimizer.gather.buckets),
+            pulled=len(optimizer.gather.pulls),
             stale=stale,
             owned=[len(t.of(rank)) for t in optimizer.ownership.values()],
             received=s.received,
@@ -214,6 +215,23 @@ def old_values_are_nans():
         pair.steps(3)
         pair.same()
     return seen
+
+
+def pulled_beside_slow_ranks():
+    """Copies out of owners' memory, while some rank is late before its forward, or finishes everything at once."""
+    pair = Pair(route="pull", prefetch_depth=1)
+    if not pair.owners.gather.pulls:
+        return False
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for i in range(2 * size):
+        if i % size == rank:
+            time.sleep(0.1)
+        elif (i + 1) % size == rank:
+            pair.owners.drain()
+        pair.steps(1)
+    pair.same()
+    pair.owners.close()
+    return True
 
 
 def few_parameters():
@@ -411,9 +429,9 @@ def aborted():
     return [seen, lm.digest(pair.net) == before]
 
 
-def dying(victim: int, how: str = "ends", deadline_s: float = 10.0) -> None:
+def dying(victim: int, how: str = "ends", deadline_s: float = 10.0, **options) -> None:
     """`victim` ends, or stops, between its step and its gathers; what the others then see, twice."""
-    pair = Pair(deadline_s=deadline_s)
+    pair = Pair(deadline_s=deadline_s, **options)
     pair.steps(2)
     pair.backward()
     if dist.get_rank() == victim:
@@ -472,8 +490,9 @@ HAZARDS = {
     for f in (
         started_twice_finished_twice, drained_in_flight, drained_between_backward_and_step, another_order,
         one_rank_evaluates, skipped_module, state_dict_is_current, without_hooks, unannounced_but_watched,
-        old_values_are_nans, few_parameters, aborted, experts_over_halves, unequal_groups, not_finite_on_one_rank, captured, absent, closed,
-        changed_memory, wire, different_models, refit_sources, refit_without_the_wrapper,
+        old_values_are_nans, pulled_beside_slow_ranks, few_parameters, aborted, experts_over_halves, unequal_groups,
+        not_finite_on_one_rank, captured, absent, closed, changed_memory, wire, different_models, refit_sources,
+        refit_without_the_wrapper,
     )
 }  # fmt: skip
 

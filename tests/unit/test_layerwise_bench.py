@@ -37,6 +37,20 @@ def test_a_trace_has_gathers_told_from_reductions_and_other_kernels(tmp_path):
     (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": events}))
     seen = timeline(tmp_path / "trace.json", steps=2)
     assert (seen.gather_ms, seen.exposed_ms) == (0.8, 0.5)
+    copy = lambda ts, stream, way: dict(  # noqa: E731
+        kernel(f"Memcpy {way} (Device -> Device)", ts, 400.0), cat="gpu_memcpy", args={"stream": stream}
+    )
+    computing = events[1] | {"args": {"stream": 7}}
+    copied = [
+        computing,
+        copy(300.0, 20, "PtoP"),
+        copy(4000.0, 21, "DtoD"),
+        copy(8000.0, 7, "DtoD"),
+        copy(9000.0, 22, "DtoH"),
+    ]
+    (tmp_path / "copied.json").write_text(json.dumps({"traceEvents": copied}))
+    seen = timeline(tmp_path / "copied.json", steps=1)
+    assert (seen.gather_ms, seen.exposed_ms) == (0.8, 0.6)  # 300 to 500 and 4000 to 4400 lie bare
     (tmp_path / "none.json").write_text(json.dumps({"traceEvents": events[1:2]}))
     with pytest.raises(ValueError, match="gemm"):
         timeline(tmp_path / "none.json", steps=2)

@@ -9,6 +9,7 @@ import contextlib
 import queue
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from torch import nn
 
 from tests.support.proc import PATIENCE
 from xfer.errors import DeadlineExceeded
-from xfer.layerwise import LayerWiseOptimizer, ParamGroup
+from xfer.layerwise import LayerWiseOptimizer, ParamGroup, pulls
 from xfer.layerwise import wire as wires
 from xfer.layerwise.watch import Watch
 
@@ -145,6 +146,7 @@ def wire(monkeypatch):
     def make(deadline_s: float) -> wires.Wire:
         w = wires.Wire.__new__(wires.Wire)  # its own __init__ needs a device
         w.rank, w.size, w.device, w.lost, w._who = 0, 2, torch.device("cuda", 0), None, "rank 0"
+        w.behind = []
         w._deadline_s, w._backend, w._notes, w._spare = deadline_s, Nccl(), Stream(), Stream()
         w._note, w._numbers, w._seen = Note(), torch.arange(4, dtype=torch.int32), 0
         w._read = w._note.word.numpy()
@@ -186,6 +188,78 @@ def test_numbers_go_around(wire):
     assert w.lost is None and not nccl.aborted.is_set()
     w.close()
     assert nccl.aborted.is_set() and w.lost is None and not t.any()
+
+
+class Event:
+    def __init__(self):
+        self.done = threading.Event()
+
+    def record(self) -> None:
+        Stream.current.todo.put(self.done.set)
+
+
+class Home:
+    """A run of parameters; copies into it are the current stream's."""
+
+    def __init__(self, value: float):
+        self.value = value
+
+    def copy_(self, other: Home, non_blocking: bool) -> None:
+        assert non_blocking
+
+        def move() -> None:
+            self.value = other.value
+
+        Stream.current.todo.put(move)
+
+
+def test_copies_out_of_owners_memory_begin_when_all_have_stepped_and_are_waited_for(wire, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream())
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    here = Stream()
+    here.wait_event = lambda e: here.todo.put(e.done.wait)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: here)
+    w, stepped, asked = wire(30.0 * PATIENCE), Work(), []
+    w.size, w.behind = 3, []
+    w.meet = lambda what, received: asked.append(received) or stepped
+    shares = [SimpleNamespace(owner=r, nbytes=8, home=Home(-1.0)) for r in (0, 1, 2, 1)]
+    theirs = {1: {0: Home(10.0), 1: Home(11.0)}, 2: {0: Home(20.0)}}
+    numbers = {id(s): n for s, n in zip(shares, (0, 0, 0, 1))}
+    mapping = SimpleNamespace(roots=theirs, close=lambda: asked.append("closed"))
+    p = pulls.Pulls(w, None, mapping, numbers, shares)
+    assert len(w.behind) == 2
+    p.begin()
+    works = [work for part in (shares[:2], shares[2:]) for work in p.start(part)]
+    assert asked == [[s.home for s in shares[1:]]]
+    for work in works:
+        work.wait()
+    seen: queue.Queue = queue.Queue()
+    here.todo.put(lambda: seen.put([s.home.value for s in shares]))
+    with pytest.raises(queue.Empty):
+        seen.get(timeout=0.2)
+    assert [s.home.value for s in shares] == [-1.0] * 4
+    stepped.arrived.set()
+    assert seen.get(timeout=30 * PATIENCE) == [-1.0, 10.0, 20.0, 11.0]
+    p.close(together=False)
+    assert asked[-1] == "closed"
+    w.behind = []
+    w.close()
+
+
+def test_what_is_copied_behind_a_gather_that_was_aborted_is_made_nans_too(wire):
+    """The copies go on when nothing holds them any more."""
+    w, behind = wire(0.3), Stream()
+    w._zero, theirs, mine = torch.zeros(1, dtype=torch.int32), torch.ones(8, dtype=torch.bfloat16), torch.zeros(8)
+    w._backend.allreduce = lambda tensors: w._backend._end_coalescing()
+    w._spare.wait_stream = lambda stream: stream.synchronize()
+    w.behind = [behind]
+    work = w.meet(lambda: "the sign", [theirs.view(torch.uint8)])
+    with on(behind):
+        work.wait()
+    behind.todo.put(lambda: theirs.fill_(3.0))
+    assert w._backend.aborted.wait(30 * PATIENCE)
+    w.close()
+    assert theirs.isnan().all() and not mine.any()
 
 
 class Lost:

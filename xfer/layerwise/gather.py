@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import enum
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 
 from xfer.errors import DeadlineExceeded, LayoutError, PeerLost, PlanMismatch, XferError
+from xfer.layerwise.pulls import Pulls
 from xfer.layerwise.shares import Share, refuse_astray
 from xfer.layerwise.wire import Wire
 
@@ -132,7 +133,8 @@ class ParamGather:
 
     buckets: in the order of registration, equal on all peers. overlap: False gathers everything at once in `begin`.
     prefetch_depth: buckets that are on their way beyond the one that is needed, at least 1; over all groups together.
-    blank: what is stale is made NaNs in `begin`.
+    blank: what is stale is made NaNs in `begin`. pulls: by name of peers, those whose buckets are copied out of the owners'
+    memory, all at once; but the first bucket of use, which everybody needs at the same moment, is broadcast.
 
     Each bucket is gathered exactly once per step, and those of one group in one order on all of its ranks, whatever
     forwards do. So ranks that run their modules in different orders, or one more forward than others, still match.
@@ -147,6 +149,7 @@ class ParamGather:
         deadline_s: float = 600.0,
         label: str = "",
         blank: bool = False,
+        pulls: Mapping[str, Pulls] | None = None,
     ):
         if prefetch_depth < 1:
             raise LayoutError(f"prefetch_depth is {prefetch_depth}; at least one bucket is fetched ahead")
@@ -156,6 +159,7 @@ class ParamGather:
         self.stats = GatherStats()
         self.order = list(self.buckets)
         self._at = {b.index: i for i, b in enumerate(self.order)}
+        self.pulls = dict(pulls or {})
         self._pending = 0  # buckets that are not CURRENT
         self.broken: XferError | None = None
         """What made the gather unusable."""
@@ -204,8 +208,13 @@ class ParamGather:
                 if s.owner != b.peers.rank:
                     s.blank()
         self._pending = len(self.buckets)
+        for pulls in self.pulls.values():
+            self.guarded(pulls.begin, "the sign that all owners have stepped")
         if self.overlap:
             self._prefetch(0, self.prefetch_depth)
+            for b in self.order:
+                if b.peers.name in self.pulls:  # nothing that computes is held up by them
+                    self.start_param_sync(b)
         else:
             self.drain()
 
@@ -282,7 +291,10 @@ class ParamGather:
             if not mine:
                 self.stats.received += s.nbytes
                 self.stats.lacked += sum(m.nbytes for m in s.members)
-        b.works = b.peers.wire.broadcasts(moves, b.label)
+        if b.peers.name in self.pulls and b is not next(x for x in self.order if x.peers is b.peers):
+            b.works = self.pulls[b.peers.name].start(b.shares)
+        else:
+            b.works = b.peers.wire.broadcasts(moves, b.label)
         b.state = State.IN_FLIGHT
 
     def _land(self, b: Bucket) -> None:

@@ -21,6 +21,7 @@ from xfer.layerwise.gather import Bucket, ParamGather, Peers
 from xfer.layerwise.gradients import reduce_to_owners, squares
 from xfer.layerwise.hooks import Guard, Hooks
 from xfer.layerwise.ownership import Item, Ownership, assign, bytes_cost, cut, elementwise_cost, newton_schulz_cost
+from xfer.layerwise.pulls import Pulls, open_pulls
 from xfer.layerwise.shares import known_elsewhere, overlapping, settle_in
 from xfer.trace.slots import bare
 from xfer.trainers.pending import announce, forget
@@ -79,7 +80,8 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
     NaNs over the old values of other owners' parameters, so that such reads are seen in the loss, for one write of them a step.
     deadline_s: of every wait for peers. Over NCCL, where no wait blocks, a thread aborts what is late by then: parameters that
     were to be received become NaNs, the device goes on, and every later call raises DeadlineExceeded.
-    max_ctas: most thread blocks that NCCL may take from computing for one gather.
+    max_ctas: most thread blocks that NCCL may take from computing for one gather. route: "pull" copies parameters out of
+    their owners' memory where all ranks of a group are on one host and can map it (see pulls.py), and broadcasts elsewhere.
 
     `param_groups` are the inner optimizers' own, for learning-rate schedulers. Parameters that need no gradient have no
     owner and are never sent. Between `step()` and a forward, parameters of other owners are old: read them inside
@@ -106,6 +108,7 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
         guard: Guard = "first",
         deadline_s: float = 600.0,
         max_ctas: int | None = None,
+        route: Literal["broadcast", "pull"] = "broadcast",
     ):
         self.modules = [module] if isinstance(module, torch.nn.Module) else list(module)
         self.clip_grad, self.grad_norm, self.skipped = clip_grad, None, False
@@ -135,6 +138,7 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
             deadline_s=deadline_s,
             label=self.label,
             blank=guard == "nan",
+            pulls=self._pulls(buckets) if route == "pull" else None,
         )
         bucket_of = {id(m.param): b for b in buckets for s in b.shares for m in s.members}
         self.hooks = Hooks(self.modules, self._trained, bucket_of, self.gather, guard)
@@ -200,6 +204,8 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
             self.drain()
         finally:
             self.hooks.remove()
+            for pulls in self.gather.pulls.values():
+                pulls.close(together=self.gather.broken is None)
             for peers in self._peers:
                 if peers.wire is not None:
                     peers.wire.close()
@@ -358,6 +364,15 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
         return [
             Bucket(i, who, tuple(settle_in(owned, move=rehome, fixed=fixed))) for i, (_, who, owned) in enumerate(found)
         ]
+
+    def _pulls(self, buckets: Sequence[Bucket]) -> dict[str, Pulls]:
+        found = {}
+        for who in self._peers:
+            if who.wire is not None:
+                shares = [s for b in buckets if b.peers is who for s in b.shares]
+                if (pulls := open_pulls(who.wire, shares)) is not None:
+                    found[who.name] = pulls
+        return found
 
     def _build(self, masters: bool) -> None:
         for i, g in enumerate(self._groups):

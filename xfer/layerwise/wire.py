@@ -37,12 +37,15 @@ class Wire:
 
     Work that is returned is waited for by its `wait()`: over gloo that blocks for at most `deadline_s` and raises a
     RuntimeError when a peer is gone; over NCCL the current stream waits, and what is late by `deadline_s` is aborted by
-    another thread: `lost` then says so, and everything here raises it.
+    another thread: `lost` then says so, and everything here raises it. store: these ranks' own, with a prefix.
     """
 
-    def __init__(self, backend, rank: int, size: int, device: torch.device, deadline_s: float):
-        self.rank, self.size, self.device = rank, size, device
+    def __init__(self, backend, store, rank: int, size: int, device: torch.device, deadline_s: float):
+        self.rank, self.size, self.device, self.store = rank, size, device, store
         self.lost: XferError | None = None
+        self.behind: list[torch.cuda.Stream] = []
+        """Streams that wait for collectives of this wire, and then write what these were to bring."""
+        self._zero = torch.zeros(1, dtype=torch.int32, device=device)
         self._backend = backend
         self._who = f"rank {dist.get_rank()}"
         self._watch = None
@@ -68,12 +71,14 @@ class Wire:
         """
         rank, size = dist.get_rank(group), dist.get_world_size(group)
         made: list = []
+        stores: list = []
 
         def connect() -> None:
             if device.type == "cuda":
                 torch.cuda.set_device(device)  # of this thread
             prefix = f"xfer layerwise {_name(group, rank)}"
             store = dist.PrefixStore(prefix, dist.distributed_c10d._get_default_store())
+            stores.append(store)
             if device.type != "cuda":
                 made.append(dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=deadline_s)))
             else:
@@ -93,7 +98,7 @@ class Wire:
                 [f"ranks {ranks}: build the optimizer on all of them ({str(e).splitlines()[0][:160]})"],
                 where=f"rank {dist.get_rank()}",
             ) from e
-        return cls(made[0], rank, size, device, deadline_s)
+        return cls(made[0], dist.PrefixStore("more", stores[0]), rank, size, device, deadline_s)
 
     # ---- to and from owners
 
@@ -129,6 +134,11 @@ class Wire:
     def receive(self, tensor: torch.Tensor, source: int) -> dist.Work:
         """Messages of a pair of ranks match in the order in which they are posted."""
         return self._alive().recv([tensor], source, 0)
+
+    def meet(self, what: Callable[[], str], received: Sequence[torch.Tensor] = ()) -> dist.Work:
+        """A sum of nothing, started: when it is waited for, all ranks have started theirs (on GPUs: their streams were there).
+        received: what comes only behind it, flat uint8."""
+        return self._watched(what, lambda: self._alive().allreduce([self._zero]), received)
 
     # ---- small things, all done on return (over NCCL: for the current stream)
 
@@ -181,12 +191,17 @@ class Wire:
         )
         Aside(lambda: self._spoil(missing)).wait(_SPOIL_S)
         Aside(self._backend.abort).wait(_ABORT_S)
+        if self.behind:  # they go on now, and nothing holds them
+            Aside(lambda: self._spoil(missing, aborted=True)).wait(_SPOIL_S)
 
-    def _spoil(self, missing: list[Post]) -> None:
+    def _spoil(self, missing: list[Post], aborted: bool = False) -> None:
         """What was to be received, and perhaps half is: a forward that was waiting for it gives NaNs, not numbers that look
         right."""
         torch.cuda.set_device(self.device)
         with torch.cuda.stream(self._spare):
+            if aborted:
+                for stream in self.behind:
+                    self._spare.wait_stream(stream)
             for post in missing:
                 for t in post.received:
                     t.fill_(NAN_BYTE)

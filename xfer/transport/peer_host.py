@@ -94,6 +94,22 @@ class Mapping(peer.Mapping):
                 raise ProtocolError(f"rank {rank} offers {len(offer.places) - 1} storages, storage {root} is asked for")
             found[root] = (offer.allocations[root].base, offer.allocations[root].nbytes)
 
+    def read_into(self, rank: int, root: int, into: torch.Tensor) -> None:
+        """All of that storage, into a contiguous tensor of as many bytes. PeerLost when its process is gone."""
+        address, n = self.roots[rank][root]
+        if into.nbytes != n or not into.is_contiguous():
+            raise ValueError(f"storage {root} of rank {rank} has {n} bytes, {into.nbytes} are asked for")
+        for at in range(0, n, BATCH_BYTES):
+            size = min(BATCH_BYTES, n - at)
+            here, there = np.array([[into.data_ptr() + at, size]]), np.array([[address + at, size]])
+            try:
+                _read(self.pids[rank], here, there, size)
+            except OSError as e:
+                raise PeerLost(
+                    "memory that was offered cannot be read any more",
+                    [f"rank {rank} (pid {self.pids[rank]}): {e.strerror}"],
+                ) from None
+
     def close(self) -> None:
         self.roots, self.pids = {}, {}
 
