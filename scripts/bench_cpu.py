@@ -32,6 +32,7 @@ import json
 import os
 import queue
 import secrets
+import signal
 import statistics
 import subprocess
 import sys
@@ -81,8 +82,6 @@ class Child:
         return answer
 
     def stop(self) -> None:
-        import signal
-
         try:
             os.killpg(self.proc.pid, signal.SIGKILL)
         except ProcessLookupError:
@@ -323,6 +322,9 @@ def main() -> None:
     parser.add_argument("--awex", help="a Python that can import awex 0.9.0")
     parser.add_argument("--host-pull", action="store_true", help="workers read the trainers' memory themselves")
     args = parser.parse_args()
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit(143)
+    )  # children are in sessions of their own: they must be stopped
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(args, Path(folder))
         try:

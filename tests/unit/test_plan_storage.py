@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -70,6 +71,7 @@ def test_a_damaged_inventory_is_refused_or_is_another_valid_one(data):
     assert back.to_bytes() == data and (
         data == TAKER.to_bytes() or back.content() != TAKER.content() or back.rank or back.host != "h"
     )
+    assert replace(back).content() == back.content()  # encoded anew: what was read is the one encoding of it
     low, high = back.table.bounds()
     size = np.array([r.nbytes for r in back.roots])[back.table.root]
     assert ((low >= 0) & (high <= size)).all()
@@ -123,6 +125,28 @@ def test_an_inventory_with_hostile_fields_is_refused(data):
         body.append(1)
     with pytest.raises(ProtocolError):
         Inventory.from_bytes(msgspec.msgpack.encode([outer[0], outer[1], msgspec.msgpack.encode(body)]))
+
+
+def test_columns_of_nothing_but_padding_are_refused():
+    """The same layout in other bytes would have another digest, and equal ranks would not be of one class."""
+    outer = msgspec.msgpack.decode(SOURCE.to_bytes())
+    body = msgspec.msgpack.decode(outer[2])
+    n, dims = body[5], body[6]
+    for k, padding in ((4, 0), (5, 1), (6, 0)):
+        column = np.frombuffer(body[7][k], np.int64).reshape(n, dims)
+        body[7][k] = np.concatenate([np.full((n, 1), padding, np.int64), column], axis=1).tobytes()
+    body[6] = dims + 1
+    with pytest.raises(ProtocolError, match="canonical"):
+        Inventory.from_content(msgspec.msgpack.encode(body))
+
+
+def test_a_number_in_a_longer_form_is_refused():
+    content = SOURCE.content()
+    at = 1  # behind the head of the array: the version, which msgpack writes in one byte
+    assert content[at] < 128
+    longer = content[:at] + b"\xcc" + content[at:]
+    with pytest.raises(ProtocolError, match="canonical"):
+        Inventory.from_content(longer)
 
 
 def test_extents_whose_product_wraps_around_are_refused():
