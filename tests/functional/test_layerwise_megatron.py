@@ -136,6 +136,18 @@ def test_other_layouts(ranks, folders, alone, model, layout, copies, steps):
 
 
 @pytest.mark.slow
+def test_copies_out_of_the_owners_memory_give_the_same_bits(ranks, folders):
+    """Dense parameters over four ranks, experts over pairs."""
+    way = dict(folder=folders["moe"], steps=10)
+    a = ranks.ask("train", "trained", layout=dict(ep=2, overlap=False), **way)
+    b = ranks.ask("train", "trained", layout=dict(ep=2, options=dict(route="pull", guard="nan")), **way)
+    if not any(x["pulled"] for x in b):
+        pytest.skip("processes may not read each other's memory here")
+    assert all(x["pulled"] == 2 and x["stale"] == 10 for x in b)
+    assert [x["digest"] for x in a] == [x["digest"] for x in b] and a[0]["losses"] == b[0]["losses"]
+
+
+@pytest.mark.slow
 def test_bf16_moe_with_masters(ranks, folders):
     _, b = both(ranks, folders["moe bf16"], STEPS, ep=2)
     assert b[0]["losses"][-1] < 0.6 * b[0]["losses"][0]

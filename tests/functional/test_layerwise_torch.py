@@ -55,8 +55,16 @@ def test_so_do_other_ways_of_gathering(ranks, truth, options):
     assert {x["digest"] for x in seen} == {truth[0][0]["digests"][str(EARLY)]}
 
 
-@pytest.mark.parametrize("options", [{}, dict(overlap=False), dict(guard="nan", prefetch_depth=2)], ids=str)
-@pytest.mark.parametrize("steps", [EARLY, pytest.param(STEPS, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "steps, options",
+    [
+        (EARLY, {}),
+        pytest.param(STEPS, {}, marks=pytest.mark.slow),
+        pytest.param(STEPS, dict(overlap=False), marks=pytest.mark.slow),
+        pytest.param(STEPS, dict(guard="nan", prefetch_depth=2), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_so_do_copies_out_of_the_owners_memory(ranks, truth, steps, options):
     seen = owners(ranks, steps, route="pull", **options)
     if not any(x["pulled"] for x in seen):

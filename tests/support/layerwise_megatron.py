@@ -115,6 +115,7 @@ class Rank:
             digest=h.hexdigest(),
             stale=stale,
             buckets=len(g.buckets),
+            pulled=len(g.pulls),
             groups=[p.size for p in t.optimizer._peers],
             norm=sum(x.double().norm().item() ** 2 for x in exported.values()) ** 0.5,
             stats=[g.stats.received, g.stats.lacked, g.stats.unexpected],

@@ -138,7 +138,7 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
             deadline_s=deadline_s,
             label=self.label,
             blank=guard == "nan",
-            pulls=self._pulls(buckets) if route == "pull" else None,
+            pulls=self._pulls(buckets, deadline_s) if route == "pull" else None,
         )
         bucket_of = {id(m.param): b for b in buckets for s in b.shares for m in s.members}
         self.hooks = Hooks(self.modules, self._trained, bucket_of, self.gather, guard)
@@ -365,12 +365,12 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
             Bucket(i, who, tuple(settle_in(owned, move=rehome, fixed=fixed))) for i, (_, who, owned) in enumerate(found)
         ]
 
-    def _pulls(self, buckets: Sequence[Bucket]) -> dict[str, Pulls]:
+    def _pulls(self, buckets: Sequence[Bucket], deadline_s: float) -> dict[str, Pulls]:
         found = {}
         for who in self._peers:
             if who.wire is not None:
                 shares = [s for b in buckets if b.peers is who for s in b.shares]
-                if (pulls := open_pulls(who.wire, shares)) is not None:
+                if (pulls := open_pulls(who.wire, shares, deadline_s)) is not None:
                     found[who.name] = pulls
         return found
 

@@ -20,9 +20,11 @@ from collections.abc import Sequence
 
 import torch
 
+from xfer.errors import DeadlineExceeded, PeerLost
 from xfer.layerwise.shares import Share
 from xfer.layerwise.wire import Wire
 from xfer.transport import peer, peer_host
+from xfer.transport.group import Aside
 from xfer.transport.routes import any_rank, exchange_over_store
 
 
@@ -102,12 +104,33 @@ class _Reads:
         self._pulls.read(self._shares)
 
 
-def open_pulls(wire: Wire, shares: Sequence[Share]) -> Pulls | None:
+def open_pulls(wire: Wire, shares: Sequence[Share], deadline_s: float) -> Pulls | None:
     """None, on all ranks, where some rank cannot read all that others own: another host, memory that cannot be mapped
     (expandable segments), parameters that did not settle into runs. Collective over the wire.
 
-    shares: of all buckets of the wire's ranks, in the same order on all.
+    shares: of all buckets of the wire's ranks, in the same order on all. DeadlineExceeded or PeerLost when a rank does not come.
     """
+
+    def meet() -> Pulls | None:
+        if wire.device.type == "cuda":
+            torch.cuda.set_device(wire.device)  # of this thread
+        return _open(wire, shares)
+
+    aside = Aside(meet)  # the store's deadline is somebody else's
+    error = aside.wait(deadline_s)
+    if error is None:
+        return aside.value
+    if isinstance(error, RuntimeError | TimeoutError):
+        late = isinstance(error, TimeoutError) or "imeout" in str(error) or "imed out" in str(error)
+        raise (DeadlineExceeded if late else PeerLost)(
+            "ranks of one host did not all say where their parameters lie",
+            [f"build the optimizer on all of them, with one route ({str(error).splitlines()[0][:160]})"],
+            where=f"rank {wire.rank} of {wire.size}",
+        ) from error
+    raise error
+
+
+def _open(wire: Wire, shares: Sequence[Share]) -> Pulls | None:
     kind = peer if wire.device.type == "cuda" else peer_host
     numbers: dict[int, int] = {}
     by_owner: dict[int, list[Share]] = {r: [] for r in range(wire.size)}
