@@ -16,6 +16,8 @@ CALL_GRACE_S = 10.0
 """Seconds beyond its deadline by which a refit has returned or raised on every rank."""
 SILENCE_S = 3.0
 """Seconds in which the hub answers a client that has waited to its deadline and asks whether the hub lives."""
+TOLD_S = 1.0
+"""Seconds that a trainer which connects waits beyond a deadline that the hub has too: the hub knows who is missing."""
 SETTLE_GRACE_S = 60.0
 """Seconds that a controller has to bring its engine back into service. Trainers do not wait for that beyond their
 deadline: the replica takes part in refits again once it has; later than that, it counts as lost."""

@@ -26,7 +26,7 @@ from xfer.plan.table import padded_shapes
 from xfer.session import computing, faults
 from xfer.session import messages as m
 from xfer.session.arguments import checked_call
-from xfer.session.bounds import STOP_GRACE_S
+from xfer.session.bounds import STOP_GRACE_S, TOLD_S
 from xfer.session.drain import Aside, Drain
 from xfer.session.hub import Hub
 from xfer.session.lane import Lane
@@ -160,7 +160,7 @@ class TrainerSession:
         self._specs = self._own_specs()
         self._party.send(m.Specs(self._specs))
         message = self._party.take(
-            (m.CatalogMsg, m.Failed), until, "the catalog: other trainer ranks have not connected yet"
+            (m.CatalogMsg, m.Failed), until + TOLD_S, "the catalog: other trainer ranks have not connected yet"
         )
         self._raise_failed(message)
         self._take_catalog(message)
@@ -195,9 +195,9 @@ class TrainerSession:
         if reading.wait(until, pointless, STOP_GRACE_S):
             return reading.result
         # The hub's deadline is ours, and it knows who is missing.
-        self._party.wait_for(pointless, time.monotonic() + 1.0)
+        self._party.wait_for(pointless, time.monotonic() + TOLD_S)
         if pointless():
-            self._raise_failed(self._party.take((m.Failed,), time.monotonic() + 1.0, "who does not take part"))
+            self._raise_failed(self._party.take((m.Failed,), time.monotonic() + TOLD_S, "who does not take part"))
         raise DeadlineExceeded(
             "layouts are read by all ranks together (probe=), and not all took part",
             ["call xfer.connect() on every trainer rank, with the same probe="],
