@@ -22,6 +22,7 @@ from xfer.packed.plan import ALIGN, TaskSize, make_plan
 from xfer.packed.source import PackedSource
 from xfer.packed.tensors import TensorStream
 from xfer.packed.wire import nbytes_of
+from xfer.plan.intersect import cut_range
 from xfer.plan.program import ITEMSIZE
 from xfer.trace.fragment import Fragment, TensorSpec
 from xfer.trace.traced import Traced, TrainerLayout
@@ -216,7 +217,7 @@ def test_a_range_of_elements_is_disjoint_boxes(shape, data):
     a = data.draw(st.integers(0, n))
     b = data.draw(st.integers(a, n))
     seen = np.zeros(shape, int)
-    for origin, extent in places.flat_range(shape, a, b):
+    for origin, extent in cut_range([0] * len(shape), [*shape], a, b):
         seen[tuple(slice(o, o + e) for o, e in zip(origin, extent))] += 1
     assert (seen.reshape(-1) == [a <= i < b for i in range(n)]).all()
 

@@ -18,7 +18,7 @@ from xfer.mesh.box import Box, whole
 from xfer.plan import intersect as intersect_module
 from xfer.plan import intervals as iv
 from xfer.plan.coverage import cast_kind
-from xfer.plan.intersect import Stack, cut_box, find_atoms, intersect, missing
+from xfer.plan.intersect import Stack, cut_range, find_atoms, intersect, missing
 from xfer.plan.inventory import Kept, engine_inventory, trainer_inventory
 from xfer.plan.planner import PlanOptions, plan_replica
 from xfer.trace.catalog import Catalog
@@ -230,8 +230,8 @@ def test_cut_boxes_are_the_range_in_order(extent, data):
     a, b = sorted((data.draw(st.integers(0, n)), data.draw(st.integers(0, n))))
     number = np.full([o + e for o, e in zip(origin, extent)], -1)
     number[tuple(slice(o, None) for o in origin)] = np.arange(n).reshape(extent)
-    boxes = cut_box(origin, extent, a, b)
-    got = [number[tuple(slice(o, o + e) for o, e in zip(x.origin, x.extent))].reshape(-1) for x in boxes]
+    boxes = cut_range(origin, extent, a, b)
+    got = [number[tuple(slice(o, o + e) for o, e in zip(*box))].reshape(-1) for box in boxes]
     assert np.array_equal(np.concatenate([np.zeros(0, int), *got]), np.arange(a, b))
     assert len(boxes) <= 2 * len(extent) - 1
 

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from xfer.kernels.checksum import FACTORS, GROUP, MIXES, PLUS, Placed, _signed
-from xfer.kernels.triton_impl import _BITS, _TL, CASTS, _aligned, _multiprocessors, _to_bfloat16
+from xfer.kernels.triton_impl import _BITS, _TL, CASTS, _aligned, _to_bfloat16, multiprocessors
 from xfer.plan.program import DTYPES, ITEMSIZE
 
 COLUMNS = 9
@@ -185,7 +185,7 @@ class TritonSums:
         own, final, whole = kind
         counter.zero_()
         n = tiles.shape[0]
-        programs = max(1, min(n, PROGRAMS_PER_SM * _multiprocessors(self.device)))
+        programs = max(1, min(n, PROGRAMS_PER_SM * multiprocessors(self.device)))
         as_integer = _BITS[ITEMSIZE[final]]
         load = _TL[own] if own != final else _TL[as_integer]
         final_tl = _TL[final] if own != final else load

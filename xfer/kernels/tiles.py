@@ -146,14 +146,14 @@ def interleaved(table: Table, turns: Turns) -> Table:
         n = table.nbytes[mine := group == g]
         share[mine] = (np.cumsum(n) - n) / max(1, n.sum())
         most = max(most, 0 if g in turns.beside else int(n.sum()))
-    place, when = (group - turns.rotation) % count, share
+    place, when, beside = (group - turns.rotation) % count, share, np.isin(group, list(turns.beside))
     if turns.burst:
         rounds = max(1, round(most / turns.burst))
-        among = sorted(set(place[~np.isin(group, list(turns.beside))].tolist()))
+        among = sorted(set(place[~beside].tolist()))
         nth = np.searchsorted(among, place)
         begun = np.floor(share * rounds)
         turn = (begun + (nth + share * rounds - begun) / max(1, len(among))) / rounds
-        when = np.where(np.isin(group, list(turns.beside)), share, turn)
+        when = np.where(beside, share, turn)
     order = np.lexsort((place, when))
     return Table(table.unit, table.dtypes, np.ascontiguousarray(table.tiles[order]), table.nbytes[order])
 

@@ -198,7 +198,7 @@ class TritonRows:
         self._bulk = bulk
         some = roots if len(roots) else src_roots
         self._device = some[0].device if len(some) else torch.device("cpu")
-        self._programs = programs or PROGRAMS_PER_SM * _multiprocessors(self._device)
+        self._programs = programs or PROGRAMS_PER_SM * multiprocessors(self._device)
         left = src_roots if side == "local" else roots
         plain, odd = self._split(rows, side, left, roots)
         self._twin = TorchRows(rows[odd], roots, side, src_roots) if odd.any() else None
@@ -223,11 +223,6 @@ class TritonRows:
     def copies(self) -> int:
         """How many strided moves one call makes."""
         return len(self._moves) + (self._twin.copies if self._twin else 0)
-
-    @property
-    def launches(self) -> int:
-        """Kernel launches of one call, the twin's not counted."""
-        return len(self._launches)
 
     @property
     def recordable(self) -> bool:
@@ -378,7 +373,7 @@ def _alignment(t: torch.Tensor) -> int:
     return min(16, (t.data_ptr() | 16) & -(t.data_ptr() | 16))
 
 
-def _multiprocessors(device: torch.device) -> int:
+def multiprocessors(device: torch.device) -> int:
     if device.type != "cuda":
         return 1
     return torch.cuda.get_device_properties(device).multi_processor_count

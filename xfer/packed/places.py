@@ -16,6 +16,7 @@ import numpy as np
 
 from xfer.errors import Unsupported
 from xfer.packed.wire import Message, Part
+from xfer.plan.intersect import cut_range
 from xfer.plan.program import DTYPE_CODE, ITEMSIZE, MAX_DIMS, ROW, Op
 from xfer.trace.fragment import Fragment, Ints
 
@@ -103,30 +104,9 @@ def pieces(message: Message, held: Mapping[str, Mapping[Box, Mapping[int, Fragme
 
 def _ranges(part: Part) -> list[tuple[Ints, Ints]]:
     item = ITEMSIZE[part.spec.dtype]
-    return list(flat_range(part.spec.shape, part.start // item, (part.start + part.size) // item))
-
-
-def flat_range(shape: Ints, start: int, stop: int) -> Iterator[tuple[Ints, Ints]]:
-    """Elements start <= i < stop of a row-major tensor as disjoint boxes (origin, extent)."""
-    if start >= stop:
-        return
-    if not shape:
-        yield (), ()
-        return
-    row = prod(shape[1:])
-    first, last = -(-start // row), stop // row  # rows that are whole
-    if first > last:  # inside one row
-        for origin, extent in flat_range(shape[1:], start - last * row, stop - last * row):
-            yield (last, *origin), (1, *extent)
-        return
-    if start < first * row:
-        for origin, extent in flat_range(shape[1:], start - (first - 1) * row, row):
-            yield (first - 1, *origin), (1, *extent)
-    if first < last:
-        yield (first, *(0 for _ in shape[1:])), (last - first, *shape[1:])
-    if last * row < stop:
-        for origin, extent in flat_range(shape[1:], 0, stop - last * row):
-            yield (last, *origin), (1, *extent)
+    shape = part.spec.shape
+    found = cut_range([0] * len(shape), [*shape], part.start // item, (part.start + part.size) // item)
+    return [(tuple(origin), tuple(extent)) for origin, extent in found]
 
 
 def clip(f: Fragment, origin: Ints, extent: Ints) -> Fragment | None:

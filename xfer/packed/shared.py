@@ -30,6 +30,7 @@ import torch
 from xfer.errors import ProtocolError, Unsupported, XferError
 from xfer.packed.buffer import Buffers, wire_sum
 from xfer.packed.wire import Message
+from xfer.transport import peer
 from xfer.transport.group import Link
 
 MAX_OFFER = 1 << 16
@@ -40,7 +41,7 @@ _NAME = "xfer-"
 
 def place_of(device: torch.device) -> str:
     """What a buffer is keyed by: the GPU's UUID, which all processes of a host see alike. All of a CPU is one place."""
-    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else "cpu"
+    return peer.uuid_of(device) if device.type == "cuda" else "cpu"
 
 
 def exporters_of(places: Sequence[str], everywhere: bool) -> list[int]:
@@ -91,9 +92,7 @@ class SharedBuffers(Buffers):
         made = [self._make(max(longest, 1)) for _ in self._slots]
         self._slots = made
         if self.device.type == "cuda":
-            from xfer.transport.peer import Export
-
-            self._export = Export(0, made, self.device)
+            self._export = peer.Export(0, made, self.device)
             self._offer = msgspec.msgpack.encode(Offer(cuda=self._export.to_bytes(), place=self.place))
         else:
             self._offer = msgspec.msgpack.encode(Offer(tuple(self._shared), place=self.place))
@@ -171,9 +170,7 @@ class SharedArrivals:
         if (self._device.type == "cuda") != bool(self._offer.cuda):
             raise Unsupported("colocated trainers and engines must both be on CPUs or both on GPUs")
         if self._offer.cuda:
-            from xfer.transport.peer import Mapping
-
-            self._mapping = Mapping(0, self._device)
+            self._mapping = peer.Mapping(0, self._device)
             self._mapping.open(self._offer.cuda, 0, (0, 1))
             self._roots = self._mapping.roots.get(0, {})
             if set(self._roots) != {0, 1} or any(r.numel() < longest for r in self._roots.values()):

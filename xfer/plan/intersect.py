@@ -194,13 +194,9 @@ def missing(pieces: Pieces, wanted: Stack) -> list[tuple[int, list[Box]]]:
     return out
 
 
-def cut_box(origin: Sequence[int], extent: Sequence[int], begin: int, end: int) -> list[Box]:
-    """Elements begin..end of a box, counted in row-major order, as boxes in that order: at most 2 D - 1 of them."""
-    return [Box(tuple(o), tuple(e)) for o, e in cut_range([*map(int, origin)], [*map(int, extent)], begin, end)]
-
-
 def cut_range(origin: list[int], extent: list[int], begin: int, end: int) -> list[tuple[list[int], list[int]]]:
-    """As cut_box, in plain lists: (origin, extent) of each box."""
+    """Elements begin..end of a box, counted in row-major order, as boxes (origin, extent) in that order: at most 2 D - 1 of
+    them. In plain lists, for a plan cuts thousands."""
     out: list[tuple[list[int], list[int]]] = []
 
     def walk(o: list[int], e: list[int], d: int, size: int, lo: int, hi: int) -> None:

@@ -233,11 +233,6 @@ class SubPlan:
                 yield column if column.ndim == 1 else column[:, dims:]
 
 
-def cut_row(row: np.ndarray, begin: int, end: int) -> np.ndarray:
-    """Elements begin..end of a row, in its row-major order, as rows in that order."""
-    return cut_rows(row.reshape(1), *(np.array([n]) for n in (0, begin, end)))[0]
-
-
 def cut_rows(rows: np.ndarray, which: np.ndarray, begin: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Elements begin[k]..end[k] of row which[k], in its row-major order, as rows in that order; and the k of each."""
     origin, extent, number = [], [], []

@@ -358,11 +358,6 @@ class Pull:
         self._stream, self._event = torch.cuda.Stream(self.device), torch.cuda.Event()
         self._graph = self._recorded() if gate is None else None  # what a gate says changes from run to run
 
-    @property
-    def launches(self) -> int:
-        """What the host gives to the device in each run to move the bytes."""
-        return 1 if self._graph else sum(b.launches for b in self._bound)
-
     def _recorded(self) -> driver.Graph | None:
         """The launches as one: from Python each costs some 0.1 ms. None where torch's own kernels take part, which may
         allocate."""
@@ -374,7 +369,7 @@ class Pull:
     def _bind(
         self, rows: np.ndarray, mapping: Mapping, roots: Sequence[torch.Tensor], burst: int = BURST_BYTES, **how
     ) -> BoundRows:
-        from xfer.kernels.triton_impl import TritonRows
+        from xfer.kernels.triton_impl import TritonRows, multiprocessors
 
         known = sorted(_known(mapping))
         number = {pair: i for i, pair in enumerate(known)}
@@ -383,7 +378,7 @@ class Pull:
         rows["src_root"] = [number[a, b] for a, b in zip(rows["src"].tolist(), rows["src_root"].tolist())]
         here = frozenset(senders.index(a) for a in mapping.here if a in senders)
         if len(senders) > FEW_SENDERS and not here:
-            how = {"programs": torch.cuda.get_device_properties(mapping.device).multi_processor_count, **how}
+            how = {"programs": multiprocessors(mapping.device), **how}
         turns = Turns(tuple(senders.index(a) for a, _ in known), mapping.rank, burst, here)
         return TritonRows(
             rows, roots, "local", [mapping.roots[a][b] for a, b in known], turns=turns, abort=self._abort, **how

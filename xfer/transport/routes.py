@@ -218,7 +218,7 @@ def open_link(
     """Collective. gloo on the CPU, NCCL on CUDA. Unsupported, on all ranks, where ranks share a GPU: NCCL would refuse
     to meet there, and does not say so everywhere."""
     if device.type == "cuda":
-        mine = str(torch.cuda.get_device_properties(device).uuid).encode()
+        mine = peer.uuid_of(device).encode()
         exchange = exchange_over_store(store, rank, size, "device")
         devices = [*exchange(mine, range(size) if rank == 0 else ()).values()]
         if any_rank(len(set(devices)) < len(devices), rank, size, exchange):
