@@ -176,9 +176,9 @@ class Rows:
         self.made = 0
         self._storages, self._messages, self._programs = storages, messages, programs
         self._number = {r.name: i for i, r in enumerate(layout.roots())}
-        self._held: dict[str, dict] = {}
+        self._held: dict[str, list[places.HeldBox]] = {}
         for f in layout.fragments:
-            self._held.setdefault(f.tensor, {})[f.origin, f.extent, f.steps] = {0: f}
+            self._held.setdefault(f.tensor, []).append(places.HeldBox((f.origin, f.extent, f.steps), {0: f}))
         self._bound: dict[tuple[int, int], kernels.BoundRows] = {}
         self._latest: dict[int, kernels.BoundRows] = {}
 

@@ -41,7 +41,7 @@ class Held:
         self.rng = np.random.default_rng(draw(st.integers(0, 1 << 30)))
         self.truth: dict[str, np.ndarray] = {}
         self.specs: list[TensorSpec] = []
-        self.boxes: dict[str, dict] = {}
+        self.boxes: dict[str, list[places.HeldBox]] = {}
         self.storages: dict[tuple[int, str], np.ndarray] = {}
         for i in range(draw(st.integers(1, 4))):
             shape = tuple(draw(st.lists(st.integers(0 if i else 1, 7), max_size=4)))
@@ -50,11 +50,11 @@ class Held:
             self.specs.append(spec)
             item = ITEMSIZE[dtype]
             self.truth[spec.name] = self.rng.integers(0, 256, (*shape, item), dtype=np.uint8)
-            self.boxes[spec.name] = {}
+            self.boxes[spec.name] = []
             for origin, extent, steps in self._cut(shape):
                 ranks = self.rng.permutation(RANKS)[: self.rng.integers(1, RANKS + 1)].tolist()
                 known = {r: self._stored(spec, r, origin, extent, steps) for r in ranks}
-                self.boxes[spec.name][origin, extent, steps] = known
+                self.boxes[spec.name].append(places.HeldBox((origin, extent, steps), known))
 
     def _cut(self, shape):
         """Disjoint boxes that cover a tensor: halves of halves, or every other index of a dim."""
@@ -129,7 +129,7 @@ def test_every_byte_comes_to_its_place_pulled_or_sent_in_rounds(h, limit, most, 
     numbers = {r: {n: i for i, (q, n) in enumerate(h.storages) if q == r} for r in range(RANKS)}
     everything = [torch.from_numpy(x) for x in h.storages.values()]
     for s in h.specs:
-        assert places.held_wholly(s.shape, h.boxes[s.name])
+        assert places.held_wholly(s.shape, [x.box for x in h.boxes[s.name]])
     for group in plan.groups:
         for message in group.messages:
             for target in range(RANKS):
@@ -152,7 +152,7 @@ class Source:
 
     def __init__(self, h: Held, rank: int):
         self.rank, self.world, self.device = rank, RANKS, torch.device("cpu")
-        mine = [f for some in h.boxes.values() for known in some.values() for r, f in known.items() if r == rank]
+        mine = [f for some in h.boxes.values() for x in some for r, f in x.by.items() if r == rank]
         self.tensors = {n: torch.from_numpy(x) for (r, n), x in h.storages.items() if r == rank}
         self.layout = TrainerLayout(Traced(tuple(h.specs), tuple(mine)), (), self.tensors)
 
@@ -240,7 +240,7 @@ def test_a_value_of_another_dtype_is_converted_as_torch_does():
     f = Fragment("a", (0, 0), (3, 4), "r", 0, (16, 4), "float32", (1, 1))
     (message,) = make_plan([TaskSize(0, (spec,))]).groups[0].messages
     data = torch.zeros(nbytes_of(spec), dtype=torch.uint8)
-    found = places.pieces(message, {"a": {((0, 0), (3, 4), (1, 1)): {1: f}}}, 0)
+    found = places.pieces(message, {"a": [places.HeldBox(((0, 0), (3, 4), (1, 1)), {1: f})]}, 0)
     run([p.copy(0) for p in found], [x.view(-1).view(torch.uint8)], data)
     assert torch.equal(data.view(torch.bfloat16).view(3, 4), x.to(torch.bfloat16))
 

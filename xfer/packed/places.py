@@ -28,6 +28,14 @@ Box = tuple[Ints, Ints, Ints]
 
 
 @dataclass(frozen=True, slots=True)
+class HeldBox:
+    """One box of a tensor. `by`: where each rank that has it keeps it."""
+
+    box: Box
+    by: Mapping[int, Fragment]
+
+
+@dataclass(frozen=True, slots=True)
 class Copy:
     """`fragment` of storage number `root` to byte `at` of a flat buffer, with byte strides `strides` and as `dtype` there."""
 
@@ -85,18 +93,18 @@ def dense(shape: Ints, item: int) -> Ints:
     return tuple(reversed(out))
 
 
-def pieces(message: Message, held: Mapping[str, Mapping[Box, Mapping[int, Fragment]]], target: int) -> list[Piece]:
+def pieces(message: Message, held: Mapping[str, Sequence[HeldBox]], target: int) -> list[Piece]:
     """Everything that `message` is put together from on rank `target`: from its own storages what it has itself, of what
     several others have, each in turn."""
     out, turn = [], 0
     for part in message.parts:
         ranges = None if part.whole else _ranges(part)
-        for holders in held[part.spec.name].values():
+        for one in held[part.spec.name]:
             rank = target
-            if target not in holders:
-                some = sorted(holders)
+            if target not in one.by:
+                some = sorted(one.by)
                 rank, turn = some[turn % len(some)], turn + 1
-            f = holders[rank]
+            f = one.by[rank]
             found = [f] if ranges is None else [clip(f, *box) for box in ranges]
             out += [Piece(rank, x, part) for x in found if x is not None and all(x.extent)]
     return out

@@ -23,7 +23,7 @@ from xfer import kernels
 from xfer.errors import LayoutError, PlanMismatch, XferError
 from xfer.packed import agree, places
 from xfer.packed.buffer import Unpacker
-from xfer.packed.places import Box, Copy, Round
+from xfer.packed.places import Copy, HeldBox, Round
 from xfer.packed.plan import BucketPlan, Group, TaskSize
 from xfer.packed.wire import Message
 from xfer.trace.fragment import Fragment, TensorSpec
@@ -78,7 +78,7 @@ class TensorStream:
         self._specs: dict[str, TensorSpec] = {}
         self._mine: dict[str, list[Fragment]] = {}
         self._roots: Mapping[str, torch.Tensor] = {}
-        self._held: dict[str, dict[Box, dict[int, Fragment]]] = {}
+        self._held: dict[str, list[HeldBox]] = {}
         self._targets: tuple[int, ...] = ()
         self._numbers: dict[int, dict[str, int]] = {}  # by rank, by name: the number of a storage on an assembling rank
         self._sources: list[torch.Tensor] = []  # by that number
@@ -151,7 +151,7 @@ class TensorStream:
                 bad.append(f"{name}: all ranks together do not hold all of its elements")
         if bad:
             raise LayoutError("tensors that no rank holds whole, nor all together", bad)
-        self._held = held
+        self._held = {name: [HeldBox(box, by) for box, by in known.items()] for name, known in held.items()}
         self._targets = tuple(r for r, x in enumerate(said) if x.assembles)
         self._bind(said)
         return tuple(TaskSize(i, (specs[name],)) for i, name in enumerate(sorted(specs)))
