@@ -214,7 +214,6 @@ class Home:
 
 
 def test_copies_out_of_owners_memory_begin_when_all_have_stepped_and_are_waited_for(wire, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream())
     monkeypatch.setattr(torch.cuda, "Event", Event)
     here = Stream()
     here.wait_event = lambda e: here.todo.put(e.done.wait)
@@ -226,10 +225,10 @@ def test_copies_out_of_owners_memory_begin_when_all_have_stepped_and_are_waited_
     theirs = {1: {0: Home(10.0), 1: Home(11.0)}, 2: {0: Home(20.0)}}
     numbers = {id(s): n for s, n in zip(shares, (0, 0, 0, 1))}
     mapping = SimpleNamespace(roots=theirs, close=lambda: asked.append("closed"))
-    p = pulls.Pulls(w, None, mapping, numbers, shares)
-    assert len(w.behind) == 2
+    p = pulls.Pulls(w, None, mapping, numbers, shares, Stream())
+    assert w.behind == [p.stream]
     p.begin()
-    works = [work for part in (shares[:2], shares[2:]) for work in p.start(part)]
+    works = pulls.start_in_order([(p, shares[:2]), (p, shares[2:])])
     assert asked == [[s.home for s in shares[1:]]]
     for work in works:
         work.wait()

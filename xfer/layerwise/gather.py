@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from xfer.errors import DeadlineExceeded, LayoutError, PeerLost, PlanMismatch, XferError
-from xfer.layerwise.pulls import Pulls
+from xfer.layerwise.pulls import Pulls, start_in_order
 from xfer.layerwise.shares import Share, refuse_astray
 from xfer.layerwise.wire import Wire
 
@@ -213,8 +213,9 @@ class ParamGather:
         if self.overlap:
             self._prefetch(0, self.prefetch_depth)
             for b in self.order:
-                if b.peers.name in self.pulls:  # nothing that computes is held up by them
+                if b.peers.name in self.pulls and not self._is_copied(b):
                     self.start_param_sync(b)
+            self._launch_copies()  # nothing that computes is held up by them
         else:
             self.drain()
 
@@ -260,8 +261,9 @@ class ParamGather:
         if not self._pending:
             return
         for b in self.order:
-            if b.state is State.STALE:
+            if b.state is State.STALE and not self._is_copied(b):
                 self.guarded(lambda b=b: self._launch(b), b.label())
+        self._launch_copies()
         for b in self.order:
             self.finish_param_sync(b, skip_next_bucket_dispatch=True)
 
@@ -277,7 +279,30 @@ class ParamGather:
             if b.state is State.IN_FLIGHT:
                 depth -= 1
 
+    def _is_copied(self, b: Bucket) -> bool:
+        return b.peers.name in self.pulls and b is not next(x for x in self.order if x.peers is b.peers)
+
+    def _launch_copies(self) -> None:
+        """All that is left of them, in the order of use."""
+        left = [b for b in self.order if b.state is State.STALE and self._is_copied(b)]
+        if left:
+            self.guarded(lambda: self._copy(left), left[0].label())
+
+    def _copy(self, buckets: Sequence[Bucket]) -> None:
+        for b in buckets:
+            self._moves(b)
+        works = start_in_order([(self.pulls[b.peers.name], b.shares) for b in buckets])
+        for b, work in zip(buckets, works, strict=True):
+            b.works, b.state = [work], State.IN_FLIGHT
+
     def _launch(self, b: Bucket) -> None:
+        if self._is_copied(b):
+            return self._copy([b])
+        b.works = b.peers.wire.broadcasts(self._moves(b), b.label)
+        b.state = State.IN_FLIGHT
+
+    def _moves(self, b: Bucket) -> list[tuple[int, torch.Tensor]]:
+        """(owner, memory) of each run of the bucket."""
         refuse_astray(b.shares, self.label)
         moves = []
         for s in b.shares:
@@ -291,11 +316,7 @@ class ParamGather:
             if not mine:
                 self.stats.received += s.nbytes
                 self.stats.lacked += sum(m.nbytes for m in s.members)
-        if b.peers.name in self.pulls and b is not next(x for x in self.order if x.peers is b.peers):
-            b.works = self.pulls[b.peers.name].start(b.shares)
-        else:
-            b.works = b.peers.wire.broadcasts(moves, b.label)
-        b.state = State.IN_FLIGHT
+        return moves
 
     def _land(self, b: Bucket) -> None:
         for work in b.works:

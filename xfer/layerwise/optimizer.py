@@ -366,11 +366,13 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
         ]
 
     def _pulls(self, buckets: Sequence[Bucket], deadline_s: float) -> dict[str, Pulls]:
-        found = {}
+        found: dict[str, Pulls] = {}
+        device = self._trained[0][1].device
+        stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         for who in self._peers:
             if who.wire is not None:
                 shares = [s for b in buckets if b.peers is who for s in b.shares]
-                if (pulls := open_pulls(who.wire, shares, deadline_s)) is not None:
+                if (pulls := open_pulls(who.wire, shares, deadline_s, stream)) is not None:
                     found[who.name] = pulls
         return found
 

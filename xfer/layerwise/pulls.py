@@ -2,7 +2,9 @@
 
 Broadcasts of NCCL run on multiprocessors, and hold them while they wait for each other; the forward that they hide behind has
 fewer then. Here only one small sum per step goes over the wire, as the sign that all owners have stepped. Behind it
-each rank has its copies queued, by copy engines over NVLink, a stream per owner, all buckets at once in the order of use.
+each rank has its copies queued, by copy engines over NVLink, all buckets at once in the order of use, on one stream: a GPU reads
+from others with one engine, which empties one stream before it looks at the next (seen on H200s), and one alone reads at full rate.
+What does slow it down is several ranks at one owner; so within a few buckets each rank begins with another owner.
 
     owner steps -> begin: the small sum -> every rank copies from owners -> drain -> norm of gradients -> owner steps
 
@@ -16,7 +18,7 @@ On CPUs the kernel copies (process_vm_readv), when bytes are waited for. What is
 from __future__ import annotations
 
 from collections.abc import Mapping as Table
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -28,42 +30,48 @@ from xfer.transport.group import Aside
 from xfer.transport.routes import any_rank, exchange_over_store
 
 
+FIRST_WINDOW = 2
+"""Buckets among which a rank may begin with any owner, at first; twice as many each time, as what is needed later can wait longer."""
+
+
 class Pulls:
-    """One rank's copies from the other ranks of a wire. Made by `open_pulls`."""
+    """One rank's copies from the other ranks of a wire. Made by `open_pulls`. stream: for all groups of the rank; None on a CPU."""
 
     def __init__(
-        self, wire: Wire, export: peer.Export, mapping: peer.Mapping, numbers: Table[int, int], shares: Sequence[Share]
+        self,
+        wire: Wire,
+        export: peer.Export,
+        mapping: peer.Mapping,
+        numbers: Table[int, int],
+        shares: Sequence[Share],
+        stream: torch.cuda.Stream | None,
     ):
         self._wire, self._mapping, self._numbers = wire, mapping, numbers
         self._export = export  # holds what others know us by
         self._others = [s.home for s in shares if s.owner != wire.rank and s.nbytes]
         self._all_stepped = None
-        self._streams: dict[int, torch.cuda.Stream] = {}
-        if wire.device.type == "cuda":
-            self._streams = {r: torch.cuda.Stream(wire.device) for r in range(wire.size) if r != wire.rank}
-            wire.behind = list(self._streams.values())
+        self.stream = stream
+        if stream is not None:
+            wire.behind = [stream]
 
     def begin(self) -> None:
         """This rank's owned parameters are those of the new step (on its current stream). Once per step, on all ranks."""
         self._all_stepped = self._wire.meet(lambda: "the sign that all owners have stepped", self._others)
-        for stream in self._streams.values():  # so copies also come after this rank's last reads of what they overwrite
-            with torch.cuda.stream(stream):
+        if self.stream is not None:  # so copies also come after this rank's last reads of what they overwrite
+            with torch.cuda.stream(self.stream):
                 self._all_stepped.wait()
 
-    def start(self, shares: Sequence[Share]) -> list[_Copied | _Reads]:
-        """Queue the copies of what others own of these; what is returned is waited for as a work of a collective."""
-        # From the next rank on, so that not all begin with the same owner.
-        far = lambda s: (s.owner - self._wire.rank) % self._wire.size  # noqa: E731
-        theirs = sorted((s for s in shares if s.owner != self._wire.rank and s.nbytes), key=far)
-        if not self._streams:
-            return [_Reads(self, theirs)]
-        events = []
-        for s in theirs:
-            with torch.cuda.stream(self._streams[s.owner]):
-                s.home.copy_(self._mapping.roots[s.owner][self._numbers[id(s)]], non_blocking=True)
-                events.append(torch.cuda.Event())
-                events[-1].record()
-        return [_Copied(events)]
+    def wanted(self, shares: Sequence[Share]) -> list[Share]:
+        """Of these, what others own."""
+        return [s for s in shares if s.owner != self._wire.rank and s.nbytes]
+
+    def turn(self, share: Share) -> int:
+        """When this rank reads from the share's owner: at any turn each rank reads from another one."""
+        return (share.owner - self._wire.rank) % self._wire.size
+
+    def copy(self, share: Share) -> None:
+        """On the current stream."""
+        share.home.copy_(self._mapping.roots[share.owner][self._numbers[id(share)]], non_blocking=True)
 
     def read(self, shares: Sequence[Share]) -> None:
         """On a CPU: wait for the owners, and copy."""
@@ -77,21 +85,51 @@ class Pulls:
         """Let go of others' memory. together: first wait until nobody reads this rank's any more; collective."""
         if together:
             self._wire.all_reduce(torch.zeros(1, dtype=torch.int32, device=self._wire.device))
-            if self._streams:
+            if self.stream is not None:
                 torch.cuda.synchronize(self._wire.device)
         self._mapping.close()
 
 
-class _Copied:
-    """Copies on streams."""
+def start_in_order(buckets: Sequence[tuple[Pulls, Sequence[Share]]]) -> list[_Copied | _Reads]:
+    """Queue the copies of what others own of each bucket, given in the order of use; what is returned, one for each, is waited for
+    as a work of a collective."""
+    if not buckets or buckets[0][0].stream is None:
+        return [_Reads(pulls, pulls.wanted(shares)) for pulls, shares in buckets]
+    stream, works = buckets[0][0].stream, [_Copied() for _ in buckets]
+    with torch.cuda.stream(stream):
+        for window in windows(len(buckets)):
+            queue = [(buckets[i][0], s, i) for i in window for s in buckets[i][0].wanted(buckets[i][1])]
+            queue.sort(key=lambda q: (q[0].turn(q[1]), q[2]))
+            last = {i: at for at, (_, _, i) in enumerate(queue)}
+            for at, (pulls, share, i) in enumerate(queue):
+                pulls.copy(share)
+                if last[i] == at:
+                    works[i].record()
+    return works
 
-    def __init__(self, events: Sequence[torch.cuda.Event]):
-        self._events = events
+
+def windows(n: int) -> Iterator[range]:
+    """Places 0 to n - 1, cut where ranks may no longer go through what is before in orders of their own."""
+    start, size = 0, FIRST_WINDOW
+    while start < n:
+        yield range(start, min(start + size, n))
+        start, size = start + size, 2 * size
+
+
+class _Copied:
+    """A bucket's copies on a stream; of one that lacks nothing, none."""
+
+    def __init__(self) -> None:
+        self._event: torch.cuda.Event | None = None
+
+    def record(self) -> None:
+        """The last of them was queued."""
+        self._event = torch.cuda.Event()
+        self._event.record()
 
     def wait(self) -> None:
-        stream = torch.cuda.current_stream()
-        for e in self._events:
-            stream.wait_event(e)
+        if self._event is not None:
+            torch.cuda.current_stream().wait_event(self._event)
 
 
 class _Reads:
@@ -104,17 +142,19 @@ class _Reads:
         self._pulls.read(self._shares)
 
 
-def open_pulls(wire: Wire, shares: Sequence[Share], deadline_s: float) -> Pulls | None:
+def open_pulls(
+    wire: Wire, shares: Sequence[Share], deadline_s: float, stream: torch.cuda.Stream | None
+) -> Pulls | None:
     """None, on all ranks, where some rank cannot read all that others own: another host, memory that cannot be mapped
     (expandable segments), parameters that did not settle into runs. Collective over the wire.
 
-    shares: of all buckets of the wire's ranks, in the same order on all. DeadlineExceeded or PeerLost when a rank does not come.
+    shares: of all buckets of the wire's ranks, in the same order on all. stream: on which to copy, on GPUs. DeadlineExceeded or PeerLost when a rank does not come.
     """
 
     def meet() -> Pulls | None:
         if wire.device.type == "cuda":
             torch.cuda.set_device(wire.device)  # of this thread
-        return _open(wire, shares)
+        return _open(wire, shares, stream)
 
     aside = Aside(meet)  # the store's deadline is somebody else's
     error = aside.wait(deadline_s)
@@ -130,7 +170,7 @@ def open_pulls(wire: Wire, shares: Sequence[Share], deadline_s: float) -> Pulls 
     raise error
 
 
-def _open(wire: Wire, shares: Sequence[Share]) -> Pulls | None:
+def _open(wire: Wire, shares: Sequence[Share], stream: torch.cuda.Stream | None) -> Pulls | None:
     kind = peer if wire.device.type == "cuda" else peer_host
     numbers: dict[int, int] = {}
     by_owner: dict[int, list[Share]] = {r: [] for r in range(wire.size)}
@@ -156,4 +196,4 @@ def _open(wire: Wire, shares: Sequence[Share]) -> Pulls | None:
     except BaseException:
         mapping.close()
         raise
-    return Pulls(wire, export, mapping, numbers, shares)
+    return Pulls(wire, export, mapping, numbers, shares, stream)

@@ -1,0 +1,59 @@
+"""The order in which a rank copies parameters out of their owners' memory. What streams do with it: test_layerwise_watch.py."""
+
+from __future__ import annotations
+
+import os
+from contextlib import nullcontext
+from types import SimpleNamespace
+from unittest.mock import patch
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from xfer.layerwise.pulls import Pulls, _Copied, start_in_order, windows
+
+EXAMPLES = int(os.environ.get("XFER_EXAMPLES", "40"))
+
+
+def queued(rank: int, size: int, shares: list[list[SimpleNamespace]]) -> tuple[list, list[_Copied]]:
+    """What rank's stream is given, copies and records of events; and what is waited for, by bucket."""
+    stream: list = []
+    pulls = Pulls(SimpleNamespace(rank=rank, size=size), None, None, {}, (), SimpleNamespace())
+    pulls.copy = stream.append
+    record = patch.object(_Copied, "record", lambda work: stream.append(work))
+    with patch("torch.cuda.stream", lambda s: nullcontext()), record:
+        return stream, start_in_order([(pulls, some) for some in shares])
+
+
+@given(st.data())
+@settings(max_examples=EXAMPLES, deadline=None)
+def test_all_that_others_own_is_copied_once_window_by_window_and_told_when_a_buckets_last_copy_is_queued(data):
+    size, buckets = data.draw(st.integers(2, 6)), data.draw(st.integers(1, 20))
+    rank = data.draw(st.integers(0, size - 1))
+    owners = [data.draw(st.lists(st.integers(0, size - 1), min_size=1, max_size=4)) for _ in range(buckets)]
+    shares = [[SimpleNamespace(owner=r, nbytes=8, bucket=i) for r in some] for i, some in enumerate(owners)]
+    stream, works = queued(rank, size, shares)
+    copies = [x for x in stream if not isinstance(x, _Copied)]
+    assert sorted(map(id, copies)) == sorted(id(s) for some in shares for s in some if s.owner != rank)
+    window = [next(k for k, w in enumerate(windows(buckets)) if s.bucket in w) for s in copies]
+    assert window == sorted(window)
+    for some, work in zip(shares, works, strict=True):
+        mine = [at for at, x in enumerate(stream) if any(x is s for s in some)]
+        assert stream[mine[-1] + 1] is work if mine else not any(x is work for x in stream)
+
+
+@given(st.integers(2, 8), st.integers(1, 4))
+@settings(max_examples=EXAMPLES, deadline=None)
+def test_ranks_read_from_different_owners_at_any_time(size, each):
+    """Where a window has as much of one owner as of another."""
+    shares = [[SimpleNamespace(owner=r, nbytes=8) for r in range(size) for _ in range(each)]]
+    order = [[s.owner for s in queued(rank, size, shares)[0][:-1]] for rank in range(size)]
+    for at in range((size - 1) * each):
+        assert len({owners[at] for owners in order}) == size
+
+
+def test_windows_are_all_places_in_order_and_grow():
+    for n in range(70):
+        some = list(windows(n))
+        assert [i for w in some for i in w] == list(range(n))
+        assert all(len(b) == 2 * len(a) for a, b in zip(some, some[1:-1]))
