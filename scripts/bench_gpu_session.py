@@ -1,6 +1,6 @@
 """What a whole refit costs between GPU processes: real sessions, real vLLM, full-size shapes, random weights.
 
-    python scripts/bench_gpu_session.py [--model 4b|toy] [--trainers plain|megatron] [--tp 2] [--repeats 12] [--out FILE]
+    python scripts/bench_gpu_session.py [--model 4b|toy] [--trainers plain|megatron|nothing] [--tp 2] [--repeats 12] [--out FILE]
 
 Engine on the first GPUs, trainers on the next, as many ranks each as --tp. Prints the three clocks of session/report.py
 (transfer, outage, call), vLLM's own round trips with a call that does nothing in place of the update, the cost of
@@ -10,6 +10,7 @@ Bridge's export).
 
 `megatron`: real Megatron-Core and Bridge, one optimizer step before every verified refit, TransformerEngine where it is
 installed, its stand-in (xfer/testing/te_twin.py) where it is not; the output says which.
+`nothing`: plain trainers, and an engine that keeps all that it has but one norm, so nearly no byte is to move: the protocol's cost.
 """
 
 from __future__ import annotations
@@ -36,6 +37,11 @@ QWEN3_4B = dict(
     vocab_size=151936, hidden_size=2560, intermediate_size=9728, num_hidden_layers=36, num_attention_heads=32,
     num_key_value_heads=8, head_dim=128, max_position_embeddings=40960, rope_theta=1000000.0,
 )  # fmt: skip
+AS_A_REFIT = {"took_ms": 12.0, "pause_ms": 3.0}
+"""Of the no-op: how long workers are in the call that does nothing, and how long the engine rests before the next one. Processes
+that have slept for so long wake up slower than those that were asked just now."""
+ALL_BUT_A_NORM = ("*layers*", "*embed*", "*lm_head*")
+"""The last norm stays, some KiB: every refit writes the tensor whose NaN makes a torn engine refuse to answer."""
 MODELS = {"4b": ("qwen3_tied", QWEN3_4B), "toy": ("qwen3", {})}
 
 
@@ -104,7 +110,9 @@ class Bench:
             on = list(range(args.tp))
             engine = job.engine("engine", on, **({"eager": True} if args.eager else {}))
             try:
-                if args.trainers == "plain":
+                if args.trainers == "nothing":
+                    self.nothing(job, engine, on)
+                elif args.trainers == "plain":
                     self.plain(job, engine, on)
                 else:
                     self.megatron(job, engine, on)
@@ -135,10 +143,11 @@ class Bench:
         self.judge(engine, config=self.config, seed=1)
         engine.ask("noop", "did nothing", times=3)
         self.timed(job, "refit")
-        noop = engine.ask("noop", "did nothing", times=self.args.repeats)["rows"]
-        for k in noop[0]:
-            self.say(f"no-op backend, {k} ms", middle([r[k] for r in noop]))
-        self.raw["noop"] = noop
+        for name, how in (("no-op backend", {}), ("no-op backend, as long and as often as a refit", AS_A_REFIT)):
+            noop = engine.ask("noop", "did nothing", times=self.args.repeats, **how)["rows"]
+            for k in noop[0]:
+                self.say(f"{name}, {k} ms", middle([r[k] for r in noop]))
+            self.raw[name] = noop
         self.timed(job, "verified", verify=True)
         self.timed(job, "refit again")
         engine.ask("scramble", "scrambled", seed=3)
@@ -156,6 +165,14 @@ class Bench:
         job.refit(verify=True)
         self.judge(engine, config=self.config, seed=1)
         print(job.trainers[0].tail(3))
+
+    def nothing(self, job: Job, engine, on: list[int]) -> None:
+        job.start_trainers([i + self.args.tp for i in on])
+        job.plain()
+        self.say("engine started, s", f"{engine.started(400)['seconds']:.0f}")
+        job.good("set", "set", seed=1)
+        job.meet([engine], keep=ALL_BUT_A_NORM, drop=ALL_BUT_A_NORM)
+        self.timed(job, "zero bytes")
 
     def megatron(self, job: Job, engine, on: list[int]) -> None:
         from safetensors.torch import save_file
@@ -202,7 +219,7 @@ class Bench:
 def main() -> None:
     p = argparse.ArgumentParser()
     p.add_argument("--model", choices=sorted(MODELS), default="4b")
-    p.add_argument("--trainers", choices=["plain", "megatron"], default="plain")
+    p.add_argument("--trainers", choices=["plain", "megatron", "nothing"], default="plain")
     p.add_argument("--tp", type=int, default=2)
     p.add_argument("--repeats", type=int, default=12)
     p.add_argument("--eager", action="store_true", help="no CUDA graphs and no torch.compile: starts faster")

@@ -54,6 +54,7 @@ class Dead:
     deadline_s: float
     survivors: tuple[Survivor, ...]
     missing: tuple[int, ...]
+    route: str = "broadcast"
 
     @property
     def verdict(self) -> str:
@@ -81,11 +82,20 @@ def victim(ranks: int) -> int:
 
 
 def live_through(
-    rank: int, size: int, device, shape: Shape, groups: Callable, how: str, deadline_s: float, bucket: int, folder: Path
+    rank: int,
+    size: int,
+    device,
+    shape: Shape,
+    groups: Callable,
+    how: str,
+    deadline_s: float,
+    bucket: int,
+    folder: Path,
+    route: str = "broadcast",
 ) -> None:
     """Train, and die or write what was seen to `folder`. Does not return."""
     net = Net(shape, device, torch.float32, torch.float32)
-    optimizer = LayerWiseOptimizer(net, groups(net), bucket_bytes=bucket, deadline_s=deadline_s)
+    optimizer = LayerWiseOptimizer(net, groups(net), bucket_bytes=bucket, deadline_s=deadline_s, route=route)
     begin, number = optimizer.gather.begin, 0
 
     def backward() -> None:
@@ -148,14 +158,14 @@ def live_through(
     os._exit(0)
 
 
-def collect(folder: Path, how: str, ranks: int, deadline_s: float) -> Dead:
+def collect(folder: Path, how: str, ranks: int, deadline_s: float, route: str = "broadcast") -> Dead:
     found = []
     for path in sorted(folder.glob("*.json")):
         x = json.loads(path.read_text())
         found.append(Survivor(**(x | {"uses": tuple(Use(**u) for u in x["uses"])})))
     found.sort(key=lambda s: s.rank)
     missing = set(range(ranks)) - {victim(ranks)} - {s.rank for s in found}
-    return Dead(how, ranks, deadline_s, tuple(found), tuple(sorted(missing)))
+    return Dead(how, ranks, deadline_s, tuple(found), tuple(sorted(missing)), route)
 
 
 def lines(x: dict) -> list[str]:
@@ -164,7 +174,7 @@ def lines(x: dict) -> list[str]:
     kinds = sorted({u["error"] or "nothing" for s in x["survivors"] for u in s["uses"]})
     uses = list(dict.fromkeys(u["what"] for s in x["survivors"] for u in s["uses"]))
     out = [
-        f"dead: rank {victim(x['ranks'])} {x['how']} in a gather, {len(freed)} of {x['ranks'] - 1} others told of it: "
+        f"dead: rank {victim(x['ranks'])} {x['how']} in a gather ({x['route']}), {len(freed)} of {x['ranks'] - 1} others told of it: "
         f"{x['verdict'] or 'ALL RIGHT'}"
     ]
     if freed:

@@ -57,6 +57,7 @@ START_S = 20
 """Expected until all ranks of one number are there."""
 PARTS = tuple(SECONDS)
 DEPTHS = (1, 2, 4)
+ROUTES = ("broadcast", "pull")
 DEADLINE_S, DEATH_S = 300.0, 8.0
 
 
@@ -215,7 +216,7 @@ class Rank:
 
             return choose
 
-        depths = DEPTHS[:1] if skewed or ctas or pull else DEPTHS
+        depths = DEPTHS[:1] if skewed or ctas else DEPTHS[:2] if pull else DEPTHS
         names = ["none", "blocking", *(f"depth {d}" for d in depths)]
         if depths == DEPTHS:
             names.append("depth 2 nan")  # guard="nan": what is stale is overwritten first
@@ -277,7 +278,16 @@ def run_rank(args) -> dict:
     if "dead" in args.parts:  # alone, see `launch`
         shape, bucket = (SMALL, 2 << 20) if rank.cuda else (TOY_SMALL, 20_000)
         dead.live_through(
-            rank.rank, rank.size, rank.device, shape, groups, args.how, DEATH_S, bucket, Path(args.survivors)
+            rank.rank,
+            rank.size,
+            rank.device,
+            shape,
+            groups,
+            args.how,
+            DEATH_S,
+            bucket,
+            Path(args.survivors),
+            args.route,
         )
     result: dict = {"ranks": rank.size, "what": machine(rank), "skipped": {}, "seconds": {}}
 
@@ -385,12 +395,12 @@ def launch(args) -> int:
 
 def _deaths(args, command: list[str], n: int, out: Path, folder: Path) -> int:
     found, began = [], time.monotonic()
-    for how in args.how_dead:
-        survivors = folder / f"{n} {how}"
+    for how, route in ((how, route) for route in args.route_dead for how in args.how_dead):
+        survivors = folder / f"{n} {how} {route}"
         survivors.mkdir()
-        words = ["--parts", "dead", "--how", how, "--survivors", str(survivors)]
+        words = ["--parts", "dead", "--how", how, "--route", route, "--survivors", str(survivors)]
         failed = launching.run([*command, *words], n, allowed(["dead"]), frozenset({dead.victim(n)}))
-        x = dead.collect(survivors, how, n, DEATH_S)
+        x = dead.collect(survivors, how, n, DEATH_S, route)
         print("\n".join([f"# {n} ranks, dead: {failed}"] * bool(failed) + dead.lines(dead.flat(x))), flush=True)
         found.append(dead.flat(x))
         seconds = {"dead": round(time.monotonic() - began, 1)}
@@ -424,6 +434,9 @@ def main() -> int:
         "--how-dead", nargs="+", choices=list(dead.HOW), default=["killed"], help="of `dead`: what happens to the rank"
     )
     options.add_argument(
+        "--route-dead", nargs="+", choices=ROUTES, default=ROUTES[:1], help="of `dead`: how bytes were on their way"
+    )
+    options.add_argument(
         "--deadline",
         type=float,
         default=0.0,
@@ -434,6 +447,7 @@ def main() -> int:
     options.add_argument("--traces", default="", help="folder for rank 0's timelines")
     options.add_argument("--toy", action="store_true", help="on a CPU, over gloo, at toy size")
     options.add_argument("--how", default="killed", help=argparse.SUPPRESS)
+    options.add_argument("--route", default="broadcast", help=argparse.SUPPRESS)
     options.add_argument("--survivors", default="", help=argparse.SUPPRESS)
     args = options.parse_args()
     if "RANK" not in os.environ:

@@ -2,7 +2,7 @@
 
 {"do": "start", "model", "tp", …}  {"do": "serve", "rendezvous", "replica"}  {"do": "ready"}  {"do": "observe"}
 {"do": "wrong", "config", "seed" | "folder"}  {"do": "scramble", "seed"}  {"do": "generate"}  {"do": "stop generating"}
-{"do": "noop", "times"}  {"do": "memory"}  {"do": "state"}  {"do": "stop"}
+{"do": "noop", "times", "took_ms", "pause_ms"}  {"do": "memory"}  {"do": "state"}  {"do": "stop"}
 """
 
 from __future__ import annotations
@@ -67,14 +67,14 @@ class Loop:
         return self.log
 
 
-def noop(handle, times: int) -> list[dict]:
+def noop(handle, times: int, took_ms: float = 0.0, pause_ms: float = 0.0) -> list[dict]:
     """vLLM's own round trips of a refit, in the controller's order, with a call that does nothing in place of update.
-    Milliseconds."""
+    Milliseconds. took_ms: for so long it does nothing, which is not counted. pause_ms: between two."""
     calls = [
         ("pause", lambda: handle.pause(30)),
         ("label", lambda: handle.set_version("noop", 30)),
         ("start", lambda: handle.start_update(30)),
-        ("update", lambda: handle.engine.collective_rpc("xfer_nothing")),
+        ("update", lambda: handle.engine.collective_rpc("xfer_nothing", args=(took_ms / 1e3,))),
         ("finish", lambda: handle.finish(None, 30)),
         ("reset caches", lambda: handle.reset_caches(30)),
         ("label again", lambda: handle.set_version("noop", 30)),
@@ -82,10 +82,12 @@ def noop(handle, times: int) -> list[dict]:
     ]
     out = []
     for _ in range(times):
-        at = [time.perf_counter()]
-        for _name, call in calls:
+        time.sleep(pause_ms / 1e3)
+        at, asleep = [time.perf_counter()], 0.0
+        for name, call in calls:
             call()
-            at.append(time.perf_counter())
+            asleep += took_ms / 1e3 if name == "update" else 0.0
+            at.append(time.perf_counter() - asleep)
         row = {name: (b - a) * 1e3 for (name, _), a, b in zip(calls, at, at[1:])}
         out.append({**row, "all": (at[-1] - at[0]) * 1e3})
     return out
@@ -135,7 +137,7 @@ def main() -> None:
             elif do == "stop generating":
                 emit("generated", log=loop.stop())
             elif do == "noop":
-                emit("did nothing", rows=noop(controller.handle, c["times"]))
+                emit("did nothing", rows=noop(controller.handle, **c))
             elif do == "memory":
                 emit("memory", workers=llm.collective_rpc("xfer_memory"))
             elif do == "state":

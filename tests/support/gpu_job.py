@@ -133,10 +133,10 @@ class Job:
             got = c.expect("built", "raised", timeout=120)
             assert got["kind"] == "built", f"{got}\n{c.tail()}"
 
-    def meet(self, engines: list[Engine], **connect) -> list[dict]:
+    def meet(self, engines: list[Engine], keep: tuple[str, ...] = (), **connect) -> list[dict]:
         rendezvous = f"tcp://127.0.0.1:{free_port()}"
         for i, e in enumerate(engines):
-            e.ask("serve", "serving", rendezvous=rendezvous, replica=i)
+            e.ask("serve", "serving", rendezvous=rendezvous, replica=i, keep=keep)
         out = self.good("connect", "connected", rendezvous=rendezvous, replicas=len(engines), **connect)
         for e in engines:
             e.ask("ready", "is ready")

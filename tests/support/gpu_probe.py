@@ -7,6 +7,7 @@ any engine would, and every byte of the live model is compared with it on the de
 from __future__ import annotations
 
 import gc
+import time
 
 import torch
 
@@ -52,8 +53,8 @@ class Probe:
     def xfer_kept(self):
         return self.weight_transfer_engine.session.model.checksum_kept()
 
-    def xfer_nothing(self):
-        return None
+    def xfer_nothing(self, seconds: float):
+        time.sleep(seconds)
 
     def xfer_memory(self):
         """Bytes: of the device beside torch's allocator, and allocated by it."""

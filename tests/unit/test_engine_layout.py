@@ -402,3 +402,22 @@ def test_byte_sets_are_sets_of_bytes(a, b):
     assert cells(ranges_a) == left and cells(ranges_b) == right
     assert cells(lv.common(ranges_a, ranges_b)) == left & right
     assert cells(lv.union([ranges_a, ranges_b])) == left | right
+
+
+def test_looking_whether_storages_moved_asks_no_python_of_a_parameters_class():
+    """vLLM's parameters have a `__torch_function__`; the look is taken in every refit, while the engine waits."""
+    asked = []
+
+    class Watched(nn.Parameter):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            asked.append(func)
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    net = nn.Sequential(nn.Module(), nn.Linear(2, 2))
+    net[0].weight = Watched(torch.zeros(4, 4))
+    live = Storages(net)
+    asked.clear()
+    assert live.check() == "same" and not asked
+    net[0].weight.data = torch.ones(4, 4)
+    assert live.check() == "moved"

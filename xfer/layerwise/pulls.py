@@ -17,8 +17,8 @@ On CPUs the kernel copies (process_vm_readv), when bytes are waited for. What is
 
 from __future__ import annotations
 
-from collections.abc import Mapping as Table
 from collections.abc import Iterator, Sequence
+from collections.abc import Mapping as Table
 
 import torch
 
@@ -28,7 +28,6 @@ from xfer.layerwise.wire import Wire
 from xfer.transport import peer, peer_host
 from xfer.transport.group import Aside
 from xfer.transport.routes import any_rank, exchange_over_store
-
 
 FIRST_WINDOW = 2
 """Buckets among which a rank may begin with any owner, at first; twice as many each time, as what is needed later can wait longer."""
@@ -148,7 +147,8 @@ def open_pulls(
     """None, on all ranks, where some rank cannot read all that others own: another host, memory that cannot be mapped
     (expandable segments), parameters that did not settle into runs. Collective over the wire.
 
-    shares: of all buckets of the wire's ranks, in the same order on all. stream: on which to copy, on GPUs. DeadlineExceeded or PeerLost when a rank does not come.
+    shares: of all buckets of the wire's ranks, in the same order on all. stream: on which to copy, on GPUs.
+    DeadlineExceeded or PeerLost when a rank does not come.
     """
 
     def meet() -> Pulls | None:

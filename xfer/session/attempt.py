@@ -188,8 +188,10 @@ class Attempt:
             run.readers = {i: m.Reader(c.label, c.hello.host, c.hello.pid) for i, c in r.workers.items()}
             run.state = "moving"
             left = max(1.0, self.until - time.monotonic())
+            # Workers first, the trainer in this process last: its threads would take the interpreter from the hub.
             self.hub.broadcast(
-                self.hub.domain(r), m.Go(r.index, self.number, r.epoch, self.version, self.verify, left, together)
+                reversed(self.hub.domain(r)),
+                m.Go(r.index, self.number, r.epoch, self.version, self.verify, left, together),
             )
 
     def _all_there(self, able: list[Run]) -> bool:
@@ -216,6 +218,8 @@ class Attempt:
         run.state, run.decided_at = "committing", time.monotonic()
         self.hub.at(run.decided_at + STOP_GRACE_S, lambda: self._install_late(run))
         self.hub.broadcast(run.replica.workers.values(), m.Commit(run.replica.index, self.number, self.version))
+        if run.replica.controller is not None:
+            run.replica.controller.send(m.Decided(self.number))
 
     # ---- going back
 

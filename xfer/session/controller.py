@@ -222,7 +222,7 @@ class Controller:
         """One attempt. Returns what arrived meanwhile about lost trainers or workers, to be told after it."""
         visit = _Visit(self, arm)
         visit.open()
-        decision, lost = self._decision(arm)
+        decision, lost = self._decision(arm, visit)
         try:
             committed = visit.close(decision)
             if committed:
@@ -250,20 +250,23 @@ class Controller:
             self._party.try_send(m.Settled(arm.attempt, "", False, 0.0, visit.phases))
         return lost
 
-    def _decision(self, arm: m.Arm) -> tuple[m.Commit | m.Settle, list[m.Failed]]:
+    def _decision(self, arm: m.Arm, visit: _Visit) -> tuple[m.Commit | m.Settle, list[m.Failed]]:
         due, lost = time.monotonic() + arm.deadline_s, []
         try:
             while True:
                 message = self._party.take(
-                    (m.Commit, m.Settle, m.Failed),
+                    (m.Commit, m.Settle, m.Failed, m.Decided),
                     due + STOP_GRACE_S + SETTLE_GRACE_S,
                     "the decision",
                     lambda x: isinstance(x, m.Failed) or x.attempt == arm.attempt,
                     due,
                 )
-                if not isinstance(message, m.Failed):
+                if isinstance(message, m.Decided):
+                    visit.wind_up()
+                elif isinstance(message, m.Failed):
+                    lost.append(message)
+                else:
                     return message, lost
-                lost.append(message)
         except XferError as e:
             # No word from the hub: the workers presume an abort, but whether they had begun to write is not known here.
             return m.Settle(arm.attempt, True, m.WireError.of(e, self._party.label)), lost
@@ -277,6 +280,7 @@ class _Visit:
         self.touched = False  # an update session was opened; before that only the pause has to be undone
         self._update: threading.Thread | None = None
         self._raised: list[BaseException] = []
+        self._unwound: Exception | None = None
         self._decided = threading.Event()
         self._phases: list[tuple[str, float]] = []
         self._began = self._clock = time.perf_counter()
@@ -304,10 +308,27 @@ class _Visit:
         except Exception as e:
             self._fail(e)
 
+    def wind_up(self) -> None:
+        """The workers are installing: everything up to serving, while the hub hears from them. `close` raises what fails."""
+        try:
+            self._wind_up(True)
+        except Exception as e:
+            self._unwound = e
+
     def close(self, decision: m.Commit | m.Settle) -> bool:
         """Whether the engine now holds what was decided. EngineLost: it does not, though all workers were told to."""
+        commit = isinstance(decision, m.Commit)
+        if self._unwound is not None:
+            raise self._unwound
+        if not self._decided.is_set():
+            self._wind_up(commit)
+        if commit:
+            self.handle.set_version(decision.version, SETTLE_GRACE_S)
+        return commit
+
+    def _wind_up(self, commit: bool) -> None:
         self._decided.set()
-        update, commit = self._update, isinstance(decision, m.Commit)
+        update = self._update
         if update is not None:
             update.join(timeout=STOP_GRACE_S * 2)
             if update.is_alive():
@@ -322,8 +343,6 @@ class _Visit:
         if commit:
             self.handle.reset_caches(SETTLE_GRACE_S)
             self._phase("reset caches")
-            self.handle.set_version(decision.version, SETTLE_GRACE_S)
-        return commit
 
     def resume(self, label: str | None) -> None:
         """Serve again, under the label that it had before if one is given."""

@@ -311,7 +311,7 @@ class Lane:
             )
         self.side.before(go, self.plan)
         planned = sum(self.planned_bytes())
-        said = 0.0
+        said = time.monotonic()
 
         def progress(wave: int, nbytes: int) -> None:
             nonlocal said

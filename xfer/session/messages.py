@@ -50,7 +50,7 @@ from xfer.session.wire import (
     WireMessage,
 )
 
-WIRE_VERSION = 11
+WIRE_VERSION = 12
 _STORE_KEY = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./:\-]{0,255}")
 
 
@@ -207,6 +207,13 @@ class Commit(WireMessage):
     replica: Count
     attempt: Count
     version: Name
+
+
+class Decided(WireMessage):
+    """hub -> controller: workers were told to install. The update call is about to return; what follows it may be done
+    meanwhile, but nothing served before `Commit` says that all of them did."""
+
+    attempt: Count
 
 
 class Committed(WireMessage):
@@ -388,8 +395,8 @@ class StatusReply(WireMessage):
 Message = (
     Hello | Welcome | Refused | Specs | CatalogMsg | InventoryMsg | RollAsk | Roll | LayoutsAsk | Layouts | LayoutAsk | Layout
     | PlanInputs | Planned | OpenLink | LinkOpen | ReplicaReady
-    | Prepare | Enter | Ready | Arm | Armed | Go | Progress | Done | Drained | Commit | Committed | Abort
-    | Stopped | Settle | Settled | Failed | Release | CloseRoutes | RoutesClosed | Released
+    | Prepare | Enter | Ready | Arm | Armed | Go | Progress | Done | Drained | Commit | Decided | Committed
+    | Abort | Stopped | Settle | Settled | Failed | Release | CloseRoutes | RoutesClosed | Released
     | Outcome | Leave | Ping | Pong | StoreSet | StoreGet | StoreAdd | StoreCheck | StoreReply | StatusAsk | StatusReply
 )  # fmt: skip
 
