@@ -76,6 +76,7 @@ class Rank:
         dist.init_process_group("nccl" if self.cuda else "gloo", timeout=timedelta(seconds=DEADLINE_S))
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.clock = Clock(self.cuda)
+        self.word = torch.zeros(1, device=self.device)
 
     def sync(self) -> None:
         if self.cuda:
@@ -86,6 +87,14 @@ class Rank:
         self.sync()
         dist.barrier()
         self.sync()
+
+    def abreast(self) -> None:
+        """No rank's device goes on before all have come here. Hosts do not wait: in training they are ahead by an optimizer's
+        whole update, and what they do meanwhile costs nothing."""
+        if self.cuda:
+            dist.all_reduce(self.word)
+        else:
+            self.meet()
 
     def ddp(self, net: torch.nn.Module) -> DistributedDataParallel:
         return DistributedDataParallel(net, device_ids=[self.device.index] if self.cuda else None)

@@ -56,7 +56,7 @@ class Step:
         marks = []
 
         def here() -> None:
-            self.rank.meet()  # a slow owner is not a slow gather
+            self.rank.abreast()  # a slow owner is not a slow gather
             marks.append(self.rank.clock.mark())
 
         self.optimizer.zero_grad()

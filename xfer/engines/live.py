@@ -82,7 +82,7 @@ class Storages:
         hidden = [f"{s.name}: {type(s.get()).__name__}" for s in found if is_traceable_wrapper_subclass(s.get())]
         if hidden:
             raise Unsupported("tensors whose bytes cannot be read from outside", hidden)
-        self._watch = Cells([model] if draft is None else [model, draft], found, empty=True)
+        self._watch = Cells([model] if draft is None else [model, draft], found, empty=True, hold=True)
         bound = self._watch.bind()
         self.slots: Mapping[str, Slot] = {
             s.name: Slot(
