@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 import traceback
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 
 import torch
@@ -196,14 +196,22 @@ class TrainerRank(Rank):
                     offer = torch.frombuffer(bytearray(self.pump.offer), dtype=torch.uint8)
                     link.send(torch.tensor([offer.numel()]), taker, 0, until)
                     link.send(offer, taker, 0, until)
+                before = None
                 for number in range(plan.messages if self.pump.exports else 0):
                     data = feed.take(number, until, _nobody)
                     if mapped:
                         announce(link, number, mapped, until, self.device)
                         wait_done(link, number, mapped, until)
-                    else:
-                        link.broadcast(data, 0, until)
-                    feed.release(number, 0)
+                        feed.release(number, 0)
+                        continue
+                    now = link.begin_broadcast(data, 0, until)
+                    if before is not None:
+                        before.wait(until)
+                        feed.release(number - 1, 0)
+                    before = now
+                if before is not None:
+                    before.wait(until)
+                    feed.release(plan.messages - 1, 0)
             feed.wait_over(until, _nobody)
             feed.leave(0)
 
@@ -214,8 +222,7 @@ class TrainerRank(Rank):
         if self.link is None:
             return
         data = torch.empty(max(self.sizes), dtype=torch.uint8, device=self.device)
-        for nbytes in self.sizes:
-            self.link.broadcast(data[:nbytes], 0, soon())
+        one_ahead(self.link, (data[:nbytes] for nbytes in self.sizes))
 
     def vllm(self, source: PackedSource) -> None:
         producer, _ = vllm_packed()
@@ -329,8 +336,7 @@ class TakerRank(Rank):
 
     def raw(self) -> None:
         data = torch.empty(max(x.nbytes for x in self.parts), dtype=torch.uint8, device=self.device)
-        for message in self.parts:
-            self.link.broadcast(data[: message.nbytes], 0, soon())
+        one_ahead(self.link, (data[: message.nbytes] for message in self.parts))
 
     def vllm(self) -> None:
         _, consumer = vllm_packed()
@@ -370,6 +376,18 @@ class TakerRank(Rank):
 
     def said(self) -> str:
         return f"loads bound {self.rows.made} times" if self.rows is not None else ""
+
+
+def one_ahead(link: Link, messages: Iterable[torch.Tensor]) -> None:
+    """Broadcasts by rank 0, each begun before the one before it is waited for, as the packed route's are."""
+    before = None
+    for data in messages:
+        now = link.begin_broadcast(data, 0, soon())
+        if before is not None:
+            before.wait(soon())
+        before = now
+    if before is not None:
+        before.wait(soon())
 
 
 def _nobody() -> None:

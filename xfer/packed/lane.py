@@ -43,7 +43,7 @@ from xfer.session.lane import PROGRESS_S, Lane
 from xfer.session.store import HubStore
 from xfer.trace.fragment import TensorSpec
 from xfer.transport import routes
-from xfer.transport.group import Link
+from xfer.transport.group import Link, Pending
 
 logger = logging.getLogger("xfer")
 _MAGIC = 0x78666572
@@ -332,23 +332,29 @@ class PackedLane(Lane):
             for worker in self._mine:
                 link.send(torch.tensor([offer.numel()]), worker, _OFFER, until)
                 link.send(offer, worker, _OFFER, until)
-        seconds, nbytes, total, said = 0.0, 0, 0, time.monotonic()
+        nbytes, total, said, began = 0, 0, time.monotonic(), time.perf_counter()
+        before: Pending | None = None  # the message that is on its way when the next one is given to the wire
         for number in range(plan.messages):
             data = feed.take(number, until, self._why)
             faults.point("trainer", self.side.index, "wave")
-            began = time.perf_counter()
-            if self._shared:
-                announce(link, number, self._mine, until, device)
-                wait_done(link, number, self._mine, until)  # the next is being packed meanwhile
-            else:
-                link.broadcast(data, 0, until)
-            seconds += time.perf_counter() - began
             nbytes += data.numel()
             if go.verify:
                 total = (total + wire_sum(data, number)) % (1 << 64)
-            feed.release(number, self.replica)
+            if self._shared:
+                announce(link, number, self._mine, until, device)
+                wait_done(link, number, self._mine, until)  # the next is being packed meanwhile
+                feed.release(number, self.replica)
+            else:
+                now = link.begin_broadcast(data, 0, until)
+                if before is not None:
+                    before.wait(until)
+                    feed.release(number - 1, self.replica)
+                before = now
             said = self._progress(go, number, nbytes, said)
-        return seconds, nbytes if self.side.index == 0 else 0, total
+        if before is not None:
+            before.wait(until)
+            feed.release(plan.messages - 1, self.replica)
+        return time.perf_counter() - began, nbytes if self.side.index == 0 else 0, total
 
     def _announce(self, plan: BucketPlan, go: m.Go, until: float) -> None:
         """What comes, to all workers: the header, and the manifest if this link has not carried it."""

@@ -55,6 +55,15 @@ class Pending(Protocol):
         """
 
 
+class Arrived:
+    """What needs no waiting."""
+
+    peer = -1
+
+    def wait(self, deadline: float) -> None:
+        pass
+
+
 class Link(Protocol):
     """One rank's end of a private group of processes. Implementations inherit `send` and `recv`."""
 
@@ -83,8 +92,13 @@ class Link(Protocol):
     def finish(self, deadline: float) -> None:
         """Returns when all that was enqueued on the current stream is done. Nothing to do on the CPU."""
 
+    def begin_broadcast(self, tensor: torch.Tensor, root: int, deadline: float) -> Pending:
+        """`tensor` (contiguous) of rank `root` into that of all ranks. Returns at once; `wait` of what is returned ends, also on
+        GPUs, when nothing of it is under way here. Those that are begun come one after the other."""
+
     def broadcast(self, tensor: torch.Tensor, root: int, deadline: float) -> None:
-        """`tensor` (contiguous) of rank `root` into that of all ranks."""
+        """`begin_broadcast`, and the wait for it."""
+        self.begin_broadcast(tensor, root, deadline).wait(deadline)
 
     def abort(self) -> None:
         """Frees everything that is blocked on this link, in any thread, and makes it useless. Never blocks for long.
@@ -227,17 +241,17 @@ class GlooLink(Link):
                 into.append(_GlooPending(self, work, peer, verb, data))
         return started
 
-    def broadcast(self, tensor: torch.Tensor, root: int, deadline: float) -> None:
+    def begin_broadcast(self, tensor: torch.Tensor, root: int, deadline: float) -> Pending:
         data = bytes_of(tensor)
         if self.size == 1 or not data.numel():
-            return
+            return Arrived()
         from torch.distributed import BroadcastOptions
 
         options = BroadcastOptions()
-        options.rootRank, options.rootTensor = root, 0
+        options.rootRank, options.rootTensor, options.asyncOp = root, 0, True
         options.timeout = timedelta(seconds=max(0.001, deadline - time.monotonic()))
         try:
-            self._group().broadcast([data], options).wait()
+            return _GlooPending(self, self._group().broadcast([data], options), root, "of a broadcast from", data)
         except RuntimeError as e:
             raise self.error(e, root, "a broadcast of") from e
 

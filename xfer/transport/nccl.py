@@ -18,7 +18,7 @@ import torch
 from torch.distributed import Store
 
 from xfer.errors import DeadlineExceeded, PeerLost, XferError
-from xfer.transport.group import Aborted, Aside, Link, Outgoing, Pending, bytes_of
+from xfer.transport.group import Aborted, Arrived, Aside, Link, Outgoing, Pending, bytes_of
 
 _QUIET = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # a watchdog that sees an error leaves the process alone
@@ -126,19 +126,18 @@ class NcclLink(Link):
         group: list[Pending] = [_NcclPending(self, work, (receives or sends)[0][1], data)]
         return group, group
 
-    def broadcast(self, tensor: torch.Tensor, root: int, deadline: float) -> None:
+    def begin_broadcast(self, tensor: torch.Tensor, root: int, deadline: float) -> Pending:
         data = bytes_of(tensor)
         if self.size == 1 or not data.numel():
-            return
+            return Arrived()
         from torch.distributed import BroadcastOptions
 
         options = BroadcastOptions()
         options.rootRank, options.rootTensor = root, 0
         try:
-            self._group().broadcast([data], options).wait()
+            return _NcclBroadcast(self, self._group().broadcast([data], options), root, [data])
         except RuntimeError as e:
             raise self._error(e) from e
-        self.finish(deadline)
 
     def finish(self, deadline: float) -> None:
         """Polls, so that an abort and the deadline are seen whatever the device does."""
@@ -191,6 +190,14 @@ class _NcclPending:
             self.work.wait()
         except RuntimeError as e:
             raise self.link._error(e) from e
+
+
+class _NcclBroadcast(_NcclPending):
+    __slots__ = ()
+
+    def wait(self, deadline: float) -> None:
+        super().wait(deadline)
+        self.link.finish(deadline)
 
 
 @contextmanager

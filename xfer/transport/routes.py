@@ -337,7 +337,7 @@ class NoLink(Link):
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
 
-    def broadcast(self, tensor, root: int, deadline: float) -> None:
+    def begin_broadcast(self, tensor, root: int, deadline: float):
         raise RuntimeError("there is no link between these ranks")
 
     def warm(self, peers) -> None:
