@@ -1,6 +1,7 @@
 """What a whole refit costs between GPU processes: real sessions, real vLLM, full-size shapes, random weights.
 
-    python scripts/bench_gpu_session.py [--model 4b|toy] [--trainers plain|megatron|nothing] [--tp 2] [--repeats 12] [--out FILE]
+    python scripts/bench_gpu_session.py [--model 4b|toy] [--trainers plain|megatron|nothing|packed|mapped]
+        [--tp 2] [--repeats 12] [--out FILE]
 
 Engine on the first GPUs, trainers on the next, as many ranks each as --tp. Prints the three clocks of session/report.py
 (transfer, outage, call), vLLM's own round trips with a call that does nothing in place of the update, the cost of
@@ -11,6 +12,7 @@ Bridge's export).
 `megatron`: real Megatron-Core and Bridge, one optimizer step before every verified refit, TransformerEngine where it is
 installed, its stand-in (xfer/testing/te_twin.py) where it is not; the output says which.
 `nothing`: plain trainers, and an engine that keeps all that it has but one norm, so nearly no byte is to move: the protocol's cost.
+`packed`, `mapped`: plain trainers by the packed route, broadcast or, on the engine's own GPUs, mapped; the engine's own loader.
 """
 
 from __future__ import annotations
@@ -112,6 +114,8 @@ class Bench:
             try:
                 if args.trainers == "nothing":
                     self.nothing(job, engine, on)
+                elif args.trainers in ("packed", "mapped"):
+                    self.packed(job, engine, on)
                 elif args.trainers == "plain":
                     self.plain(job, engine, on)
                 else:
@@ -174,6 +178,24 @@ class Bench:
         job.meet([engine], keep=ALL_BUT_A_NORM, drop=ALL_BUT_A_NORM)
         self.timed(job, "zero bytes")
 
+    def packed(self, job: Job, engine, on: list[int]) -> None:
+        mapped = self.args.trainers == "mapped"
+        job.start_trainers(on if mapped else [i + self.args.tp for i in on])
+        job.plain()
+        self.say("engine started, s", f"{engine.started(400)['seconds']:.0f}")
+        job.good("set", "set", seed=1)
+        before = self.memory(job, engine)
+        job.meet([engine], route="packed", colocated=mapped)
+        job.refit(verify=True)
+        self.say(
+            "device memory by xfer, MiB: trainers, workers", [b - a for a, b in zip(before, self.memory(job, engine))]
+        )
+        self.judge(engine, config=self.config, seed=1)
+        self.timed(job, "packed refit")
+        engine.ask("scramble", "scrambled", seed=3)
+        job.refit(2, verify=True)
+        self.judge(engine, config=self.config, seed=2)
+
     def megatron(self, job: Job, engine, on: list[int]) -> None:
         from safetensors.torch import save_file
 
@@ -219,7 +241,7 @@ class Bench:
 def main() -> None:
     p = argparse.ArgumentParser()
     p.add_argument("--model", choices=sorted(MODELS), default="4b")
-    p.add_argument("--trainers", choices=["plain", "megatron", "nothing"], default="plain")
+    p.add_argument("--trainers", choices=["plain", "megatron", "nothing", "packed", "mapped"], default="plain")
     p.add_argument("--tp", type=int, default=2)
     p.add_argument("--repeats", type=int, default=12)
     p.add_argument("--eager", action="store_true", help="no CUDA graphs and no torch.compile: starts faster")

@@ -32,6 +32,7 @@ class Case:
     model: dict = field(default_factory=dict)
     route: str = "peer"
     env: dict = field(default_factory=dict)  # of the trainers
+    connect: dict = field(default_factory=dict)
 
     @property
     def needs(self) -> int:
@@ -39,6 +40,7 @@ class Case:
 
 
 NO_HANDLES = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+PACKED, MAPPED = dict(route="packed"), dict(route="packed", colocated=True)
 CASES = [
     Case("one GPU for both", "qwen3", (0,), ((0,),)),
     Case("dense, side by side", "qwen3_tied", (1,), ((0,),)),
@@ -46,13 +48,16 @@ CASES = [
     Case("experts cut, colocated", "qwen3_moe", (0, 1, 2, 3), ((0, 1, 2, 3),), dict(ep=True)),
     Case("experts, two replicas", "qwen3_moe", (2, 3), ((0,), (1,)), dict(eager=True)),
     Case("by NCCL", "qwen3", (2, 3), ((0, 1),), dict(eager=True), route="nccl", env=NO_HANDLES),
+    Case("packed, by NCCL", "qwen3_moe", (1,), ((0,),), dict(eager=True), route="", connect=PACKED),
+    Case("packed, mapped on one GPU", "qwen3_tied", (0,), ((0,),), dict(eager=True), route="", connect=MAPPED),
+    Case("packed, two to TP2", "qwen3_moe", (2, 3), ((0, 1),), dict(eager=True), route="", connect=PACKED),
 ]
 
 
 def check(job: Job, engines, seed: int, report: dict, route: str) -> list:
     assert all(report["committed"]) and report["verified"], report
     assert {k.removeprefix("route/").removesuffix("_bytes") for k in report["scalars"] if k.startswith("route/") and
-            k.endswith("_bytes")} == {route}, report["routes"]  # fmt: skip
+            k.endswith("_bytes")} == {route} - {""}, report["routes"]  # fmt: skip
     for e in engines:
         assert e.wrong(config=job.config, seed=seed) == [[]] * len(e.on)
     outputs = [e.observe() for e in engines]
@@ -70,7 +75,7 @@ def test_refits_are_bit_exact_and_tokens_follow(case: Case, tmp_path):
         job.plain()
         for e in engines:
             e.started()
-        job.meet(engines)
+        job.meet(engines, **case.connect)
         first = check(job, engines, 1, job.refit(1, verify=True), case.route)
         # Noise in every live byte, so that a refit that leaves anything out cannot pass.
         kept = [e.ask("scramble", "scrambled", seed=5)["kept"] for e in engines]
