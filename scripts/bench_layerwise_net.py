@@ -73,7 +73,12 @@ def batch(s: Shape, step: int, rank: int, device) -> torch.Tensor:
     """int64 [rows, tokens + 1]: counting upwards from random starts, so that there is something to learn."""
     g = torch.Generator().manual_seed(1_000_003 * step + rank)
     start = torch.randint(0, s.vocab, (s.rows, 1), generator=g)
-    return ((start + torch.arange(s.tokens + 1)) % s.vocab).to(device)
+    made = (start + torch.arange(s.tokens + 1)) % s.vocab
+    if torch.device(device).type != "cuda":
+        return made
+    return made.pin_memory().to(
+        device, non_blocking=True
+    )  # from other memory the host would wait for all that is queued
 
 
 def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 from unittest.mock import patch
 
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,7 +19,7 @@ EXAMPLES = int(os.environ.get("XFER_EXAMPLES", "40"))
 def queued(rank: int, size: int, shares: list[list[SimpleNamespace]]) -> tuple[list, list[_Copied]]:
     """What rank's stream is given, copies and records of events; and what is waited for, by bucket."""
     stream: list = []
-    pulls = Pulls(SimpleNamespace(rank=rank, size=size), None, None, {}, (), SimpleNamespace())
+    pulls = Pulls(SimpleNamespace(rank=rank, size=size, device="cpu"), None, None, {}, (), SimpleNamespace())
     pulls.copy = stream.append
     record = patch.object(_Copied, "record", lambda work: stream.append(work))
     with patch("torch.cuda.stream", lambda s: nullcontext()), record:
@@ -57,3 +58,15 @@ def test_windows_are_all_places_in_order_and_grow():
         some = list(windows(n))
         assert [i for w in some for i in w] == list(range(n))
         assert all(len(b) == 2 * len(a) for a, b in zip(some, some[1:-1]))
+
+
+def test_where_not_all_owners_gave_the_sign_a_bucket_is_not_a_number():
+    """And untouched, to the bit, where they did: a negative zero stays one."""
+    for came in (True, False):
+        param = torch.nn.Parameter(torch.tensor([-0.0, 2.0, 3.0], dtype=torch.bfloat16))
+        share = SimpleNamespace(owner=1, nbytes=6, home=None, members=(SimpleNamespace(param=param),))
+        pulls = Pulls(SimpleNamespace(rank=0, size=2, device="cpu"), None, None, {}, [share], None)
+        pulls._came.fill_(came)
+        before = param.detach().view(torch.int16).clone()
+        pulls.seal(share)
+        assert torch.equal(param.detach().view(torch.int16), before) if came else param[0].isnan() and param[1] == 2.0

@@ -219,9 +219,9 @@ def test_copies_out_of_owners_memory_begin_when_all_have_stepped_and_are_waited_
     here.wait_event = lambda e: here.todo.put(e.done.wait)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: here)
     w, stepped, asked = wire(30.0 * PATIENCE), Work(), []
-    w.size, w.behind = 3, []
-    w.meet = lambda what, received: asked.append(received) or stepped
-    shares = [SimpleNamespace(owner=r, nbytes=8, home=Home(-1.0)) for r in (0, 1, 2, 1)]
+    w.size, w.behind, w.device = 3, [], torch.device("cpu")
+    w.meet = lambda what, received, word: asked.append(received) or stepped
+    shares = [SimpleNamespace(owner=r, nbytes=8, home=Home(-1.0), members=()) for r in (0, 1, 2, 1)]
     theirs = {1: {0: Home(10.0), 1: Home(11.0)}, 2: {0: Home(20.0)}}
     numbers = {id(s): n for s, n in zip(shares, (0, 0, 0, 1))}
     mapping = SimpleNamespace(roots=theirs, close=lambda: asked.append("closed"))
@@ -248,11 +248,11 @@ def test_copies_out_of_owners_memory_begin_when_all_have_stepped_and_are_waited_
 def test_what_is_copied_behind_a_gather_that_was_aborted_is_made_nans_too(wire):
     """The copies go on when nothing holds them any more."""
     w, behind = wire(0.3), Stream()
-    w._zero, theirs, mine = torch.zeros(1, dtype=torch.int32), torch.ones(8, dtype=torch.bfloat16), torch.zeros(8)
+    word, theirs, mine = torch.zeros(1, dtype=torch.int32), torch.ones(8, dtype=torch.bfloat16), torch.zeros(8)
     w._backend.allreduce = lambda tensors: w._backend._end_coalescing()
     w._spare.wait_stream = lambda stream: stream.synchronize()
     w.behind = [behind]
-    work = w.meet(lambda: "the sign", [theirs.view(torch.uint8)])
+    work = w.meet(lambda: "the sign", [theirs.view(torch.uint8)], word)
     with on(behind):
         work.wait()
     behind.todo.put(lambda: theirs.fill_(3.0))

@@ -17,6 +17,7 @@ On CPUs the kernel copies (process_vm_readv), when bytes are waited for. What is
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from collections.abc import Mapping as Table
 
@@ -50,15 +51,21 @@ class Pulls:
         self._others = [s.home for s in shares if s.owner != wire.rank and s.nbytes]
         self._all_stepped = None
         self.stream = stream
+        self._steps = torch.ones(1, dtype=torch.int32, device=wire.device)
+        self._came = torch.zeros(1, dtype=torch.bool, device=wire.device)
+        self._firsts = {id(s): s.members[0].param.detach().view(-1)[:1] for s in shares if s.members and s.nbytes}
+        self._nan = {x.dtype: torch.full_like(x, math.nan) for x in self._firsts.values()}
         if stream is not None:
             wire.behind = [stream]
 
     def begin(self) -> None:
         """This rank's owned parameters are those of the new step (on its current stream). Once per step, on all ranks."""
-        self._all_stepped = self._wire.meet(lambda: "the sign that all owners have stepped", self._others)
+        self._steps.fill_(1)
+        self._all_stepped = self._wire.meet(lambda: "the sign that all owners have stepped", self._others, self._steps)
         if self.stream is not None:  # so copies also come after this rank's last reads of what they overwrite
             with torch.cuda.stream(self.stream):
                 self._all_stepped.wait()
+                torch.eq(self._steps, self._wire.size, out=self._came)
 
     def wanted(self, shares: Sequence[Share]) -> list[Share]:
         """Of these, what others own."""
@@ -71,6 +78,12 @@ class Pulls:
     def copy(self, share: Share) -> None:
         """On the current stream."""
         share.home.copy_(self._mapping.roots[share.owner][self._numbers[id(share)]], non_blocking=True)
+
+    def seal(self, share: Share) -> None:
+        """On the current stream, behind a bucket's copies: where the sum was aborted, and so let them go, one element becomes NaN. A
+        forward that was launched already must not give numbers then: nobody knows what its weights were."""
+        if (first := self._firsts.get(id(share))) is not None:
+            torch.where(self._came, first, self._nan[first.dtype], out=first)
 
     def read(self, shares: Sequence[Share]) -> None:
         """On a CPU: wait for the owners, and copy."""
@@ -103,6 +116,7 @@ def start_in_order(buckets: Sequence[tuple[Pulls, Sequence[Share]]]) -> list[_Co
             for at, (pulls, share, i) in enumerate(queue):
                 pulls.copy(share)
                 if last[i] == at:
+                    pulls.seal(share)
                     works[i].record()
     return works
 

@@ -45,7 +45,6 @@ class Wire:
         self.lost: XferError | None = None
         self.behind: list[torch.cuda.Stream] = []
         """Streams that wait for collectives of this wire, and then write what these were to bring."""
-        self._zero = torch.zeros(1, dtype=torch.int32, device=device)
         self._backend = backend
         self._who = f"rank {dist.get_rank()}"
         self._watch = None
@@ -135,10 +134,10 @@ class Wire:
         """Messages of a pair of ranks match in the order in which they are posted."""
         return self._alive().recv([tensor], source, 0)
 
-    def meet(self, what: Callable[[], str], received: Sequence[torch.Tensor] = ()) -> dist.Work:
-        """A sum of nothing, started: when it is waited for, all ranks have started theirs (on GPUs: their streams were there).
-        received: what comes only behind it, flat uint8."""
-        return self._watched(what, lambda: self._alive().allreduce([self._zero]), received)
+    def meet(self, what: Callable[[], str], received: Sequence[torch.Tensor], word: torch.Tensor) -> dist.Work:
+        """The sum of all ranks' words, in place, started: when it is waited for, all ranks have started theirs (on GPUs: their
+        streams were there), or it was aborted, which leaves another number there. received: what comes only behind it, flat uint8."""
+        return self._watched(what, lambda: self._alive().allreduce([word]), received)
 
     # ---- small things, all done on return (over NCCL: for the current stream)
 
