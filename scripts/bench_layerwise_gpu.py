@@ -121,13 +121,14 @@ class Rank:
         repeatable(True)
         shape, steps = (SMALL, self.args.steps) if self.cuda else (TOY_SMALL, 6)
         ways = {
-            "blocking": dict(overlap=False),
-            "overlapped": {},
-            "depth 4": dict(prefetch_depth=4),
+            "blocking": dict(overlap=False, route="broadcast"),
+            "overlapped": dict(route="broadcast"),
+            "depth 4": dict(prefetch_depth=4, route="broadcast"),
             "staged": dict(rehome=False),
-            "to owners, blocking": dict(overlap=False, reduce="to_owners"),
-            "to owners": dict(reduce="to_owners"),
+            "to owners, blocking": dict(overlap=False, reduce="to_owners", route="broadcast"),
+            "to owners": dict(reduce="to_owners", route="broadcast"),
             "pulled": dict(route="pull"),
+            "pulled, to owners": dict(route="pull", reduce="to_owners"),
         }
         out = []
         for model, vector in (("fp32", torch.float32), ("bf16 and fp32", torch.float32)):

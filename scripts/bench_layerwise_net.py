@@ -152,13 +152,15 @@ class Timeline:
 
 
 def is_gather(name: str) -> bool:
-    """Whether a kernel is one of NCCL's that only moves bytes: gradients and norms are reduced."""
-    return "nccl" in name.lower() and "reduce" not in name.lower()
+    """Whether a kernel is one of NCCL's that only moves bytes, or the sign that owners have stepped, a sum of integers:
+    gradients and norms are sums of floats."""
+    name = name.lower()
+    return "nccl" in name and ("reduce" not in name or "_u32" in name or "_i32" in name)
 
 
 def timeline(trace: Path, steps: int) -> Timeline:
-    """Of a chrome trace of torch's profiler over that many steps. Copies of a gather are those within or between devices on
-    streams on which nothing is computed. ValueError if there is nothing of a gather."""
+    """Of a chrome trace of torch's profiler over that many steps. Copies of a gather are those between devices, and those within
+    one on streams on which nothing is computed. ValueError if there is nothing of a gather."""
     events = json.loads(trace.read_text())["traceEvents"]
     kernels = [e for e in events if e.get("cat") == "kernel"]
     spans = lambda gather: [(e["ts"], e["ts"] + e["dur"]) for e in kernels if is_gather(e["name"]) is gather]  # noqa: E731
@@ -167,8 +169,7 @@ def timeline(trace: Path, steps: int) -> Timeline:
         (e["ts"], e["ts"] + e["dur"])
         for e in events
         if e.get("cat") == "gpu_memcpy"
-        and any(way in e["name"] for way in ("DtoD", "PtoP"))
-        and e.get("args", {}).get("stream") not in computing
+        and ("PtoP" in e["name"] or "DtoD" in e["name"] and e.get("args", {}).get("stream") not in computing)
     ]
     if not mine:
         raise ValueError(f"no kernel of a gather among {sorted({e['name'][:60] for e in kernels})}")

@@ -291,7 +291,8 @@ class ParamGather:
     def _copy(self, buckets: Sequence[Bucket]) -> None:
         for b in buckets:
             self._moves(b)
-        works = start_in_order([(self.pulls[b.peers.name], b.shares) for b in buckets])
+        first = [w for b in self.order if b.state is State.IN_FLIGHT and not self._is_copied(b) for w in b.works]
+        works = start_in_order([(self.pulls[b.peers.name], b.shares) for b in buckets], first)
         for b, work in zip(buckets, works, strict=True):
             b.works, b.state = [work], State.IN_FLIGHT
 

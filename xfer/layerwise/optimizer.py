@@ -81,7 +81,8 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
     deadline_s: of every wait for peers. Over NCCL, where no wait blocks, a thread aborts what is late by then: parameters that
     were to be received become NaNs, the device goes on, and every later call raises DeadlineExceeded.
     max_ctas: most thread blocks that NCCL may take from computing for one gather. route: "pull" copies parameters out of
-    their owners' memory where all ranks of a group are on one host and can map it (see pulls.py), and broadcasts elsewhere.
+    their owners' memory where all ranks of a group are on one host and can map it (see pulls.py), and broadcasts elsewhere;
+    "auto" is "pull" on GPUs, where copies take nothing from computing, and "broadcast" on CPUs, where they do.
 
     `param_groups` are the inner optimizers' own, for learning-rate schedulers. Parameters that need no gradient have no
     owner and are never sent. Between `step()` and a forward, parameters of other owners are old: read them inside
@@ -108,7 +109,7 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
         guard: Guard = "first",
         deadline_s: float = 600.0,
         max_ctas: int | None = None,
-        route: Literal["broadcast", "pull"] = "broadcast",
+        route: Literal["auto", "broadcast", "pull"] = "auto",
     ):
         self.modules = [module] if isinstance(module, torch.nn.Module) else list(module)
         self.clip_grad, self.grad_norm, self.skipped = clip_grad, None, False
@@ -138,7 +139,7 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
             deadline_s=deadline_s,
             label=self.label,
             blank=guard == "nan",
-            pulls=self._pulls(buckets, deadline_s) if route == "pull" else None,
+            pulls=self._pulls(buckets, deadline_s) if self._may_pull(route) else None,
         )
         bucket_of = {id(m.param): b for b in buckets for s in b.shares for m in s.members}
         self.hooks = Hooks(self.modules, self._trained, bucket_of, self.gather, guard)
@@ -364,6 +365,9 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
         return [
             Bucket(i, who, tuple(settle_in(owned, move=rehome, fixed=fixed))) for i, (_, who, owned) in enumerate(found)
         ]
+
+    def _may_pull(self, route: str) -> bool:
+        return route == "pull" or route == "auto" and self._trained[0][1].device.type == "cuda"
 
     def _pulls(self, buckets: Sequence[Bucket], deadline_s: float) -> dict[str, Pulls]:
         found: dict[str, Pulls] = {}

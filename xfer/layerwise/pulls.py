@@ -22,6 +22,7 @@ from collections.abc import Iterator, Sequence
 from collections.abc import Mapping as Table
 
 import torch
+import torch.distributed as dist
 
 from xfer.errors import DeadlineExceeded, PeerLost
 from xfer.layerwise.shares import Share
@@ -30,6 +31,7 @@ from xfer.transport import peer, peer_host
 from xfer.transport.group import Aside
 from xfer.transport.routes import any_rank, exchange_over_store
 
+_STEPS = 1 << 16  # times any number of ranks of one host within int32
 FIRST_WINDOW = 2
 """Buckets among which a rank may begin with any owner, at first; twice as many each time, as what is needed later can wait longer."""
 
@@ -51,7 +53,7 @@ class Pulls:
         self._others = [s.home for s in shares if s.owner != wire.rank and s.nbytes]
         self._all_stepped = None
         self.stream = stream
-        self._steps = torch.ones(1, dtype=torch.int32, device=wire.device)
+        self._step, self._steps = 0, torch.zeros(1, dtype=torch.int32, device=wire.device)
         self._came = torch.zeros(1, dtype=torch.bool, device=wire.device)
         self._firsts = {id(s): s.members[0].param.detach().view(-1)[:1] for s in shares if s.members and s.nbytes}
         self._nan = {x.dtype: torch.full_like(x, math.nan) for x in self._firsts.values()}
@@ -60,12 +62,14 @@ class Pulls:
 
     def begin(self) -> None:
         """This rank's owned parameters are those of the new step (on its current stream). Once per step, on all ranks."""
-        self._steps.fill_(1)
+        # Another number in every step: an aborted sum adds up what lay in NCCL's buffers from the step before.
+        self._step = self._step % _STEPS + 1
+        self._steps.fill_(self._step)
         self._all_stepped = self._wire.meet(lambda: "the sign that all owners have stepped", self._others, self._steps)
         if self.stream is not None:  # so copies also come after this rank's last reads of what they overwrite
             with torch.cuda.stream(self.stream):
                 self._all_stepped.wait()
-                torch.eq(self._steps, self._wire.size, out=self._came)
+                torch.eq(self._steps, self._wire.size * self._step, out=self._came)
 
     def wanted(self, shares: Sequence[Share]) -> list[Share]:
         """Of these, what others own."""
@@ -102,13 +106,17 @@ class Pulls:
         self._mapping.close()
 
 
-def start_in_order(buckets: Sequence[tuple[Pulls, Sequence[Share]]]) -> list[_Copied | _Reads]:
+def start_in_order(
+    buckets: Sequence[tuple[Pulls, Sequence[Share]]], behind: Sequence[dist.Work] = ()
+) -> list[_Copied | _Reads]:
     """Queue the copies of what others own of each bucket, given in the order of use; what is returned, one for each, is waited for
-    as a work of a collective."""
+    as a work of a collective. behind: what is needed before any of them, and so has the wire for itself."""
     if not buckets or buckets[0][0].stream is None:
         return [_Reads(pulls, pulls.wanted(shares)) for pulls, shares in buckets]
     stream, works = buckets[0][0].stream, [_Copied() for _ in buckets]
     with torch.cuda.stream(stream):
+        for work in behind:
+            work.wait()
         for window in windows(len(buckets)):
             queue = [(buckets[i][0], s, i) for i in window for s in buckets[i][0].wanted(buckets[i][1])]
             queue.sort(key=lambda q: (q[0].turn(q[1]), q[2]))
