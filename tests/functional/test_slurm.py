@@ -63,7 +63,8 @@ def test_one_vllm_over_two_nodes(cluster, tmp_path):
     """As a replica of tp 32 lies over four: each node's workers join by themselves, and only the first answers."""
     done = subprocess.run(
         ["sbatch", "--wait", "--nodes=3", f"--output={tmp_path}/job.log", "scripts/slurm/refit.sbatch", "--config", "smoke-over-nodes"],
-        env={**cluster.env, "XFER_WORK": str(tmp_path), "VLLM_LOGGING_LEVEL": "INFO"}, cwd=ROOT, capture_output=True, text=True, timeout=900 * PATIENCE,
+        env={**cluster.env, "XFER_WORK": str(tmp_path), "VLLM_LOGGING_LEVEL": "INFO"},  # whose lines are looked for below
+        cwd=ROOT, capture_output=True, text=True, timeout=900 * PATIENCE,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr + logs(tmp_path)
     result = dict(line.split() for line in (tmp_path / "result").read_text().splitlines())
