@@ -205,7 +205,7 @@ class Rank:
         shape, net, module = self.large()
         optimizer = LayerWiseOptimizer(
             module,
-            groups(net, compute=torch.bfloat16, skew=self.size if skewed else 0),
+            groups(net, compute=torch.bfloat16, skew=self.size if skewed else 0, fused=self.cuda),
             bucket_bytes=(self.args.bucket_mb << 20) if self.cuda else 50_000,
             deadline_s=DEADLINE_S,
             max_ctas=ctas,
@@ -252,12 +252,18 @@ class Rank:
         )
 
 
-def groups(net: Net, lr: float = 1e-3, compute: torch.dtype | None = None, skew: int = 0) -> list[ParamGroup]:
-    """Muon for the blocks' matrices, Adam for the rest. skew: that many ranks, of which the last owns nearly everything."""
+def groups(
+    net: Net, lr: float = 1e-3, compute: torch.dtype | None = None, skew: int = 0, fused: bool = False
+) -> list[ParamGroup]:
+    """Muon for the blocks' matrices, Adam for the rest. skew: that many ranks, of which the last owns nearly everything.
+    fused: Adam in few launches; by a dozen for each of 200 vectors their owner's host would fall behind its device."""
     inside = {id(p) for p in net.blocks.parameters() if p.dim() == 2}
     matrices = [p for p in net.parameters() if id(p) in inside]
     rest = [p for p in net.parameters() if id(p) not in inside]
-    muon, adam = {"lr": lr, "compute_dtype": compute}, {"lr": lr, "foreach": False}
+    muon, adam = (
+        {"lr": lr, "compute_dtype": compute},
+        {"lr": lr, "fused": True} if fused else {"lr": lr, "foreach": False},
+    )
     if not skew:
         return [
             ParamGroup(matrices, Muon, muon, cost="newton_schulz"),
@@ -354,7 +360,7 @@ def megatron(rank: Rank) -> Overlap | str:
         shape,
         (rank.args.bucket_mb << 20) if rank.cuda else 50_000,
         new,
-        lambda net: groups(net, compute=torch.bfloat16),
+        lambda net: groups(net, compute=torch.bfloat16, fused=rank.cuda),
         lambda t, announce: Step(rank, shape, t, t, announce),
         rank.args.rounds,
     )
