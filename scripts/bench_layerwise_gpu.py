@@ -460,7 +460,7 @@ def main() -> int:
     )
     options.add_argument("--out", default="", help="file for all figures, JSON, written after every part")
     options.add_argument("--append", action="store_true", help="keep the figures of other runs that --out has")
-    options.add_argument("--traces", default="", help="folder for rank 0's timelines")
+    options.add_argument("--traces", default="", help="folder for the ranks' timelines")
     options.add_argument("--toy", action="store_true", help="on a CPU, over gloo, at toy size")
     options.add_argument("--how", default="killed", help=argparse.SUPPRESS)
     options.add_argument("--route", default="broadcast", help=argparse.SUPPRESS)

@@ -113,9 +113,9 @@ class Step:
             trace = Path(folder) / "trace.json"
             prof.export_chrome_trace(str(trace))
             keep = self.rank.args.traces
-            if keep and self.rank.rank == 0:
+            if keep:
                 Path(keep).mkdir(parents=True, exist_ok=True)
-                slug = f"{self.rank.size}_{type(self.optimizer).__name__}_{name.replace(' ', '_')}.json.gz"
+                slug = f"{self.rank.rank}_of_{self.rank.size}_{type(self.optimizer).__name__}_{name.replace(' ', '_')}.json.gz"
                 (Path(keep) / slug).write_bytes(gzip.compress(trace.read_bytes(), 6))
             try:
                 return timeline(trace, steps)
