@@ -48,16 +48,16 @@ CASES = [
     Case("experts cut, colocated", "qwen3_moe", (0, 1, 2, 3), ((0, 1, 2, 3),), dict(ep=True)),
     Case("experts, two replicas", "qwen3_moe", (2, 3), ((0,), (1,)), dict(eager=True)),
     Case("by NCCL", "qwen3", (2, 3), ((0, 1),), dict(eager=True), route="nccl", env=NO_HANDLES),
-    Case("packed, by NCCL", "qwen3_moe", (1,), ((0,),), dict(eager=True), route="", connect=PACKED),
-    Case("packed, mapped on one GPU", "qwen3_tied", (0,), ((0,),), dict(eager=True), route="", connect=MAPPED),
-    Case("packed, two to TP2", "qwen3_moe", (2, 3), ((0, 1),), dict(eager=True), route="", connect=PACKED),
+    Case("packed, by NCCL", "qwen3_moe", (1,), ((0,),), dict(eager=True), route="packed", connect=PACKED),
+    Case("packed, mapped on one GPU", "qwen3_tied", (0,), ((0,),), dict(eager=True), route="packed", connect=MAPPED),
+    Case("packed, two to TP2", "qwen3_moe", (2, 3), ((0, 1),), dict(eager=True), route="packed", connect=PACKED),
 ]
 
 
 def check(job: Job, engines, seed: int, report: dict, route: str) -> list:
     assert all(report["committed"]) and report["verified"], report
     assert {k.removeprefix("route/").removesuffix("_bytes") for k in report["scalars"] if k.startswith("route/") and
-            k.endswith("_bytes")} == {route} - {""}, report["routes"]  # fmt: skip
+            k.endswith("_bytes")} == {route}, report["routes"]  # fmt: skip
     for e in engines:
         assert e.wrong(config=job.config, seed=seed) == [[]] * len(e.on)
     outputs = [e.observe() for e in engines]
