@@ -64,7 +64,7 @@ class Arrivals:
         device: torch.device,
         verify: bool,
     ):
-        self.seconds, self.total = 0.0, 0
+        self.seconds, self.total, self._ended = 0.0, 0, 0.0
         self._link, self._messages, self._buffers, self._until = link, messages, buffers, until
         self._device, self._verify = device, verify
         self._free: queue.Queue[torch.cuda.Event | None] = queue.Queue()
@@ -101,7 +101,7 @@ class Arrivals:
 
     def _receive(self) -> None:
         longest = max((x.nbytes for x in self._messages), default=0)
-        before: tuple[int, Pending, torch.Tensor] | None = None
+        before: tuple[int, Pending, torch.Tensor, float] | None = None
         try:
             with own_stream(self._device, "receive"):
                 for number, message in enumerate(self._messages):
@@ -112,7 +112,7 @@ class Arrivals:
                         torch.cuda.current_stream(self._device).wait_event(event)
                     data = self._buffers.take(number, message.nbytes, longest)
                     # Begun before the one that is on its way is waited for, so that the wire has no rest between them.
-                    now = number, self._link.begin_broadcast(data, 0, self._until), data
+                    now = number, self._link.begin_broadcast(data, 0, self._until), data, time.perf_counter()
                     if before is not None:
                         self._arrived(*before)
                     before = now
@@ -121,10 +121,15 @@ class Arrivals:
         except BaseException as e:
             self._here.put(e)
 
-    def _arrived(self, number: int, pending: Pending, data: torch.Tensor) -> None:
-        began = time.perf_counter()
+    def _arrived(self, number: int, pending: Pending, data: torch.Tensor, began: float) -> None:
         pending.wait(self._until)
-        self.seconds += time.perf_counter() - began
+        self.seconds += on_wire(began, self._ended)
+        self._ended = time.perf_counter()
         if self._verify:
             self.total = (self.total + wire_sum(data, number)) % (1 << 64)
         self._here.put(data)
+
+
+def on_wire(began: float, before: float) -> float:
+    """Seconds that a message had the wire for itself until now: since it was begun, or since the one before it had ended."""
+    return time.perf_counter() - max(began, before)

@@ -23,7 +23,7 @@ import msgspec
 import torch
 
 from xfer.errors import PeerLost, PlanMismatch, ProtocolError, RefitFailed, XferError
-from xfer.packed.arrivals import Arrivals, own_stream
+from xfer.packed.arrivals import Arrivals, on_wire, own_stream
 from xfer.packed.buffer import Buffers, Unpacker, specs_by_name, wire_sum
 from xfer.packed.feed import Feed, Pump
 from xfer.packed.plan import BucketPlan
@@ -52,8 +52,6 @@ _HEAD, _OFFER = 8, 9
 """Tags of headers and offers where the link is shared memory's."""
 HEAR_S = 2.0
 """Seconds in which a rank whose link broke hears why from the hub, before it reports that it broke."""
-
-
 OVER_S = 2.0
 """Seconds in which a gather that nobody needs any more ends, when nothing hangs."""
 
@@ -114,9 +112,8 @@ class PackedLane(Lane):
         self._feed: Feed | None = None
         self._told = b""  # digest of the manifest that this link has carried
         self._exporters = Exporters()
-        self._mine: tuple[
-            int, ...
-        ] = ()  # colocated: on exporters their workers', on workers their exporter's rank on the link
+        # Colocated: on exporters their workers', on workers their exporter's rank on the link.
+        self._mine: tuple[int, ...] = ()
         self._opened = False  # also where this rank needs no link: who asks again would wait for ranks that have one
         self._messages: tuple[Message, ...] = ()
         self._buffers = Buffers(2, side.device) if loader is not None else None
@@ -332,29 +329,38 @@ class PackedLane(Lane):
             for worker in self._mine:
                 link.send(torch.tensor([offer.numel()]), worker, _OFFER, until)
                 link.send(offer, worker, _OFFER, until)
-        nbytes, total, said, began = 0, 0, time.monotonic(), time.perf_counter()
-        before: Pending | None = None  # the message that is on its way when the next one is given to the wire
+        seconds, nbytes, total, said = 0.0, 0, 0, time.monotonic()
+        before: tuple[int, Pending, float] | None = None  # on its way when the next message is given to the wire
+        ended = 0.0
+
+        def sent(last: int, pending: Pending, began: float) -> None:
+            nonlocal seconds, ended
+            pending.wait(until)
+            seconds += on_wire(began, ended)
+            ended = time.perf_counter()
+            feed.release(last, self.replica)
+
         for number in range(plan.messages):
             data = feed.take(number, until, self._why)
             faults.point("trainer", self.side.index, "wave")
+            began = time.perf_counter()
             nbytes += data.numel()
             if go.verify:
                 total = (total + wire_sum(data, number)) % (1 << 64)
             if self._shared:
                 announce(link, number, self._mine, until, device)
                 wait_done(link, number, self._mine, until)  # the next is being packed meanwhile
+                seconds += time.perf_counter() - began
                 feed.release(number, self.replica)
             else:
-                now = link.begin_broadcast(data, 0, until)
+                now = number, link.begin_broadcast(data, 0, until), time.perf_counter()
                 if before is not None:
-                    before.wait(until)
-                    feed.release(number - 1, self.replica)
+                    sent(*before)
                 before = now
             said = self._progress(go, number, nbytes, said)
         if before is not None:
-            before.wait(until)
-            feed.release(plan.messages - 1, self.replica)
-        return time.perf_counter() - began, nbytes if self.side.index == 0 else 0, total
+            sent(*before)
+        return seconds, nbytes if self.side.index == 0 else 0, total
 
     def _announce(self, plan: BucketPlan, go: m.Go, until: float) -> None:
         """What comes, to all workers: the header, and the manifest if this link has not carried it."""
