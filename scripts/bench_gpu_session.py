@@ -112,24 +112,22 @@ class Bench:
             on = list(range(args.tp))
             engine = job.engine("engine", on, **({"eager": True} if args.eager else {}))
             try:
-                if args.trainers == "nothing":
-                    self.nothing(job, engine, on)
-                elif args.trainers in ("packed", "mapped"):
-                    self.packed(job, engine, on)
-                elif args.trainers == "plain":
-                    self.plain(job, engine, on)
-                else:
-                    self.megatron(job, engine, on)
+                how = {"nothing": self.nothing, "plain": self.plain, "megatron": self.megatron}
+                how.get(args.trainers, self.packed)(job, engine, on)
             except BaseException:
                 for c in job.family.children:
                     print(f"---- {c.name}\n{c.tail(40)}", flush=True)
                 raise
 
-    def plain(self, job: Job, engine, on: list[int]) -> None:
-        job.start_trainers([args_tp + self.args.tp for args_tp in on])
+    def light(self, job: Job, engine, gpus: list[int]) -> None:
+        """Plain trainers with the weights of seed 1, and the engine, both up."""
+        job.start_trainers(gpus)
         job.plain()
         self.say("engine started, s", f"{engine.started(400)['seconds']:.0f}")
         job.good("set", "set", seed=1)
+
+    def plain(self, job: Job, engine, on: list[int]) -> None:
+        self.light(job, engine, [i + self.args.tp for i in on])
         before = self.memory(job, engine)
         t0 = time.monotonic()
         job.meet([engine])
@@ -171,19 +169,13 @@ class Bench:
         print(job.trainers[0].tail(3))
 
     def nothing(self, job: Job, engine, on: list[int]) -> None:
-        job.start_trainers([i + self.args.tp for i in on])
-        job.plain()
-        self.say("engine started, s", f"{engine.started(400)['seconds']:.0f}")
-        job.good("set", "set", seed=1)
+        self.light(job, engine, [i + self.args.tp for i in on])
         job.meet([engine], keep=ALL_BUT_A_NORM, drop=ALL_BUT_A_NORM)
         self.timed(job, "zero bytes")
 
     def packed(self, job: Job, engine, on: list[int]) -> None:
         mapped = self.args.trainers == "mapped"
-        job.start_trainers(on if mapped else [i + self.args.tp for i in on])
-        job.plain()
-        self.say("engine started, s", f"{engine.started(400)['seconds']:.0f}")
-        job.good("set", "set", seed=1)
+        self.light(job, engine, on if mapped else [i + self.args.tp for i in on])
         before = self.memory(job, engine)
         job.meet([engine], route="packed", colocated=mapped)
         job.refit(verify=True)

@@ -260,10 +260,8 @@ def groups(
     inside = {id(p) for p in net.blocks.parameters() if p.dim() == 2}
     matrices = [p for p in net.parameters() if id(p) in inside]
     rest = [p for p in net.parameters() if id(p) not in inside]
-    muon, adam = (
-        {"lr": lr, "compute_dtype": compute},
-        {"lr": lr, "fused": True} if fused else {"lr": lr, "foreach": False},
-    )
+    muon = {"lr": lr, "compute_dtype": compute}
+    adam = {"lr": lr, "fused": True} if fused else {"lr": lr, "foreach": False}
     if not skew:
         return [
             ParamGroup(matrices, Muon, muon, cost="newton_schulz"),

@@ -20,6 +20,7 @@ from bench_packed_stream import GatheredStream, OnStream, PartsSource, Rows, Sli
 from bench_shapes import Model, Parallel, View, engine, trainer
 from torch.distributed import PrefixStore, TCPStore
 
+from xfer.packed.ahead import OneAhead
 from xfer.packed.arrivals import Arrivals, own_stream
 from xfer.packed.buffer import Buffers, Unpacker
 from xfer.packed.feed import Pump
@@ -196,22 +197,16 @@ class TrainerRank(Rank):
                     offer = torch.frombuffer(bytearray(self.pump.offer), dtype=torch.uint8)
                     link.send(torch.tensor([offer.numel()]), taker, 0, until)
                     link.send(offer, taker, 0, until)
-                before = None
+                wire = OneAhead(link, until, lambda sent, _: feed.release(sent, 0))
                 for number in range(plan.messages if self.pump.exports else 0):
                     data = feed.take(number, until, _nobody)
                     if mapped:
                         announce(link, number, mapped, until, self.device)
                         wait_done(link, number, mapped, until)
                         feed.release(number, 0)
-                        continue
-                    now = link.begin_broadcast(data, 0, until)
-                    if before is not None:
-                        before.wait(until)
-                        feed.release(number - 1, 0)
-                    before = now
-                if before is not None:
-                    before.wait(until)
-                    feed.release(plan.messages - 1, 0)
+                    else:
+                        wire.give(number, data)
+                wire.close()
             feed.wait_over(until, _nobody)
             feed.leave(0)
 
@@ -379,15 +374,11 @@ class TakerRank(Rank):
 
 
 def one_ahead(link: Link, messages: Iterable[torch.Tensor]) -> None:
-    """Broadcasts by rank 0, each begun before the one before it is waited for, as the packed route's are."""
-    before = None
-    for data in messages:
-        now = link.begin_broadcast(data, 0, soon())
-        if before is not None:
-            before.wait(soon())
-        before = now
-    if before is not None:
-        before.wait(soon())
+    """Broadcasts by rank 0 as the packed route's are, of which nothing becomes."""
+    wire = OneAhead(link, soon(), lambda number, data: None)
+    for number, data in enumerate(messages):
+        wire.give(number, data)
+    wire.close()
 
 
 def _nobody() -> None:

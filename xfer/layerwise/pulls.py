@@ -31,7 +31,7 @@ from xfer.transport import peer, peer_host
 from xfer.transport.group import Aside
 from xfer.transport.routes import any_rank, exchange_over_store
 
-_STEPS = 1 << 16  # times any number of ranks of one host within int32
+_NUMBERS = 1 << 16  # times any number of ranks of one host within int32
 FIRST_WINDOW = 2
 """Buckets among which a rank may begin with any owner, at first; twice as many each time, as what is needed later can wait longer."""
 
@@ -53,7 +53,7 @@ class Pulls:
         self._others = [s.home for s in shares if s.owner != wire.rank and s.nbytes]
         self._all_stepped = None
         self.stream = stream
-        self._step, self._steps = 0, torch.zeros(1, dtype=torch.int32, device=wire.device)
+        self._number, self._sign = 0, torch.zeros(1, dtype=torch.int32, device=wire.device)
         self._came = torch.zeros(1, dtype=torch.bool, device=wire.device)
         self._firsts = {id(s): s.members[0].param.detach().view(-1)[:1] for s in shares if s.members and s.nbytes}
         self._nan = {x.dtype: torch.full_like(x, math.nan) for x in self._firsts.values()}
@@ -63,13 +63,13 @@ class Pulls:
     def begin(self) -> None:
         """This rank's owned parameters are those of the new step (on its current stream). Once per step, on all ranks."""
         # Another number in every step: an aborted sum adds up what lay in NCCL's buffers from the step before.
-        self._step = self._step % _STEPS + 1
-        self._steps.fill_(self._step)
-        self._all_stepped = self._wire.meet(lambda: "the sign that all owners have stepped", self._others, self._steps)
+        self._number = self._number % _NUMBERS + 1
+        self._sign.fill_(self._number)
+        self._all_stepped = self._wire.meet(lambda: "the sign that all owners have stepped", self._others, self._sign)
         if self.stream is not None:  # so copies also come after this rank's last reads of what they overwrite
             with torch.cuda.stream(self.stream):
                 self._all_stepped.wait()
-                torch.eq(self._steps, self._wire.size * self._step, out=self._came)
+                torch.eq(self._sign, self._wire.size * self._number, out=self._came)
 
     def wanted(self, shares: Sequence[Share]) -> list[Share]:
         """Of these, what others own."""

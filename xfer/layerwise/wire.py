@@ -23,7 +23,7 @@ import torch.distributed as dist
 from xfer.errors import DeadlineExceeded, PeerLost, Unsupported, XferError
 from xfer.layerwise.shares import NAN_BYTE
 from xfer.layerwise.watch import Post, Watch
-from xfer.transport.group import Aside
+from xfer.transport.group import Aside, from_rank
 from xfer.transport.nccl import quiet
 
 _NAME_BYTES = 16
@@ -107,12 +107,12 @@ class Wire:
             return []
         pg = self._alive()
         if self.device.type != "cuda":
-            return [pg.broadcast([t], _from(owner)) for owner, t in moves]
+            return [pg.broadcast([t], from_rank(owner)) for owner, t in moves]
 
         def start() -> dist.Work:
             pg._start_coalescing()  # one launch, in which NCCL runs the broadcasts side by side
             for owner, t in moves:
-                pg.broadcast([t], _from(owner))
+                pg.broadcast([t], from_rank(owner))
             return pg._end_coalescing()
 
         return [self._watched(what, start, [t for owner, t in moves if owner != self.rank])]
@@ -152,7 +152,7 @@ class Wire:
         self._watched(lambda: "a sum over all ranks", lambda: self._alive().allreduce([tensor])).wait()
 
     def broadcast(self, tensor: torch.Tensor, owner: int) -> None:
-        start = lambda: self._alive().broadcast([tensor], _from(owner))  # noqa: E731
+        start = lambda: self._alive().broadcast([tensor], from_rank(owner))  # noqa: E731
         self._watched(lambda: f"what rank {owner} says", start).wait()
 
     # ---- deadlines over NCCL
@@ -240,16 +240,10 @@ def _connect_nccl(made: list, store, rank: int, size: int, device: torch.device,
     some = torch.zeros(1 << 20, dtype=torch.uint8, device=device)
     some.fill_(NAN_BYTE)  # kernels are loaded now: beside a kernel of NCCL's that waits, that can hang
     few = torch.zeros(16, dtype=torch.int64, device=device)
-    pg.broadcast([some], _from(0)).wait()
+    pg.broadcast([some], from_rank(0)).wait()
     pg.allreduce([few]).wait()
     pg.allgather([[torch.empty_like(few) for _ in range(size)]], [few]).wait()
     torch.cuda.synchronize(device)
-
-
-def _from(owner: int) -> dist.BroadcastOptions:
-    options = dist.BroadcastOptions()
-    options.rootRank, options.rootTensor, options.asyncOp = owner, 0, True
-    return options
 
 
 def _name(group: dist.ProcessGroup | None, rank: int) -> str:

@@ -15,9 +15,10 @@ from collections.abc import Sequence
 import torch
 
 from xfer.errors import DeadlineExceeded
+from xfer.packed.ahead import OneAhead
 from xfer.packed.buffer import Buffers, wire_sum
 from xfer.packed.wire import Message
-from xfer.transport.group import Link, Pending
+from xfer.transport.group import Link
 
 GRACE_S = 5.0
 """Seconds beyond the deadline in which a wait that the link should have ended must have ended."""
@@ -64,8 +65,9 @@ class Arrivals:
         device: torch.device,
         verify: bool,
     ):
-        self.seconds, self.total, self._ended = 0.0, 0, 0.0
-        self._link, self._messages, self._buffers, self._until = link, messages, buffers, until
+        self.total = 0
+        self._messages, self._buffers, self._until = messages, buffers, until
+        self._wire = OneAhead(link, until, self._arrived)
         self._device, self._verify = device, verify
         self._free: queue.Queue[torch.cuda.Event | None] = queue.Queue()
         for _ in range(buffers.count):
@@ -74,6 +76,11 @@ class Arrivals:
         self._stop = False
         self._thread = threading.Thread(target=self._receive, name="xfer-receive", daemon=True)
         self._thread.start()
+
+    @property
+    def seconds(self) -> float:
+        """On the wire."""
+        return self._wire.seconds
 
     def take(self) -> torch.Tensor:
         """The next message; raises what the link raised."""
@@ -101,7 +108,6 @@ class Arrivals:
 
     def _receive(self) -> None:
         longest = max((x.nbytes for x in self._messages), default=0)
-        before: tuple[int, Pending, torch.Tensor, float] | None = None
         try:
             with own_stream(self._device, "receive"):
                 for number, message in enumerate(self._messages):
@@ -110,26 +116,12 @@ class Arrivals:
                         return
                     if event is not None:
                         torch.cuda.current_stream(self._device).wait_event(event)
-                    data = self._buffers.take(number, message.nbytes, longest)
-                    # Begun before the one that is on its way is waited for, so that the wire has no rest between them.
-                    now = number, self._link.begin_broadcast(data, 0, self._until), data, time.perf_counter()
-                    if before is not None:
-                        self._arrived(*before)
-                    before = now
-                if before is not None:
-                    self._arrived(*before)
+                    self._wire.give(number, self._buffers.take(number, message.nbytes, longest))
+                self._wire.close()
         except BaseException as e:
             self._here.put(e)
 
-    def _arrived(self, number: int, pending: Pending, data: torch.Tensor, began: float) -> None:
-        pending.wait(self._until)
-        self.seconds += on_wire(began, self._ended)
-        self._ended = time.perf_counter()
+    def _arrived(self, number: int, data: torch.Tensor) -> None:
         if self._verify:
             self.total = (self.total + wire_sum(data, number)) % (1 << 64)
         self._here.put(data)
-
-
-def on_wire(began: float, before: float) -> float:
-    """Seconds that a message had the wire for itself until now: since it was begun, or since the one before it had ended."""
-    return time.perf_counter() - max(began, before)

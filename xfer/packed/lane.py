@@ -23,7 +23,8 @@ import msgspec
 import torch
 
 from xfer.errors import PeerLost, PlanMismatch, ProtocolError, RefitFailed, XferError
-from xfer.packed.arrivals import Arrivals, on_wire, own_stream
+from xfer.packed.ahead import OneAhead
+from xfer.packed.arrivals import Arrivals, own_stream
 from xfer.packed.buffer import Buffers, Unpacker, specs_by_name, wire_sum
 from xfer.packed.feed import Feed, Pump
 from xfer.packed.plan import BucketPlan
@@ -43,7 +44,7 @@ from xfer.session.lane import PROGRESS_S, Lane
 from xfer.session.store import HubStore
 from xfer.trace.fragment import TensorSpec
 from xfer.transport import routes
-from xfer.transport.group import Link, Pending
+from xfer.transport.group import Link
 
 logger = logging.getLogger("xfer")
 _MAGIC = 0x78666572
@@ -330,16 +331,7 @@ class PackedLane(Lane):
                 link.send(torch.tensor([offer.numel()]), worker, _OFFER, until)
                 link.send(offer, worker, _OFFER, until)
         seconds, nbytes, total, said = 0.0, 0, 0, time.monotonic()
-        before: tuple[int, Pending, float] | None = None  # on its way when the next message is given to the wire
-        ended = 0.0
-
-        def sent(last: int, pending: Pending, began: float) -> None:
-            nonlocal seconds, ended
-            pending.wait(until)
-            seconds += on_wire(began, ended)
-            ended = time.perf_counter()
-            feed.release(last, self.replica)
-
+        wire = OneAhead(link, until, lambda sent, _: feed.release(sent, self.replica))
         for number in range(plan.messages):
             data = feed.take(number, until, self._why)
             faults.point("trainer", self.side.index, "wave")
@@ -353,14 +345,10 @@ class PackedLane(Lane):
                 seconds += time.perf_counter() - began
                 feed.release(number, self.replica)
             else:
-                now = number, link.begin_broadcast(data, 0, until), time.perf_counter()
-                if before is not None:
-                    sent(*before)
-                before = now
+                wire.give(number, data)
             said = self._progress(go, number, nbytes, said)
-        if before is not None:
-            sent(*before)
-        return seconds, nbytes if self.side.index == 0 else 0, total
+        wire.close()
+        return seconds + wire.seconds, nbytes if self.side.index == 0 else 0, total
 
     def _announce(self, plan: BucketPlan, go: m.Go, until: float) -> None:
         """What comes, to all workers: the header, and the manifest if this link has not carried it."""

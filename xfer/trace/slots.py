@@ -241,4 +241,4 @@ def _children(module: torch.nn.Module) -> tuple[int, ...]:
 
 _plain = torch._C.DisableTorchFunctionSubclass
 """Inside, a subclass's `__torch_function__` is not asked. vLLM's parameters have one, in Python, and each attribute that is
-looked at would go through it: 5 ms of an engine's outage for 36 layers (measured), where plain parameters take 1."""
+looked at would go through it, while the engine waits."""

@@ -55,6 +55,15 @@ class Pending(Protocol):
         """
 
 
+def from_rank(root: int):
+    """Options of a broadcast that is begun and waited for later; on GPUs that is one beside the current stream, not in it."""
+    from torch.distributed import BroadcastOptions
+
+    options = BroadcastOptions()
+    options.rootRank, options.rootTensor, options.asyncOp = root, 0, True
+    return options
+
+
 class Arrived:
     """What needs no waiting."""
 
@@ -245,10 +254,7 @@ class GlooLink(Link):
         data = bytes_of(tensor)
         if self.size == 1 or not data.numel():
             return Arrived()
-        from torch.distributed import BroadcastOptions
-
-        options = BroadcastOptions()
-        options.rootRank, options.rootTensor, options.asyncOp = root, 0, True
+        options = from_rank(root)
         options.timeout = timedelta(seconds=max(0.001, deadline - time.monotonic()))
         try:
             return _GlooPending(self, self._group().broadcast([data], options), root, "of a broadcast from", data)

@@ -18,7 +18,7 @@ import torch
 from torch.distributed import Store
 
 from xfer.errors import DeadlineExceeded, PeerLost, XferError
-from xfer.transport.group import Aborted, Arrived, Aside, Link, Outgoing, Pending, bytes_of
+from xfer.transport.group import Aborted, Arrived, Aside, Link, Outgoing, Pending, bytes_of, from_rank
 
 _QUIET = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # a watchdog that sees an error leaves the process alone
@@ -130,12 +130,8 @@ class NcclLink(Link):
         data = bytes_of(tensor)
         if self.size == 1 or not data.numel():
             return Arrived()
-        from torch.distributed import BroadcastOptions
-
-        options = BroadcastOptions()
-        options.rootRank, options.rootTensor = root, 0
         try:
-            return _NcclBroadcast(self, self._group().broadcast([data], options), root, [data])
+            return _NcclBroadcast(self, self._group().broadcast([data], from_rank(root)), root, [data])
         except RuntimeError as e:
             raise self._error(e) from e
 
