@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from xfer.packed.buffer import Buffers, Unpacker
 from xfer.packed.source import PackedSource
 from xfer.packed.tensors import TensorStream
+from xfer.testing.gloo_end import settle_at_exit
 from xfer.trainers.dtensor import TensorTrainer
 
 LIMIT = 1024
@@ -111,6 +112,7 @@ def tensors(folder: Path) -> dict:
 
 
 if __name__ == "__main__":
+    settle_at_exit()
     dist.init_process_group("gloo")
     where = Path(sys.argv[1])
     seen = {f.__name__: f(where) for f in (fsdp, tensors)}

@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
+from xfer.testing.gloo_end import settle_at_exit
 from xfer.testing.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,6 +32,7 @@ def emit(kind: str, **fields) -> None:
 
 def commands():
     """In a child: what the test says, until it closes the pipe."""
+    settle_at_exit()
     for line in sys.stdin:
         yield json.loads(line)
 

@@ -24,6 +24,8 @@ import torch
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
+from xfer.testing.gloo_end import settle_at_exit
+
 CPU = torch.device("cpu")
 _installed = False
 
@@ -44,6 +46,7 @@ def install() -> None:
     _patch_distributed()
     _CudaMeansCpu().__enter__()  # stays on for the life of the process
     _patch_megatron()
+    settle_at_exit()
 
 
 # -- devices ----------------------------------------------------------------------------------------------------------
