@@ -16,7 +16,10 @@ from tests.support.proc import emit, obey
 from xfer.testing import megatron_cpu
 
 megatron_cpu.install()
-dist.init_process_group("gloo")
+if torch.cuda.is_available():
+    torch.cuda.set_device(int(os.environ["RANK"]) % torch.cuda.device_count())
+    torch.use_deterministic_algorithms(True)  # or two runs differ by the order in which atomics add
+megatron_cpu.init_world()
 
 from xfer.layerwise.megatron import MegatronLayerWise, muon_and_adam  # noqa: E402
 from xfer.testing.train_loop import Task, Trainer, build_chunks  # noqa: E402
@@ -106,7 +109,7 @@ class Rank:
         t.optimizer.drain()
         h = hashlib.sha256()
         for _, p in t.optimizer.named:
-            h.update(p.detach().contiguous().view(torch.uint8).numpy().tobytes())
+            h.update(p.detach().contiguous().view(torch.uint8).cpu().numpy().tobytes())
         exported = t.exported()
         g = t.optimizer.gather
         emit(
