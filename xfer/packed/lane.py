@@ -205,9 +205,7 @@ class PackedLane(Lane):
         self.party.send(m.LinkOpen(self.replica, o.epoch))
 
     def _open(self, o: m.OpenLink) -> None:
-        def cancelled() -> bool:
-            return self._cancelled is not None
-
+        cancelled = self._running.stopped
         store = HubStore(
             self.party.channel, self.party.replies, f"r{self.replica}/e{o.epoch}/", self._deadline_s, cancelled
         )
@@ -273,7 +271,7 @@ class PackedLane(Lane):
         except PeerLost:
             # Who breaks a link has a reason, which comes by the hub and says more than that the link is broken.
             until = time.monotonic() + HEAR_S
-            while self._cancelled is None and time.monotonic() < until:
+            while self._running.error is None and time.monotonic() < until:
                 time.sleep(0.01)
             raise
         finally:
@@ -298,7 +296,7 @@ class PackedLane(Lane):
         self.done_attempt = go.attempt
 
     def _why(self) -> XferError | None:
-        return self._cancelled
+        return self._running.error
 
     def _give(self, go: m.Go, until: float) -> m.Done:
         """A trainer: gather with the others, and send what was gathered if that is this rank's part."""
@@ -418,7 +416,7 @@ class PackedLane(Lane):
             model.finish()
             load_s += time.perf_counter() - began
         except BaseException as e:
-            if self._cancelled is None and not isinstance(e, PeerLost):  # before the others see the link break
+            if self._running.error is None and not isinstance(e, PeerLost):  # before the others see the link break
                 self.party.try_send(m.Failed(m.WireError.of(e, self.party.label), go.attempt, self.replica))
             link.abort()  # or the receiving thread would go on writing to buffers, and wait for what nobody sends
             model.abandon()

@@ -69,6 +69,17 @@ def _stop_all() -> None:
     wait_for_all(lane.join for lane in lanes)
 
 
+class _Scope:
+    """All messages of one epoch. `error`: why what runs of it, or is yet to run, ends early."""
+
+    def __init__(self, epoch: int):
+        self.epoch = epoch
+        self.error: XferError | None = None
+
+    def stopped(self) -> bool:
+        return self.error is not None
+
+
 class Lane:
     def __init__(self, party, side: Side, replica: int, joint_rank: int, cache: PlanCache | None):
         self.party, self.side, self.replica, self.joint_rank = party, side, replica, joint_rank
@@ -86,8 +97,8 @@ class Lane:
         self._queue: queue.SimpleQueue = queue.SimpleQueue()
         self._idle = threading.Event()
         self._idle.set()
-        self._cancelled: XferError | None = None
-        self._epoch = 0
+        self._scope = _Scope(0)  # of the newest message
+        self._running = self._scope  # of the one that the lane's thread is at
         self._planned_from = b""
         self._lock = threading.Lock()
         _running.add(self)
@@ -99,16 +110,18 @@ class Lane:
     def post(self, message: m.Message) -> None:
         with self._lock:
             self._idle.clear()
-            if isinstance(message, m.PlanInputs | m.OpenLink):
-                self._epoch, self._cancelled = message.epoch, None
-            self._queue.put(message)  # inside the lock, or the lane could call itself idle in between
+            if isinstance(message, m.PlanInputs | m.OpenLink) and message.epoch != self._scope.epoch:
+                # What still runs of the old epoch must not take the new one for leave to go on.
+                self._scope.error = self._scope.error or PeerLost(f"replica {self.replica}: another epoch has begun")
+                self._scope = _Scope(message.epoch)
+            self._queue.put((message, self._scope))  # inside the lock, or the lane could call itself idle in between
 
     def cancel(self, error: XferError, epoch: int | None) -> None:
         """Stop what runs: frees a blocked transfer. `epoch` None: whatever the epoch."""
         with self._lock:
-            if epoch is not None and epoch < self._epoch:
+            if epoch is not None and epoch < self._scope.epoch:
                 return
-            self._cancelled = error
+            self._scope.error = error
             link, routed = self._link, self._routed
         if routed is not None:
             routed.stop()
@@ -179,9 +192,10 @@ class Lane:
         if self.side.device.type == "cuda":
             torch.cuda.set_device(self.side.device)  # the current device is a property of the thread
         while True:
-            message = self._queue.get()
-            if message is None:
+            item = self._queue.get()
+            if item is None:
                 return
+            message, self._running = item
             try:
                 with torch.no_grad():
                     if isinstance(message, m.PlanInputs):
@@ -193,9 +207,10 @@ class Lane:
                     elif isinstance(message, m.Go):
                         self._do_go(message)
             except Exception as e:
-                error = self._cancelled or (e if isinstance(e, XferError) else None)
+                cancelled = self._running.error
+                error = cancelled or (e if isinstance(e, XferError) else None)
                 wire = m.WireError.of(error or e, self.party.label)
-                if self._cancelled is None:  # else the hub knows already
+                if cancelled is None:  # else the hub knows already
                     self.party.try_send(m.Failed(wire, getattr(message, "attempt", 0), self.replica))
             finally:
                 with self._lock:
@@ -204,8 +219,8 @@ class Lane:
                 self.party.stirred()
 
     def _check(self) -> None:
-        if self._cancelled is not None:
-            raise self._cancelled
+        if self._running.error is not None:
+            raise self._running.error
 
     def _do_plan(self, p: m.PlanInputs) -> None:
         faults.point(self.side.role, self.side.index, "plan")
@@ -246,7 +261,7 @@ class Lane:
             self.party.replies,
             f"r{self.replica}/e{o.epoch}/",
             self._deadline_s,
-            lambda: self._cancelled is not None,
+            self._running.stopped,
         )
         # Kept until all takers have unmapped: it holds this rank's old storages.
         old = self._close_routes()
@@ -273,7 +288,7 @@ class Lane:
             link = self._link
             if ways.wired and (link is None or isinstance(link, routes.NoLink)):
                 link = routes.open_link(
-                    store, rank, size, self._deadline_s, device, self.labels, lambda: self._cancelled is not None
+                    store, rank, size, self._deadline_s, device, self.labels, self._running.stopped
                 )
             with self._lock:
                 self._link = link = link or routes.NoLink(rank, size, device, self.labels)
@@ -322,7 +337,7 @@ class Lane:
                 self.party.try_send(m.Progress(self.replica, go.attempt, "moving", wave, nbytes, planned))
 
         faults.point(self.side.role, self.side.index, "moving")
-        stats = routed.run(until, lambda: self._cancelled is not None, progress)
+        stats = routed.run(until, self._running.stopped, progress)
         t0 = time.perf_counter()
         self._check()
         sums = self.side.after(go, self.plan)

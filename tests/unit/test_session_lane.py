@@ -1,0 +1,71 @@
+"""A lane's scopes: what runs of an epoch that was given up ends, however soon the next epoch follows."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+
+import torch
+
+from xfer.errors import PeerLost
+from xfer.session import messages as m
+from xfer.session.lane import Lane
+from xfer.session.store import HubStore, Replies
+
+
+class Party:
+    """Keeps what a lane says; its store has no value but those of `replies`."""
+
+    label = "trainer 0"
+
+    def __init__(self):
+        self.replies, self.said = Replies(), []
+        self.channel = SimpleNamespace(send=lambda message: None)
+        self.send = self.try_send = self.said.append
+
+    def stirred(self) -> None:
+        pass
+
+
+class Waiting(Lane):
+    """Opens a link of epoch 1 by waiting for a value that nobody puts, of later ones at once."""
+
+    def __init__(self, party: Party):
+        self.waits = threading.Event()
+        side = SimpleNamespace(role="trainer", index=0, device=torch.device("cpu"))
+        super().__init__(party, side, 0, 0, None)
+        self.plan, self._deadline_s = object(), 60.0
+
+    def _open_routes(self, store: HubStore, peers: bool) -> None:
+        if store._prefix.endswith("/e1/"):
+            self.waits.set()
+            store.get("never")
+
+
+def test_the_next_epoch_does_not_call_back_what_was_cancelled():
+    party = Party()
+    lane = Waiting(party)
+    try:
+        lane.post(m.OpenLink(0, 1, True, 1))
+        assert lane.waits.wait(10)
+        lane.cancel(PeerLost("given up"), 1)
+        lane.post(m.OpenLink(0, 2, True, 1))  # before the waiting thread can have looked
+        assert lane.wait_idle(10), "still waits for a value of epoch 1"
+        assert party.said == [m.LinkOpen(0, 2)]
+    finally:
+        lane.close()
+
+
+def test_an_epoch_that_nobody_gave_up_ends_with_the_next_one():
+    party = Party()
+    lane = Waiting(party)
+    try:
+        lane.post(m.OpenLink(0, 1, True, 1))
+        assert lane.waits.wait(10)
+        lane.post(m.OpenLink(0, 2, True, 1))
+        assert lane.wait_idle(10) and party.said == [m.LinkOpen(0, 2)]
+        lane.cancel(PeerLost("late"), 1)  # of an epoch that is over: concerns nobody
+        lane.post(m.OpenLink(0, 2, False, 1))
+        assert lane.wait_idle(10) and party.said == [m.LinkOpen(0, 2)] * 2
+    finally:
+        lane.close()
