@@ -10,7 +10,6 @@ import os
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from tests.support.proc import emit, obey
 from xfer.testing import megatron_cpu

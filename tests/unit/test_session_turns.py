@@ -1,9 +1,12 @@
 """Turns are quick inside a refit, and as they were after the last of several."""
 
+import ctypes
 import sys
 import threading
 
-from xfer.session.turns import INTERVAL_S, quick_turns
+import pytest
+
+from xfer.session.turns import INTERVAL_S, SLACK_NS, quick_turns, short_sleeps
 
 
 def test_turns_are_as_before_after_the_last_one():
@@ -29,3 +32,13 @@ def test_turns_are_as_before_after_the_last_one():
             assert sys.getswitchinterval() < 2e-5  # quicker already
     finally:
         sys.setswitchinterval(before)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the slack of timers is Linux's")
+def test_sleeps_are_short_in_the_thread_that_asks_for_it_and_in_no_other():
+    slack = lambda: ctypes.CDLL(None).prctl(30)  # noqa: E731 (PR_GET_TIMERSLACK)
+    before, inside = slack(), []
+    thread = threading.Thread(target=lambda: inside.extend([short_sleeps(), slack()]))
+    thread.start()
+    thread.join()
+    assert inside == [True, SLACK_NS] and slack() == before

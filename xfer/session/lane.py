@@ -26,6 +26,7 @@ from xfer.plan.part import Part
 from xfer.session import faults
 from xfer.session import messages as m
 from xfer.session.store import HubStore
+from xfer.session.turns import short_sleeps
 from xfer.trace.catalog import Catalog
 from xfer.transport import routes
 from xfer.transport.group import Link
@@ -189,6 +190,7 @@ class Lane:
     # ---- the lane's own thread
 
     def _work(self) -> None:
+        short_sleeps()
         if self.side.device.type == "cuda":
             torch.cuda.set_device(self.side.device)  # the current device is a property of the thread
         while True:

@@ -42,6 +42,8 @@ BURST_BYTES = 0
 """Of a sender's turn. Long ones gain 4 % where all takers begin at once and each with another sender, and halve the rate where
 two begin with the same (measured on H200s); in turns of a tile nobody can get into anybody's way for long."""
 _POLL_S = 20e-6
+_EAGER_S = 0.5e-3
+"""For so long a pull is asked without a sleep in between, only with turns for other threads: few bytes are here by then."""
 _STOP_S = 2e-3
 _TOKEN = secrets.token_bytes(16)
 
@@ -434,7 +436,7 @@ class Pull:
                 if late:
                     raise DeadlineExceeded("the deadline passed while bytes were pulled", where=where)
                 raise Aborted("the pull was cancelled", where=where)
-            time.sleep(_POLL_S)
+            time.sleep(0 if time.perf_counter() - self._launched < _EAGER_S else _POLL_S)
         if self._stopped:
             raise Aborted("the pull was stopped here", where=where)
         torch.cuda.current_stream(self.device).wait_stream(self._stream)
