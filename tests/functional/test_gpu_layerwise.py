@@ -11,7 +11,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from tests.support.gpu_job import _site, gpus
+from tests.support.gpu_job import gpus, site
 from tests.support.layerwise_ranks import Ranks
 from tests.support.proc import Family
 from xfer.testing import toy
@@ -41,7 +41,7 @@ OVERLAPPED = [
 
 def started(family: Family, world: int) -> Ranks:
     # Dynamo has nothing to do with gathers and takes longer than all the steps; cuBLAS must add in one order.
-    env = {**_site("trainer"), "TORCHDYNAMO_DISABLE": "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    env = {**site("trainer"), "TORCHDYNAMO_DISABLE": "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     return Ranks(family, world, "layerwise_megatron", **env)
 
 

@@ -1,8 +1,8 @@
 """Whole refits between GPU processes: plain and Megatron trainers, real vLLM with CUDA graphs and torch.compile.
 
-After each refit every byte of every worker is compared with what vLLM's own loader makes of the same weights, and greedy
-tokens are asked right away. Any number of GPUs: what needs more is skipped, ranks of both sides share GPUs where there
-are few (then nothing can go by NCCL).
+After each refit every byte of every worker is compared with what vLLM's own loader makes of the same weights (and, of MLA,
+the projections that it derives from them), and greedy tokens are asked right away, of every data-parallel rank. Any number
+of GPUs: what needs more is skipped, ranks of both sides share GPUs where there are few (then nothing can go by NCCL).
 
     python -m pytest -m gpu tests/functional/test_gpu_refit.py
 """
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from tests.support.gpu_job import Job, config, gpus
+from tests.support.gpu_job import NO_HANDLES, Job, check, config, gpus
 
 pytest.importorskip("vllm")
 GPUS = gpus()
@@ -39,7 +39,6 @@ class Case:
         return 1 + max((*self.trainers, *(g for r in self.replicas for g in r)))
 
 
-NO_HANDLES = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 PACKED, MAPPED = dict(route="packed"), dict(route="packed", colocated=True)
 CASES = [
     Case("one GPU for both", "qwen3", (0,), ((0,),)),
@@ -47,22 +46,14 @@ CASES = [
     Case("dense, TP2", "qwen3", (2, 3), ((0, 1),)),
     Case("experts cut, colocated", "qwen3_moe", (0, 1, 2, 3), ((0, 1, 2, 3),), dict(ep=True)),
     Case("experts, two replicas", "qwen3_moe", (2, 3), ((0,), (1,)), dict(eager=True)),
+    Case("MLA, one GPU for both", "deepseek_v3", (0,), ((0,),), dict(eager=True)),
+    Case("data parallel", "qwen3", (0, 1), ((0, 1),), dict(dp=2, tp=1, eager=True)),
+    Case("data parallel, experts shared", "qwen3_moe", (0, 1), ((0, 1),), dict(dp=2, tp=1, ep=True, eager=True)),
     Case("by NCCL", "qwen3", (2, 3), ((0, 1),), dict(eager=True), route="nccl", env=NO_HANDLES),
     Case("packed, by NCCL", "qwen3_moe", (1,), ((0,),), dict(eager=True), route="packed", connect=PACKED),
     Case("packed, mapped on one GPU", "qwen3_tied", (0,), ((0,),), dict(eager=True), route="packed", connect=MAPPED),
     Case("packed, two to TP2", "qwen3_moe", (2, 3), ((0, 1),), dict(eager=True), route="packed", connect=PACKED),
 ]
-
-
-def check(job: Job, engines, seed: int, report: dict, route: str) -> list:
-    assert all(report["committed"]) and report["verified"], report
-    assert {k.removeprefix("route/").removesuffix("_bytes") for k in report["scalars"] if k.startswith("route/") and
-            k.endswith("_bytes")} == {route}, report["routes"]  # fmt: skip
-    for e in engines:
-        assert e.wrong(config=job.config, seed=seed) == [[]] * len(e.on)
-    outputs = [e.observe() for e in engines]
-    assert {o["version"] for o in outputs} == {report["version"]}
-    return [o["outputs"] for o in outputs]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)

@@ -132,6 +132,15 @@ def test_copies_out_of_owners_memory_wait_for_owners_and_owners_for_them(ranks):
     assert len(set(run(ranks, "pulled_beside_slow_ranks"))) == 1
 
 
+def test_after_a_drain_on_all_ranks_parameters_may_be_changed(ranks):
+    seen = run(ranks, "drained_and_changed")
+    assert all(x == seen[0] and x[0] == 0 for x in seen)
+
+
+def test_nothing_is_stepped_on_a_norm_that_was_aborted(ranks):
+    assert all(run(ranks, "an_aborted_norm"))
+
+
 def test_modules_in_another_order_even_on_some_ranks_only(ranks):
     assert all(n > 0 for n in run(ranks, "another_order"))
 
@@ -167,6 +176,12 @@ def test_a_wire_that_its_watch_aborted_is_an_error_at_every_use(ranks):
     for seen, untouched in run(ranks, "aborted"):
         assert len(seen) == 4 and all("aborted by the watch" in x for x in seen)
         assert untouched
+
+
+def test_a_close_beside_a_rank_that_failed_lets_go_of_everything(ranks):
+    seen = run(ranks, "closed_beside_a_rank_that_failed")
+    assert all(said in ("RebindError", "PeerLost", "DeadlineExceeded", "closed") for said, _, _ in seen)
+    assert seen[1][0] == "RebindError" and all(not wires and not any(mapped) for _, wires, mapped in seen)
 
 
 def test_a_rank_that_does_not_build_the_optimizer(ranks):

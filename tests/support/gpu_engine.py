@@ -3,6 +3,7 @@
 {"do": "start", "model", "tp", …}  {"do": "serve", "rendezvous", "replica"}  {"do": "ready"}  {"do": "observe"}
 {"do": "wrong", "config", "seed" | "folder"}  {"do": "scramble", "seed"}  {"do": "generate"}  {"do": "stop generating"}
 {"do": "noop", "times", "took_ms", "pause_ms"}  {"do": "memory"}  {"do": "state"}  {"do": "stop"}
+{"do": "force"}  {"do": "sleep", "level"}  {"do": "wake", "tags"}
 """
 
 from __future__ import annotations
@@ -12,12 +13,15 @@ import threading
 import time
 import traceback
 
+from tests.support.gpu_async import Ranks
 from tests.support.proc import commands, emit
 
 PROMPTS = [[5, 6, 7, 8], list(range(10, 60)), [100, 3, 90, 17] * 12]
 
 
-def start(model: str, tp: int = 1, ep: bool = False, load_format: str = "dummy", eager: bool = False, **more):
+def start(
+    model: str, tp: int = 1, dp: int = 1, ep: bool = False, load_format: str = "dummy", eager: bool = False, **more
+):
     from vllm import LLM
 
     options = dict(
@@ -30,6 +34,8 @@ def start(model: str, tp: int = 1, ep: bool = False, load_format: str = "dummy",
     )  # fmt: skip
     if not eager:
         options["compilation_config"] = {"cudagraph_capture_sizes": [1, 2, 4, 8]}
+    if dp > 1:
+        return Ranks(**{**options, "data_parallel_size": dp, **more})
     return LLM(**{**options, **more})
 
 
@@ -108,14 +114,26 @@ def main() -> None:
 
                 if controller is not None:
                     controller.close()
-                controller = xfer.serve(llm, token=os.environ["XFER_TOKEN"], deadline_s=120.0, **c)
+                engine, loop_of = (llm.engine, {"loop": llm.loop}) if isinstance(llm, Ranks) else (llm, {})
+                controller = xfer.serve(engine, token=os.environ["XFER_TOKEN"], deadline_s=120.0, **loop_of, **c)
                 emit("serving")
             elif do == "ready":
                 controller.wait_ready()
                 emit("is ready")
+            elif do == "observe" and controller is None:
+                emit("observed", version="", outputs=ask(llm))
             elif do == "observe":
-                with controller.serving() as engine:
-                    emit("observed", version=controller.version, outputs=ask(engine))
+                with controller.serving():
+                    emit("observed", version=controller.version, outputs=ask(llm))
+            elif do == "force":
+                emit("forced", outputs=ask(llm))  # behind xfer's back
+            elif do == "sleep":
+                with controller.serving():
+                    llm.sleep(level=c["level"])
+                emit("asleep")
+            elif do == "wake":
+                llm.wake_up(tags=c["tags"])
+                emit("awake")
             elif do == "wrong":
                 with controller.serving():
                     answers = llm.collective_rpc("xfer_wrong", kwargs=c)
@@ -141,7 +159,8 @@ def main() -> None:
             elif do == "memory":
                 emit("memory", workers=llm.collective_rpc("xfer_memory"))
             elif do == "state":
-                emit("state", version=controller.version, error=str(controller.error or ""))
+                error, lost = str(controller.error or ""), str(controller.lost or "")
+                emit("state", version=controller.version, error=error, lost=lost)
             elif do == "stop":
                 if controller is not None:
                     controller.close()

@@ -28,21 +28,30 @@ TOY = dict(
 )
 """What vLLM's GPU kernels want of a toy: heads of 64, and a vocabulary that it pads."""
 TOY_MOE = {**TOY, "moe_intermediate_size": 128}
+TOY_MLA = dict(
+    hidden_size=256, intermediate_size=512, num_attention_heads=16, num_key_value_heads=16, vocab_size=500,
+    moe_intermediate_size=128, q_lora_rank=128, qk_nope_head_dim=128, v_head_dim=128,
+)  # fmt: skip
+"""Heads of DeepSeek's own sizes: FlashAttention takes keys and values of unequal widths in few sizes only."""
+
+
+NO_HANDLES = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+"""Environment of trainers whose memory nobody can map: then all bytes go by NCCL."""
 
 
 def gpus() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
-def _site(side: str) -> dict[str, str]:
+def site(side: str) -> dict[str, str]:
     parts = [str(ROOT), os.environ.get(f"XFER_SITE_{side.upper()}", ""), os.environ.get("PYTHONPATH", "")]
     return {"PYTHONPATH": ":".join(p for p in parts if p), "TORCHDYNAMO_DISABLE": "0", "XFER_CPU_RESIDENT": "0"}
 
 
 class Engine:
-    """A vLLM process whose workers lie on `on`, in that order."""
+    """A vLLM process whose workers lie on `on`, in that order. `env`: of that process. `start`: gpu_engine.start's."""
 
-    def __init__(self, job: Job, name: str, on: list[int], **start):
+    def __init__(self, job: Job, name: str, on: list[int], env: dict[str, str] | None = None, **start):
         seen = (
             os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
             if os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -51,8 +60,9 @@ class Engine:
         order = [seen[g] for g in (*on, *(g for g in range(gpus()) if g not in on))]
         self.job, self.on = job, on
         self.child: Child = job.family.start(
-            name, "engine", "gpu_engine", **_site("engine"), XFER_TOKEN=job.token,
+            name, "engine", "gpu_engine", **site("engine"), XFER_TOKEN=job.token,
             CUDA_VISIBLE_DEVICES=",".join(map(str, order)), VLLM_USE_FLASHINFER_SAMPLER="0", VLLM_LOGGING_LEVEL="WARNING",
+            **(env or {}),
         )  # fmt: skip
         self.child.expect("up", timeout=90)
         self.child.say(do="start", **{"tp": len(on), **start})
@@ -84,12 +94,13 @@ class Job:
         self.family = Family(self.work)
         self.engines: list[Engine] = []
         self.trainers: list[Child] = []
+        self.rendezvous = ""  # of the last meeting
         self.folder = self.work / "model"
         self.folder.mkdir(parents=True, exist_ok=True)
         (self.folder / "config.json").write_text(__import__("json").dumps(config))
 
     def engine(self, name: str, on: list[int], **start) -> Engine:
-        e = Engine(self, name, on, model=str(self.folder), **start)
+        e = Engine(self, name, on, **{"model": str(self.folder), **start})
         self.engines.append(e)
         return e
 
@@ -99,7 +110,7 @@ class Job:
             self.trainers.append(
                 self.family.start(
                     f"trainer{r}-{len(self.family.children)}", "trainer", "gpu_trainer", **{
-                        **_site("trainer"), "XFER_TOKEN": self.token, "XFER_GPU": str(gpu), "RANK": str(r),
+                        **site("trainer"), "XFER_TOKEN": self.token, "XFER_GPU": str(gpu), "RANK": str(r),
                         "LOCAL_RANK": str(gpu), "WORLD_SIZE": str(len(on)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
                         **env,
                     },
@@ -134,10 +145,10 @@ class Job:
             assert got["kind"] == "built", f"{got}\n{c.tail()}"
 
     def meet(self, engines: list[Engine], keep: tuple[str, ...] = (), **connect) -> list[dict]:
-        rendezvous = f"tcp://127.0.0.1:{free_port()}"
+        self.rendezvous = f"tcp://127.0.0.1:{free_port()}"
         for i, e in enumerate(engines):
-            e.ask("serve", "serving", rendezvous=rendezvous, replica=i, keep=keep)
-        out = self.good("connect", "connected", rendezvous=rendezvous, replicas=len(engines), **connect)
+            e.ask("serve", "serving", rendezvous=self.rendezvous, replica=i, keep=keep)
+        out = self.good("connect", "connected", rendezvous=self.rendezvous, replicas=len(engines), **connect)
         for e in engines:
             e.ask("ready", "is ready")
         return out
@@ -156,4 +167,19 @@ class Job:
 
 
 def config(family: str, **override) -> dict:
-    return toy.config(family, **{**(TOY_MOE if "moe" in family else TOY), **override})
+    sizes = TOY_MLA if "deepseek" in family else TOY_MOE if "moe" in family else TOY
+    return toy.config(family, **{**sizes, **override})
+
+
+def check(job: Job, engines: list[Engine], seed: int, report: dict, route: str) -> list:
+    """A verified refit of the weights of `seed` went by this route alone, and every byte is there. What the engines
+    answer now."""
+    assert all(report["committed"]) and report["verified"], report
+    assert {k.removeprefix("route/").removesuffix("_bytes") for k in report["scalars"] if k.startswith("route/") and
+            k.endswith("_bytes")} == {route}, report["routes"]  # fmt: skip
+    for e in engines:
+        wrong = e.wrong(config=job.config, seed=seed)
+        assert wrong == [[]] * len(e.on), f"{e.child.name}: (name, wrong elements, elements) by worker: {wrong}"
+    outputs = [e.observe() for e in engines]
+    assert {o["version"] for o in outputs} == {report["version"]}
+    return [o["outputs"] for o in outputs]

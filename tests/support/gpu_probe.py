@@ -13,12 +13,25 @@ import torch
 
 from tests.support.gpu_values import names, value
 
+DERIVED = ("W_UV", "W_UK_T")
+
+
+def derived(model) -> dict[str, torch.Tensor]:
+    """What MLA's attention layers made of their projections after loading; sometimes registered as parameters too."""
+    made = {f"{at}.{key}": getattr(module, key, None) for at, module in model.named_modules() for key in DERIVED}
+    return {name: t for name, t in made.items() if t is not None}
+
+
+def tensors(model) -> dict[str, torch.Tensor]:
+    return dict(model.named_parameters(remove_duplicate=False)) | derived(model)
+
 
 class Probe:
     """Mixed into vLLM's worker: `self` is the worker."""
 
     def xfer_wrong(self, config=None, seed=0, folder=""):
-        """[(name, wrong elements, elements)] of live parameters that are not what vLLM's loader makes of these weights."""
+        """[(name, wrong elements, elements)] of live parameters, and of what is derived from them, that are not what vLLM's
+        loader makes of these weights."""
         from xfer.engines.meta_model import make_model
 
         twin = make_model(self.vllm_config, str(self.device))
@@ -31,14 +44,18 @@ class Probe:
                 twin.load_weights((n, f.get_tensor(n)) for n in f.keys())
         else:
             twin.load_weights((n, value(n, s, d, seed, self.device)) for n, s, d in names(config))
-        live, bad, seen = dict(self.model_runner.get_model().named_parameters(remove_duplicate=False)), [], 0
-        for name, want in twin.named_parameters(remove_duplicate=False):
+        for module in twin.modules():
+            if hasattr(module, "kv_b_proj") and hasattr(module, "process_weights_after_loading"):  # MLA's attention
+                module.process_weights_after_loading(self.vllm_config.model_config.dtype)
+        live, bad, seen = tensors(self.model_runner.get_model()), [], 0
+        assert bool(derived(twin)) == self.vllm_config.model_config.use_mla
+        for name, want in tensors(twin).items():
             got = live.pop(name)
             a, b = (t.detach().contiguous().view(-1).view(torch.uint8) for t in (got, want))
             seen += a.numel()
             if a.shape != b.shape or not torch.equal(a, b):
                 bad.append((name, int((a != b).sum()) if a.shape == b.shape else -1, got.numel()))
-        del twin, want, a, b
+        del twin, module, want, a, b
         gc.collect()  # a model's modules refer to each other
         torch.cuda.empty_cache()
         return [*bad, *((n, -1, 0) for n in live)], seen

@@ -3,7 +3,7 @@
     {"do": "plain", "config", "rank", "world", "port"}      DTensors under checkpoint names, cut as `cut` says
     {"do": "megatron", "folder", "layout", …}               real Megatron-Core through Bridge (RANK, WORLD_SIZE, … set)
     {"do": "connect", …} {"do": "set", "seed"} {"do": "step"} {"do": "refit", "times", …} {"do": "move"} {"do": "offload"}
-    {"do": "export", "folder"} {"do": "memory"} {"do": "close"}
+    {"do": "remake", "give_back"} {"do": "export", "folder"} {"do": "memory", "gpu"} {"do": "close"}
 
 Which GPU: XFER_GPU (an index). Values of a seed are made on the device (gpu_values.py), so that both sides can make
 models of any size without a checkpoint.
@@ -95,6 +95,21 @@ class Plain:
         torch.cuda.synchronize()
         return back
 
+    def remake(self, give_back: bool) -> int:
+        """Other memory under all parameters, at the old addresses where that can be had: in between it was the device's
+        again, or only torch's. Values are lost. Returns how many lie where they lay."""
+        mine = [p.to_local() for p in self.parameters.values()]
+        was = [(t.data_ptr(), t.untyped_storage().nbytes()) for t in mine]
+        if give_back:
+            for t in mine:
+                t.untyped_storage().resize_(0)
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+        for t, (_, nbytes) in zip(mine, was):
+            t.untyped_storage().resize_(0)
+            t.untyped_storage().resize_(nbytes)
+        return sum(t.data_ptr() == address for t, (address, _) in zip(mine, was))
+
     def source(self):
         from xfer.trainers.dtensor import TensorTrainer
 
@@ -121,10 +136,12 @@ class Megatron:
         return MegatronTrainer(self.trainer.chunks, self.trainer.bridge)
 
 
-def memory() -> dict:
-    """Bytes: of the device beside torch's allocator, and allocated by it."""
-    free, total = torch.cuda.mem_get_info(DEVICE)
-    return dict(beside=total - free - torch.cuda.memory_reserved(DEVICE), allocated=torch.cuda.memory_allocated(DEVICE))
+def memory(gpu: int | None = None) -> dict:
+    """Bytes: of the device beside torch's allocator, allocated by it, and free. `gpu`: another one than this rank's own."""
+    device = DEVICE if gpu is None else torch.device("cuda", gpu)
+    free, total = torch.cuda.mem_get_info(device)
+    reserved, allocated = torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device)
+    return dict(beside=total - free - reserved, allocated=allocated, free=free)
 
 
 def told(r, began: float) -> dict:
@@ -172,6 +189,10 @@ def main() -> None:
                 emit(
                     "offloaded", back=model.offload(), bytes=sum(p.to_local().nbytes for p in model.parameters.values())
                 )
+            elif do == "remake":
+                if c["give_back"]:
+                    refit.release()
+                emit("remade", same=model.remake(**c), of=len(model.parameters))
             elif do == "refit":
                 times = c.pop("times", 1)
                 pause = c.pop("pause", 0.0)
@@ -182,7 +203,7 @@ def main() -> None:
                     reports.append(told(xfer.nccl_xfer_refit(refit, **c), began))
                 emit("refitted", reports=reports, plan=refit.explain(), **reports[-1])
             elif do == "memory":
-                emit("memory", **memory())
+                emit("memory", **memory(**c))
             elif do == "close":
                 if refit is not None:
                     refit.close()

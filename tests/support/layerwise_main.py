@@ -12,10 +12,17 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.support import layerwise_model as lm
+from tests.support.layerwise_ends import (
+    aborted,
+    an_aborted_norm,
+    closed,
+    closed_beside_a_rank_that_failed,
+    drained_and_changed,
+)
 from tests.support.layerwise_pair import Pair
 from tests.support.layerwise_sources import refit_sources, refit_without_the_wrapper
 from tests.support.proc import emit, obey
-from xfer.errors import DeadlineExceeded, PlanMismatch, RebindError, StaleWeights, Unsupported, XferError
+from xfer.errors import PlanMismatch, RebindError, StaleWeights, XferError
 from xfer.layerwise import LayerWiseOptimizer, ParamGroup, checkpoint
 from xfer.layerwise.gather import State
 
@@ -227,7 +234,7 @@ def pulled_beside_slow_ranks():
         if i % size == rank:
             time.sleep(0.1)
         elif (i + 1) % size == rank:
-            pair.owners.drain()
+            pair.net.state_dict()
         pair.steps(1)
     pair.same()
     pair.owners.close()
@@ -363,20 +370,6 @@ def absent():
     raise AssertionError("nobody noticed")
 
 
-def closed():
-    pair = Pair()
-    pair.steps(2)
-    pair.owners.close()
-    if pair.stale():
-        raise AssertionError("closing left old parameters")
-    pair.backward()
-    try:
-        pair.owners.step()
-    except Unsupported as e:
-        return str(e)
-    raise AssertionError("nobody noticed")
-
-
 def changed_memory():
     """A cast after the optimizer was built: refused when the gather would have missed it."""
     pair = Pair()
@@ -408,25 +401,6 @@ def different_models():
     except PlanMismatch as e:
         return str(e)
     raise AssertionError("nobody noticed")
-
-
-def aborted():
-    """What every use says once a watch has aborted the wire: here only said to be, for over gloo none is watched."""
-    pair = Pair()
-    pair.steps(2)
-    loss = lm.loss_of(pair.net, lm.batch(7, 0))
-    before = lm.digest(pair.net)
-    for wire in pair.owners.gather._wires:
-        wire.lost = DeadlineExceeded("aborted by the watch", where=f"rank {dist.get_rank()}")
-    uses = (lambda: pair.net(lm.batch(8, 0)), loss.backward, pair.owners.step, pair.owners.drain)
-    seen = []
-    for use in uses:
-        try:
-            use()
-            seen.append("nothing")
-        except XferError as e:
-            seen.append(str(e))
-    return [seen, lm.digest(pair.net) == before]
 
 
 def dying(victim: int, how: str = "ends", deadline_s: float = 10.0, **options) -> None:
@@ -492,7 +466,7 @@ HAZARDS = {
         one_rank_evaluates, skipped_module, state_dict_is_current, without_hooks, unannounced_but_watched,
         old_values_are_nans, pulled_beside_slow_ranks, few_parameters, aborted, experts_over_halves, unequal_groups,
         not_finite_on_one_rank, captured, absent, closed, changed_memory, wire, different_models, refit_sources,
-        refit_without_the_wrapper,
+        refit_without_the_wrapper, drained_and_changed, an_aborted_norm, closed_beside_a_rank_that_failed,
     )
 }  # fmt: skip
 

@@ -60,13 +60,25 @@ def test_windows_are_all_places_in_order_and_grow():
         assert all(len(b) == 2 * len(a) for a, b in zip(some, some[1:-1]))
 
 
-def test_where_not_all_owners_gave_the_sign_a_bucket_is_not_a_number():
-    """And untouched, to the bit, where they did: a negative zero stays one."""
+def test_where_not_all_owners_gave_the_sign_every_parameter_of_a_bucket_is_not_a_number():
+    """And untouched, to the bit, where they did: a negative zero stays one. Of several owners and dtypes, one of them empty."""
     for came in (True, False):
-        param = torch.nn.Parameter(torch.tensor([-0.0, 2.0, 3.0], dtype=torch.bfloat16))
-        share = SimpleNamespace(owner=1, nbytes=6, home=None, members=(SimpleNamespace(param=param),))
-        pulls = Pulls(SimpleNamespace(rank=0, size=2, device="cpu"), None, None, {}, [share], None)
-        pulls._came.fill_(came)
-        before = param.detach().view(torch.int16).clone()
-        pulls.seal(share)
-        assert torch.equal(param.detach().view(torch.int16), before) if came else param[0].isnan() and param[1] == 2.0
+        params = [
+            torch.nn.Parameter(torch.tensor([-0.0, 2.0, 3.0], dtype=dtype))
+            for dtype in (torch.bfloat16, torch.float32, torch.bfloat16, torch.float16)
+        ]
+        empty = torch.nn.Parameter(torch.empty(0))
+        shares = [
+            SimpleNamespace(owner=1, nbytes=18, home=None, members=[SimpleNamespace(param=p) for p in params[:2]]),
+            SimpleNamespace(
+                owner=2, nbytes=12, home=None, members=[SimpleNamespace(param=p) for p in (empty, *params[2:])]
+            ),
+        ]
+        pulls = Pulls(SimpleNamespace(rank=0, size=3, device="cpu"), None, None, {}, shares, None)
+        for dtype, factor in pulls._factor.items():
+            factor.copy_(pulls._one[dtype] if came else pulls._nan[dtype])
+        before = [p.detach().view(torch.uint8).clone() for p in params]
+        pulls.seal(shares)
+        for p, was in zip(params, before):
+            same = torch.equal(p.detach().view(torch.uint8), was)
+            assert same if came else p[0].isnan() and p[1] == 2.0

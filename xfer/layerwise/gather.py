@@ -134,7 +134,8 @@ class ParamGather:
     buckets: in the order of registration, equal on all peers. overlap: False gathers everything at once in `begin`.
     prefetch_depth: buckets that are on their way beyond the one that is needed, at least 1; over all groups together.
     blank: what is stale is made NaNs in `begin`. pulls: by name of peers, those whose buckets are copied out of the owners'
-    memory, all at once; but the first bucket of use, which everybody needs at the same moment, is broadcast.
+    memory, all at once; but the first bucket of use, which everybody needs at the same moment, is broadcast. wires: on which
+    something travels without which nothing may be stepped, beside those of buckets.
 
     Each bucket is gathered exactly once per step, and those of one group in one order on all of its ranks, whatever
     forwards do. So ranks that run their modules in different orders, or one more forward than others, still match.
@@ -150,6 +151,7 @@ class ParamGather:
         label: str = "",
         blank: bool = False,
         pulls: Mapping[str, Pulls] | None = None,
+        wires: Sequence[Wire] = (),
     ):
         if prefetch_depth < 1:
             raise LayoutError(f"prefetch_depth is {prefetch_depth}; at least one bucket is fetched ahead")
@@ -164,8 +166,7 @@ class ParamGather:
         self.broken: XferError | None = None
         """What made the gather unusable."""
         self._kept: list[torch.Tensor] = []  # memory that a broken gather may still write
-        wires = {id(b.peers): b.peers.wire for b in self.buckets}
-        self._wires = [w for w in wires.values() if w is not None]
+        self._wires = list(dict.fromkeys(w for w in (*(b.peers.wire for b in self.buckets), *wires) if w is not None))
 
     # ---- order
 
@@ -267,6 +268,13 @@ class ParamGather:
         for b in self.order:
             self.finish_param_sync(b, skip_next_bucket_dispatch=True)
 
+    def meet(self) -> None:
+        """After `drain`, before parameters are written: no rank copies them out of this rank's memory any more. All ranks drain and
+        meet; those that only read need not."""
+        self.check()
+        for pulls in self.pulls.values():
+            self.guarded(pulls.meet, "the sign that all ranks have copied")
+
     # ---- details
 
     def _prefetch(self, at: int, depth: int) -> None:
@@ -295,6 +303,16 @@ class ParamGather:
         works = start_in_order([(self.pulls[b.peers.name], b.shares) for b in buckets], first)
         for b, work in zip(buckets, works, strict=True):
             b.works, b.state = [work], State.IN_FLIGHT
+        self._end_copies({b.peers.name for b in buckets}, on_host=False)
+
+    def _end_copies(self, names: Iterable[str], on_host: bool) -> None:
+        """Of those groups whose last copy of this step was just queued, or made by this process."""
+        for name in sorted(names):
+            pulls, done = self.pulls[name], (State.CURRENT,) if on_host else (State.IN_FLIGHT, State.CURRENT)
+            if (pulls.stream is None) == on_host and all(
+                b.state in done for b in self.order if b.peers.name == name and self._is_copied(b)
+            ):
+                pulls.end()
 
     def _launch(self, b: Bucket) -> None:
         if self._is_copied(b):
@@ -329,6 +347,8 @@ class ParamGather:
                     share.unpack(run)
         b.works, b.runs, b.state = [], [], State.CURRENT
         self._pending -= 1
+        if self._is_copied(b):
+            self._end_copies([b.peers.name], on_host=True)
 
     def check(self) -> None:
         """Raises what made the gather unusable: here, or over NCCL on the thread that watches for what is late."""

@@ -51,7 +51,7 @@ class Hooks:
                 self._reads[id(module)] = [id(p) for p in module._parameters.values() if id(p) in bucket_of]
                 # Of any of them may somebody ask for the state.
                 self._handles.append(module.register_state_dict_pre_hook(lambda *_: self.drain()))
-                self._handles.append(module.register_load_state_dict_pre_hook(lambda *_: self.drain()))
+                self._handles.append(module.register_load_state_dict_pre_hook(lambda *_: self.drain(to_write=True)))
                 self._of_module[id(module)] = [
                     module.register_forward_pre_hook(self._before, prepend=True),
                     module.register_forward_hook(self._after, always_call=True),
@@ -69,9 +69,12 @@ class Hooks:
         self._handles.clear()
         self._of_module.clear()
 
-    def drain(self) -> None:
-        """Finish everything; whoever reads parameters outside of hooked modules may do so until the next step."""
+    def drain(self, to_write: bool = False) -> None:
+        """Finish everything; whoever reads parameters outside of hooked modules may do so until the next step. to_write: they
+        are to be changed, on all ranks."""
         self.gather.drain()
+        if to_write:
+            self.gather.meet()
         self._all_covered = self.gather.version
 
     def stop_learning(self) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -122,29 +123,35 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
         self.named = list(_named(self.modules))
         self._trained = [(name, p) for name, p in self.named if p.requires_grad]
         self._refuse()
-        like = partial(Peers.like, device=self._trained[0][1].device, deadline_s=deadline_s, max_ctas=max_ctas)
-        peers = self._meet(process_group, group_of, like if live else None)
-        self.ownership: dict[str, Ownership] = {}
-        self.owner: dict[str, tuple[Peers, int]] = {}
-        self._own(peers, memory_cap)
-        buckets = self._buckets(peers, bucket_bytes, rehome)
-        super().__init__([{"params": [p for _, p in self._trained]}], {})
-        self.owned: list[Owned] = []
-        self.inner: list[torch.optim.Optimizer] = []
-        self._build(masters)
-        self.gather = ParamGather(
-            buckets,
-            overlap=overlap,
-            prefetch_depth=prefetch_depth,
-            deadline_s=deadline_s,
-            label=self.label,
-            blank=guard == "nan",
-            pulls=self._pulls(buckets, deadline_s) if self._may_pull(route) else None,
-        )
-        bucket_of = {id(m.param): b for b in buckets for s in b.shares for m in s.members}
-        self.hooks = Hooks(self.modules, self._trained, bucket_of, self.gather, guard)
-        self._same = self._fingerprint()
-        announce(self)  # refits of these parameters, by whatever adapter, finish gathers first
+        self._peers: list[Peers] = []
+        self._opened: list[Pulls] = []
+        with ExitStack() as undo:
+            undo.callback(self._let_go)
+            like = partial(Peers.like, device=self._trained[0][1].device, deadline_s=deadline_s, max_ctas=max_ctas)
+            peers = self._meet(process_group, group_of, like if live else None)
+            self.ownership: dict[str, Ownership] = {}
+            self.owner: dict[str, tuple[Peers, int]] = {}
+            self._own(peers, memory_cap)
+            buckets = self._buckets(peers, bucket_bytes, rehome)
+            super().__init__([{"params": [p for _, p in self._trained]}], {})
+            self.owned: list[Owned] = []
+            self.inner: list[torch.optim.Optimizer] = []
+            self._build(masters)
+            self.gather = ParamGather(
+                buckets,
+                overlap=overlap,
+                prefetch_depth=prefetch_depth,
+                deadline_s=deadline_s,
+                label=self.label,
+                blank=guard == "nan",
+                pulls=self._pulls(buckets, deadline_s) if self._may_pull(route) else None,
+                wires=[who.wire for who in self._peers if who.wire is not None],
+            )
+            bucket_of = {id(m.param): b for b in buckets for s in b.shares for m in s.members}
+            self.hooks = Hooks(self.modules, self._trained, bucket_of, self.gather, guard)
+            self._same = self._fingerprint()
+            announce(self)  # refits of these parameters, by whatever adapter, finish gathers first
+            undo.pop_all()
 
     # ---- the step
 
@@ -183,7 +190,7 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
 
     def drain(self) -> None:
         """Bring every parameter here now: before reading, saving or changing them outside of a forward. Collective."""
-        self.hooks.drain()
+        self.hooks.drain(to_write=True)
 
     def synchronize(self) -> None:
         """After parameters of owners were written from outside (a checkpoint): masters are not touched, others receive
@@ -199,17 +206,29 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
 
     def close(self) -> None:
         """Drain, drop all hooks and let go of connections; the module is an ordinary one again. Collective. After a gather
-        that failed it lets go all the same, and raises that failure."""
+        that failed, or without a rank that is gone, it lets go all the same, and raises that failure."""
         forget(self)
-        try:
+        with ExitStack() as ends:
+            ends.callback(self._let_go)
+            for pulls in self._opened:
+                ends.callback(self._part, pulls)
+            ends.callback(self.hooks.remove)
             self.drain()
-        finally:
-            self.hooks.remove()
-            for pulls in self.gather.pulls.values():
-                pulls.close(together=self.gather.broken is None)
+
+    def _part(self, pulls: Pulls) -> None:
+        pulls.unmap()
+        if self.gather.broken is None:
+            self.gather.guarded(pulls.part, "the sign that all ranks have unmapped")
+
+    def _let_go(self) -> None:
+        """Of all that was opened, whatever one of them raises."""
+        with ExitStack() as ends:
             for peers in self._peers:
                 if peers.wire is not None:
-                    peers.wire.close()
+                    ends.callback(peers.wire.close)
+            for pulls in self._opened:
+                ends.callback(pulls.unmap)
+        self._opened.clear()
 
     def add_param_group(self, param_group: dict) -> None:
         if hasattr(self, "gather"):
@@ -303,18 +322,23 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
     def _meet(self, process_group, group_of, like: Callable[..., Peers] | None) -> dict[str, Peers]:
         """Peers of every trained parameter, by name. like: makes them of a name and a group; None without processes to meet."""
         if like is None:
-            self._peers = [Peers.alone("dense")]
+            self._peers.append(Peers.alone("dense"))
             return {name: self._peers[0] for name, _ in self._trained}
         chosen = {name: group_of(name, p) if group_of is not None else None for name, p in self._trained}
         ranks = lambda g: tuple(dist.get_process_group_ranks(g if g is not None else dist.group.WORLD))  # noqa: E731
-        made = {ranks(process_group): like("dense", process_group)}
+        made: dict[tuple[int, ...], Peers] = {}
+
+        def make(name: str, group) -> None:
+            self._peers.append(like(name, group))  # at once: what is open is closed if the next one fails
+            made[ranks(group)] = self._peers[-1]
+
+        make("dense", process_group)
         # Larger groups first: which are made is the same on all of their ranks, and so is their order.
         others = {ranks(g): g for g in chosen.values() if g is not None}
         for key in sorted(others, key=lambda k: (-len(k), k)):
             if key not in made:
-                made[key] = like(f"group {len(made)} of {len(key)} ranks", others[key])
-        dense, *rest = self._peers = list(made.values())
-        self._refuse_outside(dense, rest)
+                make(f"group {len(made)} of {len(key)} ranks", others[key])
+        self._refuse_outside(self._peers[0], self._peers[1:])
         return {name: made[ranks(g if g is not None else process_group)] for name, g in chosen.items()}
 
     def _refuse_outside(self, dense: Peers, rest: Sequence[Peers]) -> None:
@@ -377,6 +401,7 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
             if who.wire is not None:
                 shares = [s for b in buckets if b.peers is who for s in b.shares]
                 if (pulls := open_pulls(who.wire, shares, deadline_s, stream)) is not None:
+                    self._opened.append(pulls)
                     found[who.name] = pulls
         return found
 

@@ -6,11 +6,10 @@ each rank has its copies queued, by copy engines over NVLink, all buckets at onc
 from others with one engine, which empties one stream before it looks at the next (seen on H200s), and one alone reads at full rate.
 What does slow it down is several ranks at one owner; so within a few buckets each rank begins with another owner.
 
-    owner steps -> begin: the small sum -> every rank copies from owners -> drain -> norm of gradients -> owner steps
+    owner steps -> begin: the small sum -> every rank copies from owners -> another small sum -> drain, meet -> owner steps
 
-An owner may write again when all have copied. No message says so: every `step()` sums the norm of all gradients over these ranks
-after its own drain, so whoever has that sum knows that all ranks have drained. What writes parameters outside of `step()` has to
-drain and meet first, on all ranks, as checkpoint.load does.
+An owner may write again when all have copied, which the second sum says; who writes parameters outside of `step()` waits for it by
+`meet`. `step()` need not: it sums the norm of all gradients over these ranks after its own drain.
 
 On CPUs the kernel copies (process_vm_readv), when bytes are waited for. What is mapped how is transport/peer.py's and peer_host.py's.
 """
@@ -20,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from collections.abc import Mapping as Table
+from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
@@ -51,25 +51,41 @@ class Pulls:
         self._wire, self._mapping, self._numbers = wire, mapping, numbers
         self._export = export  # holds what others know us by
         self._others = [s.home for s in shares if s.owner != wire.rank and s.nbytes]
-        self._all_stepped = None
+        self._all_stepped = self._all_copied = None
         self.stream = stream
         self._number, self._sign = 0, torch.zeros(1, dtype=torch.int32, device=wire.device)
-        self._came = torch.zeros(1, dtype=torch.bool, device=wire.device)
-        self._firsts = {id(s): s.members[0].param.detach().view(-1)[:1] for s in shares if s.members and s.nbytes}
-        self._nan = {x.dtype: torch.full_like(x, math.nan) for x in self._firsts.values()}
+        self._over = torch.zeros_like(self._sign)
+        self._came = torch.zeros((), dtype=torch.bool, device=wire.device)
+        self._firsts = {
+            id(s): [m.param.detach().view(-1)[:1] for m in s.members if m.param.numel()] for s in shares if s.nbytes
+        }
+        dtypes = {x.dtype for some in self._firsts.values() for x in some}
+        self._factor, self._one, self._nan = (
+            {d: torch.full((), value, dtype=d, device=wire.device) for d in dtypes} for value in (1.0, 1.0, math.nan)
+        )
         if stream is not None:
             wire.behind = [stream]
+
+    def record(self) -> None:
+        """For torch's allocator: whoever drops the model while copies are queued, its memory is nobody else's before they have
+        ended."""
+        if self.stream is not None:
+            for t in (self._sign, self._over, self._came, *self._factor.values(), *self._others):
+                t.record_stream(self.stream)
 
     def begin(self) -> None:
         """This rank's owned parameters are those of the new step (on its current stream). Once per step, on all ranks."""
         # Another number in every step: an aborted sum adds up what lay in NCCL's buffers from the step before.
         self._number = self._number % _NUMBERS + 1
         self._sign.fill_(self._number)
+        self._all_copied = None
         self._all_stepped = self._wire.meet(lambda: "the sign that all owners have stepped", self._others, self._sign)
         if self.stream is not None:  # so copies also come after this rank's last reads of what they overwrite
             with torch.cuda.stream(self.stream):
                 self._all_stepped.wait()
-                torch.eq(self._sign, self._wire.size * self._number, out=self._came)
+                torch.eq(self._sign[0], self._wire.size * self._number, out=self._came)
+                for dtype, factor in self._factor.items():
+                    torch.where(self._came, self._one[dtype], self._nan[dtype], out=factor)
 
     def wanted(self, shares: Sequence[Share]) -> list[Share]:
         """Of these, what others own."""
@@ -83,11 +99,15 @@ class Pulls:
         """On the current stream."""
         share.home.copy_(self._mapping.roots[share.owner][self._numbers[id(share)]], non_blocking=True)
 
-    def seal(self, share: Share) -> None:
-        """On the current stream, behind a bucket's copies: where the sum was aborted, and so let them go, one element becomes NaN. A
-        forward that was launched already must not give numbers then: nobody knows what its weights were."""
-        if (first := self._firsts.get(id(share))) is not None:
-            torch.where(self._came, first, self._nan[first.dtype], out=first)
+    def seal(self, shares: Sequence[Share]) -> None:
+        """On the current stream, behind a bucket's copies: where the sum was aborted, and so let them go, an element of each parameter
+        becomes NaN. A forward that was launched already must not give numbers then: nobody knows what its weights were."""
+        firsts: dict[torch.dtype, list[torch.Tensor]] = {}
+        for share in shares:
+            for first in self._firsts.get(id(share), ()):
+                firsts.setdefault(first.dtype, []).append(first)
+        for dtype, some in firsts.items():
+            torch._foreach_mul_(some, self._factor[dtype])  # one kernel; by 1 it changes no number
 
     def read(self, shares: Sequence[Share]) -> None:
         """On a CPU: wait for the owners, and copy."""
@@ -97,13 +117,30 @@ class Pulls:
         for s in shares:
             self._mapping.read_into(s.owner, self._numbers[id(s)], s.home)
 
-    def close(self, together: bool) -> None:
-        """Let go of others' memory. together: first wait until nobody reads this rank's any more; collective."""
-        if together:
-            self._wire.all_reduce(torch.zeros(1, dtype=torch.int32, device=self._wire.device))
-            if self.stream is not None:
-                torch.cuda.synchronize(self._wire.device)
+    def end(self) -> None:
+        """This rank's copies of the step are queued (on a CPU: made). Once per step, on all ranks."""
+        with torch.cuda.stream(self.stream) if self.stream is not None else nullcontext():
+            self._all_copied = self._wire.meet(lambda: "the sign that all ranks have copied", (), self._over)
+
+    def meet(self) -> None:
+        """No rank copies out of this rank's memory any more: on GPUs for what the current stream does next; on CPUs it waits
+        until the others have drained."""
+        if self._all_copied is not None:
+            self._all_copied.wait()
+            self._all_copied = None
+
+    def unmap(self) -> None:
+        """Let go of others' memory, once this rank's copies have left the device."""
+        if self.stream is not None:
+            self.stream.synchronize()
         self._mapping.close()
+
+    def part(self) -> None:
+        """After `unmap`, and before anybody's memory is freed: all ranks have unmapped. Collective, and waits on the host."""
+        self._wire.all_reduce(self._over)
+        if self.stream is not None:
+            torch.cuda.current_stream(self._wire.device).synchronize()
+        self._wire.check()
 
 
 def start_in_order(
@@ -118,13 +155,14 @@ def start_in_order(
         for work in behind:
             work.wait()
         for window in windows(len(buckets)):
-            queue = [(buckets[i][0], s, i) for i in window for s in buckets[i][0].wanted(buckets[i][1])]
+            wanted = {i: buckets[i][0].wanted(buckets[i][1]) for i in window}
+            queue = [(buckets[i][0], s, i) for i in window for s in wanted[i]]
             queue.sort(key=lambda q: (q[0].turn(q[1]), q[2]))
             last = {i: at for at, (_, _, i) in enumerate(queue)}
             for at, (pulls, share, i) in enumerate(queue):
                 pulls.copy(share)
                 if last[i] == at:
-                    pulls.seal(share)
+                    pulls.seal(wanted[i])
                     works[i].record()
     return works
 
@@ -218,4 +256,6 @@ def _open(wire: Wire, shares: Sequence[Share], stream: torch.cuda.Stream | None)
     except BaseException:
         mapping.close()
         raise
-    return Pulls(wire, export, mapping, numbers, shares, stream)
+    pulls = Pulls(wire, export, mapping, numbers, shares, stream)
+    pulls.record()
+    return pulls

@@ -56,6 +56,11 @@ class Watch:
                 self._change.notify()
         return post
 
+    def missing(self) -> list[Post]:
+        """What was posted and had not arrived when somebody last looked."""
+        with self._change:
+            return list(self._posts)
+
     def close(self) -> None:
         """Watch no more. `expire` is not called afterwards, and has returned if it was called."""
         with self._change:

@@ -188,6 +188,7 @@ class Wire:
             [*late, f"{len(missing) - len(late)} collectives behind it; load a checkpoint, with all ranks there"],
             where=self._who,
         )
+        missing = self._watch.missing()  # also what was posted meanwhile; from now on nothing is started
         Aside(lambda: self._spoil(missing)).wait(_SPOIL_S)
         Aside(self._backend.abort).wait(_ABORT_S)
         if self.behind:  # they go on now, and nothing holds them

@@ -108,7 +108,8 @@ class TensorStream:
 
     def check(self) -> str:
         state = self.source.check()
-        if state == "same" and self._let_go:
+        # New memory at an old address is not to be told by addresses, and who has mapped the old one goes on reading it.
+        if state == "same" and (self._let_go or self._export is not None and self._export.stale()):
             state = "moved"
         if state == "moved":
             self.forget()

@@ -289,9 +289,7 @@ class Lane:
         try:
             link = self._link
             if ways.wired and (link is None or isinstance(link, routes.NoLink)):
-                link = routes.open_link(
-                    store, rank, size, self._deadline_s, device, self.labels, self._running.stopped
-                )
+                link = routes.open_link(store, rank, size, self._deadline_s, device, self.labels, self._running.stopped)
             with self._lock:
                 self._link = link = link or routes.NoLink(rank, size, device, self.labels)
             self._check()

@@ -170,7 +170,9 @@ class Slots:
             strides = tuple(s * size for s in t.stride())
             dtype = str(t.dtype).removeprefix("torch.")
             places[slot.name] = Place(root, t.storage_offset() * size, tuple(t.shape), strides, dtype)
-            if self._hold:
+            if self._hold and t.is_meta:
+                contents.append((slot.table, slot.key, None, (t.shape, t.stride()), t.dtype))
+            elif self._hold:
                 contents.append((slot.table, slot.key, t.detach(), t.data_ptr(), t.dtype))
             else:
                 contents.append((slot.table, slot.key, weakref.ref(t), t.data_ptr(), t.dtype, t.shape, t.stride()))
@@ -222,14 +224,20 @@ class _Reading:
 
 class _Held(_Reading):
     """`contents`: (table, key, alias, address, dtype). An alias holds its storage, so to be set to the same place of it says
-    all but whether the storage was resized, which gives it another address, and the dtype."""
+    all but whether the storage was resized, which gives it another address, and the dtype. On the meta device there is no place:
+    (table, key, None, (shape, stride), dtype)."""
 
     __slots__ = ()
 
     def holds(self) -> bool:
         for table, key, alias, address, dtype in self.contents:
             t = table.get(key)
-            if t is None or t.dtype is not dtype or not t.is_set_to(alias) or t.data_ptr() != address:
+            if t is None or t.dtype is not dtype or t.is_meta is not (alias is None):
+                return False
+            if alias is None:
+                if (t.shape, t.stride()) != address:
+                    return False
+            elif not t.is_set_to(alias) or t.data_ptr() != address:
                 return False
         return True
 

@@ -1,0 +1,103 @@
+"""Processes on GPUs that are killed or stopped in the middle of a refit, and memory that changes between two: real vLLM,
+plain trainers, by the peer route (any number of GPUs) and by NCCL (two, or three for a trainer that is not alone).
+
+After every case: whoever is left had a typed error in time; nobody but the culprit has ended; the engine answers nothing
+or what it answered before; and the next refit is right in every byte. One engine serves all cases of a route but the last,
+which kills it.
+
+    python -m pytest -m gpu tests/functional/test_gpu_faults.py
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.gpu_job import gpus
+
+pytest.importorskip("vllm")
+
+from tests.support.gpu_faults import FAR, GRACE_S, SHORT, Bench, route
+
+GPUS = gpus()
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 1, reason="needs a GPU")]
+LATE = ("DeadlineExceeded", "PeerLost")
+"""The second where the rendezvous is silent: then no trainer whose memory is read can know that the readers have ended."""
+IN_THE_MIDDLE = {"peer": "moving", "nccl": "wave"}
+"""Where a trainer dies: one that is pulled from has nothing to do itself; one that sends has a part of its bytes on the way."""
+LAST, FIRST = "last", "first"
+"""Which trainer; the first has the rendezvous in its process."""
+
+
+@pytest.fixture(scope="module", params=["peer", "nccl"])
+def bench(request, tmp_path_factory):
+    if (way := route(request.param, GPUS)) is None:
+        pytest.skip("needs two GPUs: NCCL refuses two ranks on one")
+    b = Bench(tmp_path_factory.mktemp(f"faults_{way.name}"), way)
+    with b.job:
+        yield b
+
+
+@pytest.fixture
+def b(bench):
+    bench.ensure()
+    return bench
+
+
+def rank_of(b: Bench, which: str) -> int:
+    if which == FIRST and len(b.route.trainers) == 1:
+        pytest.skip("there is one trainer only")
+    return 0 if which == FIRST else len(b.route.trainers) - 1
+
+
+@pytest.mark.parametrize("which", [LAST, FIRST])
+def test_a_trainer_that_is_killed(b, which):
+    """The engine has mapped its memory, or waits in NCCL for its bytes; a new one in its place gets that memory."""
+    rank = rank_of(b, which)
+    before = b.memory(rank)
+    b.begin("trainers", f"trainer:{rank}:{IN_THE_MIDDLE[b.route.name]}:kill@1", deadline_s=FAR)
+    b.failed(b.others(rank), ("PeerLost",), f"trainer {rank}", within=FAR / 2, drained=rank > 0)
+    b.only_these_ended(b.trainers[rank])
+    b.torn_or_untouched()
+    b.meet_anew()
+    b.right()
+    after = b.memory(rank)
+    assert after["free"] >= before["free"] - after["allocated"] // 2, (before, after)
+
+
+@pytest.mark.parametrize("which", [LAST, FIRST])
+def test_a_trainer_that_is_stopped_and_goes_on(b, which):
+    """Nothing is started again: the same processes make the next refit."""
+    rank = rank_of(b, which)
+    b.begin("trainers", f"trainer:{rank}:moving:stop@1", deadline_s=SHORT)
+    b.stopped(rank)
+    try:
+        b.failed(b.others(rank), LATE, f"trainer {rank}", within=SHORT + GRACE_S, drained=rank > 0)
+        b.torn_or_untouched()
+    finally:
+        b.let_go_on(rank)
+    b.failed([rank], LATE, within=FAR, drained=False)
+    b.only_these_ended()
+    b.right()
+
+
+@pytest.mark.parametrize("give_back", [False, True], ids=["to torch", "to the device"])
+def test_storages_made_again_where_they_lay(b, give_back):
+    made = b.remade(give_back)
+    assert give_back or all(m["same"] for m in made), made  # where the device puts them is its own affair
+    b.right()
+
+
+def test_an_engine_that_is_killed_while_it_takes(b):
+    """The trainers' session lives on, and so does the controller's process; another engine takes the replica's place."""
+    before = b.memory(0, gpu=0)["free"]
+    b.begin("engine", "worker:0:wave:kill@1", deadline_s=FAR)
+    b.failed(list(range(len(b.trainers))), ("PeerLost", "EngineLost"), "replica 0", within=FAR / 2)
+    b.only_these_ended()
+    b.given_up()
+    assert b.state()["error"]
+    b.gets_free(0, 0, before + (1 << 30))  # its cache, at least
+    b.begin_engine()
+    b.engine.started()
+    b.engine.ask("serve", "serving", rendezvous=b.job.rendezvous, replica=0)
+    b.engine.ask("ready", "is ready")
+    b.right()

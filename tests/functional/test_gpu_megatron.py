@@ -1,0 +1,64 @@
+"""Real Megatron-Core and Megatron-Bridge on GPUs: forward, backward and optimizer steps, refits between them, and the engine
+compared with vLLM's own loader and with a fresh engine over what Bridge exports. Two GPUs.
+
+    XFER_SITE_TRAINER=<site with megatron> python -m pytest -m gpu tests/functional/test_gpu_megatron.py
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+
+import pytest
+
+from tests.support.gpu_job import Job, config, gpus
+from tests.support.proc import PYTHON
+from xfer.testing import toy
+
+pytest.importorskip("vllm")
+THERE = (
+    "XFER_SITE_TRAINER" in os.environ
+    or PYTHON["trainer"] != sys.executable
+    or importlib.util.find_spec("megatron") is not None
+)
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(gpus() < 2, reason="needs two GPUs"),
+    pytest.mark.skipif(not THERE, reason="needs Megatron-Core and Bridge: name their site in XFER_SITE_TRAINER"),
+]
+LAYOUTS = {"tp2": ("qwen3", dict(tp=2)), "ep2": ("qwen3_moe", dict(ep=2, etp=1))}
+
+
+def tokens(engine) -> list:
+    return [t for t, _ in engine.observe()["outputs"]]
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_an_engine_follows_training(name, tmp_path):
+    """The distributed optimizer gathers parameters late: each refit comes right after `step()`, while they are stale."""
+    family, layout = LAYOUTS[name]
+    with Job(tmp_path, config(family)) as job:
+        toy.write_checkpoint(family, job.folder, seed=1, **job.config)
+        engine = job.engine("engine", [0], eager=True)
+        job.start_trainers([0, 1])
+        job.good("megatron", "built", timeout=240, folder=str(job.folder), layout=layout)
+        engine.started()
+        job.meet([engine])
+        first = job.refit(verify=True)
+        assert first["verified"] and all(first["committed"])
+        assert engine.wrong(folder=str(job.folder)) == [[]]
+        before = tokens(engine)
+        for _ in range(2):
+            job.good("step", "stepped")
+            engine.ask("scramble", "scrambled", seed=3)
+            report = job.refit(verify=True)
+            assert report["verified"] and all(report["committed"])
+        out = tmp_path / "export"
+        job.good("export", "exported", timeout=240, folder=str(out))
+        assert engine.wrong(folder=str(out)) == [[]]
+        after = tokens(engine)
+        assert after != before, "training must change the answers, or the tokens prove nothing"
+        fresh = job.engine("fresh", [1], model=str(out), load_format="auto", eager=True)
+        fresh.started()
+        assert tokens(fresh) == after

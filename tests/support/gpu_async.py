@@ -1,0 +1,55 @@
+"""vLLM's AsyncLLM with the face of an LLM, for engines of several data-parallel ranks, which LLM does not run.
+
+Every prompt is asked of every rank, one after another: what else is in a batch changes how sums are rounded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+
+
+class Ranks:
+    """`engine`: the AsyncLLM. `loop`: the event loop that it lives on, in a thread of its own."""
+
+    def __init__(self, **options):
+        from vllm import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        self.loop = asyncio.new_event_loop()
+        threading.Thread(target=self.loop.run_forever, daemon=True).start()
+        self.ranks = range(options["data_parallel_size"])
+        self.asked = itertools.count()
+
+        async def made():
+            return AsyncLLM.from_engine_args(AsyncEngineArgs(**options))
+
+        self.engine = self.wait(made())
+
+    def wait(self, coroutine):
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result()
+
+    def generate(self, prompts, params, use_tqdm=False) -> list:
+        """Final outputs: all ranks' of the first prompt, then of the next."""
+
+        async def one(prompt, rank: int):
+            number = f"r{next(self.asked)}"
+            async for out in self.engine.generate(prompt, params, number, data_parallel_rank=rank):
+                last = out
+            return last
+
+        return [self.wait(one(p, r)) for p in prompts for r in self.ranks]
+
+    def collective_rpc(self, method: str, args: tuple = (), kwargs: dict | None = None) -> list:
+        """Answers of the workers of all ranks, in their order; AsyncLLM's own has those of the first rank only."""
+        core = self.engine.engine_core
+
+        async def everywhere():
+            calls = (
+                core._call_utility_async("collective_rpc", method, None, args, kwargs, engine=e)
+                for e in core.core_engines
+            )
+            return await asyncio.gather(*calls)
+
+        return [answer for answers in self.wait(everywhere()) for answer in answers]

@@ -1,0 +1,179 @@
+"""An engine and plain trainers on GPUs that faults happen to, and what must hold after each; used by test_gpu_faults.py."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.support.gpu_job import NO_HANDLES, Engine, Job, check, config
+from tests.support.proc import PATIENCE, Child
+from tests.support.refit_job import stopped, until
+from xfer.session.bounds import CALL_GRACE_S
+
+FAR = 60.0
+"""Deadline of a refit that must end long before it."""
+SHORT = 5.0 * PATIENCE
+"""Deadline of a refit that is to reach it."""
+GRACE_S = CALL_GRACE_S + 5.0 * PATIENCE
+"""What may be added to a deadline when a process does not answer, and some seconds of a busy machine."""
+MODEL = config(
+    "qwen3", hidden_size=1024, intermediate_size=8192, num_hidden_layers=8, num_attention_heads=16, num_key_value_heads=8,
+    vocab_size=8000,
+)  # fmt: skip
+"""Some hundred MiB, so that memory that is not given back stands out from what drivers keep."""
+
+
+@dataclass(frozen=True)
+class Route:
+    """`name`: as reports call it. `trainers`: the GPU of each; the engine's is 0. `env`: of trainers."""
+
+    name: str
+    trainers: tuple[int, ...]
+    env: dict[str, str] = field(default_factory=dict)
+
+
+def route(name: str, gpus: int) -> Route | None:
+    """The two trainers that there is room for: NCCL wants a GPU for each process, and has one trainer on two GPUs."""
+    if name == "peer":
+        return Route(name, (gpus - 1, gpus - 1)) if gpus else None
+    return Route(name, tuple(range(1, min(gpus, 3))), NO_HANDLES) if gpus > 1 else None
+
+
+class Bench:
+    """All at the weights of `seed` after `right()`. A test that fails leaves `whole` False: the next starts everything anew."""
+
+    def __init__(self, work: Path, route: Route):
+        self.job, self.route, self.work = Job(work, MODEL), route, Path(work)
+        self.engine: Engine | None = None
+        self.whole, self.seed, self.tokens = False, 0, []
+
+    # ---- starting
+
+    def ensure(self) -> None:
+        if not self.whole:
+            self.start()
+
+    def start(self) -> None:
+        self.job.stop_trainers()
+        self.begin_engine()
+        self.begin_trainers()
+        self.engine.started()
+        self.job.meet([self.engine])
+        self.right()
+
+    def begin_engine(self) -> None:
+        """A new one for the one that was; `started` waits for it."""
+        if self.engine is not None:
+            self.engine.child.stop()
+            self.job.family.children.remove(self.engine.child)
+            self.job.engines.remove(self.engine)
+        self.fault("engine", "")
+        env = {"XFER_FAULT_FILE": str(self.work / "engine.fault")}
+        self.engine = self.job.engine(f"engine-{len(self.job.family.children)}-{self.seed}", [0], env=env, eager=True)
+
+    def begin_trainers(self) -> None:
+        self.fault("trainers", "")
+        env = {"XFER_FAULT_FILE": str(self.work / "trainers.fault"), **self.route.env}
+        self.job.start_trainers(list(self.route.trainers), **env)
+        self.job.plain()
+
+    def meet_anew(self) -> None:
+        """The trainers' job started again, as after a death; the engine as it is."""
+        self.job.stop_trainers()
+        self.begin_trainers()
+        self.job.meet([self.engine])
+
+    # ---- a refit that goes wrong
+
+    @property
+    def trainers(self) -> list[Child]:
+        return self.job.trainers
+
+    def others(self, rank: int) -> list[int]:
+        return [r for r in range(len(self.trainers)) if r != rank]
+
+    def fault(self, who: str, text: str) -> None:
+        """`who`: "trainers" or "engine"; `text` as in xfer/session/faults.py."""
+        path = self.work / f"{who}.fault"
+        path.with_suffix(".new").write_text(text)
+        os.replace(path.with_suffix(".new"), path)
+
+    def begin(self, who: str, text: str, **how) -> None:
+        """A refit to other weights, in which this happens."""
+        self.whole, self.seed = False, self.seed + 1
+        self.job.good("set", "set", seed=self.seed)
+        self.fault(who, text)
+        for c in self.trainers:
+            c.say(do="refit", **how)
+
+    def failed(
+        self, ranks: list[int], kinds: tuple[str, ...], *texts: str, within: float, drained: bool = True
+    ) -> None:
+        """Each raised in time, by these names. `drained`: and knows that nobody reads its parameters any more."""
+        for r in ranks:
+            got = self.trainers[r].expect("refitted", "raised", timeout=within + 30)
+            assert got["kind"] == "raised" and got["type"] in kinds, got
+            assert got["seconds"] < within and (got["drained"] or not drained), got
+            assert all(t in got["text"] for t in texts), got
+
+    def only_these_ended(self, *culprits: Child) -> None:
+        for c in (*self.trainers, self.engine.child):
+            if c in culprits:
+                until(lambda c=c: c.proc.poll() is not None, 20, f"{c.name} has ended")
+            else:
+                assert c.proc.poll() is None, f"{c.name} ended too\n{c.tail()}"
+
+    def state(self) -> dict:
+        return self.engine.ask("state", "state")
+
+    def given_up(self) -> None:
+        until(lambda: any(self.state()[k] for k in ("error", "lost")), 40, "the engine's controller has heard of it")
+
+    def torn_or_untouched(self) -> None:
+        """Refused to its owner and not a number to who goes past that; or all of it as it was before."""
+        self.given_up()
+        now = self.engine.ask("force", "forced")["outputs"]
+        torn = all(math.isnan(x) for _, logprobs in now for x in logprobs)
+        assert torn or [t for t, _ in now] == self.tokens, now
+        assert not torn or self.state()["error"]
+
+    def remade(self, give_back: bool) -> list[dict]:
+        """Other memory under all parameters of all trainers; see gpu_trainer.Plain.remake."""
+        self.whole = False
+        return self.job.good("remake", "remade", give_back=give_back)
+
+    def let_go_on(self, rank: int) -> None:
+        os.kill(self.trainers[rank].proc.pid, signal.SIGCONT)
+
+    def stopped(self, rank: int) -> None:
+        until(lambda: stopped(self.trainers[rank].proc.pid), 30, f"trainer {rank} is stopped")
+
+    # ---- and the next one
+
+    def right(self) -> None:
+        """The next refit brings new weights, bit for bit, by the route that is tested; and other answers."""
+        self.fault("trainers", "")
+        self.fault("engine", "")
+        self.whole, self.seed = False, self.seed + 1
+        report = self.job.refit(self.seed, verify=True, deadline_s=FAR)
+        (outputs,) = check(self.job, [self.engine], self.seed, report, self.route.name)
+        tokens = [t for t, _ in outputs]
+        assert tokens != self.tokens, "other weights must answer otherwise, or the tokens prove nothing"
+        self.tokens, self.whole = tokens, True
+
+    # ---- memory
+
+    def memory(self, rank: int, gpu: int | None = None) -> dict:
+        """Of this trainer's GPU, or of another, as that process sees it."""
+        self.trainers[rank].say(do="memory", **({} if gpu is None else {"gpu": gpu}))
+        return self.trainers[rank].expect("memory", timeout=30)
+
+    def gets_free(self, rank: int, gpu: int, atleast: int, seconds: float = 20.0) -> None:
+        end = time.monotonic() + seconds * PATIENCE
+        while (free := self.memory(rank, gpu)["free"]) < atleast:
+            assert time.monotonic() < end, f"{(atleast - free) >> 20} MiB of GPU {gpu} were not given back"
+            time.sleep(0.2)
