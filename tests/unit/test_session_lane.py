@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from types import SimpleNamespace
 
+import pytest
 import torch
 
 from xfer.errors import PeerLost
@@ -30,9 +31,9 @@ class Party:
 class Waiting(Lane):
     """Opens a link of epoch 1 by waiting for a value that nobody puts, of later ones at once."""
 
-    def __init__(self, party: Party):
+    def __init__(self, party: Party, role: str = "trainer"):
         self.waits = threading.Event()
-        side = SimpleNamespace(role="trainer", index=0, device=torch.device("cpu"))
+        side = SimpleNamespace(role=role, index=0, device=torch.device("cpu"))
         super().__init__(party, side, 0, 0, None)
         self.plan, self._deadline_s = object(), 60.0
 
@@ -69,3 +70,33 @@ def test_an_epoch_that_nobody_gave_up_ends_with_the_next_one():
         assert lane.wait_idle(10) and party.said == [m.LinkOpen(0, 2)] * 2
     finally:
         lane.close()
+
+
+class Routes:
+    """`drained`: False where a pull does not leave the device."""
+
+    def __init__(self, drained: bool):
+        self.drained, self.closed, self.stopped = drained, False, False
+
+    def stop(self) -> None:
+        self.stopped = True
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.mark.parametrize(
+    "role, drained, closed", [("worker", True, True), ("worker", False, False), ("trainer", True, False)]
+)
+def test_a_worker_that_is_stopped_lets_go_of_the_trainers_memory(role, drained, closed):
+    """Or one that was killed could not start again beside it. Not while a kernel still reads there; and a trainer has to know later
+    that its routes were there."""
+    lane = Waiting(Party(), role)
+    lane._routed = routes = Routes(drained)
+    lane.cancel(PeerLost("trainer 1 is gone"), None)
+    assert lane.wait_idle(10) and routes.stopped and routes.closed == closed and lane.drained == drained
+    lane.post(m.OpenLink(0, 2, False, 1))  # a later one has routes of its own
+    assert lane.wait_idle(10)
+    lane.close()
+    lane.cancel(PeerLost("once more"), None)
+    assert lane.wait_idle(0), "nobody is there to make it idle again"

@@ -70,6 +70,10 @@ def _stop_all() -> None:
     wait_for_all(lane.join for lane in lanes)
 
 
+_UNMAP = object()
+"""Of this file: to a lane's thread, once it has ended what was cancelled."""
+
+
 class _Scope:
     """All messages of one epoch. `error`: why what runs of it, or is yet to run, ends early."""
 
@@ -98,6 +102,7 @@ class Lane:
         self._queue: queue.SimpleQueue = queue.SimpleQueue()
         self._idle = threading.Event()
         self._idle.set()
+        self._ended = False
         self._scope = _Scope(0)  # of the newest message
         self._running = self._scope  # of the one that the lane's thread is at
         self._planned_from = b""
@@ -124,6 +129,10 @@ class Lane:
                 return
             self._scope.error = error
             link, routed = self._link, self._routed
+            # What a worker has mapped may be memory of a process that is gone, whose successor needs it.
+            if self.side.role == "worker" and not self._ended:
+                self._idle.clear()
+                self._queue.put((_UNMAP, self._scope))
         if routed is not None:
             routed.stop()
         if link is not None:
@@ -182,7 +191,9 @@ class Lane:
     def stop(self) -> None:
         """Frees what is blocked; the thread ends after that."""
         self.cancel(PeerLost("closed"), None)
-        self._queue.put(None)
+        with self._lock:
+            self._ended = True
+            self._queue.put(None)
 
     def join(self, seconds: float) -> None:
         self._thread.join(timeout=seconds)
@@ -196,6 +207,7 @@ class Lane:
         while True:
             item = self._queue.get()
             if item is None:
+                self._idle.set()
                 return
             message, self._running = item
             try:
@@ -204,6 +216,9 @@ class Lane:
                         self._do_plan(message)
                     elif isinstance(message, m.OpenLink):
                         self._do_link(message)
+                    elif message is _UNMAP:
+                        if self.drained:  # routes of a cancelled epoch are not used again
+                            self._close_routes()
                     elif isinstance(message, m.CloseRoutes):
                         self._do_close_routes()
                     elif isinstance(message, m.Go):
