@@ -232,6 +232,16 @@ def test_a_process_that_is_killed_at_any_moment(world, seed):
         starts_again(w)
 
 
+@pytest.mark.parametrize("world", [True], indirect=True)
+def test_a_trainer_that_is_killed_between_refits_is_mapped_no_longer(world):
+    """Its successor needs the memory, long before the engine joins again."""
+    mapped = lambda: [x.value("holds", versions=[])["mapped"] for r in world.replicas for x in r.workers]  # noqa: E731
+    assert all(mapped())
+    world.trainers[2].signal(KILL)
+    until(lambda: not any(mapped()), 20, "all workers have unmapped")
+    assert [r.controller.value("state")["serves"] for r in world.replicas] == [True, True]
+
+
 # ---- stopped: it neither answers nor ends
 
 

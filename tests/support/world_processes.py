@@ -107,6 +107,7 @@ def _worker(conn: Connection, engine: Connection, rank: int, world: int, env: di
             "whole": [v for v in versions if not taker.wrong(v)],
             "nan": bool(taker.live["norm"].isnan().all()),
             "idle": not busy.locked(),
+            "mapped": session is not None and session._lane_ is not None and session._lane_._routed is not None,
         }
 
     busy = threading.Lock()
