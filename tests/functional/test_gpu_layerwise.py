@@ -6,12 +6,9 @@ with broadcasts that overlap the forward, and with copies out of the owners' mem
 
 from __future__ import annotations
 
-import os
-from importlib.util import find_spec
-
 import pytest
 
-from tests.support.gpu_job import gpus, site
+from tests.support.gpu_job import gpus, megatron, site
 from tests.support.layerwise_ranks import Ranks
 from tests.support.proc import Family
 from xfer.testing import toy
@@ -20,9 +17,7 @@ GPUS = gpus()
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(GPUS < 2, reason="needs two GPUs"),
-    pytest.mark.skipif(
-        not os.environ.get("XFER_SITE_TRAINER") and not find_spec("megatron"), reason="needs Megatron-Core"
-    ),
+    pytest.mark.skipif(not megatron(), reason="needs Megatron-Core: name its site in XFER_SITE_TRAINER"),
 ]
 
 SMALL = dict(num_hidden_layers=2, hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2)

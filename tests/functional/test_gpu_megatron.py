@@ -6,26 +6,16 @@ compared with vLLM's own loader and with a fresh engine over what Bridge exports
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import sys
-
 import pytest
 
-from tests.support.gpu_job import Job, config, gpus
-from tests.support.proc import PYTHON
+from tests.support.gpu_job import Job, config, gpus, megatron
 from xfer.testing import toy
 
 pytest.importorskip("vllm")
-THERE = (
-    "XFER_SITE_TRAINER" in os.environ
-    or PYTHON["trainer"] != sys.executable
-    or importlib.util.find_spec("megatron") is not None
-)
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(gpus() < 2, reason="needs two GPUs"),
-    pytest.mark.skipif(not THERE, reason="needs Megatron-Core and Bridge: name their site in XFER_SITE_TRAINER"),
+    pytest.mark.skipif(not megatron(), reason="needs Megatron-Core and Bridge: name their site in XFER_SITE_TRAINER"),
 ]
 LAYOUTS = {"tp2": ("qwen3", dict(tp=2)), "ep2": ("qwen3_moe", dict(ep=2, etp=1))}
 

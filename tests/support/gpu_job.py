@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import secrets
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -41,6 +42,12 @@ NO_HANDLES = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "PYTORCH_AL
 
 def gpus() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def megatron() -> bool:
+    """Whether trainers have Megatron-Core: in a site of their own, another environment, or this one."""
+    own = "XFER_SITE_TRAINER" in os.environ or proc.PYTHON["trainer"] != sys.executable
+    return own or find_spec("megatron") is not None
 
 
 def site(side: str) -> dict[str, str]:
