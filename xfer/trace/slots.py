@@ -116,7 +116,7 @@ class Slots:
         # A module replaced in the tree leaves its slots behind, intact and dead: so the edges are compared as well. By the ids
         # of children, each of which has an edge itself: as long as that one lives, its id is nobody else's.
         self._edges = [
-            (weakref.ref(module), _children(module), len(module._parameters), len(module._buffers))
+            (weakref.ref(module), tuple(map(id, module._modules.values())), len(module._parameters), len(module._buffers))
             for tree in trees
             for module in tree.modules()
         ]
@@ -144,7 +144,7 @@ class Slots:
     def _tree_is_same(self) -> bool:
         for ref, children, parameters, buffers in self._edges:
             module = ref()
-            if module is None or _children(module) != children:
+            if module is None or tuple(map(id, module._modules.values())) != children:
                 return False
             if len(module._parameters) > parameters or len(module._buffers) > buffers:  # fewer: told by name when read
                 return False
@@ -165,7 +165,7 @@ class Slots:
                 root = names[storage._cdata] = slot.name
                 roots.append(Root(root, storage.nbytes()))
                 tensors[root] = torch.empty(0, dtype=torch.uint8, device=t.device).set_(storage)
-                storages.append((slot, storage.data_ptr(), storage.nbytes()))
+                storages.append((slot.table, slot.key, storage.data_ptr(), storage.nbytes()))
             size = t.element_size()
             strides = tuple(s * size for s in t.stride())
             dtype = str(t.dtype).removeprefix("torch.")
@@ -198,7 +198,7 @@ class Slots:
 @dataclass(frozen=True, slots=True)
 class _Reading:
     """What one `bind` saw. `contents`: (table, key, weak tensor, address, dtype, shape, stride) of every slot (`_Held`: less);
-    `storages`: (a slot in it, address, bytes) of every root; `devices` by slot name."""
+    `storages`: (table, key, address, bytes) of every root, of a slot in it; `devices` by slot name."""
 
     places: dict[str, Place]
     roots: tuple[Root, ...]
@@ -208,15 +208,18 @@ class _Reading:
 
     def holds(self) -> bool:
         """Whether all of it is still so. The address alone is not enough: freed memory comes back at the same address,
-        for another dtype even (a router bias that turns fp32). Written as one flat loop: it runs in every refit."""
+        for another dtype even (a router bias that turns fp32). Written as one flat loop without a call of Python, so not by `local`:
+        it runs in every refit."""
         for table, key, ref, address, dtype, shape, stride in self.contents:
-            t = local(table.get(key))
+            t = table.get(key)
+            t = getattr(t, "_local_tensor", t)
             if t is None or t is not ref() or t.data_ptr() != address or t.dtype != dtype:
                 return False
             if t.shape != shape or t.stride() != stride:
                 return False
-        for slot, address, nbytes in self.storages:
-            storage = local(slot.get()).untyped_storage()
+        for table, key, address, nbytes in self.storages:
+            t = table[key]
+            storage = getattr(t, "_local_tensor", t).untyped_storage()
             if storage.data_ptr() != address or storage.nbytes() != nbytes:
                 return False
         return True
@@ -240,11 +243,6 @@ class _Held(_Reading):
             elif not t.is_set_to(alias) or t.data_ptr() != address:
                 return False
         return True
-
-
-def _children(module: torch.nn.Module) -> tuple[int, ...]:
-    """Ids of what lies in the module's table of children, None among them."""
-    return tuple(map(id, module._modules.values()))
 
 
 _plain = torch._C.DisableTorchFunctionSubclass
