@@ -33,10 +33,16 @@ class Case:
     route: str = "peer"
     env: dict = field(default_factory=dict)  # of the trainers
     connect: dict = field(default_factory=dict)
+    engine_env: dict = field(default_factory=dict)
 
     @property
     def needs(self) -> int:
         return 1 + max((*self.trainers, *(g for r in self.replicas for g in r)))
+
+
+def host(name: str) -> dict[str, str]:
+    """This host under another name, for xfer and for NCCL, which then goes by its network between two names."""
+    return {"XFER_HOST": name, "NCCL_HOSTID": name, "NCCL_MNNVL_ENABLE": "0"}
 
 
 PACKED, MAPPED = dict(route="packed"), dict(route="packed", colocated=True)
@@ -50,6 +56,16 @@ CASES = [
     Case("data parallel", "qwen3", (0, 1), ((0, 1),), dict(dp=2, tp=1, eager=True)),
     Case("data parallel, experts shared", "qwen3_moe", (0, 1), ((0, 1),), dict(dp=2, tp=1, ep=True, eager=True)),
     Case("by NCCL", "qwen3", (2, 3), ((0, 1),), dict(eager=True), route="nccl", env=NO_HANDLES),
+    Case(
+        "as on two hosts",
+        "qwen3_moe",
+        (1,),
+        ((0,),),
+        dict(eager=True),
+        route="nccl",
+        env={**NO_HANDLES, **host("t")},
+        engine_env=host("e"),
+    ),
     Case("packed, by NCCL", "qwen3_moe", (1,), ((0,),), dict(eager=True), route="packed", connect=PACKED),
     Case("packed, mapped on one GPU", "qwen3_tied", (0,), ((0,),), dict(eager=True), route="packed", connect=MAPPED),
     Case("packed, two to TP2", "qwen3_moe", (2, 3), ((0, 1),), dict(eager=True), route="packed", connect=PACKED),
@@ -61,7 +77,9 @@ def test_refits_are_bit_exact_and_tokens_follow(case: Case, tmp_path):
     if case.needs > GPUS:
         pytest.skip(f"needs {case.needs} GPUs")
     with Job(tmp_path, config(case.family, **case.model)) as job:
-        engines = [job.engine(f"engine{i}", list(on), **case.engine) for i, on in enumerate(case.replicas)]
+        engines = [
+            job.engine(f"engine{i}", list(on), env=case.engine_env, **case.engine) for i, on in enumerate(case.replicas)
+        ]
         job.start_trainers(list(case.trainers), **case.env)
         job.plain()
         for e in engines:

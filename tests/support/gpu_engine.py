@@ -3,7 +3,7 @@
 {"do": "start", "model", "tp", …}  {"do": "serve", "rendezvous", "replica"}  {"do": "ready"}  {"do": "observe"}
 {"do": "wrong", "config", "seed" | "folder"}  {"do": "scramble", "seed"}  {"do": "generate"}  {"do": "stop generating"}
 {"do": "noop", "times", "took_ms", "pause_ms"}  {"do": "memory"}  {"do": "state"}  {"do": "stop"}
-{"do": "force"}  {"do": "sleep", "level"}  {"do": "wake", "tags"}
+{"do": "force"}  {"do": "sleep", "level"}  {"do": "wake", "tags"}  {"do": "watch"}  {"do": "unwatch"}
 """
 
 from __future__ import annotations
@@ -158,6 +158,11 @@ def main() -> None:
                 emit("did nothing", rows=noop(controller.handle, **c))
             elif do == "memory":
                 emit("memory", workers=llm.collective_rpc("xfer_memory"))
+            elif do == "watch":
+                llm.collective_rpc("xfer_watch")
+                emit("watching")
+            elif do == "unwatch":
+                emit("watched", workers=llm.collective_rpc("xfer_unwatch"))
             elif do == "state":
                 error, lost = str(controller.error or ""), str(controller.lost or "")
                 emit("state", version=controller.version, error=error, lost=lost)

@@ -12,6 +12,7 @@ import time
 import torch
 
 from tests.support.gpu_values import names, value
+from tests.support.gpu_watch import Watch
 
 DERIVED = ("W_UV", "W_UK_T")
 
@@ -78,6 +79,13 @@ class Probe:
 
     def xfer_nothing(self, seconds: float):
         time.sleep(seconds)
+
+    def xfer_watch(self):
+        self.xfer_watch_ = Watch(self.device)
+        self.xfer_watch_.begin()
+
+    def xfer_unwatch(self):
+        return self.xfer_watch_.end()
 
     def xfer_memory(self):
         """Bytes: of the device beside torch's allocator, and allocated by it."""

@@ -3,7 +3,7 @@
     {"do": "plain", "config", "rank", "world", "port"}      DTensors under checkpoint names, cut as `cut` says
     {"do": "megatron", "folder", "layout", …}               real Megatron-Core through Bridge (RANK, WORLD_SIZE, … set)
     {"do": "connect", …} {"do": "set", "seed"} {"do": "step"} {"do": "refit", "times", …} {"do": "move"} {"do": "offload"}
-    {"do": "remake", "give_back"} {"do": "export", "folder"} {"do": "memory", "gpu"} {"do": "close"}
+    {"do": "remake", "give_back"} {"do": "export", "folder"} {"do": "memory", "gpu"} {"do": "watch"} {"do": "unwatch"} {"do": "close"}
 
 Which GPU: XFER_GPU (an index). Values of a seed are made on the device (gpu_values.py), so that both sides can make
 models of any size without a checkpoint.
@@ -23,6 +23,7 @@ torch.cuda.set_device(DEVICE)
 import torch.distributed as dist  # noqa: E402
 
 from tests.support.gpu_values import names, value  # noqa: E402
+from tests.support.gpu_watch import Watch  # noqa: E402
 from tests.support.proc import commands, emit  # noqa: E402
 
 
@@ -156,6 +157,7 @@ def main() -> None:
     import xfer
 
     model = refit = None
+    watch = Watch(DEVICE)
     emit("up")
     for c in commands():
         do = c.pop("do")
@@ -204,6 +206,11 @@ def main() -> None:
                 emit("refitted", reports=reports, plan=refit.explain(), **reports[-1])
             elif do == "memory":
                 emit("memory", **memory(**c))
+            elif do == "watch":
+                watch.begin()
+                emit("watching")
+            elif do == "unwatch":
+                emit("watched", **watch.end())
             elif do == "close":
                 if refit is not None:
                     refit.close()

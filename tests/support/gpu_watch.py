@@ -1,0 +1,42 @@
+"""What this process does between two moments: Python functions that it calls, memory that it asks torch for, and operations for
+which the host waits for the device. Of all threads; used by test_gpu_warm.py."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+
+import torch
+
+
+class Watch:
+    def __init__(self, device: torch.device):
+        self._device, self._calls, self._syncs = device, 0, 0
+
+    def begin(self) -> None:
+        self._calls = self._syncs = 0
+        self._warnings = warnings.catch_warnings()
+        self._warnings.__enter__()
+        warnings.simplefilter("always")
+        warnings.showwarning = self._warned
+        torch.cuda.set_sync_debug_mode("warn")
+        self._allocated = self._allocations()
+        if hasattr(threading, "setprofile_all_threads"):  # Python 3.12
+            threading.setprofile_all_threads(self._called)
+
+    def end(self) -> dict[str, int]:
+        if hasattr(threading, "setprofile_all_threads"):
+            threading.setprofile_all_threads(None)
+        allocations = self._allocations() - self._allocated
+        torch.cuda.set_sync_debug_mode("default")
+        self._warnings.__exit__(None, None, None)
+        return dict(calls=self._calls, allocations=allocations, syncs=self._syncs)
+
+    def _allocations(self) -> int:
+        return torch.cuda.memory_stats(self._device)["allocation.all.allocated"]
+
+    def _called(self, frame, event: str, arg) -> None:
+        self._calls += event == "call"
+
+    def _warned(self, message, *_args, **_more) -> None:
+        self._syncs += "synchronizing CUDA operation" in str(message)
