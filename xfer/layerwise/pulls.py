@@ -57,7 +57,7 @@ class Pulls:
         self._over = torch.zeros_like(self._sign)
         self._came = torch.zeros((), dtype=torch.bool, device=wire.device)
         self._firsts = {
-            id(s): [m.param.detach().view(-1)[:1] for m in s.members if m.param.numel()] for s in shares if s.nbytes
+            id(s): [m.param.data.view(-1)[:1] for m in s.members if m.param.numel()] for s in shares if s.nbytes
         }
         dtypes = {x.dtype for some in self._firsts.values() for x in some}
         self._factor, self._one, self._nan = (
