@@ -44,6 +44,18 @@ def test_release_lets_go_of_buffers_and_the_next_refit_finds_everything_again(co
             right(w, v)
 
 
+def test_when_one_trainer_releases_no_other_goes_on_reading_its_storages():
+    """Trainers that put messages together map each other's, so they let go before `release()` of any of them returns."""
+    with PackedWorld(trainers=3, replicas=2) as w:
+        good(w.refit(1))
+        assert not any(s._stale for s in w.sources)
+        w.on_all(lambda i: w.sessions[i].release(), ranks=[1])
+        assert all(s._stale for s in w.sources) and not sum(s._pump.extra_bytes for s in w.sessions)
+        w.on_all(lambda i: w.sessions[i].release(), ranks=[0])
+        good(w.refit(2))
+        right(w, 2)
+
+
 @pytest.mark.parametrize("limit, packed", [(256, True), (1 << 20, True), (1024, False)], ids=["cut", "one", "unpacked"])
 def test_tensors_longer_than_a_bucket_one_bucket_for_all_and_senders_that_do_not_pack(limit, packed):
     with PackedWorld(limit=limit, packed=packed) as w:

@@ -22,7 +22,7 @@ from typing import Protocol
 import msgspec
 import torch
 
-from xfer.errors import PeerLost, PlanMismatch, ProtocolError, RefitFailed, XferError
+from xfer.errors import DeadlineExceeded, PeerLost, PlanMismatch, ProtocolError, RefitFailed, XferError
 from xfer.packed.ahead import OneAhead
 from xfer.packed.arrivals import Arrivals, own_stream
 from xfer.packed.buffer import Buffers, Unpacker, specs_by_name, wire_sum
@@ -151,6 +151,13 @@ class PackedLane(Lane):
         super().forget_routes()
         if self.pump is not None:
             self.pump.forget()
+
+    def _do_close_routes(self) -> None:
+        if self.pump is not None:
+            if not self.pump.wait_over(self._deadline_s):
+                raise DeadlineExceeded("a gather is still running; nothing of it can be released", where=self.party.label)
+            self.pump.forget()
+        super()._do_close_routes()
 
     def planned_bytes(self) -> tuple[int, int]:
         if self.plan is None:

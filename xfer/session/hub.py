@@ -466,6 +466,6 @@ _SENDERS: dict[type, tuple[str, ...]] = {
     m.Planned: _BOTH, m.LinkOpen: _BOTH, m.Prepare: ("trainer",), m.Enter: ("trainer",),
     m.Ready: ("trainer",),    m.Armed: ("worker",), m.Progress: _BOTH, m.Done: _BOTH, m.Committed: ("worker",), m.Stopped: ("worker",),
     m.Settled: ("controller",), m.Failed: ("trainer", "worker", "controller"), m.Leave: _ALL, m.StoreSet: _BOTH, m.StoreGet: _BOTH,
-    m.StoreAdd: _BOTH, m.StoreCheck: _BOTH, m.Ping: _ALL, m.StatusAsk: _ALL, m.Release: ("trainer",), m.RoutesClosed: ("worker",),
+    m.StoreAdd: _BOTH, m.StoreCheck: _BOTH, m.Ping: _ALL, m.StatusAsk: _ALL, m.Release: ("trainer",), m.RoutesClosed: _BOTH,
 }  # fmt: skip
 """Which role may send what. A message that is not listed comes from the hub only."""

@@ -307,11 +307,11 @@ class Outcome(WireMessage):
 
 
 class Release(WireMessage):
-    """trainer -> hub: my storages are about to be freed; let every worker unmap them. Answered by `Released`."""
+    """trainer -> hub: my storages are about to be freed; let everyone unmap them. Answered by `Released`."""
 
 
 class CloseRoutes(WireMessage):
-    """hub -> worker: unmap the trainers' storages. Answered by `RoutesClosed`."""
+    """hub -> worker, by the packed route trainers too: unmap the trainers' storages. Answered by `RoutesClosed`."""
 
     replica: Count
 

@@ -25,7 +25,7 @@ class Planning:
     def __init__(self, hub: Hub):
         self.hub = hub
         self.layouts = Relay(self._owners)
-        self._closing: set[Client] = set()  # workers that have not unmapped yet
+        self._closing: set[Client] = set()  # who has not unmapped yet
         self._releasing: set[Client] = set()  # trainers that wait for them
 
     def plan(self, replica: Replica) -> None:
@@ -137,7 +137,8 @@ class Planning:
     # ---- unmapping before trainers free
 
     def release(self, client: Client) -> None:
-        """Every worker unmaps; then all trainers that asked are told, and routes are opened again by the next refit."""
+        """Everyone unmaps who reads trainers' storages (every worker; by the packed route trainers too, each other's); then all
+        trainers that asked are told, and routes are opened again by the next refit."""
         if any(r.state in ("planning", "linking") for r in self.hub.replicas.values()):
             self.hub.at(time.monotonic() + 0.02, lambda: self.release(client))  # what is being opened is closed after
             return
@@ -145,12 +146,13 @@ class Planning:
         for r in self.hub.replicas.values():
             if r.state == "ready" and not r.reopen:
                 r.reopen = True
-                self._closing |= set(r.workers.values())
-                self.hub.broadcast(r.workers.values(), m.CloseRoutes(r.index))
+                readers = self.hub.domain(r) if self.hub.options.route == "packed" else list(r.workers.values())
+                self._closing |= set(readers)
+                self.hub.broadcast(readers, m.CloseRoutes(r.index))
         self.closed(None)
 
     def closed(self, client: Client | None) -> None:
-        """This worker has unmapped, or is gone."""
+        """This one has unmapped, or is gone."""
         self._closing.discard(client)
         if not self._closing:
             waiting, self._releasing = self._releasing, set()
