@@ -71,7 +71,7 @@ def _stop_all() -> None:
 
 
 _UNMAP = object()
-"""Of this file: to a lane's thread, once it has ended what was cancelled."""
+"""Of this file: to a lane's thread, when it has ended what runs."""
 
 
 class _Scope:
@@ -129,14 +129,22 @@ class Lane:
                 return
             self._scope.error = error
             link, routed = self._link, self._routed
-            # What a worker has mapped may be memory of a process that is gone, whose successor needs it.
-            if self.side.role == "worker" and not self._ended:
-                self._idle.clear()
-                self._queue.put((_UNMAP, self._scope))
+            self._unmap_next()
         if routed is not None:
             routed.stop()
         if link is not None:
             link.abort()
+
+    def let_go(self) -> None:
+        """Nothing will be moved any more: a worker unmaps the trainers' storages, once what runs has ended."""
+        with self._lock:
+            self._unmap_next()
+
+    def _unmap_next(self) -> None:
+        """What a worker has mapped may be memory of a process that is gone, whose successor needs it."""
+        if self.side.role == "worker" and not self._ended:
+            self._idle.clear()
+            self._queue.put((_UNMAP, self._scope))
 
     def wait_idle(self, seconds: float) -> bool:
         """True when nothing of the lane runs any more: no byte will be read or written by it."""
@@ -217,7 +225,7 @@ class Lane:
                     elif isinstance(message, m.OpenLink):
                         self._do_link(message)
                     elif message is _UNMAP:
-                        if self.drained:  # routes of a cancelled epoch are not used again
+                        if self.drained:  # these routes are not used again
                             self._close_routes()
                     elif isinstance(message, m.CloseRoutes):
                         self._do_close_routes()

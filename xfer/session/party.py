@@ -174,8 +174,7 @@ class Party:
         elif isinstance(message, m.Failed) and message.replica < 0:
             self._failed = self._failed or message.error  # the first; that the others then leave is no reason
             for lane in list(self.lanes.values()):
-                if lane.side.role == "worker":  # between refits too: it lets go of what it has mapped
-                    lane.cancel(message.error.error(), None)
+                lane.let_go()
         self.inbox.put(message)
 
     def _end(self, reason: str) -> None:
