@@ -43,33 +43,34 @@ class Waiting(Lane):
             store.get("never")
 
 
-def test_the_next_epoch_does_not_call_back_what_was_cancelled():
+@pytest.fixture
+def waiting():
+    """(party, lane), the lane inside its wait of epoch 1."""
     party = Party()
     lane = Waiting(party)
     try:
         lane.post(m.OpenLink(0, 1, True, 1))
         assert lane.waits.wait(10)
-        lane.cancel(PeerLost("given up"), 1)
-        lane.post(m.OpenLink(0, 2, True, 1))  # before the waiting thread can have looked
-        assert lane.wait_idle(10), "still waits for a value of epoch 1"
-        assert party.said == [m.LinkOpen(0, 2)]
+        yield party, lane
     finally:
         lane.close()
 
 
-def test_an_epoch_that_nobody_gave_up_ends_with_the_next_one():
-    party = Party()
-    lane = Waiting(party)
-    try:
-        lane.post(m.OpenLink(0, 1, True, 1))
-        assert lane.waits.wait(10)
-        lane.post(m.OpenLink(0, 2, True, 1))
-        assert lane.wait_idle(10) and party.said == [m.LinkOpen(0, 2)]
-        lane.cancel(PeerLost("late"), 1)  # of an epoch that is over: concerns nobody
-        lane.post(m.OpenLink(0, 2, False, 1))
-        assert lane.wait_idle(10) and party.said == [m.LinkOpen(0, 2)] * 2
-    finally:
-        lane.close()
+def test_the_next_epoch_does_not_call_back_what_was_cancelled(waiting):
+    party, lane = waiting
+    lane.cancel(PeerLost("given up"), 1)
+    lane.post(m.OpenLink(0, 2, True, 1))  # before the waiting thread can have looked
+    assert lane.wait_idle(10), "still waits for a value of epoch 1"
+    assert party.said == [m.LinkOpen(0, 2)]
+
+
+def test_an_epoch_that_nobody_gave_up_ends_with_the_next_one(waiting):
+    party, lane = waiting
+    lane.post(m.OpenLink(0, 2, True, 1))
+    assert lane.wait_idle(10) and party.said == [m.LinkOpen(0, 2)]
+    lane.cancel(PeerLost("late"), 1)  # of an epoch that is over: concerns nobody
+    lane.post(m.OpenLink(0, 2, False, 1))
+    assert lane.wait_idle(10) and party.said == [m.LinkOpen(0, 2)] * 2
 
 
 class Routes:

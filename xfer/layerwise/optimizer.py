@@ -188,16 +188,19 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
             elif p.grad is not None:
                 p.grad.detach_().zero_()
 
-    def drain(self) -> None:
-        """Bring every parameter here now: before reading, saving or changing them outside of a forward. Collective."""
-        self.hooks.drain(to_write=True)
+    def drain(self, to_write: bool = True) -> None:
+        """Bring every parameter here now: before reading, saving or changing them outside of a forward. Collective.
+
+        to_write: also wait until no other rank copies out of this rank's memory, for which who only reads has no use.
+        """
+        self.hooks.drain(to_write)
 
     def synchronize(self) -> None:
         """After parameters of owners were written from outside (a checkpoint): masters are not touched, others receive
         what the owners hold. Collective."""
         self.gather.drain()
         self.gather.begin()
-        self.drain()
+        self.drain(to_write=False)
 
     def owns(self, name: str) -> bool:
         """Whether this rank is where the parameter of that canonical name is stepped."""

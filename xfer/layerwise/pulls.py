@@ -70,7 +70,8 @@ class Pulls:
         """For torch's allocator: whoever drops the model while copies are queued, its memory is nobody else's before they have
         ended."""
         if self.stream is not None:
-            for t in (self._sign, self._over, self._came, *self._factor.values(), *self._others):
+            scalars = [t for some in (self._factor, self._one, self._nan) for t in some.values()]
+            for t in (self._sign, self._over, self._came, *scalars, *self._others):
                 t.record_stream(self.stream)
 
     def begin(self) -> None:

@@ -142,6 +142,7 @@ class Slots:
         return "moved" if (binding.places, binding.roots) == (known.places, known.roots) else "changed"
 
     def _tree_is_same(self) -> bool:
+        """Without a call of Python for each module, as `holds` for each tensor."""
         for ref, children, parameters, buffers in self._edges:
             module = ref()
             if module is None or tuple(map(id, module._modules.values())) != children:

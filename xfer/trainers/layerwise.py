@@ -49,7 +49,7 @@ class LayerWiseTrainer:
     def drain(self) -> None:
         """ "all": finish the gather, collectively. "owners": nothing to finish, only the device to wait for."""
         if self.sources == "all":
-            self.optimizer.drain()
+            self.optimizer.drain(to_write=False)
         elif self.optimizer.gather.broken is not None:
             raise StaleWeights(
                 f"trainer {self.rank}: the last gather failed, so this trainer cannot go on from these weights",

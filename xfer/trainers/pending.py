@@ -14,11 +14,11 @@ import torch
 
 class Gathers(Protocol):
     """`named`: (name, parameter) of all that is gathered. `drain`: bring every one of them here; collective over the ranks
-    among which they are gathered, and nothing when they are here."""
+    among which they are gathered, and nothing when they are here. to_write: and wait until they may be changed, too."""
 
     named: Sequence[tuple[str, torch.Tensor]]
 
-    def drain(self) -> None: ...
+    def drain(self, to_write: bool = True) -> None: ...
 
 
 _known: list[weakref.ref[Gathers]] = []  # in the order in which they were made, which all ranks share
@@ -51,4 +51,4 @@ def drain_over(tensors: Iterable[torch.Tensor]) -> None:
     memory = {t.untyped_storage().data_ptr() for t in tensors}
     for gathers in known:
         if any(p.untyped_storage().data_ptr() in memory for _, p in gathers.named):
-            gathers.drain()
+            gathers.drain(to_write=False)
