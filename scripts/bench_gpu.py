@@ -433,9 +433,8 @@ def show(r: dict) -> list[str]:
     return [*lines, "", f"Extra memory, largest rank: {extra}. Opening the peer route: {r['open_peer_s']:.2f} s."]
 
 
-def main() -> None:
+def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser()
-    gpus = torch.cuda.device_count()
     p.add_argument("--cases", nargs="+", choices=sorted(CASES))
     p.add_argument("--repeats", type=int, default=10)
     p.add_argument("--sweep", nargs="*", type=float, default=[], help="pulls by so many programs a multiprocessor")
@@ -454,7 +453,11 @@ def main() -> None:
     p.add_argument("--packed", action=argparse.BooleanOptionalAction, default=True)
     p.add_argument("--case-seconds", type=float, default=150)
     p.add_argument("--out", default="")
-    args = p.parse_args()
+    return p
+
+
+def main() -> None:
+    args, gpus = parser().parse_args(), torch.cuda.device_count()
     cases = usable(args.cases, gpus)
     import triton
 

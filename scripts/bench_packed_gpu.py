@@ -177,10 +177,8 @@ def direct(case: str, a: argparse.Namespace, clock: Clock, note) -> list[str]:
         return ["direct: no time was left"]
     import bench_gpu
 
-    how = argparse.Namespace(
-        repeats=a.repeats, sweep=[], steps=[], buckets=[], bulk=[], waves=[], packed=False,
-        case_seconds=min(a.way_seconds * 2, clock.left),
-    )  # fmt: skip
+    how = bench_gpu.parser().parse_args(["--no-packed"])
+    how.repeats, how.case_seconds = a.repeats, min(a.way_seconds * 2, clock.left)
     try:
         found = bench_gpu.one_case(DIRECT[case], how)
     except Exception as e:

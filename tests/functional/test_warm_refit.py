@@ -14,6 +14,7 @@ from torch import nn
 
 from tests.support.world import SHAPES, World
 from xfer.trace.slots import Slots, walk
+from xfer.trainers.dtensor import TensorTrainer
 
 
 class Calls:
@@ -69,6 +70,27 @@ def test_a_look_at_many_storages_makes_no_more_calls_than_one_at_few(hold):
         finally:
             sys.setprofile(None)
         assert state == "same" and kept.tensors
+        return calls.count
+
+    assert of_a_look(200) == of_a_look(2)
+
+
+@pytest.mark.parametrize("as_module", [False, True])
+def test_a_trainer_of_many_tensors_looks_at_them_without_a_call_for_each(as_module):
+    """DTensors and plain ones, of a module or given by name; on GPUs the latter cost two calls a tensor."""
+
+    def of_a_look(layers: int) -> int:
+        tree = nn.Sequential(*(nn.Linear(2, 2) for _ in range(layers)))
+        given = dict(tree.named_parameters())
+        trainer, calls = TensorTrainer(tree if as_module else lambda: given, rank=0, world=1), Calls()
+        trainer.read()
+        calls.on = True
+        sys.setprofile(calls)
+        try:
+            state = trainer.check()
+        finally:
+            sys.setprofile(None)
+        assert state == "same"
         return calls.count
 
     assert of_a_look(200) == of_a_look(2)

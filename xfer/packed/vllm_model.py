@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
-from xfer.engines.live import Storages
+from xfer.engines.live import Slot, Storages
 from xfer.engines.lock import alone, try_locks
 from xfer.errors import LayoutError, Unsupported, XferError
 from xfer.trace.fragment import TensorSpec
@@ -198,11 +198,11 @@ class PackedModel:
         if self._loaded is None:
             logger.warning("xfer: this engine's loader does not say what it loaded; only names that came were checked")
             return
-        live = Storages(self.engine.model)
-        reached = {live.slots[n].root for n in self._loaded if n in live.slots}
+        slots = Storages(self.engine.model).slots
+        reached = reached_by(self._loaded, slots)
         left = [
             f"{slot.name}: {slot.described()}"
-            for slot in live.slots.values()
+            for slot in slots.values()
             if slot.is_parameter and slot.root and slot.root not in reached
         ]
         if left:
@@ -222,3 +222,24 @@ class PackedModel:
             else:
                 inside.enter_context(disable_mtp_completeness_check())
             yield
+
+
+def reached_by(loaded: Iterable[str], slots: Mapping[str, Slot]) -> set[str]:
+    """Storages of the parameters that a loader says it has loaded. A module may answer for one that it holds and leave out
+    that part of the name, as vLLM 0.25's runner of experts does ("experts.w13_weight" of "experts.routed_experts.w13_weight"):
+    such an answer counts where there is one parameter only that it can mean."""
+    parts: dict[tuple[str, str], list[str]] = {}  # (a module, the last part of a name anywhere below it) -> storages
+    for name, slot in slots.items():
+        above, _, last = name.rpartition(".")
+        while above:
+            parts.setdefault((above, last), []).append(slot.root)
+            above = above.rpartition(".")[0]
+    out = set()
+    for name in loaded:
+        if name in slots:
+            out.add(slots[name].root)
+        else:
+            above, _, last = name.rpartition(".")
+            meant = parts.get((above, last), ())
+            out.update(meant if len(meant) == 1 else ())
+    return out

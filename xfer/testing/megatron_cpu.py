@@ -187,17 +187,13 @@ def _patch_distributed() -> None:
 
 def _patch_megatron() -> None:
     from megatron.core.tensor_parallel import random as rng
-    from megatron.core.transformer.moe import moe_utils
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
     # These set state through torch.cuda's lazy-call queue, which never runs without a device.
     rng._get_cuda_rng_state = lambda device=None, clone=False, graph_safe=False: torch.get_rng_state()
     rng._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
 
-    # Without TransformerEngine moe_utils never binds names that the router later compares with None.
-    for name in ("te_general_gemm", "fused_permute", "fused_unpermute", "fused_sort_chunks_by_index"):
-        if not hasattr(moe_utils, name):
-            setattr(moe_utils, name, None)
+    name_te_kernels()
 
     # WrappedTorchNorm refuses sequence parallel, which Megatron demands of MoE with tp > 1. All that sequence parallel
     # needs from a norm is this mark: finalize_model_grads then sums the weight's gradient over TP.
@@ -233,6 +229,15 @@ def import_bridge():
 
 def has_transformer_engine() -> bool:
     return importlib.util.find_spec("transformer_engine") is not None
+
+
+def name_te_kernels() -> None:
+    """Without TransformerEngine moe_utils never binds names that the router later compares with None, on GPUs as well."""
+    from megatron.core.transformer.moe import moe_utils
+
+    for name in ("te_general_gemm", "fused_permute", "fused_unpermute", "fused_sort_chunks_by_index"):
+        if not hasattr(moe_utils, name):
+            setattr(moe_utils, name, None)
 
 
 def _stand_ins() -> dict[str, types.ModuleType]:

@@ -239,10 +239,11 @@ def install() -> None:
     from megatron.core.models.gpt import gpt_layer_specs
     from megatron.core.transformer import multi_latent_attention as mla
 
-    from xfer.testing.megatron_cpu import has_transformer_engine
+    from xfer.testing.megatron_cpu import has_transformer_engine, name_te_kernels
 
     if has_transformer_engine():
         raise RuntimeError("TransformerEngine is installed: use it, not its stand-ins")
+    name_te_kernels()
     gpt_layer_specs.TESpecProvider = TwinProvider
     gpt_layer_specs.TENorm = WrappedTorchNorm
     # MLA compares its submodules with these two; without TE the names hold MagicMock instances.

@@ -128,7 +128,7 @@ class TensorTrainer:
             fragments += parts
         if wrong:
             raise kind(f"trainer {self.rank}: it cannot be told where these tensors lie", wrong)
-        self._slots, self._specs = slots, [_spec(s) for s in found]
+        self._slots, self._specs = slots, _specs(found)
         return TrainerLayout(Traced(tuple(sorted(specs)), tuple(fragments)), bound.roots, bound.tensors)
 
     def check(self) -> str:
@@ -142,7 +142,7 @@ class TensorTrainer:
                 return "changed"
         state = self._slots.check()
         # A DTensor's own part may be as before although it is another part now.
-        return state if self._specs == [_spec(s) for s in self._slots.slots] else "changed"
+        return state if self._specs == _specs(self._slots.slots) else "changed"
 
     def rebind(self) -> Mapping[str, torch.Tensor]:
         """Root name -> flat uint8 view of the storage at today's address; only after `check` said "moved"."""
@@ -195,7 +195,7 @@ class TensorTrainer:
 
     def _fragments(self, slot: Slot, place: Place) -> tuple[TensorSpec, tuple[Fragment, ...]]:
         tensor, declared = slot.get(), self._declared.get(slot.name)
-        if _spec(slot) is not None:
+        if _specs([slot])[0] is not None:
             if declared is not None:
                 raise LayoutError("a layout is declared for it, but it is a DTensor, which has its own")
             shape, (mesh, placements) = tuple(tensor.shape), from_dtensor(tensor)
@@ -221,6 +221,7 @@ class TensorTrainer:
         )
 
 
-def _spec(slot: Slot) -> object | None:
-    """Mesh, placements and global shape of a DTensor, in torch's own word for them; None for any other tensor."""
-    return getattr(slot.get(), "_spec", None)
+def _specs(slots: Sequence[Slot]) -> list[object | None]:
+    """Mesh, placements and global shape of each DTensor, in torch's own word for them; None for any other tensor. Without a
+    call of Python for each slot: it runs in every refit."""
+    return [getattr(s.table.get(s.key), "_spec", None) for s in slots]
