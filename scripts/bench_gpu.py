@@ -188,6 +188,8 @@ class Bench:
             self.timed("peer" if "peer" not in self.result["ms"] else "peer again", lambda: peer.run(soon()), repeats)
         if self.args.sweep:
             self._sweep(peer)
+        for share in self.args.copied:
+            self.timed(f"peer, {share:.0%} copied at most", self._pulling(peer, copied=share), repeats)
         for mib in self.args.bursts:
             self.timed(f"peer, turns of {mib} MiB", self._pulling(peer, burst=mib << 20), repeats)
         for text in self.args.bulk:
@@ -235,6 +237,7 @@ class Bench:
         labels = [f"rank {r}" for r in range(self.size)]
         others = [(f", turns of {mib} MiB", {"burst": mib << 20}) for mib in self.args.bursts]
         others += [(f", {n:g} programs a multiprocessor", {"programs": self._programs(n)}) for n in self.args.sweep]
+        others += [(f", {share:.0%} copied at most", {"copied": share}) for share in self.args.copied]
         for parts, (also, how) in product(self.args.parts, [("", {}), *others]):
             programs = dict(zip(takers, relay(rows[rows["dst"] == takers[0]], takers, parts)))
             mine = programs.get(self.rank, Program(self.rank, 0, rows[:0]))
@@ -290,7 +293,7 @@ class Bench:
         name = (
             f"bulk copies, {shape.stages} stages of {shape.stage >> 10} KiB, {shape.ahead} ahead, {shape.per_sm} blocks"
         )
-        work = self._pulling(peer, bulk=shape)
+        work = self._pulling(peer, bulk=shape, copied=0.0)
         self.checked(name, work)
         self.timed(name, work, self.args.repeats)
 
@@ -444,6 +447,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--steps", nargs="*", type=int, default=[], help="other step sizes of p2p to try, MiB")
     p.add_argument(
         "--buckets", nargs="*", type=int, default=[], help="plans of other buckets, p2p in steps as long, MiB"
+    )
+    p.add_argument(
+        "--copied", nargs="*", type=float, default=[0.0], help="other shares of the bytes for copy engines, at most"
     )
     p.add_argument("--bursts", nargs="*", type=int, default=[], help="pulls in long turns of each sender, MiB")
     p.add_argument("--parts", nargs="*", type=int, default=[32, 64, 128], help="of relays")

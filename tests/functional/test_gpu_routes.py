@@ -26,9 +26,10 @@ def test_random_programs_over_nccl():
     assert all(sent > 0 for _, sent in got)
 
 
-def test_random_programs_are_pulled():
+@pytest.mark.parametrize("long_bytes", [0, 24], ids=["by the kernel", "by both"])
+def test_random_programs_are_pulled(long_bytes):
     """Four processes, whatever the number of GPUs, each both offers and maps; nothing goes by p2p."""
-    got = spawn("worlds", 4, route="peer", seeds=SEEDS)
+    got = spawn("worlds", 4, route="peer", seeds=SEEDS, long_bytes=long_bytes)
     assert all(pulled > 0 and sent == 0 for pulled, sent in got)
 
 

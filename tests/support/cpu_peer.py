@@ -12,6 +12,7 @@ import time
 import weakref
 
 import msgspec
+import numpy as np
 
 from xfer.errors import DeadlineExceeded, PeerLost
 from xfer.kernels import bind
@@ -87,15 +88,17 @@ REFUSED: set[tuple[int, int]] = set()
 
 
 class Pull:
-    def __init__(self, rows, mapping, roots):
-        self.mapping, self.rows = mapping, rows
+    in_parts = True
+
+    def __init__(self, rows, mapping, roots, gate=None):
+        self.mapping, self.rows, self._gate = mapping, rows, gate
         known = sorted((a, b) for a, some in mapping.roots.items() for b in some)
         number = {pair: i for i, pair in enumerate(known)}
         rows = rows.copy()
         rows["src_root"] = [number[a, b] for a, b in zip(rows["src"].tolist(), rows["src_root"].tolist())]
         sources = [mapping.roots[a][b] for a, b in known]
-        half = len(rows) // 2
-        self._parts = [bind(r, roots, "local", src_roots=sources) for r in (rows[:half], rows[half:])]
+        first = np.arange(len(rows)) < len(rows) // 2 if gate is None else rows["wave"] == 0
+        self._parts = [bind(r, roots, "local", src_roots=sources) for r in (rows[first], rows[~first])]
         self.extra_bytes = 0
         self.nbytes = int(row_wire_bytes(rows).sum())
 
@@ -107,11 +110,15 @@ class Pull:
 
     def _run(self) -> None:
         self._parts[0].copy()
+        if self._gate is not None:
+            self._gate.after(0, None)
         Hold.reached.set()
         while Hold.held.is_set() and (Hold.deaf or not self._stopped):
             time.sleep(0.001)
         if not self._stopped:
             self._parts[1].copy()
+            if self._gate is not None:
+                self._gate.after(1, None)
             self._done = True
 
     def stop(self) -> None:

@@ -16,6 +16,7 @@ from torch.distributed import TCPStore
 
 from tests.support.row_worlds import apply_world, fresh_sources, random_world, row
 from xfer.errors import XferError
+from xfer.kernels import long_runs
 from xfer.plan.program import Program
 from xfer.plan.relay import relay
 from xfer.testing.ports import free_port
@@ -94,8 +95,10 @@ def agree(got, want) -> None:
             )
 
 
-def worlds(rank, size, store, device, *, route: str, seeds: list[int], refuse: bool = False):
-    """Random programs, twice each with new sources. Returns (pulled bytes, p2p bytes)."""
+def worlds(rank, size, store, device, *, route: str, seeds: list[int], long_bytes: int = 0):
+    """Random programs, twice each with new sources. long_bytes: from which on a copy engine takes runs. Returns (pulled
+    bytes, p2p bytes)."""
+    long_runs.LONG_BYTES = long_bytes or long_runs.LONG_BYTES
     link = NoLink(rank, size, device) if route == "peer" else open_group(store, rank, size, 60.0, device)
     pulled = sent = 0
     for seed in seeds:
@@ -248,7 +251,7 @@ def stopped_pull(rank, size, store, device):
             name = "finished"
         except XferError as e:
             name = type(e).__name__
-        out = (name, time.monotonic() - t0, int((target[:: 1 << 20] != 0).sum()) < n >> 20)
+        out = (name, time.monotonic() - t0, int((target[:: 1 << 20] != 0).sum()) < 0.9 * (n >> 20))
         pull.begin()
         pull.finish(soon())
         same = torch.equal(target, other.roots[0][0])

@@ -86,8 +86,16 @@ class Sums:
 
     def values(self) -> list[int]:
         """By set, 0 <= c < 2**64. A device synchronisation per set."""
+        self.begin()
+        return self.ended()
+
+    def begin(self) -> None:
+        """On CUDA: begins to read, on the current stream, and waits for nothing."""
         if self._fast is not None:
             self._fast.launch()
+
+    def ended(self) -> list[int]:
+        """`values` of what `begin` began, on a stream that comes after it."""
         out = [self._slowly(self._rows[self._slot == k]) if len(self._rows) else 0 for k in range(self._slots)]
         if self._fast is not None:
             out = [added(a, b) for a, b in zip(out, self._fast.values())]

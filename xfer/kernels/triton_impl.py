@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from xfer.kernels import bulk
+from xfer.kernels import bulk, long_runs
 from xfer.kernels.strided import Move, moves
 from xfer.kernels.tiles import COLUMNS, End, Table, Turns, cast_tables, interleaved, plain_tables
 from xfer.kernels.torch_impl import TorchRows
@@ -177,6 +177,8 @@ class TritonRows:
     turns: for side "local", in which order tiles are taken. abort: an int32 tensor of one word in the device's memory (reading host memory
     for every tile was the bottleneck: 8 GB/s); kernels look
     at it before every tile and leave when it is not 0. bulk: move tiles of 16-byte units by the bulk copy engine (bulk.py).
+    copied: for side "local" on CUDA, at most this share of the bytes goes by a copy engine (long_runs.py), in runs of at least
+    `long_bytes`; those do not look at the word.
     """
 
     def __init__(
@@ -190,6 +192,8 @@ class TritonRows:
         abort: torch.Tensor | None = None,
         programs: int | None = None,
         bulk: bulk.Shape | None = None,
+        copied: float = 0.0,
+        long_bytes: int | None = None,
     ):
         if side not in ("src", "dst", "local"):
             raise ValueError(f"side must be src, dst or local, not {side!r}")
@@ -204,7 +208,12 @@ class TritonRows:
         self._twin = TorchRows(rows[odd], roots, side, src_roots) if odd.any() else None
         wired = rows[rows["op"] != Op.FILL] if side != "local" else rows[:0]
         self.nbytes = int((wired["wire"] + row_wire_bytes(wired)).max(initial=0))
-        self._moves = moves(rows[plain], side)
+        self._moves, long = moves(rows[plain], side), []
+        if side == "local" and copied and self._device.type == "cuda":
+            self._moves, long = long_runs.divided(
+                self._moves, copied, long_bytes or long_runs.LONG_BYTES, turns or Turns()
+            )
+        self._engine = long_runs.CopyEngine(long, left, roots, self._device) if long else None
         self._left_end = End([_alignment(r) for r in left])
         self._left = self._bases(left)
         self._held = (*roots, *src_roots)
@@ -251,9 +260,13 @@ class TritonRows:
     def copy(self) -> None:
         if self.side != "local":
             raise TypeError(f"copy() is for rows bound as local, these are bound as {self.side}")
+        if self._engine:
+            self._engine.begin()
         self._run(self._launches, self._left, self._dst)
         if self._twin:
             self._twin.copy()
+        if self._engine:
+            self._engine.end()
 
     def fill(self) -> None:
         self._run(self._fills, self._constants, self._dst)

@@ -54,6 +54,9 @@ class Side(Protocol):
     def before(self, go: m.Go, plan: Part) -> None:
         """Just before the first byte may move."""
 
+    def gate(self, go: m.Go, plan: Part, routed: routes.Routed) -> routes.EarlyGate | None:
+        """What is to happen while bytes move, between parts of this rank's pull. None: nothing, it is pulled as one."""
+
     def after(self, go: m.Go, plan: Part) -> tuple[m.Checksum, ...]:
         """After the last byte has: recipes, checksums when `go.verify`."""
 
@@ -360,7 +363,7 @@ class Lane:
                 self.party.try_send(m.Progress(self.replica, go.attempt, "moving", wave, nbytes, planned))
 
         faults.point(self.side.role, self.side.index, "moving")
-        stats = routed.run(until, self._running.stopped, progress)
+        stats = routed.run(until, self._running.stopped, progress, self.side.gate(go, self.plan, routed))
         t0 = time.perf_counter()
         self._check()
         sums = self.side.after(go, self.plan)

@@ -38,6 +38,7 @@ from xfer.session.roster import HubOptions, told
 from xfer.session.turns import quick_turns
 from xfer.trace.catalog import Catalog
 from xfer.trace.traced import TrainerLayout
+from xfer.transport.routes import Routed
 
 
 class Source(Protocol):
@@ -262,6 +263,9 @@ class TrainerSession:
 
     def before(self, go: m.Go, plan: Part) -> None:
         pass
+
+    def gate(self, go: m.Go, plan: Part, routed: Routed) -> None:
+        """A trainer pulls nothing."""
 
     def after(self, go: m.Go, plan: Part) -> tuple[m.Checksum, ...]:
         if not go.verify:

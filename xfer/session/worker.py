@@ -23,11 +23,13 @@ from xfer.plan.table import padded_shapes
 from xfer.session import faults
 from xfer.session import messages as m
 from xfer.session.bounds import STOP_GRACE_S
+from xfer.session.early import EarlySums, first_storages
 from xfer.session.lane import Lane
 from xfer.session.packing import unpack_one
 from xfer.session.party import Party, data_plane, host_identity
 from xfer.session.turns import quick_turns
 from xfer.trace.catalog import Catalog
+from xfer.transport.routes import Routed
 
 logger = logging.getLogger("xfer")
 
@@ -87,6 +89,7 @@ class WorkerSession:
         self._inventory = b""
         self._sums: Sums | None = None  # of these storages, bound when first asked for
         self._constants: tuple[Part, Constants] | None = None  # likewise, of this plan
+        self._early: tuple[Routed, EarlySums | None] | None = None  # likewise, of these routes
         self._binding = self._generation = 0
         self._stale = False  # a layout was being read again and that did not end well
         self._packed = False  # the trainers chose the packed route
@@ -168,7 +171,7 @@ class WorkerSession:
         self._stale = False
 
     def _bind(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        self._roots, self._sums, self._constants = [tensors[n] for n in self._names], None, None
+        self._roots, self._sums, self._constants, self._early = [tensors[n] for n in self._names], None, None, None
         self._binding += 1
 
     def _lane(self, replica: int) -> Lane | None:
@@ -205,14 +208,25 @@ class WorkerSession:
     def before(self, go: m.Go, plan: Part) -> None:
         self.model.engage_lock()  # on a stream that the transfer waits for; the device was idle when this worker armed
 
+    def gate(self, go: m.Go, plan: Part, routed: Routed) -> EarlySums | None:
+        if not go.verify or not routed.in_parts:
+            return None
+        if self._early is None or self._early[0] is not routed:
+            rest = routed.program.rows
+            first = first_storages(routed.pulled, rest[rest["dst"] == plan.program.rank])
+            sums = EarlySums(self._rows, self._roots, padded_shapes(self._catalog), first) if len(first) else None
+            self._early = routed, sums
+        return self._early[1]
+
     def after(self, go: m.Go, plan: Part) -> tuple[m.Checksum, ...]:
         # What the trainers sent is checked where it landed, before the loader's own arithmetic runs over scratch.
         out: tuple[m.Checksum, ...] = ()
         if go.verify:
-            if self._sums is None:
+            early = self._early[1] if self._early is not None else None
+            if early is None and self._sums is None:
                 one = np.zeros(len(self._rows), np.int64)
                 self._sums = Sums(self._rows, one, 1, self._roots, "dst", padded_shapes(self._catalog))
-            value = self._sums.values()[0]
+            value = early.value() if early is not None else self._sums.values()[0]
             if faults.wants("worker", self.index, "checksum"):
                 value ^= 1
             out = (m.Checksum(self.index, (value % (1 << 64)).to_bytes(8, "little")),)

@@ -116,7 +116,12 @@ class Slots:
         # A module replaced in the tree leaves its slots behind, intact and dead: so the edges are compared as well. By the ids
         # of children, each of which has an edge itself: as long as that one lives, its id is nobody else's.
         self._edges = [
-            (weakref.ref(module), tuple(map(id, module._modules.values())), len(module._parameters), len(module._buffers))
+            (
+                weakref.ref(module),
+                tuple(map(id, module._modules.values())),
+                len(module._parameters),
+                len(module._buffers),
+            )
             for tree in trees
             for module in tree.modules()
         ]

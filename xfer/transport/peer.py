@@ -1,12 +1,14 @@
-"""The peer route: a taker maps the senders' storages and one kernel pulls every row from its source to its final place.
+"""The peer route: a taker maps the senders' storages and pulls every row from its source to its final place, by one kernel and,
+beside it, a copy engine for long runs.
 
 Inside one NVLink host. Senders make an `Offer` (typed bytes: handles of allocations, where storages lie in them, and a
 probe with a nonce); takers open what their rows need and answer which storages they can read (`Taken`). Both sides then
 cut the program alike with `split`: rows that a taker can pull itself, and the rest, which goes by p2p.
 
-Nothing is staged. A pull looks at an abort word before every tile and is waited for with a deadline; when `run` has
-returned or raised with `drained`, this process reads no sender's memory any more. A sender must not free, offload or
-rewrite a storage before its takers said so: after a pull ends for content, after `Mapping.close` for memory.
+Nothing is staged. The kernel looks at an abort word before every tile; copies that were begun go on to their end, some ms. A pull
+is waited for with a deadline; when `run` has returned or raised with `drained`, this process reads no sender's memory any more. A
+sender must not free, offload or rewrite a storage before its takers said so: after a pull ends for content, after
+`Mapping.close` for memory.
 Not here: who tells whom when (session/), p2p (p2p.py), the mix of both (routes.py).
 """
 
@@ -17,6 +19,7 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import msgspec
@@ -329,6 +332,8 @@ class Gate(Protocol):
 class Pull:
     """Rows bound to mapped storages. Warm: `begin`/`finish` may be called any number of times by one thread."""
 
+    in_parts = True
+
     def __init__(
         self,
         rows: np.ndarray,
@@ -358,19 +363,26 @@ class Pull:
         nbytes = row_wire_bytes(rows)
         self.by_sender = tuple((a, int(nbytes[rows["src"] == a].sum())) for a in sorted(set(rows["src"].tolist())))
         self._stream, self._event = torch.cuda.Stream(self.device), torch.cuda.Event()
-        self._graph = self._recorded() if gate is None else None  # what a gate says changes from run to run
+        self._launches = [self._recorded(k) for k in range(len(self._waves))]
 
-    def _recorded(self) -> driver.Graph | None:
-        """The launches as one: from Python each costs some 0.1 ms. None where torch's own kernels take part, which may
-        allocate."""
-        if not all(getattr(b, "recordable", False) for b in self._bound):
-            return None
+    def _recorded(self, k: int) -> Callable[[], None]:
+        """What launches part `k`, recorded as one where it can be: from Python each launch costs some 0.1 ms. Not where torch's
+        own kernels take part, which may allocate."""
+
+        def work() -> None:
+            if self._gate is None:
+                self._abort.zero_()
+            self._bound[k].copy()
+
+        if not getattr(self._bound[k], "recordable", False):
+            return work
         with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
-            return driver.Graph(self._stream, self._launch)
+            return partial(driver.Graph(self._stream, work).launch, self._stream)
 
     def _bind(
         self, rows: np.ndarray, mapping: Mapping, roots: Sequence[torch.Tensor], burst: int = BURST_BYTES, **how
     ) -> BoundRows:
+        from xfer.kernels.long_runs import SHARE
         from xfer.kernels.triton_impl import TritonRows, multiprocessors
 
         known = sorted(_known(mapping))
@@ -381,10 +393,11 @@ class Pull:
         here = frozenset(senders.index(a) for a in mapping.here if a in senders)
         if len(senders) > FEW_SENDERS and not here:
             how = {"programs": multiprocessors(mapping.device), **how}
+        if here:  # this GPU is read at the same time, and what a kernel asks for takes room from what leaves
+            how = {"copied": 1.0, **how}
         turns = Turns(tuple(senders.index(a) for a, _ in known), mapping.rank, burst, here)
-        return TritonRows(
-            rows, roots, "local", [mapping.roots[a][b] for a, b in known], turns=turns, abort=self._abort, **how
-        )
+        sources = [mapping.roots[a][b] for a, b in known]
+        return TritonRows(rows, roots, "local", sources, turns=turns, abort=self._abort, **{"copied": SHARE, **how})
 
     @property
     def extra_bytes(self) -> int:
@@ -396,21 +409,16 @@ class Pull:
         self._began = time.perf_counter()
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream):
-            if self._graph is not None:
-                self._graph.launch(self._stream)
-            else:
-                self._launch()
+            if self._gate is not None:  # before the first wait, or it would undo a stop
+                self._abort.zero_()
+            for wave, launch in zip(self._waves, self._launches):
+                if self._gate is not None:
+                    self._gate.before(wave, self._stream)
+                launch()
+                if self._gate is not None:
+                    self._gate.after(wave, self._stream)
             self._event.record()
         self._launched = time.perf_counter()
-
-    def _launch(self) -> None:
-        self._abort.zero_()
-        for wave, bound in zip(self._waves, self._bound):
-            if self._gate is not None:
-                self._gate.before(wave, self._stream)
-            bound.copy()
-            if self._gate is not None:
-                self._gate.after(wave, self._stream)
 
     def stop(self) -> None:
         """From any thread: the kernels leave after the tiles that they hold."""

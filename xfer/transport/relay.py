@@ -45,7 +45,8 @@ class Relay:
             self._next = mapping.roots[takers[self._place + 1]][len(roots)].data_ptr()
         self._free = torch.zeros(1, dtype=torch.int32, pin_memory=True)
         moved = program.rows[program.rows["op"] != Op.FILL]
-        self._pull = Pull(moved, mapping, roots, gate=self, **how)
+        # What is read by the next taker at the same time is best read by a copy engine, which sends no small requests.
+        self._pull = Pull(moved, mapping, roots, gate=self, **{"copied": 1.0, **how})
 
     @property
     def extra_bytes(self) -> int:

@@ -127,13 +127,34 @@ class RoutePlan:
         return "\n".join([*lines, *(f"not pulled: {r}" for r in self.refused)])
 
 
-class Routed:
-    """Runs a program over both routes. Same calls as `P2P`; `report` says what went which way, `plan` what will."""
+class EarlyGate(peer.Gate, Protocol):
+    """What happens between the parts of a pull, and which rows are in which."""
 
-    def __init__(self, link: Link, p2p: P2P, pull, mapping, export, plan: RoutePlan):
+    def parts(self, pulled: np.ndarray) -> np.ndarray:
+        """The rows with the part that they belong to as their wave."""
+
+
+class Routed:
+    """Runs a program over both routes. Same calls as `P2P`; `report` says what went which way, `plan` what will. `pulled`: rows
+    that this rank pulls."""
+
+    def __init__(
+        self,
+        link: Link,
+        p2p: P2P,
+        pull,
+        mapping,
+        export,
+        plan: RoutePlan,
+        pulled: np.ndarray,
+        roots: Sequence[torch.Tensor],
+    ):
         self.link, self.p2p, self.pull, self.mapping, self.export, self.plan = link, p2p, pull, mapping, export, plan
+        self.pulled, self._roots = pulled, roots
         self.extra_bytes = p2p.extra_bytes + (pull.extra_bytes if pull else 0)
         self.report = RouteReport(0, 0.0, 0, 0.0)
+        self._gated: tuple[Any, Any] = None, None  # a gate, and the pull that was bound for it
+        self._running = pull
         self.drained = True  # False: a pull of this rank may go on reading other ranks' storages
         self.closed = False
 
@@ -142,6 +163,11 @@ class Routed:
         """What goes by p2p, and fills."""
         return self.p2p.program
 
+    @property
+    def in_parts(self) -> bool:
+        """Whether this rank pulls, and can do so in parts."""
+        return getattr(self.pull, "in_parts", False)
+
     def stale(self) -> list[str]:
         """Storages of this rank that others have mapped and that lie elsewhere now, or are new memory at the old
         address: one line each. Then all ranks must open their routes again."""
@@ -149,7 +175,7 @@ class Routed:
 
     def stop(self) -> None:
         """From another thread, beside `link.abort()`: ends a pull."""
-        pull = self.pull
+        pull = self._running
         if pull is not None:
             pull.stop()
 
@@ -158,28 +184,31 @@ class Routed:
         deadline: float,
         cancelled: Callable[[], bool] = lambda: False,
         progress: Callable[[int, int], None] = lambda wave, nbytes: None,
+        gate: EarlyGate | None = None,
     ) -> TransferStats:
-        """As `P2P.run`. Returns, or raises, with this rank's pulls drained (see `Pull.finish`), or `drained` False."""
+        """As `P2P.run`. Returns, or raises, with this rank's pulls drained (see `Pull.finish`), or `drained` False. gate: pull
+        in its parts, and let it in between."""
         t0 = time.perf_counter()
         if self.pull is None:
             stats = self.p2p.run(deadline, cancelled, progress)
             self.report = RouteReport(0, 0.0, stats.bytes_in, stats.seconds)
             return stats
+        self._running = pull = self._pull_of(gate)
         self.drained = False
-        self.pull.begin()
+        pull.begin()
         try:
             progress(0, 0)  # now that bytes move: saying so costs what a message costs
             stats = self.p2p.run(deadline, cancelled, progress)
         except BaseException:
-            self.pull.stop()
+            pull.stop()
             try:
-                self.pull.finish(deadline, lambda: True)
+                pull.finish(deadline, lambda: True)
             except XferError as e:
                 if not getattr(e, "drained", True):
                     raise  # it says more than the first error: still being read
             self.drained = True
             raise
-        pulled = self._finish_pull(deadline, cancelled)
+        pulled = self._finish_pull(pull, deadline, cancelled)
         self.report = RouteReport(pulled.bytes_in, pulled.seconds, stats.bytes_in, stats.seconds)
         progress(stats.waves, stats.bytes_in + pulled.bytes_in)
         return replace(
@@ -190,9 +219,19 @@ class Routed:
             extra_bytes=self.extra_bytes,
         )
 
-    def _finish_pull(self, deadline: float, cancelled: Callable[[], bool]):
+    def _pull_of(self, gate: EarlyGate | None):
+        if gate is None:
+            return self.pull
+        if self._gated[0] is not gate:
+            rows = gate.parts(self.pulled)
+            pull = PEERS[self.link.device.type].Pull(rows, self.mapping, self._roots, gate=gate)
+            self._gated = gate, pull
+            self.extra_bytes += pull.extra_bytes
+        return self._gated[1]
+
+    def _finish_pull(self, pull, deadline: float, cancelled: Callable[[], bool]):
         try:
-            pulled = self.pull.finish(deadline, cancelled, self.link.labels[self.link.rank])
+            pulled = pull.finish(deadline, cancelled, self.link.labels[self.link.rank])
         except BaseException as e:
             self.drained = getattr(e, "drained", True)
             raise
@@ -201,7 +240,7 @@ class Routed:
 
     def close(self) -> None:
         """Unmaps the senders' memory. After that they may free it. The link stays the caller's."""
-        self.closed, self.pull = True, None
+        self.closed, self.pull, self._running, self._gated = True, None, None, (None, None)
         if self.drained:  # else unmapping would wait for the kernel that does not leave
             self.mapping.close()
 
@@ -245,7 +284,7 @@ class Ways:
         """Binds both routes. Collective when p2p has new pairs to connect."""
         pull = PEERS[link.device.type].Pull(self.pulled, self.mapping, roots) if len(self.pulled) else None
         p2p = P2P(link, self.rest, roots, src_roots=src_roots, **p2p_options)
-        return Routed(link, p2p, pull, self.mapping, self.export, self.plan)
+        return Routed(link, p2p, pull, self.mapping, self.export, self.plan, self.pulled, roots)
 
 
 def find_ways(

@@ -1,0 +1,65 @@
+"""Checksums that begin while bytes move: which storages come first, and that the sum is the same."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.support.row_worlds import row
+from xfer.kernels.checksum import checksum_rows
+from xfer.plan.program import Op, row_wire_bytes
+from xfer.session.early import FIRST, EarlySums, first_storages
+
+STORAGES = 5
+
+
+@st.composite
+def rows(draw):
+    """(rows that are pulled, other rows), of one taker."""
+    made = [[], []]
+    for k in range(draw(st.integers(1, 12))):
+        size, root = draw(st.integers(0, 40)), draw(st.integers(0, STORAGES - 1))
+        r = row((size,), src=0, dst=1, tensor=k)
+        r["dst_root"], r["dst_offset"] = root, 128 * k
+        if draw(st.integers(0, 5)) == 0:
+            r["op"] = Op.FILL
+        made[draw(st.integers(0, 3)) == 0].append(r)
+    empty = row((0,), src=0, dst=1)[:0]
+    return tuple(np.concatenate([empty, *some]) for some in made)
+
+
+@given(rows())
+@settings(max_examples=300, deadline=None)
+def test_what_comes_first_is_pulled_whole_and_not_too_much(worlds):
+    pulled, others = worlds
+    pulled = pulled[pulled["op"] != Op.FILL]
+    first = first_storages(pulled, others)
+    nbytes = row_wire_bytes(pulled)
+    assert nbytes[np.isin(pulled["dst_root"], first)].sum() <= FIRST * nbytes.sum()
+    assert not np.isin(others["dst_root"][others["op"] != Op.FILL], first).any()
+
+
+@given(rows())
+@settings(max_examples=100, deadline=None)
+def test_the_sum_is_that_of_all_rows_whatever_comes_later(worlds):
+    """What the second part brings, or what other routes write meanwhile, lies in no storage of the first."""
+    pulled, others = worlds
+    pulled = pulled[pulled["op"] != Op.FILL]
+    everything = np.concatenate([pulled, others])
+    shapes = [(40,)] * 12
+    roots = [torch.randint(0, 255, (2048,), dtype=torch.uint8) for _ in range(STORAGES)]
+    gate = EarlySums(everything, roots, shapes, first_storages(pulled, others))
+    waves = gate.parts(pulled)["wave"]
+    final = [t.clone() for t in roots]
+    for r, wave in zip(pulled, waves):
+        if wave:
+            roots[r["dst_root"]][r["dst_offset"] : r["dst_offset"] + 128] = 7
+    for r in others[others["op"] != Op.FILL]:
+        roots[r["dst_root"]][r["dst_offset"] : r["dst_offset"] + 128] = 9
+    gate.after(0, None)
+    for live, t in zip(roots, final):
+        live.copy_(t)
+    gate.after(1, None)
+    assert gate.value() == checksum_rows(everything, final, "dst", shapes)
