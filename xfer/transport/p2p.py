@@ -104,8 +104,8 @@ class P2P:
         self._local = bind(program.local(), roots, "local", src_roots=src_roots)
         self._fills = bind(program.fills(), roots, "dst")
         # A rank that only lets others read has nothing to do here, and a stream costs it 70 MiB (measured).
-        idle = not (plan or len(program.local()) or len(program.fills()))
-        self._lanes = _Lanes(torch.device("cpu") if idle else link.device)
+        self.idle = not (plan or len(program.local()) or len(program.fills()))
+        self._lanes = _Lanes(torch.device("cpu") if self.idle else link.device)
         bound = [self._local, self._fills, *(b for s in self._steps for b in s.bound())]
         self.extra_bytes = sum(b.numel() for b in (*self._out, *self._in)) + sum(b.scratch_bytes for b in bound)
         per_peer: dict[int, list[int]] = {}

@@ -190,7 +190,7 @@ class Routed:
         in its parts, and let it in between."""
         t0 = time.perf_counter()
         if self.pull is None:
-            stats = self.p2p.run(deadline, cancelled, progress)
+            stats = self._wired(deadline, cancelled, progress)
             self.report = RouteReport(0, 0.0, stats.bytes_in, stats.seconds)
             return stats
         self._running = pull = self._pull_of(gate)
@@ -198,7 +198,7 @@ class Routed:
         pull.begin()
         try:
             progress(0, 0)  # now that bytes move: saying so costs what a message costs
-            stats = self.p2p.run(deadline, cancelled, progress)
+            stats = self._wired(deadline, cancelled, progress)
         except BaseException:
             pull.stop()
             try:
@@ -218,6 +218,14 @@ class Routed:
             seconds=time.perf_counter() - t0,
             extra_bytes=self.extra_bytes,
         )
+
+    def _wired(
+        self, deadline: float, cancelled: Callable[[], bool], progress: Callable[[int, int], None]
+    ) -> TransferStats:
+        """All that is not pulled. A rank that has nothing of it, over no link, does not even wait for its device."""
+        if self.p2p.idle and isinstance(self.link, NoLink):
+            return TransferStats(0, 0, (), 0, 0, 0.0, 0.0, 0.0, 0.0, 0)
+        return self.p2p.run(deadline, cancelled, progress)
 
     def _pull_of(self, gate: EarlyGate | None):
         if gate is None:
