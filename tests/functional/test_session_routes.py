@@ -17,7 +17,7 @@ import torch
 from tests.support import cpu_peer, world
 from tests.support.world import World
 from xfer.errors import DeadlineExceeded, PeerLost, XferError
-from xfer.session import lane, readers, trainer
+from xfer.session import readers
 from xfer.transport import peer_host, routes
 
 
@@ -61,19 +61,6 @@ def move(source, names=None) -> None:
         old = source.params[name]
         source.params[name] = old.clone()
         old.fill_(float("nan"))
-
-
-def test_a_hub_and_lanes_that_do_not_sleep_do_what_those_do_that_sleep(monkeypatch):
-    """As on GPUs, where a word is asked for again and again for a moment; then, and when none comes, as ever."""
-    for module in (lane, trainer):
-        monkeypatch.setattr(module, "awake_s", lambda device: 0.02)
-    with World(2, 2) as w:
-        for version in (1, 2):
-            assert good(w.refit(version, verify=True)).outcomes[0].verified
-            right(w, version)
-        w.sessions[0].source.drain = lambda: time.sleep(0.1)  # longer than anybody stays awake
-        good(w.refit(3))
-        right(w, 3)
 
 
 def test_host_memory_is_read_by_the_workers_themselves(monkeypatch):

@@ -1,14 +1,12 @@
 """Turns are quick inside a refit, and as they were after the last of several."""
 
 import ctypes
-import queue
 import sys
 import threading
-import time
 
 import pytest
 
-from xfer.session.turns import INTERVAL_S, SLACK_NS, quick_turns, short_sleeps, soon
+from xfer.session.turns import INTERVAL_S, SLACK_NS, quick_turns, short_sleeps
 
 
 def test_turns_are_as_before_after_the_last_one():
@@ -44,16 +42,3 @@ def test_sleeps_are_short_in_the_thread_that_asks_for_it_and_in_no_other():
     thread.start()
     thread.join()
     assert inside == [True, SLACK_NS] and slack() == before
-
-
-def test_what_comes_soon_is_taken_and_nobody_waits_for_longer():
-    items: queue.SimpleQueue[int] = queue.SimpleQueue()
-    threading.Timer(0.05, items.put, [7]).start()
-    assert soon(items, time.monotonic() + 30) == 7
-    began = time.monotonic()
-    with pytest.raises(queue.Empty):
-        soon(items, began + 0.05)
-    assert 0.05 <= time.monotonic() - began < 10
-    items.put(8)
-    with pytest.raises(queue.Empty):
-        soon(items, began)  # who expects nothing goes to where one sleeps

@@ -104,7 +104,6 @@ class Attempt:
         self.drained[client.hello.index] = msg
         if len(self.drained) == self.hub.options.trainers:
             self.ready_at = time.monotonic()
-            self.hub.expect()
             self.hub.settle_catalog()
             self.advance()
 
@@ -188,7 +187,6 @@ class Attempt:
             r = run.replica
             run.readers = {i: m.Reader(c.label, c.hello.host, c.hello.pid) for i, c in r.workers.items()}
             run.state = "moving"
-            self.hub.expect()
             left = max(1.0, self.until - time.monotonic())
             # Workers first, the trainer in this process last: its threads would take the interpreter from the hub.
             self.hub.broadcast(

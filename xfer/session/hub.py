@@ -12,7 +12,6 @@ The *domain* of a replica is all trainers and that replica's workers: an error i
 
 from __future__ import annotations
 
-import contextlib
 import queue
 import threading
 import time
@@ -30,7 +29,6 @@ from xfer.session.packing import pack, unpack_one
 from xfer.session.planning import Planning
 from xfer.session.roster import Client, HubOptions, Replica, differences, hello_violations
 from xfer.session.status import status
-from xfer.session.turns import soon
 from xfer.trace.catalog import Catalog
 
 GOODBYE_S = 2.0
@@ -56,7 +54,6 @@ class Hub:
         self.clients: set[Client] = set()
         self.store, self.planning, self.calls = KeyValues(), Planning(self), Calls(self)
         self._timers: list[tuple[float, Callable[[], None]]] = []
-        self._awake = 0.0  # monotonic time until which the brain does not sleep
         self._events: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._think, name="xfer-hub", daemon=True)
         self.at(time.monotonic() + options.deadline_s, self._check_trainers)
@@ -74,8 +71,9 @@ class Hub:
 
     def _think(self) -> None:
         while True:
+            wait = min((t for t, _ in self._timers), default=time.monotonic() + 1.0) - time.monotonic()
             try:
-                event = self._next()
+                event = self._events.get(timeout=max(0.0, min(wait, 1.0)))
             except queue.Empty:
                 event = self._nothing
             if event is None:
@@ -92,19 +90,9 @@ class Hub:
                         e if isinstance(e, XferError) else XferError(f"the hub failed: {type(e).__name__}: {e}")
                     )
 
-    def _next(self) -> Callable[[], None] | None:
-        with contextlib.suppress(queue.Empty):
-            return soon(self._events, self._awake)
-        wait = min((t for t, _ in self._timers), default=time.monotonic() + 1.0) - time.monotonic()
-        return self._events.get(timeout=max(0.0, min(wait, 1.0)))
-
     @staticmethod
     def _nothing() -> None:
         pass
-
-    def expect(self) -> None:
-        """On the brain: the word that all wait for comes soon."""
-        self._awake = time.monotonic() + self.options.awake_s
 
     def at(self, when: float, action: Callable[[], None]) -> None:
         """Run `action` on the brain at monotonic time `when`."""

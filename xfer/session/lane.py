@@ -26,7 +26,7 @@ from xfer.plan.part import Part
 from xfer.session import faults
 from xfer.session import messages as m
 from xfer.session.store import HubStore
-from xfer.session.turns import awake_s, short_sleeps, soon
+from xfer.session.turns import short_sleeps
 from xfer.trace.catalog import Catalog
 from xfer.transport import routes
 from xfer.transport.group import Link
@@ -73,8 +73,8 @@ def _stop_all() -> None:
     wait_for_all(lane.join for lane in lanes)
 
 
-_UNMAP, _SOON = object(), object()
-"""Of this file, to a lane's thread: unmap, when it has ended what runs; do not sleep, a message comes."""
+_UNMAP = object()
+"""Of this file: to a lane's thread, when it has ended what runs."""
 
 
 class _Scope:
@@ -137,13 +137,6 @@ class Lane:
             routed.stop()
         if link is not None:
             link.abort()
-
-    def expect(self) -> None:
-        """A message comes soon."""
-        if awake_s(self.side.device):
-            with self._lock:
-                self._idle.clear()
-                self._queue.put((_SOON, self._scope))
 
     def let_go(self) -> None:
         """Nothing will be moved any more: a worker unmaps the trainers' storages, once what runs has ended."""
@@ -222,17 +215,12 @@ class Lane:
         short_sleeps()
         if self.side.device.type == "cuda":
             torch.cuda.set_device(self.side.device)  # the current device is a property of the thread
-        until = 0.0
         while True:
-            try:
-                item = soon(self._queue, until)
-            except queue.Empty:
-                item = self._queue.get()
+            item = self._queue.get()
             if item is None:
                 self._idle.set()
                 return
             message, self._running = item
-            until = time.monotonic() + awake_s(self.side.device) if message is _SOON else 0.0
             try:
                 with torch.no_grad():
                     if isinstance(message, m.PlanInputs):

@@ -145,7 +145,6 @@ class HubOptions:
     settings: tuple[tuple[str, str], ...] = ()  # must be equal in every hello that carries the same key
     route: str = "direct"
     host_pull: bool = False
-    awake_s: float = 0.0  # how long the hub does not sleep when it expects the last word of many
 
 
 def told(o: HubOptions) -> tuple[tuple[str, str], ...]:

@@ -35,7 +35,7 @@ from xfer.session.party import Party, data_plane, host_identity
 from xfer.session.refit import RefitCall
 from xfer.session.report import RefitReport
 from xfer.session.roster import HubOptions, told
-from xfer.session.turns import awake_s, quick_turns
+from xfer.session.turns import quick_turns
 from xfer.trace.catalog import Catalog
 from xfer.trace.traced import TrainerLayout
 from xfer.transport.routes import Routed
@@ -115,7 +115,6 @@ class TrainerSession:
             site.to_bytes() if site is not None else b"",
             route=route,
             host_pull=host_pull,
-            awake_s=awake_s(self.device),
         )
         settings = (*told(options), *data_plane(self.device))
         if source.rank == 0:

@@ -1,31 +1,22 @@
-"""Threads that take turns more often while a refit runs, that sleep no longer than they ask for, or not at all for a moment.
+"""Threads that take turns more often while a refit runs, and that sleep no longer than they ask for.
 
 A thread that computes in Python keeps the interpreter for 5 ms when another wants it. The hub lives in trainer 0's process, so
 every message of a refit that arrives while that rank looks through its storages would wait so long, and a refit has a dozen of
 them one behind the other. And Linux lets a sleep end late by the thread's timer slack (prctl(2)), which is more than the bytes of
-a small refit need; a thread that is woken on an idle processor begins late, too. Nothing else is known here.
+a small refit need. Nothing else is known here.
 """
 
 from __future__ import annotations
 
 import ctypes
-import queue
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TypeVar
-
-import torch
-
-T = TypeVar("T")
 
 INTERVAL_S = 250e-6
 SLACK_NS = 1000
 _PR_SET_TIMERSLACK = 29
-AWAKE_S = 0.02
-"""How long a thread that expects a word asks for it again and again. A refit of some GB on GPUs takes less."""
 
 _lock = threading.Lock()
 _inside = 0
@@ -55,18 +46,3 @@ def short_sleeps() -> bool:
     if sys.platform != "linux":
         return False
     return ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, ctypes.c_ulong(SLACK_NS)) == 0
-
-
-def awake_s(device: torch.device) -> float:
-    """Seconds for `soon`. None where processors are what refits compete for."""
-    return AWAKE_S if device.type == "cuda" else 0.0
-
-
-def soon(waiting: queue.SimpleQueue[T], until: float) -> T:
-    """The next item, without sleeping until it is there. queue.Empty when none came by monotonic time `until`."""
-    while time.monotonic() < until:
-        try:
-            return waiting.get_nowait()
-        except queue.Empty:
-            time.sleep(0)  # others may have the interpreter
-    raise queue.Empty

@@ -262,7 +262,6 @@ class WorkerSession:
         inventory = self._refresh()
         faults.point("worker", self.index, "arm")
         party.send(m.Armed(attempt, inventory, self._generation, self._lane_.rebound()))
-        self._lane_.expect()
         while True:
             message = party.take(
                 (m.Commit, m.Abort, m.Failed, m.CatalogMsg), due + STOP_GRACE_S, "the decision of this refit", due=due
