@@ -63,6 +63,19 @@ def move(source, names=None) -> None:
         old.fill_(float("nan"))
 
 
+def test_verified_refits_by_pulls_and_then_by_the_link():
+    """Sums that began while bytes were pulled are of that refit, not of the next one, which comes another way."""
+    with World(2, 2) as w:
+        for version in (1, 2):
+            report = good(w.refit(version, verify=True))
+            assert report.outcomes[0].verified and by_route(report)["peer"] > 0
+        cpu_peer.REFUSED.update((r, i) for r in range(2) for i in range(64))
+        move(w.sources[0])
+        report = good(w.refit(3, verify=True))
+        assert "peer" not in by_route(report)
+        right(w, 3)
+
+
 def test_host_memory_is_read_by_the_workers_themselves(monkeypatch):
     """The real route of CPUs: most bytes come so, rows of scattered bytes are sent, and both say it."""
     if sys.platform != "linux":

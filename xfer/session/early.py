@@ -45,6 +45,7 @@ class EarlySums:
             Sums(some, np.zeros(len(some), np.int64), 1, roots, "dst", shapes) for some in (rows[early], rows[~early])
         )
         self._stream = torch.cuda.Stream(roots[0].device) if roots[0].is_cuda else None
+        self._known = 0  # without a stream: the sum of the first
 
     def parts(self, pulled: np.ndarray) -> np.ndarray:
         """The rows with the part that they belong to as their wave."""

@@ -209,6 +209,8 @@ class WorkerSession:
         self.model.engage_lock()  # on a stream that the transfer waits for; the device was idle when this worker armed
 
     def gate(self, go: m.Go, plan: Part, routed: Routed) -> EarlySums | None:
+        if not routed.in_parts:
+            self._early = None  # what it summed came through other routes
         if not go.verify or not routed.in_parts:
             return None
         if self._early is None or self._early[0] is not routed:
