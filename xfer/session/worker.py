@@ -210,15 +210,13 @@ class WorkerSession:
 
     def gate(self, go: m.Go, plan: Part, routed: Routed) -> EarlySums | None:
         if not routed.in_parts:
-            self._early = None  # what it summed came through other routes
-        if not go.verify or not routed.in_parts:
-            return None
-        if self._early is None or self._early[0] is not routed:
+            self._early = None  # what it has summed came through other routes
+        elif go.verify and (self._early is None or self._early[0] is not routed):
             rest = routed.program.rows
             first = first_storages(routed.pulled, rest[rest["dst"] == plan.program.rank])
             sums = EarlySums(self._rows, self._roots, padded_shapes(self._catalog), first) if len(first) else None
             self._early = routed, sums
-        return self._early[1]
+        return self._early[1] if go.verify and self._early is not None else None
 
     def after(self, go: m.Go, plan: Part) -> tuple[m.Checksum, ...]:
         # What the trainers sent is checked where it landed, before the loader's own arithmetic runs over scratch.
