@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import time
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -73,6 +74,39 @@ def _print_status(console, reply) -> None:
     console.print(table)
     for w in reply.waiting_for:
         console.print(f"waiting for {w}")
+
+
+@app.command()
+def timeline(
+    folder: Annotated[Path, typer.Argument(help="the folder that XFER_TIMELINE named", exists=True, file_okay=False)],
+    attempt: Annotated[int | None, typer.Option(help="number of the refit; default: the last one")] = None,
+) -> None:
+    """Where the time of a refit went: run every process with XFER_TIMELINE=FOLDER, refit, look."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from xfer.errors import XferError
+    from xfer.session.timeline import of_attempt, read
+
+    console = Console()
+    try:
+        hosts = of_attempt(read(folder), attempt)
+    except XferError as e:
+        console.print(f"[red]{e}[/red]")
+        raise typer.Exit(1) from None
+    if not hosts:
+        console.print(
+            "[red]no moments of such a refit are there: was XFER_TIMELINE set for trainers and engines?[/red]"
+        )
+        raise typer.Exit(1)
+    for host, moments in hosts.items():
+        table = Table(title=f"refit {moments[0].attempt} on {host}", title_justify="left")
+        for name in ("ms", "since the last", "who", "what"):
+            table.add_column(name, justify="right" if name in ("ms", "since the last") else "left")
+        for before, x in zip([moments[0], *moments], moments):
+            since = f"{(x.at - moments[0].at) * 1e3:.2f}", f"{(x.at - before.at) * 1e3:.2f}"
+            table.add_row(*since, x.who, x.what)
+        console.print(table)
 
 
 app.command("plan", help=HELP)(plan_refit)

@@ -18,6 +18,7 @@ from xfer.errors import DeadlineExceeded, EngineLost, PeerLost, PlanMismatch, Ve
 from xfer.session import messages as m
 from xfer.session.bounds import ANSWER_GRACE_S, SETTLE_GRACE_S, STOP_GRACE_S, TOGETHER_S
 from xfer.session.run import Run, checksum_violations, differences, outcome_of, waiting_for
+from xfer.session.timeline import HUB, mark
 
 if TYPE_CHECKING:
     from xfer.session.hub import Hub
@@ -104,6 +105,7 @@ class Attempt:
         self.drained[client.hello.index] = msg
         if len(self.drained) == self.hub.options.trainers:
             self.ready_at = time.monotonic()
+            mark(HUB, "all trainers are ready")
             self.hub.settle_catalog()
             self.advance()
 
@@ -159,6 +161,7 @@ class Attempt:
         run.armed.add(client.hello.index)
         if len(run.armed) == run.replica.size:
             run.armed_at = time.monotonic()
+            mark(HUB, f"replica {run.replica.index}: all workers are armed")
         self.advance()
 
     def advance(self) -> None:
@@ -193,6 +196,7 @@ class Attempt:
                 reversed(self.hub.domain(r)),
                 m.Go(r.index, self.number, r.epoch, self.version, self.verify, left, together),
             )
+            mark(HUB, f"replica {r.index}: go was sent")
 
     def _all_there(self, able: list[Run]) -> bool:
         """Whether a gather for these may begin: no other replica can still come, or they have waited long enough."""
@@ -216,6 +220,7 @@ class Attempt:
         run.verified = self.verify
         self.hub.calls.had(self.version)
         run.state, run.decided_at = "committing", time.monotonic()
+        mark(HUB, f"replica {run.replica.index}: decided")
         self.hub.at(run.decided_at + STOP_GRACE_S, lambda: self._install_late(run))
         self.hub.broadcast(run.replica.workers.values(), m.Commit(run.replica.index, self.number, self.version))
         if run.replica.controller is not None:

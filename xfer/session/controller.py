@@ -17,6 +17,7 @@ from xfer.errors import DeadlineExceeded, EngineLost, PeerLost, XferError
 from xfer.session import messages as m
 from xfer.session.bounds import SETTLE_GRACE_S, STOP_GRACE_S
 from xfer.session.party import Party
+from xfer.session.timeline import mark
 from xfer.session.turns import quick_turns
 
 logger = logging.getLogger("xfer")
@@ -220,6 +221,7 @@ class Controller:
 
     def _refit(self, arm: m.Arm) -> list[m.Failed]:
         """One attempt. Returns what arrived meanwhile about lost trainers or workers, to be told after it."""
+        mark(self._party.label, "told to arm")
         visit = _Visit(self, arm)
         visit.open()
         decision, lost = self._decision(arm, visit)
@@ -239,6 +241,7 @@ class Controller:
                 self._party.try_send(m.Settled(arm.attempt, "", False, 0.0, visit.phases))
                 return lost
             visit.resume(None if committed else self._label)
+            mark(self._party.label, "its engine serves")
             if not committed and self.error is not None and self.version:
                 self._set()
             # The engine serves by now; should the trainers be gone, that is no reason to stop it.
@@ -374,3 +377,4 @@ class _Visit:
         now = time.perf_counter()
         self._phases.append((name, now - self._clock))
         self._clock = now
+        mark(self.c._party.label, f"{name} is over")

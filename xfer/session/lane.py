@@ -26,6 +26,7 @@ from xfer.plan.part import Part
 from xfer.session import faults
 from xfer.session import messages as m
 from xfer.session.store import HubStore
+from xfer.session.timeline import mark
 from xfer.session.turns import short_sleeps
 from xfer.trace.catalog import Catalog
 from xfer.transport import routes
@@ -350,6 +351,7 @@ class Lane:
                 "storages of this rank moved and the routes to them were not opened again; nothing was moved",
                 where=self.party.label,
             )
+        mark(self.party.label, "go")
         self.side.before(go, self.plan)
         planned = sum(self.planned_bytes())
         said = time.monotonic()
@@ -365,10 +367,12 @@ class Lane:
         faults.point(self.side.role, self.side.index, "moving")
         stats = routed.run(until, self._running.stopped, progress, self.side.gate(go, self.plan, routed))
         t0 = time.perf_counter()
+        mark(self.party.label, "bytes have moved")
         self._check()
         sums = self.side.after(go, self.plan)
         faults.point(self.side.role, self.side.index, "done")
         self._check()
+        mark(self.party.label, "done")
         self.party.send(
             m.Done(
                 self.replica,

@@ -18,6 +18,7 @@ from xfer.session.arguments import Call
 from xfer.session.bounds import CALL_GRACE_S, STOP_GRACE_S
 from xfer.session.drain import Drain
 from xfer.session.report import RefitReport, ReplicaOutcome
+from xfer.session.timeline import mark
 
 if TYPE_CHECKING:
     from xfer.session.trainer import TrainerSession
@@ -57,15 +58,19 @@ class RefitCall:
         session, call = self.session, self.call
         self._entered = self._told = False
         try:
+            mark(self.label, "called")
             faults.point("trainer", session.index, "enter")
             self.party.send(m.Enter(self.number, call.version, call.verify, call.want, call.seconds))
             self._entered = True
             if self._made_whole():
+                mark(self.label, "drained")
                 specs, inventory = session.refresh()
+                mark(self.label, "looked at its storages")
                 rebound = any(lane.rebound() for lane in self.party.lanes.values())
                 seconds = session.drain.seconds + computing.compute(
                     session.source, session.layout, self.party, self.number, self.until, self._is_over
                 )
+                mark(self.label, "ready")
                 self.party.send(m.Ready(self.number, seconds, specs, inventory, session.generation, rebound))
         except computing.Over:
             pass  # the outcome is here already

@@ -23,7 +23,7 @@ from xfer.plan.fabric import Site
 from xfer.plan.inventory import trainer_inventory
 from xfer.plan.part import Part
 from xfer.plan.table import padded_shapes
-from xfer.session import computing, faults
+from xfer.session import computing, faults, timeline
 from xfer.session import messages as m
 from xfer.session.arguments import checked_call
 from xfer.session.bounds import STOP_GRACE_S, TOLD_S
@@ -316,7 +316,10 @@ class TrainerSession:
                 self._party.try_send(m.Failed(m.WireError.of(e, self._party.label), self.next_attempt()))
                 raise
             with quick_turns():
-                return RefitCall(self, call).run()
+                try:
+                    return RefitCall(self, call).run()
+                finally:
+                    timeline.write(self.attempt)
 
     @contextlib.contextmanager
     def _alone(self, what: str) -> Iterator[None]:

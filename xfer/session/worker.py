@@ -20,13 +20,14 @@ from xfer.plan.inventory import engine_inventory
 from xfer.plan.part import Part
 from xfer.plan.rows import footprint_rows
 from xfer.plan.table import padded_shapes
-from xfer.session import faults
+from xfer.session import faults, timeline
 from xfer.session import messages as m
 from xfer.session.bounds import STOP_GRACE_S
 from xfer.session.early import EarlySums, first_storages
 from xfer.session.lane import Lane
 from xfer.session.packing import unpack_one
 from xfer.session.party import Party, data_plane, host_identity
+from xfer.session.timeline import mark
 from xfer.session.turns import quick_turns
 from xfer.trace.catalog import Catalog
 from xfer.transport.routes import Routed
@@ -245,6 +246,7 @@ class WorkerSession:
         try:
             with quick_turns():
                 self._receive(attempt, deadline_s)
+            timeline.write(attempt)
         except Exception as e:
             self._fail(e, attempt)
             lane = self._lane_
@@ -258,10 +260,14 @@ class WorkerSession:
         if self._party is None or not self.joined:
             raise self.error or PeerLost("this worker never joined")
         party, due = self._party, time.monotonic() + deadline_s
+        mark(party.label, "in update")
         self.model.synchronize()
+        mark(party.label, "its device is idle")
         inventory = self._refresh()
         faults.point("worker", self.index, "arm")
-        party.send(m.Armed(attempt, inventory, self._generation, self._lane_.rebound()))
+        rebound = self._lane_.rebound()
+        mark(party.label, "looked at its storages: armed")
+        party.send(m.Armed(attempt, inventory, self._generation, rebound))
         while True:
             message = party.take(
                 (m.Commit, m.Abort, m.Failed, m.CatalogMsg), due + STOP_GRACE_S, "the decision of this refit", due=due
@@ -278,6 +284,7 @@ class WorkerSession:
                 self.model.release_lock()
                 self.model.synchronize()
                 self.model.version = message.version
+                mark(party.label, "installed")
                 party.send(m.Committed(self.replica, attempt))
                 return
             else:

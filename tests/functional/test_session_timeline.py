@@ -1,0 +1,70 @@
+"""Timelines of refits: kept when asked for, of every process, in the order in which things must happen."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import pytest
+from typer.testing import CliRunner
+
+from tests.support.world import World
+from xfer.cli import app
+from xfer.errors import XferError
+from xfer.session import timeline
+
+
+def refitted(versions: int) -> None:
+    with World(2, 2) as w:
+        for version in range(1, versions + 1):
+            results = w.refit(version)
+            assert all(not isinstance(r, BaseException) for r in results), results
+
+
+def shown(*arguments: str):
+    return CliRunner().invoke(app, ["timeline", *arguments], env={"COLUMNS": "200"})
+
+
+def test_moments_of_all_processes_come_in_the_order_in_which_things_happen(tmp_path, monkeypatch):
+    monkeypatch.setenv(timeline.VARIABLE, str(tmp_path / "new"))
+    monkeypatch.setattr(timeline, "_moments", deque())
+    refitted(2)
+    for attempt in (1, 2):
+        (moments,) = timeline.of_attempt(timeline.read(tmp_path / "new"), attempt).values()
+        at = {(x.who, x.what): x.at for x in moments}
+        for trainer in ("trainer 0", "trainer 1"):
+            steps = ("called", "drained", "looked at its storages", "ready", "go", "bytes have moved", "done")
+            assert sorted(steps, key=lambda s: at[trainer, s]) == list(steps)
+        for worker in ("replica 0 worker 0", "replica 0 worker 1"):
+            ways = (
+                (worker, "in update"), (worker, "its device is idle"), (worker, "looked at its storages: armed"), (worker, "go"),
+                (worker, "bytes have moved"), (worker, "done"), (worker, "installed"),
+            )  # fmt: skip
+            assert sorted(ways, key=at.__getitem__) == list(ways)
+            assert at[timeline.HUB, "all trainers are ready"] < at[worker, "go"]
+            assert at[worker, "bytes have moved"] < at[timeline.HUB, "replica 0: decided"] < at[worker, "installed"]
+        assert at[timeline.HUB, "replica 0: decided"] < at["replica 0 controller", "its engine serves"]
+    result = shown(str(tmp_path / "new"))
+    assert result.exit_code == 0 and "refit 2 on" in result.output, result.output
+    for what in ("replica 0: go was sent", "start is over", "its engine serves"):
+        assert what in result.output
+    assert shown(str(tmp_path / "new"), "--attempt", "7").exit_code == 1
+
+
+def test_nothing_is_kept_that_was_not_asked_for(tmp_path, monkeypatch):
+    monkeypatch.setenv(timeline.VARIABLE, str(tmp_path))  # too late: processes look when they start
+    refitted(1)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_cannot_be_written_costs_no_refit(tmp_path, monkeypatch, caplog):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv(timeline.VARIABLE, str(tmp_path / "file"))
+    monkeypatch.setattr(timeline, "_moments", deque())
+    refitted(2)
+    assert caplog.text.count("no timeline is kept any more") == 1
+
+
+def test_a_file_that_is_something_else_is_named(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"attempt": 1, "host": "h", "moments": [[0.5, "hub", "x"]]}\n{"attempt": 1}\n')
+    with pytest.raises(XferError, match=r"a\.jsonl, line 2"):
+        list(timeline.read(tmp_path))

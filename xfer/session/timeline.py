@@ -1,0 +1,88 @@
+"""Where the time of a refit goes, if asked for: with XFER_TIMELINE=FOLDER in its environment every process notes moments of each
+refit in memory and writes them into a file of its own there, after the engine serves again. `xfer timeline FOLDER` shows them.
+
+Without it a moment costs one comparison. Clocks are the host's monotonic one, so moments of one host can be compared. Not here:
+what is noted (where it happens: attempt.py, lane.py, refit.py, worker.py, controller.py), the seconds of every report (report.py).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from xfer.errors import XferError
+
+VARIABLE = "XFER_TIMELINE"
+_writing = threading.Lock()
+_moments: deque[tuple[float, str, str]] | None = deque() if os.environ.get(VARIABLE) else None
+
+
+HUB = "hub"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Moment:
+    """`at`: seconds, of the host's clock."""
+
+    at: float
+    who: str
+    what: str
+    host: str
+    attempt: int
+
+
+def mark(who: str, what: str) -> None:
+    kept = _moments
+    if kept is not None:
+        kept.append((time.monotonic(), who, what))
+
+
+def write(attempt: int) -> None:
+    """What was noted since the last time, as of this attempt. A folder that cannot be written is said once, and no refit's fault."""
+    from xfer.session.party import host_identity
+
+    global _moments
+    with _writing:
+        noted = []
+        while _moments:
+            noted.append(_moments.popleft())
+        if not noted:
+            return
+        try:
+            folder = Path(os.environ[VARIABLE])
+            folder.mkdir(parents=True, exist_ok=True)
+            with open(folder / f"{host_identity()}-{os.getpid()}.jsonl", "a") as f:
+                f.write(json.dumps({"attempt": attempt, "host": host_identity(), "moments": noted}) + "\n")
+        except OSError as e:
+            logging.getLogger("xfer").warning("xfer: no timeline is kept any more: %s", e)
+            _moments = None
+
+
+def read(folder: Path) -> Iterator[Moment]:
+    """All moments in a folder, in no order. XferError naming the file and line that is not one of `write`."""
+    for file in sorted(folder.glob("*.jsonl")):
+        for number, line in enumerate(file.read_text().splitlines(), 1):
+            try:
+                entry = json.loads(line)
+                for at, who, what in entry["moments"]:
+                    yield Moment(float(at), str(who), str(what), str(entry["host"]), int(entry["attempt"]))
+            except (ValueError, KeyError, TypeError) as e:
+                raise XferError(f"{file.name}, line {number}, is no timeline: {type(e).__name__}: {e}") from None
+
+
+def of_attempt(moments: Iterable[Moment], attempt: int | None = None) -> dict[str, list[Moment]]:
+    """Moments of one attempt, by default the last, by host and in order. Hosts' clocks are their own."""
+    found = list(moments)
+    attempt = max((x.attempt for x in found), default=0) if attempt is None else attempt
+    out: dict[str, list[Moment]] = {}
+    for x in sorted(found):
+        if x.attempt == attempt:
+            out.setdefault(x.host, []).append(x)
+    return out
