@@ -4,8 +4,8 @@
 
 Pulls (the taker's GPU works) and pushes (the giver's does), one way and both ways at once; one run, runs of some MiB, runs spread
 over the storage, rows cut out of wider ones. One process, both GPUs mapped into each other; each way is launched as one graph, as
-pulls are. Random bytes, compared after each way. GB/s per direction, by the median. Not here: planned programs and other routes
-(bench_gpu.py).
+pulls are. Random bytes; 64 pieces of each way, or all, are compared after it. GB/s per direction, by the median. Not here: planned
+programs and other routes (bench_gpu.py).
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Way:
         torch.cuda.synchronize(self.device)
 
     def wrong(self) -> int:
-        """Bytes that are not what they should be; the target is scrambled afterwards."""
+        """Bytes of some 64 pieces that are not what they should be; the target is scrambled afterwards."""
         bad = 0
         for r in self._rows[:: max(1, len(self._rows) // 64)]:
             n, a, b = int(r["extent"].prod()), int(r["src_offset"]), int(r["dst_offset"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 
 import pytest
@@ -18,6 +19,9 @@ def refitted(versions: int) -> None:
         for version in range(1, versions + 1):
             results = w.refit(version)
             assert all(not isinstance(r, BaseException) for r in results), results
+    for thread in threading.enumerate():
+        if isinstance(thread, threading.Timer):  # what workers write when their engine has gone on
+            thread.join(30)
 
 
 def shown(*arguments: str):

@@ -57,40 +57,40 @@ def test_a_warm_refit_of_many_tensors_makes_no_more_calls_than_one_of_few():
     assert many < few + 100, (few, many)
 
 
+def of_a_look(look) -> int:
+    """Calls that `look` makes, which is to find everything where it was."""
+    calls = Calls()
+    calls.on = True
+    sys.setprofile(calls)
+    try:
+        state = look()
+    finally:
+        sys.setprofile(None)
+    assert state == "same"
+    return calls.count
+
+
 @pytest.mark.parametrize("hold", [False, True])
 def test_a_look_at_many_storages_makes_no_more_calls_than_one_at_few(hold):
-    def of_a_look(layers: int) -> int:
+    def of(layers: int) -> int:
         tree = nn.Sequential(*(nn.Linear(2, 2) for _ in range(layers)))
-        slots, calls = Slots([tree], walk([tree]), hold=hold), Calls()
+        slots = Slots([tree], walk([tree]), hold=hold)
         kept = slots.bind()
-        calls.on = True
-        sys.setprofile(calls)
-        try:
-            state = slots.check()
-        finally:
-            sys.setprofile(None)
-        assert state == "same" and kept.tensors
-        return calls.count
+        assert kept.tensors
+        return of_a_look(slots.check)
 
-    assert of_a_look(200) == of_a_look(2)
+    assert of(200) == of(2)
 
 
 @pytest.mark.parametrize("as_module", [False, True])
 def test_a_trainer_of_many_tensors_looks_at_them_without_a_call_for_each(as_module):
-    """DTensors and plain ones, of a module or given by name; on GPUs the latter cost two calls a tensor."""
+    """Of a module or given by name; on GPUs it cost two calls a tensor."""
 
-    def of_a_look(layers: int) -> int:
+    def of(layers: int) -> int:
         tree = nn.Sequential(*(nn.Linear(2, 2) for _ in range(layers)))
         given = dict(tree.named_parameters())
-        trainer, calls = TensorTrainer(tree if as_module else lambda: given, rank=0, world=1), Calls()
+        trainer = TensorTrainer(tree if as_module else lambda: given, rank=0, world=1)
         trainer.read()
-        calls.on = True
-        sys.setprofile(calls)
-        try:
-            state = trainer.check()
-        finally:
-            sys.setprofile(None)
-        assert state == "same"
-        return calls.count
+        return of_a_look(trainer.check)
 
-    assert of_a_look(200) == of_a_look(2)
+    assert of(200) == of(2)

@@ -41,6 +41,13 @@ def test_what_comes_first_is_pulled_whole_and_not_too_much(worlds):
     assert not np.isin(others["dst_root"][others["op"] != Op.FILL], first).any()
 
 
+def test_three_of_four_equal_storages_come_first():
+    some = np.concatenate([row((40,), src=0, dst=1, tensor=k) for k in range(4)])
+    some["dst_root"] = range(4)
+    assert first_storages(some, some[:0]).tolist() == [0, 1, 2]
+    assert first_storages(some, some[1:2]).tolist() == [0, 2, 3]  # another route writes there
+
+
 @given(rows())
 @settings(max_examples=100, deadline=None)
 def test_the_sum_is_that_of_all_rows_whatever_comes_later(worlds):

@@ -52,7 +52,7 @@ def checksum_rows(rows: np.ndarray, roots: Sequence[torch.Tensor], side: str, sh
     shapes[t]: shape of canonical tensor t, at most MAX_DIMS dims. FILL rows have no canonical place and count nothing.
     LayoutError when a row lies outside its storage. One device synchronisation, at the end.
     """
-    return Sums(rows, np.zeros(len(rows), np.int64), 1, roots, side, shapes).values()[0]
+    return Sums.of_one(rows, roots, side, shapes).values()[0]
 
 
 def added(a: int, b: int) -> int:
@@ -83,6 +83,11 @@ class Sums:
             where = [placed(r, side, shapes) for r in self._rows]
             self._fast = TritonSums(self._rows, self._slot, slots, roots, side, where)
             self._rows, self._slot = self._rows[self._fast.odd], self._slot[self._fast.odd]
+
+    @classmethod
+    def of_one(cls, rows: np.ndarray, roots, side: str, shapes) -> Sums:
+        """All rows are one set."""
+        return cls(rows, np.zeros(len(rows), np.int64), 1, roots, side, shapes)
 
     def values(self) -> list[int]:
         """By set, 0 <= c < 2**64. A device synchronisation per set."""

@@ -1,7 +1,7 @@
 """Where the time of a refit goes, if asked for: with XFER_TIMELINE=FOLDER in its environment every process notes moments of each
 refit in memory and writes them into a file of its own there, after the engine serves again. `xfer timeline FOLDER` shows them.
 
-Without it a moment costs one comparison. Clocks are the host's monotonic one, so moments of one host can be compared. Not here:
+Without it a moment costs one call. Clocks are the host's monotonic one, so moments of one host can be compared. Not here:
 what is noted (where it happens: attempt.py, lane.py, refit.py, worker.py, controller.py), the seconds of every report (report.py).
 """
 
@@ -25,6 +25,8 @@ _moments: deque[tuple[float, str, str]] | None = deque() if os.environ.get(VARIA
 
 
 HUB = "hub"
+ASIDE_S = 0.2
+"""After which a worker writes: by then its engine has dropped its caches and serves."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -44,16 +46,26 @@ def mark(who: str, what: str) -> None:
         kept.append((time.monotonic(), who, what))
 
 
-def write(attempt: int) -> None:
-    """What was noted since the last time, as of this attempt. A folder that cannot be written is said once, and no refit's fault."""
+def write(attempt: int, wait_s: float = 0.0) -> None:
+    """What was noted since the last time, as of this attempt. A folder that cannot be written is said once, and no refit's fault.
+
+    wait_s: return at once, and write that many seconds later, in a thread that this process does not end before.
+    """
+    noted = []
+    while _moments:
+        noted.append(_moments.popleft())
+    if noted and wait_s:
+        threading.Timer(wait_s, _put, (attempt, noted)).start()
+    elif noted:
+        _put(attempt, noted)
+
+
+def _put(attempt: int, noted: list[tuple[float, str, str]]) -> None:
     from xfer.session.party import host_identity
 
     global _moments
     with _writing:
-        noted = []
-        while _moments:
-            noted.append(_moments.popleft())
-        if not noted:
+        if _moments is None:
             return
         try:
             folder = Path(os.environ[VARIABLE])

@@ -11,7 +11,6 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-import numpy as np
 import torch
 
 from xfer.errors import DeadlineExceeded, PeerLost, VerificationError, XferError
@@ -225,8 +224,7 @@ class WorkerSession:
         if go.verify:
             early = self._early[1] if self._early is not None else None
             if early is None and self._sums is None:
-                one = np.zeros(len(self._rows), np.int64)
-                self._sums = Sums(self._rows, one, 1, self._roots, "dst", padded_shapes(self._catalog))
+                self._sums = Sums.of_one(self._rows, self._roots, "dst", padded_shapes(self._catalog))
             value = early.value() if early is not None else self._sums.values()[0]
             if faults.wants("worker", self.index, "checksum"):
                 value ^= 1
@@ -246,7 +244,7 @@ class WorkerSession:
         try:
             with quick_turns():
                 self._receive(attempt, deadline_s)
-            timeline.write(attempt)
+            timeline.write(attempt, wait_s=timeline.ASIDE_S)  # the engine waits for this call to return
         except Exception as e:
             self._fail(e, attempt)
             lane = self._lane_

@@ -332,7 +332,7 @@ class Gate(Protocol):
 class Pull:
     """Rows bound to mapped storages. Warm: `begin`/`finish` may be called any number of times by one thread."""
 
-    in_parts = True
+    in_parts = True  # with a gate, one after the other
 
     def __init__(
         self,
@@ -393,11 +393,11 @@ class Pull:
         here = frozenset(senders.index(a) for a in mapping.here if a in senders)
         if len(senders) > FEW_SENDERS and not here:
             how = {"programs": multiprocessors(mapping.device), **how}
-        if here:  # this GPU is read at the same time, and what a kernel asks for takes room from what leaves
-            how = {"copied": 1.0, **how}
+        # Where this GPU is read at the same time, what a kernel asks for takes room from what leaves.
+        how = {"copied": 1.0 if here else SHARE, **how}
         turns = Turns(tuple(senders.index(a) for a, _ in known), mapping.rank, burst, here)
         sources = [mapping.roots[a][b] for a, b in known]
-        return TritonRows(rows, roots, "local", sources, turns=turns, abort=self._abort, **{"copied": SHARE, **how})
+        return TritonRows(rows, roots, "local", sources, turns=turns, abort=self._abort, **how)
 
     @property
     def extra_bytes(self) -> int:

@@ -117,6 +117,8 @@ class Mapping(peer.Mapping):
 class Pull:
     """Rows bound to the addresses of both ends. Warm: `begin`/`finish` may be called any number of times by one thread."""
 
+    in_parts = False
+
     def __init__(self, rows: np.ndarray, mapping: Mapping, roots: Sequence[torch.Tensor]):
         self._stopped = False
         self._roots = roots  # held: their addresses are in the tables

@@ -85,7 +85,8 @@ def any_rank(yes: bool, rank: int, size: int, exchange: Exchange) -> bool:
 
 
 class PeerKind(Protocol):
-    """How ranks read each other's storages: the classes of peer.py, or a test's double with the same calls."""
+    """How ranks read each other's storages: the classes of peer.py, or a test's double with the same calls. `Pull.in_parts`:
+    whether it takes a gate."""
 
     Export: type
     Mapping: type
@@ -166,7 +167,7 @@ class Routed:
     @property
     def in_parts(self) -> bool:
         """Whether this rank pulls, and can do so in parts."""
-        return getattr(self.pull, "in_parts", False)
+        return self.pull is not None and self.pull.in_parts
 
     def stale(self) -> list[str]:
         """Storages of this rank that others have mapped and that lie elsewhere now, or are new memory at the old
