@@ -40,6 +40,7 @@ from bench_shapes import MODELS, View, engine, overlap, trainer
 from torch.distributed import PrefixStore, TCPStore
 
 from xfer.kernels.bulk import Shape
+from xfer.kernels.long_runs import NOTHING, Rule
 from xfer.plan.inventory import engine_inventory, trainer_inventory
 from xfer.plan.planner import PlanOptions, plan_replica
 from xfer.plan.program import Program
@@ -186,12 +187,8 @@ class Bench:
         for _ in range(2):  # twice: the spread of the same thing
             self.timed("floor" if "floor" not in self.result["ms"] else "floor again", floor, repeats)
             self.timed("peer" if "peer" not in self.result["ms"] else "peer again", lambda: peer.run(soon()), repeats)
-        if self.args.sweep:
-            self._sweep(peer)
-        for share in self.args.copied:
-            self.timed(f"peer, {share:.0%} copied at most", self._pulling(peer, copied=share), repeats)
-        for mib in self.args.bursts:
-            self.timed(f"peer, turns of {mib} MiB", self._pulling(peer, burst=mib << 20), repeats)
+        for also, how in self._others():
+            self.timed(f"peer{also}", self._pulling(peer, **how), repeats)
         for text in self.args.bulk:
             self._bulk(peer, Shape(*map(int, text.split("x"))))
         if not self.shared and self.args.wire:
@@ -235,10 +232,7 @@ class Bench:
         takers = range(self.trainers, self.size)
         rows = self._plan().program(takers[0]).rows
         labels = [f"rank {r}" for r in range(self.size)]
-        others = [(f", turns of {mib} MiB", {"burst": mib << 20}) for mib in self.args.bursts]
-        others += [(f", {n:g} programs a multiprocessor", {"programs": self._programs(n)}) for n in self.args.sweep]
-        others += [(f", {share:.0%} copied at most", {"copied": share}) for share in self.args.copied]
-        for parts, (also, how) in product(self.args.parts, [("", {}), *others]):
+        for parts, (also, how) in product(self.args.parts, [("", {}), *self._others()]):
             programs = dict(zip(takers, relay(rows[rows["dst"] == takers[0]], takers, parts)))
             mine = programs.get(self.rank, Program(self.rank, 0, rows[:0]))
             way = open_relay(mine, self.roots, takers, labels, self.device, exchange, **how)
@@ -268,11 +262,12 @@ class Bench:
 
         return floor
 
-    def _sweep(self, peer) -> None:
-        """How many programs pull: at most three other choices."""
-        for per_sm in self.args.sweep:
-            work = self._pulling(peer, programs=self._programs(per_sm))
-            self.timed(f"peer, {per_sm:g} programs a multiprocessor", work, self.args.repeats)
+    def _others(self) -> list[tuple[str, dict]]:
+        """Other ways to pull that were asked for: (what to call it, what `Pull` takes)."""
+        out = [(f", turns of {mib} MiB", {"burst": mib << 20}) for mib in self.args.bursts]
+        shares = [(f", {s:.0%} copied at most", {"copied": Rule(((Rule().least, s),))}) for s in self.args.copied]
+        programs = [(f", {n:g} programs a multiprocessor", {"programs": self._programs(n)}) for n in self.args.sweep]
+        return out + shares + programs + [(a + b, x | y) for (a, x), (b, y) in product(shares, programs)]
 
     def _programs(self, per_sm: float) -> int:
         return int(per_sm * torch.cuda.get_device_properties(self.device).multi_processor_count)
@@ -293,7 +288,7 @@ class Bench:
         name = (
             f"bulk copies, {shape.stages} stages of {shape.stage >> 10} KiB, {shape.ahead} ahead, {shape.per_sm} blocks"
         )
-        work = self._pulling(peer, bulk=shape, copied=0.0)
+        work = self._pulling(peer, bulk=shape, copied=NOTHING)
         self.checked(name, work)
         self.timed(name, work, self.args.repeats)
 

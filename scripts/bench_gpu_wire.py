@@ -2,10 +2,10 @@
 
     python scripts/bench_gpu_wire.py [--gib 3] [--repeats 7] [--out wire.json]       # 2 GPUs with NVLink; half a minute
 
-Pulls (the taker's GPU works) and pushes (the giver's does), one way and both ways at once; one run, runs of some MiB, runs spread
-over the storage, rows cut out of wider ones. One process, both GPUs mapped into each other; each way is launched as one graph, as
-pulls are. Random bytes; 64 pieces of each way, or all, are compared after it. GB/s per direction, by the median. Not here: planned
-programs and other routes (bench_gpu.py).
+Pulls (the taker's GPU works) and pushes (the giver's does), one way and both ways at once; one run, runs of some MiB spread over
+the storage, rows cut out of wider ones, and experts (two thirds runs, one third such rows). One process, both GPUs mapped into each
+other, a thread for each way; kernels are launched as a graph and copies beside it, as pulls do. Random bytes; 64 pieces of each
+way, or all, are compared after it. GB/s per direction, by the median. Not here: planned programs and other routes (bench_gpu.py).
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import platform
 import statistics
 import sys
 import time
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -24,24 +25,24 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import numpy as np
 import torch
 
-from xfer.kernels import long_runs
+from xfer.kernels import cuda_driver as driver
+from xfer.kernels.long_runs import NOTHING, PULLED, Rule
 from xfer.kernels.triton_impl import TritonRows, multiprocessors
 from xfer.plan.program import DTYPE_CODE, ROW, Op
-from xfer.transport import cuda_driver as driver
 
 MIB = 1 << 20
-ROW_BYTES = 768
-"""Of rows cut out of rows twice as wide: w2 of Qwen3-30B-A3B at TP2."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """`run`: bytes of a piece; `spread`: pieces in another order on either side; `strided`: rows of ROW_BYTES."""
+    """`run`: bytes of a piece; `spread`: pieces in another order on either side; `row`: pieces are rows of so many bytes, cut out of
+    rows twice as wide; `whole`: so much of the bytes is in runs of a piece all the same."""
 
     name: str
     run: int = 0
     spread: bool = False
-    strided: bool = False
+    row: int = 0
+    whole: float = 0.0
 
     def rows(self, total: int) -> np.ndarray:
         """dtype ROW, of `total` bytes; whole pieces only."""
@@ -54,17 +55,18 @@ class Shape:
         rows["dst_offset"] = at * run
         rows["src_offset"] = (np.random.default_rng(0).permutation(n) if self.spread else at) * run
         rows["extent"][:, -1] = run
-        if self.strided:
+        if self.row:
             rows["src_offset"] *= 2
-            rows["extent"][:, -2:] = run // ROW_BYTES, ROW_BYTES
-            rows["src_strides"][:, -2], rows["dst_strides"][:, -2] = 2 * ROW_BYTES, ROW_BYTES
+            cut = rows[int(self.whole * n) :]
+            cut["extent"][:, -2:] = run // self.row, self.row
+            cut["src_strides"][:, -2], cut["dst_strides"][:, -2] = 2 * self.row, self.row
         return rows
 
 
 class Way:
     """`rows` from GPU `giver` to the other, by the GPU `on`."""
 
-    def __init__(self, buffers, giver: int, on: int, rows: np.ndarray, programs: int, copied: float, least: int):
+    def __init__(self, buffers, giver: int, on: int, rows: np.ndarray, programs: int, copied: Rule):
         self.device = torch.device("cuda", on)
         source, target = buffers[giver][0], buffers[1 - giver][1]
         self._source, self._target, self._rows = source, target, rows
@@ -72,14 +74,13 @@ class Way:
         self.nbytes = int(rows["extent"].prod(axis=1).sum())
         with torch.cuda.device(self.device):
             self._stream = torch.cuda.Stream()
-            how = dict(programs=programs, copied=copied, long_bytes=least)
-            self._bound = TritonRows(rows, [right], "local", [left], **how)
+            self._bound = TritonRows(rows, [right], "local", [left], programs=programs, copied=copied)
             with torch.cuda.stream(self._stream):
-                self._graph = driver.Graph(self._stream, self._bound.copy)
+                self._graph = driver.Graph(self._stream, self._bound.move)
 
     def begin(self) -> None:
-        with torch.cuda.device(self.device):
-            self._graph.launch(self._stream)
+        with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
+            self._bound.copy(lambda: self._graph.launch(self._stream))
 
     def end(self) -> None:
         torch.cuda.synchronize(self.device)
@@ -100,15 +101,15 @@ class Way:
 def rate(ways: list[Way], repeats: int) -> tuple[float, list[float]]:
     """(GB/s of the slower direction by the median, ms)."""
     ms = []
-    for _ in range(repeats + 2):
-        for w in ways:
-            w.end()
-        t0 = time.perf_counter()
-        for w in ways:
-            w.begin()
-        for w in ways:
-            w.end()
-        ms.append((time.perf_counter() - t0) * 1e3)
+    with ThreadPoolExecutor(len(ways)) as threads:
+        for _ in range(repeats + 2):
+            for w in ways:
+                w.end()
+            t0 = time.perf_counter()
+            list(threads.map(Way.begin, ways))
+            for w in ways:
+                w.end()
+            ms.append((time.perf_counter() - t0) * 1e3)
     return ways[0].nbytes / statistics.median(ms[2:]) / 1e6, ms[2:]
 
 
@@ -136,28 +137,42 @@ def main() -> None:
     def runs(mib: float) -> Shape:  # in one order they would be joined into one
         return Shape(f"runs of {mib} MiB, spread", int(mib * MIB), spread=True)
 
-    one, small = Shape("one run"), runs(1.5)
-    strided = Shape(f"rows of {ROW_BYTES} bytes out of wider ones", 3 * MIB // 2, strided=True)
-    engine, kernel = (1.0, MIB), (0.0, MIB)
-    cases = [(s, "kernel", n, *kernel) for s in (one, small, strided) for n in (sms, 4 * sms)]
-    cases += [(one, "copy engine", sms, *engine), (small, "copy engine", sms, *engine)]
-    cases += [(runs(n), "copy engine", sms, *engine) for n in (4, 10, 24, 64)]
+    def engine(share: float) -> Rule:
+        return Rule(((256 << 10, share),))
+
+    one, wide = Shape("one run"), Shape("rows of 768 bytes, one pitch", 3 * MIB // 2, row=768)
+    tp2, tp4 = (
+        Shape(f"experts: runs of {n / MIB} MiB, rows of {row} bytes, spread", n, spread=True, row=row, whole=2 / 3)
+        for n, row in ((3 * MIB // 2, 768), (3 * MIB // 4, 384))
+    )
+    lone = [
+        one,
+        runs(0.75),
+        runs(1.5),
+        runs(6),
+        runs(24),
+        wide,
+        replace(wide, name=wide.name.replace("768", "384"), row=384),
+    ]
+    cases = [(s, "kernel", n, NOTHING) for s in (one, runs(1.5), wide) for n in (sms, 4 * sms)]
+    cases += [(s, "copy engine", sms, engine(1.0)) for s in lone]
     cases += [
-        (runs(n), f"both, {share:.0%} copied", programs, share, MIB)
-        for n, programs, shares in ((4, sms, (0.65,)), (10, sms, (0.65,)), (64, sms, (0.65,)), (24, sms, (0.5, 0.6, 0.65, 0.7, 0.8)))
-        for share in shares
-    ]  # fmt: skip
-    cases += [(runs(24), "both, 65% copied", 4 * sms, 0.65, MIB)]
+        (s, f"both, {share:.0%} copied", sms, engine(share))
+        for s in (runs(0.75), runs(1.5), runs(6), runs(24))
+        for share in (0.5, 0.65, 0.8)
+    ]
+    cases += [(s, "kernel", sms, NOTHING) for s in (tp2, tp4)]
+    cases += [(s, "both, as pulls do", n, PULLED) for s in (tp2, tp4) for n in (sms // 2, sms, 4 * sms)]
     results = []
     print(
         "\n| what | by | programs | pull | push | pull, both ways | push, both ways | wrong |\n|---|---|---|---|---|---|---|---|"
     )
-    for shape, by, programs, share, least in cases:
+    for shape, by, programs, rule in cases:
         rows, found, wrong = shape.rows(total), {}, 0
         for both in (False, True):
             for name in ("pull", "push"):
                 givers = (0, 1) if both else (0,)
-                ways = [Way(buffers, g, g if name == "push" else 1 - g, rows, programs, share, least) for g in givers]
+                ways = [Way(buffers, g, g if name == "push" else 1 - g, rows, programs, rule) for g in givers]
                 rated, ms = rate(ways, a.repeats)
                 wrong += sum(w.wrong() for w in ways)
                 found[name + (", both ways" if both else "")] = {"GB/s": rated, "ms": ms}
@@ -165,9 +180,7 @@ def main() -> None:
         rates = " | ".join(f"{r['GB/s']:.0f}" for r in found.values())
         print(f"| {shape.name} | {by} | {programs} | {rates} | {wrong} |", flush=True)
         if a.out:
-            Path(a.out).write_text(
-                json.dumps({"meta": meta, "long_bytes": long_runs.LONG_BYTES, "rates": results}, indent=1)
-            )
+            Path(a.out).write_text(json.dumps({"meta": meta, "rule": asdict(PULLED), "rates": results}, indent=1))
 
 
 if __name__ == "__main__":

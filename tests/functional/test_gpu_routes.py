@@ -5,12 +5,14 @@ python -m pytest -m gpu tests/functional/test_gpu_routes.py
 
 from __future__ import annotations
 
+import gc
 import os
 
 import pytest
 import torch
 
 from tests.support.gpu_ranks import spawn
+from xfer.kernels.cuda_driver import Graph
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 EXAMPLES = int(os.environ.get("XFER_EXAMPLES", "200"))
@@ -64,6 +66,31 @@ def test_a_taker_that_does_not_run_frees_the_others_in_time():
     """They wait on the device, for a word that never comes; opened anew, the relay is whole."""
     _, first, *some = spawn("relayed", max(4, GPUS), seeds=[3], absent=True)
     assert all(name == "DeadlineExceeded" and took < 8 for name, took in some) and first is None
+
+
+def test_a_graph_is_recorded_while_garbage_is_collected():
+    """Storages and events die at any time; asking for one in the recording thread has made recording fail (in a relay, opened anew)."""
+
+    class Garbage:
+        def __init__(self):
+            self.me, self.event, self.memory = self, torch.cuda.Event(), torch.zeros(16, pin_memory=True)
+            self.event.record()
+
+        def __del__(self):
+            seen.append(self.event.query())
+
+    seen, stream, number = [], torch.cuda.Stream(), torch.zeros(1, device="cuda")
+    torch.cuda.synchronize()
+    gc.disable()
+    try:
+        Garbage()
+        with torch.cuda.stream(stream):
+            graph = Graph(stream, lambda: (number.add_(1), gc.collect()))
+    finally:
+        gc.enable()
+    graph.launch(stream)
+    torch.cuda.synchronize()
+    assert seen and number.item() == 1
 
 
 def test_a_new_allocation_is_noticed_and_memory_comes_back():

@@ -96,9 +96,11 @@ def agree(got, want) -> None:
 
 
 def worlds(rank, size, store, device, *, route: str, seeds: list[int], long_bytes: int = 0):
-    """Random programs, twice each with new sources. long_bytes: from which on a copy engine takes runs. Returns (pulled
-    bytes, p2p bytes)."""
-    long_runs.LONG_BYTES = long_bytes or long_runs.LONG_BYTES
+    """Random programs, twice each with new sources. long_bytes: from which on a copy engine takes runs, and boxes of rows. Returns
+    (pulled bytes, p2p bytes)."""
+    if long_bytes:
+        some = long_runs.Rule(shares=((long_bytes, 0.8),), box_bytes=2 * long_bytes, row_bytes=4)
+        long_runs.PULLED = long_runs.READ_TOO = some
     link = NoLink(rank, size, device) if route == "peer" else open_group(store, rank, size, 60.0, device)
     pulled = sent = 0
     for seed in seeds:
@@ -292,7 +294,7 @@ def moved_storage(rank, size, store, device):
 def given_back(rank, size, store, device):
     """Whether there is memory behind an address: while a tensor lives, and after its segment was given back while its
     addresses stay reserved, as vLLM's sleep mode does it (here: expandable segments)."""
-    from xfer.transport.cuda_driver import mapped
+    from xfer.kernels.cuda_driver import mapped
 
     t = torch.ones(256 << 20, dtype=torch.uint8, device=device)
     address, alive = t.data_ptr(), mapped(t.data_ptr())

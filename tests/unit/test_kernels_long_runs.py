@@ -1,4 +1,4 @@
-"""Which bytes of a pull go by a copy engine: every byte goes one way, and no short one by the engine."""
+"""Which bytes of a pull go by a copy engine: every byte goes one way, and no short run by the engine unless it lies in a large box."""
 
 from __future__ import annotations
 
@@ -6,12 +6,16 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xfer.kernels.long_runs import divided
+from xfer.kernels.long_runs import NOTHING, READ_TOO, Box, Rule, divided
 from xfer.kernels.strided import Move
 from xfer.kernels.tiles import Turns
 
-LONG = 4 << 20
 MIB = 1 << 20
+LONG, BOX = 4 * MIB, 12 * MIB
+
+
+def rule(*shares: tuple[int, float]) -> Rule:
+    return Rule(shares, box_bytes=BOX, row_bytes=2 * MIB)
 
 
 @st.composite
@@ -19,7 +23,7 @@ def moves(draw) -> list[Move]:
     """Boxes of up to three dims in units of a MiB, side by side on both ends, from storages of up to three senders."""
     out, left, right = [], [0] * 4, 0
     for _ in range(draw(st.integers(1, 6))):
-        root, rows, outer = draw(st.integers(0, 3)), draw(st.integers(1, 3)), draw(st.integers(1, 2))
+        root, rows, outer = draw(st.integers(0, 3)), draw(st.integers(1, 5)), draw(st.integers(1, 2))
         width = draw(st.integers(1, 20))
         gap = draw(st.integers(0, 2))
         dims = (
@@ -33,6 +37,11 @@ def moves(draw) -> list[Move]:
         left[root] += outer * rows * (width + gap) * MIB
         right += outer * rows * width * MIB
     return out
+
+
+def as_move(b: Box) -> Move:
+    dims = ((b.rows, b.left_pitch, b.right_pitch), (b.width, 1, 1))
+    return Move(b.left_root, b.left, "uint8", b.right_root, b.right, "uint8", dims)
 
 
 def moved(found: list[Move]) -> dict[int, tuple[int, int]]:
@@ -51,16 +60,47 @@ def moved(found: list[Move]) -> dict[int, tuple[int, int]]:
 
 
 @given(moves(), st.sampled_from([0.3, 0.65, 1.0]), st.sampled_from([(0, 0, 1, 2), (0, 1, 2, 3)]), st.integers(0, 3))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=300, deadline=None)
 def test_both_ways_together_move_every_byte_once(found, share, groups, rotation):
     turns = Turns(groups, rotation, beside=frozenset({2}))
-    kernel, engine = divided(found, share, LONG, turns)
-    assert moved(kernel + engine) == moved(found)
+    kernel, engine = divided(found, rule((LONG, share)), turns)
+    assert moved(kernel + [as_move(b) for b in engine]) == moved(found)
     away = sum(1 for root, _ in moved(found).values() if groups[root] != 2)
-    assert sum(m.dims[0][0] for m in engine) <= share * away * MIB
-    assert all(len(m.dims) == 1 and m.dims[0][0] >= LONG and groups[m.left_root] != 2 for m in engine)
+    assert sum(b.nbytes for b in engine) <= share * away * MIB
+    assert all(groups[b.left_root] != 2 for b in engine)
+    assert all(b.width >= LONG or (b.nbytes >= BOX and b.width >= 2 * MIB) for b in engine)
     if share == 1.0:
-        assert not [m for m in kernel if groups[m.left_root] != 2 and m.dims[-1][0] >= LONG]
+        left = [m for m in kernel if groups[m.left_root] != 2]
+        assert not [
+            m for m in left if m.dims[-1][0] >= LONG or (m.dims[-1][0] >= 2 * MIB and np.prod(m.extent[-2:]) >= BOX)
+        ]
+
+
+def test_of_shorter_runs_less_goes_by_the_engine():
+    found, at = [], 0
+    for n in [8] * 2 + [4] * 20:  # 96 MiB
+        found.append(Move(0, -at, "uint8", 0, at, "uint8", ((n * MIB, 1, 1),)))
+        at += n * MIB
+    _, engine = divided(found, rule((LONG, 0.3), (8 * MIB, 0.8)), Turns())
+    assert [b.nbytes // MIB for b in engine] == [8, 8, 4, 4, 4]
+    _, engine = divided(found, rule((LONG, 0.05), (8 * MIB, 0.1)), Turns())
+    assert [b.nbytes // MIB for b in engine] == [8]
+
+
+def test_rows_at_one_pitch_are_one_copy_and_those_of_many_experts_apart_are_the_kernels():
+    rows = Move(0, 0, "bfloat16", 0, 0, "bfloat16", ((1 << 17, 1536, 768), (768, 1, 1)))
+    kernel, engine = divided([rows], READ_TOO, Turns())
+    assert kernel == [] and engine == [Box(0, 0, 1536, 0, 0, 768, 768, 1 << 17)]
+    apart = [
+        Move(0, -e * 2048 * 1536, "bfloat16", 0, e * 2048 * 768, "bfloat16", ((2048, 1536, 768), (768, 1, 1)))
+        for e in range(64)
+    ]
+    assert divided(apart, READ_TOO, Turns()) == (apart, [])
+
+
+def test_a_rule_of_nothing_leaves_all_to_the_kernel():
+    found = [Move(0, 0, "uint8", 0, 0, "uint8", ((64 * MIB, 1, 1),))]
+    assert divided(found, NOTHING, Turns()) == (found, [])
 
 
 def test_senders_take_turns_beginning_with_the_takers_own_number():
@@ -69,11 +109,11 @@ def test_senders_take_turns_beginning_with_the_takers_own_number():
         for r in range(3)
         for k in range(4)
     ]
-    _, engine = divided(found, 1.0, LONG, Turns((0, 1, 2), rotation=1))
-    assert [m.left_root for m in engine] == [1, 2, 0] * 4
+    _, engine = divided(found, rule((LONG, 1.0)), Turns((0, 1, 2), rotation=1))
+    assert [b.left_root for b in engine] == [1, 2, 0] * 4
 
 
 def test_conversions_and_mirrored_runs_are_the_kernels():
     cast = Move(0, 0, "float32", 0, 0, "bfloat16", ((LONG, 1, 1),))
     mirrored = Move(0, 0, "uint8", 0, LONG, "uint8", ((4, LONG, LONG), (LONG, 1, 1)), (0,))
-    assert divided([cast, mirrored], 1.0, LONG, Turns()) == ([cast, mirrored], [])
+    assert divided([cast, mirrored], rule((LONG, 1.0)), Turns()) == ([cast, mirrored], [])

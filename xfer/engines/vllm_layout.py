@@ -162,7 +162,7 @@ class EngineModel:
         """vLLM's sleep mode gives the memory behind the weights back and keeps their addresses."""
         if self.device.type != "cuda" or not self.vllm_config.model_config.enable_sleep_mode:
             return
-        from xfer.transport.cuda_driver import mapped
+        from xfer.kernels.cuda_driver import mapped
 
         if gone := [name for name, t in live.tensors.items() if t.numel() and not mapped(t.data_ptr())]:
             raise Unsupported(

@@ -1,109 +1,176 @@
-"""Long runs among the moves of a pull, which a copy engine brings while the kernel moves all else.
+"""What copy engines bring of a pull while the kernel moves all else: long runs, and large boxes of rows.
 
 Loads by multiprocessors level off at 94 % of what a copy engine gets over NVLink, and a copy engine pauses between two copies. Side
-by side they reach what one long copy gets (docs/results/gpu_2026-11-22_wire.md). Not here: tiles and kernels (triton_impl.py),
-whose storages these are and how a pull is stopped (transport/peer.py).
+by side they reach what one long copy gets (docs/results/gpu_2026-11-23_copies.md). Not here: tiles and kernels (triton_impl.py),
+the driver's calls (cuda_driver.py), whose storages these are and how a pull is stopped (transport/peer.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import product
 from math import prod
+from typing import NamedTuple
 
 import torch
 
+from xfer.kernels import cuda_driver as driver
 from xfer.kernels.strided import Move
 from xfer.kernels.tiles import Turns
 
-LONG_BYTES = 8 << 20
-"""A run below this is the kernel's: between copies of 4 MiB an engine is idle for a fifth of the time."""
-SHARE = 0.65
-"""Of all bytes. A copy engine and a kernel that pull at once end together at about this share; one that ends early leaves the
-link to the other, so a smaller share costs little."""
-MOST = 2048
-"""Copies in one pull. Launching them takes time too."""
+MOST = 16 << 10
+"""Copies in one pull: a stream that waits for a word holds some 21,000 (H200) before its host has to wait too."""
 _CUT = 1 << 20
+_MAX_PITCH = (1 << 31) - 1
 
 
-def divided(found: Sequence[Move], share: float, long_bytes: int, turns: Turns) -> tuple[list[Move], list[Move]]:
-    """(for the kernel, for a copy engine): the longest runs of at least `long_bytes`, up to `share` of the bytes that do not lie
-    `turns.beside`, on the taker's own GPU. Both together move what `found` does; a run may be cut in two. Those of the engine
-    come from one sender after the other, beginning with number `turns.rotation`, as takers that begin alike share a sender.
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What a copy engine gets. All measured on H200s.
+
+    shares: (bytes of a run or box at least, share of all bytes that the engine may have once it took those), both rising. An engine
+        and a kernel that pull at once end together at about that share; one that ends early leaves the link to the other.
+    box_bytes: shorter runs go if so many bytes of them lie at one pitch on either end: they are one copy then, with one pause.
+    row_bytes: the shortest run of such a box.
+    """
+
+    shares: tuple[tuple[int, float], ...] = ((512 << 10, 0.5), (1 << 20, 0.8))
+    box_bytes: int = 16 << 20
+    row_bytes: int = 256
+
+    @property
+    def least(self) -> int:
+        return self.shares[0][0] if self.shares else 1 << 62
+
+    def share(self, nbytes: int) -> float:
+        return max((s for n, s in self.shares if n <= nbytes), default=0.0)
+
+
+PULLED = Rule()
+READ_TOO = Rule(shares=(*PULLED.shares, (16 << 20, 1.0)))
+"""Where this GPU is read while it reads: what a kernel asks for takes room from what leaves, what an engine asks for hardly does."""
+NOTHING = Rule(shares=())
+
+
+class Box(NamedTuple):
+    """`rows` runs of `width` bytes, `pitch` apart on either end. Offsets in bytes."""
+
+    left_root: int
+    left: int
+    left_pitch: int
+    right_root: int
+    right: int
+    right_pitch: int
+    width: int
+    rows: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.width * self.rows
+
+
+def divided(found: Sequence[Move], rule: Rule, turns: Turns) -> tuple[list[Move], list[Box]]:
+    """(for the kernel, for a copy engine): the largest boxes, up to their share of the bytes that do not lie `turns.beside`, on the
+    taker's own GPU. Both together move what `found` does; a box may be cut in two. Those of the engine come from one sender after
+    the other, beginning with number `turns.rotation`, as takers that begin alike share a sender.
     """
     groups = turns.groups or [0] * (1 + max((m.left_root for m in found), default=0))
     away = [groups[m.left_root] not in turns.beside for m in found]
-    left = int(share * sum(_bytes(m) for m, a in zip(found, away) if a))
-    runs: list[Move] = []
+    total = sum(prod(m.extent) for m, a in zip(found, away) if a)  # of casts elements, which are few or all
+    boxes: list[tuple[Box, Move]] = []
     kernel: list[Move] = []
     for m, a in zip(found, away):
-        long = m.left_dtype == m.right_dtype and m.dims and m.dims[-1][1:] == (1, 1) and m.dims[-1][0] >= long_bytes
-        if a and long and not m.mirrored and len(runs) + prod(m.extent[:-1]) <= MOST:
-            runs += _single(m)
+        some = list(_boxes(m, rule)) if a else []
+        if some and len(boxes) + len(some) <= MOST:
+            boxes += [(b, m) for b in some]
         else:
             kernel.append(m)
-    engine: list[Move] = []
-    for run in sorted(runs, key=_bytes, reverse=True):
-        n = _bytes(run) if left >= _bytes(run) else left // _CUT * _CUT
-        if n < long_bytes:
-            kernel.append(run)
-            continue
-        left -= n
-        engine.append(run._replace(dims=((n, 1, 1),)))
-        if n < _bytes(run):
-            rest = ((_bytes(run) - n, 1, 1),)
-            kernel.append(run._replace(left=run.left + n, right=run.right + n, dims=rest))
-    return kernel, _in_turns(engine, [groups[m.left_root] for m in engine], turns.rotation)
+    engine: list[Box] = []
+    taken = 0
+    for box, m in sorted(boxes, key=lambda x: x[0].nbytes, reverse=True):
+        first, rest = _cut(box, int(rule.share(box.nbytes) * total) - taken, rule)
+        if first is not None:
+            engine.append(first)
+            taken += first.nbytes
+        if rest is not None:
+            kernel.append(_move(rest, m))
+    return kernel, _in_turns(engine, [groups[b.left_root] for b in engine], turns.rotation)
 
 
-def _single(m: Move) -> list[Move]:
-    """One move for each run."""
-    out = []
-    for at in product(*(range(n) for n in m.extent[:-1])):
-        a, b = (sum(i * d[k] for i, d in zip(at, m.dims)) for k in (1, 2))
-        out.append(m._replace(left=m.left + a, right=m.right + b, dims=m.dims[-1:]))
-    return out
+def _boxes(m: Move, rule: Rule) -> Iterator[Box]:
+    """The move as boxes for an engine, or none."""
+    if m.left_dtype != m.right_dtype or m.mirrored or not m.dims or m.dims[-1][1:] != (1, 1):
+        return
+    width = m.dims[-1][0]
+    rows, *pitch = m.dims[-2] if len(m.dims) > 1 else (1, 0, 0)
+    if rule.row_bytes <= width < rule.box_bytes <= width * rows and width <= min(pitch) and max(pitch) <= _MAX_PITCH:
+        outer = m.dims[:-2]
+    elif width >= rule.least:
+        outer, rows, pitch = m.dims[:-1], 1, [0, 0]
+    else:
+        return
+    for at in product(*(range(n) for n, _, _ in outer)):
+        a, b = (sum(i * d[k] for i, d in zip(at, outer)) for k in (1, 2))
+        yield Box(m.left_root, m.left + a, pitch[0], m.right_root, m.right + b, pitch[1], width, rows)
 
 
-def _bytes(m: Move) -> int:
-    """Of a move between equal dtypes, whose innermost dim counts bytes; of a cast, elements."""
-    return prod(m.extent)
+def _cut(box: Box, room: int, rule: Rule) -> tuple[Box | None, Box | None]:
+    """(at most `room` bytes of the box, the rest)."""
+    if box.nbytes <= room:
+        return box, None
+    if box.rows == 1:
+        n = max(0, room) // _CUT * _CUT
+        if n < rule.least:
+            return None, box
+        return box._replace(width=n), box._replace(left=box.left + n, right=box.right + n, width=box.width - n)
+    n = max(0, room) // box.width
+    if n * box.width < rule.box_bytes:
+        return None, box
+    left, right = box.left + n * box.left_pitch, box.right + n * box.right_pitch
+    return box._replace(rows=n), box._replace(left=left, right=right, rows=box.rows - n)
 
 
-def _in_turns(runs: Sequence[Move], groups: Sequence[int], rotation: int) -> list[Move]:
+def _move(box: Box, m: Move) -> Move:
+    run = (box.width, 1, 1)
+    dims = ((box.rows, box.left_pitch, box.right_pitch), run) if box.rows > 1 else (run,)
+    return m._replace(left=box.left, right=box.right, dims=dims)
+
+
+def _in_turns(boxes: Sequence[Box], groups: Sequence[int], rotation: int) -> list[Box]:
     count = max(groups, default=0) + 1
     total, done = [0] * count, [0] * count
-    for m, g in zip(runs, groups):
-        total[g] += _bytes(m)
+    for b, g in zip(boxes, groups):
+        total[g] += b.nbytes
     when = []
-    for m, g in zip(runs, groups):
+    for b, g in zip(boxes, groups):
         when.append((done[g] / total[g], (g - rotation) % count))
-        done[g] += _bytes(m)
-    return [runs[i] for i in sorted(range(len(runs)), key=when.__getitem__)]
+        done[g] += b.nbytes
+    return [boxes[i] for i in sorted(range(len(boxes)), key=when.__getitem__)]
 
 
 class CopyEngine:
-    """Copies on a stream of its own, between `begin` and `end` of the caller's. May be recorded in a graph."""
+    """Copies on a stream of its own, between `begin` and `end` of the caller's current one. Not to be recorded in a graph."""
 
     def __init__(
-        self, runs: Sequence[Move], left: Sequence[torch.Tensor], right: Sequence[torch.Tensor], device: torch.device
+        self, boxes: Sequence[Box], left: Sequence[torch.Tensor], right: Sequence[torch.Tensor], device: torch.device
     ):
-        self._copies = [
-            (right[m.right_root][m.right : m.right + _bytes(m)], left[m.left_root][m.left : m.left + _bytes(m)])
-            for m in runs
-        ]
+        def places(b: Box) -> tuple[int, int]:
+            return right[b.right_root].data_ptr() + b.right, left[b.left_root].data_ptr() + b.left
+
+        runs = [(*places(b), b.width) for b in boxes if b.rows == 1]
+        wide = [(*places(b), b.right_pitch, b.left_pitch, b.width, b.rows) for b in boxes if b.rows > 1]
+        self._copies = driver.Copies(runs, wide)
         self._device, self._stream = device, torch.cuda.Stream(device)
         self._fork, self._join = torch.cuda.Event(), torch.cuda.Event()
 
     def begin(self) -> None:
-        """After what the current stream was given before."""
+        """Copies come after what the current stream was given before."""
         self._fork.record(torch.cuda.current_stream(self._device))
-        self._stream.wait_event(self._fork)
-        with torch.cuda.stream(self._stream):
-            for dst, src in self._copies:
-                dst.copy_(src, non_blocking=True)
 
     def end(self) -> None:
-        """What the current stream is given next comes after the copies."""
+        """Launches the copies; what the current stream is given next comes after them."""
+        self._stream.wait_event(self._fork)
+        self._copies.launch(self._stream)
         self._join.record(self._stream)
         torch.cuda.current_stream(self._device).wait_event(self._join)

@@ -9,7 +9,7 @@ twin. Not here: how rows become tiles (tiles.py), whose storages these are (tran
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -177,8 +177,7 @@ class TritonRows:
     turns: for side "local", in which order tiles are taken. abort: an int32 tensor of one word in the device's memory (reading host memory
     for every tile was the bottleneck: 8 GB/s); kernels look
     at it before every tile and leave when it is not 0. bulk: move tiles of 16-byte units by the bulk copy engine (bulk.py).
-    copied: for side "local" on CUDA, at most this share of the bytes goes by a copy engine (long_runs.py), in runs of at least
-    `long_bytes`; those do not look at the word.
+    copied: for side "local" on CUDA, what a copy engine brings beside the kernels (long_runs.py); its copies do not look at the word.
     """
 
     def __init__(
@@ -192,8 +191,7 @@ class TritonRows:
         abort: torch.Tensor | None = None,
         programs: int | None = None,
         bulk: bulk.Shape | None = None,
-        copied: float = 0.0,
-        long_bytes: int | None = None,
+        copied: long_runs.Rule = long_runs.NOTHING,
     ):
         if side not in ("src", "dst", "local"):
             raise ValueError(f"side must be src, dst or local, not {side!r}")
@@ -208,12 +206,10 @@ class TritonRows:
         self._twin = TorchRows(rows[odd], roots, side, src_roots) if odd.any() else None
         wired = rows[rows["op"] != Op.FILL] if side != "local" else rows[:0]
         self.nbytes = int((wired["wire"] + row_wire_bytes(wired)).max(initial=0))
-        self._moves, long = moves(rows[plain], side), []
-        if side == "local" and copied and self._device.type == "cuda":
-            self._moves, long = long_runs.divided(
-                self._moves, copied, long_bytes or long_runs.LONG_BYTES, turns or Turns()
-            )
-        self._engine = long_runs.CopyEngine(long, left, roots, self._device) if long else None
+        self._moves, boxes = moves(rows[plain], side), []
+        if side == "local" and self._device.type == "cuda":
+            self._moves, boxes = long_runs.divided(self._moves, copied, turns or Turns())
+        self._engine = long_runs.CopyEngine(boxes, left, roots, self._device) if boxes else None
         self._left_end = End([_alignment(r) for r in left])
         self._left = self._bases(left)
         self._held = (*roots, *src_roots)
@@ -235,7 +231,7 @@ class TritonRows:
 
     @property
     def recordable(self) -> bool:
-        """Whether a call does nothing but launch these kernels, so that a CUDA graph may stand for it."""
+        """Whether `move` does nothing but launch these kernels, so that a CUDA graph may stand for it."""
         return self._twin is None and self._bulk is None
 
     @property
@@ -257,16 +253,21 @@ class TritonRows:
         if self._twin:
             self._twin.unpack(buffer)
 
-    def copy(self) -> None:
+    def copy(self, kernels: Callable[[], object] | None = None) -> None:
+        """kernels: launches what `move` does in another way."""
         if self.side != "local":
             raise TypeError(f"copy() is for rows bound as local, these are bound as {self.side}")
         if self._engine:
             self._engine.begin()
+        (kernels or self.move)()
+        if self._engine:  # after the kernels: launching many copies takes time
+            self._engine.end()
+
+    def move(self) -> None:
+        """All of `copy` but what copy engines bring."""
         self._run(self._launches, self._left, self._dst)
         if self._twin:
             self._twin.copy()
-        if self._engine:
-            self._engine.end()
 
     def fill(self) -> None:
         self._run(self._fills, self._constants, self._dst)

@@ -1,11 +1,11 @@
 """The peer route: a taker maps the senders' storages and pulls every row from its source to its final place, by one kernel and,
-beside it, a copy engine for long runs.
+beside it, copy engines for long runs and large boxes.
 
 Inside one NVLink host. Senders make an `Offer` (typed bytes: handles of allocations, where storages lie in them, and a
 probe with a nonce); takers open what their rows need and answer which storages they can read (`Taken`). Both sides then
 cut the program alike with `split`: rows that a taker can pull itself, and the rest, which goes by p2p.
 
-Nothing is staged. The kernel looks at an abort word before every tile; copies that were begun go on to their end, some ms. A pull
+Nothing is staged. The kernel looks at an abort word before every tile; copies that were launched go on to their end, some ten ms. A pull
 is waited for with a deadline; when `run` has returned or raised with `drained`, this process reads no sender's memory any more. A
 sender must not free, offload or rewrite a storage before its takers said so: after a pull ends for content, after
 `Mapping.close` for memory.
@@ -27,10 +27,9 @@ import numpy as np
 import torch
 
 from xfer.errors import DeadlineExceeded, PeerLost, ProtocolError, RebindError
-from xfer.kernels import BoundRows
+from xfer.kernels import cuda_driver as driver
 from xfer.kernels.tiles import Turns
 from xfer.plan.program import Op, Program, row_wire_bytes
-from xfer.transport import cuda_driver as driver
 from xfer.transport.group import Aborted
 
 WIRE_VERSION = 2
@@ -359,7 +358,7 @@ class Pull:
         self._gate = gate
         self._waves = [0] if gate is None else sorted(set(rows["wave"].tolist()))
         parts = [rows] if gate is None else [rows[rows["wave"] == w] for w in self._waves]
-        self._bound: list[BoundRows] = [self._bind(part, mapping, roots, **how) for part in parts]
+        self._bound = [self._bind(part, mapping, roots, **how) for part in parts]
         nbytes = row_wire_bytes(rows)
         self.by_sender = tuple((a, int(nbytes[rows["src"] == a].sum())) for a in sorted(set(rows["src"].tolist())))
         self._stream, self._event = torch.cuda.Stream(self.device), torch.cuda.Event()
@@ -368,21 +367,22 @@ class Pull:
     def _recorded(self, k: int) -> Callable[[], None]:
         """What launches part `k`, recorded as one where it can be: from Python each launch costs some 0.1 ms. Not where torch's
         own kernels take part, which may allocate."""
+        bound, cleared = self._bound[k], self._abort if self._gate is None else None
 
-        def work() -> None:
-            if self._gate is None:
-                self._abort.zero_()
-            self._bound[k].copy()
+        def kernels() -> None:  # does not hold this pull: what nothing holds any more should free its memory at once
+            if cleared is not None:
+                cleared.zero_()
+            bound.move()
 
-        if not getattr(self._bound[k], "recordable", False):
-            return work
-        with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
-            return partial(driver.Graph(self._stream, work).launch, self._stream)
+        if bound.recordable:
+            with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
+                kernels = partial(driver.Graph(self._stream, kernels).launch, self._stream)
+        return partial(bound.copy, kernels)
 
     def _bind(
         self, rows: np.ndarray, mapping: Mapping, roots: Sequence[torch.Tensor], burst: int = BURST_BYTES, **how
-    ) -> BoundRows:
-        from xfer.kernels.long_runs import SHARE
+    ):
+        from xfer.kernels.long_runs import PULLED, READ_TOO
         from xfer.kernels.triton_impl import TritonRows, multiprocessors
 
         known = sorted(_known(mapping))
@@ -393,8 +393,7 @@ class Pull:
         here = frozenset(senders.index(a) for a in mapping.here if a in senders)
         if len(senders) > FEW_SENDERS and not here:
             how = {"programs": multiprocessors(mapping.device), **how}
-        # Where this GPU is read at the same time, what a kernel asks for takes room from what leaves.
-        how = {"copied": 1.0 if here else SHARE, **how}
+        how = {"copied": READ_TOO if here else PULLED, **how}
         turns = Turns(tuple(senders.index(a) for a, _ in known), mapping.rank, burst, here)
         sources = [mapping.roots[a][b] for a, b in known]
         return TritonRows(rows, roots, "local", sources, turns=turns, abort=self._abort, **how)

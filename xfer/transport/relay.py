@@ -19,8 +19,9 @@ from itertools import pairwise
 import torch
 
 from xfer.errors import Unsupported
+from xfer.kernels import cuda_driver as driver
+from xfer.kernels.long_runs import READ_TOO
 from xfer.plan.program import Op, Program
-from xfer.transport import cuda_driver as driver
 from xfer.transport.peer import Export, Mapping, Pull, PullStats
 from xfer.transport.routes import Exchange, any_rank
 
@@ -45,8 +46,7 @@ class Relay:
             self._next = mapping.roots[takers[self._place + 1]][len(roots)].data_ptr()
         self._free = torch.zeros(1, dtype=torch.int32, pin_memory=True)
         moved = program.rows[program.rows["op"] != Op.FILL]
-        # What is read by the next taker at the same time is best read by a copy engine, which sends no small requests.
-        self._pull = Pull(moved, mapping, roots, gate=self, **{"copied": 1.0, **how})
+        self._pull = Pull(moved, mapping, roots, gate=self, **{"copied": READ_TOO, **how})
 
     @property
     def extra_bytes(self) -> int:

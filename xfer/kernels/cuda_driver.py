@@ -1,13 +1,14 @@
-"""The few calls of CUDA's driver that torch does not offer: identity of allocations, IPC handles, mappings.
+"""The few calls of CUDA's driver that torch does not offer: identity of allocations, IPC handles, mappings, words that
+streams write and wait for, graphs, copies of many runs.
 
 Through ctypes, loaded at the first call, so importing this touches no device. Not here: what is shared with whom
-(peer.py).
+(transport/peer.py), which runs are copied (long_runs.py).
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -16,7 +17,9 @@ import torch
 HANDLE_BYTES = 64
 _BUFFER_ID, _LEGACY_IPC, _MAPPED = 7, 10, 13  # CU_POINTER_ATTRIBUTE_…
 _LAZY_PEER_ACCESS = 1
-_THIS_THREAD = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
+_UNIFIED = 4  # CU_MEMORYTYPE_UNIFIED
+_IN_STREAM_ORDER = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
 
 
 class DriverError(RuntimeError):
@@ -121,7 +124,7 @@ class Graph:
     def __init__(self, stream: torch.cuda.Stream, work: Callable[[], object]):
         self._exec = ctypes.c_void_p()
         recorded, on = ctypes.c_void_p(), ctypes.c_void_p(stream.cuda_stream)
-        _call("cuStreamBeginCapture_v2", on, ctypes.c_int(_THIS_THREAD))
+        _call("cuStreamBeginCapture_v2", on, ctypes.c_int(_RELAXED))  # the garbage collector may free memory meanwhile
         try:
             work()
         finally:
@@ -141,6 +144,62 @@ class Graph:
             _driver().cuGraphExecDestroy(self._exec)
 
 
+class _Box(ctypes.Structure):
+    """CUDA_MEMCPY2D."""
+
+    _fields_ = [
+        (end + name, kind)
+        for end in ("src", "dst")
+        for name, kind in (
+            ("X", ctypes.c_size_t), ("Y", ctypes.c_size_t), ("Type", ctypes.c_int), ("Host", ctypes.c_void_p),
+            ("Device", ctypes.c_uint64), ("Array", ctypes.c_void_p), ("Pitch", ctypes.c_size_t),
+        )
+    ] + [("width", ctypes.c_size_t), ("rows", ctypes.c_size_t)]  # fmt: skip
+
+
+class _Attributes(ctypes.Structure):
+    """CUmemcpyAttributes; places of no type are no hint."""
+
+    _fields_ = [("order", ctypes.c_int), ("places", ctypes.c_int * 4), ("flags", ctypes.c_uint)]
+
+
+class Copies:
+    """Copies between device memory, own or mapped, in any order: `launch` gives all to a stream, in few calls.
+
+    runs: (to, from, bytes). boxes: (to, from, pitch there, pitch here, bytes of a row, rows). Addresses and bytes; pitches up to
+    2 GiB. The memory is the caller's to keep. A batch of runs costs the host 0.6 us a run, and half that pause on the device (H200);
+    a driver before CUDA 12.8 has no batches and takes them one by one.
+    """
+
+    def __init__(self, runs: Sequence[tuple[int, int, int]], boxes: Sequence[tuple[int, int, int, int, int, int]] = ()):
+        n = self._count = len(runs)
+        self._to, self._from = ((ctypes.c_uint64 * n)(*(r[k] for r in runs)) for k in (0, 1))
+        self._bytes = (ctypes.c_size_t * n)(*(r[2] for r in runs))
+        self._boxes = [
+            _Box(
+                srcType=_UNIFIED, srcDevice=source, srcPitch=source_pitch,
+                dstType=_UNIFIED, dstDevice=to, dstPitch=pitch, width=width, rows=rows,
+            )
+            for to, source, pitch, source_pitch, width, rows in boxes
+        ]  # fmt: skip
+        self._how, self._first = _Attributes(order=_IN_STREAM_ORDER), ctypes.c_size_t(0)
+
+    def launch(self, stream: torch.cuda.Stream) -> None:
+        """DriverError when the driver refuses one. Blocks the host where the stream holds too much already."""
+        on = ctypes.c_void_p(stream.cuda_stream)
+        for box in self._boxes:
+            _call("cuMemcpy2DAsync_v2", ctypes.byref(box), on)
+        if not self._count:
+            return
+        if (batch := _batch_call()) is None:
+            for to, source, n in zip(self._to, self._from, self._bytes):
+                _call("cuMemcpyAsync", ctypes.c_uint64(to), ctypes.c_uint64(source), ctypes.c_size_t(n), on)
+            return
+        how = (ctypes.byref(self._how), ctypes.byref(self._first), ctypes.c_size_t(1))
+        failed = () if batch.endswith("_v2") else (ctypes.byref(ctypes.c_size_t()),)
+        _call(batch, self._to, self._from, self._bytes, ctypes.c_size_t(self._count), *how, *failed, on)
+
+
 def tensor_at(pointer: int, nbytes: int, device: torch.device) -> torch.Tensor:
     """A flat uint8 tensor over memory that torch does not own."""
     storage = torch._C._construct_storage_from_data_pointer(pointer, device, nbytes)
@@ -158,6 +217,11 @@ def _driver() -> ctypes.CDLL:
     lib = ctypes.CDLL("libcuda.so.1")
     lib.cuIpcOpenMemHandle_v2.argtypes = [ctypes.c_void_p, _Handle, ctypes.c_uint]
     return lib
+
+
+@cache
+def _batch_call() -> str | None:
+    return next((n for n in ("cuMemcpyBatchAsync_v2", "cuMemcpyBatchAsync") if hasattr(_driver(), n)), None)
 
 
 def _call(name: str, *args) -> None:
