@@ -54,6 +54,28 @@ def test_moments_of_all_processes_come_in_the_order_in_which_things_happen(tmp_p
     assert shown(str(tmp_path / "new"), "--attempt", "7").exit_code == 1
 
 
+@pytest.mark.parametrize(
+    "module, who", [("controller", "replica 0 controller"), ("worker", "replica 0 worker 1"), ("trainer", "trainer 1")]
+)
+def test_each_kind_of_process_writes_what_it_noted(module, who, tmp_path, monkeypatch):
+    """In production each is a process of its own, here all are one: so only one kind writes at a time."""
+
+    class Silent:
+        ASIDE_S = timeline.ASIDE_S
+
+        @staticmethod
+        def write(attempt, wait_s=0.0):
+            pass
+
+    monkeypatch.setenv(timeline.VARIABLE, str(tmp_path))
+    monkeypatch.setattr(timeline, "_moments", deque())
+    for other in {"controller", "worker", "trainer"} - {module}:
+        monkeypatch.setattr(f"xfer.session.{other}.timeline", Silent)
+    refitted(1)
+    (moments,) = timeline.of_attempt(timeline.read(tmp_path), 1).values()
+    assert who in {x.who for x in moments}
+
+
 def test_nothing_is_kept_that_was_not_asked_for(tmp_path, monkeypatch):
     monkeypatch.setenv(timeline.VARIABLE, str(tmp_path))  # too late: processes look when they start
     refitted(1)

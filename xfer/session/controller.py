@@ -15,6 +15,7 @@ from xfer.engines import drafter
 from xfer.engines.handles import EngineHandle, handle_for
 from xfer.errors import DeadlineExceeded, EngineLost, PeerLost, XferError
 from xfer.session import messages as m
+from xfer.session import timeline
 from xfer.session.bounds import SETTLE_GRACE_S, STOP_GRACE_S
 from xfer.session.party import Party
 from xfer.session.timeline import mark
@@ -128,6 +129,7 @@ class Controller:
                 if isinstance(message, m.Arm):
                     with quick_turns():
                         lost = self._refit(message)
+                    timeline.write(message.attempt)
                     for failed in lost:
                         self._lose(failed.error.error(), whole=failed.replica < 0)
                 elif isinstance(message, m.Failed):

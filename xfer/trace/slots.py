@@ -12,6 +12,8 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
+from operator import gt, is_
 
 import torch
 
@@ -102,7 +104,8 @@ def bare(path: str) -> str:
 class Slots:
     """A fixed set of slots of some module trees, and what lay in them when `bind` was last called.
 
-    Keeps weak references only: a replaced parameter or layer must be freed although a plan still knows it. `empty`:
+    Keeps modules and their tables, but no tensor: a replaced parameter must be freed although a plan still knows it (one of a
+    replaced layer is, when this is). `empty`:
     tensors without bytes and on the meta device are read too; those without bytes lie in root "". `hold`: the owner keeps what
     `bind` returned until it binds again, so storages may be kept here too, and `check` costs half as much.
     """
@@ -113,18 +116,15 @@ class Slots:
         self.slots, self._empty, self._hold = tuple(slots), empty, hold
         self.by_name = {slot.name: slot for slot in self.slots}
         self._known: _Reading | None = None
-        # A module replaced in the tree leaves its slots behind, intact and dead: so the edges are compared as well. By the ids
-        # of children, each of which has an edge itself: as long as that one lives, its id is nobody else's.
-        self._edges = [
-            (
-                weakref.ref(module),
-                tuple(map(id, module._modules.values())),
-                len(module._parameters),
-                len(module._buffers),
-            )
-            for tree in trees
-            for module in tree.modules()
-        ]
+        # A module replaced in the tree leaves its slots behind, intact and dead: so the edges are compared as well. What is needed
+        # for that lies in flat lists: at every refit the interpreter finds a model's objects cold, and each costs time.
+        modules = [module for tree in trees for module in tree.modules()]
+        self._edges = [module._modules for module in modules]
+        self._edge_counts = [*map(len, self._edges)]
+        self._parents = [edges for edges in self._edges if edges]
+        self._children = [*_all_values(self._parents)]
+        self._tables = [table for module in modules for table in (module._parameters, module._buffers)]
+        self._table_counts = [*map(len, self._tables)]
 
     def bind(self) -> Binding:
         """Read every slot. RebindError lists those that are empty, have no bytes, or left the device they were on."""
@@ -147,14 +147,12 @@ class Slots:
         return "moved" if (binding.places, binding.roots) == (known.places, known.roots) else "changed"
 
     def _tree_is_same(self) -> bool:
-        """Without a call of Python for each module, as `holds` for each tensor."""
-        for ref, children, parameters, buffers in self._edges:
-            module = ref()
-            if module is None or tuple(map(id, module._modules.values())) != children:
-                return False
-            if len(module._parameters) > parameters or len(module._buffers) > buffers:  # fewer: told by name when read
-                return False
-        return True
+        """Without a call of Python for each module, as `holds` for each tensor. Fewer tensors in a table: told by name when read."""
+        return (
+            [*map(len, self._edges)] == self._edge_counts
+            and all(map(is_, _all_values(self._parents), self._children))
+            and not any(map(gt, map(len, self._tables), self._table_counts))
+        )
 
     def _read(self) -> tuple[Binding, _Reading]:
         self._refuse_absent()
@@ -249,6 +247,10 @@ class _Held(_Reading):
             elif not t.is_set_to(alias) or t.data_ptr() != address:
                 return False
         return True
+
+
+def _all_values(tables: Iterable[dict]) -> Iterator:
+    return chain.from_iterable(map(dict.values, tables))
 
 
 _plain = torch._C.DisableTorchFunctionSubclass
