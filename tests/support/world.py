@@ -253,9 +253,12 @@ class ToyEngine:
         self._did("resume")
         self.paused = False
 
-    def start_update(self, timeout):
+    def start_update(self, timeout, *, then=None):
         self._did("start")
         self.open = True
+
+    def finish_ahead(self):
+        pass
 
     def update(self, info, timeout):
         self._did("update")

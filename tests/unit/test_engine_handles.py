@@ -4,6 +4,7 @@ import asyncio
 import json
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
@@ -72,12 +73,14 @@ class FakeLLM:
 
 
 class FakeAsync:
+    """Its core carries out one call after the other, as an engine core does, whatever was sent meanwhile."""
+
     def __init__(self, core):
-        self.core = core
+        self.core, self.thread = core, ThreadPoolExecutor(1)
         self.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(world_size_across_dp=core.world))
 
     async def _do(self, *args):
-        return await asyncio.to_thread(self.core.do, *args)
+        return await asyncio.get_running_loop().run_in_executor(self.thread, self.core.do, *args)
 
     async def pause_generation(self, *, mode, clear_cache):
         return await self._do("pause_generation", mode, clear_cache)
@@ -317,6 +320,67 @@ def test_a_start_that_returns_late_is_remembered_as_open(pair):
     core.block = {}
     handle.start_update(T)
     assert core.active and core.calls.count("finish_weight_update") == 1
+
+
+def eventually(true) -> bool:
+    until = time.monotonic() + T
+    while not true() and time.monotonic() < until:
+        time.sleep(0.01)
+    return true()
+
+
+def refit_ahead(handle, core):
+    """As a controller does, up to the end of `update`, which is known before it has returned."""
+    hang = core.block["update_weights"] = threading.Event()
+    handle.pause(T)
+    handle.start_update(T, then={"attempt": 1})
+    updating = threading.Thread(target=handle.update, args=({"attempt": 1}, T))
+    updating.start()
+    assert eventually(lambda: core.calls[-1] == "update_weights")
+    handle.finish_ahead()
+    hang.set()
+    updating.join(T)
+
+
+CACHES = ("reset_prefix_cache", "reset_mm_cache", "reset_encoder_cache")
+
+
+def test_what_is_known_to_follow_is_sent_before_the_answer_and_not_twice(pair):
+    handle, core = pair
+    for n in (1, 2):
+        refit_ahead(handle, core)
+        if handle.in_order:
+            assert eventually(lambda n=n: all(core.calls.count(c) == n for c in CACHES))
+        handle.finish("v1", T)
+        handle.reset_caches(T)
+        handle.resume(T)
+        assert all(
+            core.calls.count(c) == n for c in ("start_weight_update", "update_weights", "finish_weight_update", *CACHES)
+        )
+    assert core.version == "v1" and not core.active and not handle.session_open
+
+
+def test_what_was_sent_and_not_called_is_not_taken_for_the_next_refits(pair):
+    """A cache that was dropped before the next weights came would be served with them."""
+    handle, core = pair
+    refit_ahead(handle, core)  # and torn: neither finish nor reset_caches is called
+    if handle.in_order:
+        assert eventually(lambda: core.calls[-1] == "reset_encoder_cache")
+    before = core.calls.count("reset_prefix_cache")
+    refit(handle, "v2")
+    assert core.calls.count("reset_prefix_cache") == before + 1
+    assert core.calls.count("start_weight_update") == core.calls.count("finish_weight_update") == 2
+    assert core.version == "v2" and not core.active
+
+
+def test_an_update_that_was_sent_behind_a_start_that_failed_is_forgotten(pair):
+    handle, core = pair
+    core.fail = {"start_weight_update": 1}
+    with pytest.raises(XferError, match="start"):
+        handle.start_update(T, then={"attempt": 1})
+    core.active = False  # the fake fails late
+    refit(handle, "v2")
+    assert core.version == "v2" and not core.active
 
 
 def test_offline_refit_waits_for_the_owner_and_keeps_him_out():

@@ -2,7 +2,7 @@
 imported.
 
 Every call has a timeout and ends by it. vLLM itself has none: a worker stuck in a call blocks its engine for good, so a
-call that did not answer is *outstanding*; nothing else is sent until it ended, and errors name it. Nor does vLLM
+call that did not answer is *outstanding*; nothing new is sent until it ended, and errors name it. Nor does vLLM
 survive calls out of order: with more than one worker, a session started twice (or finished without a start) raises on
 all of them, the executor reads one reply, and from then on answers every call with the reply to the one before. So a
 handle keeps the state of the session itself and never sends what vLLM would refuse.
@@ -66,11 +66,16 @@ class EngineHandle(Protocol):
         """The engine is not to serve any more. Does not resume it, but lets go of its owner's thread if that waits for
         us."""
 
-    def start_update(self, timeout: float) -> None:
-        """Open vLLM's update session. One that a failed refit left open is finished first."""
+    def start_update(self, timeout: float, *, then: Mapping[str, Any] | None = None) -> None:
+        """Open vLLM's update session. One that a failed refit left open is finished first. then: what `update` will be called
+        with next; an engine that takes calls in order gets it before it has answered this one."""
 
     def update(self, info: Mapping[str, Any], timeout: float) -> None:
         """Blocks, and blocks the engine, until every worker has left its receive call."""
+
+    def finish_ahead(self) -> None:
+        """While `update` runs in another thread, and is known to end well: `finish` and `reset_caches` will be called next. An
+        engine that takes calls in order gets them now."""
 
     def finish(self, version: str | None, timeout: float) -> None:
         """Close the session if one is open; then set the version if one is given."""
@@ -105,8 +110,13 @@ class _Outstanding:
 class Handle(ABC):
     """Session state, deadlines and error texts of all handles; a subclass says how one call is sent."""
 
+    in_order = False
+    """Whether the engine carries out calls in the order in which they were sent, each when the one before has ended. Then a call
+    may be sent before the one before is answered, which saves the time that answers take."""
+
     def __init__(self, name: str):
         self.name = name
+        self._ahead: dict[str, Future] = {}  # calls that were sent before they were made
         self._open = False
         self._paused = False
         self._outstanding: _Outstanding | None = None
@@ -157,11 +167,13 @@ class Handle(ABC):
     def has_drafter(self, timeout: float) -> bool:
         return all(self._call("has_drafter", timeout) or [False])
 
-    def start_update(self, timeout: float, call: str = "start") -> None:
+    def start_update(self, timeout: float, call: str = "start", *, then: Mapping[str, Any] | None = None) -> None:
         with self._sequence(timeout) as left:
             if self._open:
                 self._close_session(left())
-            self._call(call, left(), done=lambda: setattr(self, "_open", True))
+            self._ahead.clear()  # what a refit that ended otherwise did not come to call
+            after = {} if then is None else {"update": {"info": dict(then)}}
+            self._call(call, left(), done=lambda: setattr(self, "_open", True), after=after)
 
     def update(self, info: Mapping[str, Any], timeout: float) -> None:
         with self._sequence(timeout) as left:
@@ -169,6 +181,10 @@ class Handle(ABC):
                 raise XferError(f"{self.name}: update without an open session; call start_update first")
             # When a worker's update_weights raises (xfer's own never does), vLLM closes the session by itself.
             self._call("update", left(), failed=lambda: setattr(self, "_open", False), info=dict(info))
+
+    def finish_ahead(self) -> None:
+        for call in ("finish", *self._cache_calls()) if self.in_order else ():
+            self._ahead[call] = self._send(call)
 
     def finish(self, version: str | None, timeout: float) -> None:
         with self._sequence(timeout) as left:
@@ -184,15 +200,17 @@ class Handle(ABC):
         return self._call("get_version", timeout)
 
     def reset_caches(self, timeout: float) -> None:
-        # Each call is a round trip to the engine's process, while it does not serve.
-        of_images = () if self.text_only else ("reset_mm", "reset_encoder")
         with self._sequence(timeout) as left:
-            for call in ("reset_prefix", *of_images):
+            for call in self._cache_calls():
                 if self._call(call, left()) is False:
                     raise XferError(
                         f"{self.name} did not drop its prefix cache",
                         ["cache blocks are held, e.g. by a remote KV transfer: keep the engine paused and reset again"],
                     )
+
+    def _cache_calls(self) -> tuple[str, ...]:
+        # Each is a round trip to the engine's process, while it does not serve.
+        return ("reset_prefix",) if self.text_only else ("reset_prefix", "reset_mm", "reset_encoder")
 
     def _close_session(self, timeout: float) -> None:
         # An error in finish leaves vLLM's session open, and only another finish can close it. So it stays open here
@@ -234,10 +252,15 @@ class Handle(ABC):
         *,
         done: Callable[[], None] = lambda: None,
         failed: Callable[[], None] = lambda: None,
+        after: Mapping[str, Mapping[str, Any]] | None = None,
         **args: Any,
     ) -> Any:
+        """after: calls with their arguments that will be made next, to be sent at once where that is all the same."""
         with self._sequence(timeout) as left:
-            sent = _Outstanding(call, self._send(call, **args), done, failed)
+            future = self._ahead.pop(call, None) or self._send(call, **args)
+            for other, its in (after or {}).items() if self.in_order else ():
+                self._ahead[other] = self._send(other, **its)
+            sent = _Outstanding(call, future, done, failed)
             try:
                 sent.future.exception(left())
             except FutureTimeout:
@@ -310,6 +333,8 @@ class OfflineLLM(Handle):
     for its turn at that gate and keeps it from `pause` to `resume`.
     """
 
+    in_order = True  # one thread makes all calls
+
     def __init__(self, llm: Any, name: str = "LLM"):
         super().__init__(name)
         self._llm, self._gate, self._thread = llm, Gate(), CallThread(name)
@@ -379,6 +404,8 @@ class OfflineLLM(Handle):
 
 class AsyncEngine(Handle):
     """vLLM's `AsyncLLM`, driven from a thread other than the one that runs its event loop."""
+
+    in_order = True  # coroutines begin in order, each sends before it waits, and the engine core reads one queue
 
     def __init__(
         self, engine: Any, loop: asyncio.AbstractEventLoop, *, pause_mode: PauseMode = "keep", name: str = "AsyncLLM"

@@ -286,6 +286,7 @@ class _Visit:
         self._update: threading.Thread | None = None
         self._raised: list[BaseException] = []
         self._unwound: Exception | None = None
+        self._info = {"attempt": arm.attempt, "deadline_s": arm.deadline_s}
         self._decided = threading.Event()
         self._phases: list[tuple[str, float]] = []
         self._began = self._clock = time.perf_counter()
@@ -306,7 +307,7 @@ class _Visit:
             self._phase("pause")
             self.touched = True
             self.handle.set_version(MIXED, self.arm.deadline_s)
-            self.handle.start_update(self.arm.deadline_s)
+            self.handle.start_update(self.arm.deadline_s, then=self._info)
             self._phase("start")
             self._update = threading.Thread(target=self._call, name="xfer-update", daemon=True)
             self._update.start()
@@ -316,6 +317,8 @@ class _Visit:
     def wind_up(self) -> None:
         """The workers are installing: everything up to serving, while the hub hears from them. `close` raises what fails."""
         try:
+            if self._update is not None and self._update.is_alive():
+                self.handle.finish_ahead()
             self._wind_up(True)
         except Exception as e:
             self._unwound = e
@@ -359,9 +362,7 @@ class _Visit:
     def _call(self) -> None:
         arm = self.arm
         try:
-            self.handle.update(
-                {"attempt": arm.attempt, "deadline_s": arm.deadline_s}, arm.deadline_s + 2 * STOP_GRACE_S
-            )
+            self.handle.update(self._info, arm.deadline_s + 2 * STOP_GRACE_S)
             if not self._decided.wait(UPDATE_GRACE_S):  # e.g. the workers' plug-in is of another version and refused
                 raise EngineLost(
                     f"replica {self.c.replica}: the engine's update call returned before the refit was decided",
