@@ -1,13 +1,13 @@
 """What a whole refit costs between GPU processes: real sessions, real vLLM, full-size shapes, random weights.
 
     python scripts/bench_gpu_session.py [--model 4b|toy] [--trainers plain|megatron|nothing|packed|mapped]
-        [--tp 2] [--repeats 12] [--out FILE]
+        [--tp 2] [--repeats 12] [--offline] [--out FILE]
 
-Engine on the first GPUs, trainers on the next, as many ranks each as --tp. Prints the three clocks of session/report.py
-(transfer, outage, call), vLLM's own round trips with a call that does nothing in place of the update, the cost of
-verification, and device memory by cudaMemGetInfo around everything that xfer opens. Before and after the timed refits
-every byte of the engine is compared with what vLLM's own loader makes of the same weights (or, for Megatron, of
-Bridge's export).
+Engine (vLLM's AsyncLLM, or with --offline its LLM) on the first GPUs, trainers on the next, as many ranks each as --tp. Prints the
+three clocks of session/report.py (transfer, outage, call), vLLM's own round trips with a call that does nothing in place of the
+update, the cost of verification, and device memory by cudaMemGetInfo around everything that xfer opens. Before and after the timed
+refits every byte of the engine is compared with what vLLM's own loader makes of the same weights (or, for Megatron, of Bridge's
+export).
 
 `megatron`: real Megatron-Core and Bridge, one optimizer step before every verified refit, TransformerEngine where it is
 installed, its stand-in (xfer/testing/te_twin.py) where it is not; the output says which.
@@ -110,7 +110,7 @@ class Bench:
             Job(work, self.config) as job,
         ):
             on = list(range(args.tp))
-            engine = job.engine("engine", on, **({"eager": True} if args.eager else {}))
+            engine = job.engine("engine", on, eager=args.eager, asynchronous=not args.offline)
             try:
                 how = {"nothing": self.nothing, "plain": self.plain, "megatron": self.megatron}
                 how.get(args.trainers, self.packed)(job, engine, on)
@@ -237,6 +237,7 @@ def main() -> None:
     p.add_argument("--tp", type=int, default=2)
     p.add_argument("--repeats", type=int, default=12)
     p.add_argument("--eager", action="store_true", help="no CUDA graphs and no torch.compile: starts faster")
+    p.add_argument("--offline", action="store_true", help="vLLM's LLM, which makes one call after another")
     p.add_argument("--work", default="", help="where checkpoints and logs go")
     p.add_argument("--out", default="")
     args = p.parse_args()

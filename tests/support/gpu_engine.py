@@ -20,7 +20,14 @@ PROMPTS = [[5, 6, 7, 8], list(range(10, 60)), [100, 3, 90, 17] * 12]
 
 
 def start(
-    model: str, tp: int = 1, dp: int = 1, ep: bool = False, load_format: str = "dummy", eager: bool = False, **more
+    model: str,
+    tp: int = 1,
+    dp: int = 1,
+    ep: bool = False,
+    load_format: str = "dummy",
+    eager: bool = False,
+    asynchronous: bool = False,
+    **more,
 ):
     from vllm import LLM
 
@@ -34,7 +41,7 @@ def start(
     )  # fmt: skip
     if not eager:
         options["compilation_config"] = {"cudagraph_capture_sizes": [1, 2, 4, 8]}
-    if dp > 1:
+    if dp > 1 or asynchronous:
         return Ranks(**{**options, "data_parallel_size": dp, **more})
     return LLM(**{**options, **more})
 
@@ -73,14 +80,14 @@ class Loop:
         return self.log
 
 
-def noop(handle, times: int, took_ms: float = 0.0, pause_ms: float = 0.0) -> list[dict]:
+def noop(llm, handle, times: int, took_ms: float = 0.0, pause_ms: float = 0.0) -> list[dict]:
     """vLLM's own round trips of a refit, in the controller's order, with a call that does nothing in place of update.
     Milliseconds. took_ms: for so long it does nothing, which is not counted. pause_ms: between two."""
     calls = [
         ("pause", lambda: handle.pause(30)),
         ("label", lambda: handle.set_version("noop", 30)),
         ("start", lambda: handle.start_update(30)),
-        ("update", lambda: handle.engine.collective_rpc("xfer_nothing", args=(took_ms / 1e3,))),
+        ("update", lambda: llm.collective_rpc("xfer_nothing", args=(took_ms / 1e3,))),
         ("finish", lambda: handle.finish(None, 30)),
         ("reset caches", lambda: handle.reset_caches(30)),
         ("label again", lambda: handle.set_version("noop", 30)),
@@ -155,7 +162,7 @@ def main() -> None:
             elif do == "stop generating":
                 emit("generated", log=loop.stop())
             elif do == "noop":
-                emit("did nothing", rows=noop(controller.handle, **c))
+                emit("did nothing", rows=noop(llm, controller.handle, **c))
             elif do == "memory":
                 emit("memory", workers=llm.collective_rpc("xfer_memory"))
             elif do == "watch":
