@@ -360,6 +360,20 @@ def test_what_is_known_to_follow_is_sent_before_the_answer_and_not_twice(pair):
     assert core.version == "v1" and not core.active and not handle.session_open
 
 
+def test_an_async_engine_is_paused_by_its_core_which_does_not_sleep():
+    """`AsyncLLM.pause_generation` sleeps for 20 ms after that, in every refit."""
+    core = FakeVllm()
+    engine = FakeAsync(core)
+
+    async def pause_scheduler_async(*, mode, clear_cache):
+        return await engine._do("pause_scheduler", mode, clear_cache)
+
+    engine.engine_core = SimpleNamespace(pause_scheduler_async=pause_scheduler_async)
+    with running_loop() as loop:
+        refit(AsyncEngine(engine, loop, pause_mode="wait"))
+    assert core.log[0] == ("pause_scheduler", "wait", False) and "pause_generation" not in core.calls
+
+
 def test_what_was_sent_and_not_called_is_not_taken_for_the_next_refits(pair):
     """A cache that was dropped before the next weights came would be served with them."""
     handle, core = pair

@@ -431,13 +431,19 @@ class AsyncEngine(Handle):
             )
         return asyncio.run_coroutine_threadsafe(self._now(call, **args), self._loop)
 
+    def _pause(self) -> Callable[..., Awaitable[None]]:
+        """vLLM's own, then sleeps for 20 ms so that its callers see last outputs before it returns, "not required for correctness";
+        here they come while weights move, for each of a refit's later calls passes the same loop behind them."""
+        core = getattr(self._engine, "engine_core", None)
+        return getattr(core, "pause_scheduler_async", None) or self._engine.pause_generation
+
     async def _now(self, call: str, info: dict[str, Any] | None = None, text: str = "") -> Any:
         engine = self._engine
         rpc = engine.collective_rpc
         calls: dict[str, Callable[[], Awaitable[Any]]] = {
             "init": lambda: rpc("init_weight_transfer_engine", kwargs={"init_info": info}),
             # Caches are not dropped here but after the commit, when what they hold is known to be of old weights.
-            "pause": lambda: engine.pause_generation(mode=self._mode, clear_cache=False),
+            "pause": lambda: self._pause()(mode=self._mode, clear_cache=False),
             "resume": engine.resume_generation,
             "start": engine.start_weight_update,
             "has_drafter": lambda: (
