@@ -28,10 +28,14 @@ def test_random_programs_over_nccl():
     assert all(sent > 0 for _, sent in got)
 
 
-@pytest.mark.parametrize("long_bytes", [0, 24], ids=["by the kernel", "by both"])
-def test_random_programs_are_pulled(long_bytes):
+@pytest.mark.parametrize(
+    "how",
+    [{}, {"long_bytes": 24}, {"long_bytes": 24, "batches": False}],
+    ids=["kernel", "both", "both, an older driver"],
+)
+def test_random_programs_are_pulled(how):
     """Four processes, whatever the number of GPUs, each both offers and maps; nothing goes by p2p."""
-    got = spawn("worlds", 4, route="peer", seeds=SEEDS, long_bytes=long_bytes)
+    got = spawn("worlds", 4, route="peer", seeds=SEEDS, **how)
     assert all(pulled > 0 and sent == 0 for pulled, sent in got)
 
 

@@ -16,7 +16,7 @@ from torch.distributed import TCPStore
 
 from tests.support.row_worlds import apply_world, fresh_sources, random_world, row
 from xfer.errors import XferError
-from xfer.kernels import long_runs
+from xfer.kernels import cuda_driver, long_runs
 from xfer.plan.program import Program
 from xfer.plan.relay import relay
 from xfer.testing.ports import free_port
@@ -95,9 +95,11 @@ def agree(got, want) -> None:
             )
 
 
-def worlds(rank, size, store, device, *, route: str, seeds: list[int], long_bytes: int = 0):
-    """Random programs, twice each with new sources. long_bytes: from which on a copy engine takes runs, and boxes of rows. Returns
-    (pulled bytes, p2p bytes)."""
+def worlds(rank, size, store, device, *, route: str, seeds: list[int], long_bytes: int = 0, batches: bool = True):
+    """Random programs, twice each with new sources. long_bytes: from which on a copy engine takes runs, and boxes of rows. batches:
+    whether the driver knows them. Returns (pulled bytes, p2p bytes)."""
+    if not batches:
+        cuda_driver._batch_call = lambda: None
     if long_bytes:
         some = long_runs.Rule(shares=((long_bytes, 0.8),), box_bytes=2 * long_bytes, row_bytes=4)
         long_runs.PULLED = long_runs.READ_TOO = some

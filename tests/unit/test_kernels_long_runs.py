@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -96,6 +98,12 @@ def test_rows_at_one_pitch_are_one_copy_and_those_of_many_experts_apart_are_the_
         for e in range(64)
     ]
     assert divided(apart, READ_TOO, Turns()) == (apart, [])
+
+
+def test_no_more_copies_than_a_stream_holds():
+    apart = [Move(0, -k * LONG, "uint8", 0, k * LONG, "uint8", ((LONG, 1, 1),)) for k in range(20)]
+    kernel, engine = divided(apart, replace(rule((LONG, 1.0)), most=6), Turns())
+    assert len(engine) == 6 and moved(kernel + [as_move(b) for b in engine]) == moved(apart)
 
 
 def test_a_rule_of_nothing_leaves_all_to_the_kernel():

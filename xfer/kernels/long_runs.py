@@ -19,8 +19,6 @@ from xfer.kernels import cuda_driver as driver
 from xfer.kernels.strided import Move
 from xfer.kernels.tiles import Turns
 
-MOST = 16 << 10
-"""Copies in one pull: a stream that waits for a word holds some 21,000 (H200) before its host has to wait too."""
 _CUT = 1 << 20
 _MAX_PITCH = (1 << 31) - 1
 
@@ -33,11 +31,13 @@ class Rule:
         and a kernel that pull at once end together at about that share; one that ends early leaves the link to the other.
     box_bytes: shorter runs go if so many bytes of them lie at one pitch on either end: they are one copy then, with one pause.
     row_bytes: the shortest run of such a box.
+    most: copies. A stream that waits for a word holds some 21,000 before its host has to wait too.
     """
 
     shares: tuple[tuple[int, float], ...] = ((512 << 10, 0.5), (1 << 20, 0.8))
     box_bytes: int = 16 << 20
     row_bytes: int = 256
+    most: int = 16 << 10
 
     @property
     def least(self) -> int:
@@ -82,7 +82,7 @@ def divided(found: Sequence[Move], rule: Rule, turns: Turns) -> tuple[list[Move]
     kernel: list[Move] = []
     for m, a in zip(found, away):
         some = list(_boxes(m, rule)) if a else []
-        if some and len(boxes) + len(some) <= MOST:
+        if some and len(boxes) + len(some) <= rule.most:
             boxes += [(b, m) for b in some]
         else:
             kernel.append(m)

@@ -18,7 +18,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
@@ -36,7 +36,8 @@ WIRE_VERSION = 2
 NONCE_BYTES = 32
 MAX_OFFER_BYTES = 64 << 20
 DRAIN_S = 5.0
-"""How long an aborted pull may take to leave the device: each program finishes the tile that it holds."""
+"""How long an aborted pull may take to leave the device: each program finishes the tile that it holds, and copies that were
+launched come to their end."""
 FEW_SENDERS = 2
 """From more GPUs than these a taker pulls with one program a multiprocessor, not four: what is asked for at once then
 queues up where it comes together. Four takers of four senders got 353 GB/s for 339, two of two 363 either way (H200)."""
@@ -379,9 +380,7 @@ class Pull:
                 kernels = partial(driver.Graph(self._stream, kernels).launch, self._stream)
         return partial(bound.copy, kernels)
 
-    def _bind(
-        self, rows: np.ndarray, mapping: Mapping, roots: Sequence[torch.Tensor], burst: int = BURST_BYTES, **how
-    ):
+    def _bind(self, rows: np.ndarray, mapping: Mapping, roots: Sequence[torch.Tensor], burst: int = BURST_BYTES, **how):
         from xfer.kernels.long_runs import PULLED, READ_TOO
         from xfer.kernels.triton_impl import TritonRows, multiprocessors
 
@@ -393,7 +392,8 @@ class Pull:
         here = frozenset(senders.index(a) for a in mapping.here if a in senders)
         if len(senders) > FEW_SENDERS and not here:
             how = {"programs": multiprocessors(mapping.device), **how}
-        how = {"copied": READ_TOO if here else PULLED, **how}
+        rule = how.pop("copied", READ_TOO if here else PULLED)
+        how["copied"] = replace(rule, most=rule.most // len(self._waves))  # all parts are launched at once
         turns = Turns(tuple(senders.index(a) for a, _ in known), mapping.rank, burst, here)
         sources = [mapping.roots[a][b] for a, b in known]
         return TritonRows(rows, roots, "local", sources, turns=turns, abort=self._abort, **how)
