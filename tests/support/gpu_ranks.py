@@ -97,11 +97,20 @@ def agree(got, want) -> None:
 
 def worlds(rank, size, store, device, *, route: str, seeds: list[int], long_bytes: int = 0, batches: bool = True):
     """Random programs, twice each with new sources. long_bytes: from which on a copy engine takes runs, and boxes of rows. batches:
-    whether the driver knows them. Returns (pulled bytes, p2p bytes)."""
+    whether the driver knows them. Returns (pulled bytes, p2p bytes, runs and boxes that copy engines were given)."""
+    runs, boxes, kind = [], [], cuda_driver.Copies
+
+    class Counted(kind):
+        def __init__(self, *some):
+            super().__init__(*some)
+            runs.extend(some[0])
+            boxes.extend(some[1])
+
+    cuda_driver.Copies = Counted
     if not batches:
         cuda_driver._batch_call = lambda: None
     if long_bytes:
-        some = long_runs.Rule(shares=((long_bytes, 0.8),), box_bytes=2 * long_bytes, row_bytes=4)
+        some = long_runs.Rule(shares=((long_bytes, 0.8),), box_bytes=2 * long_bytes, row_bytes=4, cut_bytes=8)
         long_runs.PULLED = long_runs.READ_TOO = some
     link = NoLink(rank, size, device) if route == "peer" else open_group(store, rank, size, 60.0, device)
     pulled = sent = 0
@@ -146,7 +155,7 @@ def worlds(rank, size, store, device, *, route: str, seeds: list[int], long_byte
             mover.close()
             exchange_over_store(store, rank, size, f"closed{seed}")(b"")
     link.close()
-    return pulled, sent
+    return pulled, sent, len(runs), len(boxes)
 
 
 def relayed(rank, size, store, device, *, seeds: list[int], absent: bool = False):

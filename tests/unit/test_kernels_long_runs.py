@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import replace
 
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from xfer.kernels import cuda_driver
 from xfer.kernels.long_runs import NOTHING, READ_TOO, Box, Rule, divided
 from xfer.kernels.strided import Move
 from xfer.kernels.tiles import Turns
@@ -107,8 +109,16 @@ def test_no_more_copies_than_a_stream_holds():
 
 
 def test_a_rule_of_nothing_leaves_all_to_the_kernel():
-    found = [Move(0, 0, "uint8", 0, 0, "uint8", ((64 * MIB, 1, 1),))]
+    box = ((4, 40 * MIB, 20 * MIB), (1 << 14, 2048, 1024), (1024, 1, 1))
+    found = [Move(0, 0, "uint8", 0, at, "uint8", dims) for at, dims in ((0, ((64 * MIB, 1, 1),)), (64 * MIB, box))]
     assert divided(found, NOTHING, Turns()) == (found, [])
+    assert len(divided(found, READ_TOO, Turns())[1]) == 5
+
+
+def test_structures_are_as_long_as_the_drivers():
+    """CUDA_MEMCPY2D and CUmemcpyAttributes of cuda.h."""
+    assert ctypes.sizeof(cuda_driver._Box) == 128 and ctypes.sizeof(cuda_driver._Attributes) == 24
+    assert (cuda_driver._Box.dstX.offset, cuda_driver._Box.width.offset) == (56, 112)
 
 
 def test_senders_take_turns_beginning_with_the_takers_own_number():

@@ -5,7 +5,8 @@ Every call has a timeout and ends by it. vLLM itself has none: a worker stuck in
 call that did not answer is *outstanding*; nothing new is sent until it ended, and errors name it. Nor does vLLM
 survive calls out of order: with more than one worker, a session started twice (or finished without a start) raises on
 all of them, the executor reads one reply, and from then on answers every call with the reply to the one before. So a
-handle keeps the state of the session itself and never sends what vLLM would refuse.
+handle keeps the state of the session itself and never sends what vLLM would refuse, as long as vLLM does what it was asked: what is
+sent ahead of an answer counts on that.
 
 Not here: when to call what (session/), what happens inside a worker (vllm_worker.py), and the HTTP and actor handles'
 wire formats (remote.py), whose turn an in-process engine is (gate.py).
@@ -14,7 +15,6 @@ wire formats (remote.py), whose turn an in-process engine is (gate.py).
 from __future__ import annotations
 
 import asyncio
-import queue
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -25,6 +25,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, runtime_checkable
 
+from xfer.engines.call_thread import CallThread
 from xfer.engines.gate import Gate
 from xfer.errors import DeadlineExceeded, EngineLost, Unsupported, XferError
 
@@ -183,7 +184,8 @@ class Handle(ABC):
             self._call("update", left(), failed=lambda: setattr(self, "_open", False), info=dict(info))
 
     def finish_ahead(self) -> None:
-        for call in ("finish", *self._cache_calls()) if self.in_order else ():
+        # Not the caches of images: vLLM drops a part of those where it is called, not where calls are carried out in order.
+        for call in ("finish", "reset_prefix") if self.in_order and self._open else ():
             self._ahead[call] = self._send(call)
 
     def finish(self, version: str | None, timeout: float) -> None:
@@ -282,28 +284,6 @@ class Handle(ABC):
         if type(error).__name__ == "EngineDeadError" or isinstance(error, ConnectionError):
             return EngineLost(text)
         return DeadlineExceeded(text) if isinstance(error, TimeoutError) else XferError(text)
-
-
-class CallThread:
-    """One daemon thread that runs blocking calls in order. A call that never returns then holds up neither the caller,
-    who waits with a deadline, nor the end of the interpreter."""
-
-    def __init__(self, name: str):
-        self._todo: queue.SimpleQueue[tuple[Callable[[], Any], Future]] = queue.SimpleQueue()
-        threading.Thread(target=self._run, name=f"xfer calls to {name}", daemon=True).start()
-
-    def submit(self, call: Callable[[], Any]) -> Future:
-        future: Future = Future()
-        self._todo.put((call, future))
-        return future
-
-    def _run(self) -> None:
-        while True:
-            call, future = self._todo.get()
-            try:
-                future.set_result(call())
-            except BaseException as e:  # also SystemExit: it must reach the waiter, not end the thread
-                future.set_exception(e)
 
 
 def _reads_text_only(vllm_config: Any) -> bool:
@@ -405,13 +385,21 @@ class OfflineLLM(Handle):
 class AsyncEngine(Handle):
     """vLLM's `AsyncLLM`, driven from a thread other than the one that runs its event loop."""
 
-    in_order = True  # coroutines begin in order, each sends before it waits, and the engine core reads one queue
-
     def __init__(
-        self, engine: Any, loop: asyncio.AbstractEventLoop, *, pause_mode: PauseMode = "keep", name: str = "AsyncLLM"
+        self,
+        engine: Any,
+        loop: asyncio.AbstractEventLoop,
+        *,
+        pause_mode: PauseMode = "keep",
+        name: str = "AsyncLLM",
+        in_order: bool | None = None,
     ):
+        """in_order: whether calls are carried out in the order in which they were made. Default: where they are vLLM's own, which
+        send before they wait, to an engine core that reads one queue; what wraps them may do otherwise."""
         super().__init__(name)
         self._engine, self._loop, self._mode = engine, loop, pause_mode
+        calls = ("start_weight_update", "collective_rpc", "finish_weight_update", "reset_prefix_cache")
+        self.in_order = all(map(self._is_vllms, calls)) if in_order is None else in_order
 
     @property
     def engine(self) -> Any:
@@ -433,9 +421,12 @@ class AsyncEngine(Handle):
 
     def _pause(self) -> Callable[..., Awaitable[None]]:
         """vLLM's own, then sleeps for 20 ms so that its callers see last outputs before it returns, "not required for correctness";
-        here they come while weights move, for each of a refit's later calls passes the same loop behind them."""
-        core = getattr(self._engine, "engine_core", None)
+        here they come while weights move."""
+        core = getattr(self._engine, "engine_core", None) if self._is_vllms("pause_generation") else None
         return getattr(core, "pause_scheduler_async", None) or self._engine.pause_generation
+
+    def _is_vllms(self, method: str) -> bool:
+        return getattr(getattr(type(self._engine), method, None), "__module__", "").startswith("vllm.")
 
     async def _now(self, call: str, info: dict[str, Any] | None = None, text: str = "") -> Any:
         engine = self._engine

@@ -15,7 +15,8 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any
 
-from xfer.engines.handles import ASK_S, CallThread, Handle, PauseMode
+from xfer.engines.call_thread import CallThread
+from xfer.engines.handles import ASK_S, Handle, PauseMode
 from xfer.errors import EngineLost, Unsupported, XferError
 
 _STRAGGLER_S = 3600.0

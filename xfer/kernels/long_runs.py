@@ -19,7 +19,6 @@ from xfer.kernels import cuda_driver as driver
 from xfer.kernels.strided import Move
 from xfer.kernels.tiles import Turns
 
-_CUT = 1 << 20
 _MAX_PITCH = (1 << 31) - 1
 
 
@@ -31,12 +30,14 @@ class Rule:
         and a kernel that pull at once end together at about that share; one that ends early leaves the link to the other.
     box_bytes: shorter runs go if so many bytes of them lie at one pitch on either end: they are one copy then, with one pause.
     row_bytes: the shortest run of such a box.
+    cut_bytes: a run is cut in two at a multiple of that.
     most: copies. A stream that waits for a word holds some 21,000 before its host has to wait too.
     """
 
     shares: tuple[tuple[int, float], ...] = ((512 << 10, 0.5), (1 << 20, 0.8))
     box_bytes: int = 16 << 20
     row_bytes: int = 256
+    cut_bytes: int = 1 << 20
     most: int = 16 << 10
 
     @property
@@ -75,6 +76,8 @@ def divided(found: Sequence[Move], rule: Rule, turns: Turns) -> tuple[list[Move]
     taker's own GPU. Both together move what `found` does; a box may be cut in two. Those of the engine come from one sender after
     the other, beginning with number `turns.rotation`, as takers that begin alike share a sender.
     """
+    if not rule.shares:
+        return list(found), []
     groups = turns.groups or [0] * (1 + max((m.left_root for m in found), default=0))
     away = [groups[m.left_root] not in turns.beside for m in found]
     total = sum(prod(m.extent) for m, a in zip(found, away) if a)  # of casts elements, which are few or all
@@ -120,7 +123,7 @@ def _cut(box: Box, room: int, rule: Rule) -> tuple[Box | None, Box | None]:
     if box.nbytes <= room:
         return box, None
     if box.rows == 1:
-        n = max(0, room) // _CUT * _CUT
+        n = max(0, room) // rule.cut_bytes * rule.cut_bytes
         if n < rule.least:
             return None, box
         return box._replace(width=n), box._replace(left=box.left + n, right=box.right + n, width=box.width - n)
@@ -169,8 +172,11 @@ class CopyEngine:
         self._fork.record(torch.cuda.current_stream(self._device))
 
     def end(self) -> None:
-        """Launches the copies; what the current stream is given next comes after them."""
+        """Launches the copies; what the current stream is given next comes after them, also where not all could be launched
+        (DriverError)."""
         self._stream.wait_event(self._fork)
-        self._copies.launch(self._stream)
-        self._join.record(self._stream)
-        torch.cuda.current_stream(self._device).wait_event(self._join)
+        try:
+            self._copies.launch(self._stream)
+        finally:
+            self._join.record(self._stream)
+            torch.cuda.current_stream(self._device).wait_event(self._join)

@@ -317,7 +317,8 @@ class _Visit:
     def wind_up(self) -> None:
         """The workers are installing: everything up to serving, while the hub hears from them. `close` raises what fails."""
         try:
-            if self._update is not None and self._update.is_alive():
+            self._decided.set()  # an update that returns now is not early
+            if self._update is not None and self._update.is_alive() and not self._raised:
                 self.handle.finish_ahead()
             self._wind_up(True)
         except Exception as e:

@@ -51,9 +51,12 @@ def write(attempt: int, wait_s: float = 0.0) -> None:
 
     wait_s: return at once, and write that many seconds later, in a thread that this process does not end before.
     """
-    noted = []
-    while _moments:
-        noted.append(_moments.popleft())
+    noted, kept = [], _moments
+    while kept:
+        try:
+            noted.append(kept.popleft())
+        except IndexError:  # another thread of this process has taken the last
+            break
     if noted and wait_s:
         threading.Timer(wait_s, _put, (attempt, noted)).start()
     elif noted:

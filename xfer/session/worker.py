@@ -244,7 +244,6 @@ class WorkerSession:
         try:
             with quick_turns():
                 self._receive(attempt, deadline_s)
-            timeline.write(attempt, wait_s=timeline.ASIDE_S)  # the engine waits for this call to return
         except Exception as e:
             self._fail(e, attempt)
             lane = self._lane_
@@ -253,6 +252,7 @@ class WorkerSession:
                 lane.wait_idle(STOP_GRACE_S)
             if self._party is not None:
                 self._party.try_send(self._stopped(attempt))
+        timeline.write(attempt, wait_s=timeline.ASIDE_S)  # the engine waits for this call to return
 
     def _receive(self, attempt: int, deadline_s: float) -> None:
         if self._party is None or not self.joined:

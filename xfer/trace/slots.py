@@ -3,8 +3,8 @@ framework; both sides read their live models with it.
 
 A *slot* is a place in the tree: a table of a module and a key in it. Frameworks swap what lies in it (`param.data = …`, a
 new Parameter, buffers replaced by `module.bfloat16()`, storages resized to nothing by an offload), so a refit re-reads
-slots, never objects that it kept. Nothing here holds a parameter or its storage alive, apart from the bindings that
-`Slots.bind` returns.
+slots, never objects that it kept. Nothing here holds what lies in a slot alive, apart from the bindings that `Slots.bind`
+returns.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, repeat
 from operator import gt, is_
 
 import torch
@@ -119,11 +119,13 @@ class Slots:
         # A module replaced in the tree leaves its slots behind, intact and dead: so the edges are compared as well. What is needed
         # for that lies in flat lists: at every refit the interpreter finds a model's objects cold, and each costs time.
         modules = [module for tree in trees for module in tree.modules()]
-        self._edges = [module._modules for module in modules]
+        self._vars = [vars(module) for module in modules]
+        self._dicts = {name: [own[name] for own in self._vars] for name in ("_modules", "_parameters", "_buffers")}
+        self._edges = self._dicts["_modules"]
         self._edge_counts = [*map(len, self._edges)]
         self._parents = [edges for edges in self._edges if edges]
         self._children = [*_all_values(self._parents)]
-        self._tables = [table for module in modules for table in (module._parameters, module._buffers)]
+        self._tables = [*self._dicts["_parameters"], *self._dicts["_buffers"]]
         self._table_counts = [*map(len, self._tables)]
 
     def bind(self) -> Binding:
@@ -149,7 +151,8 @@ class Slots:
     def _tree_is_same(self) -> bool:
         """Without a call of Python for each module, as `holds` for each tensor. Fewer tensors in a table: told by name when read."""
         return (
-            [*map(len, self._edges)] == self._edge_counts
+            all(all(map(is_, map(dict.get, self._vars, repeat(name)), kept)) for name, kept in self._dicts.items())
+            and [*map(len, self._edges)] == self._edge_counts
             and all(map(is_, _all_values(self._parents), self._children))
             and not any(map(gt, map(len, self._tables), self._table_counts))
         )

@@ -5,10 +5,10 @@ Inside one NVLink host. Senders make an `Offer` (typed bytes: handles of allocat
 probe with a nonce); takers open what their rows need and answer which storages they can read (`Taken`). Both sides then
 cut the program alike with `split`: rows that a taker can pull itself, and the rest, which goes by p2p.
 
-Nothing is staged. The kernel looks at an abort word before every tile; copies that were launched go on to their end, some ten ms. A pull
-is waited for with a deadline; when `run` has returned or raised with `drained`, this process reads no sender's memory any more. A
-sender must not free, offload or rewrite a storage before its takers said so: after a pull ends for content, after
-`Mapping.close` for memory.
+Nothing is staged. The kernel looks at an abort word before every tile; copies that were launched go on to their end, which takes as
+long as their bytes do. A pull is waited for with a deadline; when `run` has returned or raised with `drained`, this process reads no
+sender's memory any more. A sender must not free, offload or rewrite a storage before its takers said so: after a pull ends for
+content, after `Mapping.close` for memory.
 Not here: who tells whom when (session/), p2p (p2p.py), the mix of both (routes.py).
 """
 
@@ -403,21 +403,25 @@ class Pull:
         return sum(b.scratch_bytes for b in self._bound)
 
     def begin(self) -> None:
-        """Launches the pull after what the caller's stream was given before."""
+        """Launches the pull after what the caller's stream was given before. When it raises, call `finish` all the same."""
         self._stopped = False
         self._began = time.perf_counter()
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream):
             if self._gate is not None:  # before the first wait, or it would undo a stop
                 self._abort.zero_()
-            for wave, launch in zip(self._waves, self._launches):
-                if self._gate is not None:
-                    self._gate.before(wave, self._stream)
-                launch()
-                if self._gate is not None:
-                    self._gate.after(wave, self._stream)
-            self._event.record()
-        self._launched = time.perf_counter()
+            try:
+                for wave, launch in zip(self._waves, self._launches):
+                    if self._stopped:
+                        break
+                    if self._gate is not None:
+                        self._gate.before(wave, self._stream)
+                    launch()
+                    if self._gate is not None:
+                        self._gate.after(wave, self._stream)
+            finally:  # where one could not be launched, what was is waited for
+                self._event.record()
+                self._launched = time.perf_counter()
 
     def stop(self) -> None:
         """From any thread: the kernels leave after the tiles that they hold."""

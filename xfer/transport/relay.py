@@ -14,6 +14,7 @@ Not here: which row is in which part (plan/relay.py), pulls in one go (peer.py).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from itertools import pairwise
 
 import torch
@@ -22,6 +23,7 @@ from xfer.errors import Unsupported
 from xfer.kernels import cuda_driver as driver
 from xfer.kernels.long_runs import READ_TOO
 from xfer.plan.program import Op, Program
+from xfer.transport.group import Aborted
 from xfer.transport.peer import Export, Mapping, Pull, PullStats
 from xfer.transport.routes import Exchange, any_rank
 
@@ -56,7 +58,13 @@ class Relay:
         """As `Pull.finish`. The other takers have to run too for this to end in time."""
         self._runs += 1
         self._free.fill_(self._number(self._parts))
-        self._pull.begin()
+        try:
+            self._pull.begin()
+        except BaseException:
+            self._pull.stop()
+            with suppress(Aborted):
+                self._pull.finish(deadline, lambda: True, where)
+            raise
         return self._pull.finish(deadline, cancelled, where)
 
     def stop(self) -> None:

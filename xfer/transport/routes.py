@@ -196,8 +196,8 @@ class Routed:
             return stats
         self._running = pull = self._pull_of(gate)
         self.drained = False
-        pull.begin()
         try:
+            pull.begin()
             progress(0, 0)  # now that bytes move: saying so costs what a message costs
             stats = self._wired(deadline, cancelled, progress)
         except BaseException:
