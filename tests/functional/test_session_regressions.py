@@ -65,6 +65,25 @@ def test_a_worker_whose_layout_changed_while_the_attempt_ended_is_replanned():
         right(w, 3)
 
 
+def test_a_layout_change_told_after_its_attempt_was_over_is_not_forgotten():
+    """The worker does not say it again: every later refit was refused, as its routes were of a plan that it had not made."""
+    with World() as w:
+        good(w.refit(1))
+        taker = w.engines[0].takers[0]
+        taker.live["layers.0.w"] = taker.live["layers.0.w"].t().contiguous().t()
+        look = taker.check
+
+        def slow() -> str:
+            time.sleep(7.0)
+            taker.check = look
+            return look()
+
+        taker.check = slow
+        failed(w.refit(2, deadline_s=1.0), e.DeadlineExceeded, w, 10, time.monotonic())
+        good(w.refit(3, verify=False))
+        right(w, 3)
+
+
 class Widening(ToySource):
     """Exports `embed` as float32 from some point on: another catalog."""
 

@@ -146,6 +146,8 @@ class Hub:
                 return handler(client, msg)
             if self.attempt is not None and self.attempt.takes(msg):
                 return self.attempt.handle(client, msg)
+            if isinstance(msg, m.Armed):
+                return self.take_changes(client, msg)  # to an attempt that is over; the worker leaves it by its own deadline
             if isinstance(msg, _LATE):
                 return None  # an answer to an attempt that is over: refused by being ignored
             raise ProtocolError(f"{client.label} sent {type(msg).__name__}, which is not for the hub now")
@@ -458,7 +460,7 @@ class Hub:
         client.send(status(self))
 
 
-_LATE = (m.Done, m.Committed, m.Stopped, m.Settled, m.Armed)
+_LATE = (m.Done, m.Committed, m.Stopped, m.Settled)
 
 _BOTH, _ALL = ("trainer", "worker"), ("trainer", "worker", "controller", "observer")
 _SENDERS: dict[type, tuple[str, ...]] = {
