@@ -8,6 +8,7 @@ PYTHON has another torch, numpy and msgspec, and nothing else.
 """
 
 import collections
+import contextlib
 import os
 import subprocess
 import time
@@ -57,6 +58,22 @@ def plane(nccl: str, torch: str = "2.11"):
     return lambda device: (("data plane", "nccl"), ("NCCL", nccl), ("torch", torch))
 
 
+class Apart(World):
+    """The second trainer comes `late_s` after the first. Controllers hear what became of them before all is closed."""
+
+    late_s = 0.0
+
+    def _connect_one(self, i: int):
+        time.sleep(i * self.late_s)
+        super()._connect_one(i)
+
+    def close(self) -> None:
+        for c in self.controllers:
+            with contextlib.suppress(XferError):
+                c.wait_ready(10.0)
+        super().close()
+
+
 @pytest.mark.parametrize(
     "theirs, says",
     [
@@ -65,11 +82,13 @@ def plane(nccl: str, torch: str = "2.11"):
         (plane("2.27.3", "2.9"), ["NCCL is '2.27.3'", "torch is '2.9'"]),
     ],
 )
-def test_an_engine_with_another_build_is_told_apart_at_the_door(monkeypatch, theirs, says):
+@pytest.mark.parametrize("late_s", [0.0, 2.0])
+def test_an_engine_with_another_build_is_told_apart_at_the_door(monkeypatch, theirs, says, late_s):
     """One error that names both builds, on every trainer and on the engine, long before the deadline."""
     monkeypatch.setattr(trainer, "data_plane", plane("2.28.9"))
     monkeypatch.setattr(worker, "data_plane", theirs)
-    w = World(trainers=2, workers=2, deadline_s=60 * PATIENCE)
+    w = Apart(trainers=2, workers=2, deadline_s=60 * PATIENCE)
+    w.late_s = late_s
     began = time.monotonic()
     with pytest.raises(HandshakeError) as e:
         w.connect()

@@ -180,6 +180,9 @@ class Hub:
         client.send(m.Welcome(o.trainers, o.replicas, o.drop, o.site if plans else b"", o.route))
         if h.role == "trainer":
             self.trainers[h.index] = client
+            for r in self.replicas.values():  # those who were here before it was turned away have been told
+                if r.state == "lost" and isinstance(r.error, HandshakeError):
+                    client.send(m.Failed(m.WireError.of(r.error, "rendezvous"), replica=r.index))
         elif h.role == "controller":
             replica.controller, replica.size, replica.state, replica.error = client, h.size, "joining", None
             replica.workers, replica.inventories, replica.version, replica.dirty = {}, {}, "", False
