@@ -76,6 +76,20 @@ def test_each_kind_of_process_writes_what_it_noted(module, who, tmp_path, monkey
     assert who in {x.who for x in moments}
 
 
+def test_what_another_thread_of_the_process_takes_first_is_no_error(tmp_path, monkeypatch):
+    """It was: after a commit, in a worker, which made a good replica a torn one."""
+
+    class Shared(deque):
+        def __bool__(self) -> bool:
+            return True  # as it was when it was asked; the last is gone by now
+
+    monkeypatch.setenv(timeline.VARIABLE, str(tmp_path))
+    monkeypatch.setattr(timeline, "_moments", Shared([(1.0, "hub", "x"), (2.0, "hub", "y")]))
+    timeline.write(1)
+    (moments,) = timeline.of_attempt(timeline.read(tmp_path), 1).values()
+    assert [x.what for x in moments] == ["x", "y"]
+
+
 def test_nothing_is_kept_that_was_not_asked_for(tmp_path, monkeypatch):
     monkeypatch.setenv(timeline.VARIABLE, str(tmp_path))  # too late: processes look when they start
     refitted(1)

@@ -167,8 +167,8 @@ class Copies:
     """Copies between device memory, own or mapped, in any order: `launch` gives all to a stream, in few calls.
 
     runs: (to, from, bytes). boxes: (to, from, pitch there, pitch here, bytes of a row, rows). Addresses and bytes; pitches up to
-    2 GiB. The memory is the caller's to keep. A batch of runs costs the host 0.6 us a run, and half that pause on the device (H200);
-    a driver before CUDA 12.8 has no batches and takes them one by one.
+    2 GiB. The memory is the caller's to keep. Between the runs of a batch an engine pauses less than between copies of a stream
+    (scripts/bench_gpu_wire.py); a driver before CUDA 12.8 has no batches and takes them one by one.
     """
 
     def __init__(self, runs: Sequence[tuple[int, int, int]], boxes: Sequence[tuple[int, int, int, int, int, int]] = ()):

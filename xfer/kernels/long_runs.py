@@ -31,7 +31,7 @@ class Rule:
     box_bytes: shorter runs go if so many bytes of them lie at one pitch on either end: they are one copy then, with one pause.
     row_bytes: the shortest run of such a box.
     cut_bytes: a run is cut in two at a multiple of that.
-    most: copies. A stream that waits for a word holds some 21,000 before its host has to wait too.
+    most: copies. A stream that waits for a word holds only so many before its host has to wait too.
     """
 
     shares: tuple[tuple[int, float], ...] = ((512 << 10, 0.5), (1 << 20, 0.8))
