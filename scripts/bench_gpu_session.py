@@ -1,6 +1,6 @@
 """What a whole refit costs between GPU processes: real sessions, real vLLM, full-size shapes, random weights.
 
-    python scripts/bench_gpu_session.py [--model 4b|toy] [--trainers plain|megatron|nothing|packed|mapped]
+    python scripts/bench_gpu_session.py [--model 4b|toy] [--trainers plain|megatron|nothing|packed|mapped|one]
         [--tp 2] [--repeats 12] [--offline] [--out FILE]
 
 Engine (vLLM's AsyncLLM, or with --offline its LLM) on the first GPUs, trainers on the next, as many ranks each as --tp. Prints the
@@ -12,6 +12,7 @@ export).
 `megatron`: real Megatron-Core and Bridge, one optimizer step before every verified refit, TransformerEngine where it is
 installed, its stand-in (xfer/testing/te_twin.py) where it is not; the output says which.
 `nothing`: plain trainers, and an engine that keeps all that it has but one norm, so nearly no byte is to move: the protocol's cost.
+`one`: one plain trainer and a replica on each other GPU: one alone, all of them from the trainer, all of them in a row (relay=True).
 `packed`, `mapped`: plain trainers by the packed route, broadcast or, on the engine's own GPUs, mapped; the engine's own loader.
 """
 
@@ -110,8 +111,10 @@ class Bench:
             Job(work, self.config) as job,
         ):
             on = list(range(args.tp))
-            engine = job.engine("engine", on, eager=args.eager, asynchronous=not args.offline)
             try:
+                if args.trainers == "one":
+                    return self.one(job)
+                engine = job.engine("engine", on, eager=args.eager, asynchronous=not args.offline)
                 how = {"nothing": self.nothing, "plain": self.plain, "megatron": self.megatron}
                 how.get(args.trainers, self.packed)(job, engine, on)
             except BaseException:
@@ -173,6 +176,27 @@ class Bench:
         job.meet([engine], keep=ALL_BUT_A_NORM, drop=ALL_BUT_A_NORM)
         self.timed(job, "zero bytes")
 
+    def one(self, job: Job) -> None:
+        gpus = torch.cuda.device_count()
+        engines = [job.engine(f"engine{i}", [i], eager=self.args.eager) for i in range(gpus - 1)]
+        job.start_trainers([gpus - 1])
+        job.plain()
+        for e in engines:
+            self.say("engine started, s", f"{e.started(400)['seconds']:.0f}")
+        job.good("set", "set", seed=1)
+        for name, some, relay in (
+            ("one replica", engines[:1], False),
+            ("each from the trainer", engines, False),
+            ("in a row", engines, True),
+        ):
+            job.meet(some, relay=relay)
+            job.refit(2, verify=True)
+            job.refit(1, verify=True)
+            for e in some:
+                self.judge(e, config=self.config, seed=1)
+            self.timed(job, name)
+            self.timed(job, f"{name}, verified", verify=True)
+
     def packed(self, job: Job, engine, on: list[int]) -> None:
         mapped = self.args.trainers == "mapped"
         self.light(job, engine, on if mapped else [i + self.args.tp for i in on])
@@ -233,7 +257,7 @@ class Bench:
 def main() -> None:
     p = argparse.ArgumentParser()
     p.add_argument("--model", choices=sorted(MODELS), default="4b")
-    p.add_argument("--trainers", choices=["plain", "megatron", "nothing", "packed", "mapped"], default="plain")
+    p.add_argument("--trainers", choices=["plain", "megatron", "nothing", "packed", "mapped", "one"], default="plain")
     p.add_argument("--tp", type=int, default=2)
     p.add_argument("--repeats", type=int, default=12)
     p.add_argument("--eager", action="store_true", help="no CUDA graphs and no torch.compile: starts faster")

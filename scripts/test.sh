@@ -22,7 +22,7 @@ done
 and_slow=${slow:+ and $slow}
 status=0
 run() { # environment, marker expression
-  ".venvs/$1/bin/python" -m pytest -p no:cacheprovider -q -m "$2" $where ${args[@]+"${args[@]}"}
+  ".venvs/$1/bin/python" -m pytest -p no:cacheprovider -q --durations=25 --durations-min=5 -m "$2" $where ${args[@]+"${args[@]}"}
   local rc=$?
   [ $rc -eq 5 ] && rc=0 # no test of this marker under this path
   [ $rc -eq 0 ] || status=1

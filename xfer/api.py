@@ -106,6 +106,7 @@ def connect(
     route: Literal["direct", "packed"] = "direct",
     colocated: bool = False,
     host_pull: bool = False,
+    relay: bool = False,
 ) -> Refit:
     """Join the rendezvous as one trainer rank; every rank of the trainer calls this with equal arguments.
 
@@ -128,6 +129,9 @@ def connect(
     IPC) instead of receiving them.
     host_pull: weights in host memory only: engine workers on a trainer's host read its memory themselves, where the kernel lets
     them (transport/peer_host.py), instead of having it sent. Weights on GPUs are read so wherever they can be.
+    relay: replicas of one layout on one host stand in a row, and each reads from the one before it what it would read from the
+    trainers, part by part as it comes: for few trainers and many replicas, who else share the trainers' way out. A replica waits
+    for the one before it, and falls with it while both move. What is sent and not read is not handed on.
 
     Raises LayoutError, CoverageError, Unsupported, HandshakeError, PlanMismatch, DeadlineExceeded, PeerLost.
     """
@@ -146,6 +150,16 @@ def connect(
         bad.append(f'route={route!r}: "direct" or "packed"')
     if colocated and route != "packed":
         bad.append('colocated=True is for route="packed"; the direct route maps whatever can be mapped by itself')
+    if relay and route != "direct":
+        bad.append('relay=True is for route="direct"; the packed route broadcasts to all replicas at once')
+    if relay and fabric is not None:
+        bad.append(
+            "relay=True and fabric=: senders of a fabric are chosen for each replica, and then no two plans are equal"
+        )
+    if relay and trainer.device.type == "cpu" and not host_pull:
+        bad.append(
+            "relay=True hands on what engines read; with weights in host memory they read with host_pull=True only"
+        )
     if bucket_bytes is None and route == "packed":
         from xfer.packed import plan
 
@@ -178,6 +192,7 @@ def connect(
         site=site,
         route=route,
         host_pull=host_pull,
+        relay=relay and count > 1,
     )
     controllers = []
     try:

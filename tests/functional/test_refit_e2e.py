@@ -31,13 +31,14 @@ pytestmark = pytest.mark.skipif(
 @dataclass(frozen=True)
 class Case:
     """`layout`: of the trainer (4 ranks); `engines`: one dict per replica; `model`: overrides of the family's config;
-    `frozen`: engine parameters that this training does not touch."""
+    `frozen`: engine parameters that this training does not touch; `connect`: more arguments of `xfer.connect`."""
 
     family: str
     layout: dict
     engines: tuple[dict, ...]
     model: dict = field(default_factory=dict)
     frozen: tuple[str, ...] = ()
+    connect: dict = field(default_factory=dict)
 
     def size(self, axis: str) -> int:
         if axis == "dp":
@@ -50,7 +51,8 @@ class Case:
             return "-".join(k if d[k] is True else f"{k}{d[k]}" for k in keys if d.get(k))
 
         lora = "-lora" if "lora" in self.layout else ""
-        return f"{self.family}: {flat(self.layout)}{lora} -> {' + '.join(flat(e) for e in self.engines)}"
+        to = " > " if self.connect.get("relay") else " + "
+        return f"{self.family}: {flat(self.layout)}{lora} -> {to.join(flat(e) for e in self.engines)}"
 
 
 PLAIN = dict(distopt=False, overlap=False)
@@ -71,6 +73,9 @@ CASES = [
         dict(tp=2, pp=2, vpp=2, distopt=True, should_pad_vocab=True, make_vocab_size_divisible_by=40, load=False),
         (dict(tp=4),),
         dict(num_key_value_heads=2, vocab_size=250),
+    ),
+    Case(
+        "qwen3_tied", dict(tp=2, pp=2, distopt=True), (dict(tp=1), dict(tp=1)), connect=dict(host_pull=True, relay=True)
     ),
 ]
 SLOW = [
@@ -105,7 +110,7 @@ def run(case: Case, stage: Stage, tmp_path: Path) -> None:
     model = tmp_path / "model"
     toy.write_checkpoint(case.family, model, **case.model)
     two_refits_are_fresh_loads(
-        stage, tmp_path, model=model, layout=case.layout, engines=case.engines, frozen=case.frozen
+        stage, tmp_path, model=model, layout=case.layout, engines=case.engines, frozen=case.frozen, **case.connect
     )
 
 

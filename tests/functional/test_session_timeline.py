@@ -52,6 +52,21 @@ def test_moments_of_all_processes_come_in_the_order_in_which_things_happen(tmp_p
     for what in ("replica 0: go was sent", "start is over", "its engine serves"):
         assert what in result.output
     assert shown(str(tmp_path / "new"), "--attempt", "7").exit_code == 1
+    over = shown(str(tmp_path / "new"), "--median", "--skip", "0")
+    assert over.exit_code == 0 and "medians on" in over.output and "its engine serves" in over.output, over.output
+    assert shown(str(tmp_path / "new"), "--median").exit_code == 1, "both refits are left out"
+
+
+def test_medians_are_of_each_moment_after_the_first_of_its_refit():
+    """Also of moments that a refit has twice, or only some refits have."""
+    moments = []
+    for attempt, (begin, far) in enumerate([(10.0, 9.0), (20.0, 1.0), (30.0, 3.0), (40.0, 2.0)], 1):
+        at = [(0.0, "a"), (far, "b"), (far + 0.5, "b")] + ([(far + 1.0, "c")] if attempt == 3 else [])
+        moments += [timeline.Moment(begin + t, "w", what, "h", attempt) for t, what in at]
+    (found,) = timeline.typical(moments[::-1], skip=1).values()
+    assert [(x.at, x.what, x.least, x.most, x.count) for x in found] == [
+        (0.0, "a", 0.0, 0.0, 3), (2.0, "b", 1.0, 3.0, 3), (2.5, "b", 1.5, 3.5, 3), (4.0, "c", 4.0, 4.0, 1),
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import weakref
 import msgspec
 import numpy as np
 
-from xfer.errors import DeadlineExceeded, PeerLost
+from xfer.errors import DeadlineExceeded, PeerLost, XferError
 from xfer.kernels import bind
 from xfer.plan.program import row_wire_bytes
 from xfer.transport import peer
@@ -88,38 +88,42 @@ REFUSED: set[tuple[int, int]] = set()
 
 
 class Pull:
-    in_parts = True
-
-    def __init__(self, rows, mapping, roots, gate=None):
-        self.mapping, self.rows, self._gate = mapping, rows, gate
+    def __init__(self, rows, mapping, roots, gate=None, read_too=False):
+        self.mapping, self.rows, self._gate, self._broke = mapping, rows, gate, None
         known = sorted((a, b) for a, some in mapping.roots.items() for b in some)
         number = {pair: i for i, pair in enumerate(known)}
         rows = rows.copy()
         rows["src_root"] = [number[a, b] for a, b in zip(rows["src"].tolist(), rows["src_root"].tolist())]
         sources = [mapping.roots[a][b] for a, b in known]
-        first = np.arange(len(rows)) < len(rows) // 2 if gate is None else rows["wave"] == 0
-        self._parts = [bind(r, roots, "local", src_roots=sources) for r in (rows[first], rows[~first])]
+        part = (2 * np.arange(len(rows)) // max(1, len(rows))) if gate is None else rows["wave"]
+        self._waves = sorted(set(part.tolist()))
+        self._parts = [bind(rows[part == w], roots, "local", src_roots=sources) for w in self._waves]
         self.extra_bytes = 0
         self.nbytes = int(row_wire_bytes(rows).sum())
 
     def begin(self) -> None:
         assert self.mapping.number in MAPPED, "a pull through a mapping that was closed"
-        self._stopped, self._done, self._began = False, False, time.perf_counter()
+        self._stopped, self._done, self._broke, self._began = False, False, None, time.perf_counter()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
-        self._parts[0].copy()
-        if self._gate is not None:
-            self._gate.after(0, None)
-        Hold.reached.set()
-        while Hold.held.is_set() and (Hold.deaf or not self._stopped):
-            time.sleep(0.001)
-        if not self._stopped:
-            self._parts[1].copy()
-            if self._gate is not None:
-                self._gate.after(1, None)
-            self._done = True
+        try:
+            for k, (wave, part) in enumerate(zip(self._waves, self._parts)):
+                if self._gate is not None:
+                    self._gate.before(wave, None)
+                if self._stopped:
+                    return
+                part.copy()
+                if self._gate is not None:
+                    self._gate.after(wave, None)
+                if not k:
+                    Hold.reached.set()
+                    while Hold.held.is_set() and (Hold.deaf or not self._stopped):
+                        time.sleep(0.001)
+            self._done = not self._stopped
+        except XferError as e:
+            self._broke = e
 
     def stop(self) -> None:
         self._stopped = True
@@ -134,6 +138,8 @@ class Pull:
                     raise PeerLost("a pull does not leave", where=where, drained=False)
                 raise (DeadlineExceeded if late else Aborted)("the pull was ended", where=where)
             time.sleep(0.001)
+        if self._broke is not None:
+            raise self._broke
         if not self._done:
             raise Aborted("the pull was stopped here", where=where)
         return peer.PullStats(self.nbytes, (), 0.0, time.perf_counter() - self._began)

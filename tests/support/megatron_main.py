@@ -46,6 +46,7 @@ class Rank:
             bytes=r.bytes,
             seconds=r.seconds,
             per_worker=[list(o.bytes_per_worker) for o in r.outcomes],
+            routes=[[x.route for x in o.routes] for o in r.outcomes],
         )
 
     def export(self, folder: str) -> None:

@@ -95,6 +95,7 @@ def two_refits_are_fresh_loads(
             losses = stage.trained("stepped", do="step")
             reports = stage.trained("refitted", do="refit", verify=True)
             assert all(r["verified"] and r["committed"] == len(running) for r in reports), reports
+            assert not connect.get("relay") or all("relay" in some for some in reports[0]["routes"][1:]), reports[0]
             assert losses[0]["loss"] > 0
             exports.append(str(work / f"export{step}"))
             stage.trained("exported", do="export", folder=exports[-1])

@@ -295,6 +295,7 @@ class World:
     bucket_bytes: int = 4096
     cache_dir: str | None = None
     host_pull: bool = False
+    relay: bool = False
     sources: list[ToySource] = field(default_factory=list)
     sessions: list[TrainerSession] = field(default_factory=list)
     engines: list[ToyEngine] = field(default_factory=list)
@@ -328,6 +329,7 @@ class World:
             narrow=(),
             cache_dir=self.cache_dir,
             host_pull=self.host_pull or HOST_PULL,
+            relay=self.relay,
         )
         self.sessions[i] = s
         s.open(True)

@@ -37,7 +37,7 @@ class Waiting(Lane):
         super().__init__(party, side, 0, 0, None)
         self.plan, self._deadline_s = object(), 60.0
 
-    def _open_routes(self, store: HubStore, peers: bool) -> None:
+    def _open_routes(self, store: HubStore, o: m.OpenLink) -> None:
         if store._prefix.endswith("/e1/"):
             self.waits.set()
             store.get("never")

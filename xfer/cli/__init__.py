@@ -80,32 +80,41 @@ def _print_status(console, reply) -> None:
 def timeline(
     folder: Annotated[Path, typer.Argument(help="the folder that XFER_TIMELINE named", exists=True, file_okay=False)],
     attempt: Annotated[int | None, typer.Option(help="number of the refit; default: the last one")] = None,
+    median: Annotated[bool, typer.Option("--median", help="medians over all refits but the first --skip")] = False,
+    skip: Annotated[int, typer.Option(help="with --median: refits at the start that do not count", min=0)] = 2,
 ) -> None:
     """Where the time of a refit went: run every process with XFER_TIMELINE=FOLDER, refit, look."""
     from rich.console import Console
     from rich.table import Table
 
     from xfer.errors import XferError
-    from xfer.session.timeline import of_attempt, read
+    from xfer.session import timeline as kept
 
     console = Console()
     try:
-        hosts = of_attempt(read(folder), attempt)
+        moments = list(kept.read(folder))
     except XferError as e:
         console.print(f"[red]{e}[/red]")
         raise typer.Exit(1) from None
+    hosts = kept.typical(moments, skip) if median else kept.of_attempt(moments, attempt)
     if not hosts:
         console.print(
             "[red]no moments of such a refit are there: was XFER_TIMELINE set for trainers and engines?[/red]"
         )
         raise typer.Exit(1)
-    for host, moments in hosts.items():
-        table = Table(title=f"refit {moments[0].attempt} on {host}", title_justify="left")
-        for name in ("ms", "since the last", "who", "what"):
-            table.add_column(name, justify="right" if name in ("ms", "since the last") else "left")
-        for before, x in zip([moments[0], *moments], moments):
-            since = f"{(x.at - moments[0].at) * 1e3:.2f}", f"{(x.at - before.at) * 1e3:.2f}"
-            table.add_row(*since, x.who, x.what)
+    for host, some in hosts.items():
+        title = f"medians on {host}" if median else f"refit {some[0].attempt} on {host}"
+        table = Table(title=title, title_justify="left")
+        numbers = ("ms", "since the last", *(("least", "most", "refits") if median else ()))
+        for name in numbers:
+            table.add_column(name, justify="right")
+        for name in ("who", "what"):
+            table.add_column(name)
+        for before, x in zip([some[0], *some], some):
+            row = [f"{(x.at - some[0].at) * 1e3:.2f}", f"{(x.at - before.at) * 1e3:.2f}"]
+            if median:
+                row += [f"{x.least * 1e3:.2f}", f"{x.most * 1e3:.2f}", str(x.count)]
+            table.add_row(*row, x.who, x.what)
         console.print(table)
 
 

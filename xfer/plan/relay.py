@@ -10,7 +10,7 @@ instead of k - 1, and every taker mapped by every other. Measured alike (seven t
 of this one, where one copy takes 155 and a pull of it 163): what holds both is a GPU that gives and takes at once.
 
 Only rows are known here. That a part is complete before the next taker reads it is the transport's business
-(transport/relay.py), and that all these takers commit or none does is the session's.
+(transport/relay.py, transport/relay_place.py), and who stands before whom is the session's.
 """
 
 from __future__ import annotations
@@ -42,23 +42,33 @@ def relay(rows: np.ndarray, takers: Sequence[int], parts: int) -> list[Program]:
     if inner := sorted(set(rows["src"].tolist()) & set(takers)):
         raise PlanMismatch("relayed rows come from outside", [f"rank {r} is both sender and taker" for r in inner])
     fills, moved = rows[rows["op"] == Op.FILL], rows[rows["op"] != Op.FILL]
-    pieces, part = _parts(moved, parts)
+    pieces = in_parts(moved, parts)
     out = []
     for j, taker in enumerate(takers):
-        mine, constant = pieces.copy(), fills.copy()
-        mine["wave"], mine["dst"], constant["dst"] = part + j, taker, taker
-        if j:  # what the one before has converted already, and where it lies with it
-            mine["src"], mine["op"] = takers[j - 1], Op.COPY
-            for column in ("dtype", "root", "offset", "strides"):
-                mine[f"src_{column}"] = mine[f"dst_{column}"]
-        mine = mine[np.lexsort((mine["dst_offset"], mine["dst_root"], mine["src"], mine["wave"]))]
+        mine, constant = handed_on(pieces, takers[j - 1]) if j else pieces.copy(), fills.copy()
+        mine["dst"], constant["dst"] = taker, taker
+        mine["wave"] += j
         out.append(Program(taker, parts + len(takers) - 1, np.concatenate([constant, mine])))
     return out
 
 
-def _parts(rows: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """(rows, cut where a part ends inside one; the part of each). Parts have equal bytes up to the grain, and of each
-    sender the share that it has of all.
+def handed_on(rows: np.ndarray, before: int) -> np.ndarray:
+    """A taker's rows as the next one of the same layout pulls them: from rank `before`, as that one has converted them and
+    where it has put them. Waves stay."""
+    out = rows.copy()
+    out["src"], out["op"] = before, Op.COPY
+    for column in ("dtype", "root", "offset", "strides"):
+        out[f"src_{column}"] = out[f"dst_{column}"]
+    return _sorted(out)
+
+
+def _sorted(rows: np.ndarray) -> np.ndarray:
+    return rows[np.lexsort((rows["dst_offset"], rows["dst_root"], rows["src"], rows["wave"]))]
+
+
+def in_parts(rows: np.ndarray, count: int) -> np.ndarray:
+    """Rows that move bytes to one taker, cut where a part ends inside one; a row's wave is its part, from 0. Parts have equal
+    bytes up to the grain, and of each sender the share that it has of all. The same for equal rows.
     """
     nbytes = row_wire_bytes(rows)
     share = np.zeros(len(rows))
@@ -82,5 +92,5 @@ def _parts(rows: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
                 row, into, begin, stop = [*row, i], [*into, p], [*begin, lo], [*stop, hi]
     cut, number = cut_rows(rows, *(np.array(x, np.int64) for x in (row, begin, stop)))
     found = np.concatenate([rows[whole], cut])
-    found["wire"] = 0
-    return found, np.concatenate([first[whole], np.array(into, np.int64)[number]])
+    found["wire"], found["wave"] = 0, np.concatenate([first[whole], np.array(into, np.int64)[number]])
+    return _sorted(found)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from xfer.errors import DeadlineExceeded, EngineLost, PeerLost, PlanMismatch, VerificationError, XferError
 from xfer.session import messages as m
+from xfer.session import relays
 from xfer.session.bounds import ANSWER_GRACE_S, SETTLE_GRACE_S, STOP_GRACE_S, TOGETHER_S
 from xfer.session.run import Run, checksum_violations, differences, outcome_of, waiting_for
 from xfer.session.timeline import HUB, mark
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 class Attempt:
     """Lives on the hub's brain thread only."""
 
-    MESSAGES = (m.Armed, m.Done, m.Committed, m.Stopped, m.Settled)
+    MESSAGES = (m.Armed, m.Brought, m.Done, m.Committed, m.Stopped, m.Settled)
 
     def __init__(self, hub: Hub, number: int, deadline_s: float, prepared: bool):
         self.hub, self.number = hub, number
@@ -121,9 +122,12 @@ class Attempt:
             return
         if isinstance(msg, m.Armed):
             self._armed(client, run, msg)
+        elif isinstance(msg, m.Brought):
+            relays.brought(self, run, h.index, msg.part)
         elif isinstance(msg, m.Done):
             if h.role == "worker":
                 run.readers.pop(h.index, None)
+                relays.brought(self, run, h.index, relays.ALL_PARTS)
             if run.state == "moving":
                 run.done[client.label] = msg
                 self._decide(run)
@@ -179,8 +183,12 @@ class Attempt:
             if r.stale:
                 if r.complete and len(self.hub.trainer_inventories) == self.hub.options.trainers:
                     self.hub.planning.plan(r)
+            elif relays.pending(self.hub, r):
+                pass
             elif r.relink or r.reopen:
                 self.hub.planning.relink(r, fresh=r.relink)
+            elif r.state == "ready" and r.before != relays.place(relays.before(self.hub, r)):
+                self.hub.planning.relink(r, fresh=False)
             elif r.state == "ready":
                 able.append(run)
         if self.hub.options.route == "packed" and not self._all_there(able):
@@ -188,15 +196,22 @@ class Attempt:
         together = tuple(run.replica.index for run in able) if self.hub.options.route == "packed" else ()
         for run in able:
             r = run.replica
-            run.readers = {i: m.Reader(c.label, c.hello.host, c.hello.pid) for i, c in r.workers.items()}
+            if not relays.may_begin(self, run):
+                continue
+            run.readers = {
+                i: m.Reader(c.label, c.hello.host, c.hello.pid) for i, c in r.workers.items() if i not in r.follows
+            }
             run.state = "moving"
             left = max(1.0, self.until - time.monotonic())
             # Workers first, the trainer in this process last: its threads would take the interpreter from the hub.
             self.hub.broadcast(
                 reversed(self.hub.domain(r)),
-                m.Go(r.index, self.number, r.epoch, self.version, self.verify, left, together),
+                m.Go(
+                    r.index, self.number, r.epoch, self.version, self.verify, left, together, relays.is_read(self, run)
+                ),
             )
             mark(HUB, f"replica {r.index}: go was sent")
+            relays.began(self, run)
 
     def _all_there(self, able: list[Run]) -> bool:
         """Whether a gather for these may begin: no other replica can still come, or they have waited long enough."""
@@ -245,7 +260,12 @@ class Attempt:
         )
         self.hub.at(time.monotonic() + STOP_GRACE_S, lambda: self._stop_late(run))
         self._stopped(run)
-        if self.hub.options.route == "packed":  # the others may have waited for this one; not from inside `advance`
+        relays.fallen(self, run, error)
+        self._others_go_on()
+
+    def _others_go_on(self) -> None:
+        """Some may have waited for one that is out of it now. Not from inside `advance`."""
+        if self.hub.options.route == "packed" or self.hub.options.relay:
             self.hub.at(time.monotonic(), lambda: self.hub.attempt is self and self.advance())
 
     def _install_late(self, run: Run) -> None:
@@ -340,6 +360,8 @@ class Attempt:
         if replica.controller is not None:
             replica.controller.send(m.Settle(self.number, True, wire))
         run.dirty, run.state = run.state != "arming", "over"
+        relays.fallen(self, run, error)
+        self._others_go_on()
         self.hub.at(time.monotonic(), self.finish_if_over)
 
     def planning_failed(self, replica: Replica, error: XferError) -> None:

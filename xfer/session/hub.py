@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable
 from xfer.ending import wait_for_all
 from xfer.errors import DeadlineExceeded, HandshakeError, PeerLost, ProtocolError, XferError
 from xfer.session import messages as m
+from xfer.session import relays
 from xfer.session.attempt import Attempt
 from xfer.session.calls import Calls
 from xfer.session.channel import Channel
@@ -147,7 +148,9 @@ class Hub:
             if self.attempt is not None and self.attempt.takes(msg):
                 return self.attempt.handle(client, msg)
             if isinstance(msg, m.Armed):
-                return self.take_changes(client, msg)  # to an attempt that is over; the worker leaves it by its own deadline
+                return self.take_changes(
+                    client, msg
+                )  # to an attempt that is over; the worker leaves it by its own deadline
             if isinstance(msg, _LATE):
                 return None  # an answer to an attempt that is over: refused by being ignored
             raise ProtocolError(f"{client.label} sent {type(msg).__name__}, which is not for the hub now")
@@ -240,6 +243,7 @@ class Hub:
         was, replica.state, replica.error = replica.state, "lost", error
         if self.attempt is not None:
             self.attempt.lost(replica, error)
+        relays.left(self, replica)
         if was in ("planning", "linking"):
             self.planning.abort(replica, error)
         wire = m.WireError.of(error, "rendezvous")
@@ -463,13 +467,14 @@ class Hub:
         client.send(status(self))
 
 
-_LATE = (m.Done, m.Committed, m.Stopped, m.Settled)
+_LATE = (m.Brought, m.Done, m.Committed, m.Stopped, m.Settled)
 
 _BOTH, _ALL = ("trainer", "worker"), ("trainer", "worker", "controller", "observer")
 _SENDERS: dict[type, tuple[str, ...]] = {
     m.Specs: ("trainer",), m.InventoryMsg: _BOTH, m.RollAsk: _BOTH, m.LayoutsAsk: _BOTH, m.Layout: _BOTH,
     m.Planned: _BOTH, m.LinkOpen: _BOTH, m.Prepare: ("trainer",), m.Enter: ("trainer",),
-    m.Ready: ("trainer",),    m.Armed: ("worker",), m.Progress: _BOTH, m.Done: _BOTH, m.Committed: ("worker",), m.Stopped: ("worker",),
+    m.Ready: ("trainer",),
+    m.Armed: ("worker",), m.Brought: ("worker",), m.Progress: _BOTH, m.Done: _BOTH, m.Committed: ("worker",), m.Stopped: ("worker",),
     m.Settled: ("controller",), m.Failed: ("trainer", "worker", "controller"), m.Leave: _ALL, m.StoreSet: _BOTH, m.StoreGet: _BOTH,
     m.StoreAdd: _BOTH, m.StoreCheck: _BOTH, m.Ping: _ALL, m.StatusAsk: _ALL, m.Release: ("trainer",), m.RoutesClosed: _BOTH,
 }  # fmt: skip

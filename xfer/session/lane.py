@@ -9,6 +9,7 @@ What differs between the sides hangs behind `Side`: where storages are, and what
 from __future__ import annotations
 
 import atexit
+import logging
 import queue
 import threading
 import time
@@ -33,6 +34,7 @@ from xfer.transport import routes
 from xfer.transport.group import Link
 from xfer.transport.p2p import WAVE_BYTES
 
+logger = logging.getLogger("xfer")
 PROGRESS_S = 0.5
 """Seconds between two progress messages of a running transfer."""
 
@@ -277,7 +279,7 @@ class Lane:
         """What every rank of the domain plans by, from what the hub told all of them."""
         site = {"site": self.party.site, "replica": p.replica} if self.party.site is not None else {}
         return PlanOptions(
-            bucket_bytes=p.bucket_bytes, drop=p.drop, narrow=p.narrow, rotation=p.replica, rotations=p.replicas, **site,
+            bucket_bytes=p.bucket_bytes, drop=p.drop, narrow=p.narrow, rotation=p.turn, rotations=p.replicas, **site,
             wave_bytes=max(WAVE_BYTES[self.side.device.type], p.bucket_bytes) if self.side.device.type == "cuda" else 0,
         )  # fmt: skip
 
@@ -297,12 +299,15 @@ class Lane:
         if o.fresh:
             self._close_link()
         self._check()
-        self._open_routes(store, self.side.device.type != "cpu" or o.host_pull)
+        self._open_routes(store, o)
         del old
+        place = self._routed.place if self._routed is not None else None
+        if place is not None:
+            return self.party.send(m.LinkOpen(self.replica, o.epoch, place.hand(), place.follows))
         self.party.send(m.LinkOpen(self.replica, o.epoch))
 
-    def _open_routes(self, store: HubStore, peers: bool) -> None:
-        """Collective over the domain, in the same order on all ranks. peers: whether ranks may read each other's storages."""
+    def _open_routes(self, store: HubStore, o: m.OpenLink) -> None:
+        """Collective over the domain, in the same order on all ranks."""
         generation, roots = self.side.roots()
         if self.side.inventory() != self._planned_from:
             raise PlanMismatch(
@@ -312,18 +317,28 @@ class Lane:
         self._bound = generation
         rank, size, device = self.joint_rank, len(self.labels), self.side.device
         exchange = routes.exchange_over_store(store, rank, size, "routes")
+        peers = device.type != "cpu" or o.host_pull
         ways = routes.find_ways(self.plan.program, size, device, roots, exchange, self.labels, allow_peer=peers)
+        place = None
         try:
+            if o.relay and self.side.role == "worker":
+                place = ways.place(roots, size, device, o.before, self._say_brought)
             link = self._link
             if ways.wired and (link is None or isinstance(link, routes.NoLink)):
                 link = routes.open_link(store, rank, size, self._deadline_s, device, self.labels, self._running.stopped)
             with self._lock:
                 self._link = link = link or routes.NoLink(rank, size, device, self.labels)
             self._check()
-            routed = ways.over(link, roots)
+            routed = ways.over(link, roots, place=place)
         except BaseException:
             ways.mapping.close()
+            if place is not None:
+                place.close()
             raise
+        if place is not None and place.why:
+            logger.warning(
+                "xfer: %s pulls from the trainers, not from the replica before: %s", self.party.label, place.why
+            )
         with self._lock:
             self._routed = routed
         self._check()  # a cancel that came meanwhile has seen no routes to stop
@@ -365,6 +380,8 @@ class Lane:
                 self.party.try_send(m.Progress(self.replica, go.attempt, "moving", wave, nbytes, planned))
 
         faults.point(self.side.role, self.side.index, "moving")
+        if routed.place is not None:
+            routed.place.steps.begin(go.attempt, until, self._running.stopped, go.tells)
         stats = routed.run(until, self._running.stopped, progress, self.side.gate(go, self.plan, routed))
         t0 = time.perf_counter()
         mark(self.party.label, "bytes have moved")
@@ -384,14 +401,24 @@ class Lane:
                 stats.unpack_s,
                 time.perf_counter() - t0,
                 sums,
-                self._brought(routed.report),
+                self._by_route(routed),
             )
         )
         self.done_attempt = go.attempt
 
-    def _brought(self, r: routes.RouteReport) -> tuple[m.RouteBytes, ...]:
-        wire = "nccl" if self.side.device.type == "cuda" else "gloo"
-        some = (("peer", r.pulled_bytes, r.pull_s), (wire, r.p2p_bytes, r.p2p_s))
+    def brought(self, message: m.Brought) -> None:
+        """From the reading thread: the worker before this one has these parts."""
+        routed = self._routed
+        if routed is not None and routed.place is not None:
+            routed.place.steps.there(message.attempt, message.part)
+
+    def _say_brought(self, attempt: int, part: int) -> None:
+        self.party.try_send(m.Brought(self.replica, attempt, part))
+
+    def _by_route(self, routed: routes.Routed) -> tuple[m.RouteBytes, ...]:
+        r, wire = routed.report, "nccl" if self.side.device.type == "cuda" else "gloo"
+        pulled = "relay" if routed.place is not None and routed.place.follows else "peer"
+        some = ((pulled, r.pulled_bytes, r.pull_s), (wire, r.p2p_bytes, r.p2p_s))
         return tuple(m.RouteBytes(name, n, seconds) for name, n, seconds in some if n)
 
     def _close_link(self) -> None:

@@ -50,7 +50,7 @@ from xfer.session.wire import (
     WireMessage,
 )
 
-WIRE_VERSION = 12
+WIRE_VERSION = 13
 _STORE_KEY = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./:\-]{0,255}")
 
 
@@ -142,7 +142,8 @@ class Armed(WireMessage):
 
 class Go(WireMessage):
     """hub -> domain: move version `version` now. `together`: replicas that are fed from one gather of the trainers'
-    weights (packed route); those of one attempt get equal lists, in which each replica stands once."""
+    weights (packed route); those of one attempt get equal lists, in which each replica stands once. `tells`: the workers
+    say `Brought`, since others read from them."""
 
     replica: Count
     attempt: Count
@@ -151,6 +152,16 @@ class Go(WireMessage):
     verify: bool
     deadline_s: Seconds
     together: Annotated[tuple[Count, ...], Meta(max_length=65536)] = ()
+    tells: bool = False
+
+
+class Brought(WireMessage):
+    """worker -> hub: of what I pull in this attempt, all parts up to `part` are here. hub -> worker of the replica that follows:
+    they are there for you to read. `replica`: the one whose worker says or hears it."""
+
+    replica: Count
+    attempt: Count
+    part: Count
 
 
 class Progress(WireMessage):
@@ -395,7 +406,7 @@ class StatusReply(WireMessage):
 Message = (
     Hello | Welcome | Refused | Specs | CatalogMsg | InventoryMsg | RollAsk | Roll | LayoutsAsk | Layouts | LayoutAsk | Layout
     | PlanInputs | Planned | OpenLink | LinkOpen | ReplicaReady
-    | Prepare | Enter | Ready | Arm | Armed | Go | Progress | Done | Drained | Commit | Decided | Committed
+    | Prepare | Enter | Ready | Arm | Armed | Go | Brought | Progress | Done | Drained | Commit | Decided | Committed
     | Abort | Stopped | Settle | Settled | Failed | Release | CloseRoutes | RoutesClosed | Released
     | Outcome | Leave | Ping | Pong | StoreSet | StoreGet | StoreAdd | StoreCheck | StoreReply | StatusAsk | StatusReply
 )  # fmt: skip

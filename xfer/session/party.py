@@ -158,6 +158,11 @@ class Party:
             lane = self.lanes.get(message.replica)
             if lane is not None:
                 lane.cancel(message.error.error(), message.epoch)
+        elif isinstance(message, m.Brought):
+            lane = self.lanes.get(message.replica)
+            if lane is not None:
+                lane.brought(message)
+            return
         elif isinstance(message, m.Drained):
             self.drained[message.replica] = message.attempt
             self.named = (message.attempt, message.version)

@@ -73,12 +73,14 @@ class Layout(WireMessage):
 
 
 class PlanInputs(WireMessage):
-    """hub -> domain: plan this replica, one of `replicas`, from the inventories that two rolls name."""
+    """hub -> domain: plan this replica, one of `replicas`, from the inventories that two rolls name. `turn`: which of them it
+    counts as where senders take turns; that of all replicas of one layout where these hand on what they pull."""
 
     replica: Count
     epoch: Count
     trainers: Digest
     workers: Digest
+    turn: Count = 0
     replicas: Count = 0
     drop: Annotated[tuple[Name, ...], Meta(max_length=4096)] = ()
     narrow: Annotated[tuple[Name, ...], Meta(max_length=4096)] = ()
@@ -98,18 +100,26 @@ class Planned(WireMessage):
 class OpenLink(WireMessage):
     """hub -> domain: digests agree; open the data link of this epoch, and the routes over it. `fresh` False: the link
     of the last epoch stands, only the routes are opened again, since some rank's storages lie elsewhere now. `workers`:
-    of the replica, for ranks that made no plan of theirs (packed route)."""
+    of the replica, for ranks that made no plan of theirs (packed route). `relay`: replicas of one layout stand in a row.
+    `before`: to a worker, what the same worker of the replica before this one lets it read, as `LinkOpen` brought it."""
 
     replica: Count
     epoch: Count
     fresh: bool = True
     workers: Count = 0
     host_pull: bool = False
+    relay: bool = False
+    before: Blob = b""
 
 
 class LinkOpen(WireMessage):
+    """domain -> hub. Of a worker in a row of replicas: `hand` is what the next one may read (transport/relay_place.py), `follows`
+    whether this one reads from the one before it."""
+
     replica: Count
     epoch: Count
+    hand: Blob = b""
+    follows: bool = False
 
 
 class ReplicaReady(WireMessage):

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from xfer.errors import DeadlineExceeded, PlanMismatch, XferError
 from xfer.session import messages as m
+from xfer.session import relays
 from xfer.session.layouts import Relay
 
 if TYPE_CHECKING:
@@ -44,8 +45,9 @@ class Planning:
             self.layouts.roll([held[i] for i in range(n)], [c.hello.host for c in clients], keep=2 * o.replicas + 2)
             for held, n, clients in sides
         ]
+        turn = relays.turn(rolls[1], o.replicas) if o.relay else replica.index
         self.hub.broadcast(domain, m.PlanInputs(
-            replica.index, replica.epoch, *rolls, o.replicas, o.drop, o.narrow, o.bucket_bytes, o.deadline_s
+            replica.index, replica.epoch, *rolls, turn, o.replicas, o.drop, o.narrow, o.bucket_bytes, o.deadline_s
         ))  # fmt: skip
         epoch = replica.epoch
         self.hub.at(replica.until, lambda: self._late(replica, epoch))
@@ -120,10 +122,11 @@ class Planning:
         replica.state, replica.pending = "linking", set(self.hub.domain(replica))
         replica.relink = replica.reopen = False
         self.hub.store.forget(f"r{replica.index}/")
-        self.hub.broadcast(
-            self.hub.domain(replica),
-            m.OpenLink(replica.index, replica.epoch, fresh, replica.size, self.hub.options.host_pull),
-        )
+        ahead, o = relays.before(self.hub, replica), self.hub.options
+        replica.before, replica.hands, replica.follows = relays.place(ahead), {}, set()
+        for c in self.hub.domain(replica):
+            hand = ahead.hands[c.hello.index] if ahead is not None and c.hello.role == "worker" else b""
+            c.send(m.OpenLink(replica.index, replica.epoch, fresh, replica.size, o.host_pull, o.relay, hand))
 
     def relink(self, replica: Replica, fresh: bool) -> None:
         """The plan stands: a new epoch with the same digest. `fresh`: the communicator of the last attempt is broken;
@@ -163,6 +166,9 @@ class Planning:
         if msg.epoch != replica.epoch or replica.state != "linking" or client not in replica.pending:
             return
         replica.pending.discard(client)
+        if client.hello.role == "worker" and self.hub.options.relay:
+            replica.hands[client.hello.index] = msg.hand
+            replica.follows |= {client.hello.index} if msg.follows else set()
         if not replica.pending:
             replica.state, replica.link_s = "ready", replica.stage()
             said = [c.hello for c in replica.workers.values()]
@@ -174,3 +180,12 @@ class Planning:
                 replica.controller.send(ready)
             if self.hub.attempt is not None:
                 self.hub.attempt.advance()
+            elif self.hub.options.relay:
+                self._line_up()
+
+    def _line_up(self) -> None:
+        """Between refits: who has joined before its turn finds its place now, not in the next refit."""
+        for r in self.hub.replicas.values():
+            ready = r.state == "ready" and not (r.stale or r.relink or r.reopen)
+            if ready and not relays.pending(self.hub, r) and r.before != relays.place(relays.before(self.hub, r)):
+                self.relink(r, fresh=False)

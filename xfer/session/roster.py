@@ -13,7 +13,7 @@ from xfer.errors import PeerLost, ProtocolError, XferError
 from xfer.session import messages as m
 from xfer.session.channel import Channel
 
-PROMPT = (m.Arm, m.Go, m.Drained, m.Commit, m.Settle, m.Outcome)
+PROMPT = (m.Arm, m.Go, m.Brought, m.Drained, m.Commit, m.Settle, m.Outcome)
 
 
 @dataclass(eq=False)
@@ -108,6 +108,9 @@ class Replica:
     stage_at: float = 0.0  # monotonic time from which the stage that runs counts
     unsettled: int = 0  # attempt after which its controller has not said yet what the engine serves
     stale: bool = False  # an inventory came after the plan was made: only a new plan may run
+    hands: dict[int, bytes] = field(default_factory=dict)  # worker -> what the next one in a row may read of it
+    before: tuple[int, int] | None = None  # the replica, and its epoch, that the routes were opened behind
+    follows: set[int] = field(default_factory=set)  # workers that do read from that one
 
     def stage(self) -> float:
         """Ends one stage and begins the next; seconds of the one that ends."""
@@ -145,6 +148,7 @@ class HubOptions:
     settings: tuple[tuple[str, str], ...] = ()  # must be equal in every hello that carries the same key
     route: str = "direct"
     host_pull: bool = False
+    relay: bool = False
 
 
 def told(o: HubOptions) -> tuple[tuple[str, str], ...]:
@@ -155,6 +159,7 @@ def told(o: HubOptions) -> tuple[tuple[str, str], ...]:
         ("bucket_bytes", str(o.bucket_bytes)),
         ("route", o.route),
         ("host_pull", str(o.host_pull)),
+        ("relay", str(o.relay)),
         ("drop", _short(o.drop)),
         ("narrow", _short(o.narrow)),
         ("fabric", f"one with digest {hashlib.blake2b(o.site, digest_size=6).hexdigest()}" if o.site else "none"),

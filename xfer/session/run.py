@@ -34,6 +34,7 @@ class Run:
     verified: bool = False
     readers: dict[int, m.Reader] = field(default_factory=dict)  # workers that may read trainers' storages
     drained: bool = False  # trainers were told that nobody does or will
+    brought: dict[int, int] = field(default_factory=dict)  # worker -> the last part that it has (rows of replicas)
 
     @property
     def over(self) -> bool:
@@ -75,7 +76,12 @@ def waiting_for(attempt: Attempt, run: Run) -> list[str]:
                     if p and p.attempt == attempt.number and p.replica == r.index
                     else ""
                 )
-                who.append(f"{c.label}: still moving{far}")
+                behind = (
+                    f", behind replica {r.before[0]}"
+                    if r.before and c.hello.index in r.follows and c.hello.role == "worker"
+                    else ""
+                )
+                who.append(f"{c.label}: still moving{far}{behind}")
     if run.state == "committing":
         who += [f"replica {r.index} worker {w}: installing" for w in range(r.size) if w not in run.committed]
     if run.state == "settling":

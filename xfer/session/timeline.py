@@ -10,9 +10,10 @@ from __future__ import annotations
 import json
 import logging
 import os
+import statistics
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,6 +91,39 @@ def read(folder: Path) -> Iterator[Moment]:
                     yield Moment(float(at), str(who), str(what), str(entry["host"]), int(entry["attempt"]))
             except (ValueError, KeyError, TypeError) as e:
                 raise XferError(f"{file.name}, line {number}, is no timeline: {type(e).__name__}: {e}") from None
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Typical:
+    """One moment over many refits: `at`, `least` and `most` seconds after the first moment of its refit on that host (median and
+    extremes), in `count` of them."""
+
+    at: float
+    who: str
+    what: str
+    least: float
+    most: float
+    count: int
+
+
+def typical(moments: Iterable[Moment], skip: int = 0) -> dict[str, list[Typical]]:
+    """All refits but the first `skip`, by host and in order. A moment that a refit has twice counts as two."""
+    found = list(moments)
+    wanted = sorted({x.attempt for x in found})[skip:]
+    out: dict[str, dict[tuple[str, str, int], list[float]]] = {}
+    for attempt in wanted:
+        for host, some in of_attempt(found, attempt).items():
+            seen: Counter[tuple[str, str]] = Counter()
+            for x in some:
+                after = out.setdefault(host, {}).setdefault((x.who, x.what, seen[x.who, x.what]), [])
+                after.append(x.at - some[0].at)
+                seen[x.who, x.what] += 1
+    return {
+        host: sorted(
+            Typical(statistics.median(s), who, what, min(s), max(s), len(s)) for (who, what, _), s in found.items()
+        )
+        for host, found in out.items()
+    }
 
 
 def of_attempt(moments: Iterable[Moment], attempt: int | None = None) -> dict[str, list[Moment]]:

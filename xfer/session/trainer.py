@@ -87,9 +87,10 @@ class TrainerSession:
         site: Site | None = None,
         route: str = "direct",
         host_pull: bool = False,
+        relay: bool = False,
     ):
         self.source, self.index, self.device = source, source.rank, source.device
-        self.deadline_s, self.replicas = deadline_s, replicas
+        self.deadline_s, self.replicas, self._relay = deadline_s, replicas, relay
         self.attempt, self.version = 0, ""
         self._cache = PlanCache(cache_dir) if cache_dir else None
         self._hub: Hub | None = None
@@ -115,6 +116,7 @@ class TrainerSession:
             site.to_bytes() if site is not None else b"",
             route=route,
             host_pull=host_pull,
+            relay=relay,
         )
         settings = (*told(options), *data_plane(self.device))
         if source.rank == 0:
@@ -421,6 +423,11 @@ class TrainerSession:
         lanes = [
             f"replica {r}\n{lane.explain()}" for r, lane in sorted(self._party.lanes.items()) if lane.plan is not None
         ]
+        if self._relay:
+            lanes.append(
+                "replicas of one layout stand in a row: what is pulled here, only the first of them pulls from trainers; "
+                "the others read it from the one before (`relay` in a report's routes)"
+            )
         return "\n\n".join(filter(None, [*lanes, computing.explain(self.layout, self._party.label)]))
 
     def settle(self) -> None:

@@ -209,7 +209,7 @@ class WorkerSession:
         self.model.engage_lock()  # on a stream that the transfer waits for; the device was idle when this worker armed
 
     def gate(self, go: m.Go, plan: Part, routed: Routed) -> EarlySums | None:
-        if not routed.in_parts:
+        if not routed.gated:
             self._early = None  # what it has summed came through other routes
         elif go.verify and (self._early is None or self._early[0] is not routed):
             rest = routed.program.rows

@@ -325,14 +325,15 @@ class Gate(Protocol):
 
     def after(self, wave: int, stream: torch.cuda.Stream) -> None: ...
 
+    def poll(self) -> None:
+        """Called again and again while a pull is waited for, and once when all of it is here."""
+
     def open(self) -> None:
         """The pull was stopped: lets go, from another stream, what `before` made wait."""
 
 
 class Pull:
     """Rows bound to mapped storages. Warm: `begin`/`finish` may be called any number of times by one thread."""
-
-    in_parts = True  # with a gate, one after the other
 
     def __init__(
         self,
@@ -341,10 +342,11 @@ class Pull:
         roots: Sequence[torch.Tensor],
         *,
         gate: Gate | None = None,
+        read_too: bool = False,
         **how,
     ):
-        """One launch; with a gate, one for each wave that has rows. how: `burst`, bytes of a sender's turn (kernels/tiles.py),
-        and what `TritonRows` takes."""
+        """One launch; with a gate, one for each wave that has rows. read_too: while it pulls, others read from this GPU. how:
+        `burst`, bytes of a sender's turn (kernels/tiles.py), and what `TritonRows` takes."""
         if unknown := {(int(r["src"]), int(r["src_root"])) for r in rows} - _known(mapping):
             raise RebindError(
                 f"{len(unknown)} storages are not mapped", [f"rank {a}, storage {b}" for a, b in sorted(unknown)]
@@ -359,7 +361,7 @@ class Pull:
         self._gate = gate
         self._waves = [0] if gate is None else sorted(set(rows["wave"].tolist()))
         parts = [rows] if gate is None else [rows[rows["wave"] == w] for w in self._waves]
-        self._bound = [self._bind(part, mapping, roots, **how) for part in parts]
+        self._bound = [self._bind(part, mapping, roots, read_too, **how) for part in parts]
         nbytes = row_wire_bytes(rows)
         self.by_sender = tuple((a, int(nbytes[rows["src"] == a].sum())) for a in sorted(set(rows["src"].tolist())))
         self._stream, self._event = torch.cuda.Stream(self.device), torch.cuda.Event()
@@ -380,7 +382,15 @@ class Pull:
                 kernels = partial(driver.Graph(self._stream, kernels).launch, self._stream)
         return partial(bound.copy, kernels)
 
-    def _bind(self, rows: np.ndarray, mapping: Mapping, roots: Sequence[torch.Tensor], burst: int = BURST_BYTES, **how):
+    def _bind(
+        self,
+        rows: np.ndarray,
+        mapping: Mapping,
+        roots: Sequence[torch.Tensor],
+        read_too: bool,
+        burst: int = BURST_BYTES,
+        **how,
+    ):
         from xfer.kernels.long_runs import PULLED, READ_TOO
         from xfer.kernels.triton_impl import TritonRows, multiprocessors
 
@@ -392,7 +402,7 @@ class Pull:
         here = frozenset(senders.index(a) for a in mapping.here if a in senders)
         if len(senders) > FEW_SENDERS and not here:
             how = {"programs": multiprocessors(mapping.device), **how}
-        rule = how.pop("copied", READ_TOO if here else PULLED)
+        rule = how.pop("copied", READ_TOO if here or read_too else PULLED)
         how["copied"] = replace(rule, most=rule.most // len(self._waves))  # all parts are launched at once
         turns = Turns(tuple(senders.index(a) for a, _ in known), mapping.rank, burst, here)
         sources = [mapping.roots[a][b] for a, b in known]
@@ -436,6 +446,8 @@ class Pull:
         PeerLost(drained=False) when even that did not happen: the senders' storages may still be read then.
         """
         while not self._event.query():
+            if self._gate is not None:
+                self._gate.poll()
             late = time.monotonic() > deadline
             if late or cancelled():
                 until = time.monotonic() + DRAIN_S
@@ -450,6 +462,8 @@ class Pull:
             time.sleep(0 if time.perf_counter() - self._launched < _EAGER_S else _POLL_S)
         if self._stopped:
             raise Aborted("the pull was stopped here", where=where)
+        if self._gate is not None:
+            self._gate.poll()
         torch.cuda.current_stream(self.device).wait_stream(self._stream)
         now = time.perf_counter()
         return PullStats(

@@ -14,7 +14,8 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache
 
 import msgspec
@@ -117,24 +118,24 @@ class Mapping(peer.Mapping):
 class Pull:
     """Rows bound to the addresses of both ends. Warm: `begin`/`finish` may be called any number of times by one thread."""
 
-    in_parts = False
-
-    def __init__(self, rows: np.ndarray, mapping: Mapping, roots: Sequence[torch.Tensor]):
-        self._stopped = False
+    def __init__(
+        self,
+        rows: np.ndarray,
+        mapping: Mapping,
+        roots: Sequence[torch.Tensor],
+        *,
+        gate: peer.Gate | None = None,
+        read_too: bool = False,  # makes no difference here
+    ):
+        self._stopped, self._gate = False, gate
         self._roots = roots  # held: their addresses are in the tables
-        self._calls: list[tuple[int, int, np.ndarray, np.ndarray, int]] = []
-        for sender in sorted(set(rows["src"].tolist())):
-            mine = rows[rows["src"] == sender]
-            known = mapping.roots.get(sender, {})
-            if unknown := sorted({*mine["src_root"].tolist()} - known.keys()):
-                raise RebindError(
-                    f"{len(unknown)} storages are not mapped", [f"rank {sender}, storage {i}" for i in unknown]
-                )
-            for local, remote, nbytes in _batches(mine, known, roots):
-                self._calls.append((sender, mapping.pids[sender], local, remote, nbytes))
+        self._parts: dict[int, list[_Call]] = {}  # by wave; one without a gate
+        for wave in sorted(set(rows["wave"].tolist())) if gate is not None else [0]:
+            part = rows if gate is None else rows[rows["wave"] == wave]
+            self._parts[wave] = [c for a in sorted(set(part["src"].tolist())) for c in _calls(part, a, mapping, roots)]
         nbytes = row_wire_bytes(rows)
         self.by_sender = tuple((a, int(nbytes[rows["src"] == a].sum())) for a in sorted(set(rows["src"].tolist())))
-        self.extra_bytes = sum(a.nbytes + b.nbytes for _, _, a, b, _ in self._calls)
+        self.extra_bytes = sum(c.local.nbytes + c.remote.nbytes for calls in self._parts.values() for c in calls)
 
     def begin(self) -> None:
         self._stopped = False
@@ -147,21 +148,45 @@ class Pull:
         """Reads everything. DeadlineExceeded, Aborted; PeerLost when a sender's memory is gone. Nothing is read any more
         when it returns or raises."""
         began = time.perf_counter()
-        for sender, pid, local, remote, nbytes in self._calls:
-            if time.monotonic() > deadline:
-                raise DeadlineExceeded("the deadline passed while bytes were pulled", where=where)
-            if self._stopped or cancelled():
-                raise Aborted("the pull was cancelled", where=where)
-            try:
-                _read(pid, local, remote, nbytes)
-            except OSError as e:
-                raise PeerLost(
-                    "memory that was offered cannot be read any more",
-                    [f"rank {sender} (pid {pid}): {e.strerror}"],
-                    where=where,
-                ) from None
+        for wave, calls in self._parts.items():
+            if self._gate is not None:
+                self._gate.before(wave, None)
+            for c in calls:
+                if time.monotonic() > deadline:
+                    raise DeadlineExceeded("the deadline passed while bytes were pulled", where=where)
+                if self._stopped or cancelled():
+                    raise Aborted("the pull was cancelled", where=where)
+                try:
+                    _read(c.pid, c.local, c.remote, c.nbytes)
+                except OSError as e:
+                    raise PeerLost(
+                        "memory that was offered cannot be read any more",
+                        [f"rank {c.sender} (pid {c.pid}): {e.strerror}"],
+                        where=where,
+                    ) from None
+            if self._gate is not None:
+                self._gate.after(wave, None)
         seconds = time.perf_counter() - began
         return PullStats(sum(n for _, n in self.by_sender), self.by_sender, seconds, seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """One call into the kernel; iovecs are (address, bytes), int64 [n, 2]."""
+
+    sender: int
+    pid: int
+    local: np.ndarray
+    remote: np.ndarray
+    nbytes: int
+
+
+def _calls(rows: np.ndarray, sender: int, mapping: Mapping, roots: Sequence[torch.Tensor]) -> Iterator[_Call]:
+    mine, known = rows[rows["src"] == sender], mapping.roots.get(sender, {})
+    if unknown := sorted({*mine["src_root"].tolist()} - known.keys()):
+        raise RebindError(f"{len(unknown)} storages are not mapped", [f"rank {sender}, storage {i}" for i in unknown])
+    for local, remote, nbytes in _batches(mine, known, roots):
+        yield _Call(sender, mapping.pids[sender], local, remote, nbytes)
 
 
 def _batches(rows: np.ndarray, known: dict[int, tuple[int, int]], roots: Sequence[torch.Tensor]):

@@ -85,6 +85,9 @@ class Relay:
         if self._next is not None:
             driver.stream_write(stream, self._next, self._number(wave - self._place))
 
+    def poll(self) -> None:
+        pass
+
     def open(self) -> None:
         self.word.view(torch.int32).copy_(self._free, non_blocking=True)
 

@@ -23,6 +23,7 @@ from xfer.plan.program import Op, Program, row_wire_bytes
 from xfer.transport import peer, peer_host
 from xfer.transport.group import Link, open_group
 from xfer.transport.p2p import P2P, TransferStats
+from xfer.transport.relay_place import Place
 
 Exchange = Callable[[bytes, Iterable[int]], dict[int, bytes]]
 """Gives this rank's bytes to whoever asks for them, and brings those of the ranks named. All ranks call it in the same
@@ -85,8 +86,7 @@ def any_rank(yes: bool, rank: int, size: int, exchange: Exchange) -> bool:
 
 
 class PeerKind(Protocol):
-    """How ranks read each other's storages: the classes of peer.py, or a test's double with the same calls. `Pull.in_parts`:
-    whether it takes a gate."""
+    """How ranks read each other's storages: the classes of peer.py, or a test's double with the same calls."""
 
     Export: type
     Mapping: type
@@ -137,7 +137,7 @@ class EarlyGate(peer.Gate, Protocol):
 
 class Routed:
     """Runs a program over both routes. Same calls as `P2P`; `report` says what went which way, `plan` what will. `pulled`: rows
-    that this rank pulls."""
+    that this rank pulls. `place`: in a row of replicas, where it has one; its gate has to be told of each run first."""
 
     def __init__(
         self,
@@ -149,9 +149,10 @@ class Routed:
         plan: RoutePlan,
         pulled: np.ndarray,
         roots: Sequence[torch.Tensor],
+        place: Place | None = None,
     ):
         self.link, self.p2p, self.pull, self.mapping, self.export, self.plan = link, p2p, pull, mapping, export, plan
-        self.pulled, self._roots = pulled, roots
+        self.pulled, self._roots, self.place = pulled, roots, place
         self.extra_bytes = p2p.extra_bytes + (pull.extra_bytes if pull else 0)
         self.report = RouteReport(0, 0.0, 0, 0.0)
         self._gated: tuple[Any, Any] = None, None  # a gate, and the pull that was bound for it
@@ -165,14 +166,15 @@ class Routed:
         return self.p2p.program
 
     @property
-    def in_parts(self) -> bool:
-        """Whether this rank pulls, and can do so in parts."""
-        return self.pull is not None and self.pull.in_parts
+    def gated(self) -> bool:
+        """Whether a gate may be given to `run`: this rank pulls, and not at the gate of its place in a row."""
+        return self.pull is not None and self.place is None
 
     def stale(self) -> list[str]:
         """Storages of this rank that others have mapped and that lie elsewhere now, or are new memory at the old
         address: one line each. Then all ranks must open their routes again."""
-        return self.export.stale() if self.export is not None and self.plan.pulled_out else []
+        out = self.export.stale() if self.export is not None and self.plan.pulled_out else []
+        return out + self.place.stale() if self.place is not None else out
 
     def stop(self) -> None:
         """From another thread, beside `link.abort()`: ends a pull."""
@@ -252,6 +254,8 @@ class Routed:
         self.closed, self.pull, self._running, self._gated = True, None, None, (None, None)
         if self.drained:  # else unmapping would wait for the kernel that does not leave
             self.mapping.close()
+            if self.place is not None:
+                self.place.close()
 
 
 def open_link(
@@ -289,11 +293,39 @@ class Ways:
     plan: RoutePlan
     wired: bool
 
-    def over(self, link: Link, roots: Sequence[torch.Tensor], *, src_roots=None, **p2p_options: int) -> Routed:
+    def over(
+        self,
+        link: Link,
+        roots: Sequence[torch.Tensor],
+        *,
+        src_roots=None,
+        place: Place | None = None,
+        **p2p_options: int,
+    ) -> Routed:
         """Binds both routes. Collective when p2p has new pairs to connect."""
-        pull = PEERS[link.device.type].Pull(self.pulled, self.mapping, roots) if len(self.pulled) else None
+        pull = None
+        if len(self.pulled):
+            pull = (
+                PEERS[link.device.type].Pull(self.pulled, self.mapping, roots)
+                if place is None
+                else place.pull(self.mapping)
+            )
         p2p = P2P(link, self.rest, roots, src_roots=src_roots, **p2p_options)
-        return Routed(link, p2p, pull, self.mapping, self.export, self.plan, self.pulled, roots)
+        return Routed(link, p2p, pull, self.mapping, self.export, self.plan, self.pulled, roots, place)
+
+    def place(
+        self,
+        roots: Sequence[torch.Tensor],
+        outside: int,
+        device: torch.device,
+        before: bytes,
+        say: Callable[[int, int], None],
+    ) -> Place | None:
+        """This worker's place in a row of replicas (relay_place.py), for `over`. None where ranks cannot read each other's storages."""
+        kind = PEERS.get(device.type) if self.export is not None or len(self.pulled) else None
+        return (
+            Place(kind, self.pulled, roots, self.rest.rank, outside, device, before, say) if kind is not None else None
+        )
 
 
 def find_ways(

@@ -1,0 +1,118 @@
+"""The gate between two replicas of a row: no part is let in before the one before has it, and each is told once it is here."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from xfer.errors import DeadlineExceeded
+from xfer.transport.group import Aborted
+from xfer.transport.relay_place import Steps
+
+
+def gate(
+    follows: bool = True, say=lambda run, part: None, run: int = 1, seconds: float = 10.0, cancelled=lambda: False
+):
+    steps = Steps(follows, say)
+    steps.begin(run, time.monotonic() + seconds, cancelled, True)
+    return steps
+
+
+@settings(deadline=None, max_examples=30)
+@given(parts=st.integers(1, 6), length=st.integers(1, 5), seed=st.randoms(use_true_random=False))
+def test_a_part_is_read_only_when_the_one_before_has_it(parts, length, seed):
+    """A row of threads, each at its own pace, in two refits one after the other."""
+    has = [[0] * length for _ in range(2)]
+    wrong: list[tuple[int, int]] = []
+    row: list[Steps] = []
+
+    def said(j):
+        return lambda run, part: row[j + 1].there(run, part) if j + 1 < length else None
+
+    row += [Steps(j > 0, said(j)) for j in range(length)]
+    naps = [[seed.random() * 2e-3 for _ in range(parts)] for _ in range(length)]
+
+    def pull(j, run):
+        row[j].begin(run, time.monotonic() + 20, lambda: False, True)
+        for part in range(parts):
+            row[j].before(part, None)
+            if j and has[run - 1][j - 1] <= part:
+                wrong.append((j, part))
+            time.sleep(naps[j][part])
+            has[run - 1][j] = part + 1
+            row[j].after(part, None)
+
+    for run in (1, 2):
+        threads = [threading.Thread(target=pull, args=(j, run), daemon=True) for j in range(length)]
+        for t in reversed(threads):  # who follows is there first
+            t.start()
+        for t in threads:
+            t.join(30)
+        assert not wrong and has[run - 1] == [parts] * length
+
+
+def test_what_was_said_of_another_refit_lets_nobody_in():
+    steps = gate(run=5, seconds=0.05)
+    steps.there(4, 9)
+    with pytest.raises(DeadlineExceeded, match="part 1 did not come"):
+        steps.before(0, None)
+    steps.there(6, 0)  # it overwrites what is wanted here
+    with pytest.raises(Aborted, match="at a later refit"):
+        steps.before(0, None)
+
+
+def test_a_wait_ends_when_the_pull_is_cancelled():
+    over = threading.Event()
+    steps = gate(cancelled=over.is_set)
+    threading.Timer(0.05, over.set).start()
+    with pytest.raises(Aborted):
+        steps.before(0, None)
+
+
+def test_the_first_of_a_row_waits_for_nobody_and_says_nothing_when_nobody_listens():
+    said = []
+    steps = Steps(False, lambda run, part: said.append(part))
+    for tells, want in ((False, []), (True, [0, 1])):
+        steps.begin(1, 0.0, lambda: False, tells)
+        for part in (0, 1):
+            steps.before(part, None)
+            steps.after(part, None)
+        assert said == want
+
+
+class Later:
+    """An event of a device: over when the test says so."""
+
+    def __init__(self):
+        self.over = False
+
+    def record(self, stream):
+        self.over = False
+
+    def query(self):
+        return self.over
+
+
+def test_parts_on_a_device_are_said_when_they_are_there_in_order(monkeypatch):
+    monkeypatch.setattr("torch.cuda.Event", Later)
+    said = []
+    steps = gate(False, lambda run, part: said.append((run, part)), run=3)
+    for part in range(4):
+        steps.after(part, object())
+    steps.poll()
+    assert said == []
+    steps._events[1].over = True  # the one before it is not: nothing can be said yet
+    steps.poll()
+    assert said == []
+    steps._events[0].over = True
+    steps.poll()
+    assert said == [(3, 1)]
+    for part in (2, 3):
+        steps._events[part].over = True
+    steps.poll()
+    steps.poll()
+    assert said == [(3, 1), (3, 3)]

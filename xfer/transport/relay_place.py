@@ -1,0 +1,178 @@
+"""A worker's place in a row of replicas of one layout: the first pulls from the trainers, each other one from the worker before
+it, part after part, as it hears that a part is there.
+
+Who hears what from whom is the session's (session/relays.py); here are the storages that a worker lets the next one read, what it
+has mapped of the one before, and the gate at which its pull waits for parts. Hosts stand between two parts, not words in each
+other's memory: the news of a part takes some 0.3 ms, and once in a refit, for the part before is still being pulled
+when it comes. So nothing on a device ever waits for another process, and what this works with is whatever a pull works with.
+Not here: which row is in which part (plan/relay.py); relays without a session, by words on the device (relay.py).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from xfer.errors import DeadlineExceeded, ProtocolError
+from xfer.plan.program import row_wire_bytes
+from xfer.plan.relay import handed_on, in_parts
+from xfer.transport import peer
+from xfer.transport.group import Aborted
+
+PART_BYTES, MOST_PARTS = 256 << 20, 64
+"""Of what a worker pulls. With p parts the last of k replicas has everything (p + k - 1) / p times as late as the first; a part
+should take longer than the news of it."""
+_POLL_S, _WAIT_S = 100e-6, 5e-3
+"""Between two looks at parts that are on their way to the device, and where none is: news of a part wakes at once."""
+
+
+class Hand(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    """What a worker lets the next one read. `rows`: digest of the rows and parts that it pulls; `offer`: a `peer.Offer`."""
+
+    rows: bytes
+    offer: bytes
+
+
+_decoder = msgspec.msgpack.Decoder(Hand)
+
+
+class Steps:
+    """The gate (`peer.Gate`) of a pull in a row. say(run, part): all parts up to this one are here."""
+
+    def __init__(self, follows: bool, say: Callable[[int, int], None]):
+        self.follows, self._say = follows, say
+        self._news = threading.Condition()
+        self._there = (0, -1)  # what the one before has said: run, part
+        self._coming: deque[tuple[int, torch.cuda.Event]] = deque()
+        self._events: dict[int, torch.cuda.Event] = {}
+        self._run, self._until, self._tells = 0, 0.0, False
+        self._cancelled: Callable[[], bool] = lambda: False
+
+    def there(self, run: int, part: int) -> None:
+        """From any thread: the one before has all parts up to this one."""
+        with self._news:
+            self._there = max(self._there, (run, part))
+            self._news.notify_all()
+
+    def begin(self, run: int, until: float, cancelled: Callable[[], bool], tells: bool) -> None:
+        """Before each pull. until: monotonic. tells: whether somebody wants to hear of parts."""
+        self._run, self._until, self._cancelled, self._tells = run, until, cancelled, tells
+        self._coming.clear()
+
+    # ---- the gate
+
+    def before(self, wave: int, stream: Any) -> None:
+        """Waits until the one before has this part. Aborted, DeadlineExceeded."""
+        while self.follows:
+            with self._news:
+                run, part = self._there
+                if run == self._run and part >= wave:
+                    return
+                if run > self._run:
+                    raise Aborted("the replica that this one takes its weights from is at a later refit")
+                self._news.wait(_POLL_S if self._coming else _WAIT_S)
+            self.poll()
+            if self._cancelled():
+                raise Aborted("the pull was cancelled")
+            if time.monotonic() > self._until:
+                raise DeadlineExceeded(f"part {wave + 1} did not come from the replica before this one")
+
+    def after(self, wave: int, stream: Any) -> None:
+        """stream None: the part is here. Else it is when what was given to the stream has been done."""
+        if not self._tells:
+            return
+        if stream is None:
+            return self._say(self._run, wave)
+        event = self._events.setdefault(wave, torch.cuda.Event())
+        event.record(stream)
+        self._coming.append((wave, event))
+
+    def poll(self) -> None:
+        last = -1
+        while self._coming and self._coming[0][1].query():
+            last = self._coming.popleft()[0]
+        if last >= 0:
+            self._say(self._run, last)
+
+    def open(self) -> None:
+        with self._news:
+            self._news.notify_all()
+
+
+class Place:
+    """Made each time that routes are opened; closed with them.
+
+    pulled: rows that this worker pulls from trainers (dtype ROW). outside: a rank number that nobody of the domain has, the same in
+    all replicas of the row. before: `hand()` of the worker before this one, empty for the first. `follows`: this worker takes
+    its parts from that one; if not, from the trainers, and `why` says what is in the way of it.
+    """
+
+    def __init__(
+        self,
+        kind: Any,
+        pulled: np.ndarray,
+        roots: Sequence[torch.Tensor],
+        rank: int,
+        outside: int,
+        device: torch.device,
+        before: bytes,
+        say: Callable[[int, int], None],
+    ):
+        self._kind, self._roots = kind, roots
+        rows = in_parts(pulled, max(1, min(MOST_PARTS, int(row_wire_bytes(pulled).sum()) // PART_BYTES)))
+        self._digest = hashlib.blake2b(rows.tobytes(), digest_size=16).digest()
+        written = set(rows["dst_root"].tolist())
+        none = torch.empty(0, dtype=torch.uint8, device=device)
+        self._export = kind.Export(outside, [t if i in written else none for i, t in enumerate(roots)], device)
+        self.mapping, self.why = kind.Mapping(rank, device), ""
+        if before and len(rows):
+            try:
+                self._map(before, outside, sorted(written))
+            except BaseException:
+                self.close()
+                raise
+        self.follows = bool(before and len(rows) and not self.why)
+        self.rows = handed_on(rows, outside) if self.follows else rows
+        self.steps = Steps(self.follows, say)
+
+    def hand(self) -> bytes:
+        return msgspec.msgpack.encode(Hand(self._digest, self._export.to_bytes()))
+
+    def pull(self, mapping: Any) -> Any:
+        """The bound pull, from the worker before this one, else through `mapping` from the trainers."""
+        return self._kind.Pull(
+            self.rows, self.mapping if self.follows else mapping, self._roots, gate=self.steps, read_too=True
+        )
+
+    def stale(self) -> list[str]:
+        """As `peer.Export.stale`."""
+        return self._export.stale()
+
+    def close(self) -> None:
+        """Unmaps the worker before this one."""
+        self.mapping.close()
+
+    def _map(self, before: bytes, outside: int, wanted: Sequence[int]) -> None:
+        try:
+            hand = _decoder.decode(before)
+        except msgspec.MsgspecError as e:
+            raise ProtocolError(f"what the worker before this one offers cannot be read: {e}") from None
+        if hand.rows != self._digest:
+            self.why = "it pulls other rows from the trainers than the worker before it"
+            return
+        try:
+            self.mapping.open(hand.offer, outside, wanted)
+        except peer.driver.DriverError as e:
+            self.why = str(e)
+            return
+        if len(self.mapping.roots.get(outside, ())) < len(wanted):
+            self.why = self.mapping.why(outside) or "not all of its storages can be mapped"
+            self.mapping.close()
