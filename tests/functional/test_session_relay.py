@@ -15,6 +15,7 @@ import pytest
 from tests.support import cpu_peer
 from tests.support.world import TOKEN, ToyEngine, World
 from xfer.errors import DeadlineExceeded, RefitFailed, XferError
+from xfer.session import relays
 from xfer.session.controller import Controller
 from xfer.transport import peer_host, relay_place, routes
 
@@ -76,17 +77,44 @@ def test_each_byte_leaves_the_trainers_once(shape):
         assert order(w) == [None, *range(replicas - 1)]
 
 
-def test_the_row_is_there_before_the_first_refit():
+def test_routes_of_a_row_are_opened_once():
     with row_of(3) as w:
-        hub = w.sessions[0]._hub
-        until = time.monotonic() + 10
-        while order(w) != [None, 0, 1] or any(r.state != "ready" for r in hub.replicas.values()):
-            assert time.monotonic() < until, order(w)
-            time.sleep(0.01)
-        opened = [r.epoch for r in hub.replicas.values()]
         good(w.refit(1))
+        hub = w.sessions[0]._hub
+        opened = [r.epoch for r in hub.replicas.values()]
+        assert order(w) == [None, 0, 1]
+        good(w.refit(2))
         assert [r.epoch for r in hub.replicas.values()] == opened
-        right(w, 1)
+        right(w, 2)
+
+
+LARGE = {"layers.0.w": (512, 24), "embed": (36, 8), "norm": (12,)}
+"""Rows long enough to be cut into parts."""
+
+
+def test_parts_are_handed_on_as_they_come(monkeypatch):
+    """Also in a refit in which those that follow open their routes anew: what has come until then is told them then."""
+    monkeypatch.setattr(relay_place, "PART_BYTES", 2048)
+    with row_of(3, workers=1, shapes=LARGE) as w:
+        good(w.refit(1))
+        heard, said = {1: [], 2: []}, []
+        for i, some in heard.items():
+            lane = w.engines[i].sessions[0]._lane_
+            monkeypatch.setattr(
+                lane, "brought", lambda message, f=lane.brought, some=some: (some.append(message.part), f(message))
+            )
+        good(w.refit(2))
+        right(w, 2)
+        for some in heard.values():
+            assert some == [*range(len(some) - 1), relays.ALL_PARTS] and len(some) > 8, some
+        parts, lane = heard[1][:-1], w.engines[0].sessions[0]._lane_
+        monkeypatch.setattr(
+            lane, "_say_brought", lambda run, part, f=lane._say_brought: (said.append(part), f(run, part))
+        )
+        w.sessions[0].release()
+        good(w.refit(3))
+        right(w, 3)
+        assert said == parts
 
 
 def test_replicas_of_another_layout_stand_in_rows_of_their_own():
@@ -166,6 +194,8 @@ def test_trainers_may_step_when_the_first_of_the_row_has_everything(holds):
         w.sources[0].set(9)
         let.set()
         good(results[0])
+        w.sessions[0].settle()
+        right(w, 2)
         good(w.refit(3))
         right(w, 3)
 
@@ -228,6 +258,64 @@ def test_who_fails_before_bytes_move_holds_up_nobody():
         good(w.refit(3))
         right(w, 3)
         assert order(w) == [None, 0, 1]
+
+
+def test_who_does_not_arm_is_gone_around(monkeypatch):
+    """Its engine takes its time to pause; those behind it take their weights elsewhere, and it follows when it can."""
+    monkeypatch.setattr(relays, "TOGETHER_S", 0.3)
+    with row_of(3, workers=1) as w:
+        good(w.refit(1))
+        pause, let = w.engines[1].pause, threading.Event()
+        w.engines[1].pause = lambda timeout: (let.wait(10), pause(timeout))
+        results = []
+        run = threading.Thread(target=lambda: results.append(w.refit(2)))
+        run.start()
+        until = time.monotonic() + 8
+        while w.engines[2].takers[0].wrong(2):
+            assert time.monotonic() < until, "a replica waits for one that does not arm"
+            time.sleep(0.01)
+        assert not let.is_set() and order(w)[2] == 0
+        let.set()
+        run.join(20)
+        report = good(results[0])
+        right(w, 2)
+        assert [set(x) for x in ways(report)] == [{"peer"}, {"relay"}, {"relay"}]
+        w.engines[1].pause = pause
+        good(w.refit(3))
+        right(w, 3)
+        assert order(w) == [None, 0, 1]
+
+
+def test_an_engine_that_comes_new_into_a_refit_hands_on_nothing(monkeypatch):
+    """The one before it had committed in this refit, died, and came back with other weights, before the next one armed."""
+    with row_of(2, workers=1) as w:
+        good(w.refit(1))
+        pause, let = w.engines[1].pause, threading.Event()
+        w.engines[1].pause = lambda timeout: (let.wait(20), pause(timeout))
+        results = []
+        run = threading.Thread(target=lambda: results.append(w.refit(2, verify=False, min_replicas=1)))
+        run.start()
+        attempt = until_true(lambda: w.sessions[0]._hub.attempt)
+        until_true(lambda: attempt.runs[0].over)
+        assert attempt.runs[0].error is None
+        lose(w, 0)
+        until_true(lambda: w.sessions[0]._hub.replicas[0].state == "lost")
+        w.engines[0] = ToyEngine(1)
+        w.controllers[0] = Controller(w.engines[0], w.rendezvous, TOKEN, replica=0, deadline_s=w.deadline_s)
+        until_true(lambda: w.sessions[0]._hub.replicas[0].state == "ready")
+        let.set()
+        run.join(20)
+        report = good(results[0])
+        assert set(ways(report)[1]) == {"peer"}
+        right(w, 2, [1])
+
+
+def until_true(condition, seconds: float = 10.0):
+    until = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < until
+        time.sleep(0.005)
+    return found
 
 
 @pytest.mark.parametrize("hears", [True, False])

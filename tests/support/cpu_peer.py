@@ -90,6 +90,7 @@ REFUSED: set[tuple[int, int]] = set()
 class Pull:
     def __init__(self, rows, mapping, roots, gate=None, read_too=False):
         self.mapping, self.rows, self._gate, self._broke = mapping, rows, gate, None
+        self._thread, self._done = None, False
         known = sorted((a, b) for a, some in mapping.roots.items() for b in some)
         number = {pair: i for i, pair in enumerate(known)}
         rows = rows.copy()
@@ -127,9 +128,11 @@ class Pull:
 
     def stop(self) -> None:
         self._stopped = True
+        if self._gate is not None:
+            self._gate.open()
 
     def finish(self, deadline, cancelled=lambda: False, where=""):
-        while self._thread.is_alive():
+        while self._thread is not None and self._thread.is_alive():
             late = time.monotonic() > deadline
             if late or cancelled():
                 self.stop()

@@ -71,6 +71,10 @@ def test_a_wait_ends_when_the_pull_is_cancelled():
     threading.Timer(0.05, over.set).start()
     with pytest.raises(Aborted):
         steps.before(0, None)
+    steps = gate()
+    threading.Timer(0.05, steps.open).start()
+    with pytest.raises(Aborted):
+        steps.before(0, None)
 
 
 def test_the_first_of_a_row_waits_for_nobody_and_says_nothing_when_nobody_listens():
@@ -114,5 +118,10 @@ def test_parts_on_a_device_are_said_when_they_are_there_in_order(monkeypatch):
     for part in (2, 3):
         steps._events[part].over = True
     steps.poll()
+    steps.poll()
+    assert said == [(3, 1), (3, 3)]
+    steps.after(4, object())
+    steps.open()
+    steps._events[4].over = True  # its kernels left because they were told to
     steps.poll()
     assert said == [(3, 1), (3, 3)]

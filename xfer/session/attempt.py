@@ -183,8 +183,8 @@ class Attempt:
             if r.stale:
                 if r.complete and len(self.hub.trainer_inventories) == self.hub.options.trainers:
                     self.hub.planning.plan(r)
-            elif relays.pending(self.hub, r):
-                pass
+            elif relays.held_up_by(self, run) is not None:
+                relays.look_again(self, run)
             elif r.relink or r.reopen:
                 self.hub.planning.relink(r, fresh=r.relink)
             elif r.state == "ready" and r.before != relays.place(relays.before(self.hub, r)):
@@ -197,18 +197,17 @@ class Attempt:
         for run in able:
             r = run.replica
             if not relays.may_begin(self, run):
+                relays.look_again(self, run)
                 continue
             run.readers = {
                 i: m.Reader(c.label, c.hello.host, c.hello.pid) for i, c in r.workers.items() if i not in r.follows
             }
-            run.state = "moving"
+            run.state, run.epoch = "moving", r.epoch
             left = max(1.0, self.until - time.monotonic())
             # Workers first, the trainer in this process last: its threads would take the interpreter from the hub.
             self.hub.broadcast(
                 reversed(self.hub.domain(r)),
-                m.Go(
-                    r.index, self.number, r.epoch, self.version, self.verify, left, together, relays.is_read(self, run)
-                ),
+                m.Go(r.index, self.number, r.epoch, self.version, self.verify, left, together, relays.tells(self, run)),
             )
             mark(HUB, f"replica {r.index}: go was sent")
             relays.began(self, run)

@@ -344,8 +344,8 @@ class Lane:
         self._check()  # a cancel that came meanwhile has seen no routes to stop
 
     def _do_close_routes(self) -> None:
-        old = self._close_routes()
-        if old is None or old.drained:
+        if self.drained:  # else what it reads stays mapped, and nobody is told otherwise
+            self._close_routes()
             self.party.send(m.RoutesClosed(self.replica))
 
     def _close_routes(self) -> routes.Routed | None:

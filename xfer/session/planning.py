@@ -148,11 +148,15 @@ class Planning:
         self._releasing.add(client)
         for r in self.hub.replicas.values():
             if r.state == "ready" and not r.reopen:
-                r.reopen = True
-                readers = self.hub.domain(r) if self.hub.options.route == "packed" else list(r.workers.values())
-                self._closing |= set(readers)
-                self.hub.broadcast(readers, m.CloseRoutes(r.index))
+                self.unmap(r)
         self.closed(None)
+
+    def unmap(self, r: Replica) -> None:
+        """Whoever of this replica reads others' memory closes its routes; the next refit opens them again."""
+        r.reopen = True
+        readers = self.hub.domain(r) if self.hub.options.route == "packed" else list(r.workers.values())
+        self._closing |= set(readers)
+        self.hub.broadcast(readers, m.CloseRoutes(r.index))
 
     def closed(self, client: Client | None) -> None:
         """This one has unmapped, or is gone."""
@@ -180,12 +184,3 @@ class Planning:
                 replica.controller.send(ready)
             if self.hub.attempt is not None:
                 self.hub.attempt.advance()
-            elif self.hub.options.relay:
-                self._line_up()
-
-    def _line_up(self) -> None:
-        """Between refits: who has joined before its turn finds its place now, not in the next refit."""
-        for r in self.hub.replicas.values():
-            ready = r.state == "ready" and not (r.stale or r.relink or r.reopen)
-            if ready and not relays.pending(self.hub, r) and r.before != relays.place(relays.before(self.hub, r)):
-                self.relink(r, fresh=False)

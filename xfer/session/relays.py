@@ -2,19 +2,23 @@
 
 With `connect(relay=True)` replicas whose plans are equal stand in a row, by their numbers: the first pulls from the trainers,
 each other one from the one before it, worker by worker, so that each byte leaves the trainers once. A replica still has a plan, an
-attempt and a decision of its own. What ties it to the one before: it cannot begin before that one may, and while it
-moves it falls with it. Before that it goes on behind another one, or by itself. A worker that cannot read from the one
-before it reads from the trainers, and is tied to nobody.
+attempt and a decision of its own. What ties it to the one before: it begins when that one has, unless that takes longer than
+`TOGETHER_S`, and while it moves it falls with it. Before that it goes on behind another one, or by itself. A worker that cannot
+read from the one before it reads from the trainers, and is tied to nobody.
 
+The row is as it is at each refit: routes of a replica that is to stand behind another one than last time are opened anew then.
 Runs on the hub's brain thread. Not here: how bytes are handed on (transport/relay_place.py).
 """
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from xfer.errors import PeerLost, XferError
 from xfer.session import messages as m
+from xfer.session.bounds import TOGETHER_S
 
 if TYPE_CHECKING:
     from xfer.session.attempt import Attempt
@@ -31,24 +35,12 @@ def turn(roll: bytes, replicas: int) -> int:
     return int(roll, 16) % replicas
 
 
-def pending(hub: Hub, replica: Replica) -> bool:
-    """Whether a replica of a lower number is about to open its routes anew: whoever stands behind it waits for that."""
-    if not hub.options.relay:
-        return False
-    runs = hub.attempt.runs if hub.attempt is not None else {}
-    return any(
-        r.state in ("planning", "linking") or r.state == "ready" and (r.stale or r.relink or r.reopen)
-        for r in _earlier(hub, replica)
-        if r.index not in runs or runs[r.index].state == "arming"  # else not in this attempt
-    )
-
-
 def before(hub: Hub, replica: Replica) -> Replica | None:
     """Whom this replica is to stand behind, as things are: the nearest of a lower number with an equal plan and open routes."""
     if not hub.options.relay:
         return None
-    for r in reversed(_earlier(hub, replica)):
-        if r.state == "ready" and r.digest == replica.digest and len(r.hands) == r.size == replica.size:
+    for r in _earlier(hub, replica):
+        if r.state == "ready" and not _reopens(r) and r.digest == replica.digest and len(r.hands) == r.size:
             return r
     return None
 
@@ -58,17 +50,40 @@ def place(replica: Replica | None) -> tuple[int, int] | None:
     return (replica.index, replica.epoch) if replica is not None else None
 
 
-def _earlier(hub: Hub, replica: Replica) -> list[Replica]:
-    """Replicas of lower numbers that have not failed in this attempt."""
-    runs = hub.attempt.runs if hub.attempt is not None else {}
-    return [
-        r
-        for i, r in sorted(hub.replicas.items())
-        if i < replica.index and r.controller is not None and (i not in runs or runs[i].error is None)
-    ]
+def _reopens(r: Replica) -> bool:
+    return r.stale or r.relink or r.reopen
+
+
+def _earlier(hub: Hub, replica: Replica) -> Iterator[Replica]:
+    """Replicas of lower numbers, the nearest first, that can still be stood behind: in an attempt, those that hold its version,
+    or are about to without having been waited for too long."""
+    attempt = hub.attempt
+    for i, r in sorted(hub.replicas.items(), reverse=True):
+        if i >= replica.index or r.controller is None:
+            continue
+        if attempt is not None and i in attempt.runs and replica.index in attempt.runs:
+            run, behind = attempt.runs[i], attempt.runs[replica.index]
+            if run.error is not None:
+                continue
+            if run.state == "arming" and (r.unsettled or _waited(attempt, behind) >= TOGETHER_S):
+                continue
+            if run.state != "arming" and run.epoch != r.epoch:  # another engine by now, which was not refitted
+                continue
+        yield r
 
 
 # ---- in an attempt
+
+
+def held_up_by(attempt: Attempt, run: Run) -> Run | None:
+    """The one whose turn it is, where this one may not open its routes yet (it might stand behind that one), or not begin."""
+    if not attempt.hub.options.relay:
+        return None
+    for r in _earlier(attempt.hub, run.replica):
+        other = attempt.runs[r.index]  # else not in this attempt
+        if other.state == "arming" and (r.state in ("planning", "linking") or r.state == "ready" and _reopens(r)):
+            return other
+    return None
 
 
 def may_begin(attempt: Attempt, run: Run) -> bool:
@@ -76,9 +91,37 @@ def may_begin(attempt: Attempt, run: Run) -> bool:
     return not run.replica.follows or attempt.runs[run.replica.before[0]].state != "arming"
 
 
-def is_read(attempt: Attempt, run: Run) -> bool:
-    """Whether some replica reads from this one in this attempt."""
-    return any(_behind(run, other) for other in attempt.runs.values())
+def ahead(attempt: Attempt, run: Run) -> Run | None:
+    """For telling: the one that keeps this one, all of whose workers are armed, from beginning."""
+    if len(run.armed) < run.replica.size or not attempt.hub.options.relay:
+        return None
+    if not may_begin(attempt, run):
+        return attempt.runs[run.replica.before[0]]
+    return held_up_by(attempt, run)
+
+
+def look_again(attempt: Attempt, run: Run) -> None:
+    """This one waits for another: not for ever."""
+    if not run.waits and _waited(attempt, run) < TOGETHER_S:
+        run.waits = True
+        attempt.hub.at(
+            max(attempt.ready_at, run.armed_at) + TOGETHER_S,
+            lambda: attempt.hub.attempt is attempt and attempt.advance(),
+        )
+
+
+def _waited(attempt: Attempt, run: Run) -> float:
+    """Seconds since this replica could have begun by itself."""
+    ready = attempt.ready_at and run.armed_at
+    return time.monotonic() - max(attempt.ready_at, run.armed_at) if ready else 0.0
+
+
+def tells(attempt: Attempt, run: Run) -> bool:
+    """Whether some replica reads from this one in this attempt, or may yet."""
+    r = run.replica
+    return attempt.hub.options.relay and any(
+        i > r.index and other.error is None and other.replica.digest == r.digest for i, other in attempt.runs.items()
+    )
 
 
 def began(attempt: Attempt, run: Run) -> None:
@@ -112,9 +155,8 @@ def fallen(attempt: Attempt, run: Run, error: XferError) -> None:
 def left(hub: Hub, replica: Replica) -> None:
     """A replica is gone. Those behind it unmap its memory, which stays taken as long as they do not."""
     for r in hub.replicas.values():
-        if r.before is not None and r.before[0] == replica.index and r.state == "ready":
-            r.reopen = True
-            hub.broadcast(r.workers.values(), m.CloseRoutes(r.index))
+        if r.before is not None and r.before[0] == replica.index and r.state in ("linking", "ready"):
+            hub.planning.unmap(r)
 
 
 def _behind(run: Run, other: Run) -> bool:

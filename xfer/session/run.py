@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from xfer.errors import XferError
 from xfer.kernels.checksum import added
 from xfer.session import messages as m
+from xfer.session import relays
 
 if TYPE_CHECKING:
     from xfer.session.attempt import Attempt
@@ -34,7 +35,9 @@ class Run:
     verified: bool = False
     readers: dict[int, m.Reader] = field(default_factory=dict)  # workers that may read trainers' storages
     drained: bool = False  # trainers were told that nobody does or will
-    brought: dict[int, int] = field(default_factory=dict)  # worker -> the last part that it has (rows of replicas)
+    brought: dict[int, int] = field(default_factory=dict)  # worker -> the last part that it has (relays.py)
+    waits: bool = False  # for the replica before it, and will look again
+    epoch: int = 0  # of the routes by which it moves
 
     @property
     def over(self) -> bool:
@@ -67,6 +70,9 @@ def waiting_for(attempt: Attempt, run: Run) -> list[str]:
             for c in sorted(r.pending, key=lambda c: c.label)
             if r.state in ("planning", "linking")
         ]
+        ahead = relays.ahead(attempt, run)
+        if ahead is not None:
+            who.append(f"replica {r.index}: stands behind replica {ahead.replica.index}, which has not begun")
     if run.state == "moving":
         for c in hub.domain(r):
             if c.label not in run.done:

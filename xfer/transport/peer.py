@@ -326,7 +326,7 @@ class Gate(Protocol):
     def after(self, wave: int, stream: torch.cuda.Stream) -> None: ...
 
     def poll(self) -> None:
-        """Called again and again while a pull is waited for, and once when all of it is here."""
+        """Called again and again while a pull is waited for, and once when all of it is here; not of one that was stopped."""
 
     def open(self) -> None:
         """The pull was stopped: lets go, from another stream, what `before` made wait."""
@@ -446,7 +446,7 @@ class Pull:
         PeerLost(drained=False) when even that did not happen: the senders' storages may still be read then.
         """
         while not self._event.query():
-            if self._gate is not None:
+            if self._gate is not None and not self._stopped:
                 self._gate.poll()
             late = time.monotonic() > deadline
             if late or cancelled():

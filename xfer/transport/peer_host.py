@@ -143,19 +143,26 @@ class Pull:
     def stop(self) -> None:
         """From any thread: ends after the call that runs."""
         self._stopped = True
+        if self._gate is not None:
+            self._gate.open()
 
     def finish(self, deadline: float, cancelled: Callable[[], bool] = lambda: False, where: str = "") -> PullStats:
         """Reads everything. DeadlineExceeded, Aborted; PeerLost when a sender's memory is gone. Nothing is read any more
         when it returns or raises."""
         began = time.perf_counter()
+
+        def check() -> None:
+            if time.monotonic() > deadline:
+                raise DeadlineExceeded("the deadline passed while bytes were pulled", where=where)
+            if self._stopped or cancelled():
+                raise Aborted("the pull was cancelled", where=where)
+
         for wave, calls in self._parts.items():
             if self._gate is not None:
+                check()
                 self._gate.before(wave, None)
             for c in calls:
-                if time.monotonic() > deadline:
-                    raise DeadlineExceeded("the deadline passed while bytes were pulled", where=where)
-                if self._stopped or cancelled():
-                    raise Aborted("the pull was cancelled", where=where)
+                check()
                 try:
                     _read(c.pid, c.local, c.remote, c.nbytes)
                 except OSError as e:

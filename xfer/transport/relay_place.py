@@ -53,7 +53,7 @@ class Steps:
         self._there = (0, -1)  # what the one before has said: run, part
         self._coming: deque[tuple[int, torch.cuda.Event]] = deque()
         self._events: dict[int, torch.cuda.Event] = {}
-        self._run, self._until, self._tells = 0, 0.0, False
+        self._run, self._until, self._tells, self._over = 0, 0.0, False, False
         self._cancelled: Callable[[], bool] = lambda: False
 
     def there(self, run: int, part: int) -> None:
@@ -64,7 +64,7 @@ class Steps:
 
     def begin(self, run: int, until: float, cancelled: Callable[[], bool], tells: bool) -> None:
         """Before each pull. until: monotonic. tells: whether somebody wants to hear of parts."""
-        self._run, self._until, self._cancelled, self._tells = run, until, cancelled, tells
+        self._run, self._until, self._cancelled, self._tells, self._over = run, until, cancelled, tells, False
         self._coming.clear()
 
     # ---- the gate
@@ -80,7 +80,7 @@ class Steps:
                     raise Aborted("the replica that this one takes its weights from is at a later refit")
                 self._news.wait(_POLL_S if self._coming else _WAIT_S)
             self.poll()
-            if self._cancelled():
+            if self._over or self._cancelled():
                 raise Aborted("the pull was cancelled")
             if time.monotonic() > self._until:
                 raise DeadlineExceeded(f"part {wave + 1} did not come from the replica before this one")
@@ -99,11 +99,14 @@ class Steps:
         last = -1
         while self._coming and self._coming[0][1].query():
             last = self._coming.popleft()[0]
-        if last >= 0:
+        if last >= 0 and not (
+            self._over or self._cancelled()
+        ):  # a pull that is stopped leaves the device without its bytes
             self._say(self._run, last)
 
     def open(self) -> None:
         with self._news:
+            self._over = True
             self._news.notify_all()
 
 

@@ -198,10 +198,13 @@ class Routed:
             return stats
         self._running = pull = self._pull_of(gate)
         self.drained = False
+        # Its pull waits for parts of the replica before, on the host; what is sent to it must not wait for that.
+        follows = self.place is not None and self.place.follows
         try:
+            stats = self._wired(deadline, cancelled, progress) if follows else None
             pull.begin()
             progress(0, 0)  # now that bytes move: saying so costs what a message costs
-            stats = self._wired(deadline, cancelled, progress)
+            stats = stats or self._wired(deadline, cancelled, progress)
         except BaseException:
             pull.stop()
             try:
