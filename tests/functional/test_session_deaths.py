@@ -167,6 +167,36 @@ def test_a_worker_that_is_killed_ends_its_replica_only_and_a_new_one_takes_its_p
     right(w, 4)
 
 
+@pytest.mark.parametrize(
+    ("point", "action"),
+    cases(("arm", "kill"), ("moving", "kill"), ("wave", "stop"), slow=[("done", "kill"), ("link", "kill")]),
+)
+def test_a_worker_of_a_row_takes_along_those_behind_it_if_bytes_moved(tmp_path, point, action):
+    """Three replicas that hand on what they read; the one in the middle."""
+    with ProcessWorld(tmp_path, trainers=1, workers=2, replicas=3, host_pull=True, relay=True) as w:
+        good(w.meet())
+        good(w.refit(1))
+        if point == "link":
+            w.trainers[0].value("change")
+        w.fault("replica1", f"worker:0:{point}:{action}@1")
+        report = good(w.refit(2, deadline_s=SHORT if action == "stop" else FAR, min_replicas=1))
+        first, middle, last = report["committed"]
+        assert first and not middle
+        if point in ("arm", "link"):
+            assert last, report  # it goes around the one that is gone
+        elif point in ("moving", "wave"):
+            assert not last and "replica 2 takes its weights from replica 1, which failed" in report["errors"][2], (
+                report
+            )
+        if action == "kill":
+            assert no_mix(w) == report["committed"]
+            failed(w.refit(3, deadline_s=FAR), ["PeerLost"], "replica 1 worker 0", "2 of 3 replicas", within=FAR / 2)
+            right(w, 3, [0, 2])
+        w.restart(1)
+        good(w.refit(4))
+        right(w, 4)
+
+
 @pytest.mark.parametrize("point", cases("plan", slow=[("read",), ("link",)]))
 def test_a_worker_that_is_killed_while_all_connect(tmp_path, point):
     """Nobody serves half a job: connect() fails on all trainers, and the next one finds both replicas."""

@@ -22,6 +22,8 @@ from xfer.testing.ports import free_port
 
 HOST_PULL = "XFER_TEST_HOST_PULL"
 """In the environment: workers read the trainers' memory themselves, as on GPUs, and routes are opened by exchange."""
+RELAY = "XFER_TEST_RELAY"
+"""In the environment: replicas hand on what they read."""
 
 _ctx = mp.get_context("forkserver")
 _ctx.set_forkserver_preload(["tests.support.world_processes"])
@@ -59,7 +61,7 @@ def _trainer(conn: Connection, rank: int, world: int, env: dict) -> None:
             session.close()
         session = TrainerSession(
             source, rendezvous, TOKEN, replicas=replicas, deadline_s=deadline_s, bucket_bytes=4096, drop=(), narrow=(),
-            cache_dir=None, host_pull=HOST_PULL in os.environ,
+            cache_dir=None, host_pull=HOST_PULL in os.environ, relay=RELAY in os.environ,
         )  # fmt: skip
         try:
             session.open(True)
@@ -263,15 +265,16 @@ class ProcessWorld:
 
     def __init__(
         self, folder: Path, trainers: int = 2, workers: int = 2, replicas: int = 2, deadline_s: float = 20.0,
-        host_pull: bool = False,
+        host_pull: bool = False, relay: bool = False,
     ):  # fmt: skip
         self.folder, self.workers, self.deadline_s, self.host_pull = Path(folder), workers, deadline_s, host_pull
+        self.relay = relay
         self.trainers = [self._trainer(i, trainers) for i in range(trainers)]
         self.replicas = [self._replica(i) for i in range(replicas)]
 
     def _env(self, name: str) -> dict:
         env = {"XFER_FAULT_FILE": str(self.folder / f"{name}.fault"), "XFER_FAULT_HANG_S": "4", "OMP_NUM_THREADS": "1"}
-        return env | ({HOST_PULL: "1"} if self.host_pull else {})
+        return env | ({HOST_PULL: "1"} if self.host_pull else {}) | ({RELAY: "1"} if self.relay else {})
 
     def _trainer(self, rank: int, world: int) -> Process:
         return Process(self.mains[0], rank, world, self._env("trainers"))
