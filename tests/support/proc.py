@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import queue
@@ -11,7 +12,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from xfer.testing.gloo_end import settle_at_exit
@@ -117,18 +118,25 @@ class Child:
 
     def stop(self) -> None:
         """End the process and every process it started."""
-        if self.proc.poll() is None:
-            self.proc.stdin.close()
-            try:
-                self.proc.wait(5)
-            except subprocess.TimeoutExpired:
-                pass
-        try:
-            os.killpg(self.proc.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
-        self.proc.wait(10)
-        self._log.close()
+        stop_all([self])
+
+
+def stop_all(children: Iterable[Child]) -> None:
+    """End these processes, all at the same time, and every process they started."""
+    children = list(children)
+    for c in children:
+        if c.proc.poll() is None:
+            c.proc.stdin.close()
+    until = time.monotonic() + 5
+    for c in children:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            c.proc.wait(max(0.0, until - time.monotonic()))
+    for c in children:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(c.proc.pid, signal.SIGKILL)
+    for c in children:
+        c.proc.wait(10)
+        c._log.close()
 
 
 class Family:
@@ -151,5 +159,4 @@ class Family:
         return self
 
     def __exit__(self, *exc) -> None:
-        for child in reversed(self.children):
-            child.stop()
+        stop_all(reversed(self.children))

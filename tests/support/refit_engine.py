@@ -12,6 +12,7 @@ import time
 import traceback
 
 from tests.support.proc import commands, emit
+from tests.support.small_vllm import fork_workers
 
 
 class Echo:
@@ -28,6 +29,7 @@ class Echo:
 def start(model: str, tp: int, load_format: str, ep: bool = False):
     from vllm import LLM
 
+    fork_workers()
     return LLM(
         model=model,
         load_format=load_format,

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from tests.support.proc import Child, Family
+from tests.support.proc import Child, Family, stop_all
 from xfer.testing.ports import free_port
 
 
@@ -42,8 +42,7 @@ class Stage:
     def case(self) -> Iterator[Stage]:
         """Inside, one case; the next one starts new processes unless this comes to its end."""
         if not self.whole:
-            for c in (*self.trainers, self.truth):
-                c.stop()
+            stop_all((*self.trainers, self.truth))
             self.start()
         self.whole = False
         yield self
@@ -106,8 +105,7 @@ def two_refits_are_fresh_loads(
             assert [k["kept"] for k in on_all(running, "kept", do="kept")] == [k["kept"] for k in kept]
         stage.trained("closed", do="close")
     finally:
-        for e in running:
-            e.stop()
+        stop_all(running)
     for i, how in enumerate(engines):
         stage.truth.say(do="truth", folders=exports, layout=how)
         for step in (0, 1):

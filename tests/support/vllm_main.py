@@ -9,7 +9,7 @@ import gc
 import os
 
 from tests.support.proc import emit, obey
-from tests.support.small_vllm import arguments
+from tests.support.small_vllm import arguments, fork_workers
 
 PROMPTS = [[5, 6, 7, 8], list(range(10, 60)), [100, 3, 90, 17] * 12]
 
@@ -18,6 +18,7 @@ def start(model: str, load_format: str = "dummy", tp: int = 1, ep: bool = False,
     from vllm import LLM
 
     options = dict(load_format=load_format, tensor_parallel_size=tp, enable_expert_parallel=ep)
+    fork_workers()
     return LLM(**arguments(model, **{**options, "worker_extension_cls": "tests.support.worker_probe.Probe", **more}))
 
 
