@@ -196,6 +196,7 @@ class Bench:
                 self.judge(e, config=self.config, seed=1)
             self.timed(job, name)
             self.timed(job, f"{name}, verified", verify=True)
+            job.good("close", "closed")
 
     def packed(self, job: Job, engine, on: list[int]) -> None:
         mapped = self.args.trainers == "mapped"
