@@ -99,9 +99,8 @@ class Steps:
         last = -1
         while self._coming and self._coming[0][1].query():
             last = self._coming.popleft()[0]
-        if last >= 0 and not (
-            self._over or self._cancelled()
-        ):  # a pull that is stopped leaves the device without its bytes
+        stopped = self._over or self._cancelled()  # then parts leave the device without their bytes
+        if last >= 0 and not stopped:
             self._say(self._run, last)
 
     def open(self) -> None:
