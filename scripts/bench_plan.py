@@ -101,7 +101,7 @@ def child(role: str, path: str, cache: str) -> None:
     disk = PlanCache(cache, 8 << 30) if cache else None
     parts, rank = [], 0 if role == "trainer" else len(job.rolls[0].inventories)
     for r in range(job.replicas if role == "trainer" else 1):
-        inputs = m.PlanInputs(r, 1, *(x.roll for x in job.rolls), job.replicas, deadline_s=job.seconds)
+        inputs = m.PlanInputs(r, 1, *(x.roll for x in job.rolls), replicas=job.replicas, deadline_s=job.seconds)
         part, _ = clock(
             "plan", lambda r=r, i=inputs: shelf.plan(i, rank, catalog, job.options(r, links), disk, lambda: None)
         )
@@ -167,7 +167,7 @@ def measure(name: str, folded: bool, fabric: bool) -> dict:
     )  # fmt: skip
     per_rank = {"layouts": relay.sent, "catalog": len(packed_catalog), "site": len(site)}
     ranks = of.world + workers * replicas
-    inputs = len(m.encode(m.PlanInputs(0, 1, *rolls, replicas)))
+    inputs = len(m.encode(m.PlanInputs(0, 1, *rolls, replicas=replicas)))
     # A trainer is told of every replica and gets the layouts of equal ones once; a roll of hosts for each.
     hosts_of = len(m.encode(job.rolls[1]))
     told = of.world * replicas * (inputs + hosts_of) + workers * replicas * inputs

@@ -178,7 +178,9 @@ def test_a_worker_of_a_row_takes_along_those_behind_it_if_bytes_moved(tmp_path, 
         good(w.refit(1))
         if point == "link":
             w.trainers[0].value("change")
-        w.fault("replica1", f"worker:0:{point}:{action}@1")
+        here = f"worker:0:{point}"
+        # Not before the others are armed, or the last one goes around it.
+        w.fault("replica1", (f"{here}:hang@1," if point == "moving" else "") + f"{here}:{action}@1")
         report = good(w.refit(2, deadline_s=SHORT if action == "stop" else FAR, min_replicas=1))
         first, middle, last = report["committed"]
         assert first and not middle

@@ -65,6 +65,21 @@ def order(w: World) -> list[int | None]:
     return [r.before and r.before[0] for r in w.sessions[0]._hub.replicas.values()]
 
 
+def until_true(condition, seconds: float = 10.0):
+    until = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < until
+        time.sleep(0.005)
+    return found
+
+
+def arm(w: World) -> None:
+    """All engines, before the next refit: else one may go around another that arms late."""
+    w.sessions[0].prepare()
+    hub = w.sessions[0]._hub
+    until_true(lambda: hub.attempt and all(len(r.armed) == r.replica.size for r in hub.attempt.runs.values()))
+
+
 @pytest.mark.parametrize("shape", [(1, 1, 3), (1, 2, 4), (3, 2, 2), (2, 2, 1)])
 def test_each_byte_leaves_the_trainers_once(shape):
     trainers, workers, replicas = shape
@@ -103,6 +118,7 @@ def test_parts_are_handed_on_as_they_come(monkeypatch):
             monkeypatch.setattr(
                 lane, "brought", lambda message, f=lane.brought, some=some: (some.append(message.part), f(message))
             )
+        arm(w)
         good(w.refit(2))
         right(w, 2)
         for some in heard.values():
@@ -222,9 +238,11 @@ def test_who_is_lost_in_its_middle_takes_along_those_behind_it_and_nobody_else(h
             before(wave, stream)
 
         steps[1].before = stuck
+        arm(w)
         run = threading.Thread(target=lambda: results.append(w.refit(2, min_replicas=1)))
         run.start()
         assert reached.wait(10)
+        until_true(lambda: all(e.takers[0].locked for e in w.engines))  # all of them have begun to write
         lose(w, 1)
         run.join(20)
         assert not run.is_alive()
@@ -308,14 +326,6 @@ def test_an_engine_that_comes_new_into_a_refit_hands_on_nothing(monkeypatch):
         report = good(results[0])
         assert set(ways(report)[1]) == {"peer"}
         right(w, 2, [1])
-
-
-def until_true(condition, seconds: float = 10.0):
-    until = time.monotonic() + seconds
-    while not (found := condition()):
-        assert time.monotonic() < until
-        time.sleep(0.005)
-    return found
 
 
 @pytest.mark.parametrize("hears", [True, False])

@@ -125,7 +125,7 @@ def stop_all(children: Iterable[Child]) -> None:
     """End these processes, all at the same time, and every process they started."""
     children = list(children)
     for c in children:
-        if c.proc.poll() is None:
+        with contextlib.suppress(OSError):  # it has just ended
             c.proc.stdin.close()
     until = time.monotonic() + 5
     for c in children:
@@ -135,7 +135,8 @@ def stop_all(children: Iterable[Child]) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(c.proc.pid, signal.SIGKILL)
     for c in children:
-        c.proc.wait(10)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            c.proc.wait(10)
         c._log.close()
 
 

@@ -65,7 +65,11 @@ def _earlier(hub: Hub, replica: Replica) -> Iterator[Replica]:
             run, behind = attempt.runs[i], attempt.runs[replica.index]
             if run.error is not None:
                 continue
-            if run.state == "arming" and (r.unsettled or _waited(attempt, behind) >= TOGETHER_S):
+            opens = len(run.armed) == r.size and r.state in (
+                "planning",
+                "linking",
+            )  # it has a deadline of its own for that
+            if run.state == "arming" and not opens and (r.unsettled or _waited(attempt, behind) >= TOGETHER_S):
                 continue
             if run.state != "arming" and run.epoch != r.epoch:  # another engine by now, which was not refitted
                 continue
@@ -80,9 +84,14 @@ def held_up_by(attempt: Attempt, run: Run) -> Run | None:
     if not attempt.hub.options.relay:
         return None
     for r in _earlier(attempt.hub, run.replica):
-        other = attempt.runs[r.index]  # else not in this attempt
+        other = attempt.runs[r.index]
+        known = not (r.stale or run.replica.stale) and r.state in ("linking", "ready")
+        if known and r.digest != run.replica.digest:
+            continue  # of another layout
         if other.state == "arming" and (r.state in ("planning", "linking") or r.state == "ready" and _reopens(r)):
             return other
+        if other.state != "arming" and r.state == "ready" and not _reopens(r) and len(r.hands) == r.size:
+            return None  # to be stood behind as it is
     return None
 
 
