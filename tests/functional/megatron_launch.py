@@ -3,16 +3,35 @@ Megatron."""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tests.support.proc import PATIENCE
 from xfer.testing.ports import free_port
 
 HERE = Path(__file__).resolve().parent
+
+
+def seen_in_launches(
+    group: str, names: Sequence[str], folder: Path, each: int, world: int = 4
+) -> Callable[[str], dict]:
+    """What megatron_worker.py saw in a case of `group`: `each` cases a launch, when the first of them is asked for."""
+    launches = {name: tuple(names[i : i + each]) for i in range(0, len(names), each) for name in names[i : i + each]}
+    done: set[tuple[str, ...]] = set()
+
+    def seen(name: str) -> dict:
+        some = launches[name]
+        if some not in done:
+            done.add(some)  # also if it fails: its other cases are not there then
+            launch("megatron_worker.py", group, str(folder), *some, world=world, folder=folder)
+        return json.loads((folder / f"{name}.json").read_text())
+
+    return seen
 
 
 def launch(script: str, *args: str, world: int, folder: Path, seconds: float = 420) -> None:

@@ -1,9 +1,10 @@
-"""One rank of a Megatron trainer under test: `python megatron_worker.py GROUP FOLDER`, started on every rank by
+"""One rank of a Megatron trainer under test: `python megatron_worker.py GROUP FOLDER [CASE…]`, started on every rank by
 megatron_launch.py.
 
-Imports cost far more than a toy case, so one launch runs a whole group of layouts, each in process groups of its own,
-and rank 0 writes what was seen to FOLDER/<case>.json. The assertions are in the test files; here is only what they need
-to know.
+Imports cost more than a toy case, so one launch runs several layouts of a group, each in process groups of its own, and rank 0
+writes what was seen to FOLDER/<case>.json. Not a whole group: Megatron's models are never freed, nor their process groups, whose
+threads wake a hundred times a second, so that the tenth case takes three times as long as the first. The assertions are in
+the test files; here is only what they need to know.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from xfer.testing import megatron_cpu, toy
@@ -346,22 +348,22 @@ def run(name: str, folder: Path, case: Callable[[Path], Json | None]) -> None:
     dist.barrier()
 
 
+def cases(group: str) -> dict[str, Callable[[Path], Json | None]]:
+    if group == "values":
+        return {name: partial(values, family=f, override=o, keywords=k) for name, f, o, k in VALUES}
+    if group == "probes":
+        return {name: partial(probes, family=f, keywords=k) for name, f, k in PROBE}
+    both = {f"{f}-context-parallel": partial(context_parallel, family=f) for f in ("qwen3", "deepseek_v3")}
+    return {name: partial(drains, family=f, keywords=k) for name, f, k in DRAIN} | {"learns": learns} | both
+
+
 def main() -> None:
-    group, folder = sys.argv[1], Path(sys.argv[2])
+    group, folder, wanted = sys.argv[1], Path(sys.argv[2]), sys.argv[3:]
     megatron_cpu.import_bridge()
     megatron_cpu.init_world()
-    if group == "values":
-        for name, family, override, keywords in VALUES:
-            run(name, folder, lambda f, a=(family, override, keywords): values(f, *a))
-    elif group == "drains":
-        for name, family, keywords in DRAIN:
-            run(name, folder, lambda f, a=(family, keywords): drains(f, *a))
-        run("learns", folder, learns)
-        for family in ("qwen3", "deepseek_v3"):
-            run(f"{family}-context-parallel", folder, lambda f, a=family: context_parallel(f, a))
-    elif group == "probes":
-        for name, family, keywords in PROBE:
-            run(name, folder, lambda f, a=(family, keywords): probes(f, *a))
+    for name, case in cases(group).items():
+        if name in wanted or not wanted:
+            run(name, folder, case)
     dist.barrier()
     dist.destroy_process_group()
 

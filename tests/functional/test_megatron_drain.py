@@ -3,12 +3,11 @@ notice."""
 
 from __future__ import annotations
 
-import json
 from math import log
 
 import pytest
 
-from tests.functional.megatron_launch import launch
+from tests.functional.megatron_launch import seen_in_launches
 
 pytestmark = pytest.mark.trainer
 
@@ -18,9 +17,8 @@ CASES = [*OVERLAPPED, "qwen3_moe-pp2-no-overlap"]
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("megatron-drain")
-    launch("megatron_worker.py", "drains", str(folder), world=4, folder=folder)
-    return lambda name: json.loads((folder / f"{name}.json").read_text())
+    names = [*CASES, "learns", *(f"{family}-context-parallel" for family in ("qwen3", "deepseek_v3"))]
+    return seen_in_launches("drains", names, tmp_path_factory.mktemp("megatron-drain"), each=2)
 
 
 @pytest.mark.parametrize("case", OVERLAPPED)

@@ -1,17 +1,15 @@
 """What MegatronTrainer says of live storages is what Megatron-Bridge exports from them, bit for bit, whatever the
 layout.
 
-One launch of four gloo ranks trains every layout with real Megatron-Core models, optimizers and schedules
+Launches of four gloo ranks train every layout with real Megatron-Core models, optimizers and schedules
 (megatron_worker.py); the tests below read what it saw.
 """
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
-from tests.functional.megatron_launch import launch
+from tests.functional.megatron_launch import seen_in_launches
 
 pytestmark = pytest.mark.trainer
 
@@ -39,9 +37,7 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("megatron-values")
-    launch("megatron_worker.py", "values", str(folder), world=4, folder=folder)
-    return lambda name: json.loads((folder / f"{name}.json").read_text())
+    return seen_in_launches("values", CASES, tmp_path_factory.mktemp("megatron-values"), each=5)
 
 
 @pytest.mark.parametrize("case", CASES)

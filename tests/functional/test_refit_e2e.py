@@ -60,10 +60,11 @@ LORA = dict(lora=dict(dim=4, alpha=6, lora_B_init_method="xavier"))
 """Adapters on every linear layer. Bridge merges them while it exports; a refit must bring the very same bits."""
 UNADAPTED = ("*norm.weight", "*embed_tokens.weight", "*lm_head.weight", "*mlp.gate.weight")
 CASES = [
-    Case(
+    Case(  # two replicas, the second of which reads from the first
         "qwen3_tied",
         dict(tp=1, pp=2, num_layers_in_first_pipeline_stage=1, num_layers_in_last_pipeline_stage=3, distopt=True),
-        (dict(tp=1),),
+        (dict(tp=1), dict(tp=1)),
+        connect=dict(host_pull=True, relay=True),
     ),
     Case("qwen3_moe", dict(tp=2, ep=2, etp=2, distopt=True), (dict(tp=2, ep=True), dict(tp=1))),
     Case("deepseek_v3", dict(tp=2, pp=2, ep=2, etp=1, distopt=True), (dict(tp=2),)),
@@ -74,15 +75,17 @@ CASES = [
         (dict(tp=4),),
         dict(num_key_value_heads=2, vocab_size=250),
     ),
-    Case(
-        "qwen3_tied", dict(tp=2, pp=2, distopt=True), (dict(tp=1), dict(tp=1)), connect=dict(host_pull=True, relay=True)
-    ),
 ]
 SLOW = [
     Case("qwen3", dict(pp=2, cp=2, **PLAIN), (dict(tp=2),)),
     Case("qwen3", dict(tp=2, pp=2, distopt=True, **LORA), (dict(tp=2),), frozen=UNADAPTED),
     Case("qwen3", dict(tp=2, pp=2, **PLAIN), (dict(tp=2),)),
     Case("qwen3_tied", dict(tp=2, pp=2, distopt=True), (dict(tp=2),)),
+    Case(
+        "qwen3_tied",
+        dict(tp=1, pp=2, num_layers_in_first_pipeline_stage=1, num_layers_in_last_pipeline_stage=3, distopt=True),
+        (dict(tp=1),),
+    ),
     Case("qwen3_moe", dict(tp=2, pp=2, ep=2, etp=1, **PLAIN), (dict(tp=2),)),
     Case("qwen3_moe", dict(tp=1, pp=1, ep=4, distopt=True), (dict(tp=4, ep=True),)),
     Case("qwen3_moe", dict(tp=1, pp=2, vpp=2, ep=2, distopt=True), (dict(tp=2, ep=True),)),
