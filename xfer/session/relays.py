@@ -88,7 +88,8 @@ def held_up_by(attempt: Attempt, run: Run) -> Run | None:
         known = not (r.stale or run.replica.stale) and r.state in ("linking", "ready")
         if known and r.digest != run.replica.digest:
             continue  # of another layout
-        if other.state == "arming" and (r.state in ("planning", "linking") or r.state == "ready" and _reopens(r)):
+        moves = _reopens(r) or r.before != place(before(attempt.hub, r))  # it finds its own place first
+        if other.state == "arming" and (r.state in ("planning", "linking") or r.state == "ready" and moves):
             return other
         if other.state != "arming" and r.state == "ready" and not _reopens(r) and len(r.hands) == r.size:
             return None  # to be stood behind as it is
