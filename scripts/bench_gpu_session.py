@@ -13,6 +13,7 @@ export).
 installed, its stand-in (xfer/testing/te_twin.py) where it is not; the output says which.
 `nothing`: plain trainers, and an engine that keeps all that it has but one norm, so nearly no byte is to move: the protocol's cost.
 `one`: one plain trainer and a replica on each other GPU: one alone, all of them from the trainer, all of them in a row (relay=True).
+With two GPUs the second replica is beside the trainer, so that in a row the first both reads and is read, as in longer ones.
 `packed`, `mapped`: plain trainers by the packed route, broadcast or, on the engine's own GPUs, mapped; the engine's own loader.
 """
 
@@ -178,7 +179,8 @@ class Bench:
 
     def one(self, job: Job) -> None:
         gpus = torch.cuda.device_count()
-        engines = [job.engine(f"engine{i}", [i], eager=self.args.eager) for i in range(gpus - 1)]
+        on = range(max(2, gpus - 1))
+        engines = [job.engine(f"engine{i}", [i], eager=self.args.eager) for i in on]
         job.start_trainers([gpus - 1])
         job.plain()
         for e in engines:

@@ -16,7 +16,11 @@ from xfer.testing import megatron_cpu
 
 megatron_cpu.install()
 if torch.cuda.is_available():
-    torch.cuda.set_device(int(os.environ["RANK"]) % torch.cuda.device_count())
+    here, gpu = divmod(int(os.environ["RANK"]), torch.cuda.device_count())
+    if int(os.environ["WORLD_SIZE"]) > torch.cuda.device_count():
+        # NCCL refuses two ranks on one GPU of one host, so they are of several: it goes by its network between them.
+        os.environ.update(NCCL_HOSTID=f"host{here}", NCCL_MNNVL_ENABLE="0")
+    torch.cuda.set_device(gpu)
     torch.use_deterministic_algorithms(True)  # or two runs differ by the order in which atomics add
 megatron_cpu.init_world()
 
