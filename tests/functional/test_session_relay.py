@@ -103,6 +103,23 @@ def test_routes_of_a_row_are_opened_once():
         right(w, 2)
 
 
+def test_a_verified_row_sums_what_is_whole_while_the_rest_comes(monkeypatch):
+    with row_of(3) as w:
+        good(w.refit(1, verify=True))
+        sums = [t._early[1] for e in w.engines for t in e.sessions]
+        assert all(s is not None and len(s.first) for s in sums)
+        told = {id(s): [] for s in sums}
+        for s in sums:
+            s._known = 0
+            watched = lambda wave, stream, s=s, f=s.after: (told[id(s)].append(wave), f(wave, stream))  # noqa: E731
+            monkeypatch.setattr(s, "after", watched)
+        good(w.refit(2, verify=True))
+        right(w, 2)
+        for s in sums:
+            assert told[id(s)] == sorted(told[id(s)]) and s._part < max(told[id(s)])
+            assert s._known == s._first.values()[0] != 0
+
+
 LARGE = {"layers.0.w": (512, 24), "embed": (36, 8), "norm": (12,)}
 """Rows long enough to be cut into parts."""
 

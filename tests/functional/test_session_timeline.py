@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 
 import pytest
@@ -57,6 +58,24 @@ def test_moments_of_all_processes_come_in_the_order_in_which_things_happen(tmp_p
     assert shown(str(tmp_path / "new"), "--median").exit_code == 1, "both refits are left out"
 
 
+def test_a_job_that_was_started_again_does_not_mix_with_the_one_before(tmp_path, monkeypatch):
+    """Both number their refits from one."""
+    monkeypatch.setenv(timeline.VARIABLE, str(tmp_path))
+    monkeypatch.setattr(timeline, "_moments", deque())
+    refitted(2)
+    (first,) = timeline.of_session(timeline.read(tmp_path))[1]
+    time.sleep(1.1)  # names are of seconds
+    refitted(1)
+    moments, names = timeline.of_session(timeline.read(tmp_path))
+    assert len(names) == 2 and names[0] == first and {x.attempt for x in moments} == {1}
+    (once,) = timeline.of_attempt(moments).values()
+    assert [x.what for x in once if x.who == "trainer 0"].count("called") == 1
+    result, before = shown(str(tmp_path)), shown(str(tmp_path), "--session", first)
+    assert "refit 1 on" in result.output and all(n in result.output for n in names), result.output
+    assert "refit 2 on" in before.output and before.exit_code == 0, before.output
+    assert shown(str(tmp_path), "--session", "never").exit_code == 1
+
+
 def test_medians_are_of_each_moment_after_the_first_of_its_refit():
     """Also of moments that a refit has twice, or only some refits have."""
     moments = []
@@ -79,7 +98,7 @@ def test_each_kind_of_process_writes_what_it_noted(module, who, tmp_path, monkey
         ASIDE_S = timeline.ASIDE_S
 
         @staticmethod
-        def write(attempt, wait_s=0.0):
+        def write(attempt, session="", wait_s=0.0):
             pass
 
     monkeypatch.setenv(timeline.VARIABLE, str(tmp_path))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -86,6 +87,17 @@ def test_the_first_of_a_row_waits_for_nobody_and_says_nothing_when_nobody_listen
             steps.before(part, None)
             steps.after(part, None)
         assert said == want
+
+
+def test_what_stands_beside_is_told_of_every_part_whoever_listens():
+    told = []
+    steps = Steps(False, lambda run, part: None)
+    steps.beside = SimpleNamespace(after=lambda wave, stream: told.append((wave, stream)))
+    for tells in (False, True):
+        steps.begin(1, 0.0, lambda: False, tells)
+        for part in (0, 1):
+            steps.after(part, None)
+    assert told == [(0, None), (1, None)] * 2
 
 
 class Later:

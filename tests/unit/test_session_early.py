@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from tests.support.row_worlds import row
 from xfer.kernels.checksum import checksum_rows
 from xfer.plan.program import Op, row_wire_bytes
-from xfer.session.early import FIRST, EarlySums, first_storages
+from xfer.plan.relay import in_parts
+from xfer.session.early import FIRST, EarlySums, first_storages, whole_storages
 
 STORAGES = 5
 
@@ -70,3 +71,37 @@ def test_the_sum_is_that_of_all_rows_whatever_comes_later(worlds):
         live.copy_(t)
     gate.after(1, None)
     assert gate.value() == checksum_rows(everything, final, "dst", shapes)
+
+
+@given(rows(), st.integers(1, 6))
+@settings(max_examples=200, deadline=None)
+def test_in_a_row_the_sum_is_that_of_all_rows_too(worlds, parts):
+    """Parts of any size: what comes after the one with which the first storages are whole writes in none of them."""
+    pulled, others = worlds
+    pulled = in_parts(pulled[pulled["op"] != Op.FILL], parts)
+    everything = np.concatenate([pulled, others])
+    shapes = [(40,)] * 12
+    final = [torch.randint(0, 255, (2048,), dtype=torch.uint8) for _ in range(STORAGES)]
+    roots = [torch.zeros_like(t) for t in final]
+    part, first = whole_storages(pulled, others)
+    assert not len(first) or part < pulled["wave"].max()
+    told = EarlySums(everything, roots, shapes, first, part)
+    for wave in sorted(set(pulled["wave"].tolist())):
+        for r in pulled[pulled["wave"] == wave]:
+            live, want = (t[r["dst_root"]] for t in (roots, final))
+            at = slice(r["dst_offset"], r["dst_offset"] + int(row_wire_bytes(r[None])[0]))
+            live[at] = want[at]
+        told.after(wave, None)
+    for live, t in zip(roots, final):
+        live.copy_(t)
+    assert told.value() == checksum_rows(everything, final, "dst", shapes)
+
+
+def test_in_a_row_of_four_parts_three_of_four_storages_are_summed_early():
+    some = np.concatenate([row((4096,), src=0, dst=1, tensor=k) for k in range(4)])
+    some["dst_root"] = range(4)
+    part, first = whole_storages(in_parts(some, 4), some[:0])
+    assert (part, first.tolist()) == (2, [0, 1, 2])
+    part, first = whole_storages(in_parts(some, 8), some[1:2])
+    assert (part, first.tolist()) == (5, [0, 2])  # another route writes there
+    assert not len(whole_storages(in_parts(some, 1), some[:0])[1])

@@ -82,6 +82,7 @@ def timeline(
     attempt: Annotated[int | None, typer.Option(help="number of the refit; default: the last one")] = None,
     median: Annotated[bool, typer.Option("--median", help="medians over all refits but the first --skip")] = False,
     skip: Annotated[int, typer.Option(help="with --median: refits at the start that do not count", min=0)] = 2,
+    session: Annotated[str | None, typer.Option(help="how its name begins; default: the last one")] = None,
 ) -> None:
     """Where the time of a refit went: run every process with XFER_TIMELINE=FOLDER, refit, look."""
     from rich.console import Console
@@ -92,7 +93,7 @@ def timeline(
 
     console = Console()
     try:
-        moments = list(kept.read(folder))
+        moments, sessions = kept.of_session(kept.read(folder), session)
     except XferError as e:
         console.print(f"[red]{e}[/red]")
         raise typer.Exit(1) from None
@@ -116,6 +117,8 @@ def timeline(
                 row += [f"{x.least * 1e3:.2f}", f"{x.most * 1e3:.2f}", str(x.count)]
             table.add_row(*row, x.who, x.what)
         console.print(table)
+    if len(sessions) > 1:
+        console.print(f"of session {moments[0].session}; there are {len(sessions)}:", *sessions, sep="\n  ")
 
 
 app.command("plan", help=HELP)(plan_refit)

@@ -129,7 +129,7 @@ class Controller:
                 if isinstance(message, m.Arm):
                     with quick_turns():
                         lost = self._refit(message)
-                    timeline.write(message.attempt)
+                    timeline.write(message.attempt, self._party.welcome.session)
                     for failed in lost:
                         self._lose(failed.error.error(), whole=failed.replica < 0)
                 elif isinstance(message, m.Failed):

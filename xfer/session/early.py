@@ -1,7 +1,8 @@
 """Checksums of a verified refit that begin while bytes still move: most storages are pulled first, and summed while the rest is.
 
-Only where a pull brings all that a storage gets. On a CPU (tests' doubles pull so) they are taken between the parts. What a checksum
-is: kernels/checksum.py; what pulls and calls this between its parts: transport/peer.py.
+Only where a pull brings all that a storage gets. In a row of replicas (transport/relay_place.py) a pull has its parts already: there
+what is whole when most parts are here is summed while the others come. On a CPU (tests' doubles pull so) sums are taken between the
+parts. What a checksum is: kernels/checksum.py; what pulls and calls this between its parts: transport/peer.py.
 """
 
 from __future__ import annotations
@@ -33,14 +34,34 @@ def first_storages(pulled: np.ndarray, others: np.ndarray) -> np.ndarray:
     return np.array(sorted(out), np.int64)
 
 
+def whole_storages(pulled: np.ndarray, others: np.ndarray) -> tuple[int, np.ndarray]:
+    """Of rows that are pulled in parts (their waves): the part with which FIRST of the bytes are here, at the latest the last but
+    one, and numbers of the storages (int64, rising) that nothing writes after it and nothing but `pulled` at all. None for one
+    part."""
+    waves, which = np.unique(pulled["wave"], return_inverse=True)
+    here = np.cumsum(np.bincount(which, row_wire_bytes(pulled), len(waves)))
+    if len(waves) < 2 or not here[-1]:
+        return 0, np.empty(0, np.int64)
+    part = int(waves[min(np.searchsorted(here, FIRST * here[-1]), len(waves) - 2)])
+    later = pulled["dst_root"][pulled["wave"] > part]
+    mixed = np.concatenate([later, others["dst_root"][others["op"] != Op.FILL]])
+    return part, np.setdiff1d(pulled["dst_root"], mixed).astype(np.int64)
+
+
 class EarlySums:
-    """The gate of a pull in two parts, wave 0 and 1. rows: all destination rows that count, as for `Sums` with side "dst"."""
+    """The gate of a pull in two parts, wave 0 and 1, or what is told of the parts of a row, where `part` says with which of them the
+    storages `first` are whole. rows: all destination rows that count, as for `Sums` with side "dst"."""
 
     def __init__(
-        self, rows: np.ndarray, roots: Sequence[torch.Tensor], shapes: Sequence[Sequence[int]], first: np.ndarray
+        self,
+        rows: np.ndarray,
+        roots: Sequence[torch.Tensor],
+        shapes: Sequence[Sequence[int]],
+        first: np.ndarray,
+        part: int = 0,
     ):
         early = np.isin(rows["dst_root"], first)
-        self.first = first
+        self.first, self._part = first, part
         self._first, self._rest = (Sums.of_one(some, roots, "dst", shapes) for some in (rows[early], rows[~early]))
         self._stream = torch.cuda.Stream(roots[0].device) if roots[0].is_cuda else None
         self._known = 0  # without a stream: the sum of the first
@@ -65,9 +86,11 @@ class EarlySums:
         pass
 
     def after(self, wave: int, stream: torch.cuda.Stream) -> None:
-        if wave == 0 and self._stream is None:
+        if wave != self._part:
+            return
+        if self._stream is None:
             self._known = self._first.values()[0]
-        elif wave == 0:
+        else:
             self._stream.wait_stream(stream)
             with torch.cuda.stream(self._stream):
                 self._first.begin()

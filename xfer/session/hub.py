@@ -13,6 +13,7 @@ The *domain* of a replica is all trainers and that replica's workers: an error i
 from __future__ import annotations
 
 import queue
+import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -41,6 +42,7 @@ class Hub:
 
     def __init__(self, rendezvous: str, token: str, options: HubOptions):
         self.options = options
+        self.session = time.strftime("%Y-%m-%d %H:%M:%S ") + secrets.token_hex(2)
         self.trainers: dict[int, Client] = {}
         self.replicas = {r: Replica(r) for r in range(options.replicas)}
         self.catalog: Catalog | None = None
@@ -180,7 +182,7 @@ class Hub:
         client.channel.label = client.label
         self.clients.add(client)
         plans = h.role in ("trainer", "worker")
-        client.send(m.Welcome(o.trainers, o.replicas, o.drop, o.site if plans else b"", o.route))
+        client.send(m.Welcome(o.trainers, o.replicas, o.drop, o.site if plans else b"", o.route, self.session))
         if h.role == "trainer":
             self.trainers[h.index] = client
             for r in self.replicas.values():  # those who were here before it was turned away have been told

@@ -50,7 +50,7 @@ from xfer.session.wire import (
     WireMessage,
 )
 
-WIRE_VERSION = 13
+WIRE_VERSION = 14
 _STORE_KEY = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./:\-]{0,255}")
 
 
@@ -76,13 +76,15 @@ class Hello(WireMessage):
 
 class Welcome(WireMessage):
     """hub -> client. `drop`: globs of canonical names that no engine needs to take. `site`: who sits where on which links
-    (plan/fabric.py), empty when not known. `route`: "packed" when whole tensors travel in buckets (xfer/packed)."""
+    (plan/fabric.py), empty when not known. `route`: "packed" when whole tensors travel in buckets (xfer/packed). `session`: this one's
+    name, for timelines; later ones sort behind it."""
 
     trainers: Count
     replicas: Count
     drop: Annotated[tuple[Name, ...], Meta(max_length=4096)] = ()
     site: Blob = b""
     route: Route = "direct"
+    session: Name = ""
 
 
 class Refused(WireMessage):

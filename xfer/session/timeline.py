@@ -39,6 +39,7 @@ class Moment:
     what: str
     host: str
     attempt: int
+    session: str = ""
 
 
 def mark(who: str, what: str) -> None:
@@ -47,9 +48,10 @@ def mark(who: str, what: str) -> None:
         kept.append((time.monotonic(), who, what))
 
 
-def write(attempt: int, wait_s: float = 0.0) -> None:
+def write(attempt: int, session: str = "", wait_s: float = 0.0) -> None:
     """What was noted since the last time, as of this attempt. A folder that cannot be written is said once, and no refit's fault.
 
+    session: the hub's name for it.
     wait_s: return at once, and write that many seconds later, in a thread that this process does not end before.
     """
     noted, kept = [], _moments
@@ -59,12 +61,12 @@ def write(attempt: int, wait_s: float = 0.0) -> None:
         except IndexError:  # another thread of this process has taken the last
             break
     if noted and wait_s:
-        threading.Timer(wait_s, _put, (attempt, noted)).start()
+        threading.Timer(wait_s, _put, (attempt, session, noted)).start()
     elif noted:
-        _put(attempt, noted)
+        _put(attempt, session, noted)
 
 
-def _put(attempt: int, noted: list[tuple[float, str, str]]) -> None:
+def _put(attempt: int, session: str, noted: list[tuple[float, str, str]]) -> None:
     from xfer.session.party import host_identity
 
     global _moments
@@ -75,7 +77,8 @@ def _put(attempt: int, noted: list[tuple[float, str, str]]) -> None:
             folder = Path(os.environ[VARIABLE])
             folder.mkdir(parents=True, exist_ok=True)
             with open(folder / f"{host_identity()}-{os.getpid()}.jsonl", "a") as f:
-                f.write(json.dumps({"attempt": attempt, "host": host_identity(), "moments": noted}) + "\n")
+                entry = {"attempt": attempt, "session": session, "host": host_identity(), "moments": noted}
+                f.write(json.dumps(entry) + "\n")
         except OSError as e:
             logging.getLogger("xfer").warning("xfer: no timeline is kept any more: %s", e)
             _moments = None
@@ -87,10 +90,20 @@ def read(folder: Path) -> Iterator[Moment]:
         for number, line in enumerate(file.read_text().splitlines(), 1):
             try:
                 entry = json.loads(line)
+                host, attempt, session = str(entry["host"]), int(entry["attempt"]), str(entry.get("session", ""))
                 for at, who, what in entry["moments"]:
-                    yield Moment(float(at), str(who), str(what), str(entry["host"]), int(entry["attempt"]))
+                    yield Moment(float(at), str(who), str(what), host, attempt, session)
             except (ValueError, KeyError, TypeError) as e:
                 raise XferError(f"{file.name}, line {number}, is no timeline: {type(e).__name__}: {e}") from None
+
+
+def of_session(moments: Iterable[Moment], session: str | None = None) -> tuple[list[Moment], list[str]]:
+    """Moments of one session, by default the last that was opened, and the names of all: a job that was started again numbers its
+    refits from one again. session: how its name begins; of several such it is the last."""
+    found = list(moments)
+    names = sorted({x.session for x in found})
+    wanted = [n for n in names if n.startswith(session or "")]
+    return [x for x in found if wanted and x.session == wanted[-1]], names
 
 
 @dataclass(frozen=True, slots=True, order=True)

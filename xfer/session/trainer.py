@@ -321,7 +321,7 @@ class TrainerSession:
                 try:
                     return RefitCall(self, call).run()
                 finally:
-                    timeline.write(self.attempt)
+                    timeline.write(self.attempt, self._party.welcome.session)
 
     @contextlib.contextmanager
     def _alone(self, what: str) -> Iterator[None]:

@@ -22,7 +22,7 @@ from xfer.plan.table import padded_shapes
 from xfer.session import faults, timeline
 from xfer.session import messages as m
 from xfer.session.bounds import STOP_GRACE_S
-from xfer.session.early import EarlySums, first_storages
+from xfer.session.early import EarlySums, first_storages, whole_storages
 from xfer.session.lane import Lane
 from xfer.session.packing import unpack_one
 from xfer.session.party import Party, data_plane, host_identity
@@ -209,12 +209,16 @@ class WorkerSession:
         self.model.engage_lock()  # on a stream that the transfer waits for; the device was idle when this worker armed
 
     def gate(self, go: m.Go, plan: Part, routed: Routed) -> EarlySums | None:
-        if not routed.gated:
+        if routed.pull is None:
             self._early = None  # what it has summed came through other routes
         elif go.verify and (self._early is None or self._early[0] is not routed):
             rest = routed.program.rows
-            first = first_storages(routed.pulled, rest[rest["dst"] == plan.program.rank])
-            sums = EarlySums(self._rows, self._roots, padded_shapes(self._catalog), first) if len(first) else None
+            others = rest[rest["dst"] == plan.program.rank]
+            if routed.place is None:
+                part, first = 0, first_storages(routed.pulled, others)
+            else:
+                part, first = whole_storages(routed.place.rows, others)
+            sums = EarlySums(self._rows, self._roots, padded_shapes(self._catalog), first, part) if len(first) else None
             self._early = routed, sums
         return self._early[1] if go.verify and self._early is not None else None
 
@@ -252,7 +256,8 @@ class WorkerSession:
                 lane.wait_idle(STOP_GRACE_S)
             if self._party is not None:
                 self._party.try_send(self._stopped(attempt))
-        timeline.write(attempt, wait_s=timeline.ASIDE_S)  # the engine waits for this call to return
+        if self._party is not None:
+            timeline.write(attempt, self._party.welcome.session, wait_s=timeline.ASIDE_S)  # the engine waits for this call to return
 
     def _receive(self, attempt: int, deadline_s: float) -> None:
         if self._party is None or not self.joined:

@@ -54,6 +54,7 @@ class Steps:
         self._coming: deque[tuple[int, torch.cuda.Event]] = deque()
         self._events: dict[int, torch.cuda.Event] = {}
         self._run, self._until, self._tells, self._over = 0, 0.0, False, False
+        self.beside: peer.Gate | None = None  # told of each part, too, in the pulls to come
         self._cancelled: Callable[[], bool] = lambda: False
 
     def there(self, run: int, part: int) -> None:
@@ -87,6 +88,8 @@ class Steps:
 
     def after(self, wave: int, stream: Any) -> None:
         """stream None: the part is here. Else it is when what was given to the stream has been done."""
+        if self.beside is not None:
+            self.beside.after(wave, stream)
         if not self._tells:
             return
         if stream is None:

@@ -8,6 +8,7 @@ themselves (peer.py, p2p.py), who opens and closes them (session/).
 
 from __future__ import annotations
 
+import os
 import struct
 import sys
 import time
@@ -165,11 +166,6 @@ class Routed:
         """What goes by p2p, and fills."""
         return self.p2p.program
 
-    @property
-    def gated(self) -> bool:
-        """Whether a gate may be given to `run`: this rank pulls, and not at the gate of its place in a row."""
-        return self.pull is not None and self.place is None
-
     def stale(self) -> list[str]:
         """Storages of this rank that others have mapped and that lie elsewhere now, or are new memory at the old
         address: one line each. Then all ranks must open their routes again."""
@@ -190,7 +186,7 @@ class Routed:
         gate: EarlyGate | None = None,
     ) -> TransferStats:
         """As `P2P.run`. Returns, or raises, with this rank's pulls drained (see `Pull.finish`), or `drained` False. gate: pull
-        in its parts, and let it in between."""
+        in its parts, and let it in between; with a place in a row the parts are that one's, and the gate is told of each."""
         t0 = time.perf_counter()
         if self.pull is None:
             stats = self._wired(deadline, cancelled, progress)
@@ -234,7 +230,9 @@ class Routed:
         return self.p2p.run(deadline, cancelled, progress)
 
     def _pull_of(self, gate: EarlyGate | None):
-        if gate is None:
+        if self.place is not None:
+            self.place.steps.beside = gate
+        if gate is None or self.place is not None:
             return self.pull
         if self._gated[0] is not gate:
             rows = gate.parts(self.pulled)
@@ -273,7 +271,8 @@ def open_link(
     """Collective. gloo on the CPU, NCCL on CUDA. Unsupported, on all ranks, where ranks share a GPU: NCCL would refuse
     to meet there, and does not say so everywhere."""
     if device.type == "cuda":
-        mine = peer.uuid_of(device).encode()
+        # NCCL compares GPUs among ranks of one host only, and hosts by this name where it is given.
+        mine = f"{os.environ.get('NCCL_HOSTID', '')} {peer.uuid_of(device)}".encode()
         exchange = exchange_over_store(store, rank, size, "device")
         devices = [*exchange(mine, range(size) if rank == 0 else ()).values()]
         if any_rank(len(set(devices)) < len(devices), rank, size, exchange):
