@@ -40,7 +40,7 @@ def launch(script: str, *args: str, world: int, folder: Path, seconds: float = 4
     RuntimeError with the ends of the logs when a rank fails or the deadline passes; the other ranks are then killed.
     """
     env = dict(os.environ, WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
-    env.update(OMP_NUM_THREADS="1", TORCHDYNAMO_DISABLE="1", HF_HUB_OFFLINE="1", PYTHONWARNINGS="ignore")
+    env.update(OMP_NUM_THREADS="1", TORCHDYNAMO_DISABLE="1", HF_HUB_OFFLINE="1", PYTHONWARNINGS="ignore", PYTHONFAULTHANDLER="1")
     env["PYTHONPATH"] = os.pathsep.join([str(HERE.parents[1]), *filter(None, [env.get("PYTHONPATH")])])
     folder.mkdir(parents=True, exist_ok=True)
     logs = [folder / f"rank{r}.log" for r in range(world)]
