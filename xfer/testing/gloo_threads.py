@@ -1,0 +1,37 @@
+"""One worker thread for each of torch's gloo groups. For tests and demos only.
+
+A group has two, and both write the name of the work that they have just ended into one string, with no lock (`runLoop` in torch's
+ProcessGroupGloo.cpp, 2.13). A name of up to 15 letters lies in the string itself and is only garbled. "ALLGATHER_COALESCED", by which
+Megatron's distributed optimizer gathers parameters, is longer: then two threads free the same memory, and the process dies
+later, anywhere, of "malloc(): unaligned tcache chunk detected" or a segmentation fault. One thread alone has nobody to race with;
+collectives of one group were ordered before, too.
+
+What else torch's gloo threads do at the end of a process: gloo_end.py.
+"""
+
+from __future__ import annotations
+
+import functools
+from datetime import timedelta
+
+from torch.distributed import ProcessGroupGloo
+
+
+def one_thread_each() -> None:
+    """Of all groups that this process makes from now on. Idempotent."""
+    first = ProcessGroupGloo.__init__
+    if hasattr(first, "__wrapped__"):
+        return
+
+    @functools.wraps(first)
+    def init(self, store, rank: int, size: int, *more, timeout: timedelta | None = None) -> None:
+        if not more:
+            options = ProcessGroupGloo._Options()
+            options._devices = [ProcessGroupGloo.create_default_device()]
+            options._threads = 1
+            if timeout is not None:
+                options._timeout = timeout
+            more = (options,)
+        first(self, store, rank, size, *more)
+
+    ProcessGroupGloo.__init__ = init
