@@ -88,15 +88,14 @@ class Steps:
 
     def after(self, wave: int, stream: Any) -> None:
         """stream None: the part is here. Else it is when what was given to the stream has been done."""
-        if self.beside is not None:
+        if self._tells and stream is None:
+            self._say(self._run, wave)
+        elif self._tells:
+            event = self._events.setdefault(wave, torch.cuda.Event())
+            event.record(stream)
+            self._coming.append((wave, event))
+        if self.beside is not None:  # last: what it does takes time, and others wait for the news
             self.beside.after(wave, stream)
-        if not self._tells:
-            return
-        if stream is None:
-            return self._say(self._run, wave)
-        event = self._events.setdefault(wave, torch.cuda.Event())
-        event.record(stream)
-        self._coming.append((wave, event))
 
     def poll(self) -> None:
         last = -1
