@@ -14,8 +14,6 @@ one_thread_each()
 one_thread_each()
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 dist.new_group()
-names = [open(f"/proc/self/task/{t}/comm").read() for t in os.listdir("/proc/self/task")]
-print("threads", sum("gloo_runloop" in n for n in names))
 a, b, s = torch.ones(8), torch.empty(8), torch.ones(8)
 until, works = time.monotonic() + 4, []
 while time.monotonic() < until:
@@ -25,6 +23,8 @@ while time.monotonic() < until:
         works += [gathered, dist.all_reduce(s, async_op=True)]
     while works:
         works.pop().wait()
+names = [open(f"/proc/self/task/{t}/comm").read() for t in os.listdir("/proc/self/task")]
+print("threads", sum("gloo_runloop" in n for n in names), flush=True)
 os._exit(0)
 """
 

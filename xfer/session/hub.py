@@ -17,6 +17,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable
+from datetime import datetime, timezone
 
 from xfer.ending import wait_for_all
 from xfer.errors import DeadlineExceeded, HandshakeError, PeerLost, ProtocolError, XferError
@@ -42,7 +43,7 @@ class Hub:
 
     def __init__(self, rendezvous: str, token: str, options: HubOptions):
         self.options = options
-        self.session = time.strftime("%Y-%m-%d %H:%M:%S ") + secrets.token_hex(2)
+        self.session = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M:%S.%f ") + secrets.token_hex(2)
         self.trainers: dict[int, Client] = {}
         self.replicas = {r: Replica(r) for r in range(options.replicas)}
         self.catalog: Catalog | None = None

@@ -58,7 +58,8 @@ class Side(Protocol):
         """Just before the first byte may move."""
 
     def gate(self, go: m.Go, plan: Part, routed: routes.Routed) -> routes.EarlyGate | None:
-        """What is to happen while bytes move, between parts of this rank's pull. None: nothing, it is pulled as one."""
+        """What is to happen while bytes move, between parts of this rank's pull. None: nothing, and outside of a row it is
+        pulled as one."""
 
     def after(self, go: m.Go, plan: Part) -> tuple[m.Checksum, ...]:
         """After the last byte has: recipes, checksums when `go.verify`."""

@@ -77,7 +77,7 @@ class Hello(WireMessage):
 class Welcome(WireMessage):
     """hub -> client. `drop`: globs of canonical names that no engine needs to take. `site`: who sits where on which links
     (plan/fabric.py), empty when not known. `route`: "packed" when whole tensors travel in buckets (xfer/packed). `session`: this one's
-    name, for timelines; later ones sort behind it."""
+    name, for timelines; later ones sort behind it as far as clocks agree."""
 
     trainers: Count
     replicas: Count

@@ -1,10 +1,11 @@
-"""One worker thread for each of torch's gloo groups. For tests and demos only.
+"""One worker thread for each gloo group that torch.distributed makes. For tests and demos only.
 
 A group has two, and both write the name of the work that they have just ended into one string, with no lock (`runLoop` in torch's
 ProcessGroupGloo.cpp, 2.13). A name of up to 15 letters lies in the string itself and is only garbled. "ALLGATHER_COALESCED", by which
 Megatron's distributed optimizer gathers parameters, is longer: then two threads free the same memory, and the process dies
-later, anywhere, of "malloc(): unaligned tcache chunk detected" or a segmentation fault. One thread alone has nobody to race with;
-collectives of one group were ordered before, too.
+later, anywhere, of "malloc(): unaligned tcache chunk detected" or a segmentation fault. One thread alone has nobody to race with.
+
+xfer's own links and wires make their groups themselves and keep two; no work of theirs has so long a name.
 
 What else torch's gloo threads do at the end of a process: gloo_end.py.
 """
@@ -12,13 +13,14 @@ What else torch's gloo threads do at the end of a process: gloo_end.py.
 from __future__ import annotations
 
 import functools
+import os
 from datetime import timedelta
 
 from torch.distributed import ProcessGroupGloo
 
 
 def one_thread_each() -> None:
-    """Of all groups that this process makes from now on. Idempotent."""
+    """From now on, in this process. Idempotent."""
     first = ProcessGroupGloo.__init__
     if hasattr(first, "__wrapped__"):
         return
@@ -27,7 +29,9 @@ def one_thread_each() -> None:
     def init(self, store, rank: int, size: int, *more, timeout: timedelta | None = None) -> None:
         if not more:
             options = ProcessGroupGloo._Options()
-            options._devices = [ProcessGroupGloo.create_default_device()]
+            named = [n for n in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if n]  # as torch itself reads it
+            devices = [ProcessGroupGloo.create_device(interface=n) for n in named]
+            options._devices = devices or [ProcessGroupGloo.create_default_device()]
             options._threads = 1
             if timeout is not None:
                 options._timeout = timeout

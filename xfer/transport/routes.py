@@ -268,8 +268,8 @@ def open_link(
     labels: Sequence[str],
     cancelled: Callable[[], bool] = lambda: False,
 ) -> Link:
-    """Collective. gloo on the CPU, NCCL on CUDA. Unsupported, on all ranks, where ranks share a GPU: NCCL would refuse
-    to meet there, and does not say so everywhere."""
+    """Collective. gloo on the CPU, NCCL on CUDA. Unsupported, on all ranks, where ranks of one host share a GPU:
+    NCCL would refuse to meet there, and does not say so everywhere."""
     if device.type == "cuda":
         # NCCL compares GPUs among ranks of one host only, and hosts by this name where it is given.
         mine = f"{os.environ.get('NCCL_HOSTID', '')} {peer.uuid_of(device)}".encode()
