@@ -46,6 +46,9 @@ def host(name: str) -> dict[str, str]:
 
 
 PACKED, MAPPED = dict(route="packed"), dict(route="packed", colocated=True)
+APART = dict(env=host("t"), engine_env=host("e"))
+UNMAPPED = dict(route="nccl", env=NO_HANDLES)
+UNMAPPED_APART = {**UNMAPPED, **APART, "env": {**NO_HANDLES, **host("t")}}
 CASES = [
     Case("one GPU for both", "qwen3", (0,), ((0,),)),
     Case("dense, side by side", "qwen3_tied", (1,), ((0,),)),
@@ -64,27 +67,9 @@ CASES = [
     Case("MLA, one GPU for both", "deepseek_v3", (0,), ((0,),), dict(eager=True)),
     Case("data parallel", "qwen3", (0, 1), ((0, 1),), dict(dp=2, tp=1, eager=True)),
     Case("data parallel, experts shared", "qwen3_moe", (0, 1), ((0, 1),), dict(dp=2, tp=1, ep=True, eager=True)),
-    Case("by NCCL", "qwen3", (2, 3), ((0, 1),), dict(eager=True), route="nccl", env=NO_HANDLES),
-    Case(
-        "as on two hosts",
-        "qwen3_moe",
-        (1,),
-        ((0,),),
-        dict(eager=True),
-        route="nccl",
-        env={**NO_HANDLES, **host("t")},
-        engine_env=host("e"),
-    ),
-    Case(
-        "two to TP2, as on two hosts",
-        "qwen3",
-        (0, 1),
-        ((0, 1),),
-        dict(eager=True),
-        route="nccl",
-        env={**NO_HANDLES, **host("t")},
-        engine_env=host("e"),
-    ),
+    Case("by NCCL", "qwen3", (2, 3), ((0, 1),), dict(eager=True), **UNMAPPED),
+    Case("as on two hosts", "qwen3_moe", (1,), ((0,),), dict(eager=True), **UNMAPPED_APART),
+    Case("two to TP2, as on two hosts", "qwen3", (0, 1), ((0, 1),), dict(eager=True), **UNMAPPED_APART),
     Case(
         "packed, two to TP2, as on two hosts",
         "qwen3_moe",
@@ -93,8 +78,7 @@ CASES = [
         dict(eager=True),
         route="packed",
         connect=PACKED,
-        env=host("t"),
-        engine_env=host("e"),
+        **APART,
     ),
     Case("packed, by NCCL", "qwen3_moe", (1,), ((0,),), dict(eager=True), route="packed", connect=PACKED),
     Case("packed, mapped on one GPU", "qwen3_tied", (0,), ((0,),), dict(eager=True), route="packed", connect=MAPPED),

@@ -3,11 +3,9 @@ follow."""
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
-from tests.functional.megatron_launch import launch
+from tests.functional.megatron_launch import seen_in_launches
 
 pytestmark = pytest.mark.trainer
 
@@ -16,9 +14,7 @@ CASES = ["qwen3-tp2-pp2", "qwen3_moe-tp2-pp2-ep2-etp1", "deepseek_v3-tp2-ep2"]
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("megatron-probe")
-    launch("megatron_worker.py", "probes", str(folder), world=4, folder=folder)
-    return lambda name: json.loads((folder / f"{name}.json").read_text())
+    return seen_in_launches("probes", CASES, tmp_path_factory.mktemp("megatron-probe"), each=len(CASES))
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -31,7 +31,7 @@ os._exit(0)
 
 @pytest.mark.skipif(sys.platform != "linux", reason="counts threads in /proc")
 def test_two_kinds_of_collectives_in_flight_do_not_kill_the_process():
-    """With two threads, none of six runs of ten seconds came to its end."""
+    """With two threads it is dead within seconds."""
     ended = subprocess.run([sys.executable, "-c", GATHERS], capture_output=True, text=True, timeout=120)
     assert ended.returncode == 0, (ended.returncode, ended.stderr)
     assert "threads 2" in ended.stdout  # two groups

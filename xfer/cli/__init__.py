@@ -102,7 +102,8 @@ def timeline(
         console.print(
             "[red]no moments of such a refit are there: was XFER_TIMELINE set for trainers and engines?[/red]"
         )
-        console.print("sessions in this folder:", *sessions, sep="\n  ")
+        if sessions:
+            console.print("sessions in this folder:", *sessions, sep="\n  ")
         raise typer.Exit(1)
     for host, some in hosts.items():
         title = f"medians on {host}" if median else f"refit {some[0].attempt} on {host}"

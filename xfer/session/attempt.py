@@ -187,7 +187,7 @@ class Attempt:
                 relays.look_again(self, run)
             elif r.relink or r.reopen:
                 self.hub.planning.relink(r, fresh=r.relink)
-            elif r.state == "ready" and r.before != relays.place(relays.before(self.hub, r)):
+            elif r.state == "ready" and relays.out_of_place(self.hub, r):
                 self.hub.planning.relink(r, fresh=False)
             elif r.state == "ready":
                 able.append(run)

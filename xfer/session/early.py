@@ -25,7 +25,7 @@ def first_storages(pulled: np.ndarray, others: np.ndarray) -> np.ndarray:
     nbytes, root = row_wire_bytes(pulled), pulled["dst_root"].astype(np.int64)
     total = np.zeros(int(root.max(initial=-1)) + 1, np.int64)
     np.add.at(total, root, nbytes)
-    mixed = set(others["dst_root"][others["op"] != Op.FILL].tolist())
+    mixed = set(_written(others).tolist())
     out, left = [], FIRST * total.sum()
     for r in np.argsort(-total, kind="stable").tolist():
         if r not in mixed and 0 < total[r] <= left:
@@ -44,8 +44,13 @@ def whole_storages(pulled: np.ndarray, others: np.ndarray) -> tuple[int, np.ndar
         return 0, np.empty(0, np.int64)
     part = int(waves[min(np.searchsorted(here, FIRST * here[-1]), len(waves) - 2)])
     later = pulled["dst_root"][pulled["wave"] > part]
-    mixed = np.concatenate([later, others["dst_root"][others["op"] != Op.FILL]])
+    mixed = np.concatenate([later, _written(others)])
     return part, np.setdiff1d(pulled["dst_root"], mixed).astype(np.int64)
+
+
+def _written(rows: np.ndarray) -> np.ndarray:
+    """The storage that each row brings bytes to. Fills bring none, and no checksum counts them."""
+    return rows["dst_root"][rows["op"] != Op.FILL]
 
 
 class EarlySums:

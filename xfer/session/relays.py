@@ -50,6 +50,11 @@ def place(replica: Replica | None) -> tuple[int, int] | None:
     return (replica.index, replica.epoch) if replica is not None else None
 
 
+def out_of_place(hub: Hub, replica: Replica) -> bool:
+    """Whether it stands behind another one than it should by now, and so has to open its routes again."""
+    return replica.before != place(before(hub, replica))
+
+
 def _reopens(r: Replica) -> bool:
     return r.stale or r.relink or r.reopen
 
@@ -88,8 +93,8 @@ def held_up_by(attempt: Attempt, run: Run) -> Run | None:
         known = not (r.stale or run.replica.stale) and r.state in ("linking", "ready")
         if known and r.digest != run.replica.digest:
             continue  # of another layout
-        moves = _reopens(r) or r.before != place(before(attempt.hub, r))  # it finds its own place first
-        if other.state == "arming" and (r.state in ("planning", "linking") or r.state == "ready" and moves):
+        opens = _reopens(r) or out_of_place(attempt.hub, r)  # it finds its own place first
+        if other.state == "arming" and (r.state in ("planning", "linking") or r.state == "ready" and opens):
             return other
         if other.state != "arming" and r.state == "ready" and not _reopens(r) and len(r.hands) == r.size:
             return None  # to be stood behind as it is

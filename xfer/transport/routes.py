@@ -232,7 +232,8 @@ class Routed:
     def _pull_of(self, gate: EarlyGate | None):
         if self.place is not None:
             self.place.steps.beside = gate
-        if gate is None or self.place is not None:
+            return self.pull
+        if gate is None:
             return self.pull
         if self._gated[0] is not gate:
             rows = gate.parts(self.pulled)
