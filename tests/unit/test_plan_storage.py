@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -14,11 +16,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from xfer.errors import ProtocolError
-from xfer.plan import cache as cache_module
+from xfer.plan import subplan
 from xfer.plan.cache import SUFFIX, PlanCache
 from xfer.plan.inventory import Inventory, Kept, engine_inventory, trainer_inventory
 from xfer.plan.part import Part
-from xfer.plan.planner import PlanOptions, plan_replica
+from xfer.plan.planner import PlanOptions, plan_key, plan_replica
 from xfer.plan.program import ROW
 from xfer.trace.catalog import Catalog
 from xfer.trace.fragment import Fill, Fragment, Root, Span, TensorSpec
@@ -188,20 +190,15 @@ def test_a_damaged_file_is_planned_again(data):
         bad = data.draw(damage(whole))
         path.write_bytes(bad)
         assert bad == whole or cache.get(PLAN.key, 1) is None
-        assert cache.plan(CATALOG, [SOURCE], [TAKER], 1).to_bytes() == PART.to_bytes()
-        assert path.read_bytes() == whole  # and it is whole again
+        assert cache.put(PART) and path.read_bytes() == whole  # and it is whole again
 
 
-def test_a_plan_is_made_once_per_input(tmp_path, monkeypatch):
-    made = []
-    monkeypatch.setattr(cache_module, "plan_replica", lambda *a: made.append(a) or plan_replica(*a))
+def test_a_part_is_found_by_its_inputs_and_its_rank_only(tmp_path):
     cache = PlanCache(tmp_path / "not" / "there")
-    for _ in range(3):
-        assert cache.plan(CATALOG, [SOURCE], [TAKER], 1).digest == PLAN.digest
-    assert len(made) == 1
-    other = PlanOptions(rotation=1)
-    assert cache.plan(CATALOG, [SOURCE], [TAKER], 1, other).key != PLAN.key and len(made) == 2
-    assert cache.plan(CATALOG, [SOURCE], [TAKER], 0).program.rank == 0 and len(made) == 3
+    assert cache.put(PART) and cache.get(PLAN.key, 1).to_bytes() == PART.to_bytes()
+    other = plan_key(CATALOG, [SOURCE], [TAKER], PlanOptions(rotation=1))
+    assert other != PLAN.key == plan_key(CATALOG, [SOURCE], [TAKER], PlanOptions())
+    assert cache.get(other, 1) is None and cache.get(PLAN.key, 0) is None
 
 
 def test_a_file_under_another_name_is_not_taken(tmp_path):
@@ -215,10 +212,27 @@ def test_a_file_under_another_name_is_not_taken(tmp_path):
             cache.get(key, rank)
 
 
-def test_a_file_of_another_planner_version_is_not_taken(tmp_path, monkeypatch):
+def test_the_code_that_plans_is_in_every_key_and_digest(monkeypatch):
+    """Rows are expanded by each rank's own code, so tables that agree prove nothing about code that does not."""
+    assert len(subplan.PLANNER) == 16
+    for name in ("planner", "subplan"):
+        monkeypatch.setattr(f"xfer.plan.{name}.PLANNER", "another")
+    made = plan_replica(CATALOG, [SOURCE], [TAKER])
+    assert made.key != PLAN.key and made.digest != PLAN.digest
+
+
+def test_all_code_that_planning_loads_is_in_the_digest():
+    """In a process that has loaded nothing else. xfer.errors and the package itself have no part in rows."""
+    code = "import sys, xfer.plan.planner, xfer.plan.cache; print(*(n for n in sys.modules if n.startswith('xfer.')))"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    outside = {n for n in loaded if n.split(".")[1] not in ("mesh", "trace", "plan")}
+    assert "xfer.plan.subplan" in loaded and outside <= {"xfer.errors", "xfer.sources"}
+
+
+def test_a_file_of_another_planner_is_not_taken(tmp_path, monkeypatch):
     cache = PlanCache(tmp_path)
     cache.put(PART)
-    monkeypatch.setattr("xfer.plan.part.PLANNER", 999)
+    monkeypatch.setattr("xfer.plan.part.PLANNER", "another")
     assert cache.get(PLAN.key, 1) is None
 
 
@@ -242,4 +256,4 @@ def test_the_cache_stays_within_its_size_and_keeps_what_is_used(tmp_path):
 def test_a_directory_that_cannot_be_written_is_no_error(tmp_path):
     (tmp_path / "file").write_text("")
     cache = PlanCache(tmp_path / "file")
-    assert not cache.put(PART) and cache.plan(CATALOG, [SOURCE], [TAKER], 1).digest == PLAN.digest
+    assert not cache.put(PART) and cache.get(PLAN.key, 1) is None

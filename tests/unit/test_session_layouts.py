@@ -160,6 +160,8 @@ def small(job, copies: int = 2):
 def test_a_plan_in_the_cache_fetches_no_inventory(job, tmp_path):
     cache, j = PlanCache(tmp_path), small(job)
     first = j.plan(cache=cache)
+    assert not any(tmp_path.iterdir())  # ranks have not agreed on it yet
+    assert all(cache.put(part) for part, _ in first)
     again = small(job)
     second = again.plan(cache=cache)
     assert [p.digest for p, _ in second] == [p.digest for p, _ in first]

@@ -31,6 +31,7 @@ from xfer.errors import DeadlineExceeded, ProtocolError, XferError, from_wire
 from xfer.mesh.parallel import EngineParallel, TrainerParallel
 from xfer.plan.file_cache import FileCache
 from xfer.plan.inventory import Inventory
+from xfer.sources import digest_of
 from xfer.trace.catalog import Catalog
 
 Progress = Callable[[str, int, int], None]
@@ -46,6 +47,8 @@ ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind", "PYTHONUNBUFFERED": "1",
 }  # fmt: skip
 ROOT = Path(__file__).resolve().parents[1]
+READERS = digest_of("mesh", "trace", "plan", "trainers", "engines", "testing", "cli/trace_child.py")
+"""The part of xfer that reads layouts: one that is read otherwise now is another layout."""
 BOOT = """
 import importlib.util, sys
 sys.path[:] = [p for p in sys.path if p]
@@ -206,7 +209,7 @@ class Tracer:
         parts = [
             json.dumps(msgspec.to_builtins(task), sort_keys=True),
             json.dumps(
-                [class_of, self._versions if task.names is None else self._versions[task.side], _source()],
+                [class_of, self._versions if task.names is None else self._versions[task.side], READERS],
                 sort_keys=True,
             ),
             "" if catalog is None else catalog.digest(),
@@ -365,13 +368,3 @@ def _versions(python: str, side: str) -> dict[str, str]:
     if not there:
         raise XferError("", [f"--{side}-python {python} has no {MODULES[side]}"])
     return {"python": version, **dict(zip(PACKAGES[side], found))}
-
-
-def _source() -> str:
-    """Digest of the part of xfer that reads layouts: one that is read otherwise now is another layout."""
-    h = hashlib.blake2b(digest_size=16)
-    packages = (ROOT / p for p in ("mesh", "trace", "plan", "trainers", "engines", "testing"))
-    files = [f for p in packages for f in p.rglob("*.py")]
-    for path in sorted([*files, ROOT / "cli" / "trace_child.py"]):
-        h.update(str(path.relative_to(ROOT)).encode() + b"\0" + path.read_bytes() + b"\0")
-    return h.hexdigest()

@@ -1,23 +1,16 @@
 """Parts of sub-plans on disk, by the digest of their inputs and the rank: a cache, which may forget anything at any time.
 
-Not here: the files (file_cache.py), what a part is (part.py).
+The digest is `key_of` what they were made from, the planner's own code among it. Only what all ranks have agreed on
+belongs here. Not here: the files (file_cache.py), what a part is (part.py).
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from xfer.errors import ProtocolError
 from xfer.plan.file_cache import FileCache
-from xfer.plan.inventory import Inventory
-from xfer.plan.options import PlanOptions
 from xfer.plan.part import Part
-from xfer.plan.planner import plan_key, plan_replica
-
-if TYPE_CHECKING:
-    from xfer.trace.catalog import Catalog
 
 SUFFIX = ".xferplan"
 _MAGIC = b"xferplan\x02"
@@ -28,24 +21,6 @@ class PlanCache:
 
     def __init__(self, directory: str | os.PathLike[str], max_bytes: int = 1 << 30):
         self._files = FileCache(directory, SUFFIX, _MAGIC, max_bytes)
-
-    def plan(
-        self,
-        catalog: Catalog,
-        sources: Sequence[Inventory],
-        takers: Sequence[Inventory],
-        rank: int,
-        options: PlanOptions | None = None,
-    ) -> Part:
-        """Joint rank `rank`'s part of `plan_replica`, or of what it gave for equal inputs before. Raises what
-        plan_replica raises.
-        """
-        options = options or PlanOptions()
-        found = self.get(plan_key(catalog, sources, takers, options), rank)
-        if found is None:
-            found = Part.of(plan_replica(catalog, sources, takers, options), rank)
-            self.put(found)
-        return found
 
     def get(self, key: str, rank: int) -> Part | None:
         """The part of these inputs, or None where there is no whole one of this version, these inputs and this rank."""

@@ -55,13 +55,13 @@ class Part:
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as e:
             raise ProtocolError(f"plan: {e}") from e
         if w.version != PLANNER:
-            raise ProtocolError(f"plan: made by planner version {w.version}, this one is {PLANNER}")
+            raise ProtocolError(f"plan: made by planner {w.version!r}, this one is {PLANNER}")
         rows = col.unpack(w.rows, ROW, w.count, what="rows")
         return cls(w.key, w.digest, w.trainers, w.workers, Program(w.rank, w.waves, rows), w.summary)
 
 
 class _Wire(msgspec.Struct, forbid_unknown_fields=True, array_like=True):
-    version: int
+    version: str
     key: str
     digest: str
     trainers: int

@@ -20,9 +20,11 @@ from xfer.plan.explain import PlanSummary, explain
 from xfer.plan.intersect import Stack, cut_range
 from xfer.plan.program import ITEM, MAX_DIMS, ROW, Op, Program
 from xfer.plan.table import FragmentTable
+from xfer.sources import digest_of
 
-PLANNER = 3
-"""Version of the planner: raised whenever the same inputs may give other rows. In every digest and cache key."""
+PLANNER = digest_of("mesh", "trace", "plan")
+"""Which code plans, in every digest and cache key: rows are expanded on each rank by its own, and tables that agree say
+nothing about code that does not."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

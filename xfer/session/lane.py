@@ -113,6 +113,7 @@ class Lane:
         self._scope = _Scope(0)  # of the newest message
         self._running = self._scope  # of the one that the lane's thread is at
         self._planned_from = b""
+        self._agreed = True  # on `plan`, by all ranks; it was put into the cache then
         self._lock = threading.Lock()
         _running.add(self)
         self._thread = threading.Thread(target=self._work, name=f"xfer-lane-{replica}", daemon=True)
@@ -275,6 +276,7 @@ class Lane:
         self._check()
         self.party.send(m.Planned(self.replica, p.epoch, digest, self.plan_seconds, *self.planned_bytes()))
         self._deadline_s = p.deadline_s
+        self._agreed = False
 
     def options(self, p: m.PlanInputs) -> PlanOptions:
         """What every rank of the domain plans by, from what the hub told all of them."""
@@ -303,9 +305,11 @@ class Lane:
         self._open_routes(store, o)
         del old
         place = self._routed.place if self._routed is not None else None
-        if place is not None:
-            return self.party.send(m.LinkOpen(self.replica, o.epoch, place.hand(), place.follows))
-        self.party.send(m.LinkOpen(self.replica, o.epoch))
+        said = (place.hand(), place.follows) if place is not None else ()
+        self.party.send(m.LinkOpen(self.replica, o.epoch, *said))
+        if self.cache is not None and not self._agreed:
+            self.cache.put(self.plan)  # not sooner: the hub opens no link unless the digests of all are equal
+        self._agreed = True
 
     def _open_routes(self, store: HubStore, o: m.OpenLink) -> None:
         """Collective over the domain, in the same order on all ranks."""

@@ -172,7 +172,8 @@ class Shelf:
         check: Callable[[], None],
     ) -> tuple[Part, tuple[bytes, ...]]:
         """Joint rank `rank`'s part of the plan of these inputs, and the digest of each joint rank's inventory. Without a
-        site in `options` the rolls' hosts are used.
+        site in `options` the rolls' hosts are used. A part that is not in the cache is not put there either: that all
+        ranks agree on it is not known yet.
 
         Raises what planning raises, what `check` raises (called while waiting), DeadlineExceeded, ProtocolError.
         """
@@ -189,8 +190,6 @@ class Shelf:
             inventories = self._both_sides(sides, until, check)
             self.exchange_s[p.replica] = time.perf_counter() - t0
             part = Part.of(self._drafts.plan(catalog, *inventories, options), rank)
-            if cache is not None:
-                cache.put(part)
         return part, (*sides[0].inventories, *sides[1].inventories)
 
     def _forget_others(self, p: m.PlanInputs) -> None:
