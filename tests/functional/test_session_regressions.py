@@ -19,6 +19,7 @@ from xfer.session import door
 from xfer.session import messages as m
 from xfer.session.hub import Hub
 from xfer.session.lane import Lane
+from xfer.session.layouts import Shelf
 from xfer.session.party import Party
 from xfer.session.roster import HubOptions
 from xfer.session.trainer import TrainerSession
@@ -249,6 +250,32 @@ def connected_while_the_last_replica_joins(trainers: int, replicas: int) -> Worl
 def test_a_refit_that_starts_while_a_replica_is_joining_waits_for_it():
     w = connected_while_the_last_replica_joins(trainers=1, replicas=1)
     good(w.refit(1))
+    right(w, 1)
+    w.close()
+
+
+@pytest.mark.parametrize("where, step, state", [(Shelf, "plan", "planning"), (Lane, "_open_routes", "linking")])
+def test_a_layout_that_changes_while_a_replica_joins_is_planned_at_once(monkeypatch, where, step, state):
+    """Nobody answers for the old one any more: who planned from it waited for the whole deadline, and a link of it was refused."""
+    replicas: list = []
+    done = getattr(where, step)
+
+    def late(self, *a):
+        until = time.monotonic() + 10
+        while not (replicas and (replicas[0].stale or replicas[0].epoch > 1)) and time.monotonic() < until:
+            time.sleep(0.01)
+        return done(self, *a)
+
+    monkeypatch.setattr(where, step, late)
+    w = connected_while_the_last_replica_joins(trainers=2, replicas=1)
+    replica = w.sessions[0]._hub.replicas[0]
+    while replica.state != state:
+        time.sleep(0.01)
+    replicas.append(replica)
+    transpose(w.sources[0])
+    began = time.monotonic()
+    good(w.refit(1))
+    assert time.monotonic() - began < 8
     right(w, 1)
     w.close()
 

@@ -173,6 +173,8 @@ class Attempt:
         self._arm()
         if len(self.drained) < self.hub.options.trainers:
             return
+        for r in self.hub.replicas.values():
+            self.hub.plan_if_complete(r)  # one that joins, from what trainers say that they have now
         able: list[Run] = []
         for run in self.runs.values():
             r = run.replica

@@ -386,8 +386,10 @@ class Hub:
             self.broadcast(waiting, m.CatalogMsg(self.packed_catalog, self.generation))
 
     def plan_if_complete(self, replica: Replica) -> None:
-        if replica.state == "joining" and replica.complete and len(self.trainer_inventories) == self.options.trainers:
-            self.planning.plan(replica)
+        if not replica.complete or len(self.trainer_inventories) < self.options.trainers:
+            return
+        if replica.state == "joining" or (replica.stale and replica.state in ("planning", "linking")):
+            self.planning.plan(replica)  # in the place of a plan of layouts that are gone: nobody answers for those
 
     def _on_Planned(self, client: Client, msg: m.Planned) -> None:
         self.planning.planned(client, msg)

@@ -113,7 +113,8 @@ class Planning:
             )
             return
         replica.digest = next(iter(replica.digests.values()))
-        self.link(replica)
+        if not replica.stale:  # else it is planned anew when all have said what they have now
+            self.link(replica)
 
     def link(self, replica: Replica, fresh: bool = True) -> None:
         seconds = replica.stage()
