@@ -296,6 +296,7 @@ class World:
     cache_dir: str | None = None
     host_pull: bool = False
     relay: bool = False
+    drop: tuple[str, ...] = ()
     sources: list[ToySource] = field(default_factory=list)
     sessions: list[TrainerSession] = field(default_factory=list)
     engines: list[ToyEngine] = field(default_factory=list)
@@ -325,7 +326,7 @@ class World:
             replicas=self.replicas,
             deadline_s=self.deadline_s,
             bucket_bytes=self.bucket_bytes,
-            drop=(),
+            drop=self.drop,
             narrow=(),
             cache_dir=self.cache_dir,
             host_pull=self.host_pull or HOST_PULL,

@@ -72,6 +72,7 @@ class RefitCall:
                 )
                 mark(self.label, "ready")
                 self.party.send(m.Ready(self.number, seconds, specs, inventory, session.generation, rebound))
+                session.has_told(specs, inventory)
         except computing.Over:
             pass  # the outcome is here already
         except Exception as e:

@@ -102,6 +102,7 @@ class TrainerSession:
         self._busy = threading.Lock()  # held inside a call
         self._stale = False  # a layout was being read again and that did not end well
         self._specs = b""
+        self._told: tuple[bytes, bytes | None] = b"", b""  # specs and inventory that the hub knows; None: it owes a catalog
         self._released = False
         self.drain: Drain | None = None  # of the last call; may run longer than that
         self._sums: dict[int, tuple[Part, Sums]] = {}  # by replica, over the present storages
@@ -156,19 +157,19 @@ class TrainerSession:
         """Publish the layout; with `wait`, until every replica has a plan and a link."""
         until = time.monotonic() + self.deadline_s
         try:
-            self._take(self._read_together(until) if self.source.reads_together else self.source.read())
+            self.layout = self._read_together(until) if self.source.reads_together else self.source.read()
         except Exception as e:
             self._party.try_send(m.Failed(m.WireError.of(e, self._party.label)))
             raise
         self._specs = self._own_specs()
         self._party.send(m.Specs(self._specs))
+        self.has_told(self._specs, b"")
         message = self._party.take(
             (m.CatalogMsg, m.Failed), until + TOLD_S, "the catalog: other trainer ranks have not connected yet"
         )
         self._raise_failed(message)
         self._take_catalog(message)
-        # If the hub has closed meanwhile, the reason is in the inbox already; a send that raises would hide it.
-        self._party.try_send(m.InventoryMsg(self._inventory, self.generation))
+        self._tell_inventory()
         if wait:
             ready: set[int] = set()
             while len(ready) < self.replicas:
@@ -184,7 +185,7 @@ class TrainerSession:
                     raise
                 if isinstance(message, m.CatalogMsg):
                     self._take_catalog(message)
-                    self._party.try_send(m.InventoryMsg(self._inventory, self.generation))
+                    self._tell_inventory()
                     continue
                 self._raise_failed(message)
                 ready.add(message.replica)
@@ -211,8 +212,10 @@ class TrainerSession:
         if isinstance(message, m.Failed):
             raise message.error.error()
 
-    def _take(self, layout: TrainerLayout) -> None:
-        self.layout = layout
+    def _tell_inventory(self) -> None:
+        # If the hub has closed meanwhile, the reason is in the inbox already; a send that raises would hide it.
+        self._party.try_send(m.InventoryMsg(self._inventory, self.generation))
+        self.has_told(b"", self._inventory)
 
     def _take_catalog(self, message: m.CatalogMsg) -> None:
         self._catalog, self.generation = Catalog.from_bytes(unpack_one(message.catalog, "catalog")), message.generation
@@ -221,7 +224,7 @@ class TrainerSession:
     def _make_inventory(self) -> None:
         if self._pump is not None:  # tensors go whole, from wherever they are then
             self._inventory, self._names = self._catalog.digest().encode(), []
-            return self._bind(self.layout.tensors)
+            return self._bind()
         made = trainer_inventory(
             self._catalog,
             rank=self.index,
@@ -231,10 +234,11 @@ class TrainerSession:
             recipes=(r.digest() for r in self.layout.traced.recipes),
         )
         self._inventory, self._names = self._party.shelf.offer(made), [r.name for r in made.roots]
-        self._bind(self.layout.tensors)
+        self._bind()
 
-    def _bind(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        self._roots, self._sums = [tensors[name] for name in self._names], {}
+    def _bind(self) -> None:
+        """To the storages of the layout, which are the present ones: those that are gone are nowhere else."""
+        self._roots, self._sums = [self.layout.tensors[name] for name in self._names], {}
         self._binding += 1
 
     def _lane(self, replica: int) -> Lane | None:
@@ -349,36 +353,44 @@ class TrainerSession:
             pending.finish()
 
     def refresh(self) -> tuple[bytes, bytes]:
-        """Re-read what a framework has moved since the last refit. Returns (specs, inventory), empty when unchanged.
+        """Re-read what a framework has moved since the last refit. Returns (specs, inventory), each empty where the hub was
+        told of it (`has_told`).
 
-        The adapter remembers what it was last asked for, so whatever fails here must be read again by the next call.
+        The adapter remembers what it was last asked for, so whatever fails here must be read again by the next call; and
+        what was read must be told by the next call where this one ends before it could.
         """
         state = "changed" if self._stale else self.source.check()
         if state == "same" and self._released:
             state = "moved"  # or not; its storages were let go of
-        self._released = False
-        if state == "same":
-            return b"", b""
-        self._stale = True
-        if state == "moved":
-            self._bind(self.source.rebind())
+        if state != "same":
+            self._stale = True
+            self._released = False
+            if state == "moved":
+                self.layout = replace(self.layout, tensors=self.source.rebind())
+                self._bind()
+            else:
+                self._read_again()
             self._stale = False
-            return b"", b""
+        specs, inventory = self._told
+        if self._specs != specs:
+            return self._specs, b""  # the inventory follows the hub's answer: the catalog may have changed
+        return b"", b"" if inventory in (None, self._inventory) else self._inventory
+
+    def _read_again(self) -> None:
         if self.source.reads_together:
             raise RebindError(
                 "this rank's layout changed, and only all ranks together can read it anew (probe=)",
                 ["close this session and connect again, on every rank"],
                 where=self._party.label,
             )
-        self._take(self.source.read())
-        specs = self._own_specs()
-        if specs != self._specs:
-            self._specs, self._stale = specs, False
-            return specs, b""  # the inventory follows the hub's answer: the catalog may have changed
-        old = self._inventory
-        self._make_inventory()
-        self._stale = False
-        return (b"", self._inventory) if self._inventory != old else (b"", b"")
+        self.layout = self.source.read()
+        self._specs = self._own_specs()
+        if self._specs == self._told[0] and self._told[1] is not None:
+            self._make_inventory()
+
+    def has_told(self, specs: bytes, inventory: bytes) -> None:
+        """What the hub has heard from this rank, empty for nothing."""
+        self._told = specs or self._told[0], None if specs else inventory or self._told[1]
 
     def _own_specs(self) -> bytes:
         return pack([Catalog.union([(self._party.label, self.layout.traced.specs)]).to_bytes()])
@@ -389,6 +401,7 @@ class TrainerSession:
         self._take_catalog(message)
         self._stale = False
         self._party.send(m.InventoryMsg(self._inventory, self.generation))
+        self.has_told(b"", self._inventory)
 
     def keep_alive(self) -> None:
         """Somebody may still read this rank's storages: they are not to be freed, whatever the trainer drops."""

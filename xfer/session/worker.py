@@ -86,7 +86,7 @@ class WorkerSession:
         self._party: Party | None = None
         self._lane_: Lane | None = None
         self._catalog: Catalog | None = None
-        self._inventory = b""
+        self._inventory = self._told = b""  # as it is, and as the hub heard of it last
         self._sums: Sums | None = None  # of these storages, bound when first asked for
         self._constants: tuple[Part, Constants] | None = None  # likewise, of this plan
         self._early: tuple[Routed, EarlySums | None] | None = None  # likewise, of these routes
@@ -149,9 +149,9 @@ class WorkerSession:
         faults.point("worker", self.index, "read")
         self._catalog, self._generation = Catalog.from_bytes(unpack_one(message.catalog, "catalog")), message.generation
         self._publish()
-        self._party.try_send(
-            m.InventoryMsg(self._inventory, message.generation)
-        )  # if nobody is there, the inbox says why
+        # If nobody is there, the inbox says why.
+        self._party.try_send(m.InventoryMsg(self._inventory, message.generation))
+        self._told = self._inventory
 
     def _publish(self) -> None:
         self._stale = True
@@ -271,6 +271,7 @@ class WorkerSession:
         rebound = self._lane_.rebound()
         mark(party.label, "looked at its storages: armed")
         party.send(m.Armed(attempt, inventory, self._generation, rebound))
+        self._told = self._inventory
         while True:
             message = party.take(
                 (m.Commit, m.Abort, m.Failed, m.CatalogMsg), due + STOP_GRACE_S, "the decision of this refit", due=due
@@ -302,18 +303,16 @@ class WorkerSession:
         return m.Stopped(self.replica, attempt, self.model.holds == "mix", lane is None or lane.drained)
 
     def _refresh(self) -> bytes:
+        """The inventory, where the hub has not heard of it: also what an attempt read that ended before it could tell."""
         state = "changed" if self._stale else self.model.check()
-        if state == "same":
-            return b""
-        self._stale = True
-        if state == "moved":
-            self._bind(self.model.rebind())
+        if state != "same":
+            self._stale = True
+            if state == "moved":
+                self._bind(self.model.rebind())
+            else:
+                self._publish()
             self._stale = False
-            return b""
-        old = self._inventory
-        self._publish()
-        self._stale = False
-        return self._inventory if self._inventory != old else b""
+        return self._inventory if self._inventory != self._told else b""
 
     def close(self) -> None:
         if self._party is not None:

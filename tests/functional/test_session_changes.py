@@ -1,0 +1,119 @@
+"""What ranks hold changes between refits, and within some that fail: whatever commits has the bytes of that moment.
+
+Checksums alone do not see any of it: both ends would sum the same old storages.
+"""
+
+import gc
+import weakref
+from dataclasses import replace
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from tests.functional.test_session_protocol import good, right
+from tests.support.world import ToyLayout, ToySource, World
+
+EXTRA = {"extra": (4, 4)}
+
+
+class Computing(ToySource):
+    """All ranks meet before they are ready, as where adapters are merged. `breaks`: this one fails there, in the next refit."""
+
+    breaks = False
+
+    def read(self):
+        layout = super().read()
+        return ToyLayout(replace(layout.traced, gathers=("g",)), layout.roots, layout.tensors)
+
+    def compute(self, meet):
+        if self.breaks:
+            self.breaks = False
+            raise RuntimeError("boom")
+        meet((0, 1), "same")
+
+
+def move(source: ToySource, session) -> None:
+    source.params = {n: t.clone() for n, t in source.params.items()}
+
+
+def turn(source: ToySource, session) -> None:
+    """Other strides, another layout."""
+    source.params["layers.0.w"] = source.params["layers.0.w"].t().contiguous().t()
+
+
+def export(source: ToySource, session) -> None:
+    """One tensor more, or less: other specs."""
+    if "extra" in source.shapes:
+        source.shapes = {n: s for n, s in source.shapes.items() if n != "extra"}
+        del source.params["extra"]
+    else:
+        source.shapes = source.shapes | EXTRA
+        source.set(0)
+
+
+def give_up(source: ToySource, session) -> None:
+    source.fail = RuntimeError("boom")
+
+
+def break_down(source: ToySource, session) -> None:
+    source.breaks = True
+
+
+def release(source: ToySource, session) -> None:
+    session.release()
+
+
+steps = st.lists(
+    st.lists(
+        st.tuples(st.integers(0, 1), st.sampled_from([move, turn, export, give_up, break_down, release])),
+        unique_by=lambda e: e[0],
+        max_size=2,
+    ),
+    min_size=2,
+    max_size=6,
+)
+
+
+@pytest.mark.parametrize("host_pull", [False, True])
+def test_whatever_changed_and_failed_before_a_refit_that_commits_has_the_bytes_of_its_moment(host_pull):
+    with World(drop=("extra",), host_pull=host_pull, deadline_s=6.0, sources=[Computing(i, 2) for i in range(2)]) as w:
+        version = 0
+
+        @given(steps)
+        @settings(
+            max_examples=12,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+            derandomize=True,
+            phases=[Phase.generate],
+        )
+        def run(rounds):
+            nonlocal version
+            for events in rounds:
+                fails = any(e in (give_up, break_down) for _, e in events)
+                for rank, event in events:
+                    event(w.sources[rank], w.sessions[rank])
+                version += 1
+                out = w.refit(version, verify=version % 2 == 0)
+                for s in w.sources:
+                    s.fail, s.breaks = None, False
+                if not fails:
+                    good(out)
+                    right(w, version)
+            version += 1
+            good(w.refit(version))
+            right(w, version)
+
+        run()
+
+
+def test_storages_that_are_gone_are_kept_alive_by_nobody():
+    with World() as w:
+        good(w.refit(1))
+        old = [weakref.ref(t.untyped_storage()) for t in w.sources[0].params.values()]
+        move(w.sources[0], w.sessions[0])
+        good(w.refit(2))
+        gc.collect()
+        assert not any(ref() is not None for ref in old)
+        right(w, 2)
