@@ -4,6 +4,7 @@ Checksums alone do not see any of it: both ends would sum the same old storages.
 """
 
 import gc
+import os
 import weakref
 from dataclasses import replace
 
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from tests.functional.test_session_protocol import good, right
 from tests.support.world import ToyLayout, ToySource, World
 
+EXAMPLES = min(100, max(12, int(os.environ.get("XFER_EXAMPLES", "12"))))
 EXTRA = {"extra": (4, 4)}
 
 
@@ -82,7 +84,7 @@ def test_whatever_changed_and_failed_before_a_refit_that_commits_has_the_bytes_o
 
         @given(steps)
         @settings(
-            max_examples=12,
+            max_examples=EXAMPLES,
             deadline=None,
             suppress_health_check=list(HealthCheck),
             derandomize=True,

@@ -386,7 +386,9 @@ class TrainerSession:
         self.layout = self.source.read()
         self._specs = self._own_specs()
         if self._specs == self._told[0] and self._told[1] is not None:
-            self._make_inventory()
+            return self._make_inventory()
+        self._names = []  # nothing can be read from here until there is a catalog of what is exported now
+        self._bind()
 
     def has_told(self, specs: bytes, inventory: bytes) -> None:
         """What the hub has heard from this rank, empty for nothing."""
