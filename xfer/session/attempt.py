@@ -104,6 +104,7 @@ class Attempt:
         if client.hello.index not in self.entered:
             return
         self.drained[client.hello.index] = msg
+        self.hub.planning.let_go.discard(client)
         if len(self.drained) == self.hub.options.trainers:
             self.ready_at = time.monotonic()
             mark(HUB, "all trainers are ready")

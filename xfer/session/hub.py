@@ -209,6 +209,7 @@ class Hub:
         client.finish()
         self.clients.discard(client)
         self.store.drop(client)
+        self.planning.let_go.discard(client)
         self.planning.closed(client)
         self.at(time.monotonic(), lambda: self.planning.layouts.gone(client))  # when it is out of the roster
         h = client.hello
@@ -400,8 +401,8 @@ class Hub:
     def _on_Release(self, client: Client, _: m.Release) -> None:
         self.planning.release(client)
 
-    def _on_RoutesClosed(self, client: Client, _: m.RoutesClosed) -> None:
-        self.planning.closed(client)
+    def _on_RoutesClosed(self, client: Client, msg: m.RoutesClosed) -> None:
+        self.planning.closed(client, msg.replica)
 
     def _on_Failed(self, client: Client, msg: m.Failed) -> None:
         error, trainer = msg.error.error(), client.hello.role == "trainer"

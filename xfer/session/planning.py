@@ -26,8 +26,9 @@ class Planning:
     def __init__(self, hub: Hub):
         self.hub = hub
         self.layouts = Relay(self._owners)
-        self._closing: set[Client] = set()  # who has not unmapped yet
+        self._closing: set[tuple[Client, int]] = set()  # who has not unmapped yet, of which replica
         self._releasing: set[Client] = set()  # trainers that wait for them
+        self.let_go: set[Client] = set()  # trainers that released and have not entered a refit since
 
     def plan(self, replica: Replica) -> None:
         """Start a planning epoch for a replica whose inventories are all here."""
@@ -113,7 +114,12 @@ class Planning:
             )
             return
         replica.digest = next(iter(replica.digests.values()))
-        if not replica.stale:  # else it is planned anew when all have said what they have now
+        if replica.stale:
+            return  # it is planned anew when all have said what they have now
+        if self.let_go:
+            replica.plan_s, replica.relink = replica.stage(), True  # there is nothing to link to before the next refit
+            self._ready(replica)
+        else:
             self.link(replica)
 
     def link(self, replica: Replica, fresh: bool = True) -> None:
@@ -143,25 +149,35 @@ class Planning:
     def release(self, client: Client) -> None:
         """Everyone unmaps who reads trainers' storages (every worker; by the packed route trainers too, each other's); then all
         trainers that asked are told, and routes are opened again by the next refit."""
+        self.let_go.add(client)
         if any(r.state in ("planning", "linking") for r in self.hub.replicas.values()):
             self.hub.at(time.monotonic() + 0.02, lambda: self.release(client))  # what is being opened is closed after
             return
         self._releasing.add(client)
         for r in self.hub.replicas.values():
-            if r.state == "ready" and not r.reopen:
-                self.unmap(r)
-        self.closed(None)
+            self.unmap(r)
+        for c in self.hub.clients:  # of replicas that are lost: they live on, with all that they have mapped
+            if c.hello is not None and c.hello.role == "worker":
+                self._close(c, c.hello.replica)
+        self._answer_releases()
 
     def unmap(self, r: Replica) -> None:
         """Whoever of this replica reads others' memory closes its routes; the next refit opens them again."""
         r.reopen = True
-        readers = self.hub.domain(r) if self.hub.options.route == "packed" else list(r.workers.values())
-        self._closing |= set(readers)
-        self.hub.broadcast(readers, m.CloseRoutes(r.index))
+        for c in self.hub.domain(r) if self.hub.options.route == "packed" else r.workers.values():
+            self._close(c, r.index)
 
-    def closed(self, client: Client | None) -> None:
-        """This one has unmapped, or is gone."""
-        self._closing.discard(client)
+    def _close(self, client: Client, replica: int) -> None:
+        if (client, replica) not in self._closing:
+            self._closing.add((client, replica))
+            client.send(m.CloseRoutes(replica))
+
+    def closed(self, client: Client, replica: int | None = None) -> None:
+        """This one has unmapped, or (None) is gone."""
+        self._closing = {(c, r) for c, r in self._closing if c is not client or replica not in (None, r)}
+        self._answer_releases()
+
+    def _answer_releases(self) -> None:
         if not self._closing:
             waiting, self._releasing = self._releasing, set()
             self.hub.broadcast(waiting, m.Released())
@@ -175,13 +191,17 @@ class Planning:
             replica.hands[client.hello.index] = msg.hand
             replica.follows |= {client.hello.index} if msg.follows else set()
         if not replica.pending:
-            replica.state, replica.link_s = "ready", replica.stage()
-            said = [c.hello for c in replica.workers.values()]
-            ready = m.ReplicaReady(
-                replica.index, replica.epoch, replica.digest, replica.holds, any(h.session_open for h in said)
-            )
-            self.hub.broadcast(self.hub.domain(replica), ready)
-            if replica.controller is not None:
-                replica.controller.send(ready)
-            if self.hub.attempt is not None:
-                self.hub.attempt.advance()
+            replica.link_s = replica.stage()
+            self._ready(replica)
+
+    def _ready(self, replica: Replica) -> None:
+        replica.state = "ready"
+        said = [c.hello for c in replica.workers.values()]
+        ready = m.ReplicaReady(
+            replica.index, replica.epoch, replica.digest, replica.holds, any(h.session_open for h in said)
+        )
+        self.hub.broadcast(self.hub.domain(replica), ready)
+        if replica.controller is not None:
+            replica.controller.send(ready)
+        if self.hub.attempt is not None:
+            self.hub.attempt.advance()
