@@ -69,6 +69,11 @@ class Attempt:
         run = self.runs.get(replica.index)
         return run is not None and not run.over
 
+    def has_told(self, replica: Replica) -> bool:
+        """Whether its engine was told of this attempt, and so has joined before."""
+        run = self.runs.get(replica.index)
+        return run is not None and run.told
+
     def _arm(self) -> None:
         """A controller whose replica is still joining would not hear it: it is told when the replica is ready."""
         for run in self.runs.values():
@@ -85,7 +90,7 @@ class Attempt:
 
     def _deadline(self, seconds: float) -> None:
         self.until = self.began + seconds
-        self.hub.at(self.until, self._late)
+        self.hub.at(self.until, self._late, of=self)
 
     def enter(self, client: Client, msg: m.Enter) -> None:
         self.called = True
@@ -238,7 +243,7 @@ class Attempt:
         self.hub.calls.had(self.version)
         run.state, run.decided_at = "committing", time.monotonic()
         mark(HUB, f"replica {run.replica.index}: decided")
-        self.hub.at(run.decided_at + STOP_GRACE_S, lambda: self._install_late(run))
+        self.hub.at(run.decided_at + STOP_GRACE_S, lambda: self._install_late(run), of=self)
         self.hub.broadcast(run.replica.workers.values(), m.Commit(run.replica.index, self.number, self.version))
         if run.replica.controller is not None:
             run.replica.controller.send(m.Decided(self.number))
@@ -253,17 +258,20 @@ class Attempt:
         moved = run.state == "moving"
         run.state, run.error = "aborting", error
         run.dirty = moved
-        run.replica.relink = True  # an abort frees whoever is blocked by breaking the communicator: never used again
-        if run.replica.state in ("planning", "linking"):
-            run.replica.state, run.replica.error = "failed", error  # planned anew by the next attempt
-        wire = m.WireError.of(error, "rendezvous")
-        self.hub.broadcast(
-            self.hub.domain(run.replica), m.Abort(run.replica.index, self.number, run.replica.epoch, wire)
-        )
-        self.hub.at(time.monotonic() + STOP_GRACE_S, lambda: self._stop_late(run))
+        if run.told or run.replica.state not in ("joining", "planning", "linking"):
+            self._break(run, error)  # else it goes on joining: nothing of this attempt has reached it
+        self.hub.at(time.monotonic() + STOP_GRACE_S, lambda: self._stop_late(run), of=self)
         self._stopped(run)
         relays.fallen(self, run, error)
         self._others_go_on()
+
+    def _break(self, run: Run, error: XferError) -> None:
+        r = run.replica
+        r.relink = True  # an abort frees whoever is blocked by breaking the communicator: never used again
+        if r.state in ("planning", "linking"):
+            r.state, r.error = "failed", error  # planned anew by the next attempt
+        wire = m.WireError.of(error, "rendezvous")
+        self.hub.broadcast(self.hub.domain(r), m.Abort(r.index, self.number, r.epoch, wire))
 
     def _others_go_on(self) -> None:
         """Some may have waited for one that is out of it now. Not from inside `advance`."""
@@ -327,7 +335,7 @@ class Attempt:
                 )
                 self.finish_if_over()
 
-        self.hub.at(max(now, self.until) + ANSWER_GRACE_S, unsettled)
+        self.hub.at(max(now, self.until) + ANSWER_GRACE_S, unsettled, of=self)
         self.hub.at(now + grace, never)
 
     def _settled(self, run: Run, msg: m.Settled) -> None:

@@ -82,6 +82,7 @@ class Calls:
 
     def end(self, outcome: m.Outcome) -> None:
         """Called by the attempt, once, when every replica has settled."""
+        self.hub.timers.drop(self.hub.attempt)
         self.hub.attempt = None
         self.finished[outcome.attempt] = outcome
         self.hub.store.forget(f"x{outcome.attempt}/")  # where trainers met in it

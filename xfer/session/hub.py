@@ -24,6 +24,7 @@ from xfer.errors import DeadlineExceeded, HandshakeError, PeerLost, ProtocolErro
 from xfer.session import messages as m
 from xfer.session import relays
 from xfer.session.attempt import Attempt
+from xfer.session.bounds import STOP_GRACE_S
 from xfer.session.calls import Calls
 from xfer.session.channel import Channel
 from xfer.session.door import Door
@@ -32,6 +33,7 @@ from xfer.session.packing import pack, unpack_one
 from xfer.session.planning import Planning
 from xfer.session.roster import Client, HubOptions, Replica, differences, hello_violations
 from xfer.session.status import status
+from xfer.session.timers import Timers
 from xfer.trace.catalog import Catalog
 
 GOODBYE_S = 2.0
@@ -57,7 +59,7 @@ class Hub:
         self.met: set[int] = set()  # trainers that have been here
         self.clients: set[Client] = set()
         self.store, self.planning, self.calls = KeyValues(), Planning(self), Calls(self)
-        self._timers: list[tuple[float, Callable[[], None]]] = []
+        self.timers = Timers()
         self._events: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._think, name="xfer-hub", daemon=True)
         self.at(time.monotonic() + options.deadline_s, self._check_trainers)
@@ -75,18 +77,15 @@ class Hub:
 
     def _think(self) -> None:
         while True:
-            wait = min((t for t, _ in self._timers), default=time.monotonic() + 1.0) - time.monotonic()
+            now = time.monotonic()
             try:
-                event = self._events.get(timeout=max(0.0, min(wait, 1.0)))
+                event = self._events.get(timeout=min(1.0, max(0.0, self.timers.next(now + 1.0) - now)))
             except queue.Empty:
                 event = self._nothing
             if event is None:
                 return
-            now = time.monotonic()
-            due = [f for t, f in self._timers if t <= now]
-            self._timers = [(t, f) for t, f in self._timers if t > now]
             # What is due goes first: if this process was stopped, deadlines have passed that all others have acted on.
-            for f in (*due, event):
+            for f in (*self.timers.due(time.monotonic()), event):
                 try:
                     f()
                 except Exception as e:  # a bug here must not leave everyone waiting for their deadlines
@@ -98,15 +97,19 @@ class Hub:
     def _nothing() -> None:
         pass
 
-    def at(self, when: float, action: Callable[[], None]) -> None:
-        """Run `action` on the brain at monotonic time `when`."""
-        self._timers.append((when, action))
+    def at(self, when: float, action: Callable[[], None], of: object = None) -> None:
+        """Run `action` on the brain at monotonic time `when`; not if `of` is over by then."""
+        self.timers.at(when, action, of)
 
     def close(self, until: float = 0.0) -> None:
         """Not before monotonic time `until` while trainers are still to come: here they learn why there is nothing to join,
-        at a closed door they would knock until their deadline."""
+        at a closed door they would knock until their deadline. Nor while an attempt is undone: an engine that hears no more
+        of it must take the worst for granted."""
         while (0 in self.trainers or len(self.met) < self.options.trainers) and time.monotonic() < until:
             time.sleep(0.02)
+        ends = time.monotonic() + STOP_GRACE_S
+        while self.failure is not None and self.attempt is not None and time.monotonic() < ends:
+            time.sleep(0.005)
         self.door.close()
         self._events.put(None)
         self._thread.join(timeout=5.0)
@@ -144,6 +147,8 @@ class Hub:
                 raise ProtocolError(f"{client.label} speaks of replica {replica}, which does not exist")
             if replica is not None and client.hello.role == "worker" and replica != client.hello.replica:
                 raise ProtocolError(f"{client.label} speaks for replica {replica}")
+            if isinstance(msg, _OF_MEMBERS) and not self._is_member(client):
+                return None  # of a life that its replica has lost: another one may have begun with the same number
             name = type(msg).__name__
             handler = getattr(self, f"_on_{name}", None) or getattr(self.calls, f"on_{name}", None)
             if handler is not None:
@@ -151,15 +156,20 @@ class Hub:
             if self.attempt is not None and self.attempt.takes(msg):
                 return self.attempt.handle(client, msg)
             if isinstance(msg, m.Armed):
-                return self.take_changes(
-                    client, msg
-                )  # to an attempt that is over; the worker leaves it by its own deadline
+                return self.take_changes(client, msg)  # to one that is over; the worker leaves it by its own deadline
             if isinstance(msg, _LATE):
                 return None  # an answer to an attempt that is over: refused by being ignored
             raise ProtocolError(f"{client.label} sent {type(msg).__name__}, which is not for the hub now")
         except ProtocolError as e:
             client.send(m.Refused(m.WireError.of(e, "rendezvous")))
             client.channel.close()
+
+    def _is_member(self, client: Client) -> bool:
+        h = client.hello
+        if h.role == "trainer":
+            return self.trainers.get(h.index) is client
+        r = self.replicas[h.replica]
+        return client is (r.controller if h.role == "controller" else r.workers.get(h.index))
 
     def _hello(self, client: Client, h: m.Hello) -> None:
         o, replica = self.options, self.replicas.get(h.replica)
@@ -277,12 +287,7 @@ class Hub:
                 DeadlineExceeded(
                     f"not all of {self.options.trainers} trainer ranks connected within {self.options.deadline_s:.0f} s",
                     [
-                        f"trainer {i}: "
-                        + (
-                            "it has not said what it exports"
-                            if i in self.trainers
-                            else "it has not called xfer.connect()"
-                        )
+                        f"trainer {i}: it has not {'said what it exports' if i in self.trainers else 'called xfer.connect()'}"
                         for i in missing
                     ],
                 )
@@ -318,19 +323,17 @@ class Hub:
     def _on_Specs(self, client: Client, msg: m.Specs) -> None:
         self.specs[client.hello.index] = msg.catalog
         if len(self.specs) == self.options.trainers:
-            self.make_catalog()
+            try:
+                self.make_catalog()
+            except XferError as e:
+                self.fail_everything(e)
 
     def make_catalog(self) -> bool:
-        """Union of what the trainers export; True when it changed. Fails everything when they disagree."""
-        try:
-            parts = [
-                (f"trainer {i}", Catalog.from_bytes(unpack_one(b, "specs")).specs)
-                for i, b in sorted(self.specs.items())
-            ]
-            union = Catalog.union(parts)
-        except XferError as e:
-            self.fail_everything(e)
-            return False
+        """Union of what the trainers export; True when it changed. LayoutError when they disagree."""
+        parts = [
+            (f"trainer {i}", Catalog.from_bytes(unpack_one(b, "specs")).specs) for i, b in sorted(self.specs.items())
+        ]
+        union = Catalog.union(parts)
         if self.catalog is not None and union.digest() == self.catalog.digest():
             return False
         self.catalog, self.generation = union, self.generation + 1
@@ -371,6 +374,8 @@ class Hub:
         if msg.rebound:
             for r in self.replicas.values() if h.role == "trainer" else [self.replicas[h.replica]]:
                 r.reopen = True
+        for r in [self.replicas[i] for i in getattr(msg, "broken", ()) if i in self.replicas]:
+            r.relink = True
         if specs:
             self.specs[client.hello.index] = specs
             self.trainer_inventories.pop(client.hello.index, None)  # a new one follows the catalog
@@ -381,10 +386,14 @@ class Hub:
             self.take_inventory(client, inventory)
 
     def settle_catalog(self) -> None:
-        """After all ranks said what changed: a new catalog for everyone, or the same for those who wait for one."""
-        waiting, self._respecified = self._respecified, set()
-        if waiting and not self.make_catalog() and self.catalog is not None:
-            self.broadcast(waiting, m.CatalogMsg(self.packed_catalog, self.generation))
+        """After all ranks said what changed: a new catalog for everyone, or the same for those who wait for one. Where they
+        disagree this attempt is over; what they export may fit again by the next."""
+        try:
+            if self._respecified and not self.make_catalog():
+                self.broadcast(self._respecified, m.CatalogMsg(self.packed_catalog, self.generation))
+            self._respecified = set()
+        except XferError as e:
+            self.attempt.fail(e)
 
     def plan_if_complete(self, replica: Replica) -> None:
         if not replica.complete or len(self.trainer_inventories) < self.options.trainers:
@@ -420,7 +429,7 @@ class Hub:
         if not trainer:
             targets = [self.replicas[client.hello.replica]]
         for r in targets:
-            if r.state in ("planning", "linking"):
+            if r.state in ("planning", "linking") and (msg.replica >= 0 or not trainer):  # else it concerns the attempt
                 self.planning.failed(r, error)
         if self.attempt is not None and any(self.attempt.concerns(r) for r in targets):
             self.attempt.failed(client, targets if msg.replica >= 0 or not trainer else None, error)
@@ -475,6 +484,7 @@ class Hub:
 
 _LATE = (m.Brought, m.Done, m.Committed, m.Stopped, m.Settled)
 
+_OF_MEMBERS = m.InventoryMsg | m.Armed | m.Planned | m.LinkOpen | m.Failed | m.Settled
 _BOTH, _ALL = ("trainer", "worker"), ("trainer", "worker", "controller", "observer")
 _SENDERS: dict[type, tuple[str, ...]] = {
     m.Specs: ("trainer",), m.InventoryMsg: _BOTH, m.RollAsk: _BOTH, m.LayoutsAsk: _BOTH, m.Layout: _BOTH,

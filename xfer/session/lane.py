@@ -102,7 +102,7 @@ class Lane:
         self.inputs: m.PlanInputs | None = None  # what `plan` was made from
         self.plan_seconds = 0.0  # in which the plan was made, the exchange of layouts included
         self.exchange_seconds = 0.0  # until the layouts were here and checked
-        self.go_attempt = 0  # begun
+        self.go_attempt = 0  # that it was last let go in
         self._link: Link | None = None
         self._routed: routes.Routed | None = None
         self._bound = -1  # binding generation that the routes were opened for
@@ -128,7 +128,10 @@ class Lane:
                 # What still runs of the old epoch must not take the new one for leave to go on.
                 self._scope.error = self._scope.error or PeerLost(f"replica {self.replica}: another epoch has begun")
                 self._scope = _Scope(message.epoch)
-            self._queue.put((message, self._scope))  # inside the lock, or the lane could call itself idle in between
+            if isinstance(message, m.Go):
+                self.go_attempt = message.attempt
+            # Inside the lock, or the lane could call itself idle in between.
+            self._queue.put((message, self._scope, self._scope.stopped()))
 
     def cancel(self, error: XferError, epoch: int | None) -> None:
         """Stop what runs: frees a blocked transfer. `epoch` None: whatever the epoch."""
@@ -152,7 +155,7 @@ class Lane:
         """What a worker has mapped may be memory of a process that is gone, whose successor needs it."""
         if self.side.role == "worker" and not self._ended:
             self._idle.clear()
-            self._queue.put((_UNMAP, self._scope))
+            self._queue.put((_UNMAP, self._scope, False))
 
     def wait_idle(self, seconds: float) -> bool:
         """True when nothing of the lane runs any more: no byte will be read or written by it."""
@@ -184,6 +187,11 @@ class Lane:
     def drained(self) -> bool:
         """False: a pull of this rank did not leave the device, and may go on reading."""
         return self._routed is None or self._routed.drained
+
+    @property
+    def gave_up(self) -> bool:
+        """It was told to stop, perhaps by this rank alone; the hub does not know then that the link is broken."""
+        return self._scope.stopped()
 
     def rebound(self) -> bool:
         """Whether the routes were opened for storages that lie elsewhere now. Then all ranks must open them again."""
@@ -225,7 +233,7 @@ class Lane:
             if item is None:
                 self._idle.set()
                 return
-            message, self._running = item
+            message, self._running, refused = item
             try:
                 with torch.no_grad():
                     if isinstance(message, m.PlanInputs):
@@ -243,7 +251,7 @@ class Lane:
                 cancelled = self._running.error
                 error = cancelled or (e if isinstance(e, XferError) else None)
                 wire = m.WireError.of(error or e, self.party.label)
-                if cancelled is None:  # else the hub knows already
+                if cancelled is None or refused and isinstance(message, m.Go):  # else the hub knows already
                     self.party.try_send(m.Failed(wire, getattr(message, "attempt", 0), self.replica))
             finally:
                 with self._lock:
@@ -363,7 +371,6 @@ class Lane:
 
     def _do_go(self, go: m.Go) -> None:
         self._check()
-        self.go_attempt = go.attempt
         until = time.monotonic() + go.deadline_s + 2.0  # the hub's own deadline comes first: it knows who is late
         routed = self._routed
         if routed is None or self._bound != self.side.roots()[0]:

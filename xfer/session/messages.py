@@ -50,7 +50,7 @@ from xfer.session.wire import (
     WireMessage,
 )
 
-WIRE_VERSION = 14
+WIRE_VERSION = 15
 _STORE_KEY = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./:\-]{0,255}")
 
 
@@ -124,6 +124,7 @@ class Ready(WireMessage):
     inventory: Digest = b""
     generation: Count = 0
     rebound: bool = False  # same layout, but what the routes were opened for lies elsewhere now
+    broken: Annotated[tuple[Count, ...], Meta(max_length=1 << 16)] = ()  # replicas whose link this rank gave up by itself
 
 
 class Arm(WireMessage):

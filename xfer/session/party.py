@@ -207,20 +207,23 @@ class Party:
         due: monotonic time from which on the hub is asked whether it lives, by default SILENCE_S before `until`. A hub
         whose process is stopped or stuck keeps its connections; DeadlineExceeded names it after SILENCE_S without a word.
         """
-        due, asked = until - SILENCE_S if due is None else due, 0.0
+        due, asked, wait = until - SILENCE_S if due is None else due, 0.0, 0.0
         while True:
-            now = time.monotonic()
-            silent = self._heard < asked
-            if now >= until or silent and now - asked >= SILENCE_S:
-                why = "trainer 0: its process, which has the rendezvous in it, does not answer"
-                deaf = silent and now - asked >= SILENCE_S / 2
-                raise DeadlineExceeded(f"no answer in time: {what}", [why] if deaf else [], where=self.label)
-            if now >= due and not silent and now - asked >= 1.0:
-                asked = now
-                self.try_send(m.Ping(), SILENCE_S)
-            try:
-                message = self.inbox.get(timeout=min(until - now, max(due - now, 0.05), 1.0))
+            try:  # what is here already first: it may have come long before this was asked
+                message = self.inbox.get(timeout=wait)
             except queue.Empty:
+                now = time.monotonic()
+                silent = self._heard < asked
+                if now >= until or silent and now - asked >= SILENCE_S:
+                    why = "trainer 0: its process, which has the rendezvous in it, does not answer"
+                    deaf = silent and now - asked >= SILENCE_S / 2
+                    raise DeadlineExceeded(
+                        f"no answer in time: {what}", [why] if deaf else [], where=self.label
+                    ) from None
+                if now >= due and not silent and now - asked >= 1.0:
+                    asked = now
+                    self.try_send(m.Ping(), SILENCE_S)
+                wait = min(until - now, max(due - now, 0.05), 1.0)
                 continue
             if isinstance(message, XferError):
                 self.inbox.put(message)  # stays true for the next caller too

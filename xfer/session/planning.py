@@ -73,15 +73,14 @@ class Planning:
     def failed(self, replica: Replica, error: XferError) -> None:
         self.abort(replica, error)
         replica.state, replica.error = "failed", error
-        if self.hub.attempt is not None and self.hub.attempt.concerns(replica):
-            self.hub.attempt.planning_failed(replica, error)
-        else:
-            self.hub.broadcast(
-                self.hub.trainers.values(), m.Failed(m.WireError.of(error, "rendezvous"), replica=replica.index)
-            )
-            # Its workers too: outside an attempt a plan is made only while they join, and they wait for it.
+        attempt, said = self.hub.attempt, m.Failed(m.WireError.of(error, "rendezvous"), replica=replica.index)
+        if attempt is None or not attempt.has_told(replica):  # a plan is made while its processes join: they wait for it
             for c in (*replica.workers.values(), *([replica.controller] if replica.controller else [])):
-                c.send(m.Failed(m.WireError.of(error, "rendezvous"), replica=replica.index))
+                c.send(said)
+        if attempt is not None and attempt.concerns(replica):
+            attempt.planning_failed(replica, error)
+        else:
+            self.hub.broadcast(self.hub.trainers.values(), said)
 
     def abort(self, replica: Replica, error: XferError) -> None:
         abort = m.Abort(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from xfer.errors import DeadlineExceeded, PeerLost, XferError
@@ -21,6 +22,7 @@ from xfer.session.report import RefitReport, ReplicaOutcome
 from xfer.session.timeline import mark
 
 if TYPE_CHECKING:
+    from xfer.session.lane import Lane
     from xfer.session.trainer import TrainerSession
 
 _LAST_S = 1.0
@@ -36,6 +38,7 @@ class RefitCall:
         self.ends = self.until + CALL_GRACE_S
         self.number = 0
         self._entered = self._told = False  # whether the hub knows of this attempt; whether its outcome was asked for
+        self._may_be_read = False  # workers are let go by the hub before this rank is
 
     @property
     def label(self) -> str:
@@ -56,7 +59,7 @@ class RefitCall:
 
     def _enter(self) -> None:
         session, call = self.session, self.call
-        self._entered = self._told = False
+        self._entered = self._told = self._may_be_read = False
         try:
             mark(self.label, "called")
             faults.point("trainer", session.index, "enter")
@@ -66,12 +69,15 @@ class RefitCall:
                 mark(self.label, "drained")
                 specs, inventory = session.refresh()
                 mark(self.label, "looked at its storages")
-                rebound = any(lane.rebound() for lane in self.party.lanes.values())
+                lanes = list(self.party.lanes.values())
+                rebound = any([lane.rebound() for lane in lanes])
+                broken = tuple(lane.replica for lane in lanes if lane.gave_up)
                 seconds = session.drain.seconds + computing.compute(
                     session.source, session.layout, self.party, self.number, self.until, self._is_over
                 )
                 mark(self.label, "ready")
-                self.party.send(m.Ready(self.number, seconds, specs, inventory, session.generation, rebound))
+                self._may_be_read = True
+                self.party.send(m.Ready(self.number, seconds, specs, inventory, session.generation, rebound, broken))
                 session.has_told(specs, inventory)
         except computing.Over:
             pass  # the outcome is here already
@@ -171,20 +177,20 @@ class RefitCall:
         lanes = list(self.party.lanes.values())
         for lane in lanes:
             lane.cancel(e, None)
-        stopped = self._idle()
+        stopped = self._idle(lanes)
         # What a stopped lane sends nobody reads any more; what takers pull they may.
-        if stopped and not any(
-            lane.pulled_out and lane.free_attempt < self.number <= lane.go_attempt for lane in lanes
+        if stopped and not (
+            self._may_be_read and any(lane.pulled_out and lane.free_attempt < self.number for lane in lanes)
         ):
             return e
         self.session.keep_alive()
         why = "workers may still read this rank's parameters" if stopped else "a transfer of this rank did not stop"
         return PeerLost(f"{e.message}; {why}", e.violations, where=self.label, drained=False)
 
-    def _idle(self) -> bool:
-        """Whether all lanes come to rest, in the time that stopping takes and within the call's bound."""
+    def _idle(self, lanes: Sequence[Lane]) -> bool:
+        """Whether these come to rest, in the time that stopping takes and within the call's bound."""
         until = min(time.monotonic() + STOP_GRACE_S, max(self.ends, time.monotonic() + _LAST_S))
-        return all([lane.wait_idle(max(0.0, until - time.monotonic())) for lane in self.party.lanes.values()])
+        return all([lane.wait_idle(max(0.0, until - time.monotonic())) for lane in lanes])
 
     def _answer(self, message: m.CatalogMsg) -> None:
         """A new catalog, or the same one again for a rank whose exports changed."""
@@ -196,13 +202,16 @@ class RefitCall:
     # ---- coming out
 
     def finish(self) -> RefitReport:
-        """Wait for the outcome and report it; raises what became of it."""
+        """Wait for the outcome and report it; raises what became of it. It may have come while nobody asked, and if not, the
+        hub is still given the time to answer."""
+        self.ends = max(self.ends, time.monotonic() + CALL_GRACE_S)
         return self._conclude(self._outcome())
 
     def _conclude(self, outcome: m.Outcome) -> RefitReport:
         if outcome.error is not None:
             raise outcome.error.error()
-        if not self._idle():
+        # Others plan and link for replicas that join: that reads nothing, and may take long.
+        if not self._idle([lane for lane in list(self.party.lanes.values()) if lane.go_attempt >= self.number]):
             self.session.keep_alive()
             raise PeerLost(
                 "a transfer of this rank did not stop: its parameters may still be read",
@@ -239,7 +248,7 @@ class RefitCall:
         return version if attempt == self.number else self.call.version
 
     def _report(self, version: str, outcomes: tuple[ReplicaOutcome, ...], pending: bool = False) -> RefitReport:
-        lanes = [lane for lane in self.party.lanes.values() if lane.plan is not None]
+        lanes = [lane for lane in list(self.party.lanes.values()) if lane.plan is not None]
         return RefitReport(
             self.session.index,
             version,

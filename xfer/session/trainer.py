@@ -416,7 +416,7 @@ class TrainerSession:
 
     def _release(self) -> None:
         until = time.monotonic() + self.deadline_s
-        if not all([lane.wait_idle(self.deadline_s) for lane in self._party.lanes.values()]):
+        if not all([lane.wait_idle(self.deadline_s) for lane in list(self._party.lanes.values())]):
             raise DeadlineExceeded("a transfer of this rank is still running", where=self._party.label)
         self._party.send(m.Release())
         kept = []
@@ -429,7 +429,7 @@ class TrainerSession:
         finally:
             for message in kept:  # of a refit that returned early, or a replica that is gone: for the next call
                 self._party.inbox.put(message)
-        for lane in self._party.lanes.values():
+        for lane in list(self._party.lanes.values()):
             lane.forget_routes()
         self._roots, self._sums, self._released = [], {}, True
         self.layout = replace(self.layout, tensors={})

@@ -1,0 +1,230 @@
+"""Things that happen while others do: joins beside refits that fail, answers that come late, processes of a former life.
+
+Each was a defect once. In test_session_regressions.py are those of a single line of events.
+"""
+
+import threading
+import time
+
+import pytest
+
+from tests.functional.test_session_regressions import Widening, connected_while_the_last_replica_joins
+from tests.functional.test_session_routes import good, peers, right  # noqa: F401
+from tests.support import cpu_peer
+from tests.support.world import ToyEngine, ToyTaker, World
+from xfer import errors as e
+from xfer.session import lane, refit, roster
+from xfer.session import messages as m
+from xfer.session.attempt import Attempt
+from xfer.session.timers import Timers
+
+
+def until(condition, seconds: float = 15.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+def leave(w: World, replica: int) -> None:
+    w.controllers[replica].close()
+    for s in w.engines[replica].sessions:
+        s.close()
+    until(lambda: w.sessions[0]._hub.replicas[replica].state == "lost")
+
+
+def slow(monkeypatch, step: str, seconds: float, of) -> None:
+    """A lane takes its time over a step, where `of(lane)`."""
+    done = getattr(lane.Lane, step)
+    monkeypatch.setattr(lane.Lane, step, lambda self, x: (time.sleep(seconds if of(self) else 0), done(self, x)))
+
+
+@pytest.mark.parametrize("step", ["_do_plan", "_do_link"])
+def test_a_refit_that_fails_while_a_replica_joins_leaves_it_joining(monkeypatch, step):
+    """It was given up, and nobody told it: its workers waited for their own deadline, and each later refit for it."""
+    with World(trainers=2, replicas=2) as w:
+        good(w.refit(1))
+        leave(w, 1)
+        slow(monkeypatch, step, 0.7, lambda lane: lane.replica == 1)
+        w.engines[1] = ToyEngine(2)
+        w.controllers[1] = w.serve(w.engines[1], 1)
+        state = {"_do_plan": "planning", "_do_link": "linking"}[step]
+        until(lambda: w.sessions[0]._hub.replicas[1].state == state)
+        w.sources[1].fail = RuntimeError("boom")
+        assert all("boom" in str(r) for r in w.refit(2, min_replicas=1))
+        w.sources[1].fail = None
+        assert good(w.refit(3)).committed == 2
+        right(w, 3)
+
+
+def test_a_joiner_whose_plan_fails_within_a_refit_hears_why():
+    w = connected_while_the_last_replica_joins(trainers=1, replicas=2)
+    w.engines[1].takers[1].live.pop("norm")  # no plan can be whole
+    t = threading.Thread(target=lambda: w.refit(1, min_replicas=1), daemon=True)
+    t.start()
+    with pytest.raises(e.XferError):
+        w.controllers[1].wait_ready(10.0)
+    t.join(15)
+    assert not t.is_alive()
+    w.close()
+
+
+def test_a_replica_that_joins_beside_a_refit_holds_up_none_of_its_trainers(monkeypatch):
+    """Their lanes link for it; what committed was told as "its parameters may still be read"."""
+    monkeypatch.setattr(refit, "STOP_GRACE_S", 0.3)
+    with World(trainers=2, replicas=2) as w:
+        good(w.refit(1))
+        leave(w, 1)
+        w.sessions[0].prepare()
+        until(lambda: w.sessions[0]._hub.attempt is not None)
+        slow(monkeypatch, "_do_link", 2.0, lambda lane: lane.side.role == "worker" and lane.replica == 1)
+        w.engines[1] = ToyEngine(2)
+        w.controllers[1] = w.serve(w.engines[1], 1)
+        until(lambda: w.sessions[0]._hub.replicas[1].state == "linking")
+        assert good(w.refit(2, min_replicas=1)).committed == 1
+        assert w.engines[0].takers[0].wrong(2) == []
+        w.controllers[1].wait_ready(15.0)
+
+
+def test_an_outcome_that_came_while_a_trainer_trained_is_heard_however_late(monkeypatch):
+    monkeypatch.setattr(refit, "CALL_GRACE_S", 0.2)
+    with World(trainers=2) as w:
+        good(w.refit(1))
+        taker = w.engines[0].takers[0]
+        taker.release_lock = lambda release=taker.release_lock: (time.sleep(0.3), release())
+        assert all(r.pending for r in w.refit(2, wait="sources", deadline_s=1.0))
+        time.sleep(1.5)  # an optimizer step, longer than the deadline of the refit before it and its grace
+        for version in (3, 4):
+            good(w.refit(version, deadline_s=5.0))
+            right(w, version)
+
+
+def test_a_trainer_that_gave_up_on_a_hub_that_stood_still_says_so(monkeypatch):
+    """It has broken its links, and the hub, for which that refit went well, let workers begin the next one over them."""
+    with World(trainers=2, workers=1) as w:
+        good(w.refit(1))
+        hub, engine, go_on = w.sessions[0]._hub, w.engines[0], threading.Event()
+        resume = engine.resume
+        engine.resume = lambda t: (hub._events.put(lambda: go_on.wait(30)), resume(t))
+        assert all(isinstance(r, e.DeadlineExceeded) for r in w.refit(2, deadline_s=1.0))
+        engine.resume = resume
+        go_on.set()
+        until(lambda: hub.attempt is None)
+        good(w.refit(3))
+        right(w, 3)
+
+
+def test_a_go_over_a_link_that_this_rank_gave_up_is_refused_aloud():
+    with World(trainers=2, workers=1) as w:
+        good(w.refit(1))
+        begin = w.sources[0].drain
+        w.sources[0].drain = lambda: (time.sleep(0.5), begin())
+        t = threading.Timer(0.25, lambda: w.sessions[1]._party.lanes[0].cancel(e.PeerLost("stopped"), None))
+        t.start()  # after its Ready, before the Go
+        began = time.monotonic()
+        assert all(isinstance(r, e.XferError) for r in w.refit(2, deadline_s=15.0))
+        assert time.monotonic() - began < 8
+        w.sources[0].drain = begin
+        good(w.refit(3))
+        right(w, 3)
+
+
+def test_a_trainer_that_lost_the_hub_before_its_go_does_not_take_its_parameters_for_free(monkeypatch):
+    """Workers are let go first, and may pull from a rank that has not heard of it."""
+    with World(trainers=2, workers=1) as w:
+        good(w.refit(1))
+        cpu_peer.Hold.begin(deaf=True)
+        send = roster.Client.send
+        monkeypatch.setattr(
+            roster.Client,
+            "send",
+            lambda c, x: None if isinstance(x, m.Go) and c.label == "trainer 1" else send(c, x),
+        )
+        out: list = []
+        t = threading.Thread(target=lambda: out.extend(w.refit(2, deadline_s=5.0)))
+        t.start()
+        assert cpu_peer.Hold.reached.wait(10)
+        w.sessions[1]._party.channel.close()  # what it sees of the hub's end
+        until(lambda: not w.sessions[1]._busy.locked())
+        assert len(w.sessions[1]._quarantine) == 1
+        t.join(30)
+        assert isinstance(out[1], e.PeerLost) and not out[1].drained
+        cpu_peer.Hold.clear()
+
+
+def test_exports_that_disagree_end_the_refit_and_not_the_session():
+    w = World(trainers=2)
+    w.sources = [Widening(i, 2) for i in range(2)]
+    with w:
+        good(w.refit(1))
+        s = w.sources[0]
+        s.wide, s.params["embed"] = True, s.params["embed"].float()
+        for _ in range(2):
+            assert all(isinstance(r, e.LayoutError) for r in w.refit(2))
+        s.wide, s.params["embed"] = False, s.params["embed"].bfloat16()
+        good(w.refit(3))
+        right(w, 3)
+
+
+def test_workers_of_a_replicas_former_life_do_not_speak_for_its_present_one():
+    class Slow(ToyTaker):
+        seconds = 0.8
+
+        def read(self, catalog):
+            time.sleep(self.seconds)
+            return super().read(catalog)
+
+    class Slower(Slow):
+        seconds = 2.0
+
+    with World(trainers=1, replicas=2) as w:
+        good(w.refit(1))
+        leave(w, 1)
+        old, new = ToyEngine(2), ToyEngine(2)
+        old.takers, new.takers = [Slow(i, 2) for i in range(2)], [Slower(i, 2) for i in range(2)]
+        first = w.serve(old, 1)
+        until(lambda: len(w.sessions[0]._hub.replicas[1].workers) == 2)
+        first.close()  # its process is restarted while its workers read
+        until(lambda: w.sessions[0]._hub.replicas[1].state == "lost")
+        w.engines[1] = new
+        w.controllers[1] = w.serve(new, 1)
+        w.controllers[1].wait_ready(15.0)
+        assert good(w.refit(2)).committed == 2
+
+
+@pytest.mark.parametrize("late_s", [0.0, 0.3])
+def test_closing_after_prepare_leaves_an_engine_in_service(late_s):
+    w = World(trainers=1, deadline_s=10.0).connect()
+    good(w.refit(1))
+    for s in w.engines[0].sessions:
+        s._stopped = lambda a, stopped=s._stopped: (time.sleep(late_s), stopped(a))[1]
+    w.sessions[0].prepare()
+    hub = w.sessions[0]._hub
+    until(lambda: hub.attempt is not None and len(hub.attempt.runs[0].armed) == w.workers)
+    w.sessions[0].close()
+    until(lambda: not w.engines[0].paused)
+    assert w.engines[0].label == "1" and w.controllers[0].version == "1"
+    w.close()
+
+
+def test_timers_come_in_order_and_what_is_over_is_let_go_of():
+    timers, said = Timers(), []
+    for when, of in ((3.0, None), (1.0, None), (2.0, "over"), (1.0, "there")):
+        timers.at(when, lambda when=when, of=of: said.append((when, of)), of)
+    timers.drop("over")
+    assert timers.next(9.0) == 1.0
+    for action in timers.due(2.5):
+        action()
+    assert said == [(1.0, None), (1.0, "there")] and timers.next(9.0) == 3.0
+    assert timers.due(2.9) == [] and len(timers.due(3.0)) == 1 and timers.next(9.0) == 9.0
+
+
+def test_an_attempt_that_is_over_leaves_no_deadline_behind():
+    with World(deadline_s=600.0) as w:
+        good(w.refit(1))
+        hub = w.sessions[0]._hub
+        far = [t for t in hub.timers._heap if t[0] > time.monotonic() + 100]
+        for version in range(2, 12):
+            good(w.refit(version))
+        assert len([t for t in hub.timers._heap if t[0] > time.monotonic() + 100]) <= len(far)
+        assert not any(isinstance(t[3], Attempt) for t in hub.timers._heap)
