@@ -49,9 +49,9 @@ def _proof(token: str, side: bytes, first: bytes, second: bytes) -> bytes:
     return hmac.new(token.encode(), side + first + second, hashlib.sha256).digest()
 
 
-def _read_exactly(sock: socket.socket, n: int) -> bytes:
-    """Within HANDSHAKE_S in all, however slowly the bytes drip."""
-    parts, left, until = [], n, time.monotonic() + HANDSHAKE_S
+def _read_exactly(sock: socket.socket, n: int, until: float) -> bytes:
+    """By monotonic `until`, however slowly the bytes drip."""
+    parts, left = [], n
     while left:
         sock.settimeout(max(0.001, until - time.monotonic()))
         part = sock.recv(min(left, 1 << 20))
@@ -72,10 +72,10 @@ def _check_token(token: str) -> None:
 def accept_handshake(sock: socket.socket, token: str) -> None:
     """Listener's half. Raises HandshakeError; the socket is then useless."""
     sock.settimeout(HANDSHAKE_S)
-    mine = os.urandom(_NONCE)
+    mine, until = os.urandom(_NONCE), time.monotonic() + HANDSHAKE_S
     try:
         sock.sendall(MAGIC + mine)
-        answer = _read_exactly(sock, len(MAGIC) + _NONCE + 32)
+        answer = _read_exactly(sock, len(MAGIC) + _NONCE + 32, until)
         magic, theirs, proof = (
             answer[: len(MAGIC)],
             answer[len(MAGIC) : len(MAGIC) + _NONCE],
@@ -94,16 +94,20 @@ class _TurnedAway(HandshakeError):
     """The challenge was not answered: the door had no room, or something else listens there. Nothing was refused."""
 
 
-def connect_handshake(sock: socket.socket, token: str, address: str) -> None:
-    """Client's half."""
-    sock.settimeout(HANDSHAKE_S)
+def connect_handshake(sock: socket.socket, token: str, address: str, until: float) -> None:
+    """Client's half, done or given up by monotonic `until`."""
+    until = min(until, time.monotonic() + HANDSHAKE_S)
     try:
-        greeting = _read_exactly(sock, len(MAGIC) + _NONCE)
+        greeting = _read_exactly(sock, len(MAGIC) + _NONCE, until)
         if greeting[: len(MAGIC)] != MAGIC:
             raise HandshakeError(f"{address} is not an xfer rendezvous of wire version {MAGIC[4]}")
         theirs, mine = greeting[len(MAGIC) :], os.urandom(_NONCE)
         sock.sendall(MAGIC + mine + _proof(token, b"client", theirs, mine))
-        proof = _read_exactly(sock, 32)
+        proof = _read_exactly(sock, 32, until)
+    except TimeoutError:
+        raise _TurnedAway(
+            f"{address} accepts connections and says nothing: is that process stopped, or is it another service?"
+        ) from None
     except (OSError, ConnectionError) as e:
         raise _TurnedAway(f"the rendezvous at {address} closed the connection during the challenge: {e}") from None
     if not hmac.compare_digest(proof, _proof(token, b"server", mine, theirs)):
@@ -277,7 +281,7 @@ def dial(rendezvous: str, token: str, deadline_s: float) -> Channel:
         left = until - time.monotonic()
         if left <= 0:
             raise DeadlineExceeded(
-                f"no xfer rendezvous answered at {rendezvous} within {deadline_s:.0f} s",
+                f"no xfer rendezvous answered at {rendezvous} within {deadline_s:g} s",
                 [f"last attempt: {last}", "trainer rank 0 hosts it: has it called xfer.connect()?"],
             )
         try:
@@ -287,7 +291,7 @@ def dial(rendezvous: str, token: str, deadline_s: float) -> Channel:
             time.sleep(min(0.2, max(left, 0.01)))
             continue
         try:
-            connect_handshake(sock, token, rendezvous)
+            connect_handshake(sock, token, rendezvous, until)
         except _TurnedAway as e:
             sock.close()
             last = e.message
