@@ -62,7 +62,7 @@ def _read_exactly(sock: socket.socket, n: int, until: float) -> bytes:
     return b"".join(parts)
 
 
-def _check_token(token: str) -> None:
+def check_token(token: str) -> None:
     if not isinstance(token, str) or len(token) < 8:
         raise HandshakeError(
             "the token must be a string of at least 8 characters, the same on every process of the job"
@@ -265,16 +265,16 @@ def _stop_reading() -> None:
 
 def parse_address(rendezvous: str) -> tuple[str, int]:
     """`tcp://host:port` -> (host, port); ValueError-like HandshakeError otherwise."""
-    rest = rendezvous.removeprefix("tcp://")
-    host, _, port = rest.rpartition(":")
-    if not rendezvous.startswith("tcp://") or not host or not port.isdigit() or not 0 < int(port) < 65536:
+    told = rendezvous if isinstance(rendezvous, str) else ""
+    host, _, port = told.removeprefix("tcp://").rpartition(":")
+    if not told.startswith("tcp://") or not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise HandshakeError(f"rendezvous {rendezvous!r} is not of the form tcp://HOST:PORT")
     return host.strip("[]"), int(port)
 
 
 def dial(rendezvous: str, token: str, deadline_s: float) -> Channel:
     """Connect and prove the token. Waits for the listener to appear until the deadline (the sides start in any order)."""
-    _check_token(token)
+    check_token(token)
     host, port = parse_address(rendezvous)
     until, last = time.monotonic() + deadline_s, "nothing tried"
     while True:
@@ -305,7 +305,7 @@ def dial(rendezvous: str, token: str, deadline_s: float) -> Channel:
 
 def listen(rendezvous: str, token: str) -> socket.socket:
     """The rendezvous' socket, listening. An address in use is an error that says so."""
-    _check_token(token)
+    check_token(token)
     host, port = parse_address(rendezvous)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
@@ -323,6 +323,12 @@ def listen(rendezvous: str, token: str) -> socket.socket:
             sock.bind(("::" if family == socket.AF_INET6 else "0.0.0.0", port))
         except OSError:
             sock.close()
-            raise HandshakeError(f"cannot listen at {rendezvous}: {e}", ["is another job using this port?"]) from None
+            raise HandshakeError(f"cannot listen at {rendezvous}: {e}", _why_deaf(e)) from None
     sock.listen(1024)
     return sock
+
+
+def _why_deaf(e: OSError) -> list[str]:
+    if isinstance(e, socket.gaierror):
+        return ["this host does not know that name; give an address of trainer rank 0's host, by name or number"]
+    return ["is another job using this port?"] if e.errno == errno.EADDRINUSE else []
