@@ -86,6 +86,13 @@ def test_numbers_in_the_readme_name_their_result_files():
         assert (ROOT / path).exists(), path
 
 
+def test_every_variable_that_is_read_stands_in_the_guide():
+    """And none that is not read."""
+    told = (ROOT / "docs/guide.md").read_text().split("## Environment variables", 1)[1].split("\n## ", 1)[0]
+    text = "\n".join(p.read_text() for p in (ROOT / "xfer").rglob("*.py"))
+    assert set(re.findall(r"`(XFER_[A-Z_]+)`", told)) == set(re.findall(r"""["'](XFER_[A-Z_]+)["']""", text))
+
+
 def test_no_file_outgrows_a_reader():
     long = {
         str(p.relative_to(ROOT)): n
