@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from xfer import errors
+
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
 
@@ -91,6 +93,12 @@ def test_every_variable_that_is_read_stands_in_the_guide():
     told = (ROOT / "docs/guide.md").read_text().split("## Environment variables", 1)[1].split("\n## ", 1)[0]
     text = "\n".join(p.read_text() for p in (ROOT / "xfer").rglob("*.py"))
     assert set(re.findall(r"`(XFER_[A-Z_]+)`", told)) == set(re.findall(r"""["'](XFER_[A-Z_]+)["']""", text))
+
+
+def test_the_guide_says_of_every_error_what_to_do():
+    told = (ROOT / "docs/guide.md").read_text().split("## When a call raises", 1)[1].split("\n## ", 1)[0]
+    kinds = {n for n, c in vars(errors).items() if isinstance(c, type) and issubclass(c, errors.XferError)}
+    assert set(re.findall(r"`([A-Z]\w+)`", told)) == kinds
 
 
 def test_no_file_outgrows_a_reader():
