@@ -88,6 +88,21 @@ def test_numbers_in_the_readme_name_their_result_files():
         assert (ROOT / path).exists(), path
 
 
+def test_the_readme_counts_the_families_of_their_page():
+    page = (ROOT / "docs/architectures.md").read_text()
+    rows = {
+        side: len(re.findall(r"^\| (?!family |---)", page.split(f"<!-- {side} -->")[1].split("<!-- end")[0], re.M))
+        for side in ("engines", "trainers")
+    }
+    assert f"layouts of {rows['engines']} engine and {rows['trainers']} trainer families" in README
+
+
+def test_the_index_of_results_names_every_page():
+    folder = ROOT / "docs/results"
+    index = re.findall(r"\]\(([\w.-]+\.md)\)", (folder / "README.md").read_text())
+    assert {*index} == {p.name for p in folder.glob("*.md")} - {"README.md"}
+
+
 def test_every_variable_that_is_read_stands_in_the_guide():
     """And none that is not read."""
     told = (ROOT / "docs/guide.md").read_text().split("## Environment variables", 1)[1].split("\n## ", 1)[0]
