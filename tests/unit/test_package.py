@@ -2,6 +2,7 @@
 
 import importlib.metadata as md
 import json
+import os
 import re
 import subprocess
 import sys
@@ -81,6 +82,31 @@ def test_what_does_not_work_is_refused_in_these_words_or_said_to_be_silent(row):
 def test_commands_in_the_readme_exist():
     for path in re.findall(r"(scripts/[\w./-]+\.(?:sh|py))", README):
         assert (ROOT / path).exists(), path
+
+
+def test_every_script_describes_itself_or_says_that_it_is_none():
+    """`--help` comes before anything that a machine may lack: no GPU, no Triton, no engine."""
+    code = (
+        "import runpy, sys\n"
+        "for path in sys.argv[1:]:\n"
+        "    sys.argv = [path, '--help']\n"
+        "    try: runpy.run_path(path, run_name='__main__')\n"
+        "    except SystemExit as e: print('@', path, e.code)\n"
+    )
+    heads = {p: p.read_text().splitlines()[0].strip('"') for p in sorted((ROOT / "scripts").glob("*.py"))}
+    scripts = [str(p) for p, head in heads.items() if not head.startswith("Not a command. ")]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *scripts],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=120,
+        env={**os.environ, "COLUMNS": "400"},
+    )
+    said = dict(zip(scripts, re.split(r"^@ .* 0$", done.stdout, flags=re.M)))
+    assert len(said) == len(scripts) > 10 and not done.stderr, done.stderr
+    for path, text in said.items():
+        assert "usage: " in text and heads[Path(path)].split("     ")[0] in text, (path, text)
 
 
 def test_numbers_in_the_readme_name_their_result_files():
