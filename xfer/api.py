@@ -115,8 +115,8 @@ def connect(
     replicas: how many engine replicas will join (each calls `serve`); default `len(engines)`, else 1.
     engines: handles or URLs that trainer rank 0 itself controls, in place of `serve` calls elsewhere.
     deadline_s: seconds for connecting and, unless given there, for each refit. Every wait inside ends by it.
-    bucket_bytes: largest message of what is sent; a rank that sends or receives keeps two buffers of about that size each
-    way beside the model, one that is read by its takers none. Default 64 MiB on CPUs, 240 MiB on GPUs.
+    bucket_bytes: largest message that is sent. A rank that sends or receives messages keeps two buffers of about that size for
+    each direction, beside the model; a rank whose takers read its memory keeps none. Default 64 MiB on CPUs, 240 MiB on GPUs.
     drop: canonical names (globs) that the engine may leave unread. narrow: fp32 checkpoint tensors (globs) that the engine may
     hold in fewer bits. cache_dir: where plans are kept between runs; None for nowhere.
     fabric: a file with hosts, links, rates and who sits where (plan/fabric_file.py), or the Site itself; senders are then
@@ -130,8 +130,9 @@ def connect(
     host_pull: weights in host memory only: engine workers on a trainer's host read its memory themselves, where the kernel lets
     them (transport/peer_host.py), instead of having it sent. Weights on GPUs are read so wherever they can be.
     relay: replicas of one layout on one host stand in a row, and each reads from the one before it what it would read from the
-    trainers, part by part as it comes: for few trainers and many replicas, who else share the trainers' way out. A replica waits
-    for the one before it, and falls with it while both move. What is sent and not read is not handed on.
+    trainers, part by part as it arrives. For few trainers and many replicas, which otherwise share the trainers' outgoing links. A
+    replica waits for the one before it, and fails if that one fails while both are moving bytes. Only what is read is relayed, not
+    what is sent.
 
     Raises LayoutError, CoverageError, Unsupported, HandshakeError, PlanMismatch, DeadlineExceeded, PeerLost.
     """
