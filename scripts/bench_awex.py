@@ -9,6 +9,7 @@ loggers are silent.
 
 from __future__ import annotations
 
+import argparse
 import json
 import logging
 import sys
@@ -74,8 +75,13 @@ def values(name: str, part: dict) -> torch.Tensor:
 
 
 def main() -> None:
-    rank, port, path = int(sys.argv[1]), sys.argv[2], sys.argv[3]
-    with open(path) as f:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("rank", type=int)
+    p.add_argument("port")
+    p.add_argument("layout", help="a file of bench_cpu.py's")
+    told = p.parse_args()
+    rank, port = told.rank, told.port
+    with open(told.layout) as f:
         layout = json.load(f)
     infer, train = layout["infer_world"], layout["train_world"]
     torch.set_num_threads(1)

@@ -9,6 +9,7 @@ Each does what it is told on standard input and answers in marked JSON lines. No
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import sys
@@ -353,8 +354,16 @@ def engine(options: dict) -> None:
 
 
 if __name__ == "__main__":
-    what, *rest = sys.argv[1:]
-    if what == "trainer":
-        trainer(int(rest[0]), int(rest[1]), rest[2], json.loads(rest[3]))
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    side = p.add_subparsers(dest="what", required=True)
+    one = side.add_parser("trainer")
+    one.add_argument("rank", type=int)
+    one.add_argument("world", type=int)
+    one.add_argument("port")
+    for parser in (one, side.add_parser("engine")):
+        parser.add_argument("options", type=json.loads)
+    told = p.parse_args()
+    if told.what == "trainer":
+        trainer(told.rank, told.world, told.port, told.options)
     else:
-        engine(json.loads(rest[0]))
+        engine(told.options)

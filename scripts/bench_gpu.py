@@ -432,7 +432,7 @@ def show(r: dict) -> list[str]:
 
 
 def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser()
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--cases", nargs="+", choices=sorted(CASES))
     p.add_argument("--repeats", type=int, default=10)
     p.add_argument("--sweep", nargs="*", type=float, default=[], help="pulls by so many programs a multiprocessor")

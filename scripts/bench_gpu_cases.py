@@ -1,4 +1,4 @@
-"""Which models, layouts and GPUs scripts/bench_gpu.py knows. What is measured of each is there."""
+"""Not a command. Which models, layouts and GPUs scripts/bench_gpu.py knows. What is measured of each is there."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import sys
 import time
@@ -17,6 +18,7 @@ from xfer.kernels.checksum import Sums
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__).parse_args()
     shape, count = (9728, 2560), 80
     roots = [torch.randint(0, 256, (shape[0] * shape[1] * 2,), dtype=torch.uint8, device="cuda") for _ in range(count)]
     for name, strides in (("contiguous", None), ("columns of a wider matrix", (5120, 2))):

@@ -258,7 +258,7 @@ class Bench:
 
 
 def main() -> None:
-    p = argparse.ArgumentParser()
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--model", choices=sorted(MODELS), default="4b")
     p.add_argument("--trainers", choices=["plain", "megatron", "nothing", "packed", "mapped", "one"], default="plain")
     p.add_argument("--tp", type=int, default=2)

@@ -27,7 +27,6 @@ import torch
 
 from xfer.kernels import cuda_driver as driver
 from xfer.kernels.long_runs import NOTHING, PULLED, Rule
-from xfer.kernels.triton_impl import TritonRows, multiprocessors
 from xfer.plan.program import DTYPE_CODE, ROW, Op
 
 MIB = 1 << 20
@@ -74,6 +73,8 @@ class Way:
         self.nbytes = int(rows["extent"].prod(axis=1).sum())
         with torch.cuda.device(self.device):
             self._stream = torch.cuda.Stream()
+            from xfer.kernels.triton_impl import TritonRows  # not above: --help needs no Triton
+
             self._bound = TritonRows(rows, [right], "local", [left], programs=programs, copied=copied)
             with torch.cuda.stream(self._stream):
                 self._graph = driver.Graph(self._stream, self._bound.move)
@@ -127,6 +128,8 @@ def main() -> None:
     for g in range(2):  # torch lets the GPUs read each other at the first copy between them
         buffers[g][1][:16].copy_(buffers[1 - g][0][:16])
         torch.cuda.synchronize(g)
+    from xfer.kernels.triton_impl import multiprocessors
+
     sms = multiprocessors(torch.device("cuda", 0))
     meta = {
         "command": " ".join(["python", *sys.argv]), "date": time.strftime("%Y-%m-%d"), "gpu": torch.cuda.get_device_name(0),

@@ -1,4 +1,4 @@
-"""One rank of a layer-wise training is killed, or stops, in a gather; what the others see, and when. A part of
+"""Not a command. One rank of a layer-wise training is killed, or stops, in a gather; what the others see, and when. A part of
 bench_layerwise_gpu.py, in processes of its own.
 
 Only the optimizer's own communicators are used while it happens: what torch does about collectives of the default group, or of

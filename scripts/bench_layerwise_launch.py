@@ -1,5 +1,5 @@
-"""Starting the ranks of bench_layerwise_gpu.py and keeping what they find: every part goes to the file of figures as soon as it
-is there, whoever is stopped afterwards. Measures nothing, and knows no part but the one whose ranks are to die.
+"""Not a command. Starting the ranks of bench_layerwise_gpu.py and keeping what they find: every part goes to the file of figures as soon as
+it is there, whoever is stopped afterwards. Measures nothing, and knows no part but the one whose ranks are to die.
 """
 
 from __future__ import annotations

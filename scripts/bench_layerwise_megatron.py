@@ -1,4 +1,4 @@
-"""Megatron-Core's own layer-wise gather on the network of bench_layerwise_gpu.py: what it adds to the forward, blocking and
+"""Not a command. Megatron-Core's own layer-wise gather on the network of bench_layerwise_gpu.py: what it adds to the forward, blocking and
 overlapped. Parameters, batch, inner optimizers (xfer's Muon, torch's Adam) and clocks are the same; owners, buffers, hooks and
 gathers are Megatron's (`LayerWiseDistributedOptimizer` without a parameter layout, the all-gather of uneven sizes).
 

@@ -1,4 +1,6 @@
-"""The network that bench_layerwise_gpu.py trains, its clock, and the reading of a profiler's timeline. Knows no optimizer, no gather."""
+"""Not a command. The network that bench_layerwise_gpu.py trains, its clock, and the reading of a profiler's timeline.
+Knows no optimizer, no gather.
+"""
 
 from __future__ import annotations
 

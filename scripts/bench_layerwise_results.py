@@ -1,4 +1,4 @@
-"""What bench_layerwise_gpu.py finds, as records and as the lines that a person reads. Measures nothing."""
+"""Not a command. What bench_layerwise_gpu.py finds, as records and as the lines that a person reads. Measures nothing."""
 
 from __future__ import annotations
 

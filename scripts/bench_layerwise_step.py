@@ -1,5 +1,5 @@
-"""Training steps of bench_layerwise_gpu.py with clocks around the gather of parameters, by events and by torch's profiler. Knows
-what is timed and how often; which gather it is, it is told.
+"""Not a command. Training steps of bench_layerwise_gpu.py with clocks around the gather of parameters, by events and by torch's profiler.
+Knows what is timed and how often; which gather it is, it is told.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The rank processes of bench_packed_gpu.py: trainers that gather whole tensors in several ways, takers that load them.
+"""Not a command. The rank processes of bench_packed_gpu.py: trainers that gather whole tensors in several ways, takers that load them.
 
 Weights are Qwen3-MoE's by bench_shapes.py: trainers hold dense parameters cut by TP and experts by EP in Megatron's layout;
 takers hold vLLM's fused storages and copy their part out of whole tensors. Buckets, packing, shared buffers, arrivals and

@@ -1,5 +1,5 @@
-"""What the trainers of bench_packed_gpu.py gather: Qwen3's tensors out of Megatron's layout, without Megatron; and how takers
-load them.
+"""Not a command. What the trainers of bench_packed_gpu.py gather: Qwen3's tensors out of Megatron's layout, without Megatron; and how
+takers load them.
 
 One task per Megatron parameter, gathered by one all-gather and whole on every rank, as Megatron-Bridge exports it; and the
 same layout as fragments, the road of whatever can be traced. Not here: processes, clocks.

@@ -1,4 +1,4 @@
-"""Declared layouts of full-size Qwen3 models for benchmarks: as Megatron-Core lays them out and as vLLM does.
+"""Not a command. Declared layouts of full-size Qwen3 models for benchmarks: as Megatron-Core lays them out and as vLLM does.
 
 Names and shapes are those of the checkpoints. Trainers: one buffer of dense and one of expert parameters, filled in
 reverse order of parameters as DistributedDataParallel does, QKV interleaved by group, vocabulary padded to 128 * tp.

@@ -261,7 +261,7 @@ def _broadcast_all(link, holders, storages, wanted, full) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--layout", choices=("padded", "dense", "replicas"), default="padded")
     parser.add_argument("--repeats", type=int, default=7)

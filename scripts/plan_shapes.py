@@ -1,4 +1,4 @@
-"""Declared layouts of full-size models at any parallelism, for benchmarks and tests of the planner: no framework, no bytes.
+"""Not a command. Declared layouts of full-size models at any parallelism, for benchmarks and tests of the planner: no framework, no bytes.
 
 Shapes come from Hugging Face configs (`configs/*.json`): Qwen3, Qwen3-MoE, and the DeepSeek-V3 family. Trainers as Megatron-Core
 lays them out: QKV interleaved by KV group, gate and up stacked, parameters in reverse order in one

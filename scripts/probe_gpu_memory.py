@@ -90,7 +90,7 @@ def rank(r: int, args, pipe) -> None:
 
 
 def main() -> None:
-    p = argparse.ArgumentParser()
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--gib", type=int, default=4)
     p.add_argument("--storages", type=int, default=200)
     args = p.parse_args()

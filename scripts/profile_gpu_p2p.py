@@ -88,7 +88,7 @@ def rank_main(rank: int, args, port: int) -> None:
 
 
 def main() -> None:
-    p = argparse.ArgumentParser()
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--case", choices=sorted(CASES), default="4b")
     p.add_argument("--mib", type=int, default=128)
     p.add_argument("--programs", type=int, default=0, help="of a pack or unpack kernel; default: as the library has it")

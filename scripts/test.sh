@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Sets up both environments if needed and runs every test that needs no GPU. One environment cannot hold both frameworks, so
+# Sets up both environments if needed and runs the tests that need no GPU. One environment cannot hold both frameworks, so
 # tests are run where their marker says: `engine` in .venvs/engine, everything else in .venvs/trainer.
 #   scripts/test.sh              all but the wide matrix
 #   scripts/test.sh --slow       the wide matrix too

@@ -115,8 +115,8 @@ def connect(
     replicas: how many engine replicas will join (each calls `serve`); default `len(engines)`, else 1.
     engines: handles or URLs that trainer rank 0 itself controls, in place of `serve` calls elsewhere.
     deadline_s: seconds for connecting and, unless given there, for each refit. Every wait inside ends by it.
-    bucket_bytes: largest message of what is sent; a rank that sends or receives keeps two buffers of about that size each
-    way beside the model, one that is read by its takers none. Default 64 MiB on CPUs, 240 MiB on GPUs.
+    bucket_bytes: largest message that is sent. A rank that sends or receives messages keeps two buffers of about that size for
+    each direction, beside the model; a rank whose takers read its memory keeps none. Default 64 MiB on CPUs, 240 MiB on GPUs.
     drop: canonical names (globs) that the engine may leave unread. narrow: fp32 checkpoint tensors (globs) that the engine may
     hold in fewer bits. cache_dir: where plans are kept between runs; None for nowhere.
     fabric: a file with hosts, links, rates and who sits where (plan/fabric_file.py), or the Site itself; senders are then
@@ -130,22 +130,28 @@ def connect(
     host_pull: weights in host memory only: engine workers on a trainer's host read its memory themselves, where the kernel lets
     them (transport/peer_host.py), instead of having it sent. Weights on GPUs are read so wherever they can be.
     relay: replicas of one layout on one host stand in a row, and each reads from the one before it what it would read from the
-    trainers, part by part as it comes: for few trainers and many replicas, who else share the trainers' way out. A replica waits
-    for the one before it, and falls with it while both move. What is sent and not read is not handed on.
+    trainers, part by part as it arrives. For few trainers and many replicas, which otherwise share the trainers' outgoing links. A
+    replica waits for the one before it, and fails if that one fails while both are moving bytes. Only what is read is relayed, not
+    what is sent.
 
     Raises LayoutError, CoverageError, Unsupported, HandshakeError, PlanMismatch, DeadlineExceeded, PeerLost.
     """
-    from xfer.session.arguments import wrong_globs, wrong_seconds
+    from xfer.session import arguments as check
     from xfer.session.controller import Controller
     from xfer.session.trainer import TrainerSession
 
-    count = replicas if replicas is not None else max(1, len(engines))
-    bad = []
-    if count < 1:
-        bad.append(f"replicas={count}: at least one")
-    if engines and len(engines) != count:
+    bad = check.wrong_engines(engines)
+    count = replicas if replicas is not None else 1 if bad else max(1, len(engines))
+    bad += check.wrong_whole("replicas", count, 1)
+    if not bad and engines and len(engines) != count:
         bad.append(f"replicas={count} but {len(engines)} engines")
-    bad += wrong_seconds("deadline_s", deadline_s) + wrong_globs("drop", drop) + wrong_globs("narrow", narrow)
+    bad += check.wrong_trainer(trainer)
+    counted, device = not bad, getattr(getattr(trainer, "device", None), "type", "cpu")
+    bad += check.wrong_meeting(token, rendezvous)
+    bad += check.wrong_seconds("deadline_s", deadline_s)
+    bad += check.wrong_globs("drop", drop) + check.wrong_globs("narrow", narrow)
+    if cache_dir is not None and not isinstance(cache_dir, str | os.PathLike):
+        bad.append(f"cache_dir={cache_dir!r}: a folder, or None for nowhere")
     if route not in ("direct", "packed"):
         bad.append(f'route={route!r}: "direct" or "packed"')
     if colocated and route != "packed":
@@ -156,7 +162,7 @@ def connect(
         bad.append(
             "relay=True and fabric=: senders of a fabric are chosen for each replica, and then no two plans are equal"
         )
-    if relay and trainer.device.type == "cpu" and not host_pull:
+    if relay and device == "cpu" and not host_pull:
         bad.append(
             "relay=True hands on what engines read; with weights in host memory they read with host_pull=True only"
         )
@@ -165,15 +171,15 @@ def connect(
 
         bucket_bytes = plan.BUCKET_BYTES
     elif bucket_bytes is None:
-        bucket_bytes = BUCKET_BYTES[trainer.device.type]
-    if bucket_bytes < 1 << 12:
-        bad.append(f"bucket_bytes={bucket_bytes}: at least 4096")
+        bucket_bytes = BUCKET_BYTES.get(device, BUCKET_BYTES["cpu"])
+    bad += check.wrong_whole("bucket_bytes", bucket_bytes, 1 << 12, 1 << 62)
     try:
-        site = _site(fabric, trainer.world, count)
+        site = _site(fabric, trainer.world, count) if counted else None
     except XferError as e:
         bad += [f"fabric: {e.message}", *e.violations]
     if bad:
         raise XferError("connect() was called with arguments that cannot work", bad)
+    count, bucket_bytes, deadline_s = check.whole(count), check.whole(bucket_bytes), float(deadline_s)
     if route == "packed":
         from xfer.packed.source import packed_source
 
@@ -213,6 +219,8 @@ def _site(fabric: str | os.PathLike[str] | Site | None, trainers: int, replicas:
     from xfer.plan.fabric import Site
     from xfer.plan.fabric_file import read_site
 
+    if not isinstance(fabric, str | os.PathLike | Site):
+        raise XferError(f"{fabric!r} is neither a file nor a Site")
     site = fabric if isinstance(fabric, Site) else read_site(fabric)
     placed = len(site.trainers), len(site.replicas)
     if placed != (trainers, replicas):
@@ -242,17 +250,22 @@ def serve(
 
     `controller.wait_ready()` raises what kept the replica from joining.
     """
-    from xfer.session.arguments import wrong_globs, wrong_seconds
+    from xfer.session import arguments as check
     from xfer.session.controller import Controller
 
-    if bad := wrong_seconds("deadline_s", deadline_s) + wrong_globs("keep", keep):
+    seen = (rendezvous,) if engine_rendezvous is None else (rendezvous, engine_rendezvous)
+    bad = check.wrong_meeting(token, *seen) + check.wrong_whole("replica", replica, 0)
+    bad += check.wrong_seconds("deadline_s", deadline_s) + check.wrong_globs("keep", keep)
+    if "pause_mode" in handle_options:
+        bad += check.wrong_pause_mode(handle_options["pause_mode"])
+    if bad:
         raise XferError("serve() was called with arguments that cannot work", bad)
     return Controller(
         engine,
         rendezvous,
         token,
-        replica=replica,
-        deadline_s=deadline_s,
+        replica=check.whole(replica),
+        deadline_s=float(deadline_s),
         keep=tuple(keep),
         engine_rendezvous=engine_rendezvous,
         **handle_options,

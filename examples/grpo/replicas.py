@@ -46,7 +46,7 @@ class Replicas:
 
 
 def wait_healthy(urls: Sequence[str], deadline_s: float = 600.0) -> None:
-    """Until all answer: who asks a server for its workers before it listens is told that nobody is there. DeadlineExceeded."""
+    """Until all answer, so that those that do not are named before anything else begins. DeadlineExceeded."""
     end = time.monotonic() + deadline_s
     while missing := [url for url in urls if not healthy(url)]:
         if time.monotonic() > end:

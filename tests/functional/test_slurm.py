@@ -152,9 +152,9 @@ def configs() -> list[str]:
     return said.stdout.split()
 
 
-def dry(name: str) -> subprocess.CompletedProcess:
+def dry(name: str, models: str = "/models") -> subprocess.CompletedProcess:
     command = ["bash", "scripts/slurm/refit.sbatch", "--config", name, "--dry-run", "--steps", "3"]
-    env = environment(TRAINER_PYTHON=sys.executable, ENGINE_PYTHON=sys.executable, XFER_MODELS="/models")
+    env = environment(TRAINER_PYTHON=sys.executable, ENGINE_PYTHON=sys.executable, XFER_MODELS=models)
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60 * PATIENCE)
 
 
@@ -204,8 +204,12 @@ def test_what_every_config_would_start_is_what_its_name_says():
         assert replicas == of_engine.get("dp", 1), name
         assert "/".join(given["--model"][0].split("/")[:2]) == "/models"
     assert len(asked) >= 15
-    refused = dry("30b-fp8-ep8pp2-to-tp2dp8")
-    assert refused.returncode == 2 and "take the bf16 row, '30b-ep8pp2-to-tp2dp8'" in refused.stderr
+    for refused, why in (
+        (dry("30b-fp8-ep8pp2-to-tp2dp8"), "take the bf16 row, '30b-ep8pp2-to-tp2dp8'"),
+        (dry("super_v3-ep8tp8pp2dp2-to-tp8dp2"), "no mapping for this model's latent experts"),
+        (dry("4b-dp8-to-dp8", models=""), "set XFER_MODELS"),
+    ):
+        assert refused.returncode == 2 and why in refused.stderr and not refused.stdout, refused
     check = "import json, sys; from examples.grpo.train import arguments; [arguments().parse_args(w) for w in json.load(sys.stdin)]"
     done = subprocess.run(
         [PYTHON["trainer"], "-c", check], input=json.dumps(asked), cwd=ROOT, env=environment(), capture_output=True, text=True,

@@ -2,12 +2,15 @@
 
 import importlib.metadata as md
 import json
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from xfer import errors
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
@@ -81,9 +84,62 @@ def test_commands_in_the_readme_exist():
         assert (ROOT / path).exists(), path
 
 
+def test_every_script_describes_itself_or_says_that_it_is_none():
+    """`--help` comes before anything that a machine may lack: no GPU, no Triton, no engine."""
+    code = (
+        "import runpy, sys\n"
+        "for path in sys.argv[1:]:\n"
+        "    sys.argv = [path, '--help']\n"
+        "    try: runpy.run_path(path, run_name='__main__')\n"
+        "    except SystemExit as e: print('@', path, e.code)\n"
+    )
+    heads = {p: p.read_text().splitlines()[0].strip('"') for p in sorted((ROOT / "scripts").glob("*.py"))}
+    scripts = [str(p) for p, head in heads.items() if not head.startswith("Not a command. ")]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *scripts],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=120,
+        env={**os.environ, "COLUMNS": "400"},
+    )
+    said = dict(zip(scripts, re.split(r"^@ .* 0$", done.stdout, flags=re.M)))
+    assert len(said) == len(scripts) > 10 and not done.stderr, done.stderr
+    for path, text in said.items():
+        assert "usage: " in text and heads[Path(path)].split("     ")[0] in text, (path, text)
+
+
 def test_numbers_in_the_readme_name_their_result_files():
     for path in re.findall(r"\((docs/[\w./-]+)\)", README):
         assert (ROOT / path).exists(), path
+
+
+def test_the_readme_counts_the_families_of_their_page():
+    page = (ROOT / "docs/architectures.md").read_text()
+    rows = {
+        side: len(re.findall(r"^\| (?!family |---)", page.split(f"<!-- {side} -->")[1].split("<!-- end")[0], re.M))
+        for side in ("engines", "trainers")
+    }
+    assert f"layouts of {rows['engines']} engine and {rows['trainers']} trainer families" in README
+
+
+def test_the_index_of_results_names_every_page():
+    folder = ROOT / "docs/results"
+    index = re.findall(r"\]\(([\w.-]+\.md)\)", (folder / "README.md").read_text())
+    assert {*index} == {p.name for p in folder.glob("*.md")} - {"README.md"}
+
+
+def test_every_variable_that_is_read_stands_in_the_guide():
+    """And none that is not read."""
+    told = (ROOT / "docs/guide.md").read_text().split("## Environment variables", 1)[1].split("\n## ", 1)[0]
+    text = "\n".join(p.read_text() for p in (ROOT / "xfer").rglob("*.py"))
+    assert set(re.findall(r"`(XFER_[A-Z_]+)`", told)) == set(re.findall(r"""["'](XFER_[A-Z_]+)["']""", text))
+
+
+def test_the_guide_says_of_every_error_what_to_do():
+    told = (ROOT / "docs/guide.md").read_text().split("## When a call raises", 1)[1].split("\n## ", 1)[0]
+    kinds = {n for n, c in vars(errors).items() if isinstance(c, type) and issubclass(c, errors.XferError)}
+    assert set(re.findall(r"`([A-Z]\w+)`", told)) == kinds
 
 
 def test_no_file_outgrows_a_reader():

@@ -400,6 +400,8 @@ HOST = {"names": ["a"], "gpus": 2, "nvlink": 4e11, "nic": 5e10}
          ["unknown key 'port'", "gpus: None", "rate: True", "rail: -1"]),
         ({"host": [HOST], "ranks": {"trainers": ["b", "a:2", "a:1-0", "a:x"], "replicas": "a", "engines": []}},
          ["no such host", "'a:2'", "'a:1-0'", "'a:x'", "replicas: 'a'", "unknown key 'engines'"]),
+        ({"host": [HOST], "ranks": {"trainers": ["a:", "a:0-1-1", "a:0-1--", "a:-1", "a:0,", "a:\u0660"], "replicas": []}},
+         ["'a:'", "'a:0-1-1'", "'a:0-1--'", "'a:-1'", "'a:0,'", "'a:\u0660': GPUs of a are 0..1"]),
         ({"host": [HOST], "ranks": {"trainers": [1], "replicas": [["a"], "a"]}}, ["trainers: [1]", "replicas[1]"]),
         ({"host": [HOST], "ranks": []}, ["ranks: a table"]),
         ({"host": [HOST], "cross_rail": "air", "spine": None}, ["'air'", "spine: None"]),

@@ -78,19 +78,20 @@ def job(rows: int, trainers: int, workers: int, pad: int = 0):
     return catalog, sources, takers
 
 
-def test_one_pair_between_hosts_by_hand():
-    """8 MiB in messages of 1 MiB over one NIC: packed ahead, unpacked behind, the rest in a row."""
+@pytest.mark.parametrize("local", [1 << 32, 0])
+def test_one_pair_between_hosts_by_hand(local):
+    """8 MiB in messages of 1 MiB over one NIC: packed ahead, unpacked behind, the rest in a row. Copies are free without a rate."""
     catalog, sources, takers = job(4096, 1, 1, pad=1024)
-    fabric = Fabric.uniform(2, 1, nvlink=400 * G, nic=1 << 30, local=1 << 32)
+    fabric = Fabric.uniform(2, 1, nvlink=400 * G, nic=1 << 30, local=local)
     site = Site(fabric, (0,), ((1,),))
     options = PlanOptions(bucket_bytes=1 << 20, site=site)
     p = predict([plan_replica(catalog, sources, takers, options)], site, costs=Costs(1e-3, 5e-3))
-    one, copy = 2**20 / 2**30, 2**20 / 2**32
+    one, copy, fill = 2**20 / 2**30, *((n / local if local else 0.0) for n in (1 << 20, 2 << 20))
     assert p.floor_s == pytest.approx(8 * one) == pytest.approx(p.lockstep_s)
     assert (p.pull_s, p.pulled_bytes, p.nbytes) == (0.0, 0, 8 << 20)
     assert p.pack_s == pytest.approx(copy) and p.wire_s == pytest.approx(8 * (one + 1e-3))
-    assert p.unpack_s == pytest.approx(copy) and p.fill_s == pytest.approx((2 << 20) / 2**32)
-    assert p.transfer_s == pytest.approx(5e-3 + copy + 8 * (one + 1e-3) + copy + (2 << 20) / 2**32)
+    assert p.unpack_s == pytest.approx(copy) and p.fill_s == pytest.approx(fill)
+    assert p.transfer_s == pytest.approx(5e-3 + copy + 8 * (one + 1e-3) + copy + fill)
     assert [b.nbytes for b in p.busiest()] == [8 << 20] * 2
 
 

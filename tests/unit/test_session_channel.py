@@ -125,6 +125,24 @@ def test_nobody_at_the_address_ends_at_the_deadline():
     assert time.monotonic() - t0 < 4.0
 
 
+@pytest.mark.parametrize("greeting", [b"", c.MAGIC, c.MAGIC + b"n" * 32])
+def test_a_listener_that_falls_silent_is_waited_for_until_the_deadline_only(greeting):
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+
+        def greet():
+            client, _ = sock.accept()
+            client.sendall(greeting)
+            client.recv(1 << 10)  # what it proves, and then its end
+            while client.recv(1 << 10):
+                pass
+
+        threading.Thread(target=greet, daemon=True).start()
+        t0 = time.monotonic()
+        with pytest.raises(DeadlineExceeded, match="accepts connections and says nothing: is that process stopped"):
+            c.dial(f"tcp://127.0.0.1:{sock.getsockname()[1]}", TOKEN, 0.3)
+        assert time.monotonic() - t0 < 3.0
+
+
 def test_a_closed_peer_is_an_error_on_send(listener):
     client = c.dial(listener.address, TOKEN, 5.0)
     client.start(lambda msg: None, lambda reason: None)

@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from xfer.cli.plan import HELP, plan_refit
+from xfer.cli.plan import HELP, plain, plan_refit, say
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -22,8 +22,18 @@ app = typer.Typer(
 )
 
 
+def _tell_version(wanted: bool) -> None:
+    if wanted:
+        version()
+        raise typer.Exit
+
+
 @app.callback()
-def _root() -> None:
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", help="as `xfer version`", is_eager=True, callback=_tell_version)
+    ] = False,
+) -> None:
     """xfer: weights from Megatron-Core trainers into live vLLM engines."""
 
 
@@ -39,9 +49,13 @@ def status(
 
     from xfer.errors import XferError
     from xfer.session import messages as m
+    from xfer.session.arguments import wrong_seconds
     from xfer.session.party import Party
 
-    console = Console()
+    bad = wrong_seconds("--timeout", timeout) + (wrong_seconds("--watch", watch) if watch else [])
+    if bad:
+        raise typer.BadParameter("; ".join(bad))
+    console, party = Console(), None
     try:
         party = Party(rendezvous, token, "observer", deadline_s=timeout)
         while True:
@@ -53,27 +67,31 @@ def status(
             if not watch:
                 break
             time.sleep(watch)
-        party.close()
     except XferError as e:
-        console.print(f"[red]{e}[/red]")
+        say(console, str(e), "red")
         raise typer.Exit(1) from None
     except KeyboardInterrupt:
-        party.close()
+        raise typer.Exit(0 if party is not None else 130) from None  # how one ends --watch
+    finally:
+        if party is not None:
+            party.close()
 
 
 def _print_status(console, reply) -> None:
     from rich.table import Table
+    from rich.text import Text
 
     running = f"refit attempt {reply.attempt}" if reply.attempt else "no refit running"
-    table = Table(title=f"{running}; {reply.state}", title_justify="left")
+    table = Table(title=Text(plain(f"{running}; {reply.state}")), title_justify="left")
     for c in ("who", "host", "phase", "wave", "bytes"):
         table.add_column(c)
     for p in reply.parties:
         done = f"{p.bytes_done:,} of {p.bytes_planned:,}" if p.bytes_planned else ""
-        table.add_row(p.label, p.host, p.phase, str(p.wave) if done else "", done)
+        row = (p.label, p.host, p.phase, str(p.wave) if done else "", done)
+        table.add_row(*(Text(plain(c)) for c in row))
     console.print(table)
     for w in reply.waiting_for:
-        console.print(f"waiting for {w}")
+        say(console, f"waiting for {w}")
 
 
 @app.command()
@@ -87,6 +105,7 @@ def timeline(
     """Where the time of a refit went: run every process with XFER_TIMELINE=FOLDER, refit, look."""
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     from xfer.errors import XferError
     from xfer.session import timeline as kept
@@ -95,19 +114,17 @@ def timeline(
     try:
         moments, sessions = kept.of_session(kept.read(folder), session)
     except XferError as e:
-        console.print(f"[red]{e}[/red]")
+        say(console, str(e), "red")
         raise typer.Exit(1) from None
     hosts = kept.typical(moments, skip) if median else kept.of_attempt(moments, attempt)
     if not hosts:
-        console.print(
-            "[red]no moments of such a refit are there: was XFER_TIMELINE set for trainers and engines?[/red]"
-        )
+        say(console, "no moments of such a refit are there: was XFER_TIMELINE set for trainers and engines?", "red")
         if sessions:
-            console.print("sessions in this folder:", *sessions, sep="\n  ")
+            say(console, "\n  ".join(("sessions in this folder:", *sessions)))
         raise typer.Exit(1)
     for host, some in hosts.items():
         title = f"medians on {host}" if median else f"refit {some[0].attempt} on {host}"
-        table = Table(title=title, title_justify="left")
+        table = Table(title=Text(plain(title)), title_justify="left")
         numbers = ("ms", "since the last", *(("least", "most", "refits") if median else ()))
         for name in numbers:
             table.add_column(name, justify="right")
@@ -117,10 +134,10 @@ def timeline(
             row = [f"{(x.at - some[0].at) * 1e3:.2f}", f"{(x.at - before.at) * 1e3:.2f}"]
             if median:
                 row += [f"{x.least * 1e3:.2f}", f"{x.most * 1e3:.2f}", str(x.count)]
-            table.add_row(*row, x.who, x.what)
+            table.add_row(*row, *(Text(plain(c)) for c in (x.who, x.what)))
         console.print(table)
     if len(sessions) > 1:
-        console.print(f"of session {moments[0].session}; there are {len(sessions)}:", *sessions, sep="\n  ")
+        say(console, "\n  ".join((f"of session {moments[0].session}; there are {len(sessions)}:", *sessions)))
 
 
 app.command("plan", help=HELP)(plan_refit)
@@ -144,7 +161,3 @@ def version() -> None:
 def main() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     app()
-
-
-if __name__ == "__main__":
-    main()

@@ -63,7 +63,7 @@ class TrainerSide:
 
 @dataclass(frozen=True, slots=True)
 class EngineSide:
-    """`parallel`: of one replica. `keep`, `drop`: as xfer.serve takes them. `args`: further EngineArgs of vLLM."""
+    """`parallel`: of one replica. `keep`: as xfer.serve takes it; `drop`: as xfer.connect does. `args`: further EngineArgs of vLLM."""
 
     config: Config
     parallel: EngineParallel
@@ -100,6 +100,9 @@ def describe(
     if file is not None:
         base = Path(file).parent
         whole = _load(Path(file), bad)
+        if "model_type" in whole:
+            bad.append(f'{file} is a model\'s config; give it as --trainer "{file} world=…"')
+            raise XferError("this cannot be planned as described", bad)
         bad += [
             f"{file}: unknown key {k!r}; known: engine, fabric, trainer"
             for k in whole

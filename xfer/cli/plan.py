@@ -7,6 +7,7 @@ page html.py's.
 from __future__ import annotations
 
 import json
+import os
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -20,25 +21,26 @@ if TYPE_CHECKING:
     from xfer.cli.plan_report import Report
 
 WRONG, REFUSED = 2, 1
-"""Exit codes: the description has mistakes; what it describes cannot be refitted."""
+"""Exit codes: the description or an option has mistakes; what it describes cannot be refitted."""
 MOST_LINKS = 8
 HELP = "\n\n".join([
     "Plan a refit without a GPU and without weights: bytes, busiest links, predicted seconds, and what is refused.",
     "Layouts are read by the frameworks' own code, every different rank once: Megatron-Core's as Megatron-Bridge builds "
     "and exports it, vLLM's as its loader fills it. CONFIG is a Hugging Face config.json or its folder; no checkpoint is "
     "needed, and none is read.",
-    '[bold]Example:[/bold] xfer plan --trainer "Qwen3-4B world=8 tp=2 pp=2" --engine "tp=4 replicas=2" --html plan.html',
-    "[bold]Trainer:[/bold] CONFIG, world, tp, pp, vpp, cp, ep, etp and order, as Megatron-Core has them; provider.NAME=VALUE "
+    '[bold]Example:[/bold] xfer plan --trainer "scripts/configs/qwen3-4b.json world=8 tp=2 pp=2" --engine "tp=4 replicas=2" '
+    "--html plan.html",
+    "[bold]Trainer:[/bold] CONFIG, world, tp, pp, vpp, cp, dp, ep, etp and order, as Megatron-Core has them; provider.NAME=VALUE "
     "for fields of Bridge's model provider (uneven stages, say).",
-    "[bold]Engine:[/bold] CONFIG (default: the trainer's), tp, pp, dp, ep=true for expert parallelism, replicas; keep and "
-    "drop as xfer.serve() has them, with commas; args.NAME=VALUE for further EngineArgs of vLLM.",
+    "[bold]Engine:[/bold] CONFIG (default: the trainer's), tp, pp, dp, ep=true for expert parallelism, replicas; keep as "
+    "xfer.serve() has it and drop as xfer.connect() has it, with commas; args.NAME=VALUE for further EngineArgs of vLLM.",
     "[bold]Fabric:[/bold] a TOML or JSON file of hosts and links (docs/plan.md). Without one: hosts of 8 GPUs, NVLink, a 400 "
     "Gb/s NIC per GPU. Trainers sit on the first GPUs, engines on the hosts after them, unless the file's \\[ranks] says "
     "otherwise.",
     '[bold]All in one file:[/bold] xfer plan job.toml, with \\[trainer] config = "…", world = 8, tp = 2; \\[engine] tp = 4, '
     'replicas = 2; and above them fabric = "fabric.toml", or the fabric\'s own tables as \\[\\[fabric.host]]. Paths count '
     "from the file; options replace its parts.",
-    "Exit code 2: the description has mistakes, and all of them were listed. 1: xfer or a framework refuses it.",
+    "Exit code 2: the description or an option has mistakes, and all of them were listed. 1: xfer or a framework refuses it.",
 ])  # fmt: skip
 
 
@@ -60,7 +62,8 @@ def plan_refit(
     ] = None,
     jobs: Annotated[int, typer.Option(help="processes that trace ranks, per side", min=1, max=64)] = 1,
     cache: Annotated[
-        str | None, typer.Option(help='folder of layouts traced before; "" for none; default: in ~/.cache/xfer')
+        str | None,
+        typer.Option(help='folder of layouts traced before; "" for none; default: in $XFER_CACHE or ~/.cache/xfer'),
     ] = None,
 ) -> None:
     """See HELP."""
@@ -70,11 +73,14 @@ def plan_refit(
     from xfer.errors import XferError
 
     out, err = Console(), Console(stderr=True)
+    bad = [f"{p} cannot be written: {why}" for p in (html, json_) if p not in (None, "-") and (why := _closed(Path(p)))]
     try:
         told = describe(trainer, engine, fabric, job)
     except XferError as e:
-        _say(err, str(e))
-        raise typer.Exit(WRONG) from None
+        bad = [*e.violations, *bad]
+    if bad:
+        say(err, str(XferError("this cannot be planned as described", bad)))
+        raise typer.Exit(WRONG)
     pythons = {"trainer": trainer_python, "engine": engine_python}
     try:
         report = _plan(told, pythons, jobs, cache, bucket_mib << 20, err)
@@ -82,7 +88,7 @@ def plan_refit(
         if json_ is not None:
             refused = {"kind": type(e).__name__, "message": e.message, "violations": e.violations, "where": e.where}
             _write(json_, json.dumps({"refused": refused}, indent=1), out, err)
-        _say(err, f"refused: {type(e).__name__}: {e}")
+        say(err, f"refused: {type(e).__name__}: {e}")
         raise typer.Exit(REFUSED) from None
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
@@ -95,7 +101,7 @@ def plan_refit(
 
         _write(html, page(report), out, err)
         if json_ != "-":
-            _say(out, f"page: {html}")
+            say(out, f"page: {html}")
 
 
 def _plan(
@@ -105,6 +111,7 @@ def _plan(
 
     from xfer.cli.plan_report import Header, make_plans, make_report
     from xfer.cli.tracing import Tracer, cache_folder
+    from xfer.errors import XferError
     from xfer.transport.p2p import WAVE_BYTES
 
     folder = cache_folder() if cache is None else Path(cache) if cache else None
@@ -119,7 +126,11 @@ def _plan(
             bar.update(lines[side], completed=done, total=of)
 
         tracer = Tracer(pythons, jobs=jobs, cache=folder, progress=progress)
-        tracer.look()
+        try:
+            tracer.look()
+        except XferError as e:
+            say(err, str(e))
+            raise typer.Exit(WRONG) from None
         sources = tracer.trainer(told.trainer)
         takers = tracer.engine(told.engine, sources.catalog)
         planned = bar.add_task("replicas planned", total=told.engine.replicas)
@@ -155,15 +166,15 @@ def show(r: Report, console: Console) -> None:
     from xfer.plan.explain import size
 
     h = r.header
-    _say(console, h.model, "bold")
-    _say(console, f"{r.tensors:,} tensors, {size(r.model_bytes)}")
-    _say(
+    say(console, h.model, "bold")
+    say(console, f"{r.tensors:,} tensors, {size(r.model_bytes)}")
+    say(
         console,
         f"{r.trainers} trainers ({h.trainer}) -> {r.replicas} x {r.workers} engine workers ({h.engine}), {r.hosts} hosts",
     )
-    _say(console, f"fabric: {h.fabric}")
+    say(console, f"fabric: {h.fabric}")
     for note in h.notes:
-        _say(console, note)
+        say(console, note)
 
     def table(title: str, rows: list[tuple[str, str, str]]) -> None:
         t = Table(title=title, title_justify="left", show_header=False, title_style="bold")
@@ -171,7 +182,7 @@ def show(r: Report, console: Console) -> None:
         t.add_column(justify="right", no_wrap=True)
         t.add_column(overflow="fold", style="dim")
         for row in rows:
-            t.add_row(*(Text(_plain(c)) for c in row))
+            t.add_row(*(Text(plain(c)) for c in row))
         console.print()
         console.print(t)
 
@@ -208,15 +219,25 @@ def show(r: Report, console: Console) -> None:
     table("busiest links", [(b.name, seconds(b.seconds), size(b.nbytes)) for b in r.busiest[:MOST_LINKS]])
 
 
-def _plain(text: str) -> str:
+def plain(text: str) -> str:
     """Without what a terminal would obey."""
     return "".join(c if c.isprintable() or c == "\n" else "?" for c in text)
 
 
-def _say(console: Console, text: str, style: str = "") -> None:
+def say(console: Console, text: str, style: str = "") -> None:
+    """Prints text that others wrote: to the letter, and nothing in it is a command."""
     from rich.text import Text
 
-    console.print(Text(_plain(text), style=style), soft_wrap=True)
+    console.print(Text(plain(text), style=style), soft_wrap=True)
+
+
+def _closed(path: Path) -> str:
+    """Why no file can be written there, told before the minutes that a plan may take; empty where nothing is against it."""
+    if path.is_dir():
+        return "it is a folder"
+    if not path.parent.is_dir():
+        return f"there is no folder {path.parent}"
+    return "" if os.access(path if path.exists() else path.parent, os.W_OK) else "permission denied"
 
 
 def _write(path: str, text: str, out: Console, err: Console) -> None:
@@ -226,5 +247,5 @@ def _write(path: str, text: str, out: Console, err: Console) -> None:
     try:
         Path(path).write_text(text)
     except OSError as e:
-        _say(err, f"{path} cannot be written: {e.strerror}")
+        say(err, f"{path} cannot be written: {e.strerror}")
         raise typer.Exit(WRONG) from None

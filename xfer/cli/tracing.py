@@ -25,6 +25,7 @@ from typing import Any
 
 import msgspec
 
+from xfer.api import default_cache_dir
 from xfer.cli.describe import EngineSide, TrainerSide
 from xfer.cli.trace_child import FRAMEWORKS, NAMES, Task, Traced
 from xfer.errors import DeadlineExceeded, ProtocolError, XferError, from_wire
@@ -244,7 +245,7 @@ def classes(parallel: TrainerParallel | EngineParallel, ranks: int) -> list[int]
 
 
 def cache_folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "xfer" / "layouts"
+    return Path(default_cache_dir()) / "layouts"
 
 
 # ---- processes

@@ -32,7 +32,8 @@ from typing import Any
 from xfer.errors import XferError
 from xfer.plan.fabric import MAX_GPUS, Fabric, Host, Nic, Site
 
-_PLACE = re.compile(r"([^:]+)(?::([0-9,\-]+))?")
+_PLACE = re.compile(r"([^:]+)(?::(.*))?")
+_SOME = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
 
 
 def read_fabric(path: str | Path) -> Fabric:
@@ -201,11 +202,8 @@ def _gpus(r: _Reader, places: Any, where: str, first: Mapping[str, tuple[int, in
             r.bad.append(f"{where}: {place!r}: no such host; there are {', '.join(list(first)[:8])}")
             continue
         start, n = first[match[1]]
-        parts = (match[2] or f"0-{n - 1}").split(",")
-        try:
-            ends = [tuple(map(int, (*p.split("-"), p)[:2] if "-" in p else (p, p))) for p in parts]
-        except ValueError:
-            ends = [(1, 0)]
+        some = [_SOME.fullmatch(p) for p in (f"0-{n - 1}" if match[2] is None else match[2]).split(",")]
+        ends = [(int(m[1]), int(m[2] or m[1])) if m else (1, 0) for m in some]
         if not all(0 <= a <= b < n for a, b in ends):
             r.bad.append(f"{where}: {place!r}: GPUs of {match[1]} are 0..{n - 1}, as in {match[1]}:0-{n - 1}")
             continue

@@ -196,7 +196,7 @@ def _wire(m: _Messages, links: Links, local: np.ndarray, costs: Costs) -> _Wire:
     order = np.argsort(m.wave, kind="stable")
     waves = int(m.wave.max(initial=-1)) + 1
     cuts = np.searchsorted(m.wave[order], np.arange(waves + 1))
-    span, lockstep, first = np.zeros((waves, 2)), 0.0, 0.0
+    span, lockstep, first = np.zeros((waves, 2)), 0.0, None  # `first`: when the first message begins
     rate = local[m.gpu_of_lane]
     for w in range(waves):
         rows = order[cuts[w] : cuts[w + 1]]
@@ -217,7 +217,8 @@ def _wire(m: _Messages, links: Links, local: np.ndarray, costs: Costs) -> _Wire:
         np.maximum.at(busy, dst, done)
         unpacked = np.where(into > 0, np.maximum(unpacked, busy) + _over(into, rate), unpacked)
         span[w] = begin.min(), done.max()
-        first = first if w and first else float(begin.min())
+        first = float(begin.min()) if first is None else first
+    first = first or 0.0
     last, end = float(busy.max(initial=0.0)), float(unpacked.max(initial=0.0))
     return _Wire(first, last - first, max(0.0, end - last), max(end, last), lockstep, span)
 

@@ -8,12 +8,14 @@ import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from xfer.errors import XferError
+from xfer.errors import HandshakeError, XferError
+from xfer.session.channel import check_token, parse_address
 
 LABEL_CHARS = 256
 OWN_LABELS = "xfer:"
 """What labels that xfer itself gives to engines begin with."""
 LONGEST_S = 1e8
+PAUSE_MODES = ("keep", "wait", "abort")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,21 +48,20 @@ def checked_call(
         bad.append(f"verify={verify!r}: true or false")
     if wait not in ("commit", "sources"):
         bad.append(f'wait={wait!r}: "commit" or "sources"')
-    want = replicas if min_replicas is None else _whole(min_replicas)
+    want = replicas if min_replicas is None else whole(min_replicas)
     if want is None or not 0 <= want <= replicas:
         bad.append(
             f"min_replicas={min_replicas!r}: a whole number from 0 to {replicas}, the replicas that connect() was told"
         )
-    bad += wrong_seconds("deadline_s", deadline_s)
+    if deadline_s is not None:
+        bad += wrong_seconds("deadline_s", deadline_s)
     if bad:
         raise XferError("nccl_xfer_refit() was called with arguments that cannot work", bad)
     return Call(label, verified, wait, want, default_s if deadline_s is None else float(deadline_s))
 
 
 def wrong_seconds(name: str, value: object) -> list[str]:
-    """One line when `value` is no deadline. None is one: the default."""
-    if value is None:
-        return []
+    """One line when `value` is no deadline."""
     try:
         good = 0 < float(value) <= LONGEST_S and math.isfinite(float(value))
     except (TypeError, ValueError):
@@ -70,15 +71,58 @@ def wrong_seconds(name: str, value: object) -> list[str]:
 
 def wrong_globs(name: str, value: Sequence[str]) -> list[str]:
     """One line per pattern that no message could carry."""
-    if isinstance(value, str):
-        return [f"{name}={value!r}: a list of patterns, not one text"]
+    if not _listed(value):
+        return [f"{name}={value!r}: a list of patterns"]
     return [f"{name}: {v!r} is not a text of 1 to {LABEL_CHARS} characters" for v in value if not _sendable(v)]
+
+
+def wrong_whole(name: str, value: object, least: int, most: int = (1 << 31) - 1) -> list[str]:
+    """One line when `value` is no whole number from `least` to what a message could carry."""
+    number = whole(value)
+    if number is not None and least <= number <= most:
+        return []
+    beyond = number is not None and number > most
+    return [f"{name}={value!r}: a whole number, at {f'most {most}' if beyond else f'least {least}'}"]
+
+
+def wrong_meeting(token: object, *rendezvous: object) -> list[str]:
+    """One line for each of these with which nobody could meet. The token is not shown."""
+    bad = []
+    for check, value in ((check_token, token), *((parse_address, r) for r in rendezvous)):
+        try:
+            check(value)
+        except HandshakeError as e:
+            bad.append(e.message)
+    return bad
+
+
+def wrong_trainer(trainer: object) -> list[str]:
+    """One line when `trainer` is no adapter; a model is the usual mistake."""
+    if all(hasattr(trainer, name) for name in ("rank", "world", "device", "read")):
+        return []
+    return [
+        f"trainer: {type(trainer).__name__} is no trainer adapter; wrap the model: xfer.TensorTrainer(module), or "
+        "xfer.MegatronTrainer(model_chunks, bridge)"
+    ]
+
+
+def wrong_engines(engines: object) -> list[str]:
+    """One line when `engines` is one engine, or none at all."""
+    return [] if _listed(engines) else [f"engines={engines!r}: a list of engines, also where there is one"]
+
+
+def wrong_pause_mode(mode: object) -> list[str]:
+    return [] if mode in PAUSE_MODES else [f"pause_mode={mode!r}: {', '.join(map(repr, PAUSE_MODES))}"]
+
+
+def _listed(value: object) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
 
 
 def _label(version: object, bad: list[str]) -> str:
     if version is None:
         return ""
-    number = None if isinstance(version, str) else _whole(version)
+    number = None if isinstance(version, str) else whole(version)
     label = version if isinstance(version, str) else None if number is None else str(number)
     if label is None or not _sendable(label) or label.startswith(OWN_LABELS):
         shown = repr(version) if len(repr(version)) < 80 else f"{repr(version)[:76]} …"
@@ -99,7 +143,8 @@ def _sendable(text: object) -> bool:
     return True
 
 
-def _whole(value: object) -> int | None:
+def whole(value: object) -> int | None:
+    """`value` as an int where it is one of any kind, else None."""
     try:
         return operator.index(value)
     except TypeError:

@@ -49,9 +49,9 @@ def _proof(token: str, side: bytes, first: bytes, second: bytes) -> bytes:
     return hmac.new(token.encode(), side + first + second, hashlib.sha256).digest()
 
 
-def _read_exactly(sock: socket.socket, n: int) -> bytes:
-    """Within HANDSHAKE_S in all, however slowly the bytes drip."""
-    parts, left, until = [], n, time.monotonic() + HANDSHAKE_S
+def _read_exactly(sock: socket.socket, n: int, until: float) -> bytes:
+    """By monotonic `until`, however slowly the bytes drip."""
+    parts, left = [], n
     while left:
         sock.settimeout(max(0.001, until - time.monotonic()))
         part = sock.recv(min(left, 1 << 20))
@@ -62,7 +62,7 @@ def _read_exactly(sock: socket.socket, n: int) -> bytes:
     return b"".join(parts)
 
 
-def _check_token(token: str) -> None:
+def check_token(token: str) -> None:
     if not isinstance(token, str) or len(token) < 8:
         raise HandshakeError(
             "the token must be a string of at least 8 characters, the same on every process of the job"
@@ -72,10 +72,10 @@ def _check_token(token: str) -> None:
 def accept_handshake(sock: socket.socket, token: str) -> None:
     """Listener's half. Raises HandshakeError; the socket is then useless."""
     sock.settimeout(HANDSHAKE_S)
-    mine = os.urandom(_NONCE)
+    mine, until = os.urandom(_NONCE), time.monotonic() + HANDSHAKE_S
     try:
         sock.sendall(MAGIC + mine)
-        answer = _read_exactly(sock, len(MAGIC) + _NONCE + 32)
+        answer = _read_exactly(sock, len(MAGIC) + _NONCE + 32, until)
         magic, theirs, proof = (
             answer[: len(MAGIC)],
             answer[len(MAGIC) : len(MAGIC) + _NONCE],
@@ -94,16 +94,20 @@ class _TurnedAway(HandshakeError):
     """The challenge was not answered: the door had no room, or something else listens there. Nothing was refused."""
 
 
-def connect_handshake(sock: socket.socket, token: str, address: str) -> None:
-    """Client's half."""
-    sock.settimeout(HANDSHAKE_S)
+def connect_handshake(sock: socket.socket, token: str, address: str, until: float) -> None:
+    """Client's half, done or given up by monotonic `until`."""
+    until = min(until, time.monotonic() + HANDSHAKE_S)
     try:
-        greeting = _read_exactly(sock, len(MAGIC) + _NONCE)
+        greeting = _read_exactly(sock, len(MAGIC) + _NONCE, until)
         if greeting[: len(MAGIC)] != MAGIC:
             raise HandshakeError(f"{address} is not an xfer rendezvous of wire version {MAGIC[4]}")
         theirs, mine = greeting[len(MAGIC) :], os.urandom(_NONCE)
         sock.sendall(MAGIC + mine + _proof(token, b"client", theirs, mine))
-        proof = _read_exactly(sock, 32)
+        proof = _read_exactly(sock, 32, until)
+    except TimeoutError:
+        raise _TurnedAway(
+            f"{address} accepts connections and says nothing: is that process stopped, or is it another service?"
+        ) from None
     except (OSError, ConnectionError) as e:
         raise _TurnedAway(f"the rendezvous at {address} closed the connection during the challenge: {e}") from None
     if not hmac.compare_digest(proof, _proof(token, b"server", mine, theirs)):
@@ -261,23 +265,23 @@ def _stop_reading() -> None:
 
 def parse_address(rendezvous: str) -> tuple[str, int]:
     """`tcp://host:port` -> (host, port); ValueError-like HandshakeError otherwise."""
-    rest = rendezvous.removeprefix("tcp://")
-    host, _, port = rest.rpartition(":")
-    if not rendezvous.startswith("tcp://") or not host or not port.isdigit() or not 0 < int(port) < 65536:
+    told = rendezvous if isinstance(rendezvous, str) else ""
+    host, _, port = told.removeprefix("tcp://").rpartition(":")
+    if not told.startswith("tcp://") or not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise HandshakeError(f"rendezvous {rendezvous!r} is not of the form tcp://HOST:PORT")
     return host.strip("[]"), int(port)
 
 
 def dial(rendezvous: str, token: str, deadline_s: float) -> Channel:
     """Connect and prove the token. Waits for the listener to appear until the deadline (the sides start in any order)."""
-    _check_token(token)
+    check_token(token)
     host, port = parse_address(rendezvous)
     until, last = time.monotonic() + deadline_s, "nothing tried"
     while True:
         left = until - time.monotonic()
         if left <= 0:
             raise DeadlineExceeded(
-                f"no xfer rendezvous answered at {rendezvous} within {deadline_s:.0f} s",
+                f"no xfer rendezvous answered at {rendezvous} within {deadline_s:g} s",
                 [f"last attempt: {last}", "trainer rank 0 hosts it: has it called xfer.connect()?"],
             )
         try:
@@ -287,7 +291,7 @@ def dial(rendezvous: str, token: str, deadline_s: float) -> Channel:
             time.sleep(min(0.2, max(left, 0.01)))
             continue
         try:
-            connect_handshake(sock, token, rendezvous)
+            connect_handshake(sock, token, rendezvous, until)
         except _TurnedAway as e:
             sock.close()
             last = e.message
@@ -301,7 +305,7 @@ def dial(rendezvous: str, token: str, deadline_s: float) -> Channel:
 
 def listen(rendezvous: str, token: str) -> socket.socket:
     """The rendezvous' socket, listening. An address in use is an error that says so."""
-    _check_token(token)
+    check_token(token)
     host, port = parse_address(rendezvous)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
@@ -319,6 +323,12 @@ def listen(rendezvous: str, token: str) -> socket.socket:
             sock.bind(("::" if family == socket.AF_INET6 else "0.0.0.0", port))
         except OSError:
             sock.close()
-            raise HandshakeError(f"cannot listen at {rendezvous}: {e}", ["is another job using this port?"]) from None
+            raise HandshakeError(f"cannot listen at {rendezvous}: {e}", _why_deaf(e)) from None
     sock.listen(1024)
     return sock
+
+
+def _why_deaf(e: OSError) -> list[str]:
+    if isinstance(e, socket.gaierror):
+        return ["this host does not know that name; give an address of trainer rank 0's host, by name or number"]
+    return ["is another job using this port?"] if e.errno == errno.EADDRINUSE else []

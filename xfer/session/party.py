@@ -88,6 +88,7 @@ class Party:
         self._failed: m.WireError | None = None  # why the hub said that nothing can be refitted any more
         self._heard = 0.0  # monotonic time of the hub's last word
         self._news = threading.Condition()
+        until = time.monotonic() + deadline_s
         self.channel = dial(rendezvous, token, deadline_s)
         self.channel.start(self._sort, self._end)
         self.send(
@@ -106,7 +107,7 @@ class Party:
                 version,
             )  # fmt: skip
         )
-        answer = self.take((m.Welcome, m.Refused), time.monotonic() + deadline_s, "the rendezvous' welcome")
+        answer = self.take((m.Welcome, m.Refused), until, "the rendezvous' welcome")
         if isinstance(answer, m.Refused):
             self.channel.close()
             raise answer.error.error()

@@ -1,0 +1,137 @@
+"""The `xfer` command as typed: text of others is printed to the letter, options that cannot work are refused at once."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from xfer.api import default_cache_dir
+from xfer.cli import app, tracing
+from xfer.cli.describe import describe
+from xfer.cli.plan import HELP
+from xfer.errors import HandshakeError
+from xfer.session import messages as m
+from xfer.session import party
+
+ROOT = Path(__file__).resolve().parents[2]
+ODD = "[rendezvous] of [/tmp/x] [red]"
+"""What markup would swallow, or stumble over."""
+WHERE = "tcp://127.0.0.1:1"
+
+
+def xfer(*arguments: str):
+    done = CliRunner().invoke(app, list(arguments), env={"COLUMNS": "300", "XFER_TOKEN": "a token for tests"})
+    assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
+    return done
+
+
+class Hub:
+    """Stands for a connection to one; `end`: what its first word raises."""
+
+    def __init__(self, reply=None, end=None):
+        self.reply, self.end, self.closed = reply, end, False
+
+    def __call__(self, *a, **k):
+        return self
+
+    def send(self, message):
+        pass
+
+    def take(self, *a):
+        if self.end is not None:
+            raise self.end
+        return self.reply
+
+    def close(self):
+        self.closed = True
+
+
+def test_status_prints_what_it_is_told_to_the_letter(monkeypatch):
+    hub = Hub(m.StatusReply(0, ODD, (ODD,), (m.PartyStatus(ODD, ODD, ODD),), ()))
+    monkeypatch.setattr(party, "Party", hub)
+    assert xfer("status", WHERE).output.count(ODD) == 5 and hub.closed
+    monkeypatch.setattr(party, "Party", Hub(end=HandshakeError(ODD, [ODD], where="rendezvous")))
+    done = xfer("status", WHERE)
+    assert done.exit_code == 1 and f"[rendezvous] {ODD}" in done.output and f"- {ODD}" in done.output
+
+
+def test_status_can_be_broken_off_at_any_time(monkeypatch):
+    def interrupted(*a, **k):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(party, "Party", interrupted)
+    assert xfer("status", WHERE).exit_code == 130
+    monkeypatch.setattr(party, "Party", hub := Hub(end=KeyboardInterrupt()))
+    assert xfer("status", WHERE, "--watch", "1").exit_code == 0 and hub.closed
+
+
+@pytest.mark.parametrize(
+    "odd", ["--timeout=nan", "--timeout=0", "--timeout=-1", "--watch=-1", "--watch=inf", "--watch=nan"]
+)
+def test_seconds_that_are_none_are_refused(monkeypatch, odd):
+    monkeypatch.setattr(party, "Party", Hub(end=AssertionError("it was called")))
+    done = xfer("status", WHERE, odd)
+    assert done.exit_code == 2 and odd in done.output, done.output
+
+
+def test_a_timeline_prints_what_it_reads_to_the_letter(tmp_path):
+    kept = [dict(attempt=1, session=s, host=ODD, moments=[[1.0, ODD, ODD]]) for s in ("s" + ODD, "t" + ODD)]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, kept)))
+    assert xfer("timeline", str(tmp_path)).output.count(ODD) == 6  # host, who, what, the session and both
+    assert xfer("timeline", str(tmp_path), "--attempt", "2").output.count(ODD) == 2
+    (tmp_path / f"{ODD.replace('/', '')}.jsonl").write_text("{}")
+    done = xfer("timeline", str(tmp_path))
+    assert done.exit_code == 1 and "[rendezvous] of [tmpx] [red].jsonl, line 1, is no timeline" in done.output
+
+
+@pytest.mark.parametrize("module", ["xfer", "xfer.cli"])
+def test_the_command_is_a_module_and_says_its_version(module):
+    done = subprocess.run(
+        [sys.executable, "-m", module, "--version"], capture_output=True, text=True, timeout=60, cwd=ROOT
+    )
+    assert done.returncode == 0 and done.stdout.startswith("xfer 0."), done.stderr
+
+
+# ---- xfer plan
+
+
+def test_a_model_config_in_place_of_a_job_is_one_line():
+    file = str(ROOT / "scripts/configs/qwen3-4b.json")
+    done = xfer("plan", file)
+    assert done.exit_code == 2 and done.output.count("\n  - ") == 1
+    assert f"is a model's config; give it as --trainer \"{file} world=" in done.output
+
+
+@pytest.mark.parametrize("option", ["--html", "--json"])
+@pytest.mark.parametrize("path", ["none/x", "."])
+def test_a_file_that_cannot_be_written_is_told_with_the_other_mistakes(tmp_path, option, path):
+    done = xfer("plan", "--trainer", "none world=2", "--engine", "tp=2", option, str(tmp_path / path))
+    assert done.exit_code == 2 and "cannot be written" in done.output and "none cannot be read" in done.output
+
+
+def test_an_interpreter_that_is_none_is_a_mistake_of_the_call(tmp_path):
+    sides = ("--trainer", f"{ROOT}/scripts/configs/qwen3-4b.json world=2", "--engine", "tp=2")
+    done = xfer("plan", *sides, "--trainer-python", "/nope", "--engine-python", "/nope")
+    assert done.exit_code == 2 and done.output.count("/nope: there is no such program") == 2, done.output
+
+
+def test_one_variable_says_where_everything_is_kept(tmp_path, monkeypatch):
+    monkeypatch.setenv("XFER_CACHE", str(tmp_path))
+    assert tracing.cache_folder().parent == Path(default_cache_dir()) == tmp_path
+
+
+@pytest.mark.parametrize("file", ["docs/plan.md", "docs/plan_predictions.md", "--help"])
+def test_commands_that_are_shown_are_described_rightly(file, monkeypatch):
+    text = HELP if file == "--help" else (ROOT / file).read_text()
+    commands = re.findall(r"xfer plan (--trainer .*)", text)
+    assert commands
+    monkeypatch.chdir(ROOT)
+    for words in map(shlex.split, commands):
+        describe(words[words.index("--trainer") + 1], words[words.index("--engine") + 1])

@@ -1,0 +1,86 @@
+"""Arguments of `connect` and `serve` that cannot work are refused here, all at once, and nobody else hears of them."""
+
+import socket
+
+import pytest
+import torch
+
+import xfer
+from tests.support.world import TOKEN, ToyEngine, ToySource
+from xfer.errors import HandshakeError, XferError
+from xfer.session import channel
+from xfer.session.controller import Controller
+from xfer.session.trainer import TrainerSession
+
+NAN, INF = float("nan"), float("inf")
+DOOR = {"rendezvous": [None, 29600, "http://h:1", "tcp://h", "tcp://h:0"], "token": [None, 8, "short"]}
+SECONDS = [None, 0, -1.0, NAN, INF, "soon", [1]]
+GLOBS = [None, "one", 3, {"a", "b"}, iter(["a"]), ["a", 1], [""]]
+CONNECT = DOOR | {
+    "trainer": [torch.nn.Linear(2, 2), [torch.nn.Linear(2, 2)], None],
+    "engines": ["http://10.0.0.2:8000", None, ToyEngine(1)],
+    "replicas": ["2", 2.5, 0, -1, 1 << 40],
+    "bucket_bytes": [64e6, "1g", 0, 4095, 1 << 70],
+    "deadline_s": SECONDS,
+    "drop": GLOBS,
+    "narrow": GLOBS,
+    "cache_dir": [5, b"here"],
+    "fabric": [5, "/nonexistent.toml"],
+    "route": [None, "Packed", ["direct"]],
+}
+SERVE = DOOR | {
+    "replica": ["0", 0.5, -1, 1 << 31],
+    "deadline_s": SECONDS,
+    "keep": GLOBS,
+    "pause_mode": ["Keep", None, ["keep"]],
+    "engine_rendezvous": ["10.0.0.1:29600", 5],
+}
+
+
+@pytest.fixture
+def ways(monkeypatch):
+    """Both calls, with good arguments but for those given; neither may get as far as to begin."""
+
+    def begun(*a, **k):
+        raise AssertionError("arguments that cannot work were taken")
+
+    monkeypatch.setattr(TrainerSession, "__init__", begun)
+    monkeypatch.setattr(Controller, "__init__", begun)
+    good = dict(rendezvous="tcp://127.0.0.1:1", token=TOKEN, deadline_s=1.0)
+    return {
+        "connect": lambda **bad: xfer.connect(**{"trainer": ToySource(0, 1), "cache_dir": None, **good, **bad}),
+        "serve": lambda **bad: xfer.serve(ToyEngine(1), **{**good, **bad}),
+    }
+
+
+@pytest.mark.parametrize(
+    ("way", "name"), [("connect", n) for n in CONNECT] + [("serve", n) for n in SERVE], ids="-".join
+)
+def test_an_argument_that_cannot_work_is_named_before_anything_begins(ways, way, name):
+    for value in (CONNECT if way == "connect" else SERVE)[name]:
+        with pytest.raises(XferError, match=f"{way}\\(\\) was called with arguments that cannot work") as caught:
+            ways[way](**{name: value})
+        (line,) = caught.value.violations
+        assert name.removeprefix("engine_") in line, (value, line)
+
+
+@pytest.mark.parametrize(("way", "table"), [("connect", CONNECT), ("serve", SERVE)], ids=["connect", "serve"])
+def test_all_of_them_are_named_at_once(ways, way, table):
+    bad = {name: values[0] for name, values in table.items()}
+    bad.pop("fabric", None)  # it is held against the ranks, which are not known here
+    with pytest.raises(XferError) as caught:
+        ways[way](**bad)
+    assert len(caught.value.violations) == len(bad), caught.value
+
+
+def test_a_model_in_place_of_an_adapter_is_told_what_wraps_it(ways):
+    with pytest.raises(XferError, match=r"Linear is no trainer adapter.*xfer.TensorTrainer\(module\)"):
+        ways["connect"](trainer=torch.nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("host", "why"), [("no-such-host.invalid", "does not know that name"), ("127.0.0.1", "another job using this port")]
+)
+def test_an_address_where_nobody_can_listen_says_why(host, why):
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(HandshakeError, match=why):
+        channel.listen(f"tcp://{host}:{taken.getsockname()[1]}", TOKEN)
