@@ -397,3 +397,16 @@ def test_classes_of_equal_takers_are_reported_once():
     with pytest.raises(CoverageError) as e:
         plan_replica(catalog, [lost], [taker, replace(taker, rank=1)])
     assert len(e.value.violations) == 1 and "and 1 like it" in e.value.violations[0]
+
+
+def test_a_layout_that_is_too_scattered_to_be_proven_names_tensor_and_worker(monkeypatch):
+    monkeypatch.setattr(iv, "MAX_RUNS", 3)
+    catalog = Catalog((TensorSpec("a", (4, 4), "bfloat16"),))
+    every_other = Fragment("a", (0, 0), (4, 4), "w", 0, (16, 4), "bfloat16")
+    source = trainer_inventory(catalog, rank=0, host="", roots=[Root("w", 64)], fragments=[every_other])
+    taker = engine_inventory(
+        catalog, rank=0, host="", roots=[Root("w", 64)], fragments=[every_other], footprint=[Span("w", 0, 64)]
+    )
+    with pytest.raises(Unsupported, match="separate byte runs") as e:
+        plan_replica(catalog, [source], [taker])
+    assert "engine worker 0" in e.value.violations[0] and "a lies in" in e.value.violations[0]

@@ -261,6 +261,10 @@ def test_the_site_is_part_of_the_digest_and_places_every_rank():
     for wrong in (Site(fabric, (0, 1, 2), ((4,),)), Site(fabric, (0, 1), ((4, 5),))):
         with pytest.raises(LayoutError, match="there are 2 and 1"):
             plan_replica(catalog, sources, takers, PlanOptions(site=wrong))
+    uneven, drafts = Site(fabric, (0, 1), ((4,), (5, 6))), Drafts()
+    drafts.plan(catalog, sources, takers, PlanOptions(site=uneven))
+    with pytest.raises(LayoutError, match="2 workers of replica 1; there are 2 and 1"):
+        drafts.plan(catalog, sources, takers, PlanOptions(site=uneven, replica=1))  # of the same draft
     for bad in ({"replica": 2}, {"hosts": ("a", "a", "b")}):
         with pytest.raises(ValueError, match="site"):
             PlanOptions(site=site, **bad)

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -251,6 +252,14 @@ def test_the_cache_stays_within_its_size_and_keeps_what_is_used(tmp_path):
     assert sum(f.stat().st_size for f in tmp_path.iterdir()) <= 3 * size
     assert cache.get(parts[4].key, 1) is not None and cache.get(parts[1].key, 1) is None
     assert not PlanCache(tmp_path / "small", max_bytes=10).put(PART)
+
+
+def test_what_a_killed_process_left_half_written_is_cleared_away(tmp_path):
+    for name, age in ((".old.part", 7200), (".new.part", 60)):
+        (tmp_path / name).write_bytes(b"half")
+        os.utime(tmp_path / name, (time.time() - age,) * 2)
+    assert PlanCache(tmp_path).put(PART)
+    assert {p.name for p in tmp_path.glob(".*.part")} == {".new.part"}
 
 
 def test_a_directory_that_cannot_be_written_is_no_error(tmp_path):

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from xfer.errors import CoverageError
+from xfer.errors import CoverageError, Unsupported
 from xfer.plan import intervals as iv
 from xfer.plan.intersect import Pieces, Stack, missing
 from xfer.plan.inventory import Inventory
@@ -207,8 +207,16 @@ def _footprint(catalog: Catalog, taker: Class) -> tuple[list[str], ByteClasses]:
     t = inv.table
     number = inv.root_numbers() if inv.fills else {}
     fills = [iv.runs(*(np.array([v]) for v in (f.offset, f.extent, f.strides, ITEMSIZE[f.dtype]))) for f in inv.fills]
+    try:
+        written = iv.runs(base[t.root] + t.offset if len(t) else t.offset, t.extent, t.strides, ITEM[t.dtype])
+    except iv.TooManyRuns as e:
+        names = dict.fromkeys(catalog.tensors[int(t.tensor[r])].name for r in e.rows)
+        raise Unsupported(
+            e.message,
+            [f"{taker.who}: {name} lies in that many" for name in list(names)[:4]],
+        ) from None
     claims = (
-        iv.runs(base[t.root] + t.offset if len(t) else t.offset, t.extent, t.strides, ITEM[t.dtype]),
+        written,
         iv.Bytes.concat(
             [
                 iv.Bytes(b.start + base[number[f.root]], b.stop + base[number[f.root]], np.full(len(b), i))

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import os
 import tempfile
+import time
 from contextlib import suppress
 from pathlib import Path
 
 from xfer.plan import columns as col
 
 _DIGEST = 32
+_ABANDONED_S = 3600.0
 
 
 class FileCache:
@@ -67,6 +69,11 @@ class FileCache:
         return self.directory / f"{name}{self.suffix}"
 
     def _shrink(self, keep: Path) -> None:
+        with suppress(OSError):  # of processes that were killed while they wrote; nobody writes for an hour
+            for path in self.directory.glob(".*.part"):
+                with suppress(OSError):
+                    if path.stat().st_mtime < time.time() - _ABANDONED_S:
+                        path.unlink()
         files = []
         with suppress(OSError):
             for path in self.directory.glob(f"*{self.suffix}"):

@@ -72,8 +72,17 @@ def runs(offset: np.ndarray, extent: np.ndarray, strides: np.ndarray, item: np.n
     joined = _join(combs)
     total = sum(prod(n for n, _ in c.teeth) for c in joined)
     if total > MAX_RUNS:
-        raise Unsupported(f"regions of {total} separate byte runs; up to {MAX_RUNS} can be proven to be disjoint")
+        most = sorted(joined, key=lambda c: -prod(n for n, _ in c.teeth))
+        raise TooManyRuns(total, [c.owner for c in most])
     return Bytes.concat(out + [c.runs() for c in joined])
+
+
+class TooManyRuns(Unsupported):
+    """`rows`: the regions, those of most runs first."""
+
+    def __init__(self, total: int, rows: list[int]) -> None:
+        super().__init__(f"regions of {total} separate byte runs; up to {MAX_RUNS} can be proven to be disjoint")
+        self.rows = rows
 
 
 @dataclass(frozen=True, slots=True)

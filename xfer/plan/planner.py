@@ -53,6 +53,7 @@ def plan_replica(
     (too many dims).
     """
     options = options or PlanOptions()
+    _refuse_misplaced(len(sources), len(takers), options)
     draft = make_draft(catalog, sources, takers, options)
     return finish(draft, Deal(draft, options), plan_key(catalog, sources, takers, options), options)
 
@@ -69,6 +70,7 @@ class Drafts:
         self, catalog: Catalog, sources: Sequence[Inventory], takers: Sequence[Inventory], options: PlanOptions
     ) -> SubPlan:
         """As plan_replica."""
+        _refuse_misplaced(len(sources), len(takers), options)
         sides = [i.digest() for i in sources], [i.digest() for i in takers]
         draft_key = key_of(catalog.digest(), *sides, options.for_draft())
         deal_key = col.digest([draft_key, b"" if options.site is None else options.site.to_bytes()])
@@ -79,6 +81,21 @@ class Drafts:
                 self._deal = deal_key, Deal(self._draft[1], options)
             draft, deal = self._draft[1], self._deal[1]
         return finish(draft, deal, key_of(catalog.digest(), *sides, options), options)
+
+
+def _refuse_misplaced(trainers: int, workers: int, options: PlanOptions) -> None:
+    """LayoutError when the options' site has other ranks. Of every replica by itself: replicas may differ in size."""
+    if options.site is None:
+        return
+    placed = len(options.site.trainers), len(options.site.replicas[options.replica])
+    if placed != (trainers, workers):
+        raise LayoutError(
+            "the site does not place these ranks",
+            [
+                f"it has {placed[0]} trainers and {placed[1]} workers of replica {options.replica}; there are "
+                f"{trainers} and {workers}"
+            ],
+        )
 
 
 def finish(draft: Draft, deal: Deal, key: str, options: PlanOptions) -> SubPlan:
@@ -118,7 +135,7 @@ class _Shares:
 
 
 class Deal:
-    """Who sends what to the replicas of a draft. LayoutError when the options' site places other ranks."""
+    """Who sends what to the replicas of a draft, which all have a place on the options' site (`_refuse_misplaced`)."""
 
     def __init__(self, draft: Draft, options: PlanOptions) -> None:
         unit, stream = options.align_bytes, draft.stream
@@ -135,15 +152,6 @@ class Deal:
         if options.site is None:
             self._rows = self._columns(balance(self._demands, draft.trainers), unit)
             return
-        placed = len(options.site.trainers), len(options.site.replicas[options.replica])
-        if placed != (draft.trainers, draft.workers):
-            raise LayoutError(
-                "the site does not place these ranks",
-                [
-                    f"it has {placed[0]} trainers and {placed[1]} workers of replica {options.replica}; there are "
-                    f"{draft.trainers} and {draft.workers}"
-                ],
-            )
         self._alike = [i for i, r in enumerate(options.site.replicas) if len(r) == draft.workers]
         self._flow = Flow(
             self._demands,
