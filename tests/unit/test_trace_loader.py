@@ -28,12 +28,20 @@ SPECS = (
 )
 MOVES = (
     "permute narrow contiguous clone swap flatten reshape stack scratch pad gather select step expand repeat put "
-    "copyin fill joined rows cast mask"
+    "copyin fill joined rows cast mask bitview bitfill"
 ).split()
-COMPUTES = "scale add inplace negative".split()
+COMPUTES = "scale add inplace negative bitflip bitflip_".split()
 EFFECTS = "take emit emit_t back touch swapdata".split()
 step = st.tuples(st.sampled_from(MOVES * 2 + COMPUTES + EFFECTS * 2), st.integers(0, 997), st.integers(0, 997))
 steps = st.integers(0, 14).flatmap(lambda n: st.lists(step, min_size=n, max_size=n))  # long ones as often as short ones
+
+
+INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    """The same bytes as integers, of which the most negative is a float's sign."""
+    return x.view(INTEGERS[x.element_size()])
 
 
 def shorten(x: torch.Tensor) -> torch.Tensor:
@@ -106,6 +114,18 @@ def move(op: str, i: int, j: int, x: torch.Tensor) -> torch.Tensor:
         return s
     if op == "cast":
         return x.to([torch.float32, torch.bfloat16, torch.float64][j % 3])
+    if op == "bitview":
+        return bits(x).clone().view(x.dtype)
+    if op == "bitfill":  # a small integer's bits are no number of that size
+        s = bits(x).clone()
+        s.narrow(d, j % n, 1).fill_(i)
+        return s.view(x.dtype)
+    if op == "bitflip":
+        return (bits(x) ^ torch.iinfo(bits(x).dtype).min).view(x.dtype)
+    if op == "bitflip_":
+        s = x.clone()
+        bits(s).narrow(d, j % n, n - j % n).bitwise_xor_(torch.iinfo(bits(x).dtype).min)
+        return s
     if op == "scale":
         return x * 0.5
     if op == "add":

@@ -49,7 +49,7 @@ def make(watch: Watch, func, args: tuple, kwargs: dict, out: torch.Tensor, index
     whole = region(out)
     value = _constant(func, args, kwargs)
     if value is not None:
-        store.pieces = [Piece(Constant(value), constant(whole.shape), whole, (out.dtype,))]
+        store.pieces = [Piece(Constant(value, out.dtype), constant(whole.shape), whole, (out.dtype,))]
         return
     watch.ops[str(func)] += 1
     if torch.Tag.nondeterministic_seeded in func.tags:
@@ -130,7 +130,7 @@ def _pad(watch: Watch, args: tuple, kwargs: dict, out: torch.Tensor) -> Iterator
     if min(pads) < 0:
         raise NoRule
     r = region(out)
-    yield Piece(Constant(value), constant(r.shape), r, (out.dtype,))
+    yield Piece(Constant(value, out.dtype), constant(r.shape), r, (out.dtype,))
     offset = r.offset + sum(pads[2 * i] * r.strides[-1 - i] for i in range(len(pads) // 2))
     yield from watch.flows(Region(offset, tuple(x.shape), r.strides), out.dtype, x)
 
@@ -190,9 +190,9 @@ def _changed(watch: Watch, func, args, kwargs, x: torch.Tensor, where: Region, s
     if func is aten.copy_.default:
         yield from watch.flows(where, x.dtype, args[1])
     elif func is aten.zero_.default:
-        yield Piece(Constant(0), constant(where.shape), where, (x.dtype,))
+        yield Piece(Constant(0, x.dtype), constant(where.shape), where, (x.dtype,))
     elif func is aten.fill_.Scalar:
-        yield Piece(Constant(args[1]), constant(where.shape), where, (x.dtype,))
+        yield Piece(Constant(args[1], x.dtype), constant(where.shape), where, (x.dtype,))
     elif func is aten.fill_.Tensor:
         fill = args[1]
         yield from (watch.flows(where, x.dtype, fill) if watch.store(fill) else [outside(fill, where, x.dtype)])

@@ -15,7 +15,9 @@ import torch
 from xfer.errors import LayoutError, Unsupported
 from xfer.trace.boxes import boxes, merge, split_of
 from xfer.trace.compose import blocks
-from xfer.trace.expr import Call, Constant, Foreign, Operand, Piece, Source, Undefined, dtype_name, simplify, walk
+from xfer.trace.expr import (
+    Call, Constant, Foreign, Operand, Piece, Source, Undefined, converted, dtype_name, simplify, walk,
+)  # fmt: skip
 from xfer.trace.fragment import Fill, Fragment, TensorSpec
 from xfer.trace.owned import own_parts
 from xfer.trace.traced import Cast, Recipe, Traced
@@ -175,9 +177,7 @@ class Ledger:
         if not self.canonical_is_source:
             self.errors.append(f"{target}: {p.dst.size} elements are a constant that no parameter holds")
             return
-        value = torch.full((), p.origin.value, dtype=p.chain[0], device="cpu")
-        for d in p.chain[1:]:
-            value = value.to(d)
+        value = converted(p.origin.tensor((), torch.device("cpu")), p.chain)
         bits = value.reshape(1).view(torch.uint8).numpy().tobytes()
         r = p.dst.scaled(dtype.itemsize)
         shape, strides = coalesce(r.shape, r.strides)

@@ -239,6 +239,6 @@ def undefined(why: str, dst: Region, dtype: torch.dtype) -> Piece:
 def outside(t: torch.Tensor, dst: Region, dtype: torch.dtype) -> Piece:
     """A write from a tensor that is not watched: a real single value is a constant, anything else has no name."""
     if t.device.type != "meta" and t.numel() == 1:
-        return Piece(Constant(t.item()), constant(dst.shape), dst, (t.dtype, dtype))
+        return Piece(Constant(t.item(), t.dtype), constant(dst.shape), dst, (t.dtype, dtype))
     kind = "meta" if t.device.type == "meta" else "real"
     return undefined(f"written from a {kind} {t.dtype} tensor of shape {tuple(t.shape)} that was not given", dst, dtype)
