@@ -65,6 +65,9 @@ def trace_loader(model: torch.nn.Module, specs: Sequence[TensorSpec], load: Load
         if store is None:
             ledger.errors.append(f"{name}: its storage was replaced by one that holds no checkpoint tensor")
             continue
+        if store.pieces and t.element_size() != store.itemsize:
+            ledger.errors.append(f"{name}: now of {t.dtype}, was written as elements of {store.itemsize} bytes")
+            continue
         try:
             ledger.add(name, settle(store.pieces), t.dtype)
         except Unsupported as e:
