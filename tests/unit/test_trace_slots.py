@@ -1,5 +1,5 @@
-"""Slots, whether their owner holds the storages or not: what a look tells of parameters that moved, shrank, went to the meta
-device, came to lie where there was none, or are no longer one."""
+"""Slots, whether their owner holds the storages or not: what a look tells of parameters that moved, shrank, went to the
+meta device, came to lie where there was none, or are no longer one."""
 
 from __future__ import annotations
 

@@ -35,8 +35,8 @@ def receive(watch: Watch, slot: torch.Tensor, mine: torch.Tensor | None, origin:
     if slot.device.type != "meta":
         if mine is None or mine.device.type == "meta":
             raise Unsupported(
-                f"values of another rank decide what is exported: a collective fills a real {slot.dtype} tensor of shape "
-                f"{tuple(slot.shape)}, and nothing is sent while an export is followed"
+                f"values of another rank decide what is exported: a collective fills a real {slot.dtype} tensor of "
+                f"shape {tuple(slot.shape)}, and nothing is sent while an export is followed"
             )
         slot.copy_(mine)
         return

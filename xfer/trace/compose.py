@@ -172,7 +172,7 @@ def blocks(read: Region, dst: Region, pieces: Sequence[Written]) -> tuple[Part, 
 
 
 class _Painted(NamedTuple):
-    """Blocks of `unit` elements of a read, in its order: whose they are (-1: nobody's), where they come from, where they
+    """Blocks of `unit` elements of a read, in its order: whose they are (-1: nobody's), where they come from and
     go."""
 
     owner: np.ndarray

@@ -291,7 +291,7 @@ def evaluate(expr: Expr, lookup: Lookup, device: torch.device, peers: Peers | No
         if isinstance(origin, Constant):
             x = origin.tensor(src.shape, device)
         elif isinstance(origin, Source):
-            x = strided(lookup(origin.name), src)
+            x = strided(reseen(lookup(origin.name), chain[0]), src)
         elif isinstance(origin, Operand | Call):
             x = strided(value(origin).contiguous().reshape(-1), src)
         elif isinstance(origin, Foreign) and origin.gathered is not None and peers is not None:

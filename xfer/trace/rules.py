@@ -168,8 +168,8 @@ def change(watch: Watch, func, args: tuple, kwargs: dict) -> None:
 
 
 def _seen_anew(watch: Watch, x: torch.Tensor) -> None:
-    """`x.t_()`, `x.resize_(…)`, `x.set_(…)`: no element was written, and the tensor itself says which storage it sees now
-    and how. A storage that grew holds nothing in what is new of it."""
+    """`x.t_()`, `x.resize_(…)`, `x.set_(…)`: no element was written, and the tensor itself says which storage it sees
+    now and how. A storage that grew holds nothing in what is new of it."""
     store = watch.store(x)
     if store is not None and store.origin is not None and _elements(x, store.itemsize) > store.pieces[0].dst.size:
         store.origin = None
@@ -245,7 +245,7 @@ def _one_index(x: torch.Tensor, indices: list) -> tuple[torch.Tensor, int, np.nd
 
 
 def _rows(index: torch.Tensor, x: torch.Tensor, dim: int) -> np.ndarray:
-    """A real 1-D index as row numbers >= 0. IndexError for one that the dim does not have: what has no meaning has no rule."""
+    """A real 1-D index as row numbers >= 0. IndexError for rows that the dim does not have."""
     if index.device.type == "meta" or index.dim() > 1 or not x.dim():
         raise NoRule
     if index.dtype in (torch.bool, torch.uint8):

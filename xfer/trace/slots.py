@@ -256,8 +256,9 @@ class _Held(_Reading):
 
 
 def _seats_without_slots(modules: Iterable[torch.nn.Module]) -> tuple[tuple[list, list], tuple[list, list, list, list]]:
-    """Where a tensor may come to lie that no slot tells of: (tables, keys) that hold None, and (tables, keys, tables, keys)
-    that hold what an earlier place does. The one is filled, the other's tie is broken, and it is another layout."""
+    """Where a tensor may come to lie that no slot tells of: (tables, keys) that hold None, and (tables, keys, tables,
+    keys) that hold what an earlier place does. The one is filled, the other's tie is broken, and it is another
+    layout."""
     first: dict[int, tuple[dict, str]] = {}
     unfilled, tied = ([], []), ([], [], [], [])
     for module in modules:

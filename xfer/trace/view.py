@@ -47,8 +47,8 @@ class Region:
         return self.offset <= other.last and other.offset <= self.last
 
     def expanded(self, shape: Ints) -> Region:
-        """Broadcast to `shape` by torch's rules: missing leading dims and dims of size 1 get stride 0. LayoutError where
-        torch would refuse."""
+        """Broadcast to `shape` by torch's rules: missing leading dims and dims of size 1 get stride 0. LayoutError
+        where torch would refuse."""
         lead = len(shape) - len(self.shape)
         if lead < 0 or any(n not in (1, m) for n, m in zip(self.shape, shape[lead:])):
             raise LayoutError(f"{list(self.shape)} cannot be broadcast to {list(shape)}")

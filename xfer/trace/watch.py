@@ -8,7 +8,8 @@ that make or change a storage are noted:
 The mode never changes what the watched code does; what it cannot name becomes `Undefined`, and is an error only if
 it is still there in the final state (settle.py). Nothing here knows a framework, a model family or a parameter
 name. Only the thread that entered the mode is watched (modes are torch's, one stack a thread): code that computes or
-writes in threads of its own cannot be traced. No loader of vLLM does, nor does Bridge's export; they read files in them.
+writes in threads of its own cannot be traced. No loader of vLLM does, nor does Bridge's export; threads of theirs read
+files.
 """
 
 from __future__ import annotations
