@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from xfer.errors import LayoutError
-from xfer.mesh import MeshInfo, MeshRecord
+from xfer.mesh import Interleaved, MeshInfo, MeshRecord, Segmented, Shard, StridedShard
+from xfer.mesh.placement import checked
 
 EXAMPLES = int(os.environ.get("XFER_EXAMPLES", 200))
 NAMES = ("pp", "dp", "cp", "tp")
@@ -96,6 +97,47 @@ def test_all_faults_of_a_mesh_come_at_once():
     for call in [lambda: mesh.through(9, ["tp"]), lambda: mesh.size("pp"), lambda: mesh.transpose(["tp"])]:
         with pytest.raises(LayoutError):
             call()
+
+
+PAIR = MeshInfo.grid(tp=2)
+BIG = 1 << 63
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda: MeshInfo(("a",), [None, 1]),
+        lambda: MeshInfo(("a",), [BIG, 1]),
+        lambda: MeshInfo(("a",), np.array([BIG + 1, 1], np.uint64)),
+        lambda: MeshInfo((["a"], ["a"]), [[0, 1]]),
+        lambda: MeshInfo(None, [0, 1]),
+        lambda: MeshInfo.line("a", ["x"]),
+        lambda: MeshInfo.line("a", [0.5]),
+        lambda: MeshInfo.grid(tp=True),
+        lambda: MeshInfo.grid("x", tp=2),
+        lambda: MeshInfo.grid(BIG - 1, tp=2),
+        lambda: PAIR.shifted(BIG - 1),
+        lambda: PAIR.shifted(-BIG - 1),
+        lambda: PAIR.shifted(0.5),
+        lambda: PAIR.at(tp="x"),
+        lambda: PAIR.groups(["tp", "tp"]),
+        lambda: PAIR.transpose([1, "tp"]),
+        lambda: checked((4,), PAIR, (Shard("x"),)),
+        lambda: checked((4,), PAIR, (StridedShard(0, 1.5),)),
+        lambda: checked((4,), PAIR, (Segmented(0, (2, "a")),)),
+        lambda: checked((4,), PAIR, (Segmented(0, (2, 2), (1, None)),)),
+        lambda: checked((4,), PAIR, (Interleaved(0, (2, 2), None),)),
+        lambda: checked(("4",), PAIR, (Shard(0),)),
+    ],
+)
+def test_what_is_no_mesh_or_no_placement_is_a_layout_error(made):
+    with pytest.raises(LayoutError):
+        made()
+
+
+def test_ranks_at_the_edge_of_64_bits_are_ranks():
+    assert PAIR.shifted(BIG - 2).ranks.tolist() == [BIG - 2, BIG - 1]
+    assert PAIR.shifted(-BIG) == MeshInfo.line("tp", [-BIG, 1 - BIG]) == MeshInfo.grid(np.int64(-BIG), tp=2)
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from xfer.errors import LayoutError
 from xfer.mesh.box import row_major
 from xfer.trace import boxes as boxes_module
 from xfer.trace.boxes import boxes, merge, refined, relocate, split_of
-from xfer.trace.compose import blocks, fold, rewrite, trace_back
+from xfer.trace.compose import blocks, covers, fold, rewrite, trace_back
 from xfer.trace.fragment import Fragment, TensorSpec
 from xfer.trace.view import Region, contiguous
 
@@ -49,12 +49,13 @@ def regions(draw, within: int = 120) -> Region:
 
 
 @quick
-@given(st.lists(st.integers(1, 5), min_size=1, max_size=3), st.data())
+@given(st.lists(st.integers(1, 5), max_size=3), st.data())
 def test_boxes_say_where_every_element_lies(shape, data):
     """Any region of a canonical tensor, however it cuts across rows, against any storage region of the same shape."""
     spec = TensorSpec("t", tuple(shape), "float32")
     size = int(np.prod(shape))
     c = data.draw(regions(size).filter(lambda r: r.last < size))
+    c = c.expanded((*data.draw(st.sampled_from([(), (1,), (3,)])), *c.shape))
     strides = row_major(c.shape) if data.draw(st.booleans()) else tuple(data.draw(st.integers(0, 30)) for _ in c.shape)
     s = Region(data.draw(st.integers(0, 50)), c.shape, strides).scaled(4)
     found = boxes(spec, c, s, "root", "float32")
@@ -207,6 +208,8 @@ def test_a_read_of_scratch_is_traced_back_element_by_element(written, read, data
         want[b] = held.get(a, (-1, 0))
     flat = [set(addresses(w.offset, w.shape, w.strides).tolist()) for w, _ in pieces]
     disjoint = sum(map(len, flat)) == len(set().union(*flat))
+    for view in (read, read.expanded((2, *read.shape))):
+        assert covers(tuple(written), view) == (-1 not in {i for i, _ in want.values()})
     for parts in (trace_back(read, dst, tuple(pieces), disjoint), blocks(read, dst, pieces)):
         got = {}
         for p in parts:
@@ -216,6 +219,13 @@ def test_a_read_of_scratch_is_traced_back_element_by_element(written, read, data
                 assert b not in got
                 got[b] = (p.piece, a if p.piece >= 0 and pieces[p.piece][1] is not None else 0)
         assert got == want
+
+
+def test_a_shape_that_torch_would_not_broadcast_is_refused():
+    assert contiguous((2, 1, 4)).expanded((5, 2, 3, 4)).strides == (0, 4, 0, 1)
+    for shape in [(4,), (2, 3, 5), (3, 3, 4)]:
+        with pytest.raises(LayoutError, match="broadcast"):
+            contiguous((2, 3, 4)).expanded(shape)
 
 
 @quick

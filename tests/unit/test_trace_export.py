@@ -12,6 +12,7 @@ import os
 from collections import Counter
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -19,11 +20,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from tests.support.plan_worlds import Side, World, execute
 from tests.support.trace_maps import element_map
 from xfer.errors import LayoutError, Unsupported
-from xfer.trace import ExportWatch, TensorSpec, objects_stay_home, trace_export, twin
+from xfer.plan.planner import PlanOptions, plan_replica
+from xfer.trace import Catalog, ExportWatch, Fragment, Span, TensorSpec, objects_stay_home, trace_export, twin
 from xfer.trace.probe import export_fragments, numbers
-from xfer.trace.replay import export
+from xfer.trace.replay import export, storage_bytes
 
 EXAMPLES = int(os.environ.get("XFER_EXAMPLES", "200"))
 SHAPES = {"qkv": (8, 6), "fc": (4, 6), "bias": (4,)}
@@ -272,11 +275,82 @@ def test_all_offenders_are_listed_at_once():
         yield "a", torch.rand(4, device="meta")
         yield "b", w
         yield "b", w[:2]
+        yield "negated", torch._neg_view(w)
         yield "c", torch.cat([w, torch.zeros(1, 4, device="meta")])
 
     with pytest.raises(LayoutError) as e:
         one(stream)
-    assert [v[0] for v in e.value.violations] == ["a", "b", "c"]
+    assert [v[0] for v in e.value.violations] == ["a", "b", "n", "c"]
+
+
+def rows_of(index: str, kind: torch.dtype):
+    """Rows of `w` in an order that ranks tell one another as real numbers, by one collective or another."""
+
+    def stream(w):
+        mine, theirs = torch.tensor([3, 1, 2, 0]).to(kind), torch.zeros(4, dtype=kind)
+        if index == "broadcast":
+            dist.broadcast(theirs, 1)
+        elif index == "gathered":
+            dist.all_gather([theirs, torch.empty_like(mine)], mine)
+        elif index == "gathered into":
+            dist.all_gather_into_tensor(torch.zeros(8, dtype=kind), mine)
+        elif index == "scattered":
+            dist.scatter(theirs, None, 1)
+        elif index == "all to all":
+            dist.all_to_all_single(theirs, mine)
+        elif index == "a parameter's":
+            dist.broadcast(mine, 0)  # mine to send: these are the numbers
+            dist.all_gather([theirs], w.view(-1)[:4].to(kind), group=dist.new_group([0]))
+        yield "x", w[theirs.long()]
+
+    return stream
+
+
+@pytest.mark.parametrize("kind", [torch.int64, torch.float32])
+@pytest.mark.parametrize(
+    "index", ["broadcast", "gathered", "gathered into", "scattered", "all to all", "a parameter's"]
+)
+def test_numbers_that_other_ranks_would_send_decide_nothing(index, kind):
+    with pytest.raises(LayoutError, match="of another rank decide"):
+        one(rows_of(index, kind))
+
+
+def test_numbers_that_a_rank_sends_to_itself_are_what_it_sent():
+    def stream(w):
+        mine = torch.tensor([3, 1, 2, 0])
+        slots, joined, all_to_all = [torch.zeros_like(mine)], torch.zeros_like(mine), torch.zeros_like(mine)
+        dist.all_gather(slots, mine)
+        dist.all_gather_into_tensor(joined, mine)
+        dist.all_to_all_single(all_to_all, mine)
+        dist.broadcast(mine, 0)
+        for name, index in {"a": slots[0], "b": joined, "c": all_to_all, "d": mine}.items():
+            yield name, w[index]
+
+    w, out = torch.randn(4, 4), {n: torch.zeros(4, 4) for n in "abcd"}
+    export(one(stream, world=1), {"w": w}, out)
+    assert all(torch.equal(x, w[[3, 1, 2, 0]]) for x in out.values())
+
+
+@pytest.mark.parametrize("held, exported", [("int16", "bfloat16"), ("float16", "bfloat16"), ("bfloat16", "float16")])
+def test_bits_that_are_exported_as_another_dtype_arrive_as_they_are(held, exported):
+    p = (torch.arange(24, dtype=torch.int16) * 977).view(getattr(torch, held)).view(4, 6)
+    traced = one(lambda w: [("x", w.view(getattr(torch, exported)).t())], sources={"w": twin(p)})
+    here = Side({"w": storage_bytes(p).numpy()}, list(traced.fragments))
+    there = Side(
+        {"e": np.zeros(48, np.uint8)},
+        [Fragment("x", (0, 0), (6, 4), "e", 0, (8, 2), exported)],
+        footprint=[Span("e", 0, 48)],
+    )
+    world = World(Catalog(traced.specs), {}, {"x": exported}, [here], [there], PlanOptions())
+    out, _ = execute(plan_replica(world.catalog, world.sources(), world.takers(), world.options), world)
+    assert not traced.casts and out[0]["e"].tobytes() == p.t().contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def test_values_that_are_converted_and_then_exported_as_other_bits_are_staged():
+    traced = one(lambda w: (("x", x.to(torch.bfloat16).view(torch.int16)) for x in [w]))
+    w, out = torch.randn(4, 4), {"x": torch.zeros(4, 4, dtype=torch.int16)}
+    export(traced, {"w": w}, out)
+    assert not traced.fragments and torch.equal(out["x"], w.to(torch.bfloat16).view(torch.int16))
 
 
 def test_a_task_that_raises_leaves_the_watch_usable():

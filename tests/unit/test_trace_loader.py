@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from tests.support.trace_maps import addresses
 from xfer.errors import LayoutError
 from xfer.trace import TensorSpec, trace_loader
-from xfer.trace.replay import load, storage_bytes
+from xfer.trace.replay import load as load_into
+from xfer.trace.replay import storage_bytes
 
 EXAMPLES = int(os.environ.get("XFER_EXAMPLES", "200"))
 SPECS = (
@@ -28,12 +29,20 @@ SPECS = (
 )
 MOVES = (
     "permute narrow contiguous clone swap flatten reshape stack scratch pad gather select step expand repeat put "
-    "copyin fill joined rows cast mask"
+    "copyin fill joined rows cast mask bitview bitfill turned restrided resized"
 ).split()
-COMPUTES = "scale add inplace negative".split()
+COMPUTES = "scale add inplace negative bitflip bitflip_".split()
 EFFECTS = "take emit emit_t back touch swapdata".split()
 step = st.tuples(st.sampled_from(MOVES * 2 + COMPUTES + EFFECTS * 2), st.integers(0, 997), st.integers(0, 997))
 steps = st.integers(0, 14).flatmap(lambda n: st.lists(step, min_size=n, max_size=n))  # long ones as often as short ones
+
+
+INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    """The same bytes as integers, of which the most negative is a float's sign."""
+    return x.view(INTEGERS[x.element_size()])
 
 
 def shorten(x: torch.Tensor) -> torch.Tensor:
@@ -106,6 +115,26 @@ def move(op: str, i: int, j: int, x: torch.Tensor) -> torch.Tensor:
         return s
     if op == "cast":
         return x.to([torch.float32, torch.bfloat16, torch.float64][j % 3])
+    if op == "turned":  # in place, but no element moves; of what it was given, too
+        s = x.clone() if i % 2 else x[...]
+        return s.transpose_(d, -1).unsqueeze_(j % 2).squeeze_(j % 2)
+    if op == "restrided":
+        s = x.clone(memory_format=torch.contiguous_format)
+        return s.as_strided_((x.numel() - j % x.numel(),), (1,), j % x.numel())
+    if op == "resized":
+        return x.clone(memory_format=torch.contiguous_format).resize_(1 + j % x.numel())
+    if op == "bitview":
+        return bits(x).clone().view(x.dtype)
+    if op == "bitfill":  # a small integer's bits are no number of that size
+        s = bits(x).clone()
+        s.narrow(d, j % n, 1).fill_(i)
+        return s.view(x.dtype)
+    if op == "bitflip":
+        return (bits(x) ^ torch.iinfo(bits(x).dtype).min).view(x.dtype)
+    if op == "bitflip_":
+        s = x.clone()
+        bits(s).narrow(d, j % n, n - j % n).bitwise_xor_(torch.iinfo(bits(x).dtype).min)
+        return s
     if op == "scale":
         return x * 0.5
     if op == "add":
@@ -173,7 +202,7 @@ def run(program: list, traced) -> tuple[Toy, dict[str, torch.Tensor]]:
     with torch.no_grad():
         real.load_weights([(n, t.clone()) for n, t in real_tensors().items()])
     roots = {n: torch.full_like(storage_as(p), 77.0) for n, p in real.named_parameters()}
-    load(traced, real_tensors(), roots)
+    load_into(traced, real_tensors(), roots)
     return real, roots
 
 
@@ -275,6 +304,19 @@ class Single(torch.nn.Module):
         ("a real tensor", lambda p, w: p.data.copy_(torch.arange(16.0).view(4, 4))),
         ("storage from elsewhere", lambda p, w: setattr(p, "data", ELSEWHERE)),
         ("other element size", lambda p, w: p.data.view(torch.bfloat16).copy_(w["a"][:4].to(torch.bfloat16))),
+        ("other element size afterwards", lambda p, w: bytewise(p.data.copy_(w["a"][:4, :4]), p)),
+        ("computed in place from a half", lambda p, w: (p.data[:2].copy_(w["a"][:2, :4]), p.data.mul_(2))),
+        ("computed from a half", lambda p, w: p.data.copy_(half(w["a"]) * 2)),
+        ("moved by an operator without a rule", lambda p, w: p.data.copy_(half(w["a"]).flip(0))),
+        ("grown and read", lambda p, w: p.data.copy_(w["d"].resize_(4, 4))),
+        ("grown and computed with", lambda p, w: p.data.copy_(w["d"].resize_(4, 4) * 2)),
+        ("set to more than there is", lambda p, w: p.data.copy_(wider(w["d"]))),
+        ("one of several results", lambda p, w: torch.mul(w["a"][:4, :4], 2, out=p.data.zero_())),
+        ("a list of results", lambda p, w: torch.unbind_copy(w["a"][:4, :4], out=list(p.data.zero_().unbind()))),
+        ("results that are not returned", lambda p, w: split_into(p.data.zero_(), w["a"][:4, :4])),
+        ("a row that is not there", lambda p, w: p.data.copy_(w["a"][torch.tensor([0, 1, 2, 6]), :4])),
+        ("a row written that is not there", lambda p, w: put_rows(p.data.zero_(), [0, 4], w["a"][:2, :4])),
+        ("the negative of what bytes say", lambda p, w: p.data.copy_(torch._neg_view(w["a"][:4, :4]))),
     ],
 )
 def test_what_cannot_be_named_is_refused_by_name(name, load):
@@ -286,10 +328,43 @@ def test_what_cannot_be_named_is_refused_by_name(name, load):
 ELSEWHERE = torch.empty(4, 4, device="meta")
 
 
+def bytewise(written: torch.Tensor, p: torch.nn.Parameter) -> None:
+    p.data = written.view(torch.int8)
+
+
+def wider(d: torch.Tensor) -> torch.Tensor:
+    return torch.empty(0, device="meta").set_(d.untyped_storage(), 0, (4, 4), (4, 1))
+
+
+def split_into(x: torch.Tensor, a: torch.Tensor) -> None:
+    torch.split_with_sizes_copy(a, [2, 2], out=[x[:2], x[2:]])
+
+
+def put_rows(x: torch.Tensor, rows: list[int], a: torch.Tensor) -> None:
+    x[torch.tensor(rows)] = a
+
+
 def half(a: torch.Tensor) -> torch.Tensor:
     s = torch.empty(4, 4, device="meta")
     s[:2].copy_(a[:2, :4])
     return s
+
+
+def test_what_grew_or_was_set_anew_keeps_what_it_held():
+    """No element moves, so it is a move like any other; and negative rows count from the end."""
+
+    def load(p, w):
+        p.data.zero_()
+        p.data[0].copy_(wider(w["d"])[0])
+        p.data[1].copy_(w["d"].resize_(4, 4)[0])
+        p.data[2].copy_(torch.empty(0, device="meta").set_(w["a"], 4, (4,), (1,)))
+        p.data[3:].copy_(w["a"][torch.tensor([-6]), :4])
+
+    traced = trace_loader(Single(load), SPECS)
+    assert not traced.recipes and not traced.fills
+    w, roots = real_tensors(), {"p": torch.full((4, 4), 77.0)}
+    load_into(traced, w, roots)
+    assert torch.equal(roots["p"], torch.stack([w["d"][:4], w["d"][:4], w["a"][0, 4:], w["a"][0, :4]]))
 
 
 def test_all_offenders_are_listed_at_once():

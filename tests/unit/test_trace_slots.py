@@ -1,4 +1,5 @@
-"""Slots whose owner holds the storages: what a look tells of parameters that moved, shrank, or went to the meta device."""
+"""Slots, whether their owner holds the storages or not: what a look tells of parameters that moved, shrank, went to the
+meta device, came to lie where there was none, or are no longer one."""
 
 from __future__ import annotations
 
@@ -10,10 +11,13 @@ from xfer.errors import RebindError
 from xfer.trace.slots import Slots, walk
 
 
-def looked(change) -> str:
-    tree = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+def looked(change, hold: bool) -> str:
+    tree = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3, bias=False))
+    tree[2].weight = tree[1].weight
+    tree.register_buffer("scale", None)
+    tree.register_buffer("cache", None, persistent=False)
     tree.register_parameter("unloaded", nn.Parameter(torch.empty(2, 3, device="meta")))
-    slots = Slots([tree], walk([tree]), empty=True, hold=True)
+    slots = Slots([tree], walk([tree]), empty=True, hold=hold)
     kept = slots.bind()
     change(tree)
     try:
@@ -28,6 +32,11 @@ def replaced(tree: nn.Module, to: torch.Tensor) -> None:
     tree[0].weight = nn.Parameter(to)
 
 
+def retied(tree: nn.Module, to: torch.Tensor) -> None:
+    tree[2].weight = tree[1].weight = nn.Parameter(to)
+
+
+@pytest.mark.parametrize("hold", [True, False])
 @pytest.mark.parametrize(
     "change, state",
     [
@@ -40,10 +49,20 @@ def replaced(tree: nn.Module, to: torch.Tensor) -> None:
         (lambda tree: setattr(tree, "_modules", {**tree._modules, "0": nn.Linear(3, 3)}), "changed"),
         (lambda tree: tree.__setitem__(0, nn.Linear(3, 3)), "changed"),
         (lambda tree: replaced(tree, torch.empty(3, 3, device="meta")), "another device"),
-        (lambda tree: tree.register_parameter("unloaded", nn.Parameter(torch.empty(2, 3, device="meta"))), "same"),
+        (  # another object: whoever holds storages sees that its place, which is none, is the same
+            lambda tree: tree.register_parameter("unloaded", nn.Parameter(torch.empty(2, 3, device="meta"))),
+            {True: "same", False: "moved"},
+        ),
         (lambda tree: tree.register_parameter("unloaded", nn.Parameter(torch.empty(3, 2, device="meta"))), "changed"),
         (lambda tree: tree.register_parameter("unloaded", nn.Parameter(torch.ones(2, 3))), "another device"),
+        (lambda tree: setattr(tree[2], "bias", nn.Parameter(torch.ones(3))), "changed"),
+        (lambda tree: setattr(tree, "scale", torch.ones(3)), "changed"),
+        (lambda tree: setattr(tree, "cache", torch.ones(3)), "same"),
+        (lambda tree: setattr(tree[2], "weight", nn.Parameter(torch.ones(3, 3))), "changed"),
+        (lambda tree: setattr(tree[1], "weight", nn.Parameter(torch.ones(3, 3))), "changed"),
+        (lambda tree: retied(tree, torch.ones(3, 3)), "moved"),
+        (lambda tree: retied(tree, torch.ones(3, 4)), "changed"),
     ],
 )
-def test_a_look_tells_what_has_changed(change, state):
-    assert looked(change) == state
+def test_a_look_tells_what_has_changed(change, state, hold):
+    assert looked(change, hold) == (state if isinstance(state, str) else state[hold])

@@ -8,9 +8,11 @@ Not here: how parallelism sizes become a mesh (parallel.py), what an axis does t
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -20,6 +22,10 @@ from xfer.errors import LayoutError
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+
+MAX_RANK = int(np.iinfo(np.int64).max)
+"""Tables are int64."""
 
 
 class MeshRecord(msgspec.Struct, frozen=True):
@@ -44,11 +50,12 @@ class MeshInfo:
     def __post_init__(self) -> None:
         try:
             axes, table = tuple(self.axes), np.asarray(self.ranks)
-        except ValueError as e:
-            raise LayoutError(f"the rank table is ragged: {e}") from None
+        except (TypeError, ValueError) as e:
+            raise LayoutError(f"the rank table is ragged, or the axes are no sequence of names: {e}") from None
         wrong: list[str] = []
-        if not np.issubdtype(table.dtype, np.integer):
-            wrong.append(f"ranks must be integers, got an array of {table.dtype}")
+        integers = np.issubdtype(table.dtype, np.integer)
+        if not integers and table.size:
+            wrong.append(f"ranks must be integers of 64 bits, got an array of {table.dtype}")
         if table.ndim != len(axes):
             wrong.append(
                 f"{len(axes)} axis names {axes} for a rank table of shape {table.shape}: give one name per dim"
@@ -56,9 +63,12 @@ class MeshInfo:
         if table.size == 0:
             wrong.append(f"the rank table of shape {table.shape} is empty: every axis needs size >= 1")
         wrong += [f"axis name {a!r} must be a non-empty string" for a in axes if not (isinstance(a, str) and a)]
-        wrong += [f"axis name {a!r} appears {axes.count(a)} times" for a in dict.fromkeys(axes) if axes.count(a) > 1]
-        seen, counts = np.unique(table, return_counts=True)
-        wrong += [f"rank {r} appears {n} times, may appear once" for r, n in zip(seen, counts) if n > 1]
+        names = Counter(a for a in axes if isinstance(a, str))
+        wrong += [f"axis name {a!r} appears {n} times" for a, n in names.items() if n > 1]
+        if integers:
+            seen, counts = np.unique(table, return_counts=True)
+            wrong += [f"rank {r} appears {n} times, may appear once" for r, n in zip(seen, counts) if n > 1]
+            wrong += [f"rank {r} does not fit 64 bits" for r in seen[seen > MAX_RANK]]
         if wrong:
             raise LayoutError("this is not a mesh", wrong)
         table = np.array(table, np.int64, order="C")
@@ -136,6 +146,10 @@ class MeshInfo:
 
         Within a group the first of `axes` is the slowest; groups are ordered by their remaining coordinates.
         """
+        axes = tuple(axes)
+        twice = [a for i, a in enumerate(axes) if a in axes[:i]]
+        if twice:
+            raise LayoutError(f"groups along {axes}: {twice} given twice; name each axis once")
         inner = [self.index(a) for a in axes]
         outer = [d for d in range(self.ndim) if d not in inner]
         width = math.prod(self.sizes[d] for d in inner)
@@ -149,7 +163,7 @@ class MeshInfo:
         bad += [
             f"axis {a!r} has size {self.size(a)}, coordinate {c} does not exist"
             for a, c in fixed.items()
-            if a in self.axes and not 0 <= c < self.size(a)
+            if a in self.axes and not (isinstance(c, Integral) and 0 <= c < self.size(a))
         ]
         if bad:
             raise LayoutError(f"{self!r} has no part at {fixed}", bad)
@@ -167,29 +181,34 @@ class MeshInfo:
     def transpose(self, axes: Iterable[str]) -> MeshInfo:
         """The same ranks with the axes in another order (which is the order in which they cut a tensor)."""
         axes = tuple(axes)
-        if sorted(axes) != sorted(self.axes):
+        if len(axes) != self.ndim or any(a not in axes for a in self.axes):
             raise LayoutError(f"{axes} is no order of the axes {self.axes}")
         return MeshInfo(axes, self.ranks.transpose([self.index(a) for a in axes]))
 
     def shifted(self, offset: int) -> MeshInfo:
-        """The same grid with `offset` added to every rank."""
-        return MeshInfo(self.axes, self.ranks + offset)
+        """The same grid with `offset` added to every rank. LayoutError when one would not fit 64 bits."""
+        if not isinstance(offset, Integral):
+            raise LayoutError(f"{self!r} cannot be shifted by {offset!r}: ranks are integers")
+        low, high = int(self.ranks.min()) + int(offset), int(self.ranks.max()) + int(offset)
+        if min(low, offset) < -MAX_RANK - 1 or max(high, offset) > MAX_RANK:
+            raise LayoutError(f"{self!r} shifted by {offset}: ranks {low}..{high} do not fit 64 bits")
+        return MeshInfo(self.axes, self.ranks + int(offset))
 
     # ---- to and from other forms
 
     @classmethod
     def line(cls, axis: str, ranks: Iterable[int]) -> MeshInfo:
         """A mesh of one axis."""
-        return cls((axis,), np.fromiter(ranks, np.int64))
+        return cls((axis,), [*ranks])
 
     @classmethod
     def grid(cls, rank_offset: int = 0, **sizes: int) -> MeshInfo:
         """Consecutive ranks from `rank_offset`, the last axis fastest: `MeshInfo.grid(dp=2, tp=4)`."""
-        bad = [f"axis {a!r} has size {n!r}" for a, n in sizes.items() if not (isinstance(n, int) and n >= 1)]
+        bad = [f"axis {a!r} has size {n!r}" for a, n in sizes.items() if type(n) is not int or n < 1]
         if bad:
             raise LayoutError("sizes of a mesh must be integers >= 1", bad)
-        table = rank_offset + np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))
-        return cls(tuple(sizes), table)
+        table = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))
+        return cls(tuple(sizes), table).shifted(rank_offset)
 
     def to_record(self) -> MeshRecord:
         return MeshRecord(self.axes, self.sizes, tuple(self.ranks.ravel().tolist()))

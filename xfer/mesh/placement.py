@@ -9,8 +9,9 @@ One placement per mesh axis, in mesh order. Several axes may cut one dim: each c
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from numbers import Integral
 from typing import TYPE_CHECKING, Union
 
 import msgspec
@@ -119,7 +120,9 @@ def checked(
     out: list[Placement] = []
     if len(placements) != mesh.ndim:
         wrong.append(f"{name}: {len(placements)} placements for the {mesh.ndim} axes {mesh.axes}: give one per axis")
-    wrong += [f"{name}: dim {d} of the global shape {tuple(shape)} is negative" for d, n in enumerate(shape) if n < 0]
+    wrong += [
+        f"{name}: dim {d} of the global shape {tuple(shape)} is no size" for d, n in enumerate(shape) if _no_size(n)
+    ]
     for axis, size, p in zip(mesh.axes, mesh.sizes, placements):
         where = f"{name}: axis {axis!r}: {p}"
         if not isinstance(p, KINDS):
@@ -127,6 +130,10 @@ def checked(
             continue
         if isinstance(p, Replicate):
             out.append(p)
+            continue
+        odd = [f"{f} is {v!r}" for f, v in _fields(p) if not isinstance(v, Integral)]
+        if odd:
+            wrong.append(f"{where}: {', '.join(odd)}: must be integers")
             continue
         if not -len(shape) <= p.dim < len(shape):
             wrong.append(f"{where}: the tensor of shape {tuple(shape)} has no dim {p.dim}")
@@ -137,6 +144,17 @@ def checked(
     if wrong:
         raise LayoutError(f"{name} cannot be placed so on {mesh!r}", wrong)
     return tuple(out)
+
+
+def _no_size(n: object) -> bool:
+    return not isinstance(n, Integral) or n < 0
+
+
+def _fields(p: Placement) -> Iterator[tuple[str, object]]:
+    """Name and value of every number in `p`."""
+    for name in p.__slots__:
+        value = getattr(p, name)
+        yield from ((name, v) for v in (value if isinstance(value, tuple) else (value,)))
 
 
 def _faults(p: Placement, n: int, size: int) -> list[str]:

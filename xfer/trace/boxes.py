@@ -108,7 +108,7 @@ def _placed(shape: Ints, c: Region, strides_of: Ints, plain: bool) -> tuple[Plac
         steps.append(skip)
     reach = [o + (n - 1) * q + 1 for o, n, q in zip(origin, extent, steps)]
     for choices in outer:
-        if choices:
+        if choices and reach:  # a tensor of no dims has one element, wherever it goes
             reach[choices[-1][0]] += choices[-1][1]
     if any(r > n for r, n in zip(reach, shape)):
         return None  # runs over the edge of a dim: not a box from here

@@ -25,8 +25,20 @@ NAMELESS = Foreign()
 
 
 def receive(watch: Watch, slot: torch.Tensor, mine: torch.Tensor | None, origin: Foreign = NAMELESS) -> None:
-    """`slot` now holds `mine`, or what another rank sent (None), of which `origin` says more where more is known."""
+    """`slot` now holds `mine`, or what another rank sent (None), of which `origin` says more where more is known.
+
+    Unsupported for a real slot, unless I send real values to myself: the code would go on with numbers (indices, sizes)
+    that are not those of a real run.
+    """
     if not slot.numel():
+        return
+    if slot.device.type != "meta":
+        if mine is None or mine.device.type == "meta":
+            raise Unsupported(
+                f"values of another rank decide what is exported: a collective fills a real {slot.dtype} tensor of "
+                f"shape {tuple(slot.shape)}, and nothing is sent while an export is followed"
+            )
+        slot.copy_(mine)
         return
     store = watch.store(slot)
     whole = slot.is_contiguous() and slot.numel() * slot.element_size() == slot.untyped_storage().nbytes()
@@ -147,7 +159,8 @@ def _alltoall_base(watch: Watch, given: dict) -> object:
     me, size = group.rank(), group.size()
     put = given["output_split_sizes"] or [out.shape[0] // size] * size
     take = given["input_split_sizes"] or [mine.shape[0] // size] * size
-    receive(watch, out, None)
+    if size > 1:
+        receive(watch, out, None)
     receive(watch, out[sum(put[:me]) : sum(put[: me + 1])], mine[sum(take[:me]) : sum(take[: me + 1])])
     return _work()
 

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import gcd
+from typing import NamedTuple
 
 import numpy as np
 
@@ -134,8 +135,54 @@ def spans_disjoint(regions: Sequence[Region]) -> bool:
     return all(a.last < b.offset for a, b in zip(order, order[1:]))
 
 
+@lru_cache(maxsize=1 << 12)
+def covers(written: tuple[Region, ...], read: Region) -> bool | None:
+    """Whether every element of `read` lies in one of `written`; None where that takes more than `MAX_BLOCKS` to say."""
+    read, written = _addresses(read), tuple(_addresses(w) for w in written if w.size)
+    if any(rewrite(read, read, w, w) is not None for w in reversed(written)):
+        return True
+    painted = _paint(read, read, tuple((w, None) for w in written))
+    return None if painted is None else bool((painted.owner >= 0).all())
+
+
+def _addresses(r: Region) -> Region:
+    """A region of the same addresses, in rising order and each once as far as strides tell: of what is asked by place
+    alone the order of dims says nothing."""
+    dims = sorted(((n, s) for n, s in zip(r.shape, r.strides) if n > 1 and s), key=lambda d: -d[1])
+    return Region(r.offset, *coalesce(*zip(*dims))) if dims else Region(r.offset, (), ())
+
+
 def blocks(read: Region, dst: Region, pieces: Sequence[Written]) -> tuple[Part, ...] | None:
     """The general way; see the module's text. None beyond `MAX_BLOCKS` or `MAX_PARTS`."""
+    painted = _paint(read, dst, pieces)
+    if painted is None:
+        return None
+    owner, source, target, unit = painted
+    order = np.argsort(owner, kind="stable")
+    cuts = np.flatnonzero(np.diff(owner[order])) + 1
+    parts: list[Part] = []
+    for group in np.split(order, cuts):
+        i = int(owner[group[0]])
+        known = i >= 0 and pieces[i][1] is not None
+        for d, s in fold(target[group], source[group], unit, 1 if known else 0):
+            parts.append(Part(i, d, s))
+            if len(parts) > MAX_PARTS:
+                return None
+    return tuple(parts)
+
+
+class _Painted(NamedTuple):
+    """Blocks of `unit` elements of a read, in its order: whose they are (-1: nobody's), where they come from and
+    go."""
+
+    owner: np.ndarray
+    source: np.ndarray
+    target: np.ndarray
+    unit: int
+
+
+def _paint(read: Region, dst: Region, pieces: Sequence[Written]) -> _Painted | None:
+    """Number the blocks, paint the pieces in order, read. None beyond `MAX_BLOCKS`."""
     near = [i for i, (where, _) in enumerate(pieces) if read.meets(where)]
     shape, at, to = coalesce(read.shape, read.strides, dst.strides)
     unit = gcd(_run(shape, at, to), *_outer(shape, at, to))
@@ -160,18 +207,7 @@ def blocks(read: Region, dst: Region, pieces: Sequence[Written]) -> tuple[Part, 
         who[place[inside]] = i
         address[place[inside]] = 0 if strides is None else _grid(0, n, s, w, s, unit)[inside]
     place = _grid(0, shape, at, at, to, unit) // unit
-    owner, source, target = who[place], address[place], _grid(dst.offset, shape, to, at, to, unit)
-    order = np.argsort(owner, kind="stable")
-    cuts = np.flatnonzero(np.diff(owner[order])) + 1
-    parts: list[Part] = []
-    for group in np.split(order, cuts):
-        i = int(owner[group[0]])
-        known = i >= 0 and pieces[i][1] is not None
-        for d, s in fold(target[group], source[group], unit, 1 if known else 0):
-            parts.append(Part(i, d, s))
-            if len(parts) > MAX_PARTS:
-                return None
-    return tuple(parts)
+    return _Painted(who[place], address[place], _grid(dst.offset, shape, to, at, to, unit), unit)
 
 
 def fold(d: np.ndarray, s: np.ndarray, unit: int = 1, inner: int = 1) -> Iterator[tuple[Region, Region]]:

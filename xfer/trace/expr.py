@@ -54,7 +54,13 @@ class Foreign:
 
 @dataclass(frozen=True, slots=True)
 class Constant:
+    """One value, of `dtype`: a piece's chain may begin by seeing its bits as another."""
+
     value: bool | int | float | complex
+    dtype: torch.dtype
+
+    def tensor(self, shape: Sequence[int], device: torch.device) -> torch.Tensor:
+        return torch.full(shape, self.value, dtype=self.dtype, device=device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +107,8 @@ class Piece:
     """`dst` holds `src` of `origin`; the two regions have one shape, counted in elements.
 
     `src` lies in the storage of a source, in the row-major order of an expression's result, or at address 0 of a
-    constant. `chain`: dtypes passed from origin to here, both ends included.
+    constant. `chain`: dtypes passed from origin to here, both ends included. What the origin holds is seen as the first
+    of them, bit for bit, if it is of another: it converts nothing.
     """
 
     origin: Origin
@@ -282,7 +289,7 @@ def evaluate(expr: Expr, lookup: Lookup, device: torch.device, peers: Peers | No
 
     def put(into: torch.Tensor, origin: Origin, src: Region, chain: Chain) -> None:
         if isinstance(origin, Constant):
-            x = torch.full(src.shape, origin.value, dtype=chain[0], device=device)
+            x = origin.tensor(src.shape, device)
         elif isinstance(origin, Source):
             x = strided(reseen(lookup(origin.name), chain[0]), src)
         elif isinstance(origin, Operand | Call):
@@ -291,9 +298,7 @@ def evaluate(expr: Expr, lookup: Lookup, device: torch.device, peers: Peers | No
             x = strided(peers(origin.gathered)[origin.slot], src)
         else:
             raise RuntimeError(f"cannot evaluate data of {origin}")
-        for dtype in chain[1:]:
-            x = x.to(dtype)
-        into.copy_(reseen(x, into.dtype))
+        into.copy_(reseen(converted(x, chain), into.dtype))
 
     def run(x: Call) -> torch.Tensor:
         args, kwargs = value(x.args), {k: value(v) for k, v in x.kwargs.items()}
@@ -306,6 +311,14 @@ def evaluate(expr: Expr, lookup: Lookup, device: torch.device, peers: Peers | No
 
     with torch.no_grad():
         return value(expr)
+
+
+def converted(t: torch.Tensor, chain: Chain) -> torch.Tensor:
+    """What an origin holds, after the conversions of `chain`."""
+    t = reseen(t, chain[0])
+    for dtype in chain[1:]:
+        t = t.to(dtype)
+    return t
 
 
 def reseen(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

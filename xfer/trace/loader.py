@@ -36,9 +36,9 @@ def trace_loader(model: torch.nn.Module, specs: Sequence[TensorSpec], load: Load
     """Run `load` (default `model.load_weights`) over meta tensors of `specs` and say where everything ended up.
 
     Roots are named as in `named_storages`; offsets are bytes in that meta storage. The final state counts: a later
-    write hides an earlier one, and `param.data = tensor` is seen by comparing storages. Buffers and parameters that
-    are not on meta are left out. LayoutError carries every name that is neither moved, filled nor computed from
-    checkpoint tensors.
+    write hides an earlier one, and `param.data = tensor` is seen by comparing storages. What `load` does in other
+    threads is not seen (watch.py). Buffers and parameters that are not on meta are left out. LayoutError carries every
+    name that is neither moved, filled nor computed from checkpoint tensors.
     """
     twice = [n for n, k in Counter(s.name for s in specs).items() if k > 1]
     if twice:
@@ -64,6 +64,9 @@ def trace_loader(model: torch.nn.Module, specs: Sequence[TensorSpec], load: Load
         store = watch.store(t)
         if store is None:
             ledger.errors.append(f"{name}: its storage was replaced by one that holds no checkpoint tensor")
+            continue
+        if store.pieces and t.element_size() != store.itemsize:
+            ledger.errors.append(f"{name}: now of {t.dtype}, was written as elements of {store.itemsize} bytes")
             continue
         try:
             ledger.add(name, settle(store.pieces), t.dtype)

@@ -30,12 +30,7 @@ ZEROS = {aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default}
 ONES = {aten.ones.default, aten.ones_like.default, aten.new_ones.default}
 FULL = {aten.full.default: 1, aten.full_like.default: 1, aten.new_full.default: 2}
 SAME = {aten.clone.default, aten._to_copy.default, aten._unsafe_view.default, aten.lift_fresh_copy.default,
-        aten.lift_fresh.default, aten._reshape_copy.default, aten.contiguous.default}  # fmt: skip
-IDENTITY_ONLY = {
-    aten.set_.source_Storage, aten.set_.source_Storage_storage_offset, aten.set_.source_Tensor, aten.set_.default,
-    aten.requires_grad_.default, aten.detach_.default,
-}  # fmt: skip
-"""Change which storage a tensor has, or nothing; the storage's identity says all."""
+        aten.lift_fresh.default, aten.contiguous.default}  # fmt: skip
 
 
 # ---- operators that make a storage ----------------------------------------------------------------------------------
@@ -49,7 +44,7 @@ def make(watch: Watch, func, args: tuple, kwargs: dict, out: torch.Tensor, index
     whole = region(out)
     value = _constant(func, args, kwargs)
     if value is not None:
-        store.pieces = [Piece(Constant(value), constant(whole.shape), whole, (out.dtype,))]
+        store.pieces = [Piece(Constant(value, out.dtype), constant(whole.shape), whole, (out.dtype,))]
         return
     watch.ops[str(func)] += 1
     if torch.Tag.nondeterministic_seeded in func.tags:
@@ -130,7 +125,7 @@ def _pad(watch: Watch, args: tuple, kwargs: dict, out: torch.Tensor) -> Iterator
     if min(pads) < 0:
         raise NoRule
     r = region(out)
-    yield Piece(Constant(value), constant(r.shape), r, (out.dtype,))
+    yield Piece(Constant(value, out.dtype), constant(r.shape), r, (out.dtype,))
     offset = r.offset + sum(pads[2 * i] * r.strides[-1 - i] for i in range(len(pads) // 2))
     yield from watch.flows(Region(offset, tuple(x.shape), r.strides), out.dtype, x)
 
@@ -153,10 +148,10 @@ OVERLAPPING = {aten.constant_pad_nd.default}
 
 def change(watch: Watch, func, args: tuple, kwargs: dict) -> None:
     """Note a write into an existing storage."""
-    if func in IDENTITY_ONLY:
+    if torch.Tag.inplace_view in func.tags or func is aten.requires_grad_.default:
+        _seen_anew(watch, args[0])
         return
-    places = _written(func)
-    written = [args[i] for i, _ in places if i < len(args)] + [kwargs[name] for _, name in places if name in kwargs]
+    written = written_by(func, args, kwargs)
     if len(written) != 1 or not isinstance(written[0], torch.Tensor) or (args and written[0] is not args[0]):
         raise NoRule("several arguments are written at once")
     x = written[0]
@@ -165,11 +160,25 @@ def change(watch: Watch, func, args: tuple, kwargs: dict) -> None:
         return  # nothing, or index arithmetic on real numbers
     if store is None:
         store = watch.new_store(x, "a tensor made elsewhere")
-        store.pieces = [undefined("a tensor made elsewhere", contiguous((_elements(x),)), x.dtype)]
+        store.pieces = [undefined("a tensor made elsewhere", contiguous((_elements(x, store.itemsize),)), x.dtype)]
     where = watch.region(x, store)
     if func is not aten.copy_.default and func not in FILLS:
         watch.ops[str(func)] += 1
     store.write(list(_changed(watch, func, args, kwargs, x, where, store)))
+
+
+def _seen_anew(watch: Watch, x: torch.Tensor) -> None:
+    """`x.t_()`, `x.resize_(…)`, `x.set_(…)`: no element was written, and the tensor itself says which storage it sees
+    now and how. A storage that grew holds nothing in what is new of it."""
+    store = watch.store(x)
+    if store is not None and store.origin is not None and _elements(x, store.itemsize) > store.pieces[0].dst.size:
+        store.origin = None
+
+
+def written_by(func, args: tuple, kwargs: dict) -> list[object]:
+    """Those of the arguments, by place or by keyword, that an operator writes: tensors and lists of them."""
+    places = _written(func)
+    return [args[i] for i, _ in places if i < len(args)] + [kwargs[name] for _, name in places if name in kwargs]
 
 
 @cache
@@ -179,8 +188,8 @@ def _written(func) -> tuple[tuple[int, str], ...]:
     return tuple((i, s.name) for i, s in args if s.alias_info is not None and s.alias_info.is_write)
 
 
-def _elements(x: torch.Tensor) -> int:
-    return x.untyped_storage().nbytes() // x.element_size()
+def _elements(x: torch.Tensor, itemsize: int) -> int:
+    return x.untyped_storage().nbytes() // itemsize
 
 
 FILLS = {aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default}
@@ -190,9 +199,9 @@ def _changed(watch: Watch, func, args, kwargs, x: torch.Tensor, where: Region, s
     if func is aten.copy_.default:
         yield from watch.flows(where, x.dtype, args[1])
     elif func is aten.zero_.default:
-        yield Piece(Constant(0), constant(where.shape), where, (x.dtype,))
+        yield Piece(Constant(0, x.dtype), constant(where.shape), where, (x.dtype,))
     elif func is aten.fill_.Scalar:
-        yield Piece(Constant(args[1]), constant(where.shape), where, (x.dtype,))
+        yield Piece(Constant(args[1], x.dtype), constant(where.shape), where, (x.dtype,))
     elif func is aten.fill_.Tensor:
         fill = args[1]
         yield from (watch.flows(where, x.dtype, fill) if watch.store(fill) else [outside(fill, where, x.dtype)])
@@ -236,7 +245,7 @@ def _one_index(x: torch.Tensor, indices: list) -> tuple[torch.Tensor, int, np.nd
 
 
 def _rows(index: torch.Tensor, x: torch.Tensor, dim: int) -> np.ndarray:
-    """A real 1-D index as row numbers >= 0."""
+    """A real 1-D index as row numbers >= 0. IndexError for rows that the dim does not have."""
     if index.device.type == "meta" or index.dim() > 1 or not x.dim():
         raise NoRule
     if index.dtype in (torch.bool, torch.uint8):
@@ -245,7 +254,10 @@ def _rows(index: torch.Tensor, x: torch.Tensor, dim: int) -> np.ndarray:
         return np.flatnonzero(index.cpu().numpy())
     if index.dim() != 1:
         raise NoRule
-    return index.cpu().to(torch.int64).numpy() % x.shape[dim]
+    rows, n = index.cpu().to(torch.int64).numpy(), x.shape[dim]
+    if ((rows < -n) | (rows >= n)).any():
+        raise IndexError(f"an index of {rows.min()}..{rows.max()} into a dim of size {n}")
+    return np.where(rows < 0, rows + n, rows)
 
 
 def _runs(index: np.ndarray) -> list[tuple[Region, Region]]:

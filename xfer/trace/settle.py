@@ -15,7 +15,19 @@ import torch
 from xfer.errors import LayoutError, Unsupported
 from xfer.trace.boxes import boxes, merge, split_of
 from xfer.trace.compose import blocks
-from xfer.trace.expr import Call, Constant, Foreign, Operand, Piece, Source, Undefined, dtype_name, simplify, walk
+from xfer.trace.expr import (
+    Call,
+    Constant,
+    Foreign,
+    Operand,
+    Piece,
+    Source,
+    Undefined,
+    converted,
+    dtype_name,
+    simplify,
+    walk,
+)
 from xfer.trace.fragment import Fill, Fragment, TensorSpec
 from xfer.trace.owned import own_parts
 from xfer.trace.traced import Cast, Recipe, Traced
@@ -143,8 +155,9 @@ class Ledger:
         chain = simplify(p.chain)
         moved = chain is not None and len(chain) == 1
         seen = dtype_name(p.chain[0])
-        if chain is None or (not moved and seen != given.dtype):
-            # two roundings, or other bits and then a conversion: only doing it again gives the same values
+        same_ends = seen == given.dtype and (spec is None or spec.dtype == dtype_name(p.chain[-1]))
+        if chain is None or not (moved or same_ends):
+            # two roundings, or a conversion from or to other bits: only doing it again gives the same values
             n = p.src.last + 1
             whole = Region(0, (n,), (1,))
             operand = Operand((Piece(p.origin, whole, whole, p.chain[:1]),), n, whole, p.chain[0])
@@ -158,7 +171,7 @@ class Ledger:
             kind = given.dtype if moved else dtype_name(chain[-1])
             found = boxes(canonical, p.src, p.dst.scaled(itemsize), target, kind)
         else:
-            kind = given.dtype
+            kind = canonical.dtype if moved else given.dtype  # where only bits move, they are the exported tensor's
             found = boxes(canonical, p.dst, p.src.scaled(itemsize), source, kind)
         if not moved:
             root = target if self.canonical_is_source else source
@@ -175,9 +188,7 @@ class Ledger:
         if not self.canonical_is_source:
             self.errors.append(f"{target}: {p.dst.size} elements are a constant that no parameter holds")
             return
-        value = torch.full((), p.origin.value, dtype=p.chain[0], device="cpu")
-        for d in p.chain[1:]:
-            value = value.to(d)
+        value = converted(p.origin.tensor((), torch.device("cpu")), p.chain)
         bits = value.reshape(1).view(torch.uint8).numpy().tobytes()
         r = p.dst.scaled(dtype.itemsize)
         shape, strides = coalesce(r.shape, r.strides)

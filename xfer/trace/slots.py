@@ -127,6 +127,7 @@ class Slots:
         self._children = [*_all_values(self._parents)]
         self._tables = [*self._dicts["_parameters"], *self._dicts["_buffers"]]
         self._table_counts = [*map(len, self._tables)]
+        self._unfilled, self._tied = _seats_without_slots(modules)
 
     def bind(self) -> Binding:
         """Read every slot. RebindError lists those that are empty, have no bytes, or left the device they were on."""
@@ -155,6 +156,8 @@ class Slots:
             and [*map(len, self._edges)] == self._edge_counts
             and all(map(is_, _all_values(self._parents), self._children))
             and not any(map(gt, map(len, self._tables), self._table_counts))
+            and all(map(is_, map(dict.get, *self._unfilled), repeat(None)))
+            and all(map(is_, map(dict.get, *self._tied[:2]), map(dict.get, *self._tied[2:])))
         )
 
     def _read(self) -> tuple[Binding, _Reading]:
@@ -250,6 +253,28 @@ class _Held(_Reading):
             elif not t.is_set_to(alias) or t.data_ptr() != address:
                 return False
         return True
+
+
+def _seats_without_slots(modules: Iterable[torch.nn.Module]) -> tuple[tuple[list, list], tuple[list, list, list, list]]:
+    """Where a tensor may come to lie that no slot tells of: (tables, keys) that hold None, and (tables, keys, tables,
+    keys) that hold what an earlier place does. The one is filled, the other's tie is broken, and it is another
+    layout."""
+    first: dict[int, tuple[dict, str]] = {}
+    unfilled, tied = ([], []), ([], [], [], [])
+    for module in modules:
+        for table, transient in ((module._parameters, ()), (module._buffers, module._non_persistent_buffers_set)):
+            for key, tensor in table.items():
+                if key in transient:
+                    continue
+                if tensor is None:
+                    seats, seat = unfilled, (table, key)
+                elif first.setdefault(id(tensor), (table, key)) != (table, key):
+                    seats, seat = tied, (table, key, *first[id(tensor)])
+                else:
+                    continue
+                for column, x in zip(seats, seat):
+                    column.append(x)
+    return unfilled, tied
 
 
 def _all_values(tables: Iterable[dict]) -> Iterator:

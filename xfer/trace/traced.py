@@ -82,12 +82,11 @@ class Recipe:
         what other ranks gave in `self.peers`."""
         import torch
 
-        from xfer.trace.expr import evaluate, reseen, strided
+        from xfer.trace.expr import converted, evaluate, reseen, strided
 
         device = lookup(self.sources[0]).device if self.sources else torch.device("cpu")
         x = strided(evaluate(self.expr, lookup, device, peers).contiguous().reshape(-1), self.part)
-        for name in self.chain[1:]:
-            x = x.to(getattr(torch, name))
+        x = converted(x, tuple(getattr(torch, name) for name in self.chain))
         return reseen(x.contiguous(), getattr(torch, self.dtype)).reshape(self.shape)
 
     def apply(self, lookup: Callable[[str], torch.Tensor], roots: Mapping[str, torch.Tensor]) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 
+from xfer.errors import LayoutError
 from xfer.mesh.box import row_major
 
 Ints = tuple[int, ...]
@@ -46,8 +47,11 @@ class Region:
         return self.offset <= other.last and other.offset <= self.last
 
     def expanded(self, shape: Ints) -> Region:
-        """Broadcast to `shape` by torch's rules: missing leading dims and dims of size 1 get stride 0."""
+        """Broadcast to `shape` by torch's rules: missing leading dims and dims of size 1 get stride 0. LayoutError
+        where torch would refuse."""
         lead = len(shape) - len(self.shape)
+        if lead < 0 or any(n not in (1, m) for n, m in zip(self.shape, shape[lead:])):
+            raise LayoutError(f"{list(self.shape)} cannot be broadcast to {list(shape)}")
         strides = (0,) * lead + tuple(0 if n == 1 else s for n, s in zip(self.shape, self.strides))
         return Region(self.offset, tuple(shape), strides)
 

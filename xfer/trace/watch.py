@@ -7,7 +7,9 @@ that make or change a storage are noted:
   (rules.py) constants  zeros, full, fill_ … the rest   an expression that can be run again later (staged)
 The mode never changes what the watched code does; what it cannot name becomes `Undefined`, and is an error only if
 it is still there in the final state (settle.py). Nothing here knows a framework, a model family or a parameter
-name.
+name. Only the thread that entered the mode is watched (modes are torch's, one stack a thread): code that computes or
+writes in threads of its own cannot be traced. No loader of vLLM does, nor does Bridge's export; threads of theirs read
+files.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from xfer.trace.compose import spans_disjoint, trace_back
+from xfer.trace.compose import covers, spans_disjoint, trace_back
 from xfer.trace.expr import Call, Constant, Gathered, Literal, Operand, Origin, Piece, Source, Undefined, join
 from xfer.trace.view import Region, constant, contiguous
 
@@ -144,10 +146,9 @@ class Watch(TorchDispatchMode):
 
     def give_up(self, args: tuple, kwargs: dict, out: object, func, why: str) -> None:
         """Whatever `func` made or changed cannot be named any more."""
-        changed = [
-            a for a, s in zip(args, func._schema.arguments) if s.alias_info is not None and s.alias_info.is_write
-        ]
-        for t in tree_leaves((changed, out)):
+        from xfer.trace import rules
+
+        for t in tree_leaves((rules.written_by(func, args, kwargs), out)):
             if isinstance(t, torch.Tensor) and t.device.type == "meta" and t.numel():
                 store = self.store(t) or self.new_store(t)
                 whole = contiguous((t.untyped_storage().nbytes() // store.itemsize,))
@@ -157,6 +158,8 @@ class Watch(TorchDispatchMode):
     # ---- pieces -----------------------------------------------------------------------------------------------------
 
     def region(self, t: torch.Tensor, store: Store) -> Region:
+        if t.is_neg() or t.is_conj():
+            raise TypeError(f"{store.name} is seen as the negative or the conjugate of what its bytes say")
         if t.element_size() != store.itemsize:
             raise TypeError(
                 f"{store.name} is seen as {t.dtype}, elements of another size than its own {store.itemsize}"
@@ -211,7 +214,10 @@ class Watch(TorchDispatchMode):
             return Operand((Piece(store.origin, whole, whole, (t.dtype,)),), whole.size, r, t.dtype)
         near = tuple(p for p in store.pieces if r.size and p.dst.meets(r))
         size = max([p.dst.last + 1 for p in near] + [r.last + 1 if r.size else 0])
-        unwritten = () if near else (undefined(f"{store.name} is read where nothing was written", r, t.dtype),)
+        # Each run of what is computed would see other bytes where nothing was written, however little of it that is.
+        whole = covers(tuple(p.dst for p in near), r) if near else False
+        why = "read where nothing was written" if whole is False else "too scattered to say that all of it was written"
+        unwritten = () if whole else (undefined(f"{store.name} is {why}", r, t.dtype),)
         return Operand(unwritten + near, size, r, t.dtype)
 
     def call(self, func, args: tuple, kwargs: dict, output: int = 0, mutates: bool = False) -> Call:
@@ -239,6 +245,6 @@ def undefined(why: str, dst: Region, dtype: torch.dtype) -> Piece:
 def outside(t: torch.Tensor, dst: Region, dtype: torch.dtype) -> Piece:
     """A write from a tensor that is not watched: a real single value is a constant, anything else has no name."""
     if t.device.type != "meta" and t.numel() == 1:
-        return Piece(Constant(t.item()), constant(dst.shape), dst, (t.dtype, dtype))
+        return Piece(Constant(t.item(), t.dtype), constant(dst.shape), dst, (t.dtype, dtype))
     kind = "meta" if t.device.type == "meta" else "real"
     return undefined(f"written from a {kind} {t.dtype} tensor of shape {tuple(t.shape)} that was not given", dst, dtype)
