@@ -260,7 +260,38 @@ def test_a_pull_that_does_not_stop_quarantines_its_sources(monkeypatch):
         assert "replica 0 worker 0" in str(results[0])
         roots = [s._quarantine for s in w.sessions]
         assert all(len(q) == 1 for q in roots), "quarantined storages are kept alive"
+        late = set(cpu_peer.MAPPED)
+        released = threading.Thread(target=lambda: w.on_all(lambda i: w.sessions[i].release()))
+        released.start()
+        released.join(0.5)
+        assert released.is_alive() and late == cpu_peer.MAPPED != set(), "said to be unmapped while it is read"
         cpu_peer.Hold.clear()
+        released.join(20)
+        assert not released.is_alive() and not cpu_peer.MAPPED
+        assert all(len(q) == 1 for q in roots), "no worker has said more than that of its own mappings"
+        good(w.refit(3))
+        right(w, 3)
+        assert not any(roots), "kept for ever"
+
+
+def test_a_refit_does_not_run_beside_a_pull_that_was_left_over(monkeypatch):
+    """It writes where that one does, and would be torn by it after it was installed."""
+    monkeypatch.setattr(readers, "GRACE_S", 0.2)
+    with World(2, 1) as w:
+        good(w.refit(1))
+        cpu_peer.Hold.begin(deaf=True)
+        late = set(cpu_peer.MAPPED)
+        for version in (2, 3):
+            results = w.refit(version, deadline_s=1.0)
+            assert all(isinstance(r, PeerLost) and not r.drained for r in results), results
+        assert late <= cpu_peer.MAPPED
+        cpu_peer.Hold.clear()
+        good(w.refit(4))
+        right(w, 4)
+        deadline = time.monotonic() + 20
+        while len(cpu_peer.MAPPED) > 1 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert len(cpu_peer.MAPPED) == 1 and not late & cpu_peer.MAPPED
 
 
 def test_a_worker_that_vanished_while_it_read_is_told_from_one_that_is_dead(monkeypatch):

@@ -319,7 +319,7 @@ class TrainerSession:
                 raise
             with quick_turns():
                 try:
-                    return RefitCall(self, call).run()
+                    return self._let_go(RefitCall(self, call).run())
                 finally:
                     timeline.write(self.attempt, self._party.welcome.session)
 
@@ -346,7 +346,14 @@ class TrainerSession:
         """The outcome of a call that returned when its sources were free."""
         pending, self.pending = self.pending, None
         if pending is not None:
-            pending.finish()
+            self._let_go(pending.finish())
+
+    def _let_go(self, report: RefitReport) -> RefitReport:
+        """Of what was kept alive, once all replicas hold a later version: no worker takes part in a refit while a pull of its
+        own is left over (lane.py)."""
+        if report.committed == self.replicas and all(lane.drained for lane in self._party.lanes.values()):
+            self._quarantine.clear()
+        return report
 
     def refresh(self) -> tuple[bytes, bytes]:
         """Re-read what a framework has moved since the last refit. Returns (specs, inventory), empty when unchanged.

@@ -441,6 +441,10 @@ class Pull:
             if self._gate is not None:
                 self._gate.open()
 
+    def over(self) -> bool:
+        """Whether what was begun has left the device: no sender's storage is read any more."""
+        return self._event.query()
+
     def finish(self, deadline: float, cancelled: Callable[[], bool] = lambda: False, where: str = "") -> PullStats:
         """Waits for the last byte. DeadlineExceeded or Aborted when that takes too long, after the pull was drained;
         PeerLost(drained=False) when even that did not happen: the senders' storages may still be read then.
