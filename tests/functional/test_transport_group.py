@@ -8,6 +8,7 @@ import sys
 import textwrap
 import threading
 import time
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -142,6 +143,50 @@ def test_whoever_aborts_a_communicator_knows_whether_its_kernels_have_ended(fail
     end.set()
     later.join(10)
     assert not later.is_alive() and link.drained(5.0) == (not fails)
+    link.close()
+
+
+class Streams:
+    """A double of torch.cuda's streams: the current one is a property of the thread, and begins as the device's default."""
+
+    def __init__(self):
+        self._of = threading.local()
+        self.Event = lambda: SimpleNamespace(record=lambda stream: None, query=lambda: True)
+        self.set_device = lambda device: None
+
+    def current_stream(self, device=None):
+        return getattr(self._of, "now", "default")
+
+    Stream = staticmethod(lambda device: object())
+
+    @contextmanager
+    def stream(self, stream):
+        before, self._of.now = self.current_stream(), stream
+        yield
+        self._of.now = before
+
+
+def test_opening_a_link_touches_no_stream_of_the_trainers(monkeypatch):
+    """Whose work may wait for what this link waits for. Nor does it wait for the device: `Streams` has no such call."""
+    streams, seen = Streams(), []
+
+    class Group:
+        Options = lambda: SimpleNamespace(config=SimpleNamespace())  # noqa: E731
+
+        def __init__(self, *args):
+            self._start_coalescing = self.eager_connect_single_device = self.abort = lambda *args: None
+            self.broadcast = self._end_coalescing = self.send = self.recv = self.word
+
+        def word(self, *args):
+            seen.append(streams.current_stream())
+            return SimpleNamespace(wait=lambda: seen.append(streams.current_stream()))
+
+    monkeypatch.setattr(torch, "cuda", streams)
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", Group, raising=False)
+    link = NcclLink(None, 0, 2, 5.0, torch.device("cpu"), ("trainer 0", "worker 0"))
+    opened = len(seen)
+    link.warm([1])
+    assert len(seen) > opened > 0 and len({id(s) for s in seen}) == 1 and "default" not in seen
     link.close()
 
 

@@ -54,6 +54,9 @@ class Side(Protocol):
     def roots(self) -> tuple[int, Sequence[torch.Tensor]]:
         """(binding generation, flat uint8 tensors in the inventory's root order)."""
 
+    def opened(self, replica: int, plan: Part) -> None:
+        """A link carries bytes of this plan, and this rank's storages have been bound to it."""
+
     def before(self, go: m.Go, plan: Part) -> None:
         """Just before the first byte may move."""
 
@@ -124,6 +127,7 @@ class Lane:
         self._link: Link | None = None
         self._routed: routes.Routed | None = None
         self._bound = -1  # binding generation that the routes were opened for
+        self._stream: torch.cuda.Stream | None = None
         self._queue: queue.SimpleQueue = queue.SimpleQueue()
         self._idle = threading.Event()
         self._idle.set()
@@ -338,6 +342,10 @@ class Lane:
 
     def _open_routes(self, store: HubStore, o: m.OpenLink) -> None:
         """Collective over the domain, in the same order on all ranks."""
+        if self.side.device.type == "cuda" and self.side.role == "trainer" and self._stream is None:
+            # Of this thread from now on. On the default one each lane would wait for all others, and the trainer's work for all.
+            self._stream = torch.cuda.Stream(self.side.device)
+            torch.cuda.set_stream(self._stream)
         generation, roots = self.side.roots()
         if self.side.inventory() != self._planned_from:
             raise PlanMismatch(
@@ -371,6 +379,8 @@ class Lane:
             )
         with self._lock:
             self._routed = routed
+        if ways.wired:
+            self.side.opened(self.replica, self.plan)
         self._check()  # a cancel that came meanwhile has seen no routes to stop
 
     def _do_close_routes(self) -> None:

@@ -263,6 +263,10 @@ class TrainerSession:
     def roots(self) -> tuple[int, Sequence[torch.Tensor]]:
         return self._binding, self._roots
 
+    def opened(self, replica: int, plan: Part) -> None:
+        """Sums are bound now, verify or not: their kernels must not be loaded beside another replica's, of NCCL, which waits."""
+        self._bound_sums(replica, plan)
+
     def before(self, go: m.Go, plan: Part) -> None:
         pass
 
@@ -280,7 +284,8 @@ class TrainerSession:
         return tuple(out)
 
     def _bound_sums(self, replica: int, plan: Part) -> Sums:
-        """One reading for all workers of a replica; bound when first asked for after storages or plan changed."""
+        """One reading for all workers of a replica; bound when first asked for after storages or plan changed, `opened` at the
+        latest where NCCL carries bytes."""
         held = self._sums.get(replica)
         if held is None or held[0] is not plan:
             rows = plan.program.rows

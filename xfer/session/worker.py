@@ -205,6 +205,9 @@ class WorkerSession:
     def roots(self) -> tuple[int, Sequence[torch.Tensor]]:
         return self._binding, self._roots
 
+    def opened(self, replica: int, plan: Part) -> None:
+        """A worker has one lane, whose bytes have come before it sums them."""
+
     def before(self, go: m.Go, plan: Part) -> None:
         self.model.engage_lock()  # on a stream that the transfer waits for; the device was idle when this worker armed
 

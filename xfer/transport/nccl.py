@@ -59,6 +59,11 @@ class NcclLink(Link):
         options = ProcessGroupNCCL.Options()
         options._timeout = timedelta(days=30)  # deadlines are ours; this one must never be the first
         options.config.blocking = 0
+        # A thread begins on the device's default stream, where the trainer computes: the first word would wait for all that is
+        # under way there, which may wait for a peer that is late, and what is given to it next would wait for the word.
+        self._stream = torch.cuda.Stream(device)
+        with torch.cuda.stream(self._stream):
+            word = torch.zeros(1, dtype=torch.uint8, device=device)
 
         def connect() -> None:
             torch.cuda.set_device(device)
@@ -66,7 +71,8 @@ class NcclLink(Link):
                 self._pg = ProcessGroupNCCL(store, rank, size, options)
             # All ranks at once: a communicator made by the first messages would need every rank to have some.
             self._pg.eager_connect_single_device(device)
-            self.broadcast(torch.zeros(1, dtype=torch.uint8, device=device), 0, time.monotonic() + timeout)
+            with torch.cuda.stream(self._stream):
+                self.broadcast(word, 0, time.monotonic() + timeout)
 
         error = Aside(connect).wait(timeout, cancelled)
         if error is None:
@@ -86,21 +92,19 @@ class NcclLink(Link):
         new = [p for p in peers if p not in self._warm]
         if not new:
             return
-        into, out = torch.zeros(2, len(new), 16, dtype=torch.uint8, device=self.device)
+        with torch.cuda.stream(self._stream):
+            into, out = torch.zeros(2, len(new), 16, dtype=torch.uint8, device=self.device)
         until = time.monotonic() + self._timeout
 
         def meet() -> None:
             torch.cuda.set_device(self.device)
-            stream = torch.cuda.Stream(self.device)
-            stream.wait_stream(torch.cuda.default_stream(self.device))
-            with torch.cuda.stream(stream):
+            with torch.cuda.stream(self._stream):
                 pending, _ = self.post(
                     [(into[i], p, 0) for i, p in enumerate(new)], [(out[i], p, 0) for i, p in enumerate(new)]
                 )
                 pending[0].wait(until)
                 self.finish(until)
 
-        torch.cuda.synchronize(self.device)
         error = Aside(meet).wait(self._timeout)
         if error is not None:
             self.abort()

@@ -129,8 +129,8 @@ class Export:
         self.rank = rank
         self._roots = roots
         self._nonce = secrets.token_bytes(NONCE_BYTES)
+        # Is there when the call returns. Nothing waits for the device: a kernel there may wait for another replica's peer.
         self._probe = torch.frombuffer(bytearray(self._nonce), dtype=torch.uint8).to(device)
-        torch.cuda.synchronize(device)
         self._allocations: dict[int, int] = {}  # identity -> number
         self._shared: list[Shared] = []
         self._places = tuple(self._place(t) for t in roots)
