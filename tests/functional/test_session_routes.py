@@ -70,10 +70,21 @@ def test_verified_refits_by_pulls_and_then_by_the_link():
             report = good(w.refit(version, verify=True))
             assert report.outcomes[0].verified and by_route(report)["peer"] > 0
         cpu_peer.REFUSED.update((r, i) for r in range(2) for i in range(64))
+        old = [weakref.ref(s._lane_._routed) for s in w.engines[0].sessions]
         move(w.sources[0])
         report = good(w.refit(3, verify=True))
         assert "peer" not in by_route(report)
         right(w, 3)
+        cpu_peer.REFUSED.clear()
+        move(w.sources[0])
+        report = good(w.refit(4, verify=True))
+        assert by_route(report)["peer"] > 0
+        old += [weakref.ref(s._lane_._routed) for s in w.engines[0].sessions]
+        move(w.sources[0])
+        good(w.refit(5, verify=False))
+        right(w, 5)
+        gc.collect()
+        assert [r() for r in old] == [None] * 4, "routes that were opened anew are held, with their buffers"
 
 
 def test_host_memory_is_read_by_the_workers_themselves(monkeypatch):
