@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Sets up both environments if needed and runs the tests that need no GPU. One environment cannot hold both frameworks, so
-# tests are run where their marker says: `engine` in .venvs/engine, everything else in .venvs/trainer.
+# tests are run where their marker says: `engine` in .venvs/engine, everything else in .venvs/trainer. Triton, whose interpreter
+# runs the kernels, comes with vLLM.
 #   scripts/test.sh              all but the wide matrix
 #   scripts/test.sh --slow       the wide matrix too
 #   scripts/test.sh --unit       unit tests only (seconds)
@@ -31,4 +32,7 @@ echo "== trainer environment"
 run trainer "not engine and not gpu$and_slow"
 echo "== engine environment"
 run engine "engine and not gpu$and_slow"
+echo "== kernels for GPUs, in Triton's interpreter"
+where="tests/unit/test_kernels_triton.py tests/unit/test_packed_placing.py"
+TRITON_INTERPRET=1 XFER_EXAMPLES=12 run engine "not gpu$and_slow"
 exit $status

@@ -473,7 +473,7 @@ def test_no_thread_is_inside_a_link_when_close_has_returned(monkeypatch):
     lane's link, in C++, and came back when the interpreter was gone."""
     inside, abort = [], GlooLink.abort
 
-    def slow(link):
+    def slow(link, seconds=0.0):
         name = threading.current_thread().name
         inside.append(name)
         time.sleep(1.0 if name.startswith("xfer-read") else 0.0)

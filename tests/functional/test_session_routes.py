@@ -70,10 +70,21 @@ def test_verified_refits_by_pulls_and_then_by_the_link():
             report = good(w.refit(version, verify=True))
             assert report.outcomes[0].verified and by_route(report)["peer"] > 0
         cpu_peer.REFUSED.update((r, i) for r in range(2) for i in range(64))
+        old = [weakref.ref(s._lane_._routed) for s in w.engines[0].sessions]
         move(w.sources[0])
         report = good(w.refit(3, verify=True))
         assert "peer" not in by_route(report)
         right(w, 3)
+        cpu_peer.REFUSED.clear()
+        move(w.sources[0])
+        report = good(w.refit(4, verify=True))
+        assert by_route(report)["peer"] > 0
+        old += [weakref.ref(s._lane_._routed) for s in w.engines[0].sessions]
+        move(w.sources[0])
+        good(w.refit(5, verify=False))
+        right(w, 5)
+        gc.collect()
+        assert [r() for r in old] == [None] * 4, "routes that were opened anew are held, with their buffers"
 
 
 def test_host_memory_is_read_by_the_workers_themselves(monkeypatch):
@@ -114,12 +125,15 @@ def test_everything_is_pulled_and_the_report_says_so(shape):
 
 
 def test_what_cannot_be_mapped_is_sent_and_the_reason_is_told():
-    cpu_peer.REFUSED.update({(0, i) for i in range(4)})
+    cpu_peer.REFUSED.update({(0, 0), (0, 2)})
     with World(2, 2) as w:
+        assert [set(s._sums) for s in w.sessions] == [{0}] * 2, "loaded beside NCCL that waits"
         report = good(w.refit(1))
         right(w, 1)
         sent = by_route(report)
-        assert sent["peer"] > 0 and sent["gloo"] > 0 and sum(sent.values()) == report.bytes
+        plans = [s._lane_._routed.plan for e in w.engines for s in e.sessions]
+        want = {"peer": sum(p.pulled_in for p in plans), "gloo": sum(p.p2p_in for p in plans)}
+        assert sent == want and min(sent.values()) > 0 and sum(sent.values()) == report.bytes
         assert "refused by the test" in w.sessions[0].explain()
         assert "refused by the test" not in w.sessions[1].explain()
         cpu_peer.REFUSED.add((1, 0))
@@ -260,7 +274,38 @@ def test_a_pull_that_does_not_stop_quarantines_its_sources(monkeypatch):
         assert "replica 0 worker 0" in str(results[0])
         roots = [s._quarantine for s in w.sessions]
         assert all(len(q) == 1 for q in roots), "quarantined storages are kept alive"
+        late = set(cpu_peer.MAPPED)
+        released = threading.Thread(target=lambda: w.on_all(lambda i: w.sessions[i].release()))
+        released.start()
+        released.join(0.5)
+        assert released.is_alive() and late == cpu_peer.MAPPED != set(), "said to be unmapped while it is read"
         cpu_peer.Hold.clear()
+        released.join(20)
+        assert not released.is_alive() and not cpu_peer.MAPPED
+        assert all(len(q) == 1 for q in roots), "no worker has said more than that of its own mappings"
+        good(w.refit(3))
+        right(w, 3)
+        assert not any(roots), "kept for ever"
+
+
+def test_a_refit_does_not_run_beside_a_pull_that_was_left_over(monkeypatch):
+    """It writes where that one does, and would be torn by it after it was installed."""
+    monkeypatch.setattr(readers, "GRACE_S", 0.2)
+    with World(2, 1) as w:
+        good(w.refit(1))
+        cpu_peer.Hold.begin(deaf=True)
+        late = set(cpu_peer.MAPPED)
+        for version in (2, 3):
+            results = w.refit(version, deadline_s=1.0)
+            assert all(isinstance(r, PeerLost) and not r.drained for r in results), results
+        assert late <= cpu_peer.MAPPED
+        cpu_peer.Hold.clear()
+        good(w.refit(4))
+        right(w, 4)
+        deadline = time.monotonic() + 20
+        while len(cpu_peer.MAPPED) > 1 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert len(cpu_peer.MAPPED) == 1 and not late & cpu_peer.MAPPED
 
 
 def test_a_worker_that_vanished_while_it_read_is_told_from_one_that_is_dead(monkeypatch):

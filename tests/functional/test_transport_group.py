@@ -8,8 +8,10 @@ import sys
 import textwrap
 import threading
 import time
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,6 +23,7 @@ from xfer.errors import DeadlineExceeded, PeerLost
 from xfer.plan.program import Program
 from xfer.transport import group
 from xfer.transport.group import Aborted, open_group
+from xfer.transport.nccl import NcclLink
 from xfer.transport.p2p import P2P
 
 BIG = 64 << 20  # more than socket buffers hold: a send of it blocks
@@ -115,6 +118,76 @@ def test_after_an_abort_no_byte_arrives_in_live_storage():
         a.send(torch.ones(1 << 20, dtype=torch.uint8), 1, 0, soon(5))
     time.sleep(0.2)
     assert int(live.count_nonzero()) == 0 and int(flood.count_nonzero()) == at
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_whoever_aborts_a_communicator_knows_whether_its_kernels_have_ended(fails):
+    """NCCL's own abort takes its time; a double of it, since there is no GPU here. The first caller need not wait for it, later
+    ones must not believe that it is over."""
+    link, end = NcclLink(None, 0, 1, 1.0, torch.device("cpu"), ("trainer 0",)), threading.Event()
+
+    def abort() -> None:
+        end.wait(20)
+        if fails:
+            raise RuntimeError("NCCL error: unhandled cuda error")
+
+    link._pg = SimpleNamespace(abort=abort)
+    assert link.drained(), "nobody has aborted it"
+    t0 = time.monotonic()
+    link.abort(0.0)
+    assert time.monotonic() - t0 < 5 and not link.drained()
+    later = threading.Thread(target=link.abort)
+    later.start()
+    later.join(0.2)
+    assert later.is_alive(), "came back while bytes may still be written"
+    end.set()
+    later.join(10)
+    assert not later.is_alive() and link.drained(5.0) == (not fails)
+    link.close()
+
+
+class Streams:
+    """A double of torch.cuda's streams: the current one is a property of the thread, and begins as the device's default."""
+
+    def __init__(self):
+        self._of = threading.local()
+        self.Event = lambda: SimpleNamespace(record=lambda stream: None, query=lambda: True)
+        self.set_device = lambda device: None
+
+    def current_stream(self, device=None):
+        return getattr(self._of, "now", "default")
+
+    Stream = staticmethod(lambda device: object())
+
+    @contextmanager
+    def stream(self, stream):
+        before, self._of.now = self.current_stream(), stream
+        yield
+        self._of.now = before
+
+
+def test_opening_a_link_touches_no_stream_of_the_trainers(monkeypatch):
+    """Whose work may wait for what this link waits for. Nor does it wait for the device: `Streams` has no such call."""
+    streams, seen = Streams(), []
+
+    class Group:
+        Options = lambda: SimpleNamespace(config=SimpleNamespace())  # noqa: E731
+
+        def __init__(self, *args):
+            self._start_coalescing = self.eager_connect_single_device = self.abort = lambda *args: None
+            self.broadcast = self._end_coalescing = self.send = self.recv = self.word
+
+        def word(self, *args):
+            seen.append(streams.current_stream())
+            return SimpleNamespace(wait=lambda: seen.append(streams.current_stream()))
+
+    monkeypatch.setattr(torch, "cuda", streams)
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", Group, raising=False)
+    link = NcclLink(None, 0, 2, 5.0, torch.device("cpu"), ("trainer 0", "worker 0"))
+    opened = len(seen)
+    link.warm([1])
+    assert len(seen) > opened > 0 and len({id(s) for s in seen}) == 1 and "default" not in seen
+    link.close()
 
 
 def test_a_deadline_names_who_was_waited_for():

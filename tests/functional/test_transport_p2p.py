@@ -16,6 +16,7 @@ from tests.support.row_worlds import apply_world, fresh_sources, random_world, r
 from tests.support.threads import MemoryStore, all_good, run_ranks
 from xfer.errors import PlanMismatch
 from xfer.plan.program import Op, Program, row_wire_bytes
+from xfer.transport import peer
 from xfer.transport.group import Aborted, open_group
 from xfer.transport.p2p import P2P
 from xfer.transport.steps import steps
@@ -78,9 +79,14 @@ def test_any_programs_finish_and_equal_the_element_loop(links, seed, waves, rows
 
 
 @settings(max_examples=EXAMPLES, deadline=None)
-@given(st.integers(0, 2**32 - 1), st.integers(1, 400), st.integers(1, 200))
-def test_both_ends_of_a_message_cut_it_alike_and_within_bounds(seed, step_bytes, direct_bytes):
-    programs, _ = random_world(np.random.default_rng(seed), 3, 2, 30)
+@given(st.integers(0, 2**32 - 1), st.integers(1, 400), st.integers(1, 200), st.booleans())
+def test_both_ends_of_a_message_cut_it_alike_and_within_bounds(seed, step_bytes, direct_bytes, pulls):
+    """And nothing but the bytes of its rows travels, also where takers pull some rows of it themselves."""
+    rng = np.random.default_rng(seed)
+    programs, _ = random_world(rng, 3, 2, 30)
+    if pulls:
+        taken = {t: {s: frozenset(np.flatnonzero(rng.integers(0, 2, 8))) for s in range(3)} for t in range(3)}
+        programs = [peer.split(p, taken)[1] for p in programs]
     plans = [steps(p, step_bytes, direct_bytes) for p in programs]
 
     def messages(side):
@@ -93,7 +99,11 @@ def test_both_ends_of_a_message_cut_it_alike_and_within_bounds(seed, step_bytes,
         return out
 
     assert messages("sends") == messages("receives")
-    for plan in plans:
+    for r, (p, plan) in enumerate(zip(programs, plans)):
+        moved = p.rows[(p.rows["src"] != p.rows["dst"]) & (p.rows["op"] != Op.FILL)]
+        for side, end in (("sends", "src"), ("receives", "dst")):
+            parts = [part for step in plan for part in getattr(step, side)]
+            assert sum(part.nbytes for part in parts) == row_wire_bytes(moved[moved[end] == r]).sum()
         assert [s.wave for s in plan] == sorted(s.wave for s in plan)
         for step in plan:
             for part in (*step.sends, *step.receives):

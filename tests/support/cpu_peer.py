@@ -134,6 +134,9 @@ class Pull:
         if self._gate is not None:
             self._gate.open()
 
+    def over(self) -> bool:
+        return self._thread is None or not self._thread.is_alive()
+
     def finish(self, deadline, cancelled=lambda: False, where=""):
         while self._thread is not None and self._thread.is_alive():
             late = time.monotonic() > deadline

@@ -2,7 +2,7 @@
 
     TRITON_INTERPRET=1 python -m pytest tests/unit/test_kernels_triton.py
 
-Without a GPU and without that variable everything but the arithmetic of tiles is skipped.
+Without a GPU and without that variable everything but the arithmetic of tiles is skipped. scripts/test.sh sets it.
 """
 
 from __future__ import annotations
@@ -19,10 +19,12 @@ from hypothesis import strategies as st
 from tests.support.row_worlds import apply_rows, random_rows, row
 from tests.unit.test_kernels_checksum import fragments, random_tensor
 from xfer.kernels import checksum
+from xfer.kernels.bulk import Shape
+from xfer.kernels.long_runs import NOTHING
 from xfer.kernels.strided import moves
 from xfer.kernels.tiles import End, Turns, interleaved, plain_tables
 from xfer.kernels.torch_impl import TorchRows
-from xfer.plan.program import DTYPE_CODE, DTYPES, Op
+from xfer.plan.program import DTYPE_CODE, Op
 
 EXAMPLES = int(os.environ.get("XFER_EXAMPLES", "200"))
 GPU = torch.cuda.is_available()
@@ -104,6 +106,20 @@ def test_an_abort_word_ends_the_copy_early():
 
 
 @runs
+def test_bulk_copies_look_at_a_word_that_only_an_abort_sets():
+    """Their kernel reads one before every tile, whether there is somebody to abort it or not."""
+    source, target = flat(np.ones(64, np.uint8)), flat(np.zeros(64, np.uint8))
+    theirs = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    with patch("xfer.kernels.bulk.launch") as launch:
+        for abort in (None, theirs):
+            bound(
+                row((64,), src_dtype="uint8"), [target], "local", [source], bulk=Shape(), copied=NOTHING, abort=abort
+            ).copy()
+            *_, counter, word = launch.call_args.args
+            assert word is not counter and not word.any() and (abort is None or word is theirs)
+
+
+@runs
 @pytest.mark.parametrize("width", [1, 3, 16, 48, 100, 768, 4096, 100_000])
 @pytest.mark.parametrize("shift", [0, 1, 2, 8])
 def test_rows_of_any_width_and_alignment(width, shift):
@@ -163,11 +179,9 @@ def test_tiles_cover_each_byte_once_and_groups_take_turns(seed):
     want = [np.zeros(len(d), int) for d in dst]
     for r in rows:
         one = np.array([r])
-        item = DTYPES[r["dst_dtype"]]
         marks = apply_rows(one, [np.full(len(s), 1, np.uint8) for s in src], [np.zeros(len(d), np.uint8) for d in dst])
         for w, m in zip(want, marks):
             w += m.astype(int)
-        assert item
     assert all(np.array_equal(a, b) for a, b in zip(count, want))
 
 

@@ -79,6 +79,15 @@ def test_what_does_not_work_is_refused_in_these_words_or_said_to_be_silent(row):
         assert words in flat, f"nothing in xfer says {words!r}"
 
 
+def test_kernels_for_gpus_run_in_the_interpreter_where_tests_are_run():
+    script, me = (ROOT / "scripts/test.sh").read_text(), Path(__file__).resolve()
+    asking = [
+        p for p in (ROOT / "tests").rglob("test_*.py") if p.resolve() != me and "TRITON_INTERPRET" in p.read_text()
+    ]
+    assert "TRITON_INTERPRET=1" in script and asking
+    assert [p.name for p in asking if str(p.relative_to(ROOT)) not in script] == []
+
+
 def test_commands_in_the_readme_exist():
     for path in re.findall(r"(scripts/[\w./-]+\.(?:sh|py))", README):
         assert (ROOT / path).exists(), path

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+import time
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -74,7 +76,7 @@ def test_an_epoch_that_nobody_gave_up_ends_with_the_next_one(waiting):
 
 
 class Routes:
-    """`drained`: False where a pull does not leave the device."""
+    """As `Routed`. `drained`: False where a pull does not leave the device."""
 
     def __init__(self, drained: bool):
         self.drained, self.closed, self.stopped = drained, False, False
@@ -82,22 +84,56 @@ class Routes:
     def stop(self) -> None:
         self.stopped = True
 
-    def close(self) -> None:
-        self.closed = True
+    def close(self) -> bool:
+        self.closed = self.drained
+        return self.closed
 
 
 @pytest.mark.parametrize(
     "role, drained, closed", [("worker", True, True), ("worker", False, False), ("trainer", True, False)]
 )
 def test_a_worker_that_is_stopped_lets_go_of_the_trainers_memory(role, drained, closed):
-    """Or one that was killed could not start again beside it. Not while a kernel still reads there; and a trainer has to know later
-    that its routes were there."""
-    lane = Waiting(Party(), role)
+    """Or one that was killed could not start again beside it. Not while a kernel still reads there, but then; and a trainer has to
+    know later that its routes were there."""
+    party = Party()
+    lane = Waiting(party, role)
     lane._routed = routes = Routes(drained)
     lane.cancel(PeerLost("trainer 1 is gone"), None)
     assert lane.wait_idle(10) and routes.stopped and routes.closed == closed and lane.drained == drained
     lane.post(m.OpenLink(0, 2, False, 1))  # a later one has routes of its own
     assert lane.wait_idle(10)
+    lane.post(m.CloseRoutes(0))
+    assert lane.wait_idle(0.3) == drained and (party.said[-1] == m.RoutesClosed(0)) == drained
+    routes.drained = True
+    assert lane.wait_idle(10) and party.said[-1] == m.RoutesClosed(0) and lane.drained and routes.closed
     lane.close()
     lane.cancel(PeerLost("once more"), None)
     assert lane.wait_idle(0), "nobody is there to make it idle again"
+
+
+def test_who_stops_a_lane_does_not_wait_for_its_link():
+    """It may be the thread that reads for all lanes. That bytes are written until the link has ended, the lane says."""
+    lane, ended = Waiting(Party()), threading.Event()
+    lane._link = SimpleNamespace(
+        abort=lambda seconds=10.0: ended.wait(seconds), drained=lambda seconds=0.0: ended.wait(seconds), close=ended.set
+    )
+    began = time.monotonic()
+    lane.cancel(PeerLost("stop"), None)
+    assert time.monotonic() - began < 5 and not lane.wait_idle(0.1)
+    ended.set()
+    assert lane.wait_idle(10)
+    lane.close()
+
+
+def test_what_a_kernel_works_with_outlives_its_lane():
+    lane, routes = Waiting(Party(), "worker"), Routes(drained=False)
+    lane._routed, gone = routes, weakref.ref(routes)
+    lane.close()
+    assert not lane.drained and not routes.closed
+    del lane
+    late, routes = routes, None
+    late.drained, late = True, None
+    until = time.monotonic() + 10
+    while gone() is not None and time.monotonic() < until:
+        time.sleep(0.01)
+    assert gone() is None, "held for ever"

@@ -24,8 +24,6 @@ UNITS = (16, 8, 4, 2, 1)
 
 SMALL_TILE, LARGE_TILE = 64 << 10, 128 << 10
 _LARGE_FROM = 24 << 30
-_RUN = 1 << 30
-"""Longest run in units that is stepped over with 32-bit arithmetic."""
 
 
 @dataclass(frozen=True, slots=True)

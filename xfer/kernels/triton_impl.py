@@ -200,6 +200,8 @@ class TritonRows:
         self._bulk = bulk
         some = roots if len(roots) else src_roots
         self._device = some[0].device if len(some) else torch.device("cpu")
+        if bulk is not None and abort is None:  # its kernel always looks at one
+            self._abort = torch.zeros(1, dtype=torch.int32, device=self._device)
         self._programs = programs or PROGRAMS_PER_SM * multiprocessors(self._device)
         left = src_roots if side == "local" else roots
         plain, odd = self._split(rows, side, left, roots)

@@ -54,6 +54,9 @@ class Side(Protocol):
     def roots(self) -> tuple[int, Sequence[torch.Tensor]]:
         """(binding generation, flat uint8 tensors in the inventory's root order)."""
 
+    def opened(self, replica: int, plan: Part) -> None:
+        """On a GPU: a link carries bytes of this plan, and this rank's storages have been bound to it."""
+
     def before(self, go: m.Go, plan: Part) -> None:
         """Just before the first byte may move."""
 
@@ -66,15 +69,33 @@ class Side(Protocol):
 
 
 _running: weakref.WeakSet[Lane] = weakref.WeakSet()
+_late: dict[routes.Routed, tuple[tuple[str, int], threading.Thread]] = {}
+"""Routes that could not be closed yet: whose they are, and the thread that will. Held here, whatever becomes of their lane: a
+kernel that did not leave the device works with their tables and buffers, and with what they have mapped."""
+LATE_S = 0.05
+"""Seconds between two looks at them."""
+_exiting = threading.Event()
 
 
 @atexit.register
 def _stop_all() -> None:
     """A process that ends without closing its session."""
-    lanes = list(_running)
+    _exiting.set()
+    lanes, closing = list(_running), [thread for _, thread in list(_late.values())]
     for lane in lanes:
         lane.stop()
-    wait_for_all(lane.join for lane in lanes)
+    wait_for_all(x.join for x in (*lanes, *closing))
+
+
+def _close_late(routed: routes.Routed, device: torch.device) -> None:
+    """On a thread of its own."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    while not routed.close():
+        routed.stop()  # again and again: what begins late clears the word
+        if _exiting.wait(LATE_S):
+            return
+    del _late[routed]
 
 
 _UNMAP = object()
@@ -106,6 +127,7 @@ class Lane:
         self._link: Link | None = None
         self._routed: routes.Routed | None = None
         self._bound = -1  # binding generation that the routes were opened for
+        self._stream: torch.cuda.Stream | None = None
         self._queue: queue.SimpleQueue = queue.SimpleQueue()
         self._idle = threading.Event()
         self._idle.set()
@@ -144,7 +166,7 @@ class Lane:
         if routed is not None:
             routed.stop()
         if link is not None:
-            link.abort()
+            link.abort(0.0)  # this may be the thread that reads what the hub says, to all lanes
 
     def let_go(self) -> None:
         """Nothing will be moved any more: a worker unmaps the trainers' storages, once what runs has ended."""
@@ -158,8 +180,12 @@ class Lane:
             self._queue.put((_UNMAP, self._scope, False))
 
     def wait_idle(self, seconds: float) -> bool:
-        """True when nothing of the lane runs any more: no byte will be read or written by it."""
-        return self._idle.wait(seconds)
+        """True when nothing of the lane runs any more: no byte will be read or written by it, but for pulls (`drained`)."""
+        until = time.monotonic() + seconds
+        if not self._idle.wait(seconds):
+            return False
+        link = self._link
+        return link is None or link.drained(max(0.0, until - time.monotonic()))
 
     def planned_bytes(self) -> tuple[int, int]:
         """(bytes in, bytes out) of this rank in one refit; zeros without a plan."""
@@ -185,8 +211,12 @@ class Lane:
 
     @property
     def drained(self) -> bool:
-        """False: a pull of this rank did not leave the device, and may go on reading."""
-        return self._routed is None or self._routed.drained
+        """False: a pull of this rank, or a message to it, did not leave the device, and may go on reading and writing."""
+        routed = self._routed
+        return (routed is None or routed.drained) and all(r.drained for r in self._late())
+
+    def _late(self) -> list[routes.Routed]:
+        return [r for r, (whose, _) in list(_late.items()) if whose == (self.party.label, self.replica)]
 
     @property
     def gave_up(self) -> bool:
@@ -241,8 +271,7 @@ class Lane:
                     elif isinstance(message, m.OpenLink):
                         self._do_link(message)
                     elif message is _UNMAP:
-                        if self.drained:  # these routes are not used again
-                            self._close_routes()
+                        self._close_routes()  # they are not used again
                     elif isinstance(message, m.CloseRoutes):
                         self._do_close_routes()
                     elif isinstance(message, m.Go):
@@ -321,6 +350,10 @@ class Lane:
 
     def _open_routes(self, store: HubStore, o: m.OpenLink) -> None:
         """Collective over the domain, in the same order on all ranks."""
+        if self.side.device.type == "cuda" and self.side.role == "trainer" and self._stream is None:
+            # Of this thread from now on. On the default one each lane would wait for all others, and the trainer's work for all.
+            self._stream = torch.cuda.Stream(self.side.device)
+            torch.cuda.set_stream(self._stream)
         generation, roots = self.side.roots()
         if self.side.inventory() != self._planned_from:
             raise PlanMismatch(
@@ -354,19 +387,26 @@ class Lane:
             )
         with self._lock:
             self._routed = routed
+        if ways.wired and device.type == "cuda":
+            self.side.opened(self.replica, self.plan)
         self._check()  # a cancel that came meanwhile has seen no routes to stop
 
     def _do_close_routes(self) -> None:
-        if self.drained:  # else what it reads stays mapped, and nobody is told otherwise
-            self._close_routes()
-            self.party.send(m.RoutesClosed(self.replica))
+        self._close_routes()
+        while self._late():  # what it reads stays mapped, and nobody is told otherwise
+            if self._ended or self._running is not self._scope:
+                return  # they are opened anew; who wants them closed asks again
+            time.sleep(LATE_S)
+        self.party.send(m.RoutesClosed(self.replica))
 
     def _close_routes(self) -> routes.Routed | None:
-        """Unmaps what this rank has mapped. Returns the routes, which still hold its own storages."""
+        """Unmaps what this rank has mapped, later if it is being read. Returns the routes, which still hold its own storages."""
         with self._lock:
             old, self._routed, self._bound = self._routed, None, -1
-        if old is not None:
-            old.close()
+        if old is not None and not old.close():
+            closing = threading.Thread(target=_close_late, args=(old, self.side.device), name="xfer-late", daemon=True)
+            _late[old] = (self.party.label, self.replica), closing
+            closing.start()
         return old
 
     def _do_go(self, go: m.Go) -> None:
@@ -377,6 +417,13 @@ class Lane:
             raise PlanMismatch(
                 "storages of this rank moved and the routes to them were not opened again; nothing was moved",
                 where=self.party.label,
+            )
+        if self.side.role == "worker" and not self.drained:
+            raise PeerLost(
+                "what an earlier refit began has not left the device, and may still write here; nothing was moved",
+                ["refit again later, or start this engine anew"],
+                where=self.party.label,
+                drained=False,
             )
         mark(self.party.label, "go")
         self.side.before(go, self.plan)

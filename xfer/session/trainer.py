@@ -267,6 +267,10 @@ class TrainerSession:
     def roots(self) -> tuple[int, Sequence[torch.Tensor]]:
         return self._binding, self._roots
 
+    def opened(self, replica: int, plan: Part) -> None:
+        """Sums are bound now, verify or not: their kernels must not be loaded beside another replica's, of NCCL, which waits."""
+        self._bound_sums(replica, plan)
+
     def before(self, go: m.Go, plan: Part) -> None:
         pass
 
@@ -284,7 +288,8 @@ class TrainerSession:
         return tuple(out)
 
     def _bound_sums(self, replica: int, plan: Part) -> Sums:
-        """One reading for all workers of a replica; bound when first asked for after storages or plan changed."""
+        """One reading for all workers of a replica; bound when first asked for after storages or plan changed, `opened` at the
+        latest where NCCL carries bytes."""
         held = self._sums.get(replica)
         if held is None or held[0] is not plan:
             rows = plan.program.rows
@@ -323,7 +328,7 @@ class TrainerSession:
                 raise
             with quick_turns():
                 try:
-                    return RefitCall(self, call).run()
+                    return self._let_go(RefitCall(self, call).run())
                 finally:
                     timeline.write(self.attempt, self._party.welcome.session)
 
@@ -350,7 +355,14 @@ class TrainerSession:
         """The outcome of a call that returned when its sources were free."""
         pending, self.pending = self.pending, None
         if pending is not None:
-            pending.finish()
+            self._let_go(pending.finish())
+
+    def _let_go(self, report: RefitReport) -> RefitReport:
+        """Of what was kept alive, once all replicas hold a later version: no worker takes part in a refit while a pull of its
+        own is left over (lane.py)."""
+        if report.committed == self.replicas and all(lane.drained for lane in self._party.lanes.values()):
+            self._quarantine.clear()
+        return report
 
     def refresh(self) -> tuple[bytes, bytes]:
         """Re-read what a framework has moved since the last refit. Returns (specs, inventory), each empty where the hub was

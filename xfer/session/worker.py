@@ -205,13 +205,16 @@ class WorkerSession:
     def roots(self) -> tuple[int, Sequence[torch.Tensor]]:
         return self._binding, self._roots
 
+    def opened(self, replica: int, plan: Part) -> None:
+        """A worker has one lane, whose bytes have come before it sums them."""
+
     def before(self, go: m.Go, plan: Part) -> None:
         self.model.engage_lock()  # on a stream that the transfer waits for; the device was idle when this worker armed
 
     def gate(self, go: m.Go, plan: Part, routed: Routed) -> EarlySums | None:
-        if routed.pull is None:
-            self._early = None  # what it has summed came through other routes
-        elif go.verify and (self._early is None or self._early[0] is not routed):
+        if self._early is not None and self._early[0] is not routed:
+            self._early = None  # what it has summed came through other routes, whose buffers it would keep
+        if routed.pull is not None and go.verify and self._early is None:
             rest = routed.program.rows
             others = rest[rest["dst"] == plan.program.rank]
             if routed.place is None:

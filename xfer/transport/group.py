@@ -35,6 +35,8 @@ Outgoing = tuple[torch.Tensor, int, int]
 
 _POISON_TAG = 0x7FFFFF01
 _TICK = timedelta(milliseconds=1)
+ABORT_S = 10.0
+"""How long `Link.abort` waits, unless told otherwise, for what was under way."""
 _EXPIRED, _CLOSED_HERE = "Timed out", "Application timeout caused pair closure"
 
 
@@ -109,11 +111,16 @@ class Link(Protocol):
         """`begin_broadcast`, and the wait for it."""
         self.begin_broadcast(tensor, root, deadline).wait(deadline)
 
-    def abort(self) -> None:
+    def abort(self, seconds: float = ABORT_S) -> None:
         """Frees everything that is blocked on this link, in any thread, and makes it useless. Never blocks for long.
 
-        When it has returned, no byte of any message will be written into local memory any more.
+        When it has returned, no byte of any message will be written into local memory any more, whoever called it first;
+        unless that took longer than `seconds`, or failed: ask `drained`.
         """
+
+    def drained(self, seconds: float = 0.0) -> bool:
+        """False: it was aborted, and `seconds` later what was under way may still read and write this rank's memory."""
+        return True
 
     def close(self) -> None:
         """Lets go of connections. Messages that are complete here still reach their takers."""
@@ -172,6 +179,7 @@ class Aside:
             self.value = self._call()
         except BaseException as e:
             self._error = e
+        self._call = None  # what it holds goes before anybody goes on
         self._over.set()
         Aside.left.discard(self._thread)
 
@@ -266,7 +274,7 @@ class GlooLink(Link):
 
     # ---- the end
 
-    def abort(self) -> None:
+    def abort(self, seconds: float = ABORT_S) -> None:
         self._aborted.set()
         with self._lock:
             pg = self._pg

@@ -7,6 +7,7 @@ deadline, and expiry aborts the communicator. See group.py for what a link promi
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -18,8 +19,9 @@ import torch
 from torch.distributed import Store
 
 from xfer.errors import DeadlineExceeded, PeerLost, XferError
-from xfer.transport.group import Aborted, Arrived, Aside, Link, Outgoing, Pending, bytes_of, from_rank
+from xfer.transport.group import ABORT_S, Aborted, Arrived, Aside, Link, Outgoing, Pending, bytes_of, from_rank
 
+logger = logging.getLogger("xfer")
 _QUIET = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # a watchdog that sees an error leaves the process alone
     "TORCH_NCCL_ENABLE_MONITORING": "0",  # and no monitor ends the process when the watchdog is held up
@@ -27,7 +29,6 @@ _QUIET = {
     "TORCH_NCCL_BLOCKING_WAIT": "0",  # Work.wait makes the stream wait, not the host
 }
 _POLL_S = 20e-6
-_ABORT_S = 10.0
 _environment = threading.Lock()
 
 
@@ -50,6 +51,7 @@ class NcclLink(Link):
         self._aborted = threading.Event()
         self._timeout, self._warm = timeout, set[int]()
         self._pg = None
+        self._lock, self._end = threading.Lock(), None
         if size == 1:
             return
         from torch.distributed import ProcessGroupNCCL
@@ -57,6 +59,11 @@ class NcclLink(Link):
         options = ProcessGroupNCCL.Options()
         options._timeout = timedelta(days=30)  # deadlines are ours; this one must never be the first
         options.config.blocking = 0
+        # A thread begins on the device's default stream, where the trainer computes: the first word would wait for all that is
+        # under way there, which may wait for a peer that is late, and what is given to it next would wait for the word.
+        self._stream = torch.cuda.Stream(device)
+        with torch.cuda.stream(self._stream):
+            word = torch.zeros(1, dtype=torch.uint8, device=device)
 
         def connect() -> None:
             torch.cuda.set_device(device)
@@ -64,7 +71,8 @@ class NcclLink(Link):
                 self._pg = ProcessGroupNCCL(store, rank, size, options)
             # All ranks at once: a communicator made by the first messages would need every rank to have some.
             self._pg.eager_connect_single_device(device)
-            self.broadcast(torch.zeros(1, dtype=torch.uint8, device=device), 0, time.monotonic() + timeout)
+            with torch.cuda.stream(self._stream):
+                self.broadcast(word, 0, time.monotonic() + timeout)
 
         error = Aside(connect).wait(timeout, cancelled)
         if error is None:
@@ -84,21 +92,19 @@ class NcclLink(Link):
         new = [p for p in peers if p not in self._warm]
         if not new:
             return
-        into, out = torch.zeros(2, len(new), 16, dtype=torch.uint8, device=self.device)
+        with torch.cuda.stream(self._stream):
+            into, out = torch.zeros(2, len(new), 16, dtype=torch.uint8, device=self.device)
         until = time.monotonic() + self._timeout
 
         def meet() -> None:
             torch.cuda.set_device(self.device)
-            stream = torch.cuda.Stream(self.device)
-            stream.wait_stream(torch.cuda.default_stream(self.device))
-            with torch.cuda.stream(stream):
+            with torch.cuda.stream(self._stream):
                 pending, _ = self.post(
                     [(into[i], p, 0) for i, p in enumerate(new)], [(out[i], p, 0) for i, p in enumerate(new)]
                 )
                 pending[0].wait(until)
                 self.finish(until)
 
-        torch.cuda.synchronize(self.device)
         error = Aside(meet).wait(self._timeout)
         if error is not None:
             self.abort()
@@ -146,12 +152,26 @@ class NcclLink(Link):
                 raise DeadlineExceeded("the deadline passed while bytes were moving", where=self.labels[self.rank])
             time.sleep(_POLL_S)
 
-    def abort(self) -> None:
-        # ncclCommAbort returns when the communicator's kernels have left the device: no byte is written afterwards.
+    def abort(self, seconds: float = ABORT_S) -> None:
         self._aborted.set()
-        pg, self._pg = self._pg, None
-        if pg is not None:
-            Aside(pg.abort).wait(_ABORT_S)
+        with self._lock:
+            pg, self._pg = self._pg, None
+            if pg is not None:
+                self._end = Aside(lambda: self._stop(pg))
+        self.drained(seconds)
+
+    def drained(self, seconds: float = 0.0) -> bool:
+        # ncclCommAbort returns when the communicator's kernels have left the device: no byte is written afterwards. One
+        # that fails has said nothing about them.
+        end = self._end
+        return end is None or end.wait(seconds) is None
+
+    def _stop(self, pg) -> None:
+        try:
+            pg.abort()
+        except RuntimeError as e:
+            logger.error("xfer: %s: NCCL could not be stopped: %s", self.labels[self.rank], str(e).splitlines()[0])
+            raise
 
     def close(self) -> None:
         self.abort()

@@ -277,7 +277,12 @@ class _Run:
 
 
 class _Lanes:
-    """On CUDA one stream packs and posts, another unpacks, ordered by events; on the CPU calls are in order anyway."""
+    """On CUDA one stream packs and posts, another unpacks, ordered by events; on the CPU calls are in order anyway.
+
+    torch hands out 32 streams of a device in turns, and a lane over NCCL takes five: these two, its own, its link's and NCCL's.
+    So from the seventh replica on, sooner once routes were opened anew, lanes of a trainer share streams: one whose peer hangs
+    then holds others up as well.
+    """
 
     def __init__(self, device: torch.device):
         self._cuda = device.type == "cuda"

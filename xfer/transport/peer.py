@@ -129,8 +129,8 @@ class Export:
         self.rank = rank
         self._roots = roots
         self._nonce = secrets.token_bytes(NONCE_BYTES)
+        # Is there when the call returns. Nothing waits for the device: a kernel there may wait for another replica's peer.
         self._probe = torch.frombuffer(bytearray(self._nonce), dtype=torch.uint8).to(device)
-        torch.cuda.synchronize(device)
         self._allocations: dict[int, int] = {}  # identity -> number
         self._shared: list[Shared] = []
         self._places = tuple(self._place(t) for t in roots)
@@ -440,6 +440,10 @@ class Pull:
             self._abort.copy_(self._one, non_blocking=True)
             if self._gate is not None:
                 self._gate.open()
+
+    def over(self) -> bool:
+        """Whether what was begun has left the device: no sender's storage is read any more."""
+        return self._event.query()
 
     def finish(self, deadline: float, cancelled: Callable[[], bool] = lambda: False, where: str = "") -> PullStats:
         """Waits for the last byte. DeadlineExceeded or Aborted when that takes too long, after the pull was drained;

@@ -146,6 +146,10 @@ class Pull:
         if self._gate is not None:
             self._gate.open()
 
+    def over(self) -> bool:
+        """As of peer.py's; here nothing is read outside `finish`."""
+        return True
+
     def finish(self, deadline: float, cancelled: Callable[[], bool] = lambda: False, where: str = "") -> PullStats:
         """Reads everything. DeadlineExceeded, Aborted; PeerLost when a sender's memory is gone. Nothing is read any more
         when it returns or raises."""

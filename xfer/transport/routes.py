@@ -22,7 +22,7 @@ import torch
 from xfer.errors import Unsupported, XferError
 from xfer.plan.program import Op, Program, row_wire_bytes
 from xfer.transport import peer, peer_host
-from xfer.transport.group import Link, open_group
+from xfer.transport.group import ABORT_S, Link, open_group
 from xfer.transport.p2p import P2P, TransferStats
 from xfer.transport.relay_place import Place
 
@@ -158,8 +158,13 @@ class Routed:
         self.report = RouteReport(0, 0.0, 0, 0.0)
         self._gated: tuple[Any, Any] = None, None  # a gate, and the pull that was bound for it
         self._running = pull
-        self.drained = True  # False: a pull of this rank may go on reading other ranks' storages
+        self._ended: Callable[[], bool] = _yes  # whether the pull that ran last has left the device
         self.closed = False
+
+    @property
+    def drained(self) -> bool:
+        """False: a pull of this rank may go on reading other ranks' storages, or an aborted link this rank's own."""
+        return self._ended() and self.link.drained()
 
     @property
     def program(self) -> Program:
@@ -193,7 +198,7 @@ class Routed:
             self.report = RouteReport(0, 0.0, stats.bytes_in, stats.seconds)
             return stats
         self._running = pull = self._pull_of(gate)
-        self.drained = False
+        self._ended = lambda: False
         # Its pull waits for parts of the replica before, on the host; what is sent to it must not wait for that.
         follows = self.place is not None and self.place.follows
         try:
@@ -207,8 +212,9 @@ class Routed:
                 pull.finish(deadline, lambda: True)
             except XferError as e:
                 if not getattr(e, "drained", True):
+                    self._ended = pull.over
                     raise  # it says more than the first error: still being read
-            self.drained = True
+            self._ended = _yes
             raise
         pulled = self._finish_pull(pull, deadline, cancelled)
         self.report = RouteReport(pulled.bytes_in, pulled.seconds, stats.bytes_in, stats.seconds)
@@ -246,18 +252,22 @@ class Routed:
         try:
             pulled = pull.finish(deadline, cancelled, self.link.labels[self.link.rank])
         except BaseException as e:
-            self.drained = getattr(e, "drained", True)
+            self._ended = _yes if getattr(e, "drained", True) else pull.over
             raise
-        self.drained = True
+        self._ended = _yes
         return pulled
 
-    def close(self) -> None:
-        """Unmaps the senders' memory. After that they may free it. The link stays the caller's."""
+    def close(self) -> bool:
+        """Unmaps the senders' memory: after that they may free it. The link stays the caller's. False, and nothing was done,
+        where not all is drained: unmapping would wait for the kernel that does not leave, and what that works with, its
+        tables and the buffers of messages, must stay. Hold this then, and call again."""
+        if not self.drained:
+            return False
         self.closed, self.pull, self._running, self._gated = True, None, None, (None, None)
-        if self.drained:  # else unmapping would wait for the kernel that does not leave
-            self.mapping.close()
-            if self.place is not None:
-                self.place.close()
+        self.mapping.close()
+        if self.place is not None:
+            self.place.close()
+        return True
 
 
 def open_link(
@@ -397,6 +407,10 @@ def _planned(program: Program, rest: Program, refused: tuple[str, ...]) -> Route
     return RoutePlan(all_in - p2p_in, all_out - p2p_out, p2p_in, p2p_out, refused)
 
 
+def _yes() -> bool:
+    return True
+
+
 class _NoMapping:
     def close(self) -> None:
         pass
@@ -426,7 +440,7 @@ class NoLink(Link):
     def warm(self, peers) -> None:
         pass
 
-    def abort(self) -> None:
+    def abort(self, seconds: float = ABORT_S) -> None:
         pass
 
     def close(self) -> None:

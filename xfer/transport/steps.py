@@ -105,10 +105,10 @@ def _part(
     together = rows[~alone].copy()
     if len(together):
         size = nbytes[~alone]
-        # Dense, in wire order. Elements keep the alignment that the planner gave them when nothing was taken out.
-        shift = together["wire"] - together["wire"][0]
-        together["wire"] = used + (shift if not alone.any() else np.cumsum(size) - size)
-        total = int(together["wire"][-1] + size[-1]) - used
+        # Dense, in wire order: what goes alone, or is pulled (routes.py), leaves no gap. The planner put rows by falling alignment
+        # of their sizes, so that elements stay aligned whichever of them are left.
+        total = int(size.sum())
+        together["wire"] = used + np.cumsum(size) - size
         pieces.append(Piece(tag, total, -1, used))
         buffered.append(together)
         used, tag = _up(used + total), tag + 1
