@@ -130,7 +130,7 @@ def load(optimizer: LayerWiseOptimizer, folder: str | Path, source: Source | Non
                 o.param.copy_(o.target)
     for group, was in zip(optimizer.param_groups, stored["groups"]):
         group.update({k: tuple(v) if isinstance(v, list) else v for k, v in was.items() if k in group})
-    optimizer.synchronize()
+    optimizer.synchronize(masters=False)
 
 
 # ---- what a rank holds

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from xfer.errors import DeadlineExceeded, LayoutError, PeerLost, PlanMismatch, XferError
+from xfer.errors import DeadlineExceeded, LayoutError, PeerLost, PlanMismatch, StaleWeights, XferError
 from xfer.layerwise.pulls import Pulls, start_in_order
 from xfer.layerwise.shares import Share, refuse_astray
 from xfer.layerwise.wire import Wire
@@ -201,7 +201,7 @@ class ParamGather:
         pending = [b for b in self.buckets if b.state is not State.CURRENT]
         if pending:
             raise LayoutError("begin() before drain()", [b.label() for b in pending], where=self.label)
-        refuse_astray((s for b in self.buckets for s in b.shares), self.label)
+        self.guarded(self.refuse_astray, "memory of parameters")
         self.version += 1
         for b in self.buckets:
             b.state = State.STALE
@@ -350,6 +350,10 @@ class ParamGather:
         if self._is_copied(b):
             self._end_copies([b.peers.name], on_host=True)
 
+    def refuse_astray(self) -> None:
+        """RebindError for parameters that are no longer where they are sent from or received."""
+        refuse_astray((s for b in self.buckets for s in b.shares), self.label)
+
     def check(self) -> None:
         """Raises what made the gather unusable: here, or over NCCL on the thread that watches for what is late."""
         if self.broken is None:
@@ -360,7 +364,8 @@ class ParamGather:
             raise self.broken
 
     def guarded(self, call, what: str) -> None:
-        """Whatever a collective raises becomes a typed error, and the last word of this gather."""
+        """Whatever a collective raises becomes a typed error, and the last word of this gather. What is not the wire's (memory that ran
+        out) is raised as it is; but others wait for this rank then, so it is the last word as well."""
         began = time.monotonic()
         try:
             call()
@@ -371,15 +376,32 @@ class ParamGather:
             self.check()  # an abort may have made it
             took = time.monotonic() - began
             self._kept += [run for b in self.buckets for _, run in b.runs]
+            if not _of_the_wire(e):
+                self.broken = StaleWeights(
+                    "a step or a gather broke off, and other ranks may be ahead",
+                    [f"{what}: {type(e).__name__}: {_first_line(e)}", *_states(self.buckets)],
+                    where=self.label,
+                )
+                raise
             late = took >= 0.9 * self.deadline_s
             kind = DeadlineExceeded if late else PeerLost
             why = f"not within {self.deadline_s:.0f} s" if late else "a peer has ended or closed its connections"
             self.broken = kind(
                 f"parameters could not be gathered: {why}",
-                [f"{what}: {str(e).splitlines()[0][:160]}", *_states(self.buckets)],
+                [f"{what}: {_first_line(e)}", *_states(self.buckets)],
                 where=self.label,
             )
             raise self.broken from e
+
+
+def _of_the_wire(e: RuntimeError) -> bool:
+    """Errors of NCCL and of stores have a class; gloo's are plain, and say where in gloo, or what."""
+    words = ("gloo", "onnection", "imed out", "imeout")
+    return isinstance(e, dist.DistError) or type(e) is RuntimeError and any(w in str(e) for w in words)
+
+
+def _first_line(e: Exception) -> str:
+    return (str(e).splitlines() or [""])[0][:160]
 
 
 def _states(buckets: Iterable[Bucket]) -> list[str]:

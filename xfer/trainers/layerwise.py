@@ -55,7 +55,7 @@ class LayerWiseTrainer:
                 f"trainer {self.rank}: the last gather failed, so this trainer cannot go on from these weights",
                 ["load a checkpoint and build the optimizer anew"],
             )
-        with left_alone(self.optimizer):
+        with left_alone(self.optimizer.hooks):
             self.base.drain()
 
     def read(self) -> TrainerLayout:

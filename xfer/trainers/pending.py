@@ -1,5 +1,6 @@
 """Which layer-wise optimizers of this process may still lack parameters, so that an adapter that was told of none finishes their
-gathers before bytes leave. Knows no adapter and no optimizer: whoever gathers says so, whoever reads asks.
+gathers before bytes leave. Knows no adapter and no optimizer: whoever gathers says so, whoever reads asks. Modules hold who
+says so, not the optimizer: what is on its way when an optimizer is dropped is on its way all the same.
 """
 
 from __future__ import annotations
