@@ -1,4 +1,4 @@
-"""What can be seen of a layer-wise optimizer in one process: what it refuses, Muon, hooks, memory, checkpoints.
+"""What can be seen of a layer-wise optimizer in one process: what it refuses, Muon, hooks, memory.
 
 Gathers need peers: see tests/functional/test_layerwise_torch.py.
 """
@@ -15,8 +15,9 @@ from torch import nn
 
 from tests.support import layerwise_model as lm
 from tests.support.layerwise_half import Half, layers, values
+from tests.support.layerwise_model import step
 from xfer.errors import LayoutError, PeerLost, RebindError, StaleWeights, Unsupported
-from xfer.layerwise import LayerWiseOptimizer, Muon, ParamGroup, checkpoint, newton_schulz
+from xfer.layerwise import LayerWiseOptimizer, Muon, ParamGroup, newton_schulz
 from xfer.layerwise.shares import known_elsewhere, refuse_astray, settle_in
 from xfer.trainers.dtensor import TensorTrainer
 
@@ -67,14 +68,6 @@ def test_muon_refuses_vectors_all_at_once():
 
 def optimizer(net: nn.Module, **options) -> LayerWiseOptimizer:
     return LayerWiseOptimizer(net, lm.groups(net), **options)
-
-
-def step(net: nn.Module, o, number: int) -> float:
-    loss = lm.loss_of(net, lm.batch(number, 0))
-    o.zero_grad()
-    loss.backward()
-    o.step()
-    return loss.item()
 
 
 def test_parameters_in_no_group_in_two_and_of_other_modules_are_all_named():
@@ -364,55 +357,3 @@ def test_memory_that_a_buffer_or_an_attribute_looks_into_stays_where_it_is():
         net[1].weight.zero_()
         away.unpack(run)
     assert net[0].weight.abs().sum() > 0 and net[1].cached.abs().sum() > 0
-
-
-# ---- checkpoints
-
-
-@pytest.mark.parametrize("model", [lm.Transformer, lm.MixedTransformer])
-def test_a_checkpoint_goes_on_bit_for_bit(model, tmp_path):
-    net = model()
-    o = optimizer(net)
-    for i in range(3):
-        step(net, o, i)
-    o.param_groups[0]["lr"] = 0.003
-    checkpoint.save(o, tmp_path)
-    went_on = [step(net, o, i) for i in range(3, 6)]
-    other = model(seed=11)
-    o2 = optimizer(other)
-    step(other, o2, 77)
-    checkpoint.load(o2, tmp_path)
-    assert [step(other, o2, i) for i in range(3, 6)] == went_on
-    assert lm.digest(other) == lm.digest(net)
-
-
-def test_a_checkpoint_of_another_model_is_refused_by_name(tmp_path):
-    net = lm.Transformer(layers=1)
-    o = optimizer(net)
-    step(net, o, 0)
-    checkpoint.save(o, tmp_path)
-    with pytest.raises(LayoutError) as e:
-        checkpoint.load(optimizer(lm.Transformer(layers=2)), tmp_path)
-    assert any(v.startswith("blocks.1.up.weight: the checkpoint has no param") for v in e.value.violations)
-    with pytest.raises(LayoutError) as e:
-        checkpoint.load(optimizer(lm.Transformer(layers=1, width=44)), tmp_path)
-    assert any("in the checkpoint" in v for v in e.value.violations)
-
-
-class Rows(torch.optim.SGD):
-    """Keeps one number per row."""
-
-    def step(self):
-        for g in self.param_groups:
-            for p in g["params"]:
-                self.state[p]["rows"] = torch.zeros(p.shape[0])
-
-
-def test_state_that_is_no_tensor_of_the_parameters_shape_is_refused(tmp_path):
-    net = nn.Linear(4, 3, bias=False)
-    o = LayerWiseOptimizer(net, [ParamGroup(net.parameters(), Rows, {"lr": 0.1})])
-    net(torch.ones(2, 4)).sum().backward()
-    o.step()
-    with pytest.raises(Unsupported, match="cannot be saved") as e:
-        checkpoint.save(o, tmp_path)
-    assert "weight: rows is (3,)" in e.value.violations[0]
