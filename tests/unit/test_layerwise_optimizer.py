@@ -20,6 +20,7 @@ from xfer.errors import LayoutError, PeerLost, RebindError, StaleWeights, Unsupp
 from xfer.layerwise import LayerWiseOptimizer, Muon, ParamGroup, newton_schulz
 from xfer.layerwise.shares import known_elsewhere, refuse_astray, settle_in
 from xfer.trainers.dtensor import TensorTrainer
+from xfer.trainers.layerwise import LayerWiseTrainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -235,6 +236,38 @@ def test_a_refit_has_what_is_on_its_way_although_the_optimizer_was_dropped():
     assert others and 102.0 not in values(net, others), "nothing is on its way: this proves nothing"
     TensorTrainer(net).drain()
     assert values(net, others) == [102.0] * len(others)
+
+
+COPIES = {
+    "of another dtype": lambda p: p.detach().to(torch.bfloat16),
+    "made in place": lambda p: torch.zeros_like(p.data).add_(p.data),
+    "of a part": lambda p: p.data[:2].clone(),
+}
+
+
+@pytest.mark.parametrize("made", COPIES.values(), ids=COPIES)
+def test_a_refit_of_what_is_computed_from_parameters_has_those_of_the_last_step(made):
+    """Of those only: other models are left alone, since not all ranks of this one may know them."""
+    nets, ours = [layers(), layers()], []
+    for net in nets:
+        ours.append(Half(net))
+        ours[-1].train(101.0)
+        ours[-1].train(102.0)
+    source = TensorTrainer(lambda: {n: made(p) for n, p in nets[0].named_parameters()}, rank=0, world=2)
+    owners, everybody = (LayerWiseTrainer(source, ours[0], sources) for sources in ("owners", "all"))
+    owners.drain()
+    with pytest.raises(Unsupported, match="nothing says who owns them") as e:
+        owners.read()
+    assert len(e.value.violations) == 4
+    dtype = made(nets[0][0].weight).dtype
+    for value, adapter in ((103.0, source), (104.0, everybody)):
+        ours[0].train(value)
+        assert not ours[0].gather.settled, "nothing is on its way: this proves nothing"
+        adapter.drain()
+        layout = adapter.read()
+        first = {f.tensor: layout.tensors[f.root].view(dtype)[0].item() for f in layout.traced.fragments}
+        assert [first[n] for n in ours[0].others] == [value] * len(ours[0].others)
+    assert not ours[1].gather.settled
 
 
 @pytest.mark.parametrize("use", ["forward", "refit", "state_dict", "copy"])
