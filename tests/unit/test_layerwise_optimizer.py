@@ -323,6 +323,22 @@ def test_memory_that_was_replaced_in_a_step_is_the_last_word():
             use()
 
 
+class Gathers(torch.optim.SGD):
+    """Asks other ranks for something in its step, as Muon does under tensor parallelism, and one of them is gone."""
+
+    def step(self):
+        raise RuntimeError("[gloo/pair.cc:1] Connection closed by peer")
+
+
+def test_a_rank_that_is_lost_inside_an_inner_optimizers_step_is_a_typed_error_and_the_last_word():
+    net = layers()
+    o = Half(net)
+    o.inner[0].__class__ = Gathers
+    for use in (lambda: o.train(101.0), lambda: net(torch.ones(1, 4)), o.step):
+        with pytest.raises(PeerLost, match="closed its connections"):
+            use()
+
+
 def test_an_error_that_is_not_the_wires_is_raised_as_it_is_and_the_gather_is_over():
     net = layers()
     o = Half(net)

@@ -8,6 +8,7 @@ asynchronous gather on. The distributed optimizer is not used and has to be off.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
 
 import msgspec
 import torch
@@ -74,7 +75,11 @@ class MegatronLayerWise(LayerWiseOptimizer):
 
     def _total(self, mine: torch.Tensor) -> torch.Tensor:
         mine = mine.to(self._trained[0][1].device)
-        dist.all_reduce(mine)
+        work = dist.all_reduce(mine, async_op=True)
+        if mine.is_cuda:
+            work.wait()  # torch's own watchdog has the deadline of Megatron's groups
+        else:
+            work.wait(timedelta(seconds=self.gather.deadline_s))
         return mine
 
     def _counts(self, o: Owned) -> bool:
