@@ -16,7 +16,7 @@ from torch import nn
 from tests.support import layerwise_model as lm
 from tests.support.layerwise_half import Half, layers, values
 from tests.support.layerwise_model import step
-from xfer.errors import LayoutError, PeerLost, RebindError, StaleWeights, Unsupported
+from xfer.errors import DeadlineExceeded, LayoutError, PeerLost, RebindError, StaleWeights, Unsupported
 from xfer.layerwise import LayerWiseOptimizer, Muon, ParamGroup, newton_schulz
 from xfer.layerwise.shares import known_elsewhere, refuse_astray, settle_in
 from xfer.trainers.dtensor import TensorTrainer
@@ -337,6 +337,17 @@ def test_a_rank_that_is_lost_inside_an_inner_optimizers_step_is_a_typed_error_an
     for use in (lambda: o.train(101.0), lambda: net(torch.ones(1, 4)), o.step):
         with pytest.raises(PeerLost, match="closed its connections"):
             use()
+
+
+def test_a_deadline_says_that_some_ranks_may_have_asked_alone():
+    """Rank 0 evaluates, the others wait for it at a barrier: nothing is broken but who calls what."""
+    net = layers()
+    o = Half(net, deadline_s=1e-9)
+    o.train(101.0)
+    o.wire.fails = RuntimeError("Timed out waiting 1000ms for recv operation to complete")
+    with pytest.raises(DeadlineExceeded) as e:
+        net.state_dict()
+    assert any("for all of them" in v and "barrier" in v for v in e.value.violations)
 
 
 def test_an_error_that_is_not_the_wires_is_raised_as_it_is_and_the_gather_is_over():

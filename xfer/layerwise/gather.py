@@ -21,7 +21,7 @@ import torch.distributed as dist
 from xfer.errors import DeadlineExceeded, LayoutError, PeerLost, PlanMismatch, StaleWeights, XferError
 from xfer.layerwise.pulls import Pulls, start_in_order
 from xfer.layerwise.shares import Share, refuse_astray
-from xfer.layerwise.wire import Wire
+from xfer.layerwise.wire import ON_ALL_RANKS, Wire
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -138,7 +138,9 @@ class ParamGather:
     something travels without which nothing may be stepped, beside those of buckets.
 
     Each bucket is gathered exactly once per step, and those of one group in one order on all of its ranks, whatever
-    forwards do. So ranks that run their modules in different orders, or one more forward than others, still match.
+    forwards do. So ranks that run their modules in different orders, or one more forward than others, still match. But a
+    broadcast needs all of them: a rank that asks for parameters (a forward, state_dict()) waits until the others ask too,
+    or step, and to the deadline if they wait for that rank somewhere else.
     """
 
     def __init__(
@@ -388,7 +390,7 @@ class ParamGather:
             why = f"not within {self.deadline_s:.0f} s" if late else "a peer has ended or closed its connections"
             self.broken = kind(
                 f"parameters could not be gathered: {why}",
-                [f"{what}: {_first_line(e)}", *_states(self.buckets)],
+                [f"{what}: {_first_line(e)}", *([ON_ALL_RANKS] if late else ()), *_states(self.buckets)],
                 where=self.label,
             )
             raise self.broken from e

@@ -89,7 +89,7 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
 
     `param_groups` are the inner optimizers' own, for learning-rate schedulers. Parameters that need no gradient have no
     owner and are never sent. Between `step()` and a forward, parameters of other owners are old: read them inside
-    forwards, or `drain()` first, on all ranks.
+    forwards, or `drain()` first, on all ranks. So does `state_dict()` of modules: like a forward after a step it is for all ranks.
 
     LayoutError and Unsupported list everything that does not fit, before any parameter is touched.
     """
@@ -193,7 +193,8 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
                 p.grad.detach_().zero_()
 
     def drain(self, to_write: bool = True) -> None:
-        """Bring every parameter here now: before reading, saving or changing them outside of a forward. Collective.
+        """Bring every parameter here now: before reading, saving or changing them outside of a forward. Collective: by broadcasts,
+        so no rank returns before all have called it, or stepped.
 
         to_write: also wait until no other rank copies out of this rank's memory, for which who only reads has no use.
         """
