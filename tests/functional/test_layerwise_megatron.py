@@ -242,6 +242,17 @@ def test_a_checkpoint_is_loaded_at_another_layout(two, folders, tmp_path, a, oth
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_buffers_that_training_changes_are_resharded_too(two, folders, tmp_path):
+    """The router's bias of each expert, which Megatron keeps beside the parameters and moves after every step."""
+    resharded(two, folders["mla"], tmp_path, "dp", ["tp2", "ep2"])
+    first = content(tmp_path / "from dp")
+    trained = {k.rpartition("/")[0] for k in first if not k.endswith("/param")}
+    buffers = [v for k, v in first.items() if k.removesuffix("/param") not in trained]
+    assert buffers and all(v.any() for v in buffers)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("a, others", PAIRS, ids=[a for a, _ in PAIRS])
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_the_reshard_matrix(ranks, folders, tmp_path, a, others):
