@@ -57,7 +57,7 @@ class RolloutClient:
 
     def post(self, url: str, path: str, body: dict) -> dict:
         """A rollout listens only once it serves: until then it is asked again. One that has answered before and listens no
-        more is gone."""
+        more is gone, and so is one that says that it failed. XferError for what no replica would answer."""
         end = time.monotonic() + self.deadline_s
         request = urllib.request.Request(url + path, json.dumps(body).encode(), self._headers)
         while True:
@@ -67,7 +67,8 @@ class RolloutClient:
                 self._met.add(url)
                 return said
             except urllib.error.HTTPError as e:
-                raise XferError(f"{url}{path} answered {e.code}", [e.read(2000).decode(errors="replace")]) from None
+                kind = EngineLost if e.code >= 500 else XferError
+                raise kind(f"{url}{path} answered {e.code}", [e.read(2000).decode(errors="replace")]) from None
             except urllib.error.URLError as e:
                 if url in self._met or not isinstance(e.reason, ConnectionRefusedError):
                     raise EngineLost(f"{url} cannot be reached: {e.reason}") from None

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from examples.grpo import gate
 from examples.grpo.samples import Sample
+from xfer.errors import LayoutError
 
 
 @dataclass(frozen=True)
@@ -28,9 +29,22 @@ class Batch:
     prompt: int
 
     def pieces(self, rank: int, ranks: int, count: int) -> list[Batch]:
-        """The micro batches of one data-parallel rank."""
+        """The micro batches of one data-parallel rank. LayoutError as `refuse_uneven`."""
+        refuse_uneven(len(self.tokens), ranks, count)
         cut = [t[rank::ranks].chunk(count) for t in (self.tokens, self.logprobs, self.advantages)]
         return [Batch(*x, self.prompt) for x in zip(*cut, strict=True)]
+
+
+def refuse_uneven(samples: int, ranks: int, micro_batches: int) -> None:
+    """LayoutError: ranks would have micro batches of other sizes, or of other numbers, and wait for each other in the schedule."""
+    if samples % (ranks * micro_batches):
+        raise LayoutError(
+            f"{samples} samples a step cannot be cut evenly",
+            [
+                f"{ranks} data-parallel ranks of {micro_batches} micro batches each: make prompts times answers a multiple of "
+                f"{ranks * micro_batches}"
+            ],
+        )
 
 
 def advantages(rewards: torch.Tensor) -> torch.Tensor:

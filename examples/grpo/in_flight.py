@@ -54,10 +54,12 @@ class InFlight:
         )
         while True:
             name = next(self._names)
-            async for said in self.engine.generate({"prompt_token_ids": list(prompt)}, params, name):
-                answer = said.outputs[0]
-                self.under_way[name] = len(answer.token_ids)
-            del self.under_way[name]
+            try:
+                async for said in self.engine.generate({"prompt_token_ids": list(prompt)}, params, name):
+                    answer = said.outputs[0]
+                    self.under_way[name] = len(answer.token_ids)
+            finally:
+                self.under_way.pop(name, None)
             if answer.finish_reason != "abort":
                 break
             self.again += 1  # a refit threw it away: half an answer of old weights is of no use here

@@ -1,5 +1,6 @@
 """The example's arithmetic without models: advantages, packing, the loss against finite differences, gate and versions."""
 
+import asyncio
 import json
 import math
 import os
@@ -8,17 +9,19 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from threading import Thread
+from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from examples.grpo import gate, grpo, summary
+from examples.grpo import gate, grpo, in_flight, summary
+from examples.grpo.client import RolloutClient
 from examples.grpo.samples import Sample, Span, require_version
 from examples.grpo.task import SortDigits
 from tests.support.proc import PATIENCE, ROOT
-from xfer.errors import DeadlineExceeded, XferError
+from xfer.errors import DeadlineExceeded, EngineLost, LayoutError, XferError
 from xfer.testing.ports import free_port
 
 
@@ -59,6 +62,17 @@ def test_packing_keeps_every_row_once_and_pads_what_the_model_reads(prompts, mul
     assert {t.dtype for t in (batch.logprobs, batch.advantages)} == {torch.float64}  # what `shared` receives into
     rows = [t for r in range(ranks) for p in batch.pieces(r, ranks, 2) for t in p.tokens[:, :7].tolist()]
     assert sorted(rows) == sorted([*s.prompt, *s.tokens] for g in groups for s in g)
+
+
+@given(samples=st.integers(1, 40), ranks=st.integers(1, 3), count=st.integers(1, 4))
+def test_samples_are_cut_into_equal_micro_batches_or_refused(samples, ranks, count):
+    batch = grpo.Batch(torch.zeros(samples, 3), torch.zeros(samples, 1), torch.zeros(samples), 1)
+    if samples % (ranks * count):
+        with pytest.raises(LayoutError, match="evenly"):
+            batch.pieces(0, ranks, count)
+    else:
+        sizes = [[len(p.tokens) for p in batch.pieces(r, ranks, count)] for r in range(ranks)]
+        assert sizes == [[samples // (ranks * count)] * count] * ranks
 
 
 def test_the_loss_has_the_gradient_of_the_clipped_ratio():
@@ -160,6 +174,79 @@ def test_a_sample_whose_parts_do_not_fit_is_refused(broken):
     assert Sample.read(json.loads(json.dumps(whole))).versions == ("3",)
     with pytest.raises(XferError, match="cannot be used"):
         Sample.read(whole | broken)
+
+
+@pytest.mark.parametrize("code", [500, 503, 403, 404])
+def test_a_replica_that_says_it_failed_is_not_asked_again_and_a_wrong_request_is_an_error(code):
+    good = {"prompt": [1], "tokens": [2], "logprobs": [-1.0], "spans": [["3", 0, 1]]}
+
+    def handler(fails: bool):
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self):
+                asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                text = (
+                    b"out of memory" if fails else json.dumps({"groups": [[good] for _ in asked["prompts"]]}).encode()
+                )
+                self.send_response(code if fails else 200)
+                self.send_header("Content-Length", str(len(text)))
+                self.end_headers()
+                self.wfile.write(text)
+
+            def log_message(self, *_):
+                pass
+
+        return Handler
+
+    servers = [HTTPServer(("127.0.0.1", 0), handler(fails)) for fails in (True, False)]
+    urls = [f"http://127.0.0.1:{s.server_port}" for s in servers]
+    for s in servers:
+        Thread(target=s.serve_forever, daemon=True).start()
+    try:
+        both, first = (RolloutClient(some, "token", 60.0 * PATIENCE) for some in (urls, urls[:1]))
+        if code >= 500:
+            got = both.sample([[1]] * 4, n=1, tokens=1, seed=0)
+            assert [[s.tokens for s in g] for g in got] == [[(2,)]] * 4
+            with pytest.raises(EngineLost, match="no replica is left") as e:
+                first.sample([[1]], n=1, tokens=1, seed=0)
+            assert "out of memory" in e.value.violations[0]
+        else:
+            with pytest.raises(XferError, match=f"answered {code}") as e:
+                both.sample([[1]] * 4, n=1, tokens=1, seed=0)
+            assert type(e.value) is XferError
+    finally:
+        for s in servers:
+            s.shutdown()
+            s.server_close()
+
+
+@pytest.mark.parametrize("how", ["ends", "fails", "is cancelled"])
+def test_nothing_is_under_way_once_a_request_has_ended_however_it_did(monkeypatch, how):
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=dict))
+    begun = asyncio.Event()
+
+    class Engine:
+        async def generate(self, prompt, params, name):
+            one = SimpleNamespace(token_ids=[5], logprobs=[{5: SimpleNamespace(logprob=-1.0)}], finish_reason="length",
+                                  weight_versions=[SimpleNamespace(version="3", start=0, end=1)])  # fmt: skip
+            yield SimpleNamespace(outputs=[one])
+            begun.set()
+            if how == "fails":
+                raise RuntimeError("the engine is dead")
+            if how == "is cancelled":
+                await asyncio.Event().wait()
+
+    one = in_flight.InFlight.__new__(in_flight.InFlight)  # its own __init__ serves a real engine
+    one.engine, one.under_way, one.again, one._names = Engine(), {}, 0, iter("ab")
+
+    async def ask():
+        asked = asyncio.ensure_future(one.sample([1], tokens=1))
+        await begun.wait()
+        if how == "is cancelled":
+            asked.cancel()
+        return (await asyncio.gather(asked, return_exceptions=True))[0]
+
+    seen = {"ends": Sample, "fails": RuntimeError, "is cancelled": asyncio.CancelledError}[how]
+    assert isinstance(asyncio.run(ask()), seen) and not one.under_way
 
 
 def test_servers_are_waited_for_and_named_when_they_do_not_come():

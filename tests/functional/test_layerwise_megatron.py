@@ -15,6 +15,7 @@ pytestmark = pytest.mark.trainer
 
 SMALL = dict(num_hidden_layers=2, hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2)
 FP32 = dict(SMALL, torch_dtype="float32")
+MLA = dict(num_hidden_layers=2, hidden_size=64, intermediate_size=96, n_routed_experts=4, moe_intermediate_size=32)
 STEPS = 50
 
 
@@ -31,6 +32,7 @@ def folders(work):
         ("moe", "qwen3_moe", dict(FP32, num_experts=4, moe_intermediate_size=32)),
         ("moe bf16", "qwen3_moe", dict(SMALL, num_experts=4, moe_intermediate_size=32)),
         ("deep", "qwen3", dict(FP32, num_hidden_layers=4)),
+        ("mla", "deepseek_v3", dict(MLA, torch_dtype="float32")),
         ("odd", "qwen3_tied", dict(FP32, vocab_size=130)),
         ("dense fp16", "qwen3_tied", dict(SMALL, torch_dtype="float16")),
     ):
@@ -104,6 +106,22 @@ def test_a_refit_of_a_megatron_trainer_without_the_wrapper_drains_first(two, fol
         assert "stale" in x["before"] and set(x["after"]) == {"current"}
 
 
+@pytest.mark.parametrize("model", ["moe", "mla"])
+def test_a_matrix_is_cut_where_its_shape_says_so_whatever_it_is_marked_as(two, folders, model):
+    """TransformerEngine marks all weights of linear layers as cut, and experts' always along dim 0."""
+    two.ask("build", "built", folder=folders[model], layout={})
+    whole = two.ask("cuts", "cut")[0]
+    two.ask("build", "built", folder=folders[model], layout=dict(tp=2, etp=2))
+    assert not any(dim is not None for dim in whole["cut"].values())
+    for part in two.ask("cuts", "cut"):
+        assert part["shapes"].keys() == whole["shapes"].keys()
+        halves = {
+            n: next((i for i, (a, b) in enumerate(zip(s, whole["shapes"][n])) if a != b), None)
+            for n, s in part["shapes"].items()
+        }
+        assert part["cut"] == halves and set(halves.values()) == {None, 0, 1}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("model, layout", [("dense", {}), ("moe", dict(ep=2))])
 def test_fifty_steps_equal_blocking_and_one_process(ranks, folders, alone, model, layout):
@@ -122,6 +140,8 @@ WIDE = [
     ("deep", dict(pp=2, vpp=2), 2, 10),
     ("dense", dict(cp=2), 2, 10),
     ("moe", dict(tp=2, ep=2, etp=1), 2, 10),
+    ("moe", dict(tp=2, etp=2), 2, 10),
+    ("mla", dict(tp=2, etp=2), 2, 10),
     ("moe", dict(pp=2, ep=2), 2, 10),
     ("moe", dict(ep=4), 4, 10),
 ]
@@ -219,6 +239,17 @@ def resharded(ranks, folder: str, work, a: str, others: list[str], rel: float = 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_checkpoint_is_loaded_at_another_layout(two, folders, tmp_path, a, others):
     resharded(two, folders["moe"], tmp_path, a, others)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_buffers_that_training_changes_are_resharded_too(two, folders, tmp_path):
+    """The router's bias of each expert, which Megatron keeps beside the parameters and moves after every step."""
+    resharded(two, folders["mla"], tmp_path, "dp", ["tp2", "ep2"])
+    first = content(tmp_path / "from dp")
+    trained = {k.rpartition("/")[0] for k in first if not k.endswith("/param")}
+    buffers = [v for k, v in first.items() if k.removesuffix("/param") not in trained]
+    assert buffers and all(v.any() for v in buffers)
 
 
 @pytest.mark.slow

@@ -221,7 +221,7 @@ def test_a_refit_by_an_adapter_that_knows_of_no_optimizer_drains_first(ranks):
     for seen in run(ranks, "refit_without_the_wrapper"):
         assert all(before > 0 for before, _ in seen.values()), "nothing was on its way: this proves nothing"
         after = {name: n for name, (_, n) in seen.items()}
-        assert after["module"] == after["tensors"] == 0 < min(after["owners"], after["another model's"])
+        assert after["module"] == after["tensors"] == after["copies"] == 0 < min(after["owners"], after["another model's"])
 
 
 @pytest.mark.slow

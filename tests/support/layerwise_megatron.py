@@ -131,6 +131,12 @@ class Rank:
         self._new(folder, layout)
         emit("built")
 
+    def cuts(self) -> None:
+        """Shape of every parameter here, and the dim along which the optimizer takes it to be cut, null for none."""
+        optimizer = self.trainer.optimizer
+        cut = {n: optimizer._cut[id(p)][1] if id(p) in optimizer._cut else None for n, p in optimizer.named}
+        emit("cut", shapes={n: list(p.shape) for n, p in optimizer.named}, cut=cut)
+
     def step(self, steps: int = 1) -> None:
         emit("stepped", losses=[self.trainer.step() for _ in range(steps)])
 
@@ -191,7 +197,7 @@ class Rank:
 
 def main() -> None:
     r = Rank()
-    obey(r.train, r.build, r.step, r.drain, r.save, r.load, r.connect, r.refit, r.export, r.close)
+    obey(r.train, r.build, r.cuts, r.step, r.drain, r.save, r.load, r.connect, r.refit, r.export, r.close)
     os._exit(0)  # gloo's threads would wait for peers that are gone
 
 

@@ -125,6 +125,15 @@ def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1).float(), tokens[:, 1:].flatten())
 
 
+def step(model: nn.Module, optimizer, number: int) -> float:
+    """One step of training on a batch of that number; its loss."""
+    loss = loss_of(model, batch(number, 0))
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss.item()
+
+
 def digest(model: nn.Module) -> str:
     """Of the bytes of every parameter, in order."""
     h = hashlib.sha256()

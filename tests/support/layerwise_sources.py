@@ -45,6 +45,7 @@ def refit_without_the_wrapper():
         "owners": lambda net: LayerWiseTrainer(TensorTrainer(net), pair.owners),
         "module": TensorTrainer,
         "tensors": lambda net: TensorTrainer(lambda: {n: p.detach() for n, p in net.named_parameters()}),
+        "copies": lambda net: TensorTrainer(lambda: {n: p.detach().double() for n, p in net.named_parameters()}),
         "another model's": lambda net: TensorTrainer(lambda: {"w": torch.zeros(3)}),
     }
     for name, trainer in trainers.items():

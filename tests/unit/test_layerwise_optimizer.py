@@ -1,9 +1,11 @@
-"""What can be seen of a layer-wise optimizer in one process: what it refuses, Muon, hooks, memory, checkpoints.
+"""What can be seen of a layer-wise optimizer in one process: what it refuses, Muon, hooks, memory.
 
 Gathers need peers: see tests/functional/test_layerwise_torch.py.
 """
 
 from __future__ import annotations
+
+import copy
 
 import pytest
 import torch
@@ -12,9 +14,13 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tests.support import layerwise_model as lm
-from xfer.errors import LayoutError, Unsupported
-from xfer.layerwise import LayerWiseOptimizer, Muon, ParamGroup, checkpoint, newton_schulz
+from tests.support.layerwise_half import Half, layers, values
+from tests.support.layerwise_model import step
+from xfer.errors import DeadlineExceeded, LayoutError, PeerLost, RebindError, StaleWeights, Unsupported
+from xfer.layerwise import LayerWiseOptimizer, Muon, ParamGroup, newton_schulz
 from xfer.layerwise.shares import known_elsewhere, refuse_astray, settle_in
+from xfer.trainers.dtensor import TensorTrainer
+from xfer.trainers.layerwise import LayerWiseTrainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -65,14 +71,6 @@ def optimizer(net: nn.Module, **options) -> LayerWiseOptimizer:
     return LayerWiseOptimizer(net, lm.groups(net), **options)
 
 
-def step(net: nn.Module, o, number: int) -> float:
-    loss = lm.loss_of(net, lm.batch(number, 0))
-    o.zero_grad()
-    loss.backward()
-    o.step()
-    return loss.item()
-
-
 def test_parameters_in_no_group_in_two_and_of_other_modules_are_all_named():
     net = lm.Transformer()
     inside, rest = lm.groups(net)
@@ -100,6 +98,20 @@ def test_a_model_without_anything_to_train_is_refused():
     with pytest.raises(LayoutError) as e:
         LayerWiseOptimizer(net, [ParamGroup(net.parameters(), torch.optim.Adam)])
     assert "no device" in e.value.violations[0]
+
+
+def test_options_that_do_not_exist_are_all_named_before_anything_is_touched():
+    net = layers(2)
+    at = [p.data_ptr() for p in net.parameters()]
+    groups = [
+        ParamGroup([net[0].weight], torch.optim.SGD, {"lr": 0.1}, cost="newton"),
+        ParamGroup([net[1].weight], torch.optim.SGD, {"lr": 0.1}, cost=lambda shape: 1.0),
+    ]
+    with pytest.raises(LayoutError) as e:
+        LayerWiseOptimizer(net, groups, reduce="to_owner", guard="nans", route="pulls")
+    given = ("reduce='to_owner'", "guard='nans'", "route='pulls'", "group 0: cost='newton'")
+    assert all(any(v.startswith(g) for v in e.value.violations) for g in given) and len(e.value.violations) == 4
+    assert [p.data_ptr() for p in net.parameters()] == at
 
 
 @pytest.mark.parametrize("change", ["freeze", "thaw", "replace", "add", "regroup"])
@@ -165,6 +177,211 @@ def test_a_scaled_loss_and_a_clipped_norm():
     assert all(torch.allclose(x, y, atol=1e-5) for x, y in zip(nets[0].parameters(), nets[1].parameters()))
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_the_norm_is_that_of_the_gradients_in_any_dtype(dtype):
+    net = nn.Linear(8, 8, bias=False).to(dtype)
+    o = LayerWiseOptimizer(net, [ParamGroup(net.parameters(), torch.optim.SGD, {"lr": 0.1})])
+    net.weight.grad = torch.full((8, 8), 3.0, dtype=dtype)
+    o.step()
+    assert o.grad_norm == 24.0
+
+
+# ---- parameters that are written from outside
+
+
+@pytest.mark.parametrize("way", ["load_state_dict", "of a part", "synchronize"])
+@pytest.mark.parametrize("model", [lm.Transformer, lm.MixedTransformer])
+def test_the_next_step_goes_on_from_what_was_written_and_keeps_the_masters_of_the_rest(model, way):
+    net, given = model(), model(seed=11).state_dict()
+    o = optimizer(net)
+    for i in range(2):
+        step(net, o, i)
+    for g in o.param_groups:
+        g["lr"] = 0.0
+    if way == "load_state_dict":
+        written = set(given)
+        net.load_state_dict(given)
+    else:
+        part = {k.removeprefix("blocks.0."): v for k, v in given.items() if k.startswith("blocks.0.")}
+        written = {f"blocks.0.{k}" for k in part}
+        with torch.no_grad():
+            if way == "of a part":
+                net.blocks[0].load_state_dict(part)
+            else:
+                for k, v in part.items():
+                    net.blocks[0].get_parameter(k).copy_(v)
+    masters = {x.name: x.target.detach().clone() for x in o.owned if x.target is not x.param}
+    if way == "synchronize":
+        o.synchronize()
+    want = lm.digest(net)
+    step(net, o, 5)
+    assert lm.digest(net) == want and all(torch.equal(net.state_dict()[k], given[k]) for k in written)
+    kept = {n for n in masters if n not in written}
+    assert all(torch.equal(x.target, masters[x.name]) for x in o.owned if x.name in kept)
+    assert way == "load_state_dict" or not masters or kept
+
+
+# ---- gathers, seen from one of two ranks
+
+
+def test_a_refit_has_what_is_on_its_way_although_the_optimizer_was_dropped():
+    def trained(net: nn.Module) -> list[str]:
+        o = Half(net)
+        o.train(101.0)
+        o.train(102.0)
+        return o.others
+
+    net = layers()
+    others = trained(net)
+    assert others and 102.0 not in values(net, others), "nothing is on its way: this proves nothing"
+    TensorTrainer(net).drain()
+    assert values(net, others) == [102.0] * len(others)
+
+
+COPIES = {
+    "of another dtype": lambda p: p.detach().to(torch.bfloat16),
+    "made in place": lambda p: torch.zeros_like(p.data).add_(p.data),
+    "of a part": lambda p: p.data[:2].clone(),
+}
+
+
+@pytest.mark.parametrize("made", COPIES.values(), ids=COPIES)
+def test_a_refit_of_what_is_computed_from_parameters_has_those_of_the_last_step(made):
+    """Of those only: other models are left alone, since not all ranks of this one may know them."""
+    nets, ours = [layers(), layers()], []
+    for net in nets:
+        ours.append(Half(net))
+        ours[-1].train(101.0)
+        ours[-1].train(102.0)
+    source = TensorTrainer(lambda: {n: made(p) for n, p in nets[0].named_parameters()}, rank=0, world=2)
+    owners, everybody = (LayerWiseTrainer(source, ours[0], sources) for sources in ("owners", "all"))
+    owners.drain()
+    with pytest.raises(Unsupported, match="nothing says who owns them") as e:
+        owners.read()
+    assert len(e.value.violations) == 4
+    dtype = made(nets[0][0].weight).dtype
+    for value, adapter in ((103.0, source), (104.0, everybody)):
+        ours[0].train(value)
+        assert not ours[0].gather.settled, "nothing is on its way: this proves nothing"
+        adapter.drain()
+        layout = adapter.read()
+        first = {f.tensor: layout.tensors[f.root].view(dtype)[0].item() for f in layout.traced.fragments}
+        assert [first[n] for n in ours[0].others] == [value] * len(ours[0].others)
+    assert not ours[1].gather.settled
+
+
+@pytest.mark.parametrize("use", ["forward", "refit", "state_dict", "copy"])
+def test_a_close_after_a_gather_that_failed_lets_go_and_the_module_still_refuses(use):
+    net = layers()
+    o = Half(net)
+    o.train(101.0)
+    o.train(102.0)
+    o.wire.fails = RuntimeError("[gloo/pair.cc:1] Connection closed by peer")
+    for end in (o.drain, o.close):
+        with pytest.raises(PeerLost):
+            end()
+    assert not o.wire.open
+    del o
+    uses = {
+        "forward": lambda: net(torch.ones(1, 4)),
+        "refit": TensorTrainer(net).drain,
+        "state_dict": net.state_dict,
+        "copy": lambda: copy.deepcopy(net),
+    }
+    with pytest.raises(PeerLost):
+        uses[use]()
+
+
+def test_memory_that_was_replaced_is_an_error_before_anything_is_stepped():
+    net = layers()
+    o = Half(net)
+    o.train(101.0)
+    o.drain()
+    net[1].weight.data = net[1].weight.detach().clone()
+    net(torch.ones(2, 4)).sum().backward()
+    before, version = lm.digest(net), o.gather.version
+    with pytest.raises(RebindError, match="other memory"):
+        o.step()
+    assert lm.digest(net) == before and o.gather.version == version
+
+
+class Moves(torch.optim.SGD):
+    """Gives a parameter other memory in its step, as nobody should."""
+
+    def step(self):
+        super().step()
+        p = self.param_groups[0]["params"][0]
+        p.data = p.detach().clone()
+
+
+def test_memory_that_was_replaced_in_a_step_is_the_last_word():
+    net = layers()
+    o = Half(net)
+    o.inner[0].__class__ = Moves
+    for use in (lambda: o.train(101.0), lambda: net(torch.ones(1, 4)), TensorTrainer(net).drain):
+        with pytest.raises(RebindError):
+            use()
+
+
+class Gathers(torch.optim.SGD):
+    """Asks other ranks for something in its step, as Muon does under tensor parallelism, and one of them is gone."""
+
+    def step(self):
+        raise RuntimeError("[gloo/pair.cc:1] Connection closed by peer")
+
+
+def test_a_rank_that_is_lost_inside_an_inner_optimizers_step_is_a_typed_error_and_the_last_word():
+    net = layers()
+    o = Half(net)
+    o.inner[0].__class__ = Gathers
+    for use in (lambda: o.train(101.0), lambda: net(torch.ones(1, 4)), o.step):
+        with pytest.raises(PeerLost, match="closed its connections"):
+            use()
+
+
+def test_a_deadline_says_that_some_ranks_may_have_asked_alone():
+    """Rank 0 evaluates, the others wait for it at a barrier: nothing is broken but who calls what."""
+    net = layers()
+    o = Half(net, deadline_s=1e-9)
+    o.train(101.0)
+    o.wire.fails = RuntimeError("Timed out waiting 1000ms for recv operation to complete")
+    with pytest.raises(DeadlineExceeded) as e:
+        net.state_dict()
+    assert any("for all of them" in v and "barrier" in v for v in e.value.violations)
+
+
+def test_an_error_that_is_not_the_wires_is_raised_as_it_is_and_the_gather_is_over():
+    net = layers()
+    o = Half(net)
+    o.train(101.0)
+    o.wire.fails = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+    with pytest.raises(torch.OutOfMemoryError):
+        o.drain()
+    with pytest.raises(StaleWeights, match="broke off") as e:
+        net(torch.ones(1, 4))
+    assert "OutOfMemoryError" in e.value.violations[0]
+
+
+def test_a_copy_of_a_module_is_an_ordinary_module_and_none_is_made_of_old_parameters():
+    net = layers()
+    o = Half(net)
+    reference = copy.deepcopy(net)  # before the first step, as for GRPO
+    o.train(101.0)
+    with pytest.raises(StaleWeights, match="copied"):
+        copy.deepcopy(net)
+    o.drain()
+    twin = copy.deepcopy(net)
+    assert lm.digest(twin) == lm.digest(net) != lm.digest(reference)
+    o.train(102.0)
+    for m in (twin, reference):
+        before = lm.digest(m)
+        m(torch.ones(1, 4)).sum().backward()
+        m.load_state_dict(m.state_dict())
+        torch.optim.SGD(m.parameters(), lr=0.0).step()
+        assert lm.digest(m) == before
+    assert not o.gather.settled, "what the copies did reached the gather of the module"
+
+
 # ---- memory
 
 
@@ -200,55 +417,3 @@ def test_memory_that_a_buffer_or_an_attribute_looks_into_stays_where_it_is():
         net[1].weight.zero_()
         away.unpack(run)
     assert net[0].weight.abs().sum() > 0 and net[1].cached.abs().sum() > 0
-
-
-# ---- checkpoints
-
-
-@pytest.mark.parametrize("model", [lm.Transformer, lm.MixedTransformer])
-def test_a_checkpoint_goes_on_bit_for_bit(model, tmp_path):
-    net = model()
-    o = optimizer(net)
-    for i in range(3):
-        step(net, o, i)
-    o.param_groups[0]["lr"] = 0.003
-    checkpoint.save(o, tmp_path)
-    went_on = [step(net, o, i) for i in range(3, 6)]
-    other = model(seed=11)
-    o2 = optimizer(other)
-    step(other, o2, 77)
-    checkpoint.load(o2, tmp_path)
-    assert [step(other, o2, i) for i in range(3, 6)] == went_on
-    assert lm.digest(other) == lm.digest(net)
-
-
-def test_a_checkpoint_of_another_model_is_refused_by_name(tmp_path):
-    net = lm.Transformer(layers=1)
-    o = optimizer(net)
-    step(net, o, 0)
-    checkpoint.save(o, tmp_path)
-    with pytest.raises(LayoutError) as e:
-        checkpoint.load(optimizer(lm.Transformer(layers=2)), tmp_path)
-    assert any(v.startswith("blocks.1.up.weight: the checkpoint has no param") for v in e.value.violations)
-    with pytest.raises(LayoutError) as e:
-        checkpoint.load(optimizer(lm.Transformer(layers=1, width=44)), tmp_path)
-    assert any("in the checkpoint" in v for v in e.value.violations)
-
-
-class Rows(torch.optim.SGD):
-    """Keeps one number per row."""
-
-    def step(self):
-        for g in self.param_groups:
-            for p in g["params"]:
-                self.state[p]["rows"] = torch.zeros(p.shape[0])
-
-
-def test_state_that_is_no_tensor_of_the_parameters_shape_is_refused(tmp_path):
-    net = nn.Linear(4, 3, bias=False)
-    o = LayerWiseOptimizer(net, [ParamGroup(net.parameters(), Rows, {"lr": 0.1})])
-    net(torch.ones(2, 4)).sum().backward()
-    o.step()
-    with pytest.raises(Unsupported, match="cannot be saved") as e:
-        checkpoint.save(o, tmp_path)
-    assert "weight: rows is (3,)" in e.value.violations[0]

@@ -9,16 +9,19 @@ import contextlib
 import queue
 import threading
 import time
+from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from tests.support.proc import PATIENCE
 from xfer.errors import DeadlineExceeded
-from xfer.layerwise import LayerWiseOptimizer, ParamGroup, pulls
+from xfer.layerwise import LayerWiseOptimizer, ParamGather, ParamGroup, pulls
 from xfer.layerwise import wire as wires
+from xfer.layerwise.megatron import MegatronLayerWise
 from xfer.layerwise.watch import Watch
 
 
@@ -172,7 +175,7 @@ def test_bytes_that_do_not_come_become_nans_before_the_gather_is_aborted_and_eve
     for use in (w.check, lambda: w.broadcasts([(1, bytes_of(theirs))], lambda: "")):
         with pytest.raises(DeadlineExceeded, match="bucket 1") as e:
             use()
-        assert "bucket 0" not in str(e.value)
+        assert "bucket 0" not in str(e.value) and "waiting at a barrier" in str(e.value)
     w.close()
     assert not w._watch
 
@@ -270,6 +273,28 @@ def test_what_is_copied_behind_a_gather_that_was_aborted_is_made_nans_too(wire):
     assert theirs.isnan().all() and not mine.any()
 
 
+def test_megatrons_norm_over_all_ranks_has_the_deadline_of_the_gather(monkeypatch):
+    """Its default group has another one, of half an hour. Both ranks are threads here; the second never sums."""
+    store, ends = dist.HashStore(), {}
+
+    def connect(rank: int) -> None:
+        ends[rank] = dist.ProcessGroupGloo(store, rank, 2, timedelta(minutes=30))
+
+    threads = [threading.Thread(target=connect, args=(r,)) for r in range(2)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join(30 * PATIENCE)
+    monkeypatch.setattr(dist, "all_reduce", lambda t, async_op: ends[0].allreduce([t]))
+    one = MegatronLayerWise.__new__(MegatronLayerWise)
+    one._trained, one.gather = [("w", torch.zeros(1))], ParamGather([], deadline_s=0.5, label="rank 0")
+    for _ in range(2):
+        with pytest.raises(DeadlineExceeded, match="not within"):
+            one.gather.check()
+            one.gather.guarded(lambda: one._total(torch.ones(())), "the norm of all gradients")
+    ends[1].allreduce([torch.ones(())]).wait()  # lets go of the first
+
+
 class Lost:
     """A wire that was aborted by its watch."""
 
@@ -287,7 +312,7 @@ def test_whoever_uses_a_gather_whose_wire_was_aborted_hears_of_it(use):
     optimizer.step()
     optimizer.gather._wires = [Lost()]
     before = [p.detach().clone() for p in net.parameters()]
-    for _ in range(1 if use == "close" else 2):  # close() lets go all the same, so afterwards nothing is left to ask
+    for _ in range(2):
         with pytest.raises(DeadlineExceeded, match="not exchanged in time"):
             (net if use == "state_dict" else optimizer).__getattribute__(use)()
     assert all(torch.equal(a, p) for a, p in zip(before, net.parameters()))

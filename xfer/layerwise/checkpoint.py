@@ -5,8 +5,9 @@ and any other layout reads from them what it needs, box by box. No flat buffer i
     save(optimizer, folder, MegatronTrainer(chunks, bridge)) Megatron: under the names of the Hugging Face checkpoint
 
 The second form needs no code per layout: where the boxes of a rank lie in its parameters is what the trainer's adapter reads
-for refits anyway, and state that has a parameter's shape is cut like the parameter. Files are torch.distributed.checkpoint's;
-hyperparameters lie beside them in `layerwise.json`. Which rank owns what is not stored.
+for refits anyway, and state that has a parameter's shape is cut like the parameter. What nobody owns (frozen parameters, persistent
+buffers) is stored too. Files are torch.distributed.checkpoint's, of which `.metadata` comes last: a folder without it is no
+checkpoint. Hyperparameters lie beside them in `layerwise.json`. Which rank owns what is not stored.
 
 Rows with which a vocabulary is padded have no name there, and how many there are depends on the layout. They are written beside the
 tensor that they pad, as `<name>/padding/<field>`, and read as far as both layouts have them; what only the new one has becomes zeros.
@@ -15,8 +16,10 @@ tensor that they pad, as `<name>/padding/<field>`, and read as far as both layou
 from __future__ import annotations
 
 import json
+import pickle
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -25,6 +28,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     MetadataIndex,
@@ -34,6 +38,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from xfer.errors import LayoutError, Unsupported, XferError
+from xfer.trace.slots import bare, tensors_of
 
 if TYPE_CHECKING:
     from xfer.layerwise.optimizer import LayerWiseOptimizer
@@ -65,12 +70,14 @@ class Piece:
 
 
 def save(optimizer: LayerWiseOptimizer, folder: str | Path, source: Source | None = None) -> None:
-    """Write the parameters and optimizer state into `folder`. Collective over all ranks. Right after `step()` nothing has to
-    be gathered: owners write what they own.
+    """Write parameters, persistent buffers and optimizer state into `folder`. Collective over all ranks. Right after `step()`
+    nothing has to be gathered: owners write what they own. A checkpoint that is there already is gone as soon as the first byte is
+    written; take another folder to keep it until this one is whole.
 
     source: adapter that says where the checkpoint's tensors lie in this rank's parameters; None: each parameter is
-    whole on its owner, under its canonical name. Unsupported lists parameters of which it names only a part, and
-    optimizer state that is neither as its parameter is shaped nor a single number.
+    whole on its owner, under its canonical name, which can only be where all ranks hold the same parameters. Unsupported
+    lists parameters of which that is not so, parameters of which `source` names only a part, and optimizer state that is
+    neither as its parameter is shaped nor a single number. XferError, on all ranks, when files cannot be written.
     """
     tensors: dict[str, Boxes] = {}
     wrong: list[str] = []
@@ -87,35 +94,35 @@ def save(optimizer: LayerWiseOptimizer, folder: str | Path, source: Source | Non
                 tensors[f"{p.key}/{field}"] = Boxes((), tensor.dtype, [((), tensor.detach())])
     _refuse(wrong, optimizer.label, "optimizer state that cannot be saved by parameter", Unsupported)
     live = dist.is_initialized()
-    dcp.save(dict(tensors), checkpoint_id=str(folder), no_dist=not live)
     if not live or dist.get_rank() == 0:
         groups = [{k: v for k, v in g.items() if k != "params" and _plain(v)} for g in optimizer.param_groups]
-        (Path(folder) / "layerwise.json").write_text(json.dumps({"format": FORMAT, "groups": groups}, indent=1))
-    if live:
-        dist.barrier()
+        _begin(Path(folder), json.dumps({"format": FORMAT, "groups": groups}, indent=1), wrong)
+    _refuse(wrong, optimizer.label, f"{folder} cannot be written", XferError)
+    with _typed(f"{folder} could not be written", optimizer.label):
+        dcp.save(dict(tensors), checkpoint_id=str(folder), no_dist=not live)
 
 
 def load(optimizer: LayerWiseOptimizer, folder: str | Path, source: Source | None = None) -> None:
     """Read what `save` wrote, at whatever layout, and bring everybody's parameters up to date. Collective over all ranks.
 
-    LayoutError lists parameters that the checkpoint does not have or has in another shape.
+    LayoutError lists parameters that the checkpoint does not have or has in another shape, and says what `folder` lacks where
+    nobody, or nobody to the end, saved into it.
     """
     optimizer.drain()
     reader = dcp.FileSystemReader(str(folder))
-    known = reader.read_metadata().state_dict_metadata
-    stored = json.loads((Path(folder) / "layerwise.json").read_text())
-    wrong = [] if stored.get("format") == FORMAT else [f"layerwise.json: format {stored.get('format')}, not {FORMAT}"]
-    if len(stored["groups"]) != len(optimizer.param_groups):
-        wrong.append(f"{len(stored['groups'])} parameter groups were saved, here are {len(optimizer.param_groups)}")
+    wrong: list[str] = []
+    known, groups = _opened(reader, Path(folder), wrong)
+    if not wrong and len(groups) != len(optimizer.param_groups):
+        wrong.append(f"{len(groups)} parameter groups were saved, here are {len(optimizer.param_groups)}")
     pieces = _pieces(optimizer, source, wrong)
     _refuse(wrong, optimizer.label, f"{folder} cannot be loaded into this model", LayoutError)
     wanted = _Wanted(known, wrong)
     targets = {o.name: o for o in optimizer.owned}
     states: dict[str, dict[str, torch.Tensor]] = {}
-    for name, p in optimizer.named:
+    for name, t in _tensors(optimizer).items():
         if name in optimizer.owner and name not in targets:
             continue
-        target = targets[name].target if name in targets else p
+        target = targets[name].target if name in targets else t
         wanted.whole(pieces[name], PARAM, target.detach())
         if name in targets:
             states[name] = wanted.state(pieces[name], target)
@@ -123,26 +130,80 @@ def load(optimizer: LayerWiseOptimizer, folder: str | Path, source: Source | Non
     with torch.no_grad():
         for view in wanted.blank:
             view.zero_()
-        dcp.load(dict(wanted.tensors), storage_reader=reader, no_dist=not dist.is_initialized())
+        with _typed(
+            f"{folder} could not be read, and what was read is in the model: load another one", optimizer.label
+        ):
+            dcp.load(dict(wanted.tensors), storage_reader=reader, no_dist=not dist.is_initialized())
         for o in optimizer.owned:
             optimizer.inner[o.group].state[o.target] = states[o.name]
             if o.target is not o.param:
                 o.param.copy_(o.target)
-    for group, was in zip(optimizer.param_groups, stored["groups"]):
+    for group, was in zip(optimizer.param_groups, groups):
         group.update({k: tuple(v) if isinstance(v, list) else v for k, v in was.items() if k in group})
-    optimizer.synchronize()
+    optimizer.synchronize(masters=False)
+
+
+# ---- the folder
+
+
+def _begin(folder: Path, text: str, wrong: list[str]) -> None:
+    """From here on what was saved there is no checkpoint any more: it would be loaded with some of the new bytes."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / ".metadata").unlink(missing_ok=True)
+        (folder / "layerwise.json").write_text(text)
+    except OSError as e:
+        wrong.append(f"{e}: give a folder that rank 0 may write to")
+
+
+def _opened(reader: dcp.FileSystemReader, folder: Path, wrong: list[str]) -> tuple[Mapping[str, object], list[dict]]:
+    """What is stored, by name, and the options of its parameter groups; or why there is nothing, added to `wrong`."""
+    try:
+        known = reader.read_metadata().state_dict_metadata
+        stored = json.loads((folder / "layerwise.json").read_text())
+    except (OSError, ValueError, EOFError, pickle.UnpicklingError) as e:
+        wrong.append(
+            f"no checkpoint, or one that was not saved to its end ({type(e).__name__}: {e}); load another folder"
+        )
+        return {}, []
+    if stored.get("format") != FORMAT:
+        wrong.append(f"layerwise.json: format {stored.get('format')}, not {FORMAT}")
+        return {}, []
+    return known, stored["groups"]
+
+
+@contextmanager
+def _typed(message: str, where: str) -> Iterator[None]:
+    """All ranks raise what torch's checkpoints say that any of them raised, which is no Exception there."""
+    try:
+        yield
+    except CheckpointException as e:
+        why = [f"rank {r}: {type(x).__name__}: {x}" for r, (x, _) in sorted(e.failures.items())]
+        raise XferError(message, why, where=where) from e
 
 
 # ---- what a rank holds
+
+
+def _tensors(optimizer: LayerWiseOptimizer) -> dict[str, torch.Tensor]:
+    """By canonical name: all parameters, and the persistent buffers that have memory of their own."""
+    out: dict[str, torch.Tensor] = dict(optimizer.named)
+    memory, seen = {p.untyped_storage().data_ptr() for p in out.values()}, {id(p) for p in out.values()}
+    for i, module in enumerate(optimizer.modules):
+        for path, table, key in tensors_of(module, seen):
+            name = bare(f"{path}.{key}" if path else key)
+            if table[key].untyped_storage().data_ptr() not in memory:
+                out[name if len(optimizer.modules) == 1 else f"{i}:{name}"] = table[key]
+    return out
 
 
 def _held(
     optimizer: LayerWiseOptimizer, wrong: list[str]
 ) -> Iterator[tuple[str, dict[str, torch.Tensor], dict[str, torch.Tensor]]]:
     """(name, tensors shaped as the parameter, single numbers) of all that this rank saves."""
-    for name, p in optimizer.named:
+    for name, t in _tensors(optimizer).items():
         if name not in optimizer.owner:
-            yield name, {PARAM: p.detach()}, {}
+            yield name, {PARAM: t.detach()}, {}
     for o in optimizer.owned:
         values, scalars = {PARAM: o.target.detach()}, {}
         for field, v in optimizer.inner[o.group].state.get(o.target, {}).items():
@@ -181,47 +242,55 @@ def _refuse(wrong: list[str], where: str, message: str, kind: type) -> None:
 
 def _pieces(optimizer: LayerWiseOptimizer, source: Source | None, wrong: list[str]) -> dict[str, tuple[Piece, ...]]:
     """By canonical name; what cannot be named is added to `wrong`."""
-    odd = [n for n, p in optimizer.named if not p.is_contiguous()]
+    tensors = _tensors(optimizer)
+    odd = [n for n, t in tensors.items() if not t.is_contiguous()]
     wrong += [f"{n}: not contiguous; make it so before the optimizer is built" for n in odd]
     if source is None:
+        world = dist.get_world_size() if dist.is_initialized() else 1
+        wrong += [
+            f"{n}: only ranks {list(peers.ranks)} of {world} are known to hold the same; others would write theirs under this name. "
+            "Pass `source`: MegatronTrainer, or TensorTrainer with what is `declared` of it"
+            for n, (peers, _) in optimizer.owner.items()
+            if peers.size != world
+        ]
         return {
-            n: (Piece(n, tuple(p.shape), (0,) * p.dim(), tuple(p.shape), 0, _rowwise(p)),) for n, p in optimizer.named
+            n: (Piece(n, tuple(t.shape), (0,) * t.dim(), tuple(t.shape), 0, _rowwise(t)),) for n, t in tensors.items()
         }
-    found: dict[str, list[Piece]] = {n: [] for n, _ in optimizer.named}
+    found: dict[str, list[Piece]] = {n: [] for n in tensors}
     try:
-        _read_pieces(optimizer, source, found, wrong)
+        _read_pieces(source, tensors, found, wrong)
     except XferError as e:  # told to all ranks, who are about to meet
         wrong += [e.message, *e.violations]
     for name, piece in optimizer.padding({n: tuple(x) for n, x in found.items()}).items():
         found[name].append(piece)
     for name, pieces in optimizer.copied({n: tuple(x) for n, x in found.items()}).items():
         found[name] = list(pieces)
-    for name, p in optimizer.named if not wrong else ():
+    for name, t in tensors.items() if not wrong else ():
         named = sum(prod(x.extent) for x in found[name])
-        if named != p.numel():
+        if named != t.numel():
             wrong.append(
-                f"{name}: the checkpoint names {named} of its {p.numel()} elements, and the rest is not the padding of a "
-                "vocabulary: train it whole, or freeze it and leave it out of the model"
+                f"{name}: the checkpoint names {named} of its {t.numel()} elements, and the rest is not the padding of a "
+                "vocabulary: train it whole, or freeze it and leave it out of the model; a buffer need not be persistent"
             )
     return {n: tuple(x) for n, x in found.items()}
 
 
 def _read_pieces(
-    optimizer: LayerWiseOptimizer, source: Source, found: dict[str, list[Piece]], wrong: list[str]
+    source: Source, tensors: Mapping[str, torch.Tensor], found: dict[str, list[Piece]], wrong: list[str]
 ) -> None:
-    """Into `found`: the boxes of the checkpoint's tensors that the adapter sees in this rank's parameters."""
+    """Into `found`: the boxes of the checkpoint's tensors that the adapter sees in these tensors of this rank."""
     layout = source.read()
     if layout.traced.recipes or layout.traced.gathers:
         wrong.append("tensors that are computed while exporting (adapters) have no optimizer state")
     shapes = {s.name: tuple(s.shape) for s in layout.traced.specs}
     base = {name: t.data_ptr() for name, t in layout.tensors.items()}
-    at = sorted((p.data_ptr(), n, p) for n, p in optimizer.named if p.numel())
+    at = sorted(((t.data_ptr(), n, t) for n, t in tensors.items() if t.numel()), key=lambda x: x[:2])
     starts = [a for a, _, _ in at]
     for f in layout.traced.fragments:
         address = base[f.root] + f.offset
         i = bisect_right(starts, address) - 1
         if i < 0 or address >= at[i][0] + at[i][2].numel() * at[i][2].element_size():
-            continue  # a buffer
+            continue  # nothing of the module's
         start, name, p = at[i]
         size = p.element_size()
         if f.steps or min((*f.strides, 0)) < 0:

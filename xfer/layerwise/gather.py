@@ -18,10 +18,10 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from xfer.errors import DeadlineExceeded, LayoutError, PeerLost, PlanMismatch, XferError
+from xfer.errors import DeadlineExceeded, LayoutError, PeerLost, PlanMismatch, StaleWeights, XferError
 from xfer.layerwise.pulls import Pulls, start_in_order
 from xfer.layerwise.shares import Share, refuse_astray
-from xfer.layerwise.wire import Wire
+from xfer.layerwise.wire import ON_ALL_RANKS, Wire
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -138,7 +138,9 @@ class ParamGather:
     something travels without which nothing may be stepped, beside those of buckets.
 
     Each bucket is gathered exactly once per step, and those of one group in one order on all of its ranks, whatever
-    forwards do. So ranks that run their modules in different orders, or one more forward than others, still match.
+    forwards do. So ranks that run their modules in different orders, or one more forward than others, still match. But a
+    broadcast needs all of them: a rank that asks for parameters (a forward, state_dict()) waits until the others ask too,
+    or step, and to the deadline if they wait for that rank somewhere else.
     """
 
     def __init__(
@@ -201,7 +203,7 @@ class ParamGather:
         pending = [b for b in self.buckets if b.state is not State.CURRENT]
         if pending:
             raise LayoutError("begin() before drain()", [b.label() for b in pending], where=self.label)
-        refuse_astray((s for b in self.buckets for s in b.shares), self.label)
+        self.guarded(self.refuse_astray, "memory of parameters")
         self.version += 1
         for b in self.buckets:
             b.state = State.STALE
@@ -350,6 +352,10 @@ class ParamGather:
         if self._is_copied(b):
             self._end_copies([b.peers.name], on_host=True)
 
+    def refuse_astray(self) -> None:
+        """RebindError for parameters that are no longer where they are sent from or received."""
+        refuse_astray((s for b in self.buckets for s in b.shares), self.label)
+
     def check(self) -> None:
         """Raises what made the gather unusable: here, or over NCCL on the thread that watches for what is late."""
         if self.broken is None:
@@ -360,7 +366,8 @@ class ParamGather:
             raise self.broken
 
     def guarded(self, call, what: str) -> None:
-        """Whatever a collective raises becomes a typed error, and the last word of this gather."""
+        """Whatever a collective raises becomes a typed error, and the last word of this gather. What is not the wire's (memory that ran
+        out) is raised as it is; but others wait for this rank then, so it is the last word as well."""
         began = time.monotonic()
         try:
             call()
@@ -371,15 +378,32 @@ class ParamGather:
             self.check()  # an abort may have made it
             took = time.monotonic() - began
             self._kept += [run for b in self.buckets for _, run in b.runs]
+            if not _of_the_wire(e):
+                self.broken = StaleWeights(
+                    "a step or a gather broke off, and other ranks may be ahead",
+                    [f"{what}: {type(e).__name__}: {_first_line(e)}", *_states(self.buckets)],
+                    where=self.label,
+                )
+                raise
             late = took >= 0.9 * self.deadline_s
             kind = DeadlineExceeded if late else PeerLost
             why = f"not within {self.deadline_s:.0f} s" if late else "a peer has ended or closed its connections"
             self.broken = kind(
                 f"parameters could not be gathered: {why}",
-                [f"{what}: {str(e).splitlines()[0][:160]}", *_states(self.buckets)],
+                [f"{what}: {_first_line(e)}", *([ON_ALL_RANKS] if late else ()), *_states(self.buckets)],
                 where=self.label,
             )
             raise self.broken from e
+
+
+def _of_the_wire(e: RuntimeError) -> bool:
+    """Errors of NCCL and of stores have a class; gloo's are plain, and say where in gloo, or what."""
+    words = ("gloo", "onnection", "imed out", "imeout")
+    return isinstance(e, dist.DistError) or type(e) is RuntimeError and any(w in str(e) for w in words)
+
+
+def _first_line(e: Exception) -> str:
+    return (str(e).splitlines() or [""])[0][:160]
 
 
 def _states(buckets: Iterable[Bucket]) -> list[str]:

@@ -83,5 +83,6 @@ def squares(gradients: Iterable[torch.Tensor], device: torch.device) -> torch.Te
     """Sum of the squares of all elements: fp64 scalar on `device`; not finite if any gradient is not."""
     total = torch.zeros((), dtype=torch.float64, device=device)
     for g in gradients:
-        total += torch.linalg.vector_norm(g.detach(), dtype=torch.float32).to(torch.float64) ** 2
+        wide = torch.promote_types(g.dtype, torch.float32)
+        total += torch.linalg.vector_norm(g.detach(), dtype=wide).to(torch.float64) ** 2
     return total

@@ -9,7 +9,7 @@ an error in the backward, before the optimizer can step on it; `guard="always"` 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -24,7 +24,10 @@ Guard = Literal["first", "always", "nan"]
 class Hooks:
     """Hooks on all modules of `roots` (each a tree whose forward is called; stages of a pipeline, for example).
 
-    params: (canonical name, parameter) of all that is gathered. bucket_of: id(parameter) -> its bucket.
+    params: (canonical name, parameter) of all that is gathered. bucket_of: id(parameter) -> its bucket. masters: id(parameter) ->
+    the fp32 copy that is stepped for it.
+
+    The modules hold this object, and it all that a gather needs: what is on its way arrives also without the optimizer.
     """
 
     def __init__(
@@ -34,8 +37,10 @@ class Hooks:
         bucket_of: dict[int, Bucket],
         gather: ParamGather,
         guard: Guard = "first",
+        masters: Mapping[int, torch.Tensor] | None = None,
     ):
-        self.gather, self.guard = gather, guard
+        self.gather, self.guard, self.named = gather, guard, params
+        self._masters = dict(masters or {})
         self.used: list[int] = []  # indices of buckets, in the order of first use
         self.learning = True
         self._bucket_of, self._name = bucket_of, {id(p): name for name, p in params}
@@ -50,8 +55,9 @@ class Hooks:
             for module in root.modules():
                 self._reads[id(module)] = [id(p) for p in module._parameters.values() if id(p) in bucket_of]
                 # Of any of them may somebody ask for the state.
-                self._handles.append(module.register_state_dict_pre_hook(lambda *_: self.drain()))
-                self._handles.append(module.register_load_state_dict_pre_hook(lambda *_: self.drain(to_write=True)))
+                self._handles.append(module.register_state_dict_pre_hook(self._before_state))
+                self._handles.append(module.register_load_state_dict_pre_hook(self._before_load))
+                self._handles.append(module.register_load_state_dict_post_hook(self._after_load))
                 self._of_module[id(module)] = [
                     module.register_forward_pre_hook(self._before, prepend=True),
                     module.register_forward_hook(self._after, always_call=True),
@@ -77,6 +83,27 @@ class Hooks:
             self.gather.meet()
         self._all_covered = self.gather.version
 
+    def written(self, params: Iterable[torch.Tensor | None]) -> None:
+        """Somebody may have written these: the masters of those that are no longer their masters, rounded, become what they are."""
+        for p in params:
+            master = self._masters.get(id(p))
+            if master is not None and not torch.equal(master.detach().to(p.dtype), p.detach()):
+                with torch.no_grad():
+                    master.copy_(p)
+
+    def __deepcopy__(self, memo: dict) -> Hooks:
+        """A copy of a module is an ordinary module: nobody owns its parameters, so these hooks have nothing to do there."""
+        self.gather.check()
+        if not self.gather.settled:
+            raise StaleWeights(
+                "a module was copied while parameters of other ranks are on their way",
+                ["call drain() on all ranks first; the copy then has no owners, and no hooks that do anything"],
+                where=self.gather.label,
+            )
+        idle = Hooks([], [], {}, ParamGather([]))
+        idle.learning = False
+        return idle
+
     def stop_learning(self) -> None:
         """The first step has come: buckets have their order, and modules without a parameter need no hook any more."""
         self.learning = False
@@ -88,10 +115,19 @@ class Hooks:
 
     # ---- hooks
 
+    def _before_state(self, *_) -> None:
+        self.drain()
+
+    def _before_load(self, *_) -> None:
+        self.drain(to_write=True)
+
+    def _after_load(self, module: torch.nn.Module, _) -> None:
+        self.written(module._parameters.values())
+
     def _before(self, module: torch.nn.Module, args) -> None:
         if self.learning or self.guard == "always":
             self._running.append(module)
-        self.need(self._reads[id(module)])
+        self.need(self._reads.get(id(module), ()))
 
     def _after(self, module: torch.nn.Module, args, output) -> None:
         if self._running and self._running[-1] is module:

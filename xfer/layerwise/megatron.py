@@ -8,6 +8,7 @@ asynchronous gather on. The distributed optimizer is not used and has to be off.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
 
 import msgspec
 import torch
@@ -74,7 +75,11 @@ class MegatronLayerWise(LayerWiseOptimizer):
 
     def _total(self, mine: torch.Tensor) -> torch.Tensor:
         mine = mine.to(self._trained[0][1].device)
-        dist.all_reduce(mine)
+        work = dist.all_reduce(mine, async_op=True)
+        if mine.is_cuda:
+            work.wait()  # torch's own watchdog has the deadline of Megatron's groups
+        else:
+            work.wait(timedelta(seconds=self.gather.deadline_s))
         return mine
 
     def _counts(self, o: Owned) -> bool:
@@ -200,7 +205,9 @@ def cut_parameters(chunks: Sequence[torch.nn.Module]) -> dict[int, tuple[dist.Pr
     """id(parameter) -> (tensor-parallel group, dim) of those of which this rank holds a part.
 
     Megatron's own layers are told by their class: they mark their weights only when they initialize them, which Bridge,
-    about to load a checkpoint, tells them not to do. Other layers are believed.
+    about to load a checkpoint, tells them not to do. Of other layers' marks only that there are some is believed:
+    TransformerEngine marks every weight of a linear layer, also those that all ranks hold whole, and knows nothing of
+    experts' cuts, which Megatron makes. Megatron says what is cut where when it describes the layer for a checkpoint.
     """
     from megatron.core import parallel_state as mpu
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
@@ -209,14 +216,41 @@ def cut_parameters(chunks: Sequence[torch.nn.Module]) -> dict[int, tuple[dist.Pr
     for chunk in chunks:
         for module in chunk.modules():
             own = isinstance(module, ColumnParallelLinear | RowParallelLinear | VocabParallelEmbedding)
-            for p in module.parameters(recurse=False):
+            said = None if own else _described(module)
+            for name, p in module.named_parameters(recurse=False):
                 if own and p.dim() == 2:  # its one matrix; a bias of it is marked in any case
                     found[id(p)] = module.tp_group, int(isinstance(module, RowParallelLinear))
                 elif getattr(p, "tensor_model_parallel", False):
-                    expert = not getattr(p, "allreduce", True)
-                    group = mpu.get_expert_tensor_parallel_group() if expert else mpu.get_tensor_model_parallel_group()
-                    found.setdefault(id(p), (group, p.partition_dim))
+                    dim = said[name] if said is not None and name in said else p.partition_dim
+                    group = getattr(module, "_tp_group", None)  # Megatron's over TransformerEngine's layers
+                    if group is None:
+                        expert = not getattr(p, "allreduce", True)
+                        group = (
+                            mpu.get_expert_tensor_parallel_group() if expert else mpu.get_tensor_model_parallel_group()
+                        )
+                    if dim is not None:
+                        found.setdefault(id(p), (group, dim))
     return {key: (group, dim) for key, (group, dim) in found.items() if group.size() > 1}
+
+
+def _described(module: torch.nn.Module) -> dict[str, int | None] | None:
+    """Of a layer with marked parameters: along which dim each is cut, None for not at all, as Megatron describes the layer for
+    its own checkpoints. None for layers that it does not describe."""
+    from megatron.core import parallel_state as mpu
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+    marked = [n for n, p in module.named_parameters(recurse=False) if getattr(p, "tensor_model_parallel", False)]
+    if not marked or not hasattr(module, "sharded_state_dict"):
+        return None
+    described = module.sharded_state_dict(
+        metadata={"dp_cp_group": mpu.get_data_parallel_group(with_context_parallel=True)}
+    )
+    out = {}
+    for name in marked:
+        if isinstance(x := described.get(name), ShardedTensor):
+            own = x.axis_fragmentations[x.prepend_axis_num :]  # before these: which expert, which layer
+            out[name] = next((dim for dim, n in enumerate(own) if n > 1), None)
+    return out
 
 
 def _refuse(chunks: Sequence[torch.nn.Module]) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from xfer.layerwise.checkpoint import Piece
 
 Cost = Literal["newton_schulz", "elementwise", "bytes"]
+Reduce = Literal["done", "to_owners"]
+Route = Literal["auto", "broadcast", "pull"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -87,7 +89,7 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
 
     `param_groups` are the inner optimizers' own, for learning-rate schedulers. Parameters that need no gradient have no
     owner and are never sent. Between `step()` and a forward, parameters of other owners are old: read them inside
-    forwards, or `drain()` first, on all ranks.
+    forwards, or `drain()` first, on all ranks. So does `state_dict()` of modules: like a forward after a step it is for all ranks.
 
     LayoutError and Unsupported list everything that does not fit, before any parameter is touched.
     """
@@ -102,7 +104,7 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
         overlap: bool = True,
         prefetch_depth: int = 1,
         bucket_bytes: int = 64 << 20,
-        reduce: Literal["done", "to_owners"] | None = None,
+        reduce: Reduce | None = None,
         masters: bool = True,
         clip_grad: float | None = None,
         memory_cap: int | None = None,
@@ -110,7 +112,7 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
         guard: Guard = "first",
         deadline_s: float = 600.0,
         max_ctas: int | None = None,
-        route: Literal["auto", "broadcast", "pull"] = "auto",
+        route: Route = "auto",
     ):
         self.modules = [module] if isinstance(module, torch.nn.Module) else list(module)
         self.clip_grad, self.grad_norm, self.skipped = clip_grad, None, False
@@ -122,7 +124,7 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
         self._group_at = {id(p): i for i, g in enumerate(self._groups) for p in g.params}
         self.named = list(_named(self.modules))
         self._trained = [(name, p) for name, p in self.named if p.requires_grad]
-        self._refuse()
+        self._refuse(("reduce", self._reduce, Reduce), ("guard", guard, Guard), ("route", route, Route))
         self._peers: list[Peers] = []
         self._opened: list[Pulls] = []
         with ExitStack() as undo:
@@ -148,9 +150,10 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
                 wires=[who.wire for who in self._peers if who.wire is not None],
             )
             bucket_of = {id(m.param): b for b in buckets for s in b.shares for m in s.members}
-            self.hooks = Hooks(self.modules, self._trained, bucket_of, self.gather, guard)
+            masters = {id(o.param): o.target for o in self.owned if o.target is not o.param}
+            self.hooks = Hooks(self.modules, self._trained, bucket_of, self.gather, guard, masters)
             self._same = self._fingerprint()
-            announce(self)  # refits of these parameters, by whatever adapter, finish gathers first
+            announce(self.hooks)  # refits of these parameters, by whatever adapter, finish gathers first
             undo.pop_all()
 
     # ---- the step
@@ -167,13 +170,14 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._check()
+        self.gather.refuse_astray()
         self._settle_order()
         self.gather.drain()  # owners may not write what is still being sent
         self._collect()
         self.skipped = not self._scale_and_clip(grad_scale)
         if not self.skipped:
             for optimizer in self.inner:
-                optimizer.step()
+                self.gather.guarded(optimizer.step, "the step of what this rank owns")  # Muon's may gather, for one
             for o in self.owned:
                 if o.target is not o.param:
                     o.param.copy_(o.target)
@@ -189,16 +193,21 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
                 p.grad.detach_().zero_()
 
     def drain(self, to_write: bool = True) -> None:
-        """Bring every parameter here now: before reading, saving or changing them outside of a forward. Collective.
+        """Bring every parameter here now: before reading, saving or changing them outside of a forward. Collective: by broadcasts,
+        so no rank returns before all have called it, or stepped.
 
         to_write: also wait until no other rank copies out of this rank's memory, for which who only reads has no use.
         """
         self.hooks.drain(to_write)
 
-    def synchronize(self) -> None:
-        """After parameters of owners were written from outside (a checkpoint): masters are not touched, others receive
-        what the owners hold. Collective."""
+    def synchronize(self, masters: bool = True) -> None:
+        """After parameters of owners were written from outside: others receive what the owners hold. Collective.
+
+        masters: those of parameters that were written become what these are; False for who wrote them too.
+        """
         self.gather.drain()
+        if masters:
+            self.hooks.written(o.param for o in self.owned)
         self.gather.begin()
         self.drain(to_write=False)
 
@@ -209,14 +218,15 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
 
     def close(self) -> None:
         """Drain, drop all hooks and let go of connections; the module is an ordinary one again. Collective. After a gather
-        that failed, or without a rank that is gone, it lets go all the same, and raises that failure."""
-        forget(self)
+        that failed, or without a rank that is gone, it lets go of connections all the same, and raises that failure; hooks stay,
+        so whoever uses the module, or refits from it, hears of it too."""
         with ExitStack() as ends:
             ends.callback(self._let_go)
             for pulls in self._opened:
                 ends.callback(self._part, pulls)
-            ends.callback(self.hooks.remove)
             self.drain()
+            forget(self.hooks)
+            self.hooks.remove()
 
     def _part(self, pulls: Pulls) -> None:
         pulls.unmap()
@@ -293,9 +303,16 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
 
     # ---- details
 
-    def _refuse(self) -> None:
-        at = self._group_at
+    def _refuse(self, *options: tuple[str, object, object]) -> None:
+        """options: (name, what was given, the Literal of what may be), beside those of groups."""
+        costs = [(f"group {i}: cost", g.cost, Cost) for i, g in enumerate(self._groups) if not callable(g.cost)]
         bad = [
+            f"{what}={given!r}: there is {', '.join(map(repr, get_args(known)))}"
+            for what, given, known in (*options, *costs)
+            if given not in get_args(known)
+        ]
+        at = self._group_at
+        bad += [
             f"{name}: in no ParamGroup; put it into one, or freeze it" for name, p in self._trained if id(p) not in at
         ]
         mine = {id(p) for _, p in self.named}

@@ -26,6 +26,10 @@ from xfer.layerwise.watch import Post, Watch
 from xfer.transport.group import Aside, from_rank
 from xfer.transport.nccl import quiet
 
+ON_ALL_RANKS = (
+    "if all ranks are there: forwards, drain() and state_dict() after a step are for all of them; on one rank only, with the others "
+    "waiting at a barrier, they wait for each other"
+)
 _NAME_BYTES = 16
 _ABORT_S = 10.0
 _SPOIL_S = 2.0
@@ -185,7 +189,11 @@ class Wire:
         self.lost = DeadlineExceeded(
             f"ranks that own parameters together did not exchange them within {self._deadline_s:g} s: a peer has ended, "
             "stopped, or is late",
-            [*late, f"{len(missing) - len(late)} collectives behind it; load a checkpoint, with all ranks there"],
+            [
+                *late,
+                ON_ALL_RANKS,
+                f"{len(missing) - len(late)} collectives behind it; load a checkpoint, with all ranks there",
+            ],
             where=self._who,
         )
         missing = self._watch.missing()  # also what was posted meanwhile; from now on nothing is started

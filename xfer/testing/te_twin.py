@@ -4,8 +4,9 @@ Why they exist: Bridge's parameter mappings are written for TransformerEngine's 
 (`linear_qkv.layer_norm_weight`, `experts.linear_fc1.weight7`), and its AutoMapping tells column-, row-parallel and
 replicated apart by the *class name* of the module. Megatron's own non-TE layers name parameters differently, and Bridge
 cannot export their experts at all. These modules have the class names, parameter names, shard shapes and attributes of
-the real ones, so what is traced here is what is traced on a GPU trainer. They are slow, and they know nothing of fp8 or
-fusion.
+the real ones, so what is traced here is what is traced on a GPU trainer; also marks that say less than they seem to: TE marks
+every weight as cut along dim 0, unless it is itself told that the layer is row parallel. They are slow, and they know nothing
+of fp8 or fusion.
 """
 
 from __future__ import annotations
@@ -85,8 +86,9 @@ class TELinear(torch.nn.Module):
             raise NotImplementedError(f"TELinear twin with parallel_mode={parallel_mode!r}, bias={bias}")
         self.config, self.parallel_mode = config, None
         self.in_features, self.out_features = input_size, output_size
-        self.tp_group = get_tensor_model_parallel_group_if_none(tp_group)
+        self.tp_group = self._tp_group = get_tensor_model_parallel_group_if_none(tp_group)
         self.weight = torch.nn.Parameter(torch.empty(output_size, input_size, dtype=config.params_dtype))
+        set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=0, stride=1)
         self.weight.sequence_parallel = config.sequence_parallel
         with torch.no_grad():
             init_method(self.weight)
@@ -111,14 +113,15 @@ class _GroupedLinear(torch.nn.Module):
         if bias or not is_expert:
             raise NotImplementedError("grouped linear twin with bias, or outside experts")
         self.config, self.num_gemms, self.use_bias, self.groups = config, num_gemms, False, pg_collection
-        shards = pg_collection.expt_tp.size()
+        self._tp_group, shards = pg_collection.expt_tp, pg_collection.expt_tp.size()
+        explicit = pg_collection.ep.size() > 1 or shards > 1  # Megatron cuts then, and tells TE nothing of it
         shape = [output_size, input_size]
         shape[self.cut] //= shards
         self.out_features, self.in_features = shape
         for i in range(num_gemms):
             weight = torch.nn.Parameter(torch.empty(shape, dtype=config.params_dtype))
-            set_tensor_model_parallel_attributes(weight, is_parallel=True, dim=self.cut, stride=1)
-            weight.allreduce = not (pg_collection.ep.size() > 1 or shards > 1)  # False: gradients go over expert-DP
+            set_tensor_model_parallel_attributes(weight, is_parallel=True, dim=0 if explicit else self.cut, stride=1)
+            weight.allreduce = not explicit  # False: gradients go over expert-DP
             with torch.no_grad():
                 init_method(weight)
             self.register_parameter(f"weight{i}", weight)

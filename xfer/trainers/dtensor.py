@@ -59,7 +59,8 @@ class TensorTrainer:
     """Source adapter for `xfer.connect`: one trainer rank, and how its tensors lie.
 
     parameters: a module, whose parameters and persistent buffers are taken, tied ones once and under their first name;
-    or a callable that returns {name: tensor or DTensor} afresh at every call, so that replaced tensors are seen.
+    or a callable that returns {name: tensor or DTensor} afresh at every call, so that replaced tensors are seen. It is called
+    before gathers of a layer-wise optimizer are finished, which says what it reads, and again after.
     declared: layouts of plain tensors, by checkpoint name; those of DTensors are known, all others are whole on every
     rank. rename: from a name in `parameters` to the checkpoint's. rank, world: default torch.distributed's, 0 and 1
     without it.

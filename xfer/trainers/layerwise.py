@@ -16,6 +16,7 @@ import torch
 
 from xfer.errors import LayoutError, StaleWeights, Unsupported
 from xfer.trace.fragment import Fragment
+from xfer.trace.slots import local
 from xfer.trace.traced import TrainerLayout
 from xfer.trainers.pending import left_alone
 
@@ -35,7 +36,8 @@ class LayerWiseTrainer:
     the trainer's own gather may run at the same time, since both only read what owners have. What has no owner (frozen
     parameters, buffers) is offered by every rank. "all" finishes the gather first, and then every rank is a source.
 
-    Unsupported with "owners" where tensors are computed while exporting (adapters): those need all their inputs here.
+    Unsupported with "owners" where tensors are computed while exporting (adapters), or by a callable of `base` (copies in another
+    dtype): those need all their inputs here, and nothing says who owns them.
     """
 
     def __init__(self, base: Source, optimizer: LayerWiseOptimizer, sources: Literal["owners", "all"] = "owners"):
@@ -55,7 +57,7 @@ class LayerWiseTrainer:
                 f"trainer {self.rank}: the last gather failed, so this trainer cannot go on from these weights",
                 ["load a checkpoint and build the optimizer anew"],
             )
-        with left_alone(self.optimizer):
+        with left_alone(self.optimizer.hooks):
             self.base.drain()
 
     def read(self) -> TrainerLayout:
@@ -69,12 +71,26 @@ class LayerWiseTrainer:
                 f"trainer {self.rank}: tensors are computed while exporting, from parameters that are elsewhere",
                 ['use LayerWiseTrainer(…, sources="all")'],
             )
+        self._refuse_copies(layout.tensors)
         ours = _Others(layout.tensors, self.optimizer)
         fragments = tuple(f for f in traced.fragments if not ours.has(f))
         used = {f.root for f in fragments}
         roots = tuple(r for r in layout.roots if r.name in used)
         self._kept = tuple(r.name for r in roots)
         return TrainerLayout(replace(traced, fragments=fragments), roots, {n: layout.tensors[n] for n in self._kept})
+
+    def _refuse_copies(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        held = (t for m in self.optimizer.modules for t in (*m.parameters(), *m.buffers()))
+        memory = {local(t).untyped_storage().data_ptr() for t in held}
+        bad = [name for name, t in tensors.items() if t.untyped_storage().data_ptr() not in memory]
+        if bad:
+            raise Unsupported(
+                f"trainer {self.rank}: tensors lie in no parameter or buffer of the optimizer's modules: nothing says who owns them",
+                [
+                    f'{name}: give the parameter itself or a view of it, or use LayerWiseTrainer(…, sources="all")'
+                    for name in bad
+                ],
+            )
 
     def check(self) -> str:
         return self.base.check()

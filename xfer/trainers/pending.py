@@ -1,5 +1,6 @@
 """Which layer-wise optimizers of this process may still lack parameters, so that an adapter that was told of none finishes their
-gathers before bytes leave. Knows no adapter and no optimizer: whoever gathers says so, whoever reads asks.
+gathers before bytes leave. Knows no adapter and no optimizer: whoever gathers says so, whoever reads asks. Modules hold who
+says so, not the optimizer: what is on its way when an optimizer is dropped is on its way all the same.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from contextlib import contextmanager
 from typing import Protocol
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 
 class Gathers(Protocol):
@@ -44,11 +47,26 @@ def left_alone(gathers: Gathers) -> Iterator[None]:
 
 
 def drain_over(tensors: Iterable[torch.Tensor]) -> None:
-    """Finish the gathers of whatever lies in the memory of one of these tensors. Collective, as `Gathers.drain`."""
+    """Finish the gathers of whatever lies in the memory of one of these tensors, or is read while they are made (copies in another
+    dtype): those were made of old values perhaps, so make them again. Collective, as `Gathers.drain`."""
     known = [g for g in (r() for r in _known) if g is not None and id(g) not in _left_alone]
     if not known:
         return
-    memory = {t.untyped_storage().data_ptr() for t in tensors}
+    with _Reads() as reads:
+        memory = ({t.untyped_storage().data_ptr() for t in tensors} | reads.memory) - {0}  # of what has no bytes
     for gathers in known:
         if any(p.untyped_storage().data_ptr() in memory for _, p in gathers.named):
             gathers.drain(to_write=False)
+
+
+class _Reads(TorchDispatchMode):
+    """Notes the memory of every plain tensor that operations are given. Others are nobody's to gather."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory: set[int] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        plain = (x for x in tree_leaves((args, kwargs)) if type(x) in (torch.Tensor, torch.nn.Parameter))
+        self.memory.update(x.untyped_storage().data_ptr() for x in plain)
+        return func(*args, **(kwargs or {}))

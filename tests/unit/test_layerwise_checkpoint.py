@@ -1,0 +1,151 @@
+"""Checkpoints by parameter of one process: what is in them, what is refused, and what is left of a save that broke off.
+
+Other layouts and several ranks: tests/functional/test_layerwise_torch.py and test_layerwise_megatron.py.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed import checkpoint as dcp
+
+from tests.support import layerwise_model as lm
+from tests.support.layerwise_half import Half, layers
+from tests.support.layerwise_model import step
+from xfer.errors import LayoutError, Unsupported, XferError
+from xfer.layerwise import LayerWiseOptimizer, ParamGroup, checkpoint
+from xfer.trainers.dtensor import TensorTrainer
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+def made(net: nn.Module) -> LayerWiseOptimizer:
+    return LayerWiseOptimizer(net, lm.groups(net))
+
+
+@pytest.mark.parametrize("model", [lm.Transformer, lm.MixedTransformer])
+def test_a_checkpoint_goes_on_bit_for_bit(model, tmp_path):
+    net = model()
+    o = made(net)
+    for i in range(3):
+        step(net, o, i)
+    o.param_groups[0]["lr"] = 0.003
+    checkpoint.save(o, tmp_path)
+    went_on = [step(net, o, i) for i in range(3, 6)]
+    other = model(seed=11)
+    o2 = made(other)
+    step(other, o2, 77)
+    checkpoint.load(o2, tmp_path)
+    assert [step(other, o2, i) for i in range(3, 6)] == went_on
+    assert lm.digest(other) == lm.digest(net)
+
+
+class Counting(nn.Module):
+    """A frozen parameter and buffers beside what is trained: one over a parameter, one that is not persistent."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+        self.frozen = nn.Parameter(torch.zeros(3), requires_grad=False)
+        self.register_buffer("bias", torch.zeros(4, dtype=torch.bfloat16))
+        self.register_buffer("seen", self.net[0].weight.detach()[:2])
+        self.register_buffer("scratch", torch.zeros(2), persistent=False)
+
+    def forward(self, x):
+        return self.net(x) + self.bias
+
+
+@pytest.mark.parametrize("source", [lambda net: None, TensorTrainer], ids=["own names", "an adapter"])
+def test_a_checkpoint_has_all_that_the_modules_state_has(tmp_path, source):
+    nets = [Counting(), Counting()]
+    for n in nets if source is TensorTrainer else ():
+        del n.seen  # it would name these bytes a second time
+    both = [LayerWiseOptimizer(n, [ParamGroup(n.net.parameters(), torch.optim.Adam)]) for n in nets]
+    nets[0](torch.randn(8, 4)).sum().backward()
+    both[0].step()
+    for t in (nets[0].frozen, nets[0].bias, nets[0].scratch):
+        t.data.fill_(5.0)
+    checkpoint.save(both[0], tmp_path, source(nets[0]))
+    checkpoint.load(both[1], tmp_path, source(nets[1]))
+    want, got = (n.state_dict() for n in nets)
+    assert want.keys() == got.keys() and all(torch.equal(want[k], got[k]) for k in want)
+    assert want["net.1.num_batches_tracked"] == 1 and not nets[1].scratch.any()
+
+
+def test_a_checkpoint_without_an_adapter_is_of_a_model_that_all_ranks_hold(tmp_path):
+    """Else ranks would write their own parts under one name, and torch keeps one of them without a word."""
+    o = Half(layers())
+    for refused, kind in ((checkpoint.save, Unsupported), (checkpoint.load, LayoutError)):
+        with pytest.raises(kind) as e:
+            refused(o, tmp_path / "apart")
+        assert sum("Pass `source`" in v for v in e.value.violations) == 4
+    assert not (tmp_path / "apart").exists()
+
+
+class Killed(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("part", ["write_data", "finish"])
+def test_a_save_that_broke_off_over_another_is_no_checkpoint(tmp_path, monkeypatch, part):
+    def killed(*args, **kwargs):
+        raise Killed
+
+    net = lm.Transformer(layers=1)
+    o = made(net)
+    step(net, o, 0)
+    checkpoint.save(o, tmp_path)
+    with monkeypatch.context() as m:
+        m.setattr(dcp.FileSystemWriter, part, killed)
+        with pytest.raises(XferError, match="could not be written") as e:
+            checkpoint.save(o, tmp_path)
+    assert "Killed" in e.value.violations[0]
+    before = lm.digest(net)
+    with pytest.raises(LayoutError) as e:
+        checkpoint.load(o, tmp_path)
+    assert "not saved to its end" in e.value.violations[0] and lm.digest(net) == before
+    checkpoint.save(o, tmp_path)
+    checkpoint.load(o, tmp_path)
+
+
+def test_folders_that_cannot_be_written_or_read_are_told_to_all_ranks(tmp_path):
+    o = made(lm.Transformer(layers=1))
+    (tmp_path / "a file").write_text("")
+    with pytest.raises(XferError, match="cannot be written"):
+        checkpoint.save(o, tmp_path / "a file")
+    for folder in (tmp_path / "a file", tmp_path / "nothing"):
+        with pytest.raises(LayoutError, match="cannot be loaded"):
+            checkpoint.load(o, folder)
+
+
+def test_a_checkpoint_of_another_model_is_refused_by_name(tmp_path):
+    net = lm.Transformer(layers=1)
+    o = made(net)
+    step(net, o, 0)
+    checkpoint.save(o, tmp_path)
+    with pytest.raises(LayoutError) as e:
+        checkpoint.load(made(lm.Transformer(layers=2)), tmp_path)
+    assert any(v.startswith("blocks.1.up.weight: the checkpoint has no param") for v in e.value.violations)
+    with pytest.raises(LayoutError) as e:
+        checkpoint.load(made(lm.Transformer(layers=1, width=44)), tmp_path)
+    assert any("in the checkpoint" in v for v in e.value.violations)
+
+
+class Rows(torch.optim.SGD):
+    """Keeps one number per row."""
+
+    def step(self):
+        for g in self.param_groups:
+            for p in g["params"]:
+                self.state[p]["rows"] = torch.zeros(p.shape[0])
+
+
+def test_state_that_is_no_tensor_of_the_parameters_shape_is_refused(tmp_path):
+    net = nn.Linear(4, 3, bias=False)
+    o = LayerWiseOptimizer(net, [ParamGroup(net.parameters(), Rows, {"lr": 0.1})])
+    net(torch.ones(2, 4)).sum().backward()
+    o.step()
+    with pytest.raises(Unsupported, match="cannot be saved") as e:
+        checkpoint.save(o, tmp_path)
+    assert "weight: rows is (3,)" in e.value.violations[0]
