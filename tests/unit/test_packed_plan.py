@@ -181,6 +181,22 @@ def test_a_packer_takes_only_what_was_planned():
     assert e.value.violations == ("b: planned and not exported",)
 
 
+@pytest.mark.parametrize("padded", [True, False])
+def test_bridge_may_give_more_rows_than_planned_of_tensors_that_megatron_pads_only(padded):
+    from xfer.packed.megatron import BridgeStream
+
+    stream, tensor = object.__new__(BridgeStream), torch.arange(12.0).view(6, 2)
+    (group,) = make_plan(stream._merged([[(0, [("a", [4, 2], "float32", padded)], None)]])).groups
+    stream._tasks, stream._model_bridge, stream.together, stream._adapters = [None], type("Bridge", (), {})(), False, {}
+    stream._exported = lambda tasks: iter([("a", tensor)])
+    got = []
+    packer = Packer(group, lambda m: torch.zeros(m.nbytes, dtype=torch.uint8), lambda m, data: got.append(data))
+    put = [packer.put] if padded else [lambda *what: pytest.raises(PlanMismatch, packer.put, *what)]
+    for name, t in stream.tensors(group):
+        put[0](name, t)
+    assert not padded or torch.equal(got[0].view(torch.float32), tensor[:4].reshape(-1))
+
+
 # ---- what a receiver refuses
 
 GOOD = dict(
