@@ -99,6 +99,17 @@ def test_released_buffers_are_held_by_no_gather_that_is_over():
     assert pump.extra_bytes == 0 and not feed._ready, "a view of a buffer keeps it"
 
 
+def test_views_of_plans_that_are_gone_are_not_kept():
+    stream, pump = pumped(3)
+    for attempt in range(1, 6):
+        pump.source._stale = True
+        feed = pump.join(attempt, (0,), 0)
+        taken(feed, stream, 0)
+        feed.wait_over(soon(), never)
+        feed.leave(0)
+    assert pump.source.built == 5 and len(pump._buffers._views) == 3
+
+
 def test_a_rank_without_memory_for_its_buffers_stops_all_ranks_at_the_first_group(monkeypatch):
     stream, pump = pumped(3, colocated=True)
     said, left, real, reserve = [], [1], pump.source.go_on, type(pump._buffers).reserve

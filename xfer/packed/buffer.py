@@ -34,6 +34,7 @@ class Buffers:
     def __init__(self, count: int, device: torch.device):
         self.device, self._slots = device, [torch.empty(0, dtype=torch.uint8, device=device) for _ in range(count)]
         self._views: dict[tuple[int, int], tuple[Message, list[torch.Tensor | None]]] = {}
+        self._plan: object = None
 
     def take(self, number: int, nbytes: int, longest: int = 0) -> torch.Tensor:
         """Buffer `number` modulo their count, cut to `nbytes`. `longest`: of the messages to come."""
@@ -43,6 +44,11 @@ class Buffers:
             self._slots[i] = torch.empty(0, dtype=torch.uint8, device=self.device)  # before the new one is made
             self._slots[i] = torch.empty(max(nbytes, longest), dtype=torch.uint8, device=self.device)
         return self._slots[i][:nbytes]
+
+    def begin(self, plan: object) -> None:
+        """Messages are those of this plan from here on. Views of another one's are dropped: they would never be asked for."""
+        if plan is not self._plan:
+            self._views, self._plan = {}, plan
 
     def views(self, message: Message, data: torch.Tensor) -> list[torch.Tensor | None]:
         """See `views`; made once for each message and buffer, since a model has tens of thousands of tensors and torch

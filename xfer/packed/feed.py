@@ -171,6 +171,7 @@ class Feed:
         longest = plan.buffer_bytes
         try:
             if self._sends:
+                self._buffers.begin(plan)
                 self._buffers.reserve(longest)
             with self._news:
                 self._plan = plan

@@ -394,6 +394,7 @@ class PackedLane(Lane):
     def _take_in(self, go: m.Go, until: float) -> m.Done:
         link, model = self._link, self.loader
         messages = self._announced(go, until)
+        self._buffers.begin(messages)
         specs = self.side.catalog().specs
         how = (until, self.side.device, go.verify)
         if self._shared:
