@@ -11,6 +11,7 @@ from tests.functional.test_session_protocol import fault, good, right  # noqa: F
 from tests.support.packed_world import Knobs, PackedWorld
 from xfer import errors as e
 from xfer.packed import lane, plan
+from xfer.packed.buffer import Buffers
 
 
 @pytest.mark.parametrize("colocated", [False, True], ids=["broadcast", "shared memory"])
@@ -144,19 +145,49 @@ def test_a_loader_that_does_not_know_a_name():
         torn(w, w.refit(2), e.LayoutError, "KeyError: 'embed'")
 
 
-@pytest.mark.parametrize("colocated", [False, True], ids=["broadcast", "shared memory"])
-@pytest.mark.parametrize(
-    "error", [torch.OutOfMemoryError("tried to allocate 1 GiB"), MemoryError()], ids=["device", "host"]
+HOST = RuntimeError(
+    "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried"
 )
-def test_a_worker_that_runs_out_of_memory(error, colocated):
+OUT_OF_MEMORY = [torch.OutOfMemoryError("tried to allocate 1 GiB"), MemoryError(), HOST]
+
+
+@pytest.mark.parametrize("colocated", [False, True], ids=["broadcast", "shared memory"])
+@pytest.mark.parametrize("error", OUT_OF_MEMORY, ids=["device", "python", "host"])
+def test_a_worker_that_runs_out_of_memory(error, colocated, monkeypatch):
     def fail(worker, name, tensor):
         if worker == 0 and name == "layers.1.w":
             raise error
+
+    def short(*_):
+        raise error
 
     with PackedWorld(trainers=2, colocated=colocated) as w:
         good(w.refit(1))
         w.knobs.loaded = fail
         torn(w, w.refit(2), e.RefitFailed, "ran out of memory while it took in bucket 1")
+        monkeypatch.setattr(w.engines[0].takers[1], "finish", short)
+        results = w.refit(3)
+        monkeypatch.undo()
+        torn(w, results, e.RefitFailed, "ran out of memory while it finished what it had loaded")
+
+
+@pytest.mark.parametrize("error", OUT_OF_MEMORY, ids=["device", "python", "host"])
+def test_a_worker_without_room_for_buckets_says_so_before_a_byte_changes(error, monkeypatch):
+    with PackedWorld(trainers=2, workers=1) as w:
+        good(w.refit(1))
+        theirs, real = w.engines[0].sessions[0]._lane_._buffers, Buffers.take
+
+        def take(self, *a):
+            if self is theirs:
+                raise error
+            return real(self, *a)
+
+        monkeypatch.setattr(Buffers, "take", take)
+        results = w.refit(2)
+        monkeypatch.undo()
+        clean(w, results, e.RefitFailed, "ran out of memory while it made room for buckets")
+        good(w.refit(3))
+        right(w, 3)
 
 
 def test_a_sender_that_fails_between_buckets(fault):  # noqa: F811

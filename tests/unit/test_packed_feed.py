@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from xfer.errors import DeadlineExceeded, XferError
+from xfer.packed import feed as feed_module
 from xfer.packed.feed import Feed, Pump
 from xfer.packed.plan import ALIGN, TaskSize
 from xfer.packed.source import PackedSource
@@ -86,6 +87,24 @@ def test_what_is_still_being_sent_is_not_written_over_by_the_next_gather(message
     taken(second, stream, 1)
     second.wait_over(soon(), never)
     second.leave(1)
+
+
+def test_a_message_is_summed_once_for_all_replicas(monkeypatch):
+    stream, pump = pumped(4)
+    summed, real = [], feed_module.wire_sum
+    monkeypatch.setattr(feed_module, "wire_sum", lambda data, number: summed.append(number) or real(data, number))
+    feeds = [pump.join(1, (0, 1), replica) for replica in (0, 1)]
+    for k in range(4):
+        for replica, feed in enumerate(feeds):
+            data = feed.take(k, soon(), never)
+            assert feed.sum_of(k) == real(data, k)
+            if replica:
+                feed.release(k, 0)
+                feed.release(k, 1)
+    assert summed == [0, 1, 2, 3]
+    for replica, feed in enumerate(feeds):
+        feed.wait_over(soon(), never)
+        feed.leave(replica)
 
 
 def test_released_buffers_are_held_by_no_gather_that_is_over():

@@ -17,7 +17,7 @@ import torch
 
 from xfer.errors import DeadlineExceeded, PeerLost, XferError
 from xfer.packed.arrivals import own_stream, recorded
-from xfer.packed.buffer import Buffers, Packer
+from xfer.packed.buffer import Buffers, Packer, wire_sum
 from xfer.packed.plan import BucketPlan, Group
 from xfer.packed.shared import SharedBuffers
 from xfer.packed.source import PackedSource
@@ -43,7 +43,8 @@ class Feed:
         self.seconds = 0.0  # of the gather, waiting for the wire included
         self._source, self._buffers, self._label = source, buffers, label
         self._sends, self._before = sends, before
-        self._news = threading.Condition()
+        self._news, self._summing = threading.Condition(), threading.Lock()
+        self._sums: dict[int, int] = {}  # of messages, where they were asked for
         self._live: dict[int, int] = {}  # replica -> messages that it has done with
         self._came: set[int] = set()
         self._plan: BucketPlan | None = None
@@ -90,6 +91,13 @@ class Feed:
         if filled is not None:
             torch.cuda.current_stream(data.device).wait_event(filled)
         return data
+
+    def sum_of(self, number: int) -> int:
+        """Of a message that was taken and not released yet; made once for all replicas."""
+        with self._summing:
+            if number not in self._sums:
+                self._sums[number] = wire_sum(self._ready[number][1], number)
+            return self._sums[number]
 
     def release(self, number: int, replica: int) -> None:
         with self._news:

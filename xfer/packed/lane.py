@@ -12,10 +12,11 @@ The thread, its queue and how it is stopped are the direct route's (session/lane
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -25,18 +26,10 @@ import torch
 from xfer.errors import DeadlineExceeded, PeerLost, PlanMismatch, ProtocolError, RefitFailed, XferError
 from xfer.packed.ahead import OneAhead
 from xfer.packed.arrivals import Arrivals, own_stream
-from xfer.packed.buffer import Buffers, Unpacker, specs_by_name, wire_sum
+from xfer.packed.buffer import Buffers, Unpacker, out_of_memory, specs_by_name, wire_sum
 from xfer.packed.feed import Feed, Pump
 from xfer.packed.plan import BucketPlan
-from xfer.packed.shared import (
-    MAX_OFFER,
-    SharedArrivals,
-    announce,
-    exporters_of,
-    nearest,
-    place_of,
-    wait_done,
-)
+from xfer.packed.shared import MAX_OFFER, SharedArrivals, announce, exporters_of, nearest, place_of, wait_done
 from xfer.packed.wire import MAX_MANIFEST, Message, checked, decode_manifest, digest, nbytes_of
 from xfer.session import faults
 from xfer.session import messages as m
@@ -298,6 +291,8 @@ class PackedLane(Lane):
         until = time.monotonic() + go.deadline_s + 2.0  # the hub's own deadline comes first: it knows who is late
         self.party.try_send(m.Progress(self.replica, go.attempt, "moving", 0, 0, sum(self.planned_bytes())))
         faults.point(self.side.role, self.side.index, "moving")
+        if go.verify and (self.sends or self.loader is not None):  # loads its kernels before a message is on its way
+            wire_sum(torch.zeros(4, dtype=torch.uint8, device=self.side.device), 0)
         done = self._take_in(go, until) if self.loader is not None else self._give(go, until)
         faults.point(self.side.role, self.side.index, "done")
         self._check()
@@ -345,7 +340,7 @@ class PackedLane(Lane):
             began = time.perf_counter()
             nbytes += data.numel()
             if go.verify:
-                total = (total + wire_sum(data, number)) % (1 << 64)
+                total = (total + feed.sum_of(number)) % (1 << 64)
             if self._shared:
                 announce(link, number, self._mine, until, device)
                 wait_done(link, number, self._mine, until)  # the next is being packed meanwhile
@@ -397,11 +392,15 @@ class PackedLane(Lane):
         self._buffers.begin(messages)
         specs = self.side.catalog().specs
         how = (until, self.side.device, go.verify)
-        if self._shared:
-            offer = self._offered(until)
-            arrivals = SharedArrivals(link, messages, offer, *how, exporter=self._mine[0], place=self.place)
-        else:
-            arrivals = Arrivals(link, messages, self._buffers, *how)
+        longest = max((x.nbytes for x in messages), default=0)
+        offer = self._offered(until) if self._shared else b""
+        with self._memory_for(f"made room for buckets of {longest:,} bytes"):  # before a byte of the model changes
+            if self._shared:
+                arrivals = SharedArrivals(link, messages, offer, *how, exporter=self._mine[0], place=self.place)
+            else:
+                for i in range(min(self._buffers.count, len(messages))):
+                    self._buffers.take(i, longest)
+                arrivals = Arrivals(link, messages, self._buffers, *how)
         unpacker = Unpacker(self.side.device, *([] if self._shared else [self._buffers.views]))
         said, load_s = time.monotonic(), 0.0
         nbytes = 0
@@ -409,13 +408,14 @@ class PackedLane(Lane):
             self.side.before(go, self.plan)
             model.begin(specs)
             for number, message in enumerate(messages):
-                data = arrivals.take()
-                self._check()
-                faults.point("worker", self.side.index, "wave")
-                began = time.perf_counter()
-                tensors = [(s.name, t) for s, t in unpacker.take(message, data)]
-                if tensors:
-                    self._load(tensors, number, message)
+                with self._memory_for(f"took in bucket {number}, of {message.nbytes:,} bytes"):
+                    data = arrivals.take()
+                    self._check()
+                    faults.point("worker", self.side.index, "wave")
+                    began = time.perf_counter()
+                    tensors = [(s.name, t) for s, t in unpacker.take(message, data)]
+                    if tensors:
+                        model.load(tensors)
                 del tensors, data
                 load_s += time.perf_counter() - began
                 nbytes += message.nbytes
@@ -423,7 +423,8 @@ class PackedLane(Lane):
                 said = self._progress(go, number, nbytes, said)
             unpacker.close(s.name for s in specs)
             began = time.perf_counter()
-            model.finish()
+            with self._memory_for("finished what it had loaded"):
+                model.finish()
             load_s += time.perf_counter() - began
         except BaseException as e:
             if self._running.error is None and not isinstance(e, PeerLost):  # before the others see the link break
@@ -440,21 +441,17 @@ class PackedLane(Lane):
         carried = (m.RouteBytes("packed", nbytes, arrivals.seconds),)
         return m.Done(self.replica, go.attempt, nbytes, 0, 0.0, arrivals.seconds, load_s, 0.0, sums, carried)
 
-    def _load(self, tensors: list[tuple[str, torch.Tensor]], number: int, message: Message) -> None:
-        """RefitFailed when the engine's memory does not suffice."""
+    @contextlib.contextmanager
+    def _memory_for(self, what: str) -> Iterator[None]:
+        """RefitFailed when this worker's memory does not suffice for it."""
         try:
-            self.loader.load(tensors)
-        except (MemoryError, torch.OutOfMemoryError, RuntimeError) as e:
-            if isinstance(e, RuntimeError) and not isinstance(e, torch.OutOfMemoryError) and "alloc" not in str(e):
+            yield
+        except Exception as e:
+            if not out_of_memory(e):
                 raise
-            raise RefitFailed(
-                f"this worker ran out of memory while it took in bucket {number}, of {message.nbytes:,} bytes",
-                [
-                    f"{type(e).__name__}: {e}"[:500],
-                    "give connect() a smaller bucket_bytes, or leave the engine more memory",
-                ],
-                where=self.party.label,
-            ) from e
+            advice = "give connect() a smaller bucket_bytes, or leave the engine more memory"
+            why = [f"{type(e).__name__}: {e}"[:500], advice]
+            raise RefitFailed(f"this worker ran out of memory while it {what}", why, where=self.party.label) from e
 
     def _announced(self, go: m.Go, until: float) -> tuple[Message, ...]:
         """What will come; checked against what the trainers said that they export, before a byte of the model changes."""

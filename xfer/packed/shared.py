@@ -27,7 +27,7 @@ from collections.abc import Sequence
 import msgspec
 import torch
 
-from xfer.errors import ProtocolError, Unsupported, XferError
+from xfer.errors import ProtocolError, Unsupported
 from xfer.packed.buffer import Buffers, wire_sum
 from xfer.packed.wire import Message
 from xfer.transport import peer
@@ -161,7 +161,7 @@ class SharedArrivals:
         self._mapped: mmap.mmap | None = None
         try:
             self._open()
-        except XferError:
+        except Exception:
             self.close()
             raise
 
@@ -179,6 +179,8 @@ class SharedArrivals:
                     [*self._mapping._why.values(), "connect() without colocated=True broadcasts the buckets"],
                 )
             self._own = Buffers(0 if self._near else 1, self._device)
+            if not self._near:
+                self._own.take(0, longest)
             return
         for slot in self._offer.slots:
             if slot.nbytes < longest:

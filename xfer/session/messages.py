@@ -50,7 +50,7 @@ from xfer.session.wire import (
     WireMessage,
 )
 
-WIRE_VERSION = 14
+WIRE_VERSION = 15
 _STORE_KEY = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./:\-]{0,255}")
 
 
