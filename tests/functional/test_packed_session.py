@@ -23,6 +23,8 @@ def test_refits_in_a_row_each_give_the_new_weights(colocated):
             assert report.version == str(v) and report.committed == 1 and report.verified
             assert w.engines[0].label == str(v) and w.controllers[0].version == str(v)
         assert w.engines[0].log == ["pause", "start", "update", "finish", "reset", "resume"] * 3
+        how = "in buffers of trainer 0 that 2 workers map" if colocated else "broadcast by trainer 0 to 2 workers"
+        assert how in w.sessions[1].explain(), "what each rank says of the way"
         assert [s.builds for s in w.streams] == [1, 1, 1], "tasks are kept while nothing changes"
         assert {t.given["norm"] for t in w.engines[0].takers} == {torch.float32}
         assert report.outcomes[0].routes[0].route == "packed"
@@ -245,7 +247,6 @@ def test_buckets_that_do_not_bring_the_model_are_refused_before_a_byte_changes(m
 def test_a_header_of_another_refit_is_refused(monkeypatch):
     with PackedWorld(trainers=2) as w:
         good(w.refit(1))
-        monkeypatch.setattr(lane, "_words", lambda d: [1, 2])
         broken = [1]
         monkeypatch.setattr(lane, "_words", lambda d: [broken.append(1) or len(broken), 2])
         results = w.refit(2)
@@ -266,6 +267,16 @@ def test_a_worker_elsewhere_cannot_be_colocated(monkeypatch):
         for r in results:
             assert isinstance(r, e.Unsupported) and "is not colocated" in str(r)
         assert w.engines[0].takers[0].holds == "whole"
+
+
+def test_trainers_that_differ_in_whether_engines_are_colocated_are_told_so_at_the_door():
+    class Differing(PackedWorld):
+        def _connect_one(self, i: int):
+            self.sources[i].colocated = i == 1
+            super()._connect_one(i)
+
+    with pytest.raises(e.XferError, match="colocated is 'True', trainer 0 has 'False'"):
+        Differing(trainers=2, deadline_s=5.0).connect()
 
 
 def test_an_engine_of_another_family_never_joins():

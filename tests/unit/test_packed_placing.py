@@ -19,13 +19,14 @@ from xfer.errors import Unsupported
 from xfer.packed import agree, places
 from xfer.packed.buffer import Buffers
 from xfer.packed.plan import ALIGN, TaskSize, make_plan
-from xfer.packed.source import PackedSource
+from xfer.packed.source import PackedSource, packed_source
 from xfer.packed.tensors import TensorStream
 from xfer.packed.wire import nbytes_of
 from xfer.plan.intersect import cut_range
 from xfer.plan.program import ITEMSIZE
 from xfer.trace.fragment import Fragment, TensorSpec
 from xfer.trace.traced import Traced, TrainerLayout
+from xfer.trainers.dtensor import TensorTrainer
 
 CPU = torch.device("cpu")
 RANKS = 3
@@ -308,6 +309,19 @@ def test_a_hole_is_seen_also_where_other_boxes_overlap():
     assert not places.held_wholly((4, 2), [box(0, 3), box(1, 2)])
     assert not places.held_wholly((4, 2), [])
     assert places.held_wholly((), [((), (), ())]) and not places.held_wholly((), [])
+
+
+@pytest.mark.parametrize("rank, world", [(0, 2), (1, 2), (0, 1)])
+def test_trainers_that_are_not_torchs_default_group_are_refused(monkeypatch, rank, world):
+    """A session may number its trainers otherwise; this route's collectives do not."""
+    for there in ((0, 1), (0, 2), (1, 2), (2, 4)):
+        monkeypatch.setattr(agree, "ranks", lambda there=there: there)
+        trainer = TensorTrainer(lambda: {"a": torch.zeros(2)}, rank=rank, world=world)
+        if (rank, world) == there:
+            assert packed_source(trainer, 1 << 20).world == world
+        else:
+            with pytest.raises(Unsupported, match="default group"):
+                packed_source(trainer, 1 << 20)
 
 
 def test_a_value_of_another_dtype_is_converted_as_torch_does():

@@ -171,10 +171,11 @@ class PackedLane(Lane):
         return False
 
     def explain(self) -> str:
-        return (
-            f"packed: {self.plan.tensors} whole tensors, {self.plan.nbytes:,} bytes, broadcast by trainer 0 "
-            f"to {self.plan.workers} workers, which load them"
-        )
+        what = f"packed: {self.plan.tensors} whole tensors, {self.plan.nbytes:,} bytes"
+        if self._shared:
+            ranks = ", ".join(map(str, self._exporters.ranks))
+            return f"{what}, in buffers of trainer {ranks} that {self.plan.workers} workers map and load from"
+        return f"{what}, broadcast by trainer 0 to {self.plan.workers} workers, which load them"
 
     # ---- planning and linking
 

@@ -12,8 +12,8 @@ copy-on-write for as long as its loader reads it, so a loader that writes to wha
 are ordinary device memory, opened by CUDA IPC: on its own GPU a worker loads straight from there, from another GPU it copies a
 message first. Either way two buffers are exported, whatever the number of tensors, and nothing is pickled.
 
-The words travel over a link of CPU memory, since NCCL refuses ranks that share a GPU. The CUDA half is run by
-scripts/bench_packed_gpu.py only. Not here: who opens the link and when (lane.py).
+The words travel over a link of CPU memory, since NCCL refuses ranks that share a GPU. The CUDA half is run on GPUs only, by
+scripts/bench_packed_gpu.py and tests/functional/test_gpu_refit.py. Not here: who opens the link and when (lane.py).
 """
 
 from __future__ import annotations
