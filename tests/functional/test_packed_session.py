@@ -4,6 +4,8 @@ kind of wrong sender, bucket and loader leads to. Trainers and engines are small
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 
@@ -12,6 +14,7 @@ from tests.support.packed_world import Knobs, PackedWorld
 from xfer import errors as e
 from xfer.packed import lane, plan
 from xfer.packed.buffer import Buffers
+from xfer.session import attempt
 
 
 @pytest.mark.parametrize("colocated", [False, True], ids=["broadcast", "shared memory"])
@@ -77,6 +80,26 @@ def test_several_replicas_are_fed_from_one_gather(colocated):
         assert [o.committed for o in report.outcomes] == [True, True]
         groups = len(w.sources[0].plan.groups)
         assert w.meeting.rounds == 2 + groups + 1
+
+
+@pytest.mark.parametrize("colocated, last", [(False, -4), (True, -2)], ids=["broadcast", "shared memory"])
+def test_a_replica_that_is_armed_late_spoils_nothing_that_another_still_takes_in(monkeypatch, colocated, last):
+    """`last`: what the first replica is at when the trainers have gathered all, as a worker receives ahead."""
+
+    def slow(names, seconds: float) -> Knobs:
+        return Knobs(loaded=lambda worker, name, tensor: time.sleep(seconds * (name in names)))
+
+    monkeypatch.setattr(attempt, "TOGETHER_S", 0.1)
+    shapes = {f"layers.{i}.w": (24, 12) for i in range(6)} | {"embed": (36, 8), "norm": (12,)}
+    with PackedWorld(workers=1, replicas=2, shapes=shapes, colocated=colocated, limit=600) as w:
+        good(w.refit(1))
+        order = [p.spec.name for g in w.sources[0].plan.groups for x in g.messages for p in x.parts]
+        (first,), (second,) = (engine.takers for engine in w.engines)
+        first.knobs, second.knobs = slow(order[last : last + 1], 1.0), slow(order[:1], 1.5)
+        pause = w.engines[1].pause
+        w.engines[1].pause = lambda timeout: (time.sleep(0.5), pause(timeout))
+        assert [o.committed for o in good(w.refit(2)).outcomes] == [True, True]
+        right(w, 2)
 
 
 def test_what_one_rank_finds_changed_is_built_anew_on_all():

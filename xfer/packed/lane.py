@@ -26,7 +26,7 @@ import torch
 from xfer.errors import DeadlineExceeded, PeerLost, PlanMismatch, ProtocolError, RefitFailed, XferError
 from xfer.packed.ahead import OneAhead
 from xfer.packed.arrivals import Arrivals, own_stream
-from xfer.packed.buffer import Buffers, Unpacker, out_of_memory, specs_by_name, wire_sum
+from xfer.packed.buffer import Buffers, Unpacker, out_of_memory, specs_by_name, warm_sum
 from xfer.packed.feed import Feed, Pump
 from xfer.packed.plan import BucketPlan
 from xfer.packed.shared import MAX_OFFER, SharedArrivals, announce, exporters_of, nearest, place_of, wait_done
@@ -292,8 +292,6 @@ class PackedLane(Lane):
         until = time.monotonic() + go.deadline_s + 2.0  # the hub's own deadline comes first: it knows who is late
         self.party.try_send(m.Progress(self.replica, go.attempt, "moving", 0, 0, sum(self.planned_bytes())))
         faults.point(self.side.role, self.side.index, "moving")
-        if go.verify and (self.sends or self.loader is not None):  # loads its kernels before a message is on its way
-            wire_sum(torch.zeros(4, dtype=torch.uint8, device=self.side.device), 0)
         done = self._take_in(go, until) if self.loader is not None else self._give(go, until)
         faults.point(self.side.role, self.side.index, "done")
         self._check()
@@ -325,6 +323,8 @@ class PackedLane(Lane):
     def _send(self, feed: Feed, go: m.Go, until: float) -> tuple[float, int, int]:
         """(seconds on the wire, bytes, sum over messages when verifying)."""
         link, device = self._link, self.side.device
+        if go.verify:
+            warm_sum(device)
         plan = feed.plan(until, self._why)
         if self.side.index == 0:
             self._announce(plan, go, until)
@@ -396,6 +396,8 @@ class PackedLane(Lane):
         longest = max((x.nbytes for x in messages), default=0)
         offer = self._offered(until) if self._shared else b""
         with self._memory_for(f"made room for buckets of {longest:,} bytes"):  # before a byte of the model changes
+            if go.verify:
+                warm_sum(self.side.device)
             if self._shared:
                 arrivals = SharedArrivals(link, messages, offer, *how, exporter=self._mine[0], place=self.place)
             else:
@@ -407,7 +409,8 @@ class PackedLane(Lane):
         nbytes = 0
         try:
             self.side.before(go, self.plan)
-            model.begin(specs)
+            with self._memory_for("made its model ready to be loaded"):
+                model.begin(specs)
             for number, message in enumerate(messages):
                 with self._memory_for(f"took in bucket {number}, of {message.nbytes:,} bytes"):
                     data = arrivals.take()
