@@ -4,6 +4,8 @@ kind of wrong sender, bucket and loader leads to. Trainers and engines are small
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 
@@ -11,6 +13,8 @@ from tests.functional.test_session_protocol import fault, good, right  # noqa: F
 from tests.support.packed_world import Knobs, PackedWorld
 from xfer import errors as e
 from xfer.packed import lane, plan
+from xfer.packed.buffer import Buffers
+from xfer.session import attempt
 
 
 @pytest.mark.parametrize("colocated", [False, True], ids=["broadcast", "shared memory"])
@@ -22,6 +26,8 @@ def test_refits_in_a_row_each_give_the_new_weights(colocated):
             assert report.version == str(v) and report.committed == 1 and report.verified
             assert w.engines[0].label == str(v) and w.controllers[0].version == str(v)
         assert w.engines[0].log == ["pause", "start", "update", "finish", "reset", "resume"] * 3
+        how = "in buffers of trainer 0 that 2 workers map" if colocated else "broadcast by trainer 0 to 2 workers"
+        assert how in w.sessions[1].explain(), "what each rank says of the way"
         assert [s.builds for s in w.streams] == [1, 1, 1], "tasks are kept while nothing changes"
         assert {t.given["norm"] for t in w.engines[0].takers} == {torch.float32}
         assert report.outcomes[0].routes[0].route == "packed"
@@ -74,6 +80,26 @@ def test_several_replicas_are_fed_from_one_gather(colocated):
         assert [o.committed for o in report.outcomes] == [True, True]
         groups = len(w.sources[0].plan.groups)
         assert w.meeting.rounds == 2 + groups + 1
+
+
+@pytest.mark.parametrize("colocated, last", [(False, -4), (True, -2)], ids=["broadcast", "shared memory"])
+def test_a_replica_that_is_armed_late_spoils_nothing_that_another_still_takes_in(monkeypatch, colocated, last):
+    """`last`: what the first replica is at when the trainers have gathered all, as a worker receives ahead."""
+
+    def slow(names, seconds: float) -> Knobs:
+        return Knobs(loaded=lambda worker, name, tensor: time.sleep(seconds * (name in names)))
+
+    monkeypatch.setattr(attempt, "TOGETHER_S", 0.1)
+    shapes = {f"layers.{i}.w": (24, 12) for i in range(6)} | {"embed": (36, 8), "norm": (12,)}
+    with PackedWorld(workers=1, replicas=2, shapes=shapes, colocated=colocated, limit=600) as w:
+        good(w.refit(1))
+        order = [p.spec.name for g in w.sources[0].plan.groups for x in g.messages for p in x.parts]
+        (first,), (second,) = (engine.takers for engine in w.engines)
+        first.knobs, second.knobs = slow(order[last : last + 1], 1.0), slow(order[:1], 1.5)
+        pause = w.engines[1].pause
+        w.engines[1].pause = lambda timeout: (time.sleep(0.5), pause(timeout))
+        assert [o.committed for o in good(w.refit(2)).outcomes] == [True, True]
+        right(w, 2)
 
 
 def test_what_one_rank_finds_changed_is_built_anew_on_all():
@@ -144,19 +170,49 @@ def test_a_loader_that_does_not_know_a_name():
         torn(w, w.refit(2), e.LayoutError, "KeyError: 'embed'")
 
 
-@pytest.mark.parametrize("colocated", [False, True], ids=["broadcast", "shared memory"])
-@pytest.mark.parametrize(
-    "error", [torch.OutOfMemoryError("tried to allocate 1 GiB"), MemoryError()], ids=["device", "host"]
+HOST = RuntimeError(
+    "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried"
 )
-def test_a_worker_that_runs_out_of_memory(error, colocated):
+OUT_OF_MEMORY = [torch.OutOfMemoryError("tried to allocate 1 GiB"), MemoryError(), HOST]
+
+
+@pytest.mark.parametrize("colocated", [False, True], ids=["broadcast", "shared memory"])
+@pytest.mark.parametrize("error", OUT_OF_MEMORY, ids=["device", "python", "host"])
+def test_a_worker_that_runs_out_of_memory(error, colocated, monkeypatch):
     def fail(worker, name, tensor):
         if worker == 0 and name == "layers.1.w":
             raise error
+
+    def short(*_):
+        raise error
 
     with PackedWorld(trainers=2, colocated=colocated) as w:
         good(w.refit(1))
         w.knobs.loaded = fail
         torn(w, w.refit(2), e.RefitFailed, "ran out of memory while it took in bucket 1")
+        monkeypatch.setattr(w.engines[0].takers[1], "finish", short)
+        results = w.refit(3)
+        monkeypatch.undo()
+        torn(w, results, e.RefitFailed, "ran out of memory while it finished what it had loaded")
+
+
+@pytest.mark.parametrize("error", OUT_OF_MEMORY, ids=["device", "python", "host"])
+def test_a_worker_without_room_for_buckets_says_so_before_a_byte_changes(error, monkeypatch):
+    with PackedWorld(trainers=2, workers=1) as w:
+        good(w.refit(1))
+        theirs, real = w.engines[0].sessions[0]._lane_._buffers, Buffers.take
+
+        def take(self, *a):
+            if self is theirs:
+                raise error
+            return real(self, *a)
+
+        monkeypatch.setattr(Buffers, "take", take)
+        results = w.refit(2)
+        monkeypatch.undo()
+        clean(w, results, e.RefitFailed, "ran out of memory while it made room for buckets")
+        good(w.refit(3))
+        right(w, 3)
 
 
 def test_a_sender_that_fails_between_buckets(fault):  # noqa: F811
@@ -214,7 +270,6 @@ def test_buckets_that_do_not_bring_the_model_are_refused_before_a_byte_changes(m
 def test_a_header_of_another_refit_is_refused(monkeypatch):
     with PackedWorld(trainers=2) as w:
         good(w.refit(1))
-        monkeypatch.setattr(lane, "_words", lambda d: [1, 2])
         broken = [1]
         monkeypatch.setattr(lane, "_words", lambda d: [broken.append(1) or len(broken), 2])
         results = w.refit(2)
@@ -235,6 +290,16 @@ def test_a_worker_elsewhere_cannot_be_colocated(monkeypatch):
         for r in results:
             assert isinstance(r, e.Unsupported) and "is not colocated" in str(r)
         assert w.engines[0].takers[0].holds == "whole"
+
+
+def test_trainers_that_differ_in_whether_engines_are_colocated_are_told_so_at_the_door():
+    class Differing(PackedWorld):
+        def _connect_one(self, i: int):
+            self.sources[i].colocated = i == 1
+            super()._connect_one(i)
+
+    with pytest.raises(e.XferError, match="colocated is 'True', trainer 0 has 'False'"):
+        Differing(trainers=2, deadline_s=5.0).connect()
 
 
 def test_an_engine_of_another_family_never_joins():

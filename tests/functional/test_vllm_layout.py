@@ -132,10 +132,31 @@ def test_a_head_that_vllm_unties_takes_the_embedding_of_a_tied_trainer(folders, 
             assert config.model_config.word_embeddings_untied_by_checkpoint
             if tie_again:  # as vLLM does when the two turn out equal
                 live.lm_head.weight = live.model.embed_tokens.weight
+            packed = EngineModel(
+                config, live, CPU
+            ).packed()  # whose loader is given what the trainers send, and no more
+            if tie_again:
+                packed.accept(Catalog(checkpoint_specs(folder)))
+            else:
+                with pytest.raises(LayoutError, match="has a head of its own") as error:
+                    packed.accept(Catalog(checkpoint_specs(folder)))
+                assert [v.split(":")[0] for v in error.value.violations] == ["lm_head.weight"]
             layout = refitted(config, live, folder, tensors)  # the trainer's catalog has no head
             assert ("lm_head.weight" in {r.name for r in layout.roots}) is not tie_again
             assert torch.equal(live.lm_head.weight, live.model.embed_tokens.weight)
             assert {s.name for s in layout.traced.specs} == tensors.keys()
+
+
+@pytest.mark.parametrize("name", ["cpu_offload_gb", "offload_group_size"])
+def test_weights_that_vllm_offloads_are_refused_on_both_routes(folders, name):
+    folder, _ = folders["qwen3"]
+    with rank_of(folder) as (config, live, _):
+        model, catalog = EngineModel(config, live, CPU), Catalog(checkpoint_specs(folder))
+        setattr(config.offload_config.uva if name.startswith("cpu") else config.offload_config.prefetch, name, 2)
+        for take in (model.read, model.packed().accept):
+            with pytest.raises(Unsupported, match="weight offloading") as error:
+                take(catalog)
+            assert error.value.violations == (f"{name}=2: start vLLM without it",)
 
 
 def test_keep_and_drop(folders):

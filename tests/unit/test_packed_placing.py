@@ -19,13 +19,14 @@ from xfer.errors import Unsupported
 from xfer.packed import agree, places
 from xfer.packed.buffer import Buffers
 from xfer.packed.plan import ALIGN, TaskSize, make_plan
-from xfer.packed.source import PackedSource
+from xfer.packed.source import PackedSource, packed_source
 from xfer.packed.tensors import TensorStream
 from xfer.packed.wire import nbytes_of
 from xfer.plan.intersect import cut_range
 from xfer.plan.program import ITEMSIZE
 from xfer.trace.fragment import Fragment, TensorSpec
 from xfer.trace.traced import Traced, TrainerLayout
+from xfer.trainers.dtensor import TensorTrainer
 
 CPU = torch.device("cpu")
 RANKS = 3
@@ -167,8 +168,8 @@ class Source:
 
 
 @settings(deadline=None, max_examples=EXAMPLES)
-@given(held(), st.integers(ALIGN, 2048), st.integers(0, RANKS - 1))
-def test_ranks_that_can_map_each_others_storages_put_messages_together_alone(h, limit, let_go):
+@given(held(), st.integers(ALIGN, 2048), st.integers(0, RANKS - 1), st.booleans())
+def test_ranks_that_can_map_each_others_storages_put_messages_together_alone(h, limit, let_go, looks):
     """Mapping is made up: it gives the tensors themselves."""
     streams = [TensorStream(Source(h, r)) for r in range(RANKS)]
     for s in streams:
@@ -204,10 +205,86 @@ def test_ranks_that_can_map_each_others_storages_put_messages_together_alone(h, 
                     assert torch.equal(data, expected(message, h)), (step, source.rank)
             if step == 0:  # a framework frees what was mapped, and brings it back: all begin anew
                 sources[let_go].forget()
-                assert sources[let_go].check() == "moved" and sources[let_go]._stale
+                assert (
+                    not looks or sources[let_go].check() == "moved"
+                )  # or this rank had looked before another released
+                assert sources[let_go]._stale
                 for s in sources:  # as the ranks' all-reduce tells them
                     s._stale = True
                 plans = [s.begin() for s in sources]
+
+
+class Exported:
+    """Stands for one rank's Megatron: its export and its parameters, whose storages may move; and for what others say."""
+
+    def __init__(self):
+        from xfer.packed.traced import TracedParameters, TracedStream
+
+        self.state, self.value, self.others_cannot = "same", 0, True
+        self.spec = TensorSpec("t", (4,), "uint8")
+        self.move()
+        s = self.stream = TracedStream.__new__(TracedStream)
+        s.rank, s.world, s.device, s.why, s.writes = 0, 1, CPU, "", False
+        s.export, s._source = self, TracedParameters.__new__(TracedParameters)
+        s._source.rank, s._source.world, s._source.device, s._source._slots = 0, 1, CPU, self
+        s._source.read, s._source.state = self.layout, "same"
+        s.parts = TensorStream(s._source)
+
+    def move(self) -> None:
+        self.value += 1
+        self.tensors = {"r": torch.full((4,), self.value, dtype=torch.uint8)}
+
+    def layout(self) -> TrainerLayout:
+        return TrainerLayout(
+            Traced((self.spec,), (Fragment("t", (0,), (4,), "r", 0, (1,), "uint8"),)), (), self.tensors
+        )
+
+    def read(self):
+        return (self.spec,)
+
+    def check(self) -> str:
+        state, self.state = self.state, "same"
+        return state
+
+    def bind(self):
+        return self
+
+    def build(self):
+        return (TaskSize(0, (self.spec,)),)
+
+    def any_rank(self, flag, fingerprint, device) -> bool:
+        return flag or self.others_cannot
+
+    def tensors_of(self, source: PackedSource) -> list[int]:
+        """Of one gather, as a feed runs it."""
+        plan, data = source.begin(), torch.zeros(4, dtype=torch.uint8)
+        (message,) = plan.groups[0].messages
+        if source.writes:
+            source.prepare(lambda k, x: data)
+            source.place(message, data)
+        return data.tolist()
+
+
+def test_where_another_rank_needs_its_export_nothing_is_made_anew_until_something_moves(monkeypatch):
+    """This rank could do without; whether all can is agreed whenever tasks are made."""
+    from xfer.packed import traced
+
+    rank = Exported()
+    monkeypatch.setattr(traced, "agree", rank)
+    source = PackedSource(rank.stream, 1 << 20)
+    source.read()
+    for state, built in (("moved", 1), ("same", 1), ("same", 1), ("moved", 2), ("same", 2)):
+        rank.state = state
+        if state == "moved":
+            rank.move()
+        assert source.check() == state
+        rank.tensors_of(source)
+        assert source.built == built and not source.writes
+    rank.others_cannot, rank.state = False, "moved"
+    rank.move()
+    source.check()
+    assert rank.tensors_of(source) == [rank.value] * 4 and source.writes, "from where its storages are now"
+    assert source.check() == "same" and source.built == 3
 
 
 @settings(deadline=None)
@@ -232,6 +309,19 @@ def test_a_hole_is_seen_also_where_other_boxes_overlap():
     assert not places.held_wholly((4, 2), [box(0, 3), box(1, 2)])
     assert not places.held_wholly((4, 2), [])
     assert places.held_wholly((), [((), (), ())]) and not places.held_wholly((), [])
+
+
+@pytest.mark.parametrize("rank, world", [(0, 2), (1, 2), (0, 1)])
+def test_trainers_that_are_not_torchs_default_group_are_refused(monkeypatch, rank, world):
+    """A session may number its trainers otherwise; this route's collectives do not."""
+    for there in ((0, 1), (0, 2), (1, 2), (2, 4)):
+        monkeypatch.setattr(agree, "ranks", lambda there=there: there)
+        trainer = TensorTrainer(lambda: {"a": torch.zeros(2)}, rank=rank, world=world)
+        if (rank, world) == there:
+            assert packed_source(trainer, 1 << 20).world == world
+        else:
+            with pytest.raises(Unsupported, match="default group"):
+                packed_source(trainer, 1 << 20)
 
 
 def test_a_value_of_another_dtype_is_converted_as_torch_does():

@@ -5,11 +5,12 @@ from __future__ import annotations
 import msgspec
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from xfer.errors import LayoutError, PlanMismatch, ProtocolError, Unsupported
-from xfer.packed import wire
+from xfer.packed import buffer, wire
 from xfer.packed.buffer import Buffers, Packer, Unpacker, specs_by_name, wire_sum
 from xfer.packed.plan import ALIGN, TaskSize, make_plan
 from xfer.packed.wire import BucketRequest, Manifest
@@ -181,6 +182,22 @@ def test_a_packer_takes_only_what_was_planned():
     assert e.value.violations == ("b: planned and not exported",)
 
 
+@pytest.mark.parametrize("padded", [True, False])
+def test_bridge_may_give_more_rows_than_planned_of_tensors_that_megatron_pads_only(padded):
+    from xfer.packed.megatron import BridgeStream
+
+    stream, tensor = object.__new__(BridgeStream), torch.arange(12.0).view(6, 2)
+    (group,) = make_plan(stream._merged([[(0, [("a", [4, 2], "float32", padded)], None)]])).groups
+    stream._tasks, stream._model_bridge, stream.together, stream._adapters = [None], type("Bridge", (), {})(), False, {}
+    stream._exported = lambda tasks: iter([("a", tensor)])
+    got = []
+    packer = Packer(group, lambda m: torch.zeros(m.nbytes, dtype=torch.uint8), lambda m, data: got.append(data))
+    put = [packer.put] if padded else [lambda *what: pytest.raises(PlanMismatch, packer.put, *what)]
+    for name, t in stream.tensors(group):
+        put[0](name, t)
+    assert not padded or torch.equal(got[0].view(torch.float32), tensor[:4].reshape(-1))
+
+
 # ---- what a receiver refuses
 
 GOOD = dict(
@@ -318,13 +335,61 @@ def test_old_and_newer_ones_read_each_other():
 # ---- sums
 
 
-@settings(deadline=None)
-@given(st.binary(min_size=1, max_size=200), st.data())
-def test_a_sum_sees_any_one_byte_and_the_order_of_messages(data, draw):
+few_values = st.binary(min_size=1, max_size=3).flatmap(
+    lambda some: st.lists(st.sampled_from(some), min_size=1, max_size=200)
+)
+
+
+@pytest.fixture(params=[4, 1 << 20], ids=["chunks of 4 words", "one chunk"])
+def chunks(request, monkeypatch):
+    monkeypatch.setattr(buffer, "CHUNK", request.param)
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.one_of(st.binary(min_size=1, max_size=200), few_values), st.data())
+def test_a_sum_sees_any_change_of_bits_any_swap_any_signs_and_the_order_of_messages(chunks, data, draw):
+    """Also where values are few, so that what one change adds another could take away."""
     t = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    i = draw.draw(st.integers(0, len(data) - 1))
+    item = draw.draw(st.sampled_from([1, 2, 4, 8]))
+    places = st.integers(0, len(data) // item - 1) if len(data) >= item else st.nothing()
     other = t.clone()
-    other[i] ^= draw.draw(st.integers(1, 255))
-    assert wire_sum(t, 0) != wire_sum(other, 0)
-    if any(data):
-        assert wire_sum(t, 0) != wire_sum(t, 1) or wire_sum(t, 0) % (1 << 63) == 0
+    items = other[: len(data) // item * item].view(-1, item)
+    if draw.draw(st.booleans()) and len(items):
+        for i in draw.draw(st.lists(places, max_size=30, unique=True)):
+            items[i, -1] ^= 0x80  # the sign, of floats of any size
+    if draw.draw(st.booleans()) and len(items) > 1:
+        for a, b in draw.draw(st.lists(st.tuples(places, places), max_size=8)):
+            items[[a, b]] = items[[b, a]]
+    for i in draw.draw(st.lists(st.integers(0, len(data) * 8 - 1), max_size=4)):
+        other[i // 8] ^= 1 << i % 8
+    assert (wire_sum(t, 0) == wire_sum(other, 0)) == torch.equal(t, other)
+    loose = torch.cat([t[:1], t])[1:]
+    assert wire_sum(loose, 3) == wire_sum(t, 3), "bytes count, not how they are aligned"
+    assert not any(data) or wire_sum(t, 0) != wire_sum(t, 1)
+
+
+def test_negated_weights_are_seen_wherever_they_stand():
+    """Every n-th weight of a tensor, from any place on: what a sum by 64 bits without mixing is blind to."""
+    t = torch.randn(4096, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    whole = wire_sum(t.view(torch.uint8), 3)
+    for n in (1, 2, 3, 4, 8, 2048):
+        for first in range(min(n, 8)):
+            other = t.clone()
+            other[first::n] = -other[first::n]
+            assert wire_sum(other.view(torch.uint8), 3) != whole, (n, first)
+
+
+def test_a_sum_needs_no_memory_that_grows_with_the_message():
+    class Made(TorchDispatchMode):
+        most = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor) and out.untyped_storage().data_ptr() != data.data_ptr():
+                self.most = max(self.most, out.untyped_storage().nbytes())
+            return out
+
+    data = torch.ones(24 * buffer.CHUNK, dtype=torch.uint8)
+    with Made() as made:
+        wire_sum(data, 0)
+    assert 0 < made.most <= 8 * buffer.CHUNK

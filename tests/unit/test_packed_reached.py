@@ -1,11 +1,20 @@
-"""Which parameters a vLLM loader has reached, told by the names that it answers with."""
+"""What the packed route makes of a vLLM worker's model, without vLLM: which parameters its loader has reached, told by the
+names that it answers with; what it refuses, and what it lets pass.
+"""
 
 from __future__ import annotations
 
+import contextlib
+from types import SimpleNamespace
+
+import pytest
 import torch
 
 from xfer.engines.live import Slot
-from xfer.packed.vllm_model import reached_by
+from xfer.engines.offload import refuse_offloaded
+from xfer.errors import LayoutError, Unsupported
+from xfer.packed.buffer import out_of_memory
+from xfer.packed.vllm_model import PackedModel, reached_by
 
 
 def slots(*names: str) -> dict[str, Slot]:
@@ -25,3 +34,71 @@ def test_names_as_vllm_0_25_answers_them():
 def test_an_answer_that_may_mean_two_parameters_counts_for_neither():
     held = slots("layers.0.q.weight", "layers.0.k.weight", "layers.1.q.weight")
     assert reached_by({"layers.0.weight", "weight", "other.weight"}, held) == set()
+
+
+class Engine:
+    """As much of an EngineModel as is asked here. `asleep`, `fails`: what it does when it is looked at, and loaded."""
+
+    device, drop, asleep = torch.device("cpu"), (), False
+
+    def __init__(self, fails=None):
+        self.model = SimpleNamespace(load_weights=fails)
+
+    def _refuse_asleep(self, live) -> None:
+        if self.asleep:
+            raise Unsupported("this engine sleeps")
+
+
+def test_a_refit_into_a_sleeping_engine_is_refused_on_entry():
+    model = PackedModel(Engine())
+    model._live = object()
+    assert model.check() == "same"
+    model.engine.asleep = True
+    with pytest.raises(Unsupported, match="sleeps"):
+        model.check()
+
+
+def test_memory_that_a_loader_runs_out_of_is_told_from_what_it_refuses(monkeypatch):
+    def huge(weights):
+        torch.empty(1 << 60)
+
+    def refuses(weights):
+        raise KeyError("a")
+
+    monkeypatch.setattr(PackedModel, "_inside", lambda self: contextlib.nullcontext())
+    for fails, told in ((huge, True), (refuses, False)):
+        model = PackedModel(Engine(fails))
+        model._dropped = set()
+        with pytest.raises(RuntimeError if told else LayoutError) as e:
+            model.load([("a", torch.zeros(2))])
+        assert out_of_memory(e.value) == told
+
+
+def offload(backend="auto", gb=0.0, group=0):
+    return SimpleNamespace(
+        offload_config=SimpleNamespace(
+            offload_backend=backend,
+            uva=SimpleNamespace(cpu_offload_gb=gb),
+            prefetch=SimpleNamespace(offload_group_size=group),
+        )
+    )
+
+
+def test_engines_that_offload_weights_are_told_by_what_vllm_will_do_and_all_settings_are_named():
+    old = SimpleNamespace(cache_config=SimpleNamespace(cpu_offload_gb=4))
+    for config, names in (
+        (offload(), []),
+        (offload(gb=0.5), ["cpu_offload_gb"]),
+        (offload(group=8), ["offload_group_size"]),
+        (offload(gb=4, group=8), ["cpu_offload_gb", "offload_group_size"]),
+        (offload("uva", group=8), []),
+        (offload("prefetch", gb=4), []),
+        (old, ["cpu_offload_gb"]),
+        (SimpleNamespace(cache_config=SimpleNamespace()), []),
+    ):
+        if not names:
+            refuse_offloaded(config)
+            continue
+        with pytest.raises(Unsupported, match="weight offloading") as e:
+            refuse_offloaded(config)
+        assert [v.split("=")[0] for v in e.value.violations] == names

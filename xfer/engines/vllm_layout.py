@@ -25,6 +25,7 @@ from xfer.engines import vllm_cpu
 from xfer.engines.layout import EngineLayout, joined, read_layout, renamed, run_recipes, without_roots
 from xfer.engines.live import DRAFT, Storages
 from xfer.engines.lock import Lock, candidates, choose
+from xfer.engines.offload import refuse_offloaded
 from xfer.errors import LayoutError, Unsupported, XferError
 from xfer.trace.fragment import TensorSpec
 from xfer.trace.loader import trace_loader
@@ -76,11 +77,12 @@ class EngineModel:
         """Trace the loader over the catalog's tensors and carry the result over to the live storages.
 
         LayoutError: the trainers' tensors are not those of this model, the live model is not laid out as its class
-        builds it, or bytes would stay as they are; Unsupported: a quantized model, or post-load processing that moves
-        bytes.
+        builds it, or bytes would stay as they are; Unsupported: a quantized or offloaded model, or post-load processing
+        that moves bytes.
         """
         if self.vllm_config.parallel_config.enable_eplb:
             raise Unsupported("this engine moves experts between workers while it serves", ["start vLLM without EPLB"])
+        refuse_offloaded(self.vllm_config)
         self._refuse_unseen_drafter()
         live = Storages(self.model, draft=self.draft, wraps=self._wraps())
         self._refuse_asleep(live)
@@ -231,7 +233,9 @@ class EngineModel:
 
         pair = _get_untied_lm_head(twin)
         missing = [s for s in expected if s.name not in {x.name for x in specs}]
-        return None if pair is None or len(missing) != 1 else _Head(missing[0], pair.embed_tokens.weight)
+        if pair is None or len(missing) != 1:
+            return None
+        return _Head(missing[0], pair.lm_head.weight, pair.embed_tokens.weight)
 
     def packed(self):
         """The same model for the packed route, which loads whole tensors and reads no layout."""
@@ -426,10 +430,10 @@ def _copies_in_attention(model: torch.nn.Module) -> list[str]:
 
 @dataclass(frozen=True)
 class _Head:
-    """An output head that takes the embedding: the checkpoint tensor that its loader wants, and the embedding's
-    parameter."""
+    """An output head that takes the embedding: the checkpoint tensor that its loader wants, its parameter and the other's."""
 
     spec: TensorSpec
+    weight: torch.nn.Parameter
     embedding: torch.nn.Parameter
 
 

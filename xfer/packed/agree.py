@@ -19,8 +19,14 @@ from xfer.errors import PlanMismatch, XferError
 T = TypeVar("T")
 
 
+def ranks() -> tuple[int, int]:
+    """(rank, world) of this process in that group."""
+    there = dist.is_available() and dist.is_initialized()
+    return (dist.get_rank(), dist.get_world_size()) if there else (0, 1)
+
+
 def alone() -> bool:
-    return not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1
+    return ranks()[1] == 1
 
 
 def largest(numbers: list[int], device: torch.device) -> list[int]:

@@ -7,11 +7,13 @@ was put together from several messages. Not here: what lies where (plan.py, wire
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import cache
 
 import torch
 
 from xfer.errors import PlanMismatch, ProtocolError
 from xfer.kernels.bits import copy_bits
+from xfer.kernels.checksum import _mix, _mix_int
 from xfer.packed.plan import Group
 from xfer.packed.wire import Message, Part, nbytes_of
 from xfer.trace.fragment import TensorSpec
@@ -34,6 +36,7 @@ class Buffers:
     def __init__(self, count: int, device: torch.device):
         self.device, self._slots = device, [torch.empty(0, dtype=torch.uint8, device=device) for _ in range(count)]
         self._views: dict[tuple[int, int], tuple[Message, list[torch.Tensor | None]]] = {}
+        self._plan: object = None
 
     def take(self, number: int, nbytes: int, longest: int = 0) -> torch.Tensor:
         """Buffer `number` modulo their count, cut to `nbytes`. `longest`: of the messages to come."""
@@ -43,6 +46,11 @@ class Buffers:
             self._slots[i] = torch.empty(0, dtype=torch.uint8, device=self.device)  # before the new one is made
             self._slots[i] = torch.empty(max(nbytes, longest), dtype=torch.uint8, device=self.device)
         return self._slots[i][:nbytes]
+
+    def begin(self, plan: object) -> None:
+        """Messages are those of this plan from here on. Views of another one's are dropped: they would never be asked for."""
+        if plan is not self._plan:
+            self._views, self._plan = {}, plan
 
     def views(self, message: Message, data: torch.Tensor) -> list[torch.Tensor | None]:
         """See `views`; made once for each message and buffer, since a model has tens of thousands of tensors and torch
@@ -218,15 +226,52 @@ def _viewed(piece: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
     return piece.view(dtype).view(spec.shape)
 
 
+CHUNK = 1 << 20
+"""Words of a message that are summed at once: beside it a sum needs 16 bytes for each of these, and no more."""
+
+
 def wire_sum(data: torch.Tensor, number: int) -> int:
-    """A sum over one message that no two swapped words leave as it was, mod 2**64: words weighted by their place and
-    by the message's number."""
-    n = data.numel() // 8 * 8
-    words = data[:n].clone() if data.storage_offset() % 8 else data[:n]
-    words = words.view(torch.int64)
-    place = torch.arange(1, words.numel() + 1, dtype=torch.int64, device=data.device) * 2 + 1
-    total = int((words * place).sum().item()) + sum((i + 1) * int(b) for i, b in enumerate(data[n:].tolist()))
-    return total * (2 * number + 1) % (1 << 64)
+    """A sum over one message, modulo 2**64: words of 32 bits, weighted by their place and by the message's number.
+
+    Weights are mixed, odd, and twice as long as words. So a single wrong word always changes the sum; any other set of
+    changes passes with a chance of about one in 2**64, or in 2**33 where all of them are swaps of signs (the highest bits of
+    words: differences of 2**31 leave 33 bits).
+    """
+    n, sums = data.numel() // 4 * 4, []
+    weights = _weights(data.device, CHUNK)
+    work = torch.empty(min(CHUNK, n // 4), dtype=torch.int64, device=data.device)
+    for at in range(0, n, 4 * CHUNK):
+        piece = data[at : min(at + 4 * CHUNK, n)]
+        words = (piece.clone() if piece.storage_offset() % 4 else piece).view(torch.int32)
+        sums.append(torch.mul(words, weights[: words.numel()], out=work[: words.numel()]).sum())
+    found = torch.stack(sums).tolist() if sums else []
+    found.append(int.from_bytes(bytes(data[n:].tolist()), "little"))
+    return sum(x * _weight(i) for i, x in enumerate(found)) * _weight(number) % (1 << 64)
+
+
+def warm_sum(device: torch.device) -> None:
+    """Loads what `wire_sum` needs, before a message is on its way: to load a kernel beside NCCL's can hang the host."""
+    wire_sum(torch.zeros(4, dtype=torch.uint8, device=device), 0)
+
+
+def _weight(i: int) -> int:
+    return _mix_int(i + 1) | 1
+
+
+@cache
+def _weights(device: torch.device, count: int) -> torch.Tensor:
+    """Made on the CPU, so that they are there when this returns, whatever the stream."""
+    out = torch.arange(1, count + 1, dtype=torch.int64)
+    _mix(out, torch.empty_like(out))
+    return out.bitwise_or_(1).to(device)
+
+
+def out_of_memory(e: BaseException) -> bool:
+    """Of a GPU torch says it by a type of its own, of the host and of what the driver keeps by words alone."""
+    words = ("out of memory", "can't allocate memory", "cannot allocate memory")
+    if isinstance(e, RuntimeError | OSError) and any(w in str(e).lower() for w in words):
+        return True
+    return isinstance(e, MemoryError | torch.OutOfMemoryError)
 
 
 def specs_by_name(specs: Sequence[TensorSpec]) -> dict[str, TensorSpec]:

@@ -17,7 +17,7 @@ import torch
 
 from xfer.errors import DeadlineExceeded, PeerLost, XferError
 from xfer.packed.arrivals import own_stream, recorded
-from xfer.packed.buffer import Buffers, Packer
+from xfer.packed.buffer import Buffers, Packer, wire_sum
 from xfer.packed.plan import BucketPlan, Group
 from xfer.packed.shared import SharedBuffers
 from xfer.packed.source import PackedSource
@@ -30,8 +30,8 @@ LOOK_S = 0.2
 
 
 class Feed:
-    """`replicas`: whose lanes will come. `over` is set when nothing of the trainer's is read any more. `before`: the gather
-    that has to be over first."""
+    """`replicas`: whose lanes will come. `over` is set when nothing of the trainer's is read any more; the last messages may
+    still be on their way then. `before`: the gather that has to be over first, and to have nothing in the buffers."""
 
     def __init__(
         self, source: PackedSource, buffers: Buffers, replicas: tuple[int, ...], label: str, sends: bool,
@@ -43,7 +43,8 @@ class Feed:
         self.seconds = 0.0  # of the gather, waiting for the wire included
         self._source, self._buffers, self._label = source, buffers, label
         self._sends, self._before = sends, before
-        self._news = threading.Condition()
+        self._news, self._summing = threading.Condition(), threading.Lock()
+        self._sums: dict[int, int] = {}  # of messages, where they were asked for
         self._live: dict[int, int] = {}  # replica -> messages that it has done with
         self._came: set[int] = set()
         self._plan: BucketPlan | None = None
@@ -65,7 +66,15 @@ class Feed:
     def leave(self, replica: int) -> None:
         with self._news:
             self._live.pop(replica, None)
+            if not self._live:
+                self._ready = {}
             self._news.notify_all()
+
+    def wait_left(self) -> None:
+        """Until nobody sends out of the buffers any more. Lanes leave by their own deadline."""
+        with self._news:
+            while self._live:
+                self._news.wait(LOOK_S)
 
     def stir(self) -> None:
         with self._news:
@@ -82,6 +91,13 @@ class Feed:
         if filled is not None:
             torch.cuda.current_stream(data.device).wait_event(filled)
         return data
+
+    def sum_of(self, number: int) -> int:
+        """Of a message that was taken and not released yet; made once for all replicas."""
+        with self._summing:
+            if number not in self._sums:
+                self._sums[number] = wire_sum(self._ready[number][1], number)
+            return self._sums[number]
 
     def release(self, number: int, replica: int) -> None:
         with self._news:
@@ -123,8 +139,11 @@ class Feed:
         device = self._source.device
         if self._before is not None:
             # As long as it takes, whoever has given up on this one meanwhile: all ranks run all gathers, in one order.
-            self.doing = "waits for that of an earlier refit, which has not ended"
+            self.doing = "waits for an earlier one, which has not ended"
             self._before.over.wait()
+            if self._sends:
+                self.doing = "waits until all that an earlier one put into the same buffers was sent"
+                self._before.wait_left()
             self._before = None
         began = time.perf_counter()
         try:
@@ -157,19 +176,20 @@ class Feed:
         source = self._source
         self.doing = "waits for the other trainers to agree on what is sent"
         plan = source.begin()
-        if self._sends:
-            self._buffers.reserve(plan.buffer_bytes)
-        with self._news:
-            self._plan = plan
-            self._news.notify_all()
-        self._number = 0
-        if source.writes:
-            self.doing = "makes tables of what goes where"
-            longest = plan.buffer_bytes
-            try:
+        longest = plan.buffer_bytes
+        try:
+            if self._sends:
+                self._buffers.begin(plan)
+                self._buffers.reserve(longest)
+            with self._news:
+                self._plan = plan
+                self._news.notify_all()
+            if source.writes:
+                self.doing = "makes tables of what goes where"
                 source.prepare((lambda k, m: self._buffers.take(k, m.nbytes, longest)) if self._sends else None)
-            except Exception as e:  # the others hear of it at the first group
-                self._fail(e)
+        except Exception as e:  # the others hear of it at the first group
+            self._fail(e)
+        self._number = 0
         for i, group in enumerate(plan.groups):
             self.doing = f"waits for the other trainers at bucket group {i} of {len(plan.groups)}"
             if not source.go_on(self._error is not None or not self._live):
@@ -225,7 +245,8 @@ class Feed:
     def _filled(self, message: Message, data: torch.Tensor) -> None:
         event = recorded(data.device)
         with self._news:
-            self._ready[self._number] = (message, data, event)
+            if self._live:
+                self._ready[self._number] = (message, data, event)
             self._number += 1
             self._news.notify_all()
 
@@ -264,9 +285,8 @@ class Pump:
             key = (attempt, together)
             if key not in self._feeds:
                 self._feeds = {k: f for k, f in self._feeds.items() if not f.over.is_set()}
-                before = self._last if self._last is not None and not self._last.over.is_set() else None
                 self._feeds[key] = self._last = Feed(
-                    self.source, self._buffers, together, self._label, self.exports, before
+                    self.source, self._buffers, together, self._label, self.exports, self._last
                 )
             feed = self._feeds[key]
         feed.join(replica)

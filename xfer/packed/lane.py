@@ -12,10 +12,11 @@ The thread, its queue and how it is stopped are the direct route's (session/lane
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -25,18 +26,10 @@ import torch
 from xfer.errors import DeadlineExceeded, PeerLost, PlanMismatch, ProtocolError, RefitFailed, XferError
 from xfer.packed.ahead import OneAhead
 from xfer.packed.arrivals import Arrivals, own_stream
-from xfer.packed.buffer import Buffers, Unpacker, specs_by_name, wire_sum
+from xfer.packed.buffer import Buffers, Unpacker, out_of_memory, specs_by_name, warm_sum
 from xfer.packed.feed import Feed, Pump
 from xfer.packed.plan import BucketPlan
-from xfer.packed.shared import (
-    MAX_OFFER,
-    SharedArrivals,
-    announce,
-    exporters_of,
-    nearest,
-    place_of,
-    wait_done,
-)
+from xfer.packed.shared import MAX_OFFER, SharedArrivals, announce, exporters_of, nearest, place_of, wait_done
 from xfer.packed.wire import MAX_MANIFEST, Message, checked, decode_manifest, digest, nbytes_of
 from xfer.session import faults
 from xfer.session import messages as m
@@ -178,10 +171,11 @@ class PackedLane(Lane):
         return False
 
     def explain(self) -> str:
-        return (
-            f"packed: {self.plan.tensors} whole tensors, {self.plan.nbytes:,} bytes, broadcast by trainer 0 "
-            f"to {self.plan.workers} workers, which load them"
-        )
+        what = f"packed: {self.plan.tensors} whole tensors, {self.plan.nbytes:,} bytes"
+        if self._shared:
+            ranks = ", ".join(map(str, self._exporters.ranks))
+            return f"{what}, in buffers of trainer {ranks} that {self.plan.workers} workers map and load from"
+        return f"{what}, broadcast by trainer 0 to {self.plan.workers} workers, which load them"
 
     # ---- planning and linking
 
@@ -329,6 +323,8 @@ class PackedLane(Lane):
     def _send(self, feed: Feed, go: m.Go, until: float) -> tuple[float, int, int]:
         """(seconds on the wire, bytes, sum over messages when verifying)."""
         link, device = self._link, self.side.device
+        if go.verify:
+            warm_sum(device)
         plan = feed.plan(until, self._why)
         if self.side.index == 0:
             self._announce(plan, go, until)
@@ -345,7 +341,7 @@ class PackedLane(Lane):
             began = time.perf_counter()
             nbytes += data.numel()
             if go.verify:
-                total = (total + wire_sum(data, number)) % (1 << 64)
+                total = (total + feed.sum_of(number)) % (1 << 64)
             if self._shared:
                 announce(link, number, self._mine, until, device)
                 wait_done(link, number, self._mine, until)  # the next is being packed meanwhile
@@ -394,27 +390,36 @@ class PackedLane(Lane):
     def _take_in(self, go: m.Go, until: float) -> m.Done:
         link, model = self._link, self.loader
         messages = self._announced(go, until)
+        self._buffers.begin(messages)
         specs = self.side.catalog().specs
         how = (until, self.side.device, go.verify)
-        if self._shared:
-            offer = self._offered(until)
-            arrivals = SharedArrivals(link, messages, offer, *how, exporter=self._mine[0], place=self.place)
-        else:
-            arrivals = Arrivals(link, messages, self._buffers, *how)
+        longest = max((x.nbytes for x in messages), default=0)
+        offer = self._offered(until) if self._shared else b""
+        with self._memory_for(f"made room for buckets of {longest:,} bytes"):  # before a byte of the model changes
+            if go.verify:
+                warm_sum(self.side.device)
+            if self._shared:
+                arrivals = SharedArrivals(link, messages, offer, *how, exporter=self._mine[0], place=self.place)
+            else:
+                for i in range(min(self._buffers.count, len(messages))):
+                    self._buffers.take(i, longest)
+                arrivals = Arrivals(link, messages, self._buffers, *how)
         unpacker = Unpacker(self.side.device, *([] if self._shared else [self._buffers.views]))
         said, load_s = time.monotonic(), 0.0
         nbytes = 0
         try:
             self.side.before(go, self.plan)
-            model.begin(specs)
+            with self._memory_for("made its model ready to be loaded"):
+                model.begin(specs)
             for number, message in enumerate(messages):
-                data = arrivals.take()
-                self._check()
-                faults.point("worker", self.side.index, "wave")
-                began = time.perf_counter()
-                tensors = [(s.name, t) for s, t in unpacker.take(message, data)]
-                if tensors:
-                    self._load(tensors, number, message)
+                with self._memory_for(f"took in bucket {number}, of {message.nbytes:,} bytes"):
+                    data = arrivals.take()
+                    self._check()
+                    faults.point("worker", self.side.index, "wave")
+                    began = time.perf_counter()
+                    tensors = [(s.name, t) for s, t in unpacker.take(message, data)]
+                    if tensors:
+                        model.load(tensors)
                 del tensors, data
                 load_s += time.perf_counter() - began
                 nbytes += message.nbytes
@@ -422,7 +427,8 @@ class PackedLane(Lane):
                 said = self._progress(go, number, nbytes, said)
             unpacker.close(s.name for s in specs)
             began = time.perf_counter()
-            model.finish()
+            with self._memory_for("finished what it had loaded"):
+                model.finish()
             load_s += time.perf_counter() - began
         except BaseException as e:
             if self._running.error is None and not isinstance(e, PeerLost):  # before the others see the link break
@@ -439,21 +445,17 @@ class PackedLane(Lane):
         carried = (m.RouteBytes("packed", nbytes, arrivals.seconds),)
         return m.Done(self.replica, go.attempt, nbytes, 0, 0.0, arrivals.seconds, load_s, 0.0, sums, carried)
 
-    def _load(self, tensors: list[tuple[str, torch.Tensor]], number: int, message: Message) -> None:
-        """RefitFailed when the engine's memory does not suffice."""
+    @contextlib.contextmanager
+    def _memory_for(self, what: str) -> Iterator[None]:
+        """RefitFailed when this worker's memory does not suffice for it."""
         try:
-            self.loader.load(tensors)
-        except (MemoryError, torch.OutOfMemoryError, RuntimeError) as e:
-            if isinstance(e, RuntimeError) and not isinstance(e, torch.OutOfMemoryError) and "alloc" not in str(e):
+            yield
+        except Exception as e:
+            if not out_of_memory(e):
                 raise
-            raise RefitFailed(
-                f"this worker ran out of memory while it took in bucket {number}, of {message.nbytes:,} bytes",
-                [
-                    f"{type(e).__name__}: {e}"[:500],
-                    "give connect() a smaller bucket_bytes, or leave the engine more memory",
-                ],
-                where=self.party.label,
-            ) from e
+            advice = "give connect() a smaller bucket_bytes, or leave the engine more memory"
+            why = [f"{type(e).__name__}: {e}"[:500], advice]
+            raise RefitFailed(f"this worker ran out of memory while it {what}", why, where=self.party.label) from e
 
     def _announced(self, go: m.Go, until: float) -> tuple[Message, ...]:
         """What will come; checked against what the trainers said that they export, before a byte of the model changes."""

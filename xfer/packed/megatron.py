@@ -38,7 +38,8 @@ from xfer.trainers.bridge_export import (
 )
 from xfer.trainers.megatron import MegatronTrainer, _Followed
 
-_Row = tuple[str, list[int], str]
+_Row = tuple[str, list[int], str, bool]
+"""A tensor: name, shape, dtype, and whether Bridge may give more rows of it, which Megatron has padded."""
 _Task = tuple[int, list[_Row], str | None]
 
 
@@ -130,7 +131,8 @@ class BridgeStream:
         mine: list[_Task] = []
         for position, task in enumerate(self._tasks):
             if task is not None and task.param_weight is not None:
-                rows = [(s.name, list(s.shape), s.dtype) for s in self._exports.get(task.global_param_name, ())]
+                specs = self._exports.get(task.global_param_name, ())
+                rows = [(s.name, list(s.shape), s.dtype, s.name in self._rows) for s in specs]
                 mine.append((position, rows, _key(task) or self._keys.get(task.global_param_name)))
         return mine
 
@@ -146,10 +148,10 @@ class BridgeStream:
         if bad:
             raise PlanMismatch("trainer ranks would export different tensors for the same task", bad)
         out = tuple(
-            TaskSize(position, tuple(TensorSpec(n, tuple(shape), dtype) for n, shape, dtype in exported), key)
+            TaskSize(position, tuple(TensorSpec(n, tuple(shape), dtype) for n, shape, dtype, _ in exported), key)
             for position, (_, exported, key) in sorted(tasks.items())
         )
-        self._wanted = {s.name: s.shape[0] for task in out for s in task.tensors if s.shape}
+        self._wanted = {n: shape[0] for _, exported, _ in tasks.values() for n, shape, _, padded in exported if padded}
         self._by_position = {task.position: task for task in out}
         return out
 

@@ -12,8 +12,8 @@ copy-on-write for as long as its loader reads it, so a loader that writes to wha
 are ordinary device memory, opened by CUDA IPC: on its own GPU a worker loads straight from there, from another GPU it copies a
 message first. Either way two buffers are exported, whatever the number of tensors, and nothing is pickled.
 
-The words travel over a link of CPU memory, since NCCL refuses ranks that share a GPU. The CUDA half is run by
-scripts/bench_packed_gpu.py only. Not here: who opens the link and when (lane.py).
+The words travel over a link of CPU memory, since NCCL refuses ranks that share a GPU. The CUDA half is run on GPUs only, by
+scripts/bench_packed_gpu.py and tests/functional/test_gpu_refit.py. Not here: who opens the link and when (lane.py).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from collections.abc import Sequence
 import msgspec
 import torch
 
-from xfer.errors import ProtocolError, Unsupported, XferError
+from xfer.errors import ProtocolError, Unsupported
 from xfer.packed.buffer import Buffers, wire_sum
 from xfer.packed.wire import Message
 from xfer.transport import peer
@@ -161,7 +161,7 @@ class SharedArrivals:
         self._mapped: mmap.mmap | None = None
         try:
             self._open()
-        except XferError:
+        except Exception:
             self.close()
             raise
 
@@ -179,6 +179,8 @@ class SharedArrivals:
                     [*self._mapping._why.values(), "connect() without colocated=True broadcasts the buckets"],
                 )
             self._own = Buffers(0 if self._near else 1, self._device)
+            if not self._near:
+                self._own.take(0, longest)
             return
         for slot in self._offer.slots:
             if slot.nbytes < longest:

@@ -154,24 +154,32 @@ class PackedSource:
 
 
 def packed_source(trainer: object, limit: int, packed: bool = True, colocated: bool = False) -> PackedSource:
-    """For the source that a caller gave to `connect`. Unsupported for kinds that give no whole tensors."""
+    """For the source that a caller gave to `connect`. Unsupported for kinds that give no whole tensors, and where the trainers
+    are not torch's default group, over which they gather."""
     from xfer.trainers.dtensor import TensorTrainer
+    from xfer.trainers.megatron import MegatronTrainer
 
     if isinstance(trainer, PackedSource):
         return trainer
     if isinstance(trainer, TensorTrainer):
         from xfer.packed.tensors import TensorStream
 
-        return PackedSource(TensorStream(trainer), limit, packed, colocated)
-    from xfer.trainers.megatron import MegatronTrainer
-
-    if isinstance(trainer, MegatronTrainer):
+        stream: Stream = TensorStream(trainer)
+    elif isinstance(trainer, MegatronTrainer):
         from xfer.packed.traced import TracedStream
 
-        return PackedSource(TracedStream(trainer), limit, packed, colocated)
-    if all(hasattr(trainer, name) for name in ("read", "check", "build", "tensors", "drain")):
-        return PackedSource(trainer, limit, packed, colocated)
-    raise Unsupported(
-        f'route="packed" cannot read a {type(trainer).__name__}',
-        ["give a MegatronTrainer, a TensorTrainer, or an object like xfer.packed.source.Stream"],
-    )
+        stream = TracedStream(trainer)
+    elif all(hasattr(trainer, name) for name in ("read", "check", "build", "tensors", "drain")):
+        stream = trainer
+    else:
+        raise Unsupported(
+            f'route="packed" cannot read a {type(trainer).__name__}',
+            ["give a MegatronTrainer, a TensorTrainer, or an object like xfer.packed.source.Stream"],
+        )
+    here, there = (stream.rank, stream.world), agree.ranks()
+    if here != there:
+        raise Unsupported(
+            'route="packed" gathers over the default group of torch.distributed, which is not these trainers',
+            [f"trainer {here[0]} of {here[1]}: rank {there[0]} of {there[1]} there; use the direct route"],
+        )
+    return PackedSource(stream, limit, packed, colocated)

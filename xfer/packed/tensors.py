@@ -158,6 +158,8 @@ class TensorStream:
         return tuple(TaskSize(i, (specs[name],)) for i, name in enumerate(sorted(specs)))
 
     def _own(self) -> _Rank:
+        if self._let_go:  # since the last look, which may have come before another rank's `release()`
+            self._roots, self._let_go = self.source.rebind(), False
         roots = sorted({f.root for some in self._mine.values() for f in some})
         number = {name: i for i, name in enumerate(roots)}
 

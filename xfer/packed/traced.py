@@ -133,9 +133,14 @@ class TracedStream:
         return specs
 
     def check(self) -> str:
-        """The export's look serves for both: it is at the same parameters."""
+        """The export's look serves for both: it is at the same parameters. Parts that are not written from have let go of
+        them, which is nothing new."""
         state = self.export.check()
         if state == "changed" or self.why:
+            return state
+        if not self.writes:
+            if state == "moved":
+                self.parts.forget()
             return state
         self._source.state = state
         return self.parts.check()

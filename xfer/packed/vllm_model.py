@@ -17,7 +17,9 @@ import torch
 
 from xfer.engines.live import Slot, Storages
 from xfer.engines.lock import alone, try_locks
+from xfer.engines.offload import refuse_offloaded
 from xfer.errors import LayoutError, Unsupported, XferError
+from xfer.packed.buffer import out_of_memory
 from xfer.trace.fragment import TensorSpec
 
 if TYPE_CHECKING:
@@ -72,6 +74,7 @@ class PackedModel:
         from xfer.engines.vllm_layout import _refuse_other_family, refuse_processed
 
         engine = self.engine
+        refuse_offloaded(engine.vllm_config)
         bad = []
         if engine.keep:
             bad.append(f"keep={list(engine.keep)}: loaders write what they are given; use the direct route, or drop=")
@@ -88,7 +91,17 @@ class PackedModel:
         specs = self._wanted(catalog.specs)
         expected = engine._expected()
         if expected is not None:
-            _refuse_other_family(specs, expected, engine.vllm_config.model_config.model)
+            head = engine._untied_head(engine.model, specs, expected)
+            ours = [s for s in expected if head is None or s != head.spec]
+            _refuse_other_family(specs, ours, engine.vllm_config.model_config.model)
+            if head is not None and not torch._C._is_alias_of(head.weight, head.embedding):
+                raise LayoutError(
+                    "this engine's checkpoint has a head of its own, which loaders fill from no other tensor",
+                    [
+                        f"{head.spec.name}: the trainers tie it and do not send it; use the direct route, or start vLLM from "
+                        "a checkpoint without it"
+                    ],
+                )
         try:
             refuse_processed(engine.model)
             self._layerwise = any(slot.is_parameter and not slot.root for slot in self._live.slots.values())
@@ -96,7 +109,9 @@ class PackedModel:
             self._layerwise = True
 
     def check(self) -> str:
-        """No address is kept from one refit to the next."""
+        """No address is kept from one refit to the next. Unsupported while the engine sleeps."""
+        if self._live is not None:
+            self.engine._refuse_asleep(self._live)
         return "same"
 
     def rebind(self) -> Mapping[str, torch.Tensor]:
@@ -152,16 +167,16 @@ class PackedModel:
                 initialize_layerwise_reload(self.engine.model)
 
     def load(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
-        """LayoutError naming the bucket's tensors, when the engine's loader refuses one."""
+        """LayoutError naming the bucket's tensors, when the engine's loader refuses one; what memory raises as it is."""
         given = [(n, t.clone() if self._layerwise else t) for n, t in tensors if n not in self._dropped]
         if not given:
             return
         try:
             with self._inside(), torch.no_grad():
                 loaded = self.engine.model.load_weights(iter(given))
-        except (torch.OutOfMemoryError, MemoryError):
-            raise
         except Exception as e:
+            if out_of_memory(e):
+                raise
             what = f"{type(e).__name__}: {e}"
             names = [f"{n}: {str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for n, t in given]
             raise LayoutError(f"the engine's loader refused one of {len(given)} tensors: {what}"[:2000], names) from e

@@ -149,6 +149,7 @@ class HubOptions:
     route: str = "direct"
     host_pull: bool = False
     relay: bool = False
+    colocated: bool = False
 
 
 def told(o: HubOptions) -> tuple[tuple[str, str], ...]:
@@ -160,6 +161,7 @@ def told(o: HubOptions) -> tuple[tuple[str, str], ...]:
         ("route", o.route),
         ("host_pull", str(o.host_pull)),
         ("relay", str(o.relay)),
+        ("colocated", str(o.colocated)),
         ("drop", _short(o.drop)),
         ("narrow", _short(o.narrow)),
         ("fabric", f"one with digest {hashlib.blake2b(o.site, digest_size=6).hexdigest()}" if o.site else "none"),

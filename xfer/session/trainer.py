@@ -118,6 +118,7 @@ class TrainerSession:
             route=route,
             host_pull=host_pull,
             relay=relay,
+            colocated=getattr(source, "colocated", False),  # of the packed route's
         )
         settings = (*told(options), *data_plane(self.device))
         if source.rank == 0:
