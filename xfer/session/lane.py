@@ -55,7 +55,7 @@ class Side(Protocol):
         """(binding generation, flat uint8 tensors in the inventory's root order)."""
 
     def opened(self, replica: int, plan: Part) -> None:
-        """On a GPU: a link carries bytes of this plan, and this rank's storages have been bound to it."""
+        """A link carries bytes of this plan, and this rank's storages have been bound to it."""
 
     def before(self, go: m.Go, plan: Part) -> None:
         """Just before the first byte may move."""
@@ -387,7 +387,7 @@ class Lane:
             )
         with self._lock:
             self._routed = routed
-        if ways.wired and device.type == "cuda":
+        if ways.wired:
             self.side.opened(self.replica, self.plan)
         self._check()  # a cancel that came meanwhile has seen no routes to stop
 
