@@ -198,6 +198,7 @@ class Hub:
             replica.workers[h.index] = client
             replica.dirty = replica.dirty or h.holds != "whole"
             self.calls.had(h.version)
+            replica.controller.send(m.Found(replica.holds, any(c.hello.session_open for c in replica.workers.values())))
             if self.catalog is not None:
                 client.send(m.CatalogMsg(self.packed_catalog, self.generation))
         if self.failure is not None:
@@ -229,7 +230,8 @@ class Hub:
             replica.workers.pop(h.index)
         else:
             return
-        self.lose(replica, lost)
+        gave_up = client.left and replica.state == "failed"  # then it has said why
+        self.lose(replica, replica.error if gave_up and replica.error is not None else lost)
 
     def _on_Leave(self, client: Client, _: m.Leave) -> None:
         client.left = True

@@ -175,10 +175,7 @@ class Planning:
             replica.follows |= {client.hello.index} if msg.follows else set()
         if not replica.pending:
             replica.state, replica.link_s = "ready", replica.stage()
-            said = [c.hello for c in replica.workers.values()]
-            ready = m.ReplicaReady(
-                replica.index, replica.epoch, replica.digest, replica.holds, any(h.session_open for h in said)
-            )
+            ready = m.ReplicaReady(replica.index, replica.epoch, replica.digest)
             self.hub.broadcast(self.hub.domain(replica), ready)
             if replica.controller is not None:
                 replica.controller.send(ready)
