@@ -12,8 +12,9 @@ import pytest
 
 from tests.support.world import ToyEngine, World, free_port
 from xfer.engines.handles import OfflineLLM
-from xfer.errors import DeadlineExceeded, EngineLost, LayoutError, XferError
+from xfer.errors import DeadlineExceeded, EngineLost, HandshakeError, LayoutError, XferError
 from xfer.session.controller import MIXED
+from xfer.session.worker import WorkerSession
 
 
 class ToyLLM:
@@ -256,3 +257,23 @@ def test_an_engine_with_a_drafter_is_joined_again_after_a_controller_died_in_a_r
             world.controllers[0].wait_ready(5)
             assert drafts.count(True) == 1, "it was handed over once, and the workers have it"
             assert world.refit(1)[0].committed == 1
+
+
+def test_a_worker_beyond_its_replica_is_refused_by_name_and_the_others_go_on():
+    """As vLLM's offline data parallelism counted its workers: by the rank that their process has among several."""
+    world = World(trainers=1, workers=1, replicas=2, deadline_s=8.0, wait=False)
+    world.engines = [ToyEngine(1), ToyEngine(1)]
+    odd = world.engines[1]
+
+    def init(info, timeout):
+        who = (info["replica"], 1, info["workers"], info["rendezvous"], info["token"], info["deadline_s"])
+        odd.sessions = [WorkerSession(odd.takers[0], *who)]
+        odd.sessions[0].join()
+
+    odd.init = init
+    with world:
+        world.controllers[0].wait_ready(5)
+        with pytest.raises(HandshakeError, match="worker 1 of 1: an engine that was started as one rank of several"):
+            world.controllers[1].wait_ready(5)
+        outcomes = world.refit(1, min_replicas=1)[0].outcomes
+        assert [o.committed for o in outcomes] == [True, False]

@@ -173,7 +173,8 @@ class Hub:
             )
             client.send(m.Refused(m.WireError.of(error, "rendezvous")))
             client.left = True
-            if bad == differences(h, o):  # it is one of us and cannot come in: the others would wait for it in vain
+            # It is one of us and cannot come in: the others would wait for it in vain.
+            if bad == differences(h, o) or (h.role == "worker" and h.index >= h.size):
                 if h.role == "trainer":
                     self.fail_everything(error)
                 elif replica is not None and replica.state == "joining":
