@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
+import xfer
 from xfer.engines.gate import Gate
 from xfer.engines.handles import AsyncEngine, EngineHandle, OfflineLLM, handle_for
 from xfer.engines.remote import CallableEngine, HttpEngine
@@ -556,6 +557,21 @@ def test_async_engine_refuses_to_block_its_own_loop():
 
     with pytest.raises(Unsupported, match="own event loop"):
         asyncio.run(on_the_loop())
+
+
+def test_who_waits_for_a_refit_on_the_engines_own_loop_is_told_at_once_what_to_do():
+    async def on_the_loop():
+        controller = xfer.serve(FakeAsync(FakeVllm()), rendezvous="tcp://127.0.0.1:9", token="a token", deadline_s=1.0)
+        for wait in (controller.wait_ready, controller.wait_version):
+            with pytest.raises(Unsupported, match="own event loop") as refused:
+                wait(T)
+            assert "asyncio.to_thread(controller.wait_ready)" in refused.value.violations[0]
+        with pytest.raises(XferError) as missing:
+            await asyncio.to_thread(controller.wait_ready, T)
+        assert not isinstance(missing.value, Unsupported)
+        controller.close()
+
+    asyncio.run(on_the_loop())
 
 
 def test_dead_engines_are_told_from_failing_ones():

@@ -426,6 +426,9 @@ class Hub:
             self.attempt.failed(client, targets if msg.replica >= 0 or not trainer else None, error)
         elif trainer and msg.replica < 0:
             self.calls.failed_early(msg.attempt, error)
+        elif trainer and not msg.attempt:  # its process was to control this replica and cannot
+            for r in targets:
+                r.error = error if r.controller is None else r.error
         elif not trainer and not msg.attempt:  # in an attempt, its replica's part in that is over and has been told
             for r in targets:
                 if r.state in ("joining", "ready"):  # ready: a worker could not get its lock after the plan
