@@ -22,7 +22,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -60,7 +60,7 @@ class Handle(ABC):
         self._ahead: dict[str, Future] = {}  # calls that were sent before they were made
         self._open = False
         self._paused = self._theirs = False  # by us; by somebody else before that
-        self._asked: Future | None = None  # whether it was paused before
+        self._asked: bool | None = None  # what it said of that, if it was asked
         self._outstanding: _Outstanding | None = None
         self._turn = threading.RLock()  # one call at a time; compound calls hold it throughout
 
@@ -111,35 +111,23 @@ class Handle(ABC):
         # Also when our last pause still stands, as far as we know: who resumed a torn engine by force did not tell us.
         with self._sequence(timeout) as left:
             if not self._paused and self._asked is None:
-                self._ask_paused(left())
+                self.ask_paused(left())
             self._call("pause", left(), done=self._now_paused)
 
     def ask_paused(self, timeout: float) -> None:
-        """Before `pause`, which then need not ask while it is waited for. An engine that takes calls in order is asked
-        by the same round trip."""
-        if not (self.in_order or self._paused):
-            with self._sequence(timeout) as left:
-                self._ask_paused(left())
-
-    def _ask_paused(self, timeout: float) -> None:
-        if self.in_order:
-            self._asked = self._send("is_paused")
+        """Just before `pause`, while the engine still serves; `pause` asks itself where nobody did. Never sent ahead of its
+        answer: vLLM sends this question a turn of its loop later than a pause that was called after it."""
+        if self._paused:
             return
-        self._asked = Future()
         try:
-            self._asked.set_result(self._call("is_paused", timeout))
+            self._asked = self._call("is_paused", timeout) is True
         except (DeadlineExceeded, EngineLost):
-            self._asked = None
             raise
-        except XferError as e:
-            self._asked.set_exception(e)
+        except XferError:
+            self._asked = False  # who cannot say so was not paused
 
     def _now_paused(self) -> None:
-        asked, self._asked = self._asked, None
-        if asked is not None:
-            with suppress(Exception):  # who cannot say so was not paused
-                self._theirs = asked.result(ASK_S) is True  # where it was not waited for it came before the pause's
-        self._paused = True
+        self._paused, self._theirs, self._asked = True, self._theirs or bool(self._asked), None
 
     def resume(self, timeout: float) -> None:
         with self._sequence(timeout) as left:
@@ -318,6 +306,9 @@ class OfflineLLM(Handle):
     def assume_paused(self) -> None:
         """It has no pause; an earlier controller's gate is not this one's."""
 
+    def ask_paused(self, timeout: float) -> None:
+        """Its gate is ours alone."""
+
     def stay_paused(self, timeout: float = ASK_S) -> None:
         """Opens the gate: an owner who waits there could never be told that the engine is lost. Who holds it must
         ask. At once, too, where a call does not return and the gate cannot be left."""
@@ -387,7 +378,7 @@ class AsyncEngine(Handle):
         send before they wait, to an engine core that reads one queue; what wraps them may do otherwise."""
         super().__init__(name)
         self._engine, self._loop, self._mode = engine, loop, pause_mode
-        calls = ("is_paused", "start_weight_update", "collective_rpc", "finish_weight_update", "reset_prefix_cache")
+        calls = ("start_weight_update", "collective_rpc", "finish_weight_update", "reset_prefix_cache")
         self.in_order = all(map(self._is_vllms, calls)) if in_order is None else in_order
 
     @property
