@@ -159,7 +159,7 @@ def test_http_server(server):
     request.join(60)
     assert answer and answer[0]["usage"]["completion_tokens"] == TOKENS
     assert ask(url, "/is_paused")["is_paused"] is False and ask(url, "/weight_info")["weight_version"] == "42"
-    ask(url, "/pause?mode=keep", {})  # by its owner
+    ask(url, "/pause?mode=keep", {"by": "its owner"})
     a_refit(handle, lambda: None)
     assert ask(url, "/is_paused")["is_paused"] is True and not handle.ranks_in_step()
     process.terminate()

@@ -147,7 +147,7 @@ class Controller:
             self._join()
             self._serve()
         except _ClosedError:
-            pass
+            self._kept_from = EngineLost(f"replica {self.replica}: its controller was closed before it had joined")
         except Exception as e:
             self._kept_from = self._down(e)
         finally:
@@ -216,7 +216,7 @@ class Controller:
             self.rendezvous, self._token, "controller", size=workers, replica=self.replica, deadline_s=self.deadline_s
         )
         self._unless_closed()
-        found = self.handle.get_version(SETTLE_GRACE_S)
+        found = self.handle.get_version(self.deadline_s)
         self._label = UNKNOWN if found in (MIXED, PAUSED) else found
         held = self._held = self.handle.ranks_in_step(SETTLE_GRACE_S)
         try:
