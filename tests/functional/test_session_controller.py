@@ -180,6 +180,8 @@ def test_an_engine_that_was_armed_when_the_trainers_died_serves_again_when_they_
         time.sleep(0.01)
     time.sleep(0.2)
     hub.door.close()
+    hub._events.put(None)  # the process is gone: it says nothing more to anybody
+    hub._thread.join(5)
     for client in list(hub.clients):
         client.channel.close()
     time.sleep(0.5)
