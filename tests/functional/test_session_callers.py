@@ -63,12 +63,15 @@ def test_a_server_that_cannot_be_controlled_is_named_by_connect_at_once(wait):
 
 
 def test_controllers_that_were_made_before_an_engine_was_refused_give_their_places_back():
-    rendezvous, made = f"tcp://127.0.0.1:{free_port()}", ToyEngine(1)
+    rendezvous, made, again = f"tcp://127.0.0.1:{free_port()}", ToyEngine(1), ToyEngine(1)
+    for engine, seconds in ((made, 0.5), (again, 1.0)):  # servers that come up late
+        engine.workers = lambda timeout, seconds=seconds: time.sleep(seconds) or 1
     connect = dict(trainer=ToySource(0, 1), rendezvous=rendezvous, token=TOKEN, deadline_s=8.0, cache_dir=None)
     with pytest.raises(e.Unsupported, match="URL"):
         xfer.connect(engines=[made, "10.0.0.2:8000"], **connect)
-    with xfer.connect(engines=[ToyEngine(1)], **connect) as refit:
+    with xfer.connect(engines=[again], **connect) as refit:
         assert xfer.nccl_xfer_refit(refit).committed == 1
+    assert not again.takers[0].wrong(0) and made.takers[0].wrong(0)
 
 
 def after(seconds: float, call):
