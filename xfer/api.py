@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from xfer.errors import XferError
@@ -200,12 +201,11 @@ def connect(
         host_pull=host_pull,
         relay=relay and count > 1,
     )
-    controllers = []
+    controllers: list[Controller] = []
     try:
-        if engines and trainer.rank == 0:
-            controllers = [
-                Controller(e, rendezvous, token, replica=i, deadline_s=deadline_s) for i, e in enumerate(engines)
-            ]
+        for i, e in enumerate(engines if trainer.rank == 0 else ()):
+            tell = partial(session.cannot_join, i, wait)
+            controllers.append(Controller(e, rendezvous, token, replica=i, deadline_s=deadline_s, tell=tell))
         session.open(wait)
     except BaseException:
         Refit(session, controllers).close()

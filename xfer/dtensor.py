@@ -207,21 +207,24 @@ def _in_group(mesh: MeshInfo, group: ProcessGroup) -> MeshInfo:
 
 
 def _refuse_overlap(src: torch.Tensor | None, dst: torch.Tensor | None) -> None:
-    """Rows run in no particular order, so a destination must not share bytes with the source of the same process."""
-    if src is None or dst is None or src.untyped_storage().data_ptr() != dst.untyped_storage().data_ptr():
+    """Rows run in no particular order, so a destination must not share bytes with the source of the same process. By
+    addresses: two storages may be of one memory (`from_numpy`)."""
+    if src is None or dst is None or src.device != dst.device:
         return
     (a, b), (c, d) = _reach(src), _reach(dst)
     if max(a, c) < min(b, d):
-        raise LayoutError("source and destination share memory on this rank: give the destination memory of its own")
+        raise LayoutError(
+            "source and destination share memory on this rank: give the destination memory of its own",
+            ["from first to last byte: columns of one tensor count as shared, though they have no element in common"],
+        )
 
 
 def _reach(t: torch.Tensor) -> tuple[int, int]:
-    """First and one-past-last byte of a tensor in its storage."""
+    """Addresses of a tensor's first byte and the one past its last."""
     if not t.numel():
         return 0, 0
-    start = t.storage_offset()
-    last = start + sum((n - 1) * s for n, s in zip(t.shape, t.stride()))
-    return start * t.element_size(), (last + 1) * t.element_size()
+    last = sum((n - 1) * s for n, s in zip(t.shape, t.stride()))
+    return t.data_ptr(), t.data_ptr() + (last + 1) * t.element_size()
 
 
 # ---- what all ranks make of it

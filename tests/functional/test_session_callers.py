@@ -6,19 +6,72 @@ import subprocess
 import sys
 import threading
 import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+import xfer
 from tests.functional.test_session_protocol import failed, good, right
-from tests.support.world import TOKEN, ToySource, World
+from tests.support.world import TOKEN, ToyEngine, ToySource, World
 from xfer import errors as e
 from xfer.session import messages as m
 from xfer.session.trainer import TrainerSession
 from xfer.testing.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
+class NoDevMode(BaseHTTPRequestHandler):
+    """`vllm serve` without VLLM_SERVER_DEV_MODE."""
+
+    def do_GET(self):
+        self.send_error(404)
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_a_server_that_cannot_be_controlled_is_named_by_connect_at_once(wait):
+    """Else all ranks would wait to their deadline and be asked whether anybody serves."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), NoDevMode) as server:
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+        rendezvous, refits = f"tcp://127.0.0.1:{free_port()}", {}
+
+        def connect(rank: int):
+            time.sleep(1.0 * rank)  # late, and told the same
+            refits[rank] = xfer.connect(
+                trainer=ToySource(rank, 2), rendezvous=rendezvous, token=TOKEN, deadline_s=20.0, wait=wait,
+                engines=[f"http://127.0.0.1:{server.server_port}"], cache_dir=None,
+            )  # fmt: skip
+
+        def run(i: int):
+            connect(i)
+            time.sleep(1.0)
+            return xfer.nccl_xfer_refit(refits[i], deadline_s=5.0)
+
+        t0 = time.monotonic()
+        out = World(trainers=2).on_all(run)
+        assert time.monotonic() - t0 < 10
+        for raised in out:
+            assert isinstance(raised, e.XferError) and "VLLM_SERVER_DEV_MODE=1" in str(raised), raised
+        for r in refits.values():
+            r.close()
+        server.shutdown()
+
+
+def test_controllers_that_were_made_before_an_engine_was_refused_give_their_places_back():
+    rendezvous, made, again = f"tcp://127.0.0.1:{free_port()}", ToyEngine(1), ToyEngine(1)
+    for engine, seconds in ((made, 0.5), (again, 1.0)):  # servers that come up late
+        engine.workers = lambda timeout, seconds=seconds: time.sleep(seconds) or 1
+    connect = dict(trainer=ToySource(0, 1), rendezvous=rendezvous, token=TOKEN, deadline_s=8.0, cache_dir=None)
+    with pytest.raises(e.Unsupported, match="URL"):
+        xfer.connect(engines=[made, "10.0.0.2:8000"], **connect)
+    with xfer.connect(engines=[again], **connect) as refit:
+        assert xfer.nccl_xfer_refit(refit).committed == 1
+    assert not again.takers[0].wrong(0) and made.takers[0].wrong(0)
 
 
 def after(seconds: float, call):

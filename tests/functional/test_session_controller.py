@@ -10,9 +10,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.support.world import ToyEngine, World
+from tests.support.world import ToyEngine, World, free_port
 from xfer.engines.handles import OfflineLLM
-from xfer.errors import DeadlineExceeded, EngineLost, XferError
+from xfer.errors import DeadlineExceeded, EngineLost, HandshakeError, LayoutError, XferError
+from xfer.session.controller import MIXED
+from xfer.session.worker import WorkerSession
 
 
 class ToyLLM:
@@ -29,6 +31,7 @@ class ToyLLM:
         self.update_weights = lambda d: toy.update(d["update_info"], 0)
         self.finish_weight_update = lambda: toy.finish(None, 0)
         self.update_weight_version = lambda text: toy.set_version(text, 0)
+        self.get_weight_version = lambda: toy.get_version(0)
         self.reset_prefix_cache = lambda **_: True
         self.reset_mm_cache = lambda: None
 
@@ -136,3 +139,143 @@ def test_verification_sees_constants_that_were_not_written(monkeypatch):
         assert "constants" in str(world.refit(2, verify=True)[0])
         monkeypatch.undo()
         assert world.refit(3, verify=True)[0].committed == 1
+
+
+def unreadable(_):
+    raise LayoutError("this engine cannot take it", ["by the test"])
+
+
+@pytest.mark.parametrize("in_step", [False, True])
+@pytest.mark.parametrize("holds", ["whole", "mix", "nothing"])
+def test_an_engine_whose_replica_cannot_join_serves_only_what_is_whole(holds, in_step):
+    """Nor does a refit of the other replicas, which arms it in vain, let a mix or random weights serve."""
+    world = World(trainers=1, workers=1, replicas=2, deadline_s=6.0, wait=False)
+    world.engines = [ToyEngine(1), ToyEngine(1)]
+    toy, taker = world.engines[1], world.engines[1].takers[0]
+    toy.label, toy.in_step, taker.read, taker.began_with = "default", in_step, unreadable, holds
+    if holds == "mix":
+        toy.label, toy.paused, taker.began_with = MIXED, True, "whole"
+        taker.engage_lock()
+    with world:
+        controller = world.controllers[1]
+        world.controllers[0].wait_ready(5)
+        with pytest.raises(LayoutError, match="cannot take it"):
+            controller.wait_ready(5)
+        for _ in range(2):
+            assert toy.paused == (holds != "whole")
+            assert (toy.label == "default") == (holds == "whole") and controller.error is not None
+            outcomes = world.refit(1, min_replicas=1, deadline_s=3.0)[0].outcomes
+            assert [o.committed for o in outcomes] == [True, False]
+            time.sleep(0.3)
+
+
+def test_an_engine_that_was_armed_when_the_trainers_died_serves_again_when_they_are_back():
+    world = World(trainers=1, workers=1)
+    world.connect()
+    toy, hub = world.engines[0], world.sessions[0]._hub
+    assert world.refit(1)[0].committed == 1
+    world.sessions[0].prepare()
+    until = time.monotonic() + 5
+    while toy.log.count("update") < 2 and time.monotonic() < until:
+        time.sleep(0.01)
+    time.sleep(0.2)
+    hub.door.close()
+    hub._events.put(None)  # the process is gone: it says nothing more to anybody
+    hub._thread.join(5)
+    for client in list(hub.clients):
+        client.channel.close()
+    time.sleep(0.5)
+    assert toy.paused and "may hold a mix" in str(world.controllers[0].error)
+    world.close()
+    again = World(trainers=1, workers=1)
+    again.engines = [toy]
+    with again:
+        again.controllers[0].wait_ready(5)
+        assert (toy.paused, toy.label, again.controllers[0].error) == (False, "xfer:unknown", None)
+        assert not toy.takers[0].wrong(1)
+
+
+@pytest.mark.parametrize("in_step", [False, True])
+def test_a_controller_that_was_closed_while_it_joined_leaves_its_place_and_its_engine(in_step):
+    world = World(trainers=1, workers=1, deadline_s=8.0)
+    world.rendezvous = f"tcp://127.0.0.1:{free_port()}"
+    slow, up = ToyEngine(1), threading.Event()
+    slow.in_step, slow.workers = in_step, lambda timeout: up.wait(timeout) and 1
+    ghost = world.serve(slow, 0)
+    ghost.close()
+    up.set()
+    ghost._thread.join(5)
+    assert not ghost._thread.is_alive() and ghost._party is None
+
+    world.engines, world.wait = [ToyEngine(1)], False
+    first = world.engines[0]
+    first.in_step = in_step
+    reading, go = threading.Event(), threading.Event()
+    read = first.takers[0].read
+    first.takers[0].read = lambda catalog: (reading.set(), go.wait(5), read(catalog))[2]
+    with world:
+        assert reading.wait(5) and first.paused == in_step
+        threading.Timer(0.2, go.set).start()
+        world.controllers[0].close()
+        world.controllers[0]._thread.join(5)
+        assert not first.paused
+        world.controllers[0] = world.serve(ToyEngine(1), 0)
+        world.controllers[0].wait_ready(5)
+
+
+def test_ranks_that_wait_for_one_another_are_paused_before_a_worker_is_kept_in_the_call_that_joins():
+    world = World(trainers=1)
+    toy = ToyEngine(2)
+    toy.in_step, toy.label, init, then = True, "default", toy.init, []
+    toy.init = lambda info, timeout: (then.append((toy.paused, toy.label)), init(info, timeout))
+    world.engines = [toy]
+    with world:
+        world.controllers[0].wait_ready(5)
+        assert then == [(True, "xfer:paused")] and (toy.paused, toy.label) == (False, "default")
+        assert world.refit(1)[0].committed == 1
+
+
+def test_an_engine_with_a_drafter_is_joined_again_after_a_controller_died_in_a_refit():
+    """vLLM refuses to open an update while one is open, and by that all later answers would be out of step."""
+    toy, drafts = ToyEngine(2), []
+
+    def start(draft: bool):
+        if toy.open:
+            raise RuntimeError("start_weight_update called while a weight update is already active")
+        drafts.append(draft)
+        toy.start_update(0)
+
+    for died in (False, True):
+        llm = ToyLLM(toy)
+        llm.start_weight_update = lambda: start(False)
+        llm.start_draft_weight_update = lambda: start(True)
+        llm.collective_rpc = lambda method: [True, True]
+        if died:
+            toy.open, toy.label = True, MIXED
+        world = World(trainers=1)
+        world.engines, serve = [toy], world.serve
+        world.serve = lambda _, r, llm=llm, serve=serve: serve(OfflineLLM(llm), r)
+        with world:
+            world.controllers[0].wait_ready(5)
+            assert drafts.count(True) == 1, "it was handed over once, and the workers have it"
+            assert world.refit(1)[0].committed == 1
+
+
+def test_a_worker_beyond_its_replica_is_refused_by_name_and_the_others_go_on():
+    """As vLLM's offline data parallelism counted its workers: by the rank that their process has among several."""
+    world = World(trainers=1, workers=1, replicas=2, deadline_s=8.0, wait=False)
+    world.engines = [ToyEngine(1), ToyEngine(1)]
+    odd = world.engines[1]
+
+    def init(info, timeout):
+        who = (info["replica"], 1, info["workers"], info["rendezvous"], info["token"], info["deadline_s"])
+        odd.sessions = [WorkerSession(odd.takers[0], *who)]
+        odd.sessions[0].join()
+
+    odd.init = init
+    with world:
+        world.controllers[0].wait_ready(5)
+        with pytest.raises(HandshakeError, match="worker 1 of 1: an engine that was started as one rank of several"):
+            world.controllers[1].wait_ready(5)
+        outcomes = world.refit(1, min_replicas=1)[0].outcomes
+        assert [o.committed for o in outcomes] == [True, False]

@@ -6,6 +6,7 @@ import json
 import math
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -65,6 +66,16 @@ def environment():
         patch.setenv("PYTHONPATH", os.pathsep.join([str(HERE), str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")]))
         patch.syspath_prepend(str(HERE))
         yield patch
+
+
+@pytest.mark.parametrize(("workers", "rank"), [(2, 1), (4, 3)])
+def test_one_of_several_data_parallel_processes_is_a_replica_of_its_own(workers, rank):
+    """An `LLM` reaches the workers of its own rank only, and counts those; an AsyncLLM all of them."""
+    from xfer.engines.vllm_worker import XferWeightTransferEngine
+
+    worker = XferWeightTransferEngine.__new__(XferWeightTransferEngine)
+    worker.parallel_config, worker.workers = SimpleNamespace(rank=1, world_size=2, data_parallel_index=1), workers
+    assert worker.worker_rank() == rank
 
 
 @pytest.fixture(scope="module", params=["qwen3", "qwen3_moe", "deepseek_v3"])

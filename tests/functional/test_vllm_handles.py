@@ -93,6 +93,12 @@ async def _async_llm(folder):
         await asyncio.to_thread(a_refit, handle, frozen)
         await asyncio.wait_for(running, 60)
         assert len(got) == TOKENS and await engine.get_weight_version() == "42"
+        await engine.pause_generation(mode="keep", clear_cache=False)  # by its owner
+        await asyncio.to_thread(a_refit, handle, lambda: None)
+        assert await engine.is_paused()
+        await engine.resume_generation()
+        await asyncio.to_thread(a_refit, handle, lambda: None)
+        assert not await engine.is_paused() and not handle.ranks_in_step()
         with pytest.raises(Unsupported):  # from the engine's own loop it would wait for itself
             handle.pause(5)
     finally:
@@ -153,6 +159,9 @@ def test_http_server(server):
     request.join(60)
     assert answer and answer[0]["usage"]["completion_tokens"] == TOKENS
     assert ask(url, "/is_paused")["is_paused"] is False and ask(url, "/weight_info")["weight_version"] == "42"
+    ask(url, "/pause?mode=keep", {"by": "its owner"})
+    a_refit(handle, lambda: None)
+    assert ask(url, "/is_paused")["is_paused"] is True and not handle.ranks_in_step()
     process.terminate()
     process.wait(60)
     with pytest.raises(EngineLost):

@@ -378,6 +378,9 @@ def disagreement_is_told_to_every_rank(rank):
     raises(LayoutError, "the tensors differ", *good[:3], values((8, 3)), *good[4:])
     raises(LayoutError, "no rank gave mesh", src, None, None, *good[3:])
     raises(LayoutError, "share memory", *good[:3], src.view(8, 2) if rank == 0 else dst, *good[4:])
+    memory = np.zeros(80, np.float32)  # seen through two storages, neither of which begins where the other does
+    ahead, behind = (torch.from_numpy(memory[at : at + src.numel()]).view(src.shape) for at in (0, 8))
+    raises(LayoutError, "share memory", ahead, *good[1:3], behind.view(dst.shape) if rank == 0 else dst, *good[4:])
     torch_mesh = init_device_mesh("cpu", (4,))
     pending = DTensor.from_local(src, torch_mesh, [Partial() if rank == 1 else TorchReplicate()], run_check=False)
     raises(Unsupported, "Partial", pending, None, None, *good[3:])

@@ -208,7 +208,7 @@ class ToyEngine:
         self.sessions: list[WorkerSession] = []
         self.log: list[str] = []
         self.label = ""
-        self.paused = self.open = False
+        self.paused = self.open = self.in_step = False
         self.fail: dict[str, Exception] = {}
 
     def _did(self, what: str) -> None:
@@ -276,6 +276,12 @@ class ToyEngine:
     def get_version(self, timeout):
         return self.label
 
+    def ranks_in_step(self, timeout=0.0):
+        return self.in_step
+
+    def assume_paused(self):
+        pass
+
     def assume_open_session(self):
         self.log.append("session was open")
 
@@ -297,6 +303,7 @@ class World:
     host_pull: bool = False
     relay: bool = False
     drop: tuple[str, ...] = ()
+    wait: bool = True
     sources: list[ToySource] = field(default_factory=list)
     sessions: list[TrainerSession] = field(default_factory=list)
     engines: list[ToyEngine] = field(default_factory=list)
@@ -333,7 +340,7 @@ class World:
             relay=self.relay,
         )
         self.sessions[i] = s
-        s.open(True)
+        s.open(self.wait)
 
     def on_all(self, call, ranks=None) -> list:
         """call(i) on every trainer's thread; results or the exceptions they raised."""

@@ -1,9 +1,11 @@
 """Handles against fake engines: order of calls, deadlines, and the states that vLLM itself does not recover from."""
 
 import asyncio
+import gc
 import json
 import threading
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -11,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
+import xfer
 from xfer.engines.gate import Gate
 from xfer.engines.handles import AsyncEngine, EngineHandle, OfflineLLM, handle_for
 from xfer.engines.remote import CallableEngine, HttpEngine
@@ -50,6 +53,8 @@ class FakeVllm:
             self.paused = False
         if call == "update_weight_version":
             self.version = args[0]
+        if call == "is_paused":
+            return self.paused
         return True if call == "reset_prefix_cache" else None
 
     @property
@@ -133,6 +138,7 @@ def http_engine(core):
                     if path == "/get_world_size"
                     else core.do(routes.get(path, path[1:]), *args)
                 )
+                value = {"is_paused": value} if path == "/is_paused" else value
                 code, out = 200, value if isinstance(value, dict) else {"success": True}
             except Exception as e:
                 code, out = 500, {"error": str(e)}
@@ -229,6 +235,27 @@ def test_resume_only_undoes_ones_own_pause_and_a_second_pause_is_sent_because_ot
     handle.resume(T)
     handle.resume(T)
     assert core.calls.count("resume_generation") == elsewhere
+
+
+def test_a_refit_leaves_a_pause_that_somebody_else_began(pair):
+    """vLLM's sleep is one, too, until all of the engine is awake: what runs then runs on memory that is not there."""
+    handle, core = pair
+    if isinstance(handle, OfflineLLM):
+        return  # paused by its gate, which is ours alone
+    core.paused = True
+    refit(handle)
+    assert core.paused and "resume_generation" not in core.calls
+    core.paused = False
+    refit(handle)
+    assert not core.paused
+    core.paused = True  # by a controller that died
+    handle.assume_paused()
+    refit(handle)
+    assert not core.paused
+    handle.ask_paused(T)
+    asked = core.calls.count("is_paused")
+    handle.pause(T)
+    assert core.calls.count("is_paused") == asked, "asked while the engine still served"
 
 
 def test_a_session_left_open_by_an_error_in_finish_is_closed_before_the_next_start(pair):
@@ -379,7 +406,7 @@ def test_an_async_engine_is_paused_by_its_core_which_does_not_sleep():
         with running_loop() as loop:
             handle = AsyncEngine(engine, loop, pause_mode="wait")
             refit(handle)
-        assert core.log[0] == (called, "wait", False) and not handle.in_order
+        assert core.log[:2] == [("is_paused",), (called, "wait", False)] and not handle.in_order
 
 
 def test_what_was_sent_and_not_called_is_not_taken_for_the_next_refits(pair):
@@ -446,6 +473,57 @@ def test_a_lost_offline_engine_lets_its_owner_go():
     assert done.wait(5)
 
 
+def test_the_owner_of_an_offline_engine_whose_worker_hangs_is_let_go():
+    core = FakeVllm()
+    handle = OfflineLLM(FakeLLM(core))
+    hang = core.block["update_weights"] = threading.Event()
+    handle.pause(T)
+    handle.start_update(T)
+    through = []
+
+    def owner():
+        with handle.hold():
+            through.append(True)
+
+    waiting = threading.Thread(target=owner, daemon=True)
+    waiting.start()
+    with pytest.raises(DeadlineExceeded):
+        handle.update({}, 0.1)
+    assert not through
+    with pytest.raises(DeadlineExceeded):
+        handle.stay_paused(0.1)
+    waiting.join(T)
+    assert through
+    hang.set()  # it comes back: the next refit keeps owners out again
+    handle.finish(None, T)
+    handle.pause(T)
+    waiting = threading.Thread(target=owner, daemon=True)
+    waiting.start()
+    waiting.join(0.2)
+    assert waiting.is_alive()
+    handle.resume(T)
+    waiting.join(T)
+    assert not waiting.is_alive()
+
+
+@pytest.mark.parametrize("called", [False, True])
+def test_an_engine_and_its_thread_end_with_the_handle(called):
+    threads = threading.active_count()
+    llm = FakeLLM(FakeVllm())
+    seen = weakref.ref(llm)
+    handle = OfflineLLM(llm)
+    if called:
+        handle.workers(T)
+    del handle, llm
+    assert eventually(lambda: gc.collect() >= 0 and seen() is None and threading.active_count() <= threads)
+
+
+def test_a_password_in_a_url_is_refused_and_not_shown():
+    with pytest.raises(Unsupported, match="headers=") as refused:
+        HttpEngine("http://user:s3cret@127.0.0.1:9")
+    assert "s3cret" not in str(refused.value)
+
+
 def test_the_gate_admits_one_at_a_time():
     gate, inside, most = Gate(), 0, 0
 
@@ -479,6 +557,21 @@ def test_async_engine_refuses_to_block_its_own_loop():
 
     with pytest.raises(Unsupported, match="own event loop"):
         asyncio.run(on_the_loop())
+
+
+def test_who_waits_for_a_refit_on_the_engines_own_loop_is_told_at_once_what_to_do():
+    async def on_the_loop():
+        controller = xfer.serve(FakeAsync(FakeVllm()), rendezvous="tcp://127.0.0.1:9", token="a long token", deadline_s=1.0)
+        for wait in (controller.wait_ready, controller.wait_version):
+            with pytest.raises(Unsupported, match="own event loop") as refused:
+                wait(T)
+            assert "asyncio.to_thread(controller.wait_ready)" in refused.value.violations[0]
+        with pytest.raises(XferError) as missing:
+            await asyncio.to_thread(controller.wait_ready, T)
+        assert not isinstance(missing.value, Unsupported)
+        controller.close()
+
+    asyncio.run(on_the_loop())
 
 
 def test_dead_engines_are_told_from_failing_ones():

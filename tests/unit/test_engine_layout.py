@@ -13,6 +13,7 @@ from torch import nn
 
 from xfer.engines import live as lv
 from xfer.engines import vllm_cpu
+from xfer.engines.asleep import KeptParameters
 from xfer.engines.layout import read_layout, run_recipes
 from xfer.engines.live import Storages
 from xfer.engines.lock import candidates, choose
@@ -124,6 +125,26 @@ def test_what_is_kept_is_not_written_although_the_trainers_send_it():
     assert {"q", "norm"} <= set(layout.traced.reads), "the trainers would be told that nobody takes what they send"
     net, twin = built(tied=True)  # one storage, two names: it is written for the name that nobody keeps
     assert "embed" not in {k.root for k in read(net, twin, specs("head"), keep=("head",)).kept}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_kept_parameters_that_a_sleep_took_are_seen_and_what_refits_or_vllm_bring_again_is_not(dtype):
+    net, twin = (n.to(dtype) for n in built())
+    given = [TensorSpec(s.name, s.shape, str(dtype).removeprefix("torch.")) for s in specs()]
+    layout = read(net, twin, given, keep=("no*", "inner_norm", "qkv"))
+    live = Storages(net)
+    kept = KeptParameters(live, layout.kept)
+    saved = {n: p.detach().clone() for n, p in net.named_parameters()}
+    load(layout.traced, checkpoint(given), layout.tensors)
+    kept.check(live)
+    for tensor in (*net.parameters(), *net.buffers()):
+        tensor.data.zero_()
+    with pytest.raises(Unsupported, match="level 2") as lost:
+        kept.check(live)
+    assert lost.value.violations[:-1] == ("inner_norm", "norm", "qkv")
+    for name in ("inner_norm", "norm", "qkv"):
+        getattr(net, name).data.copy_(saved[name])
+    kept.check(live)
 
 
 def test_ties_are_one_storage_and_the_live_one_decides():

@@ -21,16 +21,18 @@ class Gate:
         self._holder: int | None = None
         self._depth = 0
         self._controllers_waiting = 0
+        self._lost = False
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Waits while the controller, or another thread, is in."""
+        """Waits while the controller, or another thread, is in; not for a controller that lets users by."""
         me = threading.get_ident()
-        self._take(me)
+        mine = self._take(me)
         try:
             yield
         finally:
-            self._drop(me)
+            if mine:
+                self._drop(me)
 
     def close(self, timeout: float | None = None) -> bool:
         """Waits until the user is out, then keeps users out until `open`. Re-entrant for the controller. False: the
@@ -40,15 +42,35 @@ class Gate:
     def open(self) -> None:
         self._drop(self._CONTROLLER)
 
+    def let_by(self) -> None:
+        """Users no longer wait for the controller, which may be in for good: what they came for is lost, and they are to
+        be told."""
+        with self._changed:
+            self._lost = True
+            self._changed.notify_all()
+
+    def keep_out(self) -> None:
+        """The opposite; `close` does it, too."""
+        self._lost = False
+
     def _take(self, who: int, timeout: float | None = None) -> bool:
         controller = who == self._CONTROLLER
         with self._changed:
             self._controllers_waiting += controller
-            mine = self._changed.wait_for(
-                lambda: self._holder == who or (self._holder is None and (controller or not self._controllers_waiting)),
-                timeout,
-            )
+
+            def free() -> bool:
+                return self._holder == who or (
+                    self._holder is None and (controller or self._lost or not self._controllers_waiting)
+                )
+
+            def by() -> bool:
+                return self._lost and not controller and self._holder == self._CONTROLLER
+
+            self._changed.wait_for(lambda: free() or by(), timeout)
             self._controllers_waiting -= controller
+            mine = free()
+            if mine and controller:
+                self._lost = False
             if mine:
                 self._holder, self._depth = who, self._depth + 1
             else:

@@ -8,13 +8,14 @@ all of them, the executor reads one reply, and from then on answers every call w
 handle keeps the state of the session itself and never sends what vLLM would refuse, as long as vLLM does what it was asked: what is
 sent ahead of an answer counts on that.
 
-Not here: when to call what (session/), what happens inside a worker (vllm_worker.py), and the HTTP and actor handles'
-wire formats (remote.py), whose turn an in-process engine is (gate.py).
+Not here: what a handle promises (interface.py), when to call what (session/), what happens inside a worker (vllm_worker.py),
+the HTTP and actor handles' wire formats (remote.py), whose turn an in-process engine is (gate.py).
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -23,76 +24,15 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal
 
 from xfer.engines.call_thread import CallThread
 from xfer.engines.gate import Gate
+from xfer.engines.interface import ASK_S, EngineHandle
 from xfer.errors import DeadlineExceeded, EngineLost, Unsupported, XferError
 
+logger = logging.getLogger("xfer")
 PauseMode = Literal["keep", "wait", "abort"]
-ASK_S = 60.0
-"""Seconds that an engine has for a question that costs it nothing."""
-
-
-@runtime_checkable
-class EngineHandle(Protocol):
-    """The controller's view of an engine. Timeouts in seconds; one that runs out raises DeadlineExceeded.
-
-    EngineLost: the engine's process is gone. XferError: it answered with an error, whose text is in the message.
-    """
-
-    name: str
-
-    @property
-    def engine(self) -> Any:
-        """What the handle was made of."""
-
-    def hold(self) -> AbstractContextManager[None]:
-        """Inside, the owner may use the engine and no refit begins; needed only where the engine cannot be paused
-        itself."""
-
-    def workers(self, timeout: float = ASK_S) -> int:
-        """Number of workers that `init` and `update` reach, all data-parallel ranks of the replica together."""
-
-    def init(self, info: Mapping[str, Any], timeout: float) -> None:
-        """Hand `info` to every worker's transfer engine, once per connection."""
-
-    def pause(self, timeout: float) -> None:
-        """Returns when nothing is being computed; requests that arrive later wait. Idempotent."""
-
-    def resume(self, timeout: float) -> None:
-        """Serve again. Undoes only this handle's own `pause`; otherwise does nothing."""
-
-    def stay_paused(self, timeout: float = ASK_S) -> None:
-        """The engine is not to serve any more. Does not resume it, but lets go of its owner's thread if that waits for
-        us."""
-
-    def start_update(self, timeout: float, *, then: Mapping[str, Any] | None = None) -> None:
-        """Open vLLM's update session. One that a failed refit left open is finished first. then: what `update` will be called
-        with next; an engine that takes calls in order gets it before it has answered this one."""
-
-    def update(self, info: Mapping[str, Any], timeout: float) -> None:
-        """Blocks, and blocks the engine, until every worker has left its receive call."""
-
-    def finish_ahead(self) -> None:
-        """While `update` runs in another thread, and is known to end well: `finish` and `reset_caches` will be called next. An
-        engine that takes calls in order gets them now."""
-
-    def finish(self, version: str | None, timeout: float) -> None:
-        """Close the session if one is open; then set the version if one is given."""
-
-    def set_version(self, text: str, timeout: float) -> None:
-        """The engine's own label of its weights, which it attaches to outputs."""
-
-    def get_version(self, timeout: float) -> str | None:
-        """That label as it is now; None where the engine has none."""
-
-    def assume_open_session(self) -> None:
-        """Tell the handle of a session that an earlier controller left open; workers say so when they join."""
-
-    def reset_caches(self, timeout: float) -> None:
-        """Drop what older weights computed: prefix (frozen requests recompute), connector, multimodal, encoder
-        caches."""
 
 
 @dataclass
@@ -119,7 +59,8 @@ class Handle(ABC):
         self.name = name
         self._ahead: dict[str, Future] = {}  # calls that were sent before they were made
         self._open = False
-        self._paused = False
+        self._paused = self._theirs = False  # by us; by somebody else before that
+        self._asked: bool | None = None  # what it said of that, if it was asked
         self._outstanding: _Outstanding | None = None
         self._turn = threading.RLock()  # one call at a time; compound calls hold it throughout
 
@@ -135,6 +76,9 @@ class Handle(ABC):
     def assume_open_session(self) -> None:
         self._open = True
 
+    def assume_paused(self) -> None:
+        self._paused, self._theirs = True, False
+
     @property
     @abstractmethod
     def engine(self) -> Any: ...
@@ -147,23 +91,51 @@ class Handle(ABC):
     def hold(self) -> AbstractContextManager[None]:
         return nullcontext()
 
+    def refuse_own_loop(self, call: str) -> None:
+        """Before a wait for the engine. Only an engine that lives on an event loop has one."""
+        return None
+
     def stay_paused(self, timeout: float = ASK_S) -> None:
         return None
 
     def workers(self, timeout: float = ASK_S) -> int:
         return int(self._call("workers", timeout))
 
+    def ranks_in_step(self, timeout: float = ASK_S) -> bool:
+        return False
+
     def init(self, info: Mapping[str, Any], timeout: float) -> None:
         self._call("init", timeout, info=dict(info))
 
     def pause(self, timeout: float) -> None:
         # Also when our last pause still stands, as far as we know: who resumed a torn engine by force did not tell us.
-        self._call("pause", timeout, done=lambda: setattr(self, "_paused", True))
+        with self._sequence(timeout) as left:
+            if not self._paused and self._asked is None:
+                self.ask_paused(left())
+            self._call("pause", left(), done=self._now_paused)
+
+    def ask_paused(self, timeout: float) -> None:
+        """Just before `pause`, while the engine still serves; `pause` asks itself where nobody did. Never sent ahead of its
+        answer: vLLM sends this question a turn of its loop later than a pause that was called after it."""
+        if self._paused:
+            return
+        try:
+            self._asked = self._call("is_paused", timeout) is True
+        except (DeadlineExceeded, EngineLost):
+            raise
+        except XferError:
+            self._asked = False  # who cannot say so was not paused
+
+    def _now_paused(self) -> None:
+        self._paused, self._theirs, self._asked = True, self._theirs or bool(self._asked), None
 
     def resume(self, timeout: float) -> None:
         with self._sequence(timeout) as left:
-            if self._paused:
+            if self._paused and not self._theirs:
                 self._call("resume", left(), done=lambda: setattr(self, "_paused", False))
+            elif self._paused:
+                logger.info("xfer: %s was paused by somebody else before the refit, and stays so", self.name)
+                self._paused = self._theirs = False
 
     def has_drafter(self, timeout: float) -> bool:
         return all(self._call("has_drafter", timeout) or [False])
@@ -331,15 +303,23 @@ class OfflineLLM(Handle):
         """`with handle.hold(): llm.generate(…)`. Re-entrant in a thread; waits while a refit is under way."""
         return self._gate.entered()
 
+    def assume_paused(self) -> None:
+        """It has no pause; an earlier controller's gate is not this one's."""
+
+    def ask_paused(self, timeout: float) -> None:
+        """Its gate is ours alone."""
+
     def stay_paused(self, timeout: float = ASK_S) -> None:
         """Opens the gate: an owner who waits there could never be told that the engine is lost. Who holds it must
-        ask."""
+        ask. At once, too, where a call does not return and the gate cannot be left."""
+        self._gate.let_by()
         self.resume(timeout)
 
     def pause(self, timeout: float) -> None:
         # Not a call that can be left outstanding: an owner who stays too long must not be shut out when he leaves.
         with self._sequence(timeout) as left:
             if self._paused:
+                self._gate.keep_out()
                 return
             if not self._gate.close(left()):
                 raise DeadlineExceeded(
@@ -409,14 +389,22 @@ class AsyncEngine(Handle):
     def text_only(self) -> bool:
         return _reads_text_only(getattr(self._engine, "vllm_config", None))
 
-    def _send(self, call: str, **args: Any) -> Future:
-        if self._loop.is_closed():
-            raise EngineLost(f"{self.name}: its event loop is closed")
+    def ranks_in_step(self, timeout: float = ASK_S) -> bool:
+        parallel = getattr(getattr(self._engine, "vllm_config", None), "parallel_config", None)
+        return getattr(parallel, "data_parallel_size", 1) > 1
+
+    def refuse_own_loop(self, call: str) -> None:
+        """Unsupported on the thread of the engine's loop: what waits there for the engine waits for itself."""
         if _running_loop() is self._loop:
             raise Unsupported(
                 f"{self.name}: {call} would block the engine's own event loop",
-                ["run the controller in another thread, e.g. await asyncio.to_thread(...)"],
+                ["run it in another thread, e.g. await asyncio.to_thread(controller.wait_ready)"],
             )
+
+    def _send(self, call: str, **args: Any) -> Future:
+        if self._loop.is_closed():
+            raise EngineLost(f"{self.name}: its event loop is closed")
+        self.refuse_own_loop(call)
         return asyncio.run_coroutine_threadsafe(self._now(call, **args), self._loop)
 
     def _pause(self) -> Callable[..., Awaitable[None]]:
@@ -434,6 +422,7 @@ class AsyncEngine(Handle):
         calls: dict[str, Callable[[], Awaitable[Any]]] = {
             "init": lambda: rpc("init_weight_transfer_engine", kwargs={"init_info": info}),
             # Caches are not dropped here but after the commit, when what they hold is known to be of old weights.
+            "is_paused": lambda: _if_there_async(engine, "is_paused")(),
             "pause": lambda: self._pause()(mode=self._mode, clear_cache=False),
             "resume": engine.resume_generation,
             "start": engine.start_weight_update,

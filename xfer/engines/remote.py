@@ -1,7 +1,7 @@
 """Handles of engines that live in another process: an HTTP server in development mode, or any object that forwards
 calls.
 
-What a handle promises is in handles.py; here is only how each call looks on the wire.
+What a handle promises is in interface.py; here is only how each call looks on the wire.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from concurrent.futures import Future
 from typing import Any
 
 from xfer.engines.call_thread import CallThread
-from xfer.engines.handles import ASK_S, Handle, PauseMode
+from xfer.engines.handles import Handle, PauseMode
+from xfer.engines.interface import ASK_S
 from xfer.errors import EngineLost, Unsupported, XferError
 
 _STRAGGLER_S = 3600.0
@@ -39,6 +40,11 @@ class HttpEngine(Handle):
         headers: Mapping[str, str] | None = None,
         name: str | None = None,
     ):
+        if "@" in url:  # not shown: it would be in errors, logs, names of threads
+            raise Unsupported(
+                "an engine URL with a user or password in it",
+                ['pass them as headers=, e.g. {"Authorization": "Basic …"}'],
+            )
         parts = urllib.parse.urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.netloc:
             raise Unsupported(f"not an engine URL: {url!r}", ["expected http://host:port"])
@@ -63,6 +69,9 @@ class HttpEngine(Handle):
                     raise
             time.sleep(_AGAIN_S)
 
+    def ranks_in_step(self, timeout: float = ASK_S) -> bool:
+        return bool(self._call("ranks_in_step", timeout))
+
     def _send(self, call: str, **args: Any) -> Future:
         return self._thread.submit(lambda: self._now(call, **args))
 
@@ -70,6 +79,11 @@ class HttpEngine(Handle):
         calls: dict[str, Callable[[], Any]] = {
             "workers": lambda: self._ask("GET", "/get_world_size")["world_size"],
             "init": lambda: self._ask("POST", "/init_weight_transfer_engine", {"init_info": info}),
+            "is_paused": lambda: self._ask("GET", "/is_paused", optional=True).get("is_paused"),
+            "ranks_in_step": lambda: (
+                self._ask("GET", "/get_world_size?include_dp=false")["world_size"]
+                < self._ask("GET", "/get_world_size")["world_size"]
+            ),
             "pause": lambda: self._ask("POST", f"/pause?mode={self._mode}&clear_cache=false"),
             "resume": lambda: self._ask("POST", "/resume"),
             "start": lambda: self._ask("POST", "/start_weight_update"),
@@ -127,9 +141,11 @@ class CallableEngine(Handle):
 
     Needed on `obj`, or given here: init_weight_transfer_engine, start_weight_update, update_weights,
     finish_weight_update (vLLM's weight-sync client), pause_generation, resume_generation, reset_prefix_cache. Used if
-    there: update_weight_version, get_weight_version, reset_mm_cache, reset_encoder_cache, and for an engine with a
-    drafter supports_draft_weight_updates (a list, one answer per worker) and start_draft_weight_update. `workers`: how many workers
-    the four calls reach; asked of `obj.get_world_size()` when not given.
+    there: is_paused (without it every refit ends a pause that somebody else began), update_weight_version,
+    get_weight_version, reset_mm_cache, reset_encoder_cache, and for an engine with a drafter supports_draft_weight_updates
+    (a list, one answer per worker) and start_draft_weight_update. `workers`: how many workers the four calls reach; asked
+    of `obj.get_world_size()` when not given. An object with data-parallel ranks under load should be paused by its owner
+    while it joins: nothing here tells.
 
     Unsupported lists what is missing: an engine that cannot be paused, or keeps its caches, would answer with old work.
     """
@@ -145,6 +161,7 @@ class CallableEngine(Handle):
         "workers": "get_world_size",
     }
     _OPTIONAL = {
+        "is_paused": "is_paused",
         "set_version": "update_weight_version",
         "get_version": "get_weight_version",
         "reset_mm": "reset_mm_cache",

@@ -22,6 +22,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from xfer.engines import vllm_cpu
+from xfer.engines.asleep import KeptParameters, refuse_asleep
 from xfer.engines.layout import EngineLayout, joined, read_layout, renamed, run_recipes, without_roots
 from xfer.engines.live import DRAFT, Storages
 from xfer.engines.lock import Lock, candidates, choose
@@ -67,6 +68,7 @@ class EngineModel:
         self._layout: EngineLayout | None = None
         self._tensors: Mapping[str, torch.Tensor] = {}
         self._lock: Lock | None = None
+        self._kept: KeptParameters | None = None  # of an engine that may sleep
         self._stale_binding = False
         dummy = getattr(vllm_config.load_config, "load_format", "auto") == "dummy"
         self._holds: Literal["whole", "mix", "nothing"] = "nothing" if dummy else "whole"
@@ -104,6 +106,7 @@ class EngineModel:
         both = Storages(twin, draft=drafter)
         layout = read_layout(live, both, joined(traced, drafted), keep=self.keep, device=self.device)
         self._live, self._layout = live, layout
+        self._kept = KeptParameters(live, layout.kept) if self._may_sleep() else None
         if self._lock is not None and any(s == self._lock.slot for s in candidates(layout, live)):
             # Read again: the tensor that was found by test before is still what it was, engaged or not.
             self._lock.moved_to(live.tensors[self._lock.root])
@@ -126,13 +129,15 @@ class EngineModel:
 
     def check(self) -> Literal["same", "moved", "changed"]:
         """Whether the bindings still hold. "moved": call `rebind`; "changed": read and plan again. Costs microseconds.
-        Unsupported while the engine sleeps.
+        Unsupported while the engine sleeps, and when that cost it parameters that it was to keep.
 
         Choosing a lock moves a storage too, namely into scratch.
         """
         state = self._live.check() if self._live is not None else "changed"
         if self._live is not None:
             self._refuse_asleep(self._live)
+            if self._kept is not None:
+                self._kept.check(self._live)
         return "moved" if state == "same" and self._stale_binding else state
 
     def rebind(self) -> Mapping[str, torch.Tensor]:
@@ -160,17 +165,12 @@ class EngineModel:
 
         return lambda module: "base_layer" if isinstance(module, BaseLayerWithLoRA) else ""
 
-    def _refuse_asleep(self, live: Storages) -> None:
-        """vLLM's sleep mode gives the memory behind the weights back and keeps their addresses."""
-        if self.device.type != "cuda" or not self.vllm_config.model_config.enable_sleep_mode:
-            return
-        from xfer.kernels.cuda_driver import mapped
+    def _may_sleep(self) -> bool:
+        return self.device.type == "cuda" and self.vllm_config.model_config.enable_sleep_mode
 
-        if gone := [name for name, t in live.tensors.items() if t.numel() and not mapped(t.data_ptr())]:
-            raise Unsupported(
-                f"this engine sleeps: there is no memory behind {len(gone)} of its tensors, first {gone[0]}",
-                ['wake its weights before the refit, e.g. llm.wake_up(tags=["weights"]); the KV cache may sleep on'],
-            )
+    def _refuse_asleep(self, live: Storages) -> None:
+        if self._may_sleep():
+            refuse_asleep(live)
 
     def _refuse_unseen_drafter(self) -> None:
         config = getattr(self.vllm_config, "speculative_config", None)

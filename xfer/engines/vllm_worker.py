@@ -62,6 +62,7 @@ class XferWeightTransferEngine(WeightTransferEngine[XferInitInfo, XferUpdateInfo
         self.layout: EngineModel | None = None
         self.session_open = False  # vLLM's own update session; a new controller asks for it when it joins
         self.draft: torch.nn.Module | None = None
+        self.workers = 0  # of the replica, as its controller counts them
 
     def set_weight_update_target(self, model, model_config) -> None:
         super().set_weight_update_target(model, model_config)
@@ -99,20 +100,22 @@ class XferWeightTransferEngine(WeightTransferEngine[XferInitInfo, XferUpdateInfo
         raise NotImplementedError("trainers call xfer.connect() and xfer.nccl_xfer_refit()")
 
     def worker_rank(self) -> int:
-        """Rank in the replica: workers of data-parallel rank 0 first, in vLLM's own order within each."""
+        """Rank in the replica: workers of data-parallel rank 0 first, in vLLM's own order within each. An `LLM` that is one
+        of several data-parallel processes reaches its own workers only, and they are the replica."""
         from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
 
         p = self.parallel_config
         within = getattr(p, "rank", None)
         if within is None:
             within = get_pp_group().rank_in_group * p.tensor_parallel_size + get_tensor_model_parallel_rank()
-        return p.data_parallel_index * p.world_size + within
+        return within if self.workers == p.world_size else p.data_parallel_index * p.world_size + within
 
     def _join(self, info: XferInitInfo) -> None:
         from xfer.session.worker import WorkerSession
 
         self.shutdown()
         p = self.parallel_config
+        self.workers = info.workers or p.world_size_across_dp
         # One for all connections: an engine that an earlier one left torn holds NaN, and only its lock can undo that.
         if self.layout is None:
             self.layout = EngineModel(self.vllm_config, self.model, self.device)
@@ -122,7 +125,7 @@ class XferWeightTransferEngine(WeightTransferEngine[XferInitInfo, XferUpdateInfo
             self.layout,
             replica=info.replica,
             worker_rank=self.worker_rank(),
-            workers=info.workers or p.world_size_across_dp,
+            workers=self.workers,
             rendezvous=info.rendezvous,
             token=info.token,
             deadline_s=info.deadline_s,

@@ -9,11 +9,13 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import contextmanager, suppress
 
 from xfer.engines import drafter
-from xfer.engines.handles import EngineHandle, handle_for
-from xfer.errors import DeadlineExceeded, EngineLost, PeerLost, XferError
+from xfer.engines.handles import Handle, handle_for
+from xfer.engines.interface import EngineHandle
+from xfer.errors import DeadlineExceeded, EngineLost, PeerLost, Unsupported, XferError
 from xfer.session import messages as m
 from xfer.session import timeline
 from xfer.session.bounds import SETTLE_GRACE_S, STOP_GRACE_S
@@ -26,8 +28,14 @@ UPDATE_GRACE_S = 5.0
 """Seconds between an engine's return from its update call and the decision reaching this controller."""
 MIXED = "xfer:mixed"
 """Version text that an engine carries while its bytes may be of two versions."""
+PAUSED = "xfer:paused"
+"""Version text of an engine that we have paused and not written: while it joins, or until its first weights come."""
 UNKNOWN = "xfer:unknown"
 """What an engine is called after a refit that came to nothing, when its label before that is not known."""
+
+
+class _ClosedError(Exception):
+    """Its owner closed the controller."""
 
 
 class Controller:
@@ -43,16 +51,22 @@ class Controller:
         deadline_s: float,
         engine_rendezvous: str | None = None,
         keep: tuple[str, ...] = (),
+        tell: Callable[[XferError], None] | None = None,
         **handle_options,
     ):
+        """tell: called with what ended this controller before it met the hub, who then cannot be told."""
         self.handle: EngineHandle = handle_for(engine, **handle_options)
         self.rendezvous, self.replica, self.deadline_s = rendezvous, replica, deadline_s
         self._token, self._keep, self._engine_rendezvous = token, keep, engine_rendezvous or rendezvous
+        self._tell = tell
         self.version, self.error = "", None
         self.torn = False  # what lies in the engine is not to be served; the next commit mends it
         self.lost: XferError | None = None  # the trainers are gone: no refit will come, `version` is served on
         self.refits = 0
         self._label: str | None = None  # the engine's own, outside of refits
+        self._unheard: m.Settle | None = None  # a decision that we made up, since the hub was gone
+        self._kept_from: XferError | None = None  # joining
+        self._held = False  # its engine is paused while it joins
         self._ready, self._closing = threading.Event(), threading.Event()
         self._changed = threading.Condition()
         self._party: Party | None = None
@@ -62,17 +76,26 @@ class Controller:
     # ---- for the owner of the engine
 
     def wait_ready(self, timeout_s: float | None = None) -> None:
-        """Until the replica has a plan and a link; raises what kept it from that."""
+        """Until the replica has a plan and a link; raises what kept it from that. Not on an AsyncLLM's own loop."""
+        self._may_wait("wait_ready")
         if not self._ready.wait(self.deadline_s if timeout_s is None else timeout_s):
             raise DeadlineExceeded(
                 f"replica {self.replica} is not ready", ["have all trainer ranks called xfer.connect()?"]
             )
+        if self._kept_from is not None:
+            raise self._kept_from
         if self.error is not None and not self.torn:
             raise self.error
 
+    def _may_wait(self, call: str) -> None:
+        if isinstance(self.handle, Handle):
+            self.handle.refuse_own_loop(call)
+
     def wait_version(self, version: int | str | None = None, timeout_s: float | None = None) -> str:
         """Until the replica serves `version`, or any that a refit brought; gives it as text. For owners of an engine
-        that was started without weights. `timeout_s`: default the connection's deadline. DeadlineExceeded."""
+        that was started without weights. `timeout_s`: default the connection's deadline. DeadlineExceeded. Not on an
+        AsyncLLM's own loop."""
+        self._may_wait("wait_version")
 
         def there() -> bool:
             return bool(self.version) if version is None else self.version == str(version)
@@ -112,15 +135,27 @@ class Controller:
             self._party.close()
         with self._changed:
             self._changed.notify_all()
+        if self._held:
+            with suppress(Unsupported):
+                self._may_wait("close")
+                self._thread.join(STOP_GRACE_S)  # or the process may end with an engine paused that only joined
 
     # ---- its own thread
 
     def _work(self) -> None:
         try:
             self._join()
+            self._serve()
+        except _ClosedError:
+            self._kept_from = EngineLost(f"replica {self.replica}: its controller was closed before it had joined")
         except Exception as e:
-            self._down(e)
-            return
+            self._kept_from = self._down(e)
+        finally:
+            if self._party is not None:
+                self._party.close()  # else the hub would keep this replica's place for a controller that does nothing
+            self._ready.set()
+
+    def _serve(self) -> None:
         while not self._closing.is_set():
             try:
                 message = self._party.take(
@@ -157,13 +192,15 @@ class Controller:
             self._set(error=error)
         self._ready.set()
 
-    def _down(self, e: BaseException) -> None:
+    def _down(self, e: BaseException) -> XferError:
         error = e if isinstance(e, XferError) else EngineLost(f"{type(e).__name__}: {e}")
         logger.error("xfer: controller of replica %d: %s", self.replica, error)
         if self._party is not None:
             self._party.try_send(m.Failed(m.WireError.of(error, self._party.label), replica=self.replica))
+        elif self._tell is not None:
+            self._tell(error)
         self._set(error=error)
-        self._ready.set()
+        return error
 
     def _set(self, version: str | None = None, error: XferError | None = None) -> None:
         with self._changed:
@@ -174,32 +211,64 @@ class Controller:
 
     def _join(self) -> None:
         workers = self.handle.workers(self.deadline_s)
+        self._unless_closed()
         self._party = Party(
             self.rendezvous, self._token, "controller", size=workers, replica=self.replica, deadline_s=self.deadline_s
         )
-        drafter.hand_over(self.handle, self.deadline_s)
-        # Returns when every worker has joined or given up; why it gave up is on our own channel.
-        self.handle.init({
-            "rendezvous": self._engine_rendezvous, "token": self._token, "replica": self.replica, "workers": workers,
-            "deadline_s": self.deadline_s, "keep": list(self._keep),
-        }, self.deadline_s + STOP_GRACE_S)  # fmt: skip
-        message = self._party.take((m.ReplicaReady, m.Failed), time.monotonic() + STOP_GRACE_S, "the replica's plan")
-        if isinstance(message, m.Failed):
-            self._set(error=message.error.error())
-        else:
-            self._met(message)
+        self._unless_closed()
+        found = self.handle.get_version(self.deadline_s)
+        self._label = UNKNOWN if found in (MIXED, PAUSED) else found
+        held = self._held = self.handle.ranks_in_step(SETTLE_GRACE_S)
+        try:
+            if held:
+                self.handle.pause(self.deadline_s)
+                if found != MIXED:
+                    self.handle.set_version(PAUSED, SETTLE_GRACE_S)
+            if found != MIXED:  # else who died in a refit has handed it over, and vLLM's session may be open
+                drafter.hand_over(self.handle, self.deadline_s)
+            # Returns when every worker has joined or given up; why it gave up is on our own channel.
+            self.handle.init({
+                "rendezvous": self._engine_rendezvous, "token": self._token, "replica": self.replica, "workers": workers,
+                "deadline_s": self.deadline_s, "keep": list(self._keep),
+            }, self.deadline_s + STOP_GRACE_S)  # fmt: skip
+            until = time.monotonic() + STOP_GRACE_S
+            message = self._party.take((m.ReplicaReady, m.Failed), until, "the replica's plan")
+            if isinstance(message, m.Failed):
+                self._kept_from = message.error.error()
+        except Exception as e:
+            with suppress(XferError):  # of two errors the first one counts
+                self._met(found, held)
+            if self._closing.is_set():
+                raise _ClosedError from e
+            raise
+        self._met(found, held)
+        if self._kept_from is not None:
+            self._set(error=self._kept_from)
+        self._held = False
         self._ready.set()
 
-    def _met(self, ready: m.ReplicaReady) -> None:
-        """What an earlier controller left behind: a session of vLLM's, a label, bytes that may not serve."""
-        if ready.session_open:
+    def _unless_closed(self) -> None:
+        if self._closing.is_set():
+            raise _ClosedError
+
+    def _met(self, label: str | None, held: bool) -> None:
+        """What an earlier controller left behind: a session of vLLM's, a pause and a label, bytes that may not serve. Also when
+        joining failed. `held`: we paused the engine to join."""
+        said = self._party.found or m.Found(holds={MIXED: "mix", PAUSED: "nothing"}.get(label, "whole"))
+        if said.session_open:
             self.handle.assume_open_session()
-        label = self.handle.get_version(SETTLE_GRACE_S)
-        self._label = UNKNOWN if label == MIXED else label
-        if ready.holds == "whole":
+        ours = label in (MIXED, PAUSED) or label is None and (said.holds != "whole" or said.session_open)
+        if ours:
+            self.handle.assume_paused()
+        if said.holds == "whole":
+            if (ours or held) and self._label is not None:
+                self.handle.set_version(self._label, SETTLE_GRACE_S)
+            if ours or held:
+                self.handle.resume(SETTLE_GRACE_S)
             return
         self.handle.pause(self.deadline_s)
-        if ready.holds == "mix":
+        self.handle.set_version(MIXED if said.holds == "mix" else PAUSED, SETTLE_GRACE_S)
+        if said.holds == "mix":
             self._tear("an earlier connection ended in the middle of a refit; the next refit repairs it")
         else:
             self._keep_out(
@@ -209,8 +278,9 @@ class Controller:
                 )
             )
 
-    def _tear(self, why: str) -> None:
-        self._keep_out(EngineLost(f"replica {self.replica} holds a mix of two versions", [why]))
+    def _tear(self, why: str, known: bool = True) -> None:
+        holds = "holds" if known else "may hold"
+        self._keep_out(EngineLost(f"replica {self.replica} {holds} a mix of two versions", [why]))
 
     def _keep_out(self, error: XferError) -> None:
         """Nobody is served until a commit. Stays paused; for an in-process LLM, which waits at a gate, `serving()` refuses."""
@@ -235,7 +305,7 @@ class Controller:
                 self._label = decision.version
                 self._set(version=decision.version)
             elif visit.touched and isinstance(decision, m.Settle) and decision.dirty:
-                self._tear(str(decision.error.error()))
+                self._tear(str(decision.error.error()), known=decision is not self._unheard)
                 self._party.try_send(m.Settled(arm.attempt, "", False, 0.0, visit.phases))
                 return lost
             if self.torn:  # as before this attempt, which wrote nothing
@@ -274,7 +344,8 @@ class Controller:
                     return message, lost
         except XferError as e:
             # No word from the hub: the workers presume an abort, but whether they had begun to write is not known here.
-            return m.Settle(arm.attempt, True, m.WireError.of(e, self._party.label)), lost
+            self._unheard = m.Settle(arm.attempt, True, m.WireError.of(e, self._party.label))
+            return self._unheard, lost
 
 
 class _Visit:
@@ -303,6 +374,9 @@ class _Visit:
     def open(self) -> None:
         """Up to the blocking update call, which goes on in a thread. What fails is told to the hub; nothing is raised."""
         try:
+            if isinstance(self.handle, Handle):
+                self.handle.ask_paused(self.arm.deadline_s)
+            self._began = self._clock = time.perf_counter()
             self.handle.pause(self.arm.deadline_s)
             self._phase("pause")
             self.touched = True

@@ -183,7 +183,8 @@ class Hub:
             )
             client.send(m.Refused(m.WireError.of(error, "rendezvous")))
             client.left = True
-            if bad == differences(h, o):  # it is one of us and cannot come in: the others would wait for it in vain
+            # It is one of us and cannot come in: the others would wait for it in vain.
+            if bad == differences(h, o) or (h.role == "worker" and h.index >= h.size):
                 if h.role == "trainer":
                     self.fail_everything(error)
                 elif replica is not None and replica.state == "joining":
@@ -208,6 +209,7 @@ class Hub:
             replica.workers[h.index] = client
             replica.dirty = replica.dirty or h.holds != "whole"
             self.calls.had(h.version)
+            replica.controller.send(m.Found(replica.holds, any(c.hello.session_open for c in replica.workers.values())))
             if self.catalog is not None:
                 client.send(m.CatalogMsg(self.packed_catalog, self.generation))
         if self.failure is not None:
@@ -240,7 +242,8 @@ class Hub:
             replica.workers.pop(h.index)
         else:
             return
-        self.lose(replica, lost)
+        gave_up = client.left and replica.state == "failed"  # then it has said why
+        self.lose(replica, replica.error if gave_up and replica.error is not None else lost)
 
     def _on_Leave(self, client: Client, _: m.Leave) -> None:
         client.left = True
@@ -261,8 +264,7 @@ class Hub:
         if was in ("planning", "linking"):
             self.planning.abort(replica, error)
         wire = m.WireError.of(error, "rendezvous")
-        for c in (*replica.workers.values(), *([replica.controller] if replica.controller else [])):
-            c.send(m.Failed(wire, replica=replica.index))
+        self.broadcast(replica.processes(), m.Failed(wire, replica=replica.index))
         replica.controller, replica.workers, replica.inventories, replica.version = None, {}, {}, ""
         replica.unsettled = 0
         if self.attempt is None:
@@ -435,14 +437,15 @@ class Hub:
             self.attempt.failed(client, targets if msg.replica >= 0 or not trainer else None, error)
         elif trainer and msg.replica < 0:
             self.calls.failed_early(msg.attempt, error)
+        elif trainer and not msg.attempt:  # its process was to control this replica and cannot
+            for r in targets:
+                r.error = error if r.controller is None else r.error
         elif not trainer and not msg.attempt:  # in an attempt, its replica's part in that is over and has been told
             for r in targets:
                 if r.state in ("joining", "ready"):  # ready: a worker could not get its lock after the plan
                     r.state, r.error = "failed", error
                     self.broadcast(self.trainers.values(), m.Failed(msg.error, replica=r.index))
-                    for c in (*r.workers.values(), *([r.controller] if r.controller else [])):
-                        if c is not client:
-                            c.send(m.Failed(msg.error, replica=r.index))
+                    self.broadcast((c for c in r.processes() if c is not client), m.Failed(msg.error, replica=r.index))
 
     def _on_Settled(self, client: Client, msg: m.Settled) -> None:
         replica = self.replicas[client.hello.replica]

@@ -19,6 +19,7 @@ from msgspec import Meta, Struct
 from xfer.errors import ProtocolError
 from xfer.session.plan_messages import (
     CatalogMsg,
+    Found,
     Holds,
     InventoryMsg,
     Layout,
@@ -408,7 +409,7 @@ class StatusReply(WireMessage):
 
 Message = (
     Hello | Welcome | Refused | Specs | CatalogMsg | InventoryMsg | RollAsk | Roll | LayoutsAsk | Layouts | LayoutAsk | Layout
-    | PlanInputs | Planned | OpenLink | LinkOpen | ReplicaReady
+    | PlanInputs | Planned | OpenLink | LinkOpen | Found | ReplicaReady
     | Prepare | Enter | Ready | Arm | Armed | Go | Brought | Progress | Done | Drained | Commit | Decided | Committed
     | Abort | Stopped | Settle | Settled | Failed | Release | CloseRoutes | RoutesClosed | Released
     | Outcome | Leave | Ping | Pong | StoreSet | StoreGet | StoreAdd | StoreCheck | StoreReply | StatusAsk | StatusReply

@@ -84,6 +84,7 @@ class Party:
         self.shelf = Shelf(self.try_send)
         self.inbox: queue.Queue[m.Message | XferError] = queue.Queue()
         self.on_lane: Callable[[int], Lane | None] = self.lanes.get
+        self.found: m.Found | None = None
         self.lost: PeerLost | None = None
         self._failed: m.WireError | None = None  # why the hub said that nothing can be refitted any more
         self._heard = 0.0  # monotonic time of the hub's last word
@@ -148,6 +149,9 @@ class Party:
 
     def _put(self, message: m.Message) -> None:
         if isinstance(message, m.Pong):
+            return
+        if isinstance(message, m.Found):
+            self.found = message
             return
         if isinstance(message, m.StoreReply):
             self.replies.put(message)

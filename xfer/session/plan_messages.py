@@ -122,12 +122,17 @@ class LinkOpen(WireMessage):
     follows: bool = False
 
 
+class Found(WireMessage):
+    """hub -> controller: what the workers that have come so far said of their engine. Unless it `holds` one whole version, it
+    may not serve before its next commit, whether it joins or not."""
+
+    holds: Holds = "whole"
+    session_open: bool = False
+
+
 class ReplicaReady(WireMessage):
-    """hub -> domain, controller: this replica has a plan and a link. Unless it `holds` one whole version, it may not
-    serve before its next commit."""
+    """hub -> domain, controller: this replica has a plan and a link."""
 
     replica: Count
     epoch: Count
     digest: Name
-    holds: Holds = "whole"
-    session_open: bool = False

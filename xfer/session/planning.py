@@ -75,8 +75,7 @@ class Planning:
         replica.state, replica.error = "failed", error
         attempt, said = self.hub.attempt, m.Failed(m.WireError.of(error, "rendezvous"), replica=replica.index)
         if attempt is None or not attempt.has_told(replica):  # a plan is made while its processes join: they wait for it
-            for c in (*replica.workers.values(), *([replica.controller] if replica.controller else [])):
-                c.send(said)
+            self.hub.broadcast(replica.processes(), said)
         if attempt is not None and attempt.concerns(replica):
             attempt.planning_failed(replica, error)
         else:
@@ -195,10 +194,7 @@ class Planning:
 
     def _ready(self, replica: Replica) -> None:
         replica.state = "ready"
-        said = [c.hello for c in replica.workers.values()]
-        ready = m.ReplicaReady(
-            replica.index, replica.epoch, replica.digest, replica.holds, any(h.session_open for h in said)
-        )
+        ready = m.ReplicaReady(replica.index, replica.epoch, replica.digest)
         self.hub.broadcast(self.hub.domain(replica), ready)
         if replica.controller is not None:
             replica.controller.send(ready)

@@ -112,6 +112,10 @@ class Replica:
     before: tuple[int, int] | None = None  # the replica, and its epoch, that the routes were opened behind
     follows: set[int] = field(default_factory=set)  # workers that do read from that one
 
+    def processes(self) -> list[Client]:
+        """Workers, and the controller if it is here."""
+        return [*self.workers.values(), *([self.controller] if self.controller is not None else [])]
+
     def stage(self) -> float:
         """Ends one stage and begins the next; seconds of the one that ends."""
         now = time.monotonic()
@@ -208,6 +212,13 @@ def hello_violations(h: m.Hello, o: HubOptions, trainers: dict[int, Client], rep
             bad.append(f"trainer rank {h.index} of {o.trainers}")
         if h.index in trainers:
             bad.append(f"trainer {h.index} is connected already")
+    if h.role in ("controller", "worker") and not h.size:
+        bad.append("its engine says that it has no workers")
+    if h.role == "worker" and h.index >= h.size:
+        bad.append(
+            f"worker {h.index} of {h.size}: an engine that was started as one rank of several is a replica of its own; "
+            "install the same xfer where it runs"
+        )
     if h.role in ("controller", "worker") and h.replica not in replicas:
         bad.append(f"replica {h.replica}: trainers expect replicas 0..{o.replicas - 1}; pass replicas= to connect()")
     bad += differences(h, o)

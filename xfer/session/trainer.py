@@ -192,6 +192,11 @@ class TrainerSession:
                 ready.add(message.replica)
         self._open = True
 
+    def cannot_join(self, replica: int, fatal: bool, error: XferError) -> None:
+        """A controller of this process never met the hub: its replica will not come. `fatal`: all ranks are waiting for it."""
+        said = m.WireError.of(error, f"replica {replica} controller")
+        self._party.try_send(m.Failed(said, replica=-1 if fatal else replica))
+
     def _read_together(self, until: float) -> TrainerLayout:
         def pointless() -> bool:
             return any(isinstance(x, XferError | m.Failed) for x in list(self._party.inbox.queue))
