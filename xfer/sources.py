@@ -1,7 +1,7 @@
 """Which code this is: digests of xfer's own source files. Two processes that must compute the same thing compare them.
 
 A number that somebody has to raise is forgotten one day. Not here: what they are compared for (plan/subplan.py,
-session/party.py, cli/tracing.py).
+cli/tracing.py).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from importlib.abc import Traversable
 def digest_of(*parts: str) -> str:
     """Of all Python files of these packages and modules of xfer ("plan", "cli/trace_child.py"), 16 hexadecimal digits.
 
-    A package that was installed without its sources has an equal digest for every version; OSError is not raised.
+    A package that was installed without its sources has an equal digest for every version.
     """
     h = hashlib.blake2b(digest_size=8)
     root = resources.files("xfer")

@@ -279,3 +279,23 @@ def test_a_worker_beyond_its_replica_is_refused_by_name_and_the_others_go_on():
             world.controllers[1].wait_ready(5)
         outcomes = world.refit(1, min_replicas=1)[0].outcomes
         assert [o.committed for o in outcomes] == [True, False]
+
+
+def test_a_torn_engine_of_which_only_whole_workers_came_stays_out(monkeypatch):
+    """What its label says counts until all workers have spoken."""
+    join = WorkerSession._join
+
+    def unless_second(session):
+        if session.index == 1:
+            raise DeadlineExceeded("no xfer rendezvous answered")
+        return join(session)
+
+    monkeypatch.setattr(WorkerSession, "_join", unless_second)
+    engine = ToyEngine(2)
+    engine.label, engine.paused = MIXED, True
+    engine.takers[1].engage_lock()
+    w = World(trainers=1, wait=False, deadline_s=1.5, engines=[engine]).connect()
+    with pytest.raises(XferError):
+        w.controllers[0].wait_ready(10)
+    assert engine.paused and engine.label == MIXED and w.controllers[0].torn
+    w.close()

@@ -8,12 +8,13 @@ import time
 
 import pytest
 
-from tests.functional.test_session_regressions import Widening, connected_while_the_last_replica_joins
-from tests.functional.test_session_routes import good, peers, right  # noqa: F401
-from tests.support import cpu_peer
+from tests.functional.test_session_regressions import Widening, connected_while_the_last_replica_joins, transpose
+from tests.functional.test_session_routes import good, move, peers, right  # noqa: F401
+from tests.support import cpu_peer, world
 from tests.support.world import ToyEngine, ToyTaker, World
 from xfer import errors as e
-from xfer.session import lane, refit, roster
+from xfer.plan.cache import PlanCache
+from xfer.session import lane, refit, roster, trainer
 from xfer.session import messages as m
 from xfer.session.attempt import Attempt
 from xfer.session.timers import Timers
@@ -205,6 +206,98 @@ def test_closing_after_prepare_leaves_an_engine_in_service(late_s):
     until(lambda: not w.engines[0].paused)
     assert w.engines[0].label == "1" and w.controllers[0].version == "1"
     w.close()
+
+
+def more(w: World) -> None:
+    """Trainers export one tensor more."""
+    for s in w.sources:
+        s.shapes = s.shapes | {"extra": (4, 4)}
+        s.set(0)
+
+
+def test_a_replica_that_joins_while_exports_are_changed_and_untold_is_linked_by_the_next_refit(monkeypatch):
+    with World(trainers=2, replicas=2, drop=("extra",)) as w:
+        good(w.refit(1))
+        leave(w, 1)
+        more(w)
+        with monkeypatch.context() as patch:
+            patch.setattr(refit.computing, "compute", lambda *a: 1 / 0)
+            assert all(isinstance(r, e.XferError) for r in w.refit(2))
+        w.engines[1] = ToyEngine(2)
+        w.controllers[1] = w.serve(w.engines[1], 1)
+        w.controllers[1].wait_ready(10.0)
+        assert good(w.refit(3)).committed == 2
+        right(w, 3)
+
+
+def test_a_replica_whose_plan_is_stale_when_a_refit_ends_early_joins_all_the_same(monkeypatch):
+    w = connected_while_the_last_replica_joins(trainers=2, replicas=1)
+    slow(monkeypatch, "_do_plan", 1.0, lambda lane: lane.side.role == "worker")
+    replica = w.sessions[0]._hub.replicas[0]
+    until(lambda: replica.state == "planning")
+    transpose(w.sources[0])
+    drain = w.sources[1].drain
+    w.sources[1].drain = lambda: (until(lambda: replica.stale), 1 / 0)
+    assert all(isinstance(r, e.XferError) for r in w.refit(1))
+    w.sources[1].drain = drain
+    w.controllers[0].wait_ready(10.0)
+    good(w.refit(2))
+    right(w, 2)
+    w.close()
+
+
+def test_a_trainer_that_could_not_answer_a_catalog_once_answers_the_next(monkeypatch):
+    made, failed = trainer.trainer_inventory, []
+
+    def once(*a, **k):
+        if k["rank"] == 1 and not failed:
+            failed.append(True)
+            raise MemoryError("once")
+        return made(*a, **k)
+
+    with World(drop=("extra",)) as w:
+        good(w.refit(1))
+        more(w)
+        monkeypatch.setattr(trainer, "trainer_inventory", once)
+        assert all("once" in str(r) for r in w.refit(2))
+        good(w.refit(3))
+        right(w, 3)
+
+
+def test_sums_that_were_bound_while_storages_moved_are_bound_again(monkeypatch):
+    """A lane of a replica that joins binds them, on its own thread; they were kept for storages that nobody writes any more."""
+    begun, moved, armed = threading.Event(), threading.Event(), threading.Event()
+
+    class Slow(trainer.Sums):
+        def __init__(self, *a, **k):
+            super().__init__(*a, **k)
+            if armed.is_set() and not begun.is_set():
+                begun.set()
+                moved.wait(5)
+
+    with World(trainers=1, replicas=2) as w:
+        good(w.refit(1))
+        leave(w, 1)
+        monkeypatch.setattr(trainer, "Sums", Slow)
+        monkeypatch.setattr(world, "HOST_PULL", False)
+        armed.set()
+        w.engines[1] = ToyEngine(2)
+        w.controllers[1] = w.serve(w.engines[1], 1)
+        if begun.wait(3):  # where a link is opened
+            move(w.sources[0])
+            w.sessions[0]._bind = lambda bind=w.sessions[0]._bind: (bind(), moved.set())
+        for version in (2, 3):
+            assert good(w.refit(version)).committed == 2
+            right(w, version)
+
+
+def test_what_came_from_the_cache_is_not_written_there_again(monkeypatch, tmp_path):
+    puts, put = [], PlanCache.put
+    monkeypatch.setattr(PlanCache, "put", lambda cache, part: (puts.append(part.key), put(cache, part)))
+    for expected in (1, 1):
+        with World(trainers=1, cache_dir=str(tmp_path)) as w:
+            good(w.refit(1))
+        assert len(puts) == expected
 
 
 def test_timers_come_in_order_and_what_is_over_is_let_go_of():

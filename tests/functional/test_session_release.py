@@ -9,7 +9,10 @@ import pytest
 
 from tests.functional.test_session_routes import good, peers, right  # noqa: F401
 from tests.support import cpu_peer
+from tests.support.packed_world import PackedWorld
 from tests.support.world import ToyEngine, World
+from xfer.errors import DeadlineExceeded
+from xfer.session.lane import Lane
 
 
 @pytest.mark.parametrize("host_pull", [True, False])
@@ -55,3 +58,36 @@ def test_release_unmaps_what_workers_of_lost_and_failed_replicas_have_mapped(sta
             time.sleep(0.01)
         w.sessions[0].release()
         assert not cpu_peer.MAPPED
+
+
+@pytest.mark.parametrize("route", ["direct", "packed"])
+def test_one_that_did_not_answer_holds_up_no_later_release(monkeypatch, route):
+    """A late pull, a replica that has not come, routes opened anew meanwhile: whoever was asked in vain is asked again."""
+    late = [True]
+    ask = Lane._late
+    stuck = type("Late", (), {"drained": True})()
+    monkeypatch.setattr(Lane, "_late", lambda lane: [stuck] if late and lane.side.role == "worker" else ask(lane))
+    made = World if route == "direct" else PackedWorld
+    with made(trainers=1, workers=1, deadline_s=2.0) as w:
+        good(w.refit(1))
+        with pytest.raises(DeadlineExceeded):
+            w.sessions[0].release()
+        good(w.refit(2))
+        late.clear()
+        for version in (3, 4):
+            w.sessions[0].release()
+            good(w.refit(version))
+
+
+def test_release_needs_nothing_of_a_replica_that_has_not_come():
+    w = PackedWorld(trainers=1, workers=1, replicas=2, deadline_s=5.0, wait=False)
+    serve = w.serve
+    w.serve = lambda engine, i: serve(engine, i) if i == 0 else None
+    w.connect()
+    w.controllers[0].wait_ready(5.0)
+    w.sessions[0].release()
+    w.controllers[1] = serve(w.engines[1], 1)
+    w.controllers[1].wait_ready(5.0)
+    assert good(w.refit(2)).committed == 2
+    w.sessions[0].release()
+    w.close()

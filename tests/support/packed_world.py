@@ -157,7 +157,7 @@ class PackedWorld(World):
             bucket_bytes=self.limit, drop=(), narrow=(), cache_dir=None, route="packed",
         )  # fmt: skip
         self.sessions[i] = s
-        s.open(True)
+        s.open(self.wait)
 
     def refit(self, weights: int | None = None, ranks=None, **kw) -> list:
         if weights is not None:

@@ -89,6 +89,8 @@ class Calls:
         for old in [k for k in self.finished if k < outcome.attempt - REMEMBERED]:
             del self.finished[old]
         self.hub.broadcast(self.hub.trainers.values(), outcome)
+        for r in self.hub.replicas.values():
+            self.hub.plan_if_complete(r)  # one that joins, and whose plan was of what this attempt found changed
         if self._prepared > outcome.attempt:
             self.begin(self._prepared, self.hub.options.deadline_s, True)
         self._prepared = 0

@@ -30,6 +30,7 @@ MIXED = "xfer:mixed"
 """Version text that an engine carries while its bytes may be of two versions."""
 PAUSED = "xfer:paused"
 """Version text of an engine that we have paused and not written: while it joins, or until its first weights come."""
+_HELD = {MIXED: "mix", PAUSED: "nothing"}
 UNKNOWN = "xfer:unknown"
 """What an engine is called after a refit that came to nothing, when its label before that is not known."""
 
@@ -67,6 +68,7 @@ class Controller:
         self._unheard: m.Settle | None = None  # a decision that we made up, since the hub was gone
         self._kept_from: XferError | None = None  # joining
         self._held = False  # its engine is paused while it joins
+        self._workers = 0
         self._ready, self._closing = threading.Event(), threading.Event()
         self._changed = threading.Condition()
         self._party: Party | None = None
@@ -76,7 +78,7 @@ class Controller:
     # ---- for the owner of the engine
 
     def wait_ready(self, timeout_s: float | None = None) -> None:
-        """Until the replica has a plan and a link; raises what kept it from that. Not on an AsyncLLM's own loop."""
+        """Until the replica takes part in refits; raises what kept it from that. Not on an AsyncLLM's own loop."""
         self._may_wait("wait_ready")
         if not self._ready.wait(self.deadline_s if timeout_s is None else timeout_s):
             raise DeadlineExceeded(
@@ -210,7 +212,7 @@ class Controller:
             self._changed.notify_all()
 
     def _join(self) -> None:
-        workers = self.handle.workers(self.deadline_s)
+        self._workers = workers = self.handle.workers(self.deadline_s)
         self._unless_closed()
         self._party = Party(
             self.rendezvous, self._token, "controller", size=workers, replica=self.replica, deadline_s=self.deadline_s
@@ -254,21 +256,25 @@ class Controller:
     def _met(self, label: str | None, held: bool) -> None:
         """What an earlier controller left behind: a session of vLLM's, a pause and a label, bytes that may not serve. Also when
         joining failed. `held`: we paused the engine to join."""
-        said = self._party.found or m.Found(holds={MIXED: "mix", PAUSED: "nothing"}.get(label, "whole"))
+        said = self._party.found or m.Found()
+        holds = said.holds
+        if said.workers < self._workers:  # the others may hold what the label says, or what an open session left
+            unheard = "mix" if label is None and said.session_open else _HELD.get(label, "whole")
+            holds = max(holds, unheard, key=("whole", "nothing", "mix").index)
         if said.session_open:
             self.handle.assume_open_session()
-        ours = label in (MIXED, PAUSED) or label is None and (said.holds != "whole" or said.session_open)
+        ours = label in (MIXED, PAUSED) or label is None and (holds != "whole" or said.session_open)
         if ours:
             self.handle.assume_paused()
-        if said.holds == "whole":
+        if holds == "whole":
             if (ours or held) and self._label is not None:
                 self.handle.set_version(self._label, SETTLE_GRACE_S)
             if ours or held:
                 self.handle.resume(SETTLE_GRACE_S)
             return
         self.handle.pause(self.deadline_s)
-        self.handle.set_version(MIXED if said.holds == "mix" else PAUSED, SETTLE_GRACE_S)
-        if said.holds == "mix":
+        self.handle.set_version(MIXED if holds == "mix" else PAUSED, SETTLE_GRACE_S)
+        if holds == "mix":
             self._tear("an earlier connection ended in the middle of a refit; the next refit repairs it")
         else:
             self._keep_out(

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable
 from datetime import datetime, timezone
 
 from xfer.ending import wait_for_all
-from xfer.errors import DeadlineExceeded, HandshakeError, PeerLost, ProtocolError, XferError
+from xfer.errors import DeadlineExceeded, HandshakeError, PeerLost, PlanMismatch, ProtocolError, XferError
 from xfer.session import messages as m
 from xfer.session import relays
 from xfer.session.attempt import Attempt
@@ -209,7 +209,8 @@ class Hub:
             replica.workers[h.index] = client
             replica.dirty = replica.dirty or h.holds != "whole"
             self.calls.had(h.version)
-            replica.controller.send(m.Found(replica.holds, any(c.hello.session_open for c in replica.workers.values())))
+            session = any(c.hello.session_open for c in replica.workers.values())
+            replica.controller.send(m.Found(len(replica.workers), replica.holds, session))
             if self.catalog is not None:
                 client.send(m.CatalogMsg(self.packed_catalog, self.generation))
         if self.failure is not None:
@@ -298,11 +299,7 @@ class Hub:
     def _check_join(self, replica: Replica) -> None:
         if replica.state == "joining" and time.monotonic() >= replica.until:
             missing = [f"worker {i}" for i in range(replica.size) if i not in replica.inventories]
-            missing += (
-                []
-                if len(self.trainer_inventories) == self.options.trainers
-                else [f"trainer {i}" for i in range(self.options.trainers) if i not in self.trainer_inventories]
-            )
+            missing += [f"trainer {i}" for i in range(self.options.trainers) if i not in self.trainer_inventories]
             self.lose(
                 replica,
                 DeadlineExceeded(
@@ -430,6 +427,9 @@ class Hub:
         targets = [self.replicas[msg.replica]] if msg.replica in self.replicas else list(self.replicas.values())
         if not trainer:
             targets = [self.replicas[client.hello.replica]]
+        if trainer and isinstance(error, PlanMismatch) and targets[0].state == "linking" and len(targets) == 1:
+            if self.attempt is None or not self.attempt.has_told(targets[0]):
+                return self.planning.postpone(targets[0], error)  # its layout changed while this one joined
         for r in targets:
             if r.state in ("planning", "linking") and (msg.replica >= 0 or not trainer):  # else it concerns the attempt
                 self.planning.failed(r, error)

@@ -135,6 +135,7 @@ class Lane:
         self._scope = _Scope(0)  # of the newest message
         self._running = self._scope  # of the one that the lane's thread is at
         self._planned_from = b""
+        self._deadline_s = 0.0  # of what it waits for, as the hub says with the plan
         self._agreed = True  # on `plan`, by all ranks; it was put into the cache then
         self._lock = threading.Lock()
         _running.add(self)
@@ -313,7 +314,7 @@ class Lane:
         self._check()
         self.party.send(m.Planned(self.replica, p.epoch, digest, self.plan_seconds, *self.planned_bytes()))
         self._deadline_s = p.deadline_s
-        self._agreed = False
+        self._agreed = self.party.shelf.cached.get(p.replica, False)
 
     def options(self, p: m.PlanInputs) -> PlanOptions:
         """What every rank of the domain plans by, from what the hub told all of them."""
@@ -395,7 +396,7 @@ class Lane:
         self._close_routes()
         while self._late():  # what it reads stays mapped, and nobody is told otherwise
             if self._ended or self._running is not self._scope:
-                return  # they are opened anew; who wants them closed asks again
+                return  # they are opened anew; who still wants them closed asks again
             time.sleep(LATE_S)
         self.party.send(m.RoutesClosed(self.replica))
 

@@ -123,12 +123,14 @@ class Relay:
 class Shelf:
     """A client's half: what this process knows of everybody's layouts. Thread-safe.
 
-    `exchange_s`: of each replica's last plan, the seconds until its layouts were here, unpacked and checked.
+    `exchange_s`: of each replica's last plan, the seconds until its layouts were here, unpacked and checked. `cached`: whether
+    it came from the cache.
     """
 
     def __init__(self, send: Callable[[m.Message], None]):
         self._send = send
         self.exchange_s: dict[int, float] = {}
+        self.cached: dict[int, bool] = {}
         self._own: OrderedDict[bytes, Inventory] = OrderedDict()
         self._rolls: dict[bytes, m.Roll] = {}
         self._layouts: dict[bytes, dict[bytes, Inventory]] = {}  # roll -> digest -> inventory
@@ -185,7 +187,7 @@ class Shelf:
             options = replace(options, hosts=(*sides[0].hosts, *sides[1].hosts))
         digests = [[d.decode() for d in s.inventories] for s in sides]
         part = cache.get(key_of(catalog.digest(), *digests, options), rank) if cache is not None else None
-        self.exchange_s[p.replica] = time.perf_counter() - t0
+        self.exchange_s[p.replica], self.cached[p.replica] = time.perf_counter() - t0, part is not None
         if part is None:
             inventories = self._both_sides(sides, until, check)
             self.exchange_s[p.replica] = time.perf_counter() - t0

@@ -172,6 +172,9 @@ class Party:
             self.drained[message.replica] = message.attempt
             self.named = (message.attempt, message.version)
             return
+        elif isinstance(message, m.CloseRoutes) and message.replica not in self.lanes:
+            self.try_send(m.RoutesClosed(message.replica))  # nothing was ever opened here
+            return
         elif isinstance(message, m.PlanInputs | m.OpenLink | m.Go | m.CloseRoutes):
             if isinstance(message, m.Go):
                 self.named = (message.attempt, message.version)
@@ -235,6 +238,7 @@ class Party:
                 raise message
             if isinstance(message, kinds) and match(message):
                 return message
+            wait = max(0.0, min(wait, until - time.monotonic()))
             if isinstance(message, m.Refused) and m.Refused not in kinds:
                 error = message.error.error()
                 raise error if isinstance(error, XferError) else HandshakeError(str(error))

@@ -124,14 +124,16 @@ class LinkOpen(WireMessage):
 
 class Found(WireMessage):
     """hub -> controller: what the workers that have come so far said of their engine. Unless it `holds` one whole version, it
-    may not serve before its next commit, whether it joins or not."""
+    may not serve before its next commit, whether it joins or not. `workers`: how many have."""
 
+    workers: Count = 0
     holds: Holds = "whole"
     session_open: bool = False
 
 
 class ReplicaReady(WireMessage):
-    """hub -> domain, controller: this replica has a plan and a link."""
+    """hub -> domain, controller: this replica takes part in refits from now on. It has a plan and a link, unless it joined when
+    there was nothing to link to, or its plan is of a layout that is gone: then the next refit makes them."""
 
     replica: Count
     epoch: Count

@@ -1,6 +1,6 @@
 """How a replica gets its plan and its link: inventories out, equal digests back, then one data link per epoch.
 
-    joining -> planning --all digests equal--> linking --all links open--> ready
+    joining -> planning --all digests equal--> linking --all links open--> ready (postpone: without a link)
     planning, linking --error, deadline--> failed (planned anew by the next attempt)
 
 Runs on the hub's brain thread. What a plan is, is plan/'s business; here its digest is a string.
@@ -62,6 +62,8 @@ class Planning:
     def _late(self, replica: Replica, epoch: int) -> None:
         if replica.epoch == epoch and replica.state in ("planning", "linking"):
             waiting = sorted(c.label for c in replica.pending)
+            some = range(self.hub.options.trainers)
+            waiting += [f"the layout of trainer {i}" for i in some if i not in self.hub.trainer_inventories]
             self.failed(
                 replica,
                 DeadlineExceeded(
@@ -112,13 +114,20 @@ class Planning:
             )
             return
         replica.digest = next(iter(replica.digests.values()))
-        if replica.stale:
-            return  # it is planned anew when all have said what they have now
-        if self.let_go:
-            replica.plan_s, replica.relink = replica.stage(), True  # there is nothing to link to before the next refit
-            self._ready(replica)
+        if replica.stale or self.let_go:
+            replica.plan_s = replica.stage()
+            self.postpone(replica)
         else:
             self.link(replica)
+
+    def postpone(self, replica: Replica, error: XferError | None = None) -> None:
+        """It is let join without a link: trainers have let go of what there is to link to, or have another layout than the one it
+        was planned from. The next refit plans and links. `error`: what ends those that are linking."""
+        if error is not None:
+            self.abort(replica, error)
+            replica.stale = True
+        replica.relink = True
+        self._ready(replica)
 
     def link(self, replica: Replica, fresh: bool = True) -> None:
         seconds = replica.stage()
@@ -166,9 +175,8 @@ class Planning:
             self._close(c, r.index)
 
     def _close(self, client: Client, replica: int) -> None:
-        if (client, replica) not in self._closing:
-            self._closing.add((client, replica))
-            client.send(m.CloseRoutes(replica))
+        self._closing.add((client, replica))
+        client.send(m.CloseRoutes(replica))  # again, if it was asked before: it may have opened routes anew since
 
     def closed(self, client: Client, replica: int | None = None) -> None:
         """This one has unmapped, or (None) is gone."""

@@ -93,7 +93,7 @@ class Replica:
     workers: dict[int, Client] = field(default_factory=dict)
     inventories: dict[int, bytes] = field(default_factory=dict)
     epoch: int = 0
-    state: str = "absent"  # absent | joining | planning | linking | ready | lost
+    state: str = "absent"  # absent | joining | planning | linking | ready | failed | lost
     pending: set[Client] = field(default_factory=set)  # who still owes an answer in this state
     digests: dict[str, str] = field(default_factory=dict)  # label -> plan digest
     digest: str = ""

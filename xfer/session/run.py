@@ -70,6 +70,9 @@ def waiting_for(attempt: Attempt, run: Run) -> list[str]:
             for c in sorted(r.pending, key=lambda c: c.label)
             if r.state in ("planning", "linking")
         ]
+        if r.stale and len(attempt.drained) == hub.options.trainers and len(run.armed) == r.size:
+            some = [i for i in range(hub.options.trainers) if i not in hub.trainer_inventories]
+            who += [f"trainer {i}: it has not said how what it exports now lies in its memory" for i in some]
         ahead = relays.ahead(attempt, run)
         if ahead is not None:
             who.append(f"replica {r.index}: stands behind replica {ahead.replica.index}, which has not begun")

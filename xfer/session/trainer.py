@@ -296,13 +296,16 @@ class TrainerSession:
     def _bound_sums(self, replica: int, plan: Part) -> Sums:
         """One reading for all workers of a replica; bound when first asked for after storages or plan changed, `opened` at the
         latest where NCCL carries bytes."""
-        held = self._sums.get(replica)
+        # The dict first: `_bind`, on another thread while a replica joins, puts it last, and what is bound to storages that are
+        # gone by then must not be kept.
+        kept, roots = self._sums, self._roots
+        held = kept.get(replica)
         if held is None or held[0] is not plan:
             rows = plan.program.rows
             rows = rows[rows["src"] == self.index]
             worker = rows["dst"].astype(np.int64) - plan.trainers
-            sums = Sums(rows, worker, plan.workers, self._roots, "src", padded_shapes(self._catalog))
-            held = self._sums[replica] = (plan, sums)
+            sums = Sums(rows, worker, plan.workers, roots, "src", padded_shapes(self._catalog))
+            held = kept[replica] = (plan, sums)
         return held[1]
 
     # ---- refitting
@@ -405,7 +408,7 @@ class TrainerSession:
         self._specs = self._own_specs()
         if self._specs == self._told[0] and self._told[1] is not None:
             return self._make_inventory()
-        self._names = []  # nothing can be read from here until there is a catalog of what is exported now
+        self._names, self._inventory = [], b""  # nothing can be read from here until there is a catalog of what is exported now
         self._bind()
 
     def has_told(self, specs: bytes, inventory: bytes) -> None:
@@ -417,7 +420,7 @@ class TrainerSession:
 
     def follow(self, message: m.CatalogMsg) -> None:
         """A new catalog, or the same one again for a rank whose exports changed: answer with the inventory over it."""
-        self._stale = True
+        self._stale, self._told = True, (self._told[0], b"")  # what the hub owed is here, whatever becomes of the answer
         self._take_catalog(message)
         self._stale = False
         self._party.send(m.InventoryMsg(self._inventory, self.generation))
