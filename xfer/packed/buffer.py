@@ -237,21 +237,23 @@ def wire_sum(data: torch.Tensor, number: int) -> int:
     changes passes with a chance of about one in 2**64, or in 2**33 where all of them are swaps of signs (the highest bits of
     words: differences of 2**31 leave 33 bits).
     """
-    n, sums = data.numel() // 4 * 4, []
+    n = data.numel() // 4 * 4
     weights = _weights(data.device, CHUNK)
     work = torch.empty(min(CHUNK, n // 4), dtype=torch.int64, device=data.device)
-    for at in range(0, n, 4 * CHUNK):
+    sums = torch.empty(-(-n // (4 * CHUNK)), dtype=torch.int64, device=data.device)
+    for i, at in enumerate(range(0, n, 4 * CHUNK)):
         piece = data[at : min(at + 4 * CHUNK, n)]
         words = (piece.clone() if piece.storage_offset() % 4 else piece).view(torch.int32)
-        sums.append(torch.mul(words, weights[: words.numel()], out=work[: words.numel()]).sum())
-    found = torch.stack(sums).tolist() if sums else []
+        torch.sum(torch.mul(words, weights[: words.numel()], out=work[: words.numel()]), dim=0, out=sums[i])
+    found = sums.tolist()
     found.append(int.from_bytes(bytes(data[n:].tolist()), "little"))
     return sum(x * _weight(i) for i, x in enumerate(found)) * _weight(number) % (1 << 64)
 
 
 def warm_sum(device: torch.device) -> None:
-    """Loads what `wire_sum` needs, before a message is on its way: to load a kernel beside NCCL's can hang the host."""
-    wire_sum(torch.zeros(4, dtype=torch.uint8, device=device), 0)
+    """Loads what `wire_sum` needs, for whole chunks and for parts of one, before a message is on its way: to load a kernel
+    beside NCCL's can hang the host."""
+    wire_sum(torch.zeros(4 * CHUNK + 5, dtype=torch.uint8, device=device), 0)
 
 
 def _weight(i: int) -> int:

@@ -92,12 +92,19 @@ class Feed:
             torch.cuda.current_stream(data.device).wait_event(filled)
         return data
 
-    def sum_of(self, number: int) -> int:
-        """Of a message that was taken and not released yet; made once for all replicas."""
-        with self._summing:
+    def sum_of(self, number: int, until: float, cancelled: Callable[[], XferError | None]) -> int:
+        """Of a message that was taken and not released yet; made once for all replicas, by the lane that asks first."""
+        while not self._summing.acquire(timeout=LOOK_S):
+            if (error := cancelled()) is not None:
+                raise error
+            if time.monotonic() >= until:
+                raise DeadlineExceeded(f"no sum over bucket {number} in time", where=self._label)
+        try:
             if number not in self._sums:
                 self._sums[number] = wire_sum(self._ready[number][1], number)
             return self._sums[number]
+        finally:
+            self._summing.release()
 
     def release(self, number: int, replica: int) -> None:
         with self._news:

@@ -75,6 +75,7 @@ class Exporters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 _exporters = msgspec.json.Decoder(Exporters)
+_abandoned: list[tuple[Link, Buffers]] = []  # held until what was received by an aborted link has left the device
 
 
 @dataclass(frozen=True, slots=True)
@@ -341,7 +342,7 @@ class PackedLane(Lane):
             began = time.perf_counter()
             nbytes += data.numel()
             if go.verify:
-                total = (total + feed.sum_of(number)) % (1 << 64)
+                total = (total + feed.sum_of(number, until, self._why)) % (1 << 64)
             if self._shared:
                 announce(link, number, self._mine, until, device)
                 wait_done(link, number, self._mine, until)  # the next is being packed meanwhile
@@ -405,8 +406,7 @@ class PackedLane(Lane):
                     self._buffers.take(i, longest)
                 arrivals = Arrivals(link, messages, self._buffers, *how)
         unpacker = Unpacker(self.side.device, *([] if self._shared else [self._buffers.views]))
-        said, load_s = time.monotonic(), 0.0
-        nbytes = 0
+        said, load_s, nbytes = time.monotonic(), 0.0, 0
         try:
             self.side.before(go, self.plan)
             with self._memory_for("made its model ready to be loaded"):
@@ -437,8 +437,9 @@ class PackedLane(Lane):
             model.abandon()
             raise
         finally:
-            if not arrivals.close():
-                self._buffers = Buffers(2, self.side.device)  # somebody may still write to the old ones
+            if not arrivals.close() or not link.drained():  # somebody may still write to them
+                _abandoned[:] = [x for x in _abandoned if not x[0].drained()] + [(link, self._buffers)]
+                self._buffers = Buffers(2, self.side.device)
         self.side.model.synchronize()
         total = arrivals.total ^ int(go.verify and faults.wants("worker", self.side.index, "checksum"))
         sums = (m.Checksum(self.side.index, total.to_bytes(8, "little")),) if go.verify else ()

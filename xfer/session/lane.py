@@ -91,10 +91,13 @@ def _close_late(routed: routes.Routed, device: torch.device) -> None:
     """On a thread of its own."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    while not routed.close():
-        routed.stop()  # again and again: what begins late clears the word
-        if _exiting.wait(LATE_S):
-            return
+    try:
+        while not routed.close():
+            routed.stop()  # again and again: what begins late clears the word
+            if _exiting.wait(LATE_S):
+                return
+    except Exception as e:  # of the driver: this process can do no more about it
+        logger.error("xfer: %s: what was read cannot be unmapped: %s", _late[routed][0][0], e)
     del _late[routed]
 
 

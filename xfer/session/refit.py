@@ -12,6 +12,8 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import torch
+
 from xfer.errors import DeadlineExceeded, PeerLost, XferError
 from xfer.session import computing, faults, readers
 from xfer.session import messages as m
@@ -75,6 +77,9 @@ class RefitCall:
                 seconds = session.drain.seconds + computing.compute(
                     session.source, session.layout, self.party, self.number, self.until, self._is_over
                 )
+                if session.device.type == "cuda":
+                    # Copies that a source makes when it is looked at (a callable's) are on this thread's stream, lanes on theirs.
+                    torch.cuda.current_stream(session.device).synchronize()
                 mark(self.label, "ready")
                 self._may_be_read = True
                 self.party.send(m.Ready(self.number, seconds, specs, inventory, session.generation, rebound, broken))
