@@ -3,11 +3,11 @@
     python scripts/bench_gpu_session.py [--model 4b|toy] [--trainers plain|megatron|nothing|packed|mapped|one]
         [--tp 2] [--repeats 12] [--offline] [--out FILE]
 
-Engine (vLLM's AsyncLLM, or with --offline its LLM) on the first GPUs, trainers on the next, as many ranks each as --tp. Prints the
-three clocks of session/report.py (transfer, outage, call), vLLM's own round trips with a call that does nothing in place of the
-update, the cost of verification, and device memory by cudaMemGetInfo around everything that xfer opens. Before and after the timed
-refits every byte of the engine is compared with what vLLM's own loader makes of the same weights (or, for Megatron, of Bridge's
-export).
+Engine (vLLM's AsyncLLM, or with --offline its LLM) on the first GPUs, trainers on the next (on the engine's own where there are no
+more, as on one GPU), as many ranks each as --tp. Prints the three clocks of session/report.py (transfer, outage, call), vLLM's own
+round trips with a call that does nothing in place of the update, the cost of verification, and device memory by cudaMemGetInfo
+around everything that xfer opens. Before and after the timed refits every byte of the engine is compared with what vLLM's own loader
+makes of the same weights (or, for Megatron, of Bridge's export).
 
 `megatron`: real Megatron-Core and Bridge, one optimizer step before every verified refit, TransformerEngine where it is
 installed, its stand-in (xfer/testing/te_twin.py) where it is not; the output says which.
@@ -123,6 +123,10 @@ class Bench:
                     print(f"---- {c.name}\n{c.tail(40)}", flush=True)
                 raise
 
+    def trainers_on(self, on: list[int]) -> list[int]:
+        """The GPUs after the engine's; its own where there are no others, in processes of their own."""
+        return [(i + self.args.tp) % torch.cuda.device_count() for i in on]
+
     def light(self, job: Job, engine, gpus: list[int]) -> None:
         """Plain trainers with the weights of seed 1, and the engine, both up."""
         job.start_trainers(gpus)
@@ -131,7 +135,7 @@ class Bench:
         job.good("set", "set", seed=1)
 
     def plain(self, job: Job, engine, on: list[int]) -> None:
-        self.light(job, engine, [i + self.args.tp for i in on])
+        self.light(job, engine, self.trainers_on(on))
         before = self.memory(job, engine)
         t0 = time.monotonic()
         job.meet([engine])
@@ -173,7 +177,7 @@ class Bench:
         print(job.trainers[0].tail(3))
 
     def nothing(self, job: Job, engine, on: list[int]) -> None:
-        self.light(job, engine, [i + self.args.tp for i in on])
+        self.light(job, engine, self.trainers_on(on))
         job.meet([engine], keep=ALL_BUT_A_NORM, drop=ALL_BUT_A_NORM)
         self.timed(job, "zero bytes")
 
@@ -202,7 +206,7 @@ class Bench:
 
     def packed(self, job: Job, engine, on: list[int]) -> None:
         mapped = self.args.trainers == "mapped"
-        self.light(job, engine, on if mapped else [i + self.args.tp for i in on])
+        self.light(job, engine, on if mapped else self.trainers_on(on))
         before = self.memory(job, engine)
         job.meet([engine], route="packed", colocated=mapped)
         job.refit(verify=True)
@@ -228,7 +232,7 @@ class Bench:
         self.say("checkpoint written, bytes", (job.folder / "model.safetensors").stat().st_size)
         te = importlib.util.find_spec("transformer_engine") is not None
         self.say("TransformerEngine", "installed" if te else "not installed: its stand-in, xfer/testing/te_twin.py")
-        job.start_trainers([i + self.args.tp for i in on])
+        job.start_trainers(self.trainers_on(on))
         layout = dict(tp=self.args.tp, distopt=True, bucket_size=40_000_000, lr=1e-4)
         job.good("megatron", "built", timeout=240, folder=str(job.folder), layout=layout)
         self.say("engine started, s", f"{engine.started(400)['seconds']:.0f}")

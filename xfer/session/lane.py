@@ -354,10 +354,6 @@ class Lane:
 
     def _open_routes(self, store: HubStore, o: m.OpenLink) -> None:
         """Collective over the domain, in the same order on all ranks."""
-        if self.side.device.type == "cuda" and self.side.role == "trainer" and self._stream is None:
-            # Of this thread from now on. On the default one each lane would wait for all others, and the trainer's work for all.
-            self._stream = torch.cuda.Stream(self.side.device)
-            torch.cuda.set_stream(self._stream)
         generation, roots = self.side.roots()
         if self.side.inventory() != self._planned_from:
             raise PlanMismatch(
@@ -369,6 +365,11 @@ class Lane:
         exchange = routes.exchange_over_store(store, rank, size, "routes")
         peers = device.type != "cpu" or o.host_pull
         ways = routes.find_ways(self.plan.program, size, device, roots, exchange, self.labels, allow_peer=peers)
+        if ways.wired and device.type == "cuda" and self.side.role == "trainer" and self._stream is None:
+            # Of this thread from now on. On the default one each lane would wait for all others, and the trainer's work for all.
+            # Not where everything is pulled: nothing would run on it, and with its first stream torch makes a pool of them, of 70 MiB.
+            self._stream = torch.cuda.Stream(device)
+            torch.cuda.set_stream(self._stream)
         place = None
         try:
             if o.relay and self.side.role == "worker":
