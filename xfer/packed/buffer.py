@@ -226,7 +226,7 @@ def _viewed(piece: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
     return piece.view(dtype).view(spec.shape)
 
 
-CHUNK = 1 << 20
+CHUNK = 1 << 22
 """Words of a message that are summed at once: beside it a sum needs 16 bytes for each of these, and no more."""
 
 
