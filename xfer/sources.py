@@ -9,7 +9,10 @@ from __future__ import annotations
 import hashlib
 from functools import cache
 from importlib import resources
-from importlib.abc import Traversable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from importlib.resources.abc import Traversable
 
 
 @cache

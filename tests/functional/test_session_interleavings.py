@@ -9,6 +9,7 @@ import time
 import pytest
 
 from tests.functional.test_session_regressions import Widening, connected_while_the_last_replica_joins, transpose
+from tests.functional.test_session_relay import until_true
 from tests.functional.test_session_routes import good, move, peers, right  # noqa: F401
 from tests.support import cpu_peer, world
 from tests.support.world import ToyEngine, ToyTaker, World
@@ -20,18 +21,11 @@ from xfer.session.attempt import Attempt
 from xfer.session.timers import Timers
 
 
-def until(condition, seconds: float = 15.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.005)
-
-
 def leave(w: World, replica: int) -> None:
     w.controllers[replica].close()
     for s in w.engines[replica].sessions:
         s.close()
-    until(lambda: w.sessions[0]._hub.replicas[replica].state == "lost")
+    until_true(lambda: w.sessions[0]._hub.replicas[replica].state == "lost")
 
 
 def slow(monkeypatch, step: str, seconds: float, of) -> None:
@@ -50,7 +44,7 @@ def test_a_refit_that_fails_while_a_replica_joins_leaves_it_joining(monkeypatch,
         w.engines[1] = ToyEngine(2)
         w.controllers[1] = w.serve(w.engines[1], 1)
         state = {"_do_plan": "planning", "_do_link": "linking"}[step]
-        until(lambda: w.sessions[0]._hub.replicas[1].state == state)
+        until_true(lambda: w.sessions[0]._hub.replicas[1].state == state)
         w.sources[1].fail = RuntimeError("boom")
         assert all("boom" in str(r) for r in w.refit(2, min_replicas=1))
         w.sources[1].fail = None
@@ -77,11 +71,11 @@ def test_a_replica_that_joins_beside_a_refit_holds_up_none_of_its_trainers(monke
         good(w.refit(1))
         leave(w, 1)
         w.sessions[0].prepare()
-        until(lambda: w.sessions[0]._hub.attempt is not None)
+        until_true(lambda: w.sessions[0]._hub.attempt is not None)
         slow(monkeypatch, "_do_link", 2.0, lambda lane: lane.side.role == "worker" and lane.replica == 1)
         w.engines[1] = ToyEngine(2)
         w.controllers[1] = w.serve(w.engines[1], 1)
-        until(lambda: w.sessions[0]._hub.replicas[1].state == "linking")
+        until_true(lambda: w.sessions[0]._hub.replicas[1].state == "linking")
         assert good(w.refit(2, min_replicas=1)).committed == 1
         assert w.engines[0].takers[0].wrong(2) == []
         w.controllers[1].wait_ready(15.0)
@@ -110,7 +104,7 @@ def test_a_trainer_that_gave_up_on_a_hub_that_stood_still_says_so(monkeypatch):
         assert all(isinstance(r, e.DeadlineExceeded) for r in w.refit(2, deadline_s=1.0))
         engine.resume = resume
         go_on.set()
-        until(lambda: hub.attempt is None)
+        until_true(lambda: hub.attempt is None)
         good(w.refit(3))
         right(w, 3)
 
@@ -146,7 +140,7 @@ def test_a_trainer_that_lost_the_hub_before_its_go_does_not_take_its_parameters_
         t.start()
         assert cpu_peer.Hold.reached.wait(10)
         w.sessions[1]._party.channel.close()  # what it sees of the hub's end
-        until(lambda: not w.sessions[1]._busy.locked())
+        until_true(lambda: not w.sessions[1]._busy.locked())
         assert len(w.sessions[1]._quarantine) == 1
         t.join(30)
         assert isinstance(out[1], e.PeerLost) and not out[1].drained
@@ -184,13 +178,14 @@ def test_workers_of_a_replicas_former_life_do_not_speak_for_its_present_one():
         old, new = ToyEngine(2), ToyEngine(2)
         old.takers, new.takers = [Slow(i, 2) for i in range(2)], [Slower(i, 2) for i in range(2)]
         first = w.serve(old, 1)
-        until(lambda: len(w.sessions[0]._hub.replicas[1].workers) == 2)
+        until_true(lambda: len(w.sessions[0]._hub.replicas[1].workers) == 2)
         first.close()  # its process is restarted while its workers read
-        until(lambda: w.sessions[0]._hub.replicas[1].state == "lost")
+        until_true(lambda: w.sessions[0]._hub.replicas[1].state == "lost")
         w.engines[1] = new
         w.controllers[1] = w.serve(new, 1)
         w.controllers[1].wait_ready(15.0)
         assert good(w.refit(2)).committed == 2
+        right(w, 2)
 
 
 @pytest.mark.parametrize("late_s", [0.0, 0.3])
@@ -201,9 +196,9 @@ def test_closing_after_prepare_leaves_an_engine_in_service(late_s):
         s._stopped = lambda a, stopped=s._stopped: (time.sleep(late_s), stopped(a))[1]
     w.sessions[0].prepare()
     hub = w.sessions[0]._hub
-    until(lambda: hub.attempt is not None and len(hub.attempt.runs[0].armed) == w.workers)
+    until_true(lambda: hub.attempt is not None and len(hub.attempt.runs[0].armed) == w.workers)
     w.sessions[0].close()
-    until(lambda: not w.engines[0].paused)
+    until_true(lambda: not w.engines[0].paused)
     assert w.engines[0].label == "1" and w.controllers[0].version == "1"
     w.close()
 
@@ -234,10 +229,10 @@ def test_a_replica_whose_plan_is_stale_when_a_refit_ends_early_joins_all_the_sam
     w = connected_while_the_last_replica_joins(trainers=2, replicas=1)
     slow(monkeypatch, "_do_plan", 1.0, lambda lane: lane.side.role == "worker")
     replica = w.sessions[0]._hub.replicas[0]
-    until(lambda: replica.state == "planning")
+    until_true(lambda: replica.state == "planning")
     transpose(w.sources[0])
     drain = w.sources[1].drain
-    w.sources[1].drain = lambda: (until(lambda: replica.stale), 1 / 0)
+    w.sources[1].drain = lambda: (until_true(lambda: replica.stale), 1 / 0)
     assert all(isinstance(r, e.XferError) for r in w.refit(1))
     w.sources[1].drain = drain
     w.controllers[0].wait_ready(10.0)

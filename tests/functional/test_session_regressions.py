@@ -269,8 +269,10 @@ def test_a_layout_that_changes_while_a_replica_joins_is_planned_at_once(monkeypa
     monkeypatch.setattr(where, step, late)
     w = connected_while_the_last_replica_joins(trainers=2, replicas=1)
     replica = w.sessions[0]._hub.replicas[0]
-    while replica.state != state:
+    until = time.monotonic() + 10
+    while replica.state != state and time.monotonic() < until:
         time.sleep(0.01)
+    assert replica.state == state
     replicas.append(replica)
     transpose(w.sources[0])
     began = time.monotonic()

@@ -25,7 +25,8 @@ def test_a_replica_that_joins_while_weights_are_released_is_refitted_when_they_a
         w.controllers[0].close()
         for s in w.engines[0].sessions:
             s.close()
-        while w.sessions[0]._hub.replicas[0].state != "lost":
+        until = time.monotonic() + 10
+        while w.sessions[0]._hub.replicas[0].state != "lost" and time.monotonic() < until:
             time.sleep(0.01)
         for rank in ranks:
             w.sessions[rank].release()
@@ -77,6 +78,7 @@ def test_one_that_did_not_answer_holds_up_no_later_release(monkeypatch, route):
         for version in (3, 4):
             w.sessions[0].release()
             good(w.refit(version))
+            right(w, version)
 
 
 def test_release_needs_nothing_of_a_replica_that_has_not_come():
@@ -89,5 +91,6 @@ def test_release_needs_nothing_of_a_replica_that_has_not_come():
     w.controllers[1] = serve(w.engines[1], 1)
     w.controllers[1].wait_ready(5.0)
     assert good(w.refit(2)).committed == 2
+    right(w, 2)
     w.sessions[0].release()
     w.close()

@@ -160,7 +160,7 @@ def placed(row, side: str, shapes: Sequence[Sequence[int]]) -> Placed | None:
             dims[-1] = (dims[-1][0] * n, s, c)
         else:
             dims.append((n, s, c))
-    return Placed(offset, index, _halves(_mix_int(tensor + 1)), tuple(dims))
+    return Placed(offset, index, _halves(mix_int(tensor + 1)), tuple(dims))
 
 
 def _refuse_outside(rows: np.ndarray, roots: Sequence[torch.Tensor], side: str) -> None:
@@ -226,7 +226,7 @@ class _Mixer:
             value = value.reshape(-1).view(INTEGERS[ITEMSIZE[final]]).view(extent)
         if value.dtype == torch.int64:
             mixed = value.clone()
-            _mix(mixed, torch.empty_like(mixed))
+            mix(mixed, torch.empty_like(mixed))
             words = [mixed.to(torch.int32), (mixed >> 32).to(torch.int32)]
         else:
             word = self.work[0][: value.numel()].view(extent).copy_(value)
@@ -283,7 +283,7 @@ def _index_strides(shape: Sequence[int], extent: Sequence[int]) -> list[int]:
     return [*accumulate(reversed(full[1:]), int.__mul__, initial=1)][::-1]
 
 
-def _mix(x: torch.Tensor, t: torch.Tensor) -> None:
+def mix(x: torch.Tensor, t: torch.Tensor) -> None:
     """splitmix64's finalizer in place; `t` is scratch. int64 wraps, and its >> is arithmetic, hence the masks."""
     for shift, factor in ((30, _C1), (27, _C2), (31, None)):
         torch.bitwise_right_shift(x, shift, out=t)
@@ -293,7 +293,7 @@ def _mix(x: torch.Tensor, t: torch.Tensor) -> None:
             x.mul_(_signed(factor))
 
 
-def _mix_int(x: int) -> int:
+def mix_int(x: int) -> int:
     x = x * _G % _WORD
     x = (x ^ (x >> 30)) * _C1 % _WORD
     x = (x ^ (x >> 27)) * _C2 % _WORD
@@ -309,5 +309,5 @@ def _halves(x: int) -> tuple[int, int]:
     return x % _HALF, x >> 32
 
 
-FACTORS = tuple(tuple(_halves(_mix_int(0x1000 + j))[k] | 1 for j in range(GROUP)) for k in range(2))
+FACTORS = tuple(tuple(_halves(mix_int(0x1000 + j))[k] | 1 for j in range(GROUP)) for k in range(2))
 """By k: odd, 0 < f < 2**32, one for each place in a group."""

@@ -13,7 +13,7 @@ import torch
 
 from xfer.errors import PlanMismatch, ProtocolError
 from xfer.kernels.bits import copy_bits
-from xfer.kernels.checksum import _mix, _mix_int
+from xfer.kernels.checksum import mix, mix_int
 from xfer.packed.plan import Group
 from xfer.packed.wire import Message, Part, nbytes_of
 from xfer.trace.fragment import TensorSpec
@@ -257,14 +257,14 @@ def warm_sum(device: torch.device) -> None:
 
 
 def _weight(i: int) -> int:
-    return _mix_int(i + 1) | 1
+    return mix_int(i + 1) | 1
 
 
 @cache
 def _weights(device: torch.device, count: int) -> torch.Tensor:
     """Made on the CPU, so that they are there when this returns, whatever the stream."""
     out = torch.arange(1, count + 1, dtype=torch.int64)
-    _mix(out, torch.empty_like(out))
+    mix(out, torch.empty_like(out))
     return out.bitwise_or_(1).to(device)
 
 

@@ -367,7 +367,7 @@ class Lane:
         ways = routes.find_ways(self.plan.program, size, device, roots, exchange, self.labels, allow_peer=peers)
         if ways.wired and device.type == "cuda" and self.side.role == "trainer" and self._stream is None:
             # Of this thread from now on. On the default one each lane would wait for all others, and the trainer's work for all.
-            # Not where everything is pulled: nothing would run on it, and with its first stream torch makes a pool of them, of 70 MiB.
+            # Not where everything is pulled: nothing would run on it, and with its first stream torch makes a pool, in the GPU's memory.
             self._stream = torch.cuda.Stream(device)
             torch.cuda.set_stream(self._stream)
         place = None
