@@ -80,6 +80,8 @@ class RefitCall:
                 if session.device.type == "cuda":
                     # Copies that a source makes when it is looked at (a callable's) are on this thread's stream, lanes on theirs.
                     torch.cuda.current_stream(session.device).synchronize()
+                    if call.verify:
+                        session.begin_sums(self.number)
                 mark(self.label, "ready")
                 self._may_be_read = True
                 self.party.send(m.Ready(self.number, seconds, specs, inventory, session.generation, rebound, broken))

@@ -13,11 +13,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
-import numpy as np
 import torch
 
 from xfer.errors import DeadlineExceeded, RebindError, Unsupported, XferError
-from xfer.kernels.checksum import Sums
 from xfer.plan.cache import PlanCache
 from xfer.plan.fabric import Site
 from xfer.plan.inventory import trainer_inventory
@@ -35,6 +33,7 @@ from xfer.session.party import Party, data_plane, host_identity
 from xfer.session.refit import RefitCall
 from xfer.session.report import RefitReport
 from xfer.session.roster import HubOptions, told
+from xfer.session.sums import SourceSums
 from xfer.session.turns import quick_turns
 from xfer.trace.catalog import Catalog
 from xfer.trace.traced import TrainerLayout
@@ -105,7 +104,7 @@ class TrainerSession:
         self._told: tuple[bytes, bytes | None] = b"", b""  # specs and inventory that the hub knows; None: it owes a catalog
         self._released = False
         self.drain: Drain | None = None  # of the last call; may run longer than that
-        self._sums: dict[int, tuple[Part, Sums]] = {}  # by replica, over the present storages
+        self._sums = SourceSums(self.index, [], [])
         self._quarantine: list[list[torch.Tensor]] = []  # storages that somebody may still read
         options = HubOptions(
             source.world,
@@ -244,7 +243,10 @@ class TrainerSession:
 
     def _bind(self) -> None:
         """To the storages of the layout, which are the present ones: those that are gone are nowhere else."""
-        self._roots, self._sums = [self.layout.tensors[name] for name in self._names], {}
+        self._sums.end()
+        self._roots = [self.layout.tensors[name] for name in self._names]
+        shapes = padded_shapes(self._catalog) if self._names else []
+        self._sums = SourceSums(self.index, self._roots, shapes)
         self._binding += 1
 
     def _lane(self, replica: int) -> Lane | None:
@@ -275,7 +277,7 @@ class TrainerSession:
 
     def opened(self, replica: int, plan: Part) -> None:
         """Sums are bound now, verify or not: their kernels must not be loaded beside another replica's, of NCCL, which waits."""
-        self._bound_sums(replica, plan)
+        self._sums.bind(replica, plan)
 
     def before(self, go: m.Go, plan: Part) -> None:
         pass
@@ -287,28 +289,19 @@ class TrainerSession:
         if not go.verify:
             return ()
         out = []
-        for worker, value in enumerate(self._bound_sums(go.replica, plan).values()):
+        for worker, value in enumerate(self._sums.values(go.replica, plan, go.attempt)):
             if faults.wants("trainer", self.index, "checksum"):
                 value ^= 1
             out.append(m.Checksum(worker, (value % (1 << 64)).to_bytes(8, "little")))
         return tuple(out)
 
-    def _bound_sums(self, replica: int, plan: Part) -> Sums:
-        """One reading for all workers of a replica; bound when first asked for after storages or plan changed, `opened` at the
-        latest where NCCL carries bytes."""
-        # The dict first: `_bind`, on another thread while a replica joins, puts it last, and what is bound to storages that are
-        # gone by then must not be kept.
-        kept, roots = self._sums, self._roots
-        held = kept.get(replica)
-        if held is None or held[0] is not plan:
-            rows = plan.program.rows
-            rows = rows[rows["src"] == self.index]
-            worker = rows["dst"].astype(np.int64) - plan.trainers
-            sums = Sums(rows, worker, plan.workers, roots, "src", padded_shapes(self._catalog))
-            held = kept[replica] = (plan, sums)
-        return held[1]
-
     # ---- refitting
+
+    def begin_sums(self, attempt: int) -> None:
+        """Of what this rank will send, before it says that it is ready. Lanes that are at something else sum later."""
+        for replica, lane in list(self._party.lanes.items()):
+            if lane.plan is not None and lane.wait_idle(0.0):
+                self._sums.begin(replica, lane.plan, attempt)
 
     def prepare(self) -> None:
         """Arm the engines for the next refit now; they stop serving until it has run."""
@@ -452,7 +445,9 @@ class TrainerSession:
                 self._party.inbox.put(message)
         for lane in list(self._party.lanes.values()):
             lane.forget_routes()
-        self._roots, self._sums, self._released = [], {}, True
+        self._sums.end()
+        self._roots, self._released = [], True
+        self._sums = SourceSums(self.index, [], [])
         self.layout = replace(self.layout, tensors={})
 
     def explain(self) -> str:
@@ -481,6 +476,7 @@ class TrainerSession:
             self.settle()
         finally:
             self._party.close()
+            self._sums.end()
             if self._hub is not None:
                 time.sleep(0.05)  # let the others' goodbyes arrive before the socket goes
                 self._hub.close(0.0 if self._open else min(self._until, time.monotonic() + STOP_GRACE_S))
