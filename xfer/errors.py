@@ -27,7 +27,8 @@ class XferError(Exception):
         return head + shown + more
 
     def to_wire(self) -> tuple[str, str, tuple[str, ...], str]:
-        return type(self).__name__, self.message, self.violations, self.where
+        known = next(c for c in type(self).__mro__ if _BY_NAME.get(c.__name__) is c)  # of a kind that another module adds, its base
+        return known.__name__, self.message, self.violations, self.where
 
 
 class LayoutError(XferError):

@@ -241,6 +241,24 @@ def test_a_worker_that_fails_between_buckets_holds_up_no_other_replica(fault):  
         right(w, 3)
 
 
+def test_buffers_of_an_aborted_link_are_held_until_it_has_left_the_device_and_no_longer(monkeypatch):
+    class Leaving:
+        left = False
+
+        def drained(self) -> bool:
+            return self.left
+
+    link, held = Leaving(), []
+    monkeypatch.setattr(lane, "_abandoned", held)
+    with PackedWorld(2, 1) as w:
+        held.append((link, None))
+        good(w.refit(1))
+        assert len(held) == 1
+        link.left = True
+        good(w.refit(2))
+        assert not held
+
+
 @pytest.mark.parametrize("where", ["trainer:0", "worker:1"])
 def test_bytes_that_changed_on_their_way_are_never_committed(fault, where):  # noqa: F811
     with PackedWorld(trainers=2) as w:

@@ -400,13 +400,19 @@ def test_classes_of_equal_takers_are_reported_once():
 
 
 def test_a_layout_that_is_too_scattered_to_be_proven_names_tensor_and_worker(monkeypatch):
-    monkeypatch.setattr(iv, "MAX_RUNS", 3)
-    catalog = Catalog((TensorSpec("a", (4, 4), "bfloat16"),))
-    every_other = Fragment("a", (0, 0), (4, 4), "w", 0, (16, 4), "bfloat16")
-    source = trainer_inventory(catalog, rank=0, host="", roots=[Root("w", 64)], fragments=[every_other])
-    taker = engine_inventory(
-        catalog, rank=0, host="", roots=[Root("w", 64)], fragments=[every_other], footprint=[Span("w", 0, 64)]
-    )
-    with pytest.raises(Unsupported, match="separate byte runs") as e:
+    monkeypatch.setattr(iv, "MAX_RUNS", 15)
+    catalog = Catalog((TensorSpec("few", (2, 2), "bfloat16"), TensorSpec("many", (4, 4), "bfloat16")))
+    every_other = [
+        Fragment("many", (0, 0), (4, 4), "w", 0, (16, 4), "bfloat16"),
+        Fragment("few", (0, 0), (2, 2), "v", 0, (8, 2), "bfloat16"),
+    ]
+    roots = [Root("w", 64), Root("v", 16)]
+    source = trainer_inventory(catalog, rank=0, host="", roots=roots, fragments=every_other)
+    live = [Span("w", 0, 64), Span("v", 0, 16)]
+    taker = engine_inventory(catalog, rank=0, host="", roots=roots, fragments=every_other, footprint=live)
+    with pytest.raises(Unsupported, match="18 separate byte runs") as e:
         plan_replica(catalog, [source], [taker])
-    assert "engine worker 0" in e.value.violations[0] and "a lies in" in e.value.violations[0]
+    assert e.value.violations == (
+        "rank 1 (engine worker 0): many: 16 of them lie apart",
+        "rank 1 (engine worker 0): few: 2 of them lie apart",
+    )

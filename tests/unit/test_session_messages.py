@@ -3,6 +3,7 @@
 import ast
 import os
 import pathlib
+import pickle
 
 import msgspec
 import pytest
@@ -10,8 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import xfer
-from xfer.errors import _BY_NAME, ProtocolError, XferError, from_wire
+from xfer.errors import _BY_NAME, PeerLost, ProtocolError, Unsupported, XferError, from_wire
+from xfer.plan.intervals import TooManyRuns
 from xfer.session import messages as m
+from xfer.transport.group import Aborted
 
 EXAMPLES = int(os.environ.get("XFER_EXAMPLES", "200"))
 
@@ -91,6 +94,9 @@ def test_every_error_crosses_the_wire_as_its_own_type():
         back = m.WireError.of(e, "elsewhere").error()
         assert type(back) is cls and str(back) == str(e)
     assert type(from_wire("SystemExit", "boo", (), "")) is XferError
+    for e, base in ((TooManyRuns("text", most=((0, 2),)), Unsupported), (Aborted("text"), PeerLost)):
+        assert type(m.WireError.of(e, "worker 1").error()) is base
+        assert str(pickle.loads(pickle.dumps(e))) == str(e), "children of a test's pool raise them"
     assert "KeyError" in str(m.WireError.of(KeyError("x"), "trainer 1").error())
 
 

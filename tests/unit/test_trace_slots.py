@@ -38,6 +38,23 @@ def retied(tree: nn.Module, to: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("hold", [True, False])
 @pytest.mark.parametrize(
+    "bias, make",
+    [(False, nn.Linear), (True, nn.Linear), (False, lambda a, b, bias: nn.Embedding(a, b))],
+    ids=["alike", "with biases of their own", "embeddings"],
+)
+def test_a_tie_of_modules_that_look_alike_is_seen_and_so_is_its_end(make, bias, hold):
+    """Their tables are equal as dicts are, or cannot be compared as such at all."""
+    tree = nn.ModuleDict({"encoder": make(3, 3, bias=bias), "decoder": make(3, 3, bias=bias)})
+    tree["decoder"].weight = tree["encoder"].weight
+    slots = Slots([tree], walk([tree]), empty=True, hold=hold)
+    kept = slots.bind()
+    assert slots.check() == "same"
+    tree["decoder"].weight = nn.Parameter(torch.ones(3, 3))
+    assert slots.check() == "changed" and kept.tensors
+
+
+@pytest.mark.parametrize("hold", [True, False])
+@pytest.mark.parametrize(
     "change, state",
     [
         (lambda tree: None, "same"),

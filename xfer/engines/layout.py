@@ -235,7 +235,7 @@ def _staged(recipes: Iterable[Recipe]) -> dict[str, Ranges]:
     regions: dict[str, list] = {}
     for r in recipes:
         regions.setdefault(r.target, []).append((r.offset, r.shape, r.strides, ITEMSIZE[r.dtype]))
-    return {name: covered(parts) for name, parts in regions.items()}
+    return {name: covered(parts, name) for name, parts in regions.items()}
 
 
 def run_recipes(layout: EngineLayout, tensors: Mapping[str, torch.Tensor]) -> None:

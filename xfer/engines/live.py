@@ -143,19 +143,24 @@ def _all(model: torch.nn.Module, wraps: Callable[[torch.nn.Module], str], prefix
 # ---- sets of bytes
 
 
-def covered(regions: Iterable[tuple[int, Ints, Ints, int]]) -> Ranges:
-    """The bytes of strided regions (offset, extent, strides, bytes of an element), all in bytes, of one storage."""
+def covered(regions: Iterable[tuple[int, Ints, Ints, int]], storage: str = "") -> Ranges:
+    """The bytes of strided regions (offset, extent, strides, bytes of an element), all in bytes, of one storage. Unsupported,
+    naming `storage`, where they are too scattered to be told apart."""
     regions = [r for r in regions if all(r[1])]
     if not regions:
         return NONE
     dims = max(len(extent) for _, extent, _, _ in regions)
     pad = [dims - len(extent) for _, extent, _, _ in regions]
-    runs = intervals.runs(
+    columns = (
         np.array([offset for offset, _, _, _ in regions], np.int64),
         np.array([(1,) * n + tuple(extent) for n, (_, extent, _, _) in zip(pad, regions, strict=True)], np.int64),
         np.array([(0,) * n + tuple(strides) for n, (_, _, strides, _) in zip(pad, regions, strict=True)], np.int64),
         np.array([item for _, _, _, item in regions], np.int64),
     )
+    try:
+        runs = intervals.runs(*columns)
+    except intervals.TooManyRuns as e:
+        raise Unsupported(e.message, [f"{storage}: {e.most[0][1]:,} of them lie apart in one region"]) from None
     return intervals.union(runs.start, runs.stop)
 
 
@@ -177,4 +182,4 @@ def written(fragments: Iterable[Fragment], fills: Iterable[Fill]) -> dict[str, R
     regions: dict[str, list[tuple[int, Ints, Ints, int]]] = {}
     for x in (*fragments, *fills):
         regions.setdefault(x.root, []).append((x.offset, x.extent, x.strides, ITEMSIZE[x.dtype]))
-    return {root: covered(r) for root, r in regions.items()}
+    return {root: covered(r, root) for root, r in regions.items()}

@@ -390,6 +390,7 @@ class PackedLane(Lane):
 
     def _take_in(self, go: m.Go, until: float) -> m.Done:
         link, model = self._link, self.loader
+        _abandoned[:] = [x for x in _abandoned if not x[0].drained()]
         messages = self._announced(go, until)
         self._buffers.begin(messages)
         specs = self.side.catalog().specs
@@ -438,7 +439,7 @@ class PackedLane(Lane):
             raise
         finally:
             if not arrivals.close() or not link.drained():  # somebody may still write to them
-                _abandoned[:] = [x for x in _abandoned if not x[0].drained()] + [(link, self._buffers)]
+                _abandoned.append((link, self._buffers))
                 self._buffers = Buffers(2, self.side.device)
         self.side.model.synchronize()
         total = arrivals.total ^ int(go.verify and faults.wants("worker", self.side.index, "checksum"))

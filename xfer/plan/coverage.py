@@ -10,7 +10,7 @@ before this.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -192,6 +192,15 @@ def _asked(name: str, catalog: Catalog, options: PlanOptions) -> bool:
     return all(matches(member, options.narrow) for member in catalog.members(name))
 
 
+def _runs(taker: Class, name: Callable[[int], str], *regions: np.ndarray) -> iv.Bytes:
+    """`iv.runs`, and who has too many of them, the worst first."""
+    try:
+        return iv.runs(*regions)
+    except iv.TooManyRuns as e:
+        some = [f"{taker.who}: {name(i)}: {n:,} of them lie apart" for i, n in e.most[:4]]
+        raise Unsupported(e.message, some) from None
+
+
 def _footprint(catalog: Catalog, taker: Class) -> tuple[list[str], ByteClasses]:
     """Violations of one class of takers, and its counts."""
     inv = taker.inventory
@@ -206,15 +215,12 @@ def _footprint(catalog: Catalog, taker: Class) -> tuple[list[str], ByteClasses]:
 
     t = inv.table
     number = inv.root_numbers() if inv.fills else {}
-    fills = [iv.runs(*(np.array([v]) for v in (f.offset, f.extent, f.strides, ITEMSIZE[f.dtype]))) for f in inv.fills]
-    try:
-        written = iv.runs(base[t.root] + t.offset if len(t) else t.offset, t.extent, t.strides, ITEM[t.dtype])
-    except iv.TooManyRuns as e:
-        names = dict.fromkeys(catalog.tensors[int(t.tensor[r])].name for r in e.rows)
-        raise Unsupported(
-            e.message,
-            [f"{taker.who}: {name} lies in that many" for name in list(names)[:4]],
-        ) from None
+    fills = []
+    for f in inv.fills:
+        one = (np.array([v]) for v in (f.offset, f.extent, f.strides, ITEMSIZE[f.dtype]))
+        fills.append(_runs(taker, lambda _, f=f: f"constants in {f.root}", *one))
+    starts = base[t.root] + t.offset if len(t) else t.offset
+    written = _runs(taker, lambda i: catalog.tensors[int(t.tensor[i])].name, starts, t.extent, t.strides, ITEM[t.dtype])
     claims = (
         written,
         iv.Bytes.concat(

@@ -72,17 +72,18 @@ def runs(offset: np.ndarray, extent: np.ndarray, strides: np.ndarray, item: np.n
     joined = _join(combs)
     total = sum(prod(n for n, _ in c.teeth) for c in joined)
     if total > MAX_RUNS:
-        most = sorted(joined, key=lambda c: -prod(n for n, _ in c.teeth))
-        raise TooManyRuns(total, [c.owner for c in most])
+        most = sorted(((c.owner, prod(n for n, _ in c.teeth)) for c in joined), key=lambda x: -x[1])
+        what = f"regions of {total} separate byte runs; up to {MAX_RUNS} can be proven to be disjoint"
+        raise TooManyRuns(what, most=tuple(most))
     return Bytes.concat(out + [c.runs() for c in joined])
 
 
 class TooManyRuns(Unsupported):
-    """`rows`: the regions, those of most runs first."""
+    """`most`: (region, its runs), those of most runs first. Regions that lie side by side count as the first of them."""
 
-    def __init__(self, total: int, rows: list[int]) -> None:
-        super().__init__(f"regions of {total} separate byte runs; up to {MAX_RUNS} can be proven to be disjoint")
-        self.rows = rows
+    def __init__(self, message: str, *args, most: tuple[tuple[int, int], ...] = (), **kwargs) -> None:
+        super().__init__(message, *args, **kwargs)
+        self.most = most
 
 
 @dataclass(frozen=True, slots=True)

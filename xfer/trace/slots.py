@@ -268,10 +268,11 @@ def _seats_without_slots(modules: Iterable[torch.nn.Module]) -> tuple[tuple[list
                     continue
                 if tensor is None:
                     seats, seat = unfilled, (table, key)
-                elif first.setdefault(id(tensor), (table, key)) != (table, key):
-                    seats, seat = tied, (table, key, *first[id(tensor)])
                 else:
-                    continue
+                    earlier, name = first.setdefault(id(tensor), (table, key))
+                    if earlier is table and name == key:
+                        continue
+                    seats, seat = tied, (table, key, earlier, name)
                 for column, x in zip(seats, seat):
                     column.append(x)
     return unfilled, tied
