@@ -1,13 +1,14 @@
 """What a whole refit costs between GPU processes: real sessions, real vLLM, full-size shapes, random weights.
 
-    python scripts/bench_gpu_session.py [--model 4b|toy] [--trainers plain|megatron|nothing|packed|mapped|one]
-        [--tp 2] [--repeats 12] [--offline] [--out FILE]
+    python scripts/bench_gpu_session.py [--model 4b|30b|toy] [--trainers plain|megatron|nothing|packed|mapped|one]
+        [--tp 2] [--replicas 1] [--ranks N] [--layers N] [--repeats 12] [--offline] [--out FILE]
 
-Engine (vLLM's AsyncLLM, or with --offline its LLM) on the first GPUs, trainers on the next (on the engine's own where there are no
-more, as on one GPU), as many ranks each as --tp. Prints the three clocks of session/report.py (transfer, outage, call), vLLM's own
-round trips with a call that does nothing in place of the update, the cost of verification, and device memory by cudaMemGetInfo
-around everything that xfer opens. Before and after the timed refits every byte of the engine is compared with what vLLM's own loader
-makes of the same weights (or, for Megatron, of Bridge's export).
+Engines (vLLM's AsyncLLM, or with --offline its LLM), --replicas of them, on the first --tp GPUs each, trainers on the next (on the
+engines' own where there are no more, as on one GPU), as many ranks as engine workers or --ranks. 30b: Qwen3-30B-A3B, whose trainers
+hold their share of the experts whole (EP) and all else cut (TP). Prints the three clocks of session/report.py (transfer, outage,
+call), vLLM's own round trips with a call that does nothing in place of the update, the cost of verification, and device memory by
+cudaMemGetInfo around everything that xfer opens. Before and after the timed refits every byte of the engines is compared with what
+vLLM's own loader makes of the same weights (or, for Megatron, of Bridge's export).
 
 `megatron`: real Megatron-Core and Bridge, one optimizer step before every verified refit, TransformerEngine where it is
 installed, its stand-in (xfer/testing/te_twin.py) where it is not; the output says which.
@@ -46,7 +47,12 @@ AS_A_REFIT = {"took_ms": 12.0, "pause_ms": 3.0}
 that have slept for so long wake up slower than those that were asked just now."""
 ALL_BUT_A_NORM = ("*layers*", "*embed*", "*lm_head*")
 """The last norm stays, some KiB: every refit writes the tensor whose NaN makes a torn engine refuse to answer."""
-MODELS = {"4b": ("qwen3_tied", QWEN3_4B), "toy": ("qwen3", {})}
+QWEN3_30B = dict(
+    vocab_size=151936, hidden_size=2048, intermediate_size=6144, moe_intermediate_size=768, num_hidden_layers=48,
+    num_attention_heads=32, num_key_value_heads=4, head_dim=128, num_experts=128, num_experts_per_tok=8,
+    max_position_embeddings=40960, rope_theta=1000000.0,
+)  # fmt: skip
+MODELS = {"4b": ("qwen3_tied", QWEN3_4B), "30b": ("qwen3_moe", QWEN3_30B), "toy": ("qwen3", {})}
 
 
 def middle(values) -> str:
@@ -58,6 +64,9 @@ class Bench:
     def __init__(self, args):
         self.args = args
         family, override = MODELS[args.model]
+        self.experts = "num_experts" in override
+        if args.layers:
+            override = {**override, "num_hidden_layers": args.layers}
         self.config = config(family, **override) if args.model == "toy" else toy.config(family, **override)
         self.rows: list[tuple[str, str]] = []
         self.raw: dict = {}
@@ -68,7 +77,7 @@ class Bench:
         print(f"[{time.monotonic() - self.began:5.0f} s] {what}: {value}", flush=True)
 
     def timed(self, job: Job, name: str, **how) -> list[dict]:
-        reports = job.refit(times=self.args.repeats + 2, timeout=200, **how)["reports"][2:]
+        reports = job.refit(times=self.args.repeats + 2, timeout=250, **how)["reports"][2:]
         ms = {k: [1e3 * r["scalars"][k] for r in reports] for k in ("transfer_s", "outage_s", "call_s")}
         self.raw[name] = [{k: r[k] for k in ("scalars", "phases")} for r in reports]
         for k, v in ms.items():
@@ -94,16 +103,17 @@ class Bench:
         return reports
 
     def judge(self, engine, **what) -> None:
-        wrong = engine.ask("wrong", "judged", **what)
+        wrong = engine.ask("wrong", "judged", timeout=300, **what)
         bad = [w for w in wrong["wrong"] if w]
         self.say(
             "every byte compared", f"{sum(wrong['bytes'])} bytes, wrong: {bad or 'none'} ({wrong['seconds']:.1f} s)"
         )
 
-    def memory(self, job: Job, engine) -> list[int]:
+    def memory(self, job: Job, engines) -> list[int]:
         """MiB beside torch's allocator plus what it has allocated, per GPU of both sides."""
         mine = [(m["beside"] + m["allocated"]) >> 20 for m in job.good("memory", "memory")]
-        return [*mine, *((a + b) >> 20 for a, b in engine.ask("memory", "memory")["workers"])]
+        theirs = [w for e in engines for w in e.ask("memory", "memory")["workers"]]
+        return [*mine, *((a + b) >> 20 for a, b in theirs)]
 
     def run(self) -> None:
         args = self.args
@@ -111,46 +121,58 @@ class Bench:
             tempfile.TemporaryDirectory(prefix="xfer-bench-", dir=args.work or None) as work,
             Job(work, self.config) as job,
         ):
-            on = list(range(args.tp))
             try:
                 if args.trainers == "one":
                     return self.one(job)
-                engine = job.engine("engine", on, eager=args.eager, asynchronous=not args.offline)
+                engines = [
+                    job.engine(f"engine{i}", on, eager=args.eager, asynchronous=not args.offline)
+                    for i, on in enumerate(self.places())
+                ]
                 how = {"nothing": self.nothing, "plain": self.plain, "megatron": self.megatron}
-                how.get(args.trainers, self.packed)(job, engine, on)
+                how.get(args.trainers, self.packed)(job, engines)
             except BaseException:
                 for c in job.family.children:
                     print(f"---- {c.name}\n{c.tail(40)}", flush=True)
                 raise
 
-    def trainers_on(self, on: list[int]) -> list[int]:
-        """The GPUs after the engine's; its own where there are no others, in processes of their own."""
-        return [(i + self.args.tp) % torch.cuda.device_count() for i in on]
+    def places(self) -> list[list[int]]:
+        """The GPUs of each engine."""
+        tp = self.args.tp
+        return [list(range(i * tp, (i + 1) * tp)) for i in range(self.args.replicas)]
 
-    def light(self, job: Job, engine, gpus: list[int]) -> None:
-        """Plain trainers with the weights of seed 1, and the engine, both up."""
+    def trainers_on(self, shared: bool = False) -> list[int]:
+        """The GPUs after the engines'; theirs where there are no others, or if `shared`, in processes of their own."""
+        taken, count = sum(self.places(), []), torch.cuda.device_count()
+        free = [g for g in range(count) if g not in taken] if not shared else []
+        return [(free or taken)[i % len(free or taken)] for i in range(self.args.ranks or len(taken))]
+
+    def light(self, job: Job, engines, gpus: list[int]) -> None:
+        """Plain trainers with the weights of seed 1, and the engines, all up."""
         job.start_trainers(gpus)
-        job.plain()
-        self.say("engine started, s", f"{engine.started(400)['seconds']:.0f}")
+        job.plain(**({"experts": True} if self.experts else {}))
+        for engine in engines:
+            self.say("engine started, s", f"{engine.started(400)['seconds']:.0f}")
         job.good("set", "set", seed=1)
 
-    def plain(self, job: Job, engine, on: list[int]) -> None:
-        self.light(job, engine, self.trainers_on(on))
-        before = self.memory(job, engine)
+    def plain(self, job: Job, engines) -> None:
+        self.light(job, engines, self.trainers_on())
+        before = self.memory(job, engines)
         t0 = time.monotonic()
-        job.meet([engine])
+        job.meet(engines)
         self.say("connect, s", f"{time.monotonic() - t0:.1f}")
-        opened = self.memory(job, engine)
+        opened = self.memory(job, engines)
         job.refit()
-        after = self.memory(job, engine)
+        after = self.memory(job, engines)
         job.refit(verify=True)
-        verified = self.memory(job, engine)
+        verified = self.memory(job, engines)
         took = [[b - a for a, b in zip(before, x)] for x in (opened, after, verified)]
         self.say(
             "device memory by xfer, MiB: trainers, workers",
             "connected {}, after a refit {}, after a verified one {}".format(*took),
         )
-        self.judge(engine, config=self.config, seed=1)
+        for engine in engines:
+            self.judge(engine, config=self.config, seed=1)
+        engine = engines[0]
         engine.ask("noop", "did nothing", times=3)
         self.timed(job, "refit")
         for name, how in (("no-op backend", {}), ("no-op backend, as long and as often as a refit", AS_A_REFIT)):
@@ -160,9 +182,13 @@ class Bench:
             self.raw[name] = noop
         self.timed(job, "verified", verify=True)
         self.timed(job, "refit again")
-        engine.ask("scramble", "scrambled", seed=3)
+        for engine in engines:
+            engine.ask("scramble", "scrambled", seed=3)
         job.refit(2, verify=True)
-        self.judge(engine, config=self.config, seed=2)
+        for engine in engines:
+            self.judge(engine, config=self.config, seed=2)
+        if self.experts:
+            return  # they are neighbours in one storage, which the rest would take apart
         job.good("move", "moved")
         t0 = time.monotonic()
         job.refit(1, verify=True)
@@ -176,9 +202,9 @@ class Bench:
         self.judge(engine, config=self.config, seed=1)
         print(job.trainers[0].tail(3))
 
-    def nothing(self, job: Job, engine, on: list[int]) -> None:
-        self.light(job, engine, self.trainers_on(on))
-        job.meet([engine], keep=ALL_BUT_A_NORM, drop=ALL_BUT_A_NORM)
+    def nothing(self, job: Job, engines) -> None:
+        self.light(job, engines, self.trainers_on())
+        job.meet(engines, keep=ALL_BUT_A_NORM, drop=ALL_BUT_A_NORM)
         self.timed(job, "zero bytes")
 
     def one(self, job: Job) -> None:
@@ -204,27 +230,30 @@ class Bench:
             self.timed(job, f"{name}, verified", verify=True)
             job.good("close", "closed")
 
-    def packed(self, job: Job, engine, on: list[int]) -> None:
+    def packed(self, job: Job, engines) -> None:
         mapped = self.args.trainers == "mapped"
-        self.light(job, engine, on if mapped else self.trainers_on(on))
-        before = self.memory(job, engine)
-        job.meet([engine], route="packed", colocated=mapped)
+        self.light(job, engines, self.trainers_on(mapped))
+        before = self.memory(job, engines)
+        job.meet(engines, route="packed", colocated=mapped)
         job.refit(verify=True)
-        self.say(
-            "device memory by xfer, MiB: trainers, workers", [b - a for a, b in zip(before, self.memory(job, engine))]
-        )
-        self.judge(engine, config=self.config, seed=1)
+        after = self.memory(job, engines)
+        self.say("device memory by xfer, MiB: trainers, workers", [b - a for a, b in zip(before, after)])
+        for engine in engines:
+            self.judge(engine, config=self.config, seed=1)
         self.timed(job, "packed refit")
-        engine.ask("scramble", "scrambled", seed=3)
+        for engine in engines:
+            engine.ask("scramble", "scrambled", seed=3)
         job.refit(2, verify=True)
-        self.judge(engine, config=self.config, seed=2)
+        for engine in engines:
+            self.judge(engine, config=self.config, seed=2)
 
-    def megatron(self, job: Job, engine, on: list[int]) -> None:
+    def megatron(self, job: Job, engines) -> None:
         from safetensors.torch import save_file
 
         from tests.support.gpu_values import names, value
 
-        device = torch.device("cuda", self.args.tp)
+        (engine,) = engines
+        device = torch.device("cuda", self.trainers_on()[0])
         made = {n: value(n, s, d, 1, device).cpu() for n, s, d in names(self.config)}
         save_file(made, str(job.folder / "model.safetensors"), metadata={"format": "pt"})
         del made
@@ -232,17 +261,17 @@ class Bench:
         self.say("checkpoint written, bytes", (job.folder / "model.safetensors").stat().st_size)
         te = importlib.util.find_spec("transformer_engine") is not None
         self.say("TransformerEngine", "installed" if te else "not installed: its stand-in, xfer/testing/te_twin.py")
-        job.start_trainers(self.trainers_on(on))
+        job.start_trainers(self.trainers_on())
         layout = dict(tp=self.args.tp, distopt=True, bucket_size=40_000_000, lr=1e-4)
         job.good("megatron", "built", timeout=240, folder=str(job.folder), layout=layout)
         self.say("engine started, s", f"{engine.started(400)['seconds']:.0f}")
-        before = self.memory(job, engine)
+        before = self.memory(job, engines)
         t0 = time.monotonic()
-        job.meet([engine])
+        job.meet(engines)
         self.say("connect, s", f"{time.monotonic() - t0:.1f}")
         job.refit(verify=True)
+        after = self.memory(job, engines)  # before the judge, whose own memory stays with torch
         self.judge(engine, folder=str(job.folder))
-        after = self.memory(job, engine)
         self.say("device memory by xfer, MiB: trainers, workers", [b - a for a, b in zip(before, after)])
         tokens = engine.observe()["outputs"]
         for k in range(2):
@@ -265,13 +294,20 @@ def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--model", choices=sorted(MODELS), default="4b")
     p.add_argument("--trainers", choices=["plain", "megatron", "nothing", "packed", "mapped", "one"], default="plain")
-    p.add_argument("--tp", type=int, default=2)
+    p.add_argument("--tp", type=int, default=2, help="GPUs of an engine")
+    p.add_argument("--replicas", type=int, default=1, help="engines")
+    p.add_argument("--ranks", type=int, default=0, help="trainers; as many as workers of engines if not given")
+    p.add_argument("--layers", type=int, default=0, help="of the model, fewer than it has where memory asks for it")
     p.add_argument("--repeats", type=int, default=12)
     p.add_argument("--eager", action="store_true", help="no CUDA graphs and no torch.compile: starts faster")
     p.add_argument("--offline", action="store_true", help="vLLM's LLM, which makes one call after another")
     p.add_argument("--work", default="", help="where checkpoints and logs go")
     p.add_argument("--out", default="")
     args = p.parse_args()
+    if args.trainers == "megatron" and (args.replicas > 1 or args.model == "30b" or args.ranks):
+        p.error("--trainers megatron is of one dense engine, with as many ranks")
+    if args.trainers in ("one", "packed", "mapped", "nothing") and args.model == "30b":
+        p.error("--model 30b goes with --trainers plain")
     import triton
     import vllm
 

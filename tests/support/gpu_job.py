@@ -143,10 +143,10 @@ class Job:
         assert not [g for g in got if g["kind"] == "raised"], f"{got}\n{logs}"
         return got
 
-    def plain(self) -> None:
+    def plain(self, **how) -> None:
         port = free_port()
         for r, c in enumerate(self.trainers):
-            c.say(do="plain", config=self.config, rank=r, world=len(self.trainers), port=port)
+            c.say(do="plain", config=self.config, rank=r, world=len(self.trainers), port=port, **how)
         for c in self.trainers:
             got = c.expect("built", "raised", timeout=120)
             assert got["kind"] == "built", f"{got}\n{c.tail()}"

@@ -1,6 +1,7 @@
 """One trainer rank on a GPU; does what the test says on standard input, each command answered by one line.
 
-    {"do": "plain", "config", "rank", "world", "port"}      DTensors under checkpoint names, cut as `cut` says
+    {"do": "plain", "config", "rank", "world", "port"}      DTensors under checkpoint names, cut as `cut` says;
+                                                            with "experts", those are dealt out whole
     {"do": "megatron", "folder", "layout", …}               real Megatron-Core through Bridge (RANK, WORLD_SIZE, … set)
     {"do": "connect", …} {"do": "set", "seed"} {"do": "step"} {"do": "refit", "times", …} {"do": "move"} {"do": "offload"}
     {"do": "remake", "give_back"} {"do": "export", "folder"} {"do": "memory", "gpu"} {"do": "watch"} {"do": "unwatch"} {"do": "close"}
@@ -36,10 +37,21 @@ def cut(name: str, shape: tuple[int, ...]):
     return Shard(1) if name.rsplit(".", 2)[-2] in ("o_proj", "down_proj", "lm_head") else Shard(0)
 
 
-class Plain:
-    """This rank's parts of all tensors of a config, each in a storage of its own."""
+def expert(name: str) -> int | None:
+    """Which one a tensor is of."""
+    parts = name.split(".")
+    return int(parts[parts.index("experts") + 1]) if "experts" in parts[:-1] else None
 
-    def __init__(self, config: dict, rank: int, world: int, port: int):
+
+def held(p: torch.Tensor) -> torch.Tensor:
+    return p.to_local() if hasattr(p, "to_local") else p
+
+
+class Plain:
+    """This rank's parts of all tensors of a config, each in a storage of its own. experts: every rank holds as many experts,
+    whole, as neighbours in one storage, and nothing of the others: expert parallelism beside tensor parallelism."""
+
+    def __init__(self, config: dict, rank: int, world: int, port: int, experts: bool = False):
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.tensor import DTensor
 
@@ -48,21 +60,36 @@ class Plain:
         self.config, self.rank, self.world = config, rank, world
         torch.zeros(1, device=DEVICE)  # or the mesh chooses a device by rank
         self.mesh = init_device_mesh("cuda", (world,))  # nothing here communicates, so the group may be gloo's
-        self.parameters = {}
+        self.parameters = self.own_experts(names(config)) if experts else {}
         for name, shape, dtype in names(config):
+            if experts and expert(name) is not None:
+                continue
             local = self.local(torch.empty(shape, dtype=dtype, device="meta"), name)
             self.parameters[name] = DTensor.from_local(
                 torch.empty(local.shape, dtype=dtype, device=DEVICE), self.mesh, [cut(name, shape)], run_check=False,
                 shape=torch.Size(shape), stride=torch.empty(shape, device="meta").stride(),
             )  # fmt: skip
 
+    def own_experts(self, some) -> dict[str, torch.Tensor]:
+        dealt = [(name, shape, dtype) for name, shape, dtype in some if expert(name) is not None]
+        count = 1 + max(expert(name) for name, *_ in dealt)
+        mine = [x for x in dealt if expert(x[0]) * self.world // count == self.rank]
+        sizes = [-(-torch.Size(shape).numel() * dtype.itemsize // 256) * 256 for _, shape, dtype in mine]
+        parts = torch.empty(sum(sizes), dtype=torch.uint8, device=DEVICE).split(sizes)
+        return {
+            name: part[: torch.Size(shape).numel() * dtype.itemsize].view(dtype).view(shape)
+            for part, (name, shape, dtype) in zip(parts, mine)
+        }
+
     def local(self, full: torch.Tensor, name: str) -> torch.Tensor:
+        if name in self.parameters and not hasattr(self.parameters[name], "to_local"):
+            return full
         where = cut(name, tuple(full.shape))
         return full.chunk(self.world, where.dim)[self.rank] if hasattr(where, "dim") else full
 
     def set(self, seed: int) -> None:
         for name, p in self.parameters.items():
-            p.to_local().copy_(self.local(value(name, tuple(p.shape), p.dtype, seed, DEVICE), name))
+            held(p).copy_(self.local(value(name, tuple(p.shape), p.dtype, seed, DEVICE), name))
         torch.cuda.synchronize()
 
     def move(self, every: int = 5) -> None:
