@@ -13,7 +13,8 @@ device after each route. Rows of a case:
   relay      one trainer, replicas in a row: each byte leaves the trainer once, and then goes from each to the next; its
              floor is one taker's copy alone
 Milliseconds from the last rank's start to the last rank's end, median.
-Not here: pausing engines, the session's protocol.
+Not here: pausing engines, the session's protocol (bench_gpu_session.py); NeMo-RL's own transfer and NCCL's M2N, which want
+nccl4py and an NCCL newer than the 2.28 of the hosts at hand.
 """
 
 from __future__ import annotations
