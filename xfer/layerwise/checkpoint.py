@@ -148,7 +148,8 @@ def placed(
 ) -> dict[str, torch.Tensor]:
     """A parameter's state, with single numbers where torch's own `load_state_dict` would put them: fused and capturable kernels
     read `step` on the parameter's device, all others on the host."""
-    groups = [{**group, "params": [id(p) for p in group["params"]]} for group in inner.param_groups]
+    mine = [group for group in inner.param_groups if any(p is target for p in group["params"])]
+    groups = [{**group, "params": [id(target)]} for group in mine]
     out = dict(state)
     for key, value in state.items():
         if value.dim() == 0:
