@@ -228,8 +228,8 @@ class Rank:
 
         depths = DEPTHS[:1] if skewed or ctas else DEPTHS[:2] if pull else DEPTHS
         names = ["none", "blocking", *(f"depth {d}" for d in depths)]
-        if depths == DEPTHS:
-            names.append("depth 2 nan")  # guard="nan": what is stale is overwritten first
+        if not (skewed or ctas):
+            names.append("depth 1 nan")  # guard="nan", the default: what is stale is overwritten first
         step = Step(self, shape, module, optimizer, lambda hook: before(gather, hook))
         forward, whole, lines = step.measure({n: way(n) for n in names}, self.args.rounds)
         gather.overlap, gather.begin, gather.blank = False, begin, False

@@ -204,10 +204,10 @@ def unannounced_but_watched():
 
 
 def old_values_are_nans():
-    """guard="nan": a read past all hooks, without a gradient, cannot be mistaken for the last step's; training is as ever."""
+    """By default a read past all hooks, without a gradient, cannot be mistaken for the last step's; training is as ever."""
     seen = []
     for rehome in (True, False):
-        pair = Pair(guard="nan", rehome=rehome)
+        pair = Pair(rehome=rehome)
         pair.steps(2)
         stale = {n for n, p in pair.owners.named if n in pair.owners.owner and not pair.owners.owns(n)}
         held = {

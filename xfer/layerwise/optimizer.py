@@ -50,8 +50,8 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
     clip_grad: greatest norm of all gradients together. memory_cap: most bytes of parameters per owner.
     rehome: let parameters be moved into runs of memory by owner, so that gathers need no copies. Objects, shapes and
     values stay; views that were taken before go stale (those that modules hold are found).
-    guard: see hooks.py; "always" watches every operation of every forward, to find reads that no hook announces; "nan" writes
-    NaNs over the old values of other owners' parameters, so that such reads are seen in the loss, for one write of them a step.
+    guard: what a read gives that no hook announces (see hooks.py). "nan": NaN, since what other owners have stepped is overwritten
+    by NaNs, one write of it a step; "first": the old values, for nothing; "always": the new ones, with every operation watched.
     deadline_s: of every wait for peers. Over NCCL, where no wait blocks, a thread aborts what is late by then: parameters that
     were to be received become NaNs, the device goes on, and every later call raises DeadlineExceeded.
     max_ctas: most thread blocks that NCCL may take from computing for one gather. route: "pull" copies parameters out of
@@ -80,7 +80,7 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
         clip_grad: float | None = None,
         memory_cap: int | None = None,
         rehome: bool = True,
-        guard: Guard = "first",
+        guard: Guard = "nan",
         deadline_s: float = 600.0,
         max_ctas: int | None = None,
         route: Route = "auto",
@@ -117,7 +117,7 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
                 prefetch_depth=prefetch_depth,
                 deadline_s=deadline_s,
                 label=self.label,
-                blank=guard == "nan",
+                blank=guard == "nan" and overlap,  # else all is here before anybody can read
                 pulls=self._pulls(buckets, deadline_s) if self._may_pull(route) else None,
                 wires=[who.wire for who in self._peers if who.wire is not None],
             )
