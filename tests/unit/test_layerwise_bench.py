@@ -4,6 +4,8 @@ off, and when a rank's death was told as it should be."""
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -12,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+import bench_layerwise_gpu
 from bench_layerwise_dead import Dead, Survivor, Use
 from bench_layerwise_launch import keep, run
 from bench_layerwise_net import timeline, uncovered
@@ -80,6 +83,24 @@ def test_figures_are_kept_part_by_part_and_number_by_number(tmp_path):
 def test_ranks_are_ended_and_what_went_wrong_is_said(code, seconds, may_die, said):
     found = run([sys.executable, "-c", code], 2, seconds, frozenset(may_die))
     assert found.startswith(said) if said else found == ""
+
+
+@pytest.mark.parametrize("package, said", [("", "not importable"), ("raise SystemError('broken')", "could not be asked")])
+def test_what_cannot_run_and_was_asked_for_is_said_before_anything_runs(tmp_path, package, said):
+    """Else the minutes before it are spent on devices, and its row is missing at their end."""
+    (tmp_path / "megatron").mkdir()
+    (tmp_path / "megatron" / "__init__.py").write_text(package)
+    out = tmp_path / "results.json"
+    command = [sys.executable, bench_layerwise_gpu.__file__, "--toy", "--ranks", "2", "--out", str(out)]
+    done = subprocess.run(
+        [*command, "--parts", "exact", "pull", "megatron"],
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 2 and said in done.stdout and not out.exists(), done.stdout + done.stderr
+    assert bench_layerwise_gpu.PARTS[-2:] == ("megatron", "dead"), "the dead have processes of their own"
 
 
 def survivor(rank: int, error: str = "DeadlineExceeded", **more) -> Survivor:

@@ -239,6 +239,25 @@ def test_a_refit_has_what_is_on_its_way_although_the_optimizer_was_dropped():
     assert values(net, others) == [102.0] * len(others)
 
 
+class Wrapped(nn.Module):
+    """As Megatron's DDP: `buffers` are where gradients lie."""
+
+    def __init__(self, module: nn.Module):
+        super().__init__()
+        self.module, self.buffers = module, []
+
+    def forward(self, x):
+        return self.module(x)
+
+
+def test_owners_are_offered_of_a_module_that_calls_other_things_its_buffers():
+    o = Half(Wrapped(layers()))
+    o.train(101.0)
+    source = LayerWiseTrainer(TensorTrainer(o.modules[0].module, rank=0, world=2), o)
+    offered = {f.tensor for f in source.read().traced.fragments}
+    assert offered == {n for n, _ in o.named} - set(o.others) != set()
+
+
 COPIES = {
     "of another dtype": lambda p: p.detach().to(torch.bfloat16),
     "made in place": lambda p: torch.zeros_like(p.data).add_(p.data),

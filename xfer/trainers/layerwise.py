@@ -93,7 +93,8 @@ class LayerWiseTrainer:
         return TrainerLayout(replace(traced, fragments=fragments), roots, {n: layout.tensors[n] for n in self._kept})
 
     def _refuse_copies(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        held = (t for m in self.optimizer.modules for t in (*m.parameters(), *m.buffers()))
+        # By name: `buffers` of Megatron's DDP are its own, not a module's.
+        held = (t for m in self.optimizer.modules for _, t in (*m.named_parameters(), *m.named_buffers()))
         memory = {local(t).untyped_storage().data_ptr() for t in held}
         bad = [name for name, t in tensors.items() if t.untyped_storage().data_ptr() not in memory]
         if bad:
