@@ -9,7 +9,7 @@ Parts, in the order in which they run (--help has their seconds):
             gathering, bit for bit those of the blocking one; in fp32 also those of DDP in which every rank steps
             everything, and near one process
   overlap   2.3 B parameters in bf16 under DDP: what a gather adds to the forward, blocking and overlapped, by device events and
-            by the profiler's timeline, the same bytes each time; bytes received for bytes lacked
+            by the profiler's timeline, the same bytes each time; for bytes lacked, bytes planned and what NVLink counts
   skew      `overlap` again with one owner of nearly everything
   pull      `overlap` again with copies out of the owners' memory, by copy engines (route="pull")
   narrow    `overlap` again with few thread blocks for the gather; only if asked for
@@ -40,6 +40,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import bench_layerwise_dead as dead
 import bench_layerwise_launch as launching
+import bench_layerwise_nvlink as nvlink
 import torch
 import torch.distributed as dist
 from bench_layerwise_net import Clock, Net, Shape, batch, loss_of, repeatable
@@ -237,8 +238,10 @@ class Rank:
         gather.drain()
         gather.stats.reset()
         step.once()
+        planned = gather.stats.received
+        travelled = nvlink.travelled(self, lambda: optimizer.synchronize(masters=False))  # no gradients beside it
         owned = optimizer.ownership["dense"].nbytes
-        received = self.everybody(gather.stats.received)
+        received = self.everybody(planned)
         optimizer.close()
         return Overlap(
             "skewed owners" if skewed else f"xfer, {ctas} blocks" if ctas else "xfer, pulled" if pull else "xfer",
@@ -249,6 +252,7 @@ class Rank:
             *medians(forward, whole),
             tuple(received),
             tuple(sum(owned) - n for n in owned),
+            travelled,
             lines,
         )
 
@@ -365,7 +369,7 @@ def megatron(rank: Rank) -> Overlap | str:
     )
     total, none = sum(owned), ()
     return Overlap(
-        f"Megatron-Core {version()}", rank.size, total // 2, buckets, tuple(owned), *medians(forward, whole), none, none, lines
+        f"Megatron-Core {version()}", rank.size, total // 2, buckets, tuple(owned), *medians(forward, whole), none, none, none, lines
     )  # fmt: skip
 
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.support import layerwise_model as lm
+from tests.support import tcp_bytes
 from tests.support.layerwise_ends import (
     aborted,
     an_aborted_norm,
@@ -384,14 +385,24 @@ def changed_memory():
 
 
 def wire():
-    """Bytes received for bytes lacked, when one rank owns nearly everything."""
+    """When one rank owns nearly everything: bytes lacked, bytes that were to be received by plan, bytes that really came over TCP during
+    one gather (None where the kernel does not count them), bytes of the model."""
     net = torch.nn.Sequential(torch.nn.Linear(512, 700), *(torch.nn.Linear(n, n + 1) for n in range(40, 60)))
     o = LayerWiseOptimizer(net, [ParamGroup(net.parameters(), torch.optim.SGD, {"lr": 0.1})], overlap=False)
     for p in net.parameters():
         p.grad = torch.ones_like(p)
     o.step()
     s = o.gather.stats
-    return [s.received, s.lacked, sum(m.nbytes for b in o.gather.buckets for x in b.shares for m in x.members)]
+    planned, lacked = s.received, s.lacked
+    came = []
+    for _ in range(2):
+        dist.barrier()
+        came.append(tcp_bytes.received())
+        dist.barrier()  # nobody begins before all have looked
+        o.synchronize()
+    travelled = None if None in came else came[1] - came[0]
+    o.close()
+    return [lacked, planned, travelled, sum(m.nbytes for b in o.gather.buckets for x in b.shares for m in x.members)]
 
 
 def different_models():
