@@ -1,5 +1,5 @@
-"""Layer-wise optimizers of plain torch on one GPU: refits from the owners beside the gather, and checkpoints with kernels that keep their
-counts on the device. Two ranks share the GPU, and are two hosts to NCCL. Megatron-Core's models: test_gpu_layerwise.py.
+"""Layer-wise optimizers on one GPU: refits from the owners beside the gather, and checkpoints with kernels that keep their counts on the
+device. Two ranks share the GPU, and are two hosts to NCCL. Steps of Megatron-Core's models: test_gpu_layerwise.py.
 
     python -m pytest -m gpu tests/functional/test_gpu_layerwise_refit.py
 """
@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.gpu_job import Job, check, config, gpus, site
+from tests.support.gpu_job import Job, check, config, gpus, megatron, site
 from tests.support.layerwise_ranks import Ranks
 from tests.support.proc import Family
+from xfer.testing import toy
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(gpus() < 1, reason="needs a GPU")]
 
@@ -42,6 +43,29 @@ def test_a_refit_from_owners_ends_while_the_gather_goes_on(tmp_path):
             assert [(d["wrong"], d["coming"]) for d in drained] == [([], 0)] * 2, drained
         assert len({str(a) for a in answers}) == 4, "other weights must answer otherwise, or the tokens prove nothing"
         job.good("close", "closed")
+
+
+@pytest.mark.skipif(not megatron(), reason="needs Megatron-Core and Bridge: name their site in XFER_SITE_TRAINER")
+def test_an_engine_follows_owners_of_megatron_core(tmp_path):
+    """What it holds then is what Bridge exports after the gather, byte for byte."""
+    pytest.importorskip("vllm")
+    with Job(tmp_path, config("qwen3")) as job:
+        toy.write_checkpoint("qwen3", job.folder, seed=1, **job.config)
+        engine = job.engine("engine", [0], eager=True)
+        job.start_trainers(
+            [0, 0], module="layerwise_megatron", TORCHDYNAMO_DISABLE="1", CUBLAS_WORKSPACE_CONFIG=":4096:8"
+        )
+        layout = dict(options=dict(bucket_bytes=200_000))
+        job.good("build", "built", timeout=240, folder=str(job.folder), layout=layout)
+        engine.started()
+        job.meet([engine])
+        for number in range(2):
+            job.good("step", "stepped", steps=1)
+            refitted = job.good("refit", "refitted", verify=True)
+            assert all(r["verified"] and r["sent"] > 0 and "in flight" in r["before"] for r in refitted), refitted
+            out = tmp_path / f"export{number}"
+            job.good("export", "exported", timeout=240, folder=str(out))
+            assert engine.wrong(folder=str(out)) == [[]]
 
 
 CASES = [

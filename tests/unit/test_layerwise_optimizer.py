@@ -258,6 +258,14 @@ def test_owners_are_offered_of_a_module_that_calls_other_things_its_buffers():
     assert offered == {n for n, _ in o.named} - set(o.others) != set()
 
 
+def test_owners_want_an_adapter_that_can_leave_the_device_alone():
+    base = SimpleNamespace(rank=0, world=2, device=torch.device("cpu"), reads_together=False)
+    with pytest.raises(Unsupported, match="whole device") as e:
+        LayerWiseTrainer(base, Half(layers()))
+    assert "finish_gathers" in e.value.violations[0]
+    LayerWiseTrainer(base, Half(layers()), "all")
+
+
 COPIES = {
     "of another dtype": lambda p: p.detach().to(torch.bfloat16),
     "made in place": lambda p: torch.zeros_like(p.data).add_(p.data),

@@ -42,13 +42,19 @@ class LayerWiseTrainer:
     parameters, buffers) is offered by every rank; it was written on the stream that the caller is on, or before. "all"
     finishes the gather first, and then every rank is a source.
 
-    Unsupported with "owners" where tensors are computed while exporting (adapters), or by a callable of `base` (copies in another
-    dtype): those need all their inputs here, and nothing says who owns them.
+    Unsupported with "owners" where `base` cannot finish gathers without a wait for the device, where tensors are computed while
+    exporting (adapters), or by a callable of `base` (copies in another dtype): those need all their inputs here, and nothing
+    says who owns them.
     """
 
     def __init__(self, base: Base, optimizer: LayerWiseOptimizer, sources: Literal["owners", "all"] = "owners"):
         if sources not in ("owners", "all"):
             raise LayoutError(f'sources={sources!r}; "owners" and "all" exist')
+        if sources == "owners" and not hasattr(base, "finish_gathers"):
+            raise Unsupported(
+                f"trainer {base.rank}: {type(base).__name__} can only wait for the whole device, and so for the gather",
+                ['give it finish_gathers(), which is its drain() without that wait, or use LayerWiseTrainer(…, sources="all")'],
+            )
         self.base, self.optimizer, self.sources = base, optimizer, sources
         self.rank, self.world, self.device = base.rank, base.world, base.device
         self.reads_together = base.reads_together
