@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.functional.test_layerwise_megatron import resharded
 from tests.support.gpu_job import gpus, megatron, site
 from tests.support.layerwise_ranks import Ranks
 from tests.support.proc import Family
@@ -113,3 +114,12 @@ def test_so_are_those_of_models_that_are_cut(case, tmp_path, folder, alone):
     if "fp32" in case:
         one = alone(layout=dict(overlap=False, copies=2), **way)
         assert blocking["losses"] == pytest.approx(one["losses"], rel=2e-3)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_checkpoint_of_gpus_is_loaded_at_another_layout(tmp_path, folder):
+    """Boxes with equal bits in a second checkpoint, and equal losses after it: from data-parallel ranks to halves and to stages."""
+    started_from = folder("qwen3_tied", dict(SMALL, torch_dtype="float32"))
+    (tmp_path / "ranks").mkdir()
+    with Family(tmp_path / "ranks") as family:
+        resharded(started(family, 2), started_from, tmp_path, "dp", ["tp2", "pp2"])
