@@ -9,12 +9,12 @@ Parts, in the order in which they run (--help has their seconds):
             gathering, bit for bit those of the blocking one; in fp32 also those of DDP in which every rank steps
             everything, and near one process
   overlap   2.3 B parameters in bf16 under DDP: what a gather adds to the forward, blocking and overlapped, by device events and
-            by the profiler's timeline, the same bytes each time; bytes received for bytes lacked
-  megatron  the same network, batch and inner optimizers under Megatron-Core's own LayerWiseDistributedOptimizer, where it can
-            be imported (bench_layerwise_megatron.py)
+            by the profiler's timeline, the same bytes each time; for bytes lacked, bytes planned and what NVLink counts
   skew      `overlap` again with one owner of nearly everything
   pull      `overlap` again with copies out of the owners' memory, by copy engines (route="pull")
   narrow    `overlap` again with few thread blocks for the gather; only if asked for
+  megatron  the same network, batch and inner optimizers under Megatron-Core's own LayerWiseDistributedOptimizer, where it can
+            be imported (bench_layerwise_megatron.py); late, for what a stranger's crash takes along must be little
   dead      one rank is killed in a gather, in processes of their own (bench_layerwise_dead.py)
 Needs torch, numpy and msgspec. Figures are in --out after every part. Not here: engines, refits.
 """
@@ -40,6 +40,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import bench_layerwise_dead as dead
 import bench_layerwise_launch as launching
+import bench_layerwise_nvlink as nvlink
 import torch
 import torch.distributed as dist
 from bench_layerwise_net import Clock, Net, Shape, batch, loss_of, repeatable
@@ -51,11 +52,12 @@ from xfer.layerwise import LayerWiseOptimizer, Muon, ParamGroup
 
 SMALL, TOY_SMALL = Shape(6, 512, 1024, 8, 128), Shape(2, 64, 128, 2, 16)
 LARGE, TOY_LARGE = Shape(28, 2560, 32768, 4, 2048), Shape(3, 128, 512, 2, 32)
-SECONDS = {"exact": 80, "overlap": 36, "megatron": 23, "skew": 28, "pull": 30, "narrow": 28, "dead": 30}
+SECONDS = {"exact": 80, "overlap": 36, "skew": 28, "pull": 30, "narrow": 28, "megatron": 23, "dead": 30}
 """Of each part, as on 4 and 8 H200s; those of pull and narrow are expected."""
 START_S = 20
 """Expected until all ranks of one number are there."""
 PARTS = tuple(SECONDS)
+DEFAULT = [p for p in PARTS if p != "narrow"]
 DEPTHS = (1, 2, 4)
 ROUTES = ("broadcast", "pull")
 DEADLINE_S, DEATH_S = 300.0, 8.0
@@ -228,16 +230,18 @@ class Rank:
 
         depths = DEPTHS[:1] if skewed or ctas else DEPTHS[:2] if pull else DEPTHS
         names = ["none", "blocking", *(f"depth {d}" for d in depths)]
-        if depths == DEPTHS:
-            names.append("depth 2 nan")  # guard="nan": what is stale is overwritten first
+        if not (skewed or ctas):
+            names.append("depth 1 nan")  # guard="nan", the default: what is stale is overwritten first
         step = Step(self, shape, module, optimizer, lambda hook: before(gather, hook))
         forward, whole, lines = step.measure({n: way(n) for n in names}, self.args.rounds)
         gather.overlap, gather.begin, gather.blank = False, begin, False
         gather.drain()
         gather.stats.reset()
         step.once()
+        planned = gather.stats.received
+        travelled = nvlink.travelled(self, lambda: optimizer.synchronize(masters=False))  # no gradients beside it
         owned = optimizer.ownership["dense"].nbytes
-        received = self.everybody(gather.stats.received)
+        received = self.everybody(planned)
         optimizer.close()
         return Overlap(
             "skewed owners" if skewed else f"xfer, {ctas} blocks" if ctas else "xfer, pulled" if pull else "xfer",
@@ -248,6 +252,7 @@ class Rank:
             *medians(forward, whole),
             tuple(received),
             tuple(sum(owned) - n for n in owned),
+            travelled,
             lines,
         )
 
@@ -364,7 +369,7 @@ def megatron(rank: Rank) -> Overlap | str:
     )
     total, none = sum(owned), ()
     return Overlap(
-        f"Megatron-Core {version()}", rank.size, total // 2, buckets, tuple(owned), *medians(forward, whole), none, none, lines
+        f"Megatron-Core {version()}", rank.size, total // 2, buckets, tuple(owned), *medians(forward, whole), none, none, none, lines
     )  # fmt: skip
 
 
@@ -376,8 +381,13 @@ def machine(rank: Rank) -> dict:
 
 
 def launch(args) -> int:
-    """Every number of ranks in turn. Exit code 1 when a run fails, anything differs, or a death was not told."""
+    """Every number of ranks in turn. Exit code 1 when a run fails, anything differs, or a death was not told; 2, at once, when
+    `megatron` was asked for and cannot run here."""
     launching.stopped_is_an_exit()
+    if args.parts and "megatron" in args.parts and (why := launching.lacking(not args.toy)):
+        print(f"# megatron: {why}: put Megatron-Core 0.17 or later into PYTHONPATH, or leave this part out", flush=True)
+        return 2
+    args.parts = args.parts or DEFAULT
     bad = 0
     numbers = {"--steps": args.steps, "--rounds": args.rounds, "--bucket-mb": args.bucket_mb, "--ctas": args.ctas,
                "--limit": args.limit}  # fmt: skip
@@ -438,7 +448,7 @@ def main() -> int:
         epilog=f"Seconds on 4 and 8 H200s, per number of ranks: {START_S} to start, then {each}.",
     )
     options.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="numbers of ranks, one run each")
-    options.add_argument("--parts", nargs="+", choices=PARTS, default=[p for p in PARTS if p != "narrow"])
+    options.add_argument("--parts", nargs="+", choices=PARTS, help="default: all but narrow")
     options.add_argument("--steps", type=int, default=50, help="of `exact`")
     options.add_argument("--rounds", type=int, default=6, help="timed steps per way")
     options.add_argument("--limit", type=float, default=20.0, help="seconds per part after which no round is begun")
@@ -467,6 +477,7 @@ def main() -> int:
     if "RANK" not in os.environ:
         return launch(args)
     launching.end_with_launcher()
+    args.parts = args.parts or DEFAULT
     if not args.survivors:
         args.parts = [p for p in args.parts if p != "dead"]
     result = run_rank(args)

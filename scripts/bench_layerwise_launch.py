@@ -41,6 +41,25 @@ def keep(path: str | Path, result: dict) -> None:
     os.replace(aside, path)
 
 
+def lacking(cuda: bool) -> str | None:
+    """Why Megatron-Core's own gather cannot run here, None if it can. Asked in a process of its own: to import Megatron changes this
+    one, and what the ranks then measure."""
+    here = Path(__file__).resolve().parent
+    path = [str(here), str(here.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    code = f"from bench_layerwise_megatron import unavailable; print('@', unavailable({cuda}) or '', sep='')"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(path)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    said = [line[1:] for line in done.stdout.splitlines() if line.startswith("@")]
+    if not said:
+        return f"could not be asked ({(done.stderr.strip().splitlines() or ['no word'])[-1]})"
+    return said[-1] or None
+
+
 def stopped_is_an_exit() -> None:
     """SIGTERM (of `timeout`, say) becomes SystemExit, so that what is under way is ended and what is known is shown."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(124))

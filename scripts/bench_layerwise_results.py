@@ -33,7 +33,8 @@ class Overlap:
 
     forward_ms: by way, from the end of all ranks' updates to the end of the next forward; "none" gathers nothing. step_ms: whole
     steps, without a barrier anywhere. exposed_ms: forward_ms less that of "none". timeline: by way, of each rank.
-    hidden: by way, 1 - exposed / exposed of "blocking". received, lacked: bytes of one gather, by rank.
+    hidden: by way, 1 - exposed / exposed of "blocking". By rank, bytes of one gather: received, to come by plan; lacked, owned by
+    others; travelled, what NVLink's counters saw come, empty where there are none.
     """
 
     what: str
@@ -46,6 +47,7 @@ class Overlap:
     step_ms: dict[str, float]
     received: tuple[int, ...]
     lacked: tuple[int, ...]
+    travelled: tuple[int, ...]
     timeline: dict[str, list[Timeline]]
 
     @property
@@ -97,8 +99,8 @@ def summary(runs: list[dict]) -> list[str]:
     out = [
         "",
         "Exposed gather, ms per step (medians of the slowest rank); goals: hidden >= "
-        f"{HIDDEN_GOAL:.0%}, wire / lacked <= {WIRE_GOAL}",
-        "ranks  gather                    blocking  overlapped  hidden | timeline: blocking  overlapped  hidden | wire / lacked",
+        f"{HIDDEN_GOAL:.0%}, planned / lacked <= {WIRE_GOAL}",
+        "ranks  gather                    blocking  overlapped  hidden | timeline: blocking  overlapped  hidden | planned / lacked",
     ]
     for r in runs:
         for part in OVERLAPS:
@@ -141,10 +143,14 @@ def _overlap_lines(x: dict) -> list[str]:
         f"owned MB {[round(n / 1e6) for n in x['owned_bytes']]}"
     ]
     if x["lacked"]:
+        each = [f"{r / 1e6:.1f} / {n / 1e6:.1f}" for r, n in zip(x["received"], x["lacked"])]
         out.append(
-            f"  wire: received / lacked MB by rank {[f'{r / 1e6:.1f} / {n / 1e6:.1f}' for r, n in zip(x['received'], x['lacked'])]}, "
-            f"at most {wire_ratio(x):.5f} (goal {WIRE_GOAL})"
+            f"  wire, by plan: received / lacked MB by rank {each}, at most {wire_ratio(x):.5f} (goal {WIRE_GOAL})"
         )
+        seen = x.get("travelled") or ()
+        ratio = max((t / n for t, n in zip(seen, x["lacked"]) if n), default=None)
+        by_rank = f"{[f'{t / 1e6:.1f}' for t in seen]} MB by rank, at most {ratio or 0:.5f} of what is lacked (goal {WIRE_GOAL})"
+        out.append(f"  wire, by NVLink's counters: {'not available' if ratio is None else by_rank}")
     out.append(
         "  way         forward ms (min-max)        exposed ms  hidden  step ms   timeline: gather, exposed ms, hidden"
     )

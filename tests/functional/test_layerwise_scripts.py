@@ -41,7 +41,8 @@ def test_the_gpu_benchmark_at_toy_size(tmp_path):
     text = output("scripts/bench_layerwise_gpu.py", "--toy", "--ranks", "2", "--rounds", "2", "--out", str(out))
     (found,) = json.loads(Path(out).read_text())
     assert [x["differ"] for x in found["exact"]] == [[], []]
-    assert found["overlap"]["received"] == found["overlap"]["lacked"]
+    assert found["overlap"]["received"] == found["overlap"]["lacked"] and found["overlap"]["travelled"] == []
+    assert "by NVLink's counters: not available" in text
     dear, cheap = found["skew"]["lacked"]
     assert found["skew"]["received"] == [dear, cheap] and dear > 20 * cheap
     assert [x["verdict"] for x in found["dead"]] == [""] and len(found["dead"][0]["survivors"]) == 1

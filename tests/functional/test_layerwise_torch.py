@@ -49,7 +49,9 @@ def test_fifty_steps_have_the_bits_of_training_without_owners(ranks, truth, way)
     assert all(x["unexpected"] == 0 for x in seen)
 
 
-@pytest.mark.parametrize("options", [dict(prefetch_depth=3), dict(rehome=False), dict(guard="always")], ids=str)
+@pytest.mark.parametrize(
+    "options", [dict(prefetch_depth=3), dict(rehome=False), dict(guard="always"), dict(guard="first")], ids=str
+)
 def test_so_do_other_ways_of_gathering(ranks, truth, options):
     seen = owners(ranks, EARLY, **options)
     assert {x["digest"] for x in seen} == {truth[0][0]["digests"][str(EARLY)]}
@@ -61,7 +63,7 @@ def test_so_do_other_ways_of_gathering(ranks, truth, options):
         (EARLY, {}),
         pytest.param(STEPS, {}, marks=pytest.mark.slow),
         pytest.param(STEPS, dict(overlap=False), marks=pytest.mark.slow),
-        pytest.param(STEPS, dict(guard="nan", prefetch_depth=2), marks=pytest.mark.slow),
+        pytest.param(STEPS, dict(guard="first", prefetch_depth=2), marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -123,7 +125,7 @@ def test_draining_what_is_in_flight_loses_nothing(ranks):
     assert {"in flight", "stale"} <= set().union(*(x["states"] for x in seen))
 
 
-def test_old_values_can_be_nans(ranks):
+def test_old_values_are_nans(ranks):
     for seen in run(ranks, "old_values_are_nans"):
         assert all(n > 0 for n in seen), "nothing was stale: this proves nothing"
 
@@ -194,11 +196,13 @@ def test_memory_that_was_replaced_is_an_error_on_every_rank(ranks):
 
 
 def test_the_wire_carries_only_what_a_rank_lacks_however_skewed(ranks):
+    """What is planned is; and what the kernel counts on the way into a process, too, whatever the collectives make of the plan."""
     seen = run(ranks, "wire")
-    assert max(lacked for _, lacked, _ in seen) > 5 * min(lacked for _, lacked, _ in seen)
-    for received, lacked, total in seen:
-        assert lacked <= received <= 1.02 * lacked
+    assert max(lacked for lacked, *_ in seen) > 5 * min(lacked for lacked, *_ in seen)
+    for lacked, planned, travelled, total in seen:
+        assert lacked <= planned <= 1.02 * lacked
         assert lacked < total
+        assert travelled is None or lacked <= travelled <= 1.02 * lacked, (travelled, lacked)
 
 
 def test_ranks_with_other_models_are_told_apart(ranks):
@@ -221,7 +225,9 @@ def test_a_refit_by_an_adapter_that_knows_of_no_optimizer_drains_first(ranks):
     for seen in run(ranks, "refit_without_the_wrapper"):
         assert all(before > 0 for before, _ in seen.values()), "nothing was on its way: this proves nothing"
         after = {name: n for name, (_, n) in seen.items()}
-        assert after["module"] == after["tensors"] == after["copies"] == 0 < min(after["owners"], after["another model's"])
+        assert (
+            after["module"] == after["tensors"] == after["copies"] == 0 < min(after["owners"], after["another model's"])
+        )
 
 
 @pytest.mark.slow

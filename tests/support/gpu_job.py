@@ -111,12 +111,13 @@ class Job:
         self.engines.append(e)
         return e
 
-    def start_trainers(self, on: list[int], **env: str) -> None:
+    def start_trainers(self, on: list[int], module: str = "gpu_trainer", **env: str) -> None:
+        """module: what a rank runs, of tests.support."""
         port = str(free_port())
         for r, gpu in enumerate(on):
             self.trainers.append(
                 self.family.start(
-                    f"trainer{r}-{len(self.family.children)}", "trainer", "gpu_trainer", **{
+                    f"trainer{r}-{len(self.family.children)}", "trainer", module, **{
                         **site("trainer"), "XFER_TOKEN": self.token, "XFER_GPU": str(gpu), "RANK": str(r),
                         "LOCAL_RANK": str(gpu), "WORLD_SIZE": str(len(on)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
                         **env,

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.support import layerwise_model as lm
+from tests.support import tcp_bytes
 from tests.support.layerwise_ends import (
     aborted,
     an_aborted_norm,
@@ -204,10 +205,10 @@ def unannounced_but_watched():
 
 
 def old_values_are_nans():
-    """guard="nan": a read past all hooks, without a gradient, cannot be mistaken for the last step's; training is as ever."""
+    """By default a read past all hooks, without a gradient, cannot be mistaken for the last step's; training is as ever."""
     seen = []
     for rehome in (True, False):
-        pair = Pair(guard="nan", rehome=rehome)
+        pair = Pair(rehome=rehome)
         pair.steps(2)
         stale = {n for n, p in pair.owners.named if n in pair.owners.owner and not pair.owners.owns(n)}
         held = {
@@ -384,14 +385,24 @@ def changed_memory():
 
 
 def wire():
-    """Bytes received for bytes lacked, when one rank owns nearly everything."""
+    """When one rank owns nearly everything: bytes lacked, bytes that were to be received by plan, bytes that really came over TCP during
+    one gather (None where the kernel does not count them), bytes of the model."""
     net = torch.nn.Sequential(torch.nn.Linear(512, 700), *(torch.nn.Linear(n, n + 1) for n in range(40, 60)))
     o = LayerWiseOptimizer(net, [ParamGroup(net.parameters(), torch.optim.SGD, {"lr": 0.1})], overlap=False)
     for p in net.parameters():
         p.grad = torch.ones_like(p)
     o.step()
     s = o.gather.stats
-    return [s.received, s.lacked, sum(m.nbytes for b in o.gather.buckets for x in b.shares for m in x.members)]
+    planned, lacked = s.received, s.lacked
+    came = []
+    for _ in range(2):
+        dist.barrier()
+        came.append(tcp_bytes.received())
+        dist.barrier()  # nobody begins before all have looked
+        o.synchronize()
+    travelled = None if None in came else came[1] - came[0]
+    o.close()
+    return [lacked, planned, travelled, sum(m.nbytes for b in o.gather.buckets for x in b.shares for m in x.members)]
 
 
 def different_models():

@@ -160,6 +160,17 @@ class Rank:
         self._source().drain()
         emit("drained", before=before, after=[b.state.value for b in gather.buckets])
 
+    def offered(self) -> None:
+        """Tensors that this rank offers as their owner, with a gather on its way before and after."""
+        from xfer.trainers.layerwise import LayerWiseTrainer
+
+        gather = self.trainer.optimizer.gather
+        before = [b.state.value for b in gather.buckets]
+        source = LayerWiseTrainer(self._source(), self.trainer.optimizer)
+        source.drain()
+        tensors = sorted({f.tensor for f in source.read().traced.fragments})
+        emit("offered", tensors=tensors, before=before, after=[b.state.value for b in gather.buckets])
+
     def _source(self):
         from xfer.trainers.megatron import MegatronTrainer
 
@@ -197,7 +208,7 @@ class Rank:
 
 def main() -> None:
     r = Rank()
-    obey(r.train, r.build, r.cuts, r.step, r.drain, r.save, r.load, r.connect, r.refit, r.export, r.close)
+    obey(r.train, r.build, r.cuts, r.step, r.drain, r.offered, r.save, r.load, r.connect, r.refit, r.export, r.close)
     os._exit(0)  # gloo's threads would wait for peers that are gone
 
 

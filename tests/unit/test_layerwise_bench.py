@@ -4,6 +4,8 @@ off, and when a rank's death was told as it should be."""
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -12,9 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+import bench_layerwise_gpu
 from bench_layerwise_dead import Dead, Survivor, Use
 from bench_layerwise_launch import keep, run
 from bench_layerwise_net import timeline, uncovered
+from bench_layerwise_nvlink import parsed
+from bench_layerwise_results import Overlap, flat, table
 
 SPANS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 8)).map(lambda x: (x[0], x[0] + x[1])), max_size=12)
 
@@ -80,6 +85,46 @@ def test_figures_are_kept_part_by_part_and_number_by_number(tmp_path):
 def test_ranks_are_ended_and_what_went_wrong_is_said(code, seconds, may_die, said):
     found = run([sys.executable, "-c", code], 2, seconds, frozenset(may_die))
     assert found.startswith(said) if said else found == ""
+
+
+@pytest.mark.parametrize("package, said", [("", "not importable"), ("raise SystemError('broken')", "could not be asked")])
+def test_what_cannot_run_and_was_asked_for_is_said_before_anything_runs(tmp_path, package, said):
+    """Else the minutes before it are spent on devices, and its row is missing at their end."""
+    (tmp_path / "megatron").mkdir()
+    (tmp_path / "megatron" / "__init__.py").write_text(package)
+    out = tmp_path / "results.json"
+    command = [sys.executable, bench_layerwise_gpu.__file__, "--toy", "--ranks", "2", "--out", str(out)]
+    done = subprocess.run(
+        [*command, "--parts", "exact", "pull", "megatron"],
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 2 and said in done.stdout and not out.exists(), done.stdout + done.stderr
+    assert bench_layerwise_gpu.PARTS[-2:] == ("megatron", "dead"), "the dead have processes of their own"
+
+
+LINKS = """GPU 0: NVIDIA H200 (UUID: GPU-1)
+    Link 0: Data Tx: 9 KiB
+    Link 0: Data Rx: 3 KiB
+    Link 17: Data Tx: 9 KiB
+    Link 17: Data Rx: 4 KiB
+"""
+
+
+@pytest.mark.parametrize("text, found", [(LINKS, 7 * 1024), (LINKS.replace("KiB", "N/A"), None), ("", None)])
+def test_what_links_counted_is_the_sum_of_all_or_unknown(text, found):
+    assert parsed(text) == found
+
+
+@pytest.mark.parametrize("travelled, said", [((), "not available"), ((1010, 0), "at most 1.01000 of what is lacked")])
+def test_a_plan_of_bytes_is_told_from_what_links_counted(travelled, said):
+    times = {"none": 1.0, "blocking": 3.0, "depth 1": 2.0}
+    spread = dict.fromkeys(times, (1.0, 2.0))
+    x = Overlap("xfer", 2, 1, 1, (0, 1000), times, spread, times, (1000, 0), (1000, 0), travelled, {})
+    text = "\n".join(table({"ranks": 2, "skipped": {}, "overlap": flat(x)}))
+    assert "by plan: received / lacked" in text and said in text
 
 
 def survivor(rank: int, error: str = "DeadlineExceeded", **more) -> Survivor:

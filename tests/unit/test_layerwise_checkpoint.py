@@ -41,6 +41,46 @@ def test_a_checkpoint_goes_on_bit_for_bit(model, tmp_path):
     assert lm.digest(other) == lm.digest(net)
 
 
+ADAM, OTHERS = torch.optim.Adam, (torch.optim.NAdam, torch.optim.ASGD)
+PLACED = [
+    *((ADAM, how) for how in ({}, {"fused": True}, {"capturable": True}, {"fused": True, "amsgrad": True})),
+    *((kind, how) for kind in OTHERS for how in ({}, {"capturable": True})),
+]
+
+
+@pytest.mark.parametrize("kind, how", PLACED, ids=[f"{kind.__name__} {how}" for kind, how in PLACED])
+def test_numbers_lie_where_torch_would_load_them(kind, how):
+    """On a device that is not the CPU (here: one without bytes) a fused or capturable kernel wants `step` there."""
+    here = kind([nn.Parameter(torch.ones(3))], **{k: v for k, v in how.items() if k == "amsgrad"})
+    here.param_groups[0]["params"][0].grad = torch.ones(3)
+    here.step()
+    state = here.state[here.param_groups[0]["params"][0]]
+    targets = [nn.Parameter(torch.empty(3, device="meta")) for _ in range(2)]
+    ours, theirs = (kind([t], **how) for t in targets)
+    theirs.load_state_dict({**here.state_dict(), "param_groups": theirs.state_dict()["param_groups"]})
+    want, got = theirs.state[targets[1]], checkpoint.placed(ours, targets[0], state)
+    numbers = {k for k, v in state.items() if v.dim() == 0}
+    assert "step" in numbers and numbers <= got.keys() == state.keys()
+    assert {k: (got[k].device, got[k].dtype) for k in numbers} == {k: (want[k].device, want[k].dtype) for k in numbers}
+    assert (got["step"].device.type == "meta") == any(how.get(k) for k in ("fused", "capturable"))
+    assert all(got[k] is state[k] for k in state.keys() - numbers)
+
+
+@pytest.mark.parametrize("how", [{"fused": True}, {"amsgrad": True}], ids=str)
+def test_a_fused_optimizer_goes_on_bit_for_bit(how, tmp_path):
+    nets, seen = [lm.Transformer(layers=1), lm.Transformer(layers=1, seed=11)], []
+    for i, net in enumerate(nets):
+        trained = [p for p in net.parameters() if p.requires_grad]
+        o = LayerWiseOptimizer(net, [ParamGroup(trained, torch.optim.Adam, {"lr": 0.01, **how})])
+        step(net, o, 0)
+        if i == 0:
+            checkpoint.save(o, tmp_path)
+        else:
+            checkpoint.load(o, tmp_path)
+        seen.append([step(net, o, i) for i in range(1, 4)])
+    assert seen[0] == seen[1] and lm.digest(nets[0]) == lm.digest(nets[1])
+
+
 class Counting(nn.Module):
     """A frozen parameter and buffers beside what is trained: one over a parameter, one that is not persistent."""
 

@@ -6,6 +6,7 @@ Gathers need peers: see tests/functional/test_layerwise_torch.py.
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -238,6 +239,33 @@ def test_a_refit_has_what_is_on_its_way_although_the_optimizer_was_dropped():
     assert values(net, others) == [102.0] * len(others)
 
 
+class Wrapped(nn.Module):
+    """As Megatron's DDP: `buffers` are where gradients lie."""
+
+    def __init__(self, module: nn.Module):
+        super().__init__()
+        self.module, self.buffers = module, []
+
+    def forward(self, x):
+        return self.module(x)
+
+
+def test_owners_are_offered_of_a_module_that_calls_other_things_its_buffers():
+    o = Half(Wrapped(layers()))
+    o.train(101.0)
+    source = LayerWiseTrainer(TensorTrainer(o.modules[0].module, rank=0, world=2), o)
+    offered = {f.tensor for f in source.read().traced.fragments}
+    assert offered == {n for n, _ in o.named} - set(o.others) != set()
+
+
+def test_owners_want_an_adapter_that_can_leave_the_device_alone():
+    base = SimpleNamespace(rank=0, world=2, device=torch.device("cpu"), reads_together=False)
+    with pytest.raises(Unsupported, match="whole device") as e:
+        LayerWiseTrainer(base, Half(layers()))
+    assert "finish_gathers" in e.value.violations[0]
+    LayerWiseTrainer(base, Half(layers()), "all")
+
+
 COPIES = {
     "of another dtype": lambda p: p.detach().to(torch.bfloat16),
     "made in place": lambda p: torch.zeros_like(p.data).add_(p.data),
@@ -268,6 +296,34 @@ def test_a_refit_of_what_is_computed_from_parameters_has_those_of_the_last_step(
         first = {f.tensor: layout.tensors[f.root].view(dtype)[0].item() for f in layout.traced.fragments}
         assert [first[n] for n in ours[0].others] == [value] * len(ours[0].others)
     assert not ours[1].gather.settled
+
+
+@pytest.mark.parametrize("sources", ["owners", "all"])
+def test_a_refit_from_owners_waits_for_their_step_and_not_for_the_device(monkeypatch, sources):
+    """On the device are the gather's copies: whoever waits for it has gathered first. (Streams and events are only feigned.)"""
+    net, said = layers(), []
+    o = Half(net)
+    o._device = torch.device("cuda")
+    source = LayerWiseTrainer(TensorTrainer(net, rank=0, world=2), o, sources)
+    source.device = source.base.device = o._device
+    o.inner[0].register_step_post_hook(lambda *_: said.append("stepped"))
+    begin = o.gather.begin
+    monkeypatch.setattr(o.gather, "begin", lambda: (said.append("gather"), begin()))
+    waits = lambda what: lambda *_: said.append(what)  # noqa: E731
+    event = SimpleNamespace(synchronize=lambda: said.append("the step"))
+    stream = SimpleNamespace(
+        record_event=lambda: (said.append("recorded"), event)[1], synchronize=waits("the caller's stream")
+    )
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: stream)
+    monkeypatch.setattr(torch.cuda, "synchronize", waits("the device"))
+    for value in (101.0, 102.0):
+        o.train(value)
+    assert said == ["stepped", "recorded", "gather"] * 2
+    source.drain()
+    if sources == "all":
+        assert "the device" in said and o.gather.settled
+    else:
+        assert said[6:] == ["the step", "the caller's stream"] and not o.gather.settled
 
 
 @pytest.mark.parametrize("use", ["forward", "refit", "state_dict", "copy"])

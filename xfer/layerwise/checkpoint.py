@@ -133,13 +133,29 @@ def load(optimizer: LayerWiseOptimizer, folder: str | Path, source: Source | Non
             f"{folder} could not be read, and what was read is in the model: load another one", optimizer.label
         ):
             dcp.load(dict(wanted.tensors), storage_reader=reader, no_dist=not dist.is_initialized())
-        for o in optimizer.owned:
-            optimizer.inner[o.group].state[o.target] = states[o.name]
+        for group, was in zip(optimizer.param_groups, groups):
+            group.update({k: tuple(v) if isinstance(v, list) else v for k, v in was.items() if k in group})
+        for o in optimizer.owned:  # where numbers lie depends on what groups say by now
+            inner = optimizer.inner[o.group]
+            inner.state[o.target] = placed(inner, o.target, states[o.name])
             if o.target is not o.param:
                 o.param.copy_(o.target)
-    for group, was in zip(optimizer.param_groups, groups):
-        group.update({k: tuple(v) if isinstance(v, list) else v for k, v in was.items() if k in group})
     optimizer.synchronize(masters=False)
+
+
+def placed(
+    inner: torch.optim.Optimizer, target: torch.nn.Parameter, state: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """A parameter's state, with single numbers where torch's own `load_state_dict` would put them: fused and capturable kernels
+    read `step` on the parameter's device, all others on the host."""
+    mine = [group for group in inner.param_groups if any(p is target for p in group["params"])]
+    groups = [{**group, "params": [id(target)]} for group in mine]
+    out = dict(state)
+    for key, value in state.items():
+        if value.dim() == 0:
+            there = type(inner)._process_value_according_to_param_policy(target, value, id(target), groups, key)
+            out[key] = there if key == "step" else value.to(there.device)  # not rounded to a 16-bit parameter
+    return out
 
 
 # ---- the folder

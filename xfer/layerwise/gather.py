@@ -113,7 +113,8 @@ class Bucket:
 class GatherStats:
     """Sums over all gathers of this rank since construction or `reset`.
 
-    received: bytes that came from other ranks. lacked: bytes of the parameters that other ranks own. waited_s: seconds that
+    received: bytes that other ranks' runs have, by plan: parameters and what aligns them. lacked: bytes of the parameters that
+    other ranks own. What really travels the kernel or the links count, not this. waited_s: seconds that
     this process spent waiting for bytes (over NCCL, only launching waits: see a profiler's timeline for those). unexpected:
     buckets needed before others that were expected first.
     """

@@ -3,8 +3,9 @@
 In the first forward nothing is stale yet, so it is watched: which bucket is used when (the order in which later gathers are
 started), and which parameters a module reads although they are registered elsewhere (a tied head, an absorbed
 projection): its hook then waits for those too. Afterwards a parameter that gets a gradient although no hook asked for it is
-an error in the backward, before the optimizer can step on it; `guard="always"` goes on watching every operation, and with
-`guard="nan"` the gather leaves NaNs where old values would be.
+an error in the backward, before the optimizer can step on it. A read without a gradient, or of a parameter that its own module
+asks for too, is none: so with `guard="nan"`, the default, the gather leaves NaNs where old values would be, and `guard="always"`
+goes on watching every operation.
 """
 
 from __future__ import annotations

@@ -17,8 +17,9 @@ import torch.distributed as dist
 from xfer.errors import Unsupported
 from xfer.layerwise.checkpoint import Piece
 from xfer.layerwise.gather import Peers
+from xfer.layerwise.groups import Owned, ParamGroup
 from xfer.layerwise.muon import Muon
-from xfer.layerwise.optimizer import LayerWiseOptimizer, Owned, ParamGroup
+from xfer.layerwise.optimizer import LayerWiseOptimizer
 
 
 class MegatronLayerWise(LayerWiseOptimizer):

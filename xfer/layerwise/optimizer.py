@@ -8,11 +8,10 @@ which builds on the same core here. State goes to and comes from disk in checkpo
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -20,46 +19,18 @@ import torch.distributed as dist
 from xfer.errors import LayoutError, Unsupported
 from xfer.layerwise.gather import Bucket, ParamGather, Peers
 from xfer.layerwise.gradients import reduce_to_owners, squares
+from xfer.layerwise.groups import Cost, Owned, ParamGroup, named
 from xfer.layerwise.hooks import Guard, Hooks
 from xfer.layerwise.ownership import Item, Ownership, assign, bytes_cost, cut, elementwise_cost, newton_schulz_cost
 from xfer.layerwise.pulls import Pulls, open_pulls
 from xfer.layerwise.shares import known_elsewhere, overlapping, settle_in
-from xfer.trace.slots import bare
 from xfer.trainers.pending import announce, forget
 
 if TYPE_CHECKING:
     from xfer.layerwise.checkpoint import Piece
 
-Cost = Literal["newton_schulz", "elementwise", "bytes"]
 Reduce = Literal["done", "to_owners"]
 Route = Literal["auto", "broadcast", "pull"]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ParamGroup:
-    """Parameters that one kind of optimizer updates.
-
-    optimizer: a torch optimizer class, or anything that makes one of a list of one parameter group and `options`; its
-    attribute `targets`, if it has one, is first called with (fp32 master, parameter) for each that has a master. cost: of
-    an update, by which owners are balanced: "newton_schulz" for Muon, "elementwise" for Adam and the like, "bytes" to
-    balance memory (then give it to all groups), or a function of a parameter's shape.
-    """
-
-    params: Iterable[torch.nn.Parameter]
-    optimizer: Callable[..., torch.optim.Optimizer]
-    options: Mapping[str, Any] = field(default_factory=dict)
-    cost: Cost | Callable[[Sequence[int]], float] = "elementwise"
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Owned:
-    """A parameter that this rank steps. `target`: what the inner optimizer sees, the parameter itself or its fp32 master.
-    `group`: index of its ParamGroup."""
-
-    name: str
-    param: torch.nn.Parameter
-    target: torch.nn.Parameter
-    group: int
 
 
 class LayerWiseOptimizer(torch.optim.Optimizer):
@@ -79,8 +50,8 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
     clip_grad: greatest norm of all gradients together. memory_cap: most bytes of parameters per owner.
     rehome: let parameters be moved into runs of memory by owner, so that gathers need no copies. Objects, shapes and
     values stay; views that were taken before go stale (those that modules hold are found).
-    guard: see hooks.py; "always" watches every operation of every forward, to find reads that no hook announces; "nan" writes
-    NaNs over the old values of other owners' parameters, so that such reads are seen in the loss, for one write of them a step.
+    guard: what a read gives that no hook announces (see hooks.py). "nan": NaN, since what other owners have stepped is overwritten
+    by NaNs, one write of it a step; "first": the old values, for nothing; "always": the new ones, with every operation watched.
     deadline_s: of every wait for peers. Over NCCL, where no wait blocks, a thread aborts what is late by then: parameters that
     were to be received become NaNs, the device goes on, and every later call raises DeadlineExceeded.
     max_ctas: most thread blocks that NCCL may take from computing for one gather. route: "pull" copies parameters out of
@@ -109,7 +80,7 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
         clip_grad: float | None = None,
         memory_cap: int | None = None,
         rehome: bool = True,
-        guard: Guard = "first",
+        guard: Guard = "nan",
         deadline_s: float = 600.0,
         max_ctas: int | None = None,
         route: Route = "auto",
@@ -122,14 +93,15 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
         self._reduce = reduce or ("done" if all(under_ddp) else "to_owners")
         self._groups = [ParamGroup(tuple(g.params), g.optimizer, g.options, g.cost) for g in groups]
         self._group_at = {id(p): i for i, g in enumerate(self._groups) for p in g.params}
-        self.named = list(_named(self.modules))
+        self.named = list(named(self.modules))
         self._trained = [(name, p) for name, p in self.named if p.requires_grad]
         self._refuse(("reduce", self._reduce, Reduce), ("guard", guard, Guard), ("route", route, Route))
+        self._device = self._trained[0][1].device
         self._peers: list[Peers] = []
         self._opened: list[Pulls] = []
         with ExitStack() as undo:
             undo.callback(self._let_go)
-            like = partial(Peers.like, device=self._trained[0][1].device, deadline_s=deadline_s, max_ctas=max_ctas)
+            like = partial(Peers.like, device=self._device, deadline_s=deadline_s, max_ctas=max_ctas)
             peers = self._meet(process_group, group_of, like if live else None)
             self.ownership: dict[str, Ownership] = {}
             self.owner: dict[str, tuple[Peers, int]] = {}
@@ -145,7 +117,7 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
                 prefetch_depth=prefetch_depth,
                 deadline_s=deadline_s,
                 label=self.label,
-                blank=guard == "nan",
+                blank=guard == "nan" and overlap,  # else all is here before anybody can read
                 pulls=self._pulls(buckets, deadline_s) if self._may_pull(route) else None,
                 wires=[who.wire for who in self._peers if who.wire is not None],
             )
@@ -153,6 +125,7 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
             masters = {id(o.param): o.target for o in self.owned if o.target is not o.param}
             self.hooks = Hooks(self.modules, self._trained, bucket_of, self.gather, guard, masters)
             self._same = self._fingerprint()
+            self._stepped: torch.cuda.Event | None = None  # behind the last write of what this rank owns
             announce(self.hooks)  # refits of these parameters, by whatever adapter, finish gathers first
             undo.pop_all()
 
@@ -181,7 +154,7 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
             for o in self.owned:
                 if o.target is not o.param:
                     o.param.copy_(o.target)
-            self.gather.begin()
+            self._begin()
         self._after_step()
         return loss
 
@@ -208,8 +181,15 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
         self.gather.drain()
         if masters:
             self.hooks.written(o.param for o in self.owned)
-        self.gather.begin()
+        self._begin()
         self.drain(to_write=False)
+
+    def wait_for_owned(self) -> None:
+        """Returns when what this rank owns has the bytes of the last step, wherever that was queued; gathers go on meanwhile, for
+        they only read it. Nobody writes it again before the next `step()`. Raises what made the gather unusable."""
+        self.gather.check()
+        if self._stepped is not None:
+            self._stepped.synchronize()
 
     def owns(self, name: str) -> bool:
         """Whether this rank is where the parameter of that canonical name is stepped."""
@@ -302,6 +282,12 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
                 o.target.grad = None
 
     # ---- details
+
+    def _begin(self) -> None:
+        """What this rank owns was written, on the current stream."""
+        if self._device.type == "cuda":
+            self._stepped = torch.cuda.current_stream(self._device).record_event()
+        self.gather.begin()
 
     def _refuse(self, *options: tuple[str, object, object]) -> None:
         """options: (name, what was given, the Literal of what may be), beside those of groups."""
@@ -411,12 +397,11 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
         ]
 
     def _may_pull(self, route: str) -> bool:
-        return route == "pull" or route == "auto" and self._trained[0][1].device.type == "cuda"
+        return route == "pull" or route == "auto" and self._device.type == "cuda"
 
     def _pulls(self, buckets: Sequence[Bucket], deadline_s: float) -> dict[str, Pulls]:
         found: dict[str, Pulls] = {}
-        device = self._trained[0][1].device
-        stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
         for who in self._peers:
             if who.wire is not None:
                 shares = [s for b in buckets if b.peers is who for s in b.shares]
@@ -465,7 +450,7 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
 
     def _fingerprint(self) -> tuple:
         inner = [[id(p) for p in g["params"]] for o in self.inner for g in o.param_groups]
-        return [(name, id(p)) for name, p in _named(self.modules) if p.requires_grad], inner
+        return [(name, id(p)) for name, p in named(self.modules) if p.requires_grad], inner
 
     def _check(self) -> None:
         """Is everything still as it was given to owners? LayoutError with all that is not."""
@@ -483,14 +468,3 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
             [f"{line}; close() this optimizer and build a new one, on all ranks" for line in sorted(bad)],
             where=self.label,
         )
-
-
-def _named(modules: Sequence[torch.nn.Module]) -> Iterable[tuple[str, torch.nn.Parameter]]:
-    """(canonical name, parameter), each parameter once, under its first name: dotted, without wrappers' "module.", and with
-    the number of the module before it if there are several."""
-    seen: set[int] = set()
-    for i, module in enumerate(modules):
-        for name, p in module.named_parameters():
-            if id(p) not in seen:
-                seen.add(id(p))
-                yield (bare(name) if len(modules) == 1 else f"{i}:{bare(name)}"), p

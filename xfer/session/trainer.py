@@ -50,7 +50,7 @@ class Source(Protocol):
     """Whether `read` needs all ranks at once. Then it is called when they connect and never again."""
 
     def drain(self) -> None:
-        """Finish every parameter gather in flight and synchronize the device."""
+        """Finish every parameter gather in flight. On return what this rank offers lies in memory, whichever stream wrote it."""
 
     def read(self) -> TrainerLayout: ...
 

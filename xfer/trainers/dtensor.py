@@ -94,9 +94,15 @@ class TensorTrainer:
         self.device = device_of(local(s.get()) for s in self._walk())
 
     def drain(self) -> None:
+        """`finish_gathers`, then wait for the device."""
+        self.finish_gathers()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def finish_gathers(self) -> None:
         """Back to shards: FSDP2 leaves whole parameters in a module that ran without a backward, and in a root after its
-        forward; the optimizer writes shards. Gathers of a layer-wise optimizer over these tensors are finished. Then waits for
-        the device."""
+        forward; the optimizer writes shards. Gathers of a layer-wise optimizer over these tensors are finished, for what the
+        current stream does next."""
         if self._module is not None:
             from torch.distributed.fsdp import FSDPModule
 
@@ -104,8 +110,6 @@ class TensorTrainer:
                 if isinstance(module, FSDPModule):
                     module.reshard()
         drain_over(local(s.get()) for s in self._walk())
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
 
     def read(self) -> TrainerLayout:
         """Raises, with every violation of this rank: LayoutError where a tensor is not what its layout says, Unsupported

@@ -10,11 +10,11 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
 
-from xfer.errors import LayoutError, StaleWeights, Unsupported
+from xfer.errors import LayoutError, StaleWeights, Unsupported, XferError
 from xfer.trace.fragment import Fragment
 from xfer.trace.slots import local
 from xfer.trace.traced import TrainerLayout
@@ -23,6 +23,11 @@ from xfer.trainers.pending import left_alone
 if TYPE_CHECKING:
     from xfer.layerwise import LayerWiseOptimizer
     from xfer.session.trainer import Source
+
+    class Base(Source, Protocol):
+        def finish_gathers(self) -> None:
+            """What `drain` does, without the wait for the device: for what the current stream does next."""
+
 
 Meet = Callable[[tuple[int, ...], str], None]
 
@@ -33,32 +38,46 @@ class LayerWiseTrainer:
 
     sources: "owners" offers each trained parameter on its owner only (per tensor-parallel part and pipeline stage, as always).
     Nothing is gathered first, so call `nccl_xfer_refit` right after `step()`: bytes of other ranks are not read, and
-    the trainer's own gather may run at the same time, since both only read what owners have. What has no owner (frozen
-    parameters, buffers) is offered by every rank. "all" finishes the gather first, and then every rank is a source.
+    the trainer's own gather runs at the same time, since both only read what owners have. What has no owner (frozen
+    parameters, buffers) is offered by every rank; it was written on the stream that the caller is on, or before. "all"
+    finishes the gather first, and then every rank is a source.
 
-    Unsupported with "owners" where tensors are computed while exporting (adapters), or by a callable of `base` (copies in another
-    dtype): those need all their inputs here, and nothing says who owns them.
+    Unsupported with "owners" where `base` cannot finish gathers without a wait for the device, where tensors are computed while
+    exporting (adapters), or by a callable of `base` (copies in another dtype): those need all their inputs here, and nothing
+    says who owns them.
     """
 
-    def __init__(self, base: Source, optimizer: LayerWiseOptimizer, sources: Literal["owners", "all"] = "owners"):
+    def __init__(self, base: Base, optimizer: LayerWiseOptimizer, sources: Literal["owners", "all"] = "owners"):
         if sources not in ("owners", "all"):
             raise LayoutError(f'sources={sources!r}; "owners" and "all" exist')
+        if sources == "owners" and not hasattr(base, "finish_gathers"):
+            raise Unsupported(
+                f"trainer {base.rank}: {type(base).__name__} can only wait for the whole device, and so for the gather",
+                ['give it finish_gathers(), which is its drain() without that wait, or use LayerWiseTrainer(…, sources="all")'],
+            )
         self.base, self.optimizer, self.sources = base, optimizer, sources
         self.rank, self.world, self.device = base.rank, base.world, base.device
         self.reads_together = base.reads_together
         self._kept: tuple[str, ...] = ()
 
     def drain(self) -> None:
-        """ "all": finish the gather, collectively. "owners": nothing to finish, only the device to wait for."""
+        """ "all": finish the gather, collectively, and wait for the device. "owners": wait for the last step's own writes, and for the
+        current stream; never for the device, where the gather's copies may be under way."""
         if self.sources == "all":
             self.optimizer.drain(to_write=False)
-        elif self.optimizer.gather.broken is not None:
+            with left_alone(self.optimizer.hooks):
+                return self.base.drain()
+        with left_alone(self.optimizer.hooks):
+            self.base.finish_gathers()
+        try:
+            self.optimizer.wait_for_owned()
+        except XferError as e:
             raise StaleWeights(
                 f"trainer {self.rank}: the last gather failed, so this trainer cannot go on from these weights",
-                ["load a checkpoint and build the optimizer anew"],
-            )
-        with left_alone(self.optimizer.hooks):
-            self.base.drain()
+                ["load a checkpoint and build the optimizer anew", *e.violations],
+            ) from e
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
 
     def read(self) -> TrainerLayout:
         """As the base's; with "owners" without the fragments of parameters that other ranks own."""
@@ -80,7 +99,8 @@ class LayerWiseTrainer:
         return TrainerLayout(replace(traced, fragments=fragments), roots, {n: layout.tensors[n] for n in self._kept})
 
     def _refuse_copies(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        held = (t for m in self.optimizer.modules for t in (*m.parameters(), *m.buffers()))
+        # By name: `buffers` of Megatron's DDP are its own, not a module's.
+        held = (t for m in self.optimizer.modules for _, t in (*m.named_parameters(), *m.named_buffers()))
         memory = {local(t).untyped_storage().data_ptr() for t in held}
         bad = [name for name, t in tensors.items() if t.untyped_storage().data_ptr() not in memory]
         if bad:

@@ -81,7 +81,13 @@ class MegatronTrainer:
     # -- before bytes move --------------------------------------------------------------------------------------------
 
     def drain(self) -> None:
-        """Finish every parameter gather of this rank, then wait for the device. Collective over data-parallel groups
+        """`finish_gathers`, then wait for the device."""
+        self.finish_gathers()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def finish_gathers(self) -> None:
+        """Finish every parameter gather of this rank, for what its current stream does next. Collective over data-parallel groups
         when the distributed optimizer overlaps its gathers; call it after `optimizer.step()`, on all ranks.
 
         With `overlap_param_gather`, `step()` only updates this rank's shard: other shards arrive in pre-hooks of the
@@ -101,8 +107,6 @@ class MegatronTrainer:
         for group in groups:
             group.finish_param_sync(skip_next_bucket_dispatch=True)
         drain_over(p for chunk in self.chunks for p in chunk.parameters())
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
 
     # -- layout -------------------------------------------------------------------------------------------------------
 
