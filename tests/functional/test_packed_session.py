@@ -28,6 +28,7 @@ def test_refits_in_a_row_each_give_the_new_weights(colocated):
         assert w.engines[0].log == ["pause", "start", "update", "finish", "reset", "resume"] * 3
         how = "in buffers of trainer 0 that 2 workers map" if colocated else "broadcast by trainer 0 to 2 workers"
         assert how in w.sessions[1].explain(), "what each rank says of the way"
+        assert "exported whole by the trainers' framework" in w.sessions[1].explain()
         assert [s.builds for s in w.streams] == [1, 1, 1], "tasks are kept while nothing changes"
         assert {t.given["norm"] for t in w.engines[0].takers} == {torch.float32}
         assert report.outcomes[0].routes[0].route == "packed"

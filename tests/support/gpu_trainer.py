@@ -39,15 +39,15 @@ def cut(name: str, shape: tuple[int, ...]):
 class Plain:
     """This rank's parts of all tensors of a config, each in a storage of its own."""
 
-    def __init__(self, config: dict, rank: int, world: int, port: int):
+    def __init__(self, config: dict, rank: int, world: int, port: int, backend: str = "gloo"):
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.tensor import DTensor
 
         if not dist.is_initialized():
-            dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
+            dist.init_process_group(backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
         self.config, self.rank, self.world = config, rank, world
         torch.zeros(1, device=DEVICE)  # or the mesh chooses a device by rank
-        self.mesh = init_device_mesh("cuda", (world,))  # nothing here communicates, so the group may be gloo's
+        self.mesh = init_device_mesh("cuda", (world,))  # nothing of DTensor's communicates here, so the group may be gloo's
         self.parameters = {}
         for name, shape, dtype in names(config):
             local = self.local(torch.empty(shape, dtype=dtype, device="meta"), name)
@@ -111,7 +111,7 @@ class Plain:
             t.untyped_storage().resize_(nbytes)
         return sum(t.data_ptr() == address for t, (address, _) in zip(mine, was))
 
-    def source(self):
+    def source(self, export: bool = False):
         from xfer.trainers.dtensor import TensorTrainer
 
         return TensorTrainer(lambda: self.parameters)
@@ -131,10 +131,13 @@ class Megatron:
     def export(self, folder: str) -> None:
         self.trainer.export(folder)
 
-    def source(self):
+    def source(self, export: bool = False):
+        """`export`: for the packed route, as where a trace cannot tell what is exported: by Bridge's own export."""
+        from xfer.packed.megatron import BridgeStream
         from xfer.trainers.megatron import MegatronTrainer
 
-        return MegatronTrainer(self.trainer.chunks, self.trainer.bridge)
+        trainer = MegatronTrainer(self.trainer.chunks, self.trainer.bridge)
+        return BridgeStream(trainer) if export else trainer
 
 
 def memory(gpu: int | None = None) -> dict:
@@ -170,7 +173,7 @@ def main() -> None:
                 emit("built")
             elif do == "connect":
                 refit = xfer.connect(
-                    trainer=model.source(),
+                    trainer=model.source(c.pop("export", False)),
                     cache_dir=None,
                     **{"token": os.environ["XFER_TOKEN"], "deadline_s": 120.0, **c},
                 )
