@@ -11,9 +11,11 @@ models of any size without a checkpoint.
 
 from __future__ import annotations
 
+import json
 import os
 import time
 import traceback
+from pathlib import Path
 
 import torch
 
@@ -61,9 +63,21 @@ class Plain:
         return full.chunk(self.world, where.dim)[self.rank] if hasattr(where, "dim") else full
 
     def set(self, seed: int) -> None:
+        self.seed = seed
         for name, p in self.parameters.items():
             p.to_local().copy_(self.local(value(name, tuple(p.shape), p.dtype, seed, DEVICE), name))
         torch.cuda.synchronize()
+
+    def export(self, folder: str) -> None:
+        """These weights as a checkpoint; rank 0 writes it."""
+        from safetensors.torch import save_file
+
+        if self.rank:
+            return
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        whole = {n: value(n, s, d, self.seed, DEVICE).cpu() for n, s, d in names(self.config)}
+        save_file(whole, f"{folder}/model.safetensors", metadata={"format": "pt"})
+        Path(folder, "config.json").write_text(json.dumps(self.config))
 
     def move(self, every: int = 5) -> None:
         """Other storages for some parameters; who still reads the old ones gets NaN."""
