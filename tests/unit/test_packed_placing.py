@@ -216,6 +216,18 @@ def test_ranks_that_can_map_each_others_storages_put_messages_together_alone(h, 
                 plans = [s.begin() for s in sources]
 
 
+def test_over_gloo_ranks_agree_in_memory_of_the_host(monkeypatch):
+    """Whatever they train on; there is no GPU here, so a tensor on one could not be made."""
+    monkeypatch.setattr(agree.dist, "get_backend", lambda: "gloo")
+    monkeypatch.setattr(agree.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(agree.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(agree, "alone", lambda: False)
+    monkeypatch.setattr(agree.dist, "all_reduce", lambda t, op: None)
+    monkeypatch.setattr(agree.dist, "all_gather", lambda out, t: [o.copy_(t) for o in out])
+    assert agree.largest([3, 1], torch.device("cuda")) == [3, 1]
+    assert agree.of_all_ranks(lambda: [7], list[int], torch.device("cuda")) == [[7], [7]]
+
+
 @pytest.mark.parametrize("device, backend, refused", [("cuda", "gloo", True), ("cuda", "nccl", False), ("cpu", "gloo", False)])
 def test_rounds_that_the_trainers_group_cannot_carry_are_refused_on_all_ranks(monkeypatch, device, backend, refused):
     monkeypatch.setattr("xfer.packed.tensors.dist.get_backend", lambda: backend)
