@@ -1,6 +1,7 @@
 """Whole-tensor syncs on the GPUs of one host, in the steps in which the field went, beside the direct route: one command.
 
-    python scripts/bench_packed_gpu.py --out results.json        # 4 GPUs of one NVLink host; needs torch, triton, numpy, msgspec
+    python scripts/bench_packed_gpu.py --out results.json        # 4 GPUs of one NVLink host; needs torch, triton, numpy, msgspec,
+                                                                 # and vLLM (on PYTHONPATH, say) unless --no-vllm
     python scripts/bench_packed_gpu.py --quick --out quick.json  # only what the goals are about
     python scripts/bench_packed_gpu.py --device cpu --model toy  # the same code over gloo and shared memory, in seconds
 
@@ -44,6 +45,7 @@ import sys
 import time
 from datetime import timedelta
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -113,7 +115,7 @@ class Ranks:
                     rank, found = self.answers.get(timeout=max(0.1, min(2.0, until - time.monotonic())))
                 except queue.Empty:
                     ended = {r: p.exitcode for r, p in enumerate(self.processes) if r not in over}
-                    if dead := {r: code for r, code in ended.items() if code not in (None, 0)}:
+                    if dead := {r: code for r, code in ended.items() if code is not None}:
                         return f"ranks {sorted(dead)} ended with {list(dead.values())}"
                     if time.monotonic() > until:
                         return f"no answer in time from {sorted(set(range(self.size)) - over)}"
@@ -138,7 +140,8 @@ class Ranks:
 
 
 def ways_of(case: str, a: argparse.Namespace) -> list[str]:
-    return [w for w in (QUICK if a.quick else WAYS)[case] if not a.ways or any(x in w for x in a.ways)]
+    some = (QUICK if a.quick else WAYS)[case]
+    return [w for w in some if (a.vllm or w != VLLM) and (not a.ways or any(x in w for x in a.ways))]
 
 
 def all_ways(case: str, a: argparse.Namespace, clock: Clock, note, ranks: Ranks | None = None) -> list[str]:
@@ -237,6 +240,7 @@ def main() -> int:
     p.add_argument("--repeats", type=int, default=5)
     p.add_argument("--slow-repeats", type=int, default=1, help="of ways that send tensor by tensor")
     p.add_argument("--programs", type=int, default=0, help="of the GPU's that copy; default 64 apart, all colocated")
+    p.add_argument("--vllm", action=argparse.BooleanOptionalAction, default=True, help="with vLLM's own packed broadcast")
     p.add_argument("--direct", action=argparse.BooleanOptionalAction, default=True)
     p.add_argument("--seconds", type=float, default=0, help="for everything; default 235, --quick 78")
     p.add_argument(
@@ -257,6 +261,8 @@ def main() -> int:
         "cuda": torch.version.cuda, "python": platform.python_version(), "nvls": os.environ["NCCL_NVLS_ENABLE"],
     }  # fmt: skip
     if a.device == "cuda":
+        if any(VLLM in ways_of(case, a) for case in a.cases) and find_spec("vllm") is None:
+            raise SystemExit("vLLM cannot be imported here: put the folder that it lies in on PYTHONPATH, or give --no-vllm")
         if torch.cuda.device_count() < 4 and "apart" in a.cases or torch.cuda.device_count() < 2:
             raise SystemExit(f"{torch.cuda.device_count()} GPUs: colocated needs 2, apart 4")
         meta |= {"gpu": torch.cuda.get_device_name(0), "nccl": ".".join(map(str, torch.cuda.nccl.version()))}

@@ -392,17 +392,17 @@ def vllm_sizes(a: Namespace) -> dict[str, int]:
 # ---- the loop of all processes
 
 
-def refused(way: str, rank: Rank) -> str:
-    """Why a way cannot be run here; "" when it can."""
-    if way != VLLM:
-        return ""
-    if not rank.cuda:
-        return "vLLM packs on CUDA streams only"
+def refused(ways: list[str], a: Namespace) -> dict[str, str]:
+    """Why ways cannot be run here, by way. It imports what they need, which takes long and is no part of any."""
+    if VLLM not in ways:
+        return {}
+    if a.device != "cuda":
+        return {VLLM: "vLLM packs on CUDA streams only"}
     try:
         vllm_packed()
     except Exception as e:
-        return f"vLLM cannot be imported: {type(e).__name__}: {e}"[:200]
-    return ""
+        return {VLLM: f"vLLM cannot be imported: {type(e).__name__}: {e}"[:200]}
+    return {}
 
 
 def measured(rank: Rank, way: str, apart: bool) -> dict:
@@ -450,12 +450,13 @@ def rank_main(
     """Begins with `go`. Puts (index, dict) for each way and (index, None) at the end, or (index, text) of what went wrong."""
     apart = case == "apart"
     try:
-        if not go.wait(SECONDS):
-            return
+        cannot, most = refused(ways, a), max(SECONDS, a.seconds)
+        if not go.wait(most):  # cases before this one may take all of the command's time
+            raise TimeoutError(f"the ranks of {case} were not told to begin within {most:g} s")
         rank = (TrainerRank if index < TRAINERS else TakerRank)(index, gpus, m, a, port, pipe)
         rank.prepare(apart)
         for way in ways:
-            why = refused(way, rank)
+            why = cannot.get(way, "")
             found = dict(way=way, refused=why) if any(rank.gathered(bool(why))) else None
             found = found or measured(rank, way, apart)
             if index == 0 or found.get("said") and index == TRAINERS:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from tests.support.gpu_job import NO_HANDLES, Job, check, config, gpus
+from tests.support.gpu_job import NO_HANDLES, Job, check, config, gpus, own_host
 
 pytest.importorskip("vllm")
 GPUS = gpus()
@@ -34,6 +34,8 @@ class Case:
     env: dict = field(default_factory=dict)  # of the trainers
     connect: dict = field(default_factory=dict)
     engine_env: dict = field(default_factory=dict)
+    group: str = "gloo"  # the trainers' own
+    way: str = ""  # how whole tensors come together
 
     @property
     def needs(self) -> int:
@@ -47,6 +49,9 @@ def host(name: str) -> dict[str, str]:
 
 PACKED, MAPPED = dict(route="packed"), dict(route="packed", colocated=True)
 APART = dict(env=host("t"), engine_env=host("e"))
+SMALL = dict(bucket_bytes=1 << 20)
+"""Several buckets even of a toy."""
+PULLED, ROUNDS = "by copies out of the trainers' storages", "from what trainers send in rounds"
 UNMAPPED = dict(route="nccl", env=NO_HANDLES)
 UNMAPPED_APART = {**UNMAPPED, **APART, "env": {**NO_HANDLES, **host("t")}}
 CASES = [
@@ -93,6 +98,40 @@ CASES = [
     ),
     Case("packed, by NCCL", "qwen3_moe", (1,), ((0,),), dict(eager=True), route="packed", connect=PACKED),
     Case("packed, mapped on one GPU", "qwen3_tied", (0,), ((0,),), dict(eager=True), route="packed", connect=MAPPED),
+    Case(
+        "packed, two on one GPU, mapped",
+        "qwen3_moe",
+        (0, 0),
+        ((0,),),
+        dict(eager=True),
+        route="packed",
+        connect={**MAPPED, **SMALL},
+        way=PULLED,
+    ),
+    Case(
+        "packed, two on one GPU, as on two hosts",
+        "qwen3_tied",
+        (0, 0),
+        ((0,),),
+        dict(eager=True),
+        route="packed",
+        connect={**PACKED, **SMALL},
+        way=PULLED,
+        **APART,
+    ),
+    Case(
+        "packed in rounds, as on three hosts",
+        "qwen3_moe",
+        (0, 0),
+        ((0,),),
+        dict(eager=True),
+        route="packed",
+        connect={**PACKED, **SMALL},
+        env={**NO_HANDLES, **own_host("t{rank}")},
+        engine_env=own_host("e"),
+        group="nccl",
+        way=ROUNDS,
+    ),
     Case("packed, two to TP2", "qwen3_moe", (2, 3), ((0, 1),), dict(eager=True), route="packed", connect=PACKED),
 ]
 
@@ -106,11 +145,13 @@ def test_refits_are_bit_exact_and_tokens_follow(case: Case, tmp_path):
             job.engine(f"engine{i}", list(on), env=case.engine_env, **case.engine) for i, on in enumerate(case.replicas)
         ]
         job.start_trainers(list(case.trainers), **case.env)
-        job.plain()
+        job.plain(case.group)
         for e in engines:
             e.started()
         job.meet(engines, **case.connect)
-        first = check(job, engines, 1, job.refit(1, verify=True), case.route)
+        report = job.refit(1, verify=True)
+        assert case.way in report["plan"], report["plan"]
+        first = check(job, engines, 1, report, case.route)
         # Noise in every live byte, so that a refit that leaves anything out cannot pass.
         kept = [e.ask("scramble", "scrambled", seed=5)["kept"] for e in engines]
         second = check(job, engines, 2, job.refit(2, verify=True), case.route)

@@ -4,14 +4,12 @@ own check of a source, its own packing and unpacking, and its own typed messages
 
 from __future__ import annotations
 
-import importlib.util
-
 import pytest
 import torch
 
 from xfer.trainers.dtensor import TensorTrainer
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM")
+pytestmark = pytest.mark.engine
 
 
 @pytest.fixture

@@ -2,12 +2,13 @@
 
 {"do": "start", "model", "tp", …}  {"do": "serve", "rendezvous", "replica"}  {"do": "ready"}  {"do": "observe"}
 {"do": "wrong", "config", "seed" | "folder"}  {"do": "scramble", "seed"}  {"do": "generate"}  {"do": "stop generating"}
-{"do": "noop", "times", "took_ms", "pause_ms"}  {"do": "memory"}  {"do": "state"}  {"do": "stop"}
+{"do": "digests"}  {"do": "layerwise"}  {"do": "noop", "times", "took_ms", "pause_ms"}  {"do": "memory"}  {"do": "state"}  {"do": "stop"}
 {"do": "force"}  {"do": "sleep", "level"}  {"do": "wake", "tags"}  {"do": "watch"}  {"do": "unwatch"}
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -156,6 +157,11 @@ def main() -> None:
             elif do == "kept":
                 with controller.serving():
                     emit("kept", kept=llm.collective_rpc("xfer_kept"))
+            elif do == "digests":
+                with controller.serving() if controller is not None else contextlib.nullcontext():
+                    emit("digests", workers=llm.collective_rpc("xfer_digests"))
+            elif do == "layerwise":
+                emit("layerwise", workers=llm.collective_rpc("xfer_layerwise"))
             elif do == "generate":
                 loop = Loop(controller)
                 emit("generating")

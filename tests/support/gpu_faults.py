@@ -1,4 +1,5 @@
-"""An engine and plain trainers on GPUs that faults happen to, and what must hold after each; used by test_gpu_faults.py."""
+"""An engine and plain trainers on GPUs that faults happen to, and what must hold after each; used by test_gpu_faults.py and
+test_gpu_packed_faults.py."""
 
 from __future__ import annotations
 
@@ -29,11 +30,13 @@ MODEL = config(
 
 @dataclass(frozen=True)
 class Route:
-    """`name`: as reports call it. `trainers`: the GPU of each; the engine's is 0. `env`: of trainers."""
+    """`name`: as reports call it. `trainers`: the GPU of each; the engine's is 0. `env`: of trainers. `connect`: theirs, too."""
 
     name: str
     trainers: tuple[int, ...]
     env: dict[str, str] = field(default_factory=dict)
+    engine_env: dict[str, str] = field(default_factory=dict)
+    connect: dict = field(default_factory=dict)
 
 
 def route(name: str, gpus: int) -> Route | None:
@@ -62,7 +65,7 @@ class Bench:
         self.begin_engine()
         self.begin_trainers()
         self.engine.started()
-        self.job.meet([self.engine])
+        self.job.meet([self.engine], **self.route.connect)
         self.right()
 
     def begin_engine(self) -> None:
@@ -72,7 +75,7 @@ class Bench:
             self.job.family.children.remove(self.engine.child)
             self.job.engines.remove(self.engine)
         self.fault("engine", "")
-        env = {"XFER_FAULT_FILE": str(self.work / "engine.fault")}
+        env = {"XFER_FAULT_FILE": str(self.work / "engine.fault"), **self.route.engine_env}
         self.engine = self.job.engine(f"engine-{len(self.job.family.children)}-{self.seed}", [0], env=env, eager=True)
 
     def begin_trainers(self) -> None:
@@ -85,7 +88,7 @@ class Bench:
         """The trainers' job started again, as after a death; the engine as it is."""
         self.job.stop_trainers()
         self.begin_trainers()
-        self.job.meet([self.engine])
+        self.job.meet([self.engine], **self.route.connect)
 
     # ---- a refit that goes wrong
 

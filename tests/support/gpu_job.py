@@ -40,6 +40,11 @@ NO_HANDLES = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "PYTORCH_AL
 """Environment of trainers whose memory nobody can map: then all bytes go by NCCL."""
 
 
+def own_host(name: str) -> dict[str, str]:
+    """To NCCL each of these ranks is on a host of its own, so several may share a GPU; to xfer all are on this one."""
+    return {"NCCL_HOSTID": name, "NCCL_MNNVL_ENABLE": "0"}
+
+
 def gpus() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
@@ -112,7 +117,7 @@ class Job:
         return e
 
     def start_trainers(self, on: list[int], module: str = "gpu_trainer", **env: str) -> None:
-        """module: what a rank runs, of tests.support."""
+        """module: what a rank runs, of tests.support. `env`: "{rank}" in a value becomes the rank."""
         port = str(free_port())
         for r, gpu in enumerate(on):
             self.trainers.append(
@@ -120,7 +125,7 @@ class Job:
                     f"trainer{r}-{len(self.family.children)}", "trainer", module, **{
                         **site("trainer"), "XFER_TOKEN": self.token, "XFER_GPU": str(gpu), "RANK": str(r),
                         "LOCAL_RANK": str(gpu), "WORLD_SIZE": str(len(on)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
-                        **env,
+                        **{k: v.replace("{rank}", str(r)) for k, v in env.items()},
                     },
                 )
             )  # fmt: skip
@@ -144,10 +149,10 @@ class Job:
         assert not [g for g in got if g["kind"] == "raised"], f"{got}\n{logs}"
         return got
 
-    def plain(self, **how) -> None:
+    def plain(self, backend: str = "gloo", **how) -> None:
         port = free_port()
         for r, c in enumerate(self.trainers):
-            c.say(do="plain", config=self.config, rank=r, world=len(self.trainers), port=port, **how)
+            c.say(do="plain", config=self.config, rank=r, world=len(self.trainers), port=port, backend=backend, **how)
         for c in self.trainers:
             got = c.expect("built", "raised", timeout=120)
             assert got["kind"] == "built", f"{got}\n{c.tail()}"

@@ -7,6 +7,7 @@ any engine would, and every byte of the live model is compared with it on the de
 from __future__ import annotations
 
 import gc
+import hashlib
 import time
 
 import torch
@@ -76,6 +77,16 @@ class Probe:
     def xfer_kept(self):
         model = self.weight_transfer_engine.session.model
         return model.checksum_kept() if hasattr(model, "checksum_kept") else ""
+
+    def xfer_digests(self):
+        """Of the bytes of every live parameter, whatever vLLM has made of it."""
+        live = tensors(self.model_runner.get_model())
+        raw = {n: t.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy() for n, t in live.items()}
+        return {n: hashlib.sha256(x.tobytes()).hexdigest() for n, x in raw.items()}
+
+    def xfer_layerwise(self):
+        """Whether packed refits go through vLLM's layer-wise reload."""
+        return self.weight_transfer_engine.session.model._layerwise
 
     def xfer_nothing(self, seconds: float):
         time.sleep(seconds)

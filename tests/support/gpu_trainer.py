@@ -12,9 +12,11 @@ models of any size without a checkpoint.
 
 from __future__ import annotations
 
+import json
 import os
 import time
 import traceback
+from pathlib import Path
 
 import torch
 
@@ -51,15 +53,15 @@ class Plain:
     """This rank's parts of all tensors of a config, each in a storage of its own. experts: every rank holds as many experts,
     whole, as neighbours in one storage, and nothing of the others: expert parallelism beside tensor parallelism."""
 
-    def __init__(self, config: dict, rank: int, world: int, port: int, experts: bool = False):
+    def __init__(self, config: dict, rank: int, world: int, port: int, experts: bool = False, backend: str = "gloo"):
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.tensor import DTensor
 
         if not dist.is_initialized():
-            dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
+            dist.init_process_group(backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
         self.config, self.rank, self.world = config, rank, world
         torch.zeros(1, device=DEVICE)  # or the mesh chooses a device by rank
-        self.mesh = init_device_mesh("cuda", (world,))  # nothing here communicates, so the group may be gloo's
+        self.mesh = init_device_mesh("cuda", (world,))  # nothing of DTensor's communicates here, so the group may be gloo's
         self.parameters = self.own_experts(names(config)) if experts else {}
         for name, shape, dtype in names(config):
             if experts and expert(name) is not None:
@@ -88,9 +90,21 @@ class Plain:
         return full.chunk(self.world, where.dim)[self.rank] if hasattr(where, "dim") else full
 
     def set(self, seed: int) -> None:
+        self.seed = seed
         for name, p in self.parameters.items():
             held(p).copy_(self.local(value(name, tuple(p.shape), p.dtype, seed, DEVICE), name))
         torch.cuda.synchronize()
+
+    def export(self, folder: str) -> None:
+        """These weights as a checkpoint; rank 0 writes it."""
+        from safetensors.torch import save_file
+
+        if self.rank:
+            return
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        whole = {n: value(n, s, d, self.seed, DEVICE).cpu() for n, s, d in names(self.config)}
+        save_file(whole, f"{folder}/model.safetensors", metadata={"format": "pt"})
+        Path(folder, "config.json").write_text(json.dumps(self.config))
 
     def move(self, every: int = 5) -> None:
         """Other storages for some parameters; who still reads the old ones gets NaN."""
@@ -138,7 +152,7 @@ class Plain:
             t.untyped_storage().resize_(nbytes)
         return sum(t.data_ptr() == address for t, (address, _) in zip(mine, was))
 
-    def source(self):
+    def source(self, export: bool = False):
         from xfer.trainers.dtensor import TensorTrainer
 
         return TensorTrainer(lambda: self.parameters)
@@ -158,10 +172,13 @@ class Megatron:
     def export(self, folder: str) -> None:
         self.trainer.export(folder)
 
-    def source(self):
+    def source(self, export: bool = False):
+        """`export`: for the packed route, as where a trace cannot tell what is exported: by Bridge's own export."""
+        from xfer.packed.megatron import BridgeStream
         from xfer.trainers.megatron import MegatronTrainer
 
-        return MegatronTrainer(self.trainer.chunks, self.trainer.bridge)
+        trainer = MegatronTrainer(self.trainer.chunks, self.trainer.bridge)
+        return BridgeStream(trainer) if export else trainer
 
 
 def memory(gpu: int | None = None) -> dict:
@@ -197,7 +214,7 @@ def main() -> None:
                 emit("built")
             elif do == "connect":
                 refit = xfer.connect(
-                    trainer=model.source(),
+                    trainer=model.source(c.pop("export", False)),
                     cache_dir=None,
                     **{"token": os.environ["XFER_TOKEN"], "deadline_s": 120.0, **c},
                 )

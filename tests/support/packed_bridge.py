@@ -2,6 +2,7 @@
 
 values   each case's tensors, bucket by bucket, beside Bridge's own export; writes FOLDER/CASE.json
 stale    what kept conversion tasks give after a framework moved things, and what the check makes of it; FOLDER/CASE.json
+unchecked  one case in which nobody looks, alone in its processes since they may end of it; FOLDER/CASE.json, if they do not
 fused    gpt-oss, whose checkpoint has all experts of a layer in one tensor and Megatron one parameter each; FOLDER/fused.json
 cost     what the check costs in a gather where nothing changed; FOLDER/cost.json
 
@@ -173,11 +174,23 @@ def replaced(trainer: Trainer) -> None:
 
 
 def offloaded(trainer: Trainer) -> None:
-    """Away and back, elsewhere, as the memory savers of RL loops do it, with a step's worth of change between."""
+    """Away and back, elsewhere, as the memory savers of RL loops do it, with a step's worth of change between; where the
+    parameters lay, somebody else has written."""
     if dist.get_rank() == 1:
         for chunk in trainer.chunks:
             for p in chunk.parameters():
-                p.data = (p.data.clone() + 1).clone()
+                old, p.data = p.data, p.data + 1
+                old.fill_(float("nan"))
+
+
+def away(trainer: Trainer) -> list[tuple[torch.nn.Parameter, torch.Tensor]]:
+    """Without bytes, as while offloaded; what brings them back."""
+    if dist.get_rank() != 1:
+        return []
+    kept = [(p, p.data) for chunk in trainer.chunks for p in chunk.parameters()]
+    for p, data in kept:
+        p.data = torch.empty(0, dtype=data.dtype)
+    return kept
 
 
 def with_new_tensors(trainer: Trainer) -> None:
@@ -194,13 +207,14 @@ def with_new_tensors(trainer: Trainer) -> None:
 
 
 def flipped(trainer: Trainer) -> bool:
-    """What Megatron's router does to its bias on its first forward: bf16 to fp32, in place of the buffer."""
+    """What Megatron's router does to its bias on its first forward, bf16 to fp32 under the same buffer; and a step."""
     found = False
     for chunk in trainer.chunks:
         for module in chunk.modules():
             bias = getattr(module, "expert_bias", None)
             if bias is not None and hasattr(module, "_maintain_float32_expert_bias"):
-                module.expert_bias = bias.float() + 0.25
+                module._maintain_float32_expert_bias()
+                module.expert_bias.data.add_(0.25)
                 found = True
     return found
 
@@ -234,7 +248,47 @@ def _swapped(folder: Path, change) -> dict:
         return dict(without=without, state=state, right=with_check, built=source.built)
 
 
-SWAPS = {"replaced": replaced, "offloaded": offloaded, "applied": with_new_tensors}
+SWAPS = {"replaced": replaced, "applied": with_new_tensors}
+
+
+def _offloaded(folder: Path) -> dict:
+    """By Bridge's kept tasks, and by the places that a trace found."""
+    with Trainer(folder / "model", pp=2, **PLAIN) as trainer:
+        source = made(trainer)
+        parts = PackedSource(TracedStream(MegatronTrainer(trainer.chunks, trainer.bridge)), LIMIT)
+        parts.read()
+        seen = []
+        for what in ("before", "without", "right"):
+            if what == "without":
+                offloaded(trainer)
+            else:
+                states = [x.check() for x in (source, parts)]
+            by_tasks, by_places = gathered(source), placed(parts)[0]
+            said = wrong(by_places, trainer)  # on all ranks: it exports
+            seen.append(dict(tasks=wrong(by_tasks, trainer), places=said if by_places else []))
+        before, without, right = seen
+        return dict(
+            before=before, without=without, right=right, states=states, writes=parts.writes, built=[source.built, parts.built]
+        )
+
+
+def unchecked(folder: Path, cases: list[str]) -> None:
+    (name,) = cases
+    toy.write_checkpoint("deepseek_v3", folder / "model", **SMALL) if dist.get_rank() == 0 else None
+    dist.barrier()
+    with Trainer(folder / "model", pp=2, **PLAIN) as trainer:
+        half(trainer)
+        source = made(trainer)
+        before = gathered(source)
+        (folder / f"began{dist.get_rank()}").write_text(json.dumps(wrong(before, trainer)))
+        source.check()
+        kept = {"flipped": flipped, "away": away}[name](trainer)
+        dist.barrier()
+        got = gathered(source)
+        (folder / f"ended{dist.get_rank()}").touch()
+        for p, data in kept if name == "away" else ():
+            p.data = data
+        told(folder / f"{name}.json", dict(without=wrong(got, trainer)))
 
 
 def _flipped(folder: Path) -> dict:
@@ -256,18 +310,14 @@ def _empty(folder: Path) -> dict:
     with Trainer(folder / "model", pp=2, **PLAIN) as trainer:
         source = made(trainer)
         gathered(source)
-        if dist.get_rank() == 1:
-            kept = [(p, p.data) for chunk in trainer.chunks for p in chunk.parameters()]
-            for p, _ in kept:
-                p.data = torch.empty(0, dtype=p.dtype)
+        kept = away(trainer)
         try:
             source.check()
             error = ""
         except RebindError as e:
             error = str(e)
-        if dist.get_rank() == 1:
-            for p, data in kept:
-                p.data = data
+        for p, data in kept:
+            p.data = data
         source.check()
         return dict(error=error, right=wrong(gathered(source), trainer), built=source.built)
 
@@ -361,6 +411,6 @@ def cost(folder: Path) -> None:
 if __name__ == "__main__":
     megatron_cpu.init_world()
     mode, where, *rest = sys.argv[1:]
-    {"values": values, "stale": stale}.get(mode, lambda folder, _: globals()[mode](folder))(Path(where), rest)
+    {"values": values, "stale": stale, "unchecked": unchecked}.get(mode, lambda folder, _: globals()[mode](folder))(Path(where), rest)
     dist.barrier()
     dist.destroy_process_group()

@@ -6,9 +6,11 @@ shared memory are the real ones. `Knobs` lets a test break one rank or one worke
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import torch
 
@@ -17,6 +19,7 @@ from xfer.errors import LayoutError
 from xfer.packed import agree
 from xfer.packed.plan import Group, TaskSize
 from xfer.packed.source import PackedSource
+from xfer.packed.vllm_model import PackedModel
 from xfer.session.trainer import TrainerSession
 from xfer.trace.fragment import TensorSpec
 
@@ -85,12 +88,24 @@ class ToyStream:
             yield self.knobs.exported(spec.name, t) if self.knobs.exported else (spec.name, t)
 
 
+class ToyModel(PackedModel):
+    """The real one's `load` around an engine's loader that is `load_weights` here; without vLLM's configuration."""
+
+    def __init__(self, load_weights: Callable):
+        super().__init__(SimpleNamespace(device=torch.device("cpu"), model=SimpleNamespace(load_weights=load_weights)))
+        self._dropped: set[str] = set()
+
+    def _inside(self):
+        return contextlib.nullcontext()
+
+
 class PackedTaker(ToyTaker):
     """Loads whole tensors into its columns."""
 
     def __init__(self, rank: int, world: int, shapes, knobs: Knobs):
         super().__init__(rank, world, shapes)
         self.knobs, self.given, self.writable = knobs, {}, True
+        self.load = ToyModel(self.load_weights).load
 
     def packed(self) -> PackedTaker:
         return self
@@ -106,7 +121,7 @@ class PackedTaker(ToyTaker):
     def begin(self, specs) -> None:
         self.given = {}
 
-    def load(self, tensors) -> None:
+    def load_weights(self, tensors) -> None:
         for name, tensor in tensors:
             if self.knobs.loaded:
                 self.knobs.loaded(self.rank, name, tensor)

@@ -88,6 +88,16 @@ def test_kernels_for_gpus_run_in_the_interpreter_where_tests_are_run():
     assert [p.name for p in asking if str(p.relative_to(ROOT)) not in script] == []
 
 
+def test_tests_that_need_vllm_run_where_it_is():
+    """Those that skip without it are skipped by the trainers' environment, and left out by the engines' unless they are marked."""
+    me = Path(__file__).resolve()
+    asking = [
+        p for p in (ROOT / "tests").rglob("test_*.py")
+        if p.resolve() != me and re.search(r"""(importorskip|find_spec)\(.vllm.\)|^ *(from|import) vllm""", p.read_text(), re.M)
+    ]  # fmt: skip
+    assert asking and [p.name for p in asking if not re.search(r"mark\.(engine|gpu)", p.read_text())] == []
+
+
 def test_commands_in_the_readme_exist():
     for path in re.findall(r"(scripts/[\w./-]+\.(?:sh|py))", README):
         assert (ROOT / path).exists(), path

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 from math import prod
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
@@ -20,7 +21,7 @@ from xfer.packed import agree, places
 from xfer.packed.buffer import Buffers
 from xfer.packed.plan import ALIGN, TaskSize, make_plan
 from xfer.packed.source import PackedSource, packed_source
-from xfer.packed.tensors import TensorStream
+from xfer.packed.tensors import TensorStream, _Rank
 from xfer.packed.wire import nbytes_of
 from xfer.plan.intersect import cut_range
 from xfer.plan.program import ITEMSIZE
@@ -192,6 +193,7 @@ def test_ranks_that_can_map_each_others_storages_put_messages_together_alone(h, 
         sources = [PackedSource(s, limit) for s in streams]
         plans = [s.begin() for s in sources]
         assert len({p.fingerprint for p in plans}) == 1 and all(s.pulls for s in streams)
+        assert all("by copies out of" in s.way for s in sources)
         assert plans[0].buffer_bytes <= max(ALIGN, limit - limit // 8)
         for step in range(2):
             for source, plan in zip(sources, plans, strict=True):
@@ -212,6 +214,34 @@ def test_ranks_that_can_map_each_others_storages_put_messages_together_alone(h, 
                 for s in sources:  # as the ranks' all-reduce tells them
                     s._stale = True
                 plans = [s.begin() for s in sources]
+
+
+def test_over_gloo_ranks_agree_in_memory_of_the_host(monkeypatch):
+    """Whatever they train on; there is no GPU here, so a tensor on one could not be made."""
+    monkeypatch.setattr(agree.dist, "get_backend", lambda: "gloo")
+    monkeypatch.setattr(agree.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(agree.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(agree, "alone", lambda: False)
+    monkeypatch.setattr(agree.dist, "all_reduce", lambda t, op: None)
+    monkeypatch.setattr(agree.dist, "all_gather", lambda out, t: [o.copy_(t) for o in out])
+    assert agree.largest([3, 1], torch.device("cuda")) == [3, 1]
+    assert agree.of_all_ranks(lambda: [7], list[int], torch.device("cuda")) == [[7], [7]]
+
+
+@pytest.mark.parametrize("device, backend, refused", [("cuda", "gloo", True), ("cuda", "nccl", False), ("cpu", "gloo", False)])
+def test_rounds_that_the_trainers_group_cannot_carry_are_refused_on_all_ranks(monkeypatch, device, backend, refused):
+    monkeypatch.setattr("xfer.packed.tensors.dist.get_backend", lambda: backend)
+    monkeypatch.setattr(agree, "any_rank", lambda flag, *_: flag)
+    for rank in range(2):
+        stream = TensorStream(SimpleNamespace(rank=rank, world=2, device=torch.device(device)))
+        said = [_Rank({}, [], r == 0, b"" if r else b"offer") for r in range(2)]
+        if not refused:
+            stream._bind(said)
+            assert not stream.pulls
+            continue
+        with pytest.raises(Unsupported, match="cannot send from GPUs") as e:
+            stream._bind(said)
+        assert e.value.violations[0].startswith("trainer 1: its allocator")
 
 
 class Exported:

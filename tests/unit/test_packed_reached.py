@@ -5,7 +5,8 @@ names that it answers with; what it refuses, and what it lets pass.
 from __future__ import annotations
 
 import contextlib
-from types import SimpleNamespace
+import sys
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -34,6 +35,48 @@ def test_names_as_vllm_0_25_answers_them():
 def test_an_answer_that_may_mean_two_parameters_counts_for_neither():
     held = slots("layers.0.q.weight", "layers.0.k.weight", "layers.1.q.weight")
     assert reached_by({"layers.0.weight", "weight", "other.weight"}, held) == set()
+
+
+@pytest.mark.parametrize("left_out, said", [(None, ""), ("a.weight", "a.weight: "), ("a.bias", "a.bias: ")])
+def test_what_processing_makes_is_not_asked_for_and_what_it_replaces_is(monkeypatch, left_out, said):
+    """As vLLM quantizes: `weight` becomes something else of that name with a scale beside it, `bias` is packed under another."""
+
+    class Layer(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight, self.bias = torch.nn.Parameter(torch.zeros(2, 2)), torch.nn.Parameter(torch.zeros(2))
+
+        def process(self):
+            self.weight = torch.nn.Parameter(torch.zeros(2, 2, dtype=torch.uint8), requires_grad=False)
+            self.weight_scale = torch.nn.Parameter(torch.ones(1))
+            del self.bias
+            self.packed = torch.nn.Parameter(torch.zeros(4))
+
+    def opened(model):
+        del model.a.weight_scale, model.a.packed
+        model.a.weight, model.a.bias = (torch.nn.Parameter(torch.zeros(s, device="meta")) for s in ((2, 2), (2,)))
+
+    root = torch.nn.Module()
+    root.a = Layer()
+    root.a.process()
+    root.load_weights = lambda weights: {n for n, _ in weights}
+    model = PackedModel(Engine())
+    model.engine.model, model.engine._lock, model._layerwise = root, None, True
+    monkeypatch.setattr(PackedModel, "_inside", lambda self: contextlib.nullcontext())
+    monkeypatch.setattr(PackedModel, "_close_layers", lambda self: root.a.process())
+    reload = ModuleType("vllm.model_executor.model_loader.reload")
+    reload.initialize_layerwise_reload = opened
+    monkeypatch.setitem(sys.modules, reload.__name__, reload)
+    for above in ("vllm", "vllm.model_executor", "vllm.model_executor.model_loader"):
+        monkeypatch.setitem(sys.modules, above, sys.modules.get(above) or ModuleType(above))
+    model.begin([])
+    model.load([(n, torch.zeros(2)) for n in ("a.weight", "a.bias") if n != left_out])
+    if left_out is None:
+        model.finish()
+        return
+    with pytest.raises(LayoutError, match="no tensor of the trainers reached") as e:
+        model.finish()
+    assert [v.startswith(said) for v in e.value.violations] == [True]
 
 
 class Engine:

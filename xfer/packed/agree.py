@@ -29,9 +29,14 @@ def alone() -> bool:
     return ranks()[1] == 1
 
 
+def carried(device: torch.device) -> torch.device:
+    """Where that group's tensors lie: gloo carries the host's, and nothing of a GPU's has to be waited for there."""
+    return torch.device("cpu") if dist.get_backend() == "gloo" else device
+
+
 def largest(numbers: list[int], device: torch.device) -> list[int]:
     """Of each position the largest that a rank gives; one all-reduce."""
-    told = torch.tensor(numbers, dtype=torch.int64, device=device)
+    told = torch.tensor(numbers, dtype=torch.int64, device=carried(device))
     dist.all_reduce(told, op=dist.ReduceOp.MAX)
     return told.tolist()
 
@@ -68,7 +73,7 @@ def of_all_ranks(make: Callable[[], T], kind: type[T], device: torch.device) -> 
     what = "" if failure is None else str(failure)[:4000]
     data = msgspec.msgpack.encode((value, type(failure).__name__ if failure is not None else "", what))
     mine = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    world = dist.get_world_size()
+    world, device = dist.get_world_size(), carried(device)
     lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(world)]
     dist.all_gather(lengths, torch.tensor([mine.numel()], dtype=torch.int64, device=device))
     sizes: Sequence[int] = [int(n) for n in lengths]

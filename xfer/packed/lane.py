@@ -173,6 +173,8 @@ class PackedLane(Lane):
 
     def explain(self) -> str:
         what = f"packed: {self.plan.tensors} whole tensors, {self.plan.nbytes:,} bytes"
+        if self.pump is not None and self.pump.source.way:
+            what += f", {self.pump.source.way}"
         if self._shared:
             ranks = ", ".join(map(str, self._exporters.ranks))
             return f"{what}, in buffers of trainer {ranks} that {self.plan.workers} workers map and load from"

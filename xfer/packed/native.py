@@ -7,7 +7,8 @@ engine is an unmodified vLLM with `weight_transfer_config={"backend": "nccl"}` (
 
 What is gained over vLLM's own sources: buckets are gathered together, conversion tasks are checked on all ranks at every
 sync, and what is declared is what comes. What is not: versions, commit, coverage and deadlines are xfer's session's and
-vLLM's backends have none. Needs vLLM where the trainer runs.
+vLLM's backends have none. Needs vLLM where the trainer runs, 0.26 or later: before that its trainers hand over bare
+iterators, and there is no `WeightSource`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections.abc import Iterator
 
 import torch
 
+from xfer.errors import Unsupported
 from xfer.packed.plan import BUCKET_BYTES
 from xfer.packed.source import PackedSource, packed_source
 
@@ -25,8 +27,15 @@ def weight_source(trainer: object, bucket_bytes: int = BUCKET_BYTES):
 
     Every trainer rank makes one and iterates it in step; `metadata` is collective too. On ranks other than 0 a
     TensorTrainer's tensors are None, which the nccl backend never looks at; ipc, which needs them, is for Megatron only.
+    Unsupported where the vLLM of this environment has no such sources.
     """
-    from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
+    try:
+        from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
+    except ImportError as e:
+        raise Unsupported(
+            "weight_source() needs vLLM 0.26 or later in the trainer's environment",
+            [f"{e}", "install it there, or connect(route='packed'), which needs no vLLM beside the trainer"],
+        ) from e
 
     class XferSource(WeightSource):
         def __init__(self, source: PackedSource):

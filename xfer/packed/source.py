@@ -84,6 +84,16 @@ class PackedSource:
         """Whether messages are put together by `place`, after a gather has begun; else `tensors` gives what to pack."""
         return getattr(self.stream, "writes", False)
 
+    @property
+    def way(self) -> str:
+        """How the last gather brought tensors together; "" before the first."""
+        if self.plan is None:
+            return ""
+        if not self.writes:
+            return "exported whole by the trainers' framework"
+        pulled = getattr(self.stream, "pulls", False)
+        return "put together by copies out of the trainers' storages" if pulled else "put together from what trainers send in rounds"
+
     def assemble(self, whole: bool) -> None:
         """Whether this rank needs whole tensors; all ranks say so before a gather."""
         if getattr(self.stream, "assembles", whole) != whole:

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from xfer import kernels
-from xfer.errors import LayoutError, PlanMismatch, XferError
+from xfer.errors import LayoutError, PlanMismatch, Unsupported, XferError
 from xfer.packed import agree, places
 from xfer.packed.buffer import Unpacker
 from xfer.packed.places import Copy, HeldBox, Round
@@ -201,6 +201,7 @@ class TensorStream:
             self.pulls = not agree.any_rank(not here, b"", self.device)
         if not self.pulls:
             self._unmap()
+            self._refuse_rounds(said)
         self._numbers, self._sources = {}, []
         for rank, x in enumerate(said):
             if rank != self.rank and not (self.pulls and self.assembles):
@@ -209,6 +210,20 @@ class TensorStream:
             some = [self._roots[n] if rank == self.rank else there[i] for i, n in enumerate(x.roots)]
             self._numbers[rank] = {n: len(self._sources) + i for i, n in enumerate(x.roots)}
             self._sources += some
+
+    def _refuse_rounds(self, said: Sequence[_Rank]) -> None:
+        """Unsupported, on all ranks alike, where their group cannot send what lies on their devices: gloo would read a GPU's
+        address as the host's."""
+        if self.device.type != "cuda" or self.world == 1 or dist.get_backend() != "gloo":
+            return
+        ranks = [r for r, x in enumerate(said) if not x.offer]
+        raise Unsupported(
+            "trainers cannot map each other's storages, and their default group is gloo, which cannot send from GPUs",
+            [
+                *(f"trainer {r}: its allocator gives no handles (expandable segments?)" for r in ranks),
+                'init_process_group("nccl"), or an allocator whose memory can be mapped on all trainers',
+            ],
+        )
 
     def _mapped(self, said: Sequence[_Rank]) -> dict[int, dict[int, torch.Tensor]]:
         from xfer.transport.peer import Mapping as Mapped

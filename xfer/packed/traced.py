@@ -113,6 +113,10 @@ class TracedStream:
         self.parts.programs = value
 
     @property
+    def pulls(self) -> bool:
+        return self.parts.pulls
+
+    @property
     def collectives(self) -> int:
         return self.parts.collectives if self.writes else self.export.collectives
 

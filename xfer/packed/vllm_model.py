@@ -39,6 +39,7 @@ class PackedModel:
         self._loaded: set[str] | None = (
             set()
         )  # engine parameters that its loader said it had loaded; None: it does not say
+        self._as_loaded: frozenset[str] | None = None  # parameters that a layer-wise reload loads; None: the live ones
         self._live: Storages | None = None
 
     # ---- what is shared with the direct route
@@ -165,6 +166,8 @@ class PackedModel:
             with self._inside():
                 self._open = True
                 initialize_layerwise_reload(self.engine.model)
+            # Processing may make others (scales), which no loader knows.
+            self._as_loaded = frozenset(n for n, _ in self.engine.model.named_parameters(remove_duplicate=False))
 
     def load(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
         """LayoutError naming the bucket's tensors, when the engine's loader refuses one; what memory raises as it is."""
@@ -213,7 +216,11 @@ class PackedModel:
         if self._loaded is None:
             logger.warning("xfer: this engine's loader does not say what it loaded; only names that came were checked")
             return
-        slots = Storages(self.engine.model).slots
+        slots = dict(Storages(self.engine.model).slots)
+        if self._as_loaded is not None:
+            slots = {n: s for n, s in slots.items() if not s.is_parameter or n in self._as_loaded}
+            for name in self._as_loaded - slots.keys():  # processing has put something else in its place
+                slots[name] = Slot(name, True, f"{name}, as it was loaded", 0, (), (), torch.uint8)
         reached = reached_by(self._loaded, slots)
         left = [
             f"{slot.name}: {slot.described()}"

@@ -1,0 +1,46 @@
+"""The packed route into engines on GPUs whose weights do not lie as they were loaded: vLLM quantizes them to FP8 while it loads,
+and refits go through its layer-wise reload. The direct route refuses such an engine.
+
+    python -m pytest -m gpu tests/functional/test_gpu_packed_reload.py
+
+The truth is a fresh engine of the same kind that loads the same weights from a checkpoint: bytes of every parameter, and tokens.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.gpu_job import Job, config, gpus
+from xfer.testing import toy
+
+pytest.importorskip("vllm")
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(gpus() < 1, reason="needs a GPU")]
+FP8 = dict(eager=True, load_format="auto", quantization="fp8")
+ENGINES = {"dense": ("qwen3", FP8), "experts": ("qwen3_moe", dict(FP8, moe_backend="triton"))}
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+def test_refits_of_an_engine_that_quantizes_are_fresh_loads(kind, tmp_path):
+    family, how = ENGINES[kind]
+    with Job(tmp_path, config(family)) as job:
+        toy.write_checkpoint(family, job.folder, seed=1, **job.config)
+        engine = job.engine("engine", [0], **how)
+        job.start_trainers([0, 0])
+        job.plain()
+        engine.started()
+        job.meet([engine], route="packed", colocated=True, bucket_bytes=1 << 20)
+        assert engine.ask("layerwise", "layerwise")["workers"] == [True]
+        digests = [engine.ask("digests", "digests")["workers"]]
+        for seed in (1, 2):
+            report = job.refit(seed, verify=True)
+            assert report["verified"] and all(report["committed"]), report
+            digests.append(engine.ask("digests", "digests")["workers"])
+        assert all(x != y for x, y in zip(digests, digests[1:]))
+        out = tmp_path / "export"
+        job.good("export", "exported", folder=str(out))
+        fresh = job.engine("fresh", [0], model=str(out), **how)
+        fresh.started()
+        (got,), (want,) = digests[-1], fresh.ask("digests", "digests")["workers"]
+        assert got.keys() == want.keys() and [n for n in want if got[n] != want[n]] == []
+        ours, theirs = ([t for t, _ in e.observe()["outputs"]] for e in (engine, fresh))
+        assert ours == theirs
