@@ -127,6 +127,18 @@ class Killed(BaseException):
     pass
 
 
+@pytest.mark.parametrize("text", ["[]", "null", '{"format": 0}', "half a fil"])
+def test_a_folder_whose_words_are_not_ours_is_a_typed_error(tmp_path, text):
+    net = lm.Transformer(layers=1)
+    o = made(net)
+    step(net, o, 0)
+    checkpoint.save(o, tmp_path)
+    (tmp_path / "layerwise.json").write_text(text)
+    with pytest.raises(LayoutError, match="loaded") as e:
+        checkpoint.load(o, tmp_path)
+    assert e.value.violations
+
+
 @pytest.mark.parametrize("part", ["write_data", "finish"])
 def test_a_save_that_broke_off_over_another_is_no_checkpoint(tmp_path, monkeypatch, part):
     def killed(*args, **kwargs):

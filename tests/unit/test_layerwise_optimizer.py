@@ -406,6 +406,25 @@ def test_a_deadline_says_that_some_ranks_may_have_asked_alone():
     assert any("for all of them" in v and "barrier" in v for v in e.value.violations)
 
 
+@pytest.mark.parametrize("error", [ValueError("a schedule of its own"), KeyboardInterrupt(), AssertionError()], ids=repr)
+def test_a_step_that_breaks_off_by_whatever_error_is_the_last_one(error):
+    """Other ranks may be ahead, and part of this one's has been stepped."""
+
+    class Breaks(torch.optim.SGD):
+        def step(self):
+            raise error
+
+    net = layers()
+    o = Half(net)
+    o.inner[0].__class__ = Breaks
+    with pytest.raises(type(error)):
+        o.train(101.0)
+    for use in (lambda: net(torch.ones(1, 4)), o.step):
+        with pytest.raises(StaleWeights, match="broke off") as e:
+            use()
+        assert type(error).__name__ in e.value.violations[0]
+
+
 def test_an_error_that_is_not_the_wires_is_raised_as_it_is_and_the_gather_is_over():
     net = layers()
     o = Half(net)

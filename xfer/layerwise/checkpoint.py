@@ -176,15 +176,16 @@ def _opened(reader: dcp.FileSystemReader, folder: Path, wrong: list[str]) -> tup
     try:
         known = reader.read_metadata().state_dict_metadata
         stored = json.loads((folder / "layerwise.json").read_text())
+        form, groups = stored.get("format"), stored.get("groups", [])
     except Exception as e:  # the reader is torch's, and what it raises over half a file is its own affair
         wrong.append(
             f"no checkpoint, or one that was not saved to its end ({type(e).__name__}: {e}); load another folder"
         )
         return {}, []
-    if stored.get("format") != FORMAT:
-        wrong.append(f"layerwise.json: format {stored.get('format')}, not {FORMAT}")
+    if form != FORMAT:
+        wrong.append(f"layerwise.json: format {form}, not {FORMAT}")
         return {}, []
-    return known, stored["groups"]
+    return known, groups
 
 
 @contextmanager

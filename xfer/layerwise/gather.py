@@ -368,14 +368,14 @@ class ParamGather:
 
     def guarded(self, call, what: str) -> None:
         """Whatever a collective raises becomes a typed error, and the last word of this gather. What is not the wire's (memory that ran
-        out) is raised as it is; but others wait for this rank then, so it is the last word as well."""
+        out, a user's own optimizer) is raised as it is; but others wait for this rank then, so it is the last word as well."""
         began = time.monotonic()
         try:
             call()
         except XferError as e:
             self.broken = e
             raise
-        except RuntimeError as e:  # c10d's own errors are among them
+        except BaseException as e:
             self.check()  # an abort may have made it
             took = time.monotonic() - began
             self._kept += [run for b in self.buckets for _, run in b.runs]
@@ -397,15 +397,15 @@ class ParamGather:
             raise self.broken from e
 
 
-def _of_the_wire(e: RuntimeError) -> bool:
-    """Errors of NCCL and of stores have a class; gloo's are plain, and say where in gloo, or what."""
+def _of_the_wire(e: BaseException) -> bool:
+    """Errors of NCCL and of stores have a class; gloo's are plain RuntimeErrors, and say where in gloo, or what."""
     words = ("gloo", "onnection", "imed out", "imeout")
     return isinstance(e, dist.DistError) or type(e) is RuntimeError and any(w in str(e) for w in words)
 
 
-def _first_line(e: Exception) -> str:
+def _first_line(e: BaseException) -> str:
     return (str(e).splitlines() or [""])[0][:160]
 
 
 def _states(buckets: Iterable[Bucket]) -> list[str]:
-    return [f"{b.label()}: not usable; load a checkpoint" for b in buckets if b.state is not State.CURRENT]
+    return [f"{b.label()}: not usable; build the model anew and load a checkpoint" for b in buckets if b.state is not State.CURRENT]

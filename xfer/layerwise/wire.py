@@ -192,7 +192,7 @@ class Wire:
             [
                 *late,
                 ON_ALL_RANKS,
-                f"{len(missing) - len(late)} collectives behind it; load a checkpoint, with all ranks there",
+                f"{len(missing) - len(late)} collectives behind it; build the model anew and load a checkpoint, with all ranks there",
             ],
             where=self._who,
         )

@@ -74,7 +74,7 @@ class LayerWiseTrainer:
         except XferError as e:
             raise StaleWeights(
                 f"trainer {self.rank}: the last gather failed, so this trainer cannot go on from these weights",
-                ["load a checkpoint and build the optimizer anew", *e.violations],
+                ["build the model and the optimizer anew and load a checkpoint", *e.violations],
             ) from e
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
