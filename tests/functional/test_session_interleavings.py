@@ -15,7 +15,7 @@ from tests.support import cpu_peer, world
 from tests.support.world import ToyEngine, ToyTaker, World
 from xfer import errors as e
 from xfer.plan.cache import PlanCache
-from xfer.session import lane, refit, roster, trainer
+from xfer.session import lane, refit, roster, sums, trainer
 from xfer.session import messages as m
 from xfer.session.attempt import Attempt
 from xfer.session.timers import Timers
@@ -263,27 +263,61 @@ def test_sums_that_were_bound_while_storages_moved_are_bound_again(monkeypatch):
     """A lane of a replica that joins binds them, on its own thread; they were kept for storages that nobody writes any more."""
     begun, moved, armed = threading.Event(), threading.Event(), threading.Event()
 
-    class Slow(trainer.Sums):
+    class Slow(sums.Sums):
         def __init__(self, *a, **k):
             super().__init__(*a, **k)
             if armed.is_set() and not begun.is_set():
                 begun.set()
                 moved.wait(5)
 
+    monkeypatch.setattr(world, "HOST_PULL", False)
     with World(trainers=1, replicas=2) as w:
         good(w.refit(1))
         leave(w, 1)
-        monkeypatch.setattr(trainer, "Sums", Slow)
-        monkeypatch.setattr(world, "HOST_PULL", False)
+        monkeypatch.setattr(sums, "Sums", Slow)
         armed.set()
         w.engines[1] = ToyEngine(2)
         w.controllers[1] = w.serve(w.engines[1], 1)
-        if begun.wait(3):  # where a link is opened
-            move(w.sources[0])
-            w.sessions[0]._bind = lambda bind=w.sessions[0]._bind: (bind(), moved.set())
+        assert begun.wait(10)
+        move(w.sources[0])
+        w.sessions[0]._bind = lambda bind=w.sessions[0]._bind: (bind(), moved.set())
         for version in (2, 3):
             assert good(w.refit(version)).committed == 2
             right(w, version)
+
+
+@pytest.mark.parametrize("change", ["move", "turn", "export"])
+def test_what_trainers_hold_may_change_while_a_replica_links(monkeypatch, change):
+    """Sums of what the link was opened for were bound to what there was by then; where that had another form, the replica could
+    never take part again."""
+    opened, opening = trainer.TrainerSession.opened, threading.Event()
+
+    def late(session, *a):
+        opening.set()
+        until_true(lambda: session._binding > bindings[session.index])
+        opened(session, *a)
+
+    monkeypatch.setattr(world, "HOST_PULL", False)  # where bytes are sent trainers sum in a lane's thread
+    with World(trainers=2, replicas=2, drop=("extra",)) as w:
+        good(w.refit(1))
+        leave(w, 1)
+        bindings, replica = [s._binding for s in w.sessions], w.sessions[0]._hub.replicas[1]
+        with monkeypatch.context() as patch:
+            patch.setattr(trainer.TrainerSession, "opened", late)
+            w.engines[1] = ToyEngine(2)
+            w.controllers[1] = w.serve(w.engines[1], 1)
+            assert opening.wait(10)
+            if change == "export":
+                more(w)
+            for source in w.sources:
+                {"move": move, "turn": transpose, "export": lambda _: None}[change](source)
+            # The hub hears of it when the link is open: else it plans anew at once.
+            patch.setattr(refit.computing, "compute", lambda *a: until_true(lambda: replica.state != "linking") and 0.0)
+            assert good(w.refit(2)).committed == 2
+        right(w, 2)
+        assert [str(s.error) for s in w.engines[1].sessions] == ["None"] * 2
+        assert good(w.refit(3)).committed == 2
+        right(w, 3)
 
 
 def test_what_came_from_the_cache_is_not_written_there_again(monkeypatch, tmp_path):

@@ -54,8 +54,9 @@ class Side(Protocol):
     def roots(self) -> tuple[int, Sequence[torch.Tensor]]:
         """(binding generation, flat uint8 tensors in the inventory's root order)."""
 
-    def opened(self, replica: int, plan: Part) -> None:
-        """A link carries bytes of this plan, and this rank's storages have been bound to it."""
+    def opened(self, replica: int, plan: Part, generation: int) -> None:
+        """A link carries bytes of this plan, and this rank's storages of that generation have been bound to it. There may be
+        another one by now: then they are opened again."""
 
     def before(self, go: m.Go, plan: Part) -> None:
         """Just before the first byte may move."""
@@ -393,7 +394,7 @@ class Lane:
         with self._lock:
             self._routed = routed
         if ways.wired:
-            self.side.opened(self.replica, self.plan)
+            self.side.opened(self.replica, self.plan, generation)
         self._check()  # a cancel that came meanwhile has seen no routes to stop
 
     def _do_close_routes(self) -> None:

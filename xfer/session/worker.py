@@ -205,7 +205,7 @@ class WorkerSession:
     def roots(self) -> tuple[int, Sequence[torch.Tensor]]:
         return self._binding, self._roots
 
-    def opened(self, replica: int, plan: Part) -> None:
+    def opened(self, replica: int, plan: Part, generation: int) -> None:
         """A worker has one lane, whose bytes have come before it sums them."""
 
     def before(self, go: m.Go, plan: Part) -> None:
