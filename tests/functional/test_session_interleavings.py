@@ -10,7 +10,7 @@ import pytest
 
 from tests.functional.test_session_regressions import Widening, connected_while_the_last_replica_joins, transpose
 from tests.functional.test_session_relay import until_true
-from tests.functional.test_session_routes import good, move, peers, right  # noqa: F401
+from tests.functional.test_session_routes import epochs, good, move, peers, right  # noqa: F401
 from tests.support import cpu_peer, world
 from tests.support.world import ToyEngine, ToyTaker, World
 from xfer import errors as e
@@ -19,6 +19,7 @@ from xfer.session import lane, refit, roster, sums, trainer
 from xfer.session import messages as m
 from xfer.session.attempt import Attempt
 from xfer.session.timers import Timers
+from xfer.transport import routes
 
 
 def leave(w: World, replica: int) -> None:
@@ -318,6 +319,39 @@ def test_what_trainers_hold_may_change_while_a_replica_links(monkeypatch, change
         assert [str(s.error) for s in w.engines[1].sessions] == ["None"] * 2
         assert good(w.refit(3)).committed == 2
         right(w, 3)
+
+
+@pytest.mark.parametrize("host_pull", [False, True])
+def test_storages_may_move_while_the_only_replica_links(monkeypatch, host_pull):
+    """As where a source is a callable that makes copies, and connect() did not wait."""
+    monkeypatch.setattr(world, "HOST_PULL", host_pull)
+    find, opening, looked = routes.find_ways, threading.Event(), threading.Event()
+    monkeypatch.setattr(routes, "find_ways", lambda *a, **k: (opening.set(), looked.wait(5), find(*a, **k))[2])
+    monkeypatch.setattr(refit.computing, "compute", lambda *a: looked.set() or 0.0)
+    with World(trainers=1, wait=False) as w:
+        assert opening.wait(10)
+        move(w.sources[0])
+        for version in (1, 2):
+            good(w.refit(version))
+            right(w, version)
+
+
+def test_a_replica_that_could_not_be_linked_costs_the_others_nothing_when_storages_move(monkeypatch):
+    with World(trainers=1, replicas=2) as w:
+        good(w.refit(1))
+        leave(w, 1)
+        with monkeypatch.context() as patch:
+            patch.setattr(routes, "find_ways", lambda *a, **k: 1 / 0)
+            w.controllers[1] = w.serve(ToyEngine(2), 1)
+            with pytest.raises(e.XferError, match="division"):
+                w.controllers[1].wait_ready(10.0)
+        leave(w, 1)
+        move(w.sources[0])
+        good(w.refit(2, min_replicas=1))
+        opened = epochs(w)[0]
+        for version in (3, 4):
+            good(w.refit(version, min_replicas=1))
+            assert w.engines[0].takers[0].wrong(version) == [] and epochs(w)[0] == opened
 
 
 def test_what_came_from_the_cache_is_not_written_there_again(monkeypatch, tmp_path):
