@@ -307,7 +307,9 @@ class WorkerSession:
 
     def _refresh(self) -> bytes:
         """The inventory, where the hub has not heard of it: also what an attempt read that ended before it could tell."""
-        state = "changed" if self._stale else self.model.check()
+        state = self.model.check()  # always: kept weights that are lost it refuses, and `read` would take them as they lie
+        if self._stale:
+            state = "changed"
         if state != "same":
             self._stale = True
             if state == "moved":
