@@ -5,6 +5,7 @@ Each was a defect once. In test_session_regressions.py are those of a single lin
 
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -12,10 +13,10 @@ from tests.functional.test_session_regressions import Widening, connected_while_
 from tests.functional.test_session_relay import until_true
 from tests.functional.test_session_routes import epochs, good, move, peers, right  # noqa: F401
 from tests.support import cpu_peer, world
-from tests.support.world import ToyEngine, ToyTaker, World
+from tests.support.world import ToyEngine, ToyLayout, ToySource, ToyTaker, World
 from xfer import errors as e
 from xfer.plan.cache import PlanCache
-from xfer.session import lane, refit, roster, sums, trainer
+from xfer.session import computing, lane, refit, roster, sums, trainer
 from xfer.session import messages as m
 from xfer.session.attempt import Attempt
 from xfer.session.timers import Timers
@@ -352,6 +353,52 @@ def test_a_replica_that_could_not_be_linked_costs_the_others_nothing_when_storag
         for version in (3, 4):
             good(w.refit(version, min_replicas=1))
             assert w.engines[0].takers[0].wrong(version) == [] and epochs(w)[0] == opened
+
+
+class Meets(ToySource):
+    """Computes with the other rank, of which rank 1 comes last. `breaks`: it fails after that."""
+
+    digest, breaks, went_on = "same", False, False
+
+    def read(self):
+        layout = super().read()
+        return ToyLayout(replace(layout.traced, gathers=("g",)), layout.roots, layout.tensors)
+
+    def compute(self, meet):
+        time.sleep(0.2 * self.rank)
+        meet((0, 1), self.digest)
+        self.went_on = True
+        if self.breaks:
+            raise RuntimeError("boom")
+
+
+@pytest.mark.parametrize("agree", [True, False])
+def test_a_rank_that_looks_when_its_attempt_is_over_does_as_the_others_did(monkeypatch, agree):
+    """Whether all go on to gather. The hub had forgotten that, so it waited to the deadline; and a gather would wait for it."""
+    wait = computing.Meeting._wait
+
+    def late(meeting, *a):
+        wait(meeting, *a)
+        until_true(meeting._over)
+
+    with World(trainers=2, sources=[Meets(i, 2) for i in range(2)], deadline_s=9.0) as w:
+        good(w.refit(1))
+        for s in w.sources:
+            s.digest, s.breaks, s.went_on = "same" if agree else f"of {s.rank}", bool(s.rank), False
+        began = time.monotonic()
+        with monkeypatch.context() as patch:
+            patch.setattr(computing.Meeting, "_wait", late)
+            out = w.refit(2)
+        assert time.monotonic() - began < 6
+        assert all("boom" in str(r) if agree else "would gather different" in str(r) for r in out), out
+        assert [s.went_on for s in w.sources] == [agree] * 2
+        for s in w.sources:
+            s.digest, s.breaks = "same", False
+        for version in (3, 4, 5):
+            good(w.refit(version))
+            right(w, version)
+        kept = {key.split("/")[0] for key in w.sessions[0]._hub.store._values if key.startswith("x")}
+        assert kept == {"x5"}, "of the last attempt only"
 
 
 def test_what_came_from_the_cache_is_not_written_there_again(monkeypatch, tmp_path):
