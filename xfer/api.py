@@ -205,7 +205,11 @@ def connect(
     try:
         for i, e in enumerate(engines if trainer.rank == 0 else ()):
             tell = partial(session.cannot_join, i, wait)
-            controllers.append(Controller(e, rendezvous, token, replica=i, deadline_s=deadline_s, tell=tell))
+            try:
+                controllers.append(Controller(e, rendezvous, token, replica=i, deadline_s=deadline_s, tell=tell))
+            except Exception as error:  # told first, or the others would only hear that this rank has left
+                session.cannot_join(i, True, error)
+                raise
         session.open(wait)
     except BaseException:
         Refit(session, controllers).close()

@@ -74,6 +74,24 @@ def test_controllers_that_were_made_before_an_engine_was_refused_give_their_plac
     assert not again.takers[0].wrong(0) and made.takers[0].wrong(0)
 
 
+@pytest.mark.parametrize("wait", [True, False])
+@pytest.mark.parametrize("late_s", [0.0, 1.0])
+def test_what_is_no_engine_is_named_to_all_ranks(wait, late_s):
+    """Rank 0 sees it before it waits for anything; to the others it had just left."""
+    rendezvous = f"tcp://127.0.0.1:{free_port()}"
+
+    def run(i: int):
+        time.sleep(late_s * i)
+        connect = dict(trainer=ToySource(i, 2), rendezvous=rendezvous, token=TOKEN, deadline_s=8.0, cache_dir=None, wait=wait)
+        with xfer.connect(engines=[object()], **connect) as refit:
+            return xfer.nccl_xfer_refit(refit)
+
+    began = time.monotonic()
+    for raised in World(trainers=2).on_all(run):
+        assert isinstance(raised, e.Unsupported) and "object.pause_generation" in str(raised), raised
+    assert time.monotonic() - began < 7
+
+
 def after(seconds: float, call):
     return lambda: (time.sleep(seconds), call())
 

@@ -9,11 +9,13 @@ import weakref
 from dataclasses import replace
 
 import pytest
+import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from tests.functional.test_session_protocol import good, right
-from tests.support.world import ToyLayout, ToySource, World
+from tests.support.world import ToyEngine, ToyLayout, ToySource, ToyTaker, World
+from xfer.errors import LayoutError, Unsupported
 
 EXAMPLES = min(100, max(12, int(os.environ.get("XFER_EXAMPLES", "12"))))
 EXTRA = {"extra": (4, 4)}
@@ -108,6 +110,45 @@ def test_whatever_changed_and_failed_before_a_refit_that_commits_has_the_bytes_o
             right(w, version)
 
         run()
+
+
+class Keeping(ToyTaker):
+    """Has a parameter that no refit writes, as `keep=` names them; what it is to be is read with the layout."""
+
+    breaks = False
+
+    def __init__(self, *a):
+        super().__init__(*a)
+        self.kept = torch.ones(4)
+
+    def read(self, catalog):
+        if self.breaks:
+            raise LayoutError("nothing of this engine takes layers.2.w")
+        self.was = self.kept.clone()
+        return super().read(catalog)
+
+    def check(self):
+        if not torch.equal(self.was, self.kept):
+            raise Unsupported("kept parameters hold other bytes than when this engine joined")
+        return super().check()
+
+
+def test_what_was_lost_while_a_layout_could_not_be_read_does_not_pass_for_what_is_to_be_kept():
+    """An engine sleeps at level 2 after a refit that ended in its reading; the next one that reads has no other to compare with."""
+    engine = ToyEngine(2)
+    taker = engine.takers[0] = Keeping(0, 2)
+    with World(trainers=1, drop=("extra",), engines=[engine]) as w:
+        good(w.refit(1))
+        taker.breaks = True
+        export(w.sources[0], w.sessions[0])
+        assert isinstance(w.refit(2)[0], LayoutError)
+        taker.breaks = False
+        taker.kept.zero_()
+        for _ in range(2):
+            assert isinstance(w.refit(3)[0], Unsupported)
+        taker.kept.fill_(1)  # loaded again
+        good(w.refit(4))
+        right(w, 4)
 
 
 def test_storages_that_are_gone_are_kept_alive_by_nobody():

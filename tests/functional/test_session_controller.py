@@ -10,10 +10,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.support.world import ToyEngine, World, free_port
+from tests.functional.test_session_protocol import good
+from tests.functional.test_session_relay import until_true
+from tests.support.world import TOKEN, ToyEngine, World, free_port
 from xfer.engines.handles import OfflineLLM
+from xfer.engines.remote import CallableEngine
 from xfer.errors import DeadlineExceeded, EngineLost, HandshakeError, LayoutError, XferError
-from xfer.session.controller import MIXED
+from xfer.session.controller import MIXED, Controller
 from xfer.session.worker import WorkerSession
 
 
@@ -233,6 +236,35 @@ def test_ranks_that_wait_for_one_another_are_paused_before_a_worker_is_kept_in_t
         world.controllers[0].wait_ready(5)
         assert then == [(True, "xfer:paused")] and (toy.paused, toy.label) == (False, "default")
         assert world.refit(1)[0].committed == 1
+
+
+class InStep(CallableEngine):
+    def ranks_in_step(self, timeout=0.0):
+        return True
+
+
+def test_a_pause_that_ends_after_its_controller_is_known_for_ours_by_the_next_one(monkeypatch):
+    """A rank in the middle of a long step, say: the engine pauses when nobody waits for that any more."""
+    monkeypatch.setattr("xfer.session.controller.SETTLE_GRACE_S", 0.2)
+    toy, over = ToyEngine(1), threading.Event()
+    toy.label = "default"
+    engine = ToyLLM(toy)
+    engine.get_world_size, engine.is_paused = lambda: 1, lambda: toy.paused
+    engine.pause_generation = lambda: (over.wait(10), toy.pause(0))
+    engine.resume_generation = lambda: toy.resume(0)
+    world = World(trainers=1, workers=1, wait=False, engines=[toy], deadline_s=8.0)
+    world.serve = lambda _, r: Controller(InStep(engine), world.rendezvous, TOKEN, replica=r, deadline_s=0.5)
+    with world:
+        with pytest.raises(DeadlineExceeded, match="did not answer pause"):
+            world.controllers[0].wait_ready(5)
+        world.controllers[0].close()
+        over.set()
+        until_true(lambda: toy.paused)
+        world.controllers[0] = Controller(InStep(engine), world.rendezvous, TOKEN, replica=0, deadline_s=8.0)
+        world.controllers[0].wait_ready(5)
+        assert (toy.paused, toy.label) == (False, "xfer:unknown")
+        good(world.refit(1))
+        assert not toy.paused
 
 
 def test_an_engine_with_a_drafter_is_joined_again_after_a_controller_died_in_a_refit():

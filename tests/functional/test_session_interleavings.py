@@ -5,20 +5,22 @@ Each was a defect once. In test_session_regressions.py are those of a single lin
 
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 
 from tests.functional.test_session_regressions import Widening, connected_while_the_last_replica_joins, transpose
 from tests.functional.test_session_relay import until_true
-from tests.functional.test_session_routes import good, move, peers, right  # noqa: F401
+from tests.functional.test_session_routes import epochs, good, move, peers, right  # noqa: F401
 from tests.support import cpu_peer, world
-from tests.support.world import ToyEngine, ToyTaker, World
+from tests.support.world import ToyEngine, ToyLayout, ToySource, ToyTaker, World
 from xfer import errors as e
 from xfer.plan.cache import PlanCache
-from xfer.session import lane, refit, roster, trainer
+from xfer.session import computing, lane, refit, roster, sums, trainer
 from xfer.session import messages as m
 from xfer.session.attempt import Attempt
 from xfer.session.timers import Timers
+from xfer.transport import routes
 
 
 def leave(w: World, replica: int) -> None:
@@ -263,27 +265,140 @@ def test_sums_that_were_bound_while_storages_moved_are_bound_again(monkeypatch):
     """A lane of a replica that joins binds them, on its own thread; they were kept for storages that nobody writes any more."""
     begun, moved, armed = threading.Event(), threading.Event(), threading.Event()
 
-    class Slow(trainer.Sums):
+    class Slow(sums.Sums):
         def __init__(self, *a, **k):
             super().__init__(*a, **k)
             if armed.is_set() and not begun.is_set():
                 begun.set()
                 moved.wait(5)
 
+    monkeypatch.setattr(world, "HOST_PULL", False)
     with World(trainers=1, replicas=2) as w:
         good(w.refit(1))
         leave(w, 1)
-        monkeypatch.setattr(trainer, "Sums", Slow)
-        monkeypatch.setattr(world, "HOST_PULL", False)
+        monkeypatch.setattr(sums, "Sums", Slow)
         armed.set()
         w.engines[1] = ToyEngine(2)
         w.controllers[1] = w.serve(w.engines[1], 1)
-        if begun.wait(3):  # where a link is opened
-            move(w.sources[0])
-            w.sessions[0]._bind = lambda bind=w.sessions[0]._bind: (bind(), moved.set())
+        assert begun.wait(10)
+        move(w.sources[0])
+        w.sessions[0]._bind = lambda bind=w.sessions[0]._bind: (bind(), moved.set())
         for version in (2, 3):
             assert good(w.refit(version)).committed == 2
             right(w, version)
+
+
+@pytest.mark.parametrize("change", ["move", "turn", "export"])
+def test_what_trainers_hold_may_change_while_a_replica_links(monkeypatch, change):
+    """Sums of what the link was opened for were bound to what there was by then; where that had another form, the replica could
+    never take part again."""
+    opened, opening = trainer.TrainerSession.opened, threading.Event()
+
+    def late(session, *a):
+        opening.set()
+        until_true(lambda: session._binding > bindings[session.index])
+        opened(session, *a)
+
+    monkeypatch.setattr(world, "HOST_PULL", False)  # where bytes are sent trainers sum in a lane's thread
+    with World(trainers=2, replicas=2, drop=("extra",)) as w:
+        good(w.refit(1))
+        leave(w, 1)
+        bindings, replica = [s._binding for s in w.sessions], w.sessions[0]._hub.replicas[1]
+        with monkeypatch.context() as patch:
+            patch.setattr(trainer.TrainerSession, "opened", late)
+            w.engines[1] = ToyEngine(2)
+            w.controllers[1] = w.serve(w.engines[1], 1)
+            assert opening.wait(10)
+            if change == "export":
+                more(w)
+            for source in w.sources:
+                {"move": move, "turn": transpose, "export": lambda _: None}[change](source)
+            # The hub hears of it when the link is open: else it plans anew at once.
+            patch.setattr(refit.computing, "compute", lambda *a: until_true(lambda: replica.state != "linking") and 0.0)
+            assert good(w.refit(2)).committed == 2
+        right(w, 2)
+        assert [str(s.error) for s in w.engines[1].sessions] == ["None"] * 2
+        assert good(w.refit(3)).committed == 2
+        right(w, 3)
+
+
+@pytest.mark.parametrize("host_pull", [False, True])
+def test_storages_may_move_while_the_only_replica_links(monkeypatch, host_pull):
+    """As where a source is a callable that makes copies, and connect() did not wait."""
+    monkeypatch.setattr(world, "HOST_PULL", host_pull)
+    find, opening, looked = routes.find_ways, threading.Event(), threading.Event()
+    monkeypatch.setattr(routes, "find_ways", lambda *a, **k: (opening.set(), looked.wait(5), find(*a, **k))[2])
+    monkeypatch.setattr(refit.computing, "compute", lambda *a: looked.set() or 0.0)
+    with World(trainers=1, wait=False) as w:
+        assert opening.wait(10)
+        move(w.sources[0])
+        for version in (1, 2):
+            good(w.refit(version))
+            right(w, version)
+
+
+def test_a_replica_that_could_not_be_linked_costs_the_others_nothing_when_storages_move(monkeypatch):
+    with World(trainers=1, replicas=2) as w:
+        good(w.refit(1))
+        leave(w, 1)
+        with monkeypatch.context() as patch:
+            patch.setattr(routes, "find_ways", lambda *a, **k: 1 / 0)
+            w.controllers[1] = w.serve(ToyEngine(2), 1)
+            with pytest.raises(e.XferError, match="division"):
+                w.controllers[1].wait_ready(10.0)
+        leave(w, 1)
+        move(w.sources[0])
+        good(w.refit(2, min_replicas=1))
+        opened = epochs(w)[0]
+        for version in (3, 4):
+            good(w.refit(version, min_replicas=1))
+            assert w.engines[0].takers[0].wrong(version) == [] and epochs(w)[0] == opened
+
+
+class Meets(ToySource):
+    """Computes with the other rank, of which rank 1 comes last. `breaks`: it fails after that."""
+
+    digest, breaks, went_on = "same", False, False
+
+    def read(self):
+        layout = super().read()
+        return ToyLayout(replace(layout.traced, gathers=("g",)), layout.roots, layout.tensors)
+
+    def compute(self, meet):
+        time.sleep(0.2 * self.rank)
+        meet((0, 1), self.digest)
+        self.went_on = True
+        if self.breaks:
+            raise RuntimeError("boom")
+
+
+@pytest.mark.parametrize("agree", [True, False])
+def test_a_rank_that_looks_when_its_attempt_is_over_does_as_the_others_did(monkeypatch, agree):
+    """Whether all go on to gather. The hub had forgotten that, so it waited to the deadline; and a gather would wait for it."""
+    wait = computing.Meeting._wait
+
+    def late(meeting, *a):
+        wait(meeting, *a)
+        until_true(meeting._over)
+
+    with World(trainers=2, sources=[Meets(i, 2) for i in range(2)], deadline_s=9.0) as w:
+        good(w.refit(1))
+        for s in w.sources:
+            s.digest, s.breaks, s.went_on = "same" if agree else f"of {s.rank}", bool(s.rank), False
+        began = time.monotonic()
+        with monkeypatch.context() as patch:
+            patch.setattr(computing.Meeting, "_wait", late)
+            out = w.refit(2)
+        assert time.monotonic() - began < 6
+        assert all("boom" in str(r) if agree else "would gather different" in str(r) for r in out), out
+        assert [s.went_on for s in w.sources] == [agree] * 2
+        for s in w.sources:
+            s.digest, s.breaks = "same", False
+        for version in (3, 4, 5):
+            good(w.refit(version))
+            right(w, version)
+        kept = {key.split("/")[0] for key in w.sessions[0]._hub.store._values if key.startswith("x")}
+        assert kept == {"x5"}, "of the last attempt only"
 
 
 def test_what_came_from_the_cache_is_not_written_there_again(monkeypatch, tmp_path):

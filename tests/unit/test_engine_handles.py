@@ -12,6 +12,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 
 import pytest
+from hypothesis import Phase, example, given, settings
+from hypothesis import strategies as st
 
 import xfer
 from xfer.engines.gate import Gate
@@ -256,6 +258,35 @@ def test_a_refit_leaves_a_pause_that_somebody_else_began(pair):
     asked = core.calls.count("is_paused")
     handle.pause(T)
     assert core.calls.count("is_paused") == asked, "asked while the engine still served"
+
+
+@given(st.lists(st.sampled_from(["pause", "resume", "late", "torn", "commit"]), max_size=6))
+@settings(max_examples=80, deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate])
+@example(["late"])  # a long request, in pause mode "wait": the pause ends when the refit has long given up
+@example(["pause", "torn", "resume"])
+def test_after_a_refit_an_engine_serves_unless_its_owners_pause_still_stands(steps):
+    """Whatever came to nothing before. The owner pauses a serving engine, and ends his own pause only."""
+    core = FakeVllm()
+    handle, theirs = CallableEngine(FakeActor(core)), False
+    for step in [*steps, "commit", "commit"]:
+        if step == "pause" and not core.paused:
+            core.paused = theirs = True
+        elif step == "resume" and theirs:
+            core.paused = theirs = False
+        elif step == "late":
+            hang = core.block["pause_generation"] = threading.Event()
+            with pytest.raises(DeadlineExceeded):
+                handle.ask_paused(T)
+                handle.pause(0.01)
+            with pytest.raises(DeadlineExceeded):
+                handle.resume(0.01)
+            hang.set()
+            assert eventually(handle._outstanding.future.done) and core.paused
+        elif step == "torn":
+            handle.pause(T)
+        elif step == "commit":
+            refit(handle)
+            assert core.paused == theirs
 
 
 def test_a_session_left_open_by_an_error_in_finish_is_closed_before_the_next_start(pair):

@@ -13,7 +13,11 @@ from xfer.session.controller import Controller
 from xfer.session.trainer import TrainerSession
 
 NAN, INF = float("nan"), float("inf")
-DOOR = {"rendezvous": [None, 29600, "http://h:1", "tcp://h", "tcp://h:0"], "token": [None, 8, "short"]}
+RAW = b"\xff\xfe of the environment".decode("utf-8", "surrogateescape")
+DOOR = {
+    "rendezvous": [None, 29600, "http://h:1", "tcp://h", "tcp://h:0", "tcp://a..b:1", f"tcp://{RAW}:1"],
+    "token": [None, 8, "short", RAW],
+}
 SECONDS = [None, 0, -1.0, NAN, INF, "soon", [1]]
 GLOBS = [None, "one", 3, {"a", "b"}, iter(["a"]), ["a", 1], [""]]
 CONNECT = DOOR | {

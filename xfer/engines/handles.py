@@ -110,21 +110,24 @@ class Handle(ABC):
     def pause(self, timeout: float) -> None:
         # Also when our last pause still stands, as far as we know: who resumed a torn engine by force did not tell us.
         with self._sequence(timeout) as left:
-            if not self._paused and self._asked is None:
+            if self._asked is None:
                 self.ask_paused(left())
-            self._call("pause", left(), done=self._now_paused)
+            self._call("pause", left(), done=self._now_paused, failed=lambda: setattr(self, "_asked", None))
 
     def ask_paused(self, timeout: float) -> None:
         """Just before `pause`, while the engine still serves; `pause` asks itself where nobody did. Never sent ahead of its
-        answer: vLLM sends this question a turn of its loop later than a pause that was called after it."""
-        if self._paused:
-            return
-        try:
-            self._asked = self._call("is_paused", timeout) is True
-        except (DeadlineExceeded, EngineLost):
-            raise
-        except XferError:
-            self._asked = False  # who cannot say so was not paused
+        answer: vLLM sends this question a turn of its loop later than a pause that was called after it. Not asked where the pause
+        is ours alone, be it one that a refit waited for in vain: the answer would be that."""
+        with self._sequence(timeout) as left:
+            if self._paused and not self._theirs:
+                return
+            try:
+                self._asked = self._call("is_paused", left()) is True
+            except (DeadlineExceeded, EngineLost):
+                raise
+            except XferError:
+                self._asked = self._theirs  # who cannot say so was not paused
+            self._theirs = self._theirs and self._asked  # whose it was may have ended it, and ours with it
 
     def _now_paused(self) -> None:
         self._paused, self._theirs, self._asked = True, self._theirs or bool(self._asked), None

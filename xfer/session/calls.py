@@ -24,7 +24,7 @@ class Calls:
     def __init__(self, hub: Hub):
         self.hub = hub
         self.finished: dict[int, m.Outcome] = {}
-        self._prepared = self._label = 0
+        self._prepared = self._label = self._ended = 0
 
     def failed_early(self, attempt: int, error: XferError) -> None:
         """A trainer raised before anyone entered: everyone who enters that attempt gets the same error; connecting ones now."""
@@ -85,7 +85,9 @@ class Calls:
         self.hub.timers.drop(self.hub.attempt)
         self.hub.attempt = None
         self.finished[outcome.attempt] = outcome
-        self.hub.store.forget(f"x{outcome.attempt}/")  # where trainers met in it
+        # Where trainers met in the one before. In this one somebody may still ask whether all go on, and must do as they did.
+        self.hub.store.forget(f"x{self._ended}/")
+        self._ended = outcome.attempt
         for old in [k for k in self.finished if k < outcome.attempt - REMEMBERED]:
             del self.finished[old]
         self.hub.broadcast(self.hub.trainers.values(), outcome)

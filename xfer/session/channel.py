@@ -67,6 +67,12 @@ def check_token(token: str) -> None:
         raise HandshakeError(
             "the token must be a string of at least 8 characters, the same on every process of the job"
         )
+    try:
+        token.encode()
+    except UnicodeEncodeError:  # as os.environ gives bytes that are not UTF-8; not shown
+        raise HandshakeError(
+            "the token holds characters that are not text: make it one of letters and digits, e.g. by secrets.token_hex(16)"
+        ) from None
 
 
 def accept_handshake(sock: socket.socket, token: str) -> None:
@@ -269,6 +275,10 @@ def parse_address(rendezvous: str) -> tuple[str, int]:
     host, _, port = told.removeprefix("tcp://").rpartition(":")
     if not told.startswith("tcp://") or not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise HandshakeError(f"rendezvous {rendezvous!r} is not of the form tcp://HOST:PORT")
+    try:
+        host.encode("idna")
+    except UnicodeError as e:
+        raise HandshakeError(f"rendezvous {rendezvous!r}: {host!r} is no name of a host: {e}") from None
     return host.strip("[]"), int(port)
 
 

@@ -223,9 +223,9 @@ class Controller:
         held = self._held = self.handle.ranks_in_step(SETTLE_GRACE_S)
         try:
             if held:
-                self.handle.pause(self.deadline_s)
-                if found != MIXED:
+                if found != MIXED:  # before it pauses: of a pause that ends after this controller, a later one knows so whose it is
                     self.handle.set_version(PAUSED, SETTLE_GRACE_S)
+                self.handle.pause(self.deadline_s)
             if found != MIXED:  # else who died in a refit has handed it over, and vLLM's session may be open
                 drafter.hand_over(self.handle, self.deadline_s)
             # Returns when every worker has joined or given up; why it gave up is on our own channel.

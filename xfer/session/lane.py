@@ -54,8 +54,9 @@ class Side(Protocol):
     def roots(self) -> tuple[int, Sequence[torch.Tensor]]:
         """(binding generation, flat uint8 tensors in the inventory's root order)."""
 
-    def opened(self, replica: int, plan: Part) -> None:
-        """A link carries bytes of this plan, and this rank's storages have been bound to it."""
+    def opened(self, replica: int, plan: Part, generation: int) -> None:
+        """A link carries bytes of this plan, and this rank's storages of that generation have been bound to it. There may be
+        another one by now: then they are opened again."""
 
     def before(self, go: m.Go, plan: Part) -> None:
         """Just before the first byte may move."""
@@ -228,8 +229,10 @@ class Lane:
         return self._scope.stopped()
 
     def rebound(self) -> bool:
-        """Whether the routes were opened for storages that lie elsewhere now. Then all ranks must open them again."""
-        return self._routed is not None and (self._bound != self.side.roots()[0] or bool(self._routed.stale()))
+        """Whether the routes were opened, or are being opened, for storages that lie elsewhere now. Then all ranks must open them
+        again."""
+        routed = self._routed
+        return self._bound not in (-1, self.side.roots()[0]) or routed is not None and bool(routed.stale())
 
     def explain(self) -> str:
         """The plan, and what goes which way."""
@@ -343,7 +346,11 @@ class Lane:
         if o.fresh:
             self._close_link()
         self._check()
-        self._open_routes(store, o)
+        try:
+            self._open_routes(store, o)
+        finally:
+            if self._routed is None:
+                self._bound = -1  # or each refit from now on would open all other replicas' routes again
         del old
         place = self._routed.place if self._routed is not None else None
         said = (place.hand(), place.follows) if place is not None else ()
@@ -354,13 +361,13 @@ class Lane:
 
     def _open_routes(self, store: HubStore, o: m.OpenLink) -> None:
         """Collective over the domain, in the same order on all ranks."""
-        generation, roots = self.side.roots()
+        while self._bound != self.side.roots()[0]:  # else `rebound` could be asked after they moved and before this is noted
+            self._bound, roots = self.side.roots()
         if self.side.inventory() != self._planned_from:
             raise PlanMismatch(
                 "this rank's layout is not the one that the plan was made from; nothing was moved",
                 where=self.party.label,
             )
-        self._bound = generation
         rank, size, device = self.joint_rank, len(self.labels), self.side.device
         exchange = routes.exchange_over_store(store, rank, size, "routes")
         peers = device.type != "cpu" or o.host_pull
@@ -393,7 +400,7 @@ class Lane:
         with self._lock:
             self._routed = routed
         if ways.wired:
-            self.side.opened(self.replica, self.plan)
+            self.side.opened(self.replica, self.plan, self._bound)
         self._check()  # a cancel that came meanwhile has seen no routes to stop
 
     def _do_close_routes(self) -> None:

@@ -246,8 +246,8 @@ class TrainerSession:
         self._sums.end()
         self._roots = [self.layout.tensors[name] for name in self._names]
         shapes = padded_shapes(self._catalog) if self._names else []
+        self._binding += 1  # lanes read both as they are set: no roots under a later number, and no sums under an earlier one
         self._sums = SourceSums(self.index, self._roots, shapes)
-        self._binding += 1
 
     def _lane(self, replica: int) -> Lane | None:
         return self._party.lanes.get(replica) or self._new_lane(replica)
@@ -275,9 +275,12 @@ class TrainerSession:
     def roots(self) -> tuple[int, Sequence[torch.Tensor]]:
         return self._binding, self._roots
 
-    def opened(self, replica: int, plan: Part) -> None:
-        """Sums are bound now, verify or not: their kernels must not be loaded beside another replica's, of NCCL, which waits."""
-        self._sums.bind(replica, plan)
+    def opened(self, replica: int, plan: Part, generation: int) -> None:
+        """Sums are bound now, verify or not: their kernels must not be loaded beside another replica's, of NCCL, which waits. Not
+        of storages that took the place of these while the link was opened, and which this plan may not fit."""
+        sums = self._sums
+        if generation == self._binding:
+            sums.bind(replica, plan)
 
     def before(self, go: m.Go, plan: Part) -> None:
         pass

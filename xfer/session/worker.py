@@ -205,7 +205,7 @@ class WorkerSession:
     def roots(self) -> tuple[int, Sequence[torch.Tensor]]:
         return self._binding, self._roots
 
-    def opened(self, replica: int, plan: Part) -> None:
+    def opened(self, replica: int, plan: Part, generation: int) -> None:
         """A worker has one lane, whose bytes have come before it sums them."""
 
     def before(self, go: m.Go, plan: Part) -> None:
@@ -307,7 +307,9 @@ class WorkerSession:
 
     def _refresh(self) -> bytes:
         """The inventory, where the hub has not heard of it: also what an attempt read that ended before it could tell."""
-        state = "changed" if self._stale else self.model.check()
+        state = self.model.check()  # always: kept weights that are lost it refuses, and `read` would take them as they lie
+        if self._stale:
+            state = "changed"
         if state != "same":
             self._stale = True
             if state == "moved":
