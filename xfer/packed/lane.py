@@ -20,7 +20,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-import msgspec
 import torch
 
 from xfer.errors import DeadlineExceeded, PeerLost, PlanMismatch, ProtocolError, RefitFailed, XferError
@@ -30,7 +29,17 @@ from xfer.packed.buffer import Buffers, Unpacker, out_of_memory, specs_by_name, 
 from xfer.packed.feed import Feed, Pump
 from xfer.packed.plan import BucketPlan
 from xfer.packed.shared import MAX_OFFER, SharedArrivals, announce, exporters_of, nearest, place_of, wait_done
-from xfer.packed.wire import MAX_MANIFEST, Message, checked, decode_manifest, digest, nbytes_of
+from xfer.packed.wire import (
+    MAX_MANIFEST,
+    Exporters,
+    Message,
+    checked,
+    decode_exporters,
+    decode_manifest,
+    digest,
+    encode,
+    nbytes_of,
+)
 from xfer.session import faults
 from xfer.session import messages as m
 from xfer.session.lane import PROGRESS_S, Lane
@@ -67,14 +76,6 @@ class Loader(Protocol):
         """The refit ends here: what was written stays, and the model must not be taken for whole."""
 
 
-class Exporters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Trainer ranks whose buffers workers map, trainer 0 first, and the place of each; none: messages are broadcast."""
-
-    ranks: tuple[int, ...] = ()
-    places: tuple[str, ...] = ()
-
-
-_exporters = msgspec.json.Decoder(Exporters)
 _abandoned: list[tuple[Link, Buffers]] = []  # held until what was received by an aborted link has left the device
 
 
@@ -242,29 +243,22 @@ class PackedLane(Lane):
     def _agree_exporters(self, store: HubStore) -> Exporters:
         """Trainer 0 says it to all, once per link."""
         if self.pump is None:
-            return self._heard(store)
+            return decode_exporters(store.get("exporters"))
         if not self.pump.colocated:
             if self.side.index == 0:
-                store.set("exporters", msgspec.json.encode(Exporters()))
+                store.set("exporters", encode(Exporters()))
             return Exporters()
         store.set(f"place{self.side.index}", self.place)
         if self.side.index:
-            found = self._heard(store)
+            found = decode_exporters(store.get("exporters"))
         else:
             source = self.pump.source
             places = [store.get(f"place{r}").decode() for r in range(source.world)]
             ranks = exporters_of(places, getattr(source.stream, "everywhere", False))
             found = Exporters(tuple(ranks), tuple(places[r] for r in ranks))
-            store.set("exporters", msgspec.json.encode(found))
+            store.set("exporters", encode(found))
         self.pump.exports = self.side.index in found.ranks
         return found
-
-    @staticmethod
-    def _heard(store: HubStore) -> Exporters:
-        try:
-            return _exporters.decode(store.get("exporters"))
-        except msgspec.MsgspecError as e:
-            raise ProtocolError(f"the trainers' word on who exports buffers cannot be read: {e}") from None
 
     # ---- refits
 

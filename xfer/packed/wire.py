@@ -63,6 +63,13 @@ class Manifest(Struct, frozen=True):
     limit: _Size = 0
 
 
+class Exporters(Struct, frozen=True, forbid_unknown_fields=True):
+    """Trainer ranks whose buffers workers map, trainer 0 first, and the place of each; none: messages are broadcast."""
+
+    ranks: tuple[int, ...] = ()
+    places: tuple[str, ...] = ()
+
+
 @dataclass(frozen=True, slots=True)
 class Part:
     """Bytes `start <= b < start + size` of a contiguous tensor, at byte `offset` of a message."""
@@ -91,10 +98,11 @@ def nbytes_of(spec: TensorSpec) -> int:
 
 _encode = msgspec.msgpack.Encoder().encode
 _requests = msgspec.msgpack.Decoder(BucketRequest)
+_exporters = msgspec.msgpack.Decoder(Exporters)
 _manifests = msgspec.msgpack.Decoder(Manifest)
 
 
-def encode(what: BucketRequest | Manifest) -> bytes:
+def encode(what: BucketRequest | Manifest | Exporters) -> bytes:
     return _encode(what)
 
 
@@ -106,6 +114,11 @@ def decode_request(data: bytes) -> BucketRequest:
 def decode_manifest(data: bytes) -> Manifest:
     """ProtocolError for what is not one manifest."""
     return _decoded(_manifests, data, "the list of buckets")
+
+
+def decode_exporters(data: bytes) -> Exporters:
+    """ProtocolError for what is not one such word."""
+    return _decoded(_exporters, data, "the trainers' word on who exports buffers")
 
 
 def _decoded(decoder, data: bytes, what: str):
