@@ -285,7 +285,8 @@ class Lane:
                 error = cancelled or (e if isinstance(e, XferError) else None)
                 wire = m.WireError.of(error or e, self.party.label)
                 if cancelled is None or refused and isinstance(message, m.Go):  # else the hub knows already
-                    self.party.try_send(m.Failed(wire, getattr(message, "attempt", 0), self.replica))
+                    at = getattr(message, "attempt", 0), self.replica, getattr(message, "epoch", 0)
+                    self.party.try_send(m.Failed(wire, *at))
             finally:
                 with self._lock:
                     if self._queue.empty():
