@@ -240,19 +240,53 @@ def test_a_trainer_that_gave_up_on_a_hub_that_stood_still_says_so(monkeypatch):
         right(w, 3)
 
 
-def test_a_go_over_a_link_that_this_rank_gave_up_is_refused_aloud():
+@pytest.mark.parametrize("stop", ["cancel", "give_up"])
+def test_a_go_that_this_rank_will_not_follow_is_refused_aloud(stop):
+    """Since its link is broken by itself alone, or since its call has raised before the hub let it go."""
     with World(trainers=2, workers=1) as w:
         good(w.refit(1))
-        begin = w.sources[0].drain
+        begin, lost = w.sources[0].drain, e.PeerLost("stopped")
         w.sources[0].drain = lambda: (time.sleep(0.5), begin())
-        t = threading.Timer(0.25, lambda: w.sessions[1]._party.lanes[0].cancel(e.PeerLost("stopped"), None))
+        of = w.sessions[1]._party.lanes[0]
+        t = threading.Timer(0.25, lambda: of.cancel(lost, None) if stop == "cancel" else of.give_up(2, lost))
         t.start()  # after its Ready, before the Go
         began = time.monotonic()
-        assert all(isinstance(r, e.XferError) for r in w.refit(2, deadline_s=15.0))
+        assert all(isinstance(r, e.PeerLost) for r in w.refit(2, deadline_s=15.0))
         assert time.monotonic() - began < 8
         w.sources[0].drain = begin
         good(w.refit(3))
         right(w, 3)
+
+
+@pytest.mark.parametrize("host_pull", [True, False])
+def test_a_trainer_that_gives_up_on_a_silent_hub_leaves_links_of_joiners_alone(monkeypatch, host_pull):
+    """It stopped them and said so to nobody: the joiner's workers could never take part, and had to be served anew."""
+    monkeypatch.setattr(world, "HOST_PULL", host_pull)
+    with World(trainers=2, replicas=2) as w:
+        good(w.refit(1))
+        leave(w, 1)
+        hub, silent, link_on, link = w.sessions[0]._hub, threading.Event(), threading.Event(), lane.Lane._do_link
+
+        def late(self, message):
+            assert self.replica != 1 or self.side.role == "trainer" or link_on.wait(20)
+            link(self, message)
+
+        monkeypatch.setattr(lane.Lane, "_do_link", late)
+        w.engines[1] = ToyEngine(2)
+        w.controllers[1] = w.serve(w.engines[1], 1)
+        until_true(lambda: hub.replicas[1].state == "linking")
+        until_true(lambda: all(s._party.lanes[1]._running is s._party.lanes[1]._scope for s in w.sessions))  # begun
+        epoch = hub.replicas[1].epoch
+        hub._events.put(lambda: silent.wait(20))
+        out = w.refit(2, min_replicas=1, deadline_s=0.5)
+        assert all(isinstance(r, e.PeerLost if host_pull else e.DeadlineExceeded) for r in out), out
+        silent.set()
+        link_on.set()
+        w.controllers[1].wait_ready(10.0)
+        assert hub.replicas[1].epoch == epoch
+        for version in (3, 4):
+            assert good(w.refit(version)).committed == 2
+            right(w, version)
 
 
 def test_a_trainer_that_lost_the_hub_before_its_go_does_not_take_its_parameters_for_free(monkeypatch):
