@@ -407,8 +407,8 @@ class Hub:
     def _on_LinkOpen(self, client: Client, msg: m.LinkOpen) -> None:
         self.planning.link_open(client, msg)
 
-    def _on_Release(self, client: Client, _: m.Release) -> None:
-        self.planning.release(client)
+    def _on_Release(self, client: Client, msg: m.Release) -> None:
+        self.planning.release(client, msg.number)
 
     def _on_RoutesClosed(self, client: Client, msg: m.RoutesClosed) -> None:
         self.planning.closed(client, msg.replica)

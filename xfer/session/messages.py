@@ -324,7 +324,10 @@ class Outcome(WireMessage):
 
 
 class Release(WireMessage):
-    """trainer -> hub: my storages are about to be freed; let everyone unmap them. Answered by `Released`."""
+    """trainer -> hub: my storages are about to be freed; let everyone unmap them. Answered by `Released`, with the same number,
+    which no other of this trainer's has: an answer to one that was given up may come when routes are open again."""
+
+    number: Count
 
 
 class CloseRoutes(WireMessage):
@@ -339,6 +342,8 @@ class RoutesClosed(WireMessage):
 
 class Released(WireMessage):
     """hub -> trainer: nobody has your storages mapped any more."""
+
+    number: Count
 
 
 class Leave(WireMessage):
