@@ -16,9 +16,10 @@ from tests.support import cpu_peer, world
 from tests.support.world import ToyEngine, ToyTaker, World
 from xfer import errors as e
 from xfer.plan.cache import PlanCache
-from xfer.session import failures, lane, refit, roster, trainer
+from xfer.session import lane, refit, roster, trainer
 from xfer.session import messages as m
 from xfer.session.attempt import Attempt
+from xfer.session.failures import heard
 from xfer.session.timers import Timers
 
 
@@ -152,8 +153,10 @@ def test_trainers_whose_layouts_all_change_while_a_replica_links_cost_it_one_lin
 
         monkeypatch.setattr(lane.Lane, "_do_link", late)
         hub = w.sessions[0]._hub
-        said, heard = [], failures.heard
-        monkeypatch.setattr(failures, "heard", lambda h, c, x: (said.append((c.label, x.epoch)), heard(h, c, x)))
+        said: list = []
+        monkeypatch.setattr(
+            "xfer.session.failures.heard", lambda h, c, x: (said.append((c.label, x.epoch)), heard(h, c, x))
+        )
         w.engines[1] = ToyEngine(2)
         w.controllers[1] = w.serve(w.engines[1], 1)
         until_true(lambda: hub.replicas[1].state == "linking")
