@@ -331,3 +331,44 @@ def test_a_torn_engine_of_which_only_whole_workers_came_stays_out(monkeypatch):
         w.controllers[0].wait_ready(10)
     assert engine.paused and engine.label == MIXED and w.controllers[0].torn
     w.close()
+
+
+@pytest.mark.parametrize("within", [False, True])
+def test_a_replica_of_which_a_worker_found_no_lock_is_not_told_to_be_ready(monkeypatch, within):
+    """It says so behind the plan, however late the hub hears of it; also in a refit that waits for this replica."""
+    serve, go_on = Controller._serve, threading.Event()
+    with World(trainers=1, replicas=2) as world:
+        assert world.refit(1)[0].committed == 2
+        hub, toy, out = world.sessions[0]._hub, ToyEngine(2), []
+        world.controllers[1].close()
+        until = time.monotonic() + 10
+        while hub.replicas[1].state != "lost" and time.monotonic() < until:
+            time.sleep(0.01)
+        monkeypatch.setattr(Controller, "_serve", lambda c: (go_on.wait(10), serve(c)))
+
+        def no_lock() -> None:
+            hub._events.put(lambda: time.sleep(0.5))
+            raise RuntimeError("no lock")
+
+        toy.takers[1].choose_lock = no_lock
+        world.engines[1], read = toy, threading.Event()
+        toy.takers[0].read = lambda catalog, read_it=toy.takers[0].read: (read.wait(10), read_it(catalog))[1]
+        world.controllers[1] = world.serve(toy, 1)
+        while len(hub.replicas[1].workers) < 2 and time.monotonic() < until:
+            time.sleep(0.01)
+        refit = threading.Thread(target=lambda: out.extend(world.refit(2, min_replicas=1)), daemon=True)
+        if within:
+            refit.start()
+            while hub.attempt is None and time.monotonic() < until:
+                time.sleep(0.01)
+        read.set()
+        with pytest.raises(XferError, match="no lock"):
+            world.controllers[1].wait_ready(10.0)
+        assert hub.replicas[1].state == "failed"
+        go_on.set()
+        if within:
+            refit.join(30)
+            assert out[0].committed == 1
+        late = world.refit(3)[0]
+        assert isinstance(late, XferError) and "no lock" in str(late)
+        assert not toy.paused and not any(t.wrong(3) for t in world.engines[0].takers)

@@ -3,6 +3,7 @@
 Each was a defect once. In test_session_regressions.py are those of a single line of events.
 """
 
+import contextlib
 import threading
 import time
 from dataclasses import replace
@@ -19,6 +20,7 @@ from xfer.plan.cache import PlanCache
 from xfer.session import computing, lane, refit, roster, sums, trainer
 from xfer.session import messages as m
 from xfer.session.attempt import Attempt
+from xfer.session.failures import heard
 from xfer.session.timers import Timers
 from xfer.transport import routes
 
@@ -54,15 +56,147 @@ def test_a_refit_that_fails_while_a_replica_joins_leaves_it_joining(monkeypatch,
         right(w, 3)
 
 
-def test_a_joiner_whose_plan_fails_within_a_refit_hears_why():
-    w = connected_while_the_last_replica_joins(trainers=1, replicas=2)
-    w.engines[1].takers[1].live.pop("norm")  # no plan can be whole
-    t = threading.Thread(target=lambda: w.refit(1, min_replicas=1), daemon=True)
+@contextlib.contextmanager
+def running(w: World, version: int):
+    """A refit whose trainers are not ready before the end of this. Yields the hub and where its reports will be."""
+    go_on, out, hub = threading.Event(), [], w.sessions[0]._hub
+    drain = w.sources[0].drain
+    w.sources[0].drain = lambda: (go_on.wait(30), drain())
+    t = threading.Thread(target=lambda: out.extend(w.refit(version, min_replicas=1)), daemon=True)
     t.start()
-    with pytest.raises(e.XferError):
-        w.controllers[1].wait_ready(10.0)
-    t.join(15)
-    assert not t.is_alive()
+    until_true(lambda: hub.attempt is not None and len(hub.attempt.runs[0].armed) == w.workers)
+    try:
+        yield hub, out
+    finally:
+        go_on.set()
+        t.join(30)
+        w.sources[0].drain = drain
+
+
+@pytest.mark.parametrize("step", ["read", "plan"])
+@pytest.mark.parametrize("when", ["before", "within", "again"])
+def test_a_joiner_that_fails_within_a_refit_hears_why_at_once(monkeypatch, when, step):
+    """`when` it came: as the refit began, later, or once more after it had died in that refit. Whoever joined waited for its
+    whole deadline otherwise, inside the engine's call."""
+    why, read_on, plan = "tensors of this engine are others", threading.Event(), lane.Lane._do_plan
+
+    class Failing(ToyTaker):
+        def read(self, catalog):
+            assert read_on.wait(15)
+            if step == "read" and self.rank == 1:
+                raise e.LayoutError(why)
+            return super().read(catalog)
+
+    def refuse(self, inputs):
+        if step == "plan" and self.side.role == "worker" and self.replica == 1 and self.side.index == 1:
+            raise e.LayoutError(why)
+        plan(self, inputs)
+
+    with World(trainers=1, replicas=2) as w, contextlib.ExitStack() as stack:
+        good(w.refit(1))
+
+        def serve() -> None:
+            monkeypatch.setattr(lane.Lane, "_do_plan", refuse)
+            w.engines[1] = ToyEngine(2)
+            w.engines[1].takers = [Failing(i, 2) for i in range(2)]
+            w.controllers[1] = w.serve(w.engines[1], 1)
+            until_true(lambda: len(w.sessions[0]._hub.replicas[1].workers) == 2)
+
+        if when != "again":
+            leave(w, 1)
+        if when == "before":
+            serve()
+        hub, out = stack.enter_context(running(w, 2))
+        if when == "again":
+            until_true(lambda: len(hub.attempt.runs[1].armed) == 2)
+            leave(w, 1)
+        if when != "before":
+            serve()
+        began = time.monotonic()
+        read_on.set()
+        with pytest.raises(e.LayoutError, match=why):
+            w.controllers[1].wait_ready(15.0)
+        assert time.monotonic() - began < 5.0
+        assert all(isinstance(s.error, e.LayoutError) for s in w.engines[1].sessions)
+        assert hub.replicas[1].state == "failed" and not w.engines[1].paused
+        stack.close()
+        assert good(out).committed == 1
+        assert not any(t.wrong(2) for t in w.engines[0].takers)
+        assert [str(r).count(why) for r in w.refit(3)] == [1], "it is told as long as it is not served anew"
+        monkeypatch.undo()
+        w.controllers[1].close()
+        until_true(lambda: hub.replicas[1].controller is None)
+        w.engines[1] = ToyEngine(2)
+        w.controllers[1] = w.serve(w.engines[1], 1)
+        w.controllers[1].wait_ready(15.0)
+        assert good(w.refit(4)).committed == 2
+        right(w, 4)
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_trainers_whose_layouts_all_change_while_a_replica_links_cost_it_one_link(monkeypatch, at_once):
+    """Each says of the same link that it is of a layout that is gone. The second one ended the refit that the first one's word
+    had let go on."""
+    go_on = threading.Event()
+    monkeypatch.setattr(refit.computing, "compute", lambda *a: (told.wait(10), 0.0)[1])
+    told = threading.Event()
+    with World(trainers=3, replicas=2) as w:
+        told.set()
+        good(w.refit(1))
+        told.clear()
+        leave(w, 1)
+        link = lane.Lane._do_link
+
+        def late(self, message):
+            if self.replica == 1 and self.side.role == "trainer":
+                assert go_on.wait(10)
+                time.sleep(0.0 if at_once else 0.3 * self.side.index)
+            link(self, message)
+
+        monkeypatch.setattr(lane.Lane, "_do_link", late)
+        hub = w.sessions[0]._hub
+        said: list = []
+        monkeypatch.setattr(
+            "xfer.session.failures.heard", lambda h, c, x: (said.append((c.label, x.epoch)), heard(h, c, x))
+        )
+        w.engines[1] = ToyEngine(2)
+        w.controllers[1] = w.serve(w.engines[1], 1)
+        until_true(lambda: hub.replicas[1].state == "linking")
+        for s in w.sources:
+            transpose(s)
+        out: list = []
+        t = threading.Thread(target=lambda: out.extend(w.refit(2)), daemon=True)
+        t.start()
+        until_true(lambda: all(s._inventory != s._told[1] for s in w.sessions))  # they have looked, and told nobody yet
+        go_on.set()
+        until_true(lambda: hub.replicas[1].state == "ready")
+        time.sleep(1.0)
+        told.set()
+        t.join(30)
+        assert len({epoch for _, epoch in said}) == 1 and said[0][1] > 0
+        assert good(out).committed == 2
+        right(w, 2)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_trainers_that_do_not_agree_what_to_gather_end_the_refit_and_not_a_link(monkeypatch, replicas):
+    """It is no word about the link of the replica that joins meanwhile, also where that is the only one."""
+    w = connected_while_the_last_replica_joins(trainers=2, replicas=replicas)
+    slow(monkeypatch, "_do_link", 1.5, lambda lane: lane.side.role == "worker" and lane.replica == replicas - 1)
+    last = w.sessions[0]._hub.replicas[replicas - 1]
+    until_true(lambda: last.state == "linking")
+    epoch = last.epoch
+    with monkeypatch.context() as patch:
+
+        def odd(*a):
+            raise e.PlanMismatch("trainer ranks would gather different tensors from each other")
+
+        patch.setattr(refit.computing, "compute", odd)
+        assert all(isinstance(r, e.PlanMismatch) for r in w.refit(1))
+    w.controllers[-1].wait_ready(10.0)
+    assert last.epoch == epoch and not last.relink, "its link is whole"
+    good(w.refit(2))
+    right(w, 2)
     w.close()
 
 
@@ -111,19 +245,53 @@ def test_a_trainer_that_gave_up_on_a_hub_that_stood_still_says_so(monkeypatch):
         right(w, 3)
 
 
-def test_a_go_over_a_link_that_this_rank_gave_up_is_refused_aloud():
+@pytest.mark.parametrize("stop", ["cancel", "give_up"])
+def test_a_go_that_this_rank_will_not_follow_is_refused_aloud(stop):
+    """Since its link is broken by itself alone, or since its call has raised before the hub let it go."""
     with World(trainers=2, workers=1) as w:
         good(w.refit(1))
-        begin = w.sources[0].drain
+        begin, lost = w.sources[0].drain, e.PeerLost("stopped")
         w.sources[0].drain = lambda: (time.sleep(0.5), begin())
-        t = threading.Timer(0.25, lambda: w.sessions[1]._party.lanes[0].cancel(e.PeerLost("stopped"), None))
+        of = w.sessions[1]._party.lanes[0]
+        t = threading.Timer(0.25, lambda: of.cancel(lost, None) if stop == "cancel" else of.give_up(2, lost))
         t.start()  # after its Ready, before the Go
         began = time.monotonic()
-        assert all(isinstance(r, e.XferError) for r in w.refit(2, deadline_s=15.0))
+        assert all(isinstance(r, e.PeerLost) for r in w.refit(2, deadline_s=15.0))
         assert time.monotonic() - began < 8
         w.sources[0].drain = begin
         good(w.refit(3))
         right(w, 3)
+
+
+@pytest.mark.parametrize("host_pull", [True, False])
+def test_a_trainer_that_gives_up_on_a_silent_hub_leaves_links_of_joiners_alone(monkeypatch, host_pull):
+    """It stopped them and said so to nobody: the joiner's workers could never take part, and had to be served anew."""
+    monkeypatch.setattr(world, "HOST_PULL", host_pull)
+    with World(trainers=2, replicas=2) as w:
+        good(w.refit(1))
+        leave(w, 1)
+        hub, silent, link_on, link = w.sessions[0]._hub, threading.Event(), threading.Event(), lane.Lane._do_link
+
+        def late(self, message):
+            assert self.replica != 1 or self.side.role == "trainer" or link_on.wait(20)
+            link(self, message)
+
+        monkeypatch.setattr(lane.Lane, "_do_link", late)
+        w.engines[1] = ToyEngine(2)
+        w.controllers[1] = w.serve(w.engines[1], 1)
+        until_true(lambda: hub.replicas[1].state == "linking")
+        until_true(lambda: all(s._party.lanes[1]._running is s._party.lanes[1]._scope for s in w.sessions))  # begun
+        epoch = hub.replicas[1].epoch
+        hub._events.put(lambda: silent.wait(20))
+        out = w.refit(2, min_replicas=1, deadline_s=0.5)
+        assert all(isinstance(r, e.PeerLost if host_pull else e.DeadlineExceeded) for r in out), out
+        silent.set()
+        link_on.set()
+        w.controllers[1].wait_ready(10.0)
+        assert hub.replicas[1].epoch == epoch
+        for version in (3, 4):
+            assert good(w.refit(version)).committed == 2
+            right(w, version)
 
 
 def test_a_trainer_that_lost_the_hub_before_its_go_does_not_take_its_parameters_for_free(monkeypatch):

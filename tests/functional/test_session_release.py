@@ -3,15 +3,18 @@
 The plain cases are in test_session_routes.py. CUDA IPC is played by tests/support/cpu_peer.py.
 """
 
+import threading
 import time
 
 import pytest
 
+from tests.functional.test_session_relay import until_true
 from tests.functional.test_session_routes import good, peers, right  # noqa: F401
 from tests.support import cpu_peer
 from tests.support.packed_world import PackedWorld
 from tests.support.world import ToyEngine, World
 from xfer.errors import DeadlineExceeded
+from xfer.session import messages as m
 from xfer.session.lane import Lane
 
 
@@ -94,3 +97,50 @@ def test_release_needs_nothing_of_a_replica_that_has_not_come():
     right(w, 2)
     w.sessions[0].release()
     w.close()
+
+
+def test_an_answer_to_a_release_that_was_given_up_is_none_to_the_next(monkeypatch):
+    """It comes late and lies in the inbox, while a refit has opened routes again: the trainer freed what was still mapped."""
+    close, seconds = Lane._do_close_routes, [0.8]
+    monkeypatch.setattr(Lane, "_do_close_routes", lambda lane: (time.sleep(seconds[0]), close(lane)))
+    with World(trainers=1, workers=1, deadline_s=10.0) as w:
+        good(w.refit(1))
+        w.sessions[0].deadline_s = 0.4
+        with pytest.raises(DeadlineExceeded):
+            w.sessions[0].release()
+        until_true(lambda: any(isinstance(x, m.Released) for x in list(w.sessions[0]._party.inbox.queue)))
+        seconds[0], w.sessions[0].deadline_s = 0.3, 10.0
+        assert all(r.pending for r in w.refit(2, wait="sources")), "it takes nothing from the inbox"
+        assert cpu_peer.MAPPED
+        w.sessions[0].release()
+        assert not cpu_peer.MAPPED
+        good(w.refit(3))
+        right(w, 3)
+
+
+def test_a_release_that_was_given_up_while_a_replica_was_planned_closes_nothing_of_a_later_refit(monkeypatch):
+    plan, post, go_on, asked = Lane._do_plan, Lane.post, threading.Event(), []
+    with World(trainers=1, workers=1, replicas=2, deadline_s=5.0) as w:
+        good(w.refit(1))
+        hub = w.sessions[0]._hub
+        w.controllers[1].close()
+        for s in w.engines[1].sessions:
+            s.close()
+        until_true(lambda: hub.replicas[1].state == "lost")
+        monkeypatch.setattr(
+            Lane, "_do_plan", lambda lane, x: (lane.side.role == "trainer" or go_on.wait(5), plan(lane, x))
+        )
+        monkeypatch.setattr(Lane, "post", lambda lane, x: (asked.append(x), post(lane, x)))
+        w.engines[1] = ToyEngine(1)
+        w.controllers[1] = w.serve(w.engines[1], 1)
+        until_true(lambda: hub.replicas[1].state == "planning" and w.sessions[0]._party.lanes[1].wait_idle(0.0))
+        w.sessions[0].deadline_s = 0.3
+        with pytest.raises(DeadlineExceeded, match="unmap"):
+            w.sessions[0].release()
+        good(w.refit(2, min_replicas=1, deadline_s=2.0))
+        go_on.set()
+        w.controllers[1].wait_ready(5.0)
+        time.sleep(0.2)
+        assert not any(isinstance(x, m.CloseRoutes) for x in asked)
+        assert good(w.refit(3)).committed == 2
+        right(w, 3)

@@ -70,9 +70,9 @@ class Attempt:
         return run is not None and not run.over
 
     def has_told(self, replica: Replica) -> bool:
-        """Whether its engine was told of this attempt, and so has joined before."""
+        """Whether its engine was told of this attempt, and so has joined before. Not of a former life, whose part is over."""
         run = self.runs.get(replica.index)
-        return run is not None and run.told
+        return run is not None and run.told and not run.over
 
     def _arm(self) -> None:
         """A controller whose replica is still joining would not hear it: it is told when the replica is ready."""

@@ -18,7 +18,7 @@ from xfer.engines.interface import EngineHandle
 from xfer.errors import DeadlineExceeded, EngineLost, PeerLost, Unsupported, XferError
 from xfer.session import messages as m
 from xfer.session import timeline
-from xfer.session.bounds import SETTLE_GRACE_S, STOP_GRACE_S
+from xfer.session.bounds import SETTLE_GRACE_S, SILENCE_S, STOP_GRACE_S
 from xfer.session.party import Party
 from xfer.session.timeline import mark
 from xfer.session.turns import quick_turns
@@ -244,10 +244,17 @@ class Controller:
                 raise _ClosedError from e
             raise
         self._met(found, held)
+        self._kept_from = self._kept_from or self._failed_since()
         if self._kept_from is not None:
             self._set(error=self._kept_from)
         self._held = False
         self._ready.set()
+
+    def _failed_since(self) -> XferError | None:
+        """A worker may find no lock after the plan: it says so and returns from init, behind the word that the replica is ready."""
+        self._party.catch_up(SILENCE_S)
+        said = [x for x in list(self._party.inbox.queue) if isinstance(x, m.Failed) and x.replica == self.replica]
+        return said[0].error.error() if said else None
 
     def _unless_closed(self) -> None:
         if self._closing.is_set():

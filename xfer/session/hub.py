@@ -2,7 +2,8 @@
 
 One thread per connection reads; one thread, the *brain*, handles every event in order, so that state needs no lock. Here:
 threads, who is connected, catalogs and inventories, and which message goes where. Beside it: `door.py` (who may come in),
-`roster.py` (clients, replicas), `planning.py` (a replica's plan and link), `calls.py` and `attempt.py` (refits), `keyvalue.py` (the store).
+`roster.py` (clients, replicas), `planning.py` (a replica's plan and link), `calls.py` and `attempt.py` (refits), `failures.py` (who is told
+of one), `keyvalue.py` (the store).
 
     trainers --Specs--> hub --CatalogMsg--> trainers, workers --InventoryMsg--> hub
     hub --PlanInputs(replica)--> its domain --Planned(digest)--> hub --OpenLink--> domain --LinkOpen--> hub --ReplicaReady--> trainers
@@ -20,9 +21,9 @@ from collections.abc import Callable, Iterable
 from datetime import datetime, timezone
 
 from xfer.ending import wait_for_all
-from xfer.errors import DeadlineExceeded, HandshakeError, PeerLost, PlanMismatch, ProtocolError, XferError
+from xfer.errors import DeadlineExceeded, HandshakeError, PeerLost, ProtocolError, XferError
+from xfer.session import failures, relays
 from xfer.session import messages as m
-from xfer.session import relays
 from xfer.session.attempt import Attempt
 from xfer.session.bounds import STOP_GRACE_S
 from xfer.session.calls import Calls
@@ -406,46 +407,14 @@ class Hub:
     def _on_LinkOpen(self, client: Client, msg: m.LinkOpen) -> None:
         self.planning.link_open(client, msg)
 
-    def _on_Release(self, client: Client, _: m.Release) -> None:
-        self.planning.release(client)
+    def _on_Release(self, client: Client, msg: m.Release) -> None:
+        self.planning.release(client, msg.number)
 
     def _on_RoutesClosed(self, client: Client, msg: m.RoutesClosed) -> None:
         self.planning.closed(client, msg.replica)
 
     def _on_Failed(self, client: Client, msg: m.Failed) -> None:
-        error, trainer = msg.error.error(), client.hello.role == "trainer"
-        if trainer and msg.replica < 0 and msg.attempt in self.calls.finished:
-            return
-        if msg.attempt and msg.attempt < (
-            self.attempt.number if self.attempt is not None else max(self.calls.finished, default=0) + 1
-        ):
-            return  # of an attempt that is over: its outcome has been told
-        if self.attempt is not None and msg.attempt > self.attempt.number and trainer:
-            return self.calls.failed_early(msg.attempt, error)
-        if self.attempt is not None and trainer and msg.replica < 0:
-            self.attempt.called = True
-        targets = [self.replicas[msg.replica]] if msg.replica in self.replicas else list(self.replicas.values())
-        if not trainer:
-            targets = [self.replicas[client.hello.replica]]
-        if trainer and isinstance(error, PlanMismatch) and targets[0].state == "linking" and len(targets) == 1:
-            if self.attempt is None or not self.attempt.has_told(targets[0]):
-                return self.planning.postpone(targets[0], error)  # its layout changed while this one joined
-        for r in targets:
-            if r.state in ("planning", "linking") and (msg.replica >= 0 or not trainer):  # else it concerns the attempt
-                self.planning.failed(r, error)
-        if self.attempt is not None and any(self.attempt.concerns(r) for r in targets):
-            self.attempt.failed(client, targets if msg.replica >= 0 or not trainer else None, error)
-        elif trainer and msg.replica < 0:
-            self.calls.failed_early(msg.attempt, error)
-        elif trainer and not msg.attempt:  # its process was to control this replica and cannot
-            for r in targets:
-                r.error = error if r.controller is None else r.error
-        elif not trainer and not msg.attempt:  # in an attempt, its replica's part in that is over and has been told
-            for r in targets:
-                if r.state in ("joining", "ready"):  # ready: a worker could not get its lock after the plan
-                    r.state, r.error = "failed", error
-                    self.broadcast(self.trainers.values(), m.Failed(msg.error, replica=r.index))
-                    self.broadcast((c for c in r.processes() if c is not client), m.Failed(msg.error, replica=r.index))
+        failures.heard(self, client, msg)
 
     def _on_Settled(self, client: Client, msg: m.Settled) -> None:
         replica = self.replicas[client.hello.replica]

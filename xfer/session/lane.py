@@ -24,7 +24,7 @@ from xfer.errors import PeerLost, PlanMismatch, XferError
 from xfer.plan.cache import PlanCache
 from xfer.plan.options import PlanOptions
 from xfer.plan.part import Part
-from xfer.session import faults
+from xfer.session import faults, late
 from xfer.session import messages as m
 from xfer.session.store import HubStore
 from xfer.session.timeline import mark
@@ -70,36 +70,15 @@ class Side(Protocol):
 
 
 _running: weakref.WeakSet[Lane] = weakref.WeakSet()
-_late: dict[routes.Routed, tuple[tuple[str, int], threading.Thread]] = {}
-"""Routes that could not be closed yet: whose they are, and the thread that will. Held here, whatever becomes of their lane: a
-kernel that did not leave the device works with their tables and buffers, and with what they have mapped."""
-LATE_S = 0.05
-"""Seconds between two looks at them."""
-_exiting = threading.Event()
 
 
 @atexit.register
 def _stop_all() -> None:
     """A process that ends without closing its session."""
-    _exiting.set()
-    lanes, closing = list(_running), [thread for _, thread in list(_late.values())]
+    closing, lanes = late.stop(), list(_running)
     for lane in lanes:
         lane.stop()
     wait_for_all(x.join for x in (*lanes, *closing))
-
-
-def _close_late(routed: routes.Routed, device: torch.device) -> None:
-    """On a thread of its own."""
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    try:
-        while not routed.close():
-            routed.stop()  # again and again: what begins late clears the word
-            if _exiting.wait(LATE_S):
-                return
-    except Exception as e:  # of the driver: this process can do no more about it
-        logger.error("xfer: %s: what was read cannot be unmapped: %s", _late[routed][0][0], e)
-    del _late[routed]
 
 
 _UNMAP = object()
@@ -127,7 +106,9 @@ class Lane:
         self.inputs: m.PlanInputs | None = None  # what `plan` was made from
         self.plan_seconds = 0.0  # in which the plan was made, the exchange of layouts included
         self.exchange_seconds = 0.0  # until the layouts were here and checked
-        self.go_attempt = 0  # that it was last let go in
+        self.go_attempt = 0  # that it was last let go in,
+        self._go_epoch = 0  # and over the routes of which epoch
+        self._given_up: tuple[int, XferError | None] = 0, None  # the last attempt that may not begin here any more, and why
         self._link: Link | None = None
         self._routed: routes.Routed | None = None
         self._bound = -1  # binding generation that the routes were opened for
@@ -156,7 +137,7 @@ class Lane:
                 self._scope.error = self._scope.error or PeerLost(f"replica {self.replica}: another epoch has begun")
                 self._scope = _Scope(message.epoch)
             if isinstance(message, m.Go):
-                self.go_attempt = message.attempt
+                self.go_attempt, self._go_epoch = message.attempt, self._scope.epoch
             # Inside the lock, or the lane could call itself idle in between.
             self._queue.put((message, self._scope, self._scope.stopped()))
 
@@ -172,6 +153,15 @@ class Lane:
             routed.stop()
         if link is not None:
             link.abort(0.0)  # this may be the thread that reads what the hub says, to all lanes
+
+    def give_up(self, attempt: int, error: XferError) -> bool:
+        """Of this attempt nothing goes on or begins here any more, and nobody has to be told. True: it had begun. A plan or link
+        goes on: it may be of a replica that joins, whose processes wait for it."""
+        with self._lock:
+            self._given_up, began, epoch = (attempt, error), self.go_attempt >= attempt, self._go_epoch
+        if began:
+            self.cancel(error, epoch)  # unless there is a newer one, which has stopped what began
+        return began
 
     def let_go(self) -> None:
         """Nothing will be moved any more: a worker unmaps the trainers' storages, once what runs has ended."""
@@ -221,7 +211,7 @@ class Lane:
         return (routed is None or routed.drained) and all(r.drained for r in self._late())
 
     def _late(self) -> list[routes.Routed]:
-        return [r for r, (whose, _) in list(_late.items()) if whose == (self.party.label, self.replica)]
+        return late.held(self.party.label, self.replica)
 
     @property
     def gave_up(self) -> bool:
@@ -282,13 +272,16 @@ class Lane:
                     elif isinstance(message, m.CloseRoutes):
                         self._do_close_routes()
                     elif isinstance(message, m.Go):
+                        if message.attempt <= self._given_up[0]:
+                            raise self._given_up[1]
                         self._do_go(message)
             except Exception as e:
                 cancelled = self._running.error
                 error = cancelled or (e if isinstance(e, XferError) else None)
                 wire = m.WireError.of(error or e, self.party.label)
                 if cancelled is None or refused and isinstance(message, m.Go):  # else the hub knows already
-                    self.party.try_send(m.Failed(wire, getattr(message, "attempt", 0), self.replica))
+                    at = getattr(message, "attempt", 0), self.replica, getattr(message, "epoch", 0)
+                    self.party.try_send(m.Failed(wire, *at))
             finally:
                 with self._lock:
                     if self._queue.empty():
@@ -408,7 +401,7 @@ class Lane:
         while self._late():  # what it reads stays mapped, and nobody is told otherwise
             if self._ended or self._running is not self._scope:
                 return  # they are opened anew; who still wants them closed asks again
-            time.sleep(LATE_S)
+            time.sleep(late.LATE_S)
         self.party.send(m.RoutesClosed(self.replica))
 
     def _close_routes(self) -> routes.Routed | None:
@@ -416,9 +409,7 @@ class Lane:
         with self._lock:
             old, self._routed, self._bound = self._routed, None, -1
         if old is not None and not old.close():
-            closing = threading.Thread(target=_close_late, args=(old, self.side.device), name="xfer-late", daemon=True)
-            _late[old] = (self.party.label, self.replica), closing
-            closing.start()
+            late.close_later(old, self.party.label, self.replica, self.side.device)
         return old
 
     def _do_go(self, go: m.Go) -> None:

@@ -51,7 +51,7 @@ from xfer.session.wire import (
     WireMessage,
 )
 
-WIRE_VERSION = 15
+WIRE_VERSION = 16
 _STORE_KEY = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./:\-]{0,255}")
 
 
@@ -276,11 +276,13 @@ class Settled(WireMessage):
 
 
 class Failed(WireMessage):
-    """anyone -> hub: I raised. `replica` limits the damage; -1: all replicas."""
+    """anyone -> hub: I raised. `replica` limits the damage; -1: all replicas. `epoch`: of the plan, link or go that a lane was at;
+    0 from whoever was at none. hub -> anyone: this is why."""
 
     error: WireError
     attempt: Count = 0
     replica: Annotated[int, Meta(ge=-1, lt=1 << 31)] = -1
+    epoch: Count = 0
 
 
 class Reader(Struct, frozen=True, forbid_unknown_fields=True):
@@ -322,7 +324,10 @@ class Outcome(WireMessage):
 
 
 class Release(WireMessage):
-    """trainer -> hub: my storages are about to be freed; let everyone unmap them. Answered by `Released`."""
+    """trainer -> hub: my storages are about to be freed; let everyone unmap them. Answered by `Released`, with the same number,
+    which no other of this trainer's has: an answer to one that was given up may come when routes are open again."""
+
+    number: Count
 
 
 class CloseRoutes(WireMessage):
@@ -337,6 +342,8 @@ class RoutesClosed(WireMessage):
 
 class Released(WireMessage):
     """hub -> trainer: nobody has your storages mapped any more."""
+
+    number: Count
 
 
 class Leave(WireMessage):

@@ -88,6 +88,7 @@ class Party:
         self.lost: PeerLost | None = None
         self._failed: m.WireError | None = None  # why the hub said that nothing can be refitted any more
         self._heard = 0.0  # monotonic time of the hub's last word
+        self._pongs = 0
         self._news = threading.Condition()
         until = time.monotonic() + deadline_s
         self.channel = dial(rendezvous, token, deadline_s)
@@ -142,6 +143,12 @@ class Party:
         with self._news:
             return self._news.wait_for(condition, max(0.0, until - time.monotonic()))
 
+    def catch_up(self, seconds: float) -> None:
+        """What the hub had to say by now is in the inbox after this, unless it is gone or does not answer in these seconds."""
+        before = self._pongs
+        self.try_send(m.Ping(), seconds)
+        self.wait_for(lambda: self._pongs > before or self.lost is not None, time.monotonic() + seconds)
+
     def _sort(self, message: m.Message) -> None:
         self._heard = time.monotonic()
         self._put(message)
@@ -149,6 +156,7 @@ class Party:
 
     def _put(self, message: m.Message) -> None:
         if isinstance(message, m.Pong):
+            self._pongs += 1
             return
         if isinstance(message, m.Found):
             self.found = message

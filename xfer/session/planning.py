@@ -27,7 +27,7 @@ class Planning:
         self.hub = hub
         self.layouts = Relay(self._owners)
         self._closing: set[tuple[Client, int]] = set()  # who has not unmapped yet, of which replica
-        self._releasing: set[Client] = set()  # trainers that wait for them
+        self._releasing: dict[Client, int] = {}  # trainers that wait for them, and the number of what each asked last
         self.let_go: set[Client] = set()  # trainers that released and have not entered a refit since
 
     def plan(self, replica: Replica) -> None:
@@ -153,14 +153,21 @@ class Planning:
 
     # ---- unmapping before trainers free
 
-    def release(self, client: Client) -> None:
+    def release(self, client: Client, number: int) -> None:
         """Everyone unmaps who reads trainers' storages (every worker; by the packed route trainers too, each other's); then all
         trainers that asked are told, and routes are opened again by the next refit."""
         self.let_go.add(client)
+        self._releasing.pop(client, None)  # it no longer waits for what it asked before
+        self._release_when_open(client, number)
+
+    def _release_when_open(self, client: Client, number: int) -> None:
+        """What is being opened is closed after."""
+        if client not in self.let_go or number < self._releasing.get(client, 0):
+            return  # it gave that up, and has entered a refit or asked again since
         if any(r.state in ("planning", "linking") for r in self.hub.replicas.values()):
-            self.hub.at(time.monotonic() + 0.02, lambda: self.release(client))  # what is being opened is closed after
+            self.hub.at(time.monotonic() + 0.02, lambda: self._release_when_open(client, number))
             return
-        self._releasing.add(client)
+        self._releasing[client] = number
         for r in self.hub.replicas.values():
             self.unmap(r)
         for c in self.hub.clients:  # of replicas that are lost: they live on, with all that they have mapped
@@ -185,8 +192,9 @@ class Planning:
 
     def _answer_releases(self) -> None:
         if not self._closing:
-            waiting, self._releasing = self._releasing, set()
-            self.hub.broadcast(waiting, m.Released())
+            waiting, self._releasing = self._releasing, {}
+            for client, number in waiting.items():
+                client.send(m.Released(number))
 
     def link_open(self, client: Client, msg: m.LinkOpen) -> None:
         replica = self.hub.replicas[msg.replica]

@@ -182,9 +182,7 @@ class RefitCall:
         # A hub whose process was stopped reads all this when it goes on: it must not run the refit without us then.
         self.party.try_send(m.Failed(m.WireError.of(e, self.label), self.number), _LAST_S)
         lanes = list(self.party.lanes.values())
-        for lane in lanes:
-            lane.cancel(e, None)
-        stopped = self._idle(lanes)
+        stopped = self._idle([lane for lane in lanes if lane.give_up(self.number, e)])
         # What a stopped lane sends nobody reads any more; what takers pull they may.
         if stopped and not (
             self._may_be_read and any(lane.pulled_out and lane.free_attempt < self.number for lane in lanes)

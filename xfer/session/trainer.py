@@ -103,6 +103,7 @@ class TrainerSession:
         self._specs = b""
         self._told: tuple[bytes, bytes | None] = b"", b""  # specs and inventory that the hub knows; None: it owes a catalog
         self._released = False
+        self._releases = 0  # how many were begun
         self.drain: Drain | None = None  # of the last call; may run longer than that
         self._sums = SourceSums(self.index, [], [])
         self._quarantine: list[list[torch.Tensor]] = []  # storages that somebody may still read
@@ -435,11 +436,17 @@ class TrainerSession:
         until = time.monotonic() + self.deadline_s
         if not all([lane.wait_idle(self.deadline_s) for lane in list(self._party.lanes.values())]):
             raise DeadlineExceeded("a transfer of this rank is still running", where=self._party.label)
-        self._party.send(m.Release())
+        self._releases += 1
+        self._party.send(m.Release(self._releases))
         kept = []
         try:
             while not isinstance(
-                message := self._party.take((m.Released, m.Outcome, m.Failed), until, "every worker to unmap"),
+                message := self._party.take(
+                    (m.Released, m.Outcome, m.Failed),
+                    until,
+                    "every worker to unmap",
+                    lambda x: not isinstance(x, m.Released) or x.number == self._releases,
+                ),
                 m.Released,
             ):
                 kept.append(message)
