@@ -1,5 +1,6 @@
 """Processes on GPUs that are killed or stopped in the middle of a refit, and memory that changes between two: real vLLM,
-plain trainers, by the peer route (any number of GPUs) and by NCCL (two, or three for a trainer that is not alone).
+plain trainers, by the peer route and by NCCL. Any number of GPUs; with two the trainer by NCCL is alone, with one all processes share
+it, each a host of its own to NCCL.
 
 After every case: whoever is left had a typed error in time; nobody but the culprit has ended; the engine answers nothing
 or what it answered before; and the next refit is right in every byte. One engine serves all cases of a route but the last,
@@ -30,8 +31,7 @@ LAST, FIRST = "last", "first"
 
 @pytest.fixture(scope="module", params=["peer", "nccl"])
 def bench(request, tmp_path_factory):
-    if (way := route(request.param, GPUS)) is None:
-        pytest.skip("needs two GPUs: NCCL refuses two ranks on one")
+    way = route(request.param, GPUS)
     b = Bench(tmp_path_factory.mktemp(f"faults_{way.name}"), way)
     with b.job:
         yield b

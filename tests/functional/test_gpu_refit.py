@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from tests.support.gpu_job import NO_HANDLES, Job, check, config, gpus
+from tests.support.gpu_job import NO_HANDLES, Job, check, config, gpus, host
 
 pytest.importorskip("vllm")
 GPUS = gpus()
@@ -40,15 +40,12 @@ class Case:
         return 1 + max((*self.trainers, *(g for r in self.replicas for g in r)))
 
 
-def host(name: str) -> dict[str, str]:
-    """This host under another name, for xfer and for NCCL, which then goes by its network between two names."""
-    return {"XFER_HOST": name, "NCCL_HOSTID": name, "NCCL_MNNVL_ENABLE": "0"}
-
-
 PACKED, MAPPED = dict(route="packed"), dict(route="packed", colocated=True)
 APART = dict(env=host("t"), engine_env=host("e"))
 UNMAPPED = dict(route="nccl", env=NO_HANDLES)
 UNMAPPED_APART = {**UNMAPPED, **APART, "env": {**NO_HANDLES, **host("t")}}
+ONE_CONNECTION = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+"""What Megatron asks for on older GPUs: all that a process launches stands in one row."""
 CASES = [
     Case("one GPU for both", "qwen3", (0,), ((0,),)),
     Case("dense, side by side", "qwen3_tied", (1,), ((0,),)),
@@ -79,6 +76,16 @@ CASES = [
         route="packed",
         connect=PACKED,
         **APART,
+    ),
+    Case(
+        "one GPU, by NCCL, as on three hosts, one connection",
+        "qwen3",
+        (0, 0),
+        ((0,),),
+        dict(eager=True),
+        route="nccl",
+        env={**NO_HANDLES, **ONE_CONNECTION, **host("t{rank}")},
+        engine_env={**ONE_CONNECTION, **host("e")},
     ),
     Case("two replicas on one GPU, as on two hosts", "qwen3", (0,), ((0,), (0,)), dict(eager=True), **UNMAPPED_APART),
     Case(

@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.support.gpu_job import NO_HANDLES, Engine, Job, check, config
+from tests.support.gpu_job import NO_HANDLES, Engine, Job, check, config, nccl_host
 from tests.support.proc import PATIENCE, Child
 from tests.support.refit_job import stopped, until
 from xfer.session.bounds import CALL_GRACE_S
@@ -29,18 +29,24 @@ MODEL = config(
 
 @dataclass(frozen=True)
 class Route:
-    """`name`: as reports call it. `trainers`: the GPU of each; the engine's is 0. `env`: of trainers."""
+    """`name`: as reports call it. `trainers`: the GPU of each; the engine's is 0. `env`: of trainers; `engine_env`: of the engine."""
 
     name: str
     trainers: tuple[int, ...]
     env: dict[str, str] = field(default_factory=dict)
+    engine_env: dict[str, str] = field(default_factory=dict)
 
 
 def route(name: str, gpus: int) -> Route | None:
-    """The two trainers that there is room for: NCCL wants a GPU for each process, and has one trainer on two GPUs."""
+    """The trainers that there is room for. NCCL wants a GPU of its own for each process of a host: one trainer on two GPUs, two on
+    three; on one GPU each process is a host of its own to NCCL, and to xfer they are of one, as their process ids are."""
+    if not gpus:
+        return None
     if name == "peer":
-        return Route(name, (gpus - 1, gpus - 1)) if gpus else None
-    return Route(name, tuple(range(1, min(gpus, 3))), NO_HANDLES) if gpus > 1 else None
+        return Route(name, (gpus - 1, gpus - 1))
+    if gpus == 1:
+        return Route(name, (0, 0), {**NO_HANDLES, **nccl_host("trainer{rank}")}, nccl_host("engine"))
+    return Route(name, tuple(range(1, min(gpus, 3))), NO_HANDLES)
 
 
 class Bench:
@@ -72,7 +78,7 @@ class Bench:
             self.job.family.children.remove(self.engine.child)
             self.job.engines.remove(self.engine)
         self.fault("engine", "")
-        env = {"XFER_FAULT_FILE": str(self.work / "engine.fault")}
+        env = {"XFER_FAULT_FILE": str(self.work / "engine.fault"), **self.route.engine_env}
         self.engine = self.job.engine(f"engine-{len(self.job.family.children)}-{self.seed}", [0], env=env, eager=True)
 
     def begin_trainers(self) -> None:

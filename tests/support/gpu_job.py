@@ -40,6 +40,17 @@ NO_HANDLES = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "PYTORCH_AL
 """Environment of trainers whose memory nobody can map: then all bytes go by NCCL."""
 
 
+def nccl_host(name: str) -> dict[str, str]:
+    """This host under another name for NCCL, which refuses two ranks of one host on one GPU; between two names it goes by its
+    network. `{rank}` in what `Job.start_trainers` is given stands for the rank: a name for each."""
+    return {"NCCL_HOSTID": name, "NCCL_MNNVL_ENABLE": "0"}
+
+
+def host(name: str) -> dict[str, str]:
+    """The same, and under another name for xfer too."""
+    return {"XFER_HOST": name, **nccl_host(name)}
+
+
 def gpus() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
@@ -119,7 +130,7 @@ class Job:
                     f"trainer{r}-{len(self.family.children)}", "trainer", "gpu_trainer", **{
                         **site("trainer"), "XFER_TOKEN": self.token, "XFER_GPU": str(gpu), "RANK": str(r),
                         "LOCAL_RANK": str(gpu), "WORLD_SIZE": str(len(on)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
-                        **env,
+                        **{k: v.replace("{rank}", str(r)) for k, v in env.items()},
                     },
                 )
             )  # fmt: skip

@@ -44,8 +44,13 @@ def _main(rank: int, size: int, port: int, part: str, kwargs: dict, env: dict, a
     time.sleep(0.2)  # the queue's feeder
 
 
-def spawn(part: str, size: int, seconds: float = 75.0, env: dict | None = None, **kwargs) -> list:
+START_S, SEED_S = 75.0, 4.0
+"""What ranks may take: to start and to do what takes no seeds, and for each seed."""
+
+
+def spawn(part: str, size: int, env: dict | None = None, **kwargs) -> list:
     """What `part(rank, size, store, device, **kwargs)` returned in each of `size` processes; raises with tracebacks."""
+    seconds = START_S + SEED_S * len(kwargs.get("seeds", ()))
     context = mp.get_context("spawn")
     answers, port = context.Queue(), free_port()
     store = TCPStore("127.0.0.1", port, None, True, timedelta(seconds=60), wait_for_workers=False)
