@@ -162,10 +162,13 @@ class Job:
             got = c.expect("built", "raised", timeout=120)
             assert got["kind"] == "built", f"{got}\n{c.tail()}"
 
-    def meet(self, engines: list[Engine], keep: tuple[str, ...] = (), **connect) -> list[dict]:
+    def meet(
+        self, engines: list[Engine], keep: tuple[str, ...] = (), serve: dict | None = None, **connect
+    ) -> list[dict]:
+        """`serve`: more arguments of `xfer.serve`; `connect`: of `xfer.connect`."""
         self.rendezvous = f"tcp://127.0.0.1:{free_port()}"
         for i, e in enumerate(engines):
-            e.ask("serve", "serving", rendezvous=self.rendezvous, replica=i, keep=keep)
+            e.ask("serve", "serving", rendezvous=self.rendezvous, replica=i, keep=keep, **(serve or {}))
         out = self.good("connect", "connected", rendezvous=self.rendezvous, replicas=len(engines), **connect)
         for e in engines:
             e.ask("ready", "is ready")
