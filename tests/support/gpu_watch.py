@@ -8,7 +8,7 @@ import warnings
 
 import torch
 
-POLLED = {"is_set", "stopped", "poll", "over"}
+POLLED = {"is_set", "stopped", "poll", "query"}
 """Names of functions that a wait calls for as long as it lasts: they tell how busy the GPU is, not how many tensors there are."""
 
 
