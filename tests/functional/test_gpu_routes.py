@@ -50,6 +50,12 @@ def test_random_programs_are_pulled(how):
     assert all(copied) if how and GPUS > 1 else not any(copied)
 
 
+def test_trainer_and_engine_in_one_process_read_each_other():
+    """Nothing is opened or unmapped there; on two GPUs torch is made to let each read the other."""
+    (got,) = spawn("one_process", 1, ranks=2, seeds=SEEDS)
+    assert all(pulled > 0 and sent == 0 for pulled, sent, *_ in got)
+
+
 def test_storages_that_cannot_be_exported_go_by_p2p():
     """Rank 0 allocates with expandable segments, which give out no legacy handles: its rows are sent, others pulled."""
     got = spawn("worlds", LINKED, route="mixed", seeds=SENT, env=hosts(LINKED, NO_HANDLES))
