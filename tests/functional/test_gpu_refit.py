@@ -2,7 +2,8 @@
 
 After each refit every byte of every worker is compared with what vLLM's own loader makes of the same weights (and, of MLA,
 the projections that it derives from them), and greedy tokens are asked right away, of every data-parallel rank. Any number
-of GPUs: what needs more is skipped, ranks of both sides share GPUs where there are few (then nothing can go by NCCL).
+of GPUs: what needs more is skipped; ranks of both sides share GPUs where there are few, and where bytes go by NCCL each is
+of a host of its own to it.
 
     python -m pytest -m gpu tests/functional/test_gpu_refit.py
 """
@@ -15,6 +16,7 @@ import pytest
 
 from tests.support.gpu_job import NO_HANDLES, Engine, Job, check, config, gpus, host
 from tests.support.refit_job import until
+from xfer.testing.ports import free_port
 
 pytest.importorskip("vllm")
 GPUS = gpus()
@@ -221,3 +223,22 @@ def test_requests_under_way_across_refits_are_of_one_version_or_what_the_pause_s
                 versions.append(seed)
             flew_well(mode, engine.ask("land", "landed")["log"], truth, versions)
             job.good("close", "closed")
+
+
+def test_trainers_whose_memory_cannot_be_read_are_refused_on_the_engines_gpu(tmp_path):
+    """NCCL refuses two ranks on one GPU, and nobody else could carry the bytes. The engine is as it was: others may come."""
+    with Job(tmp_path, config("qwen3")) as job:
+        engine = job.engine("engine", [0], eager=True)
+        job.start_trainers([0], **NO_HANDLES)
+        job.plain()
+        engine.started()
+        rendezvous = f"tcp://127.0.0.1:{free_port()}"
+        engine.ask("serve", "serving", rendezvous=rendezvous, replica=0)
+        (got,) = job.all("connect", "connected", rendezvous=rendezvous, replicas=1, deadline_s=60.0)
+        assert got["kind"] == "raised" and got["type"] == "Unsupported" and got["seconds"] < 60, got
+        assert all(t in got["text"] for t in ("ranks share a GPU", "expandable segments", "PYTORCH_ALLOC_CONF")), got
+        job.stop_trainers()
+        job.start_trainers([0])
+        job.plain()
+        job.meet([engine])
+        check(job, [engine], 1, job.refit(1, verify=True), "peer")
