@@ -53,15 +53,14 @@ def rank_of(b: Bench, which: str) -> int:
 def test_a_trainer_that_is_killed(b, which):
     """The engine has mapped its memory, or waits in NCCL for its bytes; a new one in its place gets that memory."""
     rank = rank_of(b, which)
-    before = b.memory(rank)
+    mine, before = b.memory(rank)["allocated"], b.room(rank)
     b.begin("trainers", f"trainer:{rank}:{IN_THE_MIDDLE[b.route.name]}:kill@1", deadline_s=FAR)
     b.failed(b.others(rank), ("PeerLost",), f"trainer {rank}", within=FAR / 2, drained=rank > 0)
     b.only_these_ended(b.trainers[rank])
     b.torn_or_untouched()
     b.meet_anew()
     b.right()
-    after = b.memory(rank)
-    assert after["free"] >= before["free"] - after["allocated"] // 2, (before, after)
+    assert (after := b.room(rank)) >= before - mine // 2, (before, after, mine)
 
 
 @pytest.mark.parametrize("which", [LAST, FIRST])

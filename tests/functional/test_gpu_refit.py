@@ -3,7 +3,7 @@
 After each refit every byte of every worker is compared with what vLLM's own loader makes of the same weights (and, of MLA,
 the projections that it derives from them), and greedy tokens are asked right away, of every data-parallel rank. Any number
 of GPUs: what needs more is skipped; ranks of both sides share GPUs where there are few, and where bytes go by NCCL each is
-of a host of its own to it.
+a host of its own to it.
 
     python -m pytest -m gpu tests/functional/test_gpu_refit.py
 """

@@ -178,6 +178,14 @@ class Bench:
         self.trainers[rank].say(do="memory", **({} if gpu is None else {"gpu": gpu}))
         return self.trainers[rank].expect("memory", timeout=30)
 
+    def room(self, rank: int) -> int:
+        """Bytes of this trainer's GPU that are free; where the engine lies there too, also what its torch keeps for buffers to come, and
+        less what the GPU has in all: two of these can be compared."""
+        if self.route.trainers[rank]:
+            return self.memory(rank)["free"]
+        ((beside, _),) = self.engine.ask("memory", "memory")["workers"]
+        return -beside
+
     def gets_free(self, rank: int, gpu: int, atleast: int, seconds: float = 20.0) -> None:
         end = time.monotonic() + seconds * PATIENCE
         while (free := self.memory(rank, gpu)["free"]) < atleast:
