@@ -1,5 +1,6 @@
 """Real Megatron-Core and Megatron-Bridge on GPUs: forward, backward and optimizer steps, refits between them, and the engine
-compared with vLLM's own loader and with a fresh engine over what Bridge exports. Two GPUs; the packed route on one.
+compared with vLLM's own loader and with a fresh engine over what Bridge exports. One GPU, where both trainer ranks and the engine
+share it, or two.
 
     XFER_SITE_TRAINER=<site with megatron> python -m pytest -m gpu tests/functional/test_gpu_megatron.py
 """
@@ -8,7 +9,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.gpu_job import Job, config, gpus, megatron, own_host
+from tests.support.gpu_job import Job, config, gpus, megatron, nccl_host
 from xfer.testing import toy
 
 pytest.importorskip("vllm")
@@ -17,7 +18,11 @@ pytestmark = [
     pytest.mark.skipif(gpus() < 1, reason="needs a GPU"),
     pytest.mark.skipif(not megatron(), reason="needs Megatron-Core and Bridge: name their site in XFER_SITE_TRAINER"),
 ]
-LAYOUTS = {"tp2": ("qwen3", dict(tp=2)), "ep2": ("qwen3_moe", dict(ep=2, etp=1))}
+LAYOUTS = {"tp2": ("qwen3", dict(tp=2)), "pp2": ("qwen3", dict(pp=2)), "ep2": ("qwen3_moe", dict(ep=2, etp=1))}
+LAST = min(gpus(), 2) - 1
+"""The second rank's GPU. Where that is the first's too, the ranks are of two hosts to NCCL, by which Megatron speaks; the engine reads
+their memory all the same."""
+APART = {} if LAST else nccl_host("trainer{rank}")
 
 
 def tokens(engine) -> list:
@@ -33,7 +38,7 @@ def test_an_engine_follows_training(name, tmp_path):
     with Job(tmp_path, config(family)) as job:
         toy.write_checkpoint(family, job.folder, seed=1, **job.config)
         engine = job.engine("engine", [0], eager=True)
-        job.start_trainers([0, 1])
+        job.start_trainers([0, LAST], **APART)
         job.good("megatron", "built", timeout=240, folder=str(job.folder), layout=layout)
         engine.started()
         job.meet([engine])
@@ -51,7 +56,7 @@ def test_an_engine_follows_training(name, tmp_path):
         assert engine.wrong(folder=str(out)) == [[]]
         after = tokens(engine)
         assert after != before, "training must change the answers, or the tokens prove nothing"
-        fresh = job.engine("fresh", [1], model=str(out), load_format="auto", eager=True)
+        fresh = job.engine("fresh", [LAST], model=str(out), load_format="auto", eager=True)
         fresh.started()
         assert tokens(fresh) == after
 
@@ -75,8 +80,8 @@ def test_whole_tensors_from_megatron_on_the_engines_gpu(name, tmp_path):
     family, on, layout = ON_ONE[name]
     with Job(tmp_path, config(family)) as job:
         toy.write_checkpoint(family, job.folder, seed=1, **job.config)
-        engine = job.engine("engine", [0], env=own_host("e"), eager=True)
-        job.start_trainers(on, **own_host("t{rank}"), TORCHDYNAMO_DISABLE="1")
+        engine = job.engine("engine", [0], env=nccl_host("e"), eager=True)
+        job.start_trainers(on, **nccl_host("t{rank}"), TORCHDYNAMO_DISABLE="1")
         job.good("megatron", "built", timeout=240, folder=str(job.folder), layout=layout)
         engine.started()
         answers = []

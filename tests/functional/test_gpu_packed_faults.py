@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.gpu_job import gpus, own_host
+from tests.support.gpu_job import gpus, nccl_host
 
 pytest.importorskip("vllm")
 
@@ -21,7 +21,7 @@ PACKED = dict(route="packed", bucket_bytes=64 << 20)
 """Some ten buckets."""
 WAYS = {
     "mapped": Route("packed", (0, 0), connect=dict(PACKED, colocated=True)),
-    "broadcast": Route("packed", (0, 0), env=own_host("t"), engine_env=own_host("e"), connect=PACKED),
+    "broadcast": Route("packed", (0, 0), env=nccl_host("t"), engine_env=nccl_host("e"), connect=PACKED),
 }
 RAISED = ("XferError", "RefitFailed")
 

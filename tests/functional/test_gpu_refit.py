@@ -2,7 +2,8 @@
 
 After each refit every byte of every worker is compared with what vLLM's own loader makes of the same weights (and, of MLA,
 the projections that it derives from them), and greedy tokens are asked right away, of every data-parallel rank. Any number
-of GPUs: what needs more is skipped, ranks of both sides share GPUs where there are few (then nothing can go by NCCL).
+of GPUs: what needs more is skipped; ranks of both sides share GPUs where there are few, and where bytes go by NCCL each is
+a host of its own to it.
 
     python -m pytest -m gpu tests/functional/test_gpu_refit.py
 """
@@ -13,7 +14,9 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from tests.support.gpu_job import NO_HANDLES, Job, check, config, gpus, own_host
+from tests.support.gpu_job import NO_HANDLES, Engine, Job, check, config, gpus, host, nccl_host
+from tests.support.refit_job import until
+from xfer.testing.ports import free_port
 
 pytest.importorskip("vllm")
 GPUS = gpus()
@@ -42,11 +45,6 @@ class Case:
         return 1 + max((*self.trainers, *(g for r in self.replicas for g in r)))
 
 
-def host(name: str) -> dict[str, str]:
-    """This host under another name, for xfer and for NCCL, which then goes by its network between two names."""
-    return {"XFER_HOST": name, "NCCL_HOSTID": name, "NCCL_MNNVL_ENABLE": "0"}
-
-
 PACKED, MAPPED = dict(route="packed"), dict(route="packed", colocated=True)
 APART = dict(env=host("t"), engine_env=host("e"))
 SMALL = dict(bucket_bytes=1 << 20)
@@ -54,10 +52,16 @@ SMALL = dict(bucket_bytes=1 << 20)
 PULLED, ROUNDS = "by copies out of the trainers' storages", "from what trainers send in rounds"
 UNMAPPED = dict(route="nccl", env=NO_HANDLES)
 UNMAPPED_APART = {**UNMAPPED, **APART, "env": {**NO_HANDLES, **host("t")}}
+ONE_CONNECTION = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+"""What Megatron asks for on older GPUs: all that a process launches stands in one row."""
+NOT_DECODED_BY = ("kv_b_proj.weight",)
+"""MLA decodes by what it made of this after loading."""
 CASES = [
     Case("one GPU for both", "qwen3", (0,), ((0,),)),
     Case("dense, side by side", "qwen3_tied", (1,), ((0,),)),
+    Case("experts, one GPU for both", "qwen3_moe", (0,), ((0,),)),
     Case("dense, TP2", "qwen3", (2, 3), ((0, 1),)),
+    Case("dense, TP4, colocated", "qwen3", (0, 1, 2, 3), ((0, 1, 2, 3),)),
     Case("experts cut, colocated", "qwen3_moe", (0, 1, 2, 3), ((0, 1, 2, 3),), dict(ep=True)),
     Case("experts, two replicas", "qwen3_moe", (2, 3), ((0,), (1,)), dict(eager=True)),
     Case(
@@ -69,9 +73,9 @@ CASES = [
         route="peer+relay",
         connect=dict(relay=True),
     ),
-    Case("MLA, one GPU for both", "deepseek_v3", (0,), ((0,),), dict(eager=True)),
-    Case("data parallel", "qwen3", (0, 1), ((0, 1),), dict(dp=2, tp=1, eager=True)),
-    Case("data parallel, experts shared", "qwen3_moe", (0, 1), ((0, 1),), dict(dp=2, tp=1, ep=True, eager=True)),
+    Case("MLA, one GPU for both", "deepseek_v3", (0,), ((0,),)),
+    Case("data parallel", "qwen3", (0, 1), ((0, 1),), dict(dp=2, tp=1)),
+    Case("data parallel, experts shared", "qwen3_moe", (0, 1), ((0, 1),), dict(dp=2, tp=1, ep=True)),
     Case("by NCCL", "qwen3", (2, 3), ((0, 1),), dict(eager=True), **UNMAPPED),
     Case("as on two hosts", "qwen3_moe", (1,), ((0,),), dict(eager=True), **UNMAPPED_APART),
     Case("two to TP2, as on two hosts", "qwen3", (0, 1), ((0, 1),), dict(eager=True), **UNMAPPED_APART),
@@ -84,6 +88,16 @@ CASES = [
         route="packed",
         connect=PACKED,
         **APART,
+    ),
+    Case(
+        "one GPU, by NCCL, as on three hosts, one connection",
+        "qwen3",
+        (0, 0),
+        ((0,),),
+        dict(eager=True),
+        route="nccl",
+        env={**NO_HANDLES, **ONE_CONNECTION, **host("t{rank}")},
+        engine_env={**ONE_CONNECTION, **host("e")},
     ),
     Case("two replicas on one GPU, as on two hosts", "qwen3", (0,), ((0,), (0,)), dict(eager=True), **UNMAPPED_APART),
     Case(
@@ -127,8 +141,8 @@ CASES = [
         dict(eager=True),
         route="packed",
         connect={**PACKED, **SMALL},
-        env={**NO_HANDLES, **own_host("t{rank}")},
-        engine_env=own_host("e"),
+        env={**NO_HANDLES, **nccl_host("t{rank}")},
+        engine_env=nccl_host("e"),
         group="nccl",
         way=ROUNDS,
     ),
@@ -160,6 +174,9 @@ def test_refits_are_bit_exact_and_tokens_follow(case: Case, tmp_path):
         job.good("move", "moved")
         again = check(job, engines, 1, job.refit(1, verify=True), case.route)
         assert again == first
+        for e in engines if not case.engine.get("eager") else ():
+            unheard = [n for n in e.ask("deaf", "heard")["deaf"] if not n.endswith(NOT_DECODED_BY)]
+            assert not unheard, f"captured graphs read other memory than refits write: {unheard}"
         if "peer" in case.route:
             offloaded = job.good("offload", "offloaded")
             assert all(o["back"] >= 0.9 * o["bytes"] - (4 << 20) for o in offloaded), offloaded
@@ -187,3 +204,82 @@ def test_samples_are_of_the_version_that_they_are_labelled_with(tmp_path):
         wrong = [(v, out) for v, out in log if out != truth.get(int(v[-1]) if v[-1].isdigit() else 0)]
         assert not wrong, wrong[:3]
         assert len({v for v, _ in log}) >= 6, "the samples must be of many versions"
+
+
+PROMPT, LONG, AROUND = [5, 6, 7, 8], 240, 3
+"""A request that takes a hundred times as long as a refit's pause, and how many are to end between two refits."""
+
+
+def flown(engine: Engine, what: str, so_far) -> dict:
+    seen: list[dict] = []
+
+    def there() -> bool:
+        seen.append(engine.ask("flown", "flown"))
+        return so_far(seen[-1])
+
+    until(there, 60, what)
+    return seen[-1]
+
+
+def flew_well(mode: str, log: list, truth: dict[int, list[int]], versions: list[int]) -> None:
+    """`versions`: in the order of the refits. Every answer is wholly of one, or is what `mode` says of one that a refit met."""
+    seen, met = [], 0
+    for tokens, why in log:
+        of = next((v for v in truth if tokens == truth[v]), None)
+        if of is not None:
+            seen += [of] if seen[-1:] != [of] else []
+            continue
+        met += 1
+        assert seen, (mode, tokens, truth)
+        old = truth[seen[-1]]
+        assert mode != "wait", (mode, seen, tokens, truth)
+        assert (why, len(tokens) < LONG) == (("abort", True) if mode == "abort" else ("length", False)), (mode, why, tokens)
+        assert tokens[:4] == old[:4] and (mode == "keep" or tokens == old[: len(tokens)]), (mode, seen, tokens, old)
+    assert seen == versions and (mode == "wait") == (met == 0), (mode, seen, versions, met)
+
+
+def test_requests_under_way_across_refits_are_of_one_version_or_what_the_pause_says(tmp_path):
+    """AsyncLLM with CUDA graphs, a request running whenever a refit begins. "wait": they end under the old weights; "abort": they
+    are thrown away, and the next is of the new; "keep": they go on, with all their tokens, under the new."""
+    with Job(tmp_path, config("qwen3")) as job:
+        engine = job.engine("engine", [0], asynchronous=True)
+        job.start_trainers([1 if GPUS > 1 else 0])
+        job.plain()
+        engine.started()
+        for mode in ("wait", "abort", "keep"):
+            job.meet([engine], serve=dict(pause_mode=mode))
+            truth, versions = {}, [2]
+            for seed in (1, 2):
+                job.refit(seed)
+                truth[seed] = engine.ask("answer", "answered", prompt=PROMPT, tokens=LONG)["tokens"]
+            assert truth[1][:4] != truth[2][:4], "other weights must answer otherwise, or the tokens prove nothing"
+            engine.ask("fly", "flying", prompt=PROMPT, tokens=LONG)
+            flown(engine, "the first answers", lambda f: f["ended"] >= 1)
+            for seed in (1, 2, 1, 2):
+                job.good("set", "set", seed=seed)
+                flown(engine, "a request is under way", lambda f: 4 < f["now"] < LONG // 2)
+                assert all(job.refit()["committed"])
+                before = engine.ask("flown", "flown")["ended"]
+                flown(engine, "answers of the new weights", lambda f, n=before + AROUND: f["ended"] >= n)
+                versions.append(seed)
+            flew_well(mode, engine.ask("land", "landed")["log"], truth, versions)
+            job.good("close", "closed")
+
+
+def test_trainers_whose_memory_cannot_be_read_are_refused_on_the_engines_gpu(tmp_path):
+    """NCCL refuses two ranks on one GPU, and nobody else could carry the bytes. The engine is as it was: others may come."""
+    with Job(tmp_path, config("qwen3")) as job:
+        engine = job.engine("engine", [0], eager=True)
+        job.start_trainers([0], **NO_HANDLES)
+        job.plain()
+        engine.started()
+        rendezvous = f"tcp://127.0.0.1:{free_port()}"
+        engine.ask("serve", "serving", rendezvous=rendezvous, replica=0)
+        (got,) = job.all("connect", "connected", rendezvous=rendezvous, replicas=1, deadline_s=60.0)
+        assert got["kind"] == "raised" and got["type"] == "Unsupported" and got["seconds"] < 60, got
+        assert all(t in got["text"] for t in ("ranks share a GPU", "expandable segments", "PYTORCH_ALLOC_CONF")), got
+        job.stop_trainers()
+        job.start_trainers([0])
+        job.plain()
+        job.meet([engine])
+        check(job, [engine], 1, job.refit(1, verify=True), "peer")

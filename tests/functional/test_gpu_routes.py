@@ -1,4 +1,5 @@
-"""Both routes on real GPUs: bytes, faults, identity. Any number of GPUs; peer ranks share GPUs where there are few.
+"""Both routes on real GPUs: bytes, faults, identity. Any number of GPUs, which ranks share where they are few; to NCCL, which refuses
+two ranks of one host on one GPU, each is then a host of its own.
 
 python -m pytest -m gpu tests/functional/test_gpu_routes.py
 """
@@ -11,20 +12,28 @@ import os
 import pytest
 import torch
 
+from tests.support.gpu_job import NO_HANDLES, nccl_host
 from tests.support.gpu_ranks import spawn
 from xfer.kernels.cuda_driver import Graph
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 EXAMPLES = int(os.environ.get("XFER_EXAMPLES", "200"))
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 1, reason="needs a GPU")]
-two = pytest.mark.skipif(GPUS < 2, reason="needs two GPUs: NCCL refuses two ranks on one")
 SEEDS = list(range(max(4, EXAMPLES // 10)))
+LINKED = min(4, GPUS) if GPUS > 1 else 3
+"""Ranks of a link. On one GPU they take turns, and a wave takes as long as all their turns."""
+SENT = SEEDS if GPUS > 1 else SEEDS[:8]
 
 
-@two
+def hosts(ranks: int, *more: dict[str, str]) -> dict[int, dict[str, str]]:
+    """Environment by rank: a host of its own to NCCL where ranks share a GPU, and `more`, of the first ranks."""
+    alone = ranks <= GPUS
+    return {r: {**({} if alone else nccl_host(f"rank{r}")), **(more[r] if r < len(more) else {})} for r in range(ranks)}
+
+
 def test_random_programs_over_nccl():
     """Both ways at once, any rank to any rank, casts, fills, odd alignments; twice with new sources."""
-    got = spawn("worlds", min(4, GPUS), route="p2p", seeds=SEEDS)
+    got = spawn("worlds", LINKED, route="p2p", seeds=SENT, env=hosts(LINKED))
     assert all(sent > 0 for _, sent, *_ in got)
 
 
@@ -41,20 +50,23 @@ def test_random_programs_are_pulled(how):
     assert all(copied) if how and GPUS > 1 else not any(copied)
 
 
-@two
+def test_trainer_and_engine_in_one_process_read_each_other():
+    """Nothing is opened or unmapped there; on two GPUs torch is made to let each read the other."""
+    (got,) = spawn("one_process", 1, ranks=2, seeds=SEEDS)
+    assert all(pulled > 0 and sent == 0 for pulled, sent, *_ in got)
+
+
 def test_storages_that_cannot_be_exported_go_by_p2p():
     """Rank 0 allocates with expandable segments, which give out no legacy handles: its rows are sent, others pulled."""
-    env = {0: {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "PYTORCH_ALLOC_CONF": "expandable_segments:True"}}
-    got = spawn("worlds", min(4, GPUS), route="mixed", seeds=SEEDS, env=env)
+    got = spawn("worlds", LINKED, route="mixed", seeds=SENT, env=hosts(LINKED, NO_HANDLES))
     assert sum(x[0] for x in got) > 0 and sum(x[1] for x in got) > 0
     assert got[0][0] > 0  # rank 0 itself pulls from the others
 
 
-@two
 @pytest.mark.parametrize("connections", ["1", ""])
 def test_an_absent_peer_is_a_typed_error_in_time(connections):
-    env = {r: {"CUDA_DEVICE_MAX_CONNECTIONS": connections} for r in range(2) if connections}
-    (outcome, took, good), (_, _, other) = spawn("absent_peer", 2, env=env)
+    more = {"CUDA_DEVICE_MAX_CONNECTIONS": connections} if connections else {}
+    (outcome, took, good), (_, _, other) = spawn("absent_peer", 2, env=hosts(2, more, more))
     assert outcome == "DeadlineExceeded" and took < 8 and good and other
 
 

@@ -1,4 +1,5 @@
 """An engine with vLLM's sleep mode, refitted while only its weights are awake, as RL loops do that share GPUs with training.
+With CUDA graphs, which hold the addresses of what was mapped when they were captured.
 
 python -m pytest -m gpu tests/functional/test_gpu_sleep.py
 """
@@ -27,7 +28,7 @@ class Stage:
 @pytest.fixture(scope="module")
 def stage(tmp_path_factory):
     with Job(tmp_path_factory.mktemp("sleep"), config("qwen3")) as job:
-        engine = job.engine("engine", [0], eager=True, enable_sleep_mode=True)
+        engine = job.engine("engine", [0], enable_sleep_mode=True)
         job.start_trainers([0])
         job.plain()
         engine.started()

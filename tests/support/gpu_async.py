@@ -42,6 +42,9 @@ class Ranks:
 
         return [self.wait(one(p, r)) for p in prompts for r in self.ranks]
 
+    def flight(self, prompt: list[int], params) -> Flight:
+        return Flight(self, prompt, params)
+
     def collective_rpc(self, method: str, args: tuple = (), kwargs: dict | None = None) -> list:
         """Answers of the workers of all ranks, in their order; AsyncLLM's own has those of the first rank only."""
         core = self.engine.engine_core
@@ -54,3 +57,26 @@ class Ranks:
             return await asyncio.gather(*calls)
 
         return [answer for answers in self.wait(everywhere()) for answer in answers]
+
+
+class Flight:
+    """One request after the other, never inside `serving()`: each alone in its batch, so that one version answers with the same bits.
+
+    `log`: (tokens, why it ended) of those that have; `now`: tokens so far of the one that is under way."""
+
+    def __init__(self, ranks: Ranks, prompt: list[int], params):
+        self.log, self.now, self._ended = [], 0, False
+        self._run = asyncio.run_coroutine_threadsafe(self._fly(ranks, prompt, params), ranks.loop)
+
+    async def _fly(self, ranks: Ranks, prompt: list[int], params) -> None:
+        while not self._ended:
+            async for said in ranks.engine.generate({"prompt_token_ids": prompt}, params, f"f{next(ranks.asked)}"):
+                answer = said.outputs[0]
+                self.now = len(answer.token_ids)
+            self.log.append([list(answer.token_ids), answer.finish_reason])
+            self.now = 0
+
+    def land(self, seconds: float = 60.0) -> list:
+        self._ended = True
+        self._run.result(seconds)
+        return self.log

@@ -3,7 +3,8 @@
 {"do": "start", "model", "tp", …}  {"do": "serve", "rendezvous", "replica"}  {"do": "ready"}  {"do": "observe"}
 {"do": "wrong", "config", "seed" | "folder"}  {"do": "scramble", "seed"}  {"do": "generate"}  {"do": "stop generating"}
 {"do": "digests"}  {"do": "layerwise"}  {"do": "noop", "times", "took_ms", "pause_ms"}  {"do": "memory"}  {"do": "state"}  {"do": "stop"}
-{"do": "force"}  {"do": "sleep", "level"}  {"do": "wake", "tags"}  {"do": "watch"}  {"do": "unwatch"}
+{"do": "force"}  {"do": "sleep", "level"}  {"do": "wake", "tags"}  {"do": "watch"}  {"do": "unwatch"}  {"do": "deaf"}
+{"do": "answer", "prompt", "tokens"}  {"do": "fly", "prompt", "tokens"}  {"do": "flown"}  {"do": "land"}
 """
 
 from __future__ import annotations
@@ -47,14 +48,32 @@ def start(
     return LLM(**{**options, **more})
 
 
-def ask(llm, prompts=PROMPTS, tokens=8):
+def greedy(tokens: int):
     from vllm import SamplingParams
 
-    greedy = SamplingParams(temperature=0, max_tokens=tokens, logprobs=1, detokenize=False, ignore_eos=True)
+    return SamplingParams(temperature=0, max_tokens=tokens, logprobs=1, detokenize=False, ignore_eos=True)
+
+
+def ask(llm, prompts=PROMPTS, tokens=8):
     out = []
-    for o in llm.generate([{"prompt_token_ids": p} for p in prompts], greedy, use_tqdm=False):
+    for o in llm.generate([{"prompt_token_ids": p} for p in prompts], greedy(tokens), use_tqdm=False):
         o = o.outputs[0]
         out.append([list(o.token_ids), [round(d[t].logprob, 5) for t, d in zip(o.token_ids, o.logprobs)]])
+    return out
+
+
+def deaf(llm) -> list[str]:
+    """Names of live tensors whose values, changed where they lie, change nothing in how one token is answered: those that a captured
+    graph reads from elsewhere. All tokens before it are in the prefix cache and keep the keys and values of the true weights."""
+    prompt = [list(range(100, 229))]  # blocks of 16, 32, 64 or 128 tokens, and one token
+    ask(llm, prompt)
+    truth, out = ask(llm, prompt), []
+    for name in llm.collective_rpc("xfer_names")[0]:
+        llm.collective_rpc("xfer_noise", args=(name, True))
+        heard = ask(llm, prompt)
+        llm.collective_rpc("xfer_noise", args=(name, False))
+        out += [name] if heard == truth else []
+    assert ask(llm, prompt) == truth, "put back as it was, it must answer as before"
     return out
 
 
@@ -108,7 +127,7 @@ def noop(llm, handle, times: int, took_ms: float = 0.0, pause_ms: float = 0.0) -
 
 
 def main() -> None:
-    llm = controller = loop = None
+    llm = controller = loop = flight = None
     emit("up")
     for c in commands():
         do = c.pop("do")
@@ -133,6 +152,19 @@ def main() -> None:
             elif do == "observe":
                 with controller.serving():
                     emit("observed", version=controller.version, outputs=ask(llm))
+            elif do == "answer":
+                with controller.serving():
+                    emit("answered", tokens=ask(llm, [c["prompt"]], c["tokens"])[0][0])
+            elif do == "fly":
+                flight = llm.flight(c["prompt"], greedy(c["tokens"]))
+                emit("flying")
+            elif do == "flown":
+                emit("flown", now=flight.now, ended=len(flight.log))
+            elif do == "land":
+                emit("landed", log=flight.land())
+            elif do == "deaf":
+                with controller.serving():
+                    emit("heard", deaf=deaf(llm))
             elif do == "force":
                 emit("forced", outputs=ask(llm))  # behind xfer's back
             elif do == "sleep":

@@ -10,7 +10,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.support.gpu_job import NO_HANDLES, Engine, Job, check, config
+from tests.support.gpu_job import NO_HANDLES, Engine, Job, check, config, nccl_host
 from tests.support.proc import PATIENCE, Child
 from tests.support.refit_job import stopped, until
 from xfer.session.bounds import CALL_GRACE_S
@@ -30,7 +30,8 @@ MODEL = config(
 
 @dataclass(frozen=True)
 class Route:
-    """`name`: as reports call it. `trainers`: the GPU of each; the engine's is 0. `env`: of trainers. `connect`: theirs, too."""
+    """`name`: as reports call it. `trainers`: the GPU of each; the engine's is 0. `env`: of trainers; `engine_env`: of the engine.
+    `connect`: the trainers', too."""
 
     name: str
     trainers: tuple[int, ...]
@@ -40,10 +41,15 @@ class Route:
 
 
 def route(name: str, gpus: int) -> Route | None:
-    """The two trainers that there is room for: NCCL wants a GPU for each process, and has one trainer on two GPUs."""
+    """The trainers that there is room for. NCCL wants a GPU of its own for each process of a host: one trainer on two GPUs, two on
+    three; on one GPU each process is a host of its own to NCCL, and to xfer they are of one, as their process ids are."""
+    if not gpus:
+        return None
     if name == "peer":
-        return Route(name, (gpus - 1, gpus - 1)) if gpus else None
-    return Route(name, tuple(range(1, min(gpus, 3))), NO_HANDLES) if gpus > 1 else None
+        return Route(name, (gpus - 1, gpus - 1))
+    if gpus == 1:
+        return Route(name, (0, 0), {**NO_HANDLES, **nccl_host("trainer{rank}")}, nccl_host("engine"))
+    return Route(name, tuple(range(1, min(gpus, 3))), NO_HANDLES)
 
 
 class Bench:
@@ -174,6 +180,14 @@ class Bench:
         """Of this trainer's GPU, or of another, as that process sees it."""
         self.trainers[rank].say(do="memory", **({} if gpu is None else {"gpu": gpu}))
         return self.trainers[rank].expect("memory", timeout=30)
+
+    def room(self, rank: int) -> int:
+        """Bytes of this trainer's GPU that are free; where the engine lies there too, also what its torch keeps for buffers to come, and
+        less what the GPU has in all: two of these can be compared."""
+        if self.route.trainers[rank]:
+            return self.memory(rank)["free"]
+        ((beside, _),) = self.engine.ask("memory", "memory")["workers"]
+        return -beside
 
     def gets_free(self, rank: int, gpu: int, atleast: int, seconds: float = 20.0) -> None:
         end = time.monotonic() + seconds * PATIENCE

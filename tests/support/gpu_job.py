@@ -40,9 +40,15 @@ NO_HANDLES = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "PYTORCH_AL
 """Environment of trainers whose memory nobody can map: then all bytes go by NCCL."""
 
 
-def own_host(name: str) -> dict[str, str]:
-    """To NCCL each of these ranks is on a host of its own, so several may share a GPU; to xfer all are on this one."""
+def nccl_host(name: str) -> dict[str, str]:
+    """This host under another name for NCCL, which refuses two ranks of one host on one GPU; between two names it goes by its
+    network. `{rank}` in what `Job.start_trainers` is given stands for the rank: a name for each."""
     return {"NCCL_HOSTID": name, "NCCL_MNNVL_ENABLE": "0"}
+
+
+def host(name: str) -> dict[str, str]:
+    """The same, and under another name for xfer too."""
+    return {"XFER_HOST": name, **nccl_host(name)}
 
 
 def gpus() -> int:
@@ -157,10 +163,13 @@ class Job:
             got = c.expect("built", "raised", timeout=120)
             assert got["kind"] == "built", f"{got}\n{c.tail()}"
 
-    def meet(self, engines: list[Engine], keep: tuple[str, ...] = (), **connect) -> list[dict]:
+    def meet(
+        self, engines: list[Engine], keep: tuple[str, ...] = (), serve: dict | None = None, **connect
+    ) -> list[dict]:
+        """`serve`: more arguments of `xfer.serve`; `connect`: of `xfer.connect`."""
         self.rendezvous = f"tcp://127.0.0.1:{free_port()}"
         for i, e in enumerate(engines):
-            e.ask("serve", "serving", rendezvous=self.rendezvous, replica=i, keep=keep)
+            e.ask("serve", "serving", rendezvous=self.rendezvous, replica=i, keep=keep, **(serve or {}))
         out = self.good("connect", "connected", rendezvous=self.rendezvous, replicas=len(engines), **connect)
         for e in engines:
             e.ask("ready", "is ready")

@@ -74,6 +74,20 @@ class Probe:
         torch.cuda.synchronize()
         return self.xfer_kept()
 
+    def xfer_names(self):
+        return list(tensors(self.model_runner.get_model()))
+
+    def xfer_noise(self, name: str, there: bool):
+        """Finite noise in this one live tensor, or the bits that were there before it."""
+        t = tensors(self.model_runner.get_model())[name].data
+        if there:
+            self.xfer_saved = t.clone()
+            t.normal_(generator=torch.Generator(self.device).manual_seed(7))
+        else:
+            t.copy_(self.xfer_saved)
+        if t.is_cuda:
+            torch.cuda.synchronize()
+
     def xfer_kept(self):
         model = self.weight_transfer_engine.session.model
         return model.checksum_kept() if hasattr(model, "checksum_kept") else ""

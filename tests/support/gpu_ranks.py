@@ -6,13 +6,14 @@ import os
 import threading
 import time
 import traceback
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import numpy as np
 import pytest
 import torch
 import torch.multiprocessing as mp
-from torch.distributed import TCPStore
+from torch.distributed import HashStore, TCPStore
 
 from tests.support.row_worlds import apply_world, fresh_sources, random_world, row
 from xfer.errors import XferError
@@ -44,8 +45,13 @@ def _main(rank: int, size: int, port: int, part: str, kwargs: dict, env: dict, a
     time.sleep(0.2)  # the queue's feeder
 
 
-def spawn(part: str, size: int, seconds: float = 75.0, env: dict | None = None, **kwargs) -> list:
+START_S, SEED_S = 75.0, 4.0
+"""What ranks may take: to start and to do what takes no seeds, and for each seed."""
+
+
+def spawn(part: str, size: int, env: dict | None = None, **kwargs) -> list:
     """What `part(rank, size, store, device, **kwargs)` returned in each of `size` processes; raises with tracebacks."""
+    seconds = START_S + SEED_S * len(kwargs.get("seeds", ()))
     context = mp.get_context("spawn")
     answers, port = context.Queue(), free_port()
     store = TCPStore("127.0.0.1", port, None, True, timedelta(seconds=60), wait_for_workers=False)
@@ -133,6 +139,8 @@ def worlds(rank, size, store, device, *, route: str, seeds: list[int], long_byte
             )
         else:
             mover = open_routes(link, programs[rank], roots, exchange, step_bytes=300, direct_bytes=1 << 20)
+            # Ranks may be threads of one process, and none may wait for the device while another records a graph.
+            exchange_over_store(store, rank, size, f"bound{seed}")(b"")
         for again in range(2):
             if again:
                 storages = [
@@ -156,6 +164,22 @@ def worlds(rank, size, store, device, *, route: str, seeds: list[int], long_byte
             exchange_over_store(store, rank, size, f"closed{seed}")(b"")
     link.close()
     return pulled, sent, len(runs), len(boxes)
+
+
+def one_process(rank, size, store, device, *, ranks: int, seeds: list[int]):
+    """`worlds` by pulls of ranks that are threads of this process, spread over the GPUs: whose storages are read as they lie, for a
+    process cannot open its own handles. What each returned."""
+    meeting, gpus = HashStore(), max(1, torch.cuda.device_count())
+    meeting.set_timeout(timedelta(seconds=60))
+
+    def one(k: int):
+        at = torch.device(device.type, k * gpus // ranks)
+        if at.type == "cuda":
+            torch.cuda.set_device(at)
+        return worlds(k, ranks, meeting, at, route="peer", seeds=seeds)
+
+    with ThreadPoolExecutor(ranks) as pool:
+        return list(pool.map(one, range(ranks)))
 
 
 def relayed(rank, size, store, device, *, seeds: list[int], absent: bool = False):

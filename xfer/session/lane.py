@@ -376,7 +376,9 @@ class Lane:
                 place = ways.place(roots, size, device, o.before, self._say_brought)
             link = self._link
             if ways.wired and (link is None or isinstance(link, routes.NoLink)):
-                link = routes.open_link(store, rank, size, self._deadline_s, device, self.labels, self._running.stopped)
+                link = routes.open_link(
+                    store, rank, size, self._deadline_s, device, self.labels, self._running.stopped, ways.plan.refused
+                )
             with self._lock:
                 self._link = link = link or routes.NoLink(rank, size, device, self.labels)
             self._check()

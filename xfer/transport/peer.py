@@ -133,6 +133,7 @@ class Export:
         self._probe = torch.frombuffer(bytearray(self._nonce), dtype=torch.uint8).to(device)
         self._allocations: dict[int, int] = {}  # identity -> number
         self._shared: list[Shared] = []
+        self._expandable: list[tuple[int, int]] | None = None  # torch's own, (begin, end); asked for where a handle is missing
         self._places = tuple(self._place(t) for t in roots)
         probe = self._place(self._probe)
         self._probe_at = (probe.allocation, probe.offset)
@@ -173,9 +174,7 @@ class Export:
         try:
             found = driver.allocation(t.data_ptr())
             if not found.exportable:
-                return Place(
-                    -1, 0, n, "its allocator gives out no IPC handles (virtual memory: expandable segments, sleep)"
-                )
+                return Place(-1, 0, n, self._why_no_handle(t.data_ptr()))
             number = self._allocations.get(found.identity)
             if number is None:
                 shared = Shared(driver.export(found.base), found.base, found.nbytes, found.identity)
@@ -186,6 +185,15 @@ class Export:
         if t.data_ptr() + n > found.base + found.nbytes:
             return Place(-1, 0, n, "it spans several allocations")
         return Place(number, t.data_ptr() - found.base, n)
+
+    def _why_no_handle(self, address: int) -> str:
+        """Both kinds are virtual memory to the driver; torch knows its own."""
+        if self._expandable is None:
+            some = (s for s in torch.cuda.memory_snapshot() if s.get("is_expandable"))
+            self._expandable = [(s["address"], s["address"] + s["total_size"]) for s in some]
+        if any(begin <= address < end for begin, end in self._expandable):
+            return "it lies in expandable segments, which give out no IPC handles"
+        return "its allocator, not torch's usual one, gives out no IPC handles (virtual memory, as that of a pool that sleeps)"
 
 
 class Mapping:

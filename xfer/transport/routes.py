@@ -278,18 +278,27 @@ def open_link(
     device: torch.device,
     labels: Sequence[str],
     cancelled: Callable[[], bool] = lambda: False,
+    refused: Sequence[str] = (),
 ) -> Link:
     """Collective. gloo on the CPU, NCCL on CUDA. Unsupported, on all ranks, where ranks of one host share a GPU:
-    NCCL would refuse to meet there, and does not say so everywhere."""
+    NCCL would refuse to meet there, and does not say so everywhere. refused: why not all is pulled, of this rank's pairs."""
     if device.type == "cuda":
         # NCCL compares GPUs among ranks of one host only, and hosts by this name where it is given.
-        mine = f"{os.environ.get('NCCL_HOSTID', '')} {peer.uuid_of(device)}".encode()
+        mine = f"{os.environ.get('NCCL_HOSTID', '')} {peer.uuid_of(device)}"
         exchange = exchange_over_store(store, rank, size, "device")
-        devices = [*exchange(mine, range(size) if rank == 0 else ()).values()]
-        if any_rank(len(set(devices)) < len(devices), rank, size, exchange):
+        said = exchange("\n".join((mine, *refused[:1])).encode(), range(size) if rank == 0 else ())
+        devices, _, reasons = zip(*(x.decode().partition("\n") for x in said.values())) if said else ((), (), ())
+        shared = len(set(devices)) < len(devices)
+        # Whoever's error is heard first, it says why.
+        verdict = exchange("\n".join(("shared", *dict.fromkeys(reasons))).encode() if shared else b"", (0,))[0]
+        if verdict:
             raise Unsupported(
                 "some bytes cannot be pulled, and NCCL cannot carry them: ranks share a GPU",
-                ["give every rank a GPU of its own, or memory that can be exported (no expandable segments)"],
+                [
+                    *(line for line in verdict.decode().split("\n")[1:] if line),
+                    "give every rank a GPU of its own, or memory that others can map: trainers on an engine's GPU without "
+                    "expandable_segments in PYTORCH_ALLOC_CONF and PYTORCH_CUDA_ALLOC_CONF",
+                ],
                 where=labels[rank],
             )
     return open_group(store, rank, size, seconds, device, labels, cancelled)
