@@ -7,9 +7,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.unit.test_kernels_checksum import whole
+from tests.support.row_worlds import row
 from xfer.kernels.checksum import checksum_rows
 from xfer.session.sums import SourceSums
+
+
+def whole(value: torch.Tensor, **columns):
+    """One row over a dense tensor, both ends alike."""
+    return row(tuple(value.shape), src_dtype="bfloat16", **columns)
+
 
 GPU = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")])
 
