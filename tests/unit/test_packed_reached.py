@@ -39,7 +39,11 @@ def test_an_answer_that_may_mean_two_parameters_counts_for_neither():
 
 @pytest.mark.parametrize("left_out, said", [(None, ""), ("a.weight", "a.weight: "), ("a.bias", "a.bias: ")])
 def test_what_processing_makes_is_not_asked_for_and_what_it_replaces_is(monkeypatch, left_out, said):
-    """As vLLM quantizes: `weight` becomes something else of that name with a scale beside it, `bias` is packed under another."""
+    """As vLLM quantizes: `weight` becomes something else of that name with a scale beside it, `bias` is packed under another. And
+    attention has a scale only while a checkpoint is loaded, in case that it has one."""
+
+    class Attention(torch.nn.Module):
+        pass
 
     class Layer(torch.nn.Module):
         def __init__(self):
@@ -53,21 +57,31 @@ def test_what_processing_makes_is_not_asked_for_and_what_it_replaces_is(monkeypa
             self.packed = torch.nn.Parameter(torch.zeros(4))
 
     def opened(model):
+        model.a.attention.q_scale = torch.nn.Parameter(torch.zeros((), device="meta"))
         del model.a.weight_scale, model.a.packed
         model.a.weight, model.a.bias = (torch.nn.Parameter(torch.zeros(s, device="meta")) for s in ((2, 2), (2,)))
 
     root = torch.nn.Module()
     root.a = Layer()
+    root.a.attention = Attention()
     root.a.process()
     root.load_weights = lambda weights: {n for n, _ in weights}
     model = PackedModel(Engine())
     model.engine.model, model.engine._lock, model._layerwise = root, None, True
     monkeypatch.setattr(PackedModel, "_inside", lambda self: contextlib.nullcontext())
-    monkeypatch.setattr(PackedModel, "_close_layers", lambda self: root.a.process())
+
+    def closed(self):
+        root.a.process()
+        del root.a.attention.q_scale
+
+    monkeypatch.setattr(PackedModel, "_close_layers", closed)
     reload = ModuleType("vllm.model_executor.model_loader.reload")
     reload.initialize_layerwise_reload = opened
     monkeypatch.setitem(sys.modules, reload.__name__, reload)
-    for above in ("vllm", "vllm.model_executor", "vllm.model_executor.model_loader"):
+    attention = ModuleType("vllm.model_executor.layers.attention_layer_base")
+    attention.AttentionLayerBase = Attention
+    monkeypatch.setitem(sys.modules, attention.__name__, attention)
+    for above in ("vllm", "vllm.model_executor", "vllm.model_executor.model_loader", "vllm.model_executor.layers"):
         monkeypatch.setitem(sys.modules, above, sys.modules.get(above) or ModuleType(above))
     model.begin([])
     model.load([(n, torch.zeros(2)) for n in ("a.weight", "a.bias") if n != left_out])

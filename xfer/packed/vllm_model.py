@@ -163,11 +163,16 @@ class PackedModel:
         if self._layerwise:
             from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
+            before = self._parameters()
             with self._inside():
                 self._open = True
                 initialize_layerwise_reload(self.engine.model)
-            # Processing may make others (scales), which no loader knows.
-            self._as_loaded = frozenset(n for n, _ in self.engine.model.named_parameters(remove_duplicate=False))
+            # Processing may make others (scales), which no loader knows. Those of attention are there while a checkpoint is loaded, in
+            # case that it has any; where it has none vLLM leaves the layer's buffers as they were.
+            self._as_loaded = self._parameters() - (_of_attention(self.engine.model) - before)
+
+    def _parameters(self) -> frozenset[str]:
+        return frozenset(n for n, _ in self.engine.model.named_parameters(remove_duplicate=False))
 
     def load(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
         """LayoutError naming the bucket's tensors, when the engine's loader refuses one; what memory raises as it is."""
@@ -244,6 +249,14 @@ class PackedModel:
             else:
                 inside.enter_context(disable_mtp_completeness_check())
             yield
+
+
+def _of_attention(model: torch.nn.Module) -> set[str]:
+    """Parameters that vLLM's attention layers hold themselves."""
+    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+
+    layers = ((n, m) for n, m in model.named_modules() if isinstance(m, AttentionLayerBase))
+    return {f"{n}.{key}" for n, m in layers for key in m._parameters}
 
 
 def reached_by(loaded: Iterable[str], slots: Mapping[str, Slot]) -> set[str]:
