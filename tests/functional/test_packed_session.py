@@ -4,6 +4,7 @@ kind of wrong sender, bucket and loader leads to. Trainers and engines are small
 
 from __future__ import annotations
 
+import threading
 import time
 
 import pytest
@@ -240,6 +241,24 @@ def test_a_worker_that_fails_between_buckets_holds_up_no_other_replica(fault):  
         w.knobs.loaded = None
         assert good(w.refit(3)).committed == 2
         right(w, 3)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_rank_that_gave_up_still_takes_part_in_the_gather_and_later_ones_stay_in_step(replicas):
+    """Its call had raised before the hub let it go. The gather is one for all, and ranks count gathers."""
+    with PackedWorld(trainers=2, replicas=replicas) as w:
+        good(w.refit(1))
+        begin, lost = w.sources[0].drain, e.PeerLost("gave up")
+        w.sources[0].drain = lambda: (time.sleep(0.5), begin())
+        gives_up = threading.Timer(0.25, lambda: w.sessions[1]._party.lanes[replicas - 1].give_up(2, lost))
+        gives_up.start()  # after its Ready, before the Go
+        began = time.monotonic()
+        w.refit(2, deadline_s=15.0)
+        assert time.monotonic() - began < 10
+        w.sources[0].drain = begin
+        for version in (3, 4):
+            assert good(w.refit(version)).committed == replicas
+            right(w, version)
 
 
 def test_buffers_of_an_aborted_link_are_held_until_it_has_left_the_device_and_no_longer(monkeypatch):

@@ -425,6 +425,22 @@ def test_a_step_that_breaks_off_by_whatever_error_is_the_last_one(error):
         assert type(error).__name__ in e.value.violations[0]
 
 
+@pytest.mark.parametrize("where", ["_collect", "_scale_and_clip", "_after_step"])
+def test_so_is_one_that_breaks_off_beside_the_inner_optimizer(monkeypatch, where):
+    def full(*args):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    net = layers()
+    o = Half(net)
+    monkeypatch.setattr(o, where, full)
+    with pytest.raises(torch.OutOfMemoryError):
+        o.train(101.0)
+    monkeypatch.undo()
+    for use in (lambda: net(torch.ones(1, 4)), o.step):
+        with pytest.raises(StaleWeights, match="broke off"):
+            use()
+
+
 def test_an_error_that_is_not_the_wires_is_raised_as_it_is_and_the_gather_is_over():
     net = layers()
     o = Half(net)

@@ -235,6 +235,11 @@ def test_rounds_that_the_trainers_group_cannot_carry_are_refused_on_all_ranks(mo
     for rank in range(2):
         stream = TensorStream(SimpleNamespace(rank=rank, world=2, device=torch.device(device)))
         said = [_Rank({}, [], r == 0, b"" if r else b"offer") for r in range(2)]
+        part = Fragment("t", (0,), (4,), "w", 0, (1,), "uint8")
+        stream._targets = (0,)
+        stream._held = {"t": [places.HeldBox(((0,), (4,), (1,)), {0: part, 1: part})]}
+        stream._bind(said)  # every rank that assembles holds all of it: nothing has to be sent
+        stream._held = {"t": [places.HeldBox(((0,), (4,), (1,)), {1: part})]}
         if not refused:
             stream._bind(said)
             assert not stream.pulls

@@ -51,6 +51,22 @@ def test_expandable_segments_are_told_from_other_virtual_memory(expandable):
         assert ("sleeps" in p.reason) != expandable
 
 
+def test_memory_of_an_allocator_that_has_no_snapshot_is_refused_for_want_of_a_handle():
+    """As cudaMallocAsync and pluggable ones answer: what cannot be mapped goes another way."""
+
+    def snapshot() -> list[dict]:
+        raise RuntimeError("Calling snapshot with backend:cudaMallocAsync is not meaningful.")
+
+    root = torch.zeros(64, dtype=torch.uint8)
+    with (
+        patch.multiple(cuda_driver, allocation=lambda pointer: cuda_driver.Allocation(pointer, 64, pointer, exportable=False)),
+        patch.object(torch.cuda, "memory_snapshot", snapshot),
+        patch.object(peer, "uuid_of", lambda device: "GPU"),
+    ):
+        places = peer.Export(0, [root], torch.device("cpu")).offer.places
+    assert places[0].allocation < 0 and "IPC" in places[0].reason
+
+
 @pytest.mark.parametrize("shared", [True, False])
 def test_every_rank_hears_why_a_link_cannot_carry_what_is_not_read(shared):
     """Only rank 2 knows; rank 0, to which it is said, may not be its peer."""

@@ -43,7 +43,7 @@ class Slot:
 
     def bytes(self) -> Ranges:
         """Exactly the bytes of its elements."""
-        return covered([(self.offset, self.shape, self.strides, self.dtype.itemsize)])
+        return covered([(self.offset, self.shape, self.strides, self.dtype.itemsize)], self.name)
 
     def described(self) -> str:
         """Shape, strides (in elements) and dtype in words."""

@@ -376,6 +376,8 @@ class ParamGather:
             self.broken = e
             raise
         except BaseException as e:
+            if self.broken is not None:  # it was said within
+                raise
             self.check()  # an abort may have made it
             took = time.monotonic() - began
             self._kept += [run for b in self.buckets for _, run in b.runs]

@@ -146,17 +146,21 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
         self.gather.refuse_astray()
         self._settle_order()
         self.gather.drain()  # owners may not write what is still being sent
+        self.gather.guarded(lambda: self._step(grad_scale), "the step of what this rank owns")
+        return loss
+
+    def _step(self, grad_scale: float) -> None:
+        """Wherever it breaks off, in memory that runs out or in Muon's own gathers, other ranks may be ahead."""
         self._collect()
         self.skipped = not self._scale_and_clip(grad_scale)
         if not self.skipped:
             for optimizer in self.inner:
-                self.gather.guarded(optimizer.step, "the step of what this rank owns")  # Muon's may gather, for one
+                optimizer.step()
             for o in self.owned:
                 if o.target is not o.param:
                     o.param.copy_(o.target)
             self._begin()
         self._after_step()
-        return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         for _, p in self._trained:

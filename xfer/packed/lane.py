@@ -284,7 +284,7 @@ class PackedLane(Lane):
                 self._feed = None
 
     def _go(self, go: m.Go) -> None:
-        self._check()
+        self._check_go(go)
         self.go_attempt = go.attempt
         until = time.monotonic() + go.deadline_s + 2.0  # the hub's own deadline comes first: it knows who is late
         self.party.try_send(m.Progress(self.replica, go.attempt, "moving", 0, 0, sum(self.planned_bytes())))

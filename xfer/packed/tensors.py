@@ -216,6 +216,9 @@ class TensorStream:
         address as the host's."""
         if self.device.type != "cuda" or self.world == 1 or dist.get_backend() != "gloo":
             return
+        boxes = (box for some in self._held.values() for box in some)
+        if all(t in box.by for box in boxes for t in self._targets):
+            return  # replicated: nothing has to be sent
         ranks = [r for r, x in enumerate(said) if not x.offer]
         raise Unsupported(
             "trainers cannot map each other's storages, and their default group is gloo, which cannot send from GPUs",

@@ -40,6 +40,7 @@ class PackedModel:
             set()
         )  # engine parameters that its loader said it had loaded; None: it does not say
         self._as_loaded: frozenset[str] | None = None  # parameters that a layer-wise reload loads; None: the live ones
+        self._plain_scales: frozenset[str] | None = None  # of attention; looked at when first needed
         self._live: Storages | None = None
 
     # ---- what is shared with the direct route
@@ -87,7 +88,7 @@ class PackedModel:
             bad.append("a drafter is a second model that the loader does not reach")
         if bad:
             raise Unsupported('this engine cannot be refitted over route="packed"', bad)
-        self._live = Storages(engine.model)
+        self._live, self._plain_scales = Storages(engine.model), None
         engine._refuse_asleep(self._live)
         specs = self._wanted(catalog.specs)
         expected = engine._expected()
@@ -163,16 +164,14 @@ class PackedModel:
         if self._layerwise:
             from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
-            before = self._parameters()
+            if self._plain_scales is None:
+                self._plain_scales = _plain_scales(self.engine.model)
             with self._inside():
                 self._open = True
                 initialize_layerwise_reload(self.engine.model)
-            # Processing may make others (scales), which no loader knows. Those of attention are there while a checkpoint is loaded, in
-            # case that it has any; where it has none vLLM leaves the layer's buffers as they were.
-            self._as_loaded = self._parameters() - (_of_attention(self.engine.model) - before)
-
-    def _parameters(self) -> frozenset[str]:
-        return frozenset(n for n, _ in self.engine.model.named_parameters(remove_duplicate=False))
+            # Processing may make others (scales), which no loader knows.
+            parameters = self.engine.model.named_parameters(remove_duplicate=False)
+            self._as_loaded = frozenset(n for n, _ in parameters) - self._plain_scales
 
     def load(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
         """LayoutError naming the bucket's tensors, when the engine's loader refuses one; what memory raises as it is."""
@@ -251,12 +250,15 @@ class PackedModel:
             yield
 
 
-def _of_attention(model: torch.nn.Module) -> set[str]:
-    """Parameters that vLLM's attention layers hold themselves."""
+def _plain_scales(model: torch.nn.Module) -> frozenset[str]:
+    """Names under which attention layers take scales while a checkpoint is loaded, in case that it has any: vLLM keeps each in a buffer
+    of that name behind an underscore, and leaves that as it was where none comes. So it may be left out where it is 1, as in a
+    fresh engine; one that an earlier checkpoint brought would stay."""
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
     layers = ((n, m) for n, m in model.named_modules() if isinstance(m, AttentionLayerBase))
-    return {f"{n}.{key}" for n, m in layers for key in m._parameters}
+    buffers = ((f"{n}.{key[1:]}", t) for n, m in layers for key, t in m._buffers.items() if key.startswith("_"))
+    return frozenset(name for name, t in buffers if t is not None and t.numel() == 1 and float(t) == 1.0)
 
 
 def reached_by(loaded: Iterable[str], slots: Mapping[str, Slot]) -> set[str]:

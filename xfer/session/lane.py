@@ -272,8 +272,6 @@ class Lane:
                     elif isinstance(message, m.CloseRoutes):
                         self._do_close_routes()
                     elif isinstance(message, m.Go):
-                        if message.attempt <= self._given_up[0]:
-                            raise self._given_up[1]
                         self._do_go(message)
             except Exception as e:
                 cancelled = self._running.error
@@ -414,8 +412,13 @@ class Lane:
             late.close_later(old, self.party.label, self.replica, self.side.device)
         return old
 
-    def _do_go(self, go: m.Go) -> None:
+    def _check_go(self, go: m.Go) -> None:
         self._check()
+        if go.attempt <= self._given_up[0]:
+            raise self._given_up[1]
+
+    def _do_go(self, go: m.Go) -> None:
+        self._check_go(go)
         until = time.monotonic() + go.deadline_s + 2.0  # the hub's own deadline comes first: it knows who is late
         routed = self._routed
         if routed is None or self._bound != self.side.roots()[0]:

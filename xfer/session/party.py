@@ -144,7 +144,8 @@ class Party:
             return self._news.wait_for(condition, max(0.0, until - time.monotonic()))
 
     def catch_up(self, seconds: float) -> None:
-        """What the hub had to say by now is in the inbox after this, unless it is gone or does not answer in these seconds."""
+        """What the hub had said by now is in the inbox after this, unless it is gone or does not answer in these seconds; or an earlier
+        question's answer comes first. What others have told the hub may be behind that."""
         before = self._pongs
         self.try_send(m.Ping(), seconds)
         self.wait_for(lambda: self._pongs > before or self.lost is not None, time.monotonic() + seconds)

@@ -19,8 +19,8 @@ from xfer.plan.part import Part
 class SourceSums:
     """index: this trainer rank. roots: its storages, flat uint8. shapes[t]: shape of canonical tensor t.
 
-    `begin` is called by the thread that refits, everything else by a replica's lane; the two take turns, since a lane that is not
-    idle is left out.
+    `begin` is called by the thread that refits, `bind` and `values` by a replica's lane; the two take turns, since a lane that is not
+    idle is left out. `end` by who gives up the storages, when no lane works with them.
     """
 
     def __init__(self, index: int, roots: Sequence[torch.Tensor], shapes: Sequence[Sequence[int]]):

@@ -189,7 +189,11 @@ class Export:
     def _why_no_handle(self, address: int) -> str:
         """Both kinds are virtual memory to the driver; torch knows its own."""
         if self._expandable is None:
-            some = (s for s in torch.cuda.memory_snapshot() if s.get("is_expandable"))
+            try:
+                known = torch.cuda.memory_snapshot()
+            except RuntimeError:  # other allocators of torch's (cudaMallocAsync, pluggable ones) have none
+                known = []
+            some = (s for s in known if s.get("is_expandable"))
             self._expandable = [(s["address"], s["address"] + s["total_size"]) for s in some]
         if any(begin <= address < end for begin, end in self._expandable):
             return "it lies in expandable segments, which give out no IPC handles"
