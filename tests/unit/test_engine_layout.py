@@ -412,7 +412,8 @@ def test_byte_sets_are_sets_of_bytes(a, b):
             for n, s in dims:
                 points = [p + i * s for p in points for i in range(n)]
             cells |= {p + byte for p in points for byte in range(item)}
-        return cells, lv.covered([(o, tuple(n for n, _ in d), tuple(s for _, s in d), item) for o, d, item in regions])
+        some = [(o, tuple(n for n, _ in d), tuple(s for _, s in d), item) for o, d, item in regions]
+        return cells, lv.covered(some, "w")
 
     def cells(ranges):
         found = lv.pairs(ranges)

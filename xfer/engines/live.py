@@ -143,7 +143,7 @@ def _all(model: torch.nn.Module, wraps: Callable[[torch.nn.Module], str], prefix
 # ---- sets of bytes
 
 
-def covered(regions: Iterable[tuple[int, Ints, Ints, int]], storage: str = "") -> Ranges:
+def covered(regions: Iterable[tuple[int, Ints, Ints, int]], storage: str) -> Ranges:
     """The bytes of strided regions (offset, extent, strides, bytes of an element), all in bytes, of one storage. Unsupported,
     naming `storage`, where they are too scattered to be told apart."""
     regions = [r for r in regions if all(r[1])]
@@ -151,16 +151,13 @@ def covered(regions: Iterable[tuple[int, Ints, Ints, int]], storage: str = "") -
         return NONE
     dims = max(len(extent) for _, extent, _, _ in regions)
     pad = [dims - len(extent) for _, extent, _, _ in regions]
-    columns = (
+    runs = intervals.runs(
         np.array([offset for offset, _, _, _ in regions], np.int64),
         np.array([(1,) * n + tuple(extent) for n, (_, extent, _, _) in zip(pad, regions, strict=True)], np.int64),
         np.array([(0,) * n + tuple(strides) for n, (_, _, strides, _) in zip(pad, regions, strict=True)], np.int64),
         np.array([item for _, _, _, item in regions], np.int64),
+        lambda _: storage,
     )
-    try:
-        runs = intervals.runs(*columns)
-    except intervals.TooManyRuns as e:
-        raise Unsupported(e.message, [f"{storage}: {e.most[0][1]:,} of them lie apart in one region"]) from None
     return intervals.union(runs.start, runs.stop)
 
 

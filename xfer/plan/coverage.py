@@ -10,13 +10,13 @@ before this.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from xfer.errors import CoverageError, Unsupported
+from xfer.errors import CoverageError
 from xfer.plan import intervals as iv
 from xfer.plan.intersect import Pieces, Stack, missing
 from xfer.plan.inventory import Inventory
@@ -192,15 +192,6 @@ def _asked(name: str, catalog: Catalog, options: PlanOptions) -> bool:
     return all(matches(member, options.narrow) for member in catalog.members(name))
 
 
-def _runs(taker: Class, name: Callable[[int], str], *regions: np.ndarray) -> iv.Bytes:
-    """`iv.runs`, and who has too many of them, the worst first."""
-    try:
-        return iv.runs(*regions)
-    except iv.TooManyRuns as e:
-        some = [f"{taker.who}: {name(i)}: {n:,} of them lie apart" for i, n in e.most[:4]]
-        raise Unsupported(e.message, some) from None
-
-
 def _footprint(catalog: Catalog, taker: Class) -> tuple[list[str], ByteClasses]:
     """Violations of one class of takers, and its counts."""
     inv = taker.inventory
@@ -218,9 +209,12 @@ def _footprint(catalog: Catalog, taker: Class) -> tuple[list[str], ByteClasses]:
     fills = []
     for f in inv.fills:
         one = (np.array([v]) for v in (f.offset, f.extent, f.strides, ITEMSIZE[f.dtype]))
-        fills.append(_runs(taker, lambda _, f=f: f"constants in {f.root}", *one))
+        fills.append(iv.runs(*one, lambda _, f=f: f"{taker.who}: constants in {f.root}"))
     starts = base[t.root] + t.offset if len(t) else t.offset
-    written = _runs(taker, lambda i: catalog.tensors[int(t.tensor[i])].name, starts, t.extent, t.strides, ITEM[t.dtype])
+    written = iv.runs(
+        *(starts, t.extent, t.strides, ITEM[t.dtype]),
+        lambda i: f"{taker.who}: {catalog.tensors[int(t.tensor[i])].name}",
+    )
     claims = (
         written,
         iv.Bytes.concat(

@@ -8,6 +8,7 @@ and interleaved regions (combs) that complete each other are joined before they 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 
@@ -41,10 +42,17 @@ class Bytes:
         return cls(*(np.concatenate([getattr(p, n) for p in parts]) for n in cls.__slots__)) if parts else cls.empty()
 
 
-def runs(offset: np.ndarray, extent: np.ndarray, strides: np.ndarray, item: np.ndarray) -> Bytes:
+def runs(
+    offset: np.ndarray,
+    extent: np.ndarray,
+    strides: np.ndarray,
+    item: np.ndarray,
+    name: Callable[[int], str] = "region {}".format,
+) -> Bytes:
     """Contiguous runs of regions: element i of region r is the `item[r]` bytes at `offset[r] + sum(i * strides[r])`.
 
     offset, item: int64 [N]; extent, strides: int64 [N, D]. A byte that a region reaches twice comes out twice.
+    Unsupported beyond MAX_RUNS, with the `name` of those that have most; regions that lie side by side count as the first of them.
     """
     count = len(offset)
     if not count:
@@ -73,17 +81,11 @@ def runs(offset: np.ndarray, extent: np.ndarray, strides: np.ndarray, item: np.n
     total = sum(prod(n for n, _ in c.teeth) for c in joined)
     if total > MAX_RUNS:
         most = sorted(((c.owner, prod(n for n, _ in c.teeth)) for c in joined), key=lambda x: -x[1])
-        what = f"regions of {total} separate byte runs; up to {MAX_RUNS} can be proven to be disjoint"
-        raise TooManyRuns(what, most=tuple(most))
+        raise Unsupported(
+            f"regions of {total} separate byte runs; up to {MAX_RUNS} can be proven to be disjoint",
+            [f"{name(i)}: {n:,} of them lie apart" for i, n in most[:4]],
+        )
     return Bytes.concat(out + [c.runs() for c in joined])
-
-
-class TooManyRuns(Unsupported):
-    """`most`: (region, its runs), those of most runs first. Regions that lie side by side count as the first of them."""
-
-    def __init__(self, message: str, *args, most: tuple[tuple[int, int], ...] = (), **kwargs) -> None:
-        super().__init__(message, *args, **kwargs)
-        self.most = most
 
 
 @dataclass(frozen=True, slots=True)
