@@ -149,7 +149,7 @@ class Bench:
     def light(self, job: Job, engines, gpus: list[int]) -> None:
         """Plain trainers with the weights of seed 1, and the engines, all up."""
         job.start_trainers(gpus)
-        job.plain(**({"experts": True} if self.experts else {}))
+        job.plain(experts=self.experts)
         for engine in engines:
             self.say("engine started, s", f"{engine.started(400)['seconds']:.0f}")
         job.good("set", "set", seed=1)

@@ -91,12 +91,4 @@ def test_an_engine_that_is_killed_while_it_takes(b):
     before = b.memory(0, gpu=0)["free"]
     b.begin("engine", "worker:0:wave:kill@1", deadline_s=FAR)
     b.failed(list(range(len(b.trainers))), ("PeerLost", "EngineLost"), "replica 0", within=FAR / 2)
-    b.only_these_ended()
-    b.given_up()
-    assert b.state()["error"]
-    b.gets_free(0, 0, before + (1 << 30))  # its cache, at least
-    b.begin_engine()
-    b.engine.started()
-    b.engine.ask("serve", "serving", rendezvous=b.job.rendezvous, replica=0)
-    b.engine.ask("ready", "is ready")
-    b.right()
+    b.replaced_engine(before)

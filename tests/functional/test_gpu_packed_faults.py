@@ -72,12 +72,4 @@ def test_a_worker_that_is_killed_between_buckets(b):
     before = b.memory(0, gpu=0)["free"]
     b.begin("engine", "worker:0:wave:kill@3", deadline_s=FAR)
     b.failed([0, 1], ("PeerLost", "EngineLost"), "replica 0", within=FAR / 2)
-    b.only_these_ended()
-    b.given_up()
-    assert b.state()["error"]
-    b.gets_free(0, 0, before + (1 << 30))  # its cache, at least
-    b.begin_engine()
-    b.engine.started()
-    b.engine.ask("serve", "serving", rendezvous=b.job.rendezvous, replica=0)
-    b.engine.ask("ready", "is ready")
-    b.right()
+    b.replaced_engine(before)

@@ -139,6 +139,19 @@ class Bench:
     def state(self) -> dict:
         return self.engine.ask("state", "state")
 
+    def replaced_engine(self, free: int) -> None:
+        """A worker was killed, nobody else ends, and the controller hears of it. GPU 0, of which `free` bytes were free before, gets
+        back what the engine held, and another engine takes the replica's place."""
+        self.only_these_ended()
+        self.given_up()
+        assert self.state()["error"]
+        self.gets_free(0, 0, free + (1 << 30))  # its cache, at least
+        self.begin_engine()
+        self.engine.started()
+        self.engine.ask("serve", "serving", rendezvous=self.job.rendezvous, replica=0)
+        self.engine.ask("ready", "is ready")
+        self.right()
+
     def given_up(self) -> None:
         until(lambda: any(self.state()[k] for k in ("error", "lost")), 40, "the engine's controller has heard of it")
 

@@ -16,10 +16,12 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or two runs diffe
 
 import torch
 
+from tests.support.gpu_job import nccl_host
+
 RANK = int(os.environ["RANK"])
 DEVICE = torch.device("cpu")
 if torch.cuda.is_available():
-    os.environ.update(NCCL_HOSTID=f"host{RANK}", NCCL_MNNVL_ENABLE="0")
+    os.environ.update(nccl_host(f"host{RANK}"))
     DEVICE = torch.device("cuda", int(os.environ.get("XFER_GPU", "0")))
     torch.cuda.set_device(DEVICE)
 

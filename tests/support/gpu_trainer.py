@@ -28,6 +28,7 @@ import torch.distributed as dist  # noqa: E402
 from tests.support.gpu_values import names, value  # noqa: E402
 from tests.support.gpu_watch import Watch  # noqa: E402
 from tests.support.proc import commands, emit  # noqa: E402
+from xfer.trace.slots import local as held  # noqa: E402
 
 
 def cut(name: str, shape: tuple[int, ...]):
@@ -45,10 +46,6 @@ def expert(name: str) -> int | None:
     return int(parts[parts.index("experts") + 1]) if "experts" in parts[:-1] else None
 
 
-def held(p: torch.Tensor) -> torch.Tensor:
-    return p.to_local() if hasattr(p, "to_local") else p
-
-
 class Plain:
     """This rank's parts of all tensors of a config, each in a storage of its own. experts: every rank holds as many experts,
     whole, as neighbours in one storage, and nothing of the others: expert parallelism beside tensor parallelism."""
@@ -59,7 +56,7 @@ class Plain:
 
         if not dist.is_initialized():
             dist.init_process_group(backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
-        self.config, self.rank, self.world = config, rank, world
+        self.config, self.rank, self.world, self.experts = config, rank, world, experts
         torch.zeros(1, device=DEVICE)  # or the mesh chooses a device by rank
         self.mesh = init_device_mesh("cuda", (world,))  # nothing of DTensor's communicates here, so the group may be gloo's
         self.parameters = self.own_experts(names(config)) if experts else {}
@@ -84,7 +81,7 @@ class Plain:
         }
 
     def local(self, full: torch.Tensor, name: str) -> torch.Tensor:
-        if name in self.parameters and not hasattr(self.parameters[name], "to_local"):
+        if self.experts and expert(name) is not None:
             return full
         where = cut(name, tuple(full.shape))
         return full.chunk(self.world, where.dim)[self.rank] if hasattr(where, "dim") else full

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from tests.support.gpu_job import nccl_host
 from tests.support.proc import emit, obey
 from xfer.testing import megatron_cpu
 
@@ -19,7 +20,7 @@ if torch.cuda.is_available():
     here, gpu = divmod(int(os.environ["RANK"]), torch.cuda.device_count())
     if int(os.environ["WORLD_SIZE"]) > torch.cuda.device_count():
         # NCCL refuses two ranks on one GPU of one host, so they are of several: it goes by its network between them.
-        os.environ.update(NCCL_HOSTID=f"host{here}", NCCL_MNNVL_ENABLE="0")
+        os.environ.update(nccl_host(f"host{here}"))
     torch.cuda.set_device(gpu)
     torch.use_deterministic_algorithms(True)  # or two runs differ by the order in which atomics add
 megatron_cpu.init_world()
