@@ -286,3 +286,82 @@ def test_checksums_of_whole_groups_equal_the_twins_number(seed, dtype, narrow, t
     fast.launch()
     left = checksum.checksum_rows(rows[fast.odd], roots, "src", shapes)
     assert checksum.added(fast.values()[0], left) == want
+
+
+def lent(rows, roots, shapes):
+    """Sums that may be lent: of the kernel itself, as torch sums what lies on a CPU."""
+    module = pytest.importorskip("xfer.kernels.checksum_triton", reason="needs triton")
+    where = [checksum.placed(r, "dst", shapes) for r in rows]
+    return module.TritonSums(rows, np.zeros(len(rows), np.int64), 1, roots, "dst", where, module.LENT_TILE)
+
+
+@runs
+@settings(max_examples=EXAMPLES // 4, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.sampled_from(["uint8", "bfloat16", "float32"]), st.sampled_from([1, 5, 256]))
+def test_copies_that_sum_leave_the_same_bytes_and_the_same_number(seed, dtype, behind):
+    """Copies cut by columns or not, sums by rows, whatever units the copies move and wherever a storage begins; what no copy writes
+    counts too. Sums come right behind what they need or after everything, and some need more copies than this kernel waits for."""
+    summed = pytest.importorskip("xfer.kernels.summed_copies", reason="needs triton")
+    from xfer.kernels import checksum_triton, tiles
+
+    rng = np.random.default_rng(seed)
+    item = torch.empty(0, dtype=getattr(torch, dtype)).element_size()
+    copies, sums, shapes, src, dst = [], [], [], [], []
+    for k in range(int(rng.integers(1, 4))):
+        high, wide = int(rng.integers(1, 12)), int(rng.choice([8, 16, 64, 72, 33]))
+        pitch, spare = (wide + int(rng.choice([0, 16, 3]))) * item, item * int(rng.choice([0, 16, 1]))
+        shapes.append((high, wide))
+        src.append(rng.integers(0, 256, high * pitch, dtype=np.uint8))
+        dst.append(rng.integers(0, 256, spare + high * wide * item, dtype=np.uint8))
+        ends = dict(src_dtype=dtype, dst_dtype=dtype, tensor=k, src_root=k, dst_root=k)
+        at = min(wide, int(rng.choice([0, 8, 16, wide // 2])))
+        for first, last in ((0, at), (at, wide)):
+            if last > first and rng.integers(0, 8):
+                strides = dict(src_strides=(pitch, item), dst_strides=(wide * item, item))
+                copies.append(
+                    row((high, last - first), src_offset=first * item, dst_offset=spare + first * item, **strides, **ends)
+                )
+        cut = int(rng.integers(0, high))
+        for first, last in ((0, cut), (cut, high)):
+            if last > first:
+                some = row((last - first, wide), dst_offset=spare + first * wide * item, dst_strides=(wide * item, item), **ends)
+                some["origin"][0, -2] = first
+                sums.append(some)
+    if not copies:
+        return
+    copies, sums = np.concatenate(copies), np.concatenate(sums)
+    sources, live, want = ([flat(x) for x in xs] for xs in (src, dst, dst))
+    TorchRows(copies, want, "local", sources).copy()
+    number = checksum.checksum_rows(sums, [t.cpu() for t in want], "dst", shapes)
+    small = (patch.object(tiles, "SMALL_TILE", 128), patch.object(checksum_triton, "LENT_TILE", 4))
+    with small[0], small[1], patch.multiple(summed, BEHIND=behind, MOST=int(rng.choice([2, 64]))):
+        both = lent(sums, live, shapes)
+        rows = bound(copies, live, "local", sources, summed=both)
+    for _ in range(2):
+        for t, was in zip(live, dst):
+            t.copy_(flat(was))
+        rows.copy()
+        both.launch()
+        left = checksum.checksum_rows(sums[both.odd], live, "dst", shapes)
+        assert all(map(torch.equal, live, want)) and checksum.added(both.values()[0], left) == number
+
+
+@runs
+def test_copies_that_sum_can_be_stopped():
+    """Sums of what was left out wait for nobody."""
+    pytest.importorskip("xfer.kernels.summed_copies", reason="needs triton")
+    n = 1 << 18
+    some = row((n,), src_dtype="bfloat16", dst_dtype="bfloat16")
+    source, live = flat(np.full(2 * n, 7, np.uint8)), flat(np.zeros(2 * n, np.uint8))
+    sums = lent(some, [live], [(n,)])
+    abort = torch.ones(1, dtype=torch.int32, device=DEVICE)
+    rows = bound(some, [live], "local", [source], summed=sums, abort=abort)
+    assert not sums.launch() and sums.values() == [0]  # all of them were taken over
+    rows.copy()
+    assert (live.view(-1, 16)[:, 0] == 0).any()
+    abort.zero_()
+    rows.copy()
+    assert torch.equal(live, source)
+    assert sums.values() == [checksum.checksum_rows(some, [live], "dst", [(n,)])]
+    with pytest.raises(RuntimeError, match="lent to another kernel already"):
+        bound(some, [live], "local", [source], summed=sums)

@@ -67,7 +67,8 @@ class Sums:
     slot[i]: the set of row i, 0..slots-1. Other arguments and errors: as for `checksum_rows`.
     """
 
-    def __init__(self, rows: np.ndarray, slot: np.ndarray, slots: int, roots, side: str, shapes):
+    def __init__(self, rows: np.ndarray, slot: np.ndarray, slots: int, roots, side: str, shapes, *, lent: bool = False):
+        """lent: in tiles that another kernel can take over (`lend`)."""
         if side not in ("src", "dst"):
             raise ValueError(f"side must be src or dst, not {side!r}")
         some = rows["op"] != Op.FILL
@@ -78,21 +79,25 @@ class Sums:
             return
         _refuse_outside(self._rows, roots, side)
         if roots[0].is_cuda and find_spec("triton") is not None:
-            from xfer.kernels.checksum_triton import TritonSums
+            from xfer.kernels.checksum_triton import LENT_TILE, TILE, TritonSums
 
             where = [placed(r, side, shapes) for r in self._rows]
-            self._fast = TritonSums(self._rows, self._slot, slots, roots, side, where)
+            self._fast = TritonSums(self._rows, self._slot, slots, roots, side, where, LENT_TILE if lent else TILE)
             self._rows, self._slot = self._rows[self._fast.odd], self._slot[self._fast.odd]
 
     @classmethod
-    def of_one(cls, rows: np.ndarray, roots, side: str, shapes) -> Sums:
+    def of_one(cls, rows: np.ndarray, roots, side: str, shapes, *, lent: bool = False) -> Sums:
         """All rows are one set."""
-        return cls(rows, np.zeros(len(rows), np.int64), 1, roots, side, shapes)
+        return cls(rows, np.zeros(len(rows), np.int64), 1, roots, side, shapes, lent=lent)
 
     def values(self) -> list[int]:
         """By set, 0 <= c < 2**64. A device synchronisation per set."""
         self.begin()
         return self.ended()
+
+    def lend(self, choose):
+        """`TritonSums.lend`; None where torch sums. From then on `begin` comes behind the kernel that took them over."""
+        return None if self._fast is None else self._fast.lend(choose)
 
     def begin(self) -> None:
         """On CUDA: begins to read, on the current stream, and waits for nothing."""

@@ -7,8 +7,9 @@ their size, conversions that Triton rounds differently) the twin adds. Not here:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -26,6 +27,8 @@ count them."""
 TILE = 1 << 15
 """Units of a tile, at most; its square is below 2**32, which `magic` needs."""
 PROGRAMS_PER_SM, WARPS = 4, 8
+LENT_TILE = 1 << 13
+"""Of tiles that another kernel sums: what was copied for one has to be in the cache still. 128 KiB of bf16."""
 BLOCK = {True: 512, False: 1024}
 """Units at a time, of groups (two 16-byte loads a thread in bf16) and of elements."""
 
@@ -134,14 +137,29 @@ def _sum_tiles(
         i = tl.atomic_add(counter, 1)
 
 
+@dataclass(frozen=True, slots=True)
+class Lent:
+    """Tiles of whole groups that another kernel sums, into `out`, which it has to clear. constants: LOAD, AS, GROUP, the two PLUS, and
+    the two mixes, as of `_sum_tiles`."""
+
+    tiles: torch.Tensor
+    factors: torch.Tensor
+    out: torch.Tensor
+    constants: tuple
+
+
 class TritonSums:
     """Checksums of several sets of rows (`slot[i]`: the set of row i, 0..slots-1) as they lie in `roots`.
 
-    placed: per row, where it lies and belongs, by `checksum.placed`. `launch` reads; `add_to` brings the sums.
+    placed: per row, where it lies and belongs, by `checksum.placed`. `launch` reads; `values` brings the sums. tile: units of a tile,
+    at most.
     """
 
-    def __init__(self, rows, slot: np.ndarray, slots: int, roots: Sequence[torch.Tensor], side: str, placed):
+    def __init__(
+        self, rows, slot: np.ndarray, slots: int, roots: Sequence[torch.Tensor], side: str, placed, tile: int = 0
+    ):
         self.device, self._roots = roots[0].device, roots
+        self._lent = False
         self._bases = torch.tensor([t.data_ptr() for t in roots], dtype=torch.int64).to(self.device)
         self._out = torch.zeros(slots, 2, dtype=torch.int32, device=self.device)
         self._factors = torch.tensor(FACTORS, dtype=torch.int64).to(torch.int32).to(self.device)  # wraps
@@ -156,7 +174,7 @@ class TritonSums:
                 continue
             root = int(r[f"{side}_root"])
             whole = _in_groups(where, roots[root].data_ptr(), ITEMSIZE[own], ITEMSIZE[final])
-            tiles = _tiles(int(slot[i]), root, where, ITEMSIZE[own], whole)
+            tiles = _tiles(int(slot[i]), root, where, ITEMSIZE[own], whole, tile or TILE)
             kinds.setdefault((own, final, whole), []).append(tiles)
         self.odd = odd
         """Rows that the twin must add."""
@@ -173,7 +191,9 @@ class TritonSums:
             self._run(*table, count=0)
 
     def launch(self) -> None:
-        self._out.zero_()
+        """Where some are lent, behind the kernel that sums those."""
+        if not self._lent:
+            self._out.zero_()
         for table in self._tables:
             self._run(*table)
 
@@ -181,22 +201,44 @@ class TritonSums:
         """Of the last launch, 0 <= v < 2**64. One device synchronisation."""
         return [(a % (1 << 32)) | (b % (1 << 32)) << 32 for a, b in self._out.tolist()]
 
+    def lend(self, choose: Callable[[np.ndarray, int], np.ndarray]) -> Lent | None:
+        """The largest table of whole groups that are read as they lie goes to another kernel, for good and once. choose: (tiles, bytes
+        of a group) -> which of them it sums (bool); the rest stays here. None, and nothing changes, where there is no such table."""
+        if self._lent:
+            raise RuntimeError("these sums were lent to another kernel already")
+        fit = [i for i, ((own, final, whole), *_) in enumerate(self._tables) if whole and own == final]
+        if not fit:
+            return None
+        most = max(fit, key=lambda i: self._tables[i][1].shape[0])
+        kind, tiles, counter = self._tables.pop(most)
+        taken = torch.from_numpy(choose(tiles.cpu().numpy(), GROUP * ITEMSIZE[kind[0]])).to(self.device)
+        if not bool(taken.all()):
+            self._tables.append((kind, tiles[~taken], counter))
+        load, _, as_tl, *rest = self._constants(kind)
+        self._lent = True
+        return Lent(tiles[taken], self._factors, self._out, (load, as_tl, *rest))
+
     def _run(self, kind, tiles: torch.Tensor, counter: torch.Tensor, count: int | None = None) -> None:
-        own, final, whole = kind
         counter.zero_()
         n = tiles.shape[0]
         programs = max(1, min(n, PROGRAMS_PER_SM * multiprocessors(self.device)))
+        load, *kinds = self._constants(kind)
+        with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():  # else: the interpreter
+            _sum_tiles[(programs,)](
+                self._bases, tiles, n if count is None else count, counter, self._factors, self._out,
+                load, load, *kinds, BLOCK[kind[2]], COLUMNS, num_warps=WARPS,
+            )  # fmt: skip
+
+    @staticmethod
+    def _constants(kind) -> tuple:
+        """LOAD (and OWN), FINAL, AS, GROUP, the two PLUS, the two mixes."""
+        own, final, whole = kind
         as_integer = _BITS[ITEMSIZE[final]]
         load = _TL[own] if own != final else _TL[as_integer]
         final_tl = _TL[final] if own != final else load
         as_tl = tl.uint8 if as_integer == "uint8" else _TL[as_integer]
-        group = GROUP if whole else 1
         plus = [p * (sum(f) if whole else 1) % (1 << 32) for p, f in zip(PLUS, FACTORS)]
-        with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():  # else: the interpreter
-            _sum_tiles[(programs,)](
-                self._bases, tiles, n if count is None else count, counter, self._factors, self._out,
-                load, load, final_tl, as_tl, group, *plus, *MIXES, BLOCK[whole], COLUMNS, num_warps=WARPS,
-            )  # fmt: skip
+        return load, final_tl, as_tl, GROUP if whole else 1, *plus, *MIXES
 
 
 def _in_groups(where: Placed, base: int, own: int, final: int) -> bool:
@@ -208,7 +250,7 @@ def _in_groups(where: Placed, base: int, own: int, final: int) -> bool:
     return all(s % (GROUP * own) == 0 for _, s, _ in where.dims[:-1])
 
 
-def _tiles(slot: int, root: int, where: Placed, item: int, whole: bool) -> np.ndarray:
+def _tiles(slot: int, root: int, where: Placed, item: int, whole: bool, tile: int) -> np.ndarray:
     """int64 [n, COLUMNS] over one row."""
     per_unit = GROUP if whole else 1
     dims = [(n, s, c // per_unit) for n, s, c in where.dims]
@@ -228,12 +270,12 @@ def _tiles(slot: int, root: int, where: Placed, item: int, whole: bool) -> np.nd
     (rows, row, row_step), (width, unit, unit_step) = dims[-2:]
     if width == 1:  # `magic` wants none of these in several rows
         (rows, row, row_step), (width, unit, unit_step) = (1, 0, 0), (rows, row, row_step)
-    if width > TILE:  # long runs one row at a time, cut along the run
+    if width > tile:  # long runs one row at a time, cut along the run
         spread(rows, row, row_step)
-        parts = [(1, TILE)] * (width // TILE) + [(1, width % TILE)] * bool(width % TILE)
-        spread(len(parts), TILE * unit, TILE * unit_step)
+        parts = [(1, tile)] * (width // tile) + [(1, width % tile)] * bool(width % tile)
+        spread(len(parts), tile * unit, tile * unit_step)
     else:
-        per = max(1, TILE // width)
+        per = max(1, tile // width)
         parts = [(per, width)] * (rows // per) + [(rows % per, width)] * bool(rows % per)
         spread(len(parts), per * row, per * row_step)
     out = np.empty((len(at), COLUMNS), np.int64)

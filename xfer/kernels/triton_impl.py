@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -19,11 +20,16 @@ import triton
 import triton.language as tl
 
 from xfer.kernels import bulk, long_runs
+from xfer.kernels.checksum import Sums
 from xfer.kernels.strided import Move, moves
 from xfer.kernels.tiles import COLUMNS, End, Table, Turns, cast_tables, interleaved, plain_tables
 from xfer.kernels.torch_impl import TorchRows
 from xfer.kernels.torch_impl import _check as check_rows
 from xfer.plan.program import DTYPES, ITEMSIZE, Op, row_wire_bytes, wire_dtype
+
+if TYPE_CHECKING:  # it needs what is here
+    from xfer.kernels.checksum_triton import TritonSums
+    from xfer.kernels.summed_copies import SummedCopies
 
 CASTS = frozenset(
     (a, b) for a in ("float32", "bfloat16", "float16") for b in ("float32", "bfloat16", "float16") if a != b
@@ -178,6 +184,7 @@ class TritonRows:
     for every tile was the bottleneck: 8 GB/s); kernels look
     at it before every tile and leave when it is not 0. bulk: move tiles of 16-byte units by the bulk copy engine (bulk.py).
     copied: for side "local" on CUDA, what a copy engine brings beside the kernels (long_runs.py); its copies do not look at the word.
+    summed: for side "local", of storages that nothing else writes: taken over as far as the kernel that copies most can (summed_copies.py).
     """
 
     def __init__(
@@ -192,6 +199,7 @@ class TritonRows:
         programs: int | None = None,
         bulk: bulk.Shape | None = None,
         copied: long_runs.Rule = long_runs.NOTHING,
+        summed: Sums | TritonSums | None = None,
     ):
         if side not in ("src", "dst", "local"):
             raise ValueError(f"side must be src, dst or local, not {side!r}")
@@ -200,7 +208,7 @@ class TritonRows:
         self._bulk = bulk
         some = roots if len(roots) else src_roots
         self._device = some[0].device if len(some) else torch.device("cpu")
-        if bulk is not None and abort is None:  # its kernel always looks at one
+        if abort is None and (bulk is not None or summed is not None):  # their kernels always look at one
             self._abort = torch.zeros(1, dtype=torch.int32, device=self._device)
         self._programs = programs or PROGRAMS_PER_SM * multiprocessors(self._device)
         left = src_roots if side == "local" else roots
@@ -218,11 +226,13 @@ class TritonRows:
         self._all = (rows, roots, side, src_roots)
         self._loose: TorchRows | None = None  # for wire buffers that are not aligned to 16 bytes
         self._launches: list[_Launch] = []
+        self._summed: SummedCopies | None = None
         self._wires: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
         self._fills, self._constants = self._bind_fills(rows[plain & (rows["op"] == Op.FILL)], roots)
         self._dst = self._bases(roots)
         if side == "local":
             self._launches = self._load(self._tables(End([_alignment(r) for r in roots])))
+            self._summed = self._with_sums(summed) if summed is not None else None
         elif self.nbytes:
             self._launches = self._load(self._tables(End([16])))
 
@@ -238,7 +248,7 @@ class TritonRows:
 
     @property
     def scratch_bytes(self) -> int:
-        tables = sum(t.tiles.nbytes for t in (*self._launches, *self._fills))
+        tables = sum(t.tiles.nbytes for t in (*self._launches, *self._fills)) + (self._summed.nbytes if self._summed else 0)
         return tables + (self._twin.scratch_bytes if self._twin else 0)
 
     def pack(self, buffer: torch.Tensor) -> None:
@@ -270,13 +280,15 @@ class TritonRows:
         self._run(self._launches, self._left, self._dst)
         if self._twin:
             self._twin.copy()
+        if self._summed:  # last: its sums read what the others have written, too
+            self._run([self._summed], self._left, self._dst)
 
     def fill(self) -> None:
         self._run(self._fills, self._constants, self._dst)
         if self._twin:
             self._twin.fill()
 
-    def _run(self, launches: Sequence[_Launch], src: torch.Tensor | None, dst: torch.Tensor) -> None:
+    def _run(self, launches: Sequence[_Launch | SummedCopies], src: torch.Tensor | None, dst: torch.Tensor) -> None:
         # Triton launches on the thread's current device, which in a fresh thread is device 0.
         with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
             for launch in launches:
@@ -333,6 +345,29 @@ class TritonRows:
             for launch in found:
                 launch.load(self._abort)
         return found
+
+    def _with_sums(self, summed: Sums | TritonSums) -> SummedCopies | None:
+        """The launch of 16-byte units, which then is in `_launches` no more, with sums in it. None where there is nothing for it."""
+        from xfer.kernels.summed_copies import UNIT, SummedCopies, ordered
+
+        found = next((x for x in self._launches if x.unit == UNIT and x.bulk is None), None)
+        if found is None:
+            return None
+        order = None
+
+        def choose(sums: np.ndarray, group: int) -> np.ndarray:
+            nonlocal order
+            order = ordered(found.tiles.cpu().numpy(), sums, group)
+            return order.taken
+
+        lent = summed.lend(choose)
+        if lent is None:
+            return None
+        self._launches.remove(found)
+        out = SummedCopies(found.tiles, order, lent, self._programs)
+        with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
+            out.run(self._left, self._dst, self._abort, entries=0)
+        return out
 
     def _bases(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         return torch.tensor([t.data_ptr() for t in tensors] or [0], dtype=torch.int64).to(self._device)

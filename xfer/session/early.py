@@ -2,7 +2,8 @@
 
 Only where a pull brings all that a storage gets. In a row of replicas (transport/relay_place.py) a pull has its parts already: there
 what is whole when most parts are here is summed while the others come. On a CPU (tests' doubles pull so) sums are taken between the
-parts. What a checksum is: kernels/checksum.py; what pulls and calls this between its parts: transport/peer.py.
+parts. Where all lies on the worker's own GPU, the kernel that copies sums what it has just written (kernels/summed_copies.py). What a
+checksum is: kernels/checksum.py; what pulls and calls this between its parts: transport/peer.py.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ FIRST = 0.75
 """Of the pulled bytes. Sums take less than a sixth of the time of a pull of the same bytes, so they have ended when the rest is here."""
 
 
-def first_storages(pulled: np.ndarray, others: np.ndarray) -> np.ndarray:
-    """Numbers of this rank's storages to be pulled first (int64, rising): the largest, up to FIRST of the bytes, of those that
+def first_storages(pulled: np.ndarray, others: np.ndarray, share: float = FIRST) -> np.ndarray:
+    """Numbers of this rank's storages to be pulled first (int64, rising): the largest, up to that share of the bytes, of those that
     nothing but `pulled` writes; both are rows of this rank (dtype ROW)."""
     nbytes, root = row_wire_bytes(pulled), pulled["dst_root"].astype(np.int64)
     total = np.zeros(int(root.max(initial=-1)) + 1, np.int64)
     np.add.at(total, root, nbytes)
     mixed = set(_written(others).tolist())
-    out, left = [], FIRST * total.sum()
+    out, left = [], share * total.sum()
     for r in np.argsort(-total, kind="stable").tolist():
         if r not in mixed and 0 < total[r] <= left:
             out.append(r)
@@ -55,7 +56,8 @@ def _written(rows: np.ndarray) -> np.ndarray:
 
 class EarlySums:
     """The gate of a pull in two parts, wave 0 and 1, or what is told of the parts of a row, where `part` says with which of them the
-    storages `first` are whole. rows: all destination rows that count, as for `Sums` with side "dst"."""
+    storages `first` are whole. rows: all destination rows that count, as for `Sums` with side "dst". within: the kernel that pulls
+    `first` may take over their sums."""
 
     def __init__(
         self,
@@ -64,10 +66,13 @@ class EarlySums:
         shapes: Sequence[Sequence[int]],
         first: np.ndarray,
         part: int = 0,
+        within: bool = False,
     ):
         early = np.isin(rows["dst_root"], first)
         self.first, self._part = first, part
-        self._first, self._rest = (Sums.of_one(some, roots, "dst", shapes) for some in (rows[early], rows[~early]))
+        self._first = Sums.of_one(rows[early], roots, "dst", shapes, lent=within)
+        self._rest = Sums.of_one(rows[~early], roots, "dst", shapes)
+        self.within = self._first if within else None
         self._stream = torch.cuda.Stream(roots[0].device) if roots[0].is_cuda else None
         self._known = 0  # without a stream: the sum of the first
 

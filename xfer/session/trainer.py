@@ -165,10 +165,14 @@ class TrainerSession:
         self._specs = self._own_specs()
         self._party.send(m.Specs(self._specs))
         self.has_told(self._specs, b"")
-        message = self._party.take(
-            (m.CatalogMsg, m.Failed), until + TOLD_S, "the catalog: other trainer ranks have not connected yet"
-        )
-        self._raise_failed(message)
+        while True:
+            message = self._party.take(
+                (m.CatalogMsg, m.Failed), until + TOLD_S, "the catalog: other trainer ranks have not connected yet"
+            )
+            if not isinstance(message, m.Failed):
+                break
+            if wait or message.replica < 0:  # else a replica that failed early is left out like one that fails later
+                self._raise_failed(message)
         self._take_catalog(message)
         self._tell_inventory()
         if wait:

@@ -22,7 +22,7 @@ from xfer.plan.table import padded_shapes
 from xfer.session import faults, timeline
 from xfer.session import messages as m
 from xfer.session.bounds import STOP_GRACE_S
-from xfer.session.early import EarlySums, first_storages, whole_storages
+from xfer.session.early import FIRST, EarlySums, first_storages, whole_storages
 from xfer.session.lane import Lane
 from xfer.session.packing import unpack_one
 from xfer.session.party import Party, data_plane, host_identity
@@ -217,12 +217,13 @@ class WorkerSession:
         if routed.pull is not None and go.verify and self._early is None:
             rest = routed.program.rows
             others = rest[rest["dst"] == plan.program.rank]
+            within = routed.place is None and routed.near
             if routed.place is None:
-                part, first = 0, first_storages(routed.pulled, others)
+                part, first = 0, first_storages(routed.pulled, others, 1.0 if within else FIRST)
             else:
                 part, first = whole_storages(routed.place.rows, others)
-            sums = EarlySums(self._rows, self._roots, padded_shapes(self._catalog), first, part) if len(first) else None
-            self._early = routed, sums
+            shapes = padded_shapes(self._catalog)
+            self._early = routed, EarlySums(self._rows, self._roots, shapes, first, part, within) if len(first) else None
         return self._early[1] if go.verify and self._early is not None else None
 
     def after(self, go: m.Go, plan: Part) -> tuple[m.Checksum, ...]:

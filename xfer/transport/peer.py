@@ -28,6 +28,7 @@ import torch
 
 from xfer.errors import DeadlineExceeded, PeerLost, ProtocolError, RebindError
 from xfer.kernels import cuda_driver as driver
+from xfer.kernels.checksum import Sums
 from xfer.kernels.tiles import Turns
 from xfer.plan.program import Op, Program, row_wire_bytes
 from xfer.transport.group import Aborted
@@ -355,10 +356,11 @@ class Pull:
         *,
         gate: Gate | None = None,
         read_too: bool = False,
+        summed: Sums | None = None,
         **how,
     ):
-        """One launch; with a gate, one for each wave that has rows. read_too: while it pulls, others read from this GPU. how:
-        `burst`, bytes of a sender's turn (kernels/tiles.py), and what `TritonRows` takes."""
+        """One launch; with a gate, one for each wave that has rows. read_too: while it pulls, others read from this GPU. summed: as of
+        `TritonRows`, of what the first wave writes. how: `burst`, bytes of a sender's turn (kernels/tiles.py), and what else that takes."""
         if unknown := {(int(r["src"]), int(r["src_root"])) for r in rows} - _known(mapping):
             raise RebindError(
                 f"{len(unknown)} storages are not mapped", [f"rank {a}, storage {b}" for a, b in sorted(unknown)]
@@ -373,7 +375,7 @@ class Pull:
         self._gate = gate
         self._waves = [0] if gate is None else sorted(set(rows["wave"].tolist()))
         parts = [rows] if gate is None else [rows[rows["wave"] == w] for w in self._waves]
-        self._bound = [self._bind(part, mapping, roots, read_too, **how) for part in parts]
+        self._bound = [self._bind(part, mapping, roots, read_too, summed if not k else None, **how) for k, part in enumerate(parts)]
         nbytes = row_wire_bytes(rows)
         self.by_sender = tuple((a, int(nbytes[rows["src"] == a].sum())) for a in sorted(set(rows["src"].tolist())))
         self._stream, self._event = torch.cuda.Stream(self.device), torch.cuda.Event()
@@ -400,6 +402,7 @@ class Pull:
         mapping: Mapping,
         roots: Sequence[torch.Tensor],
         read_too: bool,
+        summed: Sums | None,
         burst: int = BURST_BYTES,
         **how,
     ):
@@ -418,7 +421,7 @@ class Pull:
         how["copied"] = replace(rule, most=rule.most // len(self._waves))  # all parts are launched at once
         turns = Turns(tuple(senders.index(a) for a, _ in known), mapping.rank, burst, here)
         sources = [mapping.roots[a][b] for a, b in known]
-        return TritonRows(rows, roots, "local", sources, turns=turns, abort=self._abort, **how)
+        return TritonRows(rows, roots, "local", sources, turns=turns, abort=self._abort, summed=summed, **how)
 
     @property
     def extra_bytes(self) -> int:

@@ -126,6 +126,7 @@ class Pull:
         *,
         gate: peer.Gate | None = None,
         read_too: bool = False,  # makes no difference here
+        summed: object = None,  # nor does this: sums are taken between the parts
     ):
         self._stopped, self._gate = False, gate
         self._roots = roots  # held: their addresses are in the tables

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from xfer.errors import Unsupported, XferError
+from xfer.kernels.checksum import Sums
 from xfer.plan.program import Op, Program, row_wire_bytes
 from xfer.transport import peer, peer_host
 from xfer.transport.group import ABORT_S, Link, open_group
@@ -130,7 +131,9 @@ class RoutePlan:
 
 
 class EarlyGate(peer.Gate, Protocol):
-    """What happens between the parts of a pull, and which rows are in which."""
+    """What happens between the parts of a pull, and which rows are in which. `within`: what the kernel of the first part may sum."""
+
+    within: Sums | None
 
     def parts(self, pulled: np.ndarray) -> np.ndarray:
         """The rows with the part that they belong to as their wave."""
@@ -165,6 +168,11 @@ class Routed:
     def drained(self) -> bool:
         """False: a pull of this rank may go on reading other ranks' storages, or an aborted link this rank's own."""
         return self._ended() and self.link.drained()
+
+    @property
+    def near(self) -> bool:
+        """Whether all that this rank pulls lies on its own GPU."""
+        return len(self.pulled) > 0 and set(self.pulled["src"].tolist()) <= getattr(self.mapping, "here", set())
 
     @property
     def program(self) -> Program:
@@ -243,7 +251,7 @@ class Routed:
             return self.pull
         if self._gated[0] is not gate:
             rows = gate.parts(self.pulled)
-            pull = PEERS[self.link.device.type].Pull(rows, self.mapping, self._roots, gate=gate)
+            pull = PEERS[self.link.device.type].Pull(rows, self.mapping, self._roots, gate=gate, summed=gate.within)
             self._gated = gate, pull
             self.extra_bytes += pull.extra_bytes
         return self._gated[1]
