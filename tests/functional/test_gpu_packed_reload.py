@@ -15,7 +15,9 @@ from xfer.testing import toy
 
 pytest.importorskip("vllm")
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(gpus() < 1, reason="needs a GPU")]
-FP8 = dict(eager=True, load_format="auto", quantization="fp8")
+FP8 = dict(eager=True, load_format="auto", quantization="fp8", max_num_seqs=1, enable_prefix_caching=False)
+"""One request at a time, none of it from the cache: activations are scaled by the largest of all that is computed together, so what an
+answer is depends on who is beside it."""
 ENGINES = {"dense": ("qwen3", FP8), "experts": ("qwen3_moe", dict(FP8, moe_backend="triton"))}
 
 

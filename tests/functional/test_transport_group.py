@@ -190,6 +190,68 @@ def test_opening_a_link_touches_no_stream_of_the_trainers(monkeypatch):
     link.close()
 
 
+class Grouped:
+    """A double of ProcessGroupNCCL: how deep a thread is in groups is NCCL's, not a communicator's, and only the outermost end launches."""
+
+    depth = threading.local()
+
+    def __init__(self):
+        self.queued, self.launched, self.aborted = [], [], False
+
+    def _start_coalescing(self):
+        self.depth.n = getattr(self.depth, "n", 0) + 1
+
+    def message(self, data, peer, tag):
+        if self.aborted:
+            raise RuntimeError("NCCL communicator was aborted on rank 0.")
+        self.queued.append(peer)
+
+    send = recv = message
+
+    def _end_coalescing(self):
+        self.depth.n -= 1
+        if not self.depth.n:
+            self.launched, self.queued = self.launched + self.queued, []
+
+    def abort(self):
+        self.aborted = True
+
+
+@pytest.mark.parametrize("raises", ["the communicator's own error", "an abort from another thread"])
+def test_what_ends_a_post_leaves_no_group_of_this_thread_open(raises, monkeypatch):
+    """Or messages over the next communicator would be reported as moved and never be launched. An abort lets a post end; one that
+    does not end is aborted all the same."""
+
+    def over(pg) -> NcclLink:
+        link = NcclLink(None, 0, 1, 1.0, torch.device("cpu"), ("trainer 0",))
+        link._pg = pg
+        return link
+
+    monkeypatch.setattr("xfer.transport.nccl._POSTED_S", 0.2)
+    pg, word = Grouped(), torch.zeros(8, dtype=torch.uint8)
+    link, start = over(pg), pg._start_coalescing
+
+    def and_then() -> None:
+        start()
+        if raises.startswith("an abort"):
+            link.abort(5.0)
+            assert link.drained(), "waited for this post for ever"
+        pg.aborted = True
+
+    pg._start_coalescing = and_then
+    with pytest.raises((Aborted, PeerLost)):
+        link.post([(word, 1, 0)], [(word, 1, 0)])
+    after = Grouped()
+    over(after).post([(word, 1, 0)], [(word, 1, 1)])
+    assert after.launched == [1, 1] and not Grouped.depth.n
+    beside, posted = over(Grouped()), threading.Event()
+    beside._pg.message = lambda *args: (beside.abort(0.0), posted.set(), time.sleep(0.05))
+    beside._pg.recv = beside._pg.message
+    pg = beside._pg
+    beside.post([(word, 1, 0)], [])
+    assert posted.is_set() and beside.drained(5.0) and pg.aborted, "aborted, but behind the post"
+
+
 def test_a_deadline_names_who_was_waited_for():
     a, _b = links(2)
     t0 = time.monotonic()

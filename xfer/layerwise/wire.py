@@ -16,6 +16,7 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -24,7 +25,7 @@ from xfer.errors import DeadlineExceeded, PeerLost, Unsupported, XferError
 from xfer.layerwise.shares import NAN_BYTE
 from xfer.layerwise.watch import Post, Watch
 from xfer.transport.group import Aside, from_rank
-from xfer.transport.nccl import quiet
+from xfer.transport.nccl import quiet, together
 
 ON_ALL_RANKS = (
     "if all ranks are there: forwards, drain() and state_dict() after a step are for all of them; on one rank only, with the others "
@@ -113,12 +114,11 @@ class Wire:
         if self.device.type != "cuda":
             return [pg.broadcast([t], from_rank(owner)) for owner, t in moves]
 
-        def start() -> dist.Work:
-            pg._start_coalescing()  # one launch, in which NCCL runs the broadcasts side by side
+        def each() -> None:
             for owner, t in moves:
                 pg.broadcast([t], from_rank(owner))
-            return pg._end_coalescing()
 
+        start = partial(together, pg, each)  # one launch, in which NCCL runs the broadcasts side by side
         return [self._watched(what, start, [t for owner, t in moves if owner != self.rank])]
 
     def reduce(self, tensor: torch.Tensor, owner: int) -> dist.Work:

@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 
 import torch
@@ -29,6 +29,8 @@ _QUIET = {
     "TORCH_NCCL_BLOCKING_WAIT": "0",  # Work.wait makes the stream wait, not the host
 }
 _POLL_S = 20e-6
+_POSTED_S = 1.0
+"""So long an abort lets a group of messages that is being posted end: closing a group over a freed communicator may crash."""
 _environment = threading.Lock()
 
 
@@ -51,7 +53,7 @@ class NcclLink(Link):
         self._aborted = threading.Event()
         self._timeout, self._warm = timeout, set[int]()
         self._pg = None
-        self._lock, self._end = threading.Lock(), None
+        self._lock, self._posting, self._end = threading.Lock(), threading.Lock(), None
         if size == 1:
             return
         from torch.distributed import ProcessGroupNCCL
@@ -120,15 +122,18 @@ class NcclLink(Link):
     def post(self, receives: Sequence[Outgoing], sends: Sequence[Outgoing]) -> tuple[list[Pending], list[Pending]]:
         if not receives and not sends:
             return [], []
-        pg = self._group()
         data = [bytes_of(t) for t, _, _ in (*receives, *sends)]
-        try:
-            pg._start_coalescing()
-            for k, (_, peer, tag) in enumerate((*receives, *sends)):
-                (pg.recv if k < len(receives) else pg.send)([data[k]], peer, tag)
-            work = pg._end_coalescing()
-        except RuntimeError as e:
-            raise self._error(e) from e
+        with self._posting:
+            pg = self._group()
+
+            def messages() -> None:
+                for k, (_, peer, tag) in enumerate((*receives, *sends)):
+                    (pg.recv if k < len(receives) else pg.send)([data[k]], peer, tag)
+
+            try:
+                work = together(pg, messages)
+            except RuntimeError as e:
+                raise self._error(e) from e
         group: list[Pending] = [_NcclPending(self, work, (receives or sends)[0][1], data)]
         return group, group
 
@@ -167,11 +172,15 @@ class NcclLink(Link):
         return end is None or end.wait(seconds) is None
 
     def _stop(self, pg) -> None:
+        posted = self._posting.acquire(timeout=_POSTED_S)  # a post that is stuck is freed all the same
         try:
             pg.abort()
         except RuntimeError as e:
             logger.error("xfer: %s: NCCL could not be stopped: %s", self.labels[self.rank], str(e).splitlines()[0])
             raise
+        finally:
+            if posted:
+                self._posting.release()
 
     def close(self) -> None:
         self.abort()
@@ -214,6 +223,19 @@ class _NcclBroadcast(_NcclPending):
     def wait(self, deadline: float) -> None:
         super().wait(deadline)
         self.link.finish(deadline)
+
+
+def together(pg, post: Callable[[], None]):
+    """What `post` gives to `pg` (a ProcessGroupNCCL), as one group: its work. Closed whatever `post` raises: a group is the thread's, not
+    the communicator's, so one left open would swallow, without an error, all that this thread posts over any other from then on."""
+    pg._start_coalescing()
+    try:
+        post()
+    except BaseException:
+        with suppress(RuntimeError):
+            pg._end_coalescing()
+        raise
+    return pg._end_coalescing()
 
 
 @contextmanager

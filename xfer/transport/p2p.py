@@ -127,19 +127,25 @@ class P2P:
 
         deadline: a time.monotonic() value. cancelled: looked at before anything is posted or written; to free a run
         that is blocked, call `link.abort()` as well. progress(wave, bytes in and out so far): after each step.
-        DeadlineExceeded, PeerLost, Aborted. The link is aborted then, and no byte will arrive any more; the storages
-        hold an unknown mix of old and new.
+        DeadlineExceeded, PeerLost, Aborted. The link is aborted then, and no byte will arrive any more, though on CUDA kernels that
+        unpack may still run (`drained`); the storages hold an unknown mix of old and new.
         """
         run = _Run(self, deadline, cancelled)
         try:
             return run.all(progress)
         except BaseException as e:
             self.link.abort()
+            self._lanes.left()
             if isinstance(e, XferError) and not isinstance(e, Aborted):
                 blamed = self.link.blame(run.unfinished)
                 e.violations = tuple(blamed) or e.violations
                 e.message += f" (wave {run.wave} of {self.program.waves})"
             raise
+
+
+    def drained(self) -> bool:
+        """Whether what the last run launched has left the device. False may mean that it waits for an abort that has not ended."""
+        return self._lanes.over()
 
 
 class _BoundStep:
@@ -289,6 +295,7 @@ class _Lanes:
         if self._cuda:
             self._streams = [torch.cuda.Stream(device) for _ in range(2)]
             self._taken = [torch.cuda.Event() for _ in range(DEPTH)]
+            self._left: list[torch.cuda.Event] = []
             self._device = device
 
     @property
@@ -302,6 +309,7 @@ class _Lanes:
     def begin(self) -> None:
         """After what the caller's stream was given before."""
         if self._cuda:
+            self._left = []
             for s in self._streams:
                 s.wait_stream(torch.cuda.current_stream(self._device))
 
@@ -318,6 +326,14 @@ class _Lanes:
         if self._cuda:
             for s in self._streams:
                 torch.cuda.current_stream(self._device).wait_stream(s)
+
+    def left(self) -> None:
+        """What was launched goes on without being waited for."""
+        if self._cuda:
+            self._left = [s.record_event() for s in self._streams]
+
+    def over(self) -> bool:
+        return not self._cuda or all(e.query() for e in self._left)
 
 
 def _buffers(nbytes: int, device: torch.device) -> list[torch.Tensor]:

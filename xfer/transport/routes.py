@@ -166,8 +166,9 @@ class Routed:
 
     @property
     def drained(self) -> bool:
-        """False: a pull of this rank may go on reading other ranks' storages, or an aborted link this rank's own."""
-        return self._ended() and self.link.drained()
+        """False: a pull of this rank may go on reading other ranks' storages, an aborted link this rank's own, or what came over it may
+        still be unpacked."""
+        return self._ended() and self.link.drained() and self.p2p.drained()
 
     @property
     def near(self) -> bool:
