@@ -8,13 +8,18 @@ from __future__ import annotations
 
 import gc
 import os
+import time
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.support.gpu_job import NO_HANDLES, nccl_host
 from tests.support.gpu_ranks import spawn
+from xfer.errors import XferError
 from xfer.kernels.cuda_driver import Graph
+from xfer.transport.group import Aside
+from xfer.transport.nccl import NcclLink, quiet
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 EXAMPLES = int(os.environ.get("XFER_EXAMPLES", "200"))
@@ -109,6 +114,53 @@ def test_a_graph_is_recorded_while_garbage_is_collected():
     graph.launch(stream)
     torch.cuda.synchronize()
     assert seen and number.item() == 1
+
+
+def test_an_abort_inside_a_group_of_messages_takes_nothing_from_the_next_communicator():
+    """NCCL's groups are a thread's: one left open by an error swallowed, without another error, all that this thread sent afterwards."""
+    device, until = torch.device("cuda", 0), time.monotonic() + 30
+
+    def link() -> NcclLink:
+        new, options = NcclLink(None, 0, 1, 20.0, device, ("alone",)), dist.ProcessGroupNCCL.Options()
+        options.config.blocking = 0
+
+        def connect() -> None:
+            torch.cuda.set_device(device)
+            with quiet():
+                new._pg = dist.ProcessGroupNCCL(dist.HashStore(), 0, 1, options)
+            new._pg.eager_connect_single_device(device)
+            new._pg.broadcast([torch.zeros(1, device=device)]).wait()
+
+        assert Aside(connect).wait(20) is None
+        return new
+
+    def moves(link: NcclLink, value: int) -> bool:
+        sent = torch.full((1 << 20,), value, dtype=torch.uint8, device=device)
+        got = torch.zeros_like(sent)
+        for pending in link.post([(got, 0, 0)], [(sent, 0, 0)])[0]:
+            pending.wait(until)
+        link.finish(until)
+        return torch.equal(got, sent)
+
+    first = link()
+    assert moves(first, 1)
+    pg = first._pg
+
+    class Racing:
+        def _start_coalescing(self):
+            pg._start_coalescing()
+            pg.abort()
+
+        def __getattr__(self, name):
+            return getattr(pg, name)
+
+    first._pg = Racing()
+    with pytest.raises(XferError):
+        moves(first, 2)
+    second = link()
+    assert moves(second, 3)
+    first.close()
+    second.close()
 
 
 def test_a_new_allocation_is_noticed_and_memory_comes_back():

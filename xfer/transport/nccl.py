@@ -26,6 +26,8 @@ _QUIET = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # a watchdog that sees an error leaves the process alone
     "TORCH_NCCL_ENABLE_MONITORING": "0",  # and no monitor ends the process when the watchdog is held up
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    # A watchdog that sees an error stands five times this long, 75 s by default, with the lock that every post needs (seen on H200).
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
     "TORCH_NCCL_BLOCKING_WAIT": "0",  # Work.wait makes the stream wait, not the host
 }
 _POLL_S = 20e-6
