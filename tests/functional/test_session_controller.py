@@ -12,7 +12,7 @@ import pytest
 
 from tests.functional.test_session_protocol import good
 from tests.functional.test_session_relay import until_true
-from tests.support.world import TOKEN, ToyEngine, World, free_port
+from tests.support.world import TOKEN, ToyEngine, ToySource, World, free_port
 from xfer.engines.handles import OfflineLLM
 from xfer.engines.remote import CallableEngine
 from xfer.errors import DeadlineExceeded, EngineLost, HandshakeError, LayoutError, XferError
@@ -311,6 +311,36 @@ def test_a_worker_beyond_its_replica_is_refused_by_name_and_the_others_go_on():
             world.controllers[1].wait_ready(5)
         outcomes = world.refit(1, min_replicas=1)[0].outcomes
         assert [o.committed for o in outcomes] == [True, False]
+
+
+@pytest.mark.parametrize("wait", [False, True])
+def test_a_replica_that_fails_before_the_trainers_have_read_is_left_out_like_one_that_fails_later(monkeypatch, wait):
+    """Unless they wait for all replicas: then they hear why it cannot come."""
+    failed, read, join = threading.Event(), ToySource.read, WorkerSession._join
+
+    def after(source):
+        failed.wait(20)
+        return read(source)
+
+    def refused(session):
+        if session.replica == 1:
+            session.index = 1  # of one
+            try:
+                return join(session)
+            finally:
+                failed.set()
+        return join(session)
+
+    monkeypatch.setattr(ToySource, "read", after)
+    monkeypatch.setattr(WorkerSession, "_join", refused)
+    world = World(trainers=1, workers=1, replicas=2, deadline_s=20.0, wait=wait)
+    if wait:
+        with pytest.raises(HandshakeError):
+            world.connect()
+        return
+    with world:
+        world.controllers[0].wait_ready(20)
+        assert [o.committed for o in world.refit(1, min_replicas=1)[0].outcomes] == [True, False]
 
 
 def test_a_torn_engine_of_which_only_whole_workers_came_stays_out(monkeypatch):
