@@ -18,8 +18,9 @@ class PlanOptions:
     """`bucket_bytes`: most wire bytes of one message (one sender, one taker, one wave).
     `wave_bytes`: most wire bytes that one rank sends, and most that it receives, in one wave: what staging buffers
     must hold; 0 stands for two buckets.
-    `drop`: checkpoint tensors that need no taker; `narrow`: tensors whose cast to fewer bits is wanted although the
-    checkpoint has them wide. Both: names or fnmatch patterns; a grouped name (`…experts.*.up_proj.weight`) is one.
+    `drop`: checkpoint tensors that need no taker; `narrow`: tensors whose cast to a dtype that holds neither all that the
+    trainer's holds nor all that the checkpoint's holds is wanted. Both: names or fnmatch patterns; a grouped name
+    (`…experts.*.up_proj.weight`) is one.
     `hosts`: host of every joint rank (trainers first), or empty when no rank is nearer than another.
     `site`: the links between ranks and who sits where, in place of `hosts`; senders are then chosen for time over
     links. `replica`: which of the site's replicas this plan is for.
