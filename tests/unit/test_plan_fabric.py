@@ -346,6 +346,31 @@ def test_what_is_wrong_with_a_fabric_is_told_at_once():
     assert [v.split()[0] for v in e.value.violations] == ["trainers", "several", "several", "replica"]
 
 
+@given(sites(), st.sampled_from([np.int64, np.int32, float, str, bool, lambda g: None]), st.data())
+@quick
+def test_only_ints_are_numbers_of_gpus(site, kind, data):
+    """Whatever is accepted can be sent to others; numpy's numbers cannot."""
+
+    def odd(gpus):
+        at = data.draw(st.integers(0, len(gpus) - 1))
+        return (*gpus[:at], kind(gpus[at]), *gpus[at + 1 :])
+
+    what = data.draw(st.sampled_from(["trainers", "workers", "islands", "NIC", "rail"]))
+    host, more = site.fabric.hosts[0], site.fabric.hosts[1:]
+    with pytest.raises(XferError) as e:
+        if what == "trainers":
+            replace(site, trainers=odd(site.trainers))
+        elif what == "workers":
+            replace(site, replicas=(odd(site.replicas[0]), *site.replicas[1:]))
+        elif what == "islands":
+            replace(site.fabric, hosts=(replace(host, islands=(odd(host.islands[0]), *host.islands[1:])), *more))
+        else:
+            nic = host.nics[0]
+            nic = replace(nic, gpus=odd(nic.gpus)) if what == "NIC" else replace(nic, rail=kind(nic.rail))
+            replace(site.fabric, hosts=(replace(host, nics=(nic, *host.nics[1:])), *more))
+    assert any(what in v and ("int is needed" in v or "an integer from" in v) for v in e.value.violations), e.value
+
+
 # ---- the file
 
 FILE = """
@@ -402,6 +427,7 @@ HOST = {"names": ["a"], "gpus": 2, "nvlink": 4e11, "nic": 5e10}
          ["islands[1]", "have 1 GPUs", "nic and", ]),
         ({"host": [{"names": ["a"], "gpus": 1, "nvlink": 0, "nics": [{"rate": True, "port": 1, "rail": -1}]}]},
          ["unknown key 'port'", "gpus: None", "rate: True", "rail: -1"]),
+        ({"host": [{"names": ["a"], "gpus": 1, "nvlink": 0, "nics": [{"gpus": [], "rate": 1}]}]}, ["a NIC (rail 0) of no GPU"]),
         ({"host": [HOST], "ranks": {"trainers": ["b", "a:2", "a:1-0", "a:x"], "replicas": "a", "engines": []}},
          ["no such host", "'a:2'", "'a:1-0'", "'a:x'", "replicas: 'a'", "unknown key 'engines'"]),
         ({"host": [HOST], "ranks": {"trainers": ["a:", "a:0-1-1", "a:0-1--", "a:-1", "a:0,", "a:\u0660"], "replicas": []}},

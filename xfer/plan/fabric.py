@@ -268,19 +268,25 @@ def _violations(f: Fabric) -> Iterator[str]:
         return
     for h in f.hosts:
         n = h.gpus
-        if sorted(g for i in h.islands for g in i) != list(range(n)) or not all(h.islands):
-            yield f"host {h.name}: islands {h.islands}: each of the GPUs 0, 1, 2, … must be in exactly one"
         yield from _rate(h.nvlink, f"host {h.name}: nvlink", zero=n == len(h.islands))
         yield from _rate(
             h.bridge, f"host {h.name}: bridge (between its {len(h.islands)} islands)", zero=len(h.islands) < 2
         )
         yield from _rate(h.local, f"host {h.name}: local", zero=True)
-        served = [g for c in h.nics for g in c.gpus]
+        odd = list(_no_numbers([g for i in h.islands for g in i], f"host {h.name}: islands"))
+        if not odd and (sorted(g for i in h.islands for g in i) != list(range(n)) or not all(h.islands)):
+            yield f"host {h.name}: islands {h.islands}: each of the GPUs 0, 1, 2, … must be in exactly one"
         for c in h.nics:
-            yield from _rate(c.rate, f"host {h.name}: NIC of GPUs {c.gpus}")
-            if not 0 <= c.rail < 1 << 16:
-                yield f"host {h.name}: NIC of GPUs {c.gpus}: rail {c.rail} must be from 0 to 65535"
-        if sorted(served) != list(range(n)) and (served or len(f.hosts) > 1):
+            who = f"host {h.name}: NIC of GPUs {c.gpus}"
+            yield from _rate(c.rate, who)
+            if not _whole(c.rail) or not 0 <= c.rail < 1 << 16:
+                yield f"{who}: rail {c.rail!r} must be an integer from 0 to 65535"
+            if not len(c.gpus):
+                yield f"host {h.name}: a NIC (rail {c.rail}) of no GPU; name the GPUs that it serves, or leave it out"
+            odd += _no_numbers(c.gpus, who)
+        yield from odd
+        served = [g for c in h.nics for g in c.gpus]
+        if not odd and sorted(served) != list(range(n)) and (served or len(f.hosts) > 1):
             lacks = [g for g in range(n) if served.count(g) != 1]
             yield (
                 f"host {h.name}: GPUs {lacks} must be in exactly one NIC each (add the rates of NICs that serve the same "
@@ -288,23 +294,37 @@ def _violations(f: Fabric) -> Iterator[str]:
             )
 
 
+def _whole(value: object) -> bool:
+    """Whether it is an int as it is: numpy's are none to whoever encodes them."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _no_numbers(gpus: Sequence[int], what: str) -> Iterator[str]:
+    for odd in [g for g in gpus if not _whole(g)][:1]:
+        yield f"{what}: {odd!r} is no GPU number but {type(odd).__name__}; int is needed, as by tuple(map(int, …))"
+
+
 def _rate(value: int, what: str, zero: bool = False) -> Iterator[str]:
-    if not isinstance(value, int) or isinstance(value, bool) or not (0 if zero else 1) <= value <= MAX_RATE:
+    if not _whole(value) or not (0 if zero else 1) <= value <= MAX_RATE:
         yield f"{what}: {value!r} bytes/s: an integer from {0 if zero else 1} to {MAX_RATE} is needed"
 
 
 def _misplaced(s: Site) -> Iterator[str]:
     workers = [g for r in s.replicas for g in r]
     for what, gpus in (("trainers", s.trainers), ("workers", workers)):
+        odd = list(_no_numbers(gpus, what))
+        if odd:
+            yield from odd
+            continue
         outside = sorted({g for g in gpus if not 0 <= g < s.fabric.gpus})
         if outside:
             yield f"{what} on GPUs {_some(outside)}; the fabric has GPUs 0..{s.fabric.gpus - 1}"
         twice = sorted({g for g in gpus if gpus.count(g) > 1}) if len(set(gpus)) < len(gpus) else []
         if twice:
             yield f"several {what} on GPUs {_some(twice)}; one process per GPU and side is needed"
-    if not s.trainers:
+    if not len(s.trainers):
         yield "no trainer is placed"
-    yield from (f"replica {i} has no worker" for i, r in enumerate(s.replicas) if not r)
+    yield from (f"replica {i} has no worker" for i, r in enumerate(s.replicas) if not len(r))
 
 
 def _some(items: Sequence[int]) -> str:
