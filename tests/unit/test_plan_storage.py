@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import compileall
 import os
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import xfer
 from xfer.errors import ProtocolError
 from xfer.plan import subplan
 from xfer.plan.cache import SUFFIX, PlanCache
@@ -26,6 +28,7 @@ from xfer.plan.program import ROW
 from xfer.trace.catalog import Catalog
 from xfer.trace.fragment import Fill, Fragment, Root, Span, TensorSpec
 
+ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = max(1, int(os.environ.get("XFER_EXAMPLES", "200")))
 relaxed = settings(max_examples=EXAMPLES // 2 + 1, deadline=None, suppress_health_check=list(HealthCheck))
 
@@ -228,6 +231,37 @@ def test_all_code_that_planning_loads_is_in_the_digest():
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     outside = {n for n in loaded if n.split(".")[1] not in ("mesh", "trace", "plan")}
     assert "xfer.plan.subplan" in loaded and outside <= {"xfer.errors", "xfer.sources"}
+
+
+def installed(folder: Path, version: str, sources: bool) -> list[str]:
+    """An xfer as installed there says what its digest of the planner is, and whether it sees all of it."""
+    package = folder / "xfer"
+    (package / "plan").mkdir(parents=True)
+    for name in ("__init__.py", "sources.py", "plan/__init__.py", "plan/rows.py"):
+        text = (ROOT / "xfer" / name).read_text()
+        (package / name).write_text(text.replace(f'__version__ = "{xfer.__version__}"', f'__version__ = "{version}"'))
+    if not sources:
+        assert compileall.compile_dir(package, quiet=1, legacy=True)
+        for file in package.rglob("*.py"):
+            file.unlink()
+    code = "from xfer.sources import *; print(digest_of('plan'), has_sources('plan'), has_sources('mesh'))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=folder, env={"PYTHONPATH": str(folder)}, capture_output=True, text=True, check=True
+    )
+    return done.stdout.split()
+
+
+def test_versions_installed_without_sources_are_told_apart_and_keep_nothing(tmp_path, monkeypatch):
+    one, two, bare_one, bare_two, bare_too = (
+        installed(tmp_path / str(i), version, sources)
+        for i, (version, sources) in enumerate([("1", True), ("2", True), ("1", False), ("2", False), ("2", False)])
+    )
+    assert len({x[0] for x in (one, two, bare_one, bare_two)}) == 4 and bare_two == bare_too
+    assert [x[1] for x in (one, two, bare_one, bare_two)] == ["True", "True", "False", "False"] and one[2] == "False"
+    cache = PlanCache(tmp_path / "kept")
+    assert cache.put(PART)
+    monkeypatch.setattr("xfer.plan.cache.KEEPS", False)
+    assert cache.get(PLAN.key, 1) is None and not cache.put(PART)
 
 
 def test_a_file_of_another_planner_is_not_taken(tmp_path, monkeypatch):

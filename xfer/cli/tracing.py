@@ -32,7 +32,7 @@ from xfer.errors import DeadlineExceeded, ProtocolError, XferError, from_wire
 from xfer.mesh.parallel import EngineParallel, TrainerParallel
 from xfer.plan.file_cache import FileCache
 from xfer.plan.inventory import Inventory
-from xfer.sources import digest_of
+from xfer.sources import digest_of, has_sources
 from xfer.trace.catalog import Catalog
 
 Progress = Callable[[str, int, int], None]
@@ -48,8 +48,10 @@ ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind", "PYTHONUNBUFFERED": "1",
 }  # fmt: skip
 ROOT = Path(__file__).resolve().parents[1]
-READERS = digest_of("mesh", "trace", "plan", "trainers", "engines", "testing", "cli/trace_child.py")
+CODE = ("mesh", "trace", "plan", "trainers", "engines", "testing", "cli/trace_child.py")
+READERS = digest_of(*CODE)
 """The part of xfer that reads layouts: one that is read otherwise now is another layout."""
+KEEPS = has_sources(*CODE)
 BOOT = """
 import importlib.util, sys
 sys.path[:] = [p for p in sys.path if p]
@@ -91,7 +93,7 @@ class Tracer:
         progress: Progress = lambda side, done, of: None,
     ):
         self._given, self._jobs, self._progress = pythons, max(1, jobs), progress
-        self._cache = FileCache(cache, SUFFIX, _MAGIC, KEPT_BYTES) if cache is not None else None
+        self._cache = FileCache(cache, SUFFIX, _MAGIC, KEPT_BYTES) if cache is not None and KEEPS else None
         self._found: dict[str, str] = {}
         self._versions: dict[str, dict[str, str]] = {}
 
