@@ -112,7 +112,7 @@ def timeline(
 
     console = Console()
     try:
-        moments, sessions = kept.of_session(kept.read(folder), session)
+        moments, sessions = kept.of_session(kept.read(folder, lambda text: say(console, text)), session)
     except XferError as e:
         say(console, str(e), "red")
         raise typer.Exit(1) from None
