@@ -138,6 +138,7 @@ def connect(
 
     Raises LayoutError, CoverageError, Unsupported, HandshakeError, PlanMismatch, DeadlineExceeded, PeerLost.
     """
+    from xfer.plan.options import MAX_BUCKET
     from xfer.session import arguments as check
     from xfer.session.controller import Controller
     from xfer.session.trainer import TrainerSession
@@ -174,7 +175,7 @@ def connect(
         bucket_bytes = plan.BUCKET_BYTES
     elif bucket_bytes is None:
         bucket_bytes = BUCKET_BYTES.get(device, BUCKET_BYTES["cpu"])
-    bad += check.wrong_whole("bucket_bytes", bucket_bytes, 1 << 12, 1 << 62)
+    bad += check.wrong_whole("bucket_bytes", bucket_bytes, 1 << 12, MAX_BUCKET)
     try:
         site = _site(fabric, trainer.world, count) if counted else None
     except XferError as e:

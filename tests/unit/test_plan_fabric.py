@@ -341,6 +341,10 @@ def test_what_is_wrong_with_a_fabric_is_told_at_once():
             cross_rail="air",
         )  # fmt: skip
     assert len(e.value.violations) == 11, e.value
+    for name in ("\ud800", 3):
+        with pytest.raises(XferError, match="fabric") as e:
+            replace(TWO, hosts=(replace(TWO.hosts[0], name=name), TWO.hosts[1]))
+        assert "has a UTF-8 form is needed" in e.value.violations[0]
     with pytest.raises(XferError) as e:
         Site(TWO, (0, 0, 99), ((1, 2), (2,), ()))
     assert [v.split()[0] for v in e.value.violations] == ["trainers", "several", "several", "replica"]

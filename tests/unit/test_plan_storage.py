@@ -22,6 +22,7 @@ from xfer.errors import ProtocolError
 from xfer.plan import subplan
 from xfer.plan.cache import SUFFIX, PlanCache
 from xfer.plan.inventory import Inventory, Kept, engine_inventory, trainer_inventory
+from xfer.plan.options import MAX_BUCKET
 from xfer.plan.part import Part
 from xfer.plan.planner import PlanOptions, plan_key, plan_replica
 from xfer.plan.program import ROW
@@ -176,6 +177,14 @@ def test_a_damaged_part_is_refused_or_has_rows_of_the_right_form(data):
     except ProtocolError:
         return
     assert back.program.rows.dtype == ROW and back.program.rows.ndim == 1
+
+
+def test_the_largest_bucket_is_planned_and_a_larger_one_refused():
+    largest = plan_replica(CATALOG, [SOURCE], [TAKER], PlanOptions(bucket_bytes=MAX_BUCKET))
+    assert largest.waves == 1 and len(largest.program(1).rows) == len(PART.program.rows)
+    for more in (MAX_BUCKET + 1, 1 << 62, 10**30):
+        with pytest.raises(ValueError, match=f"at most {MAX_BUCKET}"):
+            PlanOptions(bucket_bytes=more)
 
 
 # ---- disk

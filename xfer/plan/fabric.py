@@ -26,6 +26,7 @@ import msgspec
 import numpy as np
 
 from xfer.errors import ProtocolError, XferError
+from xfer.plan.plain_data import unfit
 
 MAX_PATH = 4
 """Links of the longest path."""
@@ -268,6 +269,8 @@ def _violations(f: Fabric) -> Iterator[str]:
         return
     for h in f.hosts:
         n = h.gpus
+        if not isinstance(h.name, str) or unfit(h.name):
+            yield f"host {h.name!a}: a name that is text and has a UTF-8 form is needed"
         yield from _rate(h.nvlink, f"host {h.name}: nvlink", zero=n == len(h.islands))
         yield from _rate(
             h.bridge, f"host {h.name}: bridge (between its {len(h.islands)} islands)", zero=len(h.islands) < 2

@@ -9,6 +9,8 @@ import msgspec
 
 from xfer.plan.fabric import Site
 
+MAX_BUCKET = 1 << 60
+"""Bytes: what planning adds up stays within 64 bits."""
 ALIGN = 512
 """Streams are cut at multiples of this many bytes, so that a cut never costs a kernel its vector loads."""
 
@@ -48,6 +50,8 @@ class PlanOptions:
             raise ValueError(f"align_bytes={a}: a power of two of at least 8 is needed")
         if self.wave_bytes == 0:
             object.__setattr__(self, "wave_bytes", 2 * self.bucket_bytes)
+        if self.wave_bytes > 2 * MAX_BUCKET:
+            raise ValueError(f"bucket_bytes={self.bucket_bytes}, wave_bytes={self.wave_bytes}: at most {MAX_BUCKET} and twice that")
         if not a <= self.bucket_bytes <= self.wave_bytes:
             raise ValueError(
                 f"align_bytes={a} <= bucket_bytes={self.bucket_bytes} <= wave_bytes={self.wave_bytes} must hold"
