@@ -55,7 +55,11 @@ def test_moments_of_all_processes_come_in_the_order_in_which_things_happen(tmp_p
     assert shown(str(tmp_path / "new"), "--attempt", "7").exit_code == 1
     over = shown(str(tmp_path / "new"), "--median", "--skip", "0")
     assert over.exit_code == 0 and "medians on" in over.output and "its engine serves" in over.output, over.output
-    assert shown(str(tmp_path / "new"), "--median").exit_code == 1, "both refits are left out"
+    none = shown(str(tmp_path / "new"), "--median")
+    assert none.exit_code == 1 and "2 refits are there, --skip 2 leaves none" in none.output, none.output
+    both = shown(str(tmp_path / "new"), "--median", "--attempt", "1")
+    assert both.exit_code == 2 and "give one of the two" in both.output, both.output
+    assert "was XFER_TIMELINE set" in shown(str(tmp_path / "new"), "--median", "--session", "never").output
 
 
 def test_a_job_that_was_started_again_does_not_mix_with_the_one_before(tmp_path, monkeypatch):
