@@ -347,6 +347,17 @@ def test_the_page_stands_alone(small):
     assert len(text) < 400_000
 
 
+@pytest.mark.parametrize("times", [1, 200])
+def test_waves_keep_their_numbers_when_some_have_no_bytes_on_the_wire(small, times):
+    """What is pulled inside an island is on no wire; each wave is told by its number in the plan, or is in a told run."""
+    wave = small[0].timeline[0]
+    waves = tuple(replace(wave, nbytes=n) for n in [0] * 40 + [5, 0, 7, 7, 0, 0, 0, 3] * times)
+    runs = re.findall(r"waves? (\d+)(?: to (\d+))?: ", page(replace(small[0], timeline=waves)))
+    told = [range(int(a), int(b or a) + 1) for a, b in runs]
+    assert {i for r in told for i in r} >= {i for i, w in enumerate(waves) if w.nbytes}
+    assert all(any(waves[i].nbytes for i in r) for r in told) and len({i for r in told for i in r}) == sum(map(len, told))
+
+
 def test_a_hostile_name_is_only_text(small):
     r = small[0]
     evil = "\"><script>alert(1)</script><img src=x onerror='x'>&lt;\x00"
