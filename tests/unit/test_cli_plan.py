@@ -17,7 +17,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from xfer.cli import app
+from xfer.cli import app, tracing
 from xfer.cli import plan as plan_command
 from xfer.cli.describe import ASSUMED, describe
 from xfer.cli.html import page, seconds, short, ticks
@@ -439,6 +439,28 @@ def test_a_key_tells_descriptions_versions_and_catalogs_apart():
     tracer._versions = {"engine": {"vllm": "2"}}
     keys.append(tracer._key(task, [0, 1], catalog))
     assert len(set(keys)) == 5 and again == keys[0]
+
+
+def test_a_key_tells_environments_apart_that_tracing_processes_may_read(monkeypatch):
+    catalog, *_ = job(**SMALL)
+    tracer = Tracer({})
+    tracer._versions = {"engine": {"vllm": "1"}}
+
+    def key():
+        return tracer._key(Task("engine", 0, CONFIG, {"tp": 2}, [], {}), [0, 1], catalog)
+
+    keys = [key()]
+    monkeypatch.setenv("A_VARIABLE_OF_NOBODY", "1")
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "DEBUG")  # those processes get another value in any case
+    assert key() == keys[0]
+    for name, value in (("VLLM_A", "1"), ("VLLM_A", "2"), ("VLLM_B", "2"), ("NVTE_A", "1"), ("XFER_CPU_RESIDENT", "always")):
+        monkeypatch.setenv(name, value)
+        keys.append(key())
+    monkeypatch.setitem(tracing.ENVIRONMENT, "OMP_NUM_THREADS", "77")
+    keys.append(key())
+    monkeypatch.setattr(tracing, "BOOT", tracing.BOOT + "\n")
+    keys.append(key())
+    assert len(set(keys)) == len(keys)
 
 
 def test_interpreters_that_do_not_serve_are_all_named(tmp_path):

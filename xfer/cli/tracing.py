@@ -47,6 +47,8 @@ ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_CI_ENV": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind", "PYTHONUNBUFFERED": "1",
 }  # fmt: skip
+READ_BY_FRAMEWORKS = ("VLLM_", "NVTE_", "XFER_CPU_RESIDENT")
+"""How names of variables begin that this process was given, its children inherit, and a layout may depend on."""
 ROOT = Path(__file__).resolve().parents[1]
 CODE = ("mesh", "trace", "plan", "trainers", "engines", "testing", "cli/trace_child.py")
 READERS = digest_of(*CODE)
@@ -208,11 +210,13 @@ class Tracer:
     # ---- on disk
 
     def _key(self, task: Task, class_of: list[int], catalog: Catalog | None) -> str:
-        """Digest of all that a trace depends on: both frameworks' versions and xfer's own source among it."""
+        """Digest of all that a trace depends on: both frameworks' versions, what their processes find in their environment
+        and xfer's own source among it."""
+        given = {k: v for k, v in _environment(task.side).items() if k in ENVIRONMENT or k.startswith(READ_BY_FRAMEWORKS)}
         parts = [
             json.dumps(msgspec.to_builtins(task), sort_keys=True),
             json.dumps(
-                [class_of, self._versions if task.names is None else self._versions[task.side], READERS],
+                [class_of, self._versions if task.names is None else self._versions[task.side], READERS, given, BOOT],
                 sort_keys=True,
             ),
             "" if catalog is None else catalog.digest(),
@@ -260,12 +264,10 @@ class _Child:
         self.ready, self._task = False, task
         job, self._log = work / f"{task.side}{task.number}.job", work / f"{task.side}{task.number}.log"
         job.write_bytes(msgspec.msgpack.encode(task))
-        # Trainers' ranks are built in memory that must not be a GPU's.
-        hidden = {"CUDA_VISIBLE_DEVICES": ""} if task.side == "trainer" else {}
         with open(self._log, "w") as log:
             self._process = subprocess.Popen(
                 [python, "-c", BOOT, str(ROOT), str(job)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
-                text=True, errors="replace", env={**os.environ, **ENVIRONMENT, **hidden},
+                text=True, errors="replace", env=_environment(task.side),
             )  # fmt: skip
 
         def read() -> None:
@@ -300,6 +302,12 @@ class _Child:
         for pipe in (self._process.stdin, self._process.stdout):
             with suppress(OSError):
                 pipe.close()
+
+
+def _environment(side: str) -> dict[str, str]:
+    """Of a process that traces this side's ranks. Trainers' are built in memory that must not be a GPU's."""
+    hidden = {"CUDA_VISIBLE_DEVICES": ""} if side == "trainer" else {}
+    return {**os.environ, **ENVIRONMENT, **hidden}
 
 
 def _heard(said: Queue, what: str, state: str) -> tuple[int, dict[str, Any] | None]:
