@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -300,6 +301,20 @@ def test_the_links_of_a_path(src, dst, nvlink, spine):
     for mode, want in (("nvlink", nvlink), ("spine", nvlink if spine is None else spine)):
         links = replace(TWO, cross_rail=mode).links
         assert ", ".join(links.names[i] for i in links.paths(src, dst) if i >= 0) == want
+
+
+def test_many_hosts_islands_rails_and_doubles_are_checked_in_seconds():
+    """Of this process. What looks at each of n for each of n takes minutes here."""
+    many, began = 40_000, time.process_time()
+    hosts = parse({"host": [{"count": many, "gpus": 1, "nvlink": 1e11, "nic": 1e10}]})[0]
+    rails = Fabric((Host("a", (tuple(range(many)),), G, tuple(Nic((g,), G, g) for g in range(many))),))
+    assert hosts.links.relay_gpu.shape == (many, 1) and rails.links.relay_gpu.tolist() == [list(range(many))]
+    twice = (*range(many),) * 2
+    with pytest.raises(XferError, match="several trainers"):
+        Site(rails, twice, ())
+    with pytest.raises(XferError, match=r"must be in exactly one NIC .*not so: GPUs 0, 1, .* more$"):
+        Fabric((Host("a", (tuple(range(many)),), G, (Nic(twice, G),)),))
+    assert time.process_time() - began < 20
 
 
 @given(sites(), st.data())
