@@ -475,6 +475,31 @@ def test_interpreters_that_do_not_serve_are_all_named(tmp_path):
     names(e.value.violations, "has no megatron.bridge", "has no vllm")
 
 
+@pytest.mark.parametrize(
+    "program, said",
+    [
+        ("exit 1", "ended with code 1, and said nothing"),
+        ("echo not this >&2; for i in 1 2 3 4 5; do echo .; done >&2; echo the reason >&2; exit 7", "ended with code 7: .*the reason$"),
+        ('echo "$@"', "does not answer as Python does"),
+        ("echo 3; echo the reason >&2", "does not answer as Python does: .*the reason$"),
+        ("kill -9 $$", "ended with code -9"),
+        ("exec sleep 60", "cannot be run: it gave no answer within 2 s"),
+    ],
+)  # fmt: skip
+def test_an_interpreter_that_fails_is_told_by_its_code_and_last_words(tmp_path, monkeypatch, program, said):
+    """And not by the program that it was to run."""
+    monkeypatch.setattr(tracing, "ASKED_S", 2.0)
+    for name, text in (("python", f"#!/bin/sh\n{program}\n"), ("none", "#!/no/such/program\n")):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    with pytest.raises(XferError) as e:
+        Tracer({"trainer": str(tmp_path / "python"), "engine": str(tmp_path / "none")}).look()
+    mine, other = e.value.violations
+    assert mine.startswith(f"--trainer-python {tmp_path}/python ") and re.search(said, mine, re.S)
+    assert "not this" not in mine and "json.dumps(" not in re.sub("(?s)does not answer.*", "", mine)
+    assert other == f"--engine-python {tmp_path}/none cannot be run: No such file or directory"
+
+
 def test_a_process_that_dies_is_an_error_with_its_last_words(tmp_path):
     broken = tmp_path / "python"
     broken.write_text("#!/bin/sh\necho not json; echo the reason >&2; exit 7\n")

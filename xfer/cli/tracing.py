@@ -67,6 +67,7 @@ sys.exit(main(sys.argv[2:]))
 to that Python, whose packages have other versions, and nothing of the current folder, which may be a framework's checkout."""
 SILENCE_S = 1800.0
 """Seconds that a side's processes may take for their next word: they speak after each rank, and the largest takes minutes."""
+ASKED_S = 120.0
 KEPT_BYTES = 2 << 30
 SUFFIX = ".xferside"
 _MAGIC = b"xferside\x02"
@@ -370,12 +371,21 @@ def _versions(python: str, side: str) -> dict[str, str]:
             [python, "-c", code, MODULES[side], *PACKAGES[side]],
             capture_output=True,
             text=True,
-            timeout=120,
-            check=True,
+            errors="replace",
+            timeout=ASKED_S,
         )
+    except (OSError, subprocess.TimeoutExpired) as e:
+        why = e.strerror if isinstance(e, OSError) else f"it gave no answer within {ASKED_S:.0f} s"
+        raise XferError("", [f"--{side}-python {python} cannot be run: {why}"]) from None
+    try:
         there, found, version = json.loads(done.stdout)
-    except (OSError, subprocess.SubprocessError, ValueError) as e:
-        raise XferError("", [f"--{side}-python {python} cannot be run: {type(e).__name__}: {e}"]) from None
+        answered = done.returncode == 0
+    except (ValueError, TypeError):
+        answered = False
+    if not answered:
+        last = "".join(f"\n    {line[:200]}" for line in (done.stderr or done.stdout).splitlines()[-6:])
+        how = f"ended with code {done.returncode}" if done.returncode else "does not answer as Python does"
+        raise XferError("", [f"--{side}-python {python} {how}{': ' + last if last else ', and said nothing'}"]) from None
     if not there:
         raise XferError("", [f"--{side}-python {python} has no {MODULES[side]}"])
     return {"python": version, **dict(zip(PACKAGES[side], found))}
