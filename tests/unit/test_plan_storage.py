@@ -305,7 +305,8 @@ def test_what_a_killed_process_left_half_written_is_cleared_away(tmp_path):
     assert {p.name for p in tmp_path.glob(".*.part")} == {".new.part"}
 
 
-def test_a_directory_that_cannot_be_written_is_no_error(tmp_path):
+@pytest.mark.parametrize("name", ["file", "file/in it", "null\0byte", "no UTF-8 \ud800", "x" * 5000])
+def test_a_directory_that_cannot_be_written_is_no_error(tmp_path, name):
     (tmp_path / "file").write_text("")
-    cache = PlanCache(tmp_path / "file")
+    cache = PlanCache(tmp_path / name)
     assert not cache.put(PART) and cache.get(PLAN.key, 1) is None
