@@ -118,8 +118,9 @@ def connect(
     deadline_s: seconds for connecting and, unless given there, for each refit. Every wait inside ends by it.
     bucket_bytes: largest message that is sent. A rank that sends or receives messages keeps two buffers of about that size for
     each direction, beside the model; a rank whose takers read its memory keeps none. Default 64 MiB on CPUs, 240 MiB on GPUs.
-    drop: canonical names (globs) that the engine may leave unread. narrow: fp32 checkpoint tensors (globs) that the engine may
-    hold in fewer bits. cache_dir: where plans are kept between runs; None for nowhere.
+    drop: canonical names (globs) that the engine may leave unread. narrow: canonical names (globs) that the engine may hold in a
+    dtype that loses bits both of the trainer's and of the checkpoint's (fp32 as bf16, bf16 as fp16). cache_dir: where plans are
+    kept between runs; None for nowhere.
     fabric: a file with hosts, links, rates and who sits where (plan/fabric_file.py), or the Site itself; senders are then
     chosen for time over links. Default: a sender on the taker's host goes first, by host name.
     wait: return only when every replica has a plan. With False, `serve` may come later in this same thread.
@@ -137,6 +138,7 @@ def connect(
 
     Raises LayoutError, CoverageError, Unsupported, HandshakeError, PlanMismatch, DeadlineExceeded, PeerLost.
     """
+    from xfer.plan.options import MAX_BUCKET
     from xfer.session import arguments as check
     from xfer.session.controller import Controller
     from xfer.session.trainer import TrainerSession
@@ -173,7 +175,7 @@ def connect(
         bucket_bytes = plan.BUCKET_BYTES
     elif bucket_bytes is None:
         bucket_bytes = BUCKET_BYTES.get(device, BUCKET_BYTES["cpu"])
-    bad += check.wrong_whole("bucket_bytes", bucket_bytes, 1 << 12, 1 << 62)
+    bad += check.wrong_whole("bucket_bytes", bucket_bytes, 1 << 12, MAX_BUCKET)
     try:
         site = _site(fabric, trainer.world, count) if counted else None
     except XferError as e:

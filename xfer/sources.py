@@ -1,7 +1,8 @@
-"""Which code this is: digests of xfer's own source files. Two processes that must compute the same thing compare them.
+"""Which code this is: digests of xfer's version and its own source files. Two processes that must compute the same thing
+compare them.
 
-A number that somebody has to raise is forgotten one day. Not here: what they are compared for (plan/subplan.py,
-cli/tracing.py).
+A number that somebody has to raise is forgotten one day. Not here: what they are compared for (plan/subplan.py), and what is
+kept on disk under them (plan/cache.py, cli/tracing.py).
 """
 
 from __future__ import annotations
@@ -11,25 +12,48 @@ from functools import cache
 from importlib import resources
 from typing import TYPE_CHECKING
 
+from xfer import __version__
+
 if TYPE_CHECKING:
     from importlib.resources.abc import Traversable
 
 
 @cache
 def digest_of(*parts: str) -> str:
-    """Of all Python files of these packages and modules of xfer ("plan", "cli/trace_child.py"), 16 hexadecimal digits.
+    """Of xfer's version and all Python files of these packages and modules of it ("plan", "cli/trace_child.py"), 16 hexadecimal
+    digits.
 
-    A package that was installed without its sources has an equal digest for every version.
+    Of a package that was installed without its sources only the version is in it: bytecode names the Python that it is for and
+    the folder that it was compiled in, so no two environments of one job would agree.
     """
-    h = hashlib.blake2b(digest_size=8)
-    root = resources.files("xfer")
+    h = hashlib.blake2b(__version__.encode() + b"\0", digest_size=8)
     for part in sorted(parts):
-        for name, file in sorted(_files(root.joinpath(part), part)):
-            h.update(name.encode() + b"\0" + hashlib.blake2b(file.read_bytes()).digest())
+        for name, file in sorted(_files(part)):
+            if name.endswith(".py"):
+                h.update(name.encode() + b"\0" + hashlib.blake2b(file.read_bytes()).digest())
     return h.hexdigest()
 
 
-def _files(at: Traversable, name: str) -> list[tuple[str, Traversable]]:
-    if at.is_dir():
-        return [found for inner in at.iterdir() for found in _files(inner, f"{name}/{inner.name}")]
-    return [(name, at)] if at.is_file() and name.endswith(".py") else []
+@cache
+def has_sources(*parts: str) -> bool:
+    """Whether `digest_of` sees all code of these parts. Where it does not, nothing is kept on disk under it: code that was changed
+    would read what the code before it had kept.
+    """
+    for part in parts:
+        names = {name for name, _ in _files(part)}
+        sources = {n for n in names if n.endswith(".py")}
+        if not sources or {n.removesuffix("c") for n in names} != sources:
+            return False
+    return True
+
+
+def _files(part: str) -> list[tuple[str, Traversable]]:
+    """Sources, and bytecode that Python would run without one."""
+
+    def walk(at: Traversable, name: str) -> list[tuple[str, Traversable]]:
+        if at.is_dir():
+            inner = (i for i in at.iterdir() if i.name != "__pycache__")
+            return [found for i in inner for found in walk(i, f"{name}/{i.name}")]
+        return [(name, at)] if at.is_file() and name.endswith((".py", ".pyc")) else []
+
+    return walk(resources.files("xfer").joinpath(part), part)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import deque
 
@@ -54,7 +55,11 @@ def test_moments_of_all_processes_come_in_the_order_in_which_things_happen(tmp_p
     assert shown(str(tmp_path / "new"), "--attempt", "7").exit_code == 1
     over = shown(str(tmp_path / "new"), "--median", "--skip", "0")
     assert over.exit_code == 0 and "medians on" in over.output and "its engine serves" in over.output, over.output
-    assert shown(str(tmp_path / "new"), "--median").exit_code == 1, "both refits are left out"
+    none = shown(str(tmp_path / "new"), "--median")
+    assert none.exit_code == 1 and "2 refits are there, --skip 2 leaves none" in none.output, none.output
+    both = shown(str(tmp_path / "new"), "--median", "--attempt", "1")
+    assert both.exit_code == 2 and "give one of the two" in both.output, both.output
+    assert "was XFER_TIMELINE set" in shown(str(tmp_path / "new"), "--median", "--session", "never").output
 
 
 def test_a_job_that_was_started_again_does_not_mix_with_the_one_before(tmp_path, monkeypatch):
@@ -137,7 +142,63 @@ def test_a_folder_that_cannot_be_written_costs_no_refit(tmp_path, monkeypatch, c
     assert caplog.text.count("no timeline is kept any more") == 1
 
 
-def test_a_file_that_is_something_else_is_named(tmp_path):
-    (tmp_path / "a.jsonl").write_text('{"attempt": 1, "host": "h", "moments": [[0.5, "hub", "x"]]}\n{"attempt": 1}\n')
-    with pytest.raises(XferError, match=r"a\.jsonl, line 2"):
+def entries(folder, monkeypatch, count: int) -> bytes:
+    """A file of one process with that many refits in it."""
+    monkeypatch.setenv(timeline.VARIABLE, str(folder))
+    monkeypatch.setattr(timeline, "_moments", deque())
+    for attempt in range(1, count + 1):
+        timeline.mark("hub", "x")
+        timeline.mark("hub", "y\n\u2028")
+        timeline.write(attempt, "s")
+    (file,) = folder.iterdir()
+    return file.read_bytes()
+
+
+def test_each_refit_is_written_by_one_call(tmp_path, monkeypatch):
+    """So whoever reads while refits run finds whole lines."""
+    lines, write = [], os.write
+    monkeypatch.setattr(os, "write", lambda to, data: (lines.append(data), write(to, data))[1])
+    whole = entries(tmp_path, monkeypatch, 3)
+    assert len(lines) == 3 and b"".join(lines) == whole and all(x.endswith(b"\n") for x in lines)
+
+
+def test_a_file_that_ends_anywhere_gives_its_whole_lines_and_a_note(tmp_path, monkeypatch):
+    whole = entries(tmp_path, monkeypatch, 2)
+    (file,) = tmp_path.iterdir()
+    ends = [i for i, c in enumerate(whole) if c == ord("\n")]
+    for cut in range(len(whole) + 1):
+        notes = []
+        file.write_bytes(whole[:cut])
+        found = list(timeline.read(tmp_path, notes.append))
+        assert [x.attempt for x in found] == [1, 1, 2, 2][: 2 * sum(e <= cut for e in ends)]
+        torn = cut not in (0, *ends, *(e + 1 for e in ends))
+        assert len(notes) == torn and all(file.name in n and "in part" in n for n in notes), (cut, notes)
+    file.write_bytes(whole[:-9])
+    result = shown(str(tmp_path))
+    assert result.exit_code == 0 and "refit 1 on" in result.output and "is there in part only" in result.output
+
+
+def test_what_a_full_disk_takes_in_part_is_the_last(tmp_path, monkeypatch, caplog):
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda to, data: write(to, data[: len(data) // 2]))
+    whole = entries(tmp_path, monkeypatch, 3)
+    assert caplog.text.count("no timeline is kept any more") == 1 and whole.count(b"attempt") == 1
+    assert list(timeline.read(tmp_path)) == [] and "is there in part only" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "line",
+    [b'{"attempt": 1}', b"{", b"3", b'{"attempt": 1e999, "host": "h", "moments": []}', b"[" * 100_000, b"\xff\xfe", b"",
+     b'{"attempt": 1, "host": "h", "moments": [[%s, "hub", "x"]]}' % (b"9" * 400)],
+    ids=["keys", "half", "number", "infinite", "deep", "bytes", "empty", "huge"],
+)  # fmt: skip
+def test_a_file_that_is_something_else_is_named(tmp_path, line):
+    (tmp_path / "a.jsonl").write_bytes(b'{"attempt": 1, "host": "h", "moments": [[0.5, "hub", "x"]]}\n' + line + b"\n")
+    with pytest.raises(XferError, match=r"a\.jsonl.* is no timeline.*move (it|that file) out of"):
         list(timeline.read(tmp_path))
+
+
+def test_a_folder_called_like_a_timeline_is_named(tmp_path):
+    (tmp_path / "a.jsonl").mkdir()
+    result = shown(str(tmp_path))
+    assert result.exit_code == 1 and "a.jsonl is no timeline: Is a directory; move it out of" in result.output

@@ -16,7 +16,8 @@ from xfer.api import default_cache_dir
 from xfer.cli import app, tracing
 from xfer.cli.describe import describe
 from xfer.cli.plan import HELP
-from xfer.errors import HandshakeError
+from xfer.errors import HandshakeError, XferError
+from xfer.plan.fabric_file import read_fabric
 from xfer.session import messages as m
 from xfer.session import party
 
@@ -114,6 +115,60 @@ def test_a_model_config_in_place_of_a_job_is_one_line():
 def test_a_file_that_cannot_be_written_is_told_with_the_other_mistakes(tmp_path, option, path):
     done = xfer("plan", "--trainer", "none world=2", "--engine", "tp=2", option, str(tmp_path / path))
     assert done.exit_code == 2 and "cannot be written" in done.output and "none cannot be read" in done.output
+
+
+HUGE = "9" * 30
+DEEP = [f"{'[' * n}{']' * n}" for n in (70, 900, 100_000)]
+CONFIG = str(ROOT / "scripts/configs/qwen3-4b.json")
+
+
+def refused(said: str, trainer: str = f"{CONFIG} world=2", engine: str = "tp=2", *more: str) -> None:
+    done = xfer("plan", "--trainer", trainer, "--engine", engine, *more)
+    assert done.exit_code == 2 and said in done.output, done.output
+
+
+@pytest.mark.parametrize(
+    "value, said", [(HUGE, "an integer of 100 bits"), ('"\\ud800"', "has no UTF-8 form"), *((d, "are 64 deep at most") for d in DEEP)],
+    ids=["huge", "no UTF-8", "deep", "deeper", "deepest"],
+)  # fmt: skip
+def test_what_no_message_could_carry_is_a_mistake_of_the_call(tmp_path, value, said):
+    """On the command line and in each of the files that it names."""
+    quoted = shlex.quote(value)
+    refused(said, trainer=f"{CONFIG} world=2 provider.x={quoted}")
+    refused(said, engine=f"tp=2 args.x={quoted}")
+    refused(said, engine=f"tp={quoted}")
+    files = {"config.json": f'{{"model_type": "qwen3", "x": {value}}}', "fabric.json": f'{{"host": [], "x": {value}}}'}
+    if "ud800" not in value:  # TOML knows no such text
+        files["fabric.toml"] = f"x = {value}\n[[host]]\ncount = 2\n"
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    refused(said, trainer=f"{tmp_path} world=2")
+    refused(said, engine=f"{tmp_path}/config.json tp=2")
+    for name in list(files)[1:]:
+        if sys.version_info >= (3, 11) or name.endswith("json"):
+            refused(said, f"{CONFIG} world=2", "tp=2", "--fabric", str(tmp_path / name))
+            done = xfer("plan", str(tmp_path / name))
+            assert done.exit_code == 2 and said in done.output
+            with pytest.raises(XferError, match=said):
+                read_fabric(tmp_path / name)
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
+    for names in (value, f'{{"{value[1:-1]}": "x"}}') if "ud800" in value else (value,):
+        (tmp_path / "model.safetensors.index.json").write_text(f'{{"weight_map": {names}}}')
+        refused("the names of the tensors in", trainer=f"{tmp_path} world=2")
+
+
+@pytest.mark.parametrize("path", ["~nobody-of-that-name/x", "x" * 5000], ids=["home", "long"])
+def test_a_path_that_leads_nowhere_is_a_mistake_of_the_call(path):
+    refused(path[:30], trainer=f"{path} world=2")
+    refused(path[:30], engine=f"{path} tp=2")
+    refused(path[:30], f"{CONFIG} world=2", "tp=2", "--fabric", path)
+    if path[0] != "~":
+        refused("cannot be written", f"{CONFIG} world=2", "tp=2", "--html", path)
+        assert xfer("plan", path).exit_code == 2
+
+
+def test_messages_are_no_larger_than_can_be_added_up(tmp_path):
+    refused("1099511627776", f"{CONFIG} world=2", "tp=2", "--bucket-mib", "99999999999999")
 
 
 def test_an_interpreter_that_is_none_is_a_mistake_of_the_call(tmp_path):

@@ -17,7 +17,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from xfer.cli import app
+from xfer.cli import app, tracing
 from xfer.cli import plan as plan_command
 from xfer.cli.describe import ASSUMED, describe
 from xfer.cli.html import page, seconds, short, ticks
@@ -347,6 +347,17 @@ def test_the_page_stands_alone(small):
     assert len(text) < 400_000
 
 
+@pytest.mark.parametrize("times", [1, 200])
+def test_waves_keep_their_numbers_when_some_have_no_bytes_on_the_wire(small, times):
+    """What is pulled inside an island is on no wire; each wave is told by its number in the plan, or is in a told run."""
+    wave = small[0].timeline[0]
+    waves = tuple(replace(wave, nbytes=n) for n in [0] * 40 + [5, 0, 7, 7, 0, 0, 0, 3] * times)
+    runs = re.findall(r"waves? (\d+)(?: to (\d+))?: ", page(replace(small[0], timeline=waves)))
+    told = [range(int(a), int(b or a) + 1) for a, b in runs]
+    assert {i for r in told for i in r} >= {i for i, w in enumerate(waves) if w.nbytes}
+    assert all(any(waves[i].nbytes for i in r) for r in told) and len({i for r in told for i in r}) == sum(map(len, told))
+
+
 def test_a_hostile_name_is_only_text(small):
     r = small[0]
     evil = "\"><script>alert(1)</script><img src=x onerror='x'>&lt;\x00"
@@ -430,6 +441,28 @@ def test_a_key_tells_descriptions_versions_and_catalogs_apart():
     assert len(set(keys)) == 5 and again == keys[0]
 
 
+def test_a_key_tells_environments_apart_that_tracing_processes_may_read(monkeypatch):
+    catalog, *_ = job(**SMALL)
+    tracer = Tracer({})
+    tracer._versions = {"engine": {"vllm": "1"}}
+
+    def key():
+        return tracer._key(Task("engine", 0, CONFIG, {"tp": 2}, [], {}), [0, 1], catalog)
+
+    keys = [key()]
+    monkeypatch.setenv("A_VARIABLE_OF_NOBODY", "1")
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "DEBUG")  # those processes get another value in any case
+    assert key() == keys[0]
+    for name, value in (("VLLM_A", "1"), ("VLLM_A", "2"), ("VLLM_B", "2"), ("NVTE_A", "1"), ("XFER_CPU_RESIDENT", "always")):
+        monkeypatch.setenv(name, value)
+        keys.append(key())
+    monkeypatch.setitem(tracing.ENVIRONMENT, "OMP_NUM_THREADS", "77")
+    keys.append(key())
+    monkeypatch.setattr(tracing, "BOOT", tracing.BOOT + "\n")
+    keys.append(key())
+    assert len(set(keys)) == len(keys)
+
+
 def test_interpreters_that_do_not_serve_are_all_named(tmp_path):
     with pytest.raises(XferError) as e:
         Tracer({"trainer": str(tmp_path / "none"), "engine": str(tmp_path)}).look()
@@ -440,6 +473,31 @@ def test_interpreters_that_do_not_serve_are_all_named(tmp_path):
     with pytest.raises(XferError) as e:
         Tracer({"trainer": str(bare), "engine": str(bare)}).look()
     names(e.value.violations, "has no megatron.bridge", "has no vllm")
+
+
+@pytest.mark.parametrize(
+    "program, said",
+    [
+        ("exit 1", "ended with code 1, and said nothing"),
+        ("echo not this >&2; for i in 1 2 3 4 5; do echo .; done >&2; echo the reason >&2; exit 7", "ended with code 7: .*the reason$"),
+        ('echo "$@"', "does not answer as Python does"),
+        ("echo 3; echo the reason >&2", "does not answer as Python does: .*the reason$"),
+        ("kill -9 $$", "ended with code -9"),
+        ("exec sleep 60", "cannot be run: it gave no answer within 2 s"),
+    ],
+)  # fmt: skip
+def test_an_interpreter_that_fails_is_told_by_its_code_and_last_words(tmp_path, monkeypatch, program, said):
+    """And not by the program that it was to run."""
+    monkeypatch.setattr(tracing, "ASKED_S", 2.0)
+    for name, text in (("python", f"#!/bin/sh\n{program}\n"), ("none", "#!/no/such/program\n")):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    with pytest.raises(XferError) as e:
+        Tracer({"trainer": str(tmp_path / "python"), "engine": str(tmp_path / "none")}).look()
+    mine, other = e.value.violations
+    assert mine.startswith(f"--trainer-python {tmp_path}/python ") and re.search(said, mine, re.S)
+    assert "not this" not in mine and "json.dumps(" not in re.sub("(?s)does not answer.*", "", mine)
+    assert other == f"--engine-python {tmp_path}/none cannot be run: No such file or directory"
 
 
 def test_a_process_that_dies_is_an_error_with_its_last_words(tmp_path):

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 from collections import Counter
 from dataclasses import replace
+from itertools import product
 from unittest.mock import patch
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
@@ -21,6 +23,7 @@ from xfer.plan.coverage import cast_kind
 from xfer.plan.intersect import Stack, cut_range, find_atoms, intersect, missing
 from xfer.plan.inventory import Kept, engine_inventory, trainer_inventory
 from xfer.plan.planner import PlanOptions, plan_replica
+from xfer.plan.program import ITEMSIZE
 from xfer.trace.catalog import Catalog
 from xfer.trace.fragment import Fill, Fragment, Root, Span, TensorSpec
 
@@ -170,6 +173,19 @@ def test_every_class_of_bytes_is_counted():
 # ---- dtypes
 
 
+def held(checkpoint: str, trainer: str, engine: str):
+    """One tensor: the catalog, the trainer and the worker that hold it in these dtypes."""
+    catalog = Catalog((TensorSpec("bias", (4,), checkpoint),))
+
+    def fragment(dtype):
+        return Fragment("bias", (0,), (4,), "w", 0, (ITEMSIZE[dtype],), dtype), [Root("w", 4 * ITEMSIZE[dtype])]
+
+    (f, r), (g, q) = fragment(trainer), fragment(engine)
+    source = trainer_inventory(catalog, rank=0, host="", roots=r, fragments=[f])
+    taker = engine_inventory(catalog, rank=0, host="", roots=q, fragments=[g], footprint=[Span("w", 0, q[0].nbytes)])
+    return catalog, source, taker
+
+
 @pytest.mark.parametrize(
     "checkpoint,trainer,engine,verdict",
     [
@@ -177,7 +193,8 @@ def test_every_class_of_bytes_is_counted():
         ("bfloat16", "bfloat16", "float32", "plain"),  # widening
         ("bfloat16", "float32", "bfloat16", "plain"),  # trained in fp32, the checkpoint is bf16
         ("float32", "float32", "bfloat16", "asked"),  # a router bias
-        ("float32", "float64", "bfloat16", "plain"),
+        ("float32", "float64", "bfloat16", "asked"),
+        ("bfloat16", "float32", "float16", "asked"),
         ("bfloat16", "bfloat16", "float16", "asked"),
         ("int32", "int32", "int64", "plain"),
         ("int64", "int64", "int32", "never"),
@@ -188,16 +205,7 @@ def test_every_class_of_bytes_is_counted():
     ],
 )
 def test_what_may_be_cast(checkpoint, trainer, engine, verdict):
-    catalog = Catalog((TensorSpec("bias", (4,), checkpoint),))
-
-    def fragment(dtype):
-        from xfer.plan.program import ITEMSIZE
-
-        return Fragment("bias", (0,), (4,), "w", 0, (ITEMSIZE[dtype],), dtype), [Root("w", 4 * ITEMSIZE[dtype])]
-
-    (f, r), (g, q) = fragment(trainer), fragment(engine)
-    source = trainer_inventory(catalog, rank=0, host="", roots=r, fragments=[f])
-    taker = engine_inventory(catalog, rank=0, host="", roots=q, fragments=[g], footprint=[Span("w", 0, q[0].nbytes)])
+    catalog, source, taker = held(checkpoint, trainer, engine)
     if verdict == "plain":
         assert len(plan_replica(catalog, [source], [taker]).summary.casts) == (trainer != engine)
         return
@@ -217,6 +225,27 @@ def test_a_widening_cast_keeps_every_value():
         for b, y in finite.items():
             exact = np.finfo(x).nmant <= np.finfo(y).nmant
             assert (cast_kind(a, b) in ("equal", "widening")) == exact
+
+
+def survives(narrow: str, wide: str) -> bool:
+    """Whether values of `narrow` come back from `wide`: its largest, its least, and all last bits of 1 to 2."""
+    dtype = getattr(torch, narrow)
+    f = torch.finfo(dtype)
+    values = torch.tensor([f.max, f.tiny, f.smallest_normal, 1 + f.eps, 2 - f.eps, f.tiny * f.eps], dtype=dtype)
+    return torch.equal(values.to(getattr(torch, wide)).to(dtype), values)
+
+
+def test_no_cast_that_loses_bits_of_trainer_and_checkpoint_passes_unasked():
+    for checkpoint, trainer, engine in product(("bfloat16", "float16", "float32", "float64"), repeat=3):
+        catalog, source, taker = held(checkpoint, trainer, engine)
+        try:
+            plan_replica(catalog, [source], [taker])
+            unasked = True
+        except CoverageError as e:
+            unasked = False
+            assert f"{trainer} in the" in str(e) and f"{checkpoint} in the" in str(e) and "narrow=" in str(e)
+            assert plan_replica(catalog, [source], [taker], PlanOptions(narrow=("bias",))).summary.nbytes
+        assert unasked == (survives(trainer, engine) or survives(checkpoint, engine)), (checkpoint, trainer, engine)
 
 
 # ---- boxes

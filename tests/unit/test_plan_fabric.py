@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -302,6 +303,20 @@ def test_the_links_of_a_path(src, dst, nvlink, spine):
         assert ", ".join(links.names[i] for i in links.paths(src, dst) if i >= 0) == want
 
 
+def test_many_hosts_islands_rails_and_doubles_are_checked_in_seconds():
+    """Of this process. What looks at each of n for each of n takes minutes here."""
+    many, began = 40_000, time.process_time()
+    hosts = parse({"host": [{"count": many, "gpus": 1, "nvlink": 1e11, "nic": 1e10}]})[0]
+    rails = Fabric((Host("a", (tuple(range(many)),), G, tuple(Nic((g,), G, g) for g in range(many))),))
+    assert hosts.links.relay_gpu.shape == (many, 1) and rails.links.relay_gpu.tolist() == [list(range(many))]
+    twice = (*range(many),) * 2
+    with pytest.raises(XferError, match="several trainers"):
+        Site(rails, twice, ())
+    with pytest.raises(XferError, match=r"must be in exactly one NIC .*not so: GPUs 0, 1, .* more$"):
+        Fabric((Host("a", (tuple(range(many)),), G, (Nic(twice, G),)),))
+    assert time.process_time() - began < 20
+
+
 @given(sites(), st.data())
 @quick
 def test_every_byte_of_a_transfer_is_on_each_link_of_its_path(site, data):
@@ -341,9 +356,38 @@ def test_what_is_wrong_with_a_fabric_is_told_at_once():
             cross_rail="air",
         )  # fmt: skip
     assert len(e.value.violations) == 11, e.value
+    for name in ("\ud800", 3):
+        with pytest.raises(XferError, match="fabric") as e:
+            replace(TWO, hosts=(replace(TWO.hosts[0], name=name), TWO.hosts[1]))
+        assert "has a UTF-8 form is needed" in e.value.violations[0]
     with pytest.raises(XferError) as e:
         Site(TWO, (0, 0, 99), ((1, 2), (2,), ()))
     assert [v.split()[0] for v in e.value.violations] == ["trainers", "several", "several", "replica"]
+
+
+@given(sites(), st.sampled_from([np.int64, np.int32, float, str, bool, lambda g: None]), st.data())
+@quick
+def test_only_ints_are_numbers_of_gpus(site, kind, data):
+    """Whatever is accepted can be sent to others; numpy's numbers cannot."""
+
+    def odd(gpus):
+        at = data.draw(st.integers(0, len(gpus) - 1))
+        return (*gpus[:at], kind(gpus[at]), *gpus[at + 1 :])
+
+    what = data.draw(st.sampled_from(["trainers", "workers", "islands", "NIC", "rail"]))
+    host, more = site.fabric.hosts[0], site.fabric.hosts[1:]
+    with pytest.raises(XferError) as e:
+        if what == "trainers":
+            replace(site, trainers=odd(site.trainers))
+        elif what == "workers":
+            replace(site, replicas=(odd(site.replicas[0]), *site.replicas[1:]))
+        elif what == "islands":
+            replace(site.fabric, hosts=(replace(host, islands=(odd(host.islands[0]), *host.islands[1:])), *more))
+        else:
+            nic = host.nics[0]
+            nic = replace(nic, gpus=odd(nic.gpus)) if what == "NIC" else replace(nic, rail=kind(nic.rail))
+            replace(site.fabric, hosts=(replace(host, nics=(nic, *host.nics[1:])), *more))
+    assert any(what in v and ("int is needed" in v or "an integer from" in v) for v in e.value.violations), e.value
 
 
 # ---- the file
@@ -402,6 +446,7 @@ HOST = {"names": ["a"], "gpus": 2, "nvlink": 4e11, "nic": 5e10}
          ["islands[1]", "have 1 GPUs", "nic and", ]),
         ({"host": [{"names": ["a"], "gpus": 1, "nvlink": 0, "nics": [{"rate": True, "port": 1, "rail": -1}]}]},
          ["unknown key 'port'", "gpus: None", "rate: True", "rail: -1"]),
+        ({"host": [{"names": ["a"], "gpus": 1, "nvlink": 0, "nics": [{"gpus": [], "rate": 1}]}]}, ["a NIC (rail 0) of no GPU"]),
         ({"host": [HOST], "ranks": {"trainers": ["b", "a:2", "a:1-0", "a:x"], "replicas": "a", "engines": []}},
          ["no such host", "'a:2'", "'a:1-0'", "'a:x'", "replicas: 'a'", "unknown key 'engines'"]),
         ({"host": [HOST], "ranks": {"trainers": ["a:", "a:0-1-1", "a:0-1--", "a:-1", "a:0,", "a:\u0660"], "replicas": []}},

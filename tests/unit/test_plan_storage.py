@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import compileall
 import os
 import subprocess
 import sys
@@ -16,16 +17,19 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import xfer
 from xfer.errors import ProtocolError
 from xfer.plan import subplan
 from xfer.plan.cache import SUFFIX, PlanCache
 from xfer.plan.inventory import Inventory, Kept, engine_inventory, trainer_inventory
+from xfer.plan.options import MAX_BUCKET
 from xfer.plan.part import Part
 from xfer.plan.planner import PlanOptions, plan_key, plan_replica
 from xfer.plan.program import ROW
 from xfer.trace.catalog import Catalog
 from xfer.trace.fragment import Fill, Fragment, Root, Span, TensorSpec
 
+ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = max(1, int(os.environ.get("XFER_EXAMPLES", "200")))
 relaxed = settings(max_examples=EXAMPLES // 2 + 1, deadline=None, suppress_health_check=list(HealthCheck))
 
@@ -175,6 +179,14 @@ def test_a_damaged_part_is_refused_or_has_rows_of_the_right_form(data):
     assert back.program.rows.dtype == ROW and back.program.rows.ndim == 1
 
 
+def test_the_largest_bucket_is_planned_and_a_larger_one_refused():
+    largest = plan_replica(CATALOG, [SOURCE], [TAKER], PlanOptions(bucket_bytes=MAX_BUCKET))
+    assert largest.waves == 1 and len(largest.program(1).rows) == len(PART.program.rows)
+    for more in (MAX_BUCKET + 1, 1 << 62, 10**30):
+        with pytest.raises(ValueError, match=f"at most {MAX_BUCKET}"):
+            PlanOptions(bucket_bytes=more)
+
+
 # ---- disk
 
 
@@ -230,6 +242,37 @@ def test_all_code_that_planning_loads_is_in_the_digest():
     assert "xfer.plan.subplan" in loaded and outside <= {"xfer.errors", "xfer.sources"}
 
 
+def installed(folder: Path, version: str, sources: bool) -> list[str]:
+    """An xfer as installed there says what its digest of the planner is, and whether it sees all of it."""
+    package = folder / "xfer"
+    (package / "plan").mkdir(parents=True)
+    for name in ("__init__.py", "sources.py", "plan/__init__.py", "plan/rows.py"):
+        text = (ROOT / "xfer" / name).read_text()
+        (package / name).write_text(text.replace(f'__version__ = "{xfer.__version__}"', f'__version__ = "{version}"'))
+    if not sources:
+        assert compileall.compile_dir(package, quiet=1, legacy=True)
+        for file in package.rglob("*.py"):
+            file.unlink()
+    code = "from xfer.sources import *; print(digest_of('plan'), has_sources('plan'), has_sources('mesh'))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=folder, env={"PYTHONPATH": str(folder)}, capture_output=True, text=True, check=True
+    )
+    return done.stdout.split()
+
+
+def test_versions_installed_without_sources_are_told_apart_and_keep_nothing(tmp_path, monkeypatch):
+    one, two, bare_one, bare_two, bare_too = (
+        installed(tmp_path / str(i), version, sources)
+        for i, (version, sources) in enumerate([("1", True), ("2", True), ("1", False), ("2", False), ("2", False)])
+    )
+    assert len({x[0] for x in (one, two, bare_one, bare_two)}) == 4 and bare_two == bare_too
+    assert [x[1] for x in (one, two, bare_one, bare_two)] == ["True", "True", "False", "False"] and one[2] == "False"
+    cache = PlanCache(tmp_path / "kept")
+    assert cache.put(PART)
+    monkeypatch.setattr("xfer.plan.cache.KEEPS", False)
+    assert cache.get(PLAN.key, 1) is None and not cache.put(PART)
+
+
 def test_a_file_of_another_planner_is_not_taken(tmp_path, monkeypatch):
     cache = PlanCache(tmp_path)
     cache.put(PART)
@@ -262,7 +305,8 @@ def test_what_a_killed_process_left_half_written_is_cleared_away(tmp_path):
     assert {p.name for p in tmp_path.glob(".*.part")} == {".new.part"}
 
 
-def test_a_directory_that_cannot_be_written_is_no_error(tmp_path):
+@pytest.mark.parametrize("name", ["file", "file/in it", "null\0byte", "no UTF-8 \ud800", "x" * 5000])
+def test_a_directory_that_cannot_be_written_is_no_error(tmp_path, name):
     (tmp_path / "file").write_text("")
-    cache = PlanCache(tmp_path / "file")
+    cache = PlanCache(tmp_path / name)
     assert not cache.put(PART) and cache.get(PLAN.key, 1) is None

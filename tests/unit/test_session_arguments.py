@@ -24,7 +24,7 @@ CONNECT = DOOR | {
     "trainer": [torch.nn.Linear(2, 2), [torch.nn.Linear(2, 2)], None],
     "engines": ["http://10.0.0.2:8000", None, ToyEngine(1)],
     "replicas": ["2", 2.5, 0, -1, 1 << 40],
-    "bucket_bytes": [64e6, "1g", 0, 4095, 1 << 70],
+    "bucket_bytes": [64e6, "1g", 0, 4095, (1 << 60) + 1, 1 << 70],
     "deadline_s": SECONDS,
     "drop": GLOBS,
     "narrow": GLOBS,

@@ -110,14 +110,21 @@ def timeline(
     from xfer.errors import XferError
     from xfer.session import timeline as kept
 
+    if median and attempt is not None:
+        raise typer.BadParameter("--attempt is of one refit and --median of all: give one of the two")
     console = Console()
     try:
-        moments, sessions = kept.of_session(kept.read(folder), session)
+        moments, sessions = kept.of_session(kept.read(folder, lambda text: say(console, text)), session)
     except XferError as e:
         say(console, str(e), "red")
         raise typer.Exit(1) from None
     hosts = kept.typical(moments, skip) if median else kept.of_attempt(moments, attempt)
     if not hosts:
+        refits = len({x.attempt for x in moments})
+        if median and refits:
+            some = "1 refit is" if refits == 1 else f"{refits} refits are"
+            say(console, f"{some} there, --skip {skip} leaves none of them for --median", "red")
+            raise typer.Exit(1)
         say(console, "no moments of such a refit are there: was XFER_TIMELINE set for trainers and engines?", "red")
         if sessions:
             say(console, "\n  ".join(("sessions in this folder:", *sessions)))

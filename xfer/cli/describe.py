@@ -17,6 +17,7 @@ from xfer.errors import XferError
 from xfer.mesh.parallel import EngineParallel, TrainerParallel
 from xfer.plan.fabric import Fabric, Site
 from xfer.plan.fabric_file import parse
+from xfer.plan.plain_data import TOO_DEEP, unfit
 
 MOST_RANKS = 1 << 14
 """Of a side; a mesh of more would only take long to refuse."""
@@ -153,12 +154,20 @@ def _text(text: str, side: str, bad: list[str]) -> dict[str, Any]:
         if not is_set:
             key, value = "config", word
         to, dot, name = key.partition(".")
+        try:
+            given = value if key == "config" else _value(value)
+            why = unfit(given, key)
+        except RecursionError:
+            why = f"{key}: {TOO_DEEP}"
+        if why:
+            bad.append(f"{side}: {why}")
+            continue
         if dot and to in ("provider", "args"):
-            out.setdefault(to, {})[name] = _value(value)
+            out.setdefault(to, {})[name] = given
         elif key in out:
             bad.append(f"{side}: {key} is given twice: {out[key]!r} and {value!r}")
         else:
-            out[key] = value if key == "config" else _value(value)
+            out[key] = given
     return out
 
 
@@ -246,7 +255,9 @@ def _configs(tables: Mapping[str, Mapping], bases: Mapping[str, Path], bad: list
         if value is None:
             continue
         if isinstance(value, str) and value:
-            paths[side] = bases[side] / Path(value).expanduser()
+            path = _path(bases[side], value, side, bad)
+            if path is not None:
+                paths[side] = path
         else:
             bad.append(f"{side}: config={value!r}: the path of a config.json, or of its folder, is needed")
     if not paths:
@@ -265,10 +276,14 @@ def _configs(tables: Mapping[str, Mapping], bases: Mapping[str, Path], bad: list
 
 def _config(path: Path, side: str, bad: list[str]) -> Config | None:
     known = len(bad)
-    file = path / "config.json" if path.is_dir() else path
-    content = {}
+    file, content = path, {}
     try:
+        file = path / "config.json" if path.is_dir() else path
         content = json.loads(file.read_text())
+        if why := unfit(content):
+            bad.append(f"{side}: {file}: {why}")
+    except RecursionError:
+        bad.append(f"{side}: {file}: {TOO_DEEP}")
     except (OSError, UnicodeDecodeError) as e:
         why = e.strerror if isinstance(e, OSError) else "it is no text"
         bad.append(f"{side}: {file} cannot be read: {why}; a Hugging Face config.json, or its folder, is needed")
@@ -285,10 +300,13 @@ def _names(folder: Path, side: str, bad: list[str]) -> tuple[str, ...] | None:
     index = folder / "model.safetensors.index.json"
     try:
         if index.is_file():
-            return tuple(sorted(json.loads(index.read_text())["weight_map"]))
+            files = json.loads(index.read_text())["weight_map"]
+            if not isinstance(files, dict) or (why := unfit(list(files))):
+                raise ValueError(why if isinstance(files, dict) else "weight_map: names and files are needed")
+            return tuple(sorted(files))
         if any(folder.glob("*.safetensors")):
             return tuple(s.name for s in checkpoint_specs(folder))
-    except (OSError, ValueError, KeyError, TypeError, XferError) as e:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, XferError) as e:
         bad.append(f"{side}: the names of the tensors in {folder} cannot be read: {type(e).__name__}: {e}")
     return None
 
@@ -306,7 +324,8 @@ def _fabric(source: Any, base: Path, bad: list[str]) -> tuple[Fabric | None, Ran
         return None, None, ASSUMED
     known = len(bad)
     if isinstance(source, str):
-        data, words = _load(base / Path(source).expanduser(), bad), source
+        path = _path(base, source, "fabric", bad)
+        data, words = {} if path is None else _load(path, bad), source
     else:
         data, words = source, "the job's file"
     if len(bad) == known:
@@ -338,6 +357,14 @@ def _site(
     return site
 
 
+def _path(base: Path, text: str, what: str, bad: list[str]) -> Path | None:
+    try:
+        return base / Path(text).expanduser()
+    except RuntimeError:
+        bad.append(f"{what}: {text}: whose home that is cannot be told; write the whole path")
+    return None
+
+
 def _load(path: Path, bad: list[str]) -> Mapping[str, Any]:
     try:
         text = path.read_text()
@@ -347,6 +374,11 @@ def _load(path: Path, bad: list[str]) -> Mapping[str, Any]:
             import tomllib  # Python 3.11
 
             data = tomllib.loads(text)
+        if why := unfit(data):
+            bad.append(f"{path}: {why}")
+            return {}
+    except RecursionError:
+        bad.append(f"{path}: {TOO_DEEP}")
     except ImportError:
         bad.append(f"{path}: this Python has no TOML reader (3.11 has); write the same as JSON, in a file *.json")
     except OSError as e:

@@ -156,8 +156,8 @@ def _timeline(r: Report) -> str:
     start = spent["control"]
     waves = r.timeline
     group = -(-len(waves) // STEPS_DRAWN) if waves else 1
-    runs = [waves[i : i + group] for i in range(0, len(waves), group)]
-    runs = [w for w in runs if sum(x.nbytes for x in w)]
+    runs = [(i, waves[i : i + group]) for i in range(0, len(waves), group)]  # with the number of their first wave
+    runs = [(i, w) for i, w in runs if sum(x.nbytes for x in w)]
     tall = min(200.0, max(22.0, 14.0 * len(runs)))
     wire_end = start + spent["pack"] + spent["wire"]
     lanes = [("control", 18.0, [(0.0, start, "ready to first byte, last byte to decision")])]
@@ -189,12 +189,11 @@ def _timeline(r: Report) -> str:
         ]
         if name.startswith("wire"):
             step = h / max(1, len(runs))
-            for i, w in enumerate(runs):
+            for row, (first, w) in enumerate(runs):
                 a, b = min(x.begin for x in w) + start, max(x.end for x in w) + start
-                first = i * group
                 label = f"wave {first}" if group == 1 else f"waves {first} to {first + len(w) - 1}"
                 said = f"{label}: {seconds(a)} to {seconds(b)}, {size(sum(x.nbytes for x in w))}"
-                parts.append(_rect(at(a), y + i * step, at(b) - at(a), max(step - 1 if step > 4 else step, 0.6), said))
+                parts.append(_rect(at(a), y + row * step, at(b) - at(a), max(step - 1 if step > 4 else step, 0.6), said))
         if name.startswith("bytes"):
             rate = _rate(r, start, end)
             for i, b in enumerate(rate):

@@ -53,7 +53,7 @@ def plan_refit(
     json_: Annotated[
         str | None, typer.Option("--json", help="write the same as data; - for standard output, and no tables")
     ] = None,
-    bucket_mib: Annotated[int, typer.Option(help="largest message; sessions use 240 on GPUs, 64 on CPUs", min=1)] = 240,
+    bucket_mib: Annotated[int, typer.Option(help="largest message; sessions use 240 on GPUs, 64 on CPUs", min=1, max=1 << 40)] = 240,
     trainer_python: Annotated[
         str | None, typer.Option(help="Python with Megatron-Bridge; default: this one, or .venvs/trainer/bin/python")
     ] = None,
@@ -233,11 +233,14 @@ def say(console: Console, text: str, style: str = "") -> None:
 
 def _closed(path: Path) -> str:
     """Why no file can be written there, told before the minutes that a plan may take; empty where nothing is against it."""
-    if path.is_dir():
-        return "it is a folder"
-    if not path.parent.is_dir():
-        return f"there is no folder {path.parent}"
-    return "" if os.access(path if path.exists() else path.parent, os.W_OK) else "permission denied"
+    try:
+        if path.is_dir():
+            return "it is a folder"
+        if not path.parent.is_dir():
+            return f"there is no folder {path.parent}"
+        return "" if os.access(path if path.exists() else path.parent, os.W_OK) else "permission denied"
+    except OSError as e:
+        return str(e.strerror)
 
 
 def _write(path: str, text: str, out: Console, err: Console) -> None:

@@ -32,7 +32,7 @@ from xfer.errors import DeadlineExceeded, ProtocolError, XferError, from_wire
 from xfer.mesh.parallel import EngineParallel, TrainerParallel
 from xfer.plan.file_cache import FileCache
 from xfer.plan.inventory import Inventory
-from xfer.sources import digest_of
+from xfer.sources import digest_of, has_sources
 from xfer.trace.catalog import Catalog
 
 Progress = Callable[[str, int, int], None]
@@ -47,9 +47,13 @@ ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_CI_ENV": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind", "PYTHONUNBUFFERED": "1",
 }  # fmt: skip
+READ_BY_FRAMEWORKS = ("VLLM_", "NVTE_", "XFER_CPU_RESIDENT")
+"""How names of variables begin that this process was given, its children inherit, and a layout may depend on."""
 ROOT = Path(__file__).resolve().parents[1]
-READERS = digest_of("mesh", "trace", "plan", "trainers", "engines", "testing", "cli/trace_child.py")
+CODE = ("mesh", "trace", "plan", "trainers", "engines", "testing", "cli/trace_child.py")
+READERS = digest_of(*CODE)
 """The part of xfer that reads layouts: one that is read otherwise now is another layout."""
+KEEPS = has_sources(*CODE)
 BOOT = """
 import importlib.util, sys
 sys.path[:] = [p for p in sys.path if p]
@@ -63,6 +67,7 @@ sys.exit(main(sys.argv[2:]))
 to that Python, whose packages have other versions, and nothing of the current folder, which may be a framework's checkout."""
 SILENCE_S = 1800.0
 """Seconds that a side's processes may take for their next word: they speak after each rank, and the largest takes minutes."""
+ASKED_S = 120.0
 KEPT_BYTES = 2 << 30
 SUFFIX = ".xferside"
 _MAGIC = b"xferside\x02"
@@ -91,7 +96,7 @@ class Tracer:
         progress: Progress = lambda side, done, of: None,
     ):
         self._given, self._jobs, self._progress = pythons, max(1, jobs), progress
-        self._cache = FileCache(cache, SUFFIX, _MAGIC, KEPT_BYTES) if cache is not None else None
+        self._cache = FileCache(cache, SUFFIX, _MAGIC, KEPT_BYTES) if cache is not None and KEEPS else None
         self._found: dict[str, str] = {}
         self._versions: dict[str, dict[str, str]] = {}
 
@@ -206,11 +211,13 @@ class Tracer:
     # ---- on disk
 
     def _key(self, task: Task, class_of: list[int], catalog: Catalog | None) -> str:
-        """Digest of all that a trace depends on: both frameworks' versions and xfer's own source among it."""
+        """Digest of all that a trace depends on: both frameworks' versions, what their processes find in their environment
+        and xfer's own source among it."""
+        given = {k: v for k, v in _environment(task.side).items() if k in ENVIRONMENT or k.startswith(READ_BY_FRAMEWORKS)}
         parts = [
             json.dumps(msgspec.to_builtins(task), sort_keys=True),
             json.dumps(
-                [class_of, self._versions if task.names is None else self._versions[task.side], READERS],
+                [class_of, self._versions if task.names is None else self._versions[task.side], READERS, given, BOOT],
                 sort_keys=True,
             ),
             "" if catalog is None else catalog.digest(),
@@ -258,12 +265,10 @@ class _Child:
         self.ready, self._task = False, task
         job, self._log = work / f"{task.side}{task.number}.job", work / f"{task.side}{task.number}.log"
         job.write_bytes(msgspec.msgpack.encode(task))
-        # Trainers' ranks are built in memory that must not be a GPU's.
-        hidden = {"CUDA_VISIBLE_DEVICES": ""} if task.side == "trainer" else {}
         with open(self._log, "w") as log:
             self._process = subprocess.Popen(
                 [python, "-c", BOOT, str(ROOT), str(job)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
-                text=True, errors="replace", env={**os.environ, **ENVIRONMENT, **hidden},
+                text=True, errors="replace", env=_environment(task.side),
             )  # fmt: skip
 
         def read() -> None:
@@ -298,6 +303,12 @@ class _Child:
         for pipe in (self._process.stdin, self._process.stdout):
             with suppress(OSError):
                 pipe.close()
+
+
+def _environment(side: str) -> dict[str, str]:
+    """Of a process that traces this side's ranks. Trainers' are built in memory that must not be a GPU's."""
+    hidden = {"CUDA_VISIBLE_DEVICES": ""} if side == "trainer" else {}
+    return {**os.environ, **ENVIRONMENT, **hidden}
 
 
 def _heard(said: Queue, what: str, state: str) -> tuple[int, dict[str, Any] | None]:
@@ -360,12 +371,21 @@ def _versions(python: str, side: str) -> dict[str, str]:
             [python, "-c", code, MODULES[side], *PACKAGES[side]],
             capture_output=True,
             text=True,
-            timeout=120,
-            check=True,
+            errors="replace",
+            timeout=ASKED_S,
         )
+    except (OSError, subprocess.TimeoutExpired) as e:
+        why = e.strerror if isinstance(e, OSError) else f"it gave no answer within {ASKED_S:.0f} s"
+        raise XferError("", [f"--{side}-python {python} cannot be run: {why}"]) from None
+    try:
         there, found, version = json.loads(done.stdout)
-    except (OSError, subprocess.SubprocessError, ValueError) as e:
-        raise XferError("", [f"--{side}-python {python} cannot be run: {type(e).__name__}: {e}"]) from None
+        answered = done.returncode == 0
+    except (ValueError, TypeError):
+        answered = False
+    if not answered:
+        last = "".join(f"\n    {line[:200]}" for line in (done.stderr or done.stdout).splitlines()[-6:])
+        how = f"ended with code {done.returncode}" if done.returncode else "does not answer as Python does"
+        raise XferError("", [f"--{side}-python {python} {how}{': ' + last if last else ', and said nothing'}"]) from None
     if not there:
         raise XferError("", [f"--{side}-python {python} has no {MODULES[side]}"])
     return {"python": version, **dict(zip(PACKAGES[side], found))}

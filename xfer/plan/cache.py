@@ -1,7 +1,7 @@
 """Parts of sub-plans on disk, by the digest of their inputs and the rank: a cache, which may forget anything at any time.
 
-The digest is `key_of` what they were made from, the planner's own code among it. Only what all ranks have agreed on
-belongs here. Not here: the files (file_cache.py), what a part is (part.py).
+The digest is `key_of` what they were made from, the planner's own code among it; where that code cannot be read, nothing is
+kept. Only what all ranks have agreed on belongs here. Not here: the files (file_cache.py), what a part is (part.py).
 """
 
 from __future__ import annotations
@@ -11,8 +11,11 @@ import os
 from xfer.errors import ProtocolError
 from xfer.plan.file_cache import FileCache
 from xfer.plan.part import Part
+from xfer.plan.subplan import CODE
+from xfer.sources import has_sources
 
 SUFFIX = ".xferplan"
+KEEPS = has_sources(*CODE)
 _MAGIC = b"xferplan\x02"
 
 
@@ -24,7 +27,7 @@ class PlanCache:
 
     def get(self, key: str, rank: int) -> Part | None:
         """The part of these inputs, or None where there is no whole one of this version, these inputs and this rank."""
-        body = self._files.get(_name(key, rank))
+        body = self._files.get(_name(key, rank)) if KEEPS else None
         if body is None:
             return None
         try:
@@ -35,7 +38,7 @@ class PlanCache:
 
     def put(self, part: Part) -> bool:
         """Whether the part was stored; that it could not be is no error."""
-        return self._files.put(_name(part.key, part.program.rank), part.to_bytes())
+        return KEEPS and self._files.put(_name(part.key, part.program.rank), part.to_bytes())
 
 
 def _name(key: str, rank: int) -> str:

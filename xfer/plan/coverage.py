@@ -157,7 +157,9 @@ def _casts(
     for (t, code), who in sorted(seen.items()):
         spec, src, dst = catalog.tensors[t], DTYPES[source_dtype[t]], DTYPES[code]
         wish = cast_kind(src, dst)
-        if wish == "widening" or (wish == "narrowing" and (src != spec.dtype or _asked(spec.name, catalog, options))):
+        # Trained wider than the checkpoint, the bits above its dtype are nobody's wish; those of its own dtype are.
+        enough = cast_kind(spec.dtype, dst) in ("equal", "widening")
+        if wish == "widening" or (wish == "narrowing" and (enough or _asked(spec.name, catalog, options))):
             continue
         if wish == "refused":
             yield (
@@ -165,8 +167,10 @@ def _casts(
                 "give the engine the checkpoint's dtype"
             )
         else:
+            both = "in the checkpoint and in the trainer"
+            there = f"{src} {both}" if src == spec.dtype else f"{src} in the trainer, {spec.dtype} in the checkpoint"
             yield (
-                f"{spec.name}: {src} in the checkpoint and in the trainer, {dst} in {_some(who)}: loses bits; "
+                f"{spec.name}: {there}, {dst} in {_some(who)}: loses bits; "
                 "name it in narrow= if that is meant, or have the engine keep it wide"
             )
 

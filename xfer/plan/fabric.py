@@ -17,6 +17,7 @@ describes a fabric (fabric_file.py), who sends what over it (flow.py), how long 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -26,6 +27,7 @@ import msgspec
 import numpy as np
 
 from xfer.errors import ProtocolError, XferError
+from xfer.plan.plain_data import unfit
 
 MAX_PATH = 4
 """Links of the longest path."""
@@ -159,7 +161,7 @@ class Links:
     island: np.ndarray  # int64 [gpus], numbered over all hosts
     nic: np.ndarray  # int64 [gpus], -1: none
     rail: np.ndarray  # int64 [gpus], numbered by order of rail numbers, -1: no NIC
-    relay_gpu: np.ndarray  # int64 [gpus, rails]: GPU of the same island whose NIC is on that rail, -1: none
+    relay_gpu: np.ndarray  # int64 [islands, rails]: the island's first GPU whose NIC is on that rail, -1: none
     cross_nvlink: bool
     names: tuple[str, ...] = field(repr=False)
 
@@ -168,6 +170,7 @@ class Links:
         host, island, nic, rail = (np.full(f.gpus, -1, np.int64) for _ in range(4))
         port, local, bridge, nic_rate, names = [], [], [], [], ([], [], [])
         rails = sorted({n.rail for h in f.hosts for n in h.nics})
+        number_of = {r: i for i, r in enumerate(rails)}
         first = 0
         for number, h in enumerate(f.hosts):
             for i, members in enumerate(h.islands):
@@ -176,7 +179,7 @@ class Links:
                 names[1].append(f"{h.name} island {i}")
             for n in h.nics:
                 at = first + np.array(n.gpus)
-                nic[at], rail[at] = len(nic_rate), rails.index(n.rail)
+                nic[at], rail[at] = len(nic_rate), number_of[n.rail]
                 nic_rate.append(n.rate)
                 names[2].append(f"{h.name} NIC of GPU {','.join(map(str, n.gpus))} (rail {n.rail})")
             host[first : first + h.gpus] = number
@@ -184,14 +187,9 @@ class Links:
             port += [h.nvlink] * h.gpus
             local += [h.local] * h.gpus
             first += h.gpus
-        relay = np.full((f.gpus, max(1, len(rails))), -1, np.int64)
-        for i in range(len(bridge)):
-            members = np.flatnonzero(island == i)
-            for g in members[::-1]:  # the first GPU of each rail is the one that is left
-                if rail[g] >= 0:
-                    relay[members, rail[g]] = g
-        for g in np.flatnonzero(rail >= 0):
-            relay[g, rail[g]] = g
+        relay = np.full((len(bridge), max(1, len(rails))), -1, np.int64)
+        backwards = np.flatnonzero(rail >= 0)[::-1]  # of several GPUs the first is written last, and stays
+        relay[island[backwards], rail[backwards]] = backwards
         rate = np.array(
             [*port, *port, *local, *bridge, *bridge, *nic_rate, *nic_rate, *[f.spine] * 2 * len(rails)], np.int64
         )
@@ -233,7 +231,7 @@ class Links:
         put(far, 0, at_nic + self.nic[src])
         put(far, 1, at_nic + nics + self.nic[dst])
         cross = far & (self.rail[src] != self.rail[dst])
-        relay = self.relay_gpu[src, self.rail[dst]]
+        relay = self.relay_gpu[self.island[src], self.rail[dst]]
         hop = cross & (relay >= 0) & self.cross_nvlink
         put(hop, 0, at_nic + self.nic[relay])
         put(hop, 2, out_of[src])
@@ -258,8 +256,8 @@ class Links:
 def _violations(f: Fabric) -> Iterator[str]:
     if not f.hosts:
         yield "no host at all"
-    names = [h.name for h in f.hosts]
-    yield from (f"host {n!r} is there {names.count(n)} times" for n in dict.fromkeys(names) if names.count(n) > 1)
+    names = Counter(h.name for h in f.hosts if isinstance(h.name, str))
+    yield from (f"host {n!r} is there {times} times" for n, times in names.items() if times > 1)
     if f.cross_rail not in ("nvlink", "spine"):
         yield f"cross_rail={f.cross_rail!r}: 'nvlink' or 'spine'"
     yield from _rate(f.spine, "spine", zero=True)
@@ -268,43 +266,66 @@ def _violations(f: Fabric) -> Iterator[str]:
         return
     for h in f.hosts:
         n = h.gpus
-        if sorted(g for i in h.islands for g in i) != list(range(n)) or not all(h.islands):
-            yield f"host {h.name}: islands {h.islands}: each of the GPUs 0, 1, 2, … must be in exactly one"
+        if not isinstance(h.name, str) or unfit(h.name):
+            yield f"host {h.name!a}: a name that is text and has a UTF-8 form is needed"
         yield from _rate(h.nvlink, f"host {h.name}: nvlink", zero=n == len(h.islands))
         yield from _rate(
             h.bridge, f"host {h.name}: bridge (between its {len(h.islands)} islands)", zero=len(h.islands) < 2
         )
         yield from _rate(h.local, f"host {h.name}: local", zero=True)
-        served = [g for c in h.nics for g in c.gpus]
+        odd = list(_no_numbers([g for i in h.islands for g in i], f"host {h.name}: islands"))
+        if not odd and (sorted(g for i in h.islands for g in i) != list(range(n)) or not all(h.islands)):
+            yield f"host {h.name}: islands {h.islands}: each of the GPUs 0, 1, 2, … must be in exactly one"
         for c in h.nics:
-            yield from _rate(c.rate, f"host {h.name}: NIC of GPUs {c.gpus}")
-            if not 0 <= c.rail < 1 << 16:
-                yield f"host {h.name}: NIC of GPUs {c.gpus}: rail {c.rail} must be from 0 to 65535"
-        if sorted(served) != list(range(n)) and (served or len(f.hosts) > 1):
-            lacks = [g for g in range(n) if served.count(g) != 1]
+            who = f"host {h.name}: NIC of GPUs {c.gpus}"
+            yield from _rate(c.rate, who)
+            if not _whole(c.rail) or not 0 <= c.rail < 1 << 16:
+                yield f"{who}: rail {c.rail!r} must be an integer from 0 to 65535"
+            if not len(c.gpus):
+                yield f"host {h.name}: a NIC (rail {c.rail}) of no GPU; name the GPUs that it serves, or leave it out"
+            odd += _no_numbers(c.gpus, who)
+        yield from odd
+        served = [g for c in h.nics for g in c.gpus]
+        if not odd and sorted(served) != list(range(n)) and (served or len(f.hosts) > 1):
+            times = Counter(served)
+            lacks = [g for g in range(n) if times[g] != 1]
             yield (
-                f"host {h.name}: GPUs {lacks} must be in exactly one NIC each (add the rates of NICs that serve the same "
-                f"GPU), and no NIC may name a GPU beyond {n - 1}"
+                f"host {h.name}: each GPU must be in exactly one NIC (add the rates of NICs that serve the same GPU), and no "
+                f"NIC may name a GPU beyond {n - 1}" + (f"; not so: GPUs {_some(lacks)}" if lacks else "")
             )
 
 
+def _whole(value: object) -> bool:
+    """Whether it is an int as it is: numpy's are none to whoever encodes them."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _no_numbers(gpus: Sequence[int], what: str) -> Iterator[str]:
+    for odd in [g for g in gpus if not _whole(g)][:1]:
+        yield f"{what}: {odd!r} is no GPU number but {type(odd).__name__}; int is needed, as by tuple(map(int, …))"
+
+
 def _rate(value: int, what: str, zero: bool = False) -> Iterator[str]:
-    if not isinstance(value, int) or isinstance(value, bool) or not (0 if zero else 1) <= value <= MAX_RATE:
+    if not _whole(value) or not (0 if zero else 1) <= value <= MAX_RATE:
         yield f"{what}: {value!r} bytes/s: an integer from {0 if zero else 1} to {MAX_RATE} is needed"
 
 
 def _misplaced(s: Site) -> Iterator[str]:
     workers = [g for r in s.replicas for g in r]
     for what, gpus in (("trainers", s.trainers), ("workers", workers)):
+        odd = list(_no_numbers(gpus, what))
+        if odd:
+            yield from odd
+            continue
         outside = sorted({g for g in gpus if not 0 <= g < s.fabric.gpus})
         if outside:
             yield f"{what} on GPUs {_some(outside)}; the fabric has GPUs 0..{s.fabric.gpus - 1}"
-        twice = sorted({g for g in gpus if gpus.count(g) > 1}) if len(set(gpus)) < len(gpus) else []
+        twice = sorted(g for g, times in Counter(gpus).items() if times > 1)
         if twice:
             yield f"several {what} on GPUs {_some(twice)}; one process per GPU and side is needed"
-    if not s.trainers:
+    if not len(s.trainers):
         yield "no trainer is placed"
-    yield from (f"replica {i} has no worker" for i, r in enumerate(s.replicas) if not r)
+    yield from (f"replica {i} has no worker" for i, r in enumerate(s.replicas) if not len(r))
 
 
 def _some(items: Sequence[int]) -> str:

@@ -31,6 +31,7 @@ from typing import Any
 
 from xfer.errors import XferError
 from xfer.plan.fabric import MAX_GPUS, Fabric, Host, Nic, Site
+from xfer.plan.plain_data import TOO_DEEP, unfit
 
 _PLACE = re.compile(r"([^:]+)(?::(.*))?")
 _SOME = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
@@ -75,8 +76,13 @@ def _read(path: str | Path) -> tuple[Fabric, tuple | None]:
     try:
         text = path.read_text()
         data = json.loads(text) if path.suffix == ".json" else _toml(text)
+        why = unfit(data)
+    except RecursionError:
+        why = TOO_DEEP
     except (OSError, ValueError) as e:  # both decoders' errors are ValueErrors
-        raise XferError(f"{path}: cannot be read as {'JSON' if path.suffix == '.json' else 'TOML'}: {e}") from e
+        why = str(e)
+    if why:
+        raise XferError(f"{path}: cannot be read as {'JSON' if path.suffix == '.json' else 'TOML'}: {why}")
     return parse(data if isinstance(data, dict) else {"": data}, str(path))
 
 

@@ -35,7 +35,7 @@ class FileCache:
             if path.stat().st_size > col.MAX_BYTES:
                 return None
             data = path.read_bytes()
-        except OSError:
+        except (OSError, ValueError):  # no path can have that name: a null byte, say
             return None
         body = memoryview(data)[head:]
         if data[: len(self.magic)] != self.magic or data[len(self.magic) : head] != col.digest([body]).encode():
@@ -55,7 +55,7 @@ class FileCache:
             with os.fdopen(handle, "wb") as f:
                 f.writelines((self.magic, col.digest([body]).encode(), body))
             os.replace(beside, path)
-        except OSError:
+        except (OSError, ValueError):
             if beside is not None:
                 with suppress(OSError):
                     os.unlink(beside)

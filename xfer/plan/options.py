@@ -9,6 +9,8 @@ import msgspec
 
 from xfer.plan.fabric import Site
 
+MAX_BUCKET = 1 << 60
+"""Bytes: what planning adds up stays within 64 bits."""
 ALIGN = 512
 """Streams are cut at multiples of this many bytes, so that a cut never costs a kernel its vector loads."""
 
@@ -18,8 +20,9 @@ class PlanOptions:
     """`bucket_bytes`: most wire bytes of one message (one sender, one taker, one wave).
     `wave_bytes`: most wire bytes that one rank sends, and most that it receives, in one wave: what staging buffers
     must hold; 0 stands for two buckets.
-    `drop`: checkpoint tensors that need no taker; `narrow`: tensors whose cast to fewer bits is wanted although the
-    checkpoint has them wide. Both: names or fnmatch patterns; a grouped name (`…experts.*.up_proj.weight`) is one.
+    `drop`: checkpoint tensors that need no taker; `narrow`: tensors whose cast to a dtype that holds neither all that the
+    trainer's holds nor all that the checkpoint's holds is wanted. Both: names or fnmatch patterns; a grouped name
+    (`…experts.*.up_proj.weight`) is one.
     `hosts`: host of every joint rank (trainers first), or empty when no rank is nearer than another.
     `site`: the links between ranks and who sits where, in place of `hosts`; senders are then chosen for time over
     links. `replica`: which of the site's replicas this plan is for.
@@ -47,6 +50,8 @@ class PlanOptions:
             raise ValueError(f"align_bytes={a}: a power of two of at least 8 is needed")
         if self.wave_bytes == 0:
             object.__setattr__(self, "wave_bytes", 2 * self.bucket_bytes)
+        if self.wave_bytes > 2 * MAX_BUCKET:
+            raise ValueError(f"bucket_bytes={self.bucket_bytes}, wave_bytes={self.wave_bytes}: at most {MAX_BUCKET} and twice that")
         if not a <= self.bucket_bytes <= self.wave_bytes:
             raise ValueError(
                 f"align_bytes={a} <= bucket_bytes={self.bucket_bytes} <= wave_bytes={self.wave_bytes} must hold"

@@ -22,7 +22,8 @@ from xfer.plan.program import ITEM, MAX_DIMS, ROW, Op, Program
 from xfer.plan.table import FragmentTable
 from xfer.sources import digest_of
 
-PLANNER = digest_of("mesh", "trace", "plan")
+CODE = ("mesh", "trace", "plan")
+PLANNER = digest_of(*CODE)
 """Which code plans, in every digest and cache key: rows are expanded on each rank by its own, and tables that agree say
 nothing about code that does not."""
 

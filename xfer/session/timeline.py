@@ -14,13 +14,15 @@ import statistics
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from xfer.errors import XferError
 
 VARIABLE = "XFER_TIMELINE"
+_log = logging.getLogger("xfer")
 _writing = threading.Lock()
 _moments: deque[tuple[float, str, str]] | None = deque() if os.environ.get(VARIABLE) else None
 
@@ -76,25 +78,52 @@ def _put(attempt: int, session: str, noted: list[tuple[float, str, str]]) -> Non
         try:
             folder = Path(os.environ[VARIABLE])
             folder.mkdir(parents=True, exist_ok=True)
-            with open(folder / f"{host_identity()}-{os.getpid()}.jsonl", "a") as f:
-                entry = {"attempt": attempt, "session": session, "host": host_identity(), "moments": noted}
-                f.write(json.dumps(entry) + "\n")
+            entry = {"attempt": attempt, "session": session, "host": host_identity(), "moments": noted}
+            line = json.dumps(entry).encode() + b"\n"
+            to = os.open(folder / f"{host_identity()}-{os.getpid()}.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+            try:
+                if os.write(to, line) < len(line):  # one call: whoever reads meanwhile, or kills us, seldom meets half a line
+                    raise OSError("the last line was written in part only; is the disk full?")
+            finally:
+                os.close(to)
         except OSError as e:
-            logging.getLogger("xfer").warning("xfer: no timeline is kept any more: %s", e)
+            _log.warning("xfer: no timeline is kept any more: %s", e)
             _moments = None
 
 
-def read(folder: Path) -> Iterator[Moment]:
-    """All moments in a folder, in no order. XferError naming the file and line that is not one of `write`."""
+def read(folder: Path, note: Callable[[str], None] = _log.warning) -> Iterator[Moment]:
+    """All moments in a folder, in no order. XferError naming the file, and the line, that is not one of `write`.
+
+    note: told of a last line that is there in part only: it is being written, or whoever wrote it is gone. It is left out.
+    """
     for file in sorted(folder.glob("*.jsonl")):
-        for number, line in enumerate(file.read_text().splitlines(), 1):
+        try:
+            lines = file.read_bytes().decode().split("\n")
+        except (OSError, UnicodeDecodeError) as e:
+            why = e.strerror if isinstance(e, OSError) else "it is no text"
+            raise XferError(f"{file.name} is no timeline: {why}; move it out of {folder}") from None
+        for number, line in enumerate(lines, 1):
+            if not line and number == len(lines):
+                continue
             try:
-                entry = json.loads(line)
-                host, attempt, session = str(entry["host"]), int(entry["attempt"]), str(entry.get("session", ""))
-                for at, who, what in entry["moments"]:
-                    yield Moment(float(at), str(who), str(what), host, attempt, session)
-            except (ValueError, KeyError, TypeError) as e:
-                raise XferError(f"{file.name}, line {number}, is no timeline: {type(e).__name__}: {e}") from None
+                yield from _moments_in(json.loads(line))
+            except json.JSONDecodeError as e:
+                if number < len(lines):
+                    raise _no_timeline(file, number, e) from None
+                note(f"{file.name}, line {number}, is there in part only and left out: it is being written, or was never finished")
+            except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as e:
+                raise _no_timeline(file, number, e) from None
+
+
+def _moments_in(entry: Any) -> list[Moment]:
+    host, attempt, session = str(entry["host"]), int(entry["attempt"]), str(entry.get("session", ""))
+    return [Moment(float(at), str(who), str(what), host, attempt, session) for at, who, what in entry["moments"]]
+
+
+def _no_timeline(file: Path, line: int, e: Exception) -> XferError:
+    return XferError(
+        f"{file.name}, line {line}, is no timeline: {type(e).__name__}: {e}; move that file out of {file.parent}"
+    )
 
 
 def of_session(moments: Iterable[Moment], session: str | None = None) -> tuple[list[Moment], list[str]]:
