@@ -313,13 +313,15 @@ def test_a_worker_beyond_its_replica_is_refused_by_name_and_the_others_go_on():
         assert [o.committed for o in outcomes] == [True, False]
 
 
+@pytest.mark.parametrize("together", [False, True], ids=["read alone", "read together"])
 @pytest.mark.parametrize("wait", [False, True])
-def test_a_replica_that_fails_before_the_trainers_have_read_is_left_out_like_one_that_fails_later(monkeypatch, wait):
+def test_a_replica_that_fails_before_the_trainers_have_read_is_left_out_like_one_that_fails_later(monkeypatch, wait, together):
     """Unless they wait for all replicas: then they hear why it cannot come."""
     failed, read, join = threading.Event(), ToySource.read, WorkerSession._join
 
     def after(source):
         failed.wait(20)
+        time.sleep(1.0 if together else 0.0)  # longer than what is pointless is waited for
         return read(source)
 
     def refused(session):
@@ -332,6 +334,8 @@ def test_a_replica_that_fails_before_the_trainers_have_read_is_left_out_like_one
         return join(session)
 
     monkeypatch.setattr(ToySource, "read", after)
+    monkeypatch.setattr(ToySource, "reads_together", together)
+    monkeypatch.setattr("xfer.session.trainer.STOP_GRACE_S", 0.3)
     monkeypatch.setattr(WorkerSession, "_join", refused)
     world = World(trainers=1, workers=1, replicas=2, deadline_s=20.0, wait=wait)
     if wait:

@@ -244,6 +244,14 @@ def test_what_ends_a_post_leaves_no_group_of_this_thread_open(raises, monkeypatc
     after = Grouped()
     over(after).post([(word, 1, 0)], [(word, 1, 1)])
     assert after.launched == [1, 1] and not Grouped.depth.n
+    late, end = over(Grouped()), threading.Event()
+    late._pg.abort = lambda: end.wait(10)
+    late.abort(0.0)
+    began = time.monotonic()
+    with pytest.raises(Aborted):  # at once, however long the communicator takes to end
+        late.post([(word, 1, 0)], [])
+    assert time.monotonic() - began < 5
+    end.set()
     beside, posted = over(Grouped()), threading.Event()
     beside._pg.message = lambda *args: (beside.abort(0.0), posted.set(), time.sleep(0.05))
     beside._pg.recv = beside._pg.message

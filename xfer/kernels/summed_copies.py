@@ -73,8 +73,8 @@ def _copy_and_sum(
             j = -1 - k
             for w in range(tl.load(needs + 2 * j), tl.load(needs + 2 * j + 1)):
                 seen = tl.atomic_add(done + w, 0, sem="acquire")
-                while seen == 0:  # a stopped pull leaves copies out
-                    seen = tl.atomic_add(done + w, 0, sem="acquire") + tl.load(abort, volatile=True)
+                while seen == 0:  # a stopped pull leaves copies out; one thread looks for all, or they would part at the barriers
+                    seen = tl.atomic_add(done + w, 0, sem="acquire") + tl.atomic_add(abort, 0, sem="relaxed")
             tl.debug_barrier()  # no thread reads before one has seen it
             t = sums + j.to(tl.int64) * SUM_COLS
             place = tl.load(t)
@@ -111,7 +111,7 @@ def _copy_and_sum(
             tl.atomic_add(into, tl.sum(total0.to(tl.int64), 0).to(tl.int32))
             tl.atomic_add(into + 1, tl.sum(total1.to(tl.int64), 0).to(tl.int32))
         i = tl.atomic_add(counter, 1)
-        i += (tl.load(abort, volatile=True) != 0).to(tl.int32) * 0x40000000  # past the end, whatever `entries` is
+        i += (tl.atomic_add(abort, 0, sem="relaxed") != 0).to(tl.int32) * 0x40000000  # past the end, whatever `entries` is
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +164,7 @@ class SummedCopies:
 
     def run(self, src: torch.Tensor, dst: torch.Tensor, abort: torch.Tensor, entries: int | None = None) -> None:
         """src, dst: addresses of the storages. abort: as of `TritonRows`; where it stopped this, sums mean nothing. On the current
-        stream. entries: 0 compiles and loads."""
+        stream, and when the device has done with the sums of the run before, which this clears. entries: 0 compiles and loads."""
         self._words.zero_()
         self._lent.out.zero_()
         kind = self._lent

@@ -86,7 +86,7 @@ def _copy_tiles(
                 b = ((r * dst_row + c) * VEC)[:, None] + word[None, :]
                 tl.store(dst + b, tl.load(src + a, mask=keep), mask=keep)
         i = tl.atomic_add(counter, 1)
-        if ABORTABLE:  # past the end, whatever `count` is
+        if ABORTABLE:  # past the end, whatever `count` is; threads that still see 0 move one tile more, of a pull that was stopped
             i += (tl.load(abort, volatile=True) != 0).to(tl.int32) * 0x40000000
 
 
@@ -137,7 +137,7 @@ def _convert_tiles(
                 y = x.to(tl.float64 if SRC == tl.float64 else tl.float32).to(DST)
             tl.store(dst + (r * dst_row + c * dst_one), y, mask=keep)
         i = tl.atomic_add(counter, 1)
-        if ABORTABLE:  # past the end, whatever `count` is
+        if ABORTABLE:  # past the end, whatever `count` is; threads that still see 0 move one tile more, of a pull that was stopped
             i += (tl.load(abort, volatile=True) != 0).to(tl.int32) * 0x40000000
 
 

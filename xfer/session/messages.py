@@ -284,6 +284,10 @@ class Failed(WireMessage):
     replica: Annotated[int, Meta(ge=-1, lt=1 << 31)] = -1
     epoch: Count = 0
 
+    def ends(self, wait: bool) -> bool:
+        """A trainer's connect. A replica that fails early is left out like one that fails later, if not all are waited for."""
+        return wait or self.replica < 0
+
 
 class Reader(Struct, frozen=True, forbid_unknown_fields=True):
     """A worker that may still read trainers' storages."""

@@ -158,21 +158,18 @@ class TrainerSession:
         """Publish the layout; with `wait`, until every replica has a plan and a link."""
         until = time.monotonic() + self.deadline_s
         try:
-            self.layout = self._read_together(until) if self.source.reads_together else self.source.read()
+            self.layout = self._read_together(until, wait) if self.source.reads_together else self.source.read()
         except Exception as e:
             self._party.try_send(m.Failed(m.WireError.of(e, self._party.label)))
             raise
         self._specs = self._own_specs()
         self._party.send(m.Specs(self._specs))
         self.has_told(self._specs, b"")
-        while True:
-            message = self._party.take(
-                (m.CatalogMsg, m.Failed), until + TOLD_S, "the catalog: other trainer ranks have not connected yet"
-            )
-            if not isinstance(message, m.Failed):
-                break
-            if wait or message.replica < 0:  # else a replica that failed early is left out like one that fails later
-                self._raise_failed(message)
+        message = self._party.take(
+            (m.CatalogMsg, m.Failed), until + TOLD_S, "the catalog: other trainer ranks have not connected yet",
+            match=lambda x: isinstance(x, m.CatalogMsg) or x.ends(wait),
+        )  # fmt: skip
+        self._raise_failed(message)
         self._take_catalog(message)
         self._tell_inventory()
         if wait:
@@ -201,9 +198,9 @@ class TrainerSession:
         said = m.WireError.of(error, f"replica {replica} controller")
         self._party.try_send(m.Failed(said, replica=-1 if fatal else replica))
 
-    def _read_together(self, until: float) -> TrainerLayout:
+    def _read_together(self, until: float, wait: bool) -> TrainerLayout:
         def pointless() -> bool:
-            return any(isinstance(x, XferError | m.Failed) for x in list(self._party.inbox.queue))
+            return any(isinstance(x, XferError) or isinstance(x, m.Failed) and x.ends(wait) for x in list(self._party.inbox.queue))
 
         reading = Aside(self.source.read, self.device, self._party.label, "the layout could not be read")
         if reading.wait(until, pointless, STOP_GRACE_S):
@@ -211,7 +208,8 @@ class TrainerSession:
         # The hub's deadline is ours, and it knows who is missing.
         self._party.wait_for(pointless, time.monotonic() + TOLD_S)
         if pointless():
-            self._raise_failed(self._party.take((m.Failed,), time.monotonic() + TOLD_S, "who does not take part"))
+            now = time.monotonic()
+            self._raise_failed(self._party.take((m.Failed,), now + TOLD_S, "who does not take part", lambda x: x.ends(wait)))
         raise DeadlineExceeded(
             "layouts are read by all ranks together (probe=), and not all took part",
             ["call xfer.connect() on every trainer rank, with the same probe="],

@@ -174,15 +174,13 @@ class NcclLink(Link):
         return end is None or end.wait(seconds) is None
 
     def _stop(self, pg) -> None:
-        posted = self._posting.acquire(timeout=_POSTED_S)  # a post that is stuck is freed all the same
+        if self._posting.acquire(timeout=_POSTED_S):  # one that began has ended; one that is stuck is freed all the same
+            self._posting.release()
         try:
             pg.abort()
         except RuntimeError as e:
             logger.error("xfer: %s: NCCL could not be stopped: %s", self.labels[self.rank], str(e).splitlines()[0])
             raise
-        finally:
-            if posted:
-                self._posting.release()
 
     def close(self) -> None:
         self.abort()
