@@ -91,7 +91,7 @@ REFUSED: set[tuple[int, int]] = set()
 
 
 class Pull:
-    def __init__(self, rows, mapping, roots, gate=None, read_too=False):
+    def __init__(self, rows, mapping, roots, gate=None, read_too=False, summed=None):
         self.mapping, self.rows, self._gate, self._broke = mapping, rows, gate, None
         self._thread, self._done = None, False
         known = sorted((a, b) for a, some in mapping.roots.items() for b in some)
