@@ -92,6 +92,8 @@ def main() -> None:
             rendezvous=args.rendezvous, token=token, replicas=len(urls), engines=args.serve,  # xfer
         )  # xfer  # fmt: skip
         replicas = Replicas(args.serve, refit.controllers, args.rendezvous, token) if chief and args.serve else None
+        if replicas is not None:
+            rollout.version_of = lambda i: replicas.controllers[i].version
         # Engines begin without weights, or with those of an earlier start.
         report = xfer.nccl_xfer_refit(refit, version=version(start), verify=args.verify)  # xfer
         for step in range(start, args.steps):

@@ -17,11 +17,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from examples.grpo import gate, grpo, in_flight, summary
-from examples.grpo.client import RolloutClient
+from examples.grpo.client import RolloutClient, ServeClient
 from examples.grpo.samples import Sample, Span, require_version
 from examples.grpo.task import SortDigits
 from tests.support.proc import PATIENCE, ROOT
-from xfer.errors import DeadlineExceeded, EngineLost, LayoutError, XferError
+from xfer.errors import DeadlineExceeded, EngineLost, LayoutError, Unsupported, XferError
 from xfer.testing.ports import free_port
 
 
@@ -237,6 +237,7 @@ def test_nothing_is_under_way_once_a_request_has_ended_however_it_did(monkeypatc
 
     one = in_flight.InFlight.__new__(in_flight.InFlight)  # its own __init__ serves a real engine
     one.engine, one.under_way, one.again, one._names = Engine(), {}, 0, iter("ab")
+    one.controller = SimpleNamespace(version="3")
 
     async def ask():
         asked = asyncio.ensure_future(one.sample([1], tokens=1))
@@ -247,6 +248,63 @@ def test_nothing_is_under_way_once_a_request_has_ended_however_it_did(monkeypatc
 
     seen = {"ends": Sample, "fails": RuntimeError, "is cancelled": asyncio.CancelledError}[how]
     assert isinstance(asyncio.run(ask()), seen) and not one.under_way
+
+
+@pytest.mark.parametrize("policy", ["drain", "abort", "continue"])
+@pytest.mark.parametrize("changes", [False, True])
+def test_where_vllm_names_no_weights_an_answer_is_of_one_version_or_asked_again(monkeypatch, policy, changes):
+    """As 0.25 does not. The first request meets a refit, if any."""
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=dict))
+    made = []
+
+    class Engine:
+        async def generate(self, prompt, params, name):
+            for tokens in ([5], [5, 6]):
+                one = dict(token_ids=tokens, logprobs=[{t: SimpleNamespace(logprob=-1.0)} for t in tokens])
+                yield SimpleNamespace(outputs=[SimpleNamespace(**one, finish_reason="length")])
+                if changes and not made:
+                    made.append(name)
+                    flight.controller.version = "4"
+
+    flight = in_flight.InFlight.__new__(in_flight.InFlight)
+    flight.engine, flight.under_way, flight.again, flight._names = Engine(), {}, 0, iter("abc")
+    flight.policy, flight.controller = policy, SimpleNamespace(version="3")
+    if policy == "continue":
+        with pytest.raises(Unsupported, match="which weights made a token"):
+            asyncio.run(flight.sample([1], tokens=2))
+        return
+    got = asyncio.run(flight.sample([1], tokens=2))
+    assert got.spans == (Span("4" if changes else "3", 0, 2),) and flight.again == changes
+
+
+def test_samples_of_a_server_that_names_no_weights_are_of_what_its_controller_serves():
+    class Server(BaseHTTPRequestHandler):
+        def do_POST(self):
+            self.rfile.read(int(self.headers["Content-Length"]))
+            one = {"token_ids": [7, 8], "logprobs": {"content": [{"logprob": -1.0}, {"logprob": -2.0}]}}
+            text = json.dumps({"choices": [one]}).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(text)))
+            self.end_headers()
+            self.wfile.write(text)
+
+        def log_message(self, *_):
+            pass
+
+    servers = [HTTPServer(("127.0.0.1", 0), Server) for _ in range(2)]
+    for s in servers:
+        Thread(target=s.serve_forever, daemon=True).start()
+    try:
+        client = ServeClient([f"http://127.0.0.1:{s.server_port}" for s in servers], "token", 60.0 * PATIENCE)
+        with pytest.raises(XferError, match="cannot be used"):  # nobody says whose they are
+            client.sample([[1]], n=1, tokens=2, seed=0)
+        client.version_of = ["3", "4"].__getitem__
+        got = client.sample([[1], [2]], n=1, tokens=2, seed=0)
+        assert [[s.spans for s in g] for g in got] == [[(Span("3", 0, 2),)], [(Span("4", 0, 2),)]]
+    finally:
+        for s in servers:
+            s.shutdown()
+            s.server_close()
 
 
 def test_servers_are_waited_for_and_named_when_they_do_not_come():
