@@ -158,6 +158,65 @@ def test_gpus_that_are_not_there_are_asked_for_in_vain(tmp_path):
     assert done.returncode == 2 and "2 trainer ranks and a vLLM of 2" in done.stderr
 
 
+STAND_IN = """#!/usr/bin/env bash
+# A Python that says how many GPUs it has, and what it is started with.
+case "$*" in
+  *device_count*) echo "$(cat "$0.gpus")" ;;
+  *free_port*) echo $((20000 + RANDOM % 10000)) ;;
+  *"torch.distributed.run"* | *vllm.entrypoints* | *examples.grpo.rollout*)
+    echo "$0 ${CUDA_VISIBLE_DEVICES-unset}" >>"$(dirname "$0")/started"
+    case "$*" in *torch.distributed.run*) ;; *) exec sleep 60 ;; esac
+    for i in {1..100}; do
+      [ "$(wc -l <"$(dirname "$0")/started")" != "$STARTS" ] || exit 0
+      sleep 0.1
+    done
+    exit 1 ;;
+esac
+"""
+
+
+@pytest.mark.parametrize("serve", [None, 2])
+@pytest.mark.parametrize("trainers, engines", [(4, 4), (4, 0), (0, 0), (3, 4)])
+def test_each_process_has_gpus_of_its_own_or_none_has_any(tmp_path, serve, trainers, engines):
+    """Two trainer ranks, and a vLLM of two ranks or servers of one. GPUs are used where both sides' torch can use enough of them."""
+    for side, gpus in (("trainer", trainers), ("engine", engines)):
+        (tmp_path / side).write_text(STAND_IN)
+        (tmp_path / side).chmod(0o755)
+        (tmp_path / f"{side}.gpus").write_text(str(gpus))
+    env = {k: v for k, v in os.environ.items() if k not in ("CUDA_VISIBLE_DEVICES", "SERVE", "PYTHONPATH")}
+    env |= {"TRAINER_PYTHON": str(tmp_path / "trainer"), "ENGINE_PYTHON": str(tmp_path / "engine"), "WORK": str(tmp_path / "work")}
+    env |= {"SERVE": str(serve)} if serve else {}
+    env["STARTS"] = str(1 + (serve or 1))
+    subprocess.run(["examples/grpo/run.sh", "0.6b"], cwd=ROOT, env=env, capture_output=True, timeout=60 * PATIENCE, check=True)
+    said = [x.split(" ", 1) for x in (tmp_path / "started").read_text().splitlines()]
+    seen = {side: [gpus for who, gpus in said if who.endswith(side)] for side in ("trainer", "engine")}
+    assert len(seen["trainer"]) == 1 and len(seen["engine"]) == (serve or 1)
+    if min(trainers, engines) < 2 + (serve or 2):
+        assert {gpus for _, gpus in said} == {""}
+        return
+    every = {str(i) for i in range(min(trainers, engines))}
+    assert all(set(gpus.split(",")) == every for _, gpus in said), "who does not see a GPU cannot map its memory"
+    own = seen["trainer"][0].split(",")[:2]
+    for gpus in seen["engine"]:
+        own += gpus.split(",")[: 1 if serve else 2]
+    assert len(own) == len(set(own)), said
+
+
+@pytest.mark.parametrize(
+    "script, words, code, says",
+    [
+        ("examples/grpo/run.sh", ["--help"], 0, "examples/grpo/run.sh [dense|moe|0.6b]"),
+        ("scripts/setup.sh", ["--help"], 0, "scripts/setup.sh [trainer|engine|all]"),
+        ("scripts/setup.sh", ["engines"], 2, "scripts/setup.sh [trainer|engine|all]"),
+        ("scripts/setup.sh", ["trainer", "engine"], 2, "scripts/setup.sh [trainer|engine|all]"),
+    ],
+)
+def test_scripts_tell_their_usage_and_do_nothing(tmp_path, script, words, code, says):
+    env = {**os.environ, "PYTHON": "/nonexistent", "WORK": str(tmp_path / "work")}
+    done = subprocess.run([script, *words], cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == code and says in done.stdout + done.stderr and not (tmp_path / "work").exists()
+
+
 def test_a_token_of_another_version_is_named():
     good, mixed = sample([1], [2, 3]), sample([1], [2, 3, 4], spans=[Span("2", 0, 1), Span("3", 1, 3)])
     require_version([good], "3")
