@@ -6,8 +6,10 @@ The ten lines run against toys for model and engine (tests/support/world.py); be
 import ast
 import builtins
 import inspect
+import os
 import queue
 import re
+import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -21,7 +23,7 @@ from tests.support.world import TOKEN, ToyEngine, ToySource, free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-YOURS = {*"model_chunks other_chunks bridge batches train_step loss_of log folder net matrices others optimizer".split()}
+YOURS = {*"model_chunks other_chunks bridge batches train_step loss_of log folder net model matrices others optimizer".split()}
 """What a reader has already, under names that say so."""
 
 
@@ -107,3 +109,53 @@ def test_the_ten_lines_run_in_a_loop_whose_batches_the_engines_sample(monkeypatc
             for name in ("controller", "refit"):
                 if name in space:
                     space[name].close()
+
+
+FUSED_EXPERTS = r"""
+import os, re, sys
+import torch, torch.distributed as dist
+from safetensors.torch import load_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+import xfer
+page, folder = sys.argv[1:]
+code = next(b for b in re.findall(r"```python\n(.*?)```", open(page).read(), re.S) if "def tensors()" in b)
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = AutoModelForCausalLM.from_config(Qwen3MoeConfig(
+    hidden_size=32, intermediate_size=64, moe_intermediate_size=16, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, num_experts=5, vocab_size=64, head_dim=8, tie_word_embeddings=False))
+assert any(n.endswith("experts.gate_up_proj") for n, _ in model.named_parameters())
+if dist.get_rank() == 0:
+    model.save_pretrained(folder)
+dist.barrier()
+for layer in model.model.layers:
+    fully_shard(layer, mesh=init_device_mesh("cpu", (2,)))
+fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+space = {"model": model}
+exec(code, space)
+mine, saved = space["tensors"](), load_file(folder + "/model.safetensors")
+held = {n for n in mine if ".experts." in n}
+assert all(v.untyped_storage().data_ptr() for v in (mine[n] for n in held)) and len(held) == 2 * 3 * (3, 2)[dist.get_rank()]
+for name, value in mine.items():
+    assert torch.equal(value if name in held else value.full_tensor(), saved[name]), name
+names = [None, None]
+dist.all_gather_object(names, sorted(mine))
+assert {*names[0], *names[1]} == {*saved} and not held & {n for n in names[1 - dist.get_rank()]}
+layout = xfer.TensorTrainer(space["tensors"]).read()
+pointers = {p.to_local().untyped_storage().data_ptr() for p in model.parameters()}
+assert {t.untyped_storage().data_ptr() for t in layout.tensors.values()} <= pointers, "something was copied"
+"""
+
+
+@pytest.mark.engine
+def test_fused_experts_of_an_fsdp2_model_are_given_under_the_checkpoints_names(tmp_path):
+    """transformers 5 is the engines' here. Five experts over two ranks, against what transformers itself saves."""
+    (tmp_path / "rank.py").write_text(FUSED_EXPERTS)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port())]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [*command, tmp_path / "rank.py", ROOT / "docs/guide.md", tmp_path / "model"], env=env, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, "\n".join(x for x in done.stderr.splitlines() if "[rank" in x or "Error" in x)
