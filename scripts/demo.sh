@@ -4,4 +4,5 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 scripts/setup.sh all
+export CUDA_VISIBLE_DEVICES= # the same everywhere: both environments are those of a machine without a GPU
 exec .venvs/engine/bin/python examples/demo/run.py "$@"

@@ -5,12 +5,19 @@
 # Does nothing when they are up to date. Both are made at the same time; logs in .venvs/*.log.
 #   scripts/setup.sh [trainer|engine|all]          PYTHON=python3.11 to choose the interpreter
 set -euo pipefail
+want=${1:-all}
+case $want in
+  trainer | engine | all) [ $# -le 1 ] || want= ;;
+  -h | --help) sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p;}' "$0"; exit ;;
+  *) want= ;;
+esac
+[ -n "$want" ] || { echo "scripts/setup.sh $*: scripts/setup.sh [trainer|engine|all]" >&2; exit 2; }
 cd "$(dirname "$0")/.."
 mkdir -p .venvs
 PYTHON=${PYTHON:-python3}
 TORCH="torch==2.13.0"
 stamp() { # what an environment was made from
-  { cat pyproject.toml scripts/setup.sh; pwd; "$PYTHON" --version; } | cksum | tr ' ' -
+  { cat pyproject.toml; declare -f make_trainer make_engine; echo "$TORCH"; pwd; "$PYTHON" --version; } | cksum | tr ' ' -
 }
 make_trainer() {
   "$PYTHON" -m venv --clear .venvs/trainer
@@ -31,7 +38,6 @@ make_engine() {
   $pip uninstall -y torchvision torchaudio torchcodec
   $pip install -e .
 }
-want=${1:-all}
 jobs=()
 for side in trainer engine; do
   if [ "$want" != all ] && [ "$want" != "$side" ]; then continue; fi

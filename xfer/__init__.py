@@ -1,6 +1,16 @@
 """xfer: a model's weights from the GPUs that train it to the GPUs that serve it, in one call.
 
-Importing this package is cheap: no torch.distributed, no Megatron, no vLLM, no CUDA. Names below load on first use.
+    connect             every trainer rank, once; gives a Refit
+    nccl_xfer_refit     every trainer rank, after each optimizer step; gives a RefitReport
+    serve               where the engine is, once per replica; gives its controller
+    MegatronTrainer, TensorTrainer (with Declared), LayerWiseTrainer    what a trainer's weights are, for `connect`
+    LayerWiseOptimizer, ParamGroup, Muon                                optimizers whose parameters have one owner each
+    xferdtensor, MeshInfo                                               single tensors, on meshes of your own
+    errors, XferError                                                   all that is raised on purpose
+
+docs/guide.md goes from a training loop to these calls in ten lines.
+
+Importing this package is cheap: no torch.distributed, no Megatron, no vLLM, no CUDA. Names load on first use.
 """
 
 from __future__ import annotations
@@ -40,3 +50,7 @@ def __getattr__(name: str):
     if name in _HOME:
         return getattr(importlib.import_module(_HOME[name]), name)
     raise AttributeError(f"module 'xfer' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME})

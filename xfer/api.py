@@ -249,12 +249,23 @@ def serve(
 ) -> Controller:
     """Put one engine replica under xfer's control and return at once; refits happen when the trainers call.
 
-    engine: an in-process `LLM`, an `AsyncLLM` (with `loop=`), a URL, or any object that forwards vLLM's weight-transfer calls;
+    engine: an in-process `LLM`, an `AsyncLLM`, a URL, or any object that forwards vLLM's weight-transfer calls;
     it must have been started with `weight_transfer_config={"backend": "xfer"}`. With an in-process `LLM` generate inside
-    `with controller.serving() as llm:` only. keep: engine parameters (globs) that no refit shall write. engine_rendezvous: the
+    `with controller.serving() as llm:` only. replica: this engine's number, from 0; `connect(replicas=N)` waits for N of
+    them. keep: engine parameters (globs) that no refit shall write. engine_rendezvous: the
     rendezvous as the engine's workers see it, where that differs from this process's view.
 
-    `controller.wait_ready()` raises what kept the replica from joining.
+    handle_options, by kind of engine:
+    name: of any, what errors and logs call it.
+    pause_mode: of an `AsyncLLM` or a URL, what a refit does with requests under way, as in vLLM: "keep" (the default) freezes
+    them and goes on under the new weights, "wait" lets them end before, "abort" ends them.
+    loop: of an `AsyncLLM`, its event loop; not needed in a coroutine of that loop. in_order: of one that is wrapped, whether
+    its calls are carried out in the order in which they were made (engines/handles.py).
+    headers: of a URL, sent with every request, e.g. {"Authorization": "Bearer …"}.
+    workers, pause, resume, reset_prefix_cache: of an object that forwards calls, what it lacks itself (`CallableEngine`).
+
+    `controller.wait_ready()` raises what kept the replica from joining; `wait_version()` waits for its first weights.
+    XferError with all arguments that cannot work; Unsupported for an object that no engine can be reached through.
     """
     from xfer.session import arguments as check
     from xfer.session.controller import Controller
@@ -262,8 +273,9 @@ def serve(
     seen = (rendezvous,) if engine_rendezvous is None else (rendezvous, engine_rendezvous)
     bad = check.wrong_meeting(token, *seen) + check.wrong_whole("replica", replica, 0)
     bad += check.wrong_seconds("deadline_s", deadline_s) + check.wrong_globs("keep", keep)
-    if "pause_mode" in handle_options:
-        bad += check.wrong_pause_mode(handle_options["pause_mode"])
+    modes = check.wrong_pause_mode(handle_options["pause_mode"]) if "pause_mode" in handle_options else []
+    others = {k: v for k, v in handle_options.items() if not modes or k != "pause_mode"}
+    bad += modes + check.wrong_handle_options(engine, others)
     if bad:
         raise XferError("serve() was called with arguments that cannot work", bad)
     return Controller(

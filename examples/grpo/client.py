@@ -7,7 +7,7 @@ import json
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from examples.grpo.rollout import password
@@ -83,7 +83,10 @@ class RolloutClient:
 
 class ServeClient(RolloutClient):
     """`urls`: of `vllm serve` processes with xfer's backend. Their route for tokens in and tokens out also says which
-    weights made which token."""
+    weights made which token; vLLM 0.25 does not, and there `version_of(replica)` does, which its owner sets: no refit runs while
+    this client asks, so what the replica's controller serves made all of it."""
+
+    version_of: Callable[[int], str] | None = None
 
     def _ask(self, url: str, prompts: list[list[int]], n: int, tokens: int, seed: int) -> list[list[Sample]]:
         params = {"n": n, "temperature": 1.0, "max_tokens": tokens, "min_tokens": tokens, "ignore_eos": True, "logprobs": 0,
@@ -91,18 +94,22 @@ class ServeClient(RolloutClient):
 
         def one(i: int, prompt: list[int]) -> list[Sample]:
             body = {"token_ids": prompt, "sampling_params": {**params, "seed": seed * 100_003 + i}}
-            return [self._read(prompt, c) for c in self.post(url, "/inference/v1/generate", body)["choices"]]
+            said = self.post(url, "/inference/v1/generate", body)["choices"]
+            return [self._read(prompt, c, version) for c in said]
+
+        version = self.version_of(self.urls.index(url)) if self.version_of is not None else ""
 
         with ThreadPoolExecutor(8) as pool:
             return list(pool.map(one, range(len(prompts)), prompts))
 
     @staticmethod
-    def _read(prompt: list[int], choice: dict) -> Sample:
+    def _read(prompt: list[int], choice: dict, version: str) -> Sample:
+        spans = choice.get("weight_versions") or ([dict(version=version, start=0, end=len(choice["token_ids"]))] if version else ())
         return Sample.read(
             {
                 "prompt": prompt,
                 "tokens": choice["token_ids"],
                 "logprobs": [c["logprob"] for c in choice["logprobs"]["content"]],
-                "spans": [[s["version"], s["start"], s["end"]] for s in choice["weight_versions"] or ()],
+                "spans": [[s["version"], s["start"], s["end"]] for s in spans],
             }
         )

@@ -6,7 +6,8 @@
 
 Under `continue` vLLM computes the keys and values of the frozen tokens anew, since xfer drops every cache of old weights. Each
 token keeps the logprob that its own weights gave it, so importance ratios stay right; how many versions a sample may
-span is for the loop to decide, by `Sample.versions`.
+span is for the loop to decide, by `Sample.versions`. vLLM 0.25 does not say which weights made a token. There the version that
+the controller serves has to be the same before and after a request, else the answer is asked again; `continue` is refused.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Literal
 
 import xfer
 from examples.grpo.samples import Sample, Span
+from xfer.errors import Unsupported
 
 Policy = Literal["drain", "abort", "continue"]
 PAUSE = {"drain": "wait", "abort": "abort", "continue": "keep"}
@@ -53,19 +55,33 @@ class InFlight:
             seed=seed,
         )
         while True:
-            name = next(self._names)
+            name, before = next(self._names), self.controller.version
             try:
                 async for said in self.engine.generate({"prompt_token_ids": list(prompt)}, params, name):
                     answer = said.outputs[0]
                     self.under_way[name] = len(answer.token_ids)
             finally:
                 self.under_way.pop(name, None)
-            if answer.finish_reason != "abort":
+            spans = self._spans(answer, before)
+            if answer.finish_reason != "abort" and spans:
                 break
             self.again += 1  # a refit threw it away: half an answer of old weights is of no use here
         return Sample(
             tuple(prompt),
             tuple(answer.token_ids),
             tuple(d[t].logprob for t, d in zip(answer.token_ids, answer.logprobs, strict=True)),
-            tuple(Span(s.version, s.start, s.end) for s in answer.weight_versions),
+            spans,
         )
+
+    def _spans(self, answer, before: str) -> tuple[Span, ...]:
+        """Of an answer of a vLLM that says nothing: one, if no refit was committed since `before`. A controller has its new version
+        before its engine serves again, so weights that it has had all the time made every token."""
+        said = getattr(answer, "weight_versions", None)
+        if said is not None:
+            return tuple(Span(s.version, s.start, s.end) for s in said)
+        if self.policy == "continue":
+            raise Unsupported(
+                "this vLLM does not say which weights made a token, so an answer that a refit changes cannot be told from others",
+                ["use policy='drain' or 'abort', or a newer vLLM: 0.32 does"],
+            )
+        return (Span(before, 0, len(answer.token_ids)),) if before == self.controller.version else ()

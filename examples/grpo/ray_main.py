@@ -2,8 +2,9 @@
 
     python -m examples.grpo.ray_main --engine-python .venvs/engine/bin/python --steps 20
 
-Run it with the trainers' Python. Prompts, samples and rewards travel by Ray's calls; weights never do: around every refit the driver asks
-Ray's own count of what its object store has taken, and it must not have grown.
+Run it with the trainers' Python, from this repository. A cluster that RAY_ADDRESS names, or that runs here, is used as it is.
+Prompts, samples and rewards travel by Ray's calls; weights never do: around every refit the driver asks Ray's own count of what its object
+store has taken, and it must not have grown.
 """
 
 from __future__ import annotations
@@ -93,6 +94,28 @@ def stored_bytes() -> int:
     return stats.cumulative_created_bytes
 
 
+def start_ray(cpus: int) -> None:
+    """Joins the cluster that RAY_ADDRESS names or that runs here, with what it has; else starts one of that many CPUs."""
+    if os.environ.get("RAY_ADDRESS") != "local":
+        try:
+            ray.init(address="auto")
+            return
+        except ConnectionError:
+            if os.environ.get("RAY_ADDRESS"):
+                raise
+    ray.init(address="local", include_dashboard=False, num_cpus=cpus)
+
+
+def variables(gpus: bool) -> dict[str, str]:
+    """Of every actor. This repository comes first where they look for modules."""
+    path = [os.getcwd(), *filter(None, [os.environ.get("PYTHONPATH")])]
+    given = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(path)}
+    if not gpus:
+        given |= {"TORCHDYNAMO_DISABLE": "1", "XFER_CPU_RESIDENT": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+        given |= {"VLLM_CPU_CI_ENV": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    return given
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--engine-python", required=True)
@@ -107,22 +130,9 @@ def main() -> None:
     curve.unlink(missing_ok=True)
     model.write("dense", folder)
     gpu = {"GPU": 1} if torch.cuda.is_available() else {}
-    cpu = {
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "TORCHDYNAMO_DISABLE": "1",
-        "PYTHONPATH": os.environ.get("PYTHONPATH", os.getcwd()),
-    }
-    if not gpu:
-        cpu |= {
-            "XFER_CPU_RESIDENT": "1",
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_CPU_CI_ENV": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        }
-    ray.init(include_dashboard=False, log_to_driver=False, num_cpus=args.ranks + args.engine_tp)
+    start_ray(args.ranks + args.engine_tp)
     try:
-        loop(args, folder, curve, gpu, cpu)
+        loop(args, folder, curve, gpu, variables(bool(gpu)))
     finally:
         ray.shutdown()
 
@@ -151,7 +161,10 @@ def loop(args: argparse.Namespace, folder: str, curve: Path, gpu: dict, variable
         before = stored_bytes()
         seconds = max(every("refit", version))
         if (grown := stored_bytes() - before) != 0:
-            raise RuntimeError(f"a refit put {grown} bytes into Ray's object store: weights must not go that way")
+            raise RuntimeError(
+                f"during a refit {grown} bytes came into this node's object store: weights must not go that way, and "
+                "what other jobs of this cluster put there cannot be told from them"
+            )
         return seconds
 
     before = stored_bytes()

@@ -6,11 +6,15 @@
 #   --device cpu|cuda   default: cuda where both sides' GPUs are there      --ranks N      trainer ranks (4; 0.6b: 2)
 #   --engine-tp N       ranks of the vLLM (2)                               --out FILE     JSON of the run (examples/grpo/summary.py)
 #   --set KEY=NUMBER    changes the model's config (examples/grpo/model.py), may come again
-# SERVE=2 takes that many `vllm serve` processes in place of the rollout, each a replica that trainer rank 0 controls by its URL.
+# SERVE=2 takes that many `vllm serve` processes in place of the rollout, each a replica of one rank (and GPU) that trainer rank 0
+# controls by its URL.
 # DTYPE=bfloat16 trains and samples in bf16. WORK is where the model, the curve and the rollout's log go.
 # TRAINER_PYTHON, ENGINE_PYTHON: each side's Python. XFER_SITE_TRAINER, XFER_SITE_ENGINE: folders of packages that only that side
 # gets, before PYTHONPATH, where both share one Python.
 set -euo pipefail
+for word in "$@"; do
+  case $word in -h | --help) sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p;}' "$0"; exit ;; esac
+done
 cd "$(dirname "$0")/../.."
 kind=dense device= ranks= engine_tp=2 out=
 changes=() more=() given=()
@@ -41,9 +45,16 @@ work=${WORK:-.grpo/$kind} dtype=${DTYPE:-float32}
 mkdir -p "$work"
 rm -f "$work/curve.jsonl"
 export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 PYTHONWARNINGS=ignore PYTHONUNBUFFERED=1
-here=$(PYTHONPATH=$trainer_path "$trainer" -c 'import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)')
+# What both sides' torch can use: either may be a build without CUDA.
+count='import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)'
+here=$(PYTHONPATH=$trainer_path "$trainer" -c "$count")
+theirs=0
+if [ "$here" -gt 0 ]; then theirs=$(PYTHONPATH=$engine_path "$engine" -c "$count"); fi
+if [ "$theirs" -lt "$here" ]; then here=$theirs; fi
+engine_gpus=${SERVE:-$engine_tp} engines="a vLLM of $engine_tp"
+[ -z "${SERVE:-}" ] || engines="$SERVE vLLMs of 1"
 if [ -z "$device" ]; then
-  if [ "$here" -ge $((ranks + engine_tp)) ]; then device=cuda; else device=cpu; fi
+  if [ "$here" -ge $((ranks + engine_gpus)) ]; then device=cuda; else device=cpu; fi
 fi
 case $device in
   cpu)
@@ -51,12 +62,15 @@ case $device in
     export VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_CI_ENV=1 VLLM_CPU_OMP_THREADS_BIND=nobind VLLM_LOGGING_LEVEL=ERROR
     engine_env=() trainer_env=() ;;
   cuda)
-    [ "$here" -ge $((ranks + engine_tp)) ] || { echo "$ranks trainer ranks and a vLLM of $engine_tp want as many GPUs; there are $here" >&2; exit 2; }
+    [ "$here" -ge $((ranks + engine_gpus)) ] || {
+      echo "$ranks trainer ranks and $engines want as many GPUs; both sides' torch can use $here" >&2
+      exit 2
+    }
     # Every process sees all GPUs, its own side's first: to map another's memory it must see the GPU.
     IFS=, read -ra all <<<"${CUDA_VISIBLE_DEVICES:-$(seq -s, 0 $((here - 1)))}"
     comma() { local IFS=,; echo "$*"; }
     engine_env=("CUDA_VISIBLE_DEVICES=$(comma "${all[@]}")")
-    trainer_env=("CUDA_VISIBLE_DEVICES=$(comma "${all[@]:engine_tp}" "${all[@]:0:engine_tp}")")
+    trainer_env=("CUDA_VISIBLE_DEVICES=$(comma "${all[@]:engine_gpus}" "${all[@]:0:engine_gpus}")")
     # FlashInfer's sampler compiles itself when it is first used; torch's does not.
     export VLLM_LOGGING_LEVEL=WARNING VLLM_USE_FLASHINFER_SAMPLER=${VLLM_USE_FLASHINFER_SAMPLER:-0} ;;
   *) echo "--device $device: cpu or cuda" >&2; exit 2 ;;
@@ -82,6 +96,7 @@ trap ended EXIT
 if [ -n "${SERVE:-}" ]; then
   for ((i = 0; i < SERVE; i++)); do
     at=$(port) log=$work/serve$i.log
+    [ "$device" = cpu ] || engine_env=("CUDA_VISIBLE_DEVICES=$(comma "${all[@]:i}" "${all[@]:0:i}")")
     on_engine setsid examples/grpo/serve.sh "$work/model" "$at" --dtype "$dtype" >"$log" 2>&1 &
     groups+=($!) where+=(--serve "http://127.0.0.1:$at") logs+=("$log")
   done

@@ -1,11 +1,16 @@
 #!/usr/bin/env bash
-# One `vllm serve` that refits can reach: xfer's backend, vLLM's weight routes open, its route for tokens (--enable-scale-out), no weights yet.
+# One `vllm serve` that refits can reach: xfer's backend, vLLM's weight routes open, its route for tokens, no weights yet.
 #   examples/grpo/serve.sh MODEL PORT [options of vllm serve]
 # It binds 127.0.0.1: whoever reaches VLLM_SERVER_DEV_MODE's routes rules the server, so bind a network of trusted hosts only.
 set -euo pipefail
 model=$1 port=$2
 shift 2
 export VLLM_SERVER_DEV_MODE=1 HF_HUB_OFFLINE=1
-exec "${ENGINE_PYTHON:-.venvs/engine/bin/python}" -m vllm.entrypoints.openai.api_server --model "$model" --served-model-name policy \
-  --enable-scale-out --skip-tokenizer-init --load-format dummy --weight-transfer-config '{"backend": "xfer"}' --host 127.0.0.1 --port "$port" \
+python=${ENGINE_PYTHON:-.venvs/engine/bin/python}
+# vLLM 0.25 has the route for tokens always and knows no such option; newer ones have to be asked. Looked up without importing it.
+asked=$("$python" -c 'import importlib.util as u, pathlib
+root = pathlib.Path(u.find_spec("vllm").origin).parent / "entrypoints"
+print("--enable-scale-out" if any("enable_scale_out" in p.read_text() for p in root.rglob("cli_args.py")) else "")')
+exec "$python" -m vllm.entrypoints.openai.api_server --model "$model" --served-model-name policy \
+  $asked --skip-tokenizer-init --load-format dummy --weight-transfer-config '{"backend": "xfer"}' --host 127.0.0.1 --port "$port" \
   --enforce-eager --max-model-len 64 --block-size 32 --max-num-seqs 256 "$@"

@@ -33,6 +33,11 @@ BUCKETS = {True: 40_000_000, False: 50_000}
 """Parameters in one bucket of gradients, with a GPU and without: a small model on a CPU has several buckets, too."""
 
 
+def field(text: str) -> tuple[str, int]:
+    name, _, value = text.partition("=")
+    return name, int(value)
+
+
 def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", required=True, help="a Hugging Face checkpoint to start from")
@@ -43,6 +48,10 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--pp", type=int, default=2)
     parser.add_argument("--ep", type=int, default=1)
     parser.add_argument("--etp", type=int, default=1)
+    parser.add_argument(
+        "--provider", default=[], action="append", type=field, metavar="FIELD=NUMBER",
+        help="a field of Bridge's model provider, e.g. num_layers_in_last_pipeline_stage=3; may come again",
+    )  # fmt: skip
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--prompts", type=int, default=16, help="prompts a step")
     parser.add_argument("--answers", type=int, default=16, help="answers to each prompt: the group")
@@ -74,7 +83,8 @@ def main() -> None:
         return f"{step}@{start}" if start else str(step)
 
     layout = dict(tp=args.tp, pp=args.pp, ep=args.ep, etp=args.etp)
-    with Trainer(model, **layout, lr=args.lr, bucket_size=BUCKETS[torch.cuda.is_available()]) as trainer:
+    more = {"lr": args.lr, "bucket_size": BUCKETS[torch.cuda.is_available()], **dict(args.provider)}
+    with Trainer(model, **layout, **more) as trainer:
         if chief:
             wait_healthy(args.serve)
         refit = xfer.connect(  # xfer
@@ -82,6 +92,8 @@ def main() -> None:
             rendezvous=args.rendezvous, token=token, replicas=len(urls), engines=args.serve,  # xfer
         )  # xfer  # fmt: skip
         replicas = Replicas(args.serve, refit.controllers, args.rendezvous, token) if chief and args.serve else None
+        if replicas is not None:
+            rollout.version_of = lambda i: replicas.controllers[i].version
         # Engines begin without weights, or with those of an earlier start.
         report = xfer.nccl_xfer_refit(refit, version=version(start), verify=args.verify)  # xfer
         for step in range(start, args.steps):

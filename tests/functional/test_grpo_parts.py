@@ -17,11 +17,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from examples.grpo import gate, grpo, in_flight, summary
-from examples.grpo.client import RolloutClient
+from examples.grpo.client import RolloutClient, ServeClient
 from examples.grpo.samples import Sample, Span, require_version
 from examples.grpo.task import SortDigits
 from tests.support.proc import PATIENCE, ROOT
-from xfer.errors import DeadlineExceeded, EngineLost, LayoutError, XferError
+from xfer.errors import DeadlineExceeded, EngineLost, LayoutError, Unsupported, XferError
 from xfer.testing.ports import free_port
 
 
@@ -158,6 +158,65 @@ def test_gpus_that_are_not_there_are_asked_for_in_vain(tmp_path):
     assert done.returncode == 2 and "2 trainer ranks and a vLLM of 2" in done.stderr
 
 
+STAND_IN = """#!/usr/bin/env bash
+# A Python that says how many GPUs it has, and what it is started with.
+case "$*" in
+  *device_count*) echo "$(cat "$0.gpus")" ;;
+  *free_port*) echo $((20000 + RANDOM % 10000)) ;;
+  *"torch.distributed.run"* | *vllm.entrypoints* | *examples.grpo.rollout*)
+    echo "$0 ${CUDA_VISIBLE_DEVICES-unset}" >>"$(dirname "$0")/started"
+    case "$*" in *torch.distributed.run*) ;; *) exec sleep 60 ;; esac
+    for i in {1..100}; do
+      [ "$(wc -l <"$(dirname "$0")/started")" != "$STARTS" ] || exit 0
+      sleep 0.1
+    done
+    exit 1 ;;
+esac
+"""
+
+
+@pytest.mark.parametrize("serve", [None, 2])
+@pytest.mark.parametrize("trainers, engines", [(4, 4), (4, 0), (0, 0), (3, 4)])
+def test_each_process_has_gpus_of_its_own_or_none_has_any(tmp_path, serve, trainers, engines):
+    """Two trainer ranks, and a vLLM of two ranks or servers of one. GPUs are used where both sides' torch can use enough of them."""
+    for side, gpus in (("trainer", trainers), ("engine", engines)):
+        (tmp_path / side).write_text(STAND_IN)
+        (tmp_path / side).chmod(0o755)
+        (tmp_path / f"{side}.gpus").write_text(str(gpus))
+    env = {k: v for k, v in os.environ.items() if k not in ("CUDA_VISIBLE_DEVICES", "SERVE", "PYTHONPATH")}
+    env |= {"TRAINER_PYTHON": str(tmp_path / "trainer"), "ENGINE_PYTHON": str(tmp_path / "engine"), "WORK": str(tmp_path / "work")}
+    env |= {"SERVE": str(serve)} if serve else {}
+    env["STARTS"] = str(1 + (serve or 1))
+    subprocess.run(["examples/grpo/run.sh", "0.6b"], cwd=ROOT, env=env, capture_output=True, timeout=60 * PATIENCE, check=True)
+    said = [x.split(" ", 1) for x in (tmp_path / "started").read_text().splitlines()]
+    seen = {side: [gpus for who, gpus in said if who.endswith(side)] for side in ("trainer", "engine")}
+    assert len(seen["trainer"]) == 1 and len(seen["engine"]) == (serve or 1)
+    if min(trainers, engines) < 2 + (serve or 2):
+        assert {gpus for _, gpus in said} == {""}
+        return
+    every = {str(i) for i in range(min(trainers, engines))}
+    assert all(set(gpus.split(",")) == every for _, gpus in said), "who does not see a GPU cannot map its memory"
+    own = seen["trainer"][0].split(",")[:2]
+    for gpus in seen["engine"]:
+        own += gpus.split(",")[: 1 if serve else 2]
+    assert len(own) == len(set(own)), said
+
+
+@pytest.mark.parametrize(
+    "script, words, code, says",
+    [
+        ("examples/grpo/run.sh", ["--help"], 0, "examples/grpo/run.sh [dense|moe|0.6b]"),
+        ("scripts/setup.sh", ["--help"], 0, "scripts/setup.sh [trainer|engine|all]"),
+        ("scripts/setup.sh", ["engines"], 2, "scripts/setup.sh [trainer|engine|all]"),
+        ("scripts/setup.sh", ["trainer", "engine"], 2, "scripts/setup.sh [trainer|engine|all]"),
+    ],
+)
+def test_scripts_tell_their_usage_and_do_nothing(tmp_path, script, words, code, says):
+    env = {**os.environ, "PYTHON": "/nonexistent", "WORK": str(tmp_path / "work")}
+    done = subprocess.run([script, *words], cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == code and says in done.stdout + done.stderr and not (tmp_path / "work").exists()
+
+
 def test_a_token_of_another_version_is_named():
     good, mixed = sample([1], [2, 3]), sample([1], [2, 3, 4], spans=[Span("2", 0, 1), Span("3", 1, 3)])
     require_version([good], "3")
@@ -237,6 +296,7 @@ def test_nothing_is_under_way_once_a_request_has_ended_however_it_did(monkeypatc
 
     one = in_flight.InFlight.__new__(in_flight.InFlight)  # its own __init__ serves a real engine
     one.engine, one.under_way, one.again, one._names = Engine(), {}, 0, iter("ab")
+    one.controller = SimpleNamespace(version="3")
 
     async def ask():
         asked = asyncio.ensure_future(one.sample([1], tokens=1))
@@ -247,6 +307,63 @@ def test_nothing_is_under_way_once_a_request_has_ended_however_it_did(monkeypatc
 
     seen = {"ends": Sample, "fails": RuntimeError, "is cancelled": asyncio.CancelledError}[how]
     assert isinstance(asyncio.run(ask()), seen) and not one.under_way
+
+
+@pytest.mark.parametrize("policy", ["drain", "abort", "continue"])
+@pytest.mark.parametrize("changes", [False, True])
+def test_where_vllm_names_no_weights_an_answer_is_of_one_version_or_asked_again(monkeypatch, policy, changes):
+    """As 0.25 does not. The first request meets a refit, if any."""
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=dict))
+    made = []
+
+    class Engine:
+        async def generate(self, prompt, params, name):
+            for tokens in ([5], [5, 6]):
+                one = dict(token_ids=tokens, logprobs=[{t: SimpleNamespace(logprob=-1.0)} for t in tokens])
+                yield SimpleNamespace(outputs=[SimpleNamespace(**one, finish_reason="length")])
+                if changes and not made:
+                    made.append(name)
+                    flight.controller.version = "4"
+
+    flight = in_flight.InFlight.__new__(in_flight.InFlight)
+    flight.engine, flight.under_way, flight.again, flight._names = Engine(), {}, 0, iter("abc")
+    flight.policy, flight.controller = policy, SimpleNamespace(version="3")
+    if policy == "continue":
+        with pytest.raises(Unsupported, match="which weights made a token"):
+            asyncio.run(flight.sample([1], tokens=2))
+        return
+    got = asyncio.run(flight.sample([1], tokens=2))
+    assert got.spans == (Span("4" if changes else "3", 0, 2),) and flight.again == changes
+
+
+def test_samples_of_a_server_that_names_no_weights_are_of_what_its_controller_serves():
+    class Server(BaseHTTPRequestHandler):
+        def do_POST(self):
+            self.rfile.read(int(self.headers["Content-Length"]))
+            one = {"token_ids": [7, 8], "logprobs": {"content": [{"logprob": -1.0}, {"logprob": -2.0}]}}
+            text = json.dumps({"choices": [one]}).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(text)))
+            self.end_headers()
+            self.wfile.write(text)
+
+        def log_message(self, *_):
+            pass
+
+    servers = [HTTPServer(("127.0.0.1", 0), Server) for _ in range(2)]
+    for s in servers:
+        Thread(target=s.serve_forever, daemon=True).start()
+    try:
+        client = ServeClient([f"http://127.0.0.1:{s.server_port}" for s in servers], "token", 60.0 * PATIENCE)
+        with pytest.raises(XferError, match="cannot be used"):  # nobody says whose they are
+            client.sample([[1]], n=1, tokens=2, seed=0)
+        client.version_of = ["3", "4"].__getitem__
+        got = client.sample([[1], [2]], n=1, tokens=2, seed=0)
+        assert [[s.spans for s in g] for g in got] == [[(Span("3", 0, 2),)], [(Span("4", 0, 2),)]]
+    finally:
+        for s in servers:
+            s.shutdown()
+            s.server_close()
 
 
 def test_servers_are_waited_for_and_named_when_they_do_not_come():

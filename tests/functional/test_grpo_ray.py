@@ -5,10 +5,13 @@
 Wants ray (with grpcio) in both environments, or in a folder that PYTHONPATH names.
 """
 
+import importlib
 import os
 import re
 import subprocess
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -16,6 +19,56 @@ from examples.grpo.gate import read_curve
 from tests.support.proc import PATIENCE, PYTHON, ROOT, environment
 
 STEPS = 4
+
+
+@pytest.fixture
+def ray_main(monkeypatch):
+    """The module, with a Ray that says how it was started; as the real one, it joins no cluster and takes its CPUs, too."""
+    started, found = [], []
+
+    def init(address=None, **options):
+        if address == "auto" and not (found or os.environ.get("RAY_ADDRESS")):
+            raise ConnectionError("no cluster")
+        if address != "local" and "num_cpus" in options:
+            raise ValueError("num_cpus must not be given to a cluster that runs")
+        started.append((address, options))
+
+    made = {name: ModuleType(name) for name in ("ray", "ray.util", "ray.util.placement_group", "ray.util.scheduling_strategies")}
+    made["ray"].init = init
+    made["ray.util.placement_group"].placement_group = None
+    made["ray.util.scheduling_strategies"].PlacementGroupSchedulingStrategy = None
+    for name, module in made.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.delitem(sys.modules, "examples.grpo.ray_main", raising=False)
+    yield importlib.import_module("examples.grpo.ray_main"), started, found
+    sys.modules.pop("examples.grpo.ray_main", None)
+
+
+@pytest.mark.parametrize("address", [None, "local", "10.0.0.1:6379"])
+@pytest.mark.parametrize("runs", [False, True])
+def test_a_cluster_that_is_there_is_joined_and_else_one_is_started(ray_main, monkeypatch, address, runs):
+    module, started, found = ray_main
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    if address is not None:
+        monkeypatch.setenv("RAY_ADDRESS", address)
+    found += [1] * runs
+    module.start_ray(4)
+    (where, options), own = started[0], address == "local" or address is None and not runs
+    assert len(started) == 1 and (where, options.get("num_cpus")) == (("local", 4) if own else ("auto", None))
+    assert options.get("log_to_driver", True), "what an actor raised would be seen nowhere"
+
+
+@pytest.mark.parametrize("path", [None, "/elsewhere"])
+@pytest.mark.parametrize("gpus", [False, True])
+def test_actors_find_this_repository_and_compile_where_there_are_gpus(ray_main, monkeypatch, path, gpus):
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    if path:
+        monkeypatch.setenv("PYTHONPATH", path)
+    given = ray_main[0].variables(gpus)
+    assert given["PYTHONPATH"].split(os.pathsep) == [os.getcwd(), *([path] if path else [])]
+    assert ("TORCHDYNAMO_DISABLE" in given) == ("XFER_CPU_RESIDENT" in given) == (not gpus)
+
+
 PATHS = ":".join(p for p in (str(ROOT), os.environ.get("PYTHONPATH", "")) if p)
 
 

@@ -123,6 +123,17 @@ def test_owners_offer_each_tensor_once_and_gather_nothing(two, folders):
     assert {*content_of(folders["dense"])} == {*a["tensors"], *b["tensors"]}
 
 
+def test_megatrons_scheduler_leaves_each_group_its_own_rates_and_decay(two, folders):
+    """It has one greatest rate and one weight decay, Adam's: for Muon's matrices that rate would be far too small."""
+    two.ask("build", "built", folder=folders["dense"], layout={})
+    said = two.ask(
+        "scheduled", "scheduled", decay_steps=10, init_lr=0.0, max_lr=1e-4, min_lr=1e-5, lr_warmup_steps=0, lr_decay_style="cosine",
+        start_wd=0.1, end_wd=0.1, wd_incr_steps=10, wd_incr_style="constant",
+    )  # fmt: skip
+    for rank in said:
+        assert rank["seen"] == [[[0.005, 0.1], [1e-3, 0.0]], [[0.0, 0.1], [0.0, 0.0]]] and rank["scale"] == [1.0]
+
+
 @pytest.mark.parametrize("model", ["moe", "mla"])
 def test_a_matrix_is_cut_where_its_shape_says_so_whatever_it_is_marked_as(two, folders, model):
     """TransformerEngine marks all weights of linear layers as cut, and experts' always along dim 0."""

@@ -4,6 +4,7 @@ The engine is a small stand-in (tests/support/world.py); where the in-process `L
 stand before it.
 """
 
+import re
 import threading
 import time
 from types import SimpleNamespace
@@ -130,6 +131,54 @@ def test_an_engine_that_was_started_without_weights_serves_after_its_first_commi
         assert controller.wait_version(timeout_s=5) == "1" and not toy.paused
         with controller.serving():
             assert not any(t.wrong(1) for t in toy.takers)
+
+
+@pytest.mark.parametrize("how", ["the replica cannot join", "the trainers leave", "it is closed"])
+@pytest.mark.parametrize("holds", ["whole", "nothing"])
+def test_a_wait_for_a_version_ends_when_none_can_come_any_more_and_says_why(how, holds):
+    """Before it or in it; a deadline that passes meanwhile says what is known."""
+    world = World(trainers=1, workers=1, replicas=2, deadline_s=8.0, wait=False)
+    world.engines = [ToyEngine(1), ToyEngine(1)]
+    taker = world.engines[1].takers[0]
+    taker.began_with = holds
+    if how == "the replica cannot join":
+        taker.read = unreadable
+    with world:
+        controller, raised = world.controllers[1], []
+        if how != "the replica cannot join":
+            controller.wait_ready(5)
+
+        def wait():
+            try:
+                controller.wait_version(timeout_s=60)
+            except XferError as e:
+                raised.append(e)
+
+        thread = threading.Thread(target=wait, daemon=True)
+        thread.start()
+        time.sleep(0.2)
+        if how == "the trainers leave":
+            world.sessions[0].close()
+        elif how == "it is closed":
+            controller.close()
+        thread.join(5)
+        why = {"the replica cannot join": "cannot take it", "the trainers leave": "gone|left|closed|lost"}
+        assert raised and not isinstance(raised[0], DeadlineExceeded), raised
+        assert re.search(why.get(how, "was closed before"), str(raised[0])), raised
+        with pytest.raises(type(raised[0])):
+            controller.wait_version("5", timeout_s=60)
+
+
+def test_a_wait_that_ends_at_its_deadline_tells_what_keeps_the_replica_back():
+    world = World(trainers=1)
+    world.engines = [ToyEngine(2)]
+    for taker in world.engines[0].takers:
+        taker.began_with = "nothing"
+    with world:
+        world.controllers[0].wait_ready(5)
+        with pytest.raises(DeadlineExceeded) as late:
+            world.controllers[0].wait_version(timeout_s=0.1)
+        assert "the first refit brings them" in str(late.value)
 
 
 def test_verification_sees_constants_that_were_not_written(monkeypatch):

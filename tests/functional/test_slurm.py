@@ -172,7 +172,7 @@ def options(words: list[str]) -> dict[str, list[str]]:
 @pytest.mark.skipif(not Path(PYTHON["trainer"]).exists(), reason="scripts/setup.sh has not been run")
 def test_what_every_config_would_start_is_what_its_name_says():
     """Shapes of both sides against the name, nodes against shapes, a URL for each replica, and options that train.py takes."""
-    asked = []
+    asked, built = [], []
     for name in configs():
         done = dry(name)
         assert done.returncode == 0, done.stderr
@@ -203,6 +203,9 @@ def test_what_every_config_would_start_is_what_its_name_says():
             assert world == sizes["tp"] * sizes["pp"] * said["dp"]
         assert replicas == of_engine.get("dp", 1), name
         assert "/".join(given["--model"][0].split("/")[:2]) == "/models"
+        assert float(given["--lr"][0]) < 1e-4 and given["--gate"] == ["inf"] and "--save" not in given  # no toy's
+        shape = json.loads((ROOT / f"scripts/configs/{given['--model'][0].split('/')[2].lower()}.json").read_text())
+        built.append((shape["num_hidden_layers"], sizes["pp"], given.get("--provider", [])))
     assert len(asked) >= 15
     for refused, why in (
         (dry("30b-fp8-ep8pp2-to-tp2dp8"), "take the bf16 row, '30b-ep8pp2-to-tp2dp8'"),
@@ -216,3 +219,23 @@ def test_what_every_config_would_start_is_what_its_name_says():
         timeout=120 * PATIENCE,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
+    done = subprocess.run(
+        [PYTHON["trainer"], "-c", STAGES], input=json.dumps(built), cwd=ROOT, env=environment(), capture_output=True, text=True,
+        timeout=120 * PATIENCE,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+STAGES = """
+import json, sys
+import torch
+from examples.grpo.train import field
+from megatron.core.transformer.transformer_block import get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+for layers, pp, more in json.load(sys.stdin):
+    plain = dict(num_layers=layers, hidden_size=64, num_attention_heads=4, pipeline_model_parallel_size=pp)
+    config = TransformerConfig(**plain, pipeline_dtype=torch.bfloat16, **dict(map(field, more)))
+    stages = [get_num_layers_to_build(config, pp_rank=i) for i in range(pp)]
+    assert sum(stages) == layers and min(stages) > 0, (stages, layers)
+"""
+"""Whether Megatron takes each model's layers over that many stages, by its own arithmetic."""

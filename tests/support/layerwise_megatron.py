@@ -141,6 +141,17 @@ class Rank:
     def step(self, steps: int = 1) -> None:
         emit("stepped", losses=[self.trainer.step() for _ in range(steps)])
 
+    def scheduled(self, decay_steps: int, **scheduler) -> None:
+        """What Megatron's own scheduler makes of the groups, before the first step and after the last."""
+        from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+        groups = self.trainer.optimizer.param_groups
+        it = OptimizerParamScheduler(self.trainer.optimizer, lr_decay_steps=decay_steps, **scheduler)
+        seen = [[[g["lr"], g["weight_decay"]] for g in groups]]
+        it.step(decay_steps)
+        seen.append([[g["lr"], g["weight_decay"]] for g in groups])
+        emit("scheduled", seen=seen, scale=self.trainer.optimizer.get_loss_scale().tolist())
+
     def save(self, folder: str) -> None:
         from xfer.layerwise import checkpoint
 
@@ -209,7 +220,7 @@ class Rank:
 
 def main() -> None:
     r = Rank()
-    obey(r.train, r.build, r.cuts, r.step, r.drain, r.offered, r.save, r.load, r.connect, r.refit, r.export, r.close)
+    obey(r.train, r.build, r.cuts, r.step, r.scheduled, r.drain, r.offered, r.save, r.load, r.connect, r.refit, r.export, r.close)
     os._exit(0)  # gloo's threads would wait for peers that are gone
 
 

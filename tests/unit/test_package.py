@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import xfer
 from xfer import errors
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -40,6 +41,13 @@ def test_import_is_quick_and_touches_nothing_heavy():
     ).stdout.split()
     assert float(out[0]) < 1.0
     assert out[1:] == ["[]", "[]", "False", "False"], out
+
+
+def test_all_of_the_api_is_seen_by_who_looks_for_it():
+    """By `dir` and tab completion, and in the first page of `help`."""
+    assert {*xfer.__all__, "errors"} <= {*dir(xfer)}
+    assert [n for n in xfer.__all__ if not re.search(rf"\b{n}\b", xfer.__doc__)] == []
+    assert all(getattr(xfer, n) is not None for n in xfer.__all__)
 
 
 def test_the_engine_plugin_is_an_entry_point():

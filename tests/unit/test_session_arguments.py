@@ -1,12 +1,16 @@
 """Arguments of `connect` and `serve` that cannot work are refused here, all at once, and nobody else hears of them."""
 
+import asyncio
 import socket
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import xfer
 from tests.support.world import TOKEN, ToyEngine, ToySource
+from xfer.engines.handles import AsyncEngine, OfflineLLM, handle_for
+from xfer.engines.remote import CallableEngine, HttpEngine
 from xfer.errors import HandshakeError, XferError
 from xfer.session import channel
 from xfer.session.controller import Controller
@@ -38,6 +42,8 @@ SERVE = DOOR | {
     "keep": GLOBS,
     "pause_mode": ["Keep", None, ["keep"]],
     "engine_rendezvous": ["10.0.0.1:29600", 5],
+    "headers": [{"Authorization": "Bearer x"}],  # of a URL only
+    "pausemode": ["keep"],
 }
 
 
@@ -75,6 +81,41 @@ def test_all_of_them_are_named_at_once(ways, way, table):
     with pytest.raises(XferError) as caught:
         ways[way](**bad)
     assert len(caught.value.violations) == len(bad), caught.value
+
+
+class Async:
+    async def pause_generation(self, **_):
+        """Whereby an AsyncLLM is told."""
+
+
+ENGINES = {
+    HttpEngine: "http://127.0.0.1:9",
+    AsyncEngine: Async(),
+    OfflineLLM: SimpleNamespace(llm_engine=None),
+    CallableEngine: SimpleNamespace(**dict.fromkeys(CallableEngine._METHODS.values(), print)),
+}
+OPTIONS = {"name": "it", "pause_mode": "wait", "headers": {}, "in_order": True, "workers": 1}
+OPTIONS |= dict.fromkeys(("pause", "resume", "reset_prefix_cache"), print)
+
+
+@pytest.mark.parametrize("kind", ENGINES, ids=lambda k: k.__name__)
+def test_serve_takes_the_options_that_the_handle_of_the_engine_takes_and_names_all_others(ways, monkeypatch, kind):
+    """One by one: the handle itself refuses exactly those that `serve` refuses; its docstring names each."""
+    made = []
+    monkeypatch.setattr(Controller, "__init__", lambda c, engine, *a, **k: made.append(k))
+    loop = asyncio.new_event_loop()
+    for name, value in OPTIONS.items():
+        where = {"loop": loop, "rendezvous": "tcp://127.0.0.1:1", "token": TOKEN}
+        assert f"{name}:" in xfer.serve.__doc__ or f"{name}," in xfer.serve.__doc__
+        try:
+            assert type(handle_for(ENGINES[kind], loop=loop, **{name: value})) is kind
+        except TypeError:
+            with pytest.raises(XferError, match=f"{name}=.*no option of {kind.__name__}; there are .*name"):
+                xfer.serve(ENGINES[kind], **where, **{name: value})
+        else:
+            xfer.serve(ENGINES[kind], **where, **{name: value})
+            assert made.pop()[name] is value
+    loop.close()
 
 
 def test_a_model_in_place_of_an_adapter_is_told_what_wraps_it(ways):

@@ -28,8 +28,9 @@ class MegatronLayerWise(LayerWiseOptimizer):
 
     chunks: model chunks under Megatron's DistributedDataParallel, one per virtual pipeline stage. groups: default
     `muon_and_adam(chunks)`. overlap: default their ddp_config.overlap_param_gather. loss_scale: a constant one, for fp16.
-    Other options as for LayerWiseOptimizer. Needs the model-parallel groups to exist. Gradients must be complete when
-    `step()` is called, as after Megatron's finalize_model_grads.
+    Other options as for LayerWiseOptimizer; so gradients are clipped only with `clip_grad=`, where Megatron's default is 1.0.
+    Needs the model-parallel groups to exist. Gradients must be complete when `step()` is called, as after Megatron's
+    finalize_model_grads.
     """
 
     def __init__(
@@ -60,6 +61,9 @@ class MegatronLayerWise(LayerWiseOptimizer):
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         return loss * self.loss_scale
+
+    def get_loss_scale(self) -> torch.Tensor:
+        return torch.tensor([self.loss_scale], device=self._device)
 
     def step(self, closure: Callable[[], torch.Tensor] | None = None) -> tuple[bool, float, None]:
         """Collective over all ranks. See LayerWiseOptimizer.step."""
@@ -142,10 +146,22 @@ class MegatronLayerWise(LayerWiseOptimizer):
 
 
 def muon_and_adam(
-    chunks: Sequence[torch.nn.Module], *, lr: float = 0.02, adam_lr: float = 1e-3, momentum: float = 0.95
+    chunks: Sequence[torch.nn.Module],
+    *,
+    lr: float = 0.02,
+    adam_lr: float = 1e-3,
+    momentum: float = 0.95,
+    min_lr: float = 0.0,
+    adam_min_lr: float = 0.0,
+    wd_mult: float = 1.0,
+    adam_wd_mult: float = 0.0,
 ) -> list[ParamGroup]:
     """Muon for matrices inside the layers, Adam for all else: embeddings, the head, vectors. Momentum of matrices that tensor
-    parallel ranks share is gathered, so that the update does not depend on their number."""
+    parallel ranks share is gathered, so that the update does not depend on their number.
+
+    min_lr, adam_min_lr: how far Megatron's OptimizerParamScheduler takes the rates down; it has one greatest and one least rate for
+    all groups that say nothing, and these two must differ. wd_mult, adam_wd_mult: of its weight decay. Without it there is none.
+    """
     matrices, rest, cut = [], [], cut_parameters(chunks)
     for chunk in chunks:
         outside = {id(p) for p in _vocabulary(chunk)}
@@ -156,13 +172,20 @@ def muon_and_adam(
     masters: dict[int, int] = {}
 
     def muon(groups, **options):
-        return Muon(groups, pieces=lambda p: cut.get(masters.get(id(p), id(p))), **options)
+        own = scheduled(groups, lr, min_lr, wd_mult)
+        return Muon(own, pieces=lambda p: cut.get(masters.get(id(p), id(p))), **options)
+
+    def adam(groups, **options):
+        return torch.optim.AdamW(scheduled(groups, adam_lr, adam_min_lr, adam_wd_mult), **options)
+
+    def scheduled(groups: list[dict], most: float, least: float, decay: float) -> list[dict]:
+        return [{**g, "max_lr": most, "min_lr": least, "wd_mult": decay} for g in groups]
 
     # The inner optimizer sees masters, which carry no attributes: it is told whose they are.
     muon.targets = lambda target, param: masters.__setitem__(id(target), id(param))
     return [
         ParamGroup(matrices, muon, {"lr": lr, "momentum": momentum}, cost="newton_schulz"),
-        ParamGroup(rest, torch.optim.Adam, {"lr": adam_lr, "foreach": False}),
+        ParamGroup(rest, adam, {"lr": adam_lr, "weight_decay": 0.0, "foreach": False}),
     ]
 
 

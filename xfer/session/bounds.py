@@ -22,4 +22,5 @@ SETTLE_GRACE_S = 60.0
 """Seconds that a controller has to bring its engine back into service. Trainers do not wait for that beyond their
 deadline: the replica takes part in refits again once it has; later than that, it counts as lost."""
 TOGETHER_S = 5.0
-"""Packed route: seconds that replicas which could begin wait for others that could be fed from the same gather."""
+"""Seconds that replicas which could begin wait for others: on the packed route for those that could be fed from the same
+gather, in a row of replicas for the one before, which they would read from."""

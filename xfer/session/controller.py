@@ -62,7 +62,7 @@ class Controller:
         self._tell = tell
         self.version, self.error = "", None
         self.torn = False  # what lies in the engine is not to be served; the next commit mends it
-        self.lost: XferError | None = None  # the trainers are gone: no refit will come, `version` is served on
+        self.lost: XferError | None = None  # the trainers are gone: no refit will come; a whole `version` is served on
         self.refits = 0
         self._label: str | None = None  # the engine's own, outside of refits
         self._unheard: m.Settle | None = None  # a decision that we made up, since the hub was gone
@@ -81,9 +81,7 @@ class Controller:
         """Until the replica takes part in refits; raises what kept it from that. Not on an AsyncLLM's own loop."""
         self._may_wait("wait_ready")
         if not self._ready.wait(self.deadline_s if timeout_s is None else timeout_s):
-            raise DeadlineExceeded(
-                f"replica {self.replica} is not ready", ["have all trainer ranks called xfer.connect()?"]
-            )
+            raise DeadlineExceeded(f"replica {self.replica} is not ready", [self._why()])
         if self._kept_from is not None:
             raise self._kept_from
         if self.error is not None and not self.torn:
@@ -95,22 +93,34 @@ class Controller:
 
     def wait_version(self, version: int | str | None = None, timeout_s: float | None = None) -> str:
         """Until the replica serves `version`, or any that a refit brought; gives it as text. For owners of an engine
-        that was started without weights. `timeout_s`: default the connection's deadline. DeadlineExceeded. Not on an
-        AsyncLLM's own loop."""
+        that was started without weights. `timeout_s`: default the connection's deadline. DeadlineExceeded; what ended this
+        replica, as soon as it has: no refit will come. Not on an AsyncLLM's own loop."""
         self._may_wait("wait_version")
 
         def there() -> bool:
             return bool(self.version) if version is None else self.version == str(version)
 
+        def over() -> XferError | None:  # a torn replica, or one without weights yet, is mended by the next refit
+            if self._closing.is_set():
+                return EngineLost(f"replica {self.replica}: its controller was closed before {awaited} came")
+            return self._kept_from or (self.lost if self.torn or self.error is None else self.error)
+
+        awaited = "a version that a refit brought" if version is None else f"version {str(version)!r}"
         seconds = self.deadline_s if timeout_s is None else timeout_s
         with self._changed:
-            self._changed.wait_for(lambda: there() or self._closing.is_set(), seconds)
-            if not there():
-                raise DeadlineExceeded(
-                    f"replica {self.replica} serves version {self.version!r}, not "
-                    f"{'one that a refit brought' if version is None else repr(str(version))}, after {seconds:.1f} s"
-                )
-            return self.version
+            self._changed.wait_for(lambda: there() or over() is not None, seconds)
+            if there():
+                return self.version
+            if (ended := over()) is not None:
+                raise ended
+            raise DeadlineExceeded(
+                f"replica {self.replica} serves version {self.version!r}, not {awaited}, after {seconds:.1f} s",
+                [self._why()],
+            )
+
+    def _why(self) -> str:
+        """For a wait that came to nothing: what this controller knows."""
+        return "have all trainer ranks called xfer.connect()?" if self.error is None else f"meanwhile {self.error}"
 
     @contextmanager
     def serving(self, *, force: bool = False):
@@ -156,6 +166,8 @@ class Controller:
             if self._party is not None:
                 self._party.close()  # else the hub would keep this replica's place for a controller that does nothing
             self._ready.set()
+            with self._changed:
+                self._changed.notify_all()
 
     def _serve(self) -> None:
         while not self._closing.is_set():
@@ -186,8 +198,11 @@ class Controller:
 
     def _lose(self, error: XferError, whole: bool) -> None:
         """The trainers are gone (`whole`: this replica is not), or one of this replica's workers is."""
-        if whole and self.version and self.error is None:
-            self.lost = error  # trainers come and go; one whole version is served on
+        if whole:
+            with self._changed:
+                self.lost = error
+                self._changed.notify_all()
+        if whole and self.version and self.error is None:  # trainers come and go; one whole version is served on
             logger.warning("xfer: replica %d goes on serving version %s: %s", self.replica, self.version, error)
         elif self.error is None or not whole:
             self.torn = self.torn and whole

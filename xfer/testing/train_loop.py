@@ -158,17 +158,21 @@ class Trainer:
 
     def exported(self) -> dict[str, torch.Tensor]:
         """Bridge's own export of what is trained now, on every rank: new conversion tasks, cloned CPU tensors."""
+        return self._exported(True)
+
+    def _exported(self, keep: bool) -> dict[str, torch.Tensor]:
+        """keep: False for a rank that only takes part, and has no host memory for a whole model."""
         self.settle()
         tasks = self.bridge.get_conversion_tasks(self.chunks)
         stream = self.bridge.export_hf_weights(self.chunks, cpu=True, show_progress=False, conversion_tasks=tasks)
         with torch.no_grad():
-            return {name: tensor.detach().clone().contiguous() for name, tensor in stream}
+            return {name: tensor.detach().clone().contiguous() for name, tensor in stream if keep}
 
     def export(self, folder: str | Path) -> None:
         """Write `exported()` as a checkpoint (config.json, model.safetensors) from rank 0; all ranks wait for it."""
         from safetensors.torch import save_file
 
-        tensors, folder = self.exported(), Path(folder)
+        tensors, folder = self._exported(dist.get_rank() == 0), Path(folder)
         if dist.get_rank() == 0:
             folder.mkdir(parents=True, exist_ok=True)
             shutil.copy(self.folder / "config.json", folder / "config.json")

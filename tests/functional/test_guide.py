@@ -1,0 +1,161 @@
+"""What the pages print as code: it runs as printed, or at least every name and argument in it exists.
+
+The ten lines run against toys for model and engine (tests/support/world.py); between them everything is real.
+"""
+
+import ast
+import builtins
+import inspect
+import os
+import queue
+import re
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import xfer
+from tests.functional.test_session_controller import ToyLLM
+from tests.support.world import TOKEN, ToyEngine, ToySource, free_port
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+YOURS = {*"model_chunks other_chunks bridge batches train_step loss_of log folder net model matrices others optimizer".split()}
+"""What a reader has already, under names that say so."""
+
+
+def blocks(page: Path) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", page.read_text(), re.S | re.M)
+
+
+PRINTED = [pytest.param(b, id=f"{p.name}-{i}") for p in PAGES for i, b in enumerate(blocks(p))]
+
+
+@pytest.mark.parametrize("block", PRINTED)
+def test_printed_code_binds_every_name_that_it_uses(block):
+    nodes = list(ast.walk(ast.parse(block)))
+    names = [n for n in nodes if isinstance(n, ast.Name)]
+    made = {n.id for n in names if not isinstance(n.ctx, ast.Load)} | {n.arg for n in nodes if isinstance(n, ast.arg)}
+    made |= {n.name for n in nodes if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)}
+    for n in nodes:
+        if isinstance(n, ast.Import | ast.ImportFrom):
+            made |= {(a.asname or a.name).split(".")[0] for a in n.names}
+    assert {n.id for n in names} <= made | YOURS | set(dir(builtins))
+
+
+@pytest.mark.parametrize("block", PRINTED)
+def test_printed_calls_of_xfer_have_arguments_that_exist(block):
+    for call in (n for n in ast.walk(ast.parse(block)) if isinstance(n, ast.Call)):
+        where = ast.unparse(call.func)
+        if not re.fullmatch(r"xfer\.\w+", where):
+            continue
+        takes = inspect.signature(getattr(xfer, where.removeprefix("xfer.")))
+        takes.bind(*call.args, **{k.arg: None for k in call.keywords})
+
+
+def test_the_ten_lines_run_in_a_loop_whose_batches_the_engines_sample(monkeypatch):
+    """Engines without weights, and a trainer that waits for what they sample: nobody may wait for the other."""
+    trainer, engine = blocks(ROOT / "docs/guide.md")[:2]
+    at = f"tcp://127.0.0.1:{free_port()}"
+    assert trainer.count("tcp://10.0.0.1:29600") == engine.count("tcp://10.0.0.1:29600") == 1
+    trainer, engine = (text.replace("tcp://10.0.0.1:29600", at) for text in (trainer, engine))
+    sampled, source, toys, wrong = queue.Queue(), ToySource(0, 1), [], []
+
+    class RandomLLM(ToyLLM):
+        def __init__(self, **options):
+            assert options["load_format"] == "dummy" and options["weight_transfer_config"] == {"backend": "xfer"}
+            toy = ToyEngine(1)
+            toy.takers[0].began_with = "nothing"
+            toys.append(toy)
+            super().__init__(toy)
+
+        def generate(self, *prompts):
+            wrong.extend(self.toy.takers[0].wrong(0))
+            sampled.put("a sample")
+
+    vllm = ModuleType("vllm")
+    vllm.LLM = RandomLLM
+    monkeypatch.setitem(sys.modules, "vllm", vllm)
+    monkeypatch.setattr(xfer, "MegatronTrainer", lambda chunks, bridge: source)
+    monkeypatch.setenv("XFER_TOKEN", TOKEN)
+
+    def batches():
+        yield [sampled.get(timeout=20) for _ in range(2)]  # one of each engine
+        yield "more"
+
+    left = {"model_chunks": [], "bridge": None, "batches": batches(), "train_step": lambda batch: source.set(1)}
+    spaces, raised = [left, {}, {}], []
+
+    def run(text, space):
+        try:
+            exec(text, space)
+        except BaseException as e:
+            raised.append(e)
+
+    second = engine.replace("replica=0", "replica=1")
+    assert second != engine
+    threads = [threading.Thread(target=run, args=a, daemon=True) for a in zip((trainer, engine, second), spaces)]
+    try:
+        [t.start() for t in threads]
+        [t.join(40) for t in threads]
+        assert not raised and not any(t.is_alive() for t in threads), raised
+        assert left["report"].version == "2" and left["report"].committed == 2 and not wrong
+        assert [t.takers[0].wrong(1) for t in toys] == [[], []]
+    finally:
+        for space in spaces:
+            for name in ("controller", "refit"):
+                if name in space:
+                    space[name].close()
+
+
+FUSED_EXPERTS = r"""
+import os, re, sys
+import torch, torch.distributed as dist
+from safetensors.torch import load_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+import xfer
+page, folder = sys.argv[1:]
+code = next(b for b in re.findall(r"```python\n(.*?)```", open(page).read(), re.S) if "def tensors()" in b)
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = AutoModelForCausalLM.from_config(Qwen3MoeConfig(
+    hidden_size=32, intermediate_size=64, moe_intermediate_size=16, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, num_experts=5, vocab_size=64, head_dim=8, tie_word_embeddings=False))
+assert any(n.endswith("experts.gate_up_proj") for n, _ in model.named_parameters())
+if dist.get_rank() == 0:
+    model.save_pretrained(folder)
+dist.barrier()
+for layer in model.model.layers:
+    fully_shard(layer, mesh=init_device_mesh("cpu", (2,)))
+fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+space = {"model": model}
+exec(code, space)
+mine, saved = space["tensors"](), load_file(folder + "/model.safetensors")
+held = {n for n in mine if ".experts." in n}
+assert all(v.untyped_storage().data_ptr() for v in (mine[n] for n in held)) and len(held) == 2 * 3 * (3, 2)[dist.get_rank()]
+for name, value in mine.items():
+    assert torch.equal(value if name in held else value.full_tensor(), saved[name]), name
+names = [None, None]
+dist.all_gather_object(names, sorted(mine))
+assert {*names[0], *names[1]} == {*saved} and not held & {n for n in names[1 - dist.get_rank()]}
+layout = xfer.TensorTrainer(space["tensors"]).read()
+pointers = {p.to_local().untyped_storage().data_ptr() for p in model.parameters()}
+assert {t.untyped_storage().data_ptr() for t in layout.tensors.values()} <= pointers, "something was copied"
+"""
+
+
+@pytest.mark.engine
+def test_fused_experts_of_an_fsdp2_model_are_given_under_the_checkpoints_names(tmp_path):
+    """transformers 5 is the engines' here. Five experts over two ranks, against what transformers itself saves."""
+    (tmp_path / "rank.py").write_text(FUSED_EXPERTS)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port())]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [*command, tmp_path / "rank.py", ROOT / "docs/guide.md", tmp_path / "model"], env=env, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, "\n".join(x for x in done.stderr.splitlines() if "[rank" in x or "Error" in x)
