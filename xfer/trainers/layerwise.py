@@ -119,6 +119,10 @@ class LayerWiseTrainer:
         tensors = self.base.rebind()
         return tensors if self.sources == "all" else {n: tensors[n] for n in self._kept}
 
+    def let_go(self) -> None:
+        if hasattr(self.base, "let_go"):
+            self.base.let_go()
+
     def compute(self, meet: Meet = lambda ranks, digest: None) -> None:
         self.base.compute(meet)
 
