@@ -26,6 +26,7 @@ from xfer.trainers.bridge_export import (
     AdapterTasks,
     CheckpointNames,
     Export,
+    Scales,
     factor_tasks,
     hf_config,
     model_bridge_of,
@@ -77,6 +78,7 @@ class MegatronTrainer:
         self._scratch_bytes = scratch_bytes
         self._slots: Slots | None = None
         self._computed: Computed | None = None
+        self._scales = Scales()
 
     # -- before bytes move --------------------------------------------------------------------------------------------
 
@@ -131,7 +133,7 @@ class MegatronTrainer:
         traced = _canonical(seen.result(self.rank), index, self._rows(seen.vocab), self.rank)
         computed = Computed(traced, self.device, self._scratch_bytes) if traced.recipes or traced.gathers else None
         self._slots = Slots(self.chunks, [slot_of[id(t.param_weight)] for t in (*tasks, *factor_tasks(adapters))])
-        self._computed = computed
+        self._computed, self._scales = computed, Scales(self.chunks, adapters)
         bound = self._slots.bind()
         traced = _relocate(traced, bound)
         if computed is None:
@@ -140,12 +142,13 @@ class MegatronTrainer:
         return TrainerLayout(traced, (*bound.roots, computed.root), self._with_scratch(bound.tensors))
 
     def check(self) -> str:
-        """Is every storage where `read` or `rebind` found it? "same", "moved" (call `rebind`) or "changed" (call
-        `read`).
+        """Is every storage where `read` or `rebind` found it, and do adapters have the scales that they had? "same", "moved" (call
+        `rebind`) or "changed" (call `read`).
 
         RebindError lists parameters without bytes, or on another device. Cheap enough to run while bytes move.
         """
-        return self._slots.check() if self._slots else "changed"
+        state = self._slots.check() if self._slots else "changed"
+        return state if self._scales.hold() else "changed"
 
     def rebind(self) -> Mapping[str, torch.Tensor]:
         """Root name -> flat uint8 view of the storage, at today's addresses. Only after `check` said "same" or "moved".
