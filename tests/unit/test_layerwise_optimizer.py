@@ -357,7 +357,8 @@ def test_a_refit_from_owners_waits_for_their_step_and_not_for_the_device(monkeyp
     o = Half(net)
     o._device = torch.device("cuda")
     source = LayerWiseTrainer(TensorTrainer(net, rank=0, world=2), o, sources)
-    source.device = source.base.device = o._device
+    for kind in (LayerWiseTrainer, TensorTrainer):
+        monkeypatch.setattr(kind, "device", o._device)
     o.inner[0].register_step_post_hook(lambda *_: said.append("stepped"))
     begin = o.gather.begin
     monkeypatch.setattr(o.gather, "begin", lambda: (said.append("gather"), begin()))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -32,7 +33,7 @@ from xfer.testing.world import Job
 from xfer.trace.catalog import Catalog
 from xfer.trace.declared import declared_fragments
 from xfer.trace.fragment import Fragment, Root, Span
-from xfer.trace.slots import local
+from xfer.trace.slots import device_of, local
 
 EXAMPLES = max(5, int(os.environ.get("XFER_EXAMPLES", 200)) // 10)
 WORLD = 4
@@ -341,6 +342,35 @@ def test_what_was_let_go_of_is_free_when_the_trainer_drops_it_and_is_found_again
         assert holder.check() == "moved"
         assert net.a.weight.data_ptr() in {t.data_ptr() for t in trainer.rebind().values()}
         assert holder.check() == "same"
+
+
+@pytest.mark.parametrize("given", ["a module", "a callable"])
+def test_the_device_is_where_tensors_lie_when_they_are_first_read_and_then_for_good(given):
+    """A model may be made without bytes, or on the CPU, and moved before it is connected; not between two refits."""
+    net = torch.nn.Linear(2, 2, device="meta")
+    trainer = TensorTrainer(net if given == "a module" else net.state_dict, rank=0, world=1)
+    assert trainer.device.type == "meta"
+    net.to_empty(device="cpu")
+    assert trainer.device.type == "cpu"
+    trainer.read()
+    net.to("meta")
+    assert trainer.device.type == "cpu"
+
+
+def test_every_tensor_that_lies_elsewhere_is_named():
+    net = Net(4, 2, torch.float32, False)
+    net.b.bias = torch.nn.Parameter(torch.zeros(0))  # without bytes: it is nowhere
+    trainer = TensorTrainer(net)
+    trainer._device = torch.device("cuda", 0)  # as of one that read this model there
+    with pytest.raises(RebindError, match="read on cuda:0") as e:
+        trainer.read()
+    assert sorted(v.split(":")[0] for v in e.value.violations) == ["a.weight", "b.weight", "bias"]
+    assert "lies on cpu; bring it to cuda:0" in e.value.violations[0]
+
+
+def test_a_gpu_is_the_device_of_a_model_that_is_partly_there():
+    at = [SimpleNamespace(device=torch.device(d)) for d in ("cpu", "cuda:1", "cuda:0")]
+    assert device_of(at) == torch.device("cuda:1") and device_of(at[:1]) == torch.device("cpu") == device_of([])
 
 
 def test_a_tensor_that_is_given_for_the_first_time_is_seen_whoever_looked_before():

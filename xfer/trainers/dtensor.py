@@ -22,7 +22,7 @@ from xfer.mesh.placement import Placement, Replicate, from_dtensor, from_torch
 from xfer.mesh.slices import local_shape
 from xfer.trace.declared import declared_fragments
 from xfer.trace.fragment import Fragment, TensorSpec
-from xfer.trace.slots import Place, Slot, Slots, device_of, local, tensors_of
+from xfer.trace.slots import Place, Slot, Slots, device_of, local, refuse_elsewhere, tensors_of
 from xfer.trace.traced import Traced, TrainerLayout
 from xfer.trainers.pending import drain_over
 
@@ -93,7 +93,19 @@ class TensorTrainer:
         self._names: set[str] = set()  # of what was given when the layout was read
         self._slots: Slots | None = None
         self._specs: list[object] = []
-        self.device = device_of(local(s.get()) for s in self._walk())
+        self._device: torch.device | None = None  # when the layout was first read
+        for _ in self._walk():  # of names that clash the caller hears now
+            pass
+        self.let_go()
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank's tensors were when their layout was first read; before that, where they are."""
+        if self._device is not None:
+            return self._device
+        found = device_of(t for s in self._walk() if (t := local(s.get())) is not None)
+        self.let_go()
+        return found
 
     def drain(self) -> None:
         """`finish_gathers`, then wait for the device."""
@@ -115,11 +127,12 @@ class TensorTrainer:
 
     def read(self) -> TrainerLayout:
         """Raises, with every violation of this rank: LayoutError where a tensor is not what its layout says, Unsupported
-        for pending sums and for tensors that hide their bytes, RebindError for tensors without bytes."""
-        found = list(self._walk())
+        for pending sums and for tensors that hide their bytes, RebindError for tensors without bytes, or on another device."""
+        device, found = self.device, list(self._walk())
         self._refuse_hidden(found)
         slots = Slots([self._module] if self._module is not None else [], found)
         bound = slots.bind()
+        refuse_elsewhere(found, device, f"trainer {self.rank}")
         specs, fragments, wrong, kind = [], [], [], LayoutError
         unknown = self._declared.keys() - {s.name for s in found}
         wrong += [f"{name}: a layout is declared for it, but there is no such tensor" for name in sorted(unknown)]
@@ -135,7 +148,7 @@ class TensorTrainer:
             fragments += parts
         if wrong:
             raise kind(f"trainer {self.rank}: it cannot be told where these tensors lie", wrong)
-        self._slots, self._specs, self._names = slots, _specs(found), set(self._given)
+        self._slots, self._specs, self._names, self._device = slots, _specs(found), set(self._given), device
         return TrainerLayout(Traced(tuple(sorted(specs)), tuple(fragments)), bound.roots, bound.tensors)
 
     def check(self) -> str:

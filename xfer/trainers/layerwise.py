@@ -56,9 +56,13 @@ class LayerWiseTrainer:
                 ['give it finish_gathers(), which is its drain() without that wait, or use LayerWiseTrainer(…, sources="all")'],
             )
         self.base, self.optimizer, self.sources = base, optimizer, sources
-        self.rank, self.world, self.device = base.rank, base.world, base.device
+        self.rank, self.world = base.rank, base.world
         self.reads_together = base.reads_together
         self._kept: tuple[str, ...] = ()
+
+    @property
+    def device(self) -> torch.device:
+        return self.base.device
 
     def drain(self) -> None:
         """ "all": finish the gather, collectively, and wait for the device. "owners": wait for the last step's own writes, and for the

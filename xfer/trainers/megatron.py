@@ -20,7 +20,7 @@ from xfer.trace.boxes import relocate
 from xfer.trace.collectives import objects_stay_home
 from xfer.trace.export import ExportWatch, twin
 from xfer.trace.fragment import Fragment, TensorSpec
-from xfer.trace.slots import Binding, Slot, Slots, bare, device_of, walk
+from xfer.trace.slots import Binding, Slot, Slots, bare, device_of, refuse_elsewhere, walk
 from xfer.trace.traced import Traced, TrainerLayout
 from xfer.trainers.bridge_export import (
     AdapterTasks,
@@ -72,13 +72,18 @@ class MegatronTrainer:
         self.chunks = [model_chunks] if isinstance(model_chunks, torch.nn.Module) else list(model_chunks)
         self.bridge = bridge
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
-        self.device = device_of(p for chunk in self.chunks for p in chunk.parameters())
+        self._device: torch.device | None = None  # when the layout was first read
         self._hf_names = None if hf_names is None else tuple(hf_names)
         self._probe, self.reads_together = probe, bool(probe)
         self._scratch_bytes = scratch_bytes
         self._slots: Slots | None = None
         self._computed: Computed | None = None
         self._scales = Scales()
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank's parameters were when their layout was first read; before that, where they are."""
+        return self._device or device_of(p for chunk in self.chunks for p in chunk.parameters())
 
     # -- before bytes move --------------------------------------------------------------------------------------------
 
@@ -115,10 +120,10 @@ class MegatronTrainer:
     def read(self) -> TrainerLayout:
         """Trace this rank's half of the map, alone: no collective, no byte of a parameter (except with `probe`).
 
-        Unsupported or LayoutError, listing every violation of this rank, before anything has moved.
+        Unsupported, LayoutError or RebindError, listing every violation of this rank, before anything has moved.
         """
         self._refuse_unsupported()
-        model_bridge = model_bridge_of(self.bridge)
+        device, model_bridge = self.device, model_bridge_of(self.bridge)
         names, index = self._checkpoint()
         slot_of = {id(slot.get()): slot for slot in walk(self.chunks)}
         with torch.no_grad():
@@ -129,12 +134,14 @@ class MegatronTrainer:
                 seen = self._follow(model_bridge, names, tasks, adapters, slot_of)
             if self._probe:
                 failing = None if self._probe == "all" else set(seen.failed)
-                seen.replace(probe_export(model_bridge, self.chunks, names, slot_of, failing, self.device))
+                seen.replace(probe_export(model_bridge, self.chunks, names, slot_of, failing, device))
         traced = _canonical(seen.result(self.rank), index, self._rows(seen.vocab), self.rank)
-        computed = Computed(traced, self.device, self._scratch_bytes) if traced.recipes or traced.gathers else None
-        self._slots = Slots(self.chunks, [slot_of[id(t.param_weight)] for t in (*tasks, *factor_tasks(adapters))])
+        computed = Computed(traced, device, self._scratch_bytes) if traced.recipes or traced.gathers else None
+        slots = Slots(self.chunks, [slot_of[id(t.param_weight)] for t in (*tasks, *factor_tasks(adapters))])
+        bound = slots.bind()
+        refuse_elsewhere(slots.slots, device, f"trainer {self.rank}")
+        self._slots, self._device = slots, device
         self._computed, self._scales = computed, Scales(self.chunks, adapters)
-        bound = self._slots.bind()
         traced = _relocate(traced, bound)
         if computed is None:
             return TrainerLayout(traced, bound.roots, bound.tensors)
