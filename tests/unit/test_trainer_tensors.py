@@ -373,6 +373,24 @@ def test_a_gpu_is_the_device_of_a_model_that_is_partly_there():
     assert device_of(at) == torch.device("cuda:1") and device_of(at[:1]) == torch.device("cpu") == device_of([])
 
 
+@pytest.mark.parametrize("drop", [lambda m: setattr(m, "bias", None), lambda m: delattr(m, "bias")], ids=["None", "del"])
+def test_a_module_that_has_lost_a_tensor_is_another_layout_and_one_without_bytes_is_none(drop):
+    net = Net(4, 2, torch.float32, False)
+    trainer = TensorTrainer(net)
+    trainer.read()
+    drop(net.b)
+    assert trainer.check() == "changed"
+    assert [s.name for s in trainer.read().traced.specs] == ["a.weight", "b.weight", "bias"]
+    assert trainer.check() == "same"
+    net.a.weight.untyped_storage().resize_(0)
+    with pytest.raises(RebindError, match="cannot be read"):
+        trainer.check()
+    drop(net)
+    assert trainer.check() == "changed"
+    with pytest.raises(RebindError, match="cannot be read"):
+        trainer.read()
+
+
 def test_a_tensor_that_is_given_for_the_first_time_is_seen_whoever_looked_before():
     tensors = {"w": torch.zeros(3)}
     trainer = TensorTrainer(lambda: dict(tensors))
