@@ -69,9 +69,16 @@ def merged(folder: Path, family: str, keywords: Json) -> Json | None:
         adapter.linear_out.weight = torch.nn.Parameter(adapter.linear_out.weight.detach().clone())
         replaced = source.check()
         limits = gathered((refused, fits, replaced))
+        source = MegatronTrainer(trainer.chunks, trainer.bridge)
+        source.read()
+        for m in (m for c in trainer.chunks for m in c.modules() if hasattr(m, "linear_out")):
+            m.alpha *= 2
+        state, layout = source.check(), source.read()
+        source.compute()
+        rescaled = dict(states=gathered((state, source.check())), compared=compare(held(layout), truth(trainer)))
     if dist.get_rank():
         return None
-    return dict(steps=steps, ranks=facts, limits=limits)
+    return dict(steps=steps, ranks=facts, limits=limits, rescaled=rescaled)
 
 
 def refusal(source: MegatronTrainer) -> str:

@@ -68,6 +68,14 @@ def test_scratch_is_bounded_and_a_replaced_adapter_is_noticed(seen, case):
         assert replaced in ("moved", "changed"), "in a storage of its own, or no longer in the optimizer's"
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_an_adapter_that_is_scaled_anew_is_another_layout(seen, case):
+    """The scale is a constant of the recipes; what is read after it was changed is again what Bridge merges."""
+    found = seen(case)["rescaled"]
+    assert found["states"] == [["changed", "same"]] * 4
+    assert found["compared"] == dict(tensors=CASES[case][0], wrong=[], missing=[], unknown=[])
+
+
 def test_magnitudes_that_bridge_would_leave_out_are_refused_by_name(seen):
     for text in seen("dora")["refused"]:
         assert "trained tensors that would never reach an engine" in text and "weight_magnitude" in text, text

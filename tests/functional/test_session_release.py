@@ -11,9 +11,12 @@ import pytest
 from tests.functional.test_session_relay import until_true
 from tests.functional.test_session_routes import good, peers, right  # noqa: F401
 from tests.support import cpu_peer
+from tests.support.memory import Watched
 from tests.support.packed_world import PackedWorld
-from tests.support.world import ToyEngine, World
+from tests.support.world import SHAPES, ToyEngine, ToySource, World
+from xfer import Declared, MeshInfo, TensorTrainer
 from xfer.errors import DeadlineExceeded
+from xfer.mesh.placement import Shard
 from xfer.session import messages as m
 from xfer.session.lane import Lane
 
@@ -38,6 +41,41 @@ def test_a_replica_that_joins_while_weights_are_released_is_refitted_when_they_a
         w.controllers[0].wait_ready(15.0)
         for version in (2, 3):
             assert good(w.refit(version)).committed == 2
+            right(w, version)
+
+
+class Views(ToySource):
+    """As a TensorTrainer whose caller gives other objects over the same bytes at every call."""
+
+    def __init__(self, rank: int, world: int):
+        super().__init__(rank, world)
+        mesh = MeshInfo.line("trainers", range(world))
+        self.adapter = TensorTrainer(
+            lambda: {n: t.view(t.shape) for n, t in self.params.items()},
+            declared={n: Declared(s, mesh, (Shard(0),)) for n, s in SHAPES.items() if len(s) > 1},
+            rank=rank,
+            world=world,
+        )
+        for name in ("drain", "read", "check", "rebind", "let_go"):
+            setattr(self, name, getattr(self.adapter, name))
+
+
+def test_a_callable_that_makes_views_opens_no_route_anew_and_holds_nothing_after_a_release(monkeypatch):
+    opened, open_routes = [], Lane._open_routes
+    monkeypatch.setattr(Lane, "_open_routes", lambda lane, *a: (opened.append(lane), open_routes(lane, *a))[1])
+    with World(trainers=2, sources=[Views(i, 2) for i in range(2)]) as w:
+        for version in (1, 2, 3):
+            opened.clear()
+            good(w.refit(version))
+            right(w, version)
+            assert not opened or version == 1, "a warm refit was a cold one"
+        old = [Watched(t) for source in w.sources for t in source.params.values()]
+        for source, session in zip(w.sources, w.sessions, strict=True):
+            session.release()
+            source.params = {n: t.clone() for n, t in source.params.items()}
+        assert not any(m.held for m in old)
+        for version in (4, 5):
+            good(w.refit(version))
             right(w, version)
 
 

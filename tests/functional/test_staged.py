@@ -232,3 +232,28 @@ def test_either_all_ranks_go_on_to_gather_or_none_does(ranks):
     for t in threads:
         t.join(15)
     assert None not in ends and (set(ends) == {"on"} or "on" not in ends), ends
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(2, 4), st.lists(st.sampled_from(["", "0", "1"]), min_size=1, max_size=4))
+def test_every_meeting_of_the_same_ranks_compares_what_they_would_gather(world, differs):
+    """Process groups may have the same ranks. `differs`: for each meeting, which rank has another digest."""
+    keys, ends, ranks = Keys(), [None] * world, tuple(range(world))
+
+    def come(i: int) -> None:
+        meet, passed = SessionMeeting(keys.client, i, time.monotonic() + 5, lambda: False), 0
+        try:
+            for number, odd in enumerate(differs):
+                meet(ranks, f"{number} of {i}" if odd == str(i) else f"{number}")
+                passed += 1
+            ends[i] = passed, ""
+        except e.XferError as error:
+            ends[i] = passed, type(error).__name__
+
+    threads = [threading.Thread(target=come, args=(i,)) for i in ranks]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join(15)
+    equal = next((n for n, odd in enumerate(differs) if odd), len(differs))
+    assert ends == [(equal, "PlanMismatch" if equal < len(differs) else "")] * world

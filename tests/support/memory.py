@@ -1,6 +1,24 @@
-"""How much memory this process holds, by the kernel's own count. Linux only."""
+"""How much memory this process holds, by the kernel's own count (Linux only), and who still holds a tensor's."""
 
+import gc
 from pathlib import Path
+
+import torch
+
+
+class Watched:
+    """A tensor's storage. `held`: whether anybody holds it."""
+
+    def __init__(self, tensor: torch.Tensor):
+        self._at = tensor.untyped_storage()._weak_ref()
+
+    @property
+    def held(self) -> bool:
+        gc.collect()
+        return not torch.UntypedStorage._expired(self._at)
+
+    def __del__(self) -> None:
+        torch.UntypedStorage._free_weak_ref(self._at)
 
 
 def forget_peak() -> int:

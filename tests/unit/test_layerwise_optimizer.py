@@ -20,8 +20,9 @@ from tests.support.layerwise_model import step
 from xfer.errors import DeadlineExceeded, LayoutError, PeerLost, RebindError, StaleWeights, Unsupported
 from xfer.layerwise import LayerWiseOptimizer, Muon, ParamGroup, newton_schulz
 from xfer.layerwise.shares import known_elsewhere, refuse_astray, settle_in
+from xfer.trace.fragment import Fragment
 from xfer.trainers.dtensor import TensorTrainer
-from xfer.trainers.layerwise import LayerWiseTrainer
+from xfer.trainers.layerwise import LayerWiseTrainer, _Owners
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -266,6 +267,57 @@ def test_owners_want_an_adapter_that_can_leave_the_device_alone():
     LayerWiseTrainer(base, Half(layers()), "all")
 
 
+class Fused(nn.Module):
+    """q and k lie in one storage, as `order` has them; the checkpoint's tensor is the fused one."""
+
+    def __init__(self, order: str):
+        super().__init__()
+        self.flat = [torch.zeros(8, 4)]
+        for at, name in enumerate(order):
+            setattr(self, name, nn.Parameter(self.flat[0][4 * at : 4 * at + 4]))
+
+    def forward(self, x):
+        return x @ self.q.T + x @ self.k.T
+
+
+@pytest.mark.parametrize("order", ["qk", "kq"])
+def test_a_tensor_over_parameters_of_two_owners_is_offered_by_nobody(order):
+    net = Fused(order)
+    o = Half(net)
+    assert len(o.others) == 1, "both are this rank's: this proves nothing"
+    fused, (flat,) = {"qk": lambda: {"qk": flat}, "parts": lambda: {"q": flat[:4], "k": flat[4:]}}, net.flat
+    with pytest.raises(Unsupported, match="several owners") as e:
+        LayerWiseTrainer(TensorTrainer(fused["qk"], rank=0, world=2), o).read()
+    assert e.value.violations[0].startswith("qk: give one view per parameter")
+    parts = LayerWiseTrainer(TensorTrainer(fused["parts"], rank=0, world=2), o).read()
+    assert len(parts.traced.fragments) == 1
+    everybody = LayerWiseTrainer(TensorTrainer(fused["qk"], rank=0, world=2), o, "all")
+    assert [f.tensor for f in everybody.read().traced.fragments] == ["qk"]
+
+
+@given(st.data())
+def test_the_owners_of_a_fragment_are_those_of_its_elements_and_of_no_byte_between(data):
+    flat, cuts = torch.zeros(48), sorted(data.draw(st.sets(st.integers(0, 48), min_size=2, max_size=6)))
+    params = {f"p{i}": flat[a:b] for i, (a, b) in enumerate(zip(cuts, cuts[1:]))}
+    owner = {n: data.draw(st.integers(0, 2)) for n in params if data.draw(st.booleans())}  # others are frozen
+    optimizer = SimpleNamespace(
+        named=list(params.items()), owner={n: (None, r) for n, r in owner.items()}, owns=lambda n: owner[n] == 0
+    )
+    extent = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
+    strides = [0 if e == 1 else data.draw(st.integers(-6, 6).filter(bool)) for e in extent]
+    at = sum(s * torch.arange(e).view(-1, *[1] * d) for d, (e, s) in enumerate(zip(extent[::-1], strides[::-1])))
+    at = (at - at.min()).flatten().tolist()
+    if max(at) >= 48:
+        return
+    start = data.draw(st.integers(0, 47 - max(at)))
+    first = start - min(0, sum((e - 1) * s for e, s in zip(extent, strides) if s < 0))
+    f = Fragment("w", (0,) * len(extent), tuple(extent), "flat", first * 4, tuple(s * 4 for s in strides), "float32")
+    by_element = {i: r for n, r in owner.items() for i in range(cuts[int(n[1:])], cuts[int(n[1:]) + 1])}
+    want = {by_element[start + i] for i in at if start + i in by_element}
+    met = _Owners({"flat": flat}, optimizer).of(f)
+    assert {r for _, _, r in met} == want and all(mine == (r == 0) for mine, _, r in met)
+
+
 COPIES = {
     "of another dtype": lambda p: p.detach().to(torch.bfloat16),
     "made in place": lambda p: torch.zeros_like(p.data).add_(p.data),
@@ -305,7 +357,8 @@ def test_a_refit_from_owners_waits_for_their_step_and_not_for_the_device(monkeyp
     o = Half(net)
     o._device = torch.device("cuda")
     source = LayerWiseTrainer(TensorTrainer(net, rank=0, world=2), o, sources)
-    source.device = source.base.device = o._device
+    for kind in (LayerWiseTrainer, TensorTrainer):
+        monkeypatch.setattr(kind, "device", o._device)
     o.inner[0].register_step_post_hook(lambda *_: said.append("stepped"))
     begin = o.gather.begin
     monkeypatch.setattr(o.gather, "begin", lambda: (said.append("gather"), begin()))

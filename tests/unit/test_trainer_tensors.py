@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,16 +21,19 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from tests.support.memory import Watched
 from xfer import Declared, MeshInfo, TensorTrainer
 from xfer.errors import LayoutError, RebindError, Unsupported
 from xfer.mesh.placement import Segmented, from_dtensor
 from xfer.mesh.placement import Shard as XShard
+from xfer.packed.tensors import TensorStream
 from xfer.plan.inventory import engine_inventory, trainer_inventory
 from xfer.plan.planner import PlanOptions, plan_replica
 from xfer.testing.world import Job
 from xfer.trace.catalog import Catalog
 from xfer.trace.declared import declared_fragments
 from xfer.trace.fragment import Fragment, Root, Span
+from xfer.trace.slots import device_of, local
 
 EXAMPLES = max(5, int(os.environ.get("XFER_EXAMPLES", 200)) // 10)
 WORLD = 4
@@ -282,6 +286,119 @@ def test_new_addresses_are_moved_and_everything_else_is_changed():
         with pytest.raises(RebindError, match="cannot be read") as e:
             trainer.check()
         assert "v: has no bytes" in str(e.value)
+
+
+GIVEN = {
+    "state_dict": lambda net: net.state_dict(),
+    "detached": lambda net: {n: p.detach() for n, p in net.named_parameters()},
+    "parameters": lambda net: dict(net.named_parameters()),
+    "views": lambda net: {"a.top": net.a.weight.detach()[:3], "a.rest": net.a.weight.detach()[3:]},
+    "a DTensor's part": lambda net: {n: local(p).view(-1) for n, p in net.named_parameters()},
+}
+"""What a caller's function makes of a module, every time anew."""
+
+
+@pytest.mark.parametrize("scheme", ["whole", "fsdp"])
+@pytest.mark.parametrize("kind", GIVEN)
+def test_new_objects_over_the_same_bytes_have_not_moved_and_new_bytes_have(kind, scheme):
+    with world(1):
+        net = Net(8, 4, torch.float32, False)
+        cut(net, scheme)
+        if kind == "views" and scheme == "fsdp":
+            return
+        trainer = TensorTrainer(lambda: GIVEN[kind](net))
+        layout = trainer.read()
+        for _ in range(3):
+            trainer.drain()
+            assert trainer.check() == "same"
+        part = local(net.a.weight.data)
+        other = part.clone()
+        if scheme == "fsdp":
+            net.a.weight._local_tensor = other
+        else:
+            net.a.weight.data = other
+        trainer.drain()
+        assert trainer.check() == "moved"
+        now = trainer.rebind()
+        assert now.keys() == layout.tensors.keys()
+        assert other.data_ptr() in {t.data_ptr() for t in now.values()}
+        assert part.data_ptr() not in {t.data_ptr() for t in now.values()}
+        assert trainer.check() == "same"
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("kind", GIVEN)
+def test_what_was_let_go_of_is_free_when_the_trainer_drops_it_and_is_found_again(kind, packed):
+    net = Net(8, 4, torch.float32, False)
+    trainer = TensorTrainer(lambda: GIVEN[kind](net), rank=0, world=1)
+    holder = TensorStream(trainer) if packed else trainer
+    for _ in range(2):
+        holder.read()
+        assert holder.check() == "same"
+        old = Watched(net.a.weight)
+        holder.forget() if packed else holder.let_go()
+        net.a.weight.data = net.a.weight.data.clone()
+        assert not old.held
+        assert holder.check() == "moved"
+        assert net.a.weight.data_ptr() in {t.data_ptr() for t in trainer.rebind().values()}
+        assert holder.check() == "same"
+
+
+@pytest.mark.parametrize("given", ["a module", "a callable"])
+def test_the_device_is_where_tensors_lie_when_they_are_first_read_and_then_for_good(given):
+    """A model may be made without bytes, or on the CPU, and moved before it is connected; not between two refits."""
+    net = torch.nn.Linear(2, 2, device="meta")
+    trainer = TensorTrainer(net if given == "a module" else net.state_dict, rank=0, world=1)
+    assert trainer.device.type == "meta"
+    net.to_empty(device="cpu")
+    assert trainer.device.type == "cpu"
+    trainer.read()
+    net.to("meta")
+    assert trainer.device.type == "cpu"
+
+
+def test_every_tensor_that_lies_elsewhere_is_named():
+    net = Net(4, 2, torch.float32, False)
+    net.b.bias = torch.nn.Parameter(torch.zeros(0))  # without bytes: it is nowhere
+    trainer = TensorTrainer(net)
+    trainer._device = torch.device("cuda", 0)  # as of one that read this model there
+    with pytest.raises(RebindError, match="read on cuda:0") as e:
+        trainer.read()
+    assert sorted(v.split(":")[0] for v in e.value.violations) == ["a.weight", "b.weight", "bias"]
+    assert "lies on cpu; bring it to cuda:0" in e.value.violations[0]
+
+
+def test_a_gpu_is_the_device_of_a_model_that_is_partly_there():
+    at = [SimpleNamespace(device=torch.device(d)) for d in ("cpu", "cuda:1", "cuda:0")]
+    assert device_of(at) == torch.device("cuda:1") and device_of(at[:1]) == torch.device("cpu") == device_of([])
+
+
+@pytest.mark.parametrize("drop", [lambda m: setattr(m, "bias", None), lambda m: delattr(m, "bias")], ids=["None", "del"])
+def test_a_module_that_has_lost_a_tensor_is_another_layout_and_one_without_bytes_is_none(drop):
+    net = Net(4, 2, torch.float32, False)
+    trainer = TensorTrainer(net)
+    trainer.read()
+    drop(net.b)
+    assert trainer.check() == "changed"
+    assert [s.name for s in trainer.read().traced.specs] == ["a.weight", "b.weight", "bias"]
+    assert trainer.check() == "same"
+    net.a.weight.untyped_storage().resize_(0)
+    with pytest.raises(RebindError, match="cannot be read"):
+        trainer.check()
+    drop(net)
+    assert trainer.check() == "changed"
+    with pytest.raises(RebindError, match="cannot be read"):
+        trainer.read()
+
+
+def test_a_tensor_that_is_given_for_the_first_time_is_seen_whoever_looked_before():
+    tensors = {"w": torch.zeros(3)}
+    trainer = TensorTrainer(lambda: dict(tensors))
+    trainer.read()
+    tensors["more"] = torch.zeros(2)
+    trainer.drain()
+    assert trainer.check() == "changed"
+    assert [s.name for s in trainer.read().traced.specs] == ["more", "w"] and trainer.check() == "same"
 
 
 # ---- refusals

@@ -29,6 +29,7 @@ from xfer.trace.fragment import TensorSpec
 from xfer.trace.slots import Slot, Slots, walk
 from xfer.trainers.bridge_export import (
     Export,
+    Scales,
     factor_tasks,
     forget_names,
     model_bridge_of,
@@ -54,6 +55,7 @@ class BridgeStream:
         self.trainer, self.together = trainer, together
         self.rank, self.world, self.device = trainer.rank, trainer.world, trainer.device
         self._slots: Slots | None = None
+        self._scales = Scales()
         self._exports: dict[str, tuple[TensorSpec, ...]] = {}  # by the task's global parameter name, of owned tasks
         self._keys: dict[str, str] = {}  # by the same name: tasks with equal ones are exported in one call
         self._rows: dict[str, int] = {}  # of tensors whose first dim is the vocabulary, padded by Megatron
@@ -99,6 +101,7 @@ class BridgeStream:
         self._exports = {task: tuple(self._cut(s) for s in specs.values()) for task, specs in found.items()}
         self._slots = Slots(t.chunks, [slot_of[id(x.param_weight)] for x in (*tasks, *factors)])
         self._slots.bind()
+        self._scales = Scales(t.chunks, adapters)
         return tuple(s for specs in self._exports.values() for s in specs)
 
     def _cut(self, spec: TensorSpec) -> TensorSpec:
@@ -112,7 +115,7 @@ class BridgeStream:
         state = self._slots.check()
         if state == "moved":
             self._slots.bind()  # from here on this is what later checks compare with
-        return state
+        return state if self._scales.hold() else "changed"
 
     # ---- with all ranks
 

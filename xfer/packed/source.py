@@ -162,6 +162,10 @@ class PackedSource:
         if hasattr(self.stream, "forget"):
             self.stream.forget()
 
+    def let_go(self) -> None:
+        """As `forget`, also where no replica has come yet."""
+        self.forget()
+
 
 def packed_source(trainer: object, limit: int, packed: bool = True, colocated: bool = False) -> PackedSource:
     """For the source that a caller gave to `connect`. Unsupported for kinds that give no whole tensors, and where the trainers

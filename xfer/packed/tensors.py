@@ -98,7 +98,7 @@ class TensorStream:
         self._mine = {}
         for f in layout.traced.fragments:
             self._mine.setdefault(f.tensor, []).append(f)
-        self.forget()
+        self._forget()
         self._roots, self._let_go = layout.tensors, False
         return tuple(self._specs.values())
 
@@ -112,12 +112,17 @@ class TensorStream:
         if state == "same" and (self._let_go or self._export is not None and self._export.stale()):
             state = "moved"
         if state == "moved":
-            self.forget()
+            self._forget()
             self._roots, self._let_go = self.source.rebind(), False
         return state
 
     def forget(self) -> None:
         """Lets go of all storages, this rank's and the others', and of buffers. The next refit finds them again."""
+        self._forget()
+        if hasattr(self.source, "let_go"):
+            self.source.let_go()
+
+    def _forget(self) -> None:
         self._ways, self._slots, self._sources, self._last = {}, {}, [], _Made()
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self._roots, self._let_go, self._export = {}, True, None

@@ -20,7 +20,7 @@ from xfer.packed.tensors import TensorStream
 from xfer.packed.wire import Message
 from xfer.trace.collectives import objects_stay_home
 from xfer.trace.fragment import TensorSpec
-from xfer.trace.slots import Slots, walk
+from xfer.trace.slots import Slots, refuse_elsewhere, walk
 from xfer.trace.traced import Traced, TrainerLayout
 from xfer.trainers.bridge_export import factor_tasks, model_bridge_of, owned_adapters, owned_tasks
 from xfer.trainers.megatron import MegatronTrainer, _canonical, _relocate
@@ -52,6 +52,10 @@ class TracedParameters:
         _refuse_computed(traced)
         self._slots = Slots(t.chunks, [slot_of[id(x.param_weight)] for x in (*tasks, *factors)])
         bound = self._slots.bind()
+        try:
+            refuse_elsewhere(self._slots.slots, self.device, f"trainer {self.rank}")
+        except RebindError as e:  # Bridge's export may bring them together
+            raise LayoutError(e.message, e.violations) from e
         self.state = "same"
         return TrainerLayout(_relocate(traced, bound), bound.roots, bound.tensors)
 

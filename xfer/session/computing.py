@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -67,16 +68,22 @@ class Over(Exception):
 
 
 class Meeting:
-    """One attempt's. `store`: under a prefix of this attempt; `over`: whether the attempt has ended."""
+    """One attempt's. `store`: under a prefix of this attempt; `over`: whether the attempt has ended.
+
+    Ranks may meet more than once, since several process groups may have the same ones (tensor-parallel ones of experts and of
+    all else); they do so in one order, so a number tells the meetings apart.
+    """
 
     def __init__(self, store: Callable[..., HubStore], me: int, until: float, over: Callable[[], bool]):
         self._plain, self._waiting = store(), store(cancelled=over)
         self._me, self._until, self._over = me, until, over
+        self._met: Counter[tuple[int, ...]] = Counter()
 
     def __call__(self, ranks: tuple[int, ...], digest: str) -> None:
         """Returns when all `ranks` have called with this `digest`. DeadlineExceeded names who has not; PlanMismatch,
         on all of them, when digests differ; Over."""
-        at = hashlib.blake2b(repr(ranks).encode(), digest_size=8).hexdigest()
+        self._met[ranks] += 1
+        at = hashlib.blake2b(repr((ranks, self._met[ranks])).encode(), digest_size=8).hexdigest()
         count, go, said = f"{at}/n", f"{at}/go", [f"{at}/d{r}" for r in ranks]
         self._plain.set(f"{at}/d{self._me}", digest)
         if self._plain.add(count, 1) == len(ranks):

@@ -41,7 +41,7 @@ from xfer.transport.routes import Routed
 
 
 class Source(Protocol):
-    """A trainer framework's adapter on one rank."""
+    """A trainer framework's adapter on one rank. It may have a `let_go()`: hold none of the trainer's tensors until the next look."""
 
     rank: int
     world: int
@@ -461,6 +461,8 @@ class TrainerSession:
         self._roots, self._released = [], True
         self._sums = SourceSums(self.index, [], [])
         self.layout = replace(self.layout, tensors={})
+        if hasattr(self.source, "let_go"):
+            self.source.let_go()
 
     def explain(self) -> str:
         lanes = [

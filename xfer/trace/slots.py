@@ -84,14 +84,32 @@ def local(tensor: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def device_of(tensors: Iterable[torch.Tensor]) -> torch.device:
-    """That of the first; of none, where this process computes: a rank that holds nothing belongs to its job all the same."""
-    first = next(iter(tensors), None)
+    """The first GPU among theirs, else that of the first. Of none, where this process computes: a rank that holds nothing belongs to
+    its job all the same."""
+    first = None
+    for t in tensors:
+        if t.device.type == "cuda":
+            return t.device
+        first = first or t.device
     if first is not None:
-        return first.device
+        return first
     d = torch.distributed
     if torch.cuda.is_initialized() or d.is_available() and d.is_initialized() and "nccl" in str(d.get_backend()):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
+
+
+def refuse_elsewhere(slots: Iterable[Slot], device: torch.device, who: str) -> None:
+    """RebindError, naming each slot whose bytes are not on `device`: what reads them there takes their addresses for its own."""
+    tensors = ((slot.name, local(slot.get())) for slot in slots)
+    bad = [
+        f"{name}: lies on {t.device}; bring it to {device}"
+        for name, t in tensors
+        if t is not None and t.device != device and t.untyped_storage().nbytes()
+    ]
+    if bad:
+        why = f"{who}: its weights are read on {device}, and not all are there; for another device make the adapter and connect anew"
+        raise RebindError(why, bad)
 
 
 def bare(path: str) -> str:

@@ -87,6 +87,20 @@ def factor_tasks(adapters: AdapterTasks) -> list:
     return [t for tasks in adapters.values() for a in tasks for t in (a.linear_in_task, a.linear_out_task)]
 
 
+class Scales:
+    """The two numbers of each adapter of this rank by which Bridge scales a merge, as they were when tasks were built: tasks and
+    recipes have them as constants."""
+
+    def __init__(self, chunks: Sequence[torch.nn.Module] = (), adapters: AdapterTasks | None = None):
+        inner = {id(t.megatron_module) for t in factor_tasks(adapters or {})}
+        modules = (m for chunk in chunks for m in chunk.modules()) if inner else ()
+        outer = {id(m): m for m in modules if any(id(c) in inner for c in m.children())}
+        self._was = [(m, m.alpha, m.dim) for m in outer.values()]
+
+    def hold(self) -> bool:
+        return all((m.alpha, m.dim) == (alpha, dim) for m, alpha, dim in self._was)
+
+
 def with_factors(adapters: AdapterTasks, weights: Iterable[torch.Tensor]) -> AdapterTasks:
     """The same tasks with other weights, given in the order of `factor_tasks`."""
     given = iter(weights)

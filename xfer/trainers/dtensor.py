@@ -22,7 +22,7 @@ from xfer.mesh.placement import Placement, Replicate, from_dtensor, from_torch
 from xfer.mesh.slices import local_shape
 from xfer.trace.declared import declared_fragments
 from xfer.trace.fragment import Fragment, TensorSpec
-from xfer.trace.slots import Place, Slot, Slots, device_of, local, tensors_of
+from xfer.trace.slots import Place, Slot, Slots, device_of, local, refuse_elsewhere, tensors_of
 from xfer.trace.traced import Traced, TrainerLayout
 from xfer.trainers.pending import drain_over
 
@@ -59,7 +59,8 @@ class TensorTrainer:
     """Source adapter for `xfer.connect`: one trainer rank, and how its tensors lie.
 
     parameters: a module, whose parameters and persistent buffers are taken, tied ones once and under their first name;
-    or a callable that returns {name: tensor or DTensor} afresh at every call, so that replaced tensors are seen. It is called
+    or a callable that returns {name: tensor or DTensor} afresh at every call, so that replaced tensors are seen. It may make
+    other tensor objects over the same bytes each time (views, `state_dict()`): those have not moved. It is called
     before gathers of a layer-wise optimizer are finished, which says what it reads, and again after.
     declared: layouts of plain tensors, by checkpoint name; those of DTensors are known, all others are whole on every
     rank. rename: from a name in `parameters` to the checkpoint's. rank, world: default torch.distributed's, 0 and 1
@@ -89,9 +90,22 @@ class TensorTrainer:
         self.world = world if world is not None else d.get_world_size() if live else 1
         self._me = d.get_rank() if live else self.rank  # in meshes, which know nothing of a rank given here
         self._given: dict[str, torch.Tensor | None] = {}
+        self._names: set[str] = set()  # of what was given when the layout was read
         self._slots: Slots | None = None
         self._specs: list[object] = []
-        self.device = device_of(local(s.get()) for s in self._walk())
+        self._device: torch.device | None = None  # when the layout was first read
+        for _ in self._walk():  # of names that clash the caller hears now
+            pass
+        self.let_go()
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank's tensors were when their layout was first read; before that, where they are."""
+        if self._device is not None:
+            return self._device
+        found = device_of(t for s in self._walk() if (t := local(s.get())) is not None)
+        self.let_go()
+        return found
 
     def drain(self) -> None:
         """`finish_gathers`, then wait for the device."""
@@ -113,11 +127,12 @@ class TensorTrainer:
 
     def read(self) -> TrainerLayout:
         """Raises, with every violation of this rank: LayoutError where a tensor is not what its layout says, Unsupported
-        for pending sums and for tensors that hide their bytes, RebindError for tensors without bytes."""
-        found = list(self._walk())
+        for pending sums and for tensors that hide their bytes, RebindError for tensors without bytes, or on another device."""
+        device, found = self.device, list(self._walk())
         self._refuse_hidden(found)
         slots = Slots([self._module] if self._module is not None else [], found)
         bound = slots.bind()
+        refuse_elsewhere(found, device, f"trainer {self.rank}")
         specs, fragments, wrong, kind = [], [], [], LayoutError
         unknown = self._declared.keys() - {s.name for s in found}
         wrong += [f"{name}: a layout is declared for it, but there is no such tensor" for name in sorted(unknown)]
@@ -133,7 +148,7 @@ class TensorTrainer:
             fragments += parts
         if wrong:
             raise kind(f"trainer {self.rank}: it cannot be told where these tensors lie", wrong)
-        self._slots, self._specs = slots, _specs(found)
+        self._slots, self._specs, self._names, self._device = slots, _specs(found), set(self._given), device
         return TrainerLayout(Traced(tuple(sorted(specs)), tuple(fragments)), bound.roots, bound.tensors)
 
     def check(self) -> str:
@@ -141,11 +156,15 @@ class TensorTrainer:
         if self._slots is None:
             return "changed"
         if self._get is not None:
-            names = set(self._given)
             self._refresh()
-            if set(self._given) != names:
+            if self._given.keys() != self._names:
                 return "changed"
-        state = self._slots.check()
+        try:
+            state = self._slots.check()
+        except RebindError:
+            if any(slot.get() is None for slot in self._slots.slots):
+                return "changed"  # the model has fewer tensors; if others have no bytes, `read` says so
+            raise
         # A DTensor's own part may be as before although it is another part now.
         return state if self._specs == _specs(self._slots.slots) else "changed"
 
@@ -153,12 +172,24 @@ class TensorTrainer:
         """Root name -> flat uint8 view of the storage at today's address; only after `check` said "moved"."""
         if self._slots is None:
             raise RebindError("rebind() before read()")
+        if self._get is not None and not self._given:  # they were let go of
+            self._refresh()
         return self._slots.bind().tensors
+
+    def let_go(self) -> None:
+        """Hold nothing that a callable gave: it may lie in memory that the trainer is about to free. The next look asks anew."""
+        self._given.clear()
 
     # ---- details
 
     def _refresh(self) -> None:
+        """What is given anew for the same place changes nothing: the old object stays, by which slots tell that nothing moved. It
+        held its memory meanwhile, so this is no other memory at an old address."""
         now = dict(self._get())  # before the old ones go: the callable may read them
+        for name, t in now.items():
+            old = self._given.get(name)
+            if old is not t and old is not None and t is not None and _same_place(old, t):
+                now[name] = old
         self._given.clear()
         self._given.update(now)
 
@@ -224,6 +255,21 @@ class TensorTrainer:
         return spec, declared_fragments(
             slot.name, shape, place.dtype, mesh, placements, self._me, place.root, place.strides, place.offset
         )
+
+
+def _same_place(old: torch.Tensor, new: torch.Tensor) -> bool:
+    """Whether two tensors are the same bytes in the same form, part of the same whole."""
+    a, b = local(old), local(new)
+    return (
+        type(old) is type(new)
+        and type(a) is type(b)
+        and type(a) in (torch.Tensor, torch.nn.Parameter)
+        and (a.dtype, a.layout, a.device) == (b.dtype, b.layout, b.device)
+        and a.layout == torch.strided
+        and a.is_set_to(b)
+        and a.data_ptr() == b.data_ptr()
+        and getattr(old, "_spec", None) == getattr(new, "_spec", None)
+    )
 
 
 def _specs(slots: Sequence[Slot]) -> list[object | None]:

@@ -7,17 +7,17 @@ chosen in xfer.layerwise.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal, Protocol
 
+import numpy as np
 import torch
 
 from xfer.errors import LayoutError, StaleWeights, Unsupported, XferError
 from xfer.trace.fragment import Fragment
 from xfer.trace.slots import local
-from xfer.trace.traced import TrainerLayout
+from xfer.trace.traced import Traced, TrainerLayout
 from xfer.trainers.pending import left_alone
 
 if TYPE_CHECKING:
@@ -42,9 +42,9 @@ class LayerWiseTrainer:
     parameters, buffers) is offered by every rank; it was written on the stream that the caller is on, or before. "all"
     finishes the gather first, and then every rank is a source.
 
-    Unsupported with "owners" where `base` cannot finish gathers without a wait for the device, where tensors are computed while
-    exporting (adapters), or by a callable of `base` (copies in another dtype): those need all their inputs here, and nothing
-    says who owns them.
+    Unsupported with "owners" where `base` cannot finish gathers without a wait for the device, where one tensor spans parameters
+    of several owners, where tensors are computed while exporting (adapters), or by a callable of `base` (copies in another
+    dtype): those need all their inputs here, and nothing says who owns them.
     """
 
     def __init__(self, base: Base, optimizer: LayerWiseOptimizer, sources: Literal["owners", "all"] = "owners"):
@@ -56,9 +56,13 @@ class LayerWiseTrainer:
                 ['give it finish_gathers(), which is its drain() without that wait, or use LayerWiseTrainer(…, sources="all")'],
             )
         self.base, self.optimizer, self.sources = base, optimizer, sources
-        self.rank, self.world, self.device = base.rank, base.world, base.device
+        self.rank, self.world = base.rank, base.world
         self.reads_together = base.reads_together
         self._kept: tuple[str, ...] = ()
+
+    @property
+    def device(self) -> torch.device:
+        return self.base.device
 
     def drain(self) -> None:
         """ "all": finish the gather, collectively, and wait for the device. "owners": wait for the last step's own writes, and for the
@@ -91,12 +95,22 @@ class LayerWiseTrainer:
                 ['use LayerWiseTrainer(…, sources="all")'],
             )
         self._refuse_copies(layout.tensors)
-        ours = _Others(layout.tensors, self.optimizer)
-        fragments = tuple(f for f in traced.fragments if not ours.has(f))
+        fragments = self._offered(traced, _Owners(layout.tensors, self.optimizer))
         used = {f.root for f in fragments}
         roots = tuple(r for r in layout.roots if r.name in used)
         self._kept = tuple(r.name for r in roots)
         return TrainerLayout(replace(traced, fragments=fragments), roots, {n: layout.tensors[n] for n in self._kept})
+
+    def _offered(self, traced: Traced, owners: _Owners) -> tuple[Fragment, ...]:
+        """What no other rank owns."""
+        of = [owners.of(f) for f in traced.fragments]
+        bad = dict.fromkeys(f.tensor for f, met in zip(traced.fragments, of, strict=True) if len(met) > 1)
+        if bad:
+            raise Unsupported(
+                f"trainer {self.rank}: tensors that span parameters of several owners: no rank has the last step of all of them",
+                [f'{name}: give one view per parameter, or use LayerWiseTrainer(…, sources="all")' for name in bad],
+            )
+        return tuple(f for f, met in zip(traced.fragments, of, strict=True) if all(mine for mine, _, _ in met))
 
     def _refuse_copies(self, tensors: Mapping[str, torch.Tensor]) -> None:
         # By name: `buffers` of Megatron's DDP are its own, not a module's.
@@ -119,25 +133,56 @@ class LayerWiseTrainer:
         tensors = self.base.rebind()
         return tensors if self.sources == "all" else {n: tensors[n] for n in self._kept}
 
+    def let_go(self) -> None:
+        if hasattr(self.base, "let_go"):
+            self.base.let_go()
+
     def compute(self, meet: Meet = lambda ranks, digest: None) -> None:
         self.base.compute(meet)
 
 
-class _Others:
-    """The bytes that other ranks own, by address."""
+class _Owners:
+    """Who owns which bytes, by address. Parameters share none (`shares.overlapping`)."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], optimizer: LayerWiseOptimizer):
         self._base = {name: t.data_ptr() for name, t in tensors.items()}
         spans = []
         for name, p in optimizer.named:
-            if name in optimizer.owner and not optimizer.owns(name) and p.numel():
+            if name in optimizer.owner and p.numel():
                 reach = sum((n - 1) * s for n, s in zip(p.shape, p.stride())) + 1
-                spans.append((p.data_ptr(), p.data_ptr() + reach * p.element_size()))
-        spans.sort()
-        self._starts, self._ends = [s for s, _ in spans], [e for _, e in spans]
+                peers, owner = optimizer.owner[name]
+                who = (optimizer.owns(name), id(peers), owner)
+                spans.append((p.data_ptr(), p.data_ptr() + reach * p.element_size(), who))
+        spans.sort(key=lambda span: span[0])
+        self._starts, self._ends = np.array([[s, e] for s, e, _ in spans], np.int64).reshape(-1, 2).T
+        self._who = [who for _, _, who in spans]
 
-    def has(self, f: Fragment) -> bool:
-        """Whether the fragment's first element lies in a parameter of another owner; the others lie there with it."""
-        at = self._base[f.root] + f.offset
-        i = bisect_right(self._starts, at) - 1
-        return i >= 0 and at < self._ends[i]
+    def of(self, f: Fragment) -> set[tuple[bool, int, int]]:
+        """The owners of a fragment's bytes: (whether this rank, its peers, the rank among them). None for what has none, which is the
+        same everywhere."""
+        size = getattr(torch, f.dtype).itemsize
+        first = self._base[f.root] + f.offset
+        reach = [(e - 1) * s for e, s in zip(f.extent, f.strides)]
+        low, high = first + sum(r for r in reach if r < 0), first + sum(r for r in reach if r > 0) + size
+        met = self._between(np.array([low]), np.array([high]))
+        if len(met) > 1:  # or only between its elements
+            starts, length = _runs(f, low, size)
+            met = self._between(starts, starts + length)
+        return met
+
+    def _between(self, starts: np.ndarray, ends: np.ndarray) -> set[tuple[bool, int, int]]:
+        """Owners of bytes in any of these runs."""
+        first, last = np.searchsorted(self._ends, starts, "right"), np.searchsorted(self._starts, ends, "left")
+        pairs = np.unique(np.stack([first, last]), axis=1).T
+        return {self._who[i] for a, b in pairs.tolist() for i in range(a, b)}
+
+
+def _runs(f: Fragment, low: int, size: int) -> tuple[np.ndarray, int]:
+    """Where a fragment's runs of bytes begin, and how long each is."""
+    starts, length = np.array([low], np.int64), size
+    for stride, extent in sorted(zip(map(abs, f.strides), f.extent)):
+        if len(starts) == 1 and stride == length:
+            length *= extent
+        elif extent > 1:
+            starts = (starts[:, None] + stride * np.arange(extent)).ravel()
+    return starts, length

@@ -20,12 +20,13 @@ from xfer.trace.boxes import relocate
 from xfer.trace.collectives import objects_stay_home
 from xfer.trace.export import ExportWatch, twin
 from xfer.trace.fragment import Fragment, TensorSpec
-from xfer.trace.slots import Binding, Slot, Slots, bare, device_of, walk
+from xfer.trace.slots import Binding, Slot, Slots, bare, device_of, refuse_elsewhere, walk
 from xfer.trace.traced import Traced, TrainerLayout
 from xfer.trainers.bridge_export import (
     AdapterTasks,
     CheckpointNames,
     Export,
+    Scales,
     factor_tasks,
     hf_config,
     model_bridge_of,
@@ -71,12 +72,18 @@ class MegatronTrainer:
         self.chunks = [model_chunks] if isinstance(model_chunks, torch.nn.Module) else list(model_chunks)
         self.bridge = bridge
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
-        self.device = device_of(p for chunk in self.chunks for p in chunk.parameters())
+        self._device: torch.device | None = None  # when the layout was first read
         self._hf_names = None if hf_names is None else tuple(hf_names)
         self._probe, self.reads_together = probe, bool(probe)
         self._scratch_bytes = scratch_bytes
         self._slots: Slots | None = None
         self._computed: Computed | None = None
+        self._scales = Scales()
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank's parameters were when their layout was first read; before that, where they are."""
+        return self._device or device_of(p for chunk in self.chunks for p in chunk.parameters())
 
     # -- before bytes move --------------------------------------------------------------------------------------------
 
@@ -113,10 +120,10 @@ class MegatronTrainer:
     def read(self) -> TrainerLayout:
         """Trace this rank's half of the map, alone: no collective, no byte of a parameter (except with `probe`).
 
-        Unsupported or LayoutError, listing every violation of this rank, before anything has moved.
+        Unsupported, LayoutError or RebindError, listing every violation of this rank, before anything has moved.
         """
         self._refuse_unsupported()
-        model_bridge = model_bridge_of(self.bridge)
+        device, model_bridge = self.device, model_bridge_of(self.bridge)
         names, index = self._checkpoint()
         slot_of = {id(slot.get()): slot for slot in walk(self.chunks)}
         with torch.no_grad():
@@ -127,12 +134,14 @@ class MegatronTrainer:
                 seen = self._follow(model_bridge, names, tasks, adapters, slot_of)
             if self._probe:
                 failing = None if self._probe == "all" else set(seen.failed)
-                seen.replace(probe_export(model_bridge, self.chunks, names, slot_of, failing, self.device))
+                seen.replace(probe_export(model_bridge, self.chunks, names, slot_of, failing, device))
         traced = _canonical(seen.result(self.rank), index, self._rows(seen.vocab), self.rank)
-        computed = Computed(traced, self.device, self._scratch_bytes) if traced.recipes or traced.gathers else None
-        self._slots = Slots(self.chunks, [slot_of[id(t.param_weight)] for t in (*tasks, *factor_tasks(adapters))])
-        self._computed = computed
-        bound = self._slots.bind()
+        computed = Computed(traced, device, self._scratch_bytes) if traced.recipes or traced.gathers else None
+        slots = Slots(self.chunks, [slot_of[id(t.param_weight)] for t in (*tasks, *factor_tasks(adapters))])
+        bound = slots.bind()
+        refuse_elsewhere(slots.slots, device, f"trainer {self.rank}")
+        self._slots, self._device = slots, device
+        self._computed, self._scales = computed, Scales(self.chunks, adapters)
         traced = _relocate(traced, bound)
         if computed is None:
             return TrainerLayout(traced, bound.roots, bound.tensors)
@@ -140,12 +149,13 @@ class MegatronTrainer:
         return TrainerLayout(traced, (*bound.roots, computed.root), self._with_scratch(bound.tensors))
 
     def check(self) -> str:
-        """Is every storage where `read` or `rebind` found it? "same", "moved" (call `rebind`) or "changed" (call
-        `read`).
+        """Is every storage where `read` or `rebind` found it, and do adapters have the scales that they had? "same", "moved" (call
+        `rebind`) or "changed" (call `read`).
 
         RebindError lists parameters without bytes, or on another device. Cheap enough to run while bytes move.
         """
-        return self._slots.check() if self._slots else "changed"
+        state = self._slots.check() if self._slots else "changed"
+        return state if self._scales.hold() else "changed"
 
     def rebind(self) -> Mapping[str, torch.Tensor]:
         """Root name -> flat uint8 view of the storage, at today's addresses. Only after `check` said "same" or "moved".
