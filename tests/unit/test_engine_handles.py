@@ -629,6 +629,35 @@ def test_a_prefix_cache_that_stays_is_an_error():
         OfflineLLM(llm).reset_caches(T)
 
 
+@pytest.mark.parametrize("answers", [(True, True, True), (True, True, False), (False, True, True)])
+def test_every_data_parallel_rank_must_have_dropped_its_cache(answers):
+    """vLLM 0.25 asks all of them and gives the first one's answer."""
+    asked = []
+
+    class Core:
+        core_engines = range(len(answers))
+
+        async def _call_utility_async(self, *args, engine):
+            asked.append((engine, *args))
+            return answers[engine]
+
+    async def first(self, **_):
+        return answers[0]
+
+    first.__module__ = "vllm.v1.engine.async_llm"
+    engine = type("Engine", (FakeAsync,), {"reset_prefix_cache": first})(FakeVllm())
+    engine.engine_core = Core()
+    engine.vllm_config.model_config = SimpleNamespace(is_multimodal_model=False, is_encoder_decoder=False)
+    with running_loop() as loop:
+        handle = AsyncEngine(engine, loop)
+        if all(answers):
+            handle.reset_caches(T)
+        else:
+            with pytest.raises(XferError, match="did not drop"):
+                handle.reset_caches(T)
+    assert asked == [(rank, "reset_prefix_cache", True, True) for rank in range(len(answers))]
+
+
 def test_handle_for_picks_by_interface():
     core = FakeVllm()
     assert isinstance(handle_for("http://h:1"), HttpEngine)

@@ -182,7 +182,10 @@ class Handle(ABC):
                 if self._call(call, left()) is False:
                     raise XferError(
                         f"{self.name} did not drop its prefix cache",
-                        ["cache blocks are held, e.g. by a remote KV transfer: keep the engine paused and reset again"],
+                        [
+                            "cache blocks are held, e.g. by a remote KV transfer, or a KV connector did not drop its own: keep "
+                            "the engine paused and reset again"
+                        ],
                     )
 
     def _cache_calls(self) -> tuple[str, ...]:
@@ -416,6 +419,14 @@ class AsyncEngine(Handle):
         core = getattr(self._engine, "engine_core", None) if self._is_vllms("pause_generation") else None
         return getattr(core, "pause_scheduler_async", None) or self._engine.pause_generation
 
+    async def _reset_prefix(self) -> Any:
+        """Whether every data-parallel rank did. vLLM 0.25 gives the first one's answer only."""
+        core = getattr(self._engine, "engine_core", None) if self._is_vllms("reset_prefix_cache") else None
+        ask, ranks = getattr(core, "_call_utility_async", None), getattr(core, "core_engines", ())
+        if ask is None or len(ranks) < 2:
+            return await self._engine.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+        return all(await asyncio.gather(*(ask("reset_prefix_cache", True, True, engine=rank) for rank in ranks)))
+
     def _is_vllms(self, method: str) -> bool:
         return getattr(getattr(type(self._engine), method, None), "__module__", "").startswith("vllm.")
 
@@ -439,7 +450,7 @@ class AsyncEngine(Handle):
             "finish": engine.finish_weight_update,
             "set_version": lambda: _if_there_async(engine, "update_weight_version")(text),
             "get_version": lambda: _if_there_async(engine, "get_weight_version")(),
-            "reset_prefix": lambda: engine.reset_prefix_cache(reset_running_requests=True, reset_connector=True),
+            "reset_prefix": self._reset_prefix,
             "reset_mm": engine.reset_mm_cache,
             "reset_encoder": engine.reset_encoder_cache,
         }

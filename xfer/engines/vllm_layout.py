@@ -26,7 +26,7 @@ from xfer.engines.asleep import KeptParameters, refuse_asleep
 from xfer.engines.layout import EngineLayout, joined, read_layout, renamed, run_recipes, without_roots
 from xfer.engines.live import DRAFT, Storages
 from xfer.engines.lock import Lock, candidates, choose
-from xfer.engines.offload import refuse_offloaded
+from xfer.engines.settings import refuse_settings
 from xfer.errors import LayoutError, Unsupported, XferError
 from xfer.trace.fragment import TensorSpec
 from xfer.trace.loader import trace_loader
@@ -79,12 +79,12 @@ class EngineModel:
         """Trace the loader over the catalog's tensors and carry the result over to the live storages.
 
         LayoutError: the trainers' tensors are not those of this model, the live model is not laid out as its class
-        builds it, or bytes would stay as they are; Unsupported: a quantized or offloaded model, or post-load processing
-        that moves bytes.
+        builds it, or bytes would stay as they are; Unsupported: a quantized model, settings with which old weights would
+        live on (settings.py), or post-load processing that moves bytes.
         """
         if self.vllm_config.parallel_config.enable_eplb:
             raise Unsupported("this engine moves experts between workers while it serves", ["start vLLM without EPLB"])
-        refuse_offloaded(self.vllm_config)
+        refuse_settings(self.vllm_config)
         self._refuse_unseen_drafter()
         live = Storages(self.model, draft=self.draft, wraps=self._wraps())
         self._refuse_asleep(live)

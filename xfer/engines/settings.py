@@ -1,0 +1,63 @@
+"""Settings of a vLLM with which a refit would end well and the engine would still compute with old weights, told from its
+configuration, before anything of a model is read. Both routes ask. Not here: what is told from a live model (processed.py).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+from xfer.engines.offload import refuse_offloaded
+from xfer.errors import Unsupported
+
+TRUSTED = "XFER_TRUST_CONNECTORS"
+"""In an engine's environment: class names, with commas, of connectors whose caches the engine's owner answers for."""
+
+
+def refuse_settings(vllm_config: Any) -> None:
+    """Unsupported, naming settings; see each."""
+    refuse_offloaded(vllm_config)
+    refuse_kept_results(vllm_config)
+
+
+def refuse_kept_results(vllm_config: Any) -> None:
+    """KV and encoder connectors that keep what old weights computed where no reset of vLLM's reaches it.
+
+    Its scheduler takes a connector that has no `reset_cache` for one that was reset, and keys of such caches carry no version
+    of weights. So the class is asked whether it has one. A connector's own word that it did not work is another matter: that
+    fails the refit (Handle.reset_caches).
+    """
+    trusted = {name.strip() for name in os.environ.get(TRUSTED, "").split(",")}
+    bad: list[str] = []
+    kv = getattr(vllm_config, "kv_transfer_config", None)
+    for name, why in _unreset(kv) if kv is not None and kv.kv_connector else ():
+        bad += [] if name in trusted else [f"kv_transfer_config: {name} {why}"]
+    ec = getattr(vllm_config, "ec_transfer_config", None)
+    if ec is not None and ec.ec_connector and ec.ec_connector not in trusted:
+        bad.append(f"ec_transfer_config: {ec.ec_connector}: vLLM has no reset for encoder connectors")
+    if bad:
+        raise Unsupported(
+            "what older weights computed would be loaded again after a refit, from caches that vLLM does not reset",
+            [
+                *bad,
+                f"start vLLM without it; or, if it keeps nothing from one request to the next or you empty it yourself at every "
+                f"refit, name the class in {TRUSTED} where vLLM is started",
+            ],
+        )
+
+
+def _unreset(kv: Any) -> Iterator[tuple[str, str]]:
+    """(class, why) of a connector, or of each in one that has several."""
+    from vllm.config import KVTransferConfig
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
+    kind, extra = KVConnectorFactory.get_connector_class(kv), kv.kv_connector_extra_config or {}
+    for inner in extra.get("connectors", ()):
+        yield from _unreset(KVTransferConfig(**{"engine_id": kv.engine_id, **inner}))
+    if kind.reset_cache is KVConnectorBase_V1.reset_cache:
+        yield kind.__name__, "has no reset_cache()"
+    elif tiers := extra.get("secondary_tiers"):
+        names = ", ".join(str(t.get("type", t)) if isinstance(t, dict) else str(t) for t in tiers)
+        yield kind.__name__, f"resets its first tier only, not the secondary ones ({names})"
