@@ -159,6 +159,28 @@ def test_weights_that_vllm_offloads_are_refused_on_both_routes(folders, name):
             assert error.value.violations == (f"{name}=2: start vLLM without it",)
 
 
+def test_what_a_forward_computes_from_weights_and_keeps_is_refused_then(folders):
+    """vLLM has layers that do so, at their first forward or when they have loaded; a KV cache is no such thing."""
+    folder, _ = folders["qwen3_moe"]
+    with rank_of(folder) as (config, live, _):
+        catalog, attention = Catalog(checkpoint_specs(folder)), live.model.layers[1].self_attn.attn
+        config.compilation_config.static_forward_context["layer"] = attention
+        attention.kv_cache = torch.zeros(2, 8)
+        attention.scales = attention.kv_cache[:1]
+        model = EngineModel(config, live, CPU)
+        model.read(catalog)
+        assert model.check() == "same"
+        made = {"attn.cached": attention, "mlp.gate.cached": live.model.layers[1].mlp.gate}
+        for name, holder in made.items():
+            setattr(holder, name.rpartition(".")[2], live.model.norm.weight.float())
+        for ask in (model.check, lambda: model.read(catalog)):
+            with pytest.raises(Unsupported, match="outside its parameters and buffers") as error:
+                ask()
+            named = [v.split(": ")[0] for v in error.value.violations[:-1]]
+            assert named == ["model.layers.1.self_attn.attn.cached", "model.layers.1.mlp.gate.cached"]
+        EngineModel(config, live, CPU, keep=["*.attn.cached", "*.experts.gate.cached"]).read(catalog)
+
+
 def test_keep_and_drop(folders):
     folder, tensors = folders["qwen3_moe"]
     with rank_of(folder) as (config, live, _):

@@ -17,7 +17,8 @@ from xfer.engines.asleep import KeptParameters
 from xfer.engines.layout import read_layout, run_recipes
 from xfer.engines.live import Storages
 from xfer.engines.lock import candidates, choose
-from xfer.engines.vllm_layout import EmptyIsZero, refuse_processed
+from xfer.engines.processed import refuse_processed
+from xfer.engines.vllm_layout import EmptyIsZero
 from xfer.errors import LayoutError, RebindError, Unsupported, XferError
 from xfer.plan.inventory import SCRATCH
 from xfer.trace.fragment import TensorSpec

@@ -73,7 +73,8 @@ class PackedModel:
     def accept(self, catalog: Catalog) -> None:
         """Whether this engine can take what the trainers export. LayoutError with every name that only one side has,
         where transformers knows the engine's config; Unsupported for what whole tensors cannot do."""
-        from xfer.engines.vllm_layout import _refuse_other_family, refuse_processed
+        from xfer.engines.processed import refuse_processed
+        from xfer.engines.vllm_layout import _refuse_other_family
 
         engine = self.engine
         refuse_settings(engine.vllm_config)
