@@ -52,6 +52,24 @@ def test_both_routes_ask_before_anything_is_read():
             join(Catalog(()))
 
 
+def test_weights_that_a_daemon_lends_are_refused_unless_they_are_copied():
+    def load(how, **extra):
+        return SimpleNamespace(load_format=how, model_loader_extra_config=extra)
+
+    for how, extra, lent in (
+        ("auto", {}, False), ("dummy", {}, False), ("ipc_cache", {}, True), ("ipc_cache", {"mode": "zero_copy"}, True),
+        ("ipc_cache", {"mode": "copy"}, False),
+    ):  # fmt: skip
+        drafter = SimpleNamespace(draft_load_config=load(how, **extra))
+        for name, given in (
+            ("load_format", config(load_config=load(how, **extra), speculative_config=None)),
+            ("load_format", config(load_config=load(how, **extra), speculative_config=SimpleNamespace(draft_load_config=None))),
+            ("draft_load_config", config(load_config=load("auto"), speculative_config=drafter)),
+        ):
+            said = refused(given)
+            assert [v.split(":")[0] for v in said] == [name] * lent, (how, extra, said)
+
+
 class TestConnectors:
     pytestmark = pytest.mark.engine
 

@@ -18,7 +18,25 @@ TRUSTED = "XFER_TRUST_CONNECTORS"
 def refuse_settings(vllm_config: Any) -> None:
     """Unsupported, naming settings; see each."""
     refuse_offloaded(vllm_config)
+    refuse_shared_weights(vllm_config)
     refuse_kept_results(vllm_config)
+
+
+def refuse_shared_weights(vllm_config: Any) -> None:
+    """Weights mapped from a daemon of vLLM's that other engines map, too, also one that is not paused, and that a restarted engine
+    takes for the checkpoint. Also where the loader may have read the disk instead, which its setting does not say."""
+    configs = {"load_format": getattr(vllm_config, "load_config", None)}
+    spec = getattr(vllm_config, "speculative_config", None)
+    configs["draft_load_config"] = getattr(spec, "draft_load_config", None)  # without one a drafter loads as the model does
+    bad = [
+        f"{name}: ipc_cache maps a daemon's memory into this engine; set \"mode\": \"copy\" in its model_loader_extra_config, or load "
+        "otherwise"
+        for name, config in configs.items()
+        if getattr(config, "load_format", "") == "ipc_cache"
+        and (config.model_loader_extra_config or {}).get("mode", "zero_copy") != "copy"
+    ]
+    if bad:
+        raise Unsupported("this engine's weights may lie in memory that other engines serve from", bad)
 
 
 def refuse_kept_results(vllm_config: Any) -> None:
