@@ -159,7 +159,7 @@ class Handle(ABC):
             self._call("update", left(), failed=lambda: setattr(self, "_open", False), info=dict(info))
 
     def finish_ahead(self) -> None:
-        # Not the caches of images: vLLM drops a part of those where it is called, not where calls are carried out in order.
+        # Of a text model that is all; the encoder's cache is reset when its turn comes.
         for call in ("finish", "reset_prefix") if self.in_order and self._open else ():
             self._ahead[call] = self._send(call)
 
@@ -189,8 +189,9 @@ class Handle(ABC):
                     )
 
     def _cache_calls(self) -> tuple[str, ...]:
-        # Each is a round trip to the engine's process, while it does not serve.
-        return ("reset_prefix",) if self.text_only else ("reset_prefix", "reset_mm", "reset_encoder")
+        # Each is a round trip to the engine's process, while it does not serve. Not vLLM's cache of processed images: it holds
+        # nothing that weights computed, and a request that was processed before a reset would find its image gone, and fail.
+        return ("reset_prefix",) if self.text_only else ("reset_prefix", "reset_encoder")
 
     def _close_session(self, timeout: float) -> None:
         # An error in finish leaves vLLM's session open, and only another finish can close it. So it stays open here
@@ -362,7 +363,6 @@ class OfflineLLM(Handle):
             "set_version": lambda: _if_there(llm, "update_weight_version")(text),
             "get_version": lambda: _if_there(llm, "get_weight_version")(),
             "reset_prefix": lambda: llm.reset_prefix_cache(reset_running_requests=True, reset_connector=True),
-            "reset_mm": llm.reset_mm_cache,
             "reset_encoder": lambda: llm.llm_engine.reset_encoder_cache(),
         }
         return calls[call]()
@@ -451,7 +451,6 @@ class AsyncEngine(Handle):
             "set_version": lambda: _if_there_async(engine, "update_weight_version")(text),
             "get_version": lambda: _if_there_async(engine, "get_weight_version")(),
             "reset_prefix": self._reset_prefix,
-            "reset_mm": engine.reset_mm_cache,
             "reset_encoder": engine.reset_encoder_cache,
         }
         if call == "workers":
