@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -68,6 +69,13 @@ def test_weights_that_a_daemon_lends_are_refused_unless_they_are_copied():
         ):
             said = refused(given)
             assert [v.split(":")[0] for v in said] == [name] * lent, (how, extra, said)
+
+
+def test_scales_that_are_calculated_once_are_refused_where_the_cache_has_any():
+    for calculate, dtype in itertools.product((False, True), ("auto", "bfloat16", "fp8", "fp8_e4m3", "nvfp4")):
+        given = SimpleNamespace(cache_config=SimpleNamespace(calculate_kv_scales=calculate, cache_dtype=dtype, **NOTHING))
+        said = refused(given)
+        assert bool(said) == (calculate and dtype not in ("auto", "bfloat16")), (calculate, dtype)
 
 
 class TestConnectors:

@@ -19,6 +19,7 @@ def refuse_settings(vllm_config: Any) -> None:
     """Unsupported, naming settings; see each."""
     refuse_offloaded(vllm_config)
     refuse_shared_weights(vllm_config)
+    refuse_calculated_scales(getattr(vllm_config, "cache_config", None))
     refuse_kept_results(vllm_config)
 
 
@@ -37,6 +38,17 @@ def refuse_shared_weights(vllm_config: Any) -> None:
     ]
     if bad:
         raise Unsupported("this engine's weights may lie in memory that other engines serve from", bad)
+
+
+def refuse_calculated_scales(cache_config: Any) -> None:
+    """vLLM before 0.32 takes scales of a quantized KV cache from the first forward and then keeps them: from the weights of that day,
+    be they the random ones of load_format="dummy"."""
+    kind = getattr(cache_config, "cache_dtype", "auto")
+    if getattr(cache_config, "calculate_kv_scales", False) and kind not in ("auto", "bfloat16", "float16", "float32"):
+        raise Unsupported(
+            f"the scales of this engine's KV cache ({kind}) are calculated once, from the first weights, and stay after refits",
+            ["start vLLM without calculate_kv_scales: scales are 1 then, or the checkpoint's"],
+        )
 
 
 def refuse_kept_results(vllm_config: Any) -> None:
