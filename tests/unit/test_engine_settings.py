@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 
 from xfer.engines import settings
+from xfer.engines.handles import AsyncEngine
 from xfer.engines.vllm_layout import EngineModel
 from xfer.errors import Unsupported
 from xfer.packed.vllm_model import PackedModel
@@ -21,9 +24,9 @@ def config(**parts):
     return SimpleNamespace(cache_config=SimpleNamespace(**NOTHING), **parts)
 
 
-def refused(vllm_config) -> list[str]:
+def refused(vllm_config, workers=0) -> list[str]:
     try:
-        settings.refuse_settings(vllm_config)
+        settings.refuse_settings(vllm_config, workers)
     except Unsupported as e:
         return list(e.violations)
     return []
@@ -64,7 +67,10 @@ def test_weights_that_a_daemon_lends_are_refused_unless_they_are_copied():
         drafter = SimpleNamespace(draft_load_config=load(how, **extra))
         for name, given in (
             ("load_format", config(load_config=load(how, **extra), speculative_config=None)),
-            ("load_format", config(load_config=load(how, **extra), speculative_config=SimpleNamespace(draft_load_config=None))),
+            (
+                "load_format",
+                config(load_config=load(how, **extra), speculative_config=SimpleNamespace(draft_load_config=None)),
+            ),
             ("draft_load_config", config(load_config=load("auto"), speculative_config=drafter)),
         ):
             said = refused(given)
@@ -73,9 +79,44 @@ def test_weights_that_a_daemon_lends_are_refused_unless_they_are_copied():
 
 def test_scales_that_are_calculated_once_are_refused_where_the_cache_has_any():
     for calculate, dtype in itertools.product((False, True), ("auto", "bfloat16", "fp8", "fp8_e4m3", "nvfp4")):
-        given = SimpleNamespace(cache_config=SimpleNamespace(calculate_kv_scales=calculate, cache_dtype=dtype, **NOTHING))
+        given = SimpleNamespace(
+            cache_config=SimpleNamespace(calculate_kv_scales=calculate, cache_dtype=dtype, **NOTHING)
+        )
         said = refused(given)
         assert bool(said) == (calculate and dtype not in ("auto", "bfloat16")), (calculate, dtype)
+
+
+def parallel(balanced, ranks, local, dense=False):
+    """As vLLM has it in its front end, or, `dense`, in a dense model's workers, where each data-parallel rank is on its own."""
+    return SimpleNamespace(
+        world_size=2,
+        world_size_across_dp=2 if dense else 2 * ranks,
+        data_parallel_size=1 if dense else ranks,
+        data_parallel_size_local=1 if dense else local,
+        data_parallel_external_lb=balanced == "external",
+        data_parallel_hybrid_lb=balanced == "hybrid",
+        local_engines_only=balanced != "internal",
+    )
+
+
+def test_a_client_that_reaches_some_of_the_workers_is_told_by_its_engine_or_by_the_workers_that_it_reaches():
+    for balanced, ranks, local in (
+        ("internal", 1, 1), ("internal", 4, 2), ("external", 4, 1), ("hybrid", 4, 2), ("hybrid", 4, 4), ("hybrid", 1, 1)
+    ):  # fmt: skip
+        counted, unreached = 2 * ranks, balanced != "internal" and local < ranks
+        engine = MagicMock(vllm_config=SimpleNamespace(parallel_config=parallel(balanced, ranks, local)))
+        ask = AsyncEngine(engine, None)._now("workers")
+        if unreached:
+            with pytest.raises(Unsupported, match=f"reaches {2 * local} of its {counted} workers"):
+                asyncio.run(ask)
+        else:
+            assert asyncio.run(ask) == counted
+        for dense in (False, True):
+            told = refused(config(parallel_config=parallel(balanced, ranks, local, dense)), counted)
+            assert bool(told) == (unreached and not (dense and balanced == "hybrid")), (balanced, ranks, dense)
+        assert not refused(
+            config(parallel_config=parallel(balanced, ranks, local)), 2 * local
+        )  # a forwarder that counts right
 
 
 class TestConnectors:

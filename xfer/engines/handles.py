@@ -29,6 +29,7 @@ from typing import Any, Literal
 from xfer.engines.call_thread import CallThread
 from xfer.engines.gate import Gate
 from xfer.engines.interface import ASK_S, EngineHandle
+from xfer.engines.settings import refuse_unreached
 from xfer.errors import DeadlineExceeded, EngineLost, Unsupported, XferError
 
 logger = logging.getLogger("xfer")
@@ -454,7 +455,9 @@ class AsyncEngine(Handle):
             "reset_encoder": engine.reset_encoder_cache,
         }
         if call == "workers":
-            return engine.vllm_config.parallel_config.world_size_across_dp
+            parallel = engine.vllm_config.parallel_config
+            refuse_unreached(parallel, parallel.world_size_across_dp)
+            return parallel.world_size_across_dp
         return await calls[call]()
 
 

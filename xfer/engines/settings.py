@@ -15,12 +15,36 @@ TRUSTED = "XFER_TRUST_CONNECTORS"
 """In an engine's environment: class names, with commas, of connectors whose caches the engine's owner answers for."""
 
 
-def refuse_settings(vllm_config: Any) -> None:
-    """Unsupported, naming settings; see each."""
+def refuse_settings(vllm_config: Any, workers: int = 0) -> None:
+    """Unsupported, naming settings; see each. `workers`: of the replica, as its controller counts them; 0: unknown."""
+    parallel = getattr(vllm_config, "parallel_config", None)
+    # In the workers of a dense model vLLM hides how many data-parallel ranks there are; behind a hybrid balancer nothing tells then.
+    if workers and (_external(parallel) or getattr(parallel, "data_parallel_size", 1) > 1):
+        refuse_unreached(parallel, workers)
     refuse_offloaded(vllm_config)
     refuse_shared_weights(vllm_config)
     refuse_calculated_scales(getattr(vllm_config, "cache_config", None))
     refuse_kept_results(vllm_config)
+
+
+def refuse_unreached(parallel_config: Any, workers: int) -> None:
+    """`workers` where vLLM's client, which is behind a load balancer of data-parallel ranks, reaches its own host's only, or its
+    own rank's: the others would be waited for."""
+    if not getattr(parallel_config, "local_engines_only", False):
+        return
+    ranks = 1 if _external(parallel_config) else max(1, parallel_config.data_parallel_size_local)
+    if (reached := parallel_config.world_size * ranks) < workers:
+        raise Unsupported(
+            f"this engine's client reaches {reached} of its {workers} workers: its data-parallel ranks are balanced from outside",
+            [
+                "start vLLM with its own load balancer (no --data-parallel-rank, --data-parallel-external-lb or "
+                "--data-parallel-hybrid-lb), so that one client reaches all of them"
+            ],
+        )
+
+
+def _external(parallel_config: Any) -> bool:
+    return getattr(parallel_config, "data_parallel_external_lb", False)
 
 
 def refuse_shared_weights(vllm_config: Any) -> None:
@@ -28,9 +52,11 @@ def refuse_shared_weights(vllm_config: Any) -> None:
     takes for the checkpoint. Also where the loader may have read the disk instead, which its setting does not say."""
     configs = {"load_format": getattr(vllm_config, "load_config", None)}
     spec = getattr(vllm_config, "speculative_config", None)
-    configs["draft_load_config"] = getattr(spec, "draft_load_config", None)  # without one a drafter loads as the model does
+    configs["draft_load_config"] = getattr(
+        spec, "draft_load_config", None
+    )  # without one a drafter loads as the model does
     bad = [
-        f"{name}: ipc_cache maps a daemon's memory into this engine; set \"mode\": \"copy\" in its model_loader_extra_config, or load "
+        f'{name}: ipc_cache maps a daemon\'s memory into this engine; set "mode": "copy" in its model_loader_extra_config, or load '
         "otherwise"
         for name, config in configs.items()
         if getattr(config, "load_format", "") == "ipc_cache"

@@ -62,6 +62,7 @@ class EngineModel:
     ):
         self.vllm_config, self.model, self.device = vllm_config, model, device
         self.keep, self.drop, self.version = tuple(keep), tuple(drop), ""
+        self.workers = 0  # of the replica, as its controller counts them
         self.draft: torch.nn.Module | None = None  # the second model of speculative decoding, if it was handed over
         self._live: Storages | None = None
         self._copies: Copies | None = None
@@ -84,7 +85,7 @@ class EngineModel:
         """
         if self.vllm_config.parallel_config.enable_eplb:
             raise Unsupported("this engine moves experts between workers while it serves", ["start vLLM without EPLB"])
-        refuse_settings(self.vllm_config)
+        refuse_settings(self.vllm_config, self.workers)
         self._refuse_unseen_drafter()
         live = Storages(self.model, draft=self.draft, wraps=self._wraps())
         self._refuse_asleep(live)

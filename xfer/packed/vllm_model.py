@@ -77,7 +77,7 @@ class PackedModel:
         from xfer.engines.vllm_layout import _refuse_other_family
 
         engine = self.engine
-        refuse_settings(engine.vllm_config)
+        refuse_settings(engine.vllm_config, engine.workers)
         bad = []
         if engine.keep:
             bad.append(f"keep={list(engine.keep)}: loaders write what they are given; use the direct route, or drop=")
