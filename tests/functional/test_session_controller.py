@@ -37,7 +37,6 @@ class ToyLLM:
         self.update_weight_version = lambda text: toy.set_version(text, 0)
         self.get_weight_version = lambda: toy.get_version(0)
         self.reset_prefix_cache = lambda **_: True
-        self.reset_mm_cache = lambda: None
 
 
 def failing(world: World) -> Exception:

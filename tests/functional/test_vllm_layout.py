@@ -4,6 +4,8 @@ own `load_weights` does, whatever the parallelism. The live engine is test_vllm_
 
 import json
 import os
+import sys
+import types
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -157,6 +159,50 @@ def test_weights_that_vllm_offloads_are_refused_on_both_routes(folders, name):
             with pytest.raises(Unsupported, match="weight offloading") as error:
                 take(catalog)
             assert error.value.violations == (f"{name}=2: start vLLM without it",)
+
+
+def test_what_a_forward_computes_from_weights_and_keeps_is_refused_then(folders):
+    """vLLM has layers that do so, at their first forward or when they have loaded; a KV cache is no such thing."""
+    folder, _ = folders["qwen3_moe"]
+    with rank_of(folder) as (config, live, _):
+        catalog, attention = Catalog(checkpoint_specs(folder)), live.model.layers[1].self_attn.attn
+        config.compilation_config.static_forward_context["layer"] = attention
+        attention.kv_cache = torch.zeros(2, 8)
+        attention.scales = attention.kv_cache[:1]
+        model = EngineModel(config, live, CPU)
+        model.read(catalog)
+        assert model.check() == "same"
+        made = {"attn.cached": attention, "mlp.gate.cached": live.model.layers[1].mlp.gate}
+        for name, holder in made.items():
+            setattr(holder, name.rpartition(".")[2], live.model.norm.weight.float())
+        for ask in (model.check, lambda: model.read(catalog)):
+            with pytest.raises(Unsupported, match="outside its parameters and buffers") as error:
+                ask()
+            named = [v.split(": ")[0] for v in error.value.violations[:-1]]
+            assert named == ["model.layers.1.self_attn.attn.cached", "model.layers.1.mlp.gate.cached"]
+        EngineModel(config, live, CPU, keep=["*.attn.cached", "*.experts.gate.cached"]).read(catalog)
+
+
+def test_a_twin_takes_no_live_layers_place_where_ops_find_layers_by_name(folders, monkeypatch):
+    """As vLLM's HpcRopeNorm, which only its own package of kernels can build."""
+    from vllm.model_executor.model_loader import utils
+
+    make, registry = utils.initialize_model, {}
+    stand_in = types.ModuleType("vllm.stand_in")
+    stand_in.layers = registry
+    monkeypatch.setitem(sys.modules, stand_in.__name__, stand_in)
+
+    def registers(*args, **kwargs):
+        model = make(*args, **kwargs)
+        registry.update({name: m for name, m in model.named_modules() if name.endswith("norm")})
+        return model
+
+    folder, _ = folders["qwen3"]
+    with rank_of(folder) as (config, live, _):
+        registry["model.norm"] = live.model.norm
+        monkeypatch.setattr(utils, "initialize_model", registers)
+        EngineModel(config, live, CPU).read(Catalog(checkpoint_specs(folder)))
+        assert registry == {"model.norm": live.model.norm}
 
 
 def test_keep_and_drop(folders):

@@ -212,8 +212,7 @@ def test_a_refit_makes_vllms_calls_in_order_and_the_version_comes_last(pair):
     weights = [c for c in core.calls if "weight" in c]
     assert weights == ["init_weight_transfer_engine", "update_weight_version", "start_weight_update", "update_weights",
                        "finish_weight_update", "update_weight_version"]  # fmt: skip
-    caches = ["reset_prefix_cache", "reset_mm_cache", "reset_encoder_cache"]
-    assert [c for c in core.calls if c in caches] == caches
+    assert tuple(c for c in core.calls if "cache" in c) == CACHES
     assert core.calls.index("finish_weight_update") < core.calls.index("reset_prefix_cache")
     assert core.version == "v1" and not core.active and not core.paused and not handle.session_open
 
@@ -400,7 +399,8 @@ def refit_ahead(handle, core):
     updating.join(T)
 
 
-CACHES = ("reset_prefix_cache", "reset_mm_cache", "reset_encoder_cache")
+CACHES = ("reset_prefix_cache", "reset_encoder_cache")
+"""Not that of processed images, which holds nothing that weights computed: a request on its way counts on it."""
 
 
 def test_what_is_known_to_follow_is_sent_before_the_answer_and_not_twice(pair):
@@ -409,7 +409,7 @@ def test_what_is_known_to_follow_is_sent_before_the_answer_and_not_twice(pair):
         refit_ahead(handle, core)
         if handle.in_order:
             assert eventually(lambda n=n: core.calls.count("reset_prefix_cache") == n)
-            assert core.calls.count("reset_mm_cache") == n - 1  # a part of that one is dropped where it is called
+            assert core.calls.count("reset_encoder_cache") == n - 1
         handle.finish("v1", T)
         handle.reset_caches(T)
         handle.resume(T)
@@ -627,6 +627,35 @@ def test_a_prefix_cache_that_stays_is_an_error():
     llm.reset_prefix_cache = lambda **_: False
     with pytest.raises(XferError, match="prefix cache"):
         OfflineLLM(llm).reset_caches(T)
+
+
+@pytest.mark.parametrize("answers", [(True, True, True), (True, True, False), (False, True, True)])
+def test_every_data_parallel_rank_must_have_dropped_its_cache(answers):
+    """vLLM 0.25 asks all of them and gives the first one's answer."""
+    asked = []
+
+    class Core:
+        core_engines = range(len(answers))
+
+        async def _call_utility_async(self, *args, engine):
+            asked.append((engine, *args))
+            return answers[engine]
+
+    async def first(self, **_):
+        return answers[0]
+
+    first.__module__ = "vllm.v1.engine.async_llm"
+    engine = type("Engine", (FakeAsync,), {"reset_prefix_cache": first})(FakeVllm())
+    engine.engine_core = Core()
+    engine.vllm_config.model_config = SimpleNamespace(is_multimodal_model=False, is_encoder_decoder=False)
+    with running_loop() as loop:
+        handle = AsyncEngine(engine, loop)
+        if all(answers):
+            handle.reset_caches(T)
+        else:
+            with pytest.raises(XferError, match="did not drop"):
+                handle.reset_caches(T)
+    assert asked == [(rank, "reset_prefix_cache", True, True) for rank in range(len(answers))]
 
 
 def test_handle_for_picks_by_interface():

@@ -14,10 +14,11 @@ from torch import nn
 from xfer.engines import live as lv
 from xfer.engines import vllm_cpu
 from xfer.engines.asleep import KeptParameters
-from xfer.engines.layout import read_layout, run_recipes
+from xfer.engines.layout import joined, read_layout, renamed, run_recipes
 from xfer.engines.live import Storages
 from xfer.engines.lock import candidates, choose
-from xfer.engines.vllm_layout import EmptyIsZero, refuse_processed
+from xfer.engines.processed import refuse_processed
+from xfer.engines.vllm_layout import EmptyIsZero
 from xfer.errors import LayoutError, RebindError, Unsupported, XferError
 from xfer.plan.inventory import SCRATCH
 from xfer.trace.fragment import TensorSpec
@@ -144,6 +145,27 @@ def test_kept_parameters_that_a_sleep_took_are_seen_and_what_refits_or_vllm_brin
     assert lost.value.violations[:-1] == ("inner_norm", "norm", "qkv")
     for name in ("inner_norm", "norm", "qkv"):
         getattr(net, name).data.copy_(saved[name])
+    kept.check(live)
+
+
+def test_buffers_that_only_a_drafter_has_are_seen_when_a_sleep_took_them_and_those_of_the_model_are_not():
+    """vLLM saves and restores the buffers of the model that it serves, before and after level 2."""
+    (net, twin), (draft, its_twin) = built(), built()
+    draft.register_buffer("shared", net.rope[:4])
+    its_twin.register_buffer("shared", twin.rope[:4])
+    live, both = Storages(net, draft=draft), Storages(twin, draft=its_twin)
+    traced = joined(trace_loader(twin, specs()), renamed(trace_loader(its_twin, specs()), lv.DRAFT))
+    layout = read_layout(live, both, traced, device=CPU)
+    assert {k.root for k in layout.kept} == {"rope", "draft.rope"}
+    kept, were = KeptParameters(live, layout.kept), draft.rope.clone()
+    for tensor in (*net.parameters(), *draft.parameters(), net.rope):
+        tensor.data.zero_()
+    kept.check(live)
+    draft.rope.fill_(7)
+    with pytest.raises(Unsupported, match="level 2") as lost:
+        kept.check(live)
+    assert lost.value.violations[:-1] == ("draft.rope",) and "level 1" in lost.value.violations[-1]
+    draft.rope.copy_(were)
     kept.check(live)
 
 

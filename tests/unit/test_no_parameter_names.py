@@ -22,8 +22,8 @@ PART = re.compile(
 ALLOWED = {
     ("engines/meta_model.py", "static_all_moe_layers"),  # a field of vLLM's compilation config
     ("engines/meta_model.py", "determine_expert_map"),  # a function of vLLM
-    ("engines/vllm_layout.py", "UnquantizedLinearMethod"),  # classes of vLLM
-    ("engines/vllm_layout.py", "UnquantizedEmbeddingMethod"),
+    ("engines/processed.py", "UnquantizedLinearMethod"),  # classes of vLLM
+    ("engines/processed.py", "UnquantizedEmbeddingMethod"),
     ("engines/vllm_layout.py", "word_embeddings_untied_by_checkpoint"),  # flags of configs
     ("engines/vllm_layout.py", "base_layer"),  # where vLLM's wrappers for adapters keep what they wrap
     ("trainers/megatron.py", "share_embeddings_and_output_weights"),

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 import torch
 
-from xfer.engines.live import Storages
+from xfer.engines.live import DRAFT, Storages
 from xfer.errors import Unsupported
 from xfer.plan.inventory import Kept
 
@@ -25,13 +25,15 @@ def refuse_asleep(live: Storages) -> None:
 
 
 class KeptParameters:
-    """Sums over what refits leave alone. After sleep(level=2) memory holds anything; refits write the rest anew and vLLM
-    restores buffers, but nobody these. The sums are there to see that, not to tell any two contents apart, and are taken on
-    the device: an engine waits for them in every refit."""
+    """Sums over what refits leave alone and vLLM does not restore. After sleep(level=2) memory holds anything; refits write the rest
+    anew and vLLM restores the served model's buffers, but nobody parameters, and nobody what only a drafter has. The sums are
+    there to see that, not to tell any two contents apart, and are taken on the device: an engine waits for them in every
+    refit."""
 
     def __init__(self, live: Storages, kept: Iterable[Kept]):
         parameters = {s.root for s in live.slots.values() if s.is_parameter}
-        self._spans = [s for s in kept if s.root in parameters and s.stop > s.start]
+        lost = {root for root in live.by_root if root in parameters or root.startswith(DRAFT)}
+        self._spans = [s for s in kept if s.root in lost and s.stop > s.start]
         self._were = self._sums(live)
 
     def _sums(self, live: Storages) -> list[int]:
@@ -43,12 +45,12 @@ class KeptParameters:
         pairs = zip(self._spans, self._were, self._sums(live), strict=True)
         if lost := sorted({s.root for s, was, now in pairs if was != now}):
             raise Unsupported(
-                "parameters that keep= names hold other bytes than when this engine joined, and no refit writes them: did it "
-                "sleep at level 2?",
+                "what no refit writes holds other bytes than when this engine joined: did it sleep at level 2?",
                 [
                     *lost,
-                    'load them again before the refit, llm.collective_rpc("reload_weights"), or sleep at level 1; '
-                    "if they were changed on purpose, call xfer.serve() again",
+                    'load parameters that keep= names again before the refit, llm.collective_rpc("reload_weights"), or sleep at '
+                    f"level 1, as an engine must whose drafter has buffers of its own ({DRAFT}*): no call of vLLM's brings those "
+                    "back; if they were changed on purpose, call xfer.serve() again",
                 ],
             )
 

@@ -29,6 +29,7 @@ from typing import Any, Literal
 from xfer.engines.call_thread import CallThread
 from xfer.engines.gate import Gate
 from xfer.engines.interface import ASK_S, EngineHandle
+from xfer.engines.settings import refuse_unreached
 from xfer.errors import DeadlineExceeded, EngineLost, Unsupported, XferError
 
 logger = logging.getLogger("xfer")
@@ -159,7 +160,7 @@ class Handle(ABC):
             self._call("update", left(), failed=lambda: setattr(self, "_open", False), info=dict(info))
 
     def finish_ahead(self) -> None:
-        # Not the caches of images: vLLM drops a part of those where it is called, not where calls are carried out in order.
+        # Of a text model that is all; the encoder's cache is reset when its turn comes.
         for call in ("finish", "reset_prefix") if self.in_order and self._open else ():
             self._ahead[call] = self._send(call)
 
@@ -182,12 +183,16 @@ class Handle(ABC):
                 if self._call(call, left()) is False:
                     raise XferError(
                         f"{self.name} did not drop its prefix cache",
-                        ["cache blocks are held, e.g. by a remote KV transfer: keep the engine paused and reset again"],
+                        [
+                            "cache blocks are held, e.g. by a remote KV transfer, or a KV connector did not drop its own: keep "
+                            "the engine paused and reset again"
+                        ],
                     )
 
     def _cache_calls(self) -> tuple[str, ...]:
-        # Each is a round trip to the engine's process, while it does not serve.
-        return ("reset_prefix",) if self.text_only else ("reset_prefix", "reset_mm", "reset_encoder")
+        # Each is a round trip to the engine's process, while it does not serve. Not vLLM's cache of processed images: it holds
+        # nothing that weights computed, and a request that was processed before a reset would find its image gone, and fail.
+        return ("reset_prefix",) if self.text_only else ("reset_prefix", "reset_encoder")
 
     def _close_session(self, timeout: float) -> None:
         # An error in finish leaves vLLM's session open, and only another finish can close it. So it stays open here
@@ -359,7 +364,6 @@ class OfflineLLM(Handle):
             "set_version": lambda: _if_there(llm, "update_weight_version")(text),
             "get_version": lambda: _if_there(llm, "get_weight_version")(),
             "reset_prefix": lambda: llm.reset_prefix_cache(reset_running_requests=True, reset_connector=True),
-            "reset_mm": llm.reset_mm_cache,
             "reset_encoder": lambda: llm.llm_engine.reset_encoder_cache(),
         }
         return calls[call]()
@@ -416,6 +420,14 @@ class AsyncEngine(Handle):
         core = getattr(self._engine, "engine_core", None) if self._is_vllms("pause_generation") else None
         return getattr(core, "pause_scheduler_async", None) or self._engine.pause_generation
 
+    async def _reset_prefix(self) -> Any:
+        """Whether every data-parallel rank did. vLLM 0.25 gives the first one's answer only."""
+        core = getattr(self._engine, "engine_core", None) if self._is_vllms("reset_prefix_cache") else None
+        ask, ranks = getattr(core, "_call_utility_async", None), getattr(core, "core_engines", ())
+        if ask is None or len(ranks) < 2:
+            return await self._engine.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+        return all(await asyncio.gather(*(ask("reset_prefix_cache", True, True, engine=rank) for rank in ranks)))
+
     def _is_vllms(self, method: str) -> bool:
         return getattr(getattr(type(self._engine), method, None), "__module__", "").startswith("vllm.")
 
@@ -439,12 +451,13 @@ class AsyncEngine(Handle):
             "finish": engine.finish_weight_update,
             "set_version": lambda: _if_there_async(engine, "update_weight_version")(text),
             "get_version": lambda: _if_there_async(engine, "get_weight_version")(),
-            "reset_prefix": lambda: engine.reset_prefix_cache(reset_running_requests=True, reset_connector=True),
-            "reset_mm": engine.reset_mm_cache,
+            "reset_prefix": self._reset_prefix,
             "reset_encoder": engine.reset_encoder_cache,
         }
         if call == "workers":
-            return engine.vllm_config.parallel_config.world_size_across_dp
+            parallel = engine.vllm_config.parallel_config
+            refuse_unreached(parallel, parallel.world_size_across_dp)
+            return parallel.world_size_across_dp
         return await calls[call]()
 
 

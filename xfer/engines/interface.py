@@ -76,5 +76,6 @@ class EngineHandle(Protocol):
         """Tell the handle of a session that an earlier controller left open; workers say so when they join."""
 
     def reset_caches(self, timeout: float) -> None:
-        """Drop what older weights computed: prefix (frozen requests recompute), connector, multimodal, encoder
-        caches."""
+        """Drop what older weights computed: prefix (frozen requests recompute), connector and encoder caches. XferError when the
+        engine says that it did not. It says so for connectors that have a reset; workers refuse others when they join
+        (settings.py). vLLM 0.25 does not say it over HTTP: there a connector whose reset failed is not seen."""

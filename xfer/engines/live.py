@@ -127,6 +127,17 @@ class Storages:
 
 
 def _all(model: torch.nn.Module, wraps: Callable[[torch.nn.Module], str], prefix: str = "") -> Iterator[Cell]:
+    for path, module, _ in modules(model, wraps):
+        for table in (module._parameters, module._buffers):
+            for key, tensor in table.items():
+                if tensor is not None:
+                    yield Cell(prefix + (f"{path}.{key}" if path else key), table, key)
+
+
+def modules(
+    model: torch.nn.Module, wraps: Callable[[torch.nn.Module], str] = lambda module: ""
+) -> Iterator[tuple[str, torch.nn.Module, bool]]:
+    """(path, module, whether it only wraps another) of each; one that is wrapped has the path of its wrapper."""
     shown, wrapped = {"": ""}, {"": wraps(model)}  # what a path is called, and which child it only wraps
     for path, module in model.named_modules(remove_duplicate=False):
         if path:
@@ -134,10 +145,7 @@ def _all(model: torch.nn.Module, wraps: Callable[[torch.nn.Module], str], prefix
             up = shown[parent]
             shown[path] = up if child == wrapped[parent] else f"{up}.{child}" if up else child
             wrapped[path] = wraps(module)
-        for table in (module._parameters, module._buffers):
-            for key, tensor in table.items():
-                if tensor is not None:
-                    yield Cell(prefix + (f"{shown[path]}.{key}" if shown[path] else key), table, key)
+        yield shown[path], module, bool(wrapped[path])
 
 
 # ---- sets of bytes

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -84,11 +85,36 @@ def make_model(vllm_config, device: str, model_config=None) -> torch.nn.Module:
         stack.enter_context(set_current_vllm_config(config, check_compile=False))
         stack.enter_context(set_default_torch_dtype((model_config or config.model_config).dtype))
         stack.enter_context(torch.device(device))
+        stack.enter_context(_registries_kept())
         _keep_values_real(stack)
         model = initialize_model(config, **({} if model_config is None else {"model_config": model_config}))
     if device == "meta":
         _all_to_meta(model)
     return model
+
+
+@contextlib.contextmanager
+def _registries_kept() -> Iterator[None]:
+    """Dicts of vLLM's modules in which layers put themselves when they are built, so that an op of the live model finds them by name
+    (HpcRopeNorm): afterwards they hold what they held."""
+    before = [(registry, dict(registry)) for registry in _registries()]
+    try:
+        yield
+    finally:
+        for registry, was in before:
+            for name in [n for n in registry if n not in was]:
+                del registry[name]
+            registry.update({n: x for n, x in was.items() if registry.get(n) is not x})
+
+
+def _registries() -> Iterator[dict]:
+    for name, module in list(sys.modules.items()):
+        if name.startswith("vllm.") and module is not None:
+            yield from (
+                value
+                for value in list(vars(module).values())
+                if type(value) is dict and any(isinstance(x, torch.nn.Module) for x in list(value.values()))
+            )
 
 
 def _keep_values_real(stack: contextlib.ExitStack) -> None:

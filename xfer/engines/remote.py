@@ -96,7 +96,6 @@ class HttpEngine(Handle):
             "reset_prefix": lambda: self._ask(
                 "POST", "/reset_prefix_cache?reset_running_requests=true&reset_external=true"
             ).get("success", True),
-            "reset_mm": lambda: self._ask("POST", "/reset_mm_cache"),
             "reset_encoder": lambda: self._ask("POST", "/reset_encoder_cache"),
         }
         return calls[call]()
@@ -142,7 +141,7 @@ class CallableEngine(Handle):
     Needed on `obj`, or given here: init_weight_transfer_engine, start_weight_update, update_weights,
     finish_weight_update (vLLM's weight-sync client), pause_generation, resume_generation, reset_prefix_cache. Used if
     there: is_paused (without it every refit ends a pause that somebody else began), update_weight_version,
-    get_weight_version, reset_mm_cache, reset_encoder_cache, and for an engine with a drafter supports_draft_weight_updates
+    get_weight_version, reset_encoder_cache, and for an engine with a drafter supports_draft_weight_updates
     (a list, one answer per worker) and start_draft_weight_update. `workers`: how many workers the four calls reach; asked
     of `obj.get_world_size()` when not given. An object with data-parallel ranks under load should be paused by its owner
     while it joins: nothing here tells.
@@ -164,7 +163,6 @@ class CallableEngine(Handle):
         "is_paused": "is_paused",
         "set_version": "update_weight_version",
         "get_version": "get_weight_version",
-        "reset_mm": "reset_mm_cache",
         "reset_encoder": "reset_encoder_cache",
         "has_drafter": "supports_draft_weight_updates",
         "start_draft": "start_draft_weight_update",

@@ -3,30 +3,29 @@
 The model class's own `load_weights` is traced on a twin of the model on the meta device, built inside the worker, so
 that vLLM's own groups say which shard is whose (meta_model.py, trace/loader.py). layout.py carries the trace over to
 the live storages; lock.py chooses the tensor that holds NaN while a refit is open. Here is what those need of vLLM: the
-twin, which post-load processing leaves weights as they were loaded, what names the checkpoint should have, and how to
-run a forward.
+twin, what names the checkpoint should have, and how to run a forward. What is refused: settings.py, processed.py, copies.py.
 """
 
 from __future__ import annotations
 
 import hashlib
-import inspect
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch.overrides import TorchFunctionMode
 
-from xfer.engines import vllm_cpu
 from xfer.engines.asleep import KeptParameters, refuse_asleep
+from xfer.engines.copies import Copies, attributes, tensors_in
 from xfer.engines.layout import EngineLayout, joined, read_layout, renamed, run_recipes, without_roots
 from xfer.engines.live import DRAFT, Storages
 from xfer.engines.lock import Lock, candidates, choose
-from xfer.engines.offload import refuse_offloaded
+from xfer.engines.processed import refuse_processed
+from xfer.engines.settings import refuse_settings
 from xfer.errors import LayoutError, Unsupported, XferError
 from xfer.trace.fragment import TensorSpec
 from xfer.trace.loader import trace_loader
@@ -63,8 +62,10 @@ class EngineModel:
     ):
         self.vllm_config, self.model, self.device = vllm_config, model, device
         self.keep, self.drop, self.version = tuple(keep), tuple(drop), ""
+        self.workers = 0  # of the replica, as its controller counts them
         self.draft: torch.nn.Module | None = None  # the second model of speculative decoding, if it was handed over
         self._live: Storages | None = None
+        self._copies: Copies | None = None
         self._layout: EngineLayout | None = None
         self._tensors: Mapping[str, torch.Tensor] = {}
         self._lock: Lock | None = None
@@ -79,12 +80,12 @@ class EngineModel:
         """Trace the loader over the catalog's tensors and carry the result over to the live storages.
 
         LayoutError: the trainers' tensors are not those of this model, the live model is not laid out as its class
-        builds it, or bytes would stay as they are; Unsupported: a quantized or offloaded model, or post-load processing
-        that moves bytes.
+        builds it, or bytes would stay as they are; Unsupported: a quantized model, settings with which old weights would
+        live on (settings.py), or post-load processing that moves bytes.
         """
         if self.vllm_config.parallel_config.enable_eplb:
             raise Unsupported("this engine moves experts between workers while it serves", ["start vLLM without EPLB"])
-        refuse_offloaded(self.vllm_config)
+        refuse_settings(self.vllm_config, self.workers)
         self._refuse_unseen_drafter()
         live = Storages(self.model, draft=self.draft, wraps=self._wraps())
         self._refuse_asleep(live)
@@ -92,9 +93,11 @@ class EngineModel:
         if self.draft is not None:
             refuse_processed(self.draft, DRAFT)
         expected = self._expected()
-        twin = self._twin()
+        twin, drafter = self._twin(), self._twin_drafter()
+        copies = self._made_since(twin, drafter)
+        copies.look()
         specs = tuple(s for s in catalog.specs if not _matches(s.name, self.drop))
-        drafter, drafted = self._drafter(specs, live)
+        drafted = self._drafted(drafter, specs, live)
         mine = tuple(s for s in specs if s.name not in drafted.reads)  # what only the drafter takes is not the model's
         head = self._untied_head(twin, mine, expected or ())
         if expected is not None:
@@ -105,7 +108,7 @@ class EngineModel:
         traced = trace_loader(twin, specs) if head is None else _trace_with_head(twin, specs, head)
         both = Storages(twin, draft=drafter)
         layout = read_layout(live, both, joined(traced, drafted), keep=self.keep, device=self.device)
-        self._live, self._layout = live, layout
+        self._live, self._layout, self._copies = live, layout, copies
         self._kept = KeptParameters(live, layout.kept) if self._may_sleep() else None
         if self._lock is not None and any(s == self._lock.slot for s in candidates(layout, live)):
             # Read again: the tensor that was found by test before is still what it was, engaged or not.
@@ -129,7 +132,8 @@ class EngineModel:
 
     def check(self) -> Literal["same", "moved", "changed"]:
         """Whether the bindings still hold. "moved": call `rebind`; "changed": read and plan again. Costs microseconds.
-        Unsupported while the engine sleeps, and when that cost it parameters that it was to keep.
+        Unsupported while the engine sleeps, when that cost it parameters that it was to keep, and when a forward has made
+        tensors where no refit reaches them.
 
         Choosing a lock moves a storage too, namely into scratch.
         """
@@ -138,6 +142,8 @@ class EngineModel:
             self._refuse_asleep(self._live)
             if self._kept is not None:
                 self._kept.check(self._live)
+        if state != "changed":
+            self._copies.check()
         return "moved" if state == "same" and self._stale_binding else state
 
     def rebind(self) -> Mapping[str, torch.Tensor]:
@@ -145,6 +151,7 @@ class EngineModel:
         one."""
         layout = self.layout
         self._live = self._live.rebound()
+        self._copies.look()  # again, since it holds what lies in those storages
         tensors = {r.name: self._live.tensors.get(r.name, layout.tensors[r.name]) for r in layout.roots}
         if self._lock is not None:
             self._lock.moved_to(tensors[self._lock.root])
@@ -156,6 +163,26 @@ class EngineModel:
         from xfer.engines.meta_model import make_meta_model
 
         return make_meta_model(self.vllm_config)
+
+    def _twin_drafter(self) -> torch.nn.Module | None:
+        if self.draft is None:
+            return None
+        from xfer.engines.meta_model import make_meta_drafter
+
+        return make_meta_drafter(self.vllm_config)
+
+    def _made_since(self, twin: torch.nn.Module, drafter: torch.nn.Module | None) -> Copies:
+        """`twin`, `drafter`: as they were built; what their loaders compute they may keep as well."""
+        layers = getattr(getattr(self.vllm_config, "compilation_config", None), "static_forward_context", {})
+
+        def kv_caches() -> list[int]:  # vLLM binds them to the layers that it knows by name
+            bound = (getattr(layer, "kv_cache", None) for layer in layers.values())
+            return [t.untyped_storage()._cdata for cache in bound for _, t in tensors_in("", cache)]
+
+        live, built = [("", self.model)], [("", twin)]
+        if drafter is not None:
+            live, built = [*live, (DRAFT, self.draft)], [*built, (DRAFT, drafter)]
+        return Copies(live, attributes(built), wraps=self._wraps(), keep=self.keep, exempt=kv_caches)
 
     def _wraps(self) -> Callable[[torch.nn.Module], str]:
         """With `enable_lora`, vLLM puts a layer of its own around most linear ones after it has loaded them."""
@@ -184,29 +211,26 @@ class EngineModel:
             ],
         )
 
-    def _drafter(self, specs: Sequence[TensorSpec], live: Storages) -> tuple[torch.nn.Module | None, Traced]:
-        """The drafter's twin, and where its own loader puts the checkpoint's tensors.
+    def _drafted(self, twin: torch.nn.Module | None, specs: Sequence[TensorSpec], live: Storages) -> Traced:
+        """Where the drafter's own loader puts the checkpoint's tensors.
 
         A drafter loads tensors of its own and then shares the served model's embedding or head, whatever it had
         loaded there: what lies in a storage of the served model is written by that model's loader alone.
         """
-        if self.draft is None:
-            return None, Traced((), ())
-        from xfer.engines.meta_model import make_meta_drafter
-
-        twin = make_meta_drafter(self.vllm_config)
+        if twin is None:
+            return Traced((), ())
         try:
             traced = renamed(trace_loader(twin, specs), DRAFT)
         except LayoutError as e:
             if _matches(DRAFT, self.keep):  # it has a checkpoint of its own, of which nothing is to be written
-                return twin, Traced((), ())
+                return Traced((), ())
             raise LayoutError(
                 f"the loader of this engine's drafter does not take what the trainers export: {e.message}",
                 [*e.violations, f"name {DRAFT}* in keep= if the drafter came from a checkpoint of its own"],
             ) from e
         shared = {name for name, slot in live.slots.items() if name.startswith(DRAFT) and slot.root not in ("", name)}
         shared = {name for name in shared if not live.slots[name].root.startswith(DRAFT)}
-        return twin, without_roots(traced, shared)
+        return without_roots(traced, shared)
 
     def _expected(self) -> tuple[TensorSpec, ...] | None:
         """Canonical tensors by the engine's own HF config, which the trainer had no part in; None where unknown."""
@@ -368,61 +392,6 @@ class EmptyIsZero(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         return out.zero_() if func in self._MAKERS else out
-
-
-# ---- what vLLM did to the weights after loading them
-
-
-_AS_LOADED = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod")
-_MOE_AS_LOADED = ("TRITON", "BATCHED_TRITON")
-
-
-def refuse_processed(model: torch.nn.Module, prefix: str = "") -> None:
-    """Unsupported, naming every module whose live weights may be laid out otherwise than they were loaded.
-
-    Some post-load processing keeps shape and dtype (FlashInfer swaps the halves of w13), so no look at the result can
-    tell; the methods that are known to leave weights alone are listed, and all others refused.
-    """
-    bad: list[str] = []
-    for name, module in model.named_modules():
-        method: Any = getattr(module, "quant_method", None)
-        if method is None:
-            continue
-        method = getattr(method, "old_quant_method", method)  # wrapped around another for LoRA and elastic experts
-        kind = type(method).__name__
-        if kind not in _AS_LOADED:
-            bad.append(f"{prefix}{name}: {kind}: weights in this form need scales and layouts that xfer does not move")
-        elif hasattr(method, "unquantized_backend"):
-            backend = getattr(method.unquantized_backend, "name", str(method.unquantized_backend))
-            if backend == "CPU" and not vllm_cpu.installed():
-                bad.append(f"{prefix}{name}: experts packed for the CPU; set XFER_CPU_RESIDENT=1 where vLLM is started")
-            elif backend != "CPU" and backend not in _MOE_AS_LOADED:
-                bad.append(
-                    f"{prefix}{name}: MoE backend {backend} lays experts out anew; start vLLM with moe_backend='triton'"
-                )
-    bad += _copies_in_attention(model)
-    if bad:
-        raise Unsupported("this engine processed its weights after loading them", bad)
-
-
-def _copies_in_attention(model: torch.nn.Module) -> list[str]:
-    """Attention implementations that keep a tensor of their own which they computed after loading (FlashInfer: sinks in
-    fp32). They are no modules, so no layout shows it, and a refit of the parameter would leave the copy as it was."""
-    own = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())}
-    bad = []
-    for name, module in model.named_modules():
-        impl = getattr(module, "impl", None)
-        for part in getattr(impl, "get_impl_variants", lambda impl=impl: (impl,))():
-            definers = [c for c in type(part).__mro__ if "process_weights_after_loading" in vars(c)]
-            if not definers or inspect.isabstract(definers[0]):  # none but the abstract base's, which does nothing
-                continue
-            bad += [
-                f"{name}: {type(part).__name__} computed {key} from weights and refits cannot reach it; "
-                "start vLLM with another attention backend"
-                for key, t in vars(part).items()
-                if isinstance(t, torch.Tensor) and t.is_floating_point() and t.untyped_storage()._cdata not in own
-            ]
-    return bad
 
 
 # ---- names

@@ -119,7 +119,7 @@ class XferWeightTransferEngine(WeightTransferEngine[XferInitInfo, XferUpdateInfo
         # One for all connections: an engine that an earlier one left torn holds NaN, and only its lock can undo that.
         if self.layout is None:
             self.layout = EngineModel(self.vllm_config, self.model, self.device)
-        self.layout.draft = self.draft
+        self.layout.draft, self.layout.workers = self.draft, info.workers
         self.layout.keep, self.layout.drop = tuple(info.keep), tuple(info.drop)
         self.session = WorkerSession(
             self.layout,

@@ -17,7 +17,7 @@ import torch
 
 from xfer.engines.live import Slot, Storages
 from xfer.engines.lock import alone, try_locks
-from xfer.engines.offload import refuse_offloaded
+from xfer.engines.settings import refuse_settings
 from xfer.errors import LayoutError, Unsupported, XferError
 from xfer.packed.buffer import out_of_memory
 from xfer.trace.fragment import TensorSpec
@@ -73,10 +73,11 @@ class PackedModel:
     def accept(self, catalog: Catalog) -> None:
         """Whether this engine can take what the trainers export. LayoutError with every name that only one side has,
         where transformers knows the engine's config; Unsupported for what whole tensors cannot do."""
-        from xfer.engines.vllm_layout import _refuse_other_family, refuse_processed
+        from xfer.engines.processed import refuse_processed
+        from xfer.engines.vllm_layout import _refuse_other_family
 
         engine = self.engine
-        refuse_offloaded(engine.vllm_config)
+        refuse_settings(engine.vllm_config, engine.workers)
         bad = []
         if engine.keep:
             bad.append(f"keep={list(engine.keep)}: loaders write what they are given; use the direct route, or drop=")

@@ -1,0 +1,144 @@
+"""What a live model computed from weights and keeps where no layout shows it: refused by name when an engine joins and before
+every refit, at the cost of a few flat lists. Small modules stand in for vLLM's.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from xfer.engines.copies import Copies, attributes
+from xfer.errors import Unsupported
+
+
+class Layer(nn.Module):
+    """As vLLM's, with attributes that wait for the first forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.sinks = nn.Parameter(torch.ones(4, 4)), nn.Parameter(torch.ones(4))
+        self.register_buffer("table", torch.ones(3))
+        self.kv_cache, self.scratch, self.gain = torch.tensor([]), torch.zeros(2), torch.ones(1)
+        self.merged, self.by_shape, self.rows, self.pair, self.nested = None, {}, [], (), {"a": [None]}
+        self.impl = type("Impl", (), {})()
+        self.impl.sinks, self.impl.workspace = self.sinks, None
+
+
+class Model(nn.Module):
+    def __init__(self, layers=2):
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(layers))
+
+
+def built(layers=2, keep=(), exempt=None, **kw):
+    net = Model(layers)
+    with torch.device("meta"):
+        twin = Model(layers)
+    caches = exempt or (lambda: [m.kv_cache.untyped_storage()._cdata for m in net.layers])
+    return net, Copies([("", net)], attributes([("", twin)]), keep=keep, exempt=caches, **kw)
+
+
+def harmless(layer: Layer) -> None:
+    """What engines do to their modules and no refit could make wrong."""
+    layer.kv_cache = torch.ones(8, 4)
+    layer.impl.view_of_cache = layer.kv_cache[:2].view(torch.int32).view(torch.float32)
+    layer.merged = layer.weight.t()[1:]  # a view: a refit writes it, too
+    layer.pair = (layer.table[:1], None)
+    layer.impl.workspace = torch.zeros(8, dtype=torch.uint8)
+    layer.rows.append(3)
+    layer.scratch = torch.zeros(5)
+    layer.steps = 1
+    layer.empty = torch.empty(0)
+
+
+MADE = {
+    "merged": lambda m: setattr(m, "merged", m.weight.t().contiguous()),
+    "new": lambda m: setattr(m, "new", m.weight.float() * 2),
+    "by_shape['x']": lambda m: m.by_shape.update(x=m.weight.clone()),
+    "rows[0]": lambda m: m.rows.append(m.weight.clone()),
+    "pair[1]": lambda m: setattr(m, "pair", (None, m.weight.clone())),
+    "nested['a'][0]": lambda m: m.nested["a"].__setitem__(0, m.weight.clone()),
+    "impl.workspace": lambda m: setattr(m.impl, "workspace", m.weight.clone()),
+    "impl.new": lambda m: setattr(m.impl, "new", m.weight.clone()),
+    "impl.sinks": lambda m: setattr(m.impl, "sinks", m.sinks.data.double()),
+}
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_a_copy_is_refused_when_it_is_there_and_when_it_comes_later_unless_kept(name):
+    net, copies = built()
+    copies.look()
+    copies.check()
+    MADE[name](net.layers[1])
+    for ask in (copies.check, copies.look, copies.check):
+        with pytest.raises(Unsupported) as error:
+            ask()
+        assert [v.split(": ")[0] for v in error.value.violations[:-1]] == [f"layers.1.{name}"]
+        assert "keep=" in error.value.violations[-1]
+    kept, copies = built(keep=["layers.1.*"])
+    copies.look()
+    MADE[name](kept.layers[1])
+    copies.check()
+    MADE[name](kept.layers[0])
+    with pytest.raises(Unsupported):
+        copies.check()
+
+
+def test_what_is_no_copy_is_left_alone_and_looked_at_once():
+    net, copies = built()
+    copies.look()
+    for layer in net.layers:
+        harmless(layer)
+    copies.check()
+    assert copies._watch.same()
+
+
+def test_a_kv_cache_may_be_freed_although_it_was_seen():
+    net, copies = built(1)
+    net.layers[0].kv_cache = torch.ones(8)
+    copies.look()
+    seen = weakref.ref(net.layers[0].kv_cache)
+    net.layers[0].kv_cache = torch.tensor([])
+    gc.collect()
+    assert seen() is None
+    copies.check()
+
+
+def test_wrappers_hold_adapters_and_what_they_wrap_is_named_as_before():
+    net, twin = Model(1), Model(1)
+    inner = net.layers[0]
+    wrapper = net.layers[0] = nn.Module()
+    wrapper.base_layer, wrapper.lora_a_stacked = inner, (torch.ones(3),)
+    wraps = lambda m: "base_layer" if hasattr(m, "base_layer") else ""  # noqa: E731
+    copies = Copies([("draft.", net)], attributes([("draft.", twin)]), wraps=wraps)
+    copies.look()
+    inner.merged = inner.weight.t().contiguous()
+    with pytest.raises(Unsupported, match=r"draft\.layers\.0\.merged: "):
+        copies.check()
+
+
+def test_a_look_at_many_modules_calls_no_more_python_than_one_at_few():
+    def of(layers: int) -> int:
+        net, copies = built(layers)
+        copies.look()
+        calls = 0
+
+        def count(frame, event, arg):
+            nonlocal calls
+            calls += event == "call"
+
+        gc.disable()  # whose callbacks, of other tests' libraries, are Python, too
+        sys.setprofile(count)
+        try:
+            copies.check()
+        finally:
+            sys.setprofile(None)
+            gc.enable()
+        return calls
+
+    assert of(200) == of(2)

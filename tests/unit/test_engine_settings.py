@@ -1,0 +1,180 @@
+"""Settings of a vLLM that are refused when an engine joins, because old weights, or what they computed, would live on."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from types import SimpleNamespace
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+
+from xfer.engines import settings
+from xfer.engines.handles import AsyncEngine
+from xfer.engines.vllm_layout import EngineModel
+from xfer.errors import Unsupported
+from xfer.packed.vllm_model import PackedModel
+from xfer.trace.catalog import Catalog
+
+NOTHING = dict(cpu_offload_gb=0)
+
+
+def config(**parts):
+    return SimpleNamespace(cache_config=SimpleNamespace(**NOTHING), **parts)
+
+
+def refused(vllm_config, workers=0) -> list[str]:
+    try:
+        settings.refuse_settings(vllm_config, workers)
+    except Unsupported as e:
+        return list(e.violations)
+    return []
+
+
+def test_nothing_is_said_of_an_engine_without_any_of_it():
+    none = SimpleNamespace(kv_connector=None)
+    assert not refused(config())
+    assert not refused(config(kv_transfer_config=None, ec_transfer_config=None))
+    assert not refused(config(kv_transfer_config=none, ec_transfer_config=SimpleNamespace(ec_connector=None)))
+
+
+def test_encoder_connectors_are_refused_by_name_unless_their_owner_answers_for_them(monkeypatch):
+    ec = config(ec_transfer_config=SimpleNamespace(ec_connector="ECThere"))
+    assert "ECThere" in refused(ec)[0] and settings.TRUSTED in refused(ec)[-1]
+    monkeypatch.setenv(settings.TRUSTED, "Another, ECThere")
+    assert not refused(ec)
+
+
+def test_both_routes_ask_before_anything_is_read():
+    parallel = SimpleNamespace(enable_eplb=False)
+    ec = config(parallel_config=parallel, ec_transfer_config=SimpleNamespace(ec_connector="ECThere"))
+    ec.load_config = None
+    engine = EngineModel(ec, torch.nn.Linear(2, 2), torch.device("cpu"))
+    for join in (engine.read, PackedModel(engine).accept):
+        with pytest.raises(Unsupported, match="ECThere"):
+            join(Catalog(()))
+
+
+def test_weights_that_a_daemon_lends_are_refused_unless_they_are_copied():
+    def load(how, **extra):
+        return SimpleNamespace(load_format=how, model_loader_extra_config=extra)
+
+    for how, extra, lent in (
+        ("auto", {}, False), ("dummy", {}, False), ("ipc_cache", {}, True), ("ipc_cache", {"mode": "zero_copy"}, True),
+        ("ipc_cache", {"mode": "copy"}, False),
+    ):  # fmt: skip
+        drafter = SimpleNamespace(draft_load_config=load(how, **extra))
+        for name, given in (
+            ("load_format", config(load_config=load(how, **extra), speculative_config=None)),
+            (
+                "load_format",
+                config(load_config=load(how, **extra), speculative_config=SimpleNamespace(draft_load_config=None)),
+            ),
+            ("draft_load_config", config(load_config=load("auto"), speculative_config=drafter)),
+        ):
+            said = refused(given)
+            assert [v.split(":")[0] for v in said] == [name] * lent, (how, extra, said)
+
+
+def test_scales_that_are_calculated_once_are_refused_where_the_cache_has_any():
+    for calculate, dtype in itertools.product((False, True), ("auto", "bfloat16", "fp8", "fp8_e4m3", "nvfp4")):
+        given = SimpleNamespace(
+            cache_config=SimpleNamespace(calculate_kv_scales=calculate, cache_dtype=dtype, **NOTHING)
+        )
+        said = refused(given)
+        assert bool(said) == (calculate and dtype not in ("auto", "bfloat16")), (calculate, dtype)
+
+
+def parallel(balanced, ranks, local, dense=False):
+    """As vLLM has it in its front end, or, `dense`, in a dense model's workers, where each data-parallel rank is on its own."""
+    return SimpleNamespace(
+        world_size=2,
+        world_size_across_dp=2 if dense else 2 * ranks,
+        data_parallel_size=1 if dense else ranks,
+        data_parallel_size_local=1 if dense else local,
+        data_parallel_external_lb=balanced == "external",
+        data_parallel_hybrid_lb=balanced == "hybrid",
+        local_engines_only=balanced != "internal",
+    )
+
+
+def test_a_client_that_reaches_some_of_the_workers_is_told_by_its_engine_or_by_the_workers_that_it_reaches():
+    for balanced, ranks, local in (
+        ("internal", 1, 1), ("internal", 4, 2), ("external", 4, 1), ("hybrid", 4, 2), ("hybrid", 4, 4), ("hybrid", 1, 1)
+    ):  # fmt: skip
+        counted, unreached = 2 * ranks, balanced != "internal" and local < ranks
+        engine = MagicMock(vllm_config=SimpleNamespace(parallel_config=parallel(balanced, ranks, local)))
+        ask = AsyncEngine(engine, None)._now("workers")
+        if unreached:
+            with pytest.raises(Unsupported, match=f"reaches {2 * local} of its {counted} workers"):
+                asyncio.run(ask)
+        else:
+            assert asyncio.run(ask) == counted
+        for dense in (False, True):
+            told = refused(config(parallel_config=parallel(balanced, ranks, local, dense)), counted)
+            assert bool(told) == (unreached and not (dense and balanced == "hybrid")), (balanced, ranks, dense)
+        assert not refused(
+            config(parallel_config=parallel(balanced, ranks, local)), 2 * local
+        )  # a forwarder that counts right
+
+
+class TestConnectors:
+    pytestmark = pytest.mark.engine
+
+    @pytest.fixture
+    def vllm(self):
+        return pytest.importorskip("vllm")
+
+    def of(self, name, **extra):
+        from vllm.config import KVTransferConfig
+
+        kv = KVTransferConfig(kv_connector=name, kv_role="kv_both", kv_connector_extra_config=extra)
+        return config(kv_transfer_config=kv)
+
+    def kinds(self):
+        from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+        for name in KVConnectorFactory._registry:
+            try:
+                yield name, KVConnectorFactory.get_connector_class_by_name(name)
+            except ImportError:  # of a package that is not installed
+                continue
+
+    def test_a_connector_is_refused_where_its_class_says_nothing_of_a_reset(self, vllm, monkeypatch):
+        """vLLM's scheduler takes each of those for one that was reset."""
+        seen = {True: set(), False: set()}
+        for name, kind in self.kinds():
+            resets = any("reset_cache" in vars(c) for c in kind.__mro__[:-1] if c.__name__ != "KVConnectorBase_V1")
+            said = refused(self.of(name))
+            assert bool(said) != resets, (name, said)
+            seen[resets].add(name)
+            if not resets:
+                assert kind.__name__ in said[0] and "reset_cache" in said[0] and settings.TRUSTED in said[-1]
+                with monkeypatch.context() as trust:
+                    trust.setenv(settings.TRUSTED, kind.__name__)
+                    assert not refused(self.of(name))
+        assert "ExampleConnector" in seen[False] and {"OffloadingConnector", "MultiConnector"} <= seen[True]
+
+    def test_connectors_inside_another_are_asked_too(self, vllm):
+        offload = dict(kv_connector="OffloadingConnector", kv_role="kv_both")
+        example = dict(kv_connector="ExampleConnector", kv_role="kv_both")
+        assert not refused(self.of("MultiConnector", connectors=[offload]))
+        inner = dict(
+            kv_connector="MultiConnector", kv_role="kv_both", kv_connector_extra_config={"connectors": [example]}
+        )
+        for connectors in ([offload, example], [offload, inner]):
+            said = refused(self.of("MultiConnector", connectors=connectors))
+            assert len(said) == 2 and "ExampleConnector" in said[0]
+
+    def test_tiers_that_a_reset_leaves_as_they_are_are_refused(self, vllm):
+        tiers = dict(spec_name="TieringOffloadingSpec", secondary_tiers=[{"type": "fs", "path": "somewhere"}])
+        said = refused(self.of("OffloadingConnector", **tiers))
+        assert "OffloadingConnector" in said[0] and "fs" in said[0]
+        assert not refused(self.of("OffloadingConnector", spec_name="TieringOffloadingSpec", secondary_tiers=[]))
+
+    def test_a_connector_from_elsewhere_is_asked_as_vllms_own(self, vllm):
+        module = "vllm.distributed.kv_transfer.kv_connector.v1.example_connector"
+        there = self.of("ExampleConnector")
+        there.kv_transfer_config.kv_connector_module_path = module
+        assert "ExampleConnector" in refused(there)[0]
