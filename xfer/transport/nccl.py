@@ -143,10 +143,13 @@ class NcclLink(Link):
         data = bytes_of(tensor)
         if self.size == 1 or not data.numel():
             return Arrived()
-        try:
-            return _NcclBroadcast(self, self._group().broadcast([data], from_rank(root)), root, [data])
-        except RuntimeError as e:
-            raise self._error(e) from e
+        with self._posting:  # torch makes a group of one, too
+            pg = self._group()
+            try:
+                work = pg.broadcast([data], from_rank(root))
+            except RuntimeError as e:
+                raise self._error(e) from e
+        return _NcclBroadcast(self, work, root, [data])
 
     def finish(self, deadline: float) -> None:
         """Polls, so that an abort and the deadline are seen whatever the device does."""
