@@ -5,6 +5,7 @@ Checksums alone do not see any of it: both ends would sum the same old storages.
 
 import gc
 import os
+import time
 import weakref
 from dataclasses import replace
 
@@ -16,6 +17,8 @@ from hypothesis import strategies as st
 from tests.functional.test_session_protocol import good, right
 from tests.support.world import ToyEngine, ToyLayout, ToySource, ToyTaker, World
 from xfer.errors import LayoutError, Unsupported
+from xfer.session.lane import Lane
+from xfer.session.refit import RefitCall
 
 EXAMPLES = min(100, max(12, int(os.environ.get("XFER_EXAMPLES", "12"))))
 EXTRA = {"extra": (4, 4)}
@@ -160,3 +163,65 @@ def test_storages_that_are_gone_are_kept_alive_by_nobody():
         gc.collect()
         assert not any(ref() is not None for ref in old)
         right(w, 2)
+
+
+def test_an_engine_that_could_not_read_what_trainers_export_reads_what_they_export_next():
+    class Refuses(ToyTaker):
+        def read(self, catalog):
+            if catalog is not None and any(s.name == "extra" for s in catalog.specs):
+                raise LayoutError("the loader does not know 'extra'")
+            return super().read(catalog)
+
+    engine = ToyEngine(1)
+    engine.takers = [Refuses(0, 1)]
+    with World(trainers=1, workers=1, engines=[engine]) as w:
+        good(w.refit(1))
+        export(w.sources[0], None)
+        assert isinstance(w.refit(2)[0], LayoutError)
+        export(w.sources[0], None)
+        w.sources[0].set(3)
+        reports = [w.refit(3), w.refit(4)]  # the first may still hear of the one before
+        good(reports[-1])
+        right(w, 4)
+
+
+@pytest.mark.parametrize("verify", [False, True])
+def test_a_refit_that_is_interrupted_commits_nothing_of_what_comes_after(monkeypatch, verify):
+    """Whoever catches a KeyboardInterrupt goes on with the weights; the engine must not get what they are by then as that version."""
+    with World(trainers=1, workers=1) as w:
+        good(w.refit(1))
+        outcome, go = RefitCall._outcome, Lane._do_go
+
+        def late(lane, message):
+            if lane.side.role == "trainer":
+                time.sleep(1.0)
+            return go(lane, message)
+
+        def interrupted(call):
+            lane = next(iter(call.party.lanes.values()))
+            while lane.go_attempt < call.number:
+                time.sleep(0.01)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(Lane, "_do_go", late)
+        monkeypatch.setattr(RefitCall, "_outcome", interrupted)
+        assert isinstance(w.refit(2, verify=verify)[0], KeyboardInterrupt)
+        w.sources[0].set(3)  # the next optimizer step
+        monkeypatch.setattr(RefitCall, "_outcome", outcome)
+        monkeypatch.setattr(Lane, "_do_go", go)
+        time.sleep(1.5)
+        assert w.controllers[0].version != "2" and w.engines[0].label != "2"
+        good(w.refit(4, verify=verify))
+        right(w, 4)
+
+
+def test_what_no_replica_committed_is_neither_verified_nor_the_version():
+    with World(trainers=1, workers=1, replicas=2) as w:
+        good(w.refit(1))
+        w.engines[0].fail["start"] = w.engines[1].fail["start"] = RuntimeError("boom")
+        report = w.refit(2, min_replicas=0)[0]
+        assert report.committed == 0 and not report.verified and w.sessions[0].version == "1"
+        w.engines[0].fail = {}
+        w.engines[1].fail["start"] = RuntimeError("boom")
+        assert isinstance(w.refit(3)[0], Exception)  # one of two, and both were wanted
+        assert w.sessions[0].version == w.controllers[0].version == "2"

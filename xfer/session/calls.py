@@ -61,7 +61,10 @@ class Calls:
                 f"{client.label} entered attempt {msg.attempt} while attempt {self.hub.attempt.number} is running",
                 ["every trainer rank must call nccl_xfer_refit() the same number of times"],
             )
-            client.send(m.Outcome(msg.attempt, msg.version, (), m.WireError.of(late, "rendezvous")))
+            refused = m.Outcome(msg.attempt, msg.version, (), m.WireError.of(late, "rendezvous"))
+            if msg.attempt > self.hub.attempt.number:  # used up, also for ranks that come to it later: they would wait for this one
+                self.finished[msg.attempt] = refused
+            client.send(refused)
             return
         if self.hub.failure is not None:
             client.send(m.Outcome(msg.attempt, msg.version, (), m.WireError.of(self.hub.failure, "rendezvous")))

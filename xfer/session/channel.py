@@ -124,6 +124,10 @@ def connect_handshake(sock: socket.socket, token: str, address: str, until: floa
     sock.settimeout(None)
 
 
+_ALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
+"""A host that vanished without a word is gone after a minute, not after the two hours of most kernels: its successor needs the place."""
+
+
 class Channel:
     """One authenticated connection. `send` may be called from any thread; received messages go to `on_message` on the
     reader thread, and the end of the connection to `on_close`, once, with the reason."""
@@ -131,6 +135,9 @@ class Channel:
     def __init__(self, sock: socket.socket, label: str):
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in _ALIVE.items():
+            if hasattr(socket, name):
+                sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
         sock.setblocking(False)
         self.label = label
         self._sock, self._lock = sock, threading.Lock()
@@ -240,6 +247,9 @@ class Channel:
         except (OSError, ConnectionError, ValueError) as e:
             self.close()
             raise PeerLost(f"cannot send {type(message).__name__} to {self.label}: {e}") from None
+        except BaseException:
+            self.close()  # interrupted: half a frame may be on its way
+            raise
         finally:
             if mine:
                 self._lock.release()

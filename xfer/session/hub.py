@@ -162,7 +162,9 @@ class Hub:
                 return None  # an answer to an attempt that is over: refused by being ignored
             raise ProtocolError(f"{client.label} sent {type(msg).__name__}, which is not for the hub now")
         except ProtocolError as e:
-            client.send(m.Refused(m.WireError.of(e, "rendezvous")))
+            refused = m.Refused(m.WireError.of(e, "rendezvous"))
+            if not client.channel.send_now(refused):  # what is queued is written by another thread, to a closed connection then
+                client.send(refused)
             client.channel.close()
 
     def _is_member(self, client: Client) -> bool:

@@ -211,6 +211,15 @@ class Party:
         self.inbox.put(self.lost)
         self.stirred()
 
+    def newest(self, kind: type[M]) -> M | None:
+        """The last inbox message of this kind, if there is one; it and those before it are taken."""
+        inbox = self.inbox
+        with inbox.mutex:
+            found = [x for x in inbox.queue if isinstance(x, kind)]
+            for x in found:
+                inbox.queue.remove(x)
+        return found[-1] if found else None
+
     def take(
         self,
         kinds: tuple[type[M], ...],

@@ -8,6 +8,7 @@ What a rank holds and how it got connected is in trainer.py, of which each call 
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -26,6 +27,8 @@ from xfer.session.timeline import mark
 if TYPE_CHECKING:
     from xfer.session.lane import Lane
     from xfer.session.trainer import TrainerSession
+
+logger = logging.getLogger("xfer")
 
 _LAST_S = 1.0
 """Seconds, within the bound, that a rank which was told nothing keeps for stopping its own lanes."""
@@ -47,6 +50,17 @@ class RefitCall:
         return self.party.label
 
     def run(self) -> RefitReport:
+        try:
+            return self._run()
+        except Exception:
+            raise
+        except BaseException as e:  # KeyboardInterrupt, say: whoever catches it goes on with the weights, so this refit must not
+            why = self._untold(PeerLost(f"nccl_xfer_refit() was interrupted: {type(e).__name__}", where=self.label))
+            if not getattr(why, "drained", True):
+                logger.error("xfer: %s", why)
+            raise
+
+    def _run(self) -> RefitReport:
         while True:
             self.number = self.session.next_attempt()
             self._enter()
@@ -225,8 +239,9 @@ class RefitCall:
             )
         self._quarantine_if_read(outcome)
         report = self._report(outcome.version, tuple(ReplicaOutcome.of(o) for o in outcome.outcomes))
+        if report.committed:  # by some; for fewer than were wanted the call raises
+            self.session.version = outcome.version
         report.raise_unless(self.call.want)
-        self.session.version = outcome.version
         return report
 
     def _quarantine_if_read(self, outcome: m.Outcome) -> None:

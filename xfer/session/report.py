@@ -107,7 +107,8 @@ class RefitReport:
 
     @property
     def verified(self) -> bool:
-        return bool(self.outcomes) and all(o.verified for o in self.outcomes if o.committed)
+        """Of every replica that committed, and there is one."""
+        return self.committed > 0 and all(o.verified for o in self.outcomes if o.committed)
 
     def flatten(self, prefix: str = "xfer/") -> dict[str, float]:
         """Scalars for a logger."""

@@ -436,7 +436,7 @@ class TrainerSession:
 
     def _release(self) -> None:
         until = time.monotonic() + self.deadline_s
-        if not all([lane.wait_idle(self.deadline_s) for lane in list(self._party.lanes.values())]):
+        if not all([lane.wait_idle(max(0.0, until - time.monotonic())) for lane in list(self._party.lanes.values())]):
             raise DeadlineExceeded("a transfer of this rank is still running", where=self._party.label)
         self._releases += 1
         self._party.send(m.Release(self._releases))
