@@ -13,7 +13,7 @@ import torch
 from tests.functional.test_session_protocol import fault, good, right  # noqa: F401
 from tests.support.packed_world import Knobs, PackedWorld
 from xfer import errors as e
-from xfer.packed import lane, plan
+from xfer.packed import feed, lane, plan
 from xfer.packed.buffer import Buffers
 from xfer.session import attempt
 
@@ -101,6 +101,39 @@ def test_a_replica_that_is_armed_late_spoils_nothing_that_another_still_takes_in
         pause = w.engines[1].pause
         w.engines[1].pause = lambda timeout: (time.sleep(0.5), pause(timeout))
         assert [o.committed for o in good(w.refit(2)).outcomes] == [True, True]
+        right(w, 2)
+
+
+def test_gathers_run_in_one_order_on_all_ranks_whatever_their_lanes_are_at(monkeypatch):
+    """Collectives of two gathers that cross are paired with each other. Trainer 1's lane of the first replica comes last."""
+    begun: dict[str, list] = {}
+    monkeypatch.setattr(attempt, "TOGETHER_S", 0.1)
+    with PackedWorld(trainers=3, workers=1, replicas=2) as w:
+        good(w.refit(1))
+        pause, gather = w.engines[1].pause, feed.Feed._gather
+
+        def noted(self):
+            begun.setdefault(self._label, []).append(self.replicas)
+            gather(self)
+
+        def late(go):
+            told.set()
+            assert reached.wait(20)
+            return do_go(go)
+
+        def passed(go):
+            reached.set()
+            return other_go(go)
+
+        told, reached = threading.Event(), threading.Event()
+        first, second = (w.sessions[1].party.lanes[r] for r in (0, 1))
+        do_go, other_go = first._do_go, second._do_go
+        monkeypatch.setattr(first, "_do_go", late)
+        monkeypatch.setattr(second, "_do_go", passed)
+        monkeypatch.setattr(feed.Feed, "_gather", noted)
+        w.engines[1].pause = lambda timeout: (told.wait(20), pause(timeout))
+        assert good(w.refit(2)).committed == 2
+        assert begun == {f"trainer {i}": [(0,), (1,)] for i in range(3)}
         right(w, 2)
 
 

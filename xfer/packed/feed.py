@@ -285,9 +285,9 @@ class Pump:
         self.source.forget()
         self._buffers.free()
 
-    def join(self, attempt: int, together: tuple[int, ...], replica: int) -> Feed:
-        """Called by the lanes of all replicas in `together`. Gathers run one after another, in the order of Go, which
-        is the same on all ranks."""
+    def enter(self, attempt: int, together: tuple[int, ...]) -> Feed:
+        """Called as Go comes, by the thread that reads what the hub says: gathers run one after another in the order of Go, which is
+        the same on all ranks. Lanes' own threads come to it in any order, as one may still be at something else."""
         with self._lock:
             key = (attempt, together)
             if key not in self._feeds:
@@ -295,7 +295,11 @@ class Pump:
                 self._feeds[key] = self._last = Feed(
                     self.source, self._buffers, together, self._label, self.exports, self._last
                 )
-            feed = self._feeds[key]
+            return self._feeds[key]
+
+    def join(self, attempt: int, together: tuple[int, ...], replica: int) -> Feed:
+        """Called by the lanes of all replicas in `together`, of what was entered."""
+        feed = self.enter(attempt, together)
         feed.join(replica)
         return feed
 
