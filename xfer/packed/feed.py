@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -27,6 +27,12 @@ PATIENCE_S = 5.0
 """Seconds in which a rank that was told to stop hears from the hub why."""
 LOOK_S = 0.2
 """Seconds between two looks at whether a lane was cancelled."""
+
+IN_STEP = (
+    "until it has ended run no collective of these trainers, so no training step either: it would be paired with the gather's; "
+    "nccl_xfer_refit() on all ranks waits for it"
+)
+"""Gathers run over the trainers' own groups, where a collective of one rank meets whatever the others are at."""
 
 
 class Feed:
@@ -308,6 +314,13 @@ class Pump:
         with self._lock:
             last = self._last
         return last is None or last.over.wait(seconds)
+
+    def with_gather(self, violations: Iterable[str]) -> tuple[str, ...]:
+        """These, after what a caller whose refit ended must know of a gather that did not; of one that ended since, nothing."""
+        with self._lock:
+            running = [feed for feed in self._feeds.values() if not feed.over.is_set()]
+        lines = [f"a gather of this rank goes on: it {feed.doing}; {IN_STEP}" for feed in running[:1]]
+        return (*lines, *(v for v in violations if not v.endswith(IN_STEP)))
 
     @property
     def place(self) -> str:
