@@ -45,7 +45,7 @@ class Placed(PackedWorld):
 
     def _connect_one(self, i: int):
         super()._connect_one(i)
-        self.sessions[i]._pump._buffers.place = self.TRAINERS[i]
+        self.sessions[i].pump._buffers.place = self.TRAINERS[i]
 
     def lanes(self, side: str) -> list[PackedLane]:
         if side == "trainers":
@@ -69,7 +69,7 @@ def test_every_worker_gets_its_bytes_from_the_exporter_of_its_gpu(world):
     for v in (1, 2):
         good(w.refit(v))
         right(w, v)
-    assert [s._pump.exports for s in w.sessions] == [True, True, False]
+    assert [s.pump.exports for s in w.sessions] == [True, True, False]
     assert [lane._mine for lane in w.lanes("workers")] == [(1,), (0,), (0,)]
     assert [lane._mine for lane in w.lanes("trainers")] == [(3, 4), (2,), ()]
     assert w.sessions[2].party.lanes[0].extra_bytes == 0, "who exports nothing has no buffers"

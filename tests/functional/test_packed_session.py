@@ -4,6 +4,7 @@ kind of wrong sender, bucket and loader leads to. Trainers and engines are small
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 
@@ -13,7 +14,7 @@ import torch
 from tests.functional.test_session_protocol import fault, good, right  # noqa: F401
 from tests.support.packed_world import Knobs, PackedWorld
 from xfer import errors as e
-from xfer.packed import lane, plan
+from xfer.packed import feed, lane, plan
 from xfer.packed.buffer import Buffers
 from xfer.session import attempt
 
@@ -43,9 +44,9 @@ def test_refits_in_a_row_each_give_the_new_weights(colocated):
 def test_release_lets_go_of_buffers_and_the_next_refit_finds_everything_again(colocated):
     with PackedWorld(colocated=colocated) as w:
         good(w.refit(1))
-        held = [s._pump.extra_bytes for s in w.sessions]
+        held = [s.pump.extra_bytes for s in w.sessions]
         w.on_all(lambda i: w.sessions[i].release())
-        assert held[0] > 0 == sum(s._pump.extra_bytes for s in w.sessions)
+        assert held[0] > 0 == sum(s.pump.extra_bytes for s in w.sessions)
         assert all(s._stale for s in w.sources)
         for v in (2, 3):
             good(w.refit(v))
@@ -58,7 +59,7 @@ def test_when_one_trainer_releases_no_other_goes_on_reading_its_storages():
         good(w.refit(1))
         assert not any(s._stale for s in w.sources)
         w.on_all(lambda i: w.sessions[i].release(), ranks=[1])
-        assert all(s._stale for s in w.sources) and not sum(s._pump.extra_bytes for s in w.sessions)
+        assert all(s._stale for s in w.sources) and not sum(s.pump.extra_bytes for s in w.sessions)
         w.on_all(lambda i: w.sessions[i].release(), ranks=[0])
         good(w.refit(2))
         right(w, 2)
@@ -102,6 +103,76 @@ def test_a_replica_that_is_armed_late_spoils_nothing_that_another_still_takes_in
         w.engines[1].pause = lambda timeout: (time.sleep(0.5), pause(timeout))
         assert [o.committed for o in good(w.refit(2)).outcomes] == [True, True]
         right(w, 2)
+
+
+def test_gathers_run_in_one_order_on_all_ranks_whatever_their_lanes_are_at(monkeypatch):
+    """Collectives of two gathers that cross are paired with each other. Trainer 1's lane of the first replica comes last."""
+    begun: dict[str, list] = {}
+    monkeypatch.setattr(attempt, "TOGETHER_S", 0.1)
+    with PackedWorld(trainers=3, workers=1, replicas=2) as w:
+        good(w.refit(1))
+        pause, gather = w.engines[1].pause, feed.Feed._gather
+
+        def noted(self):
+            begun.setdefault(self._label, []).append(self.replicas)
+            gather(self)
+
+        def late(go):
+            told.set()
+            assert reached.wait(20)
+            return do_go(go)
+
+        def passed(go):
+            reached.set()
+            return other_go(go)
+
+        told, reached = threading.Event(), threading.Event()
+        first, second = (w.sessions[1].party.lanes[r] for r in (0, 1))
+        do_go, other_go = first._do_go, second._do_go
+        monkeypatch.setattr(first, "_do_go", late)
+        monkeypatch.setattr(second, "_do_go", passed)
+        monkeypatch.setattr(feed.Feed, "_gather", noted)
+        w.engines[1].pause = lambda timeout: (told.wait(20), pause(timeout))
+        assert good(w.refit(2)).committed == 2
+        assert begun == {f"trainer {i}": [(0,), (1,)] for i in range(3)}
+        right(w, 2)
+
+
+def test_a_gather_that_goes_on_is_named_and_nothing_of_it_is_touched_until_it_ended():
+    """Trainer 1 stands still in the framework's code, so all gathers do. Their ranks are told what they must not do meanwhile;
+    a look at parameters, which lets go of a gather's tables, comes after its end; so does a release."""
+    with PackedWorld(trainers=3) as w:
+        good(w.refit(1))
+        go_on, beside = threading.Event(), []
+        tensors = w.streams[1].tensors
+        w.streams[1].tensors = lambda group: (go_on.wait(60), tensors(group))[1]
+        for s, session in zip(w.streams, w.sessions, strict=True):
+            look, forget = s.check, session.pump.forget
+
+            def looked(look, pump, what):
+                beside.extend([] if pump.wait_over(0.0) else [what])
+                return look()
+
+            s.check = functools.partial(looked, look, session.pump, "check")
+            session.pump.forget = functools.partial(looked, forget, session.pump, "forget")
+        for version, kind in ((2, e.XferError), (3, e.DeadlineExceeded)):
+            for i, r in enumerate(w.refit(version, deadline_s=1.0)):
+                assert isinstance(r, kind), r
+                told = [v for v in r.violations if v.endswith(feed.IN_STEP)]
+                at = "is in bucket group 0" if i == 1 else "waits for the other trainers"
+                assert len(told) == 1 and at in told[0] and r.violations[0] == told[0], r
+        for s in w.sessions:
+            s.deadline_s = 0.5
+        for r in w.on_all(lambda i: w.sessions[i].release()):
+            assert isinstance(r, e.DeadlineExceeded) and feed.IN_STEP in str(r), r
+        assert not beside
+        threading.Timer(0.5, go_on.set).start()
+        w.streams[1].state = "moved"
+        good(w.refit(4, deadline_s=30.0))
+        right(w, 4)
+        assert not beside and [s.builds for s in w.streams] == [2, 2, 2]
+        w.knobs.exported = swapped("layers.1.w", lambda n, t: (n, t[:-1]))
+        assert not any(feed.IN_STEP in str(r) for r in w.refit(5)), "of a gather that is over nothing is said"
 
 
 def test_what_one_rank_finds_changed_is_built_anew_on_all():

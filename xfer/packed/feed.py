@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -27,6 +27,12 @@ PATIENCE_S = 5.0
 """Seconds in which a rank that was told to stop hears from the hub why."""
 LOOK_S = 0.2
 """Seconds between two looks at whether a lane was cancelled."""
+
+IN_STEP = (
+    "until it has ended run no collective of these trainers, so no training step either: it would be paired with the gather's; "
+    "nccl_xfer_refit() on all ranks waits for it"
+)
+"""Gathers run over the trainers' own groups, where a collective of one rank meets whatever the others are at."""
 
 
 class Feed:
@@ -285,9 +291,9 @@ class Pump:
         self.source.forget()
         self._buffers.free()
 
-    def join(self, attempt: int, together: tuple[int, ...], replica: int) -> Feed:
-        """Called by the lanes of all replicas in `together`. Gathers run one after another, in the order of Go, which
-        is the same on all ranks."""
+    def enter(self, attempt: int, together: tuple[int, ...]) -> Feed:
+        """Called as Go comes, by the thread that reads what the hub says: gathers run one after another in the order of Go, which is
+        the same on all ranks. Lanes' own threads come to it in any order, as one may still be at something else."""
         with self._lock:
             key = (attempt, together)
             if key not in self._feeds:
@@ -295,7 +301,11 @@ class Pump:
                 self._feeds[key] = self._last = Feed(
                     self.source, self._buffers, together, self._label, self.exports, self._last
                 )
-            feed = self._feeds[key]
+            return self._feeds[key]
+
+    def join(self, attempt: int, together: tuple[int, ...], replica: int) -> Feed:
+        """Called by the lanes of all replicas in `together`, of what was entered."""
+        feed = self.enter(attempt, together)
         feed.join(replica)
         return feed
 
@@ -304,6 +314,13 @@ class Pump:
         with self._lock:
             last = self._last
         return last is None or last.over.wait(seconds)
+
+    def with_gather(self, violations: Iterable[str]) -> tuple[str, ...]:
+        """These, after what a caller whose refit ended must know of a gather that did not; of one that ended since, nothing."""
+        with self._lock:
+            running = [feed for feed in self._feeds.values() if not feed.over.is_set()]
+        lines = [f"a gather of this rank goes on: it {feed.doing}; {IN_STEP}" for feed in running[:1]]
+        return (*lines, *(v for v in violations if not v.endswith(IN_STEP)))
 
     @property
     def place(self) -> str:

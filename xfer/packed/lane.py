@@ -130,6 +130,11 @@ class PackedLane(Lane):
 
     # ---- what sessions ask of a lane
 
+    def post(self, message: m.Message) -> None:
+        if self.pump is not None and isinstance(message, m.Go):
+            self.pump.enter(message.attempt, message.together or (self.replica,))
+        super().post(message)
+
     def cancel(self, error: XferError, epoch: int | None) -> None:
         super().cancel(error, epoch)
         if (feed := self._feed) is not None:
@@ -465,10 +470,8 @@ class PackedLane(Lane):
             )
         if size:
             raw = bytes(self._hear(torch.zeros(size, dtype=torch.uint8), until).numpy())
-            self._messages, self._told = (
-                checked(decode_manifest(raw), specs_by_name(self.side.catalog().specs)),
-                digest(raw),
-            )
+            self._messages = checked(decode_manifest(raw), specs_by_name(self.side.catalog().specs))
+            self._told = digest(raw)
         if _words(self._told.ljust(16, b"\0")) != [high, low] or len(self._messages) != count:
             raise ProtocolError("the sender refers to buckets that it has not announced here")
         if longest != max((x.nbytes for x in self._messages), default=0):

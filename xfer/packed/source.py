@@ -114,7 +114,8 @@ class PackedSource:
         except BaseException:
             self._stale = True
             raise
-        self._stale = self._stale or state != "same"
+        if state != "same":  # never written back from what it was: a gather may have begun meanwhile
+            self._stale = True
         return state
 
     def rebind(self) -> Mapping[str, torch.Tensor]:
@@ -133,12 +134,16 @@ class PackedSource:
         self.agreed_s, self.built_s = time.perf_counter() - began, 0.0
         if stale:
             began = time.perf_counter()
-            self._stale = True
-            tasks = self.stream.build()
-            longest = max(ALIGN, self.limit - self.limit // BESIDE) if self.writes else self.limit
-            self.plan = make_plan(tasks, longest, packed=self.packed)
-            agree.any_rank(False, self.plan.fingerprint, self.device)
-            self.built, self._stale = self.built + 1, False
+            self._stale = False  # before tasks are made: a look that comes meanwhile is of something newer than they are
+            try:
+                tasks = self.stream.build()
+                longest = max(ALIGN, self.limit - self.limit // BESIDE) if self.writes else self.limit
+                self.plan = make_plan(tasks, longest, packed=self.packed)
+                agree.any_rank(False, self.plan.fingerprint, self.device)
+            except BaseException:
+                self._stale = True
+                raise
+            self.built += 1
             self.built_s = time.perf_counter() - began
         return self.plan
 

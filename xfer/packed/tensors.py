@@ -329,6 +329,22 @@ class _Made:
             data.record_stream(stream)
 
 
+def _posted(data: Sequence[torch.Tensor], peers: Sequence[int], sends: bool) -> list:
+    """Messages of one round, begun together over the trainers' group. Not by torch's `batch_isend_irecv`, which notes its batch for the
+    whole process: while it is open, and for good when a post raises, collectives over that group do nothing in any thread."""
+    group = dist.group.WORLD
+    backend = group._get_backend(data[0].device) if type(group) is dist.ProcessGroup else None
+    if backend is None or not backend.supports_coalescing:
+        return [(dist.isend if sends else dist.irecv)(t, peer) for t, peer in zip(data, peers, strict=True)]
+    from xfer.transport.nccl import together
+
+    def post() -> None:
+        for t, peer in zip(data, peers, strict=True):
+            (backend.send if sends else backend.recv)([t], peer, 0)
+
+    return [together(backend, post)]
+
+
 class _Leg:
     """One round as this rank takes part in it: as its target, or as one that sends."""
 
@@ -352,11 +368,9 @@ class _Leg:
         s, sections = self._s, self._round.sections
         if not self.target:
             self.bind(None, slot).copy()
-            ops = [dist.P2POp(dist.isend, s.slots("out")[slot][: sections[s.rank][1]], self._round.target)]
-        else:
-            into = s.slots("in")[slot]
-            ops = [dist.P2POp(dist.irecv, into[at : at + n], r) for r, (at, n) in sections.items()]
-        return dist.batch_isend_irecv(ops)
+            return _posted([s.slots("out")[slot][: sections[s.rank][1]]], [self._round.target], sends=True)
+        into = s.slots("in")[slot]
+        return _posted([into[at : at + n] for at, n in sections.values()], list(sections), sends=False)
 
     def end(self, works: list, slot: int, data: torch.Tensor | None) -> int:
         """Waits for them (on GPUs: makes the stream wait); how many arrived."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,7 +20,7 @@ from xfer.session import computing, faults, readers
 from xfer.session import messages as m
 from xfer.session.arguments import Call
 from xfer.session.bounds import CALL_GRACE_S, STOP_GRACE_S
-from xfer.session.drain import Drain
+from xfer.session.drain import LOOK_S, Drain
 from xfer.session.report import RefitReport, ReplicaOutcome
 from xfer.session.timeline import mark
 
@@ -50,6 +50,7 @@ class RefitCall:
         return self.party.label
 
     def run(self) -> RefitReport:
+<<<<<<< HEAD
         try:
             return self._run()
         except Exception:
@@ -59,6 +60,10 @@ class RefitCall:
             if not getattr(why, "drained", True):
                 logger.error("xfer: %s", why)
             raise
+=======
+        with self._naming_gathers():
+            return self._run()
+>>>>>>> fix-packed
 
     def _run(self) -> RefitReport:
         while True:
@@ -70,6 +75,17 @@ class RefitCall:
             outcome = self._outcome()
             if not outcome.void:  # else this one was prepared and given up before anybody called
                 return self._conclude(outcome)
+
+    @contextlib.contextmanager
+    def _naming_gathers(self) -> Iterator[None]:
+        """What goes wrong says first what the caller must not do while a gather of the packed route goes on."""
+        pump = self.session.pump
+        try:
+            yield
+        except XferError as e:
+            if pump is not None:
+                e.violations = pump.with_gather(e.violations)
+            raise
 
     # ---- going in
 
@@ -120,9 +136,11 @@ class RefitCall:
         )
 
     def _made_whole(self) -> bool:
-        """Drains. False: the attempt was over before that. DeadlineExceeded, naming who has not called, when it is still
-        running then: it goes on by itself, and the next call waits for it first."""
+        """Drains, after gathers that an earlier call left. False: the attempt was over before that. DeadlineExceeded, naming who
+        has not called, when one is still running then: it goes on by itself, and the next call waits for it first."""
         session = self.session
+        if not self._gathers_ended():
+            raise self._late("a gather of an earlier refit has not ended, and reads what would be looked at now")
         if session.drain is not None and not session.drain.over:
             with contextlib.suppress(XferError):  # of a call that has had its error
                 session.drain.wait(self.until, self._is_over, STOP_GRACE_S)
@@ -130,16 +148,29 @@ class RefitCall:
             session.drain = Drain(session.source, self.label)
             if session.drain.wait(self.until, self._is_over, STOP_GRACE_S):
                 return not self._is_over()
-        why = "this rank's parameters were not made whole in time: gathers that were in flight wait for other ranks"
+        raise self._late(
+            "this rank's parameters were not made whole in time: gathers that were in flight wait for other ranks; "
+            "they go on waiting, so do not train before they ended"
+        )
+
+    def _gathers_ended(self) -> bool:
+        """Waits as for a drain: a look lets go of tables and mappings that a gather of the packed route works with."""
+        pump, until, told = self.session.pump, self.until, False
+        while pump is not None and not pump.wait_over(max(0.0, min(LOOK_S, until - time.monotonic()))):
+            now = time.monotonic()
+            if now >= until:
+                return False
+            if not told and self._is_over():
+                until, told = min(until, now + STOP_GRACE_S), True
+        return True
+
+    def _late(self, why: str) -> DeadlineExceeded:
         try:  # the hub's deadline is ours, and it knows who has not called
             told = [o.error.error() for o in self._outcome().outcomes if o.error is not None]
         except XferError as e:
             told = [e]
-        raise DeadlineExceeded(
-            f"{why}; they go on waiting, so do not train before they ended",
-            dict.fromkeys(line for e in told for line in (e.violations or (e.message,))),
-            where=self.label,
-        )
+        lines = dict.fromkeys(line for e in told for line in (e.violations or (e.message,)))
+        return DeadlineExceeded(why, lines, where=self.label)
 
     # ---- waiting
 
@@ -224,7 +255,8 @@ class RefitCall:
         """Wait for the outcome and report it; raises what became of it. It may have come while nobody asked, and if not, the
         hub is still given the time to answer."""
         self.ends = max(self.ends, time.monotonic() + CALL_GRACE_S)
-        return self._conclude(self._outcome())
+        with self._naming_gathers():
+            return self._conclude(self._outcome())
 
     def _conclude(self, outcome: m.Outcome) -> RefitReport:
         if outcome.error is not None:

@@ -142,11 +142,11 @@ class TrainerSession:
                 self._hub.close()
             raise
         self._party.on_lane = self._lane
-        self._pump = None
+        self.pump = None  # of the packed route
         if route == "packed":
             from xfer.packed.feed import Pump
 
-            self._pump = Pump(source, self._party.label)
+            self.pump = Pump(source, self._party.label)
 
     @property
     def party(self) -> Party:
@@ -230,7 +230,7 @@ class TrainerSession:
         self._make_inventory()
 
     def _make_inventory(self) -> None:
-        if self._pump is not None:  # tensors go whole, from wherever they are then
+        if self.pump is not None:  # tensors go whole, from wherever they are then
             self._inventory, self._names = self._catalog.digest().encode(), []
             return self._bind()
         made = trainer_inventory(
@@ -258,10 +258,10 @@ class TrainerSession:
     def _new_lane(self, replica: int) -> Lane | None:
         if not 0 <= replica < self.replicas:
             return None
-        if self._pump is not None:
+        if self.pump is not None:
             from xfer.packed.lane import PackedLane
 
-            lane = PackedLane(self._party, self, replica, self.index, pump=self._pump)
+            lane = PackedLane(self._party, self, replica, self.index, pump=self.pump)
         else:
             lane = Lane(self._party, self, replica, self.index, self._cache)
         self._party.lanes[replica] = lane
@@ -437,7 +437,8 @@ class TrainerSession:
     def _release(self) -> None:
         until = time.monotonic() + self.deadline_s
         if not all([lane.wait_idle(max(0.0, until - time.monotonic())) for lane in list(self._party.lanes.values())]):
-            raise DeadlineExceeded("a transfer of this rank is still running", where=self._party.label)
+            why = self.pump.with_gather(()) if self.pump is not None else ()
+            raise DeadlineExceeded("a transfer of this rank is still running", why, where=self._party.label)
         self._releases += 1
         self._party.send(m.Release(self._releases))
         kept = []

@@ -1,0 +1,102 @@
+"""What a trainer of the packed route knows of its tasks: whatever is replaced at whatever moment of a gather, and looked at by
+the caller's thread then, is what the next gather sends. Other ranks and threads are made up: they come at set moments."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from xfer.packed import agree
+from xfer.packed.plan import TaskSize
+from xfer.packed.source import PackedSource
+from xfer.trace.fragment import TensorSpec
+
+SPEC = TensorSpec("w", (4,), "float32")
+MOMENTS = [
+    "before the check",
+    "after the check",
+    "before the tasks",
+    "after the tasks",
+    "before plans agree",
+    "after plans agree",
+]
+
+
+class Kept:
+    """See source.Stream: tasks keep the parameter object of `build`, as a framework's do. `at`: what happens at a moment."""
+
+    rank, world, device = 0, 1, torch.device("cpu")
+
+    def __init__(self):
+        self.live = self.seen = torch.zeros(4)
+        self.at, self.raises = {}, False
+
+    def drain(self) -> None: ...
+
+    def read(self):
+        self.seen = self.live
+        return (SPEC,)
+
+    def check(self) -> str:
+        return "same" if self.seen is self.live else "changed"
+
+    def build(self):
+        self.happens("before the tasks")
+        self.task = self.live
+        self.happens("after the tasks")
+        if self.raises:
+            self.raises = False
+            raise RuntimeError("a collective ended")
+        return (TaskSize(0, (SPEC,)),)
+
+    def tensors(self, group):
+        yield SPEC.name, self.task
+
+    def happens(self, moment: str) -> None:
+        if (what := self.at.pop(moment, None)) is not None:
+            what()
+
+
+@pytest.mark.parametrize("raises", [False, True], ids=["", "raises"])
+@pytest.mark.parametrize("fresh", [False, True], ids=["tasks are made", "tasks are kept"])
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_what_is_replaced_at_any_moment_of_a_gather_is_what_the_next_one_sends(monkeypatch, moment, fresh, raises):
+    stream = Kept()
+    source = PackedSource(stream, 1 << 20)
+    calls, real = [], agree.any_rank
+
+    def any_rank(*args):
+        place = "the check" if not calls else "plans agree"
+        calls.append(place)
+        stream.happens(f"before {place}")
+        out = real(*args)
+        stream.happens(f"after {place}")
+        return out
+
+    def replaced() -> None:
+        """On the caller's thread: the next refit's look."""
+        stream.live = torch.ones(4)
+        if source.check() == "changed":
+            source.read()
+        assert source.check() == "same", "the look itself is done"
+
+    source.read()
+    if fresh:
+        source.begin()
+    monkeypatch.setattr(agree, "any_rank", any_rank)
+    stream.at[moment], stream.raises = replaced, raises and not fresh
+    try:
+        source.begin()
+    except RuntimeError:
+        pass
+    came = not stream.at
+    if not came:  # a gather that keeps its tasks has none of the later moments
+        assert fresh or raises
+        stream.at = {}
+        replaced()
+    plan = source.begin()
+    ((_, sent),) = source.tensors(plan.groups[0])
+    assert sent is stream.live, f"replaced {moment}"
+    built = source.built
+    source.begin()
+    assert source.built == built, "and is then kept"
