@@ -50,20 +50,17 @@ class RefitCall:
         return self.party.label
 
     def run(self) -> RefitReport:
-<<<<<<< HEAD
         try:
-            return self._run()
+            with self._naming_gathers():
+                return self._run()
         except Exception:
             raise
         except BaseException as e:  # KeyboardInterrupt, say: whoever catches it goes on with the weights, so this refit must not
-            why = self._untold(PeerLost(f"nccl_xfer_refit() was interrupted: {type(e).__name__}", where=self.label))
-            if not getattr(why, "drained", True):
-                logger.error("xfer: %s", why)
+            if self._entered:
+                why = self._untold(PeerLost(f"nccl_xfer_refit() was interrupted: {type(e).__name__}", where=self.label))
+                if not getattr(why, "drained", True):
+                    logger.error("xfer: %s", why)
             raise
-=======
-        with self._naming_gathers():
-            return self._run()
->>>>>>> fix-packed
 
     def _run(self) -> RefitReport:
         while True:
