@@ -179,6 +179,26 @@ def test_a_scaled_loss_and_a_clipped_norm():
     assert all(torch.allclose(x, y, atol=1e-5) for x, y in zip(nets[0].parameters(), nets[1].parameters()))
 
 
+@pytest.mark.parametrize("unscaled", [False, True])
+@pytest.mark.parametrize("gradient", [1.0, float("inf")])
+def test_a_gradient_scaler_is_refused_on_every_rank_before_any_of_them_steps_or_skips(gradient, unscaled):
+    """Of two ranks, either of which may own what is not finite: one that skipped alone would leave the other waiting."""
+    for infinite in (0, 1):
+        net = layers()
+        o = Half(net)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        scaler.scale(net(torch.ones(2, 4)).sum()).backward()
+        net[infinite].weight.grad[0] = gradient
+        before = lm.digest(net)
+        if unscaled:
+            scaler.unscale_(o)
+        with pytest.raises(Unsupported, match="GradScaler") as e:
+            scaler.step(o)
+        assert "grad_scale= to step()" in e.value.violations[0] and lm.digest(net) == before
+        o.train(101.0)  # by itself it goes on, and so it does with a scaler that is off
+        torch.amp.GradScaler("cpu", enabled=False).step(o)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_the_norm_is_that_of_the_gradients_in_any_dtype(dtype):
     net = nn.Linear(8, 8, bias=False).to(dtype)

@@ -65,6 +65,9 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
     LayoutError and Unsupported list everything that does not fit, before any parameter is touched.
     """
 
+    _step_supports_amp_scaling = True
+    """So torch's GradScaler calls `step` on every rank, which then refuses it: it looks at what a rank owns, and scales that, only."""
+
     def __init__(
         self,
         module: torch.nn.Module | Sequence[torch.nn.Module],
@@ -138,6 +141,7 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
         grad_scale: what the loss had been multiplied by (fp16). If any gradient of any rank is not finite, then no rank
         steps, `skipped` is True, and parameters stay. Returns what `closure` returned, or None.
         """
+        self._refuse_scaler()
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -286,6 +290,19 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
                 o.target.grad = None
 
     # ---- details
+
+    def _refuse_scaler(self) -> None:
+        """Of torch's GradScaler, which says by these attributes that it is there, and would take them away after the step."""
+        scaled = [vars(self).pop(said, None) is not None for said in ("found_inf", "grad_scale")]
+        if any(scaled):
+            raise Unsupported(
+                "a GradScaler steps a layer-wise optimizer: ranks would not skip the same steps, and gradients of other owners stay scaled",
+                [
+                    "multiply the loss yourself and pass grad_scale= to step() (MegatronLayerWise: loss_scale= when it is built); "
+                    "`skipped` then says, on all ranks, that a gradient was not finite"
+                ],
+                where=self.label,
+            )
 
     def _begin(self) -> None:
         """What this rank owns was written, on the current stream."""
