@@ -102,6 +102,8 @@ class Bucket:
     works: list[dist.Work] = field(default_factory=list)
     runs: list[tuple[Share, torch.Tensor]] = field(default_factory=list)
     """What is sent or received aside, for parameters without a home."""
+    landed: tuple[torch.cuda.Stream, torch.cuda.Event] | None = None
+    """On GPUs: the stream that waited for the bytes, and where in it they are all here. No other stream has waited."""
 
     def label(self) -> str:
         first = self.shares[0].members[0].name
@@ -258,6 +260,17 @@ class ParamGather:
         self.guarded(lambda: self._land(bucket), bucket.label())
         self.stats.waited_s += time.monotonic() - began
 
+    def follow(self, bucket: Bucket) -> None:
+        """For a bucket that is CURRENT: the current stream waits for its bytes too, if it was another one that did. Not in the
+        capture of a graph, which begins behind all that the device had to do, and may not wait for what is outside of it."""
+        if bucket.landed is None:
+            return
+        stream, event = bucket.landed
+        here = torch.cuda.current_stream(bucket.peers.device)
+        if here == stream or torch.cuda.is_current_stream_capturing():
+            return
+        here.wait_event(event)
+
     def drain(self) -> None:
         """Finish everything, in order. All gathers are started before the first is waited for. Collective in as much as
         anything is not finished; leaves gradients alone."""
@@ -348,6 +361,9 @@ class ParamGather:
             for share, run in b.runs:
                 if share.owner != b.peers.rank:
                     share.unpack(run)
+        if b.peers.device.type == "cuda":
+            stream = torch.cuda.current_stream(b.peers.device)
+            b.landed = stream, stream.record_event()
         b.works, b.runs, b.state = [], [], State.CURRENT
         self._pending -= 1
         if self._is_copied(b):
