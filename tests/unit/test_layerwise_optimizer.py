@@ -116,6 +116,23 @@ def test_options_that_do_not_exist_are_all_named_before_anything_is_touched():
     assert [p.data_ptr() for p in net.parameters()] == at
 
 
+@pytest.mark.parametrize("mine", [False, True])
+def test_what_an_optimizer_cannot_update_is_named_on_every_rank_before_anything_is_touched(monkeypatch, mine):
+    """Also where another rank would own all of it, and would be alone to fail."""
+    monkeypatch.setattr(Half, "owns", lambda self, name: mine)
+    net = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+    at = [p.data_ptr() for p in net.parameters()]
+    groups = [ParamGroup(net.parameters(), Muon, {"lr": 0.1}), ParamGroup([net[0].weight], Muon, cost="newton")]
+    with pytest.raises(LayoutError) as e:
+        Half(net, groups=groups)
+    flat = ("0.bias of shape (4,)", "1.weight of shape (4,)", "1.bias of shape (4,)")
+    assert all(sum(v.startswith(name) for v in e.value.violations) == 1 for name in flat)
+    assert len(e.value.violations) == 5, "what else is wrong is listed with it"
+    assert [p.data_ptr() for p in net.parameters()] == at
+    inside = ParamGroup([net[0].weight], Muon, {"lr": 0.1})
+    Half(net, groups=[inside, ParamGroup([net[0].bias, *net[1].parameters()], torch.optim.SGD, {"lr": 0.1})])
+
+
 @pytest.mark.parametrize("change", ["freeze", "thaw", "replace", "add", "regroup"])
 def test_a_change_of_what_is_trained_is_an_error_at_the_next_step(change):
     net = lm.Transformer()

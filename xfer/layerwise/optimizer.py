@@ -331,6 +331,8 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
                     bad.append(
                         f"group {i}: a parameter of shape {tuple(p.shape)} is in group {at[id(p)]} too; keep one"
                     )
+            if hasattr(g.optimizer, "refuses"):
+                bad += g.optimizer.refuses([(name, p) for name, p in self._trained if at.get(id(p)) == i])
         for name, p in self.named:
             if type(p) not in (torch.nn.Parameter, torch.Tensor) or p.layout != torch.strided:
                 bad.append(f"{name}: is a {type(p).__name__} ({p.layout}); only plain dense parameters have owners")
