@@ -292,9 +292,9 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
     # ---- details
 
     def _refuse_scaler(self) -> None:
-        """Of torch's GradScaler, which says by these attributes that it is there, and would take them away after the step."""
-        scaled = [vars(self).pop(said, None) is not None for said in ("found_inf", "grad_scale")]
-        if any(scaled):
+        """Of torch's GradScaler, which says by two attributes that it is there, and would take them away after the step."""
+        if getattr(self, "found_inf", None) is not None:
+            del self.found_inf, self.grad_scale
             raise Unsupported(
                 "a GradScaler steps a layer-wise optimizer: ranks would not skip the same steps, and gradients of other owners stay scaled",
                 [
