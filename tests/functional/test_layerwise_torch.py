@@ -160,6 +160,12 @@ def test_experts_over_their_own_groups_and_one_norm(ranks):
     assert all(x == [4, 2] for x in run(ranks, "experts_over_halves"))
 
 
+def test_a_rank_that_skips_its_experts_holds_nobody_up(ranks):
+    """Over gloo its peer waited for experts, and it for dense layers, which the peer had not started."""
+    for stale, (overlapped, at_once) in run(ranks, "skipped_experts"):
+        assert stale == 5 and overlapped == at_once
+
+
 def test_ranks_that_are_in_different_numbers_of_groups_meet(ranks):
     """torch's own way to make a group without all ranks of the job waits for ever then."""
     a, b, c, d = run(ranks, "unequal_groups")

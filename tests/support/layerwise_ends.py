@@ -1,4 +1,6 @@
-"""Ranks of a layer-wise job that write parameters, step on a sum that was aborted, or close beside one that failed."""
+"""Ranks of a layer-wise job that write parameters, skip modules of one group, step on a sum that was aborted, or close beside one
+that failed.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +11,9 @@ import torch.distributed as dist
 
 from tests.support import layerwise_model as lm
 from tests.support.layerwise_pair import Pair
+from tests.support.proc import PATIENCE
 from xfer.errors import DeadlineExceeded, Unsupported, XferError
-from xfer.layerwise import LayerWiseOptimizer
+from xfer.layerwise import LayerWiseOptimizer, ParamGroup
 
 
 def drained_and_changed():
@@ -29,6 +32,49 @@ def drained_and_changed():
         seen.append(len(pair.owners.gather.pulls))
         pair.owners.close()
     return seen
+
+
+class Experts(torch.nn.Module):
+    """Dense layers around experts, which some inputs do not reach."""
+
+    def __init__(self, seed: int):
+        super().__init__()
+        torch.manual_seed(0)
+        self.dense = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(6))
+        torch.manual_seed(seed)
+        self.experts = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x, reached: bool):
+        for layer in (*self.dense[:3], *(self.experts if reached else ()), *self.dense[3:]):
+            x = x + layer(x)
+        return x
+
+
+def skipped_experts():
+    """Two ranks share experts, and in turns one of them skips them; dense layers are everybody's. The bits of gathering at once."""
+    rank = dist.get_rank()
+    groups = [dist.new_group(ranks) for ranks in ([0, 1], [2], [3])]
+    digests, stale = [], 0
+    for overlap in (True, False):
+        net = Experts(seed=7 + (rank > 1) * rank)
+        experts = {id(p) for p in net.experts.parameters()}
+        o = LayerWiseOptimizer(
+            net,
+            [ParamGroup(net.parameters(), torch.optim.SGD, {"lr": 0.01})],
+            group_of=lambda _, p, experts=experts: groups[max(rank - 1, 0)] if id(p) in experts else None,
+            bucket_bytes=1,
+            overlap=overlap,
+            deadline_s=15.0 * PATIENCE,
+        )
+        for step in range(6):
+            o.zero_grad()
+            stale += not o.gather.settled
+            net(torch.full((1, 4), rank + 1.0), reached=step < 2 or rank != step % 2).square().mean().backward()
+            o.step()
+        o.drain()
+        digests.append(lm.digest(net))
+        o.close()
+    return stale, digests
 
 
 def an_aborted_norm():

@@ -45,10 +45,11 @@ class Wire:
 
 
 class Half(LayerWiseOptimizer):
-    """SGD over an fp32 module, a parameter a bucket. `others`: names of what rank 1 owns."""
+    """SGD over an fp32 module, if nothing else is given, a parameter a bucket. `others`: names of what rank 1 owns."""
 
-    def __init__(self, net: nn.Module, **options):
-        groups = [ParamGroup(list(net.parameters()), torch.optim.SGD, {"lr": 0.1})]
+    def __init__(self, net: nn.Module, groups: list[ParamGroup] | None = None, **options):
+        if groups is None:
+            groups = [ParamGroup(list(net.parameters()), torch.optim.SGD, {"lr": 0.1})]
         super().__init__(net, groups, **{"bucket_bytes": 1, "reduce": "done", **options})
         self.others = [n for n, _ in self.named if not self.owns(n)]
 

@@ -19,6 +19,7 @@ from tests.support.layerwise_ends import (
     closed,
     closed_beside_a_rank_that_failed,
     drained_and_changed,
+    skipped_experts,
 )
 from tests.support.layerwise_pair import Pair
 from tests.support.layerwise_sources import refit_sources, refit_without_the_wrapper
@@ -478,6 +479,7 @@ HAZARDS = {
         old_values_are_nans, pulled_beside_slow_ranks, few_parameters, aborted, experts_over_halves, unequal_groups,
         not_finite_on_one_rank, captured, absent, closed, changed_memory, wire, different_models, refit_sources,
         refit_without_the_wrapper, drained_and_changed, an_aborted_norm, closed_beside_a_rank_that_failed,
+        skipped_experts,
     )
 }  # fmt: skip
 

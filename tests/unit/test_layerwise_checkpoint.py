@@ -5,6 +5,7 @@ Other layouts and several ranks: tests/functional/test_layerwise_torch.py and te
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -201,3 +202,60 @@ def test_state_that_is_no_tensor_of_the_parameters_shape_is_refused(tmp_path):
     with pytest.raises(Unsupported, match="cannot be saved") as e:
         checkpoint.save(o, tmp_path)
     assert "weight: rows is (3,)" in e.value.violations[0]
+
+
+def tuned(net: nn.Module, lr: float, **more) -> LayerWiseOptimizer:
+    options = {"lr": torch.tensor(lr), "foreach": False}
+    o = LayerWiseOptimizer(net, [ParamGroup(net.parameters(), torch.optim.Adam, options)])
+    o.param_groups[0].update(more)
+    return o
+
+
+def test_hyperparameters_that_are_tensors_go_on_bit_for_bit_in_the_tensors_that_are_there(tmp_path):
+    nets, seen = [layers(2), layers(2)], []
+    for i, net in enumerate(nets):
+        at = torch.tensor(0.5 * i)
+        o = tuned(net, 1e-3, warm=(at, 3 + i), floor=torch.tensor([1.0 + i]), scale=np.float32(0.1 + i), on=torch.tensor(i == 0))
+        (group,), lr = o.param_groups, o.param_groups[0]["lr"]
+        net(torch.ones(2, 4)).sum().backward()
+        o.step()
+        if i == 0:
+            lr.fill_(5e-5)  # as a schedule does
+            checkpoint.save(o, tmp_path)
+        else:
+            checkpoint.load(o, tmp_path)
+            assert group["lr"] is lr and group["warm"][0] is at, "whoever holds the tensors has what was loaded"
+            assert group["lr"] == torch.tensor(5e-5) and group["warm"] == (torch.tensor(0.0), 3)
+            assert group["floor"].tolist() == [1.0] and group["scale"] == np.float32(0.1) and bool(group["on"])
+        o.zero_grad()
+        net(torch.ones(2, 4)).square().sum().backward()
+        o.step()
+        seen.append(lm.digest(net))
+    assert seen[0] == seen[1]
+
+
+def test_a_number_may_be_loaded_into_a_tensor_and_the_other_way(tmp_path):
+    for lr in (torch.tensor(0.25), 0.25):
+        o = tuned(layers(1), 1.0)
+        o.param_groups[0]["lr"] = lr
+        checkpoint.save(o, tmp_path)
+        for now in (torch.tensor(1.0), 1.0):
+            other = tuned(layers(1), 1.0)
+            other.param_groups[0]["lr"] = now
+            checkpoint.load(other, tmp_path)
+            got = other.param_groups[0]["lr"]
+            assert got == 0.25 and type(got) is type(now)
+
+
+def test_hyperparameters_that_cannot_be_saved_are_said(tmp_path, caplog):
+    o = tuned(layers(1), 1.0, rates=torch.ones(3), pair=(torch.ones(2), 1))
+    with pytest.raises(Unsupported, match="cannot be saved") as e:
+        checkpoint.save(o, tmp_path)
+    assert [v.split(" has ")[0] for v in e.value.violations] == ["group 0: rates", "group 0: pair"]
+    assert not list(tmp_path.iterdir())
+    schedule = lambda step: 1.0  # noqa: E731
+    o = tuned(layers(1), 1.0, schedule=schedule)
+    checkpoint.save(o, tmp_path)
+    assert "schedule is a function, which is not saved" in caplog.text
+    checkpoint.load(o, tmp_path)
+    assert o.param_groups[0]["schedule"] is schedule

@@ -116,6 +116,23 @@ def test_options_that_do_not_exist_are_all_named_before_anything_is_touched():
     assert [p.data_ptr() for p in net.parameters()] == at
 
 
+@pytest.mark.parametrize("mine", [False, True])
+def test_what_an_optimizer_cannot_update_is_named_on_every_rank_before_anything_is_touched(monkeypatch, mine):
+    """Also where another rank would own all of it, and would be alone to fail."""
+    monkeypatch.setattr(Half, "owns", lambda self, name: mine)
+    net = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+    at = [p.data_ptr() for p in net.parameters()]
+    groups = [ParamGroup(net.parameters(), Muon, {"lr": 0.1}), ParamGroup([net[0].weight], Muon, cost="newton")]
+    with pytest.raises(LayoutError) as e:
+        Half(net, groups=groups)
+    flat = ("0.bias of shape (4,)", "1.weight of shape (4,)", "1.bias of shape (4,)")
+    assert all(sum(v.startswith(name) for v in e.value.violations) == 1 for name in flat)
+    assert len(e.value.violations) == 5, "what else is wrong is listed with it"
+    assert [p.data_ptr() for p in net.parameters()] == at
+    inside = ParamGroup([net[0].weight], Muon, {"lr": 0.1})
+    Half(net, groups=[inside, ParamGroup([net[0].bias, *net[1].parameters()], torch.optim.SGD, {"lr": 0.1})])
+
+
 @pytest.mark.parametrize("change", ["freeze", "thaw", "replace", "add", "regroup"])
 def test_a_change_of_what_is_trained_is_an_error_at_the_next_step(change):
     net = lm.Transformer()
@@ -179,6 +196,26 @@ def test_a_scaled_loss_and_a_clipped_norm():
     assert all(torch.allclose(x, y, atol=1e-5) for x, y in zip(nets[0].parameters(), nets[1].parameters()))
 
 
+@pytest.mark.parametrize("unscaled", [False, True])
+@pytest.mark.parametrize("gradient", [1.0, float("inf")])
+def test_a_gradient_scaler_is_refused_on_every_rank_before_any_of_them_steps_or_skips(gradient, unscaled):
+    """Of two ranks, either of which may own what is not finite: one that skipped alone would leave the other waiting."""
+    for infinite in (0, 1):
+        net = layers()
+        o = Half(net)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        scaler.scale(net(torch.ones(2, 4)).sum()).backward()
+        net[infinite].weight.grad[0] = gradient
+        before = lm.digest(net)
+        if unscaled:
+            scaler.unscale_(o)
+        with pytest.raises(Unsupported, match="GradScaler") as e:
+            scaler.step(o)
+        assert "grad_scale= to step()" in e.value.violations[0] and lm.digest(net) == before
+        o.train(101.0)  # by itself it goes on, and so it does with a scaler that is off
+        torch.amp.GradScaler("cpu", enabled=False).step(o)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_the_norm_is_that_of_the_gradients_in_any_dtype(dtype):
     net = nn.Linear(8, 8, bias=False).to(dtype)
@@ -238,6 +275,54 @@ def test_a_refit_has_what_is_on_its_way_although_the_optimizer_was_dropped():
     assert others and 102.0 not in values(net, others), "nothing is on its way: this proves nothing"
     TensorTrainer(net).drain()
     assert values(net, others) == [102.0] * len(others)
+
+
+class Stream:
+    """Notes what it waits for: bytes of a bucket, or places in other streams."""
+
+    def __init__(self):
+        self.waited: list = []
+
+    def record_event(self) -> tuple:
+        return self, len(self.waited)
+
+    def wait_event(self, event: tuple) -> None:
+        self.waited.append(event)
+
+    def has(self, work) -> bool:
+        """Whether all that is queued from now on comes behind `work`."""
+        return any(x is work or isinstance(x, tuple) and work in x[0].waited[: x[1]] for x in self.waited)
+
+
+@pytest.mark.parametrize("capturing", [False, True])
+@pytest.mark.parametrize("guard", ["nan", "first", "always"])
+def test_every_stream_that_reads_a_bucket_waits_for_it_and_the_first_only_once(monkeypatch, guard, capturing):
+    """Shared experts run beside the routed ones. (Streams are only feigned: they are those that a work's wait would hold.)"""
+    main, side, works = Stream(), Stream(), []
+    now = [main]
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: now[0])
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    net = layers(2)
+    o = Half(net, guard=guard, bucket_bytes=1 << 20)
+    (bucket,) = o.gather.buckets
+    o.train(101.0)
+    o.drain()
+    assert bucket.landed is None, "on CPUs there are no streams"
+    o.wire.device = o._device = torch.device("cuda", 0)
+
+    class Awaited:
+        def wait(self) -> None:
+            now[0].waited.append(self)
+
+    monkeypatch.setattr(o.wire, "broadcasts", lambda moves, what: works.append(Awaited()) or works[-1:])
+    for turn in (1, 2):
+        o.gather.begin()
+        for stream, module in ((side, net[0]), (main, net[1]), (main, net[1]), (side, net[0])):
+            now[0] = stream
+            module(torch.ones(1, 4))
+            assert stream.has(works[-1]) or capturing and stream is main
+        assert len(works) == turn and side.waited == works
+    assert len(main.waited) == (0 if capturing else 4)
 
 
 class Wrapped(nn.Module):

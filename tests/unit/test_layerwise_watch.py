@@ -149,7 +149,7 @@ def wire(monkeypatch):
     def make(deadline_s: float) -> wires.Wire:
         w = wires.Wire.__new__(wires.Wire)  # its own __init__ needs a device
         w.rank, w.size, w.device, w.lost, w._who = 0, 2, torch.device("cuda", 0), None, "rank 0"
-        w.behind = []
+        w.behind, w._starting = [], threading.Lock()
         w._deadline_s, w._backend, w._notes, w._spare = deadline_s, Nccl(), Stream(), Stream()
         w._note, w._numbers, w._seen = Note(), torch.arange(4, dtype=torch.int32), 0
         w._read = w._note.word.numpy()
@@ -191,6 +191,43 @@ def test_numbers_go_around(wire):
     assert w.lost is None and not nccl.aborted.is_set()
     w.close()
     assert nccl.aborted.is_set() and w.lost is None and not t.any()
+
+
+def test_an_abort_waits_for_a_group_of_messages_that_is_being_started_but_not_for_one_that_is_stuck(wire, monkeypatch):
+    """A group that is closed over a communicator that was freed meanwhile may crash the process."""
+    late = 1.0 * PATIENCE
+    for patience, aborted_within in ((30 * PATIENCE, False), (0.05, True)):
+        monkeypatch.setattr(wires, "_POSTED_S", patience)
+        w, seen = wire(late), []
+        nccl, theirs = w._backend, torch.ones(8, dtype=torch.bfloat16)
+        w.broadcasts([(1, torch.zeros(8, dtype=torch.uint8))], lambda: "bucket 0")
+        end = nccl._end_coalescing
+
+        def slow(nccl=nccl, seen=seen, end=end, stuck=aborted_within):
+            seen.append(nccl.aborted.wait(30 * PATIENCE if stuck else late + 0.5))  # bucket 0 is late meanwhile
+            return end()
+
+        nccl._end_coalescing = slow
+        w.broadcasts([(1, theirs.view(torch.uint8))], lambda: "bucket 1")
+        assert nccl.aborted.wait(30 * PATIENCE) and seen == [aborted_within]
+        assert theirs.isnan().all(), "what was being started is on its way like all else"
+        w.close()
+
+
+def test_nothing_is_started_once_a_wire_is_lost(wire):
+    """Also when it is lost just behind the look at it."""
+    w = wire(30.0 * PATIENCE)
+    nccl, said = w._backend, DeadlineExceeded("late", ["bucket 0"], where="rank 0")
+
+    def alive() -> Nccl:
+        w.lost = said
+        return nccl
+
+    w._alive = alive
+    with pytest.raises(DeadlineExceeded, match="late"):
+        w.broadcasts([(1, torch.zeros(8, dtype=torch.uint8))], lambda: "bucket 1")
+    assert not nccl.works and not nccl.tensors and not w._watch.missing()
+    w.close()
 
 
 class Event:

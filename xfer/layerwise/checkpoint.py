@@ -16,6 +16,7 @@ tensor that they pad, as `<name>/padding/<field>`, and read as far as both layou
 from __future__ import annotations
 
 import json
+import logging
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed import checkpoint as dcp
@@ -43,6 +45,7 @@ if TYPE_CHECKING:
     from xfer.layerwise.optimizer import LayerWiseOptimizer
     from xfer.session.trainer import Source
 
+logger = logging.getLogger("xfer")
 FORMAT = 1
 PARAM = "param"
 """Field under which a parameter itself is saved: its fp32 master where it has one."""
@@ -76,7 +79,8 @@ def save(optimizer: LayerWiseOptimizer, folder: str | Path, source: Source | Non
     source: adapter that says where the checkpoint's tensors lie in this rank's parameters; None: each parameter is
     whole on its owner, under its canonical name, which can only be where all ranks hold the same parameters. Unsupported
     lists parameters of which that is not so, parameters of which `source` names only a part, and optimizer state that is
-    neither as its parameter is shaped nor a single number. XferError, on all ranks, when files cannot be written.
+    neither as its parameter is shaped nor a single number, and hyperparameters that are tensors of more than one. Those that are no
+    numbers, words or lists of them are not saved, which a warning says. XferError, on all ranks, when files cannot be written.
     """
     tensors: dict[str, Boxes] = {}
     wrong: list[str] = []
@@ -91,10 +95,11 @@ def save(optimizer: LayerWiseOptimizer, folder: str | Path, source: Source | Non
                 if p.padding and len(pieces[name]) == 1:
                     continue  # a part that is all padding; others say it for the tensor
                 tensors[f"{p.key}/{field}"] = Boxes((), tensor.dtype, [((), tensor.detach())])
-    _refuse(wrong, optimizer.label, "optimizer state that cannot be saved by parameter", Unsupported)
     live = dist.is_initialized()
-    if not live or dist.get_rank() == 0:
-        groups = [{k: v for k, v in g.items() if k != "params" and _plain(v)} for g in optimizer.param_groups]
+    first = not live or dist.get_rank() == 0
+    groups = [_written(g, f"group {i}", wrong, first) for i, g in enumerate(optimizer.param_groups)]
+    _refuse(wrong, optimizer.label, "optimizer state that cannot be saved by parameter", Unsupported)
+    if first:
         _begin(Path(folder), json.dumps({"format": FORMAT, "groups": groups}, indent=1), wrong)
     _refuse(wrong, optimizer.label, f"{folder} cannot be written", XferError)
     with _typed(f"{folder} could not be written", optimizer.label):
@@ -134,7 +139,7 @@ def load(optimizer: LayerWiseOptimizer, folder: str | Path, source: Source | Non
         ):
             dcp.load(dict(wanted.tensors), storage_reader=reader, no_dist=not dist.is_initialized())
         for group, was in zip(optimizer.param_groups, groups):
-            group.update({k: tuple(v) if isinstance(v, list) else v for k, v in was.items() if k in group})
+            group.update({k: _restored(group[k], v) for k, v in was.items() if k in group})
         for o in optimizer.owned:  # where numbers lie depends on what groups say by now
             inner = optimizer.inner[o.group]
             inner.state[o.target] = placed(inner, o.target, states[o.name])
@@ -233,6 +238,41 @@ def _held(
                 what = tuple(v.shape) if isinstance(v, torch.Tensor) else type(v).__name__
                 wrong.append(f"{o.name}: {field} is {what}, neither {tuple(o.target.shape)} nor one number in a tensor")
         yield o.name, values, scalars
+
+
+def _written(group: Mapping[str, object], name: str, wrong: list[str], warn: bool) -> dict[str, object]:
+    """What is stored of a parameter group's hyperparameters. What cannot be, of the numbers, is added to `wrong`."""
+    out = {}
+    for key, given in group.items():
+        value = _number(given)
+        if key == "params":
+            continue
+        if _plain(value):
+            out[key] = value
+        elif any(isinstance(x, torch.Tensor) for x in (value if isinstance(value, list | tuple) else [value])):
+            wrong.append(f"{name}: {key} has a tensor that is not one number; keep it in the state of parameters")
+        elif warn:
+            logger.warning(
+                "xfer: %s: %s is a %s, which is not saved; who loads has what the optimizer is built with",
+                name, key, type(given).__name__,
+            )  # fmt: skip
+    return out
+
+
+def _number(value: object) -> object:
+    """Numbers that are tensors, or NumPy's, as Python's; all else as it is."""
+    if isinstance(value, list | tuple):
+        return [_number(v) for v in value]
+    one = isinstance(value, torch.Tensor) and value.numel() == 1
+    return value.item() if one or isinstance(value, np.generic) else value
+
+
+def _restored(now: object, was: object) -> object:
+    """A hyperparameter as it was, in the tensor that the group has for it: learning rates of captured graphs are read there."""
+    if isinstance(was, list):
+        into = now if isinstance(now, list | tuple) and len(now) == len(was) else [None] * len(was)
+        return tuple(map(_restored, into, was))
+    return now.fill_(was) if isinstance(now, torch.Tensor) and isinstance(was, int | float) else was
 
 
 def _plain(value: object) -> bool:

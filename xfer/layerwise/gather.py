@@ -102,6 +102,8 @@ class Bucket:
     works: list[dist.Work] = field(default_factory=list)
     runs: list[tuple[Share, torch.Tensor]] = field(default_factory=list)
     """What is sent or received aside, for parameters without a home."""
+    landed: tuple[torch.cuda.Stream, torch.cuda.Event] | None = None
+    """On GPUs: the stream that waited for the bytes, and where in it they are all here. No other stream has waited."""
 
     def label(self) -> str:
         first = self.shares[0].members[0].name
@@ -142,6 +144,8 @@ class ParamGather:
     forwards do. So ranks that run their modules in different orders, or one more forward than others, still match. But a
     broadcast needs all of them: a rank that asks for parameters (a forward, state_dict()) waits until the others ask too,
     or step, and to the deadline if they wait for that rank somewhere else.
+
+    Where a wait holds the process (over gloo) and there are several groups, the first wait of a forward starts all that is left.
     """
 
     def __init__(
@@ -166,6 +170,11 @@ class ParamGather:
         self._at = {b.index: i for i, b in enumerate(self.order)}
         self.pulls = dict(pulls or {})
         self._pending = 0  # buckets that are not CURRENT
+        # Groups have no common order. Over gloo a wait holds the process: a rank that skips a module of one group, and waits for another
+        # group's bucket, would not start what its peers of the first one wait for, and never reach what it waits for itself.
+        self._held_up_by_others = len({id(b.peers) for b in self.buckets}) > 1 and any(
+            b.peers.device.type == "cpu" for b in self.buckets
+        )
         self.broken: XferError | None = None
         """What made the gather unusable."""
         self._kept: list[torch.Tensor] = []  # memory that a broken gather may still write
@@ -254,9 +263,22 @@ class ParamGather:
         self.start_param_sync(bucket)
         if not skip_next_bucket_dispatch:
             self._prefetch(at + 1, self.prefetch_depth)
+            if self._held_up_by_others:
+                self._start_rest()
         began = time.monotonic()
         self.guarded(lambda: self._land(bucket), bucket.label())
         self.stats.waited_s += time.monotonic() - began
+
+    def follow(self, bucket: Bucket) -> None:
+        """For a bucket that is CURRENT: the current stream waits for its bytes too, if it was another one that did. Not in the
+        capture of a graph, which begins behind all that the device had to do, and may not wait for what is outside of it."""
+        if bucket.landed is None:
+            return
+        stream, event = bucket.landed
+        here = torch.cuda.current_stream(bucket.peers.device)
+        if here == stream or torch.cuda.is_current_stream_capturing():
+            return
+        here.wait_event(event)
 
     def drain(self) -> None:
         """Finish everything, in order. All gathers are started before the first is waited for. Collective in as much as
@@ -264,9 +286,7 @@ class ParamGather:
         self.check()
         if not self._pending:
             return
-        for b in self.order:
-            if b.state is State.STALE and not self._is_copied(b):
-                self.guarded(lambda b=b: self._launch(b), b.label())
+        self._start_rest()
         self._launch_copies()
         for b in self.order:
             self.finish_param_sync(b, skip_next_bucket_dispatch=True)
@@ -289,6 +309,12 @@ class ParamGather:
                 self.start_param_sync(b)
             if b.state is State.IN_FLIGHT:
                 depth -= 1
+
+    def _start_rest(self) -> None:
+        """All broadcasts that nobody has started, each group's in its order."""
+        for b in self.order:
+            if b.state is State.STALE and not self._is_copied(b):
+                self.guarded(lambda b=b: self._launch(b), b.label())
 
     def _is_copied(self, b: Bucket) -> bool:
         return b.peers.name in self.pulls and b is not next(x for x in self.order if x.peers is b.peers)
@@ -348,6 +374,9 @@ class ParamGather:
             for share, run in b.runs:
                 if share.owner != b.peers.rank:
                     share.unpack(run)
+        if b.peers.device.type == "cuda":
+            stream = torch.cuda.current_stream(b.peers.device)
+            b.landed = stream, stream.record_event()
         b.works, b.runs, b.state = [], [], State.CURRENT
         self._pending -= 1
         if self._is_copied(b):

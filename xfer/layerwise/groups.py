@@ -20,7 +20,9 @@ class ParamGroup:
     """Parameters that one kind of optimizer updates.
 
     optimizer: a torch optimizer class, or anything that makes one of a list of one parameter group and `options`; its
-    attribute `targets`, if it has one, is first called with (fp32 master, parameter) for each that has a master. cost: of
+    attribute `targets`, if it has one, is first called with (fp32 master, parameter) for each that has a master. `refuses`, if it
+    has that one, is called with (name, parameter) of all, on every rank and before anything else, and says what it cannot update, a
+    line each: making the optimizer is the owners' alone, and too late to refuse. cost: of
     an update, by which owners are balanced: "newton_schulz" for Muon, "elementwise" for Adam and the like, "bytes" to
     balance memory (then give it to all groups), or a function of a parameter's shape.
     """

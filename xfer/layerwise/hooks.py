@@ -163,6 +163,8 @@ class Hooks:
                         where=gather.label,
                     )
                 gather.finish_param_sync(bucket)
+            else:
+                gather.follow(bucket)  # modules run beside each other, on streams of their own
             self._covered[p] = version
 
     def _after_gradient(self, p: torch.nn.Parameter) -> None:
@@ -194,6 +196,8 @@ class Hooks:
                 self.need([key])
         elif self._bucket_of[key].state is not State.CURRENT:
             self.need([key])  # late, and yet in time: the operation has not run
+        else:
+            self.gather.follow(self._bucket_of[key])
 
 
 class _Watch(TorchDispatchMode):

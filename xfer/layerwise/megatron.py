@@ -183,6 +183,7 @@ def muon_and_adam(
 
     # The inner optimizer sees masters, which carry no attributes: it is told whose they are.
     muon.targets = lambda target, param: masters.__setitem__(id(target), id(param))
+    muon.refuses = Muon.refuses
     return [
         ParamGroup(matrices, muon, {"lr": lr, "momentum": momentum}, cost="newton_schulz"),
         ParamGroup(rest, adam, {"lr": adam_lr, "weight_decay": 0.0, "foreach": False}),

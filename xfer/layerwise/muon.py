@@ -6,7 +6,7 @@ one parameter at a time works as well. Nothing here knows about owners.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.distributed as dist
@@ -68,15 +68,21 @@ class Muon(torch.optim.Optimizer):
         defaults = dict(lr=lr, momentum=momentum, nesterov=nesterov, weight_decay=weight_decay, steps=steps)
         super().__init__(params, defaults)
 
+    @staticmethod
+    def refuses(params: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
+        """Of these (name, parameter), what is wrong with those that cannot be updated."""
+        return [
+            f"{name} of shape {tuple(p.shape)}: Muon updates matrices; give it to another optimizer, such as Adam"
+            for name, p in params
+            if p.dim() < 2
+        ]
+
     def add_param_group(self, param_group: dict) -> None:
         super().add_param_group(param_group)
-        flat = [p for p in self.param_groups[-1]["params"] if p.dim() < 2]
+        flat = self.refuses(("a parameter", p) for p in self.param_groups[-1]["params"])
         if flat:
             self.param_groups.pop()
-            raise Unsupported(
-                "Muon updates matrices",
-                [f"a parameter of shape {tuple(p.shape)}: give it to another optimizer, such as Adam" for p in flat],
-            )
+            raise Unsupported("Muon updates matrices", flat)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], torch.Tensor] | None = None) -> torch.Tensor | None:

@@ -65,6 +65,9 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
     LayoutError and Unsupported list everything that does not fit, before any parameter is touched.
     """
 
+    _step_supports_amp_scaling = True
+    """So torch's GradScaler calls `step` on every rank, which then refuses it: it looks at what a rank owns, and scales that, only."""
+
     def __init__(
         self,
         module: torch.nn.Module | Sequence[torch.nn.Module],
@@ -138,6 +141,7 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
         grad_scale: what the loss had been multiplied by (fp16). If any gradient of any rank is not finite, then no rank
         steps, `skipped` is True, and parameters stay. Returns what `closure` returned, or None.
         """
+        self._refuse_scaler()
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -287,6 +291,19 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
 
     # ---- details
 
+    def _refuse_scaler(self) -> None:
+        """Of torch's GradScaler, which says by two attributes that it is there, and would take them away after the step."""
+        if getattr(self, "found_inf", None) is not None:
+            del self.found_inf, self.grad_scale
+            raise Unsupported(
+                "a GradScaler steps a layer-wise optimizer: ranks would not skip the same steps, and gradients of other owners stay scaled",
+                [
+                    "multiply the loss yourself and pass grad_scale= to step() (MegatronLayerWise: loss_scale= when it is built); "
+                    "`skipped` then says, on all ranks, that a gradient was not finite"
+                ],
+                where=self.label,
+            )
+
     def _begin(self) -> None:
         """What this rank owns was written, on the current stream."""
         if self._device.type == "cuda":
@@ -314,6 +331,8 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
                     bad.append(
                         f"group {i}: a parameter of shape {tuple(p.shape)} is in group {at[id(p)]} too; keep one"
                     )
+            if hasattr(g.optimizer, "refuses"):
+                bad += g.optimizer.refuses([(name, p) for name, p in self._trained if at.get(id(p)) == i])
         for name, p in self.named:
             if type(p) not in (torch.nn.Parameter, torch.Tensor) or p.layout != torch.strided:
                 bad.append(f"{name}: is a {type(p).__name__} ({p.layout}); only plain dense parameters have owners")

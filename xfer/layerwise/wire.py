@@ -13,6 +13,7 @@ What travels when is gather.py's and gradients.py's to say.
 from __future__ import annotations
 
 import secrets
+import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -34,6 +35,8 @@ ON_ALL_RANKS = (
 _NAME_BYTES = 16
 _ABORT_S = 10.0
 _SPOIL_S = 2.0
+_POSTED_S = 1.0
+"""So long an abort lets what is being started end: closing a group of messages over a freed communicator may crash."""
 _NUMBERS = 1 << 16
 
 
@@ -51,6 +54,8 @@ class Wire:
         self.behind: list[torch.cuda.Stream] = []
         """Streams that wait for collectives of this wire, and then write what these were to bring."""
         self._backend = backend
+        self._starting = threading.Lock()
+        """Held from the look at `lost` until what was allowed is started: an abort comes before or behind that."""
         self._who = f"rank {dist.get_rank()}"
         self._watch = None
         if device.type != "cuda":
@@ -171,8 +176,10 @@ class Wire:
     ) -> dist.Work:
         if self._watch is None:
             return start()
-        post = self._watch.post(what, received)
-        work = start()
+        with self._starting:
+            self.check()
+            post = self._watch.post(what, received)
+            work = start()
         with torch.cuda.stream(self._notes):
             work.wait()
             i = post.number % _NUMBERS
@@ -186,7 +193,7 @@ class Wire:
     def _expire(self, missing: list[Post]) -> None:
         """On the watch's thread. `lost` is set first: whoever is freed by the abort has to see it."""
         late = [p.what() for p in missing if p.until <= time.monotonic()]
-        self.lost = DeadlineExceeded(
+        lost = DeadlineExceeded(
             f"ranks that own parameters together did not exchange them within {self._deadline_s:g} s: a peer has ended, "
             "stopped, or is late",
             [
@@ -196,6 +203,10 @@ class Wire:
             ],
             where=self._who,
         )
+        started = self._starting.acquire(timeout=_POSTED_S)  # a start that is stuck is freed all the same
+        self.lost = lost
+        if started:
+            self._starting.release()
         missing = self._watch.missing()  # also what was posted meanwhile; from now on nothing is started
         Aside(lambda: self._spoil(missing)).wait(_SPOIL_S)
         Aside(self._backend.abort).wait(_ABORT_S)
