@@ -75,6 +75,25 @@ def _words(x, OWN: tl.constexpr, FINAL: tl.constexpr, AS: tl.constexpr):
     return x, x
 
 
+@triton.jit
+def _group_words(raw, factors0, factors1, OWN: tl.constexpr, FINAL: tl.constexpr, AS: tl.constexpr, PLUS0, PLUS1):
+    """Of each group, a row of `raw`: its two words, times the factors of its elements."""
+    x, y = _words(raw, OWN, FINAL, AS)
+    return tl.sum(x * factors0, 1).to(tl.uint32) + PLUS0, tl.sum(y * factors1, 1).to(tl.uint32) + PLUS1
+
+
+@triton.jit
+def _weighed(x, keep, group, salt, H: tl.constexpr):
+    """What words of these groups add to a sum; nothing where not kept."""
+    return tl.where(keep, x * _weight(group + salt, H), tl.zeros_like(group))
+
+
+@triton.jit
+def _add_to(into, total0, total1):
+    tl.atomic_add(into, tl.sum(total0.to(tl.int64), 0).to(tl.int32))
+    tl.atomic_add(into + 1, tl.sum(total1.to(tl.int64), 0).to(tl.int32))
+
+
 @triton.jit(do_not_specialize=["count"])
 def _sum_tiles(
     bases, tiles, count, counter, factors, out,
@@ -118,9 +137,8 @@ def _sum_tiles(
             keep = u < n
             if GROUP > 1:
                 where = ((r * row + c) * GROUP)[:, None] + word[None, :]
-                x, y = _words(tl.load(src + where, mask=keep[:, None], other=0), OWN, FINAL, AS)
-                x = tl.sum(x * factors0, 1).to(tl.uint32) + PLUS0
-                y = tl.sum(y * factors1, 1).to(tl.uint32) + PLUS1
+                raw = tl.load(src + where, mask=keep[:, None], other=0)
+                x, y = _group_words(raw, factors0, factors1, OWN, FINAL, AS, PLUS0, PLUS1)
                 group = first.to(tl.uint32) + r.to(tl.uint32) * row_step.to(tl.uint32) + c.to(tl.uint32)
             else:
                 x, y = _words(tl.load(src + (r * row + c * unit), mask=keep, other=0), OWN, FINAL, AS)
@@ -128,12 +146,9 @@ def _sum_tiles(
                 x = (x.to(tl.uint32) + PLUS0) * tl.load(factors + (index & 7)).to(tl.uint32)
                 y = (y.to(tl.uint32) + PLUS1) * tl.load(factors + 8 + (index & 7)).to(tl.uint32)
                 group = (index >> 3).to(tl.uint32)
-            zero = tl.zeros([BLOCK], tl.uint32)
-            total0 += tl.where(keep, x * _weight(group + salt0, A), zero)
-            total1 += tl.where(keep, y * _weight(group + salt1, B), zero)
-        into = out + 2 * (place >> 32)
-        tl.atomic_add(into, tl.sum(total0.to(tl.int64), 0).to(tl.int32))
-        tl.atomic_add(into + 1, tl.sum(total1.to(tl.int64), 0).to(tl.int32))
+            total0 += _weighed(x, keep, group, salt0, A)
+            total1 += _weighed(y, keep, group, salt1, B)
+        _add_to(out + 2 * (place >> 32), total0, total1)
         i = tl.atomic_add(counter, 1)
 
 

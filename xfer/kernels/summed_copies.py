@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from xfer.kernels.checksum_triton import COLUMNS as SUM_COLUMNS
-from xfer.kernels.checksum_triton import Lent, _weight, _words
+from xfer.kernels.checksum_triton import Lent, _add_to, _group_words, _weighed
 from xfer.kernels.tiles import COLUMNS
 
 UNIT = 16
@@ -98,18 +98,12 @@ def _copy_and_sum(
                 g = u - r * width
                 keep = u < n
                 where = ((r * row + g) * GROUP)[:, None] + element[None, :]
-                x, y = _words(
-                    tl.load(held + where, mask=keep[:, None], other=0, eviction_policy="evict_first"), LOAD, LOAD, AS
-                )
-                x = tl.sum(x * factors0, 1).to(tl.uint32) + PLUS0
-                y = tl.sum(y * factors1, 1).to(tl.uint32) + PLUS1
+                raw = tl.load(held + where, mask=keep[:, None], other=0, eviction_policy="evict_first")
+                x, y = _group_words(raw, factors0, factors1, LOAD, LOAD, AS, PLUS0, PLUS1)
                 group = first + r.to(tl.uint32) * row_step + g.to(tl.uint32)
-                zero = tl.zeros([SUM], tl.uint32)
-                total0 += tl.where(keep, x * _weight(group + salt0, A), zero)
-                total1 += tl.where(keep, y * _weight(group + salt1, B), zero)
-            into = out + 2 * (place >> 32)
-            tl.atomic_add(into, tl.sum(total0.to(tl.int64), 0).to(tl.int32))
-            tl.atomic_add(into + 1, tl.sum(total1.to(tl.int64), 0).to(tl.int32))
+                total0 += _weighed(x, keep, group, salt0, A)
+                total1 += _weighed(y, keep, group, salt1, B)
+            _add_to(out + 2 * (place >> 32), total0, total1)
         i = tl.atomic_add(counter, 1)
         i += (tl.atomic_add(abort, 0, sem="relaxed") != 0).to(tl.int32) * 0x40000000  # past the end, whatever `entries` is
 
