@@ -26,7 +26,8 @@ _QUIET = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # a watchdog that sees an error leaves the process alone
     "TORCH_NCCL_ENABLE_MONITORING": "0",  # and no monitor ends the process when the watchdog is held up
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
-    # A watchdog that sees an error stands five times this long, 75 s by default, with the lock that every post needs (seen on H200).
+    # By torch's source a watchdog that sees an error stands five times this long, 75 s by default, with the lock that every post needs.
+    # Seen on an H200: a sender that did not stop in 5 s, and does with 0.
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
     "TORCH_NCCL_BLOCKING_WAIT": "0",  # Work.wait makes the stream wait, not the host
 }
@@ -125,17 +126,12 @@ class NcclLink(Link):
         if not receives and not sends:
             return [], []
         data = [bytes_of(t) for t, _, _ in (*receives, *sends)]
-        with self._posting:
-            pg = self._group()
 
-            def messages() -> None:
-                for k, (_, peer, tag) in enumerate((*receives, *sends)):
-                    (pg.recv if k < len(receives) else pg.send)([data[k]], peer, tag)
+        def messages(pg) -> None:
+            for k, (_, peer, tag) in enumerate((*receives, *sends)):
+                (pg.recv if k < len(receives) else pg.send)([data[k]], peer, tag)
 
-            try:
-                work = together(pg, messages)
-            except RuntimeError as e:
-                raise self._error(e) from e
+        work = self._posted(lambda pg: together(pg, lambda: messages(pg)))
         group: list[Pending] = [_NcclPending(self, work, (receives or sends)[0][1], data)]
         return group, group
 
@@ -143,13 +139,17 @@ class NcclLink(Link):
         data = bytes_of(tensor)
         if self.size == 1 or not data.numel():
             return Arrived()
-        with self._posting:  # torch makes a group of one, too
+        work = self._posted(lambda pg: pg.broadcast([data], from_rank(root)))  # torch makes a group of one, too
+        return _NcclBroadcast(self, work, root, [data])
+
+    def _posted(self, post: Callable):
+        """What `post` gives of the process group, before an abort or not at all."""
+        with self._posting:
             pg = self._group()
             try:
-                work = pg.broadcast([data], from_rank(root))
+                return post(pg)
             except RuntimeError as e:
                 raise self._error(e) from e
-        return _NcclBroadcast(self, work, root, [data])
 
     def finish(self, deadline: float) -> None:
         """Polls, so that an abort and the deadline are seen whatever the device does."""

@@ -142,7 +142,6 @@ class P2P:
                 e.message += f" (wave {run.wave} of {self.program.waves})"
             raise
 
-
     def drained(self) -> bool:
         """Whether what the last run launched has left the device. False may mean that it waits for an abort that has not ended."""
         return self._lanes.over()
