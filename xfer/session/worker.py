@@ -309,10 +309,11 @@ class WorkerSession:
     def _refresh(self) -> bytes:
         """The inventory, where the hub has not heard of it: also what an attempt read that ended before it could tell."""
         state = self.model.check()  # always: kept weights that are lost it refuses, and `read` would take them as they lie
-        if self._stale and (newer := self._party.newest(m.CatalogMsg)) is not None:
-            self._read(newer)  # what could not be read before has been replaced
-        elif self._stale:
+        if self._stale:
             state = "changed"
+            if (newer := self._party.newest(m.CatalogMsg)) is not None:  # what could not be read before has been replaced
+                self._read(newer)
+                state = "same"
         if state != "same":
             self._stale = True
             if state == "moved":
