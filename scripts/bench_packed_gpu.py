@@ -172,8 +172,8 @@ def all_ways(case: str, a: argparse.Namespace, clock: Clock, note, ranks: Ranks 
 
 def direct(case: str, a: argparse.Namespace, clock: Clock, note) -> list[str]:
     """Rows of scripts/bench_gpu.py for the same layouts on the same GPUs."""
-    if a.device != "cuda" or a.model != "30b":
-        note(dict(way="direct", refused="on GPUs and for the 30b model only"))
+    if a.device != "cuda" or a.model != "30b" or a.share:
+        note(dict(way="direct", refused="on a GPU for each rank and for the 30b model only"))
         return []
     if clock.left < LEAST_S:
         note(dict(way="direct", refused="no time was left"))
@@ -242,6 +242,9 @@ def main() -> int:
     p.add_argument("--programs", type=int, default=0, help="of the GPU's that copy; default 64 apart, all colocated")
     p.add_argument("--vllm", action=argparse.BooleanOptionalAction, default=True, help="with vLLM's own packed broadcast")
     p.add_argument("--direct", action=argparse.BooleanOptionalAction, default=True)
+    p.add_argument(
+        "--share", action="store_true", help="a rehearsal: ranks share the GPUs that are there, and no time means anything"
+    )
     p.add_argument("--seconds", type=float, default=0, help="for everything; default 235, --quick 78")
     p.add_argument(
         "--way-seconds", type=float, default=0, help="for one way with its comparison; default 45, --quick 25"
@@ -263,8 +266,9 @@ def main() -> int:
     if a.device == "cuda":
         if any(VLLM in ways_of(case, a) for case in a.cases) and find_spec("vllm") is None:
             raise SystemExit("vLLM cannot be imported here: put the folder that it lies in on PYTHONPATH, or give --no-vllm")
-        if torch.cuda.device_count() < 4 and "apart" in a.cases or torch.cuda.device_count() < 2:
-            raise SystemExit(f"{torch.cuda.device_count()} GPUs: colocated needs 2, apart 4")
+        there, needed = torch.cuda.device_count(), max(1 + max(CASES[case]) for case in a.cases)
+        if there < (1 if a.share else needed):
+            raise SystemExit(f"{there} GPUs: colocated needs 2, apart 4; --share for a rehearsal on fewer")
         meta |= {"gpu": torch.cuda.get_device_name(0), "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
     print(json.dumps(meta), flush=True)
     results = [{"case": case, "gpus": CASES[case], "rows": [], "errors": [], "ratios": []} for case in a.cases]

@@ -8,6 +8,7 @@ there are, the table.
 
 from __future__ import annotations
 
+import os
 import time
 import traceback
 from argparse import Namespace
@@ -57,6 +58,10 @@ class Rank:
     def __init__(self, index: int, gpus: tuple[int, ...], m: Model, a: Namespace, port: int, pipe):
         self.index, self.m, self.a, self.pipe = index, m, a, pipe
         self.cuda = a.device == "cuda"
+        if self.cuda and a.share:
+            # NCCL refuses two ranks of one host on one GPU, so each is of another; between them it goes by the network.
+            os.environ.update(NCCL_HOSTID=f"rank{index}", NCCL_MNNVL_ENABLE="0")
+            gpus = tuple(g % torch.cuda.device_count() for g in gpus)
         self.device = torch.device("cuda", gpus[index]) if self.cuda else torch.device("cpu")
         if self.cuda:
             torch.cuda.set_device(self.device)

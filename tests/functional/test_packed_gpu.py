@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.gpu_job import SHARED
+
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "bench_packed_gpu.py"
 NOT_COMPARED = ("NCCL broadcast", "loads alone, a slice and a copy per tensor")
 VLLM = "vLLM's packed broadcast"
@@ -25,8 +27,8 @@ WAYS = {
 }
 
 
-def ran(case: str, device: str, out: Path) -> list[dict]:
-    how = [] if find_spec("vllm") else ["--no-vllm"]
+def ran(case: str, device: str, out: Path, *more: str) -> list[dict]:
+    how = [*more, *([] if find_spec("vllm") else ["--no-vllm"])]
     how += ["--model", "toy", "--cases", case, "--repeats", "2", "--no-direct", "--seconds", "240"]
     done = subprocess.run(
         [sys.executable, str(SCRIPT), "--device", device, *how, "--out", str(out)], capture_output=True, text=True, timeout=300
@@ -44,9 +46,10 @@ def are_right(rows: list[dict], case: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("case, gpus", [("colocated", 2), ("apart", 4)])
 def test_every_way_leaves_the_right_bytes_on_gpus(case, gpus, tmp_path):
-    if torch.cuda.device_count() < gpus:
-        pytest.skip(f"{gpus} GPUs of one host are needed")
-    rows = ran(case, "cuda", tmp_path / "out.json")
+    fewer = torch.cuda.device_count() < gpus
+    if fewer and (not SHARED or not torch.cuda.is_available()):
+        pytest.skip(f"{gpus} GPUs of one host are needed, or XFER_SHARE_GPUS=1")
+    rows = ran(case, "cuda", tmp_path / "out.json", *(["--share"] if fewer else []))
     are_right(rows, case)
     assert find_spec("vllm") is None or case != "apart" or VLLM in {r["way"] for r in rows}
     assert all(max(r["extra_bytes"]) > 0 for r in rows if r["way"] not in ("one by one", *NOT_COMPARED))

@@ -1,7 +1,7 @@
 """vLLM's AsyncLLM with the face of an LLM: for engines of several data-parallel ranks, which LLM does not run, and for what its
 users see.
 
-Every prompt is asked of every rank, one after another: what else is in a batch changes how sums are rounded.
+Every prompt is asked of every rank, one after another.
 """
 
 from __future__ import annotations

@@ -55,10 +55,13 @@ def greedy(tokens: int):
 
 
 def ask(llm, prompts=PROMPTS, tokens=8):
+    """One after another: which of them an engine takes into one batch is a matter of time, and what else is in a batch changes how
+    sums are rounded."""
     out = []
-    for o in llm.generate([{"prompt_token_ids": p} for p in prompts], greedy(tokens), use_tqdm=False):
-        o = o.outputs[0]
-        out.append([list(o.token_ids), [round(d[t].logprob, 5) for t, d in zip(o.token_ids, o.logprobs)]])
+    for p in prompts:
+        for o in llm.generate([{"prompt_token_ids": p}], greedy(tokens), use_tqdm=False):
+            o = o.outputs[0]
+            out.append([list(o.token_ids), [round(d[t].logprob, 5) for t, d in zip(o.token_ids, o.logprobs)]])
     return out
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from tests.support import proc
+from tests.support import gpu_shared, proc
 from tests.support.proc import ROOT, Child, Family
 from xfer.testing import toy
 from xfer.testing.ports import free_port
@@ -55,6 +55,16 @@ def gpus() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
+SHARED = os.environ.get("XFER_SHARE_GPUS") == "1"
+"""Ranks and workers share the GPUs that there are, where tests would be skipped for want of more. Bytes, layouts, graphs and tokens are
+as with a GPU each; the links are not: whatever NCCL carries between ranks of one GPU goes by the network, as between hosts."""
+
+
+def folded(on: list[int]) -> list[int]:
+    """The GPUs that stand for these."""
+    return [g % gpus() for g in on] if SHARED else on
+
+
 def megatron() -> bool:
     """Whether trainers have Megatron-Core: in a site of their own, another environment, or this one."""
     own = "XFER_SITE_TRAINER" in os.environ or proc.PYTHON["trainer"] != sys.executable
@@ -70,12 +80,17 @@ class Engine:
     """A vLLM process whose workers lie on `on`, in that order. `env`: of that process. `start`: gpu_engine.start's."""
 
     def __init__(self, job: Job, name: str, on: list[int], env: dict[str, str] | None = None, **start):
+        on = folded(on)
         seen = (
             os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
             if os.environ.get("CUDA_VISIBLE_DEVICES")
             else range(gpus())
         )
-        order = [seen[g] for g in (*on, *(g for g in range(gpus()) if g not in on))]
+        first = list(dict.fromkeys((*on, *range(gpus()))))
+        order = [seen[g] for g in first]
+        if len(set(on)) < len(on):
+            start = {**gpu_shared.OPTIONS, **start}
+            env = {**(env or {}), **gpu_shared.environment([first.index(g) for g in on])}
         self.job, self.on = job, on
         self.child: Child = job.family.start(
             name, "engine", "gpu_engine", **site("engine"), XFER_TOKEN=job.token,
@@ -124,7 +139,9 @@ class Job:
 
     def start_trainers(self, on: list[int], module: str = "gpu_trainer", **env: str) -> None:
         """module: what a rank runs, of tests.support. `env`: "{rank}" in a value becomes the rank."""
-        port = str(free_port())
+        port, on = str(free_port()), folded(on)
+        if SHARED and "NCCL_HOSTID" in env:
+            env["NCCL_HOSTID"] += "-{rank}"
         for r, gpu in enumerate(on):
             self.trainers.append(
                 self.family.start(

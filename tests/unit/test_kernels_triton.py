@@ -8,6 +8,7 @@ Without a GPU and without that variable everything but the arithmetic of tiles i
 from __future__ import annotations
 
 import os
+import time
 from unittest.mock import patch
 
 import numpy as np
@@ -365,3 +366,43 @@ def test_copies_that_sum_can_be_stopped():
     assert sums.values() == [checksum.checksum_rows(some, [live], "dst", [(n,)])]
     with pytest.raises(RuntimeError, match="lent to another kernel already"):
         bound(some, [live], "local", [source], summed=sums)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPU, reason="needs a GPU: in the interpreter programs run one after the other")
+def test_copies_that_sum_are_stopped_at_any_moment():
+    """No program stays, wherever each of them was; the next launch is whole, with its sums."""
+    pytest.importorskip("xfer.kernels.summed_copies", reason="needs triton")
+    n, stream, rng = 1 << 29, torch.cuda.Stream(), np.random.default_rng(1)
+    some = row((n,), src_dtype="bfloat16", dst_dtype="bfloat16")
+    source = torch.randint(0, 256, (2 * n,), dtype=torch.uint8, device=DEVICE)
+    live = torch.zeros_like(source)
+    sums = lent(some, [live], [(n,)])
+    abort, one = torch.zeros(1, dtype=torch.int32, device=DEVICE), torch.ones(1, dtype=torch.int32).pin_memory()
+    rows = bound(some, [live], "local", [source], summed=sums, abort=abort)
+    rows.copy()
+    torch.cuda.synchronize()
+    want, stopped = sums.values(), 0
+    assert want == [checksum.checksum_rows(some, [live], "dst", [(n,)])]
+    for _ in range(60):
+        live.zero_()
+        torch.cuda.synchronize()
+        ended = torch.cuda.Event()
+        rows.copy()
+        ended.record()
+        until = time.monotonic() + float(rng.uniform(0, 7e-4))
+        while time.monotonic() < until:
+            pass
+        with torch.cuda.stream(stream):
+            abort.copy_(one, non_blocking=True)
+        until = time.monotonic() + 10
+        while not ended.query():
+            assert time.monotonic() < until, "a stopped launch goes on"
+        torch.cuda.synchronize()
+        stopped += not torch.equal(live, source)
+        abort.zero_()
+        live.zero_()
+        rows.copy()
+        torch.cuda.synchronize()
+        assert torch.equal(live, source) and sums.values() == want
+    assert 10 < stopped, "nearly all had ended before they were stopped"
