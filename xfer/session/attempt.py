@@ -169,6 +169,8 @@ class Attempt:
             )
             return
         run.armed.add(client.hello.index)
+        if msg.unread is not None:
+            run.unread[client.hello.index] = msg
         if len(run.armed) == run.replica.size:
             run.armed_at = time.monotonic()
             mark(HUB, f"replica {run.replica.index}: all workers are armed")
@@ -185,6 +187,10 @@ class Attempt:
         for run in self.runs.values():
             r = run.replica
             if run.state != "arming" or not r.size or len(run.armed) < r.size:
+                continue
+            # Trainers have said what they export now. A worker that had an older catalog is reading the newer one.
+            if now := [a.unread for a in run.unread.values() if a.generation == self.hub.generation]:
+                self.abort(run, now[0].error())
                 continue
             if r.state in ("planning", "linking", "joining"):
                 continue

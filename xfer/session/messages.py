@@ -136,12 +136,14 @@ class Arm(WireMessage):
 
 
 class Armed(WireMessage):
-    """worker -> hub: inside the receive call. `inventory`: empty unless the layout changed."""
+    """worker -> hub: inside the receive call. `inventory`: empty unless the layout changed. `unread`: why no layout could be made from
+    the catalog of `generation`; the trainers may bring a newer one with this very attempt."""
 
     attempt: Count
     inventory: Digest = b""
     generation: Count = 0
     rebound: bool = False
+    unread: WireError | None = None
 
 
 class Go(WireMessage):

@@ -23,6 +23,7 @@ class Run:
     replica: Replica
     state: str = "arming"
     armed: set[int] = field(default_factory=set)
+    unread: dict[int, m.Armed] = field(default_factory=dict)  # of workers that could make nothing of the catalog that they had
     done: dict[str, m.Done] = field(default_factory=dict)
     committed: set[int] = field(default_factory=set)
     stopped: dict[int, bool] = field(default_factory=dict)

@@ -189,10 +189,14 @@ class WorkerSession:
         return self._lane_
 
     def _fail(self, e: BaseException, attempt: int = 0) -> None:
+        error = self._noted(e)
+        if self._party is not None:
+            self._party.try_send(m.Failed(m.WireError.of(error, self._party.label), attempt, self.replica))
+
+    def _noted(self, e: BaseException) -> XferError:
         self.error = e if isinstance(e, XferError) else XferError(f"{type(e).__name__}: {e}")
         logger.error("xfer: replica %d worker %d: %s", self.replica, self.index, self.error)
-        if self._party is not None:
-            self._party.try_send(m.Failed(m.WireError.of(self.error, self._party.label), attempt, self.replica))
+        return self.error
 
     # ---- Side, for the lane
 
@@ -270,11 +274,11 @@ class WorkerSession:
         mark(party.label, "in update")
         self.model.synchronize()
         mark(party.label, "its device is idle")
-        inventory = self._refresh()
+        inventory, unread = self._refresh()
         faults.point("worker", self.index, "arm")
         rebound = self._lane_.rebound()
         mark(party.label, "looked at its storages: armed")
-        party.send(m.Armed(attempt, inventory, self._generation, rebound))
+        party.send(m.Armed(attempt, inventory, self._generation, rebound, unread))
         self._told = self._inventory
         while True:
             message = party.take(
@@ -306,22 +310,25 @@ class WorkerSession:
         lane = self._lane_
         return m.Stopped(self.replica, attempt, self.model.holds == "mix", lane is None or lane.drained)
 
-    def _refresh(self) -> bytes:
-        """The inventory, where the hub has not heard of it: also what an attempt read that ended before it could tell."""
+    def _refresh(self) -> tuple[bytes, m.WireError | None]:
+        """The inventory, where the hub has not heard of it: also what an attempt read that ended before it could tell. Or why there is
+        none: that ends the attempt only if trainers bring nothing newer, which they may have sent before this or not."""
         state = self.model.check()  # always: kept weights that are lost it refuses, and `read` would take them as they lie
         if self._stale:
             state = "changed"
-            if (newer := self._party.newest(m.CatalogMsg)) is not None:  # what could not be read before has been replaced
+        newer = self._party.newest(m.CatalogMsg) if self._stale else None  # what could not be read before has been replaced
+        try:
+            if newer is not None:
                 self._read(newer)
-                state = "same"
-        if state != "same":
-            self._stale = True
-            if state == "moved":
+            elif state == "moved":
+                self._stale = True
                 self._bind(self.model.rebind())
-            else:
+                self._stale = False
+            elif state != "same":
                 self._publish()
-            self._stale = False
-        return self._inventory if self._inventory != self._told else b""
+        except Exception as e:
+            return b"", m.WireError.of(self._noted(e), self._party.label)
+        return self._inventory if self._inventory != self._told else b"", None
 
     def close(self) -> None:
         if self._party is not None:
