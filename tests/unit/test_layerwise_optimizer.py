@@ -6,11 +6,12 @@ Gathers need peers: see tests/functional/test_layerwise_torch.py.
 from __future__ import annotations
 
 import copy
+import os
 from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -380,6 +381,7 @@ def test_a_tensor_over_parameters_of_two_owners_is_offered_by_nobody(order):
     assert [f.tensor for f in everybody.read().traced.fragments] == ["qk"]
 
 
+@settings(max_examples=int(os.environ.get("XFER_EXAMPLES", "300")))
 @given(st.data())
 def test_the_owners_of_a_fragment_are_those_of_its_elements_and_of_no_byte_between(data):
     flat, cuts = torch.zeros(48), sorted(data.draw(st.sets(st.integers(0, 48), min_size=2, max_size=6)))

@@ -165,10 +165,15 @@ class _Owners:
         reach = [(e - 1) * s for e, s in zip(f.extent, f.strides)]
         low, high = first + sum(r for r in reach if r < 0), first + sum(r for r in reach if r > 0) + size
         met = self._between(np.array([low]), np.array([high]))
-        if len(met) > 1:  # or only between its elements
+        if met and not self._in_one(low, high):  # or they only own what lies between its elements
             starts, length = _runs(f, low, size)
             met = self._between(starts, starts + length)
         return met
+
+    def _in_one(self, low: int, high: int) -> bool:
+        """Whether all of these bytes lie in one parameter that has an owner."""
+        i = int(np.searchsorted(self._ends, low, "right"))
+        return bool(self._starts[i] <= low and high <= self._ends[i])
 
     def _between(self, starts: np.ndarray, ends: np.ndarray) -> set[tuple[bool, int, int]]:
         """Owners of bytes in any of these runs."""
