@@ -10,16 +10,20 @@ PYTHON has another torch, numpy and msgspec, and nothing else.
 import collections
 import contextlib
 import os
+import signal
 import subprocess
+import sys
+import threading
 import time
 
 import pytest
 
-from tests.support.proc import PATIENCE
+from tests.support.proc import PATIENCE, ROOT, environment
 from tests.support.toy_jobs import ToyJob, bad
 from tests.support.world import TOKEN, ToyEngine, World
 from xfer.errors import HandshakeError, XferError
 from xfer.session import party, trainer, worker
+from xfer.session.channel import dial, listen
 from xfer.session.controller import Controller
 
 RUNS = 10
@@ -137,3 +141,58 @@ def test_processes_end_with_zero(capsys):
     with capsys.disabled():
         print("\n" + "; ".join(f"{n} {side} processes ended with {code}" for (side, code), n in sorted(codes.items())))
     assert codes == {("trainer", 0): 4 * RUNS, ("engine", 0): RUNS}
+
+
+FORKS = """
+import os, sys, time
+from tests.support.world import World
+from xfer.errors import PeerLost
+
+def good(results):
+    assert not [r for r in results if isinstance(r, BaseException)], results
+
+w = World(trainers=1, workers=1).connect()
+good(w.refit(1))
+if not os.fork():
+    try:
+        w.sessions[0].refit(version=None, verify=True, wait="commit", min_replicas=None, deadline_s=None)
+    except PeerLost as e:
+        sys.exit(0 if "forked" in str(e) else str(e))  # with all that an interpreter does at its end
+    sys.exit("a session worked in two processes")
+_, ended = os.wait()
+assert not ended, ended
+good(w.refit(2))
+assert not w.engines[0].takers[0].wrong(2)
+staying = os.fork()
+if not staying:
+    time.sleep(60)
+    os._exit(0)
+print(staying, w.rendezvous, flush=True)
+good(w.refit(3))
+sys.stdin.read()
+"""
+"""What a loader of data does: its processes are forked from a trainer, end when they like, and may live on when it is dead."""
+
+
+def test_a_process_that_is_forked_from_one_that_connected_neither_ends_its_session_nor_holds_it():
+    one = subprocess.Popen(
+        [sys.executable, "-c", FORKS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment(), cwd=ROOT,
+        start_new_session=True,
+    )  # fmt: skip
+    late = threading.Timer(60 * PATIENCE, os.killpg, (one.pid, signal.SIGKILL))
+    late.start()
+    with one.stdin, one.stdout, contextlib.ExitStack() as end:
+        end.callback(lambda: [os.killpg(one.pid, signal.SIGKILL), one.wait(), late.cancel()])
+        line = one.stdout.readline().split()
+        assert line, "the parent or a child of it did not go on as it should"
+        staying, rendezvous = int(line[0]), line[1]
+        with pytest.raises(HandshakeError, match="in use"):
+            listen(rendezvous, TOKEN)
+        ours = dial(rendezvous, TOKEN, 20 * PATIENCE)
+        gone = threading.Event()
+        ours.start(lambda message: None, lambda reason: gone.set())
+        one.kill()
+        assert gone.wait(5 * PATIENCE), "the connection lives on in a child of the one that was killed"
+        one.wait()
+        listen(rendezvous, TOKEN).close()
+        os.kill(staying, 0)

@@ -142,7 +142,7 @@ class Channel:
         self.label = label
         self._sock, self._lock = sock, threading.Lock()
         self._closed = threading.Event()
-        self._leaving = False
+        self._theirs = False  # of the process that this one was forked from
         self._reader: threading.Thread | None = None
 
     def start(self, on_message: Callable[[Message], None], on_close: Callable[[str], None]) -> None:
@@ -233,6 +233,11 @@ class Channel:
 
     def send(self, message: Message, seconds: float = SEND_S) -> None:
         """Raises PeerLost when the connection is gone or the peer does not read for `seconds`; it is closed then."""
+        if self._theirs:
+            raise PeerLost(
+                f"cannot send {type(message).__name__} to {self.label}: this process was forked from the one that connected",
+                ["a session belongs to one process: call from that one, or connect in this one"],
+            )
         data = memoryview(_frame(message))
         until = time.monotonic() + seconds
         mine = self._lock.acquire(timeout=seconds)  # not `with`: who holds it may be waiting for the same peer
@@ -253,6 +258,13 @@ class Channel:
         finally:
             if mine:
                 self._lock.release()
+
+    def leave(self) -> None:
+        """In a forked process: the connection is its parent's, who goes on with it, and must not outlive that one by this copy."""
+        self._theirs = True
+        self._closed = threading.Event()  # the parent's may have been in use by a thread that is not here
+        self._closed.set()
+        self._sock.close()
 
     def close(self) -> None:
         if not self._closed.is_set():
@@ -277,6 +289,21 @@ def _stop_reading() -> None:
     for channel in channels:
         channel.close()
     wait_for_all(channel.join for channel in channels)
+
+
+_listening: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+
+
+def _forked() -> None:
+    """Of the threads there is only this one, so nothing here can be answered; and whoever dies is to be missed at once."""
+    for channel in list(_reading):
+        channel.leave()
+    for sock in list(_listening):
+        sock.close()
+    _reading.clear()
+
+
+os.register_at_fork(after_in_child=_forked)
 
 
 def parse_address(rendezvous: str) -> tuple[str, int]:
@@ -345,6 +372,7 @@ def listen(rendezvous: str, token: str) -> socket.socket:
             sock.close()
             raise HandshakeError(f"cannot listen at {rendezvous}: {e}", _why_deaf(e)) from None
     sock.listen(1024)
+    _listening.add(sock)
     return sock
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import queue
 import threading
 import time
@@ -70,6 +71,7 @@ class Side(Protocol):
 
 
 _running: weakref.WeakSet[Lane] = weakref.WeakSet()
+os.register_at_fork(after_in_child=_running.clear)  # links are the parent's, and the threads that could end are not here
 
 
 @atexit.register
