@@ -95,9 +95,9 @@ class Sums:
         self.begin()
         return self.ended()
 
-    def lend(self, choose):
+    def lend(self, order):
         """`TritonSums.lend`; None where torch sums. From then on `begin` comes behind the kernel that took them over."""
-        return None if self._fast is None else self._fast.lend(choose)
+        return None if self._fast is None else self._fast.lend(order)
 
     def begin(self) -> None:
         """On CUDA: begins to read, on the current stream, and waits for nothing."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -19,6 +20,9 @@ import triton.language as tl
 from xfer.kernels.checksum import FACTORS, GROUP, MIXES, PLUS, Placed, _signed
 from xfer.kernels.triton_impl import _BITS, _TL, CASTS, _aligned, _to_bfloat16, multiprocessors
 from xfer.plan.program import DTYPES, ITEMSIZE
+
+if TYPE_CHECKING:  # it needs what is here
+    from xfer.kernels.summed_copies import Order
 
 COLUMNS = 9
 """int64 words of a tile: root | slot << 32, byte offset, first index, width | rows << 32, stride and index step between
@@ -216,9 +220,10 @@ class TritonSums:
         """Of the last launch, 0 <= v < 2**64. One device synchronisation."""
         return [(a % (1 << 32)) | (b % (1 << 32)) << 32 for a, b in self._out.tolist()]
 
-    def lend(self, choose: Callable[[np.ndarray, int], np.ndarray]) -> Lent | None:
-        """The largest table of whole groups that are read as they lie goes to another kernel, for good and once. choose: (tiles, bytes
-        of a group) -> which of them it sums (bool); the rest stays here. None, and nothing changes, where there is no such table."""
+    def lend(self, order: Callable[[np.ndarray, int], Order]) -> tuple[Lent, Order] | None:
+        """The largest table of whole groups that are read as they lie goes to another kernel, for good and once. order: of (tiles, bytes
+        of a group), in which order it sums those that it takes; the rest stays here. None, and nothing changes, where there is no such
+        table."""
         if self._lent:
             raise RuntimeError("these sums were lent to another kernel already")
         fit = [i for i, ((own, final, whole), *_) in enumerate(self._tables) if whole and own == final]
@@ -226,12 +231,13 @@ class TritonSums:
             return None
         most = max(fit, key=lambda i: self._tables[i][1].shape[0])
         kind, tiles, counter = self._tables.pop(most)
-        taken = torch.from_numpy(choose(tiles.cpu().numpy(), GROUP * ITEMSIZE[kind[0]])).to(self.device)
+        ordered = order(tiles.cpu().numpy(), GROUP * ITEMSIZE[kind[0]])
+        taken = torch.from_numpy(ordered.taken).to(self.device)
         if not bool(taken.all()):
             self._tables.append((kind, tiles[~taken], counter))
         load, _, as_tl, *rest = self._constants(kind)
         self._lent = True
-        return Lent(tiles[taken], self._factors, self._out, (load, as_tl, *rest))
+        return Lent(tiles[taken], self._factors, self._out, (load, as_tl, *rest)), ordered
 
     def _run(self, kind, tiles: torch.Tensor, counter: torch.Tensor, count: int | None = None) -> None:
         counter.zero_()

@@ -353,16 +353,10 @@ class TritonRows:
         found = next((x for x in self._launches if x.unit == UNIT and x.bulk is None), None)
         if found is None:
             return None
-        order = None
-
-        def choose(sums: np.ndarray, group: int) -> np.ndarray:
-            nonlocal order
-            order = ordered(found.tiles.cpu().numpy(), sums, group)
-            return order.taken
-
-        lent = summed.lend(choose)
-        if lent is None:
+        lending = summed.lend(lambda sums, group: ordered(found.tiles.cpu().numpy(), sums, group))
+        if lending is None:
             return None
+        lent, order = lending
         self._launches.remove(found)
         out = SummedCopies(found.tiles, order, lent, self._programs)
         with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
