@@ -240,9 +240,8 @@ def test_checksums_equal_the_twins_number(seed, parts, narrow, tile):
     shapes, roots = [tuple(value.shape)], [r.to(DEVICE) for r in roots]
     slot = rng.integers(0, 2, len(rows))
     want = [checksum.checksum_rows(rows[slot == k], [r.cpu() for r in roots], "src", shapes) for k in range(2)]
-    with patch.object(module, "TILE", tile):
-        where = [checksum.placed(r, "src", shapes) for r in rows]
-        fast = module.TritonSums(rows, slot, 2, roots, "src", where)
+    where = [checksum.placed(r, "src", shapes) for r in rows]
+    fast = module.TritonSums(rows, slot, 2, roots, "src", where, tile)
     for _ in range(2):
         fast.launch()
         left = [checksum.checksum_rows(rows[(slot == k) & fast.odd], roots, "src", shapes) for k in range(2)]
@@ -280,20 +279,19 @@ def test_checksums_of_whole_groups_equal_the_twins_number(seed, dtype, narrow, t
     rows, shapes = np.concatenate(rows), [(high, wide)]
     want = checksum.checksum_rows(rows, [data], "src", shapes)
     roots = [data.to(DEVICE)]
-    with patch.object(module, "TILE", tile):
-        fast = module.TritonSums(
-            rows, np.zeros(2, np.int64), 1, roots, "src", [checksum.placed(r, "src", shapes) for r in rows]
-        )
+    where = [checksum.placed(r, "src", shapes) for r in rows]
+    fast = module.TritonSums(rows, np.zeros(2, np.int64), 1, roots, "src", where, tile)
     fast.launch()
     left = checksum.checksum_rows(rows[fast.odd], roots, "src", shapes)
     assert checksum.added(fast.values()[0], left) == want
 
 
-def lent(rows, roots, shapes):
-    """Sums that may be lent: of the kernel itself, as torch sums what lies on a CPU."""
+def lent(rows, roots, shapes, tile: int | None = None):
+    """Sums that may be lent: of the kernel itself, as torch sums what lies on a CPU. tile: None for `Sums`' own choice."""
     module = pytest.importorskip("xfer.kernels.checksum_triton", reason="needs triton")
     where = [checksum.placed(r, "dst", shapes) for r in rows]
-    return module.TritonSums(rows, np.zeros(len(rows), np.int64), 1, roots, "dst", where, module.LENT_TILE)
+    tile = module.LENT_TILE if tile is None else tile
+    return module.TritonSums(rows, np.zeros(len(rows), np.int64), 1, roots, "dst", where, tile)
 
 
 @runs
@@ -303,7 +301,7 @@ def test_copies_that_sum_leave_the_same_bytes_and_the_same_number(seed, dtype, b
     """Copies cut by columns or not, sums by rows, whatever units the copies move and wherever a storage begins; what no copy writes
     counts too. Sums come right behind what they need or after everything, and some need more copies than this kernel waits for."""
     summed = pytest.importorskip("xfer.kernels.summed_copies", reason="needs triton")
-    from xfer.kernels import checksum_triton, tiles
+    from xfer.kernels import tiles
 
     rng = np.random.default_rng(seed)
     item = torch.empty(0, dtype=getattr(torch, dtype)).element_size()
@@ -334,9 +332,8 @@ def test_copies_that_sum_leave_the_same_bytes_and_the_same_number(seed, dtype, b
     sources, live, want = ([flat(x) for x in xs] for xs in (src, dst, dst))
     TorchRows(copies, want, "local", sources).copy()
     number = checksum.checksum_rows(sums, [t.cpu() for t in want], "dst", shapes)
-    small = (patch.object(tiles, "SMALL_TILE", 128), patch.object(checksum_triton, "LENT_TILE", 4))
-    with small[0], small[1], patch.multiple(summed, BEHIND=behind, MOST=int(rng.choice([2, 64]))):
-        both = lent(sums, live, shapes)
+    both = lent(sums, live, shapes, tile=4)
+    with patch.object(tiles, "SMALL_TILE", 128), patch.multiple(summed, BEHIND=behind, MOST=int(rng.choice([2, 64]))):
         rows = bound(copies, live, "local", sources, summed=both)
     for _ in range(2):
         for t, was in zip(live, dst):

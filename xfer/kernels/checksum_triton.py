@@ -175,7 +175,7 @@ class TritonSums:
     """
 
     def __init__(
-        self, rows, slot: np.ndarray, slots: int, roots: Sequence[torch.Tensor], side: str, placed, tile: int = 0
+        self, rows, slot: np.ndarray, slots: int, roots: Sequence[torch.Tensor], side: str, placed, tile: int = TILE
     ):
         self.device, self._roots = roots[0].device, roots
         self._lent = False
@@ -193,7 +193,7 @@ class TritonSums:
                 continue
             root = int(r[f"{side}_root"])
             whole = _in_groups(where, roots[root].data_ptr(), ITEMSIZE[own], ITEMSIZE[final])
-            tiles = _tiles(int(slot[i]), root, where, ITEMSIZE[own], whole, tile or TILE)
+            tiles = _tiles(int(slot[i]), root, where, ITEMSIZE[own], whole, tile)
             kinds.setdefault((own, final, whole), []).append(tiles)
         self.odd = odd
         """Rows that the twin must add."""
