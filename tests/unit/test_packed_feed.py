@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 import pytest
@@ -116,6 +117,25 @@ def test_released_buffers_are_held_by_no_gather_that_is_over():
     assert pump.extra_bytes > 0
     pump.forget()
     assert pump.extra_bytes == 0 and not feed._ready, "a view of a buffer keeps it"
+
+
+def test_all_is_let_go_of_when_it_returns_though_another_thread_came_first(monkeypatch):
+    """Two lanes at once: one that went on would say that it has unmapped, and both would close a buffer's file."""
+    stream, pump = pumped(1, colocated=True)
+    taken(pump.join(1, (0,), 0), stream, 0)
+    assert pump.wait_over(20.0)
+    inside, go_on, over = threading.Event(), threading.Event(), []
+    monkeypatch.setattr(stream, "forget", lambda: (inside.set(), go_on.wait(20)), raising=False)
+    first, second = (threading.Thread(target=lambda: (pump.forget(), over.append(1))) for _ in range(2))
+    first.start()
+    assert inside.wait(20)
+    second.start()
+    second.join(0.2)
+    assert second.is_alive() and not over
+    go_on.set()
+    first.join(20)
+    second.join(20)
+    assert len(over) == 2 and pump.extra_bytes == 0
 
 
 def test_views_of_plans_that_are_gone_are_not_kept():

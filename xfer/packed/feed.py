@@ -272,7 +272,7 @@ class Pump:
         self.colocated = source.colocated
         self.exports = source.rank == 0
         self._buffers = SharedBuffers(2, source.device) if source.colocated else Buffers(2, source.device)
-        self._lock = threading.Lock()
+        self._lock, self._forgetting = threading.Lock(), threading.Lock()
         self._feeds: dict[tuple[int, tuple[int, ...]], Feed] = {}
         self._last: Feed | None = None
 
@@ -287,9 +287,11 @@ class Pump:
         self.source.assemble(value)
 
     def forget(self) -> None:
-        """Lets go of the trainers' storages and of the buffers. Only while no gather runs."""
-        self.source.forget()
-        self._buffers.free()
+        """Lets go of the trainers' storages and of the buffers. Only while no gather runs. Lanes of several replicas are asked at
+        once: on return all is let go of, by whichever came first."""
+        with self._forgetting:
+            self.source.forget()
+            self._buffers.free()
 
     def enter(self, attempt: int, together: tuple[int, ...]) -> Feed:
         """Called as Go comes, by the thread that reads what the hub says: gathers run one after another in the order of Go, which is
