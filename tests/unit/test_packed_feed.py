@@ -124,14 +124,14 @@ def test_all_is_let_go_of_when_it_returns_though_another_thread_came_first(monke
     stream, pump = pumped(1, colocated=True)
     taken(pump.join(1, (0,), 0), stream, 0)
     assert pump.wait_over(20.0)
-    inside, go_on, over = threading.Event(), threading.Event(), []
-    monkeypatch.setattr(stream, "forget", lambda: (inside.set(), go_on.wait(20)), raising=False)
+    inside, go_on, within, over = threading.Event(), threading.Event(), [], []
+    monkeypatch.setattr(stream, "forget", lambda: (within.append(1), inside.set(), go_on.wait(20)), raising=False)
     first, second = (threading.Thread(target=lambda: (pump.forget(), over.append(1))) for _ in range(2))
     first.start()
     assert inside.wait(20)
     second.start()
     second.join(0.2)
-    assert second.is_alive() and not over
+    assert len(within) == 1 and not over
     go_on.set()
     first.join(20)
     second.join(20)
