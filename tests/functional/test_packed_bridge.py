@@ -177,12 +177,10 @@ def test_parameters_without_bytes_are_an_error_that_names_them_and_come_back(sta
 
 
 @pytest.mark.slow
-def test_the_look_of_a_rank_costs_less_than_a_hundredth_of_a_gather(tmp_path_factory):
-    """Medians of seven, on a toy, where it weighs most. What ranks then say to each other is printed: on a busy machine it is mostly
-    waiting, and with it the goal was missed (docs/packed.md)."""
+def test_what_is_looked_at_before_a_gather_costs_less_than_a_hundredth_of_it(tmp_path_factory):
+    """A rank's look at its own parameters, and the ranks' agreement with all waiting in it. What both add to a gather is printed beside:
+    the difference of two medians of a busy machine."""
     for rank, x in enumerate(read(ran(tmp_path_factory, "cost", 2), "cost")):
-        check, gather, agree = (sorted(x[what])[3] for what in ("check", "gather", "agree"))
-        print(
-            f"trainer {rank}: check {check * 1e3:.3f} ms, gather {gather * 1e3:.1f} ms, all-reduce {agree * 1e3:.3f} ms"
-        )
-        assert x["built"] == 1 and check < 0.01 * gather, (check, gather)
+        ms = {what: sorted(x[what])[len(x[what]) // 2] * 1e3 for what in ("check", "waited", "with", "without")}
+        print(f"trainer {rank}: " + ", ".join(f"{what} {t:.3f} ms" for what, t in ms.items()))
+        assert x["built"] == 1 and ms["check"] + ms["waited"] < 0.01 * ms["with"], ms

@@ -25,6 +25,7 @@ import torch.distributed as dist  # noqa: E402
 
 from tests.support.packed_tensors import placed  # noqa: E402
 from xfer.errors import RebindError  # noqa: E402
+from xfer.packed import agree  # noqa: E402
 from xfer.packed.megatron import BridgeStream  # noqa: E402
 from xfer.packed.source import PackedSource  # noqa: E402
 from xfer.packed.traced import TracedStream  # noqa: E402
@@ -51,8 +52,8 @@ CASES: dict[str, tuple[str, dict, dict]] = {
 LIMIT = 48 << 10
 
 
-def gathered(source: PackedSource) -> dict[str, torch.Tensor]:
-    plan, out = source.begin(), {}
+def gathered(source: PackedSource, begin=None) -> dict[str, torch.Tensor]:
+    plan, out = (begin or source.begin)(), {}
     for group in plan.groups:
         if not source.go_on(False):
             raise RuntimeError("told to stop")
@@ -389,23 +390,40 @@ def fused(folder: Path) -> None:
         )  # fmt: skip
 
 
+COST_TIMES = 15
+
+
 def cost(folder: Path) -> None:
-    toy.write_checkpoint("deepseek_v3", folder / "model", **SMALL) if dist.get_rank() == 0 else None
+    """Gathers with the look of all ranks and without, one after the other. `waited`: of those with it, how long ranks took to agree, which
+    is mostly waiting for who begins late; without it they wait in the first collective of the gather. Not the smallest toy: of two layers
+    a gather takes as long as processes wait for each other anyway."""
+    toy.write_checkpoint("deepseek_v3", folder / "model", num_hidden_layers=16) if dist.get_rank() == 0 else None
     dist.barrier()
     with Trainer(folder / "model", pp=2, **PLAIN) as trainer:
-        source = made(trainer)
+        source, agreed = made(trainer), agree.any_rank
         gathered(source)
-        check_s, gather_s, agree_s = [], [], []
-        for _ in range(7):
+
+        def unasked():
+            agree.any_rank = lambda flag, fingerprint, device: flag
+            try:
+                return source.begin()
+            finally:
+                agree.any_rank = agreed
+
+        seconds: dict[str, list[float]] = {"check": [], "with": [], "without": [], "waited": []}
+        for k in range(2 * COST_TIMES):
+            looks = k % 2 == 0
             dist.barrier()
             began = time.perf_counter()
-            source.check()
-            check_s.append(time.perf_counter() - began)
-            began = time.perf_counter()
-            gathered(source)
-            gather_s.append(time.perf_counter() - began)
-            agree_s.append(source.agreed_s)
-        told(folder / "cost.json", dict(check=check_s, gather=gather_s, agree=agree_s, built=source.built))
+            if looks:
+                source.check()
+                seconds["check"].append(time.perf_counter() - began)
+            gathered(source, None if looks else unasked)
+            dist.barrier()  # until the last rank is done, as an engine is
+            seconds["with" if looks else "without"].append(time.perf_counter() - began)
+            if looks:
+                seconds["waited"].append(source.agreed_s)
+        told(folder / "cost.json", dict(seconds, built=source.built))
 
 
 if __name__ == "__main__":
