@@ -68,6 +68,7 @@ class Refit:
 
     def close(self) -> None:
         """Leave the rendezvous. Engines keep serving what they have; trainer rank 0 leaving ends it for everyone.
+        What is called after it is Unsupported; closing twice is not.
 
         After `wait="sources"` it first waits for what became of that refit, within its bound, and raises it.
         """

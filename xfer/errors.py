@@ -84,7 +84,7 @@ class StaleWeights(XferError):
 
 
 class Unsupported(XferError):
-    """A feature or layout that xfer refuses by name rather than getting it wrong."""
+    """A feature, layout or order of calls that xfer refuses by name rather than getting it wrong."""
 
 
 _BY_NAME = {c.__name__: c for c in list(globals().values()) if isinstance(c, type) and issubclass(c, XferError)}

@@ -14,6 +14,7 @@ import pytest
 
 import xfer
 from tests.functional.test_session_protocol import failed, good, right
+from tests.functional.test_session_relay import until_true
 from tests.support.world import TOKEN, ToyEngine, ToySource, World
 from xfer import errors as e
 from xfer.session import messages as m
@@ -469,3 +470,45 @@ def test_a_rank_that_owns_nothing_takes_part(tmp_path):
         timeout=120,
     )
     assert job.returncode == 0 and not job.stderr, job.stderr
+
+
+def test_what_is_called_after_closing_says_that_it_was_closed_here():
+    """And not that a peer or a connection is lost, after which one would call again; whoever is inside hears it, too."""
+    w = World(trainers=2).connect()
+    good(w.refit(1))
+    out: list = []
+    alone = threading.Thread(target=lambda: out.extend(w.refit(2, ranks=[1])))
+    alone.start()
+    until_true(lambda: 1 in getattr(w.sessions[0]._hub.attempt, "entered", ()))
+    controller, (first, second) = w.controllers[0], w.sessions
+    second.close()
+    alone.join(30)
+    assert isinstance(out[0], e.PeerLost) and "by this process itself" in str(out[0]), out
+    for _ in range(2):
+        w.close()
+    calls = [
+        (s, call)
+        for s in w.sessions
+        for call in (lambda s=s: s.refit(), s.prepare, s.release, s.explain, lambda s=s: s.refit(version=""))
+    ]
+    calls += [(None, call) for call in (controller.wait_ready, controller.wait_version, lambda: enter(controller))]
+    answers = [(s, error) for s, call in calls for error in said(call)]
+    assert len(answers) == len(calls)
+    for s, error in answers:
+        assert type(error) is e.Unsupported and "was closed" in error.message, error
+        assert ("xfer.serve(" if s is None else "xfer.connect()") in error.violations[0], error
+    assert [s.version for s in (first, second)] == ["1", "1"], "what was so stays so"
+    enter(controller, force=True)
+
+
+def said(call) -> list[e.XferError]:
+    try:
+        call()
+    except e.XferError as error:
+        return [error]
+    return []
+
+
+def enter(controller, **how) -> None:
+    with controller.serving(**how):
+        pass

@@ -16,7 +16,7 @@ from tests.functional.test_session_relay import until_true
 from tests.support.world import TOKEN, ToyEngine, ToySource, World, free_port
 from xfer.engines.handles import OfflineLLM
 from xfer.engines.remote import CallableEngine
-from xfer.errors import DeadlineExceeded, EngineLost, HandshakeError, LayoutError, XferError
+from xfer.errors import DeadlineExceeded, EngineLost, HandshakeError, LayoutError, Unsupported, XferError
 from xfer.session.controller import MIXED, Controller
 from xfer.session.worker import WorkerSession
 
@@ -166,6 +166,10 @@ def test_a_wait_for_a_version_ends_when_none_can_come_any_more_and_says_why(how,
         assert re.search(why.get(how, "was closed before"), str(raised[0])), raised
         with pytest.raises(type(raised[0])):
             controller.wait_version("5", timeout_s=60)
+        if how == "it is closed":
+            assert type(raised[0]) is Unsupported, "an EngineLost would be waited for: the next refit mends most"
+            with pytest.raises(Unsupported, match="was closed by its owner"):
+                controller.wait_ready(60)
 
 
 def test_a_wait_that_ends_at_its_deadline_tells_what_keeps_the_replica_back():

@@ -17,7 +17,7 @@ from tests.support import cpu_peer, world
 from tests.support.world import ToyEngine, ToyLayout, ToySource, ToyTaker, World
 from xfer import errors as e
 from xfer.plan.cache import PlanCache
-from xfer.session import computing, lane, refit, roster, sums, trainer
+from xfer.session import computing, faults, lane, party, refit, roster, sums, trainer
 from xfer.session import messages as m
 from xfer.session.attempt import Attempt
 from xfer.session.failures import heard
@@ -289,7 +289,6 @@ def test_a_trainer_that_gives_up_on_a_silent_hub_leaves_links_of_joiners_alone(m
         link_on.set()
         w.controllers[1].wait_ready(10.0)
         assert hub.replicas[1].epoch == epoch
-        until_true(lambda: hub.attempt is None)  # the hub was silent beyond the calls' ends: a call while it undoes them is refused
         for version in (3, 4):
             assert good(w.refit(version)).committed == 2
             right(w, version)
@@ -600,3 +599,130 @@ def test_an_attempt_that_is_over_leaves_no_deadline_behind():
             good(w.refit(version))
         assert len([t for t in hub.timers._heap if t[0] > time.monotonic() + 100]) <= len(far)
         assert not any(isinstance(t[3], Attempt) for t in hub.timers._heap)
+
+
+@contextlib.contextmanager
+def undoing(w: World, monkeypatch):
+    """A hub that was silent beyond the ends of all ranks' calls of attempt 2 undoes them, as long as this goes on."""
+    monkeypatch.setattr(party, "SILENCE_S", 0.5)
+    hub, engine, silent, undone, begun = w.sessions[0]._hub, w.engines[0], *(threading.Event() for _ in range(3))
+    resume = engine.resume
+    engine.resume = lambda t: (begun.set(), undone.wait(20), resume(t))
+    hub._events.put(lambda: silent.wait(20))
+    try:
+        out = w.refit(2, deadline_s=0.5)
+        assert all("no answer in time" in str(r) for r in out), out
+        silent.set()
+        assert begun.wait(10)
+        yield
+    finally:
+        silent.set()
+        undone.set()
+        engine.resume = resume
+
+
+def calling(w: World, ranks, **how) -> tuple[threading.Thread, list]:
+    """These call, and the hub has heard all that they have to say for now."""
+    calls, out, heard = w.sessions[0]._hub.calls, [], []
+    on_ready = calls.on_Ready
+    calls.on_Ready = lambda client, msg: (on_ready(client, msg), heard.append(client))
+    thread = threading.Thread(target=lambda: out.extend(w.refit(3, ranks=ranks, **how)), daemon=True)
+    thread.start()
+    until_true(lambda: out or len(heard) == len(ranks))
+    calls.on_Ready = on_ready
+    return thread, out
+
+
+@pytest.mark.parametrize("early", [(0,), (1,), (0, 1)])
+@pytest.mark.parametrize("change", [None, move, transpose])
+def test_a_call_that_comes_while_a_silent_hub_undoes_the_one_before_begins_when_it_has(monkeypatch, early, change):
+    """Whichever ranks call before that and after; the first were refused, and the others with them."""
+    with World(trainers=2) as w:
+        good(w.refit(1))
+        with undoing(w, monkeypatch):
+            for s in w.sources if change else ():
+                change(s)
+            thread, out = calling(w, early)
+            assert not out and w.sessions[0]._hub.attempt.number == 2
+        until_true(lambda: w.sessions[0]._hub.attempt.number == 3)
+        out += w.refit(ranks=[i for i in range(2) if i not in early])
+        thread.join(30)
+        assert {r.version for r in [good(out), *out]} == {"2"}
+        right(w, 3)
+        good(w.refit(4))
+        right(w, 4)
+
+
+def test_a_call_that_cannot_begin_by_its_deadline_says_what_was_still_undone(monkeypatch):
+    with World(trainers=2) as w:
+        good(w.refit(1))
+        with undoing(w, monkeypatch):
+            began = time.monotonic()
+            thread, out = calling(w, (0,), deadline_s=0.8)
+            thread.join(30)
+            out += w.refit(ranks=[1])  # the same call, of a rank that comes later
+            assert time.monotonic() - began < 2.5 and len(out) == 2
+            for error in out:
+                assert isinstance(error, e.DeadlineExceeded) and "could not begin" in error.message, error
+                assert "replica 0 controller: resuming" in str(error), error
+            thread, out = calling(w, (0, 1))  # and the one after that waits again
+        thread.join(30)
+        good(out)
+        right(w, 3)
+
+
+def test_a_call_that_waits_hears_at_once_that_another_rank_has_failed_in_it(monkeypatch):
+    with World(trainers=2) as w:
+        good(w.refit(1))
+        with undoing(w, monkeypatch):
+            thread, out = calling(w, (0,))
+            (bad,) = w.refit(ranks=[1], min_replicas=-1)
+            thread.join(2)
+            assert all("min_replicas=-1" in str(r) for r in [bad, *out]) and len(out) == 1, out
+        good(w.refit(4))
+        right(w, 4)
+
+
+def test_a_rank_that_calls_anew_without_a_word_ends_the_call_that_it_left(monkeypatch):
+    """It was interrupted before it had told the hub: nobody would have come to that attempt, and all would have waited for it."""
+    with World(trainers=2) as w:
+        good(w.refit(1))
+        hub, point, left = w.sessions[0]._hub, faults.point, []
+
+        def interrupted(who, index, where):
+            if (index, where) == (0, "enter") and not left:
+                left.append(index)
+                raise KeyboardInterrupt
+            point(who, index, where)
+
+        monkeypatch.setattr(faults, "point", interrupted)
+        assert isinstance(w.refit(2, ranks=[0])[0], KeyboardInterrupt)
+        waits: list = []
+        other = threading.Thread(target=lambda: waits.extend(w.refit(2, ranks=[1])), daemon=True)
+        other.start()
+        until_true(lambda: hub.attempt is not None)
+        out: list = []
+        anew = threading.Thread(target=lambda: out.extend(w.refit(3, ranks=[0])), daemon=True)
+        anew.start()
+        other.join(8)
+        assert waits and "trainer 0 has left attempt 2" in str(waits[0]), waits
+        out += w.refit(ranks=[1])
+        anew.join(30)
+        good(out)
+        right(w, 3)
+
+
+def test_a_rank_that_raises_while_no_replica_is_there_is_told_to_who_is_inside_at_once():
+    with World(trainers=3) as w:
+        good(w.refit(1))
+        leave(w, 0)
+        hub, out = w.sessions[0]._hub, []
+        inside = threading.Thread(target=lambda: out.extend(w.refit(2, ranks=[0])), daemon=True)
+        inside.start()
+        until_true(lambda: hub.attempt is not None)
+        w.sources[1].fail, began = RuntimeError("boom"), time.monotonic()
+        out += w.refit(2, ranks=[1])
+        inside.join(30)
+        assert time.monotonic() - began < w.deadline_s / 2
+        assert len(out) == 2 and all("boom" in str(r) for r in out), out
+        assert "boom" in str(w.refit(2, ranks=[2])[0])

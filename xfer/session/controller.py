@@ -80,8 +80,10 @@ class Controller:
     def wait_ready(self, timeout_s: float | None = None) -> None:
         """Until the replica takes part in refits; raises what kept it from that. Not on an AsyncLLM's own loop."""
         self._may_wait("wait_ready")
+        self._refuse_closed("wait_ready()")
         if not self._ready.wait(self.deadline_s if timeout_s is None else timeout_s):
             raise DeadlineExceeded(f"replica {self.replica} is not ready", [self._why()])
+        self._refuse_closed("wait_ready()")
         if self._kept_from is not None:
             raise self._kept_from
         if self.error is not None and not self.torn:
@@ -94,15 +96,16 @@ class Controller:
     def wait_version(self, version: int | str | None = None, timeout_s: float | None = None) -> str:
         """Until the replica serves `version`, or any that a refit brought; gives it as text. For owners of an engine
         that was started without weights. `timeout_s`: default the connection's deadline. DeadlineExceeded; what ended this
-        replica, as soon as it has: no refit will come. Not on an AsyncLLM's own loop."""
+        replica, as soon as it has: no refit will come. Unsupported once this was closed. Not on an AsyncLLM's own loop."""
         self._may_wait("wait_version")
+        self._refuse_closed("wait_version()")
 
         def there() -> bool:
             return bool(self.version) if version is None else self.version == str(version)
 
         def over() -> XferError | None:  # a torn replica, or one without weights yet, is mended by the next refit
             if self._closing.is_set():
-                return EngineLost(f"replica {self.replica}: its controller was closed before {awaited} came")
+                return self._closed(f"was closed before {awaited} came")
             return self._kept_from or (self.lost if self.torn or self.error is None else self.error)
 
         awaited = "a version that a refit brought" if version is None else f"version {str(version)!r}"
@@ -118,6 +121,15 @@ class Controller:
                 [self._why()],
             )
 
+    def _closed(self, how: str) -> Unsupported:
+        again = f"xfer.serve(…, replica={self.replica}) makes another; until then no refit reaches this engine"
+        held = [] if self.error is None else [f"the engine was left so: {self.error}"]
+        return Unsupported(f"replica {self.replica}: its controller {how}", [again, *held])
+
+    def _refuse_closed(self, call: str) -> None:
+        if self._closing.is_set():
+            raise self._closed(f"was closed by its owner: no {call} any more")
+
     def _why(self) -> str:
         """For a wait that came to nothing: what this controller knows."""
         return "have all trainer ranks called xfer.connect()?" if self.error is None else f"meanwhile {self.error}"
@@ -127,8 +139,8 @@ class Controller:
         """The engine, with refits held off while inside. Needed for an in-process `LLM`, which has no pause of its own.
 
         Raises EngineLost while the replica holds bytes of two versions, or only the random ones of load_format="dummy"
-        (see `wait_version`); `force=True` enters all the same (the second lock
-        then makes the engine answer NaN).
+        (see `wait_version`), Unsupported once this controller was closed: refits by a later one would not wait. `force=True`
+        enters all the same (the second lock then makes the engine answer NaN).
         """
         self._refuse(force)
         with self.handle.hold():
@@ -136,6 +148,8 @@ class Controller:
             yield self.handle.engine
 
     def _refuse(self, force: bool) -> None:
+        if not force:
+            self._refuse_closed("serving()")
         if self.error is not None and not force:
             raise EngineLost(
                 f"replica {self.replica} must not serve: {self.error}", where=f"replica {self.replica} controller"
@@ -145,6 +159,7 @@ class Controller:
         self._closing.set()
         if self._party is not None:
             self._party.close()
+        self._ready.set()
         with self._changed:
             self._changed.notify_all()
         if self._held:
@@ -158,10 +173,8 @@ class Controller:
         try:
             self._join()
             self._serve()
-        except _ClosedError:
-            self._kept_from = EngineLost(f"replica {self.replica}: its controller was closed before it had joined")
         except Exception as e:
-            self._kept_from = self._down(e)
+            self._kept_from = None if isinstance(e, _ClosedError) else self._down(e)
         finally:
             if self._party is not None:
                 self._party.close()  # else the hub would keep this replica's place for a controller that does nothing

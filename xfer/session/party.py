@@ -89,6 +89,7 @@ class Party:
         self._failed: m.WireError | None = None  # why the hub said that nothing can be refitted any more
         self._heard = 0.0  # monotonic time of the hub's last word
         self._pongs = 0
+        self._leaving = False  # this process itself closes the connection
         self._news = threading.Condition()
         until = time.monotonic() + deadline_s
         self.channel = dial(rendezvous, token, deadline_s)
@@ -201,7 +202,9 @@ class Party:
 
     def _end(self, reason: str) -> None:
         self.lost = PeerLost(
-            "lost the control connection to the rendezvous in trainer 0's process",
+            "left the rendezvous: closed by this process itself"
+            if self._leaving
+            else "lost the control connection to the rendezvous in trainer 0's process",
             [f"reason: {reason}"],
             where=self.label,
         )
@@ -262,6 +265,7 @@ class Party:
                 raise error if isinstance(error, XferError) else HandshakeError(str(error))
 
     def close(self) -> None:
+        self._leaving = True
         self.try_send(m.Leave())
         for lane in list(self.lanes.values()):
             lane.close()

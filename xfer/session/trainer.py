@@ -6,16 +6,14 @@ What Megatron or FSDP is, is known only to the `Source` that was passed in.
 
 from __future__ import annotations
 
-import contextlib
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
 import torch
 
-from xfer.errors import DeadlineExceeded, RebindError, Unsupported, XferError
+from xfer.errors import DeadlineExceeded, RebindError, XferError
 from xfer.plan.cache import PlanCache
 from xfer.plan.fabric import Site
 from xfer.plan.inventory import trainer_inventory
@@ -26,6 +24,7 @@ from xfer.session import messages as m
 from xfer.session.arguments import checked_call
 from xfer.session.bounds import STOP_GRACE_S, TOLD_S
 from xfer.session.drain import Aside, Drain
+from xfer.session.entry import Entry
 from xfer.session.hub import Hub
 from xfer.session.lane import Lane
 from xfer.session.packing import pack, unpack_one
@@ -98,7 +97,7 @@ class TrainerSession:
         self.generation = 0
         self._inventory, self._names, self._roots, self._binding = b"", [], [], 0
         self.pending: RefitCall | None = None  # returned before its outcome was known
-        self._busy = threading.Lock()  # held inside a call
+        self._busy = Entry()
         self._stale = False  # a layout was being read again and that did not end well
         self._specs = b""
         self._told: tuple[bytes, bytes | None] = b"", b""  # specs and inventory that the hub knows; None: it owes a catalog
@@ -311,6 +310,7 @@ class TrainerSession:
 
     def prepare(self) -> None:
         """Arm the engines for the next refit now; they stop serving until it has run."""
+        self._busy.refuse_closed("prepare()", self._party.label)
         self._party.send(m.Prepare(self.attempt + 1))
 
     def refit(
@@ -323,7 +323,7 @@ class TrainerSession:
         deadline_s: float | None = None,
     ) -> RefitReport:
         """See `xfer.nccl_xfer_refit`."""
-        with self._alone("nccl_xfer_refit()"):
+        with self._busy.alone("nccl_xfer_refit()", self._party.label):
             try:
                 self._finish_pending()
                 call = checked_call(
@@ -339,19 +339,6 @@ class TrainerSession:
                     return self._let_go(RefitCall(self, call).run())
                 finally:
                     timeline.write(self.attempt, self._party.welcome.session)
-
-    @contextlib.contextmanager
-    def _alone(self, what: str) -> Iterator[None]:
-        if not self._busy.acquire(blocking=False):
-            raise Unsupported(
-                f"{what} was called while another thread of this rank is inside xfer",
-                ["call it from one thread at a time; all ranks must make the same calls in the same order"],
-                where=self._party.label,
-            )
-        try:
-            yield
-        finally:
-            self._busy.release()
 
     def next_attempt(self) -> int:
         self.attempt += 1
@@ -431,7 +418,7 @@ class TrainerSession:
 
     def release(self) -> None:
         """See `Refit.release`."""
-        with self._alone("release()"):
+        with self._busy.alone("release()", self._party.label):
             self._release()
 
     def _release(self) -> None:
@@ -466,6 +453,7 @@ class TrainerSession:
             self.source.let_go()
 
     def explain(self) -> str:
+        self._busy.refuse_closed("explain()", self._party.label)
         lanes = [
             f"replica {r}\n{lane.explain()}" for r, lane in sorted(self._party.lanes.items()) if lane.plan is not None
         ]
@@ -479,17 +467,16 @@ class TrainerSession:
     def settle(self) -> None:
         """Wait for what an earlier call left running, within that call's bound; raises what became of it. Before the
         rendezvous goes: engines that lose it in the middle of a refit must not serve."""
-        if self._busy.acquire(blocking=False):  # else another thread hangs in a call, and closing is what frees it
-            try:
+        with self._busy.if_free() as free:
+            if free:  # else another thread hangs in a call, and closing is what frees it
                 self._finish_pending()
-            finally:
-                self._busy.release()
 
     def close(self) -> None:
         """`settle`, and leave, whatever that raises."""
         try:
             self.settle()
         finally:
+            self._busy.closed = True
             self._party.close()
             if self._hub is not None:
                 time.sleep(0.05)  # let the others' goodbyes arrive before the socket goes
