@@ -88,7 +88,7 @@ def equal(ranks: Ranks, layout: dict, ways: list[dict], **way) -> dict:
     return first
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", ["dense fp32", *(pytest.param(c, marks=pytest.mark.slow) for c in CASES if c != "dense fp32")])
 @pytest.mark.parametrize("world", [2, 4])
 def test_fifty_steps_of_megatron_core_are_those_of_a_blocking_gather(world, case, tmp_path, folder, alone):
     model, sizes, layout = CASES[case]
@@ -103,6 +103,7 @@ def test_fifty_steps_of_megatron_core_are_those_of_a_blocking_gather(world, case
         assert blocking["norm"] == pytest.approx(one["norm"], rel=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CUT)
 def test_so_are_those_of_models_that_are_cut(case, tmp_path, folder, alone):
     """Two halves of a model, each of two data-parallel ranks. Muon gathers over tensor-parallel ranks what it updates."""
@@ -118,6 +119,7 @@ def test_so_are_those_of_models_that_are_cut(case, tmp_path, folder, alone):
         assert blocking["losses"] == pytest.approx(one["losses"], rel=2e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_checkpoint_of_gpus_is_loaded_at_another_layout(tmp_path, folder):
     """Boxes with equal bits in a second checkpoint, and equal losses after it: from data-parallel ranks to halves and to stages."""

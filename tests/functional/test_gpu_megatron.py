@@ -29,7 +29,7 @@ def tokens(engine) -> list:
     return [t for t, _ in engine.observe()["outputs"]]
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", ["tp2", *(pytest.param(n, marks=pytest.mark.slow) for n in LAYOUTS if n != "tp2")])
 def test_an_engine_follows_training(name, tmp_path):
     """The distributed optimizer gathers parameters late: each refit comes right after `step()`, while they are stale."""
     family, layout = LAYOUTS[name]
@@ -72,7 +72,7 @@ ON_ONE = {
 }
 
 
-@pytest.mark.parametrize("name", ON_ONE)
+@pytest.mark.parametrize("name", ["ep2", *(pytest.param(n, marks=pytest.mark.slow) for n in ON_ONE if n != "ep2")])
 def test_whole_tensors_from_megatron_on_the_engines_gpu(name, tmp_path):
     """Two refits by each way of the packed route, with steps between; Bridge's own export of the last weights is the truth."""
     family, on, layout = ON_ONE[name]

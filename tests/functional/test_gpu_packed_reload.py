@@ -21,7 +21,7 @@ answer is depends on who is beside it."""
 ENGINES = {"dense": ("qwen3", FP8), "experts": ("qwen3_moe", dict(FP8, moe_backend="triton"))}
 
 
-@pytest.mark.parametrize("kind", ENGINES)
+@pytest.mark.parametrize("kind", [pytest.param("dense", marks=pytest.mark.slow), "experts"])
 def test_refits_of_an_engine_that_quantizes_are_fresh_loads(kind, tmp_path):
     family, how = ENGINES[kind]
     with Job(tmp_path, config(family)) as job:

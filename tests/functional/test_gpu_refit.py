@@ -4,7 +4,7 @@ After each refit every byte of every worker is compared with what vLLM's own loa
 the projections that it derives from them), and greedy tokens are asked right away, of every data-parallel rank. Any number
 of GPUs: what needs more is skipped, or, with XFER_SHARE_GPUS=1, shares those that there are (gpu_shared.py).
 
-    python -m pytest -m gpu tests/functional/test_gpu_refit.py
+    python -m pytest -m "gpu and not slow" tests/functional/test_gpu_refit.py        # and with -m gpu all of them
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from tests.support.gpu_job import NO_HANDLES, SHARED, Engine, Job, check, config, gpus, host, nccl_host
+from tests.support.gpu_job import BESIDE, NO_HANDLES, SHARED, Engine, Job, check, config, gpus, host, nccl_host
 from tests.support.refit_job import until
 from xfer.testing.ports import free_port
 
@@ -38,6 +38,7 @@ class Case:
     engine_env: dict = field(default_factory=dict)
     group: str = "gloo"  # the trainers' own
     way: str = ""  # how whole tensors come together
+    slow: bool = False  # another case has nearly all of it
 
     @property
     def needs(self) -> int:
@@ -104,7 +105,7 @@ CASES = [
         env={**NO_HANDLES, **ONE_CONNECTION, **host("t{rank}")},
         engine_env={**ONE_CONNECTION, **host("e")},
     ),
-    Case("two replicas on one GPU, as on two hosts", "qwen3", (0,), ((0,), (0,)), dict(eager=True), **UNMAPPED_APART),
+    Case("two replicas on one GPU, as on two hosts", "qwen3", (0,), ((0,), (0,)), dict(eager=True), slow=True, **UNMAPPED_APART),
     Case(
         "packed, one GPU, as on two hosts",
         "qwen3_moe",
@@ -113,10 +114,11 @@ CASES = [
         dict(eager=True),
         route="packed",
         connect=PACKED,
+        slow=True,
         **APART,
     ),
     Case("packed, by NCCL", "qwen3_moe", (1,), ((0,),), dict(eager=True), route="packed", connect=PACKED),
-    Case("packed, mapped on one GPU", "qwen3_tied", (0,), ((0,),), dict(eager=True), route="packed", connect=MAPPED),
+    Case("packed, mapped on one GPU", "qwen3_tied", (0,), ((0,),), dict(eager=True), route="packed", connect=MAPPED, slow=True),
     Case(
         "packed, two on one GPU, mapped",
         "qwen3_moe",
@@ -155,7 +157,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+@pytest.mark.parametrize("case", [pytest.param(c, id=c.name, marks=[pytest.mark.slow] * c.slow) for c in CASES])
 def test_refits_are_bit_exact_and_tokens_follow(case: Case, tmp_path):
     if case.needs > GPUS and not case.shares:
         pytest.skip(f"needs {case.needs} GPUs")
@@ -184,7 +186,7 @@ def test_refits_are_bit_exact_and_tokens_follow(case: Case, tmp_path):
             assert not unheard, f"captured graphs read other memory than refits write: {unheard}"
         if "peer" in case.route:
             offloaded = job.good("offload", "offloaded")
-            assert all(o["back"] >= 0.9 * o["bytes"] - (4 << 20) for o in offloaded), offloaded
+            assert BESIDE or all(o["back"] >= 0.9 * o["bytes"] - (4 << 20) for o in offloaded), offloaded
             assert check(job, engines, 2, job.refit(2, verify=True), case.route) == second
 
 
@@ -243,6 +245,7 @@ def flew_well(mode: str, log: list, truth: dict[int, list[int]], versions: list[
     assert seen == versions and (mode == "wait") == (met == 0), (mode, seen, versions, met)
 
 
+@pytest.mark.slow
 def test_requests_under_way_across_refits_are_of_one_version_or_what_the_pause_says(tmp_path):
     """AsyncLLM with CUDA graphs, a request running whenever a refit begins. "wait": they end under the old weights; "abort": they
     are thrown away, and the next is of the new; "keep": they go on, with all their tokens, under the new."""

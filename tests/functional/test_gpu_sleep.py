@@ -13,7 +13,7 @@ import pytest
 from tests.support.gpu_job import Engine, Job, check, config, gpus
 
 pytest.importorskip("vllm")
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(gpus() < 1, reason="needs a GPU")]
+pytestmark = [pytest.mark.gpu, pytest.mark.xdist_group("sleep"), pytest.mark.skipif(gpus() < 1, reason="needs a GPU")]
 
 
 @dataclass(frozen=True)

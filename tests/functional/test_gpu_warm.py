@@ -8,6 +8,8 @@ Without a GPU the calls of Python are counted by test_warm_refit.py.
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from tests.support.gpu_job import NO_HANDLES, Job, config, gpus, nccl_host
@@ -24,9 +26,10 @@ ENVIRONMENTS = {"peer": ({}, {}), "nccl": ({**NO_HANDLES, **nccl_host("trainer{r
 """Of trainers and engine. To NCCL each of them is a host of its own."""
 
 
-def watched(folder, layers: int, route: str, verify: bool) -> dict[str, list[dict]]:
-    """Of each trainer and each worker, in one warm refit."""
+def watched(folder, layers: int, route: str) -> dict[bool, dict[str, list[dict]]]:
+    """Of each trainer and each worker, in one warm refit, plain and verified."""
     folder.mkdir()
+    out = {}
     trainers_env, engine_env = ENVIRONMENTS[route]
     with Job(folder, config("qwen3", num_hidden_layers=layers)) as job:
         engine = job.engine("engine", [0], env=engine_env, eager=True)
@@ -34,27 +37,28 @@ def watched(folder, layers: int, route: str, verify: bool) -> dict[str, list[dic
         job.plain()
         engine.started()
         job.meet([engine])
-        for seed in (1, 2):
-            job.refit(seed, verify=verify)
-        job.good("set", "set", seed=3)
-        job.good("watch", "watching")
-        engine.ask("watch", "watching")
-        report = job.refit(verify=verify)
-        workers = engine.ask("unwatch", "watched")["workers"]
-        trainers = job.good("unwatch", "watched")
-        assert f"route/{route}_bytes" in report["scalars"], report["routes"]
-        assert all(report["committed"]) and engine.wrong(config=job.config, seed=3) == [[]]
-    return {"trainer": trainers, "worker": workers}
+        for verify in (False, True):
+            for seed in (1, 2):
+                job.refit(seed, verify=verify)
+            job.good("set", "set", seed=3)
+            job.good("watch", "watching")
+            engine.ask("watch", "watching")
+            report = job.refit(verify=verify)
+            workers = engine.ask("unwatch", "watched")["workers"]
+            trainers = job.good("unwatch", "watched")
+            assert f"route/{route}_bytes" in report["scalars"], report["routes"]
+            assert all(report["committed"]) and engine.wrong(config=job.config, seed=3) == [[]]
+            out[verify] = {"trainer": trainers, "worker": workers}
+    return out
 
 
-@pytest.mark.parametrize("verify", [False, True], ids=["plain", "verified"])
 @pytest.mark.parametrize("route", ENVIRONMENTS)
-def test_a_warm_refit_allocates_nothing_and_does_nothing_per_tensor(route, verify, tmp_path):
+def test_a_warm_refit_allocates_nothing_and_does_nothing_per_tensor(route, tmp_path):
     """Verified it asks for a few bytes in which constants are compared, as many for many tensors."""
-    few, many = (watched(tmp_path / f"{n}", n, route, verify) for n in (FEW, MANY))
+    few, many = (watched(tmp_path / f"{n}", n, route) for n in (FEW, MANY))
     print(few, many)
-    for who in few:
-        for a, b in zip(few[who], many[who], strict=True):
+    for verify, who in itertools.product((False, True), ("trainer", "worker")):
+        for a, b in zip(few[verify][who], many[verify][who], strict=True):
             assert b["allocations"] <= a["allocations"] and (verify or not a["allocations"]), (who, a, b)
             assert b["calls"] < a["calls"] + MORE, (who, a, b)
             assert b["syncs"] < a["syncs"] + MORE and b["syncs"] < 10, (who, a, b)

@@ -60,6 +60,10 @@ SHARED = os.environ.get("XFER_SHARE_GPUS") == "1"
 as with a GPU each; the links are not: whatever NCCL carries between ranks of one GPU goes by the network, as between hosts."""
 
 
+BESIDE = "PYTEST_XDIST_WORKER" in os.environ
+"""Other tests run on these GPUs meanwhile: what is free there says nothing of this one's processes."""
+
+
 def folded(on: list[int]) -> list[int]:
     """The GPUs that stand for these."""
     return [g % gpus() for g in on] if SHARED else on
