@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from tests.functional.test_session_protocol import good, right
 from tests.support.world import ToyEngine, ToyLayout, ToySource, ToyTaker, World
-from xfer.errors import LayoutError, Unsupported
+from xfer.errors import DeadlineExceeded, LayoutError, Unsupported
+from xfer.session import faults
 from xfer.session.lane import Lane
 from xfer.session.refit import RefitCall
 
@@ -180,6 +181,53 @@ def test_an_engine_that_could_not_read_what_trainers_export_reads_what_they_expo
         assert isinstance(w.refit(2)[0], LayoutError)
         export(w.sources[0], None)
         w.sources[0].set(3)
+        good(w.refit(3))
+        right(w, 3)
+
+
+def unreadable(catalog):
+    raise LayoutError("no loader for that")
+
+
+def moved(taker: ToyTaker) -> None:
+    taker.live["embed"] = taker.live["embed"].clone()
+
+
+def test_an_engine_that_cannot_read_is_named_where_others_do_not_call_at_all():
+    with World(trainers=2, workers=1) as w:
+        good(w.refit(1))
+        taker = w.engines[0].takers[0]
+        moved(taker)
+        taker.read = unreadable
+        (got,) = w.refit(2, ranks=[0], deadline_s=2.0)
+        assert isinstance(got, DeadlineExceeded) and "trainer 1: it has not called" in str(got)
+        assert "worker 0: it cannot read what trainers exported so far: no loader for that" in str(got)
+        w.refit(ranks=[1])
+        del taker.read
+        good(w.refit(3))
+        right(w, 3)
+
+
+def test_a_layout_that_was_read_and_not_told_is_told_after_one_that_could_not_be_read(monkeypatch):
+    point, raised = faults.point, []
+
+    def once(who, index, where):
+        if (who, where) == ("worker", "arm") and not raised:
+            raised.append(where)
+            raise RuntimeError("between the look and the word")
+        point(who, index, where)
+
+    with World(trainers=1, workers=1) as w:
+        good(w.refit(1))
+        taker = w.engines[0].takers[0]
+        old = taker.live["layers.0.w"]
+        taker.live["layers.0.w"] = torch.empty(old.shape[::-1], dtype=old.dtype).t()
+        monkeypatch.setattr(faults, "point", once)
+        assert "between the look" in str(w.refit(2)[0])
+        moved(taker)
+        taker.read = unreadable
+        assert "no loader for that" in str(w.refit(2)[0])
+        del taker.read
         good(w.refit(3))
         right(w, 3)
 

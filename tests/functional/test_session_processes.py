@@ -154,6 +154,7 @@ def good(results):
 w = World(trainers=1, workers=1).connect()
 good(w.refit(1))
 if not os.fork():
+    w.close()  # as leaving a `with` does
     try:
         w.sessions[0].refit(version=None, verify=True, wait="commit", min_replicas=None, deadline_s=None)
     except PeerLost as e:
@@ -163,12 +164,13 @@ _, ended = os.wait()
 assert not ended, ended
 good(w.refit(2))
 assert not w.engines[0].takers[0].wrong(2)
+good(w.refit(3))
 staying = os.fork()
 if not staying:
     time.sleep(60)
     os._exit(0)
 print(staying, w.rendezvous, flush=True)
-good(w.refit(3))
+good(w.refit(4))
 sys.stdin.read()
 """
 """What a loader of data does: its processes are forked from a trainer, end when they like, and may live on when it is dead."""

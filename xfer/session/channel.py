@@ -142,7 +142,7 @@ class Channel:
         self.label = label
         self._sock, self._lock = sock, threading.Lock()
         self._closed = threading.Event()
-        self._theirs = False  # of the process that this one was forked from
+        self.theirs = False  # of the process that this one was forked from
         self._reader: threading.Thread | None = None
 
     def start(self, on_message: Callable[[Message], None], on_close: Callable[[str], None]) -> None:
@@ -233,7 +233,7 @@ class Channel:
 
     def send(self, message: Message, seconds: float = SEND_S) -> None:
         """Raises PeerLost when the connection is gone or the peer does not read for `seconds`; it is closed then."""
-        if self._theirs:
+        if self.theirs:
             raise PeerLost(
                 f"cannot send {type(message).__name__} to {self.label}: this process was forked from the one that connected",
                 ["a session belongs to one process: call from that one, or connect in this one"],
@@ -261,7 +261,7 @@ class Channel:
 
     def leave(self) -> None:
         """In a forked process: the connection is its parent's, who goes on with it, and must not outlive that one by this copy."""
-        self._theirs = True
+        self.theirs = True
         self._closed = threading.Event()  # the parent's may have been in use by a thread that is not here
         self._closed.set()
         self._sock.close()

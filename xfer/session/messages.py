@@ -51,7 +51,7 @@ from xfer.session.wire import (
     WireMessage,
 )
 
-WIRE_VERSION = 16
+WIRE_VERSION = 17
 _STORE_KEY = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./:\-]{0,255}")
 
 

@@ -265,6 +265,8 @@ class Party:
                 raise error if isinstance(error, XferError) else HandshakeError(str(error))
 
     def close(self) -> None:
+        if self.channel.theirs:
+            return  # links' descriptors are the parent's too: to abort them here is to break them there
         self._leaving = True
         self.try_send(m.Leave())
         for lane in list(self.lanes.values()):

@@ -74,6 +74,10 @@ def waiting_for(attempt: Attempt, run: Run) -> list[str]:
         if r.stale and len(attempt.drained) == hub.options.trainers and len(run.armed) == r.size:
             some = [i for i in range(hub.options.trainers) if i not in hub.trainer_inventories]
             who += [f"trainer {i}: it has not said how what it exports now lies in its memory" for i in some]
+        who += [
+            f"replica {r.index} worker {w}: it cannot read what trainers exported so far: {a.unread.message}"
+            for w, a in sorted(run.unread.items())
+        ]
         ahead = relays.ahead(attempt, run)
         if ahead is not None:
             who.append(f"replica {r.index}: stands behind replica {ahead.replica.index}, which has not begun")

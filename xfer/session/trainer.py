@@ -472,7 +472,9 @@ class TrainerSession:
                 self._finish_pending()
 
     def close(self) -> None:
-        """`settle`, and leave, whatever that raises."""
+        """`settle`, and leave, whatever that raises. Nothing in a process that was forked from the one that connected."""
+        if self._party.channel.theirs:
+            return
         try:
             self.settle()
         finally:

@@ -279,7 +279,8 @@ class WorkerSession:
         rebound = self._lane_.rebound()
         mark(party.label, "looked at its storages: armed")
         party.send(m.Armed(attempt, inventory, self._generation, rebound, unread))
-        self._told = self._inventory
+        if unread is None:
+            self._told = self._inventory
         while True:
             message = party.take(
                 (m.Commit, m.Abort, m.Failed, m.CatalogMsg), due + STOP_GRACE_S, "the decision of this refit", due=due
