@@ -45,7 +45,6 @@ class Rank:
             verified=r.verified,
             bytes=r.bytes,
             seconds=r.seconds,
-            phases=dict(r.outcomes[0].phases),
             per_worker=[list(o.bytes_per_worker) for o in r.outcomes],
             routes=[[x.route for x in o.routes] for o in r.outcomes],
         )
