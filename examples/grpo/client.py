@@ -14,6 +14,10 @@ from examples.grpo.rollout import password
 from examples.grpo.samples import Sample
 from xfer.errors import DeadlineExceeded, EngineLost, XferError
 
+_FINAL_ONLY = 2
+"""vLLM's RequestOutputKind. Its route for tokens answers with the last thing that the engine said; vLLM 0.25 does not ask the engine to
+say all at the end, and so keeps, of several answers to one prompt, those that ended last."""
+
 
 class RolloutClient:
     """`urls`: "http://HOST:PORT" of one rollout.py process per replica, in the order of the replicas."""
@@ -45,6 +49,11 @@ class RolloutClient:
             for r, share, call in calls:
                 try:
                     for i, group in zip(share, call.result(), strict=True):
+                        if len(group) != n:
+                            raise XferError(
+                                f"{self.urls[r]} gave {len(group)} of {n} answers to a prompt",
+                                ["no sample of it is used"],
+                            )
                         out[i] = group
                 except (EngineLost, DeadlineExceeded) as e:
                     asked.remove(r)
@@ -90,7 +99,7 @@ class ServeClient(RolloutClient):
 
     def _ask(self, url: str, prompts: list[list[int]], n: int, tokens: int, seed: int) -> list[list[Sample]]:
         params = {"n": n, "temperature": 1.0, "max_tokens": tokens, "min_tokens": tokens, "ignore_eos": True, "logprobs": 0,
-                  "detokenize": False}  # fmt: skip
+                  "detokenize": False, "output_kind": _FINAL_ONLY}  # fmt: skip
 
         def one(i: int, prompt: list[int]) -> list[Sample]:
             body = {"token_ids": prompt, "sampling_params": {**params, "seed": seed * 100_003 + i}}

@@ -337,6 +337,8 @@ def test_where_vllm_names_no_weights_an_answer_is_of_one_version_or_asked_again(
 
 
 def test_samples_of_a_server_that_names_no_weights_are_of_what_its_controller_serves():
+    """It gives one answer, however many are asked for."""
+
     class Server(BaseHTTPRequestHandler):
         def do_POST(self):
             self.rfile.read(int(self.headers["Content-Length"]))
@@ -360,6 +362,8 @@ def test_samples_of_a_server_that_names_no_weights_are_of_what_its_controller_se
         client.version_of = ["3", "4"].__getitem__
         got = client.sample([[1], [2]], n=1, tokens=2, seed=0)
         assert [[s.spans for s in g] for g in got] == [[(Span("3", 0, 2),)], [(Span("4", 0, 2),)]]
+        with pytest.raises(XferError, match="1 of 2 answers"):
+            client.sample([[1], [2]], n=2, tokens=2, seed=0)
     finally:
         for s in servers:
             s.shutdown()

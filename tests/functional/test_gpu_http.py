@@ -1,0 +1,172 @@
+"""`vllm serve` on GPUs behind its URL, as the example starts it but with CUDA graphs and torch.compile, controlled by trainer 0: requests
+under way, vLLM's own sleep routes, data-parallel ranks. No process of xfer's beside the server.
+
+Every byte of the workers that the server's own route for calls reaches is compared with what vLLM's loader makes of the same weights.
+
+    python -m pytest -m gpu tests/functional/test_gpu_http.py
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from examples.grpo.client import ServeClient
+from tests.support import gpu_shared
+from tests.support.gpu_engine import PROMPTS
+from tests.support.gpu_job import SHARED, Job, config, folded, gpus, site
+from tests.support.proc import PATIENCE, PYTHON, ROOT, environment
+from xfer.testing.ports import free_port
+
+pytest.importorskip("vllm")
+pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.xdist_group("http"), pytest.mark.skipif(gpus() < 1, reason="needs a GPU")]
+
+LONG = 150
+
+
+@dataclass(frozen=True)
+class Server:
+    """`on`: the GPU of each data-parallel rank."""
+
+    job: Job
+    url: str
+    on: tuple[int, ...]
+
+    def ask(self, path: str, body: dict | None = None, **headers: str):
+        """The answer of one route, posted to if there is a body. HTTPError as urllib raises it."""
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json", **headers})
+        return json.loads(urllib.request.urlopen(request, timeout=120 * PATIENCE).read() or "null")
+
+    def answer(self, prompt: list[int], tokens: int = 8, rank: int = 0) -> list:
+        """Greedy tokens and what they were worth, by the route for tokens, of one data-parallel rank."""
+        params = dict(temperature=0, max_tokens=tokens, logprobs=1, detokenize=False, ignore_eos=True)
+        body = dict(token_ids=prompt, sampling_params=params)
+        choice = self.ask("/inference/v1/generate", body, **{"X-data-parallel-rank": str(rank)})["choices"][0]
+        return [choice["token_ids"], [round(c["logprob"], 5) for c in choice["logprobs"]["content"]]]
+
+    def answers(self) -> list:
+        """Of all ranks, which have to agree."""
+        each = [[self.answer(p, rank=r) for p in PROMPTS] for r in range(len(self.on))]
+        assert all(a == each[0] for a in each)
+        return each[0]
+
+    def call(self, method: str, **kwargs) -> list:
+        """By worker; vLLM answers in text what is neither a list nor a dict."""
+        said = self.ask("/collective_rpc", {"method": method, "kwargs": kwargs})["results"]
+        return [ast.literal_eval(x) if isinstance(x, str) else x for x in said]
+
+    def refit(self, seed: int) -> list:
+        """The weights of `seed` by a verified refit that was pulled; what the server answers then."""
+        report = self.job.refit(seed, verify=True)
+        assert all(report["committed"]) and report["verified"], report
+        routes = [k for k in report["scalars"] if k.startswith("route/") and k.endswith("_bytes")]
+        assert routes == ["route/peer_bytes"], report["routes"]
+        self.right(seed)
+        return self.answers()
+
+    def right(self, seed: int) -> None:
+        for wrong, nbytes in self.call("xfer_wrong", config=self.job.config, seed=seed):
+            assert wrong == [] and nbytes > 0, f"(name, wrong elements, elements): {wrong}"
+        assert self.ask("/is_paused") == {"is_paused": False}
+
+
+@contextlib.contextmanager
+def serving(work: Path, on: tuple[int, ...], *flags: str) -> Iterator[Server]:
+    """A server and a trainer that meet. Both end with the block, and whatever they started."""
+    on, port = tuple(folded(list(on))), free_port()
+    with Job(work, config("qwen3")) as job:
+        command = [str(ROOT / "examples/grpo/serve.sh"), str(job.folder), str(port)]
+        command += f"--no-enforce-eager --data-parallel-size {len(on)}".split()
+        command += f"--dtype bfloat16 --max-model-len 256 --gpu-memory-utilization 0.1 --kv-cache-memory-bytes {1 << 30}".split()
+        command += ["--max-num-seqs", "8", "--compilation-config", '{"cudagraph_capture_sizes": [1, 2, 4, 8]}']
+        command += ["--worker-extension-cls", "tests.support.gpu_probe.Probe", *flags]
+        env = dict(ENGINE_PYTHON=PYTHON["engine"], VLLM_USE_FLASHINFER_SAMPLER="0", VLLM_LOGGING_LEVEL="WARNING")
+        if len(set(on)) < len(on):
+            env |= gpu_shared.environment(list(on))
+            for option, value in gpu_shared.OPTIONS.items():
+                command += [f"--{option.replace('_', '-')}", *([] if value is True else [value])]
+        log = open(work / "server.log", "w")
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment(**site("engine"), **env), stdout=log, stderr=log, start_new_session=True
+        )
+        try:
+            job.start_trainers([on[0]])
+            job.plain()
+            server = Server(job, f"http://127.0.0.1:{port}", on)
+            until = time.monotonic() + 240 * PATIENCE
+            while True:
+                assert process.poll() is None and time.monotonic() < until, (work / "server.log").read_text()[-6000:]
+                with contextlib.suppress(OSError):
+                    if urllib.request.urlopen(f"{server.url}/health", timeout=5):
+                        break
+                time.sleep(0.5)
+            job.good("connect", "connected", rendezvous=f"tcp://127.0.0.1:{free_port()}", engines=[server.url])
+            yield server
+        finally:
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(20)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait(10)
+            log.close()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    with serving(tmp_path_factory.mktemp("http"), (0,), "--enable-sleep-mode") as s:
+        yield s
+
+
+def test_a_server_follows_with_a_request_under_way(server):
+    """Also the example's own client, for a server that does not say which weights made a token."""
+    first, second = server.refit(1), server.refit(2)
+    assert first != second
+    client = ServeClient([server.url], server.job.token)
+    client.version_of = lambda replica: "2"
+    sampled = client.sample(PROMPTS, n=2, tokens=8, seed=1)
+    assert [[(s.prompt, len(s.tokens)) for s in group] for group in sampled] == [[(tuple(p), 8)] * 2 for p in PROMPTS]
+    long: list = []
+    request = threading.Thread(target=lambda: long.append(server.answer(PROMPTS[0], LONG)))
+    request.start()
+    time.sleep(0.1)
+    assert server.refit(1) == first
+    request.join(60)
+    assert len(long[0][0]) == LONG
+
+
+def test_a_server_that_slept_is_refitted_once_its_weights_are_awake(server):
+    """By vLLM's own routes: what slept at level 2 is gone, and a refit brings it back."""
+    truth = server.refit(2)
+    server.refit(1)
+    server.ask("/sleep?level=2", {})
+    assert server.ask("/is_sleeping") == {"is_sleeping": True}
+    server.job.good("set", "set", seed=2)
+    for got in server.job.all("refit", "refitted", deadline_s=30.0):
+        assert got["kind"] == "raised" and "this engine sleeps" in got["text"], got
+    server.ask("/wake_up?tags=weights", {})
+    report = server.job.refit(verify=True)
+    assert all(report["committed"]) and report["verified"], report
+    server.ask("/wake_up?tags=kv_cache", {})
+    server.right(2)
+    assert server.answers() == truth
+
+
+@pytest.mark.skipif(gpus() < 2 and not SHARED, reason="needs 2 GPUs, or XFER_SHARE_GPUS=1")
+def test_data_parallel_ranks_behind_one_url(tmp_path):
+    with serving(tmp_path, (0, 1)) as s:
+        first, second = s.refit(1), s.refit(2)
+        assert first != second and s.refit(1) == first
