@@ -17,7 +17,9 @@ from tests.support.world import TOKEN, ToyEngine, ToySource, World, free_port
 from xfer.engines.handles import OfflineLLM
 from xfer.engines.remote import CallableEngine
 from xfer.errors import DeadlineExceeded, EngineLost, HandshakeError, LayoutError, Unsupported, XferError
+from xfer.session import messages as m
 from xfer.session.controller import MIXED, Controller
+from xfer.session.hub import Hub
 from xfer.session.worker import WorkerSession
 
 
@@ -419,10 +421,25 @@ def test_a_torn_engine_of_which_only_whole_workers_came_stays_out(monkeypatch):
     w.close()
 
 
+@pytest.mark.parametrize("late", ["", "an earlier answer", "the worker's word"])
 @pytest.mark.parametrize("within", [False, True])
-def test_a_replica_of_which_a_worker_found_no_lock_is_not_told_to_be_ready(monkeypatch, within):
-    """It says so behind the plan, however late the hub hears of it; also in a refit that waits for this replica."""
-    serve, go_on = Controller._serve, threading.Event()
+def test_a_replica_of_which_a_worker_found_no_lock_is_not_told_to_be_ready(monkeypatch, within, late):
+    """It says so behind the plan, however late the hub hears of it, and whatever else it answers before; also in a refit that waits
+    for this replica."""
+    serve, go_on, admit = Controller._serve, threading.Event(), Hub._admit
+
+    def admit_slowly(hub: Hub, channel) -> None:
+        """What a peer says of its end is in its thread's hands for a while, and other threads go first."""
+        start = channel.start
+
+        def started(hear, end) -> None:
+            start(lambda x: (time.sleep(0.5 * isinstance(x, m.Failed)), hear(x)), end)
+
+        channel.start = started
+        admit(hub, channel)
+
+    if late == "the worker's word":
+        monkeypatch.setattr(Hub, "_admit", admit_slowly)
     with World(trainers=1, replicas=2) as world:
         assert world.refit(1)[0].committed == 2
         hub, toy, out = world.sessions[0]._hub, ToyEngine(2), []
@@ -434,6 +451,10 @@ def test_a_replica_of_which_a_worker_found_no_lock_is_not_told_to_be_ready(monke
 
         def no_lock() -> None:
             hub._events.put(lambda: time.sleep(0.5))
+            if late == "an earlier answer":
+                world.controllers[1]._party._ping(1.0)
+                time.sleep(0.2)  # until the hub has it behind that sleep
+                hub._events.put(lambda: time.sleep(0.5))
             raise RuntimeError("no lock")
 
         toy.takers[1].choose_lock = no_lock

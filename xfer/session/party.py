@@ -88,7 +88,8 @@ class Party:
         self.lost: PeerLost | None = None
         self._failed: m.WireError | None = None  # why the hub said that nothing can be refitted any more
         self._heard = 0.0  # monotonic time of the hub's last word
-        self._pongs = 0
+        self._pings = self._pongs = 0
+        self._asking = threading.Lock()
         self._leaving = False  # this process itself closes the connection
         self._news = threading.Condition()
         until = time.monotonic() + deadline_s
@@ -145,11 +146,18 @@ class Party:
             return self._news.wait_for(condition, max(0.0, until - time.monotonic()))
 
     def catch_up(self, seconds: float) -> None:
-        """What the hub had said by now is in the inbox after this, unless it is gone or does not answer in these seconds; or an earlier
-        question's answer comes first. What others have told the hub may be behind that."""
-        before = self._pongs
-        self.try_send(m.Ping(), seconds)
-        self.wait_for(lambda: self._pongs > before or self.lost is not None, time.monotonic() + seconds)
+        """The hub has taken in what this process told it before, and what it had said by then is in the inbox, after this, unless it is
+        gone or does not answer in these seconds. What others tell the hub may be behind that: they have to catch up themselves."""
+        until, asked = time.monotonic() + seconds, self._ping(seconds)
+        self.wait_for(lambda: self._pongs >= asked or self.lost is not None, until)
+
+    def _ping(self, seconds: float) -> int:
+        """Which of all questions this one is: the hub answers them in their order."""
+        with self._asking:
+            self._pings += 1
+            asked = self._pings
+            self.try_send(m.Ping(), seconds)
+        return asked
 
     def _sort(self, message: m.Message) -> None:
         self._heard = time.monotonic()
@@ -251,7 +259,7 @@ class Party:
                     ) from None
                 if now >= due and not silent and now - asked >= 1.0:
                     asked = now
-                    self.try_send(m.Ping(), SILENCE_S)
+                    self._ping(SILENCE_S)
                 wait = min(until - now, max(due - now, 0.05), 1.0)
                 continue
             if isinstance(message, XferError):

@@ -21,7 +21,7 @@ from xfer.plan.rows import footprint_rows
 from xfer.plan.table import padded_shapes
 from xfer.session import faults, timeline
 from xfer.session import messages as m
-from xfer.session.bounds import STOP_GRACE_S
+from xfer.session.bounds import SILENCE_S, STOP_GRACE_S
 from xfer.session.early import FIRST, EarlySums, first_storages, whole_storages
 from xfer.session.lane import Lane
 from xfer.session.packing import unpack_one
@@ -103,6 +103,8 @@ class WorkerSession:
             self._join()
         except Exception as e:
             self._fail(e)
+            if self._party is not None:
+                self._party.catch_up(SILENCE_S)  # when this has returned the controller asks the hub, which must have heard of it
 
     def _join(self) -> None:
         until = time.monotonic() + self.deadline_s
