@@ -44,9 +44,11 @@ class Source(Protocol):
 
     rank: int
     world: int
-    device: torch.device
     reads_together: bool
     """Whether `read` needs all ranks at once. Then it is called when they connect and never again."""
+
+    @property
+    def device(self) -> torch.device: ...
 
     def drain(self) -> None:
         """Finish every parameter gather in flight. On return what this rank offers lies in memory, whichever stream wrote it."""
@@ -58,8 +60,12 @@ class Source(Protocol):
 
     def rebind(self) -> Mapping[str, torch.Tensor]: ...
 
+
+class Computes(Source, Protocol):
+    """One whose layouts may have recipes or gathers."""
+
     def compute(self, meet: Callable[[tuple[int, ...], str], None]) -> None:
-        """Fill the scratch among the roots from the present parameters; called if the layout has recipes or gathers.
+        """Fill the scratch among the roots from the present parameters; called where the layout has recipes or gathers.
 
         Call `meet(ranks, digest)` before gathering from those trainer ranks: see session/computing.py.
         """
