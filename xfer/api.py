@@ -305,7 +305,7 @@ def nccl_xfer_refit(
     version: label that the engines report from then on; all ranks must pass the same. Default: the number after the highest
     that a connected engine has had: 1, 2, 3, …, and none twice when trainers restart. verify: checksum what was sent
     against what lies in the engines, before the commit. wait: "commit" returns when the replicas serve the version;
-    "sources" as soon as this rank's storage is no longer read (the outcome is raised or reported by the next call).
+    "sources" as soon as this rank's storage is no longer read (the next call raises the outcome, or has it in its report's `before`).
     min_replicas: raise only if fewer committed; default all. deadline_s: default connect()'s.
 
     From one thread at a time. Raises the typed error of what went wrong (`xfer.errors`) on every rank, at the latest

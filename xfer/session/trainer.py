@@ -103,6 +103,7 @@ class TrainerSession:
         self.generation = 0
         self._inventory, self._names, self._roots, self._binding = b"", [], [], 0
         self.pending: RefitCall | None = None  # returned before its outcome was known
+        self._before: RefitReport | None = None  # what became of that, until a report has told it
         self._busy = Entry()
         self._stale = False  # a layout was being read again and that did not end well
         self._specs = b""
@@ -342,7 +343,9 @@ class TrainerSession:
                 raise
             with quick_turns():
                 try:
-                    return self._let_go(RefitCall(self, call).run())
+                    report = self._let_go(RefitCall(self, call).run())
+                    report, self._before = replace(report, before=self._before), None
+                    return report
                 finally:
                     timeline.write(self.attempt, self._party.welcome.session)
 
@@ -356,7 +359,7 @@ class TrainerSession:
         """The outcome of a call that returned when its sources were free."""
         pending, self.pending = self.pending, None
         if pending is not None:
-            self._let_go(pending.finish())
+            self._before = self._let_go(pending.finish())
 
     def _let_go(self, report: RefitReport) -> RefitReport:
         """Of what was kept alive, once all replicas hold a later version: no worker takes part in a refit while a pull of its
