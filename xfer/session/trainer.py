@@ -189,6 +189,7 @@ class TrainerSession:
                         f"replicas {missing} have not joined; is xfer.serve() running for them?",
                     )
                 except DeadlineExceeded as e:  # told first, or the others would only hear that this rank has left
+                    e.violations += tuple(self._hub.turned_away.lines()) if self._hub is not None else ()
                     self._party.try_send(m.Failed(m.WireError.of(e, self._party.label)))
                     raise
                 if isinstance(message, m.CatalogMsg):
