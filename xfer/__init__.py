@@ -28,28 +28,33 @@ _HOME = {
     "LayerWiseTrainer": "xfer.trainers.layerwise",
 }  # fmt: skip
 
-__all__ = [name for name in _HOME if name != "errors"]
+# In full, for type checkers, which take from here what is public: all of _HOME but the module `errors`.
+__all__ = [
+    "connect", "serve", "nccl_xfer_refit", "Refit", "MegatronTrainer", "TensorTrainer", "Declared", "xferdtensor",
+    "RefitReport", "MeshInfo", "XferError", "LayerWiseOptimizer", "ParamGroup", "Muon", "LayerWiseTrainer",
+]  # fmt: skip
 
 if TYPE_CHECKING:
-    from xfer.api import Refit, connect, nccl_xfer_refit, serve  # noqa: F401
-    from xfer.dtensor import xferdtensor  # noqa: F401
-    from xfer.errors import XferError  # noqa: F401
-    from xfer.layerwise import LayerWiseOptimizer, Muon, ParamGroup  # noqa: F401
-    from xfer.mesh.mesh_info import MeshInfo  # noqa: F401
-    from xfer.session.report import RefitReport  # noqa: F401
-    from xfer.trainers.dtensor import Declared, TensorTrainer  # noqa: F401
-    from xfer.trainers.layerwise import LayerWiseTrainer  # noqa: F401
-    from xfer.trainers.megatron import MegatronTrainer  # noqa: F401
+    from xfer import errors as errors
+    from xfer.api import Refit, connect, nccl_xfer_refit, serve
+    from xfer.dtensor import xferdtensor
+    from xfer.errors import XferError
+    from xfer.layerwise import LayerWiseOptimizer, Muon, ParamGroup
+    from xfer.mesh.mesh_info import MeshInfo
+    from xfer.session.report import RefitReport
+    from xfer.trainers.dtensor import Declared, TensorTrainer
+    from xfer.trainers.layerwise import LayerWiseTrainer
+    from xfer.trainers.megatron import MegatronTrainer
+else:  # a checker that saw this would take any name for one that is there
 
+    def __getattr__(name: str):
+        import importlib
 
-def __getattr__(name: str):
-    import importlib
-
-    if name == "errors":
-        return importlib.import_module("xfer.errors")
-    if name in _HOME:
-        return getattr(importlib.import_module(_HOME[name]), name)
-    raise AttributeError(f"module 'xfer' has no attribute {name!r}")
+        if name == "errors":
+            return importlib.import_module("xfer.errors")
+        if name in _HOME:
+            return getattr(importlib.import_module(_HOME[name]), name)
+        raise AttributeError(f"module 'xfer' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -253,8 +253,8 @@ def serve(
     engine: an in-process `LLM`, an `AsyncLLM`, a URL, or any object that forwards vLLM's weight-transfer calls;
     it must have been started with `weight_transfer_config={"backend": "xfer"}`. With an in-process `LLM` generate inside
     `with controller.serving() as llm:` only. replica: this engine's number, from 0; `connect(replicas=N)` waits for N of
-    them. keep: engine parameters (globs) that no refit shall write. engine_rendezvous: the
-    rendezvous as the engine's workers see it, where that differs from this process's view.
+    them. keep: engine parameters (globs over the names that vLLM's model gives them, e.g. "*.qkv_proj.*") that no refit shall
+    write. engine_rendezvous: the rendezvous as the engine's workers see it, where that differs from this process's view.
 
     handle_options, by kind of engine:
     name: of any, what errors and logs call it.
@@ -305,7 +305,7 @@ def nccl_xfer_refit(
     version: label that the engines report from then on; all ranks must pass the same. Default: the number after the highest
     that a connected engine has had: 1, 2, 3, …, and none twice when trainers restart. verify: checksum what was sent
     against what lies in the engines, before the commit. wait: "commit" returns when the replicas serve the version;
-    "sources" as soon as this rank's storage is no longer read (the outcome is raised or reported by the next call).
+    "sources" as soon as this rank's storage is no longer read (the next call raises the outcome, or has it in its report's `before`).
     min_replicas: raise only if fewer committed; default all. deadline_s: default connect()'s.
 
     From one thread at a time. Raises the typed error of what went wrong (`xfer.errors`) on every rank, at the latest

@@ -2,6 +2,7 @@
 arguments are wrong or differ, somebody leaves early. Every such call ends in a typed error, in time, and the next is whole."""
 
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -91,6 +92,35 @@ def test_what_is_no_engine_is_named_to_all_ranks(wait, late_s):
     for raised in World(trainers=2).on_all(run):
         assert isinstance(raised, e.Unsupported) and "object.pause_generation" in str(raised), raised
     assert time.monotonic() - began < 7
+
+
+AWAY = {
+    "an engine's other token": (1, dict(token=TOKEN + "?"), 0, "turned away: a caller with another token, last from 127.0.0.1"),
+    "a number from 1 on": (1, dict(replica=1), 0, "turned away: controller 0 .*replica 1: trainers expect replicas 0..0"),
+    "a trainer's other token": (2, {}, dict(token=TOKEN + "?"), "trainer 1: it has not called.*\n.*a caller with another token"),
+    "a trainer of another world": (2, {}, dict(trainer=ToySource(1, 3)), "trainer 1: it was turned away\n.*there are 3 trainer"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", AWAY)
+def test_who_waits_in_vain_is_told_who_was_turned_away_meanwhile(case):
+    """It has its own error, in its own log, perhaps on another host; the others were asked whether it runs at all."""
+    world, serve, theirs, told = AWAY[case]
+    common = dict(rendezvous=f"tcp://127.0.0.1:{free_port()}", token=TOKEN)
+    connect = dict(common, deadline_s=2.5, cache_dir=None)
+
+    def run(i: int):
+        if i < world:
+            return xfer.connect(**dict(connect, trainer=ToySource(i, world)) | (theirs if i else {}))
+        controller = xfer.serve(ToyEngine(1), **common | serve, deadline_s=2.5)
+        try:
+            controller.wait_ready()
+        finally:
+            controller.close()
+
+    out = World(trainers=world + bool(serve)).on_all(run)
+    assert isinstance(out[0], e.DeadlineExceeded) and re.search(told, str(out[0])), out[0]
+    assert isinstance(out[-1], e.HandshakeError)
 
 
 def after(seconds: float, call):

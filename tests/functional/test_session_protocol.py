@@ -4,6 +4,7 @@ The engine and the trainer are small stand-ins (tests/support/world.py); hub, ch
 the real ones. The same failures with real processes and a real vLLM are in test_refit_errors.py.
 """
 
+import pickle
 import threading
 import time
 
@@ -253,6 +254,30 @@ def test_sources_are_free_before_the_commit_when_asked():
         assert all(r.pending for r in out)
         good(w.refit(2))
         right(w, 2)
+
+
+def test_what_became_of_a_refit_whose_caller_did_not_wait_stands_in_the_next_report():
+    """A replica that is missing for a long time would be seen by nobody, and a logger drew zeros for what was not known."""
+    with World(trainers=2, replicas=2) as w:
+        first, returned, taker = good(w.refit(1)), threading.Event(), w.engines[0].takers[0]
+        run_recipes = taker.run_recipes
+        taker.run_recipes = lambda: (returned.wait(20), run_recipes())
+        w.engines[1].fail["pause"] = RuntimeError("engine 1 is broken")
+        out = w.refit(2, wait="sources", min_replicas=1)
+        returned.set()
+        unknown = {f"xfer/{k}" for k in ("transfer_s", "outage_s", "bytes", "gbps", "committed", "replicas")}
+        assert all(r.pending and r.before is None for r in out) and unknown & out[0].flatten().keys() == set()
+        with pytest.raises(e.XferError):
+            w.sessions[0].refit(wait="never")
+        w.refit(ranks=[1], deadline_s=0.5)
+        for report in w.refit(3):
+            assert (report.committed, report.before.committed, report.before.version) == (2, 1, "2"), report
+            assert "engine 1 is broken" in str(report.before.outcomes[1].error)
+            told = report.flatten()
+            assert (told["xfer/committed"], told["xfer/before/committed"], told["xfer/before/replicas"]) == (2, 1, 2)
+            assert first.flatten().keys() <= told.keys() and "xfer/before/transfer_s" in told
+            assert pickle.loads(pickle.dumps(report)).before.version == "2"
+        assert good(w.refit(4)).before is None
 
 
 def test_engines_serve_until_the_first_trainer_enters_and_prepare_arms_them_early():

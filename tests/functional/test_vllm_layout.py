@@ -214,6 +214,9 @@ def test_keep_and_drop(folders):
             EngineModel(config, live, CPU).read(some)
         layout = EngineModel(config, live, CPU, keep=["model.norm.*"]).read(some)
         assert "model.norm.weight" in {k.root for k in layout.kept} and torch.equal(kept, live.model.norm.weight)
+        with pytest.raises(LayoutError, match="the engine's own names") as error:
+            EngineModel(config, live, CPU, keep=["model.layers.0.*.q_proj.*"]).read(Catalog(checkpoint_specs(folder)))
+        assert "did you mean model.layers.0.self_attn.qkv_proj.weight?" in error.value.violations[0]
         more = Catalog(tuple(sorted((*checkpoint_specs(folder), *(s for s in _mtp())))))
         with pytest.raises(LayoutError) as error:
             EngineModel(config, live, CPU).read(more)

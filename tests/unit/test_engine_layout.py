@@ -3,6 +3,7 @@ real."""
 
 import abc
 import os
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +15,7 @@ from torch import nn
 from xfer.engines import live as lv
 from xfer.engines import vllm_cpu
 from xfer.engines.asleep import KeptParameters
-from xfer.engines.layout import joined, read_layout, renamed, run_recipes
+from xfer.engines.layout import joined, read_layout, refuse_kept_in_vain, renamed, run_recipes
 from xfer.engines.live import Storages
 from xfer.engines.lock import candidates, choose
 from xfer.engines.processed import refuse_processed
@@ -115,6 +116,28 @@ def test_a_parameter_that_the_checkpoint_leaves_out_is_refused_by_name_unless_ke
     layout = read(net, twin, specs("k", "norm"), keep=("no*", "qkv"))
     assert {(k.root, k.stop - k.start) for k in layout.kept} == {("norm", 32), ("qkv", 512), ("rope", 128)}
     assert all("request" in k.reason for k in layout.kept if k.root != "rope")
+
+
+@pytest.mark.parametrize(
+    ("keep", "whole", "refused", "told"),
+    [
+        (("q",), True, "q: the trainers send q, .*; did you mean qkv\\?", 0),
+        (("[qv]", "qkv", "k"), True, r"\[qv\]: the trainers send q, .*\n.*k: the trainers send k, ", 0),
+        (("q",), False, "", 1),
+        (("visaul.*",), True, "", 1),
+        (("qkv", "*norm", "draft.*", "head"), True, "", 0),
+    ],
+)
+def test_what_is_to_be_kept_under_the_checkpoints_names_is_refused_where_the_engine_has_others(keep, whole, refused, told, caplog):
+    """They would be written in every refit, as if nobody had asked."""
+    ask = dict(own=Storages(built()[0]).slots, sent=SHAPES, whole=whole)
+    if refused:
+        with pytest.raises(LayoutError) as error:
+            refuse_kept_in_vain(keep, **ask)
+        assert re.search(refused, str(error.value)) and len(error.value.violations) == len(refused.split(r"\n"))
+    else:
+        refuse_kept_in_vain(keep, **ask)
+    assert [repr(keep[0]) in r.getMessage() for r in caplog.records] == [True] * told
 
 
 def test_what_is_kept_is_not_written_although_the_trainers_send_it():

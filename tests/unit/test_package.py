@@ -1,5 +1,6 @@
 """What a user meets before any code runs: dependencies, import cost, the README's promises."""
 
+import ast
 import importlib.metadata as md
 import json
 import os
@@ -48,6 +49,29 @@ def test_all_of_the_api_is_seen_by_who_looks_for_it():
     assert {*xfer.__all__, "errors"} <= {*dir(xfer)}
     assert [n for n in xfer.__all__ if not re.search(rf"\b{n}\b", xfer.__doc__)] == []
     assert all(getattr(xfer, n) is not None for n in xfer.__all__)
+
+
+def test_type_checkers_read_what_users_import():
+    """Of a package that says that it is typed they take as public what a literal `__all__` lists; and of names made by
+    `__getattr__` they know nothing, not even that one is misspelt."""
+    setup = (ROOT / "pyproject.toml").read_text()
+    assert (ROOT / "xfer/py.typed").exists() and re.search(r'^xfer = \["py.typed"\]$', setup, re.M), "not installed"
+    top = ast.parse((ROOT / "xfer/__init__.py").read_text()).body
+    (listed,) = (n.value for n in top if isinstance(n, ast.Assign) and n.targets[0].id == "__all__")
+    (checked,) = (n for n in top if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING")
+    named = {a.asname or a.name for n in checked.body for a in n.names}
+    assert {*ast.literal_eval(listed), "errors"} == named == {*xfer._HOME}
+    assert not [n for n in top if isinstance(n, ast.FunctionDef) and n.name == "__getattr__"]
+
+
+@pytest.mark.parametrize("adapter", [xfer.TensorTrainer, xfer.MegatronTrainer, xfer.LayerWiseTrainer])
+def test_every_adapter_is_what_connect_says_that_it_takes(adapter):
+    """To a type checker: a method of the protocol that one lacks, or an attribute that is a property of it, refuses all calls."""
+    from xfer.session.trainer import Source
+
+    asked = {n for n, v in vars(Source).items() if callable(v) and not n.startswith("_")}
+    assert {"drain", "read", "check", "rebind"} <= asked and [n for n in sorted(asked) if not hasattr(adapter, n)] == []
+    assert [n for n in Source.__annotations__ if isinstance(vars(adapter).get(n), property)] == []
 
 
 def test_the_engine_plugin_is_an_entry_point():

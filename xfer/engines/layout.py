@@ -9,15 +9,17 @@ vLLM's side is vllm_layout.py.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from math import prod
 
 import numpy as np
 import torch
 
-from xfer.engines.live import NONE, Ranges, Slot, Storages, common, covered, pairs, union, written
+from xfer.engines.live import DRAFT, NONE, Ranges, Slot, Storages, common, covered, pairs, union, written
 from xfer.errors import LayoutError
 from xfer.mesh.box import row_major
 from xfer.plan.intervals import difference, size
@@ -26,6 +28,7 @@ from xfer.plan.program import ITEMSIZE
 from xfer.trace.fragment import Fill, Fragment, Root, Span, TensorSpec
 from xfer.trace.traced import Recipe, Traced
 
+logger = logging.getLogger("xfer")
 EMPTIED = "the live tensor is empty: its bytes were packed elsewhere after loading. On CPU set XFER_CPU_RESIDENT=1"
 
 
@@ -93,6 +96,27 @@ def read_layout(
         staged=_spans(staged),
         aliases=tuple((s.name, s.root) for s in live.slots.values() if s.root not in ("", s.name)),
     )
+
+
+def refuse_kept_in_vain(keep: Sequence[str], own: Iterable[str], sent: Iterable[str], *, whole: bool) -> None:
+    """LayoutError for globs of `keep` that name tensors which the trainers send, and none of the engine's `own`: written in the
+    checkpoint's names, where the engine has others (it fuses projections), they keep nothing, and those tensors would be
+    written. One that names nothing at all is told in the log: what it names may be made by the first forward.
+
+    `whole`: this worker's names are all that the engine has; without it nothing is refused, since other pipeline stages have more.
+    """
+    own, sent, bad = list(own), list(sent), []
+    for pattern in keep:
+        if pattern.startswith(DRAFT) or any(_named(name, (pattern,)) for name in own):
+            continue
+        theirs = next((name for name in sent if _named(name, (pattern,))), "")
+        if theirs and whole:
+            near = get_close_matches(theirs, own, 1, 0.0)
+            bad.append(f"{pattern}: the trainers send {theirs}, and no tensor of the engine is called so; did you mean {near[0]}?")
+        else:
+            logger.warning("xfer: keep=%r names no tensor of this worker's model; one is %s", pattern, next(iter(own), "none"))
+    if bad:
+        raise LayoutError("keep= takes the engine's own names, as its model calls its parameters", bad)
 
 
 # ---- from the twin's storages to the live ones

@@ -21,7 +21,15 @@ from torch.overrides import TorchFunctionMode
 
 from xfer.engines.asleep import KeptParameters, refuse_asleep
 from xfer.engines.copies import Copies, attributes, tensors_in
-from xfer.engines.layout import EngineLayout, joined, read_layout, renamed, run_recipes, without_roots
+from xfer.engines.layout import (
+    EngineLayout,
+    joined,
+    read_layout,
+    refuse_kept_in_vain,
+    renamed,
+    run_recipes,
+    without_roots,
+)
 from xfer.engines.live import DRAFT, Storages
 from xfer.engines.lock import Lock, candidates, choose
 from xfer.engines.processed import refuse_processed
@@ -97,6 +105,9 @@ class EngineModel:
         copies = self._made_since(twin, drafter)
         copies.look()
         specs = tuple(s for s in catalog.specs if not _matches(s.name, self.drop))
+        if self.keep:
+            own, whole = (*live.slots, *attributes([("", self.model)])), self.vllm_config.parallel_config.pipeline_parallel_size == 1
+            refuse_kept_in_vain(self.keep, own, (s.name for s in specs), whole=whole)
         drafted = self._drafted(drafter, specs, live)
         mine = tuple(s for s in specs if s.name not in drafted.reads)  # what only the drafter takes is not the model's
         head = self._untied_head(twin, mine, expected or ())

@@ -91,9 +91,15 @@ def accept_handshake(sock: socket.socket, token: str) -> None:
         sock.sendall(_proof(token, b"server", theirs, mine) if good else b"\0" * 32)
     except (OSError, ConnectionError) as e:
         raise HandshakeError(f"peer went away during the challenge: {e}") from None
+    if magic == MAGIC and not good:
+        raise OtherTokenError("a client could not prove the token")
     if not good:
-        raise HandshakeError("a client could not prove the token")
+        raise HandshakeError("a client did not speak as one")
     sock.settimeout(None)
+
+
+class OtherTokenError(HandshakeError):
+    """An xfer of this wire version with another token, or somebody who guesses."""
 
 
 class _TurnedAway(HandshakeError):
@@ -379,4 +385,9 @@ def listen(rendezvous: str, token: str) -> socket.socket:
 def _why_deaf(e: OSError) -> list[str]:
     if isinstance(e, socket.gaierror):
         return ["this host does not know that name; give an address of trainer rank 0's host, by name or number"]
-    return ["is another job using this port?"] if e.errno == errno.EADDRINUSE else []
+    if e.errno != errno.EADDRINUSE:
+        return []
+    return [
+        "is another job using this port, or an earlier connection of this one that was not closed? does another rank, too, "
+        "take itself for trainer rank 0 (an adapter that was made before torch.distributed was initialized)?"
+    ]

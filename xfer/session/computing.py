@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -23,7 +23,7 @@ from xfer.session.store import HubStore
 
 if TYPE_CHECKING:
     from xfer.session.party import Party
-    from xfer.session.trainer import Source
+    from xfer.session.trainer import Computes, Source
     from xfer.trace.traced import TrainerLayout
 
 _GONE = 1 << 20
@@ -57,7 +57,7 @@ def compute(
         left = max(1.0, until - time.monotonic())
         return HubStore(party.channel, party.replies, f"x{attempt}/", left, cancelled)
 
-    source.compute(Meeting(store, source.rank, until, over))
+    cast("Computes", source).compute(Meeting(store, source.rank, until, over))
     if source.device.type == "cuda":
         torch.cuda.synchronize(source.device)
     return time.perf_counter() - began

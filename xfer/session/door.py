@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 
 from xfer.errors import HandshakeError
-from xfer.session.channel import Channel, accept_handshake, listen
+from xfer.session.channel import Channel, OtherTokenError, accept_handshake, listen
 
 GREETERS = 64
 PATIENCE_S = 0.5
@@ -21,10 +21,13 @@ PATIENCE_S = 0.5
 
 
 class Door:
-    """`admit` is called on a thread of its own with each authenticated connection. Listens until `close()`."""
+    """`admit` is called on a thread of its own with each authenticated connection, `unproven` with the host of who holds another
+    token. Listens until `close()`."""
 
-    def __init__(self, rendezvous: str, token: str, admit: Callable[[Channel], None]):
-        self._token, self._admit = token, admit
+    def __init__(
+        self, rendezvous: str, token: str, admit: Callable[[Channel], None], unproven: Callable[[str], None] = lambda _: None
+    ):
+        self._token, self._admit, self._unproven = token, admit, unproven
         self._listener = listen(rendezvous, token)
         self._closing = threading.Event()
         self._greeting: dict[socket.socket, float] = {}  # since when; oldest first
@@ -52,7 +55,7 @@ class Door:
                 time.sleep(0.1)  # out of descriptors, or a client that left again: neither may end the rendezvous
                 continue
             self._make_room(sock)
-            threading.Thread(target=self._greet, args=(sock, str(peer)), name="xfer-hub-greet", daemon=True).start()
+            threading.Thread(target=self._greet, args=(sock, peer), name="xfer-hub-greet", daemon=True).start()
 
     def _make_room(self, sock: socket.socket) -> None:
         with self._changed:
@@ -66,11 +69,14 @@ class Door:
                     _wake(oldest)
             self._greeting[sock] = time.monotonic()
 
-    def _greet(self, sock: socket.socket, peer: str) -> None:
+    def _greet(self, sock: socket.socket, peer: tuple) -> None:
+        host = str(peer[0])
         try:
             accept_handshake(sock, self._token)
-        except HandshakeError:
+        except HandshakeError as e:
             sock.close()
+            if isinstance(e, OtherTokenError):
+                self._unproven(host)
             return
         finally:
             with self._changed:
@@ -79,7 +85,7 @@ class Door:
         if not kept or self._closing.is_set():
             sock.close()
             return
-        self._admit(Channel(sock, peer))
+        self._admit(Channel(sock, str(peer)))
 
 
 def _wake(sock: socket.socket) -> None:

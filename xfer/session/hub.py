@@ -35,6 +35,7 @@ from xfer.session.planning import Planning
 from xfer.session.roster import Client, HubOptions, Replica, differences, hello_violations
 from xfer.session.status import status
 from xfer.session.timers import Timers
+from xfer.session.turned_away import TurnedAway
 from xfer.trace.catalog import Catalog
 
 GOODBYE_S = 2.0
@@ -64,7 +65,8 @@ class Hub:
         self._events: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._think, name="xfer-hub", daemon=True)
         self.at(time.monotonic() + options.deadline_s, self._check_trainers)
-        self.door = Door(rendezvous, token, self._admit)
+        self.turned_away = TurnedAway()
+        self.door = Door(rendezvous, token, self._admit, self.turned_away.unproven)
         self._thread.start()
 
     # ---- threads
@@ -184,6 +186,7 @@ class Hub:
                 "the rendezvous refused this process",
                 [f"{h.role} {h.index} (host {h.host}, pid {h.pid}): {b}" for b in bad],
             )
+            self.turned_away.refused(h, error.violations)
             client.send(m.Refused(m.WireError.of(error, "rendezvous")))
             client.left = True
             # It is one of us and cannot come in: the others would wait for it in vain.
@@ -292,12 +295,14 @@ class Hub:
             self.fail_everything(
                 DeadlineExceeded(
                     f"not all of {self.options.trainers} trainer ranks connected within {self.options.deadline_s:.0f} s",
-                    [
-                        f"trainer {i}: it has not {'said what it exports' if i in self.trainers else 'called xfer.connect()'}"
-                        for i in missing
-                    ],
+                    [*map(self._why_missing, missing), *self.turned_away.lines()],
                 )
             )
+
+    def _why_missing(self, i: int) -> str:
+        if i in self.trainers:
+            return f"trainer {i}: it has not said what it exports"
+        return f"trainer {i}: it {'was turned away' if self.turned_away.trainer(i) else 'has not called xfer.connect()'}"
 
     def _check_join(self, replica: Replica) -> None:
         if replica.state == "joining" and time.monotonic() >= replica.until:

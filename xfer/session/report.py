@@ -66,7 +66,11 @@ class ReplicaOutcome:
 
 @dataclass(frozen=True, slots=True)
 class RefitReport:
-    """Result of `nccl_xfer_refit` on one trainer rank. `rank`: that rank; seconds are wall time."""
+    """Result of `nccl_xfer_refit` on one trainer rank. `rank`: that rank; seconds are wall time.
+
+    pending: it returned at `wait="sources"`, so `outcomes` is empty: nobody knew them yet. before: what became of the refit
+    before this one, where that was such a call; its `seconds` end when it was asked for, in this one.
+    """
 
     rank: int
     version: str
@@ -76,6 +80,7 @@ class RefitReport:
     broadcast_bytes: int
     extra_bytes: int
     pending: bool = False
+    before: RefitReport | None = None
 
     @property
     def bytes(self) -> int:
@@ -111,12 +116,18 @@ class RefitReport:
         return self.committed > 0 and all(o.verified for o in self.outcomes if o.committed)
 
     def flatten(self, prefix: str = "xfer/") -> dict[str, float]:
-        """Scalars for a logger."""
+        """Scalars for a logger. What is not known yet when a call returns at `wait="sources"` is left out, and told by the next
+        report with "before/" in front of its name."""
         out = {
-            "call_s": self.seconds, "transfer_s": self.transfer_s, "outage_s": self.outage_s, "bytes": float(self.bytes),
-            "gbps": self.gbps, "committed": float(self.committed), "replicas": float(len(self.outcomes)),
-            "broadcast_bytes": float(self.broadcast_bytes), "bytes_sent": float(self.bytes_sent),
+            "call_s": self.seconds, "broadcast_bytes": float(self.broadcast_bytes), "bytes_sent": float(self.bytes_sent),
         }  # fmt: skip
+        if not self.pending:
+            out |= {
+                "transfer_s": self.transfer_s, "outage_s": self.outage_s, "bytes": float(self.bytes), "gbps": self.gbps,
+                "committed": float(self.committed), "replicas": float(len(self.outcomes)),
+            }  # fmt: skip
+        if self.before is not None:
+            out |= {k: v for k, v in self.before.flatten("before/").items() if k != "before/call_s"}
         for name in dict.fromkeys(n for o in self.outcomes for n, _ in o.phases):
             out[f"{name}_s"] = max(s for o in self.outcomes for n, s in o.phases if n == name)
         for name in dict.fromkeys(r.route for o in self.outcomes for r in o.routes):

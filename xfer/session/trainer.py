@@ -44,9 +44,11 @@ class Source(Protocol):
 
     rank: int
     world: int
-    device: torch.device
     reads_together: bool
     """Whether `read` needs all ranks at once. Then it is called when they connect and never again."""
+
+    @property
+    def device(self) -> torch.device: ...
 
     def drain(self) -> None:
         """Finish every parameter gather in flight. On return what this rank offers lies in memory, whichever stream wrote it."""
@@ -58,8 +60,12 @@ class Source(Protocol):
 
     def rebind(self) -> Mapping[str, torch.Tensor]: ...
 
+
+class Computes(Source, Protocol):
+    """One whose layouts may have recipes or gathers."""
+
     def compute(self, meet: Callable[[tuple[int, ...], str], None]) -> None:
-        """Fill the scratch among the roots from the present parameters; called if the layout has recipes or gathers.
+        """Fill the scratch among the roots from the present parameters; called where the layout has recipes or gathers.
 
         Call `meet(ranks, digest)` before gathering from those trainer ranks: see session/computing.py.
         """
@@ -97,6 +103,7 @@ class TrainerSession:
         self.generation = 0
         self._inventory, self._names, self._roots, self._binding = b"", [], [], 0
         self.pending: RefitCall | None = None  # returned before its outcome was known
+        self._before: RefitReport | None = None  # what became of that, until a report has told it
         self._busy = Entry()
         self._stale = False  # a layout was being read again and that did not end well
         self._specs = b""
@@ -182,6 +189,7 @@ class TrainerSession:
                         f"replicas {missing} have not joined; is xfer.serve() running for them?",
                     )
                 except DeadlineExceeded as e:  # told first, or the others would only hear that this rank has left
+                    e.violations += tuple(self._hub.turned_away.lines()) if self._hub is not None else ()
                     self._party.try_send(m.Failed(m.WireError.of(e, self._party.label)))
                     raise
                 if isinstance(message, m.CatalogMsg):
@@ -336,7 +344,9 @@ class TrainerSession:
                 raise
             with quick_turns():
                 try:
-                    return self._let_go(RefitCall(self, call).run())
+                    report = self._let_go(RefitCall(self, call).run())
+                    report, self._before = replace(report, before=self._before), None
+                    return report
                 finally:
                     timeline.write(self.attempt, self._party.welcome.session)
 
@@ -350,7 +360,7 @@ class TrainerSession:
         """The outcome of a call that returned when its sources were free."""
         pending, self.pending = self.pending, None
         if pending is not None:
-            self._let_go(pending.finish())
+            self._before = self._let_go(pending.finish())
 
     def _let_go(self, report: RefitReport) -> RefitReport:
         """Of what was kept alive, once all replicas hold a later version: no worker takes part in a refit while a pull of its
