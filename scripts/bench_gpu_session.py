@@ -93,7 +93,7 @@ class Bench:
             "start_s",
             "update_s",
             "finish_s",
-            "reset caches_s",
+            "reset_caches_s",
             "resume_s",
         ):
             if k in reports[0]["scalars"]:

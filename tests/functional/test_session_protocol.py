@@ -276,6 +276,7 @@ def test_what_became_of_a_refit_whose_caller_did_not_wait_stands_in_the_next_rep
             told = report.flatten()
             assert (told["xfer/committed"], told["xfer/before/committed"], told["xfer/before/replicas"]) == (2, 1, 2)
             assert first.flatten().keys() <= told.keys() and "xfer/before/transfer_s" in told
+            assert all(k.replace("/", "_").isidentifier() for k in told), "some loggers take no other names"
             assert pickle.loads(pickle.dumps(report)).before.version == "2"
         assert good(w.refit(4)).before is None
 

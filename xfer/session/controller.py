@@ -466,7 +466,7 @@ class _Visit:
             self._phase("finish")
         if commit:
             self.handle.reset_caches(SETTLE_GRACE_S)
-            self._phase("reset caches")
+            self._phase("reset_caches")
 
     def resume(self, label: str | None) -> None:
         """Serve again, under the label that it had before if one is given."""
