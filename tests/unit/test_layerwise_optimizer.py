@@ -74,6 +74,11 @@ def optimizer(net: nn.Module, **options) -> LayerWiseOptimizer:
     return LayerWiseOptimizer(net, lm.groups(net), **options)
 
 
+def optimizer_of(modules) -> LayerWiseOptimizer:
+    params = {id(p): p for m in ([modules] if isinstance(modules, nn.Module) else modules) for p in m.parameters()}
+    return LayerWiseOptimizer(modules, [ParamGroup(list(params.values()), torch.optim.SGD, {"lr": 0.1})])
+
+
 def test_parameters_in_no_group_in_two_and_of_other_modules_are_all_named():
     net = lm.Transformer()
     inside, rest = lm.groups(net)
@@ -134,7 +139,7 @@ def test_what_an_optimizer_cannot_update_is_named_on_every_rank_before_anything_
     Half(net, groups=[inside, ParamGroup([net[0].bias, *net[1].parameters()], torch.optim.SGD, {"lr": 0.1})])
 
 
-@pytest.mark.parametrize("change", ["freeze", "thaw", "replace", "add", "regroup"])
+@pytest.mark.parametrize("change", ["freeze", "thaw", "replace", "add", "regroup", "append", "another dict", "reloaded"])
 def test_a_change_of_what_is_trained_is_an_error_at_the_next_step(change):
     net = lm.Transformer()
     o = optimizer(net)
@@ -147,8 +152,14 @@ def test_a_change_of_what_is_trained_is_an_error_at_the_next_step(change):
         net.blocks[0].up.weight = nn.Parameter(net.blocks[0].up.weight.detach().clone())
     elif change == "add":
         net.extra = nn.Linear(3, 3)
-    else:
+    elif change == "regroup":
         o.param_groups[0]["params"].pop()
+    elif change == "append":
+        o.param_groups.append({"params": [nn.Parameter(torch.zeros(2))], "lr": 0.1})
+    elif change == "another dict":
+        o.param_groups[0] = {**o.param_groups[0], "lr": 0.0}  # the inner optimizer would go on with its own
+    else:
+        o.inner[0].load_state_dict(o.inner[0].state_dict())  # which makes new groups, that no scheduler sees
     with pytest.raises(LayoutError, match="has changed"):
         step(net, o, 1)
 
@@ -224,6 +235,18 @@ def test_the_norm_is_that_of_the_gradients_in_any_dtype(dtype):
     net.weight.grad = torch.full((8, 8), 3.0, dtype=dtype)
     o.step()
     assert o.grad_norm == 24.0
+
+
+@pytest.mark.parametrize("graph", [False, True])
+def test_gradients_that_are_views_become_zeros(graph):
+    """DDP's are, with gradient_as_bucket_view; with a graph behind them they are after backward(create_graph=True)."""
+    net = layers(2)
+    o, flat = optimizer_of(net), torch.ones(32)
+    for p, part in zip(net.parameters(), flat.split(16)):
+        p.grad = (p * 1.0 if graph else part.view(4, 4)).requires_grad_(graph)
+    o.zero_grad(set_to_none=False)
+    assert all(not p.grad.any() and not p.grad.requires_grad for p in net.parameters())
+    assert graph or not flat.any(), "DDP reads them where they were"
 
 
 # ---- parameters that are written from outside
