@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tests.support import layerwise_model as lm
-from tests.support.layerwise_half import Half, layers, values
+from tests.support.layerwise_half import Half, Wire, layers, values
 from tests.support.layerwise_model import step
 from xfer.errors import DeadlineExceeded, LayoutError, PeerLost, RebindError, StaleWeights, Unsupported
 from xfer.layerwise import LayerWiseOptimizer, Muon, ParamGroup, newton_schulz
@@ -524,6 +524,38 @@ def test_memory_that_was_replaced_is_an_error_before_anything_is_stepped():
     assert lm.digest(net) == before and o.gather.version == version
 
 
+@pytest.mark.parametrize("rehome", [True, False])
+@pytest.mark.parametrize("to", [torch.float32, torch.float16])
+def test_so_is_a_cast_wherever_parameters_lie(rehome, to):
+    net = layers().bfloat16()
+    o = Half(net, rehome=rehome, bucket_bytes=1 << 20)
+    net.to(to)
+    net(torch.ones(2, 4, dtype=to)).sum().backward()
+    before = lm.digest(net)
+    with pytest.raises(RebindError, match="other memory") as e:
+        o.step()
+    assert lm.digest(net) == before and len(e.value.violations) == 4
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("rehome", [True, False])
+def test_a_backward_through_parameters_of_the_step_before_raises_whoever_owns_them(rehome, overlap):
+    """As under any optimizer of torch. What a gather brings autograd does not see by itself: such gradients would be of no forward."""
+    net = layers()
+    o = Half(net, rehome=rehome, overlap=overlap)
+    for name, layer in net.named_children():
+        o.train(0.1)
+        o.drain()
+        x = torch.ones(1, 4, requires_grad=True)
+        old = layer(x).sum()
+        o.train(0.2)
+        net(x)  # all is here, and asked for
+        assert not o.skipped
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            old.backward()
+        assert x.grad is None, name
+
+
 class Moves(torch.optim.SGD):
     """Gives a parameter other memory in its step, as nobody should."""
 
@@ -540,6 +572,24 @@ def test_memory_that_was_replaced_in_a_step_is_the_last_word():
     for use in (lambda: o.train(101.0), lambda: net(torch.ones(1, 4)), TensorTrainer(net).drain):
         with pytest.raises(RebindError):
             use()
+
+
+@pytest.mark.parametrize(
+    "text, kind",
+    [
+        ("[gloo/pair.cc:1] Connection closed by peer", PeerLost),
+        ("[gloo/unbound_buffer.cc:1] Timed out waiting 4000ms for recv operation to complete", DeadlineExceeded),
+        ("a bug", RuntimeError),
+    ],
+)
+def test_a_rank_that_is_lost_before_all_have_said_what_they_build_is_a_typed_error(monkeypatch, text, kind):
+    def fails(self, tensor):
+        raise RuntimeError(text)
+
+    monkeypatch.setattr(Wire, "all_gather", fails)
+    with pytest.raises(kind) as e:
+        Half(layers())
+    assert type(e.value) is kind
 
 
 class Gathers(torch.optim.SGD):
@@ -671,3 +721,32 @@ def test_memory_that_a_buffer_or_an_attribute_looks_into_stays_where_it_is():
         net[1].weight.zero_()
         away.unpack(run)
     assert net[0].weight.abs().sum() > 0 and net[1].cached.abs().sum() > 0
+
+
+def test_so_does_what_lists_and_dicts_of_modules_hold_and_parameters_in_them_do_not_count():
+    net = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(4)))
+    net[0].views = [net[0].weight.detach()[:2]]
+    net[1].by_name = {"halves": (1, net[1].weight.detach().chunk(2))}
+    net[1].by_name["again"] = net[1].by_name
+    net[2].flat_weights = [net[2].weight]  # as recurrent layers have them: the object follows its memory
+    assert known_elsewhere([net], list(net.parameters())) == {id(net[0].weight), id(net[1].weight)}
+    o = Half(net)
+    for value in (101.0, 102.0):
+        o.train(value)
+        o.drain()
+    assert torch.equal(net[0].views[0], net[0].weight[:2])
+    assert torch.equal(torch.cat(net[1].by_name["halves"][1]), net[1].weight)
+
+
+def test_modules_that_several_roots_share_have_their_hooks_once_and_none_after_close():
+    shared = nn.Linear(4, 4)
+    roots = [nn.Sequential(shared, nn.Linear(4, 4)), nn.Sequential(shared, nn.Linear(4, 2)), shared]
+    o = optimizer_of(roots)
+    modules = {id(m): m for root in roots for m in root.modules()}.values()
+    hooks = lambda m: len(m._forward_pre_hooks) + len(m._forward_hooks) + len(m._state_dict_pre_hooks)  # noqa: E731
+    assert hooks(roots[0][1]) == 3 and hooks(shared) == 5, "a root has two more"
+    for root in roots:
+        root(torch.ones(1, 4)).sum().backward()
+    o.step()
+    o.close()
+    assert not any(map(hooks, modules))

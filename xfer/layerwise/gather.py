@@ -60,20 +60,27 @@ class Peers:
         """A process without peers: nothing is ever gathered."""
         return cls(name, None, (0,), 0)
 
-    def agree(self, digest: bytes, what: str) -> None:
-        """PlanMismatch, on all ranks, unless all of them have the same 32-byte digest."""
+    def agree(self, digest: bytes, what: str, mend: str) -> None:
+        """PlanMismatch, on all ranks, unless all of them have the same 32-byte digest. PeerLost or DeadlineExceeded when a rank
+        does not say its own."""
         if self.wire is None:
             return
-        theirs = self.wire.all_gather(torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(self.device))
+        try:
+            theirs = self.wire.all_gather(torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(self.device))
+        except RuntimeError as e:
+            if not _of_the_wire(e):
+                raise
+            late = "imed out" in str(e) or "imeout" in str(e)
+            raise (DeadlineExceeded if late else PeerLost)(
+                f"{self.name}: ranks did not all say {what}",
+                [f"ranks {list(self.ranks)}: build the optimizer on all of them ({_first_line(e)})"],
+            ) from e
         differ = [r for r, t in zip(self.ranks, theirs) if not torch.equal(t, theirs[0])]
         self.wire.check()
         if differ:
             raise PlanMismatch(
                 f"{self.name}: ranks disagree about {what}",
-                [
-                    f"rank {r} differs from rank {self.ranks[0]}: build the same model and groups on both"
-                    for r in differ
-                ],
+                [f"rank {r} differs from rank {self.ranks[0]}: {mend} on both" for r in differ],
             )
 
     @property
@@ -217,9 +224,11 @@ class ParamGather:
         self.version += 1
         for b in self.buckets:
             b.state = State.STALE
-            for s in b.shares if self.blank else ():
+            for s in b.shares:
                 if s.owner != b.peers.rank:
-                    s.blank()
+                    s.outdate()
+                    if self.blank:
+                        s.blank()
         self._pending = len(self.buckets)
         for pulls in self.pulls.values():
             self.guarded(pulls.begin, "the sign that all owners have stepped")

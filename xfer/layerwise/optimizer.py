@@ -23,7 +23,7 @@ from xfer.layerwise.groups import Cost, Owned, ParamGroup, Trains, named
 from xfer.layerwise.hooks import Guard, Hooks
 from xfer.layerwise.ownership import Item, Ownership, assign, bytes_cost, cut, elementwise_cost, newton_schulz_cost
 from xfer.layerwise.pulls import Pulls, open_pulls
-from xfer.layerwise.shares import known_elsewhere, overlapping, settle_in
+from xfer.layerwise.shares import known_elsewhere, movable, overlapping, settle_in
 from xfer.trainers.pending import announce, forget
 
 if TYPE_CHECKING:
@@ -393,8 +393,14 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
                 if peers[name] is who
             ]
             table = self.ownership[who.name] = assign(items, who.size, memory_cap=memory_cap)
-            layout = [f"{n} {tuple(p.shape)} {p.dtype}" for n, p in self._trained if peers[n] is who]
-            who.agree(hashlib.sha256(table.digest() + "\n".join(layout).encode()).digest(), "their parameters")
+            layout = [f"{self._reduce} {self.clip_grad}"]
+            for n, p in self._trained:
+                if peers[n] is who:
+                    i = self._group_at[id(p)]
+                    kind = getattr(self._groups[i].optimizer, "__qualname__", "")
+                    layout.append(f"{n} {tuple(p.shape)} {p.dtype} {i} {kind}")
+            digest = hashlib.sha256(table.digest() + "\n".join(layout).encode()).digest()
+            who.agree(digest, "their parameters, groups or options", "build the same model and groups")
             self.owner |= {name: (who, r) for name, r in table.owner}
 
     def _cost(self, p: torch.nn.Parameter) -> float:
@@ -410,7 +416,14 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
             if who.size == 1:
                 continue
             those = [(i, name, p) for i, (name, p) in enumerate(self._trained) if peers[name] is who]
-            for part in cut([p.numel() * p.element_size() for _, _, p in those], bucket_bytes):
+            parts = cut([p.numel() * p.element_size() for _, _, p in those], bucket_bytes)
+            lie = f"{parts} {[movable(p, rehome, fixed) for _, _, p in those]}"  # gloo ends a process that is sent too much
+            who.agree(
+                hashlib.sha256(lie.encode()).digest(),
+                "which parameters lie together",
+                "give the same bucket_bytes and rehome, and strides and views of parameters in the same modules,",
+            )
+            for part in parts:
                 owned: dict[int, list] = {}
                 for i in part:
                     _, name, p = those[i]
