@@ -19,7 +19,10 @@ from xfer.layerwise import LayerWiseOptimizer, ParamGroup, checkpoint
 
 def different_ranks():
     """The first line of what each difference of rank 0 from the others raises, by what differs."""
-    return {what: _refused(what) for what in ("model", "groups", "kind", "bucket_bytes", "rehome", "view", "strides", "reduce", "clip")}
+    return {
+        what: _refused(what)
+        for what in ("model", "groups", "kind", "bucket_bytes", "rehome", "view", "strides", "reduce", "clip")
+    }
 
 
 def _refused(what: str) -> str:

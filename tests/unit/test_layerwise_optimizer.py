@@ -139,7 +139,10 @@ def test_what_an_optimizer_cannot_update_is_named_on_every_rank_before_anything_
     Half(net, groups=[inside, ParamGroup([net[0].bias, *net[1].parameters()], torch.optim.SGD, {"lr": 0.1})])
 
 
-@pytest.mark.parametrize("change", ["freeze", "thaw", "replace", "add", "regroup", "append", "another dict", "reloaded"])
+CHANGES = ["freeze", "thaw", "replace", "add", "regroup", "append", "another dict", "reloaded"]
+
+
+@pytest.mark.parametrize("change", CHANGES)
 def test_a_change_of_what_is_trained_is_an_error_at_the_next_step(change):
     net = lm.Transformer()
     o = optimizer(net)
@@ -554,6 +557,26 @@ def test_a_backward_through_parameters_of_the_step_before_raises_whoever_owns_th
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             old.backward()
         assert x.grad is None, name
+
+
+@pytest.mark.parametrize("rehome", [True, False])
+@pytest.mark.parametrize("layer", range(4))
+def test_what_is_written_while_it_is_on_its_way_is_an_error_and_after_a_drain_it_is_not(layer, rehome):
+    """As who clips weights after each step does: some ranks would have what was written, others what was sent before."""
+    net = layers()
+    o = Half(net, rehome=rehome)
+    o.train(0.1)
+    o.drain()
+    with torch.no_grad():
+        net[layer].weight.clamp_(-0.05, 0.05)
+    o.train(0.2)
+    assert not o.gather.settled
+    with torch.no_grad():
+        net[layer].weight.clamp_(-0.05, 0.05)
+    for use in (o.drain, lambda: net(torch.ones(1, 4)), o.step):
+        with pytest.raises(StaleWeights, match="written while") as e:
+            use()
+        assert [v.split(":")[0] for v in e.value.violations] == [f"{layer}.weight"]
 
 
 class Moves(torch.optim.SGD):

@@ -111,6 +111,11 @@ class Bucket:
     """What is sent or received aside, for parameters without a home."""
     landed: tuple[torch.cuda.Stream, torch.cuda.Event] | None = None
     """On GPUs: the stream that waited for the bytes, and where in it they are all here. No other stream has waited."""
+    versions: list[int] = field(default_factory=list)
+    """Of its parameters, when the owners had stepped: as autograd counts what is written to them."""
+
+    def now(self) -> list[int]:
+        return [m.param._version for s in self.shares for m in s.members]
 
     def label(self) -> str:
         first = self.shares[0].members[0].name
@@ -229,6 +234,7 @@ class ParamGather:
                     s.outdate()
                     if self.blank:
                         s.blank()
+            b.versions = b.now()
         self._pending = len(self.buckets)
         for pulls in self.pulls.values():
             self.guarded(pulls.begin, "the sign that all owners have stepped")
@@ -379,6 +385,7 @@ class ParamGather:
         for work in b.works:
             work.wait()
         refuse_astray(b.shares, self.label)
+        self._refuse_written(b)
         with torch.no_grad():
             for share, run in b.runs:
                 if share.owner != b.peers.rank:
@@ -390,6 +397,16 @@ class ParamGather:
         self._pending -= 1
         if self._is_copied(b):
             self._end_copies([b.peers.name], on_host=True)
+
+    def _refuse_written(self, b: Bucket) -> None:
+        """Whoever clips parameters after a step, say: what was sent before then lands on top, on some ranks and not on others."""
+        names = [m.name for s in b.shares for m in s.members]
+        if bad := [n for n, was, is_ in zip(names, b.versions, b.now()) if was != is_]:
+            raise StaleWeights(
+                "parameters were written while they were on their way from their owners",
+                [f"{n}: drain() on all ranks before it is written; build the model anew and load a checkpoint" for n in bad],
+                where=self.label,
+            )
 
     def refuse_astray(self) -> None:
         """RebindError for parameters that are no longer where they are sent from or received."""
