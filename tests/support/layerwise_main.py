@@ -23,8 +23,9 @@ from tests.support.layerwise_ends import (
 )
 from tests.support.layerwise_pair import Pair
 from tests.support.layerwise_sources import refit_sources, refit_without_the_wrapper
+from tests.support.layerwise_unlike import buffers_of_their_own, different_ranks
 from tests.support.proc import emit, obey
-from xfer.errors import PlanMismatch, RebindError, StaleWeights, XferError
+from xfer.errors import RebindError, StaleWeights, XferError
 from xfer.layerwise import LayerWiseOptimizer, ParamGroup, checkpoint
 from xfer.layerwise.gather import State
 
@@ -406,15 +407,6 @@ def wire():
     return [lacked, planned, travelled, sum(m.nbytes for b in o.gather.buckets for x in b.shares for m in x.members)]
 
 
-def different_models():
-    net = lm.Transformer(layers=2 if dist.get_rank() else 3)
-    try:
-        LayerWiseOptimizer(net, lm.groups(net))
-    except PlanMismatch as e:
-        return str(e)
-    raise AssertionError("nobody noticed")
-
-
 def dying(victim: int, how: str = "ends", deadline_s: float = 10.0, **options) -> None:
     """`victim` ends, or stops, between its step and its gathers; what the others then see, twice."""
     pair = Pair(deadline_s=deadline_s, **options)
@@ -477,9 +469,9 @@ HAZARDS = {
         started_twice_finished_twice, drained_in_flight, drained_between_backward_and_step, another_order,
         one_rank_evaluates, skipped_module, state_dict_is_current, without_hooks, unannounced_but_watched,
         old_values_are_nans, pulled_beside_slow_ranks, few_parameters, aborted, experts_over_halves, unequal_groups,
-        not_finite_on_one_rank, captured, absent, closed, changed_memory, wire, different_models, refit_sources,
+        not_finite_on_one_rank, captured, absent, closed, changed_memory, wire, different_ranks, refit_sources,
         refit_without_the_wrapper, drained_and_changed, an_aborted_norm, closed_beside_a_rank_that_failed,
-        skipped_experts,
+        skipped_experts, buffers_of_their_own,
     )
 }  # fmt: skip
 

@@ -14,7 +14,7 @@ from torch.distributed import checkpoint as dcp
 from tests.support import layerwise_model as lm
 from tests.support.layerwise_half import Half, layers
 from tests.support.layerwise_model import step
-from xfer.errors import LayoutError, Unsupported, XferError
+from xfer.errors import LayoutError, StaleWeights, Unsupported, XferError
 from xfer.layerwise import LayerWiseOptimizer, ParamGroup, checkpoint
 from xfer.trainers.dtensor import TensorTrainer
 
@@ -259,3 +259,53 @@ def test_hyperparameters_that_cannot_be_saved_are_said(tmp_path, caplog):
     assert "schedule is a function, which is not saved" in caplog.text
     checkpoint.load(o, tmp_path)
     assert o.param_groups[0]["schedule"] is schedule
+
+
+def test_a_scheduler_that_is_made_after_loading_goes_on_from_the_rate_that_training_began_with(tmp_path):
+    """It keeps that in the groups, as torch's own state has them. Made anew it would take the present one for it."""
+    halving = lambda step: 0.5**step  # noqa: E731
+    nets, rates = [lm.Transformer(), lm.Transformer()], []
+    o = made(nets[0])
+    schedule = torch.optim.lr_scheduler.LambdaLR(o, halving)
+    for i in range(2):
+        step(nets[0], o, i)
+        schedule.step()
+    checkpoint.save(o, tmp_path)
+    o2 = made(nets[1])
+    checkpoint.load(o2, tmp_path)
+    for net, opt, s in ((nets[0], o, schedule), (nets[1], o2, torch.optim.lr_scheduler.LambdaLR(o2, halving, 1))):
+        step(net, opt, 2)
+        s.step()
+        rates.append([g["lr"] for g in opt.param_groups])
+    assert rates[0] == rates[1] == [0.02 / 8, 0.005 / 8] and lm.digest(nets[0]) == lm.digest(nets[1])
+
+
+@pytest.mark.parametrize("masters", [False, True])
+def test_state_has_the_dtype_of_what_is_stepped_here_and_not_where_it_was_saved(masters, tmp_path):
+    nets = [lm.Transformer(dtype=torch.bfloat16), lm.Transformer(dtype=torch.bfloat16, seed=11)]
+    a, b = (LayerWiseOptimizer(n, lm.groups(n), masters=m) for n, m in zip(nets, (masters, not masters)))
+    step(nets[0], a, 0)
+    checkpoint.save(a, tmp_path)
+    checkpoint.load(b, tmp_path)
+    assert lm.digest(nets[0]) == lm.digest(nets[1])
+    states = [(o.target, v) for o in b.owned for v in b.inner[o.group].state[o.target].values() if v.dim()]
+    assert {(t.dtype, v.dtype) for t, v in states} == {(torch.bfloat16,) * 2 if masters else (torch.float32,) * 2}
+    assert torch.isfinite(torch.tensor([step(nets[1], b, i) for i in range(2)])).all()
+
+
+class Breaks(torch.optim.SGD):
+    def step(self):
+        super().step()
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+def test_of_a_step_that_broke_off_nothing_is_saved(tmp_path):
+    net = layers()
+    o = LayerWiseOptimizer(net, [ParamGroup(net.parameters(), Breaks, {"lr": 0.1})])
+    net(torch.ones(2, 4)).sum().backward()
+    with pytest.raises(torch.OutOfMemoryError):
+        o.step()
+    for use in (checkpoint.save, checkpoint.load):
+        with pytest.raises(StaleWeights, match="broke off"):
+            use(o, tmp_path)
+    assert not list(tmp_path.iterdir())

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tests.support import layerwise_model as lm
-from tests.support.layerwise_half import Half, layers, values
+from tests.support.layerwise_half import Half, Wire, layers, values
 from tests.support.layerwise_model import step
 from xfer.errors import DeadlineExceeded, LayoutError, PeerLost, RebindError, StaleWeights, Unsupported
 from xfer.layerwise import LayerWiseOptimizer, Muon, ParamGroup, newton_schulz
@@ -72,6 +72,11 @@ def test_muon_refuses_vectors_all_at_once():
 
 def optimizer(net: nn.Module, **options) -> LayerWiseOptimizer:
     return LayerWiseOptimizer(net, lm.groups(net), **options)
+
+
+def optimizer_of(modules) -> LayerWiseOptimizer:
+    params = {id(p): p for m in ([modules] if isinstance(modules, nn.Module) else modules) for p in m.parameters()}
+    return LayerWiseOptimizer(modules, [ParamGroup(list(params.values()), torch.optim.SGD, {"lr": 0.1})])
 
 
 def test_parameters_in_no_group_in_two_and_of_other_modules_are_all_named():
@@ -134,7 +139,10 @@ def test_what_an_optimizer_cannot_update_is_named_on_every_rank_before_anything_
     Half(net, groups=[inside, ParamGroup([net[0].bias, *net[1].parameters()], torch.optim.SGD, {"lr": 0.1})])
 
 
-@pytest.mark.parametrize("change", ["freeze", "thaw", "replace", "add", "regroup"])
+CHANGES = ["freeze", "thaw", "replace", "add", "regroup", "append", "another dict", "reloaded"]
+
+
+@pytest.mark.parametrize("change", CHANGES)
 def test_a_change_of_what_is_trained_is_an_error_at_the_next_step(change):
     net = lm.Transformer()
     o = optimizer(net)
@@ -147,8 +155,14 @@ def test_a_change_of_what_is_trained_is_an_error_at_the_next_step(change):
         net.blocks[0].up.weight = nn.Parameter(net.blocks[0].up.weight.detach().clone())
     elif change == "add":
         net.extra = nn.Linear(3, 3)
-    else:
+    elif change == "regroup":
         o.param_groups[0]["params"].pop()
+    elif change == "append":
+        o.param_groups.append({"params": [nn.Parameter(torch.zeros(2))], "lr": 0.1})
+    elif change == "another dict":
+        o.param_groups[0] = {**o.param_groups[0], "lr": 0.0}  # the inner optimizer would go on with its own
+    else:
+        o.inner[0].load_state_dict(o.inner[0].state_dict())  # which makes new groups, that no scheduler sees
     with pytest.raises(LayoutError, match="has changed"):
         step(net, o, 1)
 
@@ -224,6 +238,18 @@ def test_the_norm_is_that_of_the_gradients_in_any_dtype(dtype):
     net.weight.grad = torch.full((8, 8), 3.0, dtype=dtype)
     o.step()
     assert o.grad_norm == 24.0
+
+
+@pytest.mark.parametrize("graph", [False, True])
+def test_gradients_that_are_views_become_zeros(graph):
+    """DDP's are, with gradient_as_bucket_view; with a graph behind them they are after backward(create_graph=True)."""
+    net = layers(2)
+    o, flat = optimizer_of(net), torch.ones(32)
+    for p, part in zip(net.parameters(), flat.split(16)):
+        p.grad = (p * 1.0 if graph else part.view(4, 4)).requires_grad_(graph)
+    o.zero_grad(set_to_none=False)
+    assert all(not p.grad.any() and not p.grad.requires_grad for p in net.parameters())
+    assert graph or not flat.any(), "DDP reads them where they were"
 
 
 # ---- parameters that are written from outside
@@ -501,6 +527,58 @@ def test_memory_that_was_replaced_is_an_error_before_anything_is_stepped():
     assert lm.digest(net) == before and o.gather.version == version
 
 
+@pytest.mark.parametrize("rehome", [True, False])
+@pytest.mark.parametrize("to", [torch.float32, torch.float16])
+def test_so_is_a_cast_wherever_parameters_lie(rehome, to):
+    net = layers().bfloat16()
+    o = Half(net, rehome=rehome, bucket_bytes=1 << 20)
+    net.to(to)
+    net(torch.ones(2, 4, dtype=to)).sum().backward()
+    before = lm.digest(net)
+    with pytest.raises(RebindError, match="other memory") as e:
+        o.step()
+    assert lm.digest(net) == before and len(e.value.violations) == 4
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("rehome", [True, False])
+def test_a_backward_through_parameters_of_the_step_before_raises_whoever_owns_them(rehome, overlap):
+    """As under any optimizer of torch. What a gather brings autograd does not see by itself: such gradients would be of no forward."""
+    net = layers()
+    o = Half(net, rehome=rehome, overlap=overlap)
+    for name, layer in net.named_children():
+        o.train(0.1)
+        o.drain()
+        x = torch.ones(1, 4, requires_grad=True)
+        old = layer(x).sum()
+        o.train(0.2)
+        net(x)  # all is here, and asked for
+        assert not o.skipped
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            old.backward()
+        assert x.grad is None, name
+
+
+@pytest.mark.parametrize("rehome", [True, False])
+@pytest.mark.parametrize("layer", range(4))
+def test_what_is_written_while_it_is_on_its_way_is_an_error_and_after_a_drain_it_is_not(layer, rehome):
+    """As who clips weights after each step does: some ranks would have what was written, others what was sent before."""
+    net = layers()
+    o = Half(net, rehome=rehome)
+    o.train(0.1)
+    o.drain()
+    with torch.no_grad():
+        net[layer].weight.clamp_(-0.05, 0.05)
+    o.train(0.2)
+    assert not o.gather.settled
+    with torch.no_grad():
+        net[layer].weight.clamp_(-0.05, 0.05)
+    for use in (o.drain, lambda: net(torch.ones(1, 4)), o.step):
+        with pytest.raises(StaleWeights, match="written while") as e:
+            use()
+        assert [v.split(":")[0] for v in e.value.violations] == [f"{layer}.weight"]
+
+
 class Moves(torch.optim.SGD):
     """Gives a parameter other memory in its step, as nobody should."""
 
@@ -517,6 +595,24 @@ def test_memory_that_was_replaced_in_a_step_is_the_last_word():
     for use in (lambda: o.train(101.0), lambda: net(torch.ones(1, 4)), TensorTrainer(net).drain):
         with pytest.raises(RebindError):
             use()
+
+
+@pytest.mark.parametrize(
+    "text, kind",
+    [
+        ("[gloo/pair.cc:1] Connection closed by peer", PeerLost),
+        ("[gloo/unbound_buffer.cc:1] Timed out waiting 4000ms for recv operation to complete", DeadlineExceeded),
+        ("a bug", RuntimeError),
+    ],
+)
+def test_a_rank_that_is_lost_before_all_have_said_what_they_build_is_a_typed_error(monkeypatch, text, kind):
+    def fails(self, tensor):
+        raise RuntimeError(text)
+
+    monkeypatch.setattr(Wire, "all_gather", fails)
+    with pytest.raises(kind) as e:
+        Half(layers())
+    assert type(e.value) is kind
 
 
 class Gathers(torch.optim.SGD):
@@ -648,3 +744,32 @@ def test_memory_that_a_buffer_or_an_attribute_looks_into_stays_where_it_is():
         net[1].weight.zero_()
         away.unpack(run)
     assert net[0].weight.abs().sum() > 0 and net[1].cached.abs().sum() > 0
+
+
+def test_so_does_what_lists_and_dicts_of_modules_hold_and_parameters_in_them_do_not_count():
+    net = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(4)))
+    net[0].views = [net[0].weight.detach()[:2]]
+    net[1].by_name = {"halves": (1, net[1].weight.detach().chunk(2))}
+    net[1].by_name["again"] = net[1].by_name
+    net[2].flat_weights = [net[2].weight]  # as recurrent layers have them: the object follows its memory
+    assert known_elsewhere([net], list(net.parameters())) == {id(net[0].weight), id(net[1].weight)}
+    o = Half(net)
+    for value in (101.0, 102.0):
+        o.train(value)
+        o.drain()
+    assert torch.equal(net[0].views[0], net[0].weight[:2])
+    assert torch.equal(torch.cat(net[1].by_name["halves"][1]), net[1].weight)
+
+
+def test_modules_that_several_roots_share_have_their_hooks_once_and_none_after_close():
+    shared = nn.Linear(4, 4)
+    roots = [nn.Sequential(shared, nn.Linear(4, 4)), nn.Sequential(shared, nn.Linear(4, 2)), shared]
+    o = optimizer_of(roots)
+    modules = {id(m): m for root in roots for m in root.modules()}.values()
+    hooks = lambda m: len(m._forward_pre_hooks) + len(m._forward_hooks) + len(m._state_dict_pre_hooks)  # noqa: E731
+    assert hooks(roots[0][1]) == 3 and hooks(shared) == 5, "a root has two more"
+    for root in roots:
+        root(torch.ones(1, 4)).sum().backward()
+    o.step()
+    o.close()
+    assert not any(map(hooks, modules))

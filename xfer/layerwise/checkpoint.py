@@ -80,8 +80,10 @@ def save(optimizer: LayerWiseOptimizer, folder: str | Path, source: Source | Non
     whole on its owner, under its canonical name, which can only be where all ranks hold the same parameters. Unsupported
     lists parameters of which that is not so, parameters of which `source` names only a part, and optimizer state that is
     neither as its parameter is shaped nor a single number, and hyperparameters that are tensors of more than one. Those that are no
-    numbers, words or lists of them are not saved, which a warning says. XferError, on all ranks, when files cannot be written.
+    numbers, words or lists of them are not saved, which a warning says. XferError, on all ranks, when files cannot be written; after a
+    step or a gather that broke off, what that raised.
     """
+    optimizer.gather.check()  # of a step that broke off, some parameters are there
     tensors: dict[str, Boxes] = {}
     wrong: list[str] = []
     pieces = _pieces(optimizer, source, wrong)
@@ -103,7 +105,9 @@ def save(optimizer: LayerWiseOptimizer, folder: str | Path, source: Source | Non
         _begin(Path(folder), json.dumps({"format": FORMAT, "groups": groups}, indent=1), wrong)
     _refuse(wrong, optimizer.label, f"{folder} cannot be written", XferError)
     with _typed(f"{folder} could not be written", optimizer.label):
-        dcp.save(dict(tensors), checkpoint_id=str(folder), no_dist=not live)
+        # What several ranks hold is the lowest one's: buffers may differ, and DDP, too, takes those of its first rank.
+        planner = dcp.DefaultSavePlanner(dedup_save_to_lowest_rank=True)
+        dcp.save(dict(tensors), checkpoint_id=str(folder), planner=planner, no_dist=not live)
 
 
 def load(optimizer: LayerWiseOptimizer, folder: str | Path, source: Source | None = None) -> None:
@@ -139,7 +143,7 @@ def load(optimizer: LayerWiseOptimizer, folder: str | Path, source: Source | Non
         ):
             dcp.load(dict(wanted.tensors), storage_reader=reader, no_dist=not dist.is_initialized())
         for group, was in zip(optimizer.param_groups, groups):
-            group.update({k: _restored(group[k], v) for k, v in was.items() if k in group})
+            group.update({k: _restored(group.get(k), v) for k, v in was.items()})  # a scheduler's, too: it is made later
         for o in optimizer.owned:  # where numbers lie depends on what groups say by now
             inner = optimizer.inner[o.group]
             inner.state[o.target] = placed(inner, o.target, states[o.name])
@@ -417,7 +421,10 @@ class _Wanted:
                 )
                 continue
             if len(md.size):
-                out[field] = torch.zeros(target.shape, dtype=md.properties.dtype, device=target.device)
+                stepped = self.known.get(f"{pieces[0].key}/{PARAM}")  # a master then, or none, and here the other way round
+                like = stepped is not None and md.properties.dtype == stepped.properties.dtype
+                dtype = target.dtype if like else md.properties.dtype
+                out[field] = torch.zeros(target.shape, dtype=dtype, device=target.device)
                 self.whole(pieces, field, out[field])
             else:  # of fused parameters all have the same
                 out[field] = torch.zeros((), dtype=md.properties.dtype)

@@ -60,20 +60,27 @@ class Peers:
         """A process without peers: nothing is ever gathered."""
         return cls(name, None, (0,), 0)
 
-    def agree(self, digest: bytes, what: str) -> None:
-        """PlanMismatch, on all ranks, unless all of them have the same 32-byte digest."""
+    def agree(self, digest: bytes, what: str, mend: str) -> None:
+        """PlanMismatch, on all ranks, unless all of them have the same 32-byte digest. PeerLost or DeadlineExceeded when a rank
+        does not say its own."""
         if self.wire is None:
             return
-        theirs = self.wire.all_gather(torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(self.device))
+        try:
+            theirs = self.wire.all_gather(torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(self.device))
+        except RuntimeError as e:
+            if not _of_the_wire(e):
+                raise
+            late = "imed out" in str(e) or "imeout" in str(e)
+            raise (DeadlineExceeded if late else PeerLost)(
+                f"{self.name}: ranks did not all say {what}",
+                [f"ranks {list(self.ranks)}: build the optimizer on all of them ({_first_line(e)})"],
+            ) from e
         differ = [r for r, t in zip(self.ranks, theirs) if not torch.equal(t, theirs[0])]
         self.wire.check()
         if differ:
             raise PlanMismatch(
                 f"{self.name}: ranks disagree about {what}",
-                [
-                    f"rank {r} differs from rank {self.ranks[0]}: build the same model and groups on both"
-                    for r in differ
-                ],
+                [f"rank {r} differs from rank {self.ranks[0]}: {mend} on both" for r in differ],
             )
 
     @property
@@ -104,6 +111,11 @@ class Bucket:
     """What is sent or received aside, for parameters without a home."""
     landed: tuple[torch.cuda.Stream, torch.cuda.Event] | None = None
     """On GPUs: the stream that waited for the bytes, and where in it they are all here. No other stream has waited."""
+    versions: list[int] = field(default_factory=list)
+    """Of its parameters, when the owners had stepped: as autograd counts what is written to them."""
+
+    def now(self) -> list[int]:
+        return [m.param._version for s in self.shares for m in s.members]
 
     def label(self) -> str:
         first = self.shares[0].members[0].name
@@ -217,9 +229,12 @@ class ParamGather:
         self.version += 1
         for b in self.buckets:
             b.state = State.STALE
-            for s in b.shares if self.blank else ():
+            for s in b.shares:
                 if s.owner != b.peers.rank:
-                    s.blank()
+                    s.outdate()
+                    if self.blank:
+                        s.blank()
+            b.versions = b.now()
         self._pending = len(self.buckets)
         for pulls in self.pulls.values():
             self.guarded(pulls.begin, "the sign that all owners have stepped")
@@ -370,6 +385,7 @@ class ParamGather:
         for work in b.works:
             work.wait()
         refuse_astray(b.shares, self.label)
+        self._refuse_written(b)
         with torch.no_grad():
             for share, run in b.runs:
                 if share.owner != b.peers.rank:
@@ -381,6 +397,16 @@ class ParamGather:
         self._pending -= 1
         if self._is_copied(b):
             self._end_copies([b.peers.name], on_host=True)
+
+    def _refuse_written(self, b: Bucket) -> None:
+        """Whoever clips parameters after a step, say: what was sent before then lands on top, on some ranks and not on others."""
+        names = [m.name for s in b.shares for m in s.members]
+        if bad := [n for n, was, is_ in zip(names, b.versions, b.now()) if was != is_]:
+            raise StaleWeights(
+                "parameters were written while they were on their way from their owners",
+                [f"{n}: drain() on all ranks before it is written; build the model anew and load a checkpoint" for n in bad],
+                where=self.label,
+            )
 
     def refuse_astray(self) -> None:
         """RebindError for parameters that are no longer where they are sent from or received."""

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 
+from xfer.errors import LayoutError
 from xfer.trace.slots import bare
 
 Cost = Literal["newton_schulz", "elementwise", "bytes"]
@@ -53,3 +54,42 @@ def named(modules: Sequence[torch.nn.Module]) -> Iterable[tuple[str, torch.nn.Pa
             if id(p) not in seen:
                 seen.add(id(p))
                 yield (bare(name) if len(modules) == 1 else f"{i}:{bare(name)}"), p
+
+
+@dataclass(frozen=True, slots=True)
+class Trains:
+    """What is trained, by ids: parameters by name, parameters by group of every inner optimizer, and the groups themselves as inner
+    optimizers have them and as users see them."""
+
+    params: dict[str, int]
+    grouped: list[list[int]]
+    stepped: list[int]
+    seen: list[int]
+
+    @classmethod
+    def now(cls, modules: Sequence[torch.nn.Module], inner: Sequence[torch.optim.Optimizer], seen: Sequence[dict]) -> Trains:
+        groups = [g for o in inner for g in o.param_groups]
+        return cls(
+            {name: id(p) for name, p in named(modules) if p.requires_grad},
+            [[id(p) for p in g["params"]] for g in groups],
+            [id(g) for g in groups],
+            [id(g) for g in seen],
+        )
+
+    def refuse_other(self, now: Trains, who: str) -> None:
+        """Is everything still as it was given to owners? LayoutError with all that is not."""
+        if now == self:
+            return
+        was, is_ = self.params, now.params
+        bad = [f"{n}: was trained and is now frozen or gone" for n in was.keys() - is_.keys()]
+        bad += [f"{n}: is trained now and has no owner" for n in is_.keys() - was.keys()]
+        bad += [f"{n}: is another Parameter object now" for n in was.keys() & is_.keys() if was[n] != is_[n]]
+        if now.grouped != self.grouped:
+            bad.append("param_groups: parameters were added, removed or moved between groups")
+        elif now.stepped != self.stepped or now.seen != self.seen:
+            bad.append("param_groups: groups were added or replaced, and nothing would read them; change what is in those there are")
+        raise LayoutError(
+            "what is trained has changed since owners were chosen",
+            [f"{line}; close() this optimizer and build a new one, on all ranks" for line in sorted(bad)],
+            where=who,
+        )

@@ -54,6 +54,8 @@ class Hooks:
         self._of_module: dict[int, list] = {}
         for root in roots:
             for module in root.modules():
+                if id(module) in self._reads:  # roots share it
+                    continue
                 self._reads[id(module)] = [id(p) for p in module._parameters.values() if id(p) in bucket_of]
                 # Of any of them may somebody ask for the state.
                 self._handles.append(module.register_state_dict_pre_hook(self._before_state))

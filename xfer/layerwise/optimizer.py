@@ -19,11 +19,11 @@ import torch.distributed as dist
 from xfer.errors import LayoutError, Unsupported
 from xfer.layerwise.gather import Bucket, ParamGather, Peers
 from xfer.layerwise.gradients import reduce_to_owners, squares
-from xfer.layerwise.groups import Cost, Owned, ParamGroup, named
+from xfer.layerwise.groups import Cost, Owned, ParamGroup, Trains, named
 from xfer.layerwise.hooks import Guard, Hooks
 from xfer.layerwise.ownership import Item, Ownership, assign, bytes_cost, cut, elementwise_cost, newton_schulz_cost
 from xfer.layerwise.pulls import Pulls, open_pulls
-from xfer.layerwise.shares import known_elsewhere, overlapping, settle_in
+from xfer.layerwise.shares import known_elsewhere, movable, overlapping, settle_in
 from xfer.trainers.pending import announce, forget
 
 if TYPE_CHECKING:
@@ -127,7 +127,7 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
             bucket_of = {id(m.param): b for b in buckets for s in b.shares for m in s.members}
             masters = {id(o.param): o.target for o in self.owned if o.target is not o.param}
             self.hooks = Hooks(self.modules, self._trained, bucket_of, self.gather, guard, masters)
-            self._same = self._fingerprint()
+            self._trains = Trains.now(self.modules, self.inner, self.param_groups)
             self._stepped: torch.cuda.Event | None = None  # behind the last write of what this rank owns
             announce(self.hooks)  # refits of these parameters, by whatever adapter, finish gathers first
             undo.pop_all()
@@ -146,7 +146,7 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._check()
+        self._trains.refuse_other(Trains.now(self.modules, self.inner, self.param_groups), self.label)
         self.gather.refuse_astray()
         self._settle_order()
         self.gather.drain()  # owners may not write what is still being sent
@@ -171,7 +171,9 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
             if set_to_none:
                 p.grad = None
             elif p.grad is not None:
-                p.grad.detach_().zero_()
+                if p.grad.grad_fn is not None:
+                    p.grad.detach_()
+                p.grad.requires_grad_(False).zero_()  # a view of DDP's buckets cannot be detached
 
     def drain(self, to_write: bool = True) -> None:
         """Bring every parameter here now: before reading, saving or changing them outside of a forward. Collective: by broadcasts,
@@ -391,8 +393,14 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
                 if peers[name] is who
             ]
             table = self.ownership[who.name] = assign(items, who.size, memory_cap=memory_cap)
-            layout = [f"{n} {tuple(p.shape)} {p.dtype}" for n, p in self._trained if peers[n] is who]
-            who.agree(hashlib.sha256(table.digest() + "\n".join(layout).encode()).digest(), "their parameters")
+            layout = [f"{self._reduce} {self.clip_grad}"]
+            for n, p in self._trained:
+                if peers[n] is who:
+                    i = self._group_at[id(p)]
+                    kind = getattr(self._groups[i].optimizer, "__qualname__", "")
+                    layout.append(f"{n} {tuple(p.shape)} {p.dtype} {i} {kind}")
+            digest = hashlib.sha256(table.digest() + "\n".join(layout).encode()).digest()
+            who.agree(digest, "their parameters, groups or options", "build the same model and groups")
             self.owner |= {name: (who, r) for name, r in table.owner}
 
     def _cost(self, p: torch.nn.Parameter) -> float:
@@ -408,7 +416,14 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
             if who.size == 1:
                 continue
             those = [(i, name, p) for i, (name, p) in enumerate(self._trained) if peers[name] is who]
-            for part in cut([p.numel() * p.element_size() for _, _, p in those], bucket_bytes):
+            parts = cut([p.numel() * p.element_size() for _, _, p in those], bucket_bytes)
+            lie = f"{parts} {[movable(p, rehome, fixed) for _, _, p in those]}"  # gloo ends a process that is sent too much
+            who.agree(
+                hashlib.sha256(lie.encode()).digest(),
+                "which parameters lie together",
+                "give the same bucket_bytes and rehome, and strides and views of parameters in the same modules,",
+            )
+            for part in parts:
                 owned: dict[int, list] = {}
                 for i in part:
                     _, name, p = those[i]
@@ -470,24 +485,3 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
         if self.hooks.learning:
             self.hooks.stop_learning()
             self.gather.learn(self.hooks.used)
-
-    def _fingerprint(self) -> tuple:
-        inner = [[id(p) for p in g["params"]] for o in self.inner for g in o.param_groups]
-        return [(name, id(p)) for name, p in named(self.modules) if p.requires_grad], inner
-
-    def _check(self) -> None:
-        """Is everything still as it was given to owners? LayoutError with all that is not."""
-        now = self._fingerprint()
-        if now == self._same:
-            return
-        was, is_ = dict(self._same[0]), dict(now[0])
-        bad = [f"{n}: was trained and is now frozen or gone" for n in was.keys() - is_.keys()]
-        bad += [f"{n}: is trained now and has no owner" for n in is_.keys() - was.keys()]
-        bad += [f"{n}: is another Parameter object now" for n in was.keys() & is_.keys() if was[n] != is_[n]]
-        if now[1] != self._same[1]:
-            bad.append("param_groups: parameters were added, removed or moved between groups")
-        raise LayoutError(
-            "what is trained has changed since owners were chosen",
-            [f"{line}; close() this optimizer and build a new one, on all ranks" for line in sorted(bad)],
-            where=self.label,
-        )

@@ -8,7 +8,7 @@ copies (`staged`). Nothing here communicates; see gather.py.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,11 +25,12 @@ per parameter travel for nothing."""
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Member:
-    """A parameter, under its canonical name, and where it lies in its share's run: `offset` in bytes."""
+    """A parameter, under its canonical name, and where it lies in its share's run: `offset` in bytes. dtype: with which it settled in."""
 
     name: str
     param: torch.nn.Parameter
     offset: int
+    dtype: torch.dtype
 
     @property
     def nbytes(self) -> int:
@@ -62,6 +63,12 @@ class Share:
         """Copy a received run into the parameters: one kernel per dtype where torch has one."""
         copy_bits([m.param.detach() for m in self.members], [_view(run, m) for m in self.members])
 
+    def outdate(self) -> None:
+        """The parameters are about to be others: the backward of a forward that read these raises, as after any optimizer's write.
+        What arrives in a home autograd does not see."""
+        for m in self.members:
+            torch.autograd.graph.increment_version(m.param)
+
     def blank(self) -> None:
         """NaNs over the parameters' values."""
         if self.home is not None:
@@ -71,9 +78,10 @@ class Share:
             m.param.detach().fill_(float("nan"))
 
     def astray(self) -> list[str]:
-        """Names of parameters that no longer lie in their home: somebody replaced their memory."""
-        if self.home is None:
-            return []
+        """Names of parameters that no longer lie in their home, or as other bytes: somebody replaced their memory."""
+        cast = [m.name for m in self.members if m.param.dtype != m.dtype or m.param.device != self.device]
+        if self.home is None or cast:
+            return cast
         base = self.home.data_ptr()
         return [m.name for m in self.members if m.param.numel() and m.param.data_ptr() != base + m.offset]
 
@@ -91,29 +99,46 @@ def settle_in(
     for owner, members in sorted(owned.items()):
         kinds: dict[tuple[torch.device, bool], list[tuple[str, torch.nn.Parameter]]] = {}
         for name, p in members:
-            movable = move and id(p) not in fixed and p.is_contiguous()
-            kinds.setdefault((p.device, movable), []).append((name, p))
-        for (device, movable), those in sorted(kinds.items(), key=lambda x: (str(x[0][0]), not x[0][1])):
+            kinds.setdefault((p.device, movable(p, move, fixed)), []).append((name, p))
+        for (device, moved), those in sorted(kinds.items(), key=lambda x: (str(x[0][0]), not x[0][1])):
             laid, end = [], 0
             for name, p in those:
                 start = -(-end // ALIGN) * ALIGN
-                laid.append(Member(name, p, start))
+                laid.append(Member(name, p, start, p.dtype))
                 end = start + laid[-1].nbytes
-            home = _move(laid, end, device) if movable else None
+            home = _move(laid, end, device) if moved else None
             out.append(Share(owner, tuple(laid), end, device, home))
     return out
 
 
+def movable(p: torch.nn.Parameter, move: bool, fixed: frozenset[int]) -> bool:
+    """Whether `settle_in` gives this parameter a home. Has to be the same on all ranks: runs with a home travel apart from others."""
+    return move and id(p) not in fixed and p.is_contiguous()
+
+
 def known_elsewhere(trees: Iterable[torch.nn.Module], params: Iterable[torch.nn.Parameter]) -> frozenset[int]:
-    """Ids of parameters whose memory a buffer or an attribute tensor of some module looks into as well."""
+    """Ids of parameters whose memory a buffer or an attribute of some module looks into as well: a tensor, or one in a list or dict."""
     params = list(params)
     inside = Counter(p.untyped_storage()._cdata for p in params)
-    shared = {storage for storage, n in inside.items() if n > 1}
+    shared, own = {storage for storage, n in inside.items() if n > 1}, {id(p) for p in params}
     for tree in trees:
         for module in tree.modules():
-            others = [*module._buffers.values(), *(v for v in vars(module).values() if isinstance(v, torch.Tensor))]
-            shared |= {t.untyped_storage()._cdata for t in others if t is not None and t.device.type != "meta"}
+            held = [v for k, v in vars(module).items() if k not in ("_parameters", "_modules")]
+            others = (t for t in _tensors_in(held) if id(t) not in own and t.layout == torch.strided)
+            shared |= {t.untyped_storage()._cdata for t in others if t.device.type != "meta"}
     return frozenset(id(p) for p in params if p.untyped_storage()._cdata in shared)
+
+
+def _tensors_in(held: list) -> Iterator[torch.Tensor]:
+    """Also those of lists and dicts within, which may hold each other."""
+    left, seen = list(held), set()
+    while left:
+        x = left.pop()
+        if isinstance(x, torch.Tensor):
+            yield x
+        elif isinstance(x, list | tuple | set | Mapping) and id(x) not in seen:
+            seen.add(id(x))
+            left += x.values() if isinstance(x, Mapping) else x
 
 
 def overlapping(params: Sequence[tuple[str, torch.nn.Parameter]]) -> list[str]:
