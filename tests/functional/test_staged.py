@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from tests.support.world import SHAPES, ToyLayout, ToySource, World, flat
 from tests.unit.test_trace_owned import IN, OUT, Meeting, Merge, computed, full_tensors
 from xfer import errors as e
+from xfer.session.bounds import CALL_GRACE_S
 from xfer.session.computing import Meeting as SessionMeeting
 from xfer.session.computing import Over
 from xfer.trace.traced import Traced
@@ -162,6 +163,26 @@ def test_a_computation_that_raises_is_told_to_all_and_the_next_refit_repairs(wor
         s.done.run = run
     ok(world.refit(3))
     served(world, 3)
+
+
+def test_a_computation_that_waits_for_a_rank_that_has_stopped_ends_by_the_deadline(world):
+    """They have met, so nobody is missing at the rendezvous; what goes on is waited for by the next call, and the one after repairs."""
+    ok(world.refit(1))
+    on, (first, last) = threading.Event(), world.sources
+    run = last.done.run
+    last.done.run = lambda *a: (on.wait(60), run(*a))
+    for version, said in ((2, "was not there in time"), (3, "an earlier refit was to compute has not ended")):
+        began = time.monotonic()
+        results = world.refit(version, deadline_s=1.0)
+        assert time.monotonic() - began < 1.0 + CALL_GRACE_S, results
+        assert all(isinstance(r, e.DeadlineExceeded) and said in str(r) for r in results), results
+    assert all("trainer" in r.where for r in results), results
+    assert [s.computations for s in world.sources] == [2, 2]
+    on.set()
+    last.done.run = run
+    ok(world.refit(4))
+    served(world, 4)
+    assert [s.computations for s in (first, last)] == [3, 3]
 
 
 def broken(*_):

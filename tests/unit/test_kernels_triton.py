@@ -7,7 +7,9 @@ Without a GPU and without that variable everything but the arithmetic of tiles i
 
 from __future__ import annotations
 
+import mmap
 import os
+import sys
 import time
 from unittest.mock import patch
 
@@ -17,7 +19,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.row_worlds import apply_rows, random_rows, row
+from tests.support.row_worlds import apply_rows, byte_starts, random_rows, row
 from tests.unit.test_kernels_checksum import fragments, random_tensor
 from xfer.kernels import checksum
 from xfer.kernels.bulk import Shape
@@ -25,7 +27,7 @@ from xfer.kernels.long_runs import NOTHING
 from xfer.kernels.strided import moves
 from xfer.kernels.tiles import End, Turns, interleaved, plain_tables
 from xfer.kernels.torch_impl import TorchRows
-from xfer.plan.program import DTYPE_CODE, Op
+from xfer.plan.program import DTYPE_CODE, ITEMSIZE, Op
 
 EXAMPLES = int(os.environ.get("XFER_EXAMPLES", "200"))
 GPU = torch.cuda.is_available()
@@ -155,6 +157,53 @@ def test_casts_round_as_torch_does(src, dst):
     assert torch.equal(got.float().nan_to_num(7.5), want.float().nan_to_num(7.5))
     plain = ~want.float().isnan()
     assert torch.equal(got.view(torch.uint8).view(n, -1)[plain], want.view(torch.uint8).view(n, -1)[plain])
+
+
+FAR = 3 << 30
+"""Bytes: in no 32 bits with a sign, and twice that in no 32 bits."""
+
+
+def sparse(nbytes: int) -> torch.Tensor:
+    """Zeros, of which only what is touched takes memory."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000  # MAP_NORESERVE, whose name Pythons before 3.13 lack
+    return torch.frombuffer(mmap.mmap(-1, nbytes, flags=flags), dtype=torch.uint8)
+
+
+@runs
+@pytest.mark.skipif(GPU or sys.platform != "linux", reason="needs memory that takes none until it is touched")
+@pytest.mark.parametrize("src, dst", [("bfloat16", "bfloat16"), ("uint8", "uint8"), ("float32", "bfloat16")])
+@pytest.mark.parametrize("far", ["src", "dst"])
+def test_offsets_and_strides_beyond_32_bits(src, dst, far):
+    """Copies, conversions, constants, messages and sums; rows apart, in a box of three dims and backwards; odd offsets of single bytes."""
+    module = pytest.importorskip("xfer.kernels.checksum_triton", reason="needs triton")
+    odd = int(src == "uint8")
+    for extent, steps, start in (((3, 64), (FAR + odd,), FAR + odd), ((2, 2, 24), (FAR, FAR // 2 + odd), 5), ((3, 64), (-FAR,), 3 * FAR)):
+        start -= start % 4 * (not odd)
+        item = ITEMSIZE[src if far == "src" else dst]
+        one = row(extent, src_dtype=src, dst_dtype=dst, **{f"{far}_strides": (*steps, item), f"{far}_offset": start}, wire=FAR * 2)
+        live = {end: sparse(5 * FAR) for end in ("src", "dst", "wire", "again")}
+        at = byte_starts(int(one["src_offset"][0]), one["extent"][0].tolist(), one["src_strides"][0].tolist())
+        value = torch.arange(1, len(at) + 1).to(getattr(torch, src)).view(torch.uint8).view(len(at), -1)
+        live["src"][torch.from_numpy(at)[:, None] + torch.arange(value.shape[1])] = value
+        to = byte_starts(int(one["dst_offset"][0]), one["extent"][0].tolist(), one["dst_strides"][0].tolist())
+        to = torch.from_numpy(to)[:, None] + torch.arange(ITEMSIZE[dst])
+        want = torch.arange(1, len(at) + 1).to(getattr(torch, src)).to(getattr(torch, dst)).view(torch.uint8).view(to.shape)
+        bound(one, [live["dst"]], "local", [live["src"]]).copy()
+        assert torch.equal(live["dst"][to], want)
+        bound(one, [live["src"]], "src", [live["src"]]).pack(live["wire"])
+        bound(one, [live["again"]], "dst", [live["again"]]).unpack(live["wire"])
+        assert torch.equal(live["again"][to], want)
+        for end in ("src", "dst"):
+            shapes = [(1 << 20, *extent[1:])]
+            one["origin"][0, -len(extent)] = (1 << 20) - extent[0]
+            fast = module.TritonSums(one, np.zeros(1, np.int64), 1, [live[end]], end, [checksum.placed(one[0], end, shapes)])
+            fast.launch()
+            left = checksum.checksum_rows(one[fast.odd], [live[end]], end, shapes)
+            assert checksum.added(fast.values()[0], left) == checksum.checksum_rows(one, [live[end]], end, shapes)
+        fill = one.copy()
+        fill["op"], fill["src_dtype"], fill["fill"] = Op.FILL, fill["dst_dtype"], 0x40404040
+        bound(fill, [live["again"]], "dst", [live["again"]]).fill()
+        assert (live["again"][to] == 0x40).all()
 
 
 @settings(max_examples=EXAMPLES, deadline=None)

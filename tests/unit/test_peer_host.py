@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.row_worlds import apply_world, random_world, row
-from xfer.errors import DeadlineExceeded, PeerLost, ProtocolError, RebindError
+from xfer.errors import DeadlineExceeded, LayoutError, PeerLost, ProtocolError, RebindError
 from xfer.plan.program import Op, Program
 from xfer.transport import peer, peer_host
 from xfer.transport.group import Aborted
@@ -120,3 +120,17 @@ def test_what_is_not_offered_is_refused(child):
         mapping.open(offer, 0, [1])
     with pytest.raises(RebindError, match="not mapped"):
         peer_host.Pull(row((8,), src=0, dst=1), peer_host.Mapping(1, CPU), [torch.zeros(64, dtype=torch.uint8)])
+
+
+def test_rows_that_end_outside_the_takers_storage_are_refused(child):
+    """As by the kernels of the other routes: told to, the system would write over what lies behind it."""
+    _, offer = child
+    mapping, memory = peer_host.Mapping(1, CPU), torch.full((4096,), 7, dtype=torch.uint8)
+    mapping.open(offer, 0, [0])
+    for at in (3072 - 1000, -512):
+        late = row((1024,), src_dtype="uint8", src=0, dst=1, dst_offset=at)
+        with pytest.raises(LayoutError, match="tensor 0 dst rank 1"):
+            pull = peer_host.Pull(late, mapping, [memory[512 : 512 + 3072]])
+            pull.begin()
+            pull.finish(soon())
+    assert (memory == 7).all()

@@ -3,7 +3,8 @@
 A collective that one rank does not join holds the others for ever, and one that is left alone pairs with the next, of
 other data. So ranks that are about to gather from each other meet first, at the rendezvous: each says that it is there
 and what it will gather, and none begins before all have. A rank that gives up says so in one step with looking whether
-all are there: either all go on, or none does. Not here: what is computed and gathered, and why (trainers/computed.py).
+all are there: either all go on, or none does. One that stops after they met holds the others inside a collective; so all
+this runs aside, and the caller waits by his deadline. Not here: what is computed and gathered, and why (trainers/computed.py).
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ import torch
 
 from xfer.errors import DeadlineExceeded, PlanMismatch, XferError
 from xfer.plan.inventory import SCRATCH
+from xfer.session.bounds import STOP_GRACE_S
+from xfer.session.drain import Aside
 from xfer.session.store import HubStore
 
 if TYPE_CHECKING:
@@ -48,7 +51,7 @@ def explain(layout: TrainerLayout, who: str) -> str:
 def compute(
     source: Source, layout: TrainerLayout, party: Party, attempt: int, until: float, over: Callable[[], bool]
 ) -> float:
-    """Bring what the export computes up to date, in scratch. Returns seconds. Raises as `Meeting`."""
+    """Bring what the export computes up to date, in scratch. Returns seconds. Raises as `Meeting`; Unfinished at `until`."""
     if not layout.traced.recipes and not layout.traced.gathers:
         return 0.0
     began = time.perf_counter()
@@ -57,14 +60,33 @@ def compute(
         left = max(1.0, until - time.monotonic())
         return HubStore(party.channel, party.replies, f"x{attempt}/", left, cancelled)
 
-    cast("Computes", source).compute(Meeting(store, source.rank, until, over))
-    if source.device.type == "cuda":
-        torch.cuda.synchronize(source.device)
+    def work() -> bool:
+        try:
+            cast("Computes", source).compute(Meeting(store, source.rank, until, over))
+        except Over:
+            return False
+        if source.device.type == "cuda":
+            torch.cuda.synchronize(source.device)
+        return True
+
+    aside = Aside(work, source.device, party.label, "what the export computes could not be brought up to date")
+    if not aside.wait(until, over, STOP_GRACE_S):
+        raise Unfinished(aside)
+    if not aside.result:
+        raise Over
     return time.perf_counter() - began
 
 
 class Over(Exception):
     """The attempt has ended meanwhile; its outcome tells why."""
+
+
+class Unfinished(Exception):
+    """`left` goes on: it reads parameters and writes scratch."""
+
+    def __init__(self, left: Aside[bool]):
+        super().__init__()
+        self.left = left
 
 
 class Meeting:

@@ -101,9 +101,7 @@ class RefitCall:
                 lanes = list(self.party.lanes.values())
                 rebound = any([lane.rebound() for lane in lanes])
                 broken = tuple(lane.replica for lane in lanes if lane.gave_up)
-                seconds = session.drain.seconds + computing.compute(
-                    session.source, session.layout, self.party, self.number, self.until, self._is_over
-                )
+                seconds = session.drain.seconds + self._computed()
                 if session.device.type == "cuda":
                     # Copies that a source makes when it is looked at (a callable's) are on this thread's stream, lanes on theirs.
                     torch.cuda.current_stream(session.device).synchronize()
@@ -125,6 +123,17 @@ class RefitCall:
                 raise
             raise error from e
 
+    def _computed(self) -> float:
+        session = self.session
+        try:
+            return computing.compute(session.source, session.layout, self.party, self.number, self.until, self._is_over)
+        except computing.Unfinished as e:
+            session.computing = e.left
+            raise self._late(
+                "what this rank's export computes was not there in time: other ranks take part in it, and one has not done its part; "
+                "it goes on waiting, so do not train before it ended"
+            ) from None
+
     def _is_over(self) -> bool:
         """Whether the outcome is here, or none will ever come."""
         return any(
@@ -133,11 +142,16 @@ class RefitCall:
         )
 
     def _made_whole(self) -> bool:
-        """Drains, after gathers that an earlier call left. False: the attempt was over before that. DeadlineExceeded, naming who
-        has not called, when one is still running then: it goes on by itself, and the next call waits for it first."""
+        """Drains, after gathers and computations that an earlier call left. False: the attempt was over before that. DeadlineExceeded,
+        naming who has not called, when one is still running then: it goes on by itself, and the next call waits for it first."""
         session = self.session
         if not self._gathers_ended():
             raise self._late("a gather of an earlier refit has not ended, and reads what would be looked at now")
+        if (left := session.computing) is not None and not left.over:
+            with contextlib.suppress(XferError):  # likewise: that call has told it
+                left.wait(self.until, self._is_over, STOP_GRACE_S)
+            if not left.over:
+                raise self._late("what an earlier refit was to compute has not ended, and writes where this one would")
         if session.drain is not None and not session.drain.over:
             with contextlib.suppress(XferError):  # of a call that has had its error
                 session.drain.wait(self.until, self._is_over, STOP_GRACE_S)

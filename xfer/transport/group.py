@@ -35,6 +35,7 @@ Outgoing = tuple[torch.Tensor, int, int]
 
 _POISON_TAG = 0x7FFFFF01
 _TICK = timedelta(milliseconds=1)
+_POLL_S = 20e-6
 ABORT_S = 10.0
 """How long `Link.abort` waits, unless told otherwise, for what was under way."""
 _EXPIRED, _CLOSED_HERE = "Timed out", "Application timeout caused pair closure"
@@ -64,6 +65,21 @@ def from_rank(root: int):
     options = BroadcastOptions()
     options.rootRank, options.rootTensor, options.asyncOp = root, 0, True
     return options
+
+
+def wait_for_stream(
+    device: torch.device, deadline: float, where: str, stopped: Callable[[], bool] = lambda: False
+) -> None:
+    """Returns when all that the current stream was given is done. Polls, so that an abort and the deadline are seen whatever the
+    device does."""
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(device))
+    while not event.query():
+        if stopped():
+            raise Aborted("stopped here while bytes were moving", where=where)
+        if time.monotonic() > deadline:
+            raise DeadlineExceeded("the deadline passed while bytes were moving", where=where)
+        time.sleep(_POLL_S)
 
 
 class Arrived:

@@ -19,7 +19,18 @@ import torch
 from torch.distributed import Store
 
 from xfer.errors import DeadlineExceeded, PeerLost, XferError
-from xfer.transport.group import ABORT_S, Aborted, Arrived, Aside, Link, Outgoing, Pending, bytes_of, from_rank
+from xfer.transport.group import (
+    ABORT_S,
+    Aborted,
+    Arrived,
+    Aside,
+    Link,
+    Outgoing,
+    Pending,
+    bytes_of,
+    from_rank,
+    wait_for_stream,
+)
 
 logger = logging.getLogger("xfer")
 _QUIET = {
@@ -31,7 +42,6 @@ _QUIET = {
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
     "TORCH_NCCL_BLOCKING_WAIT": "0",  # Work.wait makes the stream wait, not the host
 }
-_POLL_S = 20e-6
 _POSTED_S = 1.0
 """So long an abort lets a group of messages that is being posted end: closing a group over a freed communicator may crash."""
 _environment = threading.Lock()
@@ -152,15 +162,7 @@ class NcclLink(Link):
                 raise self._error(e) from e
 
     def finish(self, deadline: float) -> None:
-        """Polls, so that an abort and the deadline are seen whatever the device does."""
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self.device))
-        while not event.query():
-            if self._aborted.is_set():
-                raise Aborted("stopped here while bytes were moving", where=self.labels[self.rank])
-            if time.monotonic() > deadline:
-                raise DeadlineExceeded("the deadline passed while bytes were moving", where=self.labels[self.rank])
-            time.sleep(_POLL_S)
+        wait_for_stream(self.device, deadline, self.labels[self.rank], self._aborted.is_set)
 
     def abort(self, seconds: float = ABORT_S) -> None:
         self._aborted.set()

@@ -372,6 +372,7 @@ class Pull:
         self._stopped = False
         # Another priority is another channel to the device: behind a stream that waits for a word it would wait too.
         self._aside = torch.cuda.Stream(self.device, priority=-1)
+        self._abort.record_stream(self._aside)  # what stops a pull may land after it ended, and this was let go of
         self._gate = gate
         self._waves = [0] if gate is None else sorted(set(rows["wave"].tolist()))
         parts = [rows] if gate is None else [rows[rows["wave"] == w] for w in self._waves]
@@ -429,9 +430,11 @@ class Pull:
 
     def begin(self) -> None:
         """Launches the pull after what the caller's stream was given before. When it raises, call `finish` all the same."""
-        self._stopped = False
         self._began = time.perf_counter()
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        if self._stopped:  # what stopped the last one must not stop this one, which would end without its bytes and without an error
+            self._stream.wait_stream(self._aside)
+        self._stopped = False
         with torch.cuda.stream(self._stream):
             if self._gate is not None:  # before the first wait, or it would undo a stop
                 self._abort.zero_()

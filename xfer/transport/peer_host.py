@@ -24,6 +24,7 @@ import torch
 
 from xfer.errors import DeadlineExceeded, PeerLost, ProtocolError, RebindError, XferError
 from xfer.kernels.strided import moves
+from xfer.kernels.torch_impl import _check as check_rows
 from xfer.plan.program import ITEM, MAX_DIMS, Op, row_wire_bytes
 from xfer.transport import peer
 from xfer.transport.group import Aborted
@@ -128,6 +129,7 @@ class Pull:
         read_too: bool = False,  # makes no difference here
         summed: object = None,  # nor does this: sums are taken between the parts
     ):
+        check_rows(rows, "dst", roots, roots)  # the kernel would write wherever it is told to
         self._stopped, self._gate = False, gate
         self._roots = roots  # held: their addresses are in the tables
         self._parts: dict[int, list[_Call]] = {}  # by wave; one without a gate

@@ -23,7 +23,7 @@ from xfer.errors import Unsupported, XferError
 from xfer.kernels.checksum import Sums
 from xfer.plan.program import Op, Program, row_wire_bytes
 from xfer.transport import peer, peer_host
-from xfer.transport.group import ABORT_S, Link, open_group
+from xfer.transport.group import ABORT_S, Link, open_group, wait_for_stream
 from xfer.transport.p2p import P2P, TransferStats
 from xfer.transport.relay_place import Place
 
@@ -450,7 +450,7 @@ class NoLink(Link):
 
     def finish(self, deadline: float) -> None:
         if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()
+            wait_for_stream(self.device, deadline, self.labels[self.rank])
 
     def begin_broadcast(self, tensor, root: int, deadline: float):
         raise RuntimeError("there is no link between these ranks")
