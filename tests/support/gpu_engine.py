@@ -4,6 +4,7 @@
 {"do": "wrong", "config", "seed" | "folder"}  {"do": "scramble", "seed"}  {"do": "generate"}  {"do": "stop generating"}
 {"do": "digests"}  {"do": "layerwise"}  {"do": "noop", "times", "took_ms", "pause_ms"}  {"do": "memory"}  {"do": "state"}  {"do": "stop"}
 {"do": "force"}  {"do": "sleep", "level"}  {"do": "wake", "tags"}  {"do": "watch"}  {"do": "unwatch"}  {"do": "deaf"}
+{"do": "profile"}  {"do": "unprofile", "path"}
 {"do": "answer", "prompt", "tokens"}  {"do": "fly", "prompt", "tokens"}  {"do": "flown"}  {"do": "land"}
 """
 
@@ -211,6 +212,11 @@ def main() -> None:
                 emit("watching")
             elif do == "unwatch":
                 emit("watched", workers=llm.collective_rpc("xfer_unwatch"))
+            elif do == "profile":
+                llm.collective_rpc("xfer_profile")
+                emit("profiling")
+            elif do == "unprofile":
+                emit("profiled", workers=llm.collective_rpc("xfer_unprofile", args=(c["path"],)))
             elif do == "state":
                 error, lost = str(controller.error or ""), str(controller.lost or "")
                 emit("state", version=controller.version, error=error, lost=lost)

@@ -12,6 +12,7 @@ import time
 
 import torch
 
+from tests.support.gpu_profile import Profile
 from tests.support.gpu_values import names, value
 from tests.support.gpu_watch import Watch
 
@@ -111,6 +112,13 @@ class Probe:
 
     def xfer_unwatch(self):
         return self.xfer_watch_.end()
+
+    def xfer_profile(self):
+        self.xfer_profile_ = Profile(self.device)
+        self.xfer_profile_.begin()
+
+    def xfer_unprofile(self, path: str):
+        return self.xfer_profile_.end(path)
 
     def xfer_memory(self):
         """Bytes: of the device beside torch's allocator, and allocated by it."""

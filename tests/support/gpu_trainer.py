@@ -4,7 +4,8 @@
                                                             with "experts", those are dealt out whole
     {"do": "megatron", "folder", "layout", …}               real Megatron-Core through Bridge (RANK, WORLD_SIZE, … set)
     {"do": "connect", …} {"do": "set", "seed"} {"do": "step"} {"do": "refit", "times", …} {"do": "move"} {"do": "offload"}
-    {"do": "remake", "give_back"} {"do": "export", "folder"} {"do": "memory", "gpu"} {"do": "watch"} {"do": "unwatch"} {"do": "close"}
+    {"do": "remake", "give_back"} {"do": "export", "folder"} {"do": "memory", "gpu"} {"do": "watch"} {"do": "unwatch"}
+    {"do": "profile"} {"do": "unprofile", "path"} {"do": "close"}
 
 Which GPU: XFER_GPU (an index). Values of a seed are made on the device (gpu_values.py), so that both sides can make
 models of any size without a checkpoint.
@@ -25,6 +26,7 @@ torch.cuda.set_device(DEVICE)
 
 import torch.distributed as dist  # noqa: E402
 
+from tests.support.gpu_profile import Profile  # noqa: E402
 from tests.support.gpu_values import names, value  # noqa: E402
 from tests.support.gpu_watch import Watch  # noqa: E402
 from tests.support.proc import commands, emit  # noqa: E402
@@ -198,7 +200,7 @@ def main() -> None:
     import xfer
 
     model = refit = None
-    watch = Watch(DEVICE)
+    watch, profiled = Watch(DEVICE), Profile(DEVICE)
     emit("up")
     for c in commands():
         do = c.pop("do")
@@ -252,6 +254,11 @@ def main() -> None:
                 emit("watching")
             elif do == "unwatch":
                 emit("watched", **watch.end())
+            elif do == "profile":
+                profiled.begin()
+                emit("profiling")
+            elif do == "unprofile":
+                emit("profiled", **profiled.end(c["path"]))
             elif do == "close":
                 if refit is not None:
                     refit.close()
