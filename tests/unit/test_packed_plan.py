@@ -25,11 +25,11 @@ tensor_lists = st.lists(st.tuples(shapes, st.sampled_from(DTYPES)), min_size=1, 
 
 @st.composite
 def task_lists(draw) -> list[TaskSize]:
-    """Tasks of one or more tensors; some share a key."""
+    """Tasks of some tensors, or of none; some share a key."""
     found = draw(tensor_lists)
     tasks, i = [], 0
     while i < len(found):
-        n = draw(st.integers(1, 3))
+        n = draw(st.sampled_from([1, 2, 3, 0]))
         specs = tuple(TensorSpec(f"t{i + j}", s, d) for j, (s, d) in enumerate(found[i : i + n]))
         tasks.append(TaskSize(len(tasks), specs, draw(st.sampled_from([None, None, "a", "b"]))))
         i += n
@@ -130,9 +130,10 @@ def test_what_exports_in_lockstep_gather_keeps_every_pattern_of_bits(gpus_foreac
 def test_tasks_of_one_key_are_never_in_two_groups_and_no_group_is_empty(tasks, limit):
     plan = make_plan(tasks, limit)
     where = {position: i for i, g in enumerate(plan.groups) for position in g.positions}
-    assert sorted(where) == sorted(t.position for t in tasks if t.tensors)
-    for key in ("a", "b"):
-        assert len({where[t.position] for t in tasks if t.key == key}) <= 1
+    gives = {t.key for t in tasks if t.key and t.tensors}
+    assert sorted(where) == sorted(t.position for t in tasks if t.tensors or t.key in gives)
+    for key in gives:
+        assert len({where[t.position] for t in tasks if t.key == key}) == 1
     for group in plan.groups:
         units = {t.key or t.position for t in tasks if t.position in group.positions}
         size = sum(-(-wire.nbytes_of(t) // ALIGN) * ALIGN for t in group.tensors)
@@ -233,11 +234,22 @@ def test_the_good_request_is_good():
             dict(names=("a",), dtypes=("float32",), shapes=((2, 3),), sizes=(24,), offsets=(0,), nbytes=24),
             "b: is in no bucket",
         ),
+        (
+            dict(
+                names=("a", "b", "none", "none"),
+                dtypes=("float32", "bfloat16", "int8", "int8"),
+                shapes=((2, 3), (5,), (0,), (0,)),
+                sizes=(24, 10, 0, 0),
+                offsets=(0, 256, 266, 266),
+            ),
+            "none: its parts do not make up its 0 bytes exactly once",
+        ),
     ],
 )
 def test_every_kind_of_wrong_request_is_refused_before_a_byte_is_looked_at(change, words):
+    expected = EXPECTED | ({"none": TensorSpec("none", (0,), "int8")} if "none" in change.get("names", ()) else {})
     with pytest.raises(ProtocolError) as e:
-        wire.checked(Manifest((BucketRequest(**{**GOOD, **change}),), 512), EXPECTED)
+        wire.checked(Manifest((BucketRequest(**{**GOOD, **change}),), 512), expected)
     assert any(words in v for v in e.value.violations), e.value.violations
 
 

@@ -86,7 +86,7 @@ def make_plan(tasks: Iterable[TaskSize], limit: int = BUCKET_BYTES, *, packed: b
     """
     if limit < ALIGN:
         raise ValueError(f"a bucket of {limit} bytes: at least {ALIGN}")
-    units = _units([t for t in tasks if t.tensors or t.key is not None])
+    units = [unit for unit in _units(tasks) if any(task.tensors for task in unit)]
     _refuse(units)
     groups: list[list[TaskSize]] = []
     used = 0
@@ -100,7 +100,7 @@ def make_plan(tasks: Iterable[TaskSize], limit: int = BUCKET_BYTES, *, packed: b
     return BucketPlan(tuple(_group(g, limit, packed) for g in groups), limit, packed)
 
 
-def _units(tasks: Sequence[TaskSize]) -> list[list[TaskSize]]:
+def _units(tasks: Iterable[TaskSize]) -> list[list[TaskSize]]:
     units: list[list[TaskSize]] = []
     by_key: dict[Hashable, list[TaskSize]] = {}
     for task in sorted(tasks, key=lambda t: t.position):
