@@ -147,6 +147,10 @@ class PackedSource:
             self.built_s = time.perf_counter() - began
         return self.plan
 
+    def doubt(self) -> None:
+        """A gather failed here, perhaps of something that no look can see: the next one makes tasks and plan anew."""
+        self._stale = True
+
     def go_on(self, stop: bool) -> bool:
         """Between two groups: whether no rank has to stop. All ranks stop at the same group."""
         return not agree.any_rank(stop, self.plan.fingerprint, self.device)
