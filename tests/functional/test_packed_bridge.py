@@ -26,7 +26,7 @@ WIDE = [
     "qwen3-padded-vpp2",
 ]
 STALE = ["replaced"]
-STALE_WIDE = ["flipped", "lora", "offloaded", "applied", "empty"]
+STALE_WIDE = ["flipped", "lora", "offloaded", "applied", "empty", "regrouped"]
 
 
 def ran(tmp_path_factory, mode: str, world: int, names: list[str] = ()) -> Path:
@@ -167,6 +167,14 @@ def test_no_rank_has_the_right_weights_without_the_check(case, tmp_path):
 @pytest.mark.slow
 def test_a_module_whose_tensors_were_all_replaced(stale_wide):
     is_noticed(read(stale_wide, "applied"))
+
+
+@pytest.mark.slow
+def test_process_groups_that_were_made_again_are_those_that_tasks_use(stale_wide):
+    """Mappings keep the groups that were there when they were made; not a parameter has changed."""
+    ranks = read(stale_wide, "regrouped")
+    is_noticed(ranks)
+    assert all(x["state"] == "moved" and "is not registered" in x["without"][0] for x in ranks)
 
 
 @pytest.mark.slow

@@ -220,6 +220,19 @@ def flipped(trainer: Trainer) -> bool:
     return found
 
 
+def regrouped(trainer: Trainer) -> None:
+    """Megatron's process groups destroyed and made again, as frameworks do to free what NCCL holds while engines generate."""
+    from megatron.core import parallel_state
+
+    old = [parallel_state.get_pipeline_model_parallel_group(), parallel_state.get_tensor_model_parallel_group()]
+    trainer.close()
+    for group in old:
+        dist.destroy_process_group(group)
+    trainer._groups = megatron_cpu.parallel(pp=2)
+    trainer._groups.__enter__()
+    refilled(trainer, 0.5)
+
+
 def half(trainer: Trainer) -> None:
     for chunk in trainer.chunks:
         for module in chunk.modules():
@@ -241,7 +254,7 @@ def _swapped(folder: Path, change) -> dict:
         gathered(source)
         source.check()
         change(trainer)
-        without = wrong(gathered(source), trainer)  # nobody looked: tasks are kept
+        without = _outcome(source, trainer)  # nobody looked: tasks are kept
         state = source.check()
         if state == "changed":
             source.read()
@@ -249,7 +262,7 @@ def _swapped(folder: Path, change) -> dict:
         return dict(without=without, state=state, right=with_check, built=source.built)
 
 
-SWAPS = {"replaced": replaced, "applied": with_new_tensors}
+SWAPS = {"replaced": replaced, "applied": with_new_tensors, "regrouped": regrouped}
 
 
 def _offloaded(folder: Path) -> dict:
