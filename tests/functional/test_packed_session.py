@@ -230,6 +230,19 @@ def test_a_sender_that_exports_something_else_than_it_planned(other):
         torn(w, w.refit(2), e.PlanMismatch, "layers.1.w")
 
 
+def test_what_no_look_sees_costs_one_refit_as_tasks_are_made_anew_after_it():
+    """Something outside of all parameters has changed, of which kept tasks give the old: made anew, they would be right."""
+    with PackedWorld(trainers=2) as w:
+        good(w.refit(1))
+        kept = swapped("layers.1.w", lambda n, t: (n, t[:-1]))
+        w.knobs.exported = lambda n, t: kept(n, t) if w.streams[0].builds == 1 else (n, t)
+        for r in w.refit(2):
+            assert isinstance(r, e.PlanMismatch), r
+        good(w.refit(3))
+        right(w, 3)
+        assert [s.builds for s in w.streams] == [2, 2]
+
+
 def test_a_loader_that_does_not_know_a_name():
     def refuse(worker, name, tensor):
         if worker == 1 and name == "embed":

@@ -15,6 +15,7 @@ import json
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 from xfer.testing import megatron_cpu, toy
 
@@ -220,6 +221,19 @@ def flipped(trainer: Trainer) -> bool:
     return found
 
 
+def regrouped(trainer: Trainer) -> None:
+    """Megatron's process groups destroyed and made again, as frameworks do to free what NCCL holds while engines generate."""
+    from megatron.core import parallel_state
+
+    old = [parallel_state.get_pipeline_model_parallel_group(), parallel_state.get_tensor_model_parallel_group()]
+    trainer.close()
+    for group in old:
+        dist.destroy_process_group(group)
+    trainer._groups = megatron_cpu.parallel(pp=2)
+    trainer._groups.__enter__()
+    refilled(trainer, 0.5)
+
+
 def half(trainer: Trainer) -> None:
     for chunk in trainer.chunks:
         for module in chunk.modules():
@@ -241,7 +255,7 @@ def _swapped(folder: Path, change) -> dict:
         gathered(source)
         source.check()
         change(trainer)
-        without = wrong(gathered(source), trainer)  # nobody looked: tasks are kept
+        without = _outcome(source, trainer)  # nobody looked: tasks are kept
         state = source.check()
         if state == "changed":
             source.read()
@@ -249,7 +263,7 @@ def _swapped(folder: Path, change) -> dict:
         return dict(without=without, state=state, right=with_check, built=source.built)
 
 
-SWAPS = {"replaced": replaced, "applied": with_new_tensors}
+SWAPS = {"replaced": replaced, "applied": with_new_tensors, "regrouped": regrouped}
 
 
 def _offloaded(folder: Path) -> dict:
@@ -350,6 +364,27 @@ def _outcome(source: PackedSource, trainer: Trainer) -> list[str]:
         return [f"{type(e).__name__}: {e}"[:200]]
 
 
+def ran_short(source: PackedSource) -> str:
+    """A gather in which trainer 0 has no memory to stack the last of the experts that Bridge has kept for a tensor."""
+    real, failed = torch.cat, []
+
+    def cat(*args, **kwargs):
+        if sys._getframe(1).f_globals["__name__"].endswith("gpt_oss_bridge") and not failed and dist.get_rank() == 0:
+            failed.append(1)
+            raise torch.OutOfMemoryError("tried to allocate")
+        return real(*args, **kwargs)
+
+    with mock.patch.object(torch, "cat", cat):
+        try:
+            gathered(source)
+        except (torch.OutOfMemoryError, RuntimeError) as e:
+            return str(e)
+        finally:
+            if failed:
+                source.go_on(True)
+    return ""
+
+
 def fused(folder: Path) -> None:
     from xfer.testing.te_everywhere import import_bridge
 
@@ -375,6 +410,9 @@ def fused(folder: Path) -> None:
         refilled(trainer, 0.5)
         got = wrong(gathered(source), trainer)
         again = wrong(gathered(source), trainer)
+        short = ran_short(source)
+        refilled(trainer, 0.5)
+        after = wrong(gathered(source), trainer)
         alone = wrong(gathered(made(trainer, together=False)), trainer)
         units = [g.positions for g in source.plan.groups]
         tasks = [t for t in source.stream._by_position.values() if t.key is not None]
@@ -384,7 +422,8 @@ def fused(folder: Path) -> None:
         told(
             folder / "fused.json",
             dict(
-                wrong=got, again=again, alone=alone, keys=len({t.key for t in tasks}), together=together, groups=len(units),
+                wrong=got, again=again, short=short, after=after, alone=alone,
+                keys=len({t.key for t in tasks}), together=together, groups=len(units),
                 silent=sum(not t.tensors for t in tasks), collectives=source.stream.collectives,
             ),
         )  # fmt: skip

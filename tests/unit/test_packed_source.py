@@ -100,3 +100,28 @@ def test_what_is_replaced_at_any_moment_of_a_gather_is_what_the_next_one_sends(m
     built = source.built
     source.begin()
     assert source.built == built, "and is then kept"
+
+
+@pytest.mark.parametrize("ends", ["raises", "is left", "comes to its end"])
+def test_what_a_framework_has_kept_of_a_gather_that_did_not_end_is_in_no_other(monkeypatch, ends):
+    """As Bridge stacks experts: one that failed with all of them there left them, and the next gather took them for its own."""
+    stream = Kept()
+    source = PackedSource(stream, 1 << 20)
+    source.read()
+    plan = source.begin()
+
+    def tensors(group):
+        yield SPEC.name, stream.task
+        if ends == "raises":
+            raise torch.OutOfMemoryError("tried to allocate")
+
+    monkeypatch.setattr(stream, "tensors", tensors)
+    some = source.tensors(plan.groups[0])
+    try:
+        for _ in some:
+            if ends == "is left":
+                some.close()
+    except torch.OutOfMemoryError:
+        pass
+    source.begin()
+    assert source.built == (1 if ends == "comes to its end" else 2)

@@ -391,6 +391,20 @@ def test_a_module_that_has_lost_a_tensor_is_another_layout_and_one_without_bytes
         trainer.read()
 
 
+@pytest.mark.parametrize("given", ["module", "callable"])
+def test_a_tensor_that_was_emptied_is_offloaded_and_no_tensor_of_another_shape(given):
+    net = Net(4, 2, torch.float32, False)
+    trainer = TensorTrainer(net if given == "module" else lambda: dict(net.named_parameters()))
+    trainer.read()
+    kept, net.a.weight.data = net.a.weight.data, torch.empty(0)
+    for _ in range(2):
+        with pytest.raises(RebindError, match="cannot be read") as e:
+            trainer.check()
+        assert e.value.violations == ("a.weight: has no bytes (offloaded?): bring the parameters back before the refit",)
+    net.a.weight.data = kept.clone()
+    assert trainer.check() == "moved"
+
+
 def test_a_tensor_that_is_given_for_the_first_time_is_seen_whoever_looked_before():
     tensors = {"w": torch.zeros(3)}
     trainer = TensorTrainer(lambda: dict(tensors))

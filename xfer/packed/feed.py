@@ -175,6 +175,10 @@ class Feed:
                 self._news.notify_all()
 
     def _fail(self, e: BaseException) -> None:
+        self._source.doubt()
+        self._stop(e)
+
+    def _stop(self, e: BaseException) -> None:
         with self._news:
             self._error = self._error or e
             self._news.notify_all()
@@ -183,7 +187,7 @@ class Feed:
         """Another rank has failed, or all replicas have. What it is comes by the hub; this rank only speaks if it does not."""
         if self._error is None:
             self._patience = time.monotonic() + PATIENCE_S
-            self._fail(PeerLost("another trainer rank stopped gathering and has not said why", where=self._label))
+            self._stop(PeerLost("another trainer rank stopped gathering and has not said why", where=self._label))
 
     def _gather(self) -> None:
         source = self._source

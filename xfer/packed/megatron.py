@@ -3,7 +3,7 @@
 Bridge's tasks and mappings remember parameter objects, dtypes and shapes of all pipeline stages, and nobody clears that;
 when a framework replaces a parameter, flips a dtype or offloads, kept tasks give wrong weights without a word. So they are
 kept only while nothing has changed: `check` compares every parameter object, address, dtype, shape, stride and the module
-tree with what the tasks were made from, `build` makes new ones on all ranks.
+tree with what the tasks were made from, and Megatron's process groups, which mappings keep too; `build` makes new ones on all ranks.
 
 What each task exports is read on twins without bytes (bridge_export.py), so buckets can be planned before, or without,
 an export. Not here: which tasks form a bucket (plan.py), the copying (buffer.py).
@@ -12,6 +12,7 @@ an export. Not here: which tasks form a bucket (plan.py), the copying (buffer.py
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from operator import is_
 from unittest import mock
 
 import torch
@@ -62,6 +63,7 @@ class BridgeStream:
         self._model_bridge = None
         self._tasks: list = []
         self._adapters: dict[str, list] = {}
+        self._groups: list[object] = []  # that mappings of these tasks hold
         self.collectives = 0  # of the framework, in the last group
 
     def drain(self) -> None:
@@ -115,6 +117,9 @@ class BridgeStream:
         state = self._slots.check()
         if state == "moved":
             self._slots.bind()  # from here on this is what later checks compare with
+        groups, self._groups = self._groups, _groups() if self._groups else []
+        if state == "same" and not all(map(is_, groups, self._groups)):
+            state = "moved"  # old ones may have been destroyed, and kept tasks would fail in every refit
         return state if self._scales.hold() else "changed"
 
     # ---- with all ranks
@@ -127,6 +132,7 @@ class BridgeStream:
         t = self.trainer
         bridge, (names, _) = model_bridge_of(t.bridge), t._checkpoint()
         forget_names(bridge)
+        self._groups = _groups()  # before mappings look: what is replaced meanwhile is seen later
         self._tasks = bridge.build_conversion_tasks(names, list(t.chunks))
         make = getattr(bridge, "build_adapter_conversion_tasks", None)  # Bridge before it knew adapters has none
         self._adapters = make(list(t.chunks)) if make is not None else {}
@@ -192,6 +198,21 @@ class BridgeStream:
             list(self.trainer.chunks), self._names, cpu=False, show_progress=False, conversion_tasks=tasks
         )
         return ((name, tensor.detach()) for name, tensor in stream)
+
+
+def _groups() -> list[object]:
+    """What Bridge's mappings take from Megatron when they are made. RebindError while there are none: frameworks destroy them to
+    free what NCCL holds."""
+    from megatron.core import parallel_state
+
+    if not parallel_state.is_initialized():
+        raise RebindError("Megatron's process groups are not there", ["initialize_model_parallel() on all ranks before the refit"])
+    return [
+        parallel_state.get_pipeline_model_parallel_group(),
+        parallel_state.get_expert_model_parallel_group(),
+        parallel_state.get_tensor_model_parallel_group(),
+        parallel_state.get_expert_tensor_parallel_group(),
+    ]
 
 
 def _refuse_empty(slots: Iterable[Slot]) -> None:

@@ -147,12 +147,24 @@ class PackedSource:
             self.built_s = time.perf_counter() - began
         return self.plan
 
+    def doubt(self) -> None:
+        """A gather failed here, perhaps of something that no look can see: the next one makes tasks and plan anew."""
+        self._stale = True
+
     def go_on(self, stop: bool) -> bool:
         """Between two groups: whether no rank has to stop. All ranks stop at the same group."""
         return not agree.any_rank(stop, self.plan.fingerprint, self.device)
 
     def tensors(self, group: Group) -> Iterator[tuple[str, torch.Tensor]]:
-        return self.stream.tensors(group)
+        """Where it does not come to its end, the framework may have kept a part of the group, which must not get into the next gather
+        (Bridge: experts that wait to be stacked)."""
+        whole = False
+        try:
+            yield from self.stream.tensors(group)
+            whole = True
+        finally:
+            if not whole:
+                self.doubt()
 
     def prepare(self, buffer: Callable[[int, Message], torch.Tensor] | None) -> None:
         """See WritingStream; once per gather, before its first message."""

@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, repeat
+from math import prod
 from operator import gt, is_
 
 import torch
@@ -209,13 +210,18 @@ class Slots:
         return Binding(places, tuple(roots), tensors), kind(places, tuple(roots), contents, storages, devices)
 
     def _refuse_absent(self) -> None:
-        was_on = self._known.devices if self._known else {}
+        was_on, was = (self._known.devices, self._known.places) if self._known else ({}, {})
         bad = []
         for slot in self.slots:
             t = local(slot.get())
             if t is None:
                 bad.append(f"{slot.name}: no longer in its module")
-            elif not self._empty and (t.device.type == "meta" or (t.numel() and not t.untyped_storage().nbytes())):
+            elif not self._empty and (
+                t.device.type == "meta"
+                or (t.numel() and not t.untyped_storage().nbytes())
+                # Offloaders also set `data` to an empty tensor. A part of a DTensor may well have none in another layout.
+                or (not slot.get().numel() and slot.name in was and prod(was[slot.name].shape))
+            ):
                 bad.append(f"{slot.name}: has no bytes (offloaded?): bring the parameters back before the refit")
             elif was_on.get(slot.name, t.device) != t.device:
                 bad.append(f"{slot.name}: moved from {was_on[slot.name]} to {t.device}: bring it back before the refit")
