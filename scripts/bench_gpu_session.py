@@ -5,7 +5,8 @@
 
 Engines (vLLM's AsyncLLM, or with --offline its LLM), --replicas of them, on the first --tp GPUs each, trainers on the next (on the
 engines' own where there are no more, as on one GPU), as many ranks as engine workers or --ranks. 30b: Qwen3-30B-A3B, whose trainers
-hold their share of the experts whole (EP) and all else cut (TP). Prints the three clocks of session/report.py (transfer, outage,
+hold their share of the experts whole (EP) and all else cut (TP). Prints what copy engines take for the same bytes between the same
+GPUs before anything else is there (bench_gpu_floor.py), the three clocks of session/report.py (transfer, outage,
 call), vLLM's own round trips with a call that does nothing in place of the update, the cost of verification, and device memory by
 cudaMemGetInfo around everything that xfer opens. Before and after the timed refits every byte of the engines is compared with what
 vLLM's own loader makes of the same weights (or, for Megatron, of Bridge's export).
@@ -26,6 +27,7 @@ import json
 import os
 import platform
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -65,6 +67,7 @@ class Bench:
         self.args = args
         family, override = MODELS[args.model]
         self.experts = "num_experts" in override
+        self.tp = 1 if args.trainers == "one" else args.tp
         if args.layers:
             override = {**override, "num_hidden_layers": args.layers}
         self.config = config(family, **override) if args.model == "toy" else toy.config(family, **override)
@@ -98,9 +101,31 @@ class Bench:
         ):
             if k in reports[0]["scalars"]:
                 self.say(f"{name}, {k} ms", middle([1e3 * r["scalars"][k] for r in reports]))
-        self.say(f"{name}, bytes", int(reports[0]["scalars"]["bytes"]))
+        nbytes = int(reports[0]["scalars"]["bytes"])
+        self.say(f"{name}, bytes", nbytes)
+        if gbps := self.raw.get("floor", {}).get("gbps"):
+            self.say(f"{name}, copy engines for its bytes, ms", f"{nbytes / self.workers(reports[0]) / gbps / 1e6:.2f}")
         self.say(f"{name}, routes", reports[-1]["routes"])
         return reports
+
+    def workers(self, report: dict) -> int:
+        """Among which a refit's bytes are shared."""
+        return int(report["scalars"]["committed"]) * self.tp
+
+    def floor(self, sources: list[int], takers: list[int]) -> None:
+        """In a process of its own, whose memory is gone when it ends."""
+        with tempfile.NamedTemporaryFile(suffix=".json") as out:
+            ran = subprocess.run(
+                [
+                    *(sys.executable, str(Path(__file__).with_name("bench_gpu_floor.py")), "--out", out.name),
+                    *("--sources", *map(str, sources), "--takers", *map(str, takers)),
+                ],
+                capture_output=True, text=True, timeout=120,
+            )  # fmt: skip
+            if ran.returncode:
+                return self.say("copy engines: failed", ran.stderr.strip()[-300:])
+            self.raw["floor"] = json.loads(Path(out.name).read_text())
+        self.say("copy engines, GB/s per worker", f"{self.raw['floor']['gbps']:.1f}, GPUs {sources} -> {takers}")
 
     def judge(self, engine, **what) -> None:
         wrong = engine.ask("wrong", "judged", timeout=300, **what)
@@ -123,7 +148,10 @@ class Bench:
         ):
             try:
                 if args.trainers == "one":
+                    self.floor([torch.cuda.device_count() - 1], [0])
                     return self.one(job)
+                if args.trainers in ("plain", "megatron"):
+                    self.floor(self.trainers_on(), sum(self.places(), []))
                 engines = [
                     job.engine(f"engine{i}", on, eager=args.eager, asynchronous=not args.offline)
                     for i, on in enumerate(self.places())
@@ -290,7 +318,7 @@ class Bench:
         self.judge(engine, folder=str(out))
 
 
-def main() -> None:
+def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--model", choices=sorted(MODELS), default="4b")
     p.add_argument("--trainers", choices=["plain", "megatron", "nothing", "packed", "mapped", "one"], default="plain")
@@ -303,11 +331,18 @@ def main() -> None:
     p.add_argument("--offline", action="store_true", help="vLLM's LLM, which makes one call after another")
     p.add_argument("--work", default="", help="where checkpoints and logs go")
     p.add_argument("--out", default="")
+    return p
+
+
+def main() -> None:
+    p = parser()
     args = p.parse_args()
     if args.trainers == "megatron" and (args.replicas > 1 or args.model == "30b" or args.ranks):
         p.error("--trainers megatron is of one dense engine, with as many ranks")
     if args.trainers in ("one", "packed", "mapped", "nothing") and args.model == "30b":
         p.error("--model 30b goes with --trainers plain")
+    if args.trainers == "one" and torch.cuda.device_count() < 2:
+        p.error("--trainers one wants two GPUs")
     import triton
     import vllm
 

@@ -1,0 +1,311 @@
+"""The goals for GPUs beside what was measured: which are met, by how much, and what was not run.
+
+    python scripts/gpu_goals.py docs/results/*.json             # of results that are there
+    python scripts/gpu_goals.py --run DIR [--minutes 9]         # runs what these GPUs can show, then the same; call it again to go on
+    python scripts/gpu_goals.py --list                          # the commands that --run would run on this machine
+
+Files are what bench_gpu.py, bench_gpu_session.py, bench_packed_gpu.py and bench_layerwise_gpu.py write with --out, or several of
+those under names of their own. Of several results of one goal the last file's is shown; all of them with --all.
+--run begins no step that would not end in time, and none whose file is in DIR already; the session and packed ones need vLLM.
+Exit code 1: a goal is missed. Measures nothing itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE))
+sys.path.insert(0, str(HERE.parent))
+
+
+@dataclass(frozen=True)
+class Judged:
+    """`ours` is to be at most `limit`, or at least where `least`; `how` tells the figures that both were made of."""
+
+    goal: str
+    ours: float
+    limit: float
+    how: str
+    least: bool = False
+
+    @property
+    def met(self) -> bool:
+        return self.ours >= self.limit if self.least else self.ours <= self.limit
+
+    def line(self, where: str) -> str:
+        sign, verdict = (">=", "<=")[not self.least], "met" if self.met else "**missed**"
+        return f"| {self.goal} | {self.ours:.5g} | {sign} {self.limit:.5g} | {verdict} | {self.how} | {where} |"
+
+
+# ---- what is to be reached, by the kind of result
+
+PEER_MS = {"4b": 12.0, "30b": 84.0, "replicas": 168.0, "30b-4+4": 43.0}
+"""By case of bench_gpu_cases.py. What whole refits are to reach, too: see SESSION_MS."""
+WITHIN_A_TENTH = ("colocated", "30b-colocated2", "colocated8", "30b-ep2tp2", "30b-ep4", "30b-pp2ep2", "235b")
+"""Of the floor of the same run."""
+SESSION_MS = {("4b", 2, 1): 12.0, ("30b", 2, 1): 84.0, ("30b", 1, 2): 168.0}
+"""By model, TP of an engine and replicas, where trainers have GPUs of their own: the transfer clock."""
+REFITS = ("refit", "verified", "zero bytes", "one replica", "in a row")
+MIB = float(1 << 20)
+
+
+def transport(found: dict) -> Iterator[Judged]:
+    """Of bench_gpu.py: the data plane alone."""
+    for case in found["cases"]:
+        if "ms" not in case:
+            continue
+        name, ms = case["case"], {k: statistics.median(v) for k, v in case["ms"].items()}
+        floor, peer, what = ms.get("floor"), ms.get("peer"), f"data plane, {name}"
+        yield Judged(f"{what}: wrong elements", sum(case["wrong"].values()), 0, f"{len(case['wrong'])} ways compared")
+        if name in PEER_MS:
+            yield Judged(f"{what}: peer, ms", peer, PEER_MS[name], f"floor {floor:.2f}")
+        if name in WITHIN_A_TENTH:
+            yield Judged(f"{what}: peer / floor", peer / floor, 1.1, f"{peer:.2f} / {floor:.2f} ms")
+        if "p2p" in ms and "nccl" in ms:
+            how = f"{ms['nccl']:.2f} / {ms['p2p']:.2f} ms"
+            yield Judged(f"{what}: p2p, of NCCL's rate", ms["nccl"] / ms["p2p"], 0.85, how, True)
+        rows = {k: v for k, v in ms.items() if k.startswith("relay")}
+        if rows and "one taker pulls" in ms:
+            best, one = min(rows, key=rows.get), ms["one taker pulls"]
+            how = f"{rows[best]:.2f} ({best}) / {one:.2f} ms"
+            yield Judged(f"{what}: row / one copy out", rows[best] / one, 1.15, how)
+        if (extra := case.get("extra_bytes", {}).get("p2p")) is not None:
+            yield Judged(f"{what}: memory of p2p, MiB", extra / MIB, 512.0, "beside NCCL's own")
+
+
+def session(found: dict) -> Iterator[Judged]:
+    """Of bench_gpu_session.py: whole refits of a real vLLM."""
+    import bench_gpu_session
+
+    meta, raw = found["meta"], found["raw"]
+    a = bench_gpu_session.parser().parse_args(shlex.split(meta["command"])[2:])
+    if a.layers or a.model == "toy" and a.trainers != "nothing":
+        return  # of another size than the goals are for
+    workers = (a.tp if a.trainers != "one" else 1) * a.replicas
+    apart = meta["gpus"] >= workers + (a.ranks or workers)
+    what = f"{a.model}, {a.trainers}, TP{a.tp}" + (f" x {a.replicas}" if a.replicas > 1 else "")
+    what += "" if apart else f", on {meta['gpus']} GPU" + "s" * (meta["gpus"] > 1)
+    # The first day's script wrote something else.
+    mid = {name: _clocks(raw[name]) for name in REFITS if isinstance(raw.get(name), list)}
+    floor = _floor(raw, "refit", workers)
+    compared = [text for name, text in found["rows"] if name == "every byte compared"]
+    if compared:
+        wrong = sum("wrong: none" not in text for text in compared)
+        yield Judged(f"{what}: comparisons of every byte that failed", wrong, 0, f"of {len(compared)}")
+    if (plain := mid.get("refit")) is not None:
+        beside = f"floor {floor:.2f}" if floor else "no floor in this run"
+        if apart and (limit := SESSION_MS.get((a.model, a.tp, a.replicas))):
+            yield Judged(f"{what}: transfer, ms", plain["transfer_s"], limit, beside)
+        elif floor:
+            how = f"{plain['transfer_s']:.2f} / {floor:.2f} ms"
+            yield Judged(f"{what}: transfer / floor", plain["transfer_s"] / floor, 1.1, how)
+        if checked := mid.get("verified"):
+            how = f"{checked['transfer_s']:.2f} / {plain['transfer_s']:.2f} ms"
+            more = checked["transfer_s"] / plain["transfer_s"]
+            yield Judged(f"{what}: verified / plain transfer", more, 1.1 if apart else 1.25, how)
+        noop = raw.get("no-op backend, as long and as often as a refit")
+        if noop:
+            trips = statistics.median(r["all"] for r in noop)
+            how = f"vLLM's round trips {trips:.2f} + transfer {plain['transfer_s']:.2f} + 0.5"
+            yield Judged(f"{what}: outage, ms", plain["outage_s"], trips + plain["transfer_s"] + 0.5, how)
+    if zero := mid.get("zero bytes"):
+        yield Judged(f"{what}: zero bytes, armed to decided, ms", zero["transfer_s"], 0.5, "transfer clock")
+    if "in a row" in mid and "one replica" in mid:
+        row, one = (mid[k]["transfer_s"] for k in ("in a row", "one replica"))
+        replicas = max(2, meta["gpus"] - 1)
+        yield Judged(f"{what}: {replicas} replicas in a row / one", row / one, 1.15, f"{row:.2f} / {one:.2f} ms")
+
+
+def _clocks(rows: list[dict]) -> dict[str, float]:
+    """Milliseconds by the clocks of session/report.py, medians."""
+    return {k: statistics.median(1e3 * r["scalars"][k] for r in rows) for k in ("transfer_s", "outage_s", "call_s")}
+
+
+def _floor(raw: dict, name: str, workers: int) -> float | None:
+    """Milliseconds of copy engines for the bytes of one worker."""
+    if "floor" not in raw or name not in raw:
+        return None
+    return raw[name][0]["scalars"]["bytes"] / workers / raw["floor"]["gbps"] / 1e6
+
+
+def packed(found: dict) -> Iterator[Judged]:
+    """Of bench_packed_gpu.py: whole tensors in buckets."""
+    from bench_packed_ranks import FLAT, PACKED, RAW
+
+    bucket = found["meta"]["bucket"]
+    for case in found["cases"]:
+        rows = {r["way"]: r for r in case["rows"] if r.get("ms")}
+        ms = {way: statistics.median(r["ms"]) for way, r in rows.items()}
+        compared = [r["wrong"] for r in rows.values() if r["wrong"] is not None]
+        yield Judged(f"packed, {case['case']}: wrong elements", sum(compared), 0, f"{len(compared)} ways compared")
+        fast, what = FLAT if case["case"] == "colocated" else PACKED, f"packed, {case['case']}"
+        if fast not in ms:
+            continue
+        if "one by one" in ms:
+            how = f"{ms['one by one']:.1f} / {ms[fast]:.1f} ms"
+            yield Judged(f"{what}: one by one / {fast}", ms["one by one"] / ms[fast], 8.0, how, True)
+        if RAW in ms:
+            how = f"{ms[RAW]:.1f} / {ms[fast]:.1f} ms"
+            yield Judged(f"{what}: of NCCL's broadcast rate", ms[RAW] / ms[fast], 0.9, how, True)
+        yield Judged(f"{what}: memory, buckets", max(rows[fast]["extra_bytes"]) / bucket, 2.0, "largest rank")
+
+
+def layerwise(found: list[dict]) -> Iterator[Judged]:
+    """Of bench_layerwise_gpu.py: gathers that run while the next forward does."""
+    from bench_layerwise_results import HIDDEN_GOAL, WIRE_GOAL, wire_ratio
+
+    for r in found:
+        what = f"layer-wise, {r['ranks']} ranks"
+        for x in r.get("exact", ()):
+            how = f"{x['steps']} steps, {len(x['ways'])} ways"
+            yield Judged(f"{what}: {x['model']}, ways that differ", float(len(x["differ"])), 0.0, how)
+        ours = {part: r[part] for part in ("overlap", "pull") if part in r}
+        hidden = {(part, way): share for part, x in ours.items() for way, share in x["hidden"].items()}
+        if hidden:
+            part, way = max(hidden, key=hidden.get)
+            x = ours[part]["exposed_ms"]
+            how = f"{part}, {way}: {x[way]:.2f} of {x['blocking']:.2f} ms lie bare"
+            yield Judged(f"{what}: hidden", hidden[part, way], HIDDEN_GOAL, how, True)
+        for part in ("overlap", "pull", "skew"):
+            if part in r and any(r[part]["lacked"]):
+                yield Judged(f"{what}: bytes planned / lacked, {part}", wire_ratio(r[part]), WIRE_GOAL, "largest rank")
+
+
+def results(found: object) -> Iterator[tuple[str, dict | list]]:
+    """(its name in the file, one bench's result) of whatever nests those."""
+    if isinstance(found, list) and found and isinstance(found[0], dict) and "ranks" in found[0]:
+        yield "", found
+    elif isinstance(found, dict) and "meta" in found and ("cases" in found or "raw" in found):
+        yield "", found
+    elif isinstance(found, dict | list):
+        for name, inner in found.items() if isinstance(found, dict) else enumerate(found):
+            for below, result in results(inner):
+                yield f"{name}: {below}".rstrip(": ") if below else str(name), result
+
+
+def judged(result: dict | list) -> list[Judged]:
+    if isinstance(result, list):
+        return list(layerwise(result))
+    if "raw" in result:
+        return list(session(result))
+    return list((packed if "bucket" in result["meta"] else transport)(result))
+
+
+# ---- running them
+
+
+@dataclass(frozen=True)
+class Step:
+    """`gpus`: the least that it needs; `most`: with more, a larger one shows it. `seconds`: what it may take, engines' starts in it."""
+
+    name: str
+    gpus: int
+    seconds: int
+    command: str
+    most: int = 64
+
+
+STEPS = (
+    Step("session4b", 4, 220, "bench_gpu_session.py --tp 2 --repeats 10"),
+    Step("session30b", 4, 280, "bench_gpu_session.py --model 30b --tp 2 --repeats 10"),
+    Step("replicas30b", 4, 280, "bench_gpu_session.py --model 30b --tp 1 --replicas 2 --repeats 10"),
+    Step("colocated30b", 4, 280, "bench_gpu_session.py --model 30b --tp 4 --repeats 10", most=4),
+    Step("row", 2, 240, "bench_gpu_session.py --tp 1 --trainers one --eager --repeats 10"),
+    Step("transport", 4, 420, "bench_gpu.py --repeats 10", most=4),
+    Step("transport8", 8, 560, "bench_gpu.py --repeats 10"),
+    Step("packed", 4, 290, "bench_packed_gpu.py --seconds 235"),
+    Step("layerwise", 4, 260, "bench_layerwise_gpu.py --ranks 4 --parts overlap pull exact megatron", most=4),
+    Step("layerwise8", 8, 260, "bench_layerwise_gpu.py --ranks 8 --parts overlap pull exact megatron"),
+    Step("zero", 1, 120, "bench_gpu_session.py --tp 1 --model toy --eager --trainers nothing --repeats 30"),
+    Step("pair", 2, 200, "bench_gpu_session.py --tp 1 --repeats 10", most=3),
+    Step("transport2", 2, 300, "bench_gpu.py --repeats 10", most=3),
+    Step("layerwise2", 2, 200, "bench_layerwise_gpu.py --ranks 2 --parts overlap pull exact", most=3),
+    Step("one", 1, 200, "bench_gpu_session.py --tp 1 --trainers plain --repeats 10", most=1),
+)
+"""In this order: what no other run shows comes first."""
+
+
+def fitting(gpus: int) -> list[Step]:
+    return [s for s in STEPS if s.gpus <= gpus <= s.most]
+
+
+def run(folder: Path, gpus: int, minutes: float) -> list[str]:
+    """Names of steps that were not run for want of time."""
+    folder.mkdir(parents=True, exist_ok=True)
+    left, ends = [], time.monotonic() + 60 * minutes
+    for step in fitting(gpus):
+        out = folder / f"{step.name}.json"
+        if out.exists():
+            continue
+        if time.monotonic() + step.seconds > ends:
+            left.append(step.name)
+            continue
+        command = [sys.executable, *_script(step), "--out", str(out)]
+        print("+ " + shlex.join(command), flush=True)
+        with open(folder / f"{step.name}.log", "w") as log:
+            try:
+                code = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, timeout=step.seconds).returncode
+            except subprocess.TimeoutExpired:
+                code = f"none within its {step.seconds} s"
+        if code:
+            print(f"{step.name}: exit code {code}; the end of its log:")
+            print("\n".join((folder / f"{step.name}.log").read_text(errors="replace").splitlines()[-15:]), flush=True)
+    return left
+
+
+def _script(step: Step) -> list[str]:
+    name, *args = shlex.split(step.command)
+    return [str(HERE / name), *args]
+
+
+def main() -> int:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("files", nargs="*", type=Path, help="JSON")
+    p.add_argument("--run", type=Path, metavar="DIR", help="where results and logs go")
+    p.add_argument("--minutes", type=float, default=9.0, help="for all of this --run")
+    p.add_argument("--gpus", type=int, default=None, help="as if there were so many; else as many as there are")
+    p.add_argument("--all", action="store_true", help="every result of a goal, not the last only")
+    p.add_argument("--list", action="store_true")
+    a = p.parse_args()
+    if not (a.files or a.run or a.list):
+        p.error("give it results, or --run DIR")
+    if a.run or a.list:
+        import torch
+
+        gpus = torch.cuda.device_count() if a.gpus is None else a.gpus
+        if a.list:
+            print("\n".join(f"{s.name:14} {s.seconds:4} s  python scripts/{s.command}" for s in fitting(gpus)))
+            return 0
+        if not gpus:
+            p.error("there is no GPU")
+        os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # what it needs is not to be had on every host
+        left = run(a.run, gpus, a.minutes)
+        if left:
+            print(f"not run, there was no time: {', '.join(left)}; the same command again runs these")
+        a.files += sorted(a.run.glob("*.json"))
+    rows = [
+        (j, f"{path.name}{', ' + name if name else ''}")
+        for path in a.files
+        for name, result in results(json.loads(path.read_text()))
+        for j in judged(result)
+    ]
+    if not a.all:
+        rows = list({j.goal: (j, where) for j, where in rows}.values())
+    print("\n| goal | measured | asked | | figures | result |\n|---|---|---|---|---|---|")
+    print("\n".join(j.line(where) for j, where in sorted(rows, key=lambda row: row[0].goal.partition(":")[0])))
+    return int(any(not j.met for j, _ in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
