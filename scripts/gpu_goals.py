@@ -6,7 +6,8 @@
 
 Files are what bench_gpu.py, bench_gpu_session.py, bench_packed_gpu.py and bench_layerwise_gpu.py write with --out, or several of
 those under names of their own. Of several results of one goal the last file's is shown; all of them with --all.
---run begins no step that would not end in time, and none whose file is in DIR already; the session and packed ones need vLLM.
+--run begins no step that would not end in time, and none whose file is in DIR already, but for NAME.part.json, which is of one that
+failed; the session and packed ones need vLLM.
 Exit code 1: a goal is missed. Measures nothing itself.
 """
 
@@ -16,6 +17,7 @@ import argparse
 import json
 import os
 import shlex
+import signal
 import statistics
 import subprocess
 import sys
@@ -234,6 +236,8 @@ STEPS = (
     Step("one", 1, 200, "bench_gpu_session.py --tp 1 --trainers plain --repeats 10", most=1),
 )
 """In this order: what no other run shows comes first."""
+ENDING_S = 20.0
+"""For an interrupted one to end its engines."""
 
 
 def fitting(gpus: int) -> list[Step]:
@@ -248,20 +252,34 @@ def run(folder: Path, gpus: int, minutes: float) -> list[str]:
         out = folder / f"{step.name}.json"
         if out.exists():
             continue
-        if time.monotonic() + step.seconds > ends:
+        if time.monotonic() + step.seconds + ENDING_S > ends:
             left.append(step.name)
             continue
         command = [sys.executable, *_script(step), "--out", str(out)]
         print("+ " + shlex.join(command), flush=True)
         with open(folder / f"{step.name}.log", "w") as log:
-            try:
-                code = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, timeout=step.seconds).returncode
-            except subprocess.TimeoutExpired:
-                code = f"none within its {step.seconds} s"
-        if code:
-            print(f"{step.name}: exit code {code}; the end of its log:")
+            ended = _ended(subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT), step.seconds)
+        if ended:
+            print(f"{step.name}: {ended}; the end of its log:")
             print("\n".join((folder / f"{step.name}.log").read_text(errors="replace").splitlines()[-15:]), flush=True)
+            if out.exists():  # what it wrote by then is judged, and the whole run again next time
+                out.rename(folder / f"{step.name}.part.json")
     return left
+
+
+def _ended(bench: subprocess.Popen, seconds: float) -> str:
+    """Empty: as it should. What runs on is interrupted, so that it ends its own processes, before it is killed."""
+    try:
+        code = bench.wait(seconds)
+        return f"exit code {code}" if code else ""
+    except subprocess.TimeoutExpired:
+        bench.send_signal(signal.SIGINT)
+    try:
+        bench.wait(ENDING_S)
+    except subprocess.TimeoutExpired:
+        bench.kill()
+        bench.wait()
+    return f"not over after {seconds:g} s"
 
 
 def _script(step: Step) -> list[str]:

@@ -136,21 +136,27 @@ def test_a_run_goes_on_where_the_last_one_stopped_and_begins_nothing_that_cannot
     script = tmp_path / "scripts" / "bench.py"
     script.parent.mkdir()
     script.write_text(
-        "import sys\nif sys.argv[1] == 'bad': raise SystemExit('no such GPU')\nopen(sys.argv[-1], 'w').write('{}')\n"
+        "import os, sys, time\n"
+        "what, out = sys.argv[1], sys.argv[-1]\n"
+        "if what == 'bad': raise SystemExit('no such GPU')\n"
+        "open(out, 'w').write('{}')\n"
+        "again = os.path.exists(out.replace('.json', '.part.json'))\n"
+        "try: time.sleep(60 if what == 'stuck' and not again else 0)\n"
+        "except KeyboardInterrupt: raise SystemExit('its engines are ended')\n"
     )
-    steps = tuple(
-        gpu_goals.Step(n, 1, seconds, f"bench.py {n}")
-        for n, seconds in (("a", 30), ("bad", 30), ("long", 900), ("b", 30))
-    )
+    seconds = {"a": 30, "bad": 30, "stuck": 8, "long": 900, "b": 30}
+    steps = tuple(gpu_goals.Step(n, 1, s, f"bench.py {n}") for n, s in seconds.items())
     monkeypatch.setattr(gpu_goals, "HERE", script.parent)
     monkeypatch.setattr(gpu_goals, "STEPS", steps)
     out = tmp_path / "out"
     assert gpu_goals.run(out, 1, minutes=5) == ["long"]
-    assert "bad: exit code 1" in (told := capsys.readouterr().out) and "no such GPU" in told
-    assert sorted(f.name for f in out.glob("*.json")) == ["a.json", "b.json"]
-    assert gpu_goals.run(out, 1, minutes=60) == []
     told = capsys.readouterr().out
-    assert "bench.py long" in told and "bench.py bad" in told and "bench.py a " not in told
+    assert "bad: exit code 1" in told and "no such GPU" in told
+    assert "stuck: not over after 8 s" in told and "its engines are ended" in told
+    assert sorted(f.name for f in out.glob("*.json")) == ["a.json", "b.json", "stuck.part.json"]
+    assert gpu_goals.run(out, 1, minutes=60) == [] and (out / "stuck.json").exists()
+    told = capsys.readouterr().out
+    assert all(f"bench.py {n} " in told for n in ("long", "bad", "stuck")) and "bench.py a " not in told
 
 
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 60), st.integers(1, 9))
