@@ -15,6 +15,7 @@ from xfer.errors import Unsupported
 
 _AS_LOADED = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod")
 _MOE_AS_LOADED = ("TRITON", "BATCHED_TRITON")
+_ELSE = "or have vLLM's own loader make them from whole tensors: connect(route='packed')"
 
 
 def refuse_processed(model: torch.nn.Module, prefix: str = "") -> None:
@@ -31,14 +32,17 @@ def refuse_processed(model: torch.nn.Module, prefix: str = "") -> None:
         method = getattr(method, "old_quant_method", method)  # wrapped around another for LoRA and elastic experts
         kind = type(method).__name__
         if kind not in _AS_LOADED:
-            bad.append(f"{prefix}{name}: {kind}: weights in this form need scales and layouts that xfer does not move")
+            bad.append(
+                f"{prefix}{name}: {kind}: weights in this form need scales and layouts that xfer does not move; start vLLM "
+                f"without quantization, {_ELSE}"
+            )
         elif hasattr(method, "unquantized_backend"):
             backend = getattr(method.unquantized_backend, "name", str(method.unquantized_backend))
             if backend == "CPU" and not vllm_cpu.installed():
                 bad.append(f"{prefix}{name}: experts packed for the CPU; set XFER_CPU_RESIDENT=1 where vLLM is started")
             elif backend != "CPU" and backend not in _MOE_AS_LOADED:
                 bad.append(
-                    f"{prefix}{name}: MoE backend {backend} lays experts out anew; start vLLM with moe_backend='triton'"
+                    f"{prefix}{name}: MoE backend {backend} lays experts out anew; start vLLM with moe_backend='triton', {_ELSE}"
                 )
     bad += _copies_in_attention(model)
     if bad:
