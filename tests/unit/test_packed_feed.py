@@ -80,6 +80,9 @@ def test_what_is_still_being_sent_is_not_written_over_by_the_next_gather(message
     wanted = [t.clone() for t in held]
     stream.version = 2
     second = pump.join(1, (1,), 1)
+    until = soon()
+    while "an earlier one" not in second.doing and time.monotonic() < until:
+        time.sleep(0.001)
     with pytest.raises(DeadlineExceeded, match="the trainers to agree") as e:
         second.plan(time.monotonic() + 0.2, never)
     assert "an earlier one" in e.value.violations[0]

@@ -6,10 +6,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from xfer.errors import RebindError
 from xfer.packed import agree
 from xfer.packed.plan import TaskSize
 from xfer.packed.source import PackedSource
 from xfer.trace.fragment import TensorSpec
+from xfer.trace.slots import Slots, walk
 
 SPEC = TensorSpec("w", (4,), "float32")
 MOMENTS = [
@@ -125,3 +127,26 @@ def test_what_a_framework_has_kept_of_a_gather_that_did_not_end_is_in_no_other(m
         pass
     source.begin()
     assert source.built == (1 if ends == "comes to its end" else 2)
+
+
+def test_a_look_that_ends_as_megatrons_groups_are_gone_has_not_noted_a_move(monkeypatch):
+    """Whoever puts messages together from storages binds to new ones when it is told of a move, which is told once."""
+    from xfer.packed import megatron
+
+    net, group, there = torch.nn.Linear(2, 2), object(), [True]
+
+    def groups():
+        if not there[0]:
+            raise RebindError("Megatron's process groups are not there")
+        return [group]
+
+    monkeypatch.setattr(megatron, "_groups", groups)
+    stream = object.__new__(megatron.BridgeStream)
+    stream._slots, stream._scales, stream._groups = Slots([net], walk([net])), megatron.Scales(), groups()
+    stream._slots.bind()
+    assert stream.check() == "same"
+    net.weight.data, there[0] = net.weight.detach().clone(), False
+    with pytest.raises(RebindError):
+        stream.check()
+    there[0] = True
+    assert [stream.check(), stream.check()] == ["moved", "same"]

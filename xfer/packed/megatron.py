@@ -114,11 +114,12 @@ class BridgeStream:
         if self._slots is None:
             return "changed"
         _refuse_empty(self._slots.slots)
+        now = _groups() if self._groups else []  # raises before a move is noted here: the next look would say "same" of it
         state = self._slots.check()
         if state == "moved":
             self._slots.bind()  # from here on this is what later checks compare with
-        groups, self._groups = self._groups, _groups() if self._groups else []
-        if state == "same" and not all(map(is_, groups, self._groups)):
+        groups, self._groups = self._groups, now
+        if state == "same" and not all(map(is_, groups, now)):
             state = "moved"  # old ones may have been destroyed, and kept tasks would fail in every refit
         return state if self._scales.hold() else "changed"
 
