@@ -111,7 +111,7 @@ class TrainerSession:
         self._released = False
         self._releases = 0  # how many were begun
         self.drain: Drain | None = None  # of the last call; may run longer than that
-        self.computing: Aside[bool] | None = None  # what a call has left behind
+        self.computing: Aside[bool] | None = None  # while it runs, maybe after its call
         self._sums = SourceSums(self.index, [], [])
         self._quarantine: list[list[torch.Tensor]] = []  # storages that somebody may still read
         options = HubOptions(
