@@ -107,12 +107,12 @@ def test_who_waits_in_vain_is_told_who_was_turned_away_meanwhile(case):
     """It has its own error, in its own log, perhaps on another host; the others were asked whether it runs at all."""
     world, serve, theirs, told = AWAY[case]
     common = dict(rendezvous=f"tcp://127.0.0.1:{free_port()}", token=TOKEN)
-    connect = dict(common, deadline_s=2.5, cache_dir=None)
+    connect = dict(common, deadline_s=4.0, cache_dir=None)
 
     def run(i: int):
         if i < world:
             return xfer.connect(**dict(connect, trainer=ToySource(i, world)) | (theirs if i else {}))
-        controller = xfer.serve(ToyEngine(1), **common | serve, deadline_s=2.5)
+        controller = xfer.serve(ToyEngine(1), **common | serve, deadline_s=20.0)
         try:
             controller.wait_ready()
         finally:
@@ -401,10 +401,10 @@ def test_a_call_that_comes_while_a_prepare_is_being_given_up_is_served():
 
 
 def test_a_refit_may_come_at_the_end_of_the_time_that_was_prepared_for():
-    with World(trainers=1, deadline_s=4.0) as w:
+    with World(trainers=1, deadline_s=6.0) as w:
         good(w.refit(1))
         w.sessions[0].prepare()
-        time.sleep(2.5)
+        time.sleep(4.0)
         w.sources[0].drain = lambda: time.sleep(3.0)  # beyond the deadline of the prepare
         good(w.refit(2))
         right(w, 2)

@@ -177,8 +177,8 @@ def test_a_computation_that_waits_for_a_rank_that_has_stopped_ends_by_the_deadli
     last.done.run = lambda *a: (on.wait(60), run(*a))
     for version, said in ((2, "was not there in time"), (3, "an earlier refit was to compute has not ended")):
         began = time.monotonic()
-        results = world.refit(version, deadline_s=1.0)
-        assert time.monotonic() - began < 1.0 + CALL_GRACE_S, results
+        results = world.refit(version, deadline_s=2.5)
+        assert time.monotonic() - began < 2.5 + CALL_GRACE_S, results
         assert all(isinstance(r, e.DeadlineExceeded) and said in str(r) for r in results), results
     assert all("trainer" in r.where for r in results), results
     assert [s.computations for s in world.sources] == [2, 2]
