@@ -186,7 +186,7 @@ class TrainerSession:
                 try:
                     message = self._party.take(
                         (m.ReplicaReady, m.Failed, m.CatalogMsg),
-                        until,
+                        until if self._hub is not None else until + TOLD_S,  # the hub's rank knows who was turned away
                         f"replicas {missing} have not joined; is xfer.serve() running for them?",
                     )
                 except DeadlineExceeded as e:  # told first, or the others would only hear that this rank has left
