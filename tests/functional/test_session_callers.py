@@ -56,7 +56,7 @@ def test_a_server_that_cannot_be_controlled_is_named_by_connect_at_once(wait):
 
         t0 = time.monotonic()
         out = World(trainers=2).on_all(run)
-        assert time.monotonic() - t0 < 10
+        assert time.monotonic() - t0 < 15
         for raised in out:
             assert isinstance(raised, e.XferError) and "VLLM_SERVER_DEV_MODE=1" in str(raised), raised
         for r in refits.values():
@@ -84,14 +84,14 @@ def test_what_is_no_engine_is_named_to_all_ranks(wait, late_s):
 
     def run(i: int):
         time.sleep(late_s * i)
-        connect = dict(trainer=ToySource(i, 2), rendezvous=rendezvous, token=TOKEN, deadline_s=8.0, cache_dir=None, wait=wait)
+        connect = dict(trainer=ToySource(i, 2), rendezvous=rendezvous, token=TOKEN, deadline_s=20.0, cache_dir=None, wait=wait)
         with xfer.connect(engines=[object()], **connect) as refit:
             return xfer.nccl_xfer_refit(refit)
 
     began = time.monotonic()
     for raised in World(trainers=2).on_all(run):
         assert isinstance(raised, e.Unsupported) and "object.pause_generation" in str(raised), raised
-    assert time.monotonic() - began < 7
+    assert time.monotonic() - began < 15
 
 
 AWAY = {

@@ -243,7 +243,8 @@ def test_who_hears_from_another_rank_that_it_gave_up_is_told_why_as_that_one_is(
 
 
 def test_what_an_interrupted_call_was_computing_is_waited_for_by_the_next(monkeypatch):
-    """It would compute at the same time, into the same scratch, and gather among gathers of the other."""
+    """It would compute at the same time, into the same scratch, and gather among gathers of the other. Nor are parameters let go of
+    that it reads."""
     source, is_over = Meets(0, 1), RefitCall._is_over
     with World(trainers=1, sources=[source]) as w:
         ok(w.refit(1))
@@ -261,7 +262,12 @@ def test_what_an_interrupted_call_was_computing_is_waited_for_by_the_next(monkey
         (late,) = w.refit(3, deadline_s=1.0)
         assert isinstance(late, e.DeadlineExceeded) and "an earlier refit was to compute has not ended" in str(late), late
         assert source.computations == 2
+        w.sessions[0].deadline_s = 0.5
+        with pytest.raises(e.DeadlineExceeded, match="uses this rank's parameters"):
+            w.sessions[0].release()
+        w.sessions[0].deadline_s = w.deadline_s
         source.go_on.set()
+        w.sessions[0].release()
         ok(w.refit(4))
         assert w.sessions[0].computing is None and source.computations == 3 and not any(t.wrong(4) for t in w.engines[0].takers)
 
