@@ -131,9 +131,10 @@ def test_the_transfer_clock_runs_from_readiness_to_decision_whatever_is_done_bet
     with World(trainers=2) as w:
         good(w.refit(1))
         w.sources[1].drain = lambda: time.sleep(1.0)
-        report = good(w.refit(2))
-        o = report.outcomes[0]
-        assert dict(o.phases)["drain"] >= 1.0 and o.transfer_s <= report.seconds - 1.0
+        out = w.refit(2)
+        o = good(out).outcomes[0]
+        # By the clock of the rank that drains: the other's may begin later.
+        assert dict(o.phases)["drain"] >= 1.0 and o.transfer_s <= out[1].seconds - 1.0
         assert dict(o.phases)["plan"] == dict(o.phases)["link"] == 0.0
         w.sources[1].drain = lambda: None
         taker = w.engines[0].takers[0]

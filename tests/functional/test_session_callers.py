@@ -56,7 +56,7 @@ def test_a_server_that_cannot_be_controlled_is_named_by_connect_at_once(wait):
 
         t0 = time.monotonic()
         out = World(trainers=2).on_all(run)
-        assert time.monotonic() - t0 < 10
+        assert time.monotonic() - t0 < 15
         for raised in out:
             assert isinstance(raised, e.XferError) and "VLLM_SERVER_DEV_MODE=1" in str(raised), raised
         for r in refits.values():
@@ -84,18 +84,19 @@ def test_what_is_no_engine_is_named_to_all_ranks(wait, late_s):
 
     def run(i: int):
         time.sleep(late_s * i)
-        connect = dict(trainer=ToySource(i, 2), rendezvous=rendezvous, token=TOKEN, deadline_s=8.0, cache_dir=None, wait=wait)
+        connect = dict(trainer=ToySource(i, 2), rendezvous=rendezvous, token=TOKEN, deadline_s=20.0, cache_dir=None, wait=wait)
         with xfer.connect(engines=[object()], **connect) as refit:
             return xfer.nccl_xfer_refit(refit)
 
     began = time.monotonic()
     for raised in World(trainers=2).on_all(run):
         assert isinstance(raised, e.Unsupported) and "object.pause_generation" in str(raised), raised
-    assert time.monotonic() - began < 7
+    assert time.monotonic() - began < 15
 
 
 AWAY = {
     "an engine's other token": (1, dict(token=TOKEN + "?"), 0, "turned away: a caller with another token, last from 127.0.0.1"),
+    "of two trainers, too": (2, dict(token=TOKEN + "?"), {}, "is xfer.serve.. running.*\n.*a caller with another token"),
     "a number from 1 on": (1, dict(replica=1), 0, "turned away: controller 0 .*replica 1: trainers expect replicas 0..0"),
     "a trainer's other token": (2, {}, dict(token=TOKEN + "?"), "trainer 1: it has not called.*\n.*a caller with another token"),
     "a trainer of another world": (2, {}, dict(trainer=ToySource(1, 3)), "trainer 1: it was turned away\n.*there are 3 trainer"),
@@ -103,23 +104,27 @@ AWAY = {
 
 
 @pytest.mark.parametrize("case", AWAY)
-def test_who_waits_in_vain_is_told_who_was_turned_away_meanwhile(case):
-    """It has its own error, in its own log, perhaps on another host; the others were asked whether it runs at all."""
+def test_who_waits_in_vain_is_told_who_was_turned_away_meanwhile(monkeypatch, case):
+    """It has its own error, in its own log, perhaps on another host; the others were asked whether it runs at all. All of them are
+    told, also where the deadline of rank 0, which knows, comes last."""
+    opened = TrainerSession.open
+    monkeypatch.setattr(TrainerSession, "open", lambda s, wait: (time.sleep(0.0 if s.index else 0.3), opened(s, wait)))
     world, serve, theirs, told = AWAY[case]
     common = dict(rendezvous=f"tcp://127.0.0.1:{free_port()}", token=TOKEN)
-    connect = dict(common, deadline_s=2.5, cache_dir=None)
+    connect = dict(common, deadline_s=4.0, cache_dir=None)
 
     def run(i: int):
         if i < world:
             return xfer.connect(**dict(connect, trainer=ToySource(i, world)) | (theirs if i else {}))
-        controller = xfer.serve(ToyEngine(1), **common | serve, deadline_s=2.5)
+        controller = xfer.serve(ToyEngine(1), **common | serve, deadline_s=20.0)
         try:
             controller.wait_ready()
         finally:
             controller.close()
 
     out = World(trainers=world + bool(serve)).on_all(run)
-    assert isinstance(out[0], e.DeadlineExceeded) and re.search(told, str(out[0])), out[0]
+    for vain in out[:-1]:
+        assert isinstance(vain, e.DeadlineExceeded) and re.search(told, str(vain)), vain
     assert isinstance(out[-1], e.HandshakeError)
 
 
@@ -401,10 +406,10 @@ def test_a_call_that_comes_while_a_prepare_is_being_given_up_is_served():
 
 
 def test_a_refit_may_come_at_the_end_of_the_time_that_was_prepared_for():
-    with World(trainers=1, deadline_s=4.0) as w:
+    with World(trainers=1, deadline_s=6.0) as w:
         good(w.refit(1))
         w.sessions[0].prepare()
-        time.sleep(2.5)
+        time.sleep(4.0)
         w.sources[0].drain = lambda: time.sleep(3.0)  # beyond the deadline of the prepare
         good(w.refit(2))
         right(w, 2)

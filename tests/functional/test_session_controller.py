@@ -241,7 +241,9 @@ def test_an_engine_that_was_armed_when_the_trainers_died_serves_again_when_they_
     hub._thread.join(5)
     for client in list(hub.clients):
         client.channel.close()
-    time.sleep(0.5)
+    until = time.monotonic() + 20
+    while world.controllers[0].error is None and time.monotonic() < until:
+        time.sleep(0.01)
     assert toy.paused and "may hold a mix" in str(world.controllers[0].error)
     world.close()
     again = World(trainers=1, workers=1)
@@ -414,7 +416,7 @@ def test_a_torn_engine_of_which_only_whole_workers_came_stays_out(monkeypatch):
     engine = ToyEngine(2)
     engine.label, engine.paused = MIXED, True
     engine.takers[1].engage_lock()
-    w = World(trainers=1, wait=False, deadline_s=1.5, engines=[engine]).connect()
+    w = World(trainers=1, wait=False, deadline_s=3.0, engines=[engine]).connect()
     with pytest.raises(XferError):
         w.controllers[0].wait_ready(10)
     assert engine.paused and engine.label == MIXED and w.controllers[0].torn

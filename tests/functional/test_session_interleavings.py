@@ -17,7 +17,7 @@ from tests.support import cpu_peer, world
 from tests.support.world import ToyEngine, ToyLayout, ToySource, ToyTaker, World
 from xfer import errors as e
 from xfer.plan.cache import PlanCache
-from xfer.session import computing, faults, lane, party, refit, roster, sums, trainer
+from xfer.session import bounds, computing, faults, lane, party, refit, roster, sums, trainer
 from xfer.session import messages as m
 from xfer.session.attempt import Attempt
 from xfer.session.failures import heard
@@ -116,7 +116,7 @@ def test_a_joiner_that_fails_within_a_refit_hears_why_at_once(monkeypatch, when,
         read_on.set()
         with pytest.raises(e.LayoutError, match=why):
             w.controllers[1].wait_ready(15.0)
-        assert time.monotonic() - began < 5.0
+        assert time.monotonic() - began < w.deadline_s / 2
         assert all(isinstance(s.error, e.LayoutError) for s in w.engines[1].sessions)
         assert hub.replicas[1].state == "failed" and not w.engines[1].paused
         stack.close()
@@ -182,7 +182,14 @@ def test_trainers_whose_layouts_all_change_while_a_replica_links_cost_it_one_lin
 def test_trainers_that_do_not_agree_what_to_gather_end_the_refit_and_not_a_link(monkeypatch, replicas):
     """It is no word about the link of the replica that joins meanwhile, also where that is the only one."""
     w = connected_while_the_last_replica_joins(trainers=2, replicas=replicas)
-    slow(monkeypatch, "_do_link", 1.5, lambda lane: lane.side.role == "worker" and lane.replica == replicas - 1)
+    link, go_on = lane.Lane._do_link, threading.Event()
+
+    def late(self, message):
+        if self.side.role == "worker" and self.replica == replicas - 1:
+            assert go_on.wait(15)
+        link(self, message)
+
+    monkeypatch.setattr(lane.Lane, "_do_link", late)
     last = w.sessions[0]._hub.replicas[replicas - 1]
     until_true(lambda: last.state == "linking")
     epoch = last.epoch
@@ -193,6 +200,7 @@ def test_trainers_that_do_not_agree_what_to_gather_end_the_refit_and_not_a_link(
 
         patch.setattr(refit.computing, "compute", odd)
         assert all(isinstance(r, e.PlanMismatch) for r in w.refit(1))
+    go_on.set()
     w.controllers[-1].wait_ready(10.0)
     assert last.epoch == epoch and not last.relink, "its link is whole"
     good(w.refit(2))
@@ -221,10 +229,11 @@ def test_an_outcome_that_came_while_a_trainer_trained_is_heard_however_late(monk
     monkeypatch.setattr(refit, "CALL_GRACE_S", 0.2)
     with World(trainers=2) as w:
         good(w.refit(1))
-        taker = w.engines[0].takers[0]
-        taker.release_lock = lambda release=taker.release_lock: (time.sleep(0.3), release())
-        assert all(r.pending for r in w.refit(2, wait="sources", deadline_s=1.0))
-        time.sleep(1.5)  # an optimizer step, longer than the deadline of the refit before it and its grace
+        returned = threading.Event()
+        w.engines[0].takers[0].installs_after(returned)
+        assert all(r.pending for r in w.refit(2, wait="sources", deadline_s=2.5))
+        returned.set()
+        time.sleep(3.0)  # an optimizer step, longer than the deadline of the refit before it and its grace
         for version in (3, 4):
             good(w.refit(version, deadline_s=5.0))
             right(w, version)
@@ -250,11 +259,15 @@ def test_a_go_that_this_rank_will_not_follow_is_refused_aloud(stop):
     """Since its link is broken by itself alone, or since its call has raised before the hub let it go."""
     with World(trainers=2, workers=1) as w:
         good(w.refit(1))
-        begin, lost = w.sources[0].drain, e.PeerLost("stopped")
-        w.sources[0].drain = lambda: (time.sleep(0.5), begin())
+        begin, lost, hub = w.sources[0].drain, e.PeerLost("stopped"), w.sessions[0]._hub
         of = w.sessions[1]._party.lanes[0]
-        t = threading.Timer(0.25, lambda: of.cancel(lost, None) if stop == "cancel" else of.give_up(2, lost))
-        t.start()  # after its Ready, before the Go
+
+        def drain() -> None:
+            until_true(lambda: 1 in getattr(hub.attempt, "drained", ()))  # after its Ready; no Go comes before the other's
+            of.cancel(lost, None) if stop == "cancel" else of.give_up(2, lost)
+            begin()
+
+        w.sources[0].drain = drain
         began = time.monotonic()
         assert all(isinstance(r, e.PeerLost) for r in w.refit(2, deadline_s=15.0))
         assert time.monotonic() - began < 8
@@ -549,7 +562,7 @@ def test_a_rank_that_looks_when_its_attempt_is_over_does_as_the_others_did(monke
         wait(meeting, *a)
         until_true(meeting._over)
 
-    with World(trainers=2, sources=[Meets(i, 2) for i in range(2)], deadline_s=9.0) as w:
+    with World(trainers=2, sources=[Meets(i, 2) for i in range(2)], deadline_s=15.0) as w:
         good(w.refit(1))
         for s in w.sources:
             s.digest, s.breaks, s.went_on = "same" if agree else f"of {s.rank}", bool(s.rank), False
@@ -557,7 +570,7 @@ def test_a_rank_that_looks_when_its_attempt_is_over_does_as_the_others_did(monke
         with monkeypatch.context() as patch:
             patch.setattr(computing.Meeting, "_wait", late)
             out = w.refit(2)
-        assert time.monotonic() - began < 6
+        assert time.monotonic() - began < 10
         assert all("boom" in str(r) if agree else "would gather different" in str(r) for r in out), out
         assert [s.went_on for s in w.sources] == [agree] * 2
         for s in w.sources:
@@ -604,7 +617,8 @@ def test_an_attempt_that_is_over_leaves_no_deadline_behind():
 @contextlib.contextmanager
 def undoing(w: World, monkeypatch):
     """A hub that was silent beyond the ends of all ranks' calls of attempt 2 undoes them, as long as this goes on."""
-    monkeypatch.setattr(party, "SILENCE_S", 0.5)
+    # For so long trainers wait for a controller: on a busy machine the attempt could be over before it is looked at.
+    monkeypatch.setattr("xfer.session.attempt.ANSWER_GRACE_S", 30.0)
     hub, engine, silent, undone, begun = w.sessions[0]._hub, w.engines[0], *(threading.Event() for _ in range(3))
     pause, resume = engine.pause, engine.resume
     # Not before the hub has read that the callers gave up, or bytes might move and there would be nothing to resume.
@@ -612,7 +626,9 @@ def undoing(w: World, monkeypatch):
     engine.resume = lambda t: (begun.set(), undone.wait(20), resume(t))
     hub._events.put(lambda: silent.wait(20))
     try:
-        out = w.refit(2, deadline_s=0.5)
+        with monkeypatch.context() as patch:
+            patch.setattr(party, "SILENCE_S", 0.5)
+            out = w.refit(2, deadline_s=0.5)
         assert all("no answer in time" in str(r) for r in out), out
         silent.set()
         assert begun.wait(10)
@@ -671,7 +687,7 @@ def test_a_call_that_cannot_begin_by_its_deadline_says_what_was_still_undone(mon
             thread, out = calling(w, (0,), deadline_s=0.8)
             thread.join(30)
             out += w.refit(ranks=[1])  # the same call, of a rank that comes later
-            assert time.monotonic() - began < 2.5 and len(out) == 2
+            assert time.monotonic() - began < 0.8 + bounds.CALL_GRACE_S and len(out) == 2
             for error in out:
                 assert isinstance(error, e.DeadlineExceeded) and "could not begin" in error.message, error
                 assert "replica 0 controller: resuming" in str(error), error
@@ -687,7 +703,7 @@ def test_a_call_that_waits_hears_at_once_that_another_rank_has_failed_in_it(monk
         with undoing(w, monkeypatch):
             thread, out = calling(w, (0,))
             (bad,) = w.refit(ranks=[1], min_replicas=-1)
-            thread.join(2)
+            thread.join(10)  # what is undone takes longer
             assert all("min_replicas=-1" in str(r) for r in [bad, *out]) and len(out) == 1, out
         good(w.refit(4))
         right(w, 4)

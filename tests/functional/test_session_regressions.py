@@ -198,12 +198,14 @@ def test_prepare_while_the_last_refit_is_still_being_settled_is_kept_for_later()
     with World() as w:
         good(w.refit(1))
         engine, reset = w.engines[0], w.engines[0].reset_caches
-        engine.reset_caches = lambda timeout: (time.sleep(1.0), reset(timeout))
+        go_on = threading.Event()
+        engine.reset_caches = lambda timeout: (go_on.wait(20), reset(timeout))
         assert all(r.pending for r in w.refit(2, wait="sources"))
         w.sessions[0].prepare()
         time.sleep(0.3)
-        assert w.sessions[0]._hub.failure is None
+        assert w.sessions[0]._hub.failure is None and w.sessions[0]._hub.attempt.number == 2
         engine.reset_caches = reset
+        go_on.set()
         good(w.refit(3))
         right(w, 3)
 
@@ -322,7 +324,7 @@ def test_with_no_replica_left_a_refit_fails_at_once():
         w.engines[0].sessions[0]._party.channel.close()
         time.sleep(0.3)
         t0 = time.monotonic()
-        failed(w.refit(2), e.PeerLost, w, 2, t0, "worker 0")
+        failed(w.refit(2), e.PeerLost, w, w.deadline_s / 2, t0, "worker 0")
 
 
 def test_a_failure_after_sources_were_free_keeps_attempts_in_step(fault):  # noqa: F811

@@ -110,10 +110,12 @@ def test_one_that_did_not_answer_holds_up_no_later_release(monkeypatch, route):
     stuck = type("Late", (), {"drained": True})()
     monkeypatch.setattr(Lane, "_late", lambda lane: [stuck] if late and lane.side.role == "worker" else ask(lane))
     made = World if route == "direct" else PackedWorld
-    with made(trainers=1, workers=1, deadline_s=2.0) as w:
+    with made(trainers=1, workers=1) as w:
         good(w.refit(1))
+        w.sessions[0].deadline_s = 1.0
         with pytest.raises(DeadlineExceeded):
             w.sessions[0].release()
+        w.sessions[0].deadline_s = w.deadline_s
         good(w.refit(2))
         late.clear()
         for version in (3, 4):
@@ -148,7 +150,10 @@ def test_an_answer_to_a_release_that_was_given_up_is_none_to_the_next(monkeypatc
             w.sessions[0].release()
         until_true(lambda: any(isinstance(x, m.Released) for x in list(w.sessions[0]._party.inbox.queue)))
         seconds[0], w.sessions[0].deadline_s = 0.3, 10.0
+        returned = threading.Event()
+        w.engines[0].takers[0].installs_after(returned)
         assert all(r.pending for r in w.refit(2, wait="sources")), "it takes nothing from the inbox"
+        returned.set()
         assert cpu_peer.MAPPED
         w.sessions[0].release()
         assert not cpu_peer.MAPPED

@@ -230,6 +230,9 @@ def test_sources_are_free_only_when_no_taker_reads():
     with World(2, 2) as w:
         good(w.refit(1))
         cpu_peer.Hold.begin()
+        returned = threading.Event()
+        for t in w.engines[0].takers:
+            t.installs_after(returned)
         for s in w.sources:
             s.set(2)
         answers: list = []
@@ -240,6 +243,7 @@ def test_sources_are_free_only_when_no_taker_reads():
         assert not answers, "the trainers were let go while their storages were being read"
         cpu_peer.Hold.held.clear()
         t.join(20)
+        returned.set()
         assert good(answers).pending
         for s in w.sources:
             s.set(9)  # must not be seen
@@ -269,7 +273,7 @@ def test_a_pull_that_does_not_stop_quarantines_its_sources(monkeypatch):
     with World(2, 1) as w:
         good(w.refit(1))
         cpu_peer.Hold.begin(deaf=True)
-        results = w.refit(2, deadline_s=1.0)
+        results = w.refit(2, deadline_s=2.5)
         assert all(isinstance(r, PeerLost) and not r.drained for r in results), results
         assert "replica 0 worker 0" in str(results[0])
         roots = [s._quarantine for s in w.sessions]
@@ -296,7 +300,7 @@ def test_a_refit_does_not_run_beside_a_pull_that_was_left_over(monkeypatch):
         cpu_peer.Hold.begin(deaf=True)
         late = set(cpu_peer.MAPPED)
         for version in (2, 3):
-            results = w.refit(version, deadline_s=1.0)
+            results = w.refit(version, deadline_s=2.5)
             assert all(isinstance(r, PeerLost) and not r.drained for r in results), results
         assert late <= cpu_peer.MAPPED
         cpu_peer.Hold.clear()

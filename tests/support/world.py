@@ -183,6 +183,12 @@ class ToyTaker:
     def synchronize(self) -> None:
         pass
 
+    def installs_after(self, event: threading.Event) -> None:
+        """From now on: for calls that may return when the sources are free, but hear of the commit if that comes first. Short of
+        what an installation may take."""
+        release = self.release_lock
+        self.release_lock = lambda: (event.wait(4.0), release())
+
     def wrong(self, version: int) -> list[str]:
         """Names whose live bytes are not exactly version `version`."""
         bad = []

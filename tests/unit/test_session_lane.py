@@ -103,7 +103,7 @@ def test_a_worker_that_is_stopped_lets_go_of_the_trainers_memory(role, drained, 
     lane.post(m.OpenLink(0, 2, False, 1))  # a later one has routes of its own
     assert lane.wait_idle(10)
     lane.post(m.CloseRoutes(0))
-    assert lane.wait_idle(0.3) == drained and (party.said[-1] == m.RoutesClosed(0)) == drained
+    assert lane.wait_idle(10 if drained else 0.3) == drained and (party.said[-1] == m.RoutesClosed(0)) == drained
     routes.drained = True
     assert lane.wait_idle(10) and party.said[-1] == m.RoutesClosed(0) and lane.drained and routes.closed
     lane.close()

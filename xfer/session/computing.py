@@ -20,7 +20,7 @@ import torch
 
 from xfer.errors import DeadlineExceeded, PlanMismatch, XferError
 from xfer.plan.inventory import SCRATCH
-from xfer.session.bounds import STOP_GRACE_S
+from xfer.session.bounds import SILENCE_S, STOP_GRACE_S
 from xfer.session.drain import Aside
 from xfer.session.store import HubStore
 
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 _GONE = 1 << 20
 """More than any group has ranks: a count from which this was taken is never full again."""
+_LEFT = "left: "
+"""Begins what a rank that gave up says to the others of its meeting; what differs begins otherwise."""
 
 
 def scratch_bytes(layout: TrainerLayout) -> int:
@@ -49,9 +51,18 @@ def explain(layout: TrainerLayout, who: str) -> str:
 
 
 def compute(
-    source: Source, layout: TrainerLayout, party: Party, attempt: int, until: float, over: Callable[[], bool]
+    source: Source,
+    layout: TrainerLayout,
+    party: Party,
+    attempt: int,
+    until: float,
+    over: Callable[[], bool],
+    begun: Callable[[Aside[bool]], None],
 ) -> float:
-    """Bring what the export computes up to date, in scratch. Returns seconds. Raises as `Meeting`; Unfinished at `until`."""
+    """Bring what the export computes up to date, in scratch. Returns seconds. Raises as `Meeting`; Unfinished at `until`.
+
+    begun: is given what runs before anything waits for it: whatever ends that wait, an interruption too, it may go on.
+    """
     if not layout.traced.recipes and not layout.traced.gathers:
         return 0.0
     began = time.perf_counter()
@@ -70,8 +81,10 @@ def compute(
         return True
 
     aside = Aside(work, source.device, party.label, "what the export computes could not be brought up to date")
-    if not aside.wait(until, over, STOP_GRACE_S):
-        raise Unfinished(aside)
+    begun(aside)
+    # Who waits at the rendezvous gives up at `until`, asks the hub who has not come, and says so: it is not what goes on.
+    if not aside.wait(until + SILENCE_S, over, STOP_GRACE_S):
+        raise Unfinished
     if not aside.result:
         raise Over
     return time.perf_counter() - began
@@ -82,11 +95,7 @@ class Over(Exception):
 
 
 class Unfinished(Exception):
-    """`left` goes on: it reads parameters and writes scratch."""
-
-    def __init__(self, left: Aside[bool]):
-        super().__init__()
-        self.left = left
+    """What was begun goes on: it reads parameters and writes scratch."""
 
 
 class Meeting:
@@ -114,6 +123,10 @@ class Meeting:
         else:
             self._wait(count, go, ranks, said)
         why = self._plain.get(go).decode()
+        if why.startswith(_LEFT):
+            # It may have heard of the attempt's end a moment before this rank looks, which has heard of that by now: the
+            # hub tells all of an outcome before it takes in what any of them makes of it.
+            raise self._given_up([why.removeprefix(_LEFT)])
         if why:
             raise PlanMismatch("trainer ranks would gather different tensors from each other; nothing was moved", [why])
 
@@ -124,10 +137,10 @@ class Meeting:
             if self._plain.add(count, -_GONE) + _GONE >= len(ranks):
                 return  # the last one has just come
             missing = [f"trainer {r}" for r, k in zip(ranks, said, strict=True) if not self._plain.check([k])]
-            self._plain.set(go, f"trainer {self._me} has given up waiting for {', '.join(missing)}")
-            if self._over():
-                raise Over from None
-            raise DeadlineExceeded(
-                "trainer ranks compute exported tensors together, and not all have come",
-                [f"waiting for {who}" for who in missing],
-            ) from None
+            self._plain.set(go, f"{_LEFT}trainer {self._me} has given up waiting for {', '.join(missing)}")
+            raise self._given_up([f"waiting for {who}" for who in missing]) from None
+
+    def _given_up(self, why: list[str]) -> Exception:
+        if self._over():
+            return Over()
+        return DeadlineExceeded("trainer ranks compute exported tensors together, and not all have come", why)

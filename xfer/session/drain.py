@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 import torch
 
-from xfer.errors import XferError
+from xfer.errors import DeadlineExceeded, XferError
 from xfer.session import faults
 
 if TYPE_CHECKING:
@@ -69,6 +69,21 @@ class Aside(Generic[T]):
             error.where = error.where or self._label
             raise error
         raise XferError(f"{self._what}: {type(error).__name__}: {error}", where=self._label) from error
+
+
+def refuse_running(some: Iterable[Aside | None], until: float, label: str) -> None:
+    """DeadlineExceeded when one of these still runs at monotonic `until`: it reads or writes what its rank is about to let go of."""
+    for aside in some:
+        if aside is None:
+            continue
+        with suppress(XferError):  # whose call has told it
+            aside.wait(until, lambda: False, 0.0)
+        if not aside.over:
+            raise DeadlineExceeded(
+                "what an earlier refit began has not ended, and uses this rank's parameters",
+                ["other ranks take part in it, and one has not done its part yet: call again when it has"],
+                where=label,
+            )
 
 
 class Drain(Aside[None]):

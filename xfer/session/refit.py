@@ -20,7 +20,7 @@ from xfer.session import computing, faults, readers
 from xfer.session import messages as m
 from xfer.session.arguments import Call
 from xfer.session.bounds import CALL_GRACE_S, STOP_GRACE_S
-from xfer.session.drain import LOOK_S, Drain
+from xfer.session.drain import LOOK_S, Aside, Drain
 from xfer.session.report import RefitReport, ReplicaOutcome
 from xfer.session.timeline import mark
 
@@ -125,14 +125,22 @@ class RefitCall:
 
     def _computed(self) -> float:
         session = self.session
+
+        def begun(aside: Aside[bool]) -> None:
+            session.computing = aside
+
         try:
-            return computing.compute(session.source, session.layout, self.party, self.number, self.until, self._is_over)
-        except computing.Unfinished as e:
-            session.computing = e.left
+            return computing.compute(
+                session.source, session.layout, self.party, self.number, self.until, self._is_over, begun
+            )
+        except computing.Unfinished:
             raise self._late(
                 "what this rank's export computes was not there in time: other ranks take part in it, and one has not done its part; "
                 "it goes on waiting, so do not train before it ended"
             ) from None
+        finally:
+            if session.computing is not None and session.computing.over:
+                session.computing = None  # what it raised holds all that its frames do
 
     def _is_over(self) -> bool:
         """Whether the outcome is here, or none will ever come."""
@@ -147,11 +155,12 @@ class RefitCall:
         session = self.session
         if not self._gathers_ended():
             raise self._late("a gather of an earlier refit has not ended, and reads what would be looked at now")
-        if (left := session.computing) is not None and not left.over:
+        if (left := session.computing) is not None:
             with contextlib.suppress(XferError):  # likewise: that call has told it
                 left.wait(self.until, self._is_over, STOP_GRACE_S)
             if not left.over:
                 raise self._late("what an earlier refit was to compute has not ended, and writes where this one would")
+            session.computing = None
         if session.drain is not None and not session.drain.over:
             with contextlib.suppress(XferError):  # of a call that has had its error
                 session.drain.wait(self.until, self._is_over, STOP_GRACE_S)

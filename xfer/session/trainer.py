@@ -23,7 +23,7 @@ from xfer.session import computing, faults, timeline
 from xfer.session import messages as m
 from xfer.session.arguments import checked_call
 from xfer.session.bounds import STOP_GRACE_S, TOLD_S
-from xfer.session.drain import Aside, Drain
+from xfer.session.drain import Aside, Drain, refuse_running
 from xfer.session.entry import Entry
 from xfer.session.hub import Hub
 from xfer.session.lane import Lane
@@ -111,7 +111,7 @@ class TrainerSession:
         self._released = False
         self._releases = 0  # how many were begun
         self.drain: Drain | None = None  # of the last call; may run longer than that
-        self.computing: Aside[bool] | None = None  # what a call has left behind
+        self.computing: Aside[bool] | None = None  # while it runs, maybe after its call
         self._sums = SourceSums(self.index, [], [])
         self._quarantine: list[list[torch.Tensor]] = []  # storages that somebody may still read
         options = HubOptions(
@@ -186,7 +186,7 @@ class TrainerSession:
                 try:
                     message = self._party.take(
                         (m.ReplicaReady, m.Failed, m.CatalogMsg),
-                        until,
+                        until if self._hub is not None else until + TOLD_S,  # the hub's rank knows who was turned away
                         f"replicas {missing} have not joined; is xfer.serve() running for them?",
                     )
                 except DeadlineExceeded as e:  # told first, or the others would only hear that this rank has left
@@ -437,6 +437,7 @@ class TrainerSession:
         if not all([lane.wait_idle(max(0.0, until - time.monotonic())) for lane in list(self._party.lanes.values())]):
             why = self.pump.with_gather(()) if self.pump is not None else ()
             raise DeadlineExceeded("a transfer of this rank is still running", why, where=self._party.label)
+        refuse_running((self.drain, self.computing), until, self._party.label)
         self._releases += 1
         self._party.send(m.Release(self._releases))
         kept = []
