@@ -160,9 +160,7 @@ def test_a_call_waits_for_the_gathers_that_the_last_one_left_behind():
         s, order = w.sources[0], []
         s.drain = after(2.5, lambda: order.append("old"))
         out = w.refit(2, deadline_s=1.0)
-        failed(
-            out, e.DeadlineExceeded, w, 10, time.monotonic(), "trainer 0: it has called, and finishes parameter gathers"
-        )
+        failed(out, e.DeadlineExceeded, w, 10, time.monotonic(), "trainer 0: it has called, and is not ready: it finishes")
         assert "do not train" in str(out[0]) and not order
         s.drain = lambda: order.append("new")
         good(w.refit(3))

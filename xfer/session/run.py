@@ -54,7 +54,7 @@ def waiting_for(attempt: Attempt, run: Run) -> list[str]:
         if i not in attempt.entered
     ]
     who += [
-        f"trainer {i}: it has called, and finishes parameter gathers that were in flight"
+        f"trainer {i}: it has called, and is not ready: it finishes parameter gathers in flight, or computes what it exports"
         for i in sorted(attempt.entered)
         if i not in attempt.drained
     ]
