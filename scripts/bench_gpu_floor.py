@@ -62,7 +62,8 @@ class Floor:
         ]
         for taken in self.taken:
             for given in self.given:
-                taken[0, 0, :16].copy_(given[:16])  # torch lets two GPUs read each other at the first copy between them
+                # torch lets a GPU reach another at the first copy between them: both ways, whichever the driver asks for.
+                taken[0, 0, :16].copy_(given[:16].to(taken.device).to(given.device))
         self.sync()
         self.seen = [[driver.tensor_at(g.data_ptr(), g.numel(), t.device) for g in self.given] for t in self.taken]
         self.streams = [[torch.cuda.Stream(t.device) for _ in sources] for t in self.taken]
