@@ -6,6 +6,7 @@ As in megatron_worker.py, one launch runs all cases and rank 0 writes what was s
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from xfer.testing import megatron_cpu
@@ -63,8 +64,8 @@ def merged(folder: Path, family: str, keywords: Json) -> Json | None:
             digests=[x.digest() for x in computed.exchanges],
         ))  # fmt: skip
         need = computed.nbytes + computed.gathered_bytes
-        refused = refusal(MegatronTrainer(trainer.chunks, trainer.bridge, scratch_bytes=need - 1))
-        fits = refusal(MegatronTrainer(trainer.chunks, trainer.bridge, scratch_bytes=need))
+        refused = refusal(MegatronTrainer(trainer.chunks, trainer.bridge, scratch_bytes=need - 1).read)
+        fits = refusal(MegatronTrainer(trainer.chunks, trainer.bridge, scratch_bytes=need).read)
         adapter = next(m for c in trainer.chunks for m in c.modules() if hasattr(m, "linear_out"))
         adapter.linear_out.weight = torch.nn.Parameter(adapter.linear_out.weight.detach().clone())
         replaced = source.check()
@@ -81,19 +82,42 @@ def merged(folder: Path, family: str, keywords: Json) -> Json | None:
     return dict(steps=steps, ranks=facts, limits=limits, rescaled=rescaled)
 
 
-def refusal(source: MegatronTrainer) -> str:
+def refusal(what: Callable[[], object]) -> str:
     try:
-        source.read()
-    except XferError as e:
+        what()
+    except (XferError, KeyError) as e:  # torch's, of a group that is not there
         return f"{type(e).__name__}: {e}"
     return ""
+
+
+def regrouped(folder: Path) -> Json | None:
+    """Factors are gathered over groups that Megatron has destroyed and made again."""
+    checkpoint(folder, "qwen3", {})
+    with Trainer(folder, tp=2, pp=2, lora=ADAPTERS, **PLAIN) as trainer:
+        source = MegatronTrainer(trainer.chunks, trainer.bridge)
+        source.read()
+        source.compute()
+        before = source.check()
+        trainer.ungroup()
+        without = refusal(source.check)
+        trainer.regroup()
+        with torch.no_grad():
+            for p in (p for c in trainer.chunks for p in c.parameters()):
+                p.mul_(0.5)
+        stale = refusal(source.compute)  # nobody looked
+        states = [before, source.check()]
+        layout = source.read()
+        source.compute()
+        states.append(source.check())
+        found = dict(ranks=gathered((without, stale, states)), compared=compare(held(layout), truth(trainer)))
+    return None if dist.get_rank() else found
 
 
 def dora(folder: Path) -> Json | None:
     """Bridge's export knows nothing of DoRA's magnitudes, and would leave them out without a word."""
     checkpoint(folder, "qwen3", {})
     with Trainer(folder, tp=2, pp=2, lora=lambda: DoRA(dim=4, alpha=6)) as trainer:
-        seen = gathered(refusal(MegatronTrainer(trainer.chunks, trainer.bridge)))
+        seen = gathered(refusal(MegatronTrainer(trainer.chunks, trainer.bridge).read))
     return dict(refused=seen)
 
 
@@ -101,6 +125,7 @@ def main(folder: Path) -> None:
     megatron_cpu.init_world()
     for name, family, keywords in CASES:
         run(name, folder, lambda f, a=(family, keywords): merged(f, *a))
+    run("regrouped", folder, regrouped)
     run("dora", folder, dora)
     dist.barrier()
     dist.destroy_process_group()

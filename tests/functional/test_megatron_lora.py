@@ -76,6 +76,16 @@ def test_an_adapter_that_is_scaled_anew_is_another_layout(seen, case):
     assert found["compared"] == dict(tensors=CASES[case][0], wrong=[], missing=[], unknown=[])
 
 
+def test_process_groups_that_were_made_again_are_those_that_factors_are_gathered_over(seen):
+    """Not a parameter has changed, and every later refit would have failed; none may begin while there are no groups."""
+    found = seen("regrouped")
+    for without, stale, states in found["ranks"]:
+        assert without.startswith("RebindError") and "initialize_model_parallel()" in without
+        assert stale.startswith("KeyError"), stale
+        assert states == ["same", "changed", "same"]
+    assert found["compared"] == dict(tensors=47, wrong=[], missing=[], unknown=[])
+
+
 def test_magnitudes_that_bridge_would_leave_out_are_refused_by_name(seen):
     for text in seen("dora")["refused"]:
         assert "trained tensors that would never reach an engine" in text and "weight_magnitude" in text, text

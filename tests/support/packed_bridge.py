@@ -222,15 +222,9 @@ def flipped(trainer: Trainer) -> bool:
 
 
 def regrouped(trainer: Trainer) -> None:
-    """Megatron's process groups destroyed and made again, as frameworks do to free what NCCL holds while engines generate."""
-    from megatron.core import parallel_state
-
-    old = [parallel_state.get_pipeline_model_parallel_group(), parallel_state.get_tensor_model_parallel_group()]
-    trainer.close()
-    for group in old:
-        dist.destroy_process_group(group)
-    trainer._groups = megatron_cpu.parallel(pp=2)
-    trainer._groups.__enter__()
+    """Not a parameter is another one, but all process groups are."""
+    trainer.ungroup()
+    trainer.regroup()
     refilled(trainer, 0.5)
 
 

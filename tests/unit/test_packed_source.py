@@ -140,7 +140,7 @@ def test_a_look_that_ends_as_megatrons_groups_are_gone_has_not_noted_a_move(monk
             raise RebindError("Megatron's process groups are not there")
         return [group]
 
-    monkeypatch.setattr(megatron, "_groups", groups)
+    monkeypatch.setattr(megatron, "process_groups", groups)
     stream = object.__new__(megatron.BridgeStream)
     stream._slots, stream._scales, stream._groups = Slots([net], walk([net])), megatron.Scales(), groups()
     stream._slots.bind()

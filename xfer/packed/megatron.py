@@ -36,6 +36,7 @@ from xfer.trainers.bridge_export import (
     model_bridge_of,
     owned_adapters,
     owned_tasks,
+    process_groups,
     with_factors,
 )
 from xfer.trainers.megatron import MegatronTrainer, _Followed
@@ -114,7 +115,7 @@ class BridgeStream:
         if self._slots is None:
             return "changed"
         _refuse_empty(self._slots.slots)
-        now = _groups() if self._groups else []  # raises before a move is noted here: the next look would say "same" of it
+        now = process_groups() if self._groups else []  # raises before a move is noted here: the next look would say "same" of it
         state = self._slots.check()
         if state == "moved":
             self._slots.bind()  # from here on this is what later checks compare with
@@ -133,7 +134,7 @@ class BridgeStream:
         t = self.trainer
         bridge, (names, _) = model_bridge_of(t.bridge), t._checkpoint()
         forget_names(bridge)
-        self._groups = _groups()  # before mappings look: what is replaced meanwhile is seen later
+        self._groups = process_groups()  # before mappings look: what is replaced meanwhile is seen later
         self._tasks = bridge.build_conversion_tasks(names, list(t.chunks))
         make = getattr(bridge, "build_adapter_conversion_tasks", None)  # Bridge before it knew adapters has none
         self._adapters = make(list(t.chunks)) if make is not None else {}
@@ -199,21 +200,6 @@ class BridgeStream:
             list(self.trainer.chunks), self._names, cpu=False, show_progress=False, conversion_tasks=tasks
         )
         return ((name, tensor.detach()) for name, tensor in stream)
-
-
-def _groups() -> list[object]:
-    """What Bridge's mappings take from Megatron when they are made. RebindError while there are none: frameworks destroy them to
-    free what NCCL holds."""
-    from megatron.core import parallel_state
-
-    if not parallel_state.is_initialized():
-        raise RebindError("Megatron's process groups are not there", ["initialize_model_parallel() on all ranks before the refit"])
-    return [
-        parallel_state.get_pipeline_model_parallel_group(),
-        parallel_state.get_expert_model_parallel_group(),
-        parallel_state.get_tensor_model_parallel_group(),
-        parallel_state.get_expert_tensor_parallel_group(),
-    ]
 
 
 def _refuse_empty(slots: Iterable[Slot]) -> None:

@@ -71,7 +71,8 @@ class Trainer:
         **provider: object,
     ):
         self.folder = Path(folder)
-        self._groups = megatron_cpu.parallel(tp=tp, pp=pp, vpp=vpp, ep=ep, etp=etp, cp=cp)
+        self._layout = dict(tp=tp, pp=pp, vpp=vpp, ep=ep, etp=etp, cp=cp)
+        self._groups = megatron_cpu.parallel(**self._layout)
         self._groups.__enter__()
         try:
             self.bridge = megatron_cpu.import_bridge().from_hf_pretrained(str(folder))
@@ -116,6 +117,20 @@ class Trainer:
         if self._groups is not None:
             groups, self._groups = self._groups, None
             groups.__exit__(None, None, None)
+
+    def ungroup(self) -> None:
+        """Destroys Megatron's process groups, as frameworks do to free what NCCL holds while engines generate."""
+        from megatron.core import parallel_state
+
+        old = [parallel_state.get_pipeline_model_parallel_group(), parallel_state.get_tensor_model_parallel_group()]
+        self.close()
+        for group in old:
+            dist.destroy_process_group(group)
+
+    def regroup(self) -> None:
+        """Makes them again. Models keep those that they were built with, so they do not train any more."""
+        self._groups = megatron_cpu.parallel(**self._layout)
+        self._groups.__enter__()
 
     # -- training ---------------------------------------------------------------------------------------------------
 

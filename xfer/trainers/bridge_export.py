@@ -20,7 +20,7 @@ from unittest import mock
 
 import torch
 
-from xfer.errors import LayoutError
+from xfer.errors import LayoutError, RebindError
 
 
 class CheckpointNames(dict):
@@ -48,6 +48,21 @@ def model_bridge_of(bridge):
 def hf_config(bridge):
     """What the AutoBridge was made from, or the config in it."""
     return getattr(bridge.hf_pretrained, "config", bridge.hf_pretrained)
+
+
+def process_groups() -> list[object]:
+    """What Bridge's mappings take from Megatron when they are made, and what a trace of an export has of them. RebindError while there
+    are none: frameworks destroy them to free what NCCL holds."""
+    from megatron.core import parallel_state
+
+    if not parallel_state.is_initialized():
+        raise RebindError("Megatron's process groups are not there", ["initialize_model_parallel() on all ranks before the refit"])
+    return [
+        parallel_state.get_pipeline_model_parallel_group(),
+        parallel_state.get_expert_model_parallel_group(),
+        parallel_state.get_tensor_model_parallel_group(),
+        parallel_state.get_expert_tensor_parallel_group(),
+    ]
 
 
 def owned_tasks(model_bridge, chunks: Sequence[torch.nn.Module], names: CheckpointNames) -> list:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from operator import is_
 from typing import Literal
 
 import torch
@@ -32,6 +33,7 @@ from xfer.trainers.bridge_export import (
     model_bridge_of,
     owned_adapters,
     owned_tasks,
+    process_groups,
     with_factors,
 )
 from xfer.trainers.bridge_probe import Probed, probe_export
@@ -79,6 +81,7 @@ class MegatronTrainer:
         self._slots: Slots | None = None
         self._computed: Computed | None = None
         self._scales = Scales()
+        self._groups: list[object] = []  # Megatron's, where what is computed gathers over them
 
     @property
     def device(self) -> torch.device:
@@ -142,6 +145,7 @@ class MegatronTrainer:
         refuse_elsewhere(slots.slots, device, f"trainer {self.rank}")
         self._slots, self._device = slots, device
         self._computed, self._scales = computed, Scales(self.chunks, adapters)
+        self._groups = process_groups() if computed is not None else []
         traced = _relocate(traced, bound)
         if computed is None:
             return TrainerLayout(traced, bound.roots, bound.tensors)
@@ -149,12 +153,14 @@ class MegatronTrainer:
         return TrainerLayout(traced, (*bound.roots, computed.root), self._with_scratch(bound.tensors))
 
     def check(self) -> str:
-        """Is every storage where `read` or `rebind` found it, and do adapters have the scales that they had? "same", "moved" (call
-        `rebind`) or "changed" (call `read`).
+        """Is every storage where `read` or `rebind` found it, and do adapters have the scales that they had? Are the groups that
+        `compute` gathers over still Megatron's? "same", "moved" (call `rebind`) or "changed" (call `read`).
 
         RebindError lists parameters without bytes, or on another device. Cheap enough to run while bytes move.
         """
         state = self._slots.check() if self._slots else "changed"
+        if self._groups and not all(map(is_, self._groups, process_groups())):
+            return "changed"
         return state if self._scales.hold() else "changed"
 
     def rebind(self) -> Mapping[str, torch.Tensor]:
