@@ -52,7 +52,6 @@ class Floor:
     def __init__(self, sources: list[int], takers: list[int], nbytes: int):
         from xfer.kernels import cuda_driver as driver
 
-        self.nbytes = nbytes
         self.gpus = sorted({*sources, *takers})
         share = -(-nbytes // len(sources))
         self.given = [torch.randint(0, 255, (share,), dtype=torch.uint8, device=f"cuda:{g}") for g in sources]

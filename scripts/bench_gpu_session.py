@@ -57,6 +57,11 @@ QWEN3_30B = dict(
 MODELS = {"4b": ("qwen3_tied", QWEN3_4B), "30b": ("qwen3_moe", QWEN3_30B), "toy": ("qwen3", {})}
 
 
+def copied_ms(nbytes: float, workers: int, floor: dict) -> float:
+    """What copy engines take for a refit's bytes, as many for each worker, at the rate that bench_gpu_floor.py found."""
+    return nbytes / workers / floor["gbps"] / 1e6
+
+
 def middle(values) -> str:
     values = sorted(values)
     return f"{statistics.median(values):.2f} ({values[0]:.2f}-{values[-1]:.2f})"
@@ -103,27 +108,21 @@ class Bench:
                 self.say(f"{name}, {k} ms", middle([1e3 * r["scalars"][k] for r in reports]))
         nbytes = int(reports[0]["scalars"]["bytes"])
         self.say(f"{name}, bytes", nbytes)
-        if gbps := self.raw.get("floor", {}).get("gbps"):
-            self.say(f"{name}, copy engines for its bytes, ms", f"{nbytes / self.workers(reports[0]) / gbps / 1e6:.2f}")
+        if "floor" in self.raw:
+            workers = int(reports[0]["scalars"]["committed"]) * self.tp
+            self.say(f"{name}, copy engines for its bytes, ms", f"{copied_ms(nbytes, workers, self.raw['floor']):.2f}")
         self.say(f"{name}, routes", reports[-1]["routes"])
         return reports
-
-    def workers(self, report: dict) -> int:
-        """Among which a refit's bytes are shared."""
-        return int(report["scalars"]["committed"]) * self.tp
 
     def floor(self, sources: list[int], takers: list[int]) -> None:
         """In a process of its own, whose memory is gone when it ends."""
         with tempfile.NamedTemporaryFile(suffix=".json") as out:
-            ran = subprocess.run(
-                [
-                    *(sys.executable, str(Path(__file__).with_name("bench_gpu_floor.py")), "--out", out.name),
-                    *("--sources", *map(str, sources), "--takers", *map(str, takers)),
-                ],
-                capture_output=True, text=True, timeout=120,
-            )  # fmt: skip
-            if ran.returncode:
-                return self.say("copy engines: failed", ran.stderr.strip()[-300:])
+            command = [sys.executable, str(Path(__file__).with_name("bench_gpu_floor.py")), "--out", out.name]
+            command += ["--sources", *map(str, sources), "--takers", *map(str, takers)]
+            try:
+                subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+            except subprocess.SubprocessError as e:
+                return self.say("copy engines: failed", f"{e}: {str(e.stderr or '').strip()[-300:]}")
             self.raw["floor"] = json.loads(Path(out.name).read_text())
         self.say("copy engines, GB/s per worker", f"{self.raw['floor']['gbps']:.1f}, GPUs {sources} -> {takers}")
 

@@ -100,7 +100,9 @@ def session(found: dict) -> Iterator[Judged]:
     what += "" if apart else f", on {meta['gpus']} GPU" + "s" * (meta["gpus"] > 1)
     # The first day's script wrote something else.
     mid = {name: _clocks(raw[name]) for name in REFITS if isinstance(raw.get(name), list)}
-    floor = _floor(raw, "refit", workers)
+    floor = None
+    if "floor" in raw and "refit" in mid:
+        floor = bench_gpu_session.copied_ms(raw["refit"][0]["scalars"]["bytes"], workers, raw["floor"])
     compared = [text for name, text in found["rows"] if name == "every byte compared"]
     if compared:
         wrong = sum("wrong: none" not in text for text in compared)
@@ -132,13 +134,6 @@ def session(found: dict) -> Iterator[Judged]:
 def _clocks(rows: list[dict]) -> dict[str, float]:
     """Milliseconds by the clocks of session/report.py, medians."""
     return {k: statistics.median(1e3 * r["scalars"][k] for r in rows) for k in ("transfer_s", "outage_s", "call_s")}
-
-
-def _floor(raw: dict, name: str, workers: int) -> float | None:
-    """Milliseconds of copy engines for the bytes of one worker."""
-    if "floor" not in raw or name not in raw:
-        return None
-    return raw[name][0]["scalars"]["bytes"] / workers / raw["floor"]["gbps"] / 1e6
 
 
 def packed(found: dict) -> Iterator[Judged]:
@@ -302,11 +297,11 @@ def main() -> int:
         import torch
 
         gpus = torch.cuda.device_count() if a.gpus is None else a.gpus
+        if not gpus:
+            p.error("there is no GPU; --list --gpus N tells what N would run")
         if a.list:
             print("\n".join(f"{s.name:14} {s.seconds:4} s  python scripts/{s.command}" for s in fitting(gpus)))
             return 0
-        if not gpus:
-            p.error("there is no GPU")
         os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # what it needs is not to be had on every host
         left = run(a.run, gpus, a.minutes)
         if left:

@@ -110,6 +110,12 @@ def regrouped(folder: Path) -> Json | None:
         source.compute()
         states.append(source.check())
         found = dict(ranks=gathered((without, stale, states)), compared=compare(held(layout), truth(trainer)))
+    with Trainer(folder, lora=ADAPTERS, **PLAIN) as trainer:  # whole factors on each rank
+        source = MegatronTrainer(trainer.chunks, trainer.bridge)
+        source.read()
+        trainer.ungroup()
+        found["alone"] = gathered(refusal(source.compute) or source.check())
+        trainer.regroup()
     return None if dist.get_rank() else found
 
 

@@ -84,6 +84,7 @@ def test_process_groups_that_were_made_again_are_those_that_factors_are_gathered
         assert stale.startswith("KeyError"), stale
         assert states == ["same", "changed", "same"]
     assert found["compared"] == dict(tensors=47, wrong=[], missing=[], unknown=[])
+    assert found["alone"] == ["same"] * 4, "who gathers nothing needs none"
 
 
 def test_magnitudes_that_bridge_would_leave_out_are_refused_by_name(seen):

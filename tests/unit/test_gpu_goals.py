@@ -176,15 +176,7 @@ def test_copy_engines_are_given_the_bytes_of_each_taker_once_and_takers_take_tur
 @pytest.mark.gpu
 def test_the_floor_is_measured_and_what_was_copied_compared(tmp_path):
     last = torch.cuda.device_count() - 1
-    command = [
-        sys.executable,
-        str(ROOT / "scripts" / "bench_gpu_floor.py"),
-        "--sources",
-        str(last),
-        "0",
-        "--takers",
-        "0",
-    ]
+    command = [sys.executable, str(ROOT / "scripts" / "bench_gpu_floor.py"), *f"--sources {last} 0 --takers 0".split()]
     out = tmp_path / "floor.json"
     subprocess.run([*command, "--gib", "0.6", "--repeats", "3", "--out", str(out)], check=True, timeout=120)
     found = json.loads(out.read_text())

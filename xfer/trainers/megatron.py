@@ -145,7 +145,7 @@ class MegatronTrainer:
         refuse_elsewhere(slots.slots, device, f"trainer {self.rank}")
         self._slots, self._device = slots, device
         self._computed, self._scales = computed, Scales(self.chunks, adapters)
-        self._groups = process_groups() if computed is not None else []
+        self._groups = process_groups() if computed is not None and computed.exchanges else []
         traced = _relocate(traced, bound)
         if computed is None:
             return TrainerLayout(traced, bound.roots, bound.tensors)
