@@ -173,9 +173,9 @@ class ToyTaker:
         self.live["norm"].fill_(float("nan"))
 
     def release_lock(self) -> None:
-        self.locked, self.began_with = False, "whole"
-        self.locks.append("released")
         self.live["norm"].copy_(self.spare)
+        self.locks.append("released")
+        self.locked, self.began_with = False, "whole"  # last: tests that wait for this read what lives right after
 
     def run_recipes(self) -> None:
         pass
