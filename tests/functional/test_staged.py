@@ -22,8 +22,8 @@ from tests.support.world import SHAPES, ToyLayout, ToySource, World, flat
 from tests.unit.test_trace_owned import IN, OUT, Meeting, Merge, computed, full_tensors
 from xfer import errors as e
 from xfer.session.bounds import CALL_GRACE_S
+from xfer.session.computing import _GONE, Over
 from xfer.session.computing import Meeting as SessionMeeting
-from xfer.session.computing import Over
 from xfer.session.refit import RefitCall
 from xfer.trace.traced import Traced
 
@@ -123,8 +123,11 @@ def test_a_rank_that_does_not_come_leaves_no_gather_behind(world):
     ok(world.refit(1))
     began = time.monotonic()
     (late,) = world.refit(2, ranks=[0], deadline_s=2.0)
-    assert isinstance(late, e.DeadlineExceeded) and late.violations == ("waiting for trainer 1",), late
-    assert "not all have come" in late.message and world.sessions[0].computing is None, "nothing goes on, as of one that stops"
+    # Who waits to gather and the hub, which tells more, end at one deadline; this rank hears of either first.
+    assert isinstance(late, e.DeadlineExceeded) and any(
+        v.startswith("waiting for trainer 1") for v in late.violations
+    ), late
+    assert world.sessions[0].computing is None, "nothing goes on, as of one that stops"
     assert time.monotonic() - began < 2.0 + CALL_GRACE_S and world.sources[0].computations == 1
     (came,) = world.refit(2, ranks=[1])  # the call that it owed is answered as the others' were
     assert isinstance(came, e.DeadlineExceeded) and world.sources[1].computations == 1
@@ -260,7 +263,9 @@ def test_what_an_interrupted_call_was_computing_is_waited_for_by_the_next(monkey
             patch.setattr(RefitCall, "_is_over", interrupted)
             assert isinstance(w.refit(2)[0], KeyboardInterrupt)
         (late,) = w.refit(3, deadline_s=1.0)
-        assert isinstance(late, e.DeadlineExceeded) and "an earlier refit was to compute has not ended" in str(late), late
+        assert isinstance(late, e.DeadlineExceeded) and "an earlier refit was to compute has not ended" in str(late), (
+            late
+        )
         assert source.computations == 2
         w.sessions[0].deadline_s = 0.5
         with pytest.raises(e.DeadlineExceeded, match="uses this rank's parameters"):
@@ -269,7 +274,11 @@ def test_what_an_interrupted_call_was_computing_is_waited_for_by_the_next(monkey
         source.go_on.set()
         w.sessions[0].release()
         ok(w.refit(4))
-        assert w.sessions[0].computing is None and source.computations == 3 and not any(t.wrong(4) for t in w.engines[0].takers)
+        assert (
+            w.sessions[0].computing is None
+            and source.computations == 3
+            and not any(t.wrong(4) for t in w.engines[0].takers)
+        )
 
 
 class Keys:
@@ -336,6 +345,42 @@ def test_either_all_ranks_go_on_to_gather_or_none_does(ranks):
     for t in threads:
         t.join(15)
     assert None not in ends and (set(ends) == {"on"} or "on" not in ends), ends
+
+
+@pytest.mark.parametrize("leave", [1, 2, 3])
+def test_ranks_that_give_up_after_the_last_one_came_go_on_with_it(leave):
+    """They look while it reads what each would gather: a second one that gave up once took itself for the first to leave."""
+    keys, ends, give_up, ranks = Keys(), [None] * 4, threading.Event(), (0, 1, 2, 3)
+
+    def count() -> int:
+        return next((int(v) for k, v in list(keys.values.items()) if k.endswith("/n")), 0)
+
+    class Last(Client):
+        def get(self, key):
+            give_up.set()
+            until_true(lambda: count() == 4 - leave * _GONE)
+            return super().get(key)
+
+    def come(i: int, client, over) -> None:
+        try:
+            SessionMeeting(lambda cancelled=lambda: False: client(keys, cancelled), i, time.monotonic() + 20, over)(
+                ranks, "same"
+            )
+            ends[i] = "on"
+        except (e.DeadlineExceeded, Over) as error:
+            ends[i] = type(error).__name__
+
+    threads = [
+        threading.Thread(target=come, args=(i, Client, give_up.is_set if i < leave else lambda: False))
+        for i in (0, 1, 2)
+    ]
+    for t in threads:
+        t.start()
+    until_true(lambda: count() == 3)
+    come(3, Last, lambda: False)
+    for t in threads:
+        t.join(15)
+    assert ends == ["on"] * 4
 
 
 @settings(max_examples=40, deadline=None)

@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from xfer.trace.traced import TrainerLayout
 
 _GONE = 1 << 20
-"""More than any group has ranks: a count from which this was taken is never full again."""
+"""More than any group has ranks: a count from which this was taken, however often, is never full again, and still tells
+by its remainder how many have come."""
 _LEFT = "left: "
 """Begins what a rank that gave up says to the others of its meeting; what differs begins otherwise."""
 
@@ -134,8 +135,8 @@ class Meeting:
         try:
             self._waiting.wait([go], timedelta(seconds=max(0.0, self._until - time.monotonic())))
         except XferError:
-            if self._plain.add(count, -_GONE) + _GONE >= len(ranks):
-                return  # the last one has just come
+            if self._plain.add(count, -_GONE) % _GONE >= len(ranks):
+                return  # all have come, and the last one says so; or the first to leave does, if that was before
             missing = [f"trainer {r}" for r, k in zip(ranks, said, strict=True) if not self._plain.check([k])]
             self._plain.set(go, f"{_LEFT}trainer {self._me} has given up waiting for {', '.join(missing)}")
             raise self._given_up([f"waiting for {who}" for who in missing]) from None
