@@ -368,8 +368,9 @@ def given_up(w: World) -> None:
 @pytest.mark.parametrize("wait", ["commit", "sources"])
 def test_a_prepare_that_nobody_followed_costs_the_next_refit_nothing(wait):
     """The engine goes back to work at the deadline, and neither the number nor the label is used up."""
-    with World(trainers=2, deadline_s=2.0) as w:
-        good(w.refit(1, deadline_s=20.0))
+    with World(trainers=2) as w:
+        good(w.refit(1))
+        w.shorten(2.0)
         for n in (2, 3):
             w.sessions[n % 2].prepare()
             assert armed(w, n)
@@ -382,8 +383,9 @@ def test_a_prepare_that_nobody_followed_costs_the_next_refit_nothing(wait):
 
 
 def test_a_call_that_comes_while_a_prepare_is_being_given_up_is_served():
-    with World(trainers=2, deadline_s=2.0) as w:
-        good(w.refit(1, deadline_s=20.0))
+    with World(trainers=2) as w:
+        good(w.refit(1))
+        w.shorten(2.0)
         resume, settling = w.engines[0].resume, threading.Event()
         w.engines[0].resume = lambda timeout: (settling.set(), time.sleep(0.5), resume(timeout))
         w.sessions[0].prepare()

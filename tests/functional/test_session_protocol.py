@@ -120,8 +120,9 @@ def test_a_rank_that_raises_stops_everyone_with_its_error_and_the_engine_serves_
 
 
 def test_calling_on_some_ranks_only_ends_at_the_deadline_and_names_the_missing():
-    with World(trainers=3, deadline_s=3.0) as w:
+    with World(trainers=3) as w:
         good(w.refit(1))
+        w.shorten(3.0)
         t0 = time.monotonic()
         failed(
             w.refit(2, ranks=[0, 2]), e.DeadlineExceeded, w, 15, t0, "trainer 1: it has not called nccl_xfer_refit()"

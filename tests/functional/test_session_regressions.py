@@ -344,10 +344,10 @@ def test_a_failure_after_sources_were_free_keeps_attempts_in_step(fault):  # noq
 
 
 def test_a_calls_own_deadline_may_be_longer_than_connects():
-    with World(deadline_s=2.0) as w:
+    with World(deadline_s=4.0) as w:
         good(w.refit(1))
         drain = w.sources[1].drain
-        w.sources[1].drain = lambda: time.sleep(13.0)  # beyond connect's deadline and the workers' grace
+        w.sources[1].drain = lambda: time.sleep(15.0)  # beyond connect's deadline and the workers' grace
         good(w.refit(2, deadline_s=60.0))
         w.sources[1].drain = drain
         right(w, 2)

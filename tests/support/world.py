@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -347,6 +347,13 @@ class World:
         )
         self.sessions[i] = s
         s.open(self.wait)
+
+    def shorten(self, deadline_s: float) -> None:
+        """From now on: as if trainers had connected with this deadline, in which a busy machine might not have connected them."""
+        for session in self.sessions:
+            session.deadline_s = deadline_s
+        hub = self.sessions[0]._hub
+        hub.options = replace(hub.options, deadline_s=deadline_s)
 
     def on_all(self, call, ranks=None) -> list:
         """call(i) on every trainer's thread; results or the exceptions they raised."""
