@@ -100,15 +100,14 @@ class _Scope:
 
 class Lane:
     def __init__(self, party, side: Side, replica: int, joint_rank: int, cache: PlanCache | None):
-        self.party, self.side, self.replica, self.joint_rank = party, side, replica, joint_rank
-        self.cache = cache
+        self.party, self.side, self.replica, self.joint_rank, self.cache = party, side, replica, joint_rank, cache
         self.labels: tuple[str, ...] = ()
         self.done_attempt = 0
         self.plan: Part | None = None
         self.inputs: m.PlanInputs | None = None  # what `plan` was made from
         self.plan_seconds = 0.0  # in which the plan was made, the exchange of layouts included
         self.exchange_seconds = 0.0  # until the layouts were here and checked
-        self.go_attempt = 0  # that it was last let go in,
+        self.go_attempt = self.pulled_attempt = 0  # that it was last let go in; the last of those in which takers read from here,
         self._go_epoch = 0  # and over the routes of which epoch
         self._given_up: tuple[int, XferError | None] = 0, None  # the last attempt that may not begin here any more, and why
         self._link: Link | None = None
@@ -140,6 +139,7 @@ class Lane:
                 self._scope = _Scope(message.epoch)
             if isinstance(message, m.Go):
                 self.go_attempt, self._go_epoch = message.attempt, self._scope.epoch
+                self.pulled_attempt = message.attempt if self.pulled_out else self.pulled_attempt
             # Inside the lock, or the lane could call itself idle in between.
             self._queue.put((message, self._scope, self._scope.stopped()))
 
@@ -198,13 +198,14 @@ class Lane:
 
     @property
     def pulled_out(self) -> int:
-        """Bytes of this rank that takers read by themselves in each refit."""
+        """Bytes of this rank that takers read by themselves in each refit over the present routes."""
         return self._routed.plan.pulled_out if self._routed is not None else 0
 
     @property
     def free_attempt(self) -> int:
         """The last attempt that went through and in which nobody reads this rank's storages any more."""
-        return min(self.done_attempt, self.party.drained.get(self.replica, 0)) if self.pulled_out else self.done_attempt
+        done = self.done_attempt  # its routes may be another engine's by now
+        return min(done, self.party.drained.get(self.replica, 0)) if self.pulled_attempt >= done else done
 
     @property
     def drained(self) -> bool:

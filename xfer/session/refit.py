@@ -250,12 +250,17 @@ class RefitCall:
         stopped = self._idle([lane for lane in lanes if lane.give_up(self.number, e)])
         # What a stopped lane sends nobody reads any more; what takers pull they may.
         if stopped and not (
-            self._may_be_read and any(lane.pulled_out and lane.free_attempt < self.number for lane in lanes)
+            self._may_be_read
+            and any((lane.pulled_out or self._pulled(lane)) and lane.free_attempt < self.number for lane in lanes)
         ):
             return e
         self.session.keep_alive()
         why = "workers may still read this rank's parameters" if stopped else "a transfer of this rank did not stop"
         return PeerLost(f"{e.message}; {why}", e.violations, where=self.label, drained=False)
+
+    def _pulled(self, lane: Lane) -> bool:
+        """Whether takers read from this rank in this attempt. The lane's present routes may be of an engine that came after it began."""
+        return lane.pulled_attempt >= self.number
 
     def _idle(self, lanes: Sequence[Lane]) -> bool:
         """Whether these come to rest, in the time that stopping takes and within the call's bound."""
@@ -301,7 +306,7 @@ class RefitCall:
         some = [
             r
             for o in outcome.outcomes
-            if (lane := self.party.lanes.get(o.replica)) is not None and lane.pulled_out
+            if (lane := self.party.lanes.get(o.replica)) is not None and self._pulled(lane)
             for r in o.readers
         ]
         seconds = min(readers.GRACE_S, max(_LAST_S, self.ends - time.monotonic()))
