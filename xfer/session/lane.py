@@ -115,8 +115,10 @@ class Lane:
         self._bound = -1  # binding generation that the routes were opened for
         self._stream: torch.cuda.Stream | None = None
         self._queue: queue.SimpleQueue = queue.SimpleQueue()
-        self._idle = threading.Event()
+        self._idle, self._still = threading.Event(), threading.Event()  # still: as far as refits go
+        self._moves = 0  # how many are to run, or do
         self._idle.set()
+        self._still.set()
         self._ended = False
         self._scope = _Scope(0)  # of the newest message
         self._running = self._scope  # of the one that the lane's thread is at
@@ -138,6 +140,8 @@ class Lane:
                 self._scope.error = self._scope.error or PeerLost(f"replica {self.replica}: another epoch has begun")
                 self._scope = _Scope(message.epoch)
             if isinstance(message, m.Go):
+                self._moves += 1
+                self._still.clear()
                 self.go_attempt, self._go_epoch = message.attempt, self._scope.epoch
                 self.pulled_attempt = message.attempt if self.pulled_out else self.pulled_attempt
             # Inside the lock, or the lane could call itself idle in between.
@@ -176,10 +180,11 @@ class Lane:
             self._idle.clear()
             self._queue.put((_UNMAP, self._scope, False))
 
-    def wait_idle(self, seconds: float) -> bool:
-        """True when nothing of the lane runs any more: no byte will be read or written by it, but for pulls (`drained`)."""
+    def wait_idle(self, seconds: float, moved: bool = False) -> bool:
+        """True when nothing of the lane runs any more: no byte will be read or written by it, but for pulls (`drained`).
+        moved: nothing that a refit began. A plan or link may go on, of an engine that joins: it reads nothing, and may take long."""
         until = time.monotonic() + seconds
-        if not self._idle.wait(seconds):
+        if not (self._still if moved else self._idle).wait(seconds):
             return False
         link = self._link
         return link is None or link.drained(max(0.0, until - time.monotonic()))
@@ -262,6 +267,7 @@ class Lane:
             item = self._queue.get()
             if item is None:
                 self._idle.set()
+                self._still.set()
                 return
             message, self._running, refused = item
             try:
@@ -285,6 +291,9 @@ class Lane:
                     self.party.try_send(m.Failed(wire, *at))
             finally:
                 with self._lock:
+                    self._moves -= isinstance(message, m.Go)
+                    if not self._moves:
+                        self._still.set()
                     if self._queue.empty():
                         self._idle.set()
                 self.party.stirred()
@@ -329,11 +338,7 @@ class Lane:
         if self.plan is None:
             raise PlanMismatch("asked to open a link without a plan")
         store = HubStore(
-            self.party.channel,
-            self.party.replies,
-            f"r{self.replica}/e{o.epoch}/",
-            self._deadline_s,
-            self._running.stopped,
+            self.party.channel, self.party.replies, f"r{self.replica}/e{o.epoch}/", self._deadline_s, self._running.stopped
         )
         # Kept until all takers have unmapped: it holds this rank's old storages.
         old = self._close_routes()
@@ -460,20 +465,10 @@ class Lane:
         faults.point(self.side.role, self.side.index, "done")
         self._check()
         mark(self.party.label, "done")
-        self.party.send(
-            m.Done(
-                self.replica,
-                go.attempt,
-                stats.bytes_in,
-                stats.bytes_out,
-                stats.pack_s,
-                stats.wire_s,
-                stats.unpack_s,
-                time.perf_counter() - t0,
-                sums,
-                self._by_route(routed),
-            )
-        )
+        self.party.send(m.Done(
+            self.replica, go.attempt, stats.bytes_in, stats.bytes_out, stats.pack_s, stats.wire_s, stats.unpack_s,
+            time.perf_counter() - t0, sums, self._by_route(routed),
+        ))  # fmt: skip
         self.done_attempt = go.attempt
 
     def brought(self, message: m.Brought) -> None:

@@ -265,7 +265,7 @@ class RefitCall:
     def _idle(self, lanes: Sequence[Lane]) -> bool:
         """Whether these come to rest, in the time that stopping takes and within the call's bound."""
         until = min(time.monotonic() + STOP_GRACE_S, max(self.ends, time.monotonic() + _LAST_S))
-        return all([lane.wait_idle(max(0.0, until - time.monotonic())) for lane in lanes])
+        return all([lane.wait_idle(max(0.0, until - time.monotonic()), moved=True) for lane in lanes])
 
     def _answer(self, message: m.CatalogMsg) -> None:
         """A new catalog, or the same one again for a rank whose exports changed."""
