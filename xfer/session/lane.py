@@ -134,6 +134,8 @@ class Lane:
 
     def post(self, message: m.Message) -> None:
         with self._lock:
+            if self._ended:
+                return  # nobody would make it idle again
             self._idle.clear()
             if isinstance(message, m.PlanInputs | m.OpenLink) and message.epoch != self._scope.epoch:
                 # What still runs of the old epoch must not take the new one for leave to go on.
@@ -249,8 +251,10 @@ class Lane:
 
     def stop(self) -> None:
         """Frees what is blocked; the thread ends after that."""
-        self.cancel(PeerLost("closed"), None)
+        closed = PeerLost("closed")
+        self.cancel(closed, None)
         with self._lock:
+            self._scope.error = self._scope.error or closed  # of an epoch that began since
             self._ended = True
             self._queue.put(None)
 
