@@ -249,6 +249,7 @@ class Controller:
         found = self.handle.get_version(self.deadline_s)
         self._label = UNKNOWN if found in (MIXED, PAUSED) else found
         held = self._held = self.handle.ranks_in_step(SETTLE_GRACE_S)
+        self._unless_closed()  # who closes it later waits for what follows
         try:
             if held:
                 if found != MIXED:  # before it pauses: of a pause that ends after this controller, a later one knows so whose it is
