@@ -414,3 +414,26 @@ def test_who_has_proved_the_token_when_the_hub_closes_is_not_left_waiting(inside
     hub.close()
     closed.set()
     assert ended.wait(5)
+
+
+def test_a_hub_that_hears_late_that_trainer_0_leaves_still_undoes_the_refit():
+    """Its engine was told nothing, and had to take the worst for granted though no byte had moved."""
+    with World(1, 1) as w:
+        good(w.refit(1))
+        hub, go_on, engine = w.sessions[0]._hub, threading.Event(), w.engines[0]
+        w.sources[0].drain = lambda: go_on.wait(20)
+        t = threading.Thread(target=w.refit)
+        t.start()
+        until = time.monotonic() + 10
+        while not (hub.attempt and hub.attempt.runs[0].armed) and time.monotonic() < until:
+            time.sleep(0.01)
+        assert hub.attempt.runs[0].armed
+        hub._events.put(lambda: time.sleep(1.0))
+        w.sessions[0].close()
+        go_on.set()
+        t.join(30)
+        until = time.monotonic() + 10
+        while engine.paused and time.monotonic() < until:
+            time.sleep(0.01)
+        assert not engine.paused and w.controllers[0].error is None
+        right(w, 1)

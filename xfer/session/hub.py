@@ -117,7 +117,8 @@ class Hub:
         while (0 in self.trainers or len(self.met) < self.options.trainers) and time.monotonic() < until:
             time.sleep(0.02)
         ends = time.monotonic() + STOP_GRACE_S
-        while self.failure is not None and self.attempt is not None and time.monotonic() < ends:
+        # Not only once the brain has heard that trainer 0 leaves: it may be busy.
+        while self.attempt is not None and self._thread.is_alive() and time.monotonic() < ends:
             time.sleep(0.005)
         self.door.close()
         self._events.put(None)
