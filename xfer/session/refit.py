@@ -153,6 +153,10 @@ class RefitCall:
         """Drains, after gathers and computations that an earlier call left. False: the attempt was over before that. DeadlineExceeded,
         naming who has not called, when one is still running then: it goes on by itself, and the next call waits for it first."""
         session = self.session
+
+        def begun(drain: Aside[None]) -> None:
+            session.drain = drain
+
         if not self._gathers_ended():
             raise self._late("a gather of an earlier refit has not ended, and reads what would be looked at now")
         if (left := session.computing) is not None:
@@ -165,7 +169,7 @@ class RefitCall:
             with contextlib.suppress(XferError):  # of a call that has had its error
                 session.drain.wait(self.until, self._is_over, STOP_GRACE_S)
         if session.drain is None or session.drain.over:
-            session.drain = Drain(session.source, self.label)
+            Drain(session.source, self.label, begun)
             if session.drain.wait(self.until, self._is_over, STOP_GRACE_S):
                 return not self._is_over()
         raise self._late(
