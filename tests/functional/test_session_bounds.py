@@ -7,7 +7,7 @@ import time
 import pytest
 
 from tests.functional.test_session_protocol import good, right
-from tests.support.world import World
+from tests.support.world import ToyEngine, World
 from xfer import errors as e
 from xfer.session import bounds, lane
 
@@ -146,3 +146,37 @@ def test_the_transfer_clock_runs_from_readiness_to_decision_whatever_is_done_bet
         o, phases = report.outcomes[0], dict(report.outcomes[0].phases)
         assert o.transfer_s >= phases["plan"] + phases["link"] and phases["plan"] >= 0.5 and phases["link"] > 0.0
         assert report.flatten()["xfer/plan_s"] == phases["plan"]
+
+def test_a_call_does_not_take_the_link_of_an_engine_that_joins_for_a_transfer_that_does_not_stop(monkeypatch):
+    """It is of a replica that was lost in this very refit, so that its lane has been let go in it."""
+    moved, linking, go_on, opened = (threading.Event() for _ in range(4))
+    open_routes, answers = lane.Lane._open_routes, []
+
+    def slow(one, *a):
+        if one.side.role == "worker" and one.replica == 0 and opened.is_set():
+            linking.set()
+            go_on.wait(30)
+        return open_routes(one, *a)
+
+    monkeypatch.setattr(lane.Lane, "_open_routes", slow)
+    with World(1, 1, 2) as w:
+        good(w.refit(1))
+        opened.set()
+        for engine in w.engines:
+            run_recipes = engine.takers[0].run_recipes
+            engine.takers[0].run_recipes = lambda run=run_recipes: (moved.wait(30), run())
+        t = threading.Thread(target=lambda: answers.extend(w.refit(2, min_replicas=1)))
+        t.start()
+        hub = w.sessions[0]._hub
+        until(lambda: hub.attempt is not None and [r.state for r in hub.attempt.runs.values()] == ["moving"] * 2)
+        w.engines[0].sessions[0]._party.channel.close()
+        w.controllers[0].close()
+        w.engines[0] = ToyEngine(1)
+        w.controllers[0] = w.serve(w.engines[0], 0)
+        assert linking.wait(10)
+        moved.set()
+        t.join(30)
+        go_on.set()
+        assert [o.committed for o in good(answers).outcomes] == [False, True]
+        good(w.refit(3))
+        right(w, 3)

@@ -481,3 +481,44 @@ def test_a_replica_of_which_a_worker_found_no_lock_is_not_told_to_be_ready(monke
         late = world.refit(3)[0]
         assert isinstance(late, XferError) and "no lock" in str(late)
         assert not toy.paused and not any(t.wrong(3) for t in world.engines[0].takers)
+
+
+def test_a_controller_that_is_closed_before_it_pauses_to_join_leaves_its_engine_alone():
+    """Its owner was not kept waiting, since nothing was paused yet; and no later one would know that the pause is not for good."""
+    world = World(trainers=1, workers=1, deadline_s=8.0, wait=False, engines=[ToyEngine(1)])
+    toy, asked, go = world.engines[0], threading.Event(), threading.Event()
+    toy.in_step, get_version = True, toy.get_version
+    toy.get_version = lambda timeout: (asked.set(), go.wait(10), get_version(timeout))[2]
+    with world:
+        assert asked.wait(5)
+        world.controllers[0].close()
+        go.set()
+        world.controllers[0]._thread.join(5)
+        assert not world.controllers[0]._thread.is_alive() and toy.log == [] and toy.label == ""
+
+def test_who_asks_in_the_moment_in_which_a_version_comes_is_not_told_what_was_before(monkeypatch):
+    """That the engine was torn is over, and why it was is not, for a moment."""
+    world, told, set_ = World(trainers=1, workers=1), [], Controller._set
+
+    def ask(controller) -> None:
+        try:
+            controller.wait_ready(5)
+            told.append(controller.wait_version("1", 5))
+        except XferError as e:
+            told.append(e)
+
+    def set_late(controller, version=None, *a, **kw):
+        if version == "1":
+            threads.append(threading.Thread(target=ask, args=(controller,)))
+            threads[0].start()
+            threads[0].join(0.3)  # long enough to be told something wrong
+        set_(controller, version, *a, **kw)
+
+    threads: list[threading.Thread] = []
+    world.engines = [ToyEngine(1)]
+    world.engines[0].takers[0].began_with = "nothing"
+    with world:
+        monkeypatch.setattr(Controller, "_set", set_late)
+        good(world.refit(1))
+        threads[0].join(5)
+    assert told == ["1"]

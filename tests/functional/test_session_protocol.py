@@ -14,8 +14,12 @@ import torch
 from tests.support.world import TOKEN, ToyEngine, ToySource, World
 from xfer import errors as e
 from xfer.session import faults
+from xfer.session.channel import dial
+from xfer.session.hub import Hub
 from xfer.session.report import RefitReport
+from xfer.session.roster import HubOptions
 from xfer.session.trainer import TrainerSession
+from xfer.testing.ports import free_port
 
 
 @pytest.fixture
@@ -396,3 +400,41 @@ def test_a_hub_that_is_lost_mid_refit_leaves_nobody_serving_a_mix():
         assert w.engines[0].paused
         with pytest.raises(e.EngineLost), w.controllers[0].serving():
             pass
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_who_has_proved_the_token_when_the_hub_closes_is_not_left_waiting(inside):
+    """It has said nothing yet, or is about to be let in: for its whole deadline it waited for a welcome."""
+    rendezvous = f"tcp://127.0.0.1:{free_port()}"
+    hub, ended, proved, closed = Hub(rendezvous, TOKEN, HubOptions(1, 1, 20.0, 4096)), *(threading.Event() for _ in range(3))
+    admit = hub.door._admit
+    hub.door._admit = lambda channel: (inside and admit(channel), proved.set(), closed.wait(20), inside or admit(channel))
+    channel = dial(rendezvous, TOKEN, 5.0)
+    channel.start(lambda message: None, lambda reason: ended.set())
+    assert proved.wait(5)
+    hub.close()
+    closed.set()
+    assert ended.wait(5)
+
+
+def test_a_hub_that_hears_late_that_trainer_0_leaves_still_undoes_the_refit():
+    """Its engine was told nothing, and had to take the worst for granted though no byte had moved."""
+    with World(1, 1) as w:
+        good(w.refit(1))
+        hub, go_on, engine = w.sessions[0]._hub, threading.Event(), w.engines[0]
+        w.sources[0].drain = lambda: go_on.wait(20)
+        t = threading.Thread(target=w.refit)
+        t.start()
+        until = time.monotonic() + 10
+        while not (hub.attempt and hub.attempt.runs[0].armed) and time.monotonic() < until:
+            time.sleep(0.01)
+        assert hub.attempt.runs[0].armed
+        hub._events.put(lambda: time.sleep(1.0))
+        w.sessions[0].close()
+        go_on.set()
+        t.join(30)
+        until = time.monotonic() + 10
+        while engine.paused and time.monotonic() < until:
+            time.sleep(0.01)
+        assert not engine.paused and w.controllers[0].error is None
+        right(w, 1)

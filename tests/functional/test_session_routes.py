@@ -330,3 +330,48 @@ def test_a_worker_that_vanished_while_it_read_is_told_from_one_that_is_dead(monk
         monkeypatch.setattr(readers, "_alive", lambda pid: False)
         assert not readers.still_reading([readers.m.Reader("w", readers.host_identity(), 1)])
         assert readers.still_reading([readers.m.Reader("w", "another host", 1)], 0.01)
+
+
+@pytest.mark.parametrize("wait", ["commit", "sources"])
+def test_a_worker_that_vanished_is_suspected_though_its_replica_has_come_anew_meanwhile(monkeypatch, wait):
+    """Where that one maps nothing (it runs on another host), the lane's routes say that nobody pulls: not of this refit."""
+    monkeypatch.setattr(readers, "GRACE_S", 0.2)
+    hold, reached, go_on, joined = (threading.Event() for _ in range(4))
+
+    class FirstHeld(cpu_peer.Pull):
+        def begin(self):
+            self.held = hold.is_set() and threading.current_thread().name == "xfer-lane-0"
+            super().begin()
+
+        def _run(self):
+            if self.held:
+                reached.set()
+                go_on.wait(40)
+            super()._run()
+
+    monkeypatch.setattr(cpu_peer, "Pull", FirstHeld)
+    with World(1, 1, 2) as w:
+        good(w.refit(1))
+        hold.set()
+        taker, answers = w.engines[1].takers[0], []
+        run_recipes = taker.run_recipes
+        taker.run_recipes = lambda: (joined.wait(20), run_recipes())
+        t = threading.Thread(target=lambda: answers.extend(w.refit(2, wait=wait, min_replicas=1)))
+        try:
+            t.start()
+            assert reached.wait(10)
+            hold.clear()
+            w.engines[0].sessions[0]._party.channel.close()
+            w.controllers[0].close()
+            cpu_peer.REFUSED.update((0, i) for i in range(len(w.sources[0].params)))
+            w.engines.append(world.ToyEngine(1))
+            w.controllers[0] = w.serve(w.engines[2], 0)
+            w.controllers[0].wait_ready(10)
+            joined.set()
+            t.join(40)
+            assert isinstance(answers[0], PeerLost) and not answers[0].drained, answers
+            assert "replica 0 worker 0" in str(answers[0]) and len(w.sessions[0]._quarantine) == 1
+        finally:
+            go_on.set()
+        good(w.refit(3))
+        assert [w.engines[i].takers[0].wrong(3) for i in (1, 2)] == [[], []]

@@ -281,6 +281,52 @@ def test_what_an_interrupted_call_was_computing_is_waited_for_by_the_next(monkey
         )
 
 
+@pytest.mark.parametrize("begins", [True, False])
+@pytest.mark.parametrize("what", ["drain", "compute"])
+def test_a_call_that_is_interrupted_as_it_begins_something_leaves_nothing_that_nobody_knows(monkeypatch, what, begins):
+    """Starting a thread waits for it, so that it may run by then, or is about to. What does is waited for, what does not never will."""
+    source, inside, go_on = Meets(0, 1), threading.Event(), threading.Event()
+    with World(trainers=1, sources=[source]) as w:
+        ok(w.refit(1))
+        start, step, asides = threading.Thread.start, getattr(source, what), []
+
+        def held(*a):
+            inside.set()
+            go_on.wait(20)
+            return step(*a)
+
+        def interrupted(thread) -> None:
+            asides.extend([thread] * (thread.name == "xfer-aside"))
+            if thread not in asides or len(asides) <= (what == "compute"):  # a drain comes first
+                return start(thread)
+            if begins:
+                start(thread)
+                assert inside.wait(10)
+            raise KeyboardInterrupt
+
+        setattr(source, what, held)
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", interrupted)
+            assert isinstance(w.refit(2)[0], KeyboardInterrupt)
+        setattr(source, what, step)
+        if begins:
+            (late,) = w.refit(3, deadline_s=1.0)
+            assert isinstance(late, e.DeadlineExceeded), late
+            w.sessions[0].deadline_s = 0.5
+            with pytest.raises(e.DeadlineExceeded, match="uses this rank's parameters"):
+                w.sessions[0].release()
+            w.sessions[0].deadline_s = w.deadline_s
+        else:
+            before = source.drained, source.computations
+            start(asides[-1])  # the system may still get to it
+            asides[-1].join(10)
+            assert before == (source.drained, source.computations)
+        go_on.set()
+        w.sessions[0].release()
+        ok(w.refit(4))
+        assert not any(t.wrong(4) for t in w.engines[0].takers)
+
+
 class Keys:
     """The rendezvous' store, in this process."""
 

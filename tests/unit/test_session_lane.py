@@ -111,6 +111,29 @@ def test_a_worker_that_is_stopped_lets_go_of_the_trainers_memory(role, drained, 
     assert lane.wait_idle(0), "nobody is there to make it idle again"
 
 
+@pytest.mark.parametrize("message", [m.OpenLink(0, 2, True, 1), m.Go(0, 1, 1, "1", False, 1.0)])
+def test_what_comes_for_a_lane_that_has_ended_keeps_nobody_waiting(message):
+    """A hub that has not heard yet that this process leaves goes on with the refit."""
+    party = Party()
+    lane = Waiting(party)
+    lane.close()
+    lane.post(message)
+    assert lane.wait_idle(0) and lane.wait_idle(0, moved=True) and not party.said
+
+
+def test_an_epoch_that_begins_while_its_lane_is_stopped_is_stopped_too(monkeypatch):
+    lane, cancel = Waiting(Party()), Waiting.cancel
+
+    def cancelled_just_before(self, error, epoch):
+        cancel(self, error, epoch)
+        self.post(m.OpenLink(0, 1, True, 1))
+
+    monkeypatch.setattr(Waiting, "cancel", cancelled_just_before)
+    began = time.monotonic()
+    lane.close()
+    assert time.monotonic() - began < 4 and not lane._thread.is_alive()
+
+
 def test_who_stops_a_lane_does_not_wait_for_its_link():
     """It may be the thread that reads for all lanes. That bytes are written until the link has ended, the lane says."""
     lane, ended = Waiting(Party()), threading.Event()

@@ -140,10 +140,10 @@ class PackedLane(Lane):
         if (feed := self._feed) is not None:
             feed.stir()
 
-    def wait_idle(self, seconds: float) -> bool:
+    def wait_idle(self, seconds: float, moved: bool = False) -> bool:
         """On trainers also that no gather reads parameters any more."""
         until = time.monotonic() + seconds
-        if not super().wait_idle(seconds):
+        if not super().wait_idle(seconds, moved):
             return False
         return self.pump is None or self.pump.wait_over(max(0.0, until - time.monotonic()))
 

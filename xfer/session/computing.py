@@ -62,7 +62,7 @@ def compute(
 ) -> float:
     """Bring what the export computes up to date, in scratch. Returns seconds. Raises as `Meeting`; Unfinished at `until`.
 
-    begun: is given what runs before anything waits for it: whatever ends that wait, an interruption too, it may go on.
+    begun: is given what runs before it does: whatever ends the wait for it, an interruption too, it may go on.
     """
     if not layout.traced.recipes and not layout.traced.gathers:
         return 0.0
@@ -81,8 +81,7 @@ def compute(
             torch.cuda.synchronize(source.device)
         return True
 
-    aside = Aside(work, source.device, party.label, "what the export computes could not be brought up to date")
-    begun(aside)
+    aside = Aside(work, source.device, party.label, "what the export computes could not be brought up to date", begun)
     # Who waits at the rendezvous gives up at `until`, asks the hub who has not come, and says so: it is not what goes on.
     if not aside.wait(until + SILENCE_S, over, STOP_GRACE_S):
         raise Unfinished

@@ -86,8 +86,9 @@ class Controller:
         self._refuse_closed("wait_ready()")
         if self._kept_from is not None:
             raise self._kept_from
-        if self.error is not None and not self.torn:
-            raise self.error
+        with self._changed:
+            if self.error is not None and not self.torn:
+                raise self.error
 
     def _may_wait(self, call: str) -> None:
         if isinstance(self.handle, Handle):
@@ -218,8 +219,7 @@ class Controller:
         if whole and self.version and self.error is None:  # trainers come and go; one whole version is served on
             logger.warning("xfer: replica %d goes on serving version %s: %s", self.replica, self.version, error)
         elif self.error is None or not whole:
-            self.torn = self.torn and whole
-            self._set(error=error)
+            self._set(error=error, torn=self.torn and whole)
         self._ready.set()
 
     def _down(self, e: BaseException) -> XferError:
@@ -232,9 +232,10 @@ class Controller:
         self._set(error=error)
         return error
 
-    def _set(self, version: str | None = None, error: XferError | None = None) -> None:
+    def _set(self, version: str | None = None, error: XferError | None = None, torn: bool | None = None) -> None:
+        """In one step: who waits for a version tells by `torn` whether `error` is for good. None: as before."""
         with self._changed:
-            self.error = error
+            self.error, self.torn = error, self.torn if torn is None else torn
             if version is not None:
                 self.version = version
             self._changed.notify_all()
@@ -249,6 +250,7 @@ class Controller:
         found = self.handle.get_version(self.deadline_s)
         self._label = UNKNOWN if found in (MIXED, PAUSED) else found
         held = self._held = self.handle.ranks_in_step(SETTLE_GRACE_S)
+        self._unless_closed()  # who closes it later waits for what follows
         try:
             if held:
                 if found != MIXED:  # before it pauses: of a pause that ends after this controller, a later one knows so whose it is
@@ -325,8 +327,7 @@ class Controller:
 
     def _keep_out(self, error: XferError) -> None:
         """Nobody is served until a commit. Stays paused; for an in-process LLM, which waits at a gate, `serving()` refuses."""
-        self.torn = True
-        self._set(version="", error=error)
+        self._set(version="", error=error, torn=True)
         try:
             self.handle.stay_paused()
         except XferError as e:
@@ -342,9 +343,8 @@ class Controller:
             committed = visit.close(decision)
             if committed:
                 self.refits += 1
-                self.torn = False
                 self._label = decision.version
-                self._set(version=decision.version)
+                self._set(version=decision.version, torn=False)
             elif visit.touched and isinstance(decision, m.Settle) and decision.dirty:
                 self._tear(str(decision.error.error()), known=decision is not self._unheard)
                 self._party.try_send(m.Settled(arm.attempt, "", False, 0.0, visit.phases))

@@ -27,18 +27,30 @@ LOOK_S = 0.05
 
 
 class Aside(Generic[T]):
-    """One run of `call`, begun at once. `what`: what went wrong if it raises something foreign, for its message."""
+    """One run of `call`, begun at once. `what`: what went wrong if it raises something foreign, for its message. `begun`: is given
+    this before it runs, for whoever has to know of it however its making ends: starting a thread can be interrupted."""
 
-    def __init__(self, call: Callable[[], T], device: torch.device, label: str, what: str):
+    def __init__(
+        self, call: Callable[[], T], device: torch.device, label: str, what: str, begun: Callable[[Aside], None] = lambda _: None
+    ):
         self._call, self._device, self._label, self._what = call, device, label, what
         # What is launched there is queued behind what the caller has queued (the optimizer's writes), on his stream.
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         self._error: BaseException | None = None
         self.result: T | None = None
         self._over, self._began, self.seconds = threading.Event(), time.perf_counter(), 0.0
-        threading.Thread(target=self._run, name="xfer-aside", daemon=True).start()
+        self._first = threading.Lock()  # taken by the thread as it begins, or by who gave up on it before: then it never does
+        try:
+            begun(self)
+            threading.Thread(target=self._run, name="xfer-aside", daemon=True).start()
+        except BaseException:
+            if self._first.acquire(blocking=False):
+                self._over.set()
+            raise
 
     def _run(self) -> None:
+        if not self._first.acquire(blocking=False):
+            return
         try:
             with ExitStack() as inside, torch.no_grad():
                 if self._stream is not None:
@@ -87,9 +99,9 @@ def refuse_running(some: Iterable[Aside | None], until: float, label: str) -> No
 
 
 class Drain(Aside[None]):
-    def __init__(self, source: Source, label: str):
+    def __init__(self, source: Source, label: str, begun: Callable[[Aside], None]):
         def drain() -> None:
             faults.point("trainer", source.rank, "drain")
             source.drain()
 
-        super().__init__(drain, source.device, label, "the trainer's parameters could not be made whole")
+        super().__init__(drain, source.device, label, "the trainer's parameters could not be made whole", begun)

@@ -60,6 +60,8 @@ class Hub:
         self.failure: XferError | None = None  # a trainer is gone: nothing can be refitted any more
         self.met: set[int] = set()  # trainers that have been here
         self.clients: set[Client] = set()
+        self._admitted: set[Client] | None = set()  # these, and who has not said hello yet or was refused; None: closed
+        self._admitting = threading.Lock()
         self.store, self.planning, self.calls = KeyValues(), Planning(self), Calls(self)
         self.timers = Timers()
         self._events: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -73,6 +75,10 @@ class Hub:
 
     def _admit(self, channel: Channel) -> None:
         client = Client(channel)
+        with self._admitting:
+            if self._admitted is None:  # it proved the token while the door was being closed
+                return channel.close()
+            self._admitted.add(client)
         channel.start(
             lambda msg: self._events.put(lambda: self._handle(client, msg)),
             lambda reason: self._events.put(lambda: self._gone(client, reason)),
@@ -111,12 +117,14 @@ class Hub:
         while (0 in self.trainers or len(self.met) < self.options.trainers) and time.monotonic() < until:
             time.sleep(0.02)
         ends = time.monotonic() + STOP_GRACE_S
-        while self.failure is not None and self.attempt is not None and time.monotonic() < ends:
+        # Not only once the brain has heard that trainer 0 leaves: it may be busy.
+        while self.attempt is not None and self._thread.is_alive() and time.monotonic() < ends:
             time.sleep(0.005)
         self.door.close()
         self._events.put(None)
         self._thread.join(timeout=5.0)
-        clients = list(self.clients)
+        with self._admitting:
+            clients, self._admitted = list(self._admitted or ()), None
         for c in clients:
             c.finish()
         # Each reads to our end, and closes its own.
@@ -226,6 +234,9 @@ class Hub:
 
     def _gone(self, client: Client, reason: str) -> None:
         client.finish()
+        with self._admitting:
+            if self._admitted is not None:
+                self._admitted.discard(client)
         self.clients.discard(client)
         self.store.drop(client)
         self.planning.let_go.discard(client)

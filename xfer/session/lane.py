@@ -100,15 +100,14 @@ class _Scope:
 
 class Lane:
     def __init__(self, party, side: Side, replica: int, joint_rank: int, cache: PlanCache | None):
-        self.party, self.side, self.replica, self.joint_rank = party, side, replica, joint_rank
-        self.cache = cache
+        self.party, self.side, self.replica, self.joint_rank, self.cache = party, side, replica, joint_rank, cache
         self.labels: tuple[str, ...] = ()
         self.done_attempt = 0
         self.plan: Part | None = None
         self.inputs: m.PlanInputs | None = None  # what `plan` was made from
         self.plan_seconds = 0.0  # in which the plan was made, the exchange of layouts included
         self.exchange_seconds = 0.0  # until the layouts were here and checked
-        self.go_attempt = 0  # that it was last let go in,
+        self.go_attempt = self.pulled_attempt = 0  # that it was last let go in; the last of those in which takers read from here,
         self._go_epoch = 0  # and over the routes of which epoch
         self._given_up: tuple[int, XferError | None] = 0, None  # the last attempt that may not begin here any more, and why
         self._link: Link | None = None
@@ -116,8 +115,10 @@ class Lane:
         self._bound = -1  # binding generation that the routes were opened for
         self._stream: torch.cuda.Stream | None = None
         self._queue: queue.SimpleQueue = queue.SimpleQueue()
-        self._idle = threading.Event()
+        self._idle, self._still = threading.Event(), threading.Event()  # still: as far as refits go
+        self._moves = 0  # how many are to run, or do
         self._idle.set()
+        self._still.set()
         self._ended = False
         self._scope = _Scope(0)  # of the newest message
         self._running = self._scope  # of the one that the lane's thread is at
@@ -133,13 +134,18 @@ class Lane:
 
     def post(self, message: m.Message) -> None:
         with self._lock:
+            if self._ended:
+                return  # nobody would make it idle again
             self._idle.clear()
             if isinstance(message, m.PlanInputs | m.OpenLink) and message.epoch != self._scope.epoch:
                 # What still runs of the old epoch must not take the new one for leave to go on.
                 self._scope.error = self._scope.error or PeerLost(f"replica {self.replica}: another epoch has begun")
                 self._scope = _Scope(message.epoch)
             if isinstance(message, m.Go):
+                self._moves += 1
+                self._still.clear()
                 self.go_attempt, self._go_epoch = message.attempt, self._scope.epoch
+                self.pulled_attempt = message.attempt if self.pulled_out else self.pulled_attempt
             # Inside the lock, or the lane could call itself idle in between.
             self._queue.put((message, self._scope, self._scope.stopped()))
 
@@ -176,10 +182,11 @@ class Lane:
             self._idle.clear()
             self._queue.put((_UNMAP, self._scope, False))
 
-    def wait_idle(self, seconds: float) -> bool:
-        """True when nothing of the lane runs any more: no byte will be read or written by it, but for pulls (`drained`)."""
+    def wait_idle(self, seconds: float, moved: bool = False) -> bool:
+        """True when nothing of the lane runs any more: no byte will be read or written by it, but for pulls (`drained`).
+        moved: nothing that a refit began. A plan or link may go on, of an engine that joins: it reads nothing, and may take long."""
         until = time.monotonic() + seconds
-        if not self._idle.wait(seconds):
+        if not (self._still if moved else self._idle).wait(seconds):
             return False
         link = self._link
         return link is None or link.drained(max(0.0, until - time.monotonic()))
@@ -198,13 +205,14 @@ class Lane:
 
     @property
     def pulled_out(self) -> int:
-        """Bytes of this rank that takers read by themselves in each refit."""
+        """Bytes of this rank that takers read by themselves in each refit over the present routes."""
         return self._routed.plan.pulled_out if self._routed is not None else 0
 
     @property
     def free_attempt(self) -> int:
         """The last attempt that went through and in which nobody reads this rank's storages any more."""
-        return min(self.done_attempt, self.party.drained.get(self.replica, 0)) if self.pulled_out else self.done_attempt
+        done = self.done_attempt  # its routes may be another engine's by now
+        return min(done, self.party.drained.get(self.replica, 0)) if self.pulled_attempt >= done else done
 
     @property
     def drained(self) -> bool:
@@ -243,8 +251,10 @@ class Lane:
 
     def stop(self) -> None:
         """Frees what is blocked; the thread ends after that."""
-        self.cancel(PeerLost("closed"), None)
+        closed = PeerLost("closed")
+        self.cancel(closed, None)
         with self._lock:
+            self._scope.error = self._scope.error or closed  # of an epoch that began since
             self._ended = True
             self._queue.put(None)
 
@@ -261,6 +271,7 @@ class Lane:
             item = self._queue.get()
             if item is None:
                 self._idle.set()
+                self._still.set()
                 return
             message, self._running, refused = item
             try:
@@ -284,6 +295,9 @@ class Lane:
                     self.party.try_send(m.Failed(wire, *at))
             finally:
                 with self._lock:
+                    self._moves -= isinstance(message, m.Go)
+                    if not self._moves:
+                        self._still.set()
                     if self._queue.empty():
                         self._idle.set()
                 self.party.stirred()
@@ -328,11 +342,7 @@ class Lane:
         if self.plan is None:
             raise PlanMismatch("asked to open a link without a plan")
         store = HubStore(
-            self.party.channel,
-            self.party.replies,
-            f"r{self.replica}/e{o.epoch}/",
-            self._deadline_s,
-            self._running.stopped,
+            self.party.channel, self.party.replies, f"r{self.replica}/e{o.epoch}/", self._deadline_s, self._running.stopped
         )
         # Kept until all takers have unmapped: it holds this rank's old storages.
         old = self._close_routes()
@@ -459,20 +469,10 @@ class Lane:
         faults.point(self.side.role, self.side.index, "done")
         self._check()
         mark(self.party.label, "done")
-        self.party.send(
-            m.Done(
-                self.replica,
-                go.attempt,
-                stats.bytes_in,
-                stats.bytes_out,
-                stats.pack_s,
-                stats.wire_s,
-                stats.unpack_s,
-                time.perf_counter() - t0,
-                sums,
-                self._by_route(routed),
-            )
-        )
+        self.party.send(m.Done(
+            self.replica, go.attempt, stats.bytes_in, stats.bytes_out, stats.pack_s, stats.wire_s, stats.unpack_s,
+            time.perf_counter() - t0, sums, self._by_route(routed),
+        ))  # fmt: skip
         self.done_attempt = go.attempt
 
     def brought(self, message: m.Brought) -> None:

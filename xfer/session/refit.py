@@ -153,6 +153,10 @@ class RefitCall:
         """Drains, after gathers and computations that an earlier call left. False: the attempt was over before that. DeadlineExceeded,
         naming who has not called, when one is still running then: it goes on by itself, and the next call waits for it first."""
         session = self.session
+
+        def begun(drain: Aside[None]) -> None:
+            session.drain = drain
+
         if not self._gathers_ended():
             raise self._late("a gather of an earlier refit has not ended, and reads what would be looked at now")
         if (left := session.computing) is not None:
@@ -165,7 +169,7 @@ class RefitCall:
             with contextlib.suppress(XferError):  # of a call that has had its error
                 session.drain.wait(self.until, self._is_over, STOP_GRACE_S)
         if session.drain is None or session.drain.over:
-            session.drain = Drain(session.source, self.label)
+            Drain(session.source, self.label, begun)
             if session.drain.wait(self.until, self._is_over, STOP_GRACE_S):
                 return not self._is_over()
         raise self._late(
@@ -250,17 +254,22 @@ class RefitCall:
         stopped = self._idle([lane for lane in lanes if lane.give_up(self.number, e)])
         # What a stopped lane sends nobody reads any more; what takers pull they may.
         if stopped and not (
-            self._may_be_read and any(lane.pulled_out and lane.free_attempt < self.number for lane in lanes)
+            self._may_be_read
+            and any((lane.pulled_out or self._pulled(lane)) and lane.free_attempt < self.number for lane in lanes)
         ):
             return e
         self.session.keep_alive()
         why = "workers may still read this rank's parameters" if stopped else "a transfer of this rank did not stop"
         return PeerLost(f"{e.message}; {why}", e.violations, where=self.label, drained=False)
 
+    def _pulled(self, lane: Lane) -> bool:
+        """Whether takers read from this rank in this attempt. The lane's present routes may be of an engine that came after it began."""
+        return lane.pulled_attempt >= self.number
+
     def _idle(self, lanes: Sequence[Lane]) -> bool:
         """Whether these come to rest, in the time that stopping takes and within the call's bound."""
         until = min(time.monotonic() + STOP_GRACE_S, max(self.ends, time.monotonic() + _LAST_S))
-        return all([lane.wait_idle(max(0.0, until - time.monotonic())) for lane in lanes])
+        return all([lane.wait_idle(max(0.0, until - time.monotonic()), moved=True) for lane in lanes])
 
     def _answer(self, message: m.CatalogMsg) -> None:
         """A new catalog, or the same one again for a rank whose exports changed."""
@@ -301,7 +310,7 @@ class RefitCall:
         some = [
             r
             for o in outcome.outcomes
-            if (lane := self.party.lanes.get(o.replica)) is not None and lane.pulled_out
+            if (lane := self.party.lanes.get(o.replica)) is not None and self._pulled(lane)
             for r in o.readers
         ]
         seconds = min(readers.GRACE_S, max(_LAST_S, self.ends - time.monotonic()))

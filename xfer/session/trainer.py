@@ -23,7 +23,7 @@ from xfer.session import computing, faults, timeline
 from xfer.session import messages as m
 from xfer.session.arguments import checked_call
 from xfer.session.bounds import STOP_GRACE_S, TOLD_S
-from xfer.session.drain import Aside, Drain, refuse_running
+from xfer.session.drain import Aside, refuse_running
 from xfer.session.entry import Entry
 from xfer.session.hub import Hub
 from xfer.session.lane import Lane
@@ -110,7 +110,7 @@ class TrainerSession:
         self._told: tuple[bytes, bytes | None] = b"", b""  # specs and inventory that the hub knows; None: it owes a catalog
         self._released = False
         self._releases = 0  # how many were begun
-        self.drain: Drain | None = None  # of the last call; may run longer than that
+        self.drain: Aside[None] | None = None  # of the last call; may run longer than that
         self.computing: Aside[bool] | None = None  # while it runs, maybe after its call
         self._sums = SourceSums(self.index, [], [])
         self._quarantine: list[list[torch.Tensor]] = []  # storages that somebody may still read
