@@ -190,6 +190,31 @@ def test_opening_a_link_touches_no_stream_of_the_trainers(monkeypatch):
     link.close()
 
 
+def test_a_communicator_that_was_being_made_when_the_caller_gave_up_is_not_connected(monkeypatch):
+    """The abort comes before there is anything to abort. It once waited for its peers for good, in memory of the GPU."""
+    making, go_on, seen = threading.Event(), threading.Event(), []
+
+    class Group:
+        Options = lambda: SimpleNamespace(config=SimpleNamespace())  # noqa: E731
+
+        def __init__(self, *args):
+            making.set()
+            go_on.wait(20)
+            self.abort = lambda: seen.append("aborted")
+            self.eager_connect_single_device = lambda device: seen.append("connects")
+            self.broadcast = lambda *args: seen.append("speaks")
+
+    monkeypatch.setattr(torch, "cuda", Streams())
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", Group, raising=False)
+    before = set(threading.enumerate())
+    with pytest.raises(Aborted):
+        NcclLink(None, 0, 2, 20.0, torch.device("cpu"), ("trainer 0", "worker 0"), making.is_set)
+    (left,) = [t for t in threading.enumerate() if t not in before and t.name == "xfer-link"]
+    go_on.set()
+    left.join(20)
+    assert not left.is_alive() and seen == ["aborted"]
+
+
 class Grouped:
     """A double of ProcessGroupNCCL: how deep a thread is in groups is NCCL's, not a communicator's, and only the outermost end launches."""
 
