@@ -234,6 +234,32 @@ def test_nothing_is_started_once_a_wire_is_lost(wire):
     w.close()
 
 
+def test_a_communicator_that_is_made_after_its_rank_gave_up_is_not_connected(monkeypatch):
+    """The last rank comes after the deadline, and lets the thread go on that nobody waits for any more."""
+    come, seen = threading.Event(), queue.Queue()
+
+    class Group:
+        Options = lambda: SimpleNamespace(config=SimpleNamespace())  # noqa: E731
+
+        def __init__(self, *_):
+            self.abort = lambda: seen.put("aborted")
+
+        def eager_connect_single_device(self, device) -> None:
+            seen.put("connects")
+            raise RuntimeError("a peer is gone")
+
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(wires, "_name", lambda *_: "name" if come.wait(30 * PATIENCE) else "")
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", Group, raising=False)
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", dist.HashStore)
+    for name, value in (("get_rank", 0), ("get_world_size", 2), ("get_process_group_ranks", [0, 1])):
+        monkeypatch.setattr(dist, name, lambda *_, value=value: value)
+    with pytest.raises(DeadlineExceeded, match="did not all meet"):
+        wires.Wire.over(object(), torch.device("cuda", 0), 0.2)
+    come.set()
+    assert seen.get(timeout=30 * PATIENCE) == "aborted"
+
+
 class Event:
     def __init__(self):
         self.done = threading.Event()
