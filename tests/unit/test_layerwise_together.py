@@ -49,17 +49,22 @@ def steps(raises: dict[tuple[int, int], BaseException], meetings: int = 3):
 
 
 @pytest.mark.parametrize("at", [0, 1, 2])
-@pytest.mark.parametrize("e", [StaleWeights("broke off", ["b 3", "b 4"]), ValueError("two\nlines"), KeyboardInterrupt()])
+@pytest.mark.parametrize("e", [StaleWeights("broke off", ["b 3", "b 4"]), ValueError("two\nlines"), OSError("\udc80")])
 def test_what_one_rank_raises_all_raise_at_once_and_the_next_call_is_whole(at, e):
     store, began = HashStore(), time.monotonic()
     seen = asked(store, 4, steps({(2, at): e}))
     assert time.monotonic() - began < 10 and seen[2] is e
     kind = type(e) if isinstance(e, XferError) else XferError
-    lines = e.violations if kind is StaleWeights else [f"{type(e).__name__}: {e}".replace("\n", " ")]
-    why = [f"rank 2: {line}" for line in lines]
+    lines = e.violations if kind is StaleWeights else [f"{type(e).__name__}: {e}"]
+    why = [f"rank 2: {line}".replace("\n", " ").replace("\udc80", "?") for line in lines]
     for r in (0, 1, 3):
         assert type(seen[r]) is kind and list(seen[r].violations) == why and seen[r].where == f"rank {r}", seen[r]
     assert asked(store, 4, steps({})) == ["done"] * 4
+
+
+def test_an_interrupted_rank_tells_the_others_too():
+    seen = asked(HashStore(), 3, steps({(0, 1): KeyboardInterrupt()}))
+    assert isinstance(seen[0], KeyboardInterrupt) and all("rank 0: KeyboardInterrupt" in str(e) for e in seen[1:])
 
 
 def test_who_has_something_against_it_says_so_in_its_own_words_and_the_others_in_one_of_them():

@@ -103,4 +103,5 @@ class Together:
         """Against going on; the first word stays."""
         if self._store is not None:
             lines = (kind, message, *(f"rank {self._rank}: {v}" for v in violations))
-            self._store.compare_set(str(at), "", "\n".join(line.replace("\n", " ") for line in lines)[:_MOST])
+            said = "\n".join(line.replace("\n", " ") for line in lines)[:_MOST]
+            self._store.compare_set(str(at), "", said.encode(errors="replace").decode())
