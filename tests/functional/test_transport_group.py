@@ -120,6 +120,20 @@ def test_after_an_abort_no_byte_arrives_in_live_storage():
     assert int(live.count_nonzero()) == 0 and int(flood.count_nonzero()) == at
 
 
+def test_a_call_that_comes_back_as_it_is_left_behind_is_not_kept(monkeypatch):
+    go_on = threading.Event()
+
+    class Left(set):
+        def add(self, thread) -> None:
+            go_on.set()
+            thread.join(20)
+            super().add(thread)
+
+    monkeypatch.setattr(group.Aside, "left", Left())
+    assert isinstance(group.Aside(lambda: go_on.wait(20)).wait(0.05), TimeoutError)
+    assert go_on.is_set() and not group.Aside.left
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_whoever_aborts_a_communicator_knows_whether_its_kernels_have_ended(fails):
     """NCCL's own abort takes its time; a double of it, since there is no GPU here. The first caller need not wait for it, later
