@@ -226,6 +226,17 @@ def test_buffers_that_differ_are_saved_from_one_rank(ranks):
     assert all(after == seen[0][0] and digest == seen[0][2] for _, after, digest in seen)
 
 
+def test_a_checkpoint_that_one_rank_cannot_save_or_load_is_refused_on_all_at_once(ranks):
+    """And later ones are whole. The others once waited in a collective, by the timeout of torch's default group."""
+    for r, seen in enumerate(run(ranks, "fails_on_one_rank")):
+        assert list(seen) == ["save gather", "save adapter", "load gather", "load adapter"]
+        for what, (kind, said, seconds) in seen.items():
+            why = ("StaleWeights", "memory ran out") if "gather" in what else ("RuntimeError", "this adapter is broken")
+            own = why[0] if r == 1 or "gather" in what else "XferError"
+            assert kind == own and why[1] in said and (r == 1 or "rank 1: " in said), (what, kind, said)
+            assert seconds < 20 * PATIENCE, (what, seconds)
+
+
 def test_a_plan_takes_owners_as_sources_before_any_gather_and_everybody_after_a_drain(ranks):
     for seen in run(ranks, "refit_sources"):
         assert seen["before"] and seen["owners"]["lacking"], "nothing was on its way: this proves nothing"

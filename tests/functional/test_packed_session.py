@@ -14,7 +14,7 @@ import torch
 from tests.functional.test_session_protocol import fault, good, right  # noqa: F401
 from tests.support.packed_world import Knobs, PackedWorld
 from xfer import errors as e
-from xfer.packed import feed, lane, plan
+from xfer.packed import feed, lane, plan, shared
 from xfer.packed.buffer import Buffers
 from xfer.session import attempt
 
@@ -63,6 +63,35 @@ def test_when_one_trainer_releases_no_other_goes_on_reading_its_storages():
         w.on_all(lambda i: w.sessions[i].release(), ranks=[0])
         good(w.refit(2))
         right(w, 2)
+
+
+def test_buffers_are_not_released_before_all_replicas_have_taken_in_what_lies_there(monkeypatch):
+    """One trainer's call has returned, as its weights are free, and it releases them while a slow replica is about to map the buffers."""
+    with PackedWorld(trainers=2, workers=1, replicas=2, colocated=True, limit=1 << 20) as w:
+        good(w.refit(1))
+        opened, forget, maps, released = shared._opened, w.sessions[0].pump.forget, threading.Event(), threading.Event()
+
+        def late(slot):
+            if threading.current_thread().name == "xfer-lane-1":
+                maps.set()
+                released.wait(1.0)  # the other replica's lane of trainer 0 has let go, or has to wait for this one
+            return opened(slot)
+
+        def call(i: int):
+            report = w.sessions[i].refit(version=None, verify=True, wait="sources", min_replicas=None, deadline_s=None)
+            if i == 1:
+                assert maps.wait(20)
+                w.sessions[1].release()
+            return report
+
+        monkeypatch.setattr(shared, "_opened", late)
+        monkeypatch.setattr(w.sessions[0].pump, "forget", lambda: (forget(), released.set()))
+        for s in w.streams:
+            s.version = 2
+        good(w.on_all(call))
+        assert released.is_set() and maps.is_set()
+        assert good(w.refit(3)).before.committed == 2
+        right(w, 3)
 
 
 @pytest.mark.parametrize("limit, packed", [(256, True), (1 << 20, True), (1024, False)], ids=["cut", "one", "unpacked"])
@@ -401,8 +430,6 @@ def test_a_header_of_another_refit_is_refused(monkeypatch):
 
 
 def test_a_worker_elsewhere_cannot_be_colocated(monkeypatch):
-    from xfer.packed import shared
-
     def elsewhere(path):
         raise FileNotFoundError(path)
 

@@ -120,6 +120,20 @@ def test_after_an_abort_no_byte_arrives_in_live_storage():
     assert int(live.count_nonzero()) == 0 and int(flood.count_nonzero()) == at
 
 
+def test_a_call_that_comes_back_as_it_is_left_behind_is_not_kept(monkeypatch):
+    go_on = threading.Event()
+
+    class Left(set):
+        def add(self, thread) -> None:
+            go_on.set()
+            thread.join(20)
+            super().add(thread)
+
+    monkeypatch.setattr(group.Aside, "left", Left())
+    assert isinstance(group.Aside(lambda: go_on.wait(20)).wait(0.05), TimeoutError)
+    assert go_on.is_set() and not group.Aside.left
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_whoever_aborts_a_communicator_knows_whether_its_kernels_have_ended(fails):
     """NCCL's own abort takes its time; a double of it, since there is no GPU here. The first caller need not wait for it, later
@@ -188,6 +202,31 @@ def test_opening_a_link_touches_no_stream_of_the_trainers(monkeypatch):
     link.warm([1])
     assert len(seen) > opened > 0 and len({id(s) for s in seen}) == 1 and "default" not in seen
     link.close()
+
+
+def test_a_communicator_that_was_being_made_when_the_caller_gave_up_is_not_connected(monkeypatch):
+    """The abort comes before there is anything to abort. It once waited for its peers for good, in memory of the GPU."""
+    making, go_on, seen = threading.Event(), threading.Event(), []
+
+    class Group:
+        Options = lambda: SimpleNamespace(config=SimpleNamespace())  # noqa: E731
+
+        def __init__(self, *args):
+            making.set()
+            go_on.wait(20)
+            self.abort = lambda: seen.append("aborted")
+            self.eager_connect_single_device = lambda device: seen.append("connects")
+            self.broadcast = lambda *args: seen.append("speaks")
+
+    monkeypatch.setattr(torch, "cuda", Streams())
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", Group, raising=False)
+    before = set(threading.enumerate())
+    with pytest.raises(Aborted):
+        NcclLink(None, 0, 2, 20.0, torch.device("cpu"), ("trainer 0", "worker 0"), making.is_set)
+    (left,) = [t for t in threading.enumerate() if t not in before and t.name == "xfer-link"]
+    go_on.set()
+    left.join(20)
+    assert not left.is_alive() and seen == ["aborted"]
 
 
 class Grouped:

@@ -23,7 +23,7 @@ from tests.support.layerwise_ends import (
 )
 from tests.support.layerwise_pair import Pair
 from tests.support.layerwise_sources import refit_sources, refit_without_the_wrapper
-from tests.support.layerwise_unlike import buffers_of_their_own, different_ranks
+from tests.support.layerwise_unlike import buffers_of_their_own, different_ranks, fails_on_one_rank
 from tests.support.proc import emit, obey
 from xfer.errors import RebindError, StaleWeights, XferError
 from xfer.layerwise import LayerWiseOptimizer, ParamGroup, checkpoint
@@ -469,7 +469,7 @@ HAZARDS = {
         started_twice_finished_twice, drained_in_flight, drained_between_backward_and_step, another_order,
         one_rank_evaluates, skipped_module, state_dict_is_current, without_hooks, unannounced_but_watched,
         old_values_are_nans, pulled_beside_slow_ranks, few_parameters, aborted, experts_over_halves, unequal_groups,
-        not_finite_on_one_rank, captured, absent, closed, changed_memory, wire, different_ranks, refit_sources,
+        not_finite_on_one_rank, captured, absent, closed, changed_memory, wire, different_ranks, fails_on_one_rank, refit_sources,
         refit_without_the_wrapper, drained_and_changed, an_aborted_norm, closed_beside_a_rank_that_failed,
         skipped_experts, buffers_of_their_own,
     )

@@ -5,6 +5,7 @@ buffers, where they may be.
 from __future__ import annotations
 
 import tempfile
+import time
 
 import torch
 import torch.distributed as dist
@@ -13,8 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.support import layerwise_model as lm
 from tests.support.layerwise_half import layers
-from xfer.errors import PlanMismatch
+from xfer.errors import PlanMismatch, StaleWeights
 from xfer.layerwise import LayerWiseOptimizer, ParamGroup, checkpoint
+from xfer.trainers.dtensor import TensorTrainer
 
 
 def different_ranks():
@@ -69,6 +71,40 @@ def buffers_of_their_own():
     checkpoint.load(o, folder[0])
     o.close()
     return [before, _bytes(net), lm.digest(net)]
+
+
+class _Broken:
+    """An adapter that fails on rank 1 only."""
+
+    def __init__(self, net: nn.Module):
+        self._base = TensorTrainer(net)
+
+    def read(self):
+        if dist.get_rank() == 1:
+            raise RuntimeError("this adapter is broken")
+        return self._base.read()
+
+
+def fails_on_one_rank():
+    """What each rank hears of a checkpoint that rank 1 alone cannot save or load, and after how many seconds; then whole ones."""
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(folder)
+    net, seen = layers(4), {}
+    o = LayerWiseOptimizer(net, [ParamGroup(net.parameters(), torch.optim.SGD, {"lr": 0.1})])
+    for how in (checkpoint.save, checkpoint.load):
+        for what in ("gather", "adapter"):
+            if what == "gather" and dist.get_rank() == 1:
+                o.gather.broken = StaleWeights("a step broke off", ["memory ran out"])
+            began = time.monotonic()
+            try:
+                how(o, folder[0], _Broken(net) if what == "adapter" else None)
+            except Exception as e:
+                seen[f"{how.__name__} {what}"] = [type(e).__name__, str(e), time.monotonic() - began]
+            o.gather.broken = None
+        checkpoint.save(o, folder[0])
+    checkpoint.load(o, folder[0])
+    o.close()
+    return seen
 
 
 def _bytes(net: nn.Module) -> list[float]:

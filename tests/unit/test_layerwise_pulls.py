@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+import threading
 from contextlib import nullcontext
 from types import SimpleNamespace
 from unittest.mock import patch
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from xfer.errors import DeadlineExceeded
+from xfer.layerwise import pulls
 from xfer.layerwise.pulls import Pulls, _Copied, start_in_order, windows
 
 EXAMPLES = int(os.environ.get("XFER_EXAMPLES", "40"))
@@ -82,3 +86,24 @@ def test_where_not_all_owners_gave_the_sign_every_parameter_of_a_bucket_is_not_a
         for p, was in zip(params, before):
             same = torch.equal(p.detach().view(torch.uint8), was)
             assert same if came else p[0].isnan() and p[1] == 2.0
+
+
+@pytest.mark.parametrize("late", [True, False])
+def test_what_is_mapped_when_nobody_waits_any_more_is_unmapped(monkeypatch, late):
+    """A rank that comes after the deadline lets the others' threads go on, which nobody looks at then."""
+    come, unmapped = threading.Event(), threading.Event()
+
+    def opened(*_) -> SimpleNamespace:
+        assert come.wait(20)
+        return SimpleNamespace(unmap=unmapped.set)
+
+    monkeypatch.setattr(pulls, "_open", opened)
+    wire = SimpleNamespace(rank=0, size=2, device=torch.device("cpu"))
+    if late:
+        with pytest.raises(DeadlineExceeded, match="did not all say where"):
+            pulls.open_pulls(wire, [], 0.1, None)
+        come.set()
+        assert unmapped.wait(20)
+    else:
+        come.set()
+        assert pulls.open_pulls(wire, [], 20.0, None).unmap == unmapped.set and not unmapped.is_set()

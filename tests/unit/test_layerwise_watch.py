@@ -73,9 +73,9 @@ def test_a_watch_that_is_closed_says_nothing_and_leaves_no_thread():
 
 
 class Stream:
-    """Operations in order, on a thread; the one that `torch.cuda.stream` made current takes them."""
+    """Operations in order, on a thread; the one that `torch.cuda.stream` made current, for the thread that calls, takes them."""
 
-    current: Stream | None = None
+    now = threading.local()
 
     def __init__(self):
         self.todo: queue.Queue = queue.Queue()
@@ -93,9 +93,9 @@ class Stream:
 
 @contextlib.contextmanager
 def on(stream: Stream):
-    Stream.current = stream
+    Stream.now.stream = stream
     yield
-    Stream.current = None
+    Stream.now.stream = None
 
 
 class Work:
@@ -103,7 +103,7 @@ class Work:
         self.arrived = threading.Event()
 
     def wait(self) -> None:
-        Stream.current.todo.put(self.arrived.wait)
+        Stream.now.stream.todo.put(self.arrived.wait)
 
 
 class Note:
@@ -114,7 +114,7 @@ class Note:
 
     def copy_(self, number: torch.Tensor, non_blocking: bool) -> None:
         assert non_blocking
-        Stream.current.todo.put(lambda: self.word.copy_(number))
+        Stream.now.stream.todo.put(lambda: self.word.copy_(number))
 
 
 class Nccl:
@@ -190,7 +190,8 @@ def test_numbers_go_around(wire):
         w.broadcasts([(1, t)], lambda: "bucket")
         nccl.works[-1].arrived.set()
         w._notes.synchronize()
-        assert w._arrived() == i + 1
+        with w._watch._change:  # under which the watch asks too
+            assert w._arrived() == i + 1
     assert w.lost is None and not nccl.aborted.is_set()
     w.close()
     assert nccl.aborted.is_set() and w.lost is None and not t.any()
@@ -233,12 +234,38 @@ def test_nothing_is_started_once_a_wire_is_lost(wire):
     w.close()
 
 
+def test_a_communicator_that_is_made_after_its_rank_gave_up_is_not_connected(monkeypatch):
+    """The last rank comes after the deadline, and lets the thread go on that nobody waits for any more."""
+    come, seen = threading.Event(), queue.Queue()
+
+    class Group:
+        Options = lambda: SimpleNamespace(config=SimpleNamespace())  # noqa: E731
+
+        def __init__(self, *_):
+            self.abort = lambda: seen.put("aborted")
+
+        def eager_connect_single_device(self, device) -> None:
+            seen.put("connects")
+            raise RuntimeError("a peer is gone")
+
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(wires, "_name", lambda *_: "name" if come.wait(30 * PATIENCE) else "")
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", Group, raising=False)
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", dist.HashStore)
+    for name, value in (("get_rank", 0), ("get_world_size", 2), ("get_process_group_ranks", [0, 1])):
+        monkeypatch.setattr(dist, name, lambda *_, value=value: value)
+    with pytest.raises(DeadlineExceeded, match="did not all meet"):
+        wires.Wire.over(object(), torch.device("cuda", 0), 0.2)
+    come.set()
+    assert seen.get(timeout=30 * PATIENCE) == "aborted"
+
+
 class Event:
     def __init__(self):
         self.done = threading.Event()
 
     def record(self) -> None:
-        Stream.current.todo.put(self.done.set)
+        Stream.now.stream.todo.put(self.done.set)
 
 
 class Home:
@@ -253,7 +280,7 @@ class Home:
         def move() -> None:
             self.value = other.value
 
-        Stream.current.todo.put(move)
+        Stream.now.stream.todo.put(move)
 
 
 def test_copies_out_of_owners_memory_begin_when_all_have_stepped_and_are_waited_for(wire, monkeypatch):

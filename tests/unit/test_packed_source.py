@@ -3,6 +3,8 @@ the caller's thread then, is what the next gather sends. Other ranks and threads
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 
@@ -10,8 +12,11 @@ from xfer.errors import RebindError
 from xfer.packed import agree
 from xfer.packed.plan import TaskSize
 from xfer.packed.source import PackedSource
+from xfer.packed.tensors import TensorStream
 from xfer.trace.fragment import TensorSpec
 from xfer.trace.slots import Slots, walk
+from xfer.trainers import dtensor
+from xfer.trainers.dtensor import TensorTrainer
 
 SPEC = TensorSpec("w", (4,), "float32")
 MOMENTS = [
@@ -102,6 +107,52 @@ def test_what_is_replaced_at_any_moment_of_a_gather_is_what_the_next_one_sends(m
     built = source.built
     source.begin()
     assert source.built == built, "and is then kept"
+
+
+def beside(what) -> threading.Thread:
+    """Another thread's, which has come as far as it may."""
+    thread = threading.Thread(target=what)
+    thread.start()
+    thread.join(0.3)
+    return thread
+
+
+@pytest.mark.parametrize("at", ["check", "read"])
+def test_what_another_rank_releases_is_let_go_of_before_or_after_a_look_and_not_within(monkeypatch, at):
+    """Its lanes let go on their own threads, while this rank's caller may be looking already, in the next refit."""
+    held = {n: torch.ones(4) for n in "abc"}
+    trainer = TensorTrainer(lambda: dict(held))
+    stream = TensorStream(trainer)
+    source = PackedSource(stream, 1 << 20)
+    source.read()
+    assert source.check() == "same"
+    waiting, real = [], Slots.check if at == "check" else Slots.bind
+
+    def looks(self):
+        if not waiting:
+            waiting.append(beside(source.forget))
+        return real(self)
+
+    monkeypatch.setattr(Slots, "check" if at == "check" else "bind", looks)
+    assert source.check() == "same" if at == "check" else source.read()
+    waiting[0].join(20)
+    assert not waiting[0].is_alive() and not trainer._given and not stream._roots and stream._let_go and source._stale
+    assert source.check() == "moved"
+    assert len(list(source.tensors(source.begin().groups[0]))) == 3
+
+
+def test_gathers_over_all_tensors_are_finished_though_they_are_let_go_of_meanwhile(monkeypatch):
+    held, seen = {n: torch.ones(4) for n in "abc"}, []
+    trainer = TensorTrainer(lambda: dict(held))
+
+    def drain_over(tensors) -> None:
+        for t in tensors:
+            trainer.let_go()
+            seen.append(t)
+
+    monkeypatch.setattr(dtensor, "drain_over", drain_over)
+    trainer.finish_gathers()
+    assert all(a is b for a, b in zip(seen, held.values(), strict=True))
 
 
 @pytest.mark.parametrize("ends", ["raises", "is left", "comes to its end"])

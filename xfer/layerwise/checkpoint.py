@@ -18,9 +18,10 @@ from __future__ import annotations
 import json
 import logging
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -39,6 +40,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from xfer.errors import LayoutError, Unsupported, XferError
+from xfer.layerwise.together import Together
 from xfer.trace.slots import bare, tensors_of
 
 if TYPE_CHECKING:
@@ -81,13 +83,21 @@ def save(optimizer: LayerWiseOptimizer, folder: str | Path, source: Source | Non
     lists parameters of which that is not so, parameters of which `source` names only a part, and optimizer state that is
     neither as its parameter is shaped nor a single number, and hyperparameters that are tensors of more than one. Those that are no
     numbers, words or lists of them are not saved, which a warning says. XferError, on all ranks, when files cannot be written; after a
-    step or a gather that broke off, what that raised.
+    step or a gather that broke off, what that raised. What one rank alone raises, the others raise too.
     """
+    ranks = Together.over_all("checkpoint.save", optimizer.label, optimizer.gather.deadline_s)
+    with ranks.telling():
+        _save(optimizer, folder, source, ranks)
+
+
+def _save(optimizer: LayerWiseOptimizer, folder: str | Path, source: Source | None, ranks: Together) -> None:
     optimizer.gather.check()  # of a step that broke off, some parameters are there
+    ranks.meet()
     tensors: dict[str, Boxes] = {}
     wrong: list[str] = []
-    pieces = _pieces(optimizer, source, wrong)
-    _refuse(wrong, optimizer.label, "parameters cannot be saved under the checkpoint's names", Unsupported)
+    refuse = partial(ranks.refuse, wrong, "parameters cannot be saved under the checkpoint's names", Unsupported)
+    pieces = _pieces(optimizer, source, wrong, refuse)
+    refuse()
     for name, values, scalars in _held(optimizer, wrong):
         for field, tensor in values.items():
             for p in pieces[name]:
@@ -100,10 +110,10 @@ def save(optimizer: LayerWiseOptimizer, folder: str | Path, source: Source | Non
     live = dist.is_initialized()
     first = not live or dist.get_rank() == 0
     groups = [_written(g, f"group {i}", wrong, first) for i, g in enumerate(optimizer.param_groups)]
-    _refuse(wrong, optimizer.label, "optimizer state that cannot be saved by parameter", Unsupported)
+    ranks.refuse(wrong, "optimizer state that cannot be saved by parameter", Unsupported)
     if first:
         _begin(Path(folder), json.dumps({"format": FORMAT, "groups": groups}, indent=1), wrong)
-    _refuse(wrong, optimizer.label, f"{folder} cannot be written", XferError)
+    ranks.refuse(wrong, f"{folder} cannot be written", XferError)
     with _typed(f"{folder} could not be written", optimizer.label):
         # What several ranks hold is the lowest one's: buffers may differ, and DDP, too, takes those of its first rank.
         planner = dcp.DefaultSavePlanner(dedup_save_to_lowest_rank=True)
@@ -114,16 +124,25 @@ def load(optimizer: LayerWiseOptimizer, folder: str | Path, source: Source | Non
     """Read what `save` wrote, at whatever layout, and bring everybody's parameters up to date. Collective over all ranks.
 
     LayoutError lists parameters that the checkpoint does not have or has in another shape, and says what `folder` lacks where
-    nobody, or nobody to the end, saved into it.
+    nobody, or nobody to the end, saved into it. What one rank alone raises, the others raise too.
     """
+    ranks = Together.over_all("checkpoint.load", optimizer.label, optimizer.gather.deadline_s)
+    with ranks.telling():
+        _load(optimizer, folder, source, ranks)
+
+
+def _load(optimizer: LayerWiseOptimizer, folder: str | Path, source: Source | None, ranks: Together) -> None:
+    optimizer.gather.check()
+    ranks.meet()
     optimizer.drain()
     reader = dcp.FileSystemReader(str(folder))
     wrong: list[str] = []
     known, groups = _opened(reader, Path(folder), wrong)
     if not wrong and len(groups) != len(optimizer.param_groups):
         wrong.append(f"{len(groups)} parameter groups were saved, here are {len(optimizer.param_groups)}")
-    pieces = _pieces(optimizer, source, wrong)
-    _refuse(wrong, optimizer.label, f"{folder} cannot be loaded into this model", LayoutError)
+    refuse = partial(ranks.refuse, wrong, f"{folder} cannot be loaded into this model", LayoutError)
+    pieces = _pieces(optimizer, source, wrong, refuse)
+    refuse()
     wanted = _Wanted(known, wrong)
     targets = {o.name: o for o in optimizer.owned}
     states: dict[str, dict[str, torch.Tensor]] = {}
@@ -134,7 +153,7 @@ def load(optimizer: LayerWiseOptimizer, folder: str | Path, source: Source | Non
         wanted.whole(pieces[name], PARAM, target.detach())
         if name in targets:
             states[name] = wanted.state(pieces[name], target)
-    _refuse(wrong, optimizer.label, f"{folder} does not fit this model", LayoutError)
+    ranks.refuse(wrong, f"{folder} does not fit this model", LayoutError)
     with torch.no_grad():
         for view in wanted.blank:
             view.zero_()
@@ -149,6 +168,7 @@ def load(optimizer: LayerWiseOptimizer, folder: str | Path, source: Source | Non
             inner.state[o.target] = placed(inner, o.target, states[o.name])
             if o.target is not o.param:
                 o.param.copy_(o.target)
+    ranks.meet()
     optimizer.synchronize(masters=False)
 
 
@@ -285,23 +305,13 @@ def _plain(value: object) -> bool:
     return value is None or isinstance(value, bool | int | float | str)
 
 
-def _refuse(wrong: list[str], where: str, message: str, kind: type) -> None:
-    """The same on all ranks, so that nobody is left alone in a collective."""
-    if dist.is_initialized():
-        bad = torch.tensor([len(wrong)], dtype=torch.int64)
-        bad = bad.cuda() if "nccl" in dist.get_backend() else bad
-        dist.all_reduce(bad)
-        if bad.item() and not wrong:
-            raise kind(message, [f"{int(bad.item())} violations on other ranks: see theirs"], where=where)
-    if wrong:
-        raise kind(message, wrong, where=where)
-
-
 # ---- names and boxes
 
 
-def _pieces(optimizer: LayerWiseOptimizer, source: Source | None, wrong: list[str]) -> dict[str, tuple[Piece, ...]]:
-    """By canonical name; what cannot be named is added to `wrong`."""
+def _pieces(
+    optimizer: LayerWiseOptimizer, source: Source | None, wrong: list[str], refuse: Callable[[], None]
+) -> dict[str, tuple[Piece, ...]]:
+    """By canonical name; what cannot be named is added to `wrong`. `refuse`: what is there already, on all ranks."""
     tensors = _tensors(optimizer)
     odd = [n for n, t in tensors.items() if not t.is_contiguous()]
     wrong += [f"{n}: not contiguous; make it so before the optimizer is built" for n in odd]
@@ -321,11 +331,12 @@ def _pieces(optimizer: LayerWiseOptimizer, source: Source | None, wrong: list[st
         _read_pieces(source, tensors, found, wrong)
     except XferError as e:  # told to all ranks, who are about to meet
         wrong += [e.message, *e.violations]
+    refuse()  # before groups of ranks tell each other what only some know
     for name, piece in optimizer.padding({n: tuple(x) for n, x in found.items()}).items():
         found[name].append(piece)
     for name, pieces in optimizer.copied({n: tuple(x) for n, x in found.items()}).items():
         found[name] = list(pieces)
-    for name, t in tensors.items() if not wrong else ():
+    for name, t in tensors.items():
         named = sum(prod(x.extent) for x in found[name])
         if named != t.numel():
             wrong.append(

@@ -17,6 +17,7 @@ On CPUs the kernel copies (process_vm_readv), when bytes are waited for. What is
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Iterator, Sequence
 from collections.abc import Mapping as Table
 from contextlib import nullcontext
@@ -212,15 +213,27 @@ def open_pulls(
     DeadlineExceeded or PeerLost when a rank does not come.
     """
 
-    def meet() -> Pulls | None:
+    made: list[Pulls | None] = []
+    gone, deciding = threading.Event(), threading.Lock()
+
+    def meet() -> None:
         if wire.device.type == "cuda":
             torch.cuda.set_device(wire.device)  # of this thread
-        return _open(wire, shares, stream)
+        opened = _open(wire, shares, stream)
+        with deciding:
+            if not gone.is_set():
+                return made.append(opened)
+        if opened is not None:  # nobody waits any more, and others' memory would stay mapped
+            opened.unmap()
 
     aside = Aside(meet)  # the store's deadline is somebody else's
-    error = aside.wait(deadline_s)
-    if error is None:
-        return aside.value
+    try:
+        error = aside.wait(deadline_s)
+    finally:
+        with deciding:
+            gone.set()
+    if made:  # perhaps in the last moment
+        return made[0]
     if isinstance(error, RuntimeError | TimeoutError):
         late = isinstance(error, TimeoutError) or "imeout" in str(error) or "imed out" in str(error)
         raise (DeadlineExceeded if late else PeerLost)(

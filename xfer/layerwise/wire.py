@@ -81,6 +81,7 @@ class Wire:
         rank, size = dist.get_rank(group), dist.get_world_size(group)
         made: list = []
         stores: list = []
+        gone = threading.Event()  # nobody waits for what is made
 
         def connect() -> None:
             if device.type == "cuda":
@@ -91,13 +92,14 @@ class Wire:
             if device.type != "cuda":
                 made.append(dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=deadline_s)))
             else:
-                _connect_nccl(made, store, rank, size, device, max_ctas)
+                _connect_nccl(made, gone, store, rank, size, device, max_ctas)
 
         try:
             make = Aside(connect)  # the group's own deadline is somebody else's, and nothing frees a wait in it
             if (error := make.wait(deadline_s)) is not None:
                 raise error
         except (RuntimeError, TimeoutError) as e:
+            gone.set()  # before the look at what is made: who makes it looks at this after
             if made and device.type == "cuda":
                 Aside(made[0].abort).wait(_ABORT_S)
             late = isinstance(e, TimeoutError) or "imed out" in str(e) or "imeout" in str(e)
@@ -246,9 +248,11 @@ class Wire:
         return self._backend
 
 
-def _connect_nccl(made: list, store, rank: int, size: int, device: torch.device, max_ctas: int | None) -> None:
-    """Into `made`, as soon as there is something to abort. All that NCCL would connect at the first use of it is connected
-    when this returns: later it would wait on the host."""
+def _connect_nccl(
+    made: list, gone: threading.Event, store, rank: int, size: int, device: torch.device, max_ctas: int | None
+) -> None:
+    """Into `made`, as soon as there is something to abort; no further once `gone`. All that NCCL would connect at the first use
+    of it is connected when this returns: later it would wait on the host."""
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timedelta(days=30)  # deadlines are the watch's; this one must never be the first
     if max_ctas is not None:
@@ -256,6 +260,9 @@ def _connect_nccl(made: list, store, rank: int, size: int, device: torch.device,
     with quiet():
         made.append(dist.ProcessGroupNCCL(store, rank, size, options))
     pg = made[0]
+    if gone.is_set():
+        pg.abort()
+        raise TimeoutError("the other ranks came too late")
     pg.eager_connect_single_device(device)
     some = torch.zeros(1 << 20, dtype=torch.uint8, device=device)
     some.fill_(NAN_BYTE)  # kernels are loaded now: beside a kernel of NCCL's that waits, that can hang

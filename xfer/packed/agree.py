@@ -65,13 +65,13 @@ def of_all_ranks(make: Callable[[], T], kind: type[T], device: torch.device) -> 
     """
     if alone():
         return [make()]
-    rank, failure, value = dist.get_rank(), None, None
+    rank, failure, value = dist.get_rank(), None, msgspec.msgpack.encode(None)
     try:
-        value = make()
+        value = msgspec.msgpack.encode(make())  # what cannot be told is a failure, too
     except Exception as e:
         failure = e
-    what = "" if failure is None else str(failure)[:4000]
-    data = msgspec.msgpack.encode((value, type(failure).__name__ if failure is not None else "", what))
+    what = "" if failure is None else str(failure)[:4000].encode(errors="replace").decode()
+    data = msgspec.msgpack.encode((msgspec.Raw(value), type(failure).__name__ if failure is not None else "", what))
     mine = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     world, device = dist.get_world_size(), carried(device)
     lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(world)]

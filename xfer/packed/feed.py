@@ -9,6 +9,7 @@ is gathered (source.py).
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -76,11 +77,13 @@ class Feed:
                 self._ready = {}
             self._news.notify_all()
 
-    def wait_left(self) -> None:
-        """Until nobody sends out of the buffers any more. Lanes leave by their own deadline."""
+    def wait_left(self, seconds: float = math.inf) -> bool:
+        """Whether nobody sends out of the buffers any more. Lanes leave by their own deadline."""
+        until = time.monotonic() + seconds
         with self._news:
-            while self._live:
+            while self._live and time.monotonic() < until:
                 self._news.wait(LOOK_S)
+            return not self._live
 
     def stir(self) -> None:
         with self._news:
@@ -291,8 +294,8 @@ class Pump:
         self.source.assemble(value)
 
     def forget(self) -> None:
-        """Lets go of the trainers' storages and of the buffers. Only while no gather runs. Lanes of several replicas are asked at
-        once: on return all is let go of, by whichever came first."""
+        """Lets go of the trainers' storages and of the buffers. Only while no gather runs and all was sent. Lanes of several
+        replicas are asked at once: on return all is let go of, by whichever came first."""
         with self._forgetting:
             self.source.forget()
             self._buffers.free()
@@ -320,6 +323,13 @@ class Pump:
         with self._lock:
             last = self._last
         return last is None or last.over.wait(seconds)
+
+    def wait_sent(self, seconds: float) -> bool:
+        """As `wait_over`, and whether all that was gathered has been sent: to other replicas, too, whose lanes may be slower."""
+        until = time.monotonic() + seconds
+        with self._lock:
+            last = self._last
+        return self.wait_over(seconds) and (last is None or last.wait_left(max(0.0, until - time.monotonic())))
 
     def with_gather(self, violations: Iterable[str]) -> tuple[str, ...]:
         """These, after what a caller whose refit ended must know of a gather that did not; of one that ended since, nothing."""

@@ -154,10 +154,9 @@ class PackedLane(Lane):
 
     def _do_close_routes(self) -> None:
         if self.pump is not None:
-            if not self.pump.wait_over(self._deadline_s):
-                raise DeadlineExceeded(
-                    "a gather is still running; nothing of it can be released", where=self.party.label
-                )
+            if not self.pump.wait_sent(self._deadline_s):
+                what = "a gather is still running, or being sent; nothing of it can be released"
+                raise DeadlineExceeded(what, where=self.party.label)
             self.pump.forget()
         super()._do_close_routes()
 

@@ -7,6 +7,7 @@ at the beginning of the next gather.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Protocol
@@ -74,6 +75,7 @@ class PackedSource:
         self.built = 0  # how often tasks were made anew
         self.agreed_s = self.built_s = 0.0  # seconds of the last gather's check, and of rebuilding in it
         self._stale = True
+        self._looking = threading.Lock()  # lanes let go of what another rank releases, while this rank's caller looks
         if hasattr(stream, "round_bytes"):
             stream.round_bytes = max(1 << 20, limit // (2 * BESIDE))  # twice, and tables have as much again
         if colocated and hasattr(stream, "programs"):
@@ -104,13 +106,15 @@ class PackedSource:
 
     def read(self) -> TrainerLayout:
         """Names only: no storage is read in place."""
-        self._stale = True
-        return TrainerLayout(Traced(tuple(sorted(self.stream.read())), ()), (), {})
+        with self._looking:
+            self._stale = True
+            return TrainerLayout(Traced(tuple(sorted(self.stream.read())), ()), (), {})
 
     def check(self) -> str:
         """Task objects are stale from the first call on that is not "same", until a gather has made new ones."""
         try:
-            state = self.stream.check()
+            with self._looking:
+                state = self.stream.check()
         except BaseException:
             self._stale = True
             raise
@@ -175,9 +179,10 @@ class PackedSource:
 
     def forget(self) -> None:
         """Lets go of storages and buffers; the next gather begins anew."""
-        self._stale = True
-        if hasattr(self.stream, "forget"):
-            self.stream.forget()
+        with self._looking:
+            self._stale = True
+            if hasattr(self.stream, "forget"):
+                self.stream.forget()
 
     def let_go(self) -> None:
         """As `forget`, also where no replica has come yet."""

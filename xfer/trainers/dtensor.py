@@ -123,7 +123,7 @@ class TensorTrainer:
             for module in self._module.modules():
                 if isinstance(module, FSDPModule):
                     module.reshard()
-        drain_over(local(s.get()) for s in self._walk())
+        drain_over(self._tensors())
 
     def read(self) -> TrainerLayout:
         """Raises, with every violation of this rank: LayoutError where a tensor is not what its layout says, Unsupported
@@ -192,6 +192,11 @@ class TensorTrainer:
                 now[name] = old
         self._given.clear()
         self._given.update(now)
+
+    def _tensors(self) -> Iterator[torch.Tensor]:
+        """Of this process. Not those in slots, which another thread may let go of."""
+        given = (s.get() for s in self._walk()) if self._get is None else self._get().values()
+        yield from (local(t) for t in given if t is not None)
 
     def _walk(self) -> Iterator[Slot]:
         """Slots by checkpoint name. LayoutError when two tensors would get one name."""

@@ -5,6 +5,7 @@ says so, not the optimizer: what is on its way when an optimizer is dropped is o
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,7 +26,16 @@ class Gathers(Protocol):
 
 
 _known: list[weakref.ref[Gathers]] = []  # in the order in which they were made, which all ranks share
-_left_alone: list[int] = []
+
+
+class _LeftAlone(threading.local):
+    """Of a thread, not of the process: a drain runs on one of its own, and may be left behind there while other adapters read."""
+
+    def __init__(self) -> None:
+        self.ids: list[int] = []
+
+
+_left_alone = _LeftAlone()
 
 
 def announce(gathers: Gathers) -> None:
@@ -39,17 +49,17 @@ def forget(gathers: Gathers) -> None:
 @contextmanager
 def left_alone(gathers: Gathers) -> Iterator[None]:
     """For an adapter that reads only what is here already."""
-    _left_alone.append(id(gathers))
+    _left_alone.ids.append(id(gathers))
     try:
         yield
     finally:
-        _left_alone.remove(id(gathers))
+        _left_alone.ids.remove(id(gathers))
 
 
 def drain_over(tensors: Iterable[torch.Tensor]) -> None:
     """Finish the gathers of whatever lies in the memory of one of these tensors, or is read while they are made (copies in another
     dtype): those were made of old values perhaps, so make them again. Collective, as `Gathers.drain`."""
-    known = [g for g in (r() for r in _known) if g is not None and id(g) not in _left_alone]
+    known = [g for g in (r() for r in _known) if g is not None and id(g) not in _left_alone.ids]
     if not known:
         return
     with _Reads() as reads:

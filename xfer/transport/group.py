@@ -212,6 +212,8 @@ class Aside:
             else:
                 continue
             Aside.left.add(self._thread)
+            if self._over.is_set():  # meanwhile, and has perhaps taken itself out before it was put in
+                Aside.left.discard(self._thread)
             return gave_up
         return self._error
 

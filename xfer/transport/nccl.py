@@ -83,9 +83,15 @@ class NcclLink(Link):
         def connect() -> None:
             torch.cuda.set_device(device)
             with quiet():
-                self._pg = ProcessGroupNCCL(store, rank, size, options)
+                pg = ProcessGroupNCCL(store, rank, size, options)
+            with self._lock:
+                late = self._aborted.is_set()
+                self._pg = None if late else pg
+            if late:  # it was not there yet when the caller gave up: nothing would end what it waits for
+                pg.abort()
+                raise Aborted("given up while the link was being opened", where=labels[rank])
             # All ranks at once: a communicator made by the first messages would need every rank to have some.
-            self._pg.eager_connect_single_device(device)
+            pg.eager_connect_single_device(device)
             with torch.cuda.stream(self._stream):
                 self.broadcast(word, 0, time.monotonic() + timeout)
 
