@@ -19,6 +19,7 @@ from tests.functional.test_session_relay import until_true
 from tests.support.world import TOKEN, ToyEngine, ToySource, World
 from xfer import errors as e
 from xfer.session import messages as m
+from xfer.session.channel import Channel
 from xfer.session.trainer import TrainerSession
 from xfer.testing.ports import free_port
 
@@ -126,6 +127,18 @@ def test_who_waits_in_vain_is_told_who_was_turned_away_meanwhile(monkeypatch, ca
     for vain in out[:-1]:
         assert isinstance(vain, e.DeadlineExceeded) and re.search(told, str(vain)), vain
     assert isinstance(out[-1], e.HandshakeError)
+
+
+def test_a_hub_that_reads_late_why_trainer_0_gives_up_still_tells_the_others(monkeypatch):
+    start = Channel.start
+
+    def slow(channel, got, ended):
+        start(channel, lambda x: (time.sleep(0.3 * isinstance(x, m.Failed)), got(x)), ended)
+
+    monkeypatch.setattr(Channel, "start", slow)
+    connect = dict(rendezvous=f"tcp://127.0.0.1:{free_port()}", token=TOKEN, deadline_s=4.0, cache_dir=None)
+    for vain in World(trainers=2).on_all(lambda i: xfer.connect(trainer=ToySource(i, 2), **connect)):
+        assert isinstance(vain, e.DeadlineExceeded) and "replicas [0] have not joined" in str(vain), vain
 
 
 def after(seconds: float, call):

@@ -110,6 +110,12 @@ class Hub:
         """Run `action` on the brain at monotonic time `when`; not if `of` is over by then."""
         self.timers.at(when, action, of)
 
+    def hear_out(self, trainer: int) -> None:
+        """Until the brain has heard that this one has left, and so all that it said before: why, too, which others are to be told."""
+        until = time.monotonic() + GOODBYE_S
+        while trainer in self.trainers and self._thread.is_alive() and time.monotonic() < until:
+            time.sleep(0.005)
+
     def close(self, until: float = 0.0) -> None:
         """Not before monotonic time `until` while trainers are still to come: here they learn why there is nothing to join,
         at a closed door they would knock until their deadline. Nor while an attempt is undone: an engine that hears no more

@@ -493,6 +493,7 @@ class TrainerSession:
             self._busy.closed = True
             self._party.close()
             if self._hub is not None:
+                self._hub.hear_out(self.index)
                 time.sleep(0.05)  # let the others' goodbyes arrive before the socket goes
                 self._hub.close(0.0 if self._open else min(self._until, time.monotonic() + STOP_GRACE_S))
             self._sums.end()  # last: it raises what became of the device
