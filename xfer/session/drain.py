@@ -99,7 +99,7 @@ def refuse_running(some: Iterable[Aside | None], until: float, label: str) -> No
 
 
 class Drain(Aside[None]):
-    def __init__(self, source: Source, label: str, begun: Callable[[Aside], None]):
+    def __init__(self, source: Source, label: str, begun: Callable[[Aside], None] = lambda _: None):
         def drain() -> None:
             faults.point("trainer", source.rank, "drain")
             source.drain()
