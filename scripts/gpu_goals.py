@@ -241,6 +241,8 @@ def fitting(gpus: int) -> list[Step]:
 
 def run(folder: Path, gpus: int, minutes: float) -> list[str]:
     """Names of steps that were not run for want of time."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # behind a shell's "&", and inherited: benchmarks are ended by it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     folder.mkdir(parents=True, exist_ok=True)
     left, ends = [], time.monotonic() + 60 * minutes
     for step in fitting(gpus):

@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
+import signal
 import subprocess
 import sys
 from collections import Counter
@@ -132,7 +133,15 @@ def test_steps_for_so_many_gpus_show_what_only_so_many_can(gpus):
     assert not {1: {"pair"}, 2: {"session4b", "one"}, 4: {"transport8", "pair"}, 8: {"transport"}}[gpus] & set(names)
 
 
-def test_a_run_goes_on_where_the_last_one_stopped_and_begins_nothing_that_cannot_end(tmp_path, monkeypatch, capsys):
+@pytest.fixture
+def behind():
+    """As in a process that a shell began with "&"."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_a_run_goes_on_where_the_last_one_stopped_and_begins_nothing_that_cannot_end(tmp_path, monkeypatch, capsys, behind):
     script = tmp_path / "scripts" / "bench.py"
     script.parent.mkdir()
     script.write_text(
