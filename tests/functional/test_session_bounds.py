@@ -7,7 +7,7 @@ import time
 import pytest
 
 from tests.functional.test_session_protocol import good, right
-from tests.support.world import ToyEngine, World
+from tests.support.world import ToyEngine, World, until_true
 from xfer import errors as e
 from xfer.session import bounds, lane
 
@@ -23,13 +23,6 @@ def ended(world: World, kind, text: str, deadline_s: float, grace_s: float = bou
     for r in out:
         assert isinstance(r, kind) and text in str(r), repr(r)
     return out
-
-
-def until(there) -> None:
-    end = time.monotonic() + 20
-    while not there() and time.monotonic() < end:
-        time.sleep(0.005)
-    assert there()
 
 
 @pytest.mark.parametrize("step", ["resume", "reset_caches"])
@@ -55,7 +48,7 @@ def test_an_engine_that_comes_back_late_after_a_refit_that_came_to_nothing_takes
         engine.resume = lambda timeout: (come_back.wait(30), resume(timeout))
         w.sources[1].fail = RuntimeError("boom")
         w.sessions[0].prepare()
-        until(lambda: "update" in engine.log[6:])
+        until_true(lambda: "update" in engine.log[6:], 20)
         out = ended(w, e.XferError, "boom", 1.0, bounds.ANSWER_GRACE_S)
         w.sources[1].fail, engine.resume = None, resume
         threading.Timer(1.0, come_back.set).start()
@@ -109,7 +102,7 @@ def test_a_lane_that_does_not_stop_when_the_hub_is_lost_is_told_apart():
         sends, out = w.sessions[1]._party.lanes[0], []
         call = threading.Thread(target=lambda: out.extend(w.refit(2)))
         call.start()
-        until(lambda: sends.go_attempt == 2)
+        until_true(lambda: sends.go_attempt == 2, 20)
         w.sessions[1]._party.channel.close()
         call.join(30)
         assert isinstance(out[1], e.PeerLost) and not out[1].drained and w.sessions[1]._quarantine, out
@@ -147,6 +140,7 @@ def test_the_transfer_clock_runs_from_readiness_to_decision_whatever_is_done_bet
         assert o.transfer_s >= phases["plan"] + phases["link"] and phases["plan"] >= 0.5 and phases["link"] > 0.0
         assert report.flatten()["xfer/plan_s"] == phases["plan"]
 
+
 def test_a_call_does_not_take_the_link_of_an_engine_that_joins_for_a_transfer_that_does_not_stop(monkeypatch):
     """It is of a replica that was lost in this very refit, so that its lane has been let go in it."""
     moved, linking, go_on, opened = (threading.Event() for _ in range(4))
@@ -168,7 +162,7 @@ def test_a_call_does_not_take_the_link_of_an_engine_that_joins_for_a_transfer_th
         t = threading.Thread(target=lambda: answers.extend(w.refit(2, min_replicas=1)))
         t.start()
         hub = w.sessions[0]._hub
-        until(lambda: hub.attempt is not None and [r.state for r in hub.attempt.runs.values()] == ["moving"] * 2)
+        until_true(lambda: hub.attempt and [r.state for r in hub.attempt.runs.values()] == ["moving"] * 2, 20)
         w.engines[0].sessions[0]._party.channel.close()
         w.controllers[0].close()
         w.engines[0] = ToyEngine(1)

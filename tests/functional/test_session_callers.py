@@ -15,8 +15,7 @@ import pytest
 
 import xfer
 from tests.functional.test_session_protocol import failed, good, right
-from tests.functional.test_session_relay import until_true
-from tests.support.world import TOKEN, ToyEngine, ToySource, World
+from tests.support.world import TOKEN, ToyEngine, ToySource, World, until_true
 from xfer import errors as e
 from xfer.session import messages as m
 from xfer.session.channel import Channel

@@ -12,8 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.functional.test_session_protocol import good
-from tests.functional.test_session_relay import until_true
-from tests.support.world import TOKEN, ToyEngine, ToySource, World, free_port
+from tests.support.world import TOKEN, ToyEngine, ToySource, World, free_port, until_true
 from xfer.engines.handles import OfflineLLM
 from xfer.engines.remote import CallableEngine
 from xfer.errors import DeadlineExceeded, EngineLost, HandshakeError, LayoutError, Unsupported, XferError
@@ -495,6 +494,7 @@ def test_a_controller_that_is_closed_before_it_pauses_to_join_leaves_its_engine_
         go.set()
         world.controllers[0]._thread.join(5)
         assert not world.controllers[0]._thread.is_alive() and toy.log == [] and toy.label == ""
+
 
 def test_who_asks_in_the_moment_in_which_a_version_comes_is_not_told_what_was_before(monkeypatch):
     """That the engine was torn is over, and why it was is not, for a moment."""

@@ -11,10 +11,9 @@ from dataclasses import replace
 import pytest
 
 from tests.functional.test_session_regressions import Widening, connected_while_the_last_replica_joins, transpose
-from tests.functional.test_session_relay import until_true
 from tests.functional.test_session_routes import epochs, good, move, peers, right  # noqa: F401
 from tests.support import cpu_peer, world
-from tests.support.world import ToyEngine, ToyLayout, ToySource, ToyTaker, World
+from tests.support.world import ToyEngine, ToyLayout, ToySource, ToyTaker, World, until_true
 from xfer import errors as e
 from xfer.plan.cache import PlanCache
 from xfer.session import bounds, computing, faults, lane, party, refit, roster, sums, trainer

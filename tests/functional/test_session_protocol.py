@@ -11,7 +11,7 @@ import time
 import pytest
 import torch
 
-from tests.support.world import TOKEN, ToyEngine, ToySource, World
+from tests.support.world import TOKEN, ToyEngine, ToySource, World, until_true
 from xfer import errors as e
 from xfer.session import faults
 from xfer.session.channel import dial
@@ -425,16 +425,11 @@ def test_a_hub_that_hears_late_that_trainer_0_leaves_still_undoes_the_refit():
         w.sources[0].drain = lambda: go_on.wait(20)
         t = threading.Thread(target=w.refit)
         t.start()
-        until = time.monotonic() + 10
-        while not (hub.attempt and hub.attempt.runs[0].armed) and time.monotonic() < until:
-            time.sleep(0.01)
-        assert hub.attempt.runs[0].armed
+        until_true(lambda: hub.attempt and hub.attempt.runs[0].armed)
         hub._events.put(lambda: time.sleep(1.0))
         w.sessions[0].close()
         go_on.set()
         t.join(30)
-        until = time.monotonic() + 10
-        while engine.paused and time.monotonic() < until:
-            time.sleep(0.01)
-        assert not engine.paused and w.controllers[0].error is None
+        until_true(lambda: not engine.paused)
+        assert w.controllers[0].error is None
         right(w, 1)

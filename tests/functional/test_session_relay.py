@@ -13,7 +13,7 @@ import time
 import pytest
 
 from tests.support import cpu_peer
-from tests.support.world import TOKEN, ToyEngine, World
+from tests.support.world import TOKEN, ToyEngine, World, until_true
 from xfer.errors import DeadlineExceeded, RefitFailed, XferError
 from xfer.session import relays
 from xfer.session.bounds import CALL_GRACE_S
@@ -64,14 +64,6 @@ def ways(report) -> list[dict[str, int]]:
 def order(w: World) -> list[int | None]:
     """Whom each replica stands behind."""
     return [r.before and r.before[0] for r in w.sessions[0]._hub.replicas.values()]
-
-
-def until_true(condition, seconds: float = 10.0):
-    until = time.monotonic() + seconds
-    while not (found := condition()):
-        assert time.monotonic() < until
-        time.sleep(0.005)
-    return found
 
 
 def arm(w: World) -> None:

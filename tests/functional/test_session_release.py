@@ -8,12 +8,11 @@ import time
 
 import pytest
 
-from tests.functional.test_session_relay import until_true
 from tests.functional.test_session_routes import good, peers, right  # noqa: F401
 from tests.support import cpu_peer
 from tests.support.memory import Watched
 from tests.support.packed_world import PackedWorld
-from tests.support.world import SHAPES, ToyEngine, ToySource, World
+from tests.support.world import SHAPES, ToyEngine, ToySource, World, until_true
 from xfer import Declared, MeshInfo, TensorTrainer
 from xfer.errors import DeadlineExceeded
 from xfer.mesh.placement import Shard

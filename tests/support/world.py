@@ -295,6 +295,14 @@ class ToyEngine:
         self._did("reset")
 
 
+def until_true(condition, seconds: float = 10.0):
+    until = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < until
+        time.sleep(0.005)
+    return found
+
+
 @dataclass
 class World:
     """`trainers` threads and `replicas` engines of `workers` each, met at one rendezvous."""
