@@ -145,7 +145,8 @@ class Lane:
                 self._moves += 1
                 self._still.clear()
                 self.go_attempt, self._go_epoch = message.attempt, self._scope.epoch
-                self.pulled_attempt = message.attempt if self.pulled_out else self.pulled_attempt
+                if self.pulled_out:
+                    self.pulled_attempt = message.attempt
             # Inside the lock, or the lane could call itself idle in between.
             self._queue.put((message, self._scope, self._scope.stopped()))
 
