@@ -183,6 +183,7 @@ def test_copy_engines_are_given_the_bytes_of_each_taker_once_and_takers_take_tur
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_the_floor_is_measured_and_what_was_copied_compared(tmp_path):
     last = torch.cuda.device_count() - 1
     command = [sys.executable, str(ROOT / "scripts" / "bench_gpu_floor.py"), *f"--sources {last} 0 --takers 0".split()]
