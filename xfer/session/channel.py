@@ -150,6 +150,7 @@ class Channel:
         self._closed = threading.Event()
         self.theirs = False  # of the process that this one was forked from
         self._reader: threading.Thread | None = None
+        self._starting = threading.Lock()  # a thread that is not started yet cannot be joined
 
     def start(self, on_message: Callable[[Message], None], on_close: Callable[[str], None]) -> None:
         def read() -> None:
@@ -165,9 +166,11 @@ class Channel:
             if not _ending.is_set():
                 on_close(reason)
 
-        self._reader = threading.Thread(target=read, name=f"xfer-read-{self.label}", daemon=True)
+        reader = threading.Thread(target=read, name=f"xfer-read-{self.label}", daemon=True)
+        with self._starting:
+            reader.start()
+            self._reader = reader
         _reading.add(self)
-        self._reader.start()
 
     @property
     def closed(self) -> bool:
@@ -175,8 +178,10 @@ class Channel:
 
     def join(self, seconds: float) -> None:
         """Of a closed connection: until `on_close` has returned, unless that is who asks."""
-        if self._reader is not None and self._reader is not threading.current_thread():
-            self._reader.join(seconds)
+        with self._starting:
+            reader = self._reader
+        if reader is not None and reader is not threading.current_thread():
+            reader.join(seconds)
 
     def hang_up(self) -> None:
         """Nothing more comes from here. What was sent still arrives, which `close` cannot promise: where bytes of the

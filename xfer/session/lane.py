@@ -126,9 +126,9 @@ class Lane:
         self._deadline_s = 0.0  # of what it waits for, as the hub says with the plan
         self._agreed = True  # on `plan`, by all ranks; it was put into the cache then
         self._lock = threading.Lock()
-        _running.add(self)
         self._thread = threading.Thread(target=self._work, name=f"xfer-lane-{replica}", daemon=True)
         self._thread.start()
+        _running.add(self)
 
     # ---- called from other threads
 

@@ -30,9 +30,9 @@ def held(label: str, replica: int) -> list[routes.Routed]:
 
 
 def stop() -> list[threading.Thread]:
-    """The process ends: no more looks. Returns the threads, which end soon."""
+    """The process ends: no more looks. Returns the threads, which end soon; one that is only being started cannot be joined."""
     _exiting.set()
-    return [thread for _, thread in list(_held.values())]
+    return [thread for _, thread in list(_held.values()) if thread.is_alive()]
 
 
 def _close(routed: routes.Routed, device: torch.device) -> None:

@@ -78,8 +78,10 @@ class Client:
 
     def say_all(self, seconds: float) -> None:
         """After `finish`: wait for what is queued to go, and hang up."""
-        if self._writer is not None:
-            self._writer.join(seconds)
+        with self._order:  # not while it is being started
+            writer = self._writer
+        if writer is not None:
+            writer.join(seconds)
         self.channel.hang_up()
 
 

@@ -1,0 +1,108 @@
+"""A thread that is only being started cannot be joined; who ends a session must not come upon one."""
+
+import socket
+import threading
+
+import pytest
+import torch
+
+from xfer.session import channel as c
+from xfer.session import late
+from xfer.session import messages as m
+from xfer.session.roster import Client
+
+
+@pytest.fixture
+def held(monkeypatch):
+    """Gives a function: while threads of this name are held just before their start, call the other one on a thread of
+    its own, let the start happen, and raise what it raised."""
+    start = threading.Thread.start
+
+    def meanwhile(name: str, begin, then) -> None:
+        before, go, over = threading.Event(), threading.Event(), threading.Event()
+        raised: list[BaseException] = []
+
+        def late_start(thread: threading.Thread) -> None:
+            if thread.name.startswith(name):
+                before.set()
+                go.wait(10)
+            start(thread)
+
+        def run() -> None:
+            before.wait(10)
+            try:
+                then()
+            except BaseException as e:
+                raised.append(e)
+            over.set()
+
+        monkeypatch.setattr(threading.Thread, "start", late_start)
+        start(threading.Thread(target=run, daemon=True))
+        beginning = threading.Thread(target=begin, daemon=True)
+        start(beginning)
+        assert before.wait(10)
+        over.wait(0.2)  # it may wait for the start, or be done without
+        go.set()
+        assert over.wait(10)
+        beginning.join(10)
+        if raised:
+            raise raised[0]
+
+    return meanwhile
+
+
+@pytest.fixture
+def pair():
+    ours, theirs = socket.socketpair()
+    yield ours, theirs
+    ours.close()
+    theirs.close()
+
+
+class _End(socket.socket):
+    """Of a pair, which has no TCP options."""
+
+    def setsockopt(self, *_) -> None:
+        pass
+
+
+def channel(sock: socket.socket) -> c.Channel:
+    return c.Channel(_End(fileno=sock.detach()), "client")
+
+
+def test_a_connections_reader(held, pair):
+    """A hub that closes in the moment in which somebody proved the token at its door."""
+    one = channel(pair[0])
+
+    def end() -> None:
+        one.close()
+        one.join(5.0)
+
+    held("xfer-read", lambda: one.start(lambda msg: None, lambda reason: None), end)
+
+
+def test_a_clients_writer(held, pair):
+    client = Client(channel(pair[0]))
+
+    def end() -> None:
+        client.finish()
+        client.say_all(5.0)
+
+    held("xfer-hub-write", lambda: client.send(m.StoreSet("r0/a", b"x" * (c.NOW_BYTES + 1))), end)
+
+
+def test_routes_that_are_closed_late(held, monkeypatch):
+    class Never:
+        def close(self) -> bool:
+            return False
+
+        def stop(self) -> None: ...
+
+    monkeypatch.setattr(late, "_held", {})
+    monkeypatch.setattr(late, "_exiting", threading.Event())
+
+    def end() -> None:
+        for thread in late.stop():
+            thread.join(5.0)
+
+    held("xfer-late", lambda: late.close_later(Never(), "trainer 0", 0, torch.device("cpu")), end)
