@@ -14,12 +14,15 @@ import torch
 from tests.support.world import TOKEN, ToyEngine, ToySource, World, until_true
 from xfer import errors as e
 from xfer.session import faults
+from xfer.session import messages as m
 from xfer.session.channel import dial
 from xfer.session.hub import Hub
+from xfer.session.party import Party
 from xfer.session.report import RefitReport
 from xfer.session.roster import HubOptions
 from xfer.session.trainer import TrainerSession
 from xfer.testing.ports import free_port
+from xfer.transport.p2p import P2P
 
 
 @pytest.fixture
@@ -189,6 +192,35 @@ def test_a_fault_in_the_middle_leaves_the_replica_unservable_until_the_next_refi
         else:
             assert w.controllers[0].error is not None and w.engines[0].paused
         fault("")
+        good(w.refit(3))
+        right(w, 3)
+
+
+@pytest.mark.parametrize("late", ["to raise", "to tell"])
+def test_why_a_connection_closed_comes_before_that_it_did(monkeypatch, late):
+    """What others tell of a rank that raises is here first, and their replica's part is over by then."""
+    run, say, raises = P2P.run, Party.try_send, threading.Event()
+
+    def runs(self, *args, **kwargs):
+        if self.link.rank != 1 or not raises.is_set():
+            return run(self, *args, **kwargs)
+        self.link.abort(5.0)
+        if late == "to raise":
+            time.sleep(0.1)
+        raise RuntimeError("out of memory")
+
+    def says(self, message, *args):
+        if late == "to tell" and isinstance(message, m.Failed) and self.label == "trainer 1":
+            time.sleep(0.1)
+        say(self, message, *args)
+
+    monkeypatch.setattr(P2P, "run", runs)
+    monkeypatch.setattr(Party, "try_send", says)
+    with World(trainers=2) as w:
+        good(w.refit(1))
+        raises.set()
+        failed(w.refit(2), e.XferError, w, 15, time.monotonic(), "[trainer 1] RuntimeError: out of memory")
+        raises.clear()
         good(w.refit(3))
         right(w, 3)
 

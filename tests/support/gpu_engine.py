@@ -15,6 +15,7 @@ import os
 import threading
 import time
 import traceback
+from importlib.metadata import entry_points
 
 from tests.support.gpu_async import Ranks
 from tests.support.proc import commands, emit
@@ -32,6 +33,8 @@ def start(
     asynchronous: bool = False,
     **more,
 ):
+    if not entry_points(group="vllm.general_plugins", name="xfer"):  # vLLM says so after it has loaded its model
+        raise RuntimeError("xfer is in the path here, not installed, so vLLM does not find it: pip install --no-deps .")
     from vllm import LLM
 
     options = dict(

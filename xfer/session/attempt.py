@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from xfer.errors import DeadlineExceeded, EngineLost, PeerLost, PlanMismatch, VerificationError, XferError
 from xfer.session import messages as m
 from xfer.session import relays
-from xfer.session.bounds import ANSWER_GRACE_S, SETTLE_GRACE_S, STOP_GRACE_S, TOGETHER_S
+from xfer.session.bounds import ANSWER_GRACE_S, CAUSE_S, SETTLE_GRACE_S, STOP_GRACE_S, TOGETHER_S
 from xfer.session.run import Run, checksum_violations, differences, outcome_of, waiting_for
 from xfer.session.timeline import HUB, mark
 
@@ -392,8 +392,22 @@ class Attempt:
             if replicas is None or run.replica in replicas:
                 if run.state == "committing" and client is not None and client.hello.role == "worker":
                     self._torn(run, error)
-                self.abort(run, error)
+                self._fail(run, error, told=client is not None)
         self.finish_if_over()
+
+    def _fail(self, run: Run, error: XferError, told: bool) -> None:
+        before = run.error
+        self.abort(run, error)
+        if told and isinstance(error, PeerLost) and error.drained and run.error is error is not before:
+            run.why_until = min(time.monotonic() + CAUSE_S, self.until)
+
+    def because(self, replica: Replica, error: XferError) -> None:
+        """Of a rank of this attempt. One that raises while bytes move closes its connections, and others may tell of that before
+        it says why, when its replica's part is over already."""
+        run = self.runs.get(replica.index)
+        if run is not None and run.why_until and not isinstance(error, PeerLost):
+            run.error, run.why_until = error, 0.0
+            self.finish_if_over()
 
     def fail(self, error: XferError) -> None:
         self.failed(None, None, error)
@@ -425,6 +439,9 @@ class Attempt:
                 self.hub.broadcast(self.hub.trainers.values(), said)
         if self.hub.attempt is not self or not all(run.over for run in self.runs.values()):
             return
+        why_until = max((run.why_until for run in self.runs.values()), default=0.0)
+        if time.monotonic() < why_until:
+            return self.hub.at(why_until, self.finish_if_over, of=self)
         outcomes = tuple(outcome_of(self, run) for run in self.runs.values())
         self.hub.calls.end(m.Outcome(self.number, self.version, outcomes, void=not self.called))
 

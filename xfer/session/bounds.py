@@ -24,3 +24,5 @@ deadline: the replica takes part in refits again once it has; later than that, i
 TOGETHER_S = 5.0
 """Seconds that replicas which could begin wait for others: on the packed route for those that could be fed from the same
 gather, in a row of replicas for the one before, which they would read from."""
+CAUSE_S = 0.25
+"""Seconds that the end of a refit which failed since a connection closed waits for whoever closed it to say why."""

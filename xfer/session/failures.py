@@ -35,6 +35,11 @@ def heard(hub: Hub, client: Client, msg: m.Failed) -> None:
     if msg.epoch and trainer and isinstance(error, PlanMismatch) and targets[0].state == "linking":
         if attempt is None or not attempt.has_told(targets[0]):
             return hub.planning.postpone(targets[0], error)  # its layout changed while this one joined
+    if attempt is not None and msg.attempt == attempt.number:
+        for r in targets:
+            attempt.because(r, error)
+        if hub.attempt is not attempt:
+            return  # it had waited for nothing else
     joining = [r for r in targets if r.state in ("joining", "ready")]
     for r in targets:
         if r.state in ("planning", "linking") and (msg.replica >= 0 or not trainer):  # else it concerns the attempt

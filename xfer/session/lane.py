@@ -288,10 +288,10 @@ class Lane:
                     elif isinstance(message, m.Go):
                         self._do_go(message)
             except Exception as e:
-                cancelled = self._running.error
-                error = cancelled or (e if isinstance(e, XferError) else None)
-                wire = m.WireError.of(error or e, self.party.label)
-                if cancelled is None or refused and isinstance(message, m.Go):  # else the hub knows already
+                go, cancelled = isinstance(message, m.Go), self._running.error
+                own = go and e is not cancelled and not isinstance(e, PeerLost)  # others may tell of its end, not of why
+                wire = m.WireError.of(e if own else cancelled or e, self.party.label)
+                if cancelled is None or go and (refused or own):  # else the hub knows already
                     at = getattr(message, "attempt", 0), self.replica, getattr(message, "epoch", 0)
                     self.party.try_send(m.Failed(wire, *at))
             finally:

@@ -39,6 +39,7 @@ class Run:
     brought: dict[int, int] = field(default_factory=dict)  # worker -> the last part that it has (relays.py)
     waits: bool = False  # for the replica before it, and will look again
     epoch: int = 0  # of the routes by which it moves
+    why_until: float = 0.0  # its error is of a connection that closed, as a rank tells: whoever closed it may say why
 
     @property
     def over(self) -> bool:
