@@ -21,6 +21,7 @@ from xfer.session import messages as m
 from xfer.session.attempt import Attempt
 from xfer.session.failures import heard
 from xfer.session.timers import Timers
+from xfer.session.worker import WorkerSession
 from xfer.transport import routes
 
 
@@ -28,7 +29,8 @@ def leave(w: World, replica: int) -> None:
     w.controllers[replica].close()
     for s in w.engines[replica].sessions:
         s.close()
-    until_true(lambda: w.sessions[0]._hub.replicas[replica].state == "lost")
+    gone = w.sessions[0]._hub.replicas[replica]
+    until_true(lambda: gone.state == "lost" and not gone.workers)
 
 
 def slow(monkeypatch, step: str, seconds: float, of) -> None:
@@ -130,6 +132,37 @@ def test_a_joiner_that_fails_within_a_refit_hears_why_at_once(monkeypatch, when,
         w.controllers[1].wait_ready(15.0)
         assert good(w.refit(4)).committed == 2
         right(w, 4)
+
+
+def test_a_worker_that_comes_after_another_has_failed_hears_why_at_once(monkeypatch):
+    """The others were told when that one failed; who said hello later waited for its whole deadline, inside the engine's call."""
+    with World(trainers=1, replicas=2) as w:
+        good(w.refit(1))
+        leave(w, 1)
+        replica, join = w.sessions[0]._hub.replicas[1], WorkerSession._join
+
+        def comes_late(session):
+            if session.index == 0:
+                until_true(lambda: replica.state == "failed")
+            join(session)
+
+        class Failing(ToyTaker):
+            def read(self, catalog):
+                if self.rank == 1:
+                    raise e.LayoutError("tensors of this engine are others")
+                return super().read(catalog)
+
+        monkeypatch.setattr(WorkerSession, "_join", comes_late)
+        w.engines[1] = ToyEngine(2)
+        w.engines[1].takers = [Failing(i, 2) for i in range(2)]
+        began = time.monotonic()
+        w.controllers[1] = w.serve(w.engines[1], 1)
+        with pytest.raises(e.LayoutError, match="tensors of this engine are others"):
+            w.controllers[1].wait_ready(w.deadline_s + 10)
+        assert time.monotonic() - began < w.deadline_s / 2
+        assert all(isinstance(s.error, e.LayoutError) for s in w.engines[1].sessions)
+        assert good(w.refit(2, min_replicas=1)).committed == 1
+        assert not any(t.wrong(2) for t in w.engines[0].takers)
 
 
 @pytest.mark.parametrize("at_once", [True, False])

@@ -231,7 +231,9 @@ class Hub:
             self.calls.had(h.version)
             session = any(c.hello.session_open for c in replica.workers.values())
             replica.controller.send(m.Found(len(replica.workers), replica.holds, session))
-            if self.catalog is not None:
+            if replica.state == "failed" and replica.error is not None:  # those who were here when it did have been told
+                client.send(m.Failed(m.WireError.of(replica.error, "rendezvous"), replica=replica.index))
+            elif self.catalog is not None:
                 client.send(m.CatalogMsg(self.packed_catalog, self.generation))
         if self.failure is not None:
             client.send(m.Failed(m.WireError.of(self.failure, "rendezvous")))
