@@ -165,6 +165,31 @@ def test_a_worker_that_comes_after_another_has_failed_hears_why_at_once(monkeypa
         assert not any(t.wrong(2) for t in w.engines[0].takers)
 
 
+def test_a_trainer_that_comes_after_a_replica_has_failed_hears_why():
+    """It waited for the replica until its deadline, or heard only that those trainers left who had been told."""
+    heard: dict[int, str] = {}
+
+    class Late(World):
+        def _connect_one(self, i: int):
+            if i == 1:
+                until_true(lambda: self.sessions[0] and self.sessions[0]._hub.replicas[0].error is not None)
+            try:
+                super()._connect_one(i)
+            except e.XferError as error:
+                heard[i] = str(error)
+                raise
+
+    class Refusing(ToyEngine):
+        def init(self, info, timeout):
+            raise RuntimeError("the engine refused")
+
+    began = time.monotonic()
+    with pytest.raises(e.EngineLost):
+        (w := Late(trainers=2, engines=[Refusing(2)])).connect()
+    assert time.monotonic() - began < w.deadline_s / 2
+    assert [i for i in range(2) if "the engine refused" not in heard[i]] == [], heard
+
+
 @pytest.mark.parametrize("at_once", [True, False])
 def test_trainers_whose_layouts_all_change_while_a_replica_links_cost_it_one_link(monkeypatch, at_once):
     """Each says of the same link that it is of a layout that is gone. The second one ended the refit that the first one's word

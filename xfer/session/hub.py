@@ -217,8 +217,8 @@ class Hub:
         client.send(m.Welcome(o.trainers, o.replicas, o.drop, o.site if plans else b"", o.route, self.session))
         if h.role == "trainer":
             self.trainers[h.index] = client
-            for r in self.replicas.values():  # those who were here before it was turned away have been told
-                if r.state == "lost" and isinstance(r.error, HandshakeError):
+            for r in self.replicas.values():  # trainers who were here when it ended have been told
+                if r.state in ("failed", "lost") and r.error is not None:
                     client.send(m.Failed(m.WireError.of(r.error, "rendezvous"), replica=r.index))
         elif h.role == "controller":
             replica.controller, replica.size, replica.state, replica.error = client, h.size, "joining", None
