@@ -147,10 +147,13 @@ def uncovered(spans: Iterable[Interval], cover: Iterable[Interval]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """Milliseconds per step. gather: in which a kernel or a copy of a gather ran; exposed: of it, in which no other kernel did."""
+    """Milliseconds of a step. gather: in which a kernel or a copy of a gather ran; exposed: of it, in which no other kernel did.
+    Medians where several steps were profiled (`exposed_each`): a host that stops for a moment in one of them lets the sign
+    of another rank wait for as long."""
 
     gather_ms: float
     exposed_ms: float
+    exposed_each: tuple[float, ...] = ()
 
 
 def is_gather(name: str) -> bool:
@@ -160,8 +163,8 @@ def is_gather(name: str) -> bool:
     return "nccl" in name and ("reduce" not in name or "_u32" in name or "_i32" in name)
 
 
-def timeline(trace: Path, steps: int) -> Timeline:
-    """Of a chrome trace of torch's profiler over that many steps. Copies of a gather are those between devices, and those within
+def timeline(trace: Path) -> Timeline:
+    """Of a chrome trace of torch's profiler over one step. Copies of a gather are those between devices, and those within
     one on streams on which nothing is computed. ValueError if there is nothing of a gather."""
     events = json.loads(trace.read_text())["traceEvents"]
     kernels = [e for e in events if e.get("cat") == "kernel"]
@@ -175,4 +178,4 @@ def timeline(trace: Path, steps: int) -> Timeline:
     ]
     if not mine:
         raise ValueError(f"no kernel of a gather among {sorted({e['name'][:60] for e in kernels})}")
-    return Timeline(uncovered(mine, []) / 1e3 / steps, uncovered(mine, spans(False)) / 1e3 / steps)
+    return Timeline(uncovered(mine, []) / 1e3, uncovered(mine, spans(False)) / 1e3)

@@ -10,12 +10,15 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 
 import torch
 from bench_layerwise_net import Shape, Timeline, batch, loss_of, timeline
 
 STEPS_TOGETHER = 4
 """Whole steps that are timed as one, without anything between them."""
+PROFILED = 3
+"""Steps of each way under the profiler."""
 
 
 def before(gather, hook: Callable[[], None]) -> None:
@@ -102,23 +105,29 @@ class Step:
         slowest = self.rank.slowest
         return {n: slowest(x) for n, x in forward.items()}, {n: slowest(x) for n, x in whole.items()}, lines
 
-    def _profiled(self, choose: Callable[[], None], name: str, steps: int = 2) -> Timeline:
+    def _profiled(self, choose: Callable[[], None], name: str) -> Timeline:
+        seen = [t for n in range(PROFILED) if (t := self._profiled_step(choose, name, n)) is not None]
+        if not seen:
+            return Timeline(math.nan, math.nan)
+        exposed = [t.exposed_ms for t in seen]
+        return Timeline(median(t.gather_ms for t in seen), median(exposed), tuple(exposed))
+
+    def _profiled_step(self, choose: Callable[[], None], name: str, number: int) -> Timeline | None:
         from torch.profiler import ProfilerActivity, profile
 
         with tempfile.TemporaryDirectory() as folder:
             with profile(activities=[ProfilerActivity.CUDA]) as prof:
-                for _ in range(steps):
-                    choose()
-                    self.timed()
+                choose()
+                self.timed()
             trace = Path(folder) / "trace.json"
             prof.export_chrome_trace(str(trace))
             keep = self.rank.args.traces
-            if keep:
+            if keep and number == PROFILED - 1:
                 Path(keep).mkdir(parents=True, exist_ok=True)
                 slug = f"{self.rank.rank}_of_{self.rank.size}_{type(self.optimizer).__name__}_{name.replace(' ', '_')}.json.gz"
                 (Path(keep) / slug).write_bytes(gzip.compress(trace.read_bytes(), 6))
             try:
-                return timeline(trace, steps)
+                return timeline(trace)
             except ValueError as e:  # the others go on, so this rank does too
                 print(f"# rank {self.rank.rank}, {name}: {e}", flush=True)
-                return Timeline(math.nan, math.nan)
+                return None

@@ -4,6 +4,7 @@ off, and when a rank's death was told as it should be."""
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -17,9 +18,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 import bench_layerwise_gpu
 from bench_layerwise_dead import Dead, Survivor, Use
 from bench_layerwise_launch import keep, run
-from bench_layerwise_net import timeline, uncovered
+from bench_layerwise_net import Timeline, timeline, uncovered
 from bench_layerwise_nvlink import parsed
 from bench_layerwise_results import Overlap, flat, table
+from bench_layerwise_step import Step
 
 SPANS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 8)).map(lambda x: (x[0], x[0] + x[1])), max_size=12)
 
@@ -40,8 +42,8 @@ def test_a_trace_has_gathers_told_from_reductions_and_other_kernels(tmp_path):
         {"cat": "cpu_op", "name": "nccl:broadcast", "ts": 0.0, "dur": 9000.0},
     ]
     (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": events}))
-    seen = timeline(tmp_path / "trace.json", steps=2)
-    assert (seen.gather_ms, seen.exposed_ms) == (0.8, 0.5)
+    seen = timeline(tmp_path / "trace.json")
+    assert (seen.gather_ms, seen.exposed_ms) == (1.6, 1.0)
     copy = lambda ts, stream, way: dict(  # noqa: E731
         kernel(f"Memcpy {way} (Device -> Device)", ts, 400.0), cat="gpu_memcpy", args={"stream": stream}
     )
@@ -54,11 +56,20 @@ def test_a_trace_has_gathers_told_from_reductions_and_other_kernels(tmp_path):
         copy(9000.0, 22, "DtoH"),
     ]
     (tmp_path / "copied.json").write_text(json.dumps({"traceEvents": copied}))
-    seen = timeline(tmp_path / "copied.json", steps=1)
+    seen = timeline(tmp_path / "copied.json")
     assert (seen.gather_ms, seen.exposed_ms) == (0.8, 0.6)  # 300 to 500 and 4000 to 4400 lie bare
     (tmp_path / "none.json").write_text(json.dumps({"traceEvents": events[1:2]}))
     with pytest.raises(ValueError, match="gemm"):
-        timeline(tmp_path / "none.json", steps=2)
+        timeline(tmp_path / "none.json")
+
+
+def test_one_step_in_which_a_host_stood_still_is_no_figure(monkeypatch):
+    """The other rank's sign waits for it. Of two steps, their mean was told: 5 ms where all others had 1.6."""
+    steps = [Timeline(7.5, 1.6), Timeline(14.0, 8.4), Timeline(7.6, 1.7)]
+    monkeypatch.setattr(Step, "_profiled_step", lambda choose, name, number: steps[number])
+    assert Step._profiled(Step, lambda: None, "depth 1") == Timeline(7.6, 1.7, (1.6, 8.4, 1.7))
+    monkeypatch.setattr(Step, "_profiled_step", lambda choose, name, number: None)
+    assert math.isnan(Step._profiled(Step, lambda: None, "depth 1").exposed_ms)
 
 
 def test_figures_are_kept_part_by_part_and_number_by_number(tmp_path):
