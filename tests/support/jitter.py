@@ -4,8 +4,8 @@
 
 Sleeping, not computing: several such runs at once fit on one core, each with a seed of its own (named at the end of a run;
 XFER_JITTER_SEED to set it, though threads do not repeat themselves exactly). Tests that measure time may fail by it, and a
-failure may be the test's own race; it has also shown defects of xfer that busy machines had not. Processes that a test
-starts are not slowed. For developers; CI does not run it.
+failure may be the test's own race; it has also shown defects of xfer that busy machines had not. Of processes that a test
+starts, all threads but the main one are slowed with XFER_JITTER_CHILDREN=1. For developers; CI does not run it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _chance = random.Random(SEED)
 _ours: dict[str, bool] = {}
 
 
-def _stop(frame, event, arg) -> None:
+def stop(frame, event, arg) -> None:
     name = frame.f_code.co_filename
     if (ours := _ours.get(name)) is None:
         ours = _ours[name] = name.startswith(HERE) and name != __file__
@@ -38,8 +38,8 @@ def _stop(frame, event, arg) -> None:
 
 
 def pytest_runtest_setup(item) -> None:
-    threading.setprofile(_stop)
-    sys.setprofile(_stop)
+    threading.setprofile(stop)
+    sys.setprofile(stop)
 
 
 def pytest_runtest_teardown(item) -> None:

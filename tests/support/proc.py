@@ -53,10 +53,11 @@ def obey(*does: Callable[..., None]) -> None:
 
 
 def environment(**more: str) -> dict[str, str]:
+    path = [str(ROOT / "tests" / "support" / "jittered")] if os.environ.get("XFER_JITTER_CHILDREN") == "1" else []
     return {
         **os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TORCHDYNAMO_DISABLE": "1", "XFER_CPU_RESIDENT": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_CI_ENV": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_LOGGING_LEVEL": "ERROR",
-        "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", "PYTHONPATH": str(ROOT), **more,
+        "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", "PYTHONPATH": os.pathsep.join([*path, str(ROOT)]), **more,
     }  # fmt: skip
 
 
