@@ -392,14 +392,11 @@ class Attempt:
             if replicas is None or run.replica in replicas:
                 if run.state == "committing" and client is not None and client.hello.role == "worker":
                     self._torn(run, error)
-                self._fail(run, error, told=client is not None)
+                    continue
+                self.abort(run, error)
+                if client is not None and isinstance(error, PeerLost) and run.error is error:
+                    run.why_until = min(time.monotonic() + CAUSE_S, self.until)
         self.finish_if_over()
-
-    def _fail(self, run: Run, error: XferError, told: bool) -> None:
-        before = run.error
-        self.abort(run, error)
-        if told and isinstance(error, PeerLost) and error.drained and run.error is error is not before:
-            run.why_until = min(time.monotonic() + CAUSE_S, self.until)
 
     def because(self, replica: Replica, error: XferError) -> None:
         """Of a rank of this attempt. One that raises while bytes move closes its connections, and others may tell of that before
