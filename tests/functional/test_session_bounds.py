@@ -73,36 +73,37 @@ def test_a_replica_that_never_comes_back_is_lost_and_the_others_go_on(monkeypatc
         stuck.set()
 
 
-def never_ending(world: World, i: int) -> threading.Event:
-    """The lane of trainer `i` does not listen to anybody once it moves bytes."""
-    end = threading.Event()
+def never_ending(world: World, i: int) -> tuple[threading.Event, threading.Event]:
+    """The lane of trainer `i` does not listen to anybody once it moves bytes. (it does, let it end)"""
+    moves, end = threading.Event(), threading.Event()
     routed = world.sessions[i]._party.lanes[0]._routed
     run = routed.run
-    routed.run = lambda *args: (end.wait(60), run(*args))
-    return end
+    routed.run = lambda *args: (moves.set(), end.wait(60), run(*args))
+    return moves, end
 
 
 def test_a_lane_that_does_not_stop_is_told_apart():
     """Its parameters may still be read, so they must be neither written nor freed: PeerLost says so, and xfer keeps them."""
     with World(trainers=2, deadline_s=20.0) as w:
         good(w.refit(1))
-        end = never_ending(w, 1)
+        moves, end = never_ending(w, 1)
         t0 = time.monotonic()
         out = w.refit(2, deadline_s=1.0)
         assert time.monotonic() - t0 < 1.0 + bounds.CALL_GRACE_S + SLACK_S
         assert isinstance(out[0], e.DeadlineExceeded) and isinstance(out[1], e.PeerLost), out
-        assert not out[1].drained and w.sessions[1]._quarantine and not w.sessions[0]._quarantine
+        assert moves.is_set() and not out[1].drained and w.sessions[1]._quarantine and not w.sessions[0]._quarantine
         end.set()
 
 
 def test_a_lane_that_does_not_stop_when_the_hub_is_lost_is_told_apart():
     with World(trainers=2, deadline_s=20.0) as w:
         good(w.refit(1))
-        end = never_ending(w, 1)
-        sends, out = w.sessions[1]._party.lanes[0], []
+        moves, end = never_ending(w, 1)
+        out = []
         call = threading.Thread(target=lambda: out.extend(w.refit(2)))
         call.start()
-        until_true(lambda: sends.go_attempt == 2, 20)
+        # Not when it is let go: one that has not begun to move bytes by the time the hub is lost never does, and has stopped.
+        assert moves.wait(20)
         w.sessions[1]._party.channel.close()
         call.join(30)
         assert isinstance(out[1], e.PeerLost) and not out[1].drained and w.sessions[1]._quarantine, out
