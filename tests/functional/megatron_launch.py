@@ -4,14 +4,14 @@ Megatron."""
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from tests.support.proc import PATIENCE
+from tests.support import forge
+from tests.support.proc import PATIENCE, environment
 from xfer.testing.ports import free_port
 
 HERE = Path(__file__).resolve().parent
@@ -39,18 +39,15 @@ def launch(script: str, *args: str, world: int, folder: Path, seconds: float = 4
 
     RuntimeError with the ends of the logs when a rank fails or the deadline passes; the other ranks are then killed.
     """
-    env = dict(os.environ, WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
-    env.update(OMP_NUM_THREADS="1", TORCHDYNAMO_DISABLE="1", HF_HUB_OFFLINE="1", PYTHONWARNINGS="ignore", PYTHONFAULTHANDLER="1")
-    env["PYTHONPATH"] = os.pathsep.join([str(HERE.parents[1]), *filter(None, [env.get("PYTHONPATH")])])
+    env = environment(WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()), PYTHONWARNINGS="ignore")
     folder.mkdir(parents=True, exist_ok=True)
     logs = [folder / f"rank{r}.log" for r in range(world)]
-    ranks: list[subprocess.Popen] = []
+    ranks: list[forge.Forged | subprocess.Popen] = []
     try:
         for r, log in enumerate(logs):
             with log.open("w") as out:
-                command = [sys.executable, str(HERE / script), *args]
                 mine = dict(env, RANK=str(r), LOCAL_RANK=str(r))
-                ranks.append(subprocess.Popen(command, env=mine, stdout=out, stderr=subprocess.STDOUT))
+                ranks.append(forge.start(sys.executable, [str(HERE / script), *args], mine, Path.cwd(), out, out))
         seconds *= PATIENCE
         end = time.monotonic() + seconds
         while any(p.poll() is None for p in ranks) and not any(p.poll() for p in ranks) and time.monotonic() < end:

@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from tests.support import forge
 from xfer.testing.gloo_end import settle_at_exit
 from xfer.testing.ports import free_port
 
@@ -67,16 +68,8 @@ class Child:
     def __init__(self, name: str, side: str, module: str, args: list[str], work: Path, **env: str):
         self.name, self.log_path = name, Path(work) / f"{name}.log"
         self._log = open(self.log_path, "w")
-        self.proc = subprocess.Popen(
-            [PYTHON[side], "-m", f"tests.support.{module}", *args],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            text=True,
-            cwd=ROOT,
-            env=environment(**env),
-            start_new_session=True,
-        )
+        run = ["-m", f"tests.support.{module}", *args]
+        self.proc = forge.start(PYTHON[side], run, environment(**env), ROOT, None, self._log)
         self.events: queue.Queue = queue.Queue()
         threading.Thread(target=self._read, daemon=True).start()
 

@@ -1,0 +1,254 @@
+"""Processes that have imported what takes long to import, and fork the ranks and engines of functional tests from themselves.
+
+Megatron-Bridge or vLLM take ten seconds of a processor to import, and most tests ask less than that of a rank. What is forked is
+a process like any other: its own session, files, environment and exit. Two things differ from one that is started anew, so
+XFER_TEST_FORGE=0 (and the slow matrix) starts all anew: strings have one hash in all that one forge forks, so an order that
+depends on hashes shows only between trainers and engines; and what is read from the environment at import is the forge's.
+So a child whose environment differs from the forge's in a name that a framework reads is started anew.
+
+Here is the forge and what tests hold of what it forks; not what is started in it (proc.py, megatron_launch.py).
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+ROOT = Path(__file__).resolve().parents[2]
+FORKS_S = 120.0
+"""A forge that has to import first answers within this many seconds."""
+OURS = ("XFER_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_", "PYTEST_", "PYTHONWARNINGS")
+"""Names that xfer, torch.distributed and tests read when they need them: in these, a child's environment may differ."""
+
+
+def imports_torch() -> None:
+    import torch.distributed  # noqa: F401
+
+
+def imports_megatron() -> None:
+    from xfer.testing import megatron_cpu
+
+    megatron_cpu.install()
+    megatron_cpu.import_bridge()
+
+
+def imports_vllm() -> None:
+    import vllm.v1.engine.core
+    import vllm.v1.engine.llm_engine
+    import vllm.v1.worker.cpu_worker  # noqa: F401
+
+
+IMPORTS = {"torch": imports_torch, "megatron": imports_megatron, "vllm": imports_vllm}
+OF = {
+    **dict.fromkeys(("megatron_main", "layerwise_megatron", "family_trainer"), "megatron"),
+    **dict.fromkeys(("megatron_worker", "megatron_hazards", "megatron_lora", "family_digits", "packed_bridge"), "megatron"),
+    **dict.fromkeys(("vllm_main", "refit_engine", "live_main", "world_engine"), "vllm"),
+}
+"""What a module or script would import first. Those not named import torch, if anything."""
+
+
+class Forged:
+    """A forked process, with as much of `subprocess.Popen` as tests use."""
+
+    def __init__(self, pid: int, told: int, stdin: IO[str] | None, stdout: IO[str] | None):
+        self.pid, self.stdin, self.stdout, self.returncode = pid, stdin, stdout, None
+        self._told = told  # its exit status comes here
+        self._lock = threading.Lock()
+
+    def poll(self) -> int | None:
+        return self._ended(0.0)
+
+    def wait(self, timeout: float | None = None) -> int:
+        if (code := self._ended(timeout)) is None:
+            raise subprocess.TimeoutExpired(f"forked process {self.pid}", timeout)
+        return code
+
+    def kill(self) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+    def _ended(self, seconds: float | None) -> int | None:
+        if self.returncode is None and select.select([self._told], [], [], seconds)[0]:
+            with self._lock:  # several threads wait for one process
+                if self.returncode is None:
+                    said = os.read(self._told, 64)
+                    self.returncode = int(said) if said else -signal.SIGKILL  # no word: the forge is gone
+        return self.returncode
+
+    def __del__(self):
+        os.close(self._told)
+
+
+@dataclass(frozen=True)
+class Request:
+    run: tuple[str, ...]  # ("-m", module, args…) or (script, args…), as python takes them
+    env: dict[str, str]
+    cwd: str
+
+
+class Forge:
+    """A process that forks, as tests see it. It ends with them."""
+
+    def __init__(self, python: str, imports: str, env: dict[str, str]):
+        self.env, self.imports, self._lock = env, imports, threading.Lock()
+        self._log = tempfile.TemporaryFile("w+")
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._process = subprocess.Popen(
+            [python, "-m", "tests.support.forge", imports, str(theirs.fileno())],
+            env=env, cwd=ROOT, pass_fds=[theirs.fileno()], start_new_session=True,
+            stdin=subprocess.DEVNULL, stdout=self._log, stderr=self._log,
+        )  # fmt: skip
+        theirs.close()
+        self._socket.settimeout(FORKS_S)
+        atexit.register(self.close)
+
+    def close(self) -> None:
+        self._socket.close()
+        self._process.wait(10)
+
+    def fork(self, request: Request, stdin: int, stdout: int, stderr: int) -> tuple[int, int]:
+        """(its pid, where its exit status will be read). RuntimeError when the forge cannot."""
+        told, tell = os.pipe()
+        try:
+            said = json.dumps([request.run, request.env, request.cwd]).encode()
+            with self._lock:
+                socket.send_fds(self._socket, [said], [stdin, stdout, stderr, tell])
+                return int(self._socket.recv(64)), told
+        except (OSError, ValueError) as e:  # ValueError: nothing came, it has ended
+            os.close(told)
+            self._log.seek(0)
+            raise RuntimeError(f"the forge that imports {self.imports} does not fork: {e}\n{self._log.read()[-3000:]}") from e
+        finally:
+            os.close(tell)
+
+
+_forges: dict[tuple[str, str], Forge] = {}
+_making = threading.Lock()
+
+
+def forge_of(python: str, name: str, env: dict[str, str]) -> Forge | None:
+    """The forge for a child of this name and environment; None where it has to be started anew."""
+    if env.get("CUDA_VISIBLE_DEVICES") != "" or os.environ.get("XFER_TEST_FORGE") == "0" or os.environ.get("XFER_JITTER_CHILDREN") == "1":
+        return None
+    imports = OF.get(name, "torch")
+    theirs = {k: v for k, v in env.items() if not k.startswith(OURS)}
+    with _making:
+        forge = _forges.get((python, imports))
+        if forge is None:
+            _forges[python, imports] = forge = Forge(python, imports, theirs)
+    return forge if theirs == forge.env else None
+
+
+def start(
+    python: str, run: Sequence[str], env: dict[str, str], cwd: Path, out: IO | None, err: IO
+) -> Forged | subprocess.Popen:
+    """Run this as `python run…` would, forked where it can be; it leads a session of its own. out, err: files, with nothing to
+    read on standard input; out None: standard input and output are pipes to the caller, as text."""
+    name = run[1].rpartition(".")[2] if run[0] == "-m" else Path(run[0]).stem
+    forge = forge_of(python, name, env)
+    if forge is None:
+        ours = (subprocess.PIPE, subprocess.PIPE) if out is None else (subprocess.DEVNULL, out)
+        return subprocess.Popen(
+            [python, *run], env=env, cwd=cwd, text=True, start_new_session=True, stdin=ours[0], stdout=ours[1], stderr=err
+        )
+    request = Request(tuple(run), env, str(cwd))
+    if out is not None:
+        with open(os.devnull) as nothing:
+            return Forged(*forge.fork(request, nothing.fileno(), out.fileno(), err.fileno()), None, None)
+    (its_in, to_it), (from_it, its_out) = os.pipe(), os.pipe()
+    with os.fdopen(its_in), os.fdopen(its_out, "w"):
+        stdin, stdout = os.fdopen(to_it, "w"), os.fdopen(from_it)
+        return Forged(*forge.fork(request, its_in, its_out, err.fileno()), stdin, stdout)
+
+
+# ---- in the forge
+
+
+def serve(asked: socket.socket) -> Request | None:
+    """Forks for whoever asks, and tells how those end. Returns in each that was forked, with what it is to run; None: nobody asks
+    any more."""
+    ended, wake = os.pipe()
+    for fd in (ended, wake):
+        os.set_blocking(fd, False)
+    signal.set_wakeup_fd(wake)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    tells: dict[int, int] = {}
+    while True:
+        ready, _, _ = select.select([asked, ended], [], [])
+        if ended in ready:
+            os.read(ended, 4096)
+            while tells:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+                if not pid:
+                    break
+                tell = tells.pop(pid)
+                with contextlib.suppress(OSError):  # nobody reads it any more
+                    os.write(tell, str(os.waitstatus_to_exitcode(status)).encode())
+                os.close(tell)
+        if asked not in ready:
+            continue
+        said, files, _, _ = socket.recv_fds(asked, 1 << 20, 4)
+        if not said:
+            return None
+        *streams, tell = files
+        if pid := os.fork():
+            tells[pid] = tell
+            for fd in streams:
+                os.close(fd)
+            asked.send(str(pid).encode())
+            continue
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for fd, stream in enumerate(streams):
+            os.dup2(stream, fd)
+        for fd in (*streams, tell, *tells.values(), ended, wake):
+            os.close(fd)
+        asked.close()
+        os.setsid()
+        run, env, cwd = json.loads(said)
+        return Request(tuple(run), env, cwd)
+
+
+def become(request: Request) -> None:
+    """What python does with these arguments in a new process."""
+    os.environ.clear()
+    os.environ.update(request.env)
+    os.chdir(request.cwd)
+    if request.env.get("PYTHONWARNINGS") == "ignore":
+        import warnings
+
+        warnings.simplefilter("ignore")
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()  # all would draw the same; Python's own is seeded anew by a fork
+    if request.run[0] == "-m":
+        sys.argv = [request.run[1], *request.run[2:]]
+        runpy.run_module(request.run[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = list(request.run)
+        sys.path[0] = str(Path(request.run[0]).resolve().parent)
+        runpy.run_path(request.run[0], run_name="__main__")
+
+
+def main() -> None:
+    asked = socket.socket(fileno=int(sys.argv[2]))
+    IMPORTS[sys.argv[1]]()
+    if (request := serve(asked)) is not None:
+        become(request)
+
+
+if __name__ == "__main__":
+    main()
