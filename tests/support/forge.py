@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import json
 import os
 import runpy
@@ -47,6 +48,7 @@ def imports_megatron() -> None:
 
 
 def imports_vllm() -> None:
+    import vllm.entrypoints.llm
     import vllm.v1.engine.core
     import vllm.v1.engine.llm_engine
     import vllm.v1.worker.cpu_worker  # noqa: F401
@@ -246,6 +248,7 @@ def become(request: Request) -> None:
 def main() -> None:
     asked = socket.socket(fileno=int(sys.argv[2]))
     IMPORTS[sys.argv[1]]()
+    gc.freeze()  # or each collection in each child would look at all of it, and copy its pages
     if (request := serve(asked)) is not None:
         become(request)
 
