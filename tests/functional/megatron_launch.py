@@ -7,7 +7,8 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 from tests.support import forge
@@ -17,18 +18,12 @@ from xfer.testing.ports import free_port
 HERE = Path(__file__).resolve().parent
 
 
-def seen_in_launches(
-    group: str, names: Sequence[str], folder: Path, each: int, world: int = 4
-) -> Callable[[str], dict]:
-    """What megatron_worker.py saw in a case of `group`: `each` cases a launch, when the first of them is asked for."""
-    launches = {name: tuple(names[i : i + each]) for i in range(0, len(names), each) for name in names[i : i + each]}
-    done: set[tuple[str, ...]] = set()
+def seen_in_launches(group: str, folder: Path, world: int = 4) -> Callable[[str], dict]:
+    """What megatron_worker.py saw in a case of `group`: launched when it is first asked for."""
 
+    @cache
     def seen(name: str) -> dict:
-        some = launches[name]
-        if some not in done:
-            done.add(some)  # also if it fails: its other cases are not there then
-            launch("megatron_worker.py", group, str(folder), *some, world=world, folder=folder)
+        launch("megatron_worker.py", group, str(folder), name, world=world, folder=folder)
         return json.loads((folder / f"{name}.json").read_text())
 
     return seen

@@ -1,10 +1,10 @@
 """One rank of a Megatron trainer under test: `python megatron_worker.py GROUP FOLDER [CASE…]`, started on every rank by
 megatron_launch.py.
 
-Imports cost more than a toy case, so one launch runs several layouts of a group, each in process groups of its own, and rank 0
-writes what was seen to FOLDER/<case>.json. Not a whole group: Megatron's models are never freed, nor their process groups, whose
-threads wake a hundred times a second, so that the tenth case takes three times as long as the first. The assertions are in
-the test files; here is only what they need to know.
+A launch may run several layouts of a group, each in process groups of its own, and rank 0 writes what was seen to
+FOLDER/<case>.json; but Megatron's models are never freed, nor their process groups, whose threads wake a hundred times a second,
+so that the tenth case takes three times as long as the first. The assertions are in the test files; here is only what they need
+to know.
 """
 
 from __future__ import annotations

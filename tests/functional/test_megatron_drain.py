@@ -17,8 +17,7 @@ CASES = [*OVERLAPPED, "qwen3_moe-pp2-no-overlap"]
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory):
-    names = [*CASES, "learns", *(f"{family}-context-parallel" for family in ("qwen3", "deepseek_v3"))]
-    return seen_in_launches("drains", names, tmp_path_factory.mktemp("megatron-drain"), each=2)
+    return seen_in_launches("drains", tmp_path_factory.mktemp("megatron-drain"))
 
 
 @pytest.mark.parametrize("case", OVERLAPPED)

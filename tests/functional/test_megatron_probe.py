@@ -14,7 +14,7 @@ CASES = ["qwen3-tp2-pp2", "qwen3_moe-tp2-pp2-ep2-etp1", "deepseek_v3-tp2-ep2"]
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory):
-    return seen_in_launches("probes", CASES, tmp_path_factory.mktemp("megatron-probe"), each=len(CASES))
+    return seen_in_launches("probes", tmp_path_factory.mktemp("megatron-probe"))
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -37,7 +37,7 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory):
-    return seen_in_launches("values", CASES, tmp_path_factory.mktemp("megatron-values"), each=5)
+    return seen_in_launches("values", tmp_path_factory.mktemp("megatron-values"))
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -1,10 +1,13 @@
 """Processes that have imported what takes long to import, and fork the ranks and engines of functional tests from themselves.
 
 Megatron-Bridge or vLLM take ten seconds of a processor to import, and most tests ask less than that of a rank. What is forked is
-a process like any other: its own session, files, environment and exit. Two things differ from one that is started anew, so
-XFER_TEST_FORGE=0 (and the slow matrix) starts all anew: strings have one hash in all that one forge forks, so an order that
-depends on hashes shows only between trainers and engines; and what is read from the environment at import is the forge's.
-So a child whose environment differs from the forge's in a name that a framework reads is started anew.
+a process like any other: its own session, files, environment and exit status. Three things differ from one that is started anew,
+so XFER_TEST_FORGE=0 (and the slow matrix) starts all anew:
+
+- strings have one hash in all that a forge forks, so an order that depends on hashes shows only between trainers and engines;
+- what is read from the environment at import is the forge's, so a child whose environment differs from the forge's in a name that
+  a framework reads is started anew;
+- it ends when its threads and what is registered with atexit have, and does not take all modules apart, which takes a second.
 
 Here is the forge and what tests hold of what it forks; not what is started in it (proc.py, megatron_launch.py).
 """
@@ -24,6 +27,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -249,8 +253,22 @@ def main() -> None:
     asked = socket.socket(fileno=int(sys.argv[2]))
     IMPORTS[sys.argv[1]]()
     gc.freeze()  # or each collection in each child would look at all of it, and copy its pages
-    if (request := serve(asked)) is not None:
+    if (request := serve(asked)) is None:
+        return
+    code = 0
+    try:
         become(request)
+    except SystemExit as e:
+        code = e.code if isinstance(e.code, int) else int(e.code is not None)
+        if not isinstance(e.code, int | None):
+            print(e.code, file=sys.stderr)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    os._exit(code)
 
 
 if __name__ == "__main__":
