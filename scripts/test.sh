@@ -15,6 +15,7 @@ export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 export VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_CI_ENV=1 VLLM_CPU_OMP_THREADS_BIND=nobind VLLM_LOGGING_LEVEL=${VLLM_LOGGING_LEVEL:-ERROR}
 jobs=$(env -u OMP_NUM_THREADS nproc) # it would answer with that
 [ "$jobs" -le 4 ] || jobs=4
+[ "$jobs" -eq 1 ] || export XFER_TEST_PATIENCE=${XFER_TEST_PATIENCE:-2} # of tests with their processes, which share the processors
 slow="not slow" where="tests"
 args=()
 for a in "$@"; do
