@@ -5,7 +5,7 @@
 #   scripts/test.sh              all but the wide matrix
 #   scripts/test.sh --slow       the wide matrix too
 #   scripts/test.sh --unit       unit tests only
-# Further arguments go to pytest. Each file's tests are run by one of up to four processes; -n 0: by this one, in their order.
+# Further arguments go to pytest. Without engines, each file's tests are run by one of up to four processes; -n 0: all by one.
 # The matrix starts every rank and engine anew, as users do; otherwise most are forked from one that has imported its framework.
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -27,19 +27,20 @@ for a in "$@"; do
 done
 and_slow=${slow:+ and $slow}
 status=0
-run() { # environment, marker expression
+run() { # environment, processes, marker expression
   # Files in their order, not those with most tests first: the longest are of functional tests, which come before the others.
-  ".venvs/$1/bin/python" -m pytest -p no:cacheprovider -q --durations=25 --durations-min=5 -n "$jobs" --dist loadfile \
-    --no-loadscope-reorder -m "$2" $where ${args[@]+"${args[@]}"}
+  ".venvs/$1/bin/python" -m pytest -p no:cacheprovider -q --durations=25 --durations-min=5 -n "$2" --dist loadfile \
+    --no-loadscope-reorder -m "$3" $where ${args[@]+"${args[@]}"}
   local rc=$?
   [ $rc -eq 5 ] && rc=0 # no test of this marker under this path
   [ $rc -eq 0 ] || status=1
 }
 echo "== trainer environment"
-run trainer "not engine and not gpu$and_slow"
+run trainer "$jobs" "not engine and not gpu$and_slow"
 echo "== engine environment"
-run engine "engine and not gpu$and_slow"
+# One after the other: an engine keeps two processors busy, and one that is to answer every second does not beside another.
+run engine 0 "engine and not gpu$and_slow"
 echo "== kernels for GPUs, in Triton's interpreter"
 where="tests/unit/test_kernels_triton.py tests/unit/test_packed_placing.py"
-TRITON_INTERPRET=1 XFER_EXAMPLES=12 run engine "not gpu$and_slow"
+TRITON_INTERPRET=1 XFER_EXAMPLES=12 run engine 0 "not gpu$and_slow"
 exit $status
