@@ -55,4 +55,4 @@ def launch(script: str, *args: str, world: int, folder: Path, seconds: float = 4
         for p in ranks:
             if p.poll() is None:
                 p.kill()
-            p.wait()
+            p.wait(10)

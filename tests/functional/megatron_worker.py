@@ -1,10 +1,9 @@
-"""One rank of a Megatron trainer under test: `python megatron_worker.py GROUP FOLDER [CASE…]`, started on every rank by
+"""One rank of a Megatron trainer under test: `python megatron_worker.py GROUP FOLDER CASE`, started on every rank by
 megatron_launch.py.
 
-A launch may run several layouts of a group, each in process groups of its own, and rank 0 writes what was seen to
-FOLDER/<case>.json; but Megatron's models are never freed, nor their process groups, whose threads wake a hundred times a second,
-so that the tenth case takes three times as long as the first. The assertions are in the test files; here is only what they need
-to know.
+Rank 0 writes what was seen to FOLDER/<case>.json. One case a launch: Megatron's models are never freed, nor their process
+groups, whose threads wake again and again, so that each further case would take longer than the one before. The assertions are
+in the test files; here is only what they need to know.
 """
 
 from __future__ import annotations
@@ -358,13 +357,10 @@ def cases(group: str) -> dict[str, Callable[[Path], Json | None]]:
 
 
 def main() -> None:
-    group, folder, wanted = sys.argv[1], Path(sys.argv[2]), sys.argv[3:]
+    group, folder, name = sys.argv[1:]
     megatron_cpu.import_bridge()
     megatron_cpu.init_world()
-    for name, case in cases(group).items():
-        if name in wanted or not wanted:
-            run(name, folder, case)
-    dist.barrier()
+    run(name, Path(folder), cases(group)[name])
     dist.destroy_process_group()
 
 

@@ -1,13 +1,14 @@
 """Processes that have imported what takes long to import, and fork the ranks and engines of functional tests from themselves.
 
-Megatron-Bridge or vLLM take ten seconds of a processor to import, and most tests ask less than that of a rank. What is forked is
-a process like any other: its own session, files, environment and exit status. Three things differ from one that is started anew,
-so XFER_TEST_FORGE=0 (and the slow matrix) starts all anew:
+Megatron-Bridge or vLLM take longer to import than most that tests ask of a rank. What is forked is a process like any other: its
+own session, files, environment and exit status (multiprocessing's forkserver has one interpreter for all, and leaves them files
+and environment of its own). Three things differ from one that is started anew, so XFER_TEST_FORGE=0 (and the slow matrix) starts
+all anew:
 
 - strings have one hash in all that a forge forks, so an order that depends on hashes shows only between trainers and engines;
 - what is read from the environment at import is the forge's, so a child whose environment differs from the forge's in a name that
   a framework reads is started anew;
-- it ends when its threads and what is registered with atexit have, and does not take all modules apart, which takes a second.
+- it ends when its threads and what is registered with atexit have, and does not take all modules apart.
 
 Here is the forge and what tests hold of what it forks; not what is started in it (proc.py, megatron_launch.py).
 """
@@ -28,6 +29,7 @@ import sys
 import tempfile
 import threading
 import traceback
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -124,6 +126,7 @@ class Forge:
 
     def close(self) -> None:
         self._socket.close()
+        self._process.kill()  # it may still be importing for somebody who did not wait
         self._process.wait(10)
 
     def fork(self, request: Request, stdin: int, stdout: int, stderr: int) -> tuple[int, int]:
@@ -235,8 +238,6 @@ def become(request: Request) -> None:
     os.environ.update(request.env)
     os.chdir(request.cwd)
     if request.env.get("PYTHONWARNINGS") == "ignore":
-        import warnings
-
         warnings.simplefilter("ignore")
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()  # all would draw the same; Python's own is seeded anew by a fork
@@ -259,9 +260,10 @@ def main() -> None:
     try:
         become(request)
     except SystemExit as e:
-        code = e.code if isinstance(e.code, int) else int(e.code is not None)
-        if not isinstance(e.code, int | None):
-            print(e.code, file=sys.stderr)
+        code = 0 if e.code is None else e.code
+        if not isinstance(code, int):
+            print(code, file=sys.stderr)
+            code = 1
     except BaseException:
         traceback.print_exc()
         code = 1

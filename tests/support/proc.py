@@ -19,7 +19,7 @@ from tests.support import forge
 from xfer.testing.gloo_end import settle_at_exit
 from xfer.testing.ports import free_port
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = forge.ROOT
 MARK = "@xfer "
 PATIENCE = float(os.environ.get("XFER_TEST_PATIENCE", "1"))
 """Waits of tests for their children are this many times longer: for machines that do much else."""

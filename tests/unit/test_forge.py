@@ -30,6 +30,7 @@ print(json.dumps(dict(
 for line in sys.stdin:
     if "hang" in line: time.sleep(60)
     if "raise" in line: raise ValueError("as told")
+    if "words" in line: sys.exit("in words")
     sys.exit(int(line))
 '''
 
@@ -80,12 +81,13 @@ def test_a_process_sees_what_it_would_see_started_anew(start, script, tmp_path):
         p.wait(0.05)
 
 
-@pytest.mark.parametrize("word, code", [("0", 0), ("7", 7), ("raise", 1)])
+@pytest.mark.parametrize("word, code", [("0", 0), ("7", 7), ("raise", 1), ("words", 1)])
 def test_it_ends_as_it_would(start, tmp_path, word, code):
     p, _ = start()
     say(p, word)
     assert p.wait(10) == p.poll() == code and p.stdout.read() == "at exit\n"
     assert ("ValueError: as told" in (tmp_path / "err").read_text()) == (word == "raise")
+    assert ("in words" in (tmp_path / "err").read_text()) == (word == "words")
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGABRT])
