@@ -38,8 +38,9 @@ from typing import IO
 ROOT = Path(__file__).resolve().parents[2]
 FORKS_S = 120.0
 """A forge that has to import first answers within this many seconds."""
-OURS = ("XFER_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_", "PYTEST_", "PYTHONWARNINGS")
-"""Names that xfer, torch.distributed and tests read when they need them: in these, a child's environment may differ."""
+OURS = ("XFER_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_", "PYTEST_", "PYTHONWARNINGS", "TORCHINDUCTOR_CACHE_DIR")
+"""Names that xfer, torch.distributed and tests read when they need them: in these, a child's environment may differ. (torch sets
+the last when its compiler is imported, so tests that import it in their own process have it from then on.)"""
 
 
 def imports_torch() -> None:

@@ -42,6 +42,16 @@ def script(tmp_path_factory):
     return path
 
 
+@pytest.fixture(autouse=True, scope="module")
+def forges():
+    """Of these tests alone: another's was made in the environment that its first child asked for."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(forge, "_forges", made := {})
+        yield made
+        for f in made.values():
+            f.close()
+
+
 @pytest.fixture(params=["forked", "anew"])
 def start(request, script, tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
@@ -112,6 +122,27 @@ def test_what_a_framework_reads_at_import_is_not_taken_over(monkeypatch, tmp_pat
     assert forge.forge_of(sys.executable, "any", environment(RANK="1", XFER_FAULT="x")) is not None
     for other in (dict(OMP_NUM_THREADS="2"), dict(VLLM_LOGGING_LEVEL="DEBUG"), dict(CUDA_VISIBLE_DEVICES="0")):
         assert forge.forge_of(sys.executable, "any", environment(**other)) is None, other
+
+
+IMPORTS = """
+import json, os
+from xfer.testing import megatron_cpu
+megatron_cpu.install()
+megatron_cpu.import_bridge()
+print(json.dumps(dict(os.environ)))
+"""
+
+
+def test_what_a_framework_sets_at_import_does_not_part_later_children_from_their_forge(monkeypatch):
+    """Tests import frameworks too, in an order that is no child's concern."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.delenv("XFER_TEST_FORGE", raising=False)
+    monkeypatch.delenv("XFER_JITTER_CHILDREN", raising=False)
+    before = environment()
+    told = subprocess.run([sys.executable, "-c", IMPORTS], env=before, capture_output=True, check=True, timeout=120).stdout
+    after = json.loads(told.splitlines()[-1])
+    assert after != before, "it sets nothing, so this tests nothing"
+    assert forge.forge_of(sys.executable, "any", before) is forge.forge_of(sys.executable, "any", after) is not None
 
 
 def test_a_forge_that_cannot_import_says_why(monkeypatch):
