@@ -173,7 +173,13 @@ def layerwise(found: list[dict]) -> Iterator[Judged]:
             part, way = max(hidden, key=hidden.get)
             x = ours[part]["exposed_ms"]
             how = f"{part}, {way}: {x[way]:.2f} of {x['blocking']:.2f} ms lie bare"
-            yield Judged(f"{what}: hidden", hidden[part, way], HIDDEN_GOAL, how, True)
+            yield Judged(f"{what}: hidden, by events", hidden[part, way], HIDDEN_GOAL, how, True)
+        for part, x in ours.items():
+            bare = {way: max(t["exposed_ms"] for t in ranks) for way, ranks in x["timeline"].items() if ranks}
+            if len(bare) > 1 and "blocking" in bare:
+                way = min((w for w in bare if w != "blocking"), key=bare.get)
+                how = f"{way}: {bare[way]:.2f} of {bare['blocking']:.2f} ms lie bare"
+                yield Judged(f"{what}: hidden, by the timeline, {part}", 1 - bare[way] / bare["blocking"], HIDDEN_GOAL, how, True)
         for part in ("overlap", "pull", "skew"):
             if part in r and any(r[part]["lacked"]):
                 yield Judged(f"{what}: bytes planned / lacked, {part}", wire_ratio(r[part]), WIRE_GOAL, "largest rank")

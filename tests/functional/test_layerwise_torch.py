@@ -49,6 +49,14 @@ def test_fifty_steps_have_the_bits_of_training_without_owners(ranks, truth, way)
     assert all(x["unexpected"] == 0 for x in seen)
 
 
+@pytest.mark.parametrize("route", ["broadcast", "pull"])
+def test_so_do_gathers_that_begin_while_others_are_stepped(ranks, truth, route):
+    """The embedding and the first norm are Adam's, which steps before Muon. By copies only the first bucket is sent."""
+    seen = owners(ranks, EARLY, bucket_bytes=1, prefetch_depth=3, route=route)
+    assert {x["digest"] for x in seen} == {truth[0][0]["digests"][str(EARLY)]}
+    assert all(x["ahead"] == [1 if x["pulled"] else 3] * EARLY for x in seen)
+
+
 @pytest.mark.parametrize(
     "options", [dict(prefetch_depth=3), dict(rehome=False), dict(guard="always"), dict(guard="first")], ids=str
 )

@@ -41,7 +41,8 @@ def train(how: str, steps: int, model: str = "plain", ddp: bool = True, **option
         optimizer = LayerWiseOptimizer(
             module, lm.groups(net), **{"bucket_bytes": 20_000, "deadline_s": 60.0, **options}
         )
-        optimizers = [optimizer]
+        optimizers, ahead, begin = [optimizer], [], optimizer.gather.begin
+        optimizer.gather.begin = lambda: (ahead.append(optimizer.gather._ahead), begin())
     else:
         optimizers = [lm.Masters(net)] if model == "mixed" else lm.everywhere(net)
     losses, stale, digests = [], 0, {}
@@ -72,6 +73,7 @@ def train(how: str, steps: int, model: str = "plain", ddp: bool = True, **option
             buckets=len(optimizer.gather.buckets),
             pulled=len(optimizer.gather.pulls),
             stale=stale,
+            ahead=ahead,
             owned=[len(t.of(rank)) for t in optimizer.ownership.values()],
             received=s.received,
             lacked=s.lacked,

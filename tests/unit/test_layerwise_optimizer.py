@@ -492,6 +492,53 @@ def test_a_refit_from_owners_waits_for_their_step_and_not_for_the_device(monkeyp
         assert said[6:] == ["the step", "the caller's stream"] and not o.gather.settled
 
 
+@given(
+    st.lists(st.integers(0, 2), min_size=1, max_size=6), st.permutations(range(6)), st.integers(1, 7), st.booleans()
+)
+@settings(max_examples=60, deadline=None)
+def test_what_is_used_first_travels_while_the_rest_is_stepped(group_of, use, depth, overlap):
+    """Which group a layer is in, in which order a forward uses layers, and how deep: of the first buckets in use, up to the first
+    that is yet to be stepped, each is on its way before the next group steps, and no other one; and everybody gets the new values."""
+    net, said = Ordered(len(group_of), use), []
+    parts = [[m.weight for m, g in zip(net.layers, group_of) if g == n] for n in range(3)]
+    o = Half(net, [ParamGroup(p, torch.optim.SGD, {"lr": 0.1}) for p in parts if p], prefetch_depth=depth, overlap=overlap)
+    for g, inner in enumerate(o.inner):
+        inner.register_step_pre_hook(lambda *_, g=g: said.append([b.index for b in o.gather.order if b.state.value == "in flight"]))
+    groups, order = list(dict.fromkeys(group_of)), net.use  # groups in the order in which they are stepped
+    for value in (101.0, 102.0):
+        said.clear()
+        o.train(value)
+        for at, on_their_way in enumerate(said):
+            ready = [group_of[i] in groups[:at] for i in order]
+            most = ready.index(False) if False in ready else len(ready)
+            assert sorted(on_their_way) == sorted(order[: min(most, depth)] if overlap else []), (order, groups, at)
+        net(torch.ones(2, 4))
+        assert o.gather.settled and values(net, o.others) == [value] * len(o.others)
+
+
+class Ordered(nn.Module):
+    def __init__(self, n: int, use):
+        super().__init__()
+        self.layers, self.use = layers(n), [i for i in use if i < n]
+
+    def forward(self, x):
+        for i in self.use:
+            x = self.layers[i](x)
+        return x
+
+
+def test_a_step_that_breaks_off_while_something_travels_is_the_last_word():
+    net = layers(2)
+    o = Half(net, [ParamGroup([m.weight], torch.optim.SGD, {"lr": 0.1}) for m in net])
+    o.train(101.0)
+    o.drain()
+    o.inner[1].register_step_pre_hook(lambda *_: (_ for _ in ()).throw(MemoryError("as told")))
+    with pytest.raises(MemoryError):
+        o.train(102.0)
+    with pytest.raises(StaleWeights, match="in flight"):
+        net(torch.ones(1, 4))
+
+
 @pytest.mark.parametrize("use", ["forward", "refit", "state_dict", "copy"])
 def test_a_close_after_a_gather_that_failed_lets_go_and_the_module_still_refuses(use):
     net = layers()

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import enum
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -182,6 +182,7 @@ class ParamGather:
         self._at = {b.index: i for i, b in enumerate(self.order)}
         self.pulls = dict(pulls or {})
         self._pending = 0  # buckets that are not CURRENT
+        self._ahead = 0  # of `order`, how many are on their way while owners still step others
         # Groups have no common order. Over gloo a wait holds the process: a rank that skips a module of one group, and waits for another
         # group's bucket, would not start what its peers of the first one wait for, and never reach what it waits for itself.
         self._held_up_by_others = len({id(b.peers) for b in self.buckets}) > 1 and any(
@@ -218,28 +219,35 @@ class ParamGather:
 
     # ---- one step
 
+    def begin_ahead(self, stepped: Callable[[Bucket], bool]) -> None:
+        """Owners still step, but for the buckets of which `stepped` is true, the same ones on all ranks: of the first `prefetch_depth`
+        in the order of use, those that are broadcast start, so what everybody needs first travels while others are stepped.
+        `begin` must come after it. Before the owners write, `drain()` must have been called."""
+        for b in self.order[self._ahead : self.prefetch_depth]:
+            if not self.overlap or self._is_copied(b) or not stepped(b):
+                return
+            self._outdate(b)
+            self._pending += 1
+            self._ahead += 1
+            self.start_param_sync(b)
+
     def begin(self) -> None:
         """The owners have stepped: all that others hold is stale. Starts the first gathers, or does all of them without
         `overlap`. Before the owners write, `drain()` must have been called."""
         self.check()
-        pending = [b for b in self.buckets if b.state is not State.CURRENT]
-        if pending:
+        ahead, self._ahead = self._ahead, 0
+        rest = [b for b in self.buckets if self._at[b.index] >= ahead]
+        if pending := [b for b in rest if b.state is not State.CURRENT]:
             raise LayoutError("begin() before drain()", [b.label() for b in pending], where=self.label)
         self.guarded(self.refuse_astray, "memory of parameters")
         self.version += 1
-        for b in self.buckets:
-            b.state = State.STALE
-            for s in b.shares:
-                if s.owner != b.peers.rank:
-                    s.outdate()
-                    if self.blank:
-                        s.blank()
-            b.versions = b.now()
-        self._pending = len(self.buckets)
+        for b in rest:
+            self._outdate(b)
+        self._pending += len(rest)
         for pulls in self.pulls.values():
             self.guarded(pulls.begin, "the sign that all owners have stepped")
         if self.overlap:
-            self._prefetch(0, self.prefetch_depth)
+            self._prefetch(ahead, self.prefetch_depth)
             for b in self.order:
                 if b.peers.name in self.pulls and not self._is_copied(b):
                     self.start_param_sync(b)
@@ -314,6 +322,15 @@ class ParamGather:
             self.guarded(pulls.meet, "the sign that all ranks have copied")
 
     # ---- details
+
+    def _outdate(self, b: Bucket) -> None:
+        b.state = State.STALE
+        for s in b.shares:
+            if s.owner != b.peers.rank:
+                s.outdate()
+                if self.blank:
+                    s.blank()
+        b.versions = b.now()
 
     def _prefetch(self, at: int, depth: int) -> None:
         """Start gathers until `depth` buckets from place `at` on are on their way."""

@@ -158,11 +158,7 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
         self._collect()
         self.skipped = not self._scale_and_clip(grad_scale)
         if not self.skipped:
-            for optimizer in self.inner:
-                optimizer.step()
-            for o in self.owned:
-                if o.target is not o.param:
-                    o.param.copy_(o.target)
+            self._update()
             self._begin()
         self._after_step()
 
@@ -305,6 +301,19 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
                 ],
                 where=self.label,
             )
+
+    def _update(self) -> None:
+        """The inner optimizers' steps, in the module's order of what they have, the same on all ranks whose steps gather among each
+        other (Muon's pieces). What a forward uses first travels while others step."""
+        left = list(dict.fromkeys([*(self._group_at[id(p)] for _, p in self._trained), *range(len(self.inner))]))
+        while left:
+            i = left.pop(0)
+            self.inner[i].step()
+            for o in self.owned:
+                if o.group == i and o.target is not o.param:
+                    o.param.copy_(o.target)
+            if left:
+                self.gather.begin_ahead(lambda b: all(self._group_at[id(m.param)] not in left for s in b.shares for m in s.members))
 
     def _begin(self) -> None:
         """What this rank owns was written, on the current stream."""
