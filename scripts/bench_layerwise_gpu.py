@@ -221,7 +221,7 @@ class Rank:
 
         def way(name: str) -> Callable[[], None]:
             def choose() -> None:
-                gather.overlap = name != "blocking"
+                gather.overlap = "depth" in name  # else nothing begins before a step is over
                 gather.prefetch_depth = int(name.split()[1]) if "depth" in name else 1
                 gather.blank = "nan" in name
                 gather.begin = (lambda: None) if name == "none" else begin
