@@ -37,8 +37,8 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
     """Whole parameters on one data-parallel rank each; asynchronous gather of the others' after every step.
 
     module: any module, plain or under DistributedDataParallel; or several, such as the stages of a pipeline. groups: every
-    trainable parameter in exactly one. All ranks of `process_group` (default: all) hold the same parameters, with equal
-    values.
+    trainable parameter in exactly one; they step in the order in which the module has their parameters. All ranks of
+    `process_group` (default: all) hold the same parameters, with equal values.
 
     group_of: canonical name, parameter -> the process group over which that parameter is replicated (experts), None for
     `process_group`. Only its ranks need to pass it.
