@@ -137,7 +137,8 @@ def test_what_a_framework_sets_at_import_does_not_part_later_children_from_their
     """Tests import frameworks too, in an order that is no child's concern."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.delenv("XFER_TEST_FORGE", raising=False)
-    monkeypatch.delenv("XFER_JITTER_CHILDREN", raising=False)
+    for name in ("XFER_JITTER_CHILDREN", "TORCHINDUCTOR_CACHE_DIR"):  # the second: of a test before this one
+        monkeypatch.delenv(name, raising=False)
     before = environment()
     told = subprocess.run([sys.executable, "-c", IMPORTS], env=before, capture_output=True, check=True, timeout=120).stdout
     after = json.loads(told.splitlines()[-1])
