@@ -189,9 +189,9 @@ def test_parameters_without_bytes_are_an_error_that_names_them_and_come_back(sta
 
 @pytest.mark.slow
 def test_what_is_looked_at_before_a_gather_costs_less_than_a_hundredth_of_it(tmp_path_factory):
-    """A rank's look at its own parameters, and the ranks' agreement with all waiting in it. What both add to a gather is printed beside:
-    the difference of two medians of a busy machine."""
+    """A rank's look at its own parameters, and the ranks' agreement with all waiting in it, the least of each: a busy machine only adds
+    (beside other tests, waiting for who begins late was the most of it). What both add to a gather is printed beside."""
     for rank, x in enumerate(read(ran(tmp_path_factory, "cost", 2), "cost")):
-        ms = {what: sorted(x[what])[len(x[what]) // 2] * 1e3 for what in ("check", "waited", "with", "without")}
+        ms = {what: min(x[what]) * 1e3 for what in ("check", "waited", "with", "without")}
         print(f"trainer {rank}: " + ", ".join(f"{what} {t:.3f} ms" for what, t in ms.items()))
         assert x["built"] == 1 and ms["check"] + ms["waited"] < 0.01 * ms["with"], ms
