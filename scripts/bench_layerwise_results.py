@@ -120,7 +120,7 @@ def _summary_line(x: dict, full: dict | None) -> str:
     line = (
         f"{x['ranks']:5}  {x['what'][:24]:24} {exposed['blocking']:9.2f} {exposed[best]:11.2f} {x['hidden'][best]:7.1%}"
     )
-    bare = {w: max(t["exposed_ms"] for t in ts) for w, ts in x["timeline"].items() if ts}
+    bare = bare_ms(x)
     if "blocking" in bare and len(bare) > 1:
         least = min((w for w in bare if w != "blocking"), key=bare.get)
         line += f" | {bare['blocking']:18.2f} {bare[least]:11.2f} {1 - bare[least] / bare['blocking']:7.1%}"
@@ -130,6 +130,11 @@ def _summary_line(x: dict, full: dict | None) -> str:
     if full is not None and x is not full and x["what"].startswith("xfer"):
         line += f"; {1 - exposed[best] / full['exposed_ms']['blocking']:.1%} of what xfer's blocking broadcasts expose"
     return line
+
+
+def bare_ms(x: dict) -> dict[str, float]:
+    """By way, what its timeline says is exposed, of the rank with most."""
+    return {way: max(t["exposed_ms"] for t in ranks) for way, ranks in x["timeline"].items() if ranks}
 
 
 def wire_ratio(x: dict) -> float:

@@ -136,8 +136,7 @@ def main() -> None:
     with quick_turns():
         for what, once in asked.items():
             for rest in a.rests:
-                took = sorted(timed(once, a.repeats, rest))
-                low, mid, high = statistics.quantiles(took, n=4)
+                low, mid, high = statistics.quantiles(timed(once, a.repeats, rest), n=4)
                 rows.append({"what": what, "rest_ms": rest, "median_us": mid, "quartiles_us": [low, high]})
                 print(f"{what:38} after {rest:g} ms of rest: {mid:7.1f} us ({low:.1f}-{high:.1f})", flush=True)
     threads.there.put(False)

@@ -160,7 +160,7 @@ def packed(found: dict) -> Iterator[Judged]:
 
 def layerwise(found: list[dict]) -> Iterator[Judged]:
     """Of bench_layerwise_gpu.py: gathers that run while the next forward does."""
-    from bench_layerwise_results import HIDDEN_GOAL, WIRE_GOAL, wire_ratio
+    from bench_layerwise_results import HIDDEN_GOAL, WIRE_GOAL, bare_ms, wire_ratio
 
     for r in found:
         what = f"layer-wise, {r['ranks']} ranks"
@@ -175,7 +175,7 @@ def layerwise(found: list[dict]) -> Iterator[Judged]:
             how = f"{part}, {way}: {x[way]:.2f} of {x['blocking']:.2f} ms lie bare"
             yield Judged(f"{what}: hidden, by events", hidden[part, way], HIDDEN_GOAL, how, True)
         for part, x in ours.items():
-            bare = {way: max(t["exposed_ms"] for t in ranks) for way, ranks in x["timeline"].items() if ranks}
+            bare = bare_ms(x)
             if len(bare) > 1 and "blocking" in bare:
                 way = min((w for w in bare if w != "blocking"), key=bare.get)
                 how = f"{way}: {bare[way]:.2f} of {bare['blocking']:.2f} ms lie bare"

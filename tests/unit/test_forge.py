@@ -47,7 +47,7 @@ def forges():
     """Of these tests alone: another's was made in the environment that its first child asked for."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(forge, "_forges", made := {})
-        yield made
+        yield
         for f in made.values():
             f.close()
 
@@ -124,13 +124,7 @@ def test_what_a_framework_reads_at_import_is_not_taken_over(monkeypatch, tmp_pat
         assert forge.forge_of(sys.executable, "any", environment(**other)) is None, other
 
 
-IMPORTS = """
-import json, os
-from xfer.testing import megatron_cpu
-megatron_cpu.install()
-megatron_cpu.import_bridge()
-print(json.dumps(dict(os.environ)))
-"""
+IMPORTS = "import json, os; from tests.support import forge; forge.imports_megatron(); print(json.dumps(dict(os.environ)))"
 
 
 def test_what_a_framework_sets_at_import_does_not_part_later_children_from_their_forge(monkeypatch):

@@ -502,8 +502,8 @@ def test_what_is_used_first_travels_while_the_rest_is_stepped(group_of, use, dep
     net, said = Ordered(len(group_of), use), []
     parts = [[m.weight for m, g in zip(net.layers, group_of) if g == n] for n in range(3)]
     o = Half(net, [ParamGroup(p, torch.optim.SGD, {"lr": 0.1}) for p in parts if p], prefetch_depth=depth, overlap=overlap)
-    for g, inner in enumerate(o.inner):
-        inner.register_step_pre_hook(lambda *_, g=g: said.append([b.index for b in o.gather.order if b.state.value == "in flight"]))
+    for inner in o.inner:
+        inner.register_step_pre_hook(lambda *_: said.append([b.index for b in o.gather.order if b.state.value == "in flight"]))
     groups, order = list(dict.fromkeys(group_of)), net.use  # groups in the order in which they are stepped
     for value in (101.0, 102.0):
         said.clear()

@@ -305,7 +305,7 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
     def _update(self) -> None:
         """The inner optimizers' steps, in the module's order of what they have, the same on all ranks whose steps gather among each
         other (Muon's pieces). What a forward uses first travels while others step."""
-        left = list(dict.fromkeys([*(self._group_at[id(p)] for _, p in self._trained), *range(len(self.inner))]))
+        left = list(self._turns)
         while left:
             i = left.pop(0)
             self.inner[i].step()
@@ -471,6 +471,7 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
                 targets.append(target)
             self.inner.append(g.optimizer([{"params": targets}], **g.options))
         self.param_groups = [group for optimizer in self.inner for group in optimizer.param_groups]
+        self._turns = tuple(dict.fromkeys([*(self._group_at[id(p)] for _, p in self._trained), *range(len(self.inner))]))
 
     def _scale_and_clip(self, grad_scale: float) -> bool:
         """Whether all gradients of all ranks are finite; `grad_norm` is their norm before clipping."""
