@@ -16,11 +16,14 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections import Counter
 
 _passed: Counter[str] = Counter()
 _written = 0
+_counting = threading.Lock()
+"""Lanes of several replicas pass the same point in threads of their own: each pass has a number, and no two the same."""
 
 
 def _text() -> str:
@@ -40,16 +43,18 @@ def _text() -> str:
 
 
 def _actions(role: str, rank: int, where: str) -> list[str]:
-    text = _text()
-    if not text:
-        return []
     here = f"{role}:{rank}:{where}"
-    _passed[here] += 1
+    with _counting:
+        text = _text()
+        if not text:
+            return []
+        _passed[here] += 1
+        passed = _passed[here]
     found = []
     for item in text.split(","):
         head, _, action = item.rpartition(":")
         action, _, nth = action.partition("@")
-        if head == here and (not nth or int(nth) == _passed[here]):
+        if head == here and (not nth or int(nth) == passed):
             found.append(action)
     return found
 
