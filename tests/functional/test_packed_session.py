@@ -88,9 +88,10 @@ def test_buffers_are_not_released_before_all_replicas_have_taken_in_what_lies_th
         monkeypatch.setattr(w.sessions[0].pump, "forget", lambda: (forget(), released.set()))
         for s in w.streams:
             s.version = 2
-        good(w.on_all(call))
+        second = good(w.on_all(call))
         assert released.is_set() and maps.is_set()
-        assert good(w.refit(3)).before.committed == 2
+        third = good(w.refit(3))
+        assert (third.before or second).committed == 2  # its outcome may have come before trainer 0's call returned
         right(w, 3)
 
 

@@ -7,11 +7,12 @@ import time
 import pytest
 
 from tests.functional.test_session_protocol import good, right
+from tests.support.proc import PATIENCE
 from tests.support.world import ToyEngine, World, until_true
 from xfer import errors as e
 from xfer.session import bounds, lane
 
-SLACK_S = 3.0
+SLACK_S = 3.0 * PATIENCE
 """Of a busy machine."""
 
 

@@ -140,8 +140,9 @@ def test_a_hub_that_reads_late_why_trainer_0_gives_up_still_tells_the_others(mon
         assert isinstance(vain, e.DeadlineExceeded) and "replicas [0] have not joined" in str(vain), vain
 
 
-def after(seconds: float, call):
-    return lambda: (time.sleep(seconds), call())
+def after(seconds: float, call, event: threading.Event | None = None):
+    """`call`, so long after it was asked for, or after the event."""
+    return lambda: (event and event.wait(20), time.sleep(seconds), call())
 
 
 def test_a_drain_that_waits_for_ranks_that_do_not_call_ends_at_the_deadline_and_names_them():
@@ -321,9 +322,11 @@ def test_leaving_after_the_sources_were_free_finishes_that_refit_first(order, sl
     """The engine would lose its rendezvous with half of a version in it, and stay out of service."""
     with World(trainers=2) as w:
         good(w.refit(1))
+        returned = threading.Event()
         for t in w.engines[0].takers:
-            setattr(t, slow, after(1.5, getattr(t, slow)))
+            setattr(t, slow, after(1.5, getattr(t, slow), returned))
         assert all(r.pending for r in w.refit(2, wait="sources", verify=False))
+        returned.set()
         for i in order:
             w.sessions[i].close()
         assert w.controllers[0].version == "2" and w.controllers[0].error is None and not w.engines[0].paused

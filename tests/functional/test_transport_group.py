@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.support.proc import PATIENCE
 from tests.support.row_worlds import row
 from tests.support.threads import MemoryStore, all_good, run_ranks
 from xfer.errors import DeadlineExceeded, PeerLost
@@ -96,7 +97,7 @@ def test_abort_from_another_thread_frees_at_once(blocked):
     t0 = time.monotonic()
     a.abort()
     t.join(5)
-    assert time.monotonic() - t0 < 1.0 and not t.is_alive()
+    assert time.monotonic() - t0 < 2.0 * PATIENCE and not t.is_alive()
     assert [type(e) for e in raised] == [Aborted]
     with pytest.raises(Aborted):
         a.send(torch.zeros(1), 1, 0, soon())
@@ -304,7 +305,7 @@ def test_a_deadline_names_who_was_waited_for():
     t0 = time.monotonic()
     with pytest.raises(DeadlineExceeded, match="trainer 1"):
         a.recv(torch.zeros(10), 1, 0, soon(0.3))
-    assert 0.2 < time.monotonic() - t0 < 1.5
+    assert 0.2 < time.monotonic() - t0 < 1.5 * PATIENCE
 
 
 def test_a_group_that_does_not_fill_up_is_a_deadline():
@@ -320,7 +321,7 @@ def test_a_link_that_is_being_opened_can_be_given_up():
     threading.Timer(0.3, given_up.set).start()
     with pytest.raises(Aborted, match="cancelled"):
         open_group(MemoryStore(2.0), 0, 2, 2.0, cancelled=given_up.is_set)
-    assert 0.2 < time.monotonic() - t0 < 1.5
+    assert 0.2 < time.monotonic() - t0 < 1.5 * PATIENCE
     (left,) = group.Aside.left
     left.join(20.0)  # the thread that was left behind ends by itself
     assert not left.is_alive() and not group.Aside.left
@@ -436,7 +437,7 @@ def test_survivors_of_a_process_that_dies_or_hangs_say_so_in_time_and_meet_again
             p.wait()
     for out in outs:
         kind, seconds, text = out[0].split("\t")
-        assert kind in kinds and float(seconds) < limit
+        assert kind in kinds and float(seconds) < limit * PATIENCE
         assert "engine 0 worker 0" in text or kind == "PeerLost"
         assert "wave" in text
         assert out[1].startswith("again")

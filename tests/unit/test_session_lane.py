@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests.support.proc import PATIENCE
 from xfer.errors import PeerLost
 from xfer.session import messages as m
 from xfer.session.lane import Lane
@@ -131,7 +132,7 @@ def test_an_epoch_that_begins_while_its_lane_is_stopped_is_stopped_too(monkeypat
     monkeypatch.setattr(Waiting, "cancel", cancelled_just_before)
     began = time.monotonic()
     lane.close()
-    assert time.monotonic() - began < 4 and not lane._thread.is_alive()
+    assert time.monotonic() - began < 4 * PATIENCE and not lane._thread.is_alive()
 
 
 def test_who_stops_a_lane_does_not_wait_for_its_link():

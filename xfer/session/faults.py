@@ -22,8 +22,9 @@ from collections import Counter
 
 _passed: Counter[str] = Counter()
 _written = 0
-_counting = threading.Lock()
-"""Lanes of several replicas pass the same point in threads of their own: each pass has a number, and no two the same."""
+_passing = threading.Lock()
+"""Lanes of several replicas pass points in threads of their own: each pass has a number, no two the same, and while this process is
+being stopped or killed, which the kernel does to its threads one after another, no other thread gets past a point."""
 
 
 def _text() -> str:
@@ -43,35 +44,36 @@ def _text() -> str:
 
 
 def _actions(role: str, rank: int, where: str) -> list[str]:
+    """Of this pass. Called with `_passing` held."""
+    text = _text()
+    if not text:
+        return []
     here = f"{role}:{rank}:{where}"
-    with _counting:
-        text = _text()
-        if not text:
-            return []
-        _passed[here] += 1
-        passed = _passed[here]
+    _passed[here] += 1
     found = []
     for item in text.split(","):
         head, _, action = item.rpartition(":")
         action, _, nth = action.partition("@")
-        if head == here and (not nth or int(nth) == passed):
+        if head == here and (not nth or int(nth) == _passed[here]):
             found.append(action)
     return found
 
 
 def wants(role: str, rank: int, where: str) -> bool:
     """True when a fault of any kind is set for this point."""
-    return bool(_actions(role, rank, where))
+    with _passing:
+        return bool(_actions(role, rank, where))
 
 
 def point(role: str, rank: int, where: str) -> None:
-    for action in _actions(role, rank, where):
-        if action == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        elif action == "stop":
-            os.kill(os.getpid(), signal.SIGSTOP)
-            time.sleep(0.5)  # the kernel may stop this thread last of all: it must not get past this point before
-        elif action == "hang":
+    with _passing:
+        actions = _actions(role, rank, where)
+        for action in actions:
+            if action in ("kill", "stop"):
+                os.kill(os.getpid(), signal.SIGKILL if action == "kill" else signal.SIGSTOP)
+                time.sleep(0.5)  # the kernel may stop this thread last of all: it must not get past this point before
+    for action in actions:
+        if action == "hang":
             time.sleep(float(os.environ.get("XFER_FAULT_HANG_S", "3600")))
         elif action == "raise":
             raise RuntimeError(f"injected fault at {where}")
