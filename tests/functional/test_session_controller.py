@@ -12,11 +12,14 @@ from types import SimpleNamespace
 import pytest
 
 from tests.functional.test_session_protocol import good
+from tests.support.proc import PATIENCE
 from tests.support.world import TOKEN, ToyEngine, ToySource, World, free_port, until_true
 from xfer.engines.handles import OfflineLLM
 from xfer.engines.remote import CallableEngine
 from xfer.errors import DeadlineExceeded, EngineLost, HandshakeError, LayoutError, Unsupported, XferError
 from xfer.session import messages as m
+from xfer.session.bounds import LEAVE_S
+from xfer.session.channel import Channel
 from xfer.session.controller import MIXED, Controller
 from xfer.session.hub import Hub
 from xfer.session.worker import WorkerSession
@@ -320,6 +323,35 @@ def test_a_pause_that_ends_after_its_controller_is_known_for_ours_by_the_next_on
         assert (toy.paused, toy.label) == (False, "xfer:unknown")
         good(world.refit(1))
         assert not toy.paused
+
+
+def test_who_has_closed_a_controller_may_serve_at_once(monkeypatch):
+    """However late the rendezvous reads that the old one left. The new one was refused: the replica had a controller already."""
+    receive = Channel._receive
+
+    def late(channel):
+        message = receive(channel)
+        if isinstance(message, m.Leave):
+            time.sleep(0.3)
+        return message
+
+    monkeypatch.setattr(Channel, "_receive", late)
+    with World(trainers=1, workers=1) as w:
+        good(w.refit(1))
+        w.controllers[0].close()
+        w.controllers[0] = w.serve(w.engines[0], 0)
+        w.controllers[0].wait_ready(10)
+        good(w.refit(2))
+        assert not w.engines[0].takers[0].wrong(2)
+
+
+def test_a_rendezvous_that_is_stopped_keeps_nobody_from_leaving(monkeypatch):
+    with World(trainers=1, workers=1) as w:
+        good(w.refit(1))
+        monkeypatch.setattr(Hub, "_on_Leave", lambda *a: None)  # as far as who leaves can see
+        began = time.monotonic()
+        w.controllers[0].close()
+        assert time.monotonic() - began < 2 * PATIENCE + LEAVE_S
 
 
 def test_an_engine_with_a_drafter_is_joined_again_after_a_controller_died_in_a_refit():

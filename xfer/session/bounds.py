@@ -16,6 +16,8 @@ CALL_GRACE_S = 10.0
 """Seconds beyond its deadline by which a refit has returned or raised on every rank."""
 SILENCE_S = 3.0
 """Seconds in which the hub answers a client that has waited to its deadline and asks whether the hub lives."""
+LEAVE_S = 1.0
+"""Seconds in which the hub closes the connection of a client that leaves; then the client closes it itself."""
 TOLD_S = 1.0
 """Seconds that a trainer which connects waits beyond a deadline that the hub has too: the hub knows who is missing."""
 SETTLE_GRACE_S = 60.0

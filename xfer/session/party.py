@@ -22,7 +22,7 @@ from xfer.ending import EXIT_S
 from xfer.errors import DeadlineExceeded, HandshakeError, PeerLost, XferError
 from xfer.plan.fabric import Site
 from xfer.session import messages as m
-from xfer.session.bounds import SILENCE_S
+from xfer.session.bounds import LEAVE_S, SILENCE_S
 from xfer.session.channel import SEND_S, dial
 from xfer.session.lane import Lane
 from xfer.session.layouts import Shelf
@@ -279,5 +279,8 @@ class Party:
         self.try_send(m.Leave())
         for lane in list(self.lanes.values()):
             lane.close()
+        # The hub closes once it has heard that: from then on this place is free, for a new controller in this process, say. And where
+        # bytes of the hub lie unread here, closing at once would take the word back.
+        self.channel.join(LEAVE_S)
         self.channel.close()
         self.channel.join(EXIT_S)
