@@ -140,9 +140,8 @@ def test_a_hub_that_reads_late_why_trainer_0_gives_up_still_tells_the_others(mon
         assert isinstance(vain, e.DeadlineExceeded) and "replicas [0] have not joined" in str(vain), vain
 
 
-def after(seconds: float, call, event: threading.Event | None = None):
-    """`call`, so long after it was asked for, or after the event."""
-    return lambda: (event and event.wait(20), time.sleep(seconds), call())
+def after(seconds: float, call):
+    return lambda: (time.sleep(seconds), call())
 
 
 def test_a_drain_that_waits_for_ranks_that_do_not_call_ends_at_the_deadline_and_names_them():
@@ -324,7 +323,8 @@ def test_leaving_after_the_sources_were_free_finishes_that_refit_first(order, sl
         good(w.refit(1))
         returned = threading.Event()
         for t in w.engines[0].takers:
-            setattr(t, slow, after(1.5, getattr(t, slow), returned))
+            late = after(1.5, getattr(t, slow))
+            setattr(t, slow, lambda late=late: (returned.wait(20), late()))
         assert all(r.pending for r in w.refit(2, wait="sources", verify=False))
         returned.set()
         for i in order:

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity, profile
 
+from tests.support.proc import PATIENCE
 from tests.support.row_worlds import apply_world, fresh_sources, random_world, row
 from tests.support.threads import MemoryStore, all_good, run_ranks
 from xfer.errors import PlanMismatch
@@ -174,7 +175,7 @@ def test_cancelled_before_a_step_writes_nothing_more():
 
     t0 = time.monotonic()
     sender, taker = run_ranks(2, rank)
-    assert time.monotonic() - t0 < 10, "only at their deadline"
+    assert time.monotonic() - t0 < 2 * PATIENCE
     assert isinstance(taker, Aborted) and isinstance(sender, Exception)
     written = int(dst.count_nonzero())
     assert written == seen[-1] == 3 << 14
@@ -192,7 +193,7 @@ def test_a_failing_progress_hook_frees_the_peer():
 
     t0 = time.monotonic()
     sender, taker = run_ranks(2, lambda r: p[r].run(soon(), progress=hook) if r else p[r].run(soon()))
-    assert isinstance(taker, KeyError) and isinstance(sender, Exception) and time.monotonic() - t0 < 10, "only at their deadline"
+    assert isinstance(taker, KeyError) and isinstance(sender, Exception) and time.monotonic() - t0 < 2 * PATIENCE
 
 
 def test_another_ranks_program_is_refused():

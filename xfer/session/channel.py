@@ -177,7 +177,7 @@ class Channel:
         return self._closed.is_set()
 
     def join(self, seconds: float) -> None:
-        """Of a closed connection: until `on_close` has returned, unless that is who asks."""
+        """Until the connection has closed, from either end, and `on_close` has returned, unless that is who asks."""
         with self._starting:
             reader = self._reader
         if reader is not None and reader is not threading.current_thread():
