@@ -42,7 +42,8 @@ from xfer.plan.cache import PlanCache  # noqa: E402
 from xfer.plan.fabric import Fabric, Site  # noqa: E402
 from xfer.plan.options import PlanOptions  # noqa: E402
 from xfer.session import messages as m  # noqa: E402
-from xfer.session.layouts import Relay, Shelf  # noqa: E402
+from xfer.coordinator.layouts import LayoutExchange
+from xfer.session.layouts import Shelf  # noqa: E402
 from xfer.session.packing import pack, unpack_one  # noqa: E402
 from xfer.trace.catalog import Catalog  # noqa: E402
 
@@ -134,7 +135,7 @@ def measure(name: str, folded: bool, fabric: bool) -> dict:
     if fabric:
         links = Fabric.uniform(hosts, nvlink=396 * 10**9, nic=48_500_000_000, local=1600 * 10**9)
         site = Site.packed(links, of.world, replicas, workers).to_bytes()
-    relay, answers = Relay(lambda d: owners.get(d, [])), []
+    relay, answers = LayoutExchange(lambda d: owners.get(d, [])), []
     inventories = {i.digest().encode(): i for i in (*sources, *takers)}
 
     class Everybody:

@@ -59,7 +59,7 @@ def test_an_engine_that_comes_back_late_after_a_refit_that_came_to_nothing_takes
 
 
 def test_a_replica_that_never_comes_back_is_lost_and_the_others_go_on(monkeypatch):
-    monkeypatch.setattr("xfer.session.attempt.SETTLE_GRACE_S", 5.0)
+    monkeypatch.setattr("xfer.coordinator.commit.SETTLE_GRACE_S", 5.0)
     with World(trainers=1, replicas=2, deadline_s=40.0) as w:
         good(w.refit(1))
         stuck = threading.Event()
@@ -70,7 +70,7 @@ def test_a_replica_that_never_comes_back_is_lost_and_the_others_go_on(monkeypatc
         report = good(w.refit(3, min_replicas=1))
         assert "not back in service" in str(report.outcomes[1].error)
         right(w, 3, [0])
-        assert w.sessions[0]._hub.replicas[1].state == "lost"
+        assert w.sessions[0]._server.coordinator.replicas[1].phase.value == "lost"
         stuck.set()
 
 
@@ -115,7 +115,7 @@ def test_a_hub_that_says_nothing_does_not_hold_its_trainers():
     with World(trainers=2, deadline_s=20.0) as w:
         good(w.refit(1))
         go_on = threading.Event()
-        w.sources[0].drain = lambda: w.sessions[0]._hub._events.put(lambda: go_on.wait(60))
+        w.sources[0].drain = lambda: w.sessions[0]._server.loop.call_soon_threadsafe(lambda: go_on.wait(60))
         ended(w, e.DeadlineExceeded, "no answer in time", 1.0)
         go_on.set()
         w.sources[0].drain = lambda: None
@@ -163,8 +163,8 @@ def test_a_call_does_not_take_the_link_of_an_engine_that_joins_for_a_transfer_th
             engine.takers[0].run_recipes = lambda run=run_recipes: (moved.wait(30), run())
         t = threading.Thread(target=lambda: answers.extend(w.refit(2, min_replicas=1)))
         t.start()
-        hub = w.sessions[0]._hub
-        until_true(lambda: hub.attempt and [r.state for r in hub.attempt.runs.values()] == ["moving"] * 2, 20)
+        hub = w.sessions[0]._server.coordinator
+        until_true(lambda: hub.refit and [r.phase.value for r in hub.refit.parts.values()] == ["moving"] * 2, 20)
         w.engines[0].sessions[0]._party.channel.close()
         w.controllers[0].close()
         w.engines[0] = ToyEngine(1)

@@ -375,9 +375,9 @@ def armed(w: World, updates: int) -> bool:
 
 def given_up(w: World) -> None:
     until = time.monotonic() + 15
-    while w.sessions[0]._hub.attempt is not None and time.monotonic() < until:
+    while w.sessions[0]._server.coordinator.refit is not None and time.monotonic() < until:
         time.sleep(0.005)
-    assert w.sessions[0]._hub.attempt is None
+    assert w.sessions[0]._server.coordinator.refit is None
 
 
 @pytest.mark.parametrize("wait", ["commit", "sources"])
@@ -410,8 +410,8 @@ def test_a_call_that_comes_while_a_prepare_is_being_given_up_is_served():
         early.start()
         time.sleep(0.1)
         w.sessions[1].prepare()  # while it is being given up, too
-        hub = w.sessions[0]._hub
-        while hub.attempt is None or hub.attempt.number == 2:
+        hub = w.sessions[0]._server.coordinator
+        while hub.refit is None or hub.refit.number == 2:
             time.sleep(0.005)
         out += w.refit(ranks=[1], deadline_s=20.0)
         early.join()
@@ -529,7 +529,7 @@ def test_what_is_called_after_closing_says_that_it_was_closed_here():
     out: list = []
     alone = threading.Thread(target=lambda: out.extend(w.refit(2, ranks=[1])))
     alone.start()
-    until_true(lambda: 1 in getattr(w.sessions[0]._hub.attempt, "entered", ()))
+    until_true(lambda: 1 in getattr(w.sessions[0]._server.coordinator.refit, "entered", ()))
     controller, (first, second) = w.controllers[0], w.sessions
     second.close()
     alone.join(30)

@@ -21,7 +21,8 @@ from xfer.session import messages as m
 from xfer.session.bounds import LEAVE_S
 from xfer.session.channel import Channel
 from xfer.session.controller import MIXED, Controller
-from xfer.session.hub import Hub
+from xfer.coordinator import coordinator
+from xfer.rendezvous.server import Server
 from xfer.session.worker import WorkerSession
 
 
@@ -231,18 +232,16 @@ def test_an_engine_whose_replica_cannot_join_serves_only_what_is_whole(holds, in
 def test_an_engine_that_was_armed_when_the_trainers_died_serves_again_when_they_are_back():
     world = World(trainers=1, workers=1)
     world.connect()
-    toy, hub = world.engines[0], world.sessions[0]._hub
+    toy = world.engines[0]
     assert world.refit(1)[0].committed == 1
     world.sessions[0].prepare()
     until = time.monotonic() + 5
     while toy.log.count("update") < 2 and time.monotonic() < until:
         time.sleep(0.01)
     time.sleep(0.2)
-    hub.door.close()
-    hub._events.put(None)  # the process is gone: it says nothing more to anybody
-    hub._thread.join(5)
-    for client in list(hub.clients):
-        client.channel.close()
+    server = world.sessions[0]._server
+    server.closing = True  # the process is gone: it says nothing more to anybody
+    server.close()
     until = time.monotonic() + 20
     while world.controllers[0].error is None and time.monotonic() < until:
         time.sleep(0.01)
@@ -348,7 +347,8 @@ def test_who_has_closed_a_controller_may_serve_at_once(monkeypatch):
 def test_a_rendezvous_that_is_stopped_keeps_nobody_from_leaving(monkeypatch):
     with World(trainers=1, workers=1) as w:
         good(w.refit(1))
-        monkeypatch.setattr(Hub, "_on_Leave", lambda *a: None)  # as far as who leaves can see
+        rule = coordinator._ALL, lambda *a: None  # as far as the controller can see
+        monkeypatch.setitem(coordinator._RULES, m.Leave, rule)
         began = time.monotonic()
         w.controllers[0].close()
         assert time.monotonic() - began < 2 * PATIENCE + LEAVE_S
@@ -459,35 +459,32 @@ def test_a_torn_engine_of_which_only_whole_workers_came_stays_out(monkeypatch):
 def test_a_replica_of_which_a_worker_found_no_lock_is_not_told_to_be_ready(monkeypatch, within, late):
     """It says so behind the plan, however late the hub hears of it, and whatever else it answers before; also in a refit that waits
     for this replica."""
-    serve, go_on, admit = Controller._serve, threading.Event(), Hub._admit
+    serve, go_on, feed = Controller._serve, threading.Event(), Server.feed
 
-    def admit_slowly(hub: Hub, channel) -> None:
-        """What a peer says of its end is in its thread's hands for a while, and other threads go first."""
-        start = channel.start
-
-        def started(hear, end) -> None:
-            start(lambda x: (time.sleep(0.5 * isinstance(x, m.Failed)), hear(x)), end)
-
-        channel.start = started
-        admit(hub, channel)
+    def feed_slowly(server: Server, event) -> None:
+        """The worker's word is on its way for a while, and other messages overtake it."""
+        if isinstance(getattr(event, "message", None), m.Failed):
+            server.loop.call_later(0.5, feed, server, event)
+        else:
+            feed(server, event)
 
     if late == "the worker's word":
-        monkeypatch.setattr(Hub, "_admit", admit_slowly)
+        monkeypatch.setattr(Server, "feed", feed_slowly)
     with World(trainers=1, replicas=2) as world:
         assert world.refit(1)[0].committed == 2
-        hub, toy, out = world.sessions[0]._hub, ToyEngine(2), []
+        hub, toy, out = world.sessions[0]._server.coordinator, ToyEngine(2), []
         world.controllers[1].close()
         until = time.monotonic() + 10
-        while hub.replicas[1].state != "lost" and time.monotonic() < until:
+        while hub.replicas[1].phase.value != "lost" and time.monotonic() < until:
             time.sleep(0.01)
         monkeypatch.setattr(Controller, "_serve", lambda c: (go_on.wait(10), serve(c)))
 
         def no_lock() -> None:
-            hub._events.put(lambda: time.sleep(0.5))
+            world.later(lambda: time.sleep(0.5))
             if late == "an earlier answer":
                 world.controllers[1]._party._ping(1.0)
                 time.sleep(0.2)  # until the hub has it behind that sleep
-                hub._events.put(lambda: time.sleep(0.5))
+                world.later(lambda: time.sleep(0.5))
             raise RuntimeError("no lock")
 
         toy.takers[1].choose_lock = no_lock
@@ -499,12 +496,12 @@ def test_a_replica_of_which_a_worker_found_no_lock_is_not_told_to_be_ready(monke
         refit = threading.Thread(target=lambda: out.extend(world.refit(2, min_replicas=1)), daemon=True)
         if within:
             refit.start()
-            while hub.attempt is None and time.monotonic() < until:
+            while hub.refit is None and time.monotonic() < until:
                 time.sleep(0.01)
         read.set()
         with pytest.raises(XferError, match="no lock"):
             world.controllers[1].wait_ready(10.0)
-        assert hub.replicas[1].state == "failed"
+        assert hub.replicas[1].phase.value == "failed"
         go_on.set()
         if within:
             refit.join(30)

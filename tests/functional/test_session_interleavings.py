@@ -16,11 +16,12 @@ from tests.support import cpu_peer, world
 from tests.support.world import ToyEngine, ToyLayout, ToySource, ToyTaker, World, until_true
 from xfer import errors as e
 from xfer.plan.cache import PlanCache
-from xfer.session import bounds, computing, faults, lane, party, refit, roster, sums, trainer
+from xfer.session import bounds, computing, faults, lane, party, refit, sums, trainer
 from xfer.session import messages as m
-from xfer.session.attempt import Attempt
-from xfer.session.failures import heard
-from xfer.session.timers import Timers
+from xfer.coordinator.refit import Refit
+from xfer.coordinator import coordinator, state
+from xfer.coordinator.failures import heard
+from xfer.coordinator.timers import Timers
 from xfer.session.worker import WorkerSession
 from xfer.transport import routes
 
@@ -29,8 +30,8 @@ def leave(w: World, replica: int) -> None:
     w.controllers[replica].close()
     for s in w.engines[replica].sessions:
         s.close()
-    gone = w.sessions[0]._hub.replicas[replica]
-    until_true(lambda: gone.state == "lost" and not gone.workers)
+    gone = w.sessions[0]._server.coordinator.replicas[replica]
+    until_true(lambda: gone.phase.value == "lost" and not gone.workers)
 
 
 def slow(monkeypatch, step: str, seconds: float, of) -> None:
@@ -49,7 +50,7 @@ def test_a_refit_that_fails_while_a_replica_joins_leaves_it_joining(monkeypatch,
         w.engines[1] = ToyEngine(2)
         w.controllers[1] = w.serve(w.engines[1], 1)
         state = {"_do_plan": "planning", "_do_link": "linking"}[step]
-        until_true(lambda: w.sessions[0]._hub.replicas[1].state == state)
+        until_true(lambda: w.sessions[0]._server.coordinator.replicas[1].phase.value == state)
         w.sources[1].fail = RuntimeError("boom")
         assert all("boom" in str(r) for r in w.refit(2, min_replicas=1))
         w.sources[1].fail = None
@@ -60,12 +61,12 @@ def test_a_refit_that_fails_while_a_replica_joins_leaves_it_joining(monkeypatch,
 @contextlib.contextmanager
 def running(w: World, version: int):
     """A refit whose trainers are not ready before the end of this. Yields the hub and where its reports will be."""
-    go_on, out, hub = threading.Event(), [], w.sessions[0]._hub
+    go_on, out, hub = threading.Event(), [], w.sessions[0]._server.coordinator
     drain = w.sources[0].drain
     w.sources[0].drain = lambda: (go_on.wait(30), drain())
     t = threading.Thread(target=lambda: out.extend(w.refit(version, min_replicas=1)), daemon=True)
     t.start()
-    until_true(lambda: hub.attempt is not None and len(hub.attempt.runs[0].armed) == w.workers)
+    until_true(lambda: hub.refit is not None and len(hub.refit.parts[0].armed) == w.workers)
     try:
         yield hub, out
     finally:
@@ -101,7 +102,7 @@ def test_a_joiner_that_fails_within_a_refit_hears_why_at_once(monkeypatch, when,
             w.engines[1] = ToyEngine(2)
             w.engines[1].takers = [Failing(i, 2) for i in range(2)]
             w.controllers[1] = w.serve(w.engines[1], 1)
-            until_true(lambda: len(w.sessions[0]._hub.replicas[1].workers) == 2)
+            until_true(lambda: len(w.sessions[0]._server.coordinator.replicas[1].workers) == 2)
 
         if when != "again":
             leave(w, 1)
@@ -109,7 +110,7 @@ def test_a_joiner_that_fails_within_a_refit_hears_why_at_once(monkeypatch, when,
             serve()
         hub, out = stack.enter_context(running(w, 2))
         if when == "again":
-            until_true(lambda: len(hub.attempt.runs[1].armed) == 2)
+            until_true(lambda: len(hub.refit.parts[1].armed) == 2)
             leave(w, 1)
         if when != "before":
             serve()
@@ -119,7 +120,7 @@ def test_a_joiner_that_fails_within_a_refit_hears_why_at_once(monkeypatch, when,
             w.controllers[1].wait_ready(15.0)
         assert time.monotonic() - began < w.deadline_s / 2
         assert all(isinstance(s.error, e.LayoutError) for s in w.engines[1].sessions)
-        assert hub.replicas[1].state == "failed" and not w.engines[1].paused
+        assert hub.replicas[1].phase.value == "failed" and not w.engines[1].paused
         stack.close()
         assert good(out).committed == 1
         assert not any(t.wrong(2) for t in w.engines[0].takers)
@@ -139,11 +140,11 @@ def test_a_worker_that_comes_after_another_has_failed_hears_why_at_once(monkeypa
     with World(trainers=1, replicas=2) as w:
         good(w.refit(1))
         leave(w, 1)
-        replica, join = w.sessions[0]._hub.replicas[1], WorkerSession._join
+        replica, join = w.sessions[0]._server.coordinator.replicas[1], WorkerSession._join
 
         def comes_late(session):
             if session.index == 0:
-                until_true(lambda: replica.state == "failed")
+                until_true(lambda: replica.phase.value == "failed")
             join(session)
 
         class Failing(ToyTaker):
@@ -172,7 +173,7 @@ def test_a_trainer_that_comes_after_a_replica_has_failed_hears_why():
     class Late(World):
         def _connect_one(self, i: int):
             if i == 1:
-                until_true(lambda: self.sessions[0] and self.sessions[0]._hub.replicas[0].error is not None)
+                until_true(lambda: self.sessions[0] and self.sessions[0]._server.coordinator.replicas[0].error is not None)
             try:
                 super()._connect_one(i)
             except e.XferError as error:
@@ -211,14 +212,14 @@ def test_trainers_whose_layouts_all_change_while_a_replica_links_cost_it_one_lin
             link(self, message)
 
         monkeypatch.setattr(lane.Lane, "_do_link", late)
-        hub = w.sessions[0]._hub
+        hub = w.sessions[0]._server.coordinator
         said: list = []
-        monkeypatch.setattr(
-            "xfer.session.failures.heard", lambda h, c, x: (said.append((c.label, x.epoch)), heard(h, c, x))
-        )
+        senders, _ = coordinator._RULES[m.Failed]
+        spy = senders, lambda co, c, x: (said.append((c.label, x.epoch)), heard(co, c, x))
+        monkeypatch.setitem(coordinator._RULES, m.Failed, spy)
         w.engines[1] = ToyEngine(2)
         w.controllers[1] = w.serve(w.engines[1], 1)
-        until_true(lambda: hub.replicas[1].state == "linking")
+        until_true(lambda: hub.replicas[1].phase.value == "linking")
         for s in w.sources:
             transpose(s)
         out: list = []
@@ -226,7 +227,7 @@ def test_trainers_whose_layouts_all_change_while_a_replica_links_cost_it_one_lin
         t.start()
         until_true(lambda: all(s._inventory != s._told[1] for s in w.sessions))  # they have looked, and told nobody yet
         go_on.set()
-        until_true(lambda: hub.replicas[1].state == "ready")
+        until_true(lambda: hub.replicas[1].phase.value == "ready")
         time.sleep(1.0)
         told.set()
         t.join(30)
@@ -247,8 +248,8 @@ def test_trainers_that_do_not_agree_what_to_gather_end_the_refit_and_not_a_link(
         link(self, message)
 
     monkeypatch.setattr(lane.Lane, "_do_link", late)
-    last = w.sessions[0]._hub.replicas[replicas - 1]
-    until_true(lambda: last.state == "linking")
+    last = w.sessions[0]._server.coordinator.replicas[replicas - 1]
+    until_true(lambda: last.phase.value == "linking")
     epoch = last.epoch
     with monkeypatch.context() as patch:
 
@@ -272,11 +273,11 @@ def test_a_replica_that_joins_beside_a_refit_holds_up_none_of_its_trainers(monke
         good(w.refit(1))
         leave(w, 1)
         w.sessions[0].prepare()
-        until_true(lambda: w.sessions[0]._hub.attempt is not None)
+        until_true(lambda: w.sessions[0]._server.coordinator.refit is not None)
         slow(monkeypatch, "_do_link", 2.0, lambda lane: lane.side.role == "worker" and lane.replica == 1)
         w.engines[1] = ToyEngine(2)
         w.controllers[1] = w.serve(w.engines[1], 1)
-        until_true(lambda: w.sessions[0]._hub.replicas[1].state == "linking")
+        until_true(lambda: w.sessions[0]._server.coordinator.replicas[1].phase.value == "linking")
         assert good(w.refit(2, min_replicas=1)).committed == 1
         assert w.engines[0].takers[0].wrong(2) == []
         w.controllers[1].wait_ready(15.0)
@@ -300,13 +301,13 @@ def test_a_trainer_that_gave_up_on_a_hub_that_stood_still_says_so(monkeypatch):
     """It has broken its links, and the hub, for which that refit went well, let workers begin the next one over them."""
     with World(trainers=2, workers=1) as w:
         good(w.refit(1))
-        hub, engine, go_on = w.sessions[0]._hub, w.engines[0], threading.Event()
+        hub, engine, go_on = w.sessions[0]._server.coordinator, w.engines[0], threading.Event()
         resume = engine.resume
-        engine.resume = lambda t: (hub._events.put(lambda: go_on.wait(30)), resume(t))
+        engine.resume = lambda t: (w.later(lambda: go_on.wait(30)), resume(t))
         assert all(isinstance(r, e.DeadlineExceeded) for r in w.refit(2, deadline_s=1.0))
         engine.resume = resume
         go_on.set()
-        until_true(lambda: hub.attempt is None)
+        until_true(lambda: hub.refit is None)
         good(w.refit(3))
         right(w, 3)
 
@@ -316,11 +317,11 @@ def test_a_go_that_this_rank_will_not_follow_is_refused_aloud(stop):
     """Since its link is broken by itself alone, or since its call has raised before the hub let it go."""
     with World(trainers=2, workers=1) as w:
         good(w.refit(1))
-        begin, lost, hub = w.sources[0].drain, e.PeerLost("stopped"), w.sessions[0]._hub
+        begin, lost, hub = w.sources[0].drain, e.PeerLost("stopped"), w.sessions[0]._server.coordinator
         of = w.sessions[1]._party.lanes[0]
 
         def drain() -> None:
-            until_true(lambda: 1 in getattr(hub.attempt, "drained", ()))  # after its Ready; no Go comes before the other's
+            until_true(lambda: 1 in getattr(hub.refit, "drained", ()))  # after its Ready; no Go comes before the other's
             of.cancel(lost, None) if stop == "cancel" else of.give_up(2, lost)
             begin()
 
@@ -340,7 +341,7 @@ def test_a_trainer_that_gives_up_on_a_silent_hub_leaves_links_of_joiners_alone(m
     with World(trainers=2, replicas=2) as w:
         good(w.refit(1))
         leave(w, 1)
-        hub, silent, link_on, link = w.sessions[0]._hub, threading.Event(), threading.Event(), lane.Lane._do_link
+        hub, silent, link_on, link = w.sessions[0]._server.coordinator, threading.Event(), threading.Event(), lane.Lane._do_link
 
         def late(self, message):
             assert self.replica != 1 or self.side.role == "trainer" or link_on.wait(20)
@@ -349,10 +350,10 @@ def test_a_trainer_that_gives_up_on_a_silent_hub_leaves_links_of_joiners_alone(m
         monkeypatch.setattr(lane.Lane, "_do_link", late)
         w.engines[1] = ToyEngine(2)
         w.controllers[1] = w.serve(w.engines[1], 1)
-        until_true(lambda: hub.replicas[1].state == "linking")
+        until_true(lambda: hub.replicas[1].phase.value == "linking")
         until_true(lambda: all(s._party.lanes[1]._running is s._party.lanes[1]._scope for s in w.sessions))  # begun
         epoch = hub.replicas[1].epoch
-        hub._events.put(lambda: silent.wait(20))
+        w.later(lambda: silent.wait(20))
         out = w.refit(2, min_replicas=1, deadline_s=0.5)
         assert all(isinstance(r, e.PeerLost if host_pull else e.DeadlineExceeded) for r in out), out
         silent.set()
@@ -369,9 +370,9 @@ def test_a_trainer_that_lost_the_hub_before_its_go_does_not_take_its_parameters_
     with World(trainers=2, workers=1) as w:
         good(w.refit(1))
         cpu_peer.Hold.begin(deaf=True)
-        send = roster.Client.send
+        send = state.Client.send
         monkeypatch.setattr(
-            roster.Client,
+            state.Client,
             "send",
             lambda c, x: None if isinstance(x, m.Go) and c.label == "trainer 1" else send(c, x),
         )
@@ -418,9 +419,9 @@ def test_workers_of_a_replicas_former_life_do_not_speak_for_its_present_one():
         old, new = ToyEngine(2), ToyEngine(2)
         old.takers, new.takers = [Slow(i, 2) for i in range(2)], [Slower(i, 2) for i in range(2)]
         first = w.serve(old, 1)
-        until_true(lambda: len(w.sessions[0]._hub.replicas[1].workers) == 2)
+        until_true(lambda: len(w.sessions[0]._server.coordinator.replicas[1].workers) == 2)
         first.close()  # its process is restarted while its workers read
-        until_true(lambda: w.sessions[0]._hub.replicas[1].state == "lost")
+        until_true(lambda: w.sessions[0]._server.coordinator.replicas[1].phase.value == "lost")
         w.engines[1] = new
         w.controllers[1] = w.serve(new, 1)
         w.controllers[1].wait_ready(15.0)
@@ -435,8 +436,8 @@ def test_closing_after_prepare_leaves_an_engine_in_service(late_s):
     for s in w.engines[0].sessions:
         s._stopped = lambda a, stopped=s._stopped: (time.sleep(late_s), stopped(a))[1]
     w.sessions[0].prepare()
-    hub = w.sessions[0]._hub
-    until_true(lambda: hub.attempt is not None and len(hub.attempt.runs[0].armed) == w.workers)
+    hub = w.sessions[0]._server.coordinator
+    until_true(lambda: hub.refit is not None and len(hub.refit.parts[0].armed) == w.workers)
     w.sessions[0].close()
     until_true(lambda: not w.engines[0].paused)
     assert w.engines[0].label == "1" and w.controllers[0].version == "1"
@@ -468,8 +469,8 @@ def test_a_replica_that_joins_while_exports_are_changed_and_untold_is_linked_by_
 def test_a_replica_whose_plan_is_stale_when_a_refit_ends_early_joins_all_the_same(monkeypatch):
     w = connected_while_the_last_replica_joins(trainers=2, replicas=1)
     slow(monkeypatch, "_do_plan", 1.0, lambda lane: lane.side.role == "worker")
-    replica = w.sessions[0]._hub.replicas[0]
-    until_true(lambda: replica.state == "planning")
+    replica = w.sessions[0]._server.coordinator.replicas[0]
+    until_true(lambda: replica.phase.value == "planning")
     transpose(w.sources[0])
     drain = w.sources[1].drain
     w.sources[1].drain = lambda: (until_true(lambda: replica.stale), 1 / 0)
@@ -541,7 +542,7 @@ def test_what_trainers_hold_may_change_while_a_replica_links(monkeypatch, change
     with World(trainers=2, replicas=2, drop=("extra",)) as w:
         good(w.refit(1))
         leave(w, 1)
-        bindings, replica = [s._binding for s in w.sessions], w.sessions[0]._hub.replicas[1]
+        bindings, replica = [s._binding for s in w.sessions], w.sessions[0]._server.coordinator.replicas[1]
         with monkeypatch.context() as patch:
             patch.setattr(trainer.TrainerSession, "opened", late)
             w.engines[1] = ToyEngine(2)
@@ -552,7 +553,7 @@ def test_what_trainers_hold_may_change_while_a_replica_links(monkeypatch, change
             for source in w.sources:
                 {"move": move, "turn": transpose, "export": lambda _: None}[change](source)
             # The hub hears of it when the link is open: else it plans anew at once.
-            patch.setattr(refit.computing, "compute", lambda *a: until_true(lambda: replica.state != "linking") and 0.0)
+            patch.setattr(refit.computing, "compute", lambda *a: until_true(lambda: replica.phase.value != "linking") and 0.0)
             assert good(w.refit(2)).committed == 2
         right(w, 2)
         assert [str(s.error) for s in w.engines[1].sessions] == ["None"] * 2
@@ -635,7 +636,7 @@ def test_a_rank_that_looks_when_its_attempt_is_over_does_as_the_others_did(monke
         for version in (3, 4, 5):
             good(w.refit(version))
             right(w, version)
-        kept = {key.split("/")[0] for key in w.sessions[0]._hub.store._values if key.startswith("x")}
+        kept = {key.split("/")[0] for key in w.sessions[0]._server.coordinator.store._values if key.startswith("x")}
         assert kept == {"x5"}, "of the last attempt only"
 
 
@@ -653,35 +654,35 @@ def test_timers_come_in_order_and_what_is_over_is_let_go_of():
     for when, of in ((3.0, None), (1.0, None), (2.0, "over"), (1.0, "there")):
         timers.at(when, lambda when=when, of=of: said.append((when, of)), of)
     timers.drop("over")
-    assert timers.next(9.0) == 1.0
+    assert timers.next == 1.0
     for action in timers.due(2.5):
         action()
-    assert said == [(1.0, None), (1.0, "there")] and timers.next(9.0) == 3.0
-    assert timers.due(2.9) == [] and len(timers.due(3.0)) == 1 and timers.next(9.0) == 9.0
+    assert said == [(1.0, None), (1.0, "there")] and timers.next == 3.0
+    assert timers.due(2.9) == [] and len(timers.due(3.0)) == 1 and timers.next is None
 
 
 def test_an_attempt_that_is_over_leaves_no_deadline_behind():
     with World(deadline_s=600.0) as w:
         good(w.refit(1))
-        hub = w.sessions[0]._hub
+        hub = w.sessions[0]._server.coordinator
         far = [t for t in hub.timers._heap if t[0] > time.monotonic() + 100]
         for version in range(2, 12):
             good(w.refit(version))
         assert len([t for t in hub.timers._heap if t[0] > time.monotonic() + 100]) <= len(far)
-        assert not any(isinstance(t[3], Attempt) for t in hub.timers._heap)
+        assert not any(isinstance(t[3], Refit) for t in hub.timers._heap)
 
 
 @contextlib.contextmanager
 def undoing(w: World, monkeypatch):
     """A hub that was silent beyond the ends of all ranks' calls of attempt 2 undoes them, as long as this goes on."""
     # For so long trainers wait for a controller: on a busy machine the attempt could be over before it is looked at.
-    monkeypatch.setattr("xfer.session.attempt.ANSWER_GRACE_S", 30.0)
-    hub, engine, silent, undone, begun = w.sessions[0]._hub, w.engines[0], *(threading.Event() for _ in range(3))
+    monkeypatch.setattr("xfer.coordinator.commit.ANSWER_GRACE_S", 30.0)
+    hub, engine, silent, undone, begun = w.sessions[0]._server.coordinator, w.engines[0], *(threading.Event() for _ in range(3))
     pause, resume = engine.pause, engine.resume
     # Not before the hub has read that the callers gave up, or bytes might move and there would be nothing to resume.
-    engine.pause = lambda t: (until_true(lambda: hub.attempt.runs[0].state != "arming"), pause(t))
+    engine.pause = lambda t: (until_true(lambda: hub.refit.parts[0].phase.value != "arming"), pause(t))
     engine.resume = lambda t: (begun.set(), undone.wait(20), resume(t))
-    hub._events.put(lambda: silent.wait(20))
+    w.later(lambda: silent.wait(20))
     try:
         with monkeypatch.context() as patch:
             patch.setattr(party, "SILENCE_S", 0.5)
@@ -699,21 +700,21 @@ def undoing(w: World, monkeypatch):
 
 def calling(w: World, ranks, **how) -> tuple[threading.Thread, list]:
     """These call, and the hub has heard all that they have to say for now."""
-    calls, out, heard = w.sessions[0]._hub.calls, [], set()
-    on_ready, number = calls.on_Ready, 1 + max(w.sessions[i].attempt for i in ranks)
+    calls, out, heard = w.sessions[0]._server.coordinator.refits, [], set()
+    on_ready, number = calls.ready, 1 + max(w.sessions[i].attempt for i in ranks)
     # Of an earlier call, which had its error before it was ready, that word may come only now.
-    calls.on_Ready = lambda client, msg: (on_ready(client, msg), heard.add((client.hello.index, msg.attempt)))
+    calls.ready = lambda client, msg: (on_ready(client, msg), heard.add((client.hello.index, msg.attempt)))
     thread = threading.Thread(target=lambda: out.extend(w.refit(3, ranks=ranks, **how)), daemon=True)
     thread.start()
     until_true(lambda: out or heard >= {(i, number) for i in ranks})
-    calls.on_Ready = on_ready
+    calls.ready = on_ready
     return thread, out
 
 
 def has_begun(hub, number: int) -> bool:
     """It may be over by now."""
-    running = hub.attempt
-    return number in hub.calls.finished or running is not None and running.number == number
+    running = hub.refit
+    return number in hub.refits.finished or running is not None and running.number == number
 
 
 @pytest.mark.parametrize("early", [(0,), (1,), (0, 1)])
@@ -726,8 +727,8 @@ def test_a_call_that_comes_while_a_silent_hub_undoes_the_one_before_begins_when_
             for s in w.sources if change else ():
                 change(s)
             thread, out = calling(w, early)
-            assert not out and w.sessions[0]._hub.attempt.number == 2
-        until_true(lambda: has_begun(w.sessions[0]._hub, 3))
+            assert not out and w.sessions[0]._server.coordinator.refit.number == 2
+        until_true(lambda: has_begun(w.sessions[0]._server.coordinator, 3))
         out += w.refit(ranks=[i for i in range(2) if i not in early])
         thread.join(30)
         assert {r.version for r in [good(out), *out]} == {"2"}
@@ -770,7 +771,7 @@ def test_a_rank_that_calls_anew_without_a_word_ends_the_call_that_it_left(monkey
     """It was interrupted before it had told the hub: nobody would have come to that attempt, and all would have waited for it."""
     with World(trainers=2) as w:
         good(w.refit(1))
-        hub, point, left = w.sessions[0]._hub, faults.point, []
+        hub, point, left = w.sessions[0]._server.coordinator, faults.point, []
 
         def interrupted(who, index, where):
             if (index, where) == (0, "enter") and not left:
@@ -783,12 +784,12 @@ def test_a_rank_that_calls_anew_without_a_word_ends_the_call_that_it_left(monkey
         waits: list = []
         other = threading.Thread(target=lambda: waits.extend(w.refit(2, ranks=[1])), daemon=True)
         other.start()
-        until_true(lambda: hub.attempt is not None)
+        until_true(lambda: hub.refit is not None)
         out: list = []
         anew = threading.Thread(target=lambda: out.extend(w.refit(3, ranks=[0])), daemon=True)
         anew.start()
         other.join(8)
-        assert waits and "trainer 0 has left attempt 2" in str(waits[0]), waits
+        assert waits and "trainer 0 has left refit 2" in str(waits[0]), waits
         out += w.refit(ranks=[1])
         anew.join(30)
         good(out)
@@ -799,10 +800,10 @@ def test_a_rank_that_raises_while_no_replica_is_there_is_told_to_who_is_inside_a
     with World(trainers=3) as w:
         good(w.refit(1))
         leave(w, 0)
-        hub, out = w.sessions[0]._hub, []
+        hub, out = w.sessions[0]._server.coordinator, []
         inside = threading.Thread(target=lambda: out.extend(w.refit(2, ranks=[0])), daemon=True)
         inside.start()
-        until_true(lambda: hub.attempt is not None)
+        until_true(lambda: hub.refit is not None)
         w.sources[1].fail, began = RuntimeError("boom"), time.monotonic()
         out += w.refit(2, ranks=[1])
         inside.join(30)

@@ -41,7 +41,7 @@ class Replicated(ToySource):
 
 
 def relay(world: World):
-    return world.sessions[0]._hub.planning.layouts
+    return world.sessions[0]._server.coordinator.planning.layouts
 
 
 def good(world: World, version: int) -> bool:

@@ -16,10 +16,10 @@ from xfer import errors as e
 from xfer.session import faults
 from xfer.session import messages as m
 from xfer.session.channel import dial
-from xfer.session.hub import Hub
+from xfer.rendezvous.server import Server
 from xfer.session.party import Party
 from xfer.session.report import RefitReport
-from xfer.session.roster import HubOptions
+from xfer.coordinator.state import Options
 from xfer.session.trainer import TrainerSession
 from xfer.testing.ports import free_port
 from xfer.transport.p2p import P2P
@@ -427,7 +427,7 @@ def test_a_hub_that_is_lost_mid_refit_leaves_nobody_serving_a_mix():
         until = time.monotonic() + 5
         while "update" not in w.engines[0].log[6:] and time.monotonic() < until:
             time.sleep(0.01)
-        w.sessions[0]._hub.close()
+        w.sessions[0]._server.close()
         assert w.controllers[0]._thread.join(15.0) is None and not w.controllers[0]._thread.is_alive()
         assert w.engines[0].paused
         with pytest.raises(e.EngineLost), w.controllers[0].serving():
@@ -438,14 +438,13 @@ def test_a_hub_that_is_lost_mid_refit_leaves_nobody_serving_a_mix():
 def test_who_has_proved_the_token_when_the_hub_closes_is_not_left_waiting(inside):
     """It has said nothing yet, or is about to be let in: for its whole deadline it waited for a welcome."""
     rendezvous = f"tcp://127.0.0.1:{free_port()}"
-    hub, ended, proved, closed = Hub(rendezvous, TOKEN, HubOptions(1, 1, 20.0, 4096)), *(threading.Event() for _ in range(3))
-    admit = hub.door._admit
-    hub.door._admit = lambda channel: (inside and admit(channel), proved.set(), closed.wait(20), inside or admit(channel))
+    server, ended = Server(rendezvous, TOKEN, Options(1, 1, 20.0, 4096)), threading.Event()
+    prove = server.proven
+    late = lambda connection: setattr(server, "closing", True) or prove(connection)  # noqa: E731
+    server.proven = prove if inside else late
     channel = dial(rendezvous, TOKEN, 5.0)
     channel.start(lambda message: None, lambda reason: ended.set())
-    assert proved.wait(5)
-    hub.close()
-    closed.set()
+    server.close()
     assert ended.wait(5)
 
 
@@ -453,12 +452,12 @@ def test_a_hub_that_hears_late_that_trainer_0_leaves_still_undoes_the_refit():
     """Its engine was told nothing, and had to take the worst for granted though no byte had moved."""
     with World(1, 1) as w:
         good(w.refit(1))
-        hub, go_on, engine = w.sessions[0]._hub, threading.Event(), w.engines[0]
+        hub, go_on, engine = w.sessions[0]._server.coordinator, threading.Event(), w.engines[0]
         w.sources[0].drain = lambda: go_on.wait(20)
         t = threading.Thread(target=w.refit)
         t.start()
-        until_true(lambda: hub.attempt and hub.attempt.runs[0].armed)
-        hub._events.put(lambda: time.sleep(1.0))
+        until_true(lambda: hub.refit and hub.refit.parts[0].armed)
+        w.later(lambda: time.sleep(1.0))
         w.sessions[0].close()
         go_on.set()
         t.join(30)

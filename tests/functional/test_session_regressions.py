@@ -15,13 +15,13 @@ from tests.functional.test_session_protocol import failed, fault, good, right  #
 from tests.support.world import TOKEN, ToyEngine, ToyLayout, ToySource, ToyTaker, World
 from xfer import errors as e
 from xfer.plan.inventory import trainer_inventory
-from xfer.session import door
+from xfer.rendezvous.server import GREETERS
 from xfer.session import messages as m
-from xfer.session.hub import Hub
+from xfer.rendezvous.server import Server
 from xfer.session.lane import Lane
 from xfer.session.layouts import Shelf
 from xfer.session.party import Party
-from xfer.session.roster import HubOptions
+from xfer.coordinator.state import Options
 from xfer.session.trainer import TrainerSession
 from xfer.testing.ports import free_port
 from xfer.trace.catalog import Catalog
@@ -157,8 +157,8 @@ def test_a_trainer_that_is_lost_while_workers_install_costs_the_next_refit_not_t
         out: list = []
         call = threading.Thread(target=lambda: out.extend(w.refit(2)))
         call.start()
-        hub = w.sessions[0]._hub
-        while hub.attempt is None or hub.attempt.runs[0].state != "committing":
+        hub = w.sessions[0]._server.coordinator
+        while hub.refit is None or hub.refit.parts[0].phase.value != "committing":
             time.sleep(0.001)
         w.sessions[2]._party.channel.close()
         while hub.failure is None:
@@ -203,7 +203,7 @@ def test_prepare_while_the_last_refit_is_still_being_settled_is_kept_for_later()
         assert all(r.pending for r in w.refit(2, wait="sources"))
         w.sessions[0].prepare()
         time.sleep(0.3)
-        assert w.sessions[0]._hub.failure is None and w.sessions[0]._hub.attempt.number == 2
+        assert w.sessions[0]._server.coordinator.failure is None and w.sessions[0]._server.coordinator.refit.number == 2
         engine.reset_caches = reset
         go_on.set()
         good(w.refit(3))
@@ -244,7 +244,7 @@ def connected_while_the_last_replica_joins(trainers: int, replicas: int) -> Worl
         w.controllers.append(w.serve(engine, i))
         if i < replicas - 1:
             w.controllers[i].wait_ready(20.0)
-    while w.sessions[0]._hub.replicas[replicas - 1].controller is None:
+    while w.sessions[0]._server.coordinator.replicas[replicas - 1].controller is None:
         time.sleep(0.01)
     return w
 
@@ -270,11 +270,11 @@ def test_a_layout_that_changes_while_a_replica_joins_is_planned_at_once(monkeypa
 
     monkeypatch.setattr(where, step, late)
     w = connected_while_the_last_replica_joins(trainers=2, replicas=1)
-    replica = w.sessions[0]._hub.replicas[0]
+    replica = w.sessions[0]._server.coordinator.replicas[0]
     until = time.monotonic() + 10
-    while replica.state != state and time.monotonic() < until:
+    while replica.phase.value != state and time.monotonic() < until:
         time.sleep(0.01)
-    assert replica.state == state
+    assert replica.phase.value == state
     replicas.append(replica)
     transpose(w.sources[0])
     began = time.monotonic()
@@ -367,7 +367,7 @@ def test_strangers_that_do_not_prove_the_token_hold_nobody_up(say):
     """More of them than the door has room for. They are turned away; a client that has the token comes in at once."""
     with World() as w:
         port = int(w.rendezvous.rsplit(":", 1)[1])
-        idle = [socket.create_connection(("127.0.0.1", port)) for _ in range(3 * door.GREETERS)]
+        idle = [socket.create_connection(("127.0.0.1", port)) for _ in range(3 * GREETERS)]
         for s in idle:
             with contextlib.suppress(OSError):
                 s.sendall(say)
@@ -375,7 +375,7 @@ def test_strangers_that_do_not_prove_the_token_hold_nobody_up(say):
         Party(w.rendezvous, TOKEN, "observer", deadline_s=10.0).close()
         assert time.monotonic() - t0 < 5.0
         good(w.refit(1))
-        assert len(w.sessions[0]._hub.door._greeting) <= door.GREETERS
+        assert len(w.sessions[0]._server.unproven) <= GREETERS
         for s in idle:
             s.close()
         good(w.refit(2))
@@ -458,7 +458,7 @@ def test_what_the_hub_said_last_arrives_though_it_has_not_read_what_it_was_sent(
     """A socket that is closed with bytes unread takes back what the other side has not read of its own."""
     w = World(trainers=2)
     w.rendezvous = f"tcp://127.0.0.1:{free_port()}"
-    hub = Hub(w.rendezvous, TOKEN, HubOptions(2, 1, 20.0, 4096))
+    hub = Server(w.rendezvous, TOKEN, Options(2, 1, 20.0, 4096))
     one = Party(w.rendezvous, TOKEN, "trainer", index=0, size=2, deadline_s=10.0)
     other = Party(w.rendezvous, TOKEN, "trainer", index=1, size=2, deadline_s=10.0)
     one.send(m.Failed(m.WireError.of(e.Unsupported("layer 1 cannot be read"), "trainer 0")))

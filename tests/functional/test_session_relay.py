@@ -15,7 +15,7 @@ import pytest
 from tests.support import cpu_peer
 from tests.support.world import TOKEN, ToyEngine, World, until_true
 from xfer.errors import DeadlineExceeded, RefitFailed, XferError
-from xfer.session import relays
+from xfer.coordinator import relays
 from xfer.session.bounds import CALL_GRACE_S
 from xfer.session.controller import Controller
 from xfer.transport import peer_host, relay_place, routes
@@ -63,14 +63,14 @@ def ways(report) -> list[dict[str, int]]:
 
 def order(w: World) -> list[int | None]:
     """Whom each replica stands behind."""
-    return [r.before and r.before[0] for r in w.sessions[0]._hub.replicas.values()]
+    return [r.before and r.before[0] for r in w.sessions[0]._server.coordinator.replicas.values()]
 
 
 def arm(w: World) -> None:
     """All engines, before the next refit: else one may go around another that arms late."""
     w.sessions[0].prepare()
-    hub = w.sessions[0]._hub
-    until_true(lambda: hub.attempt and all(len(r.armed) == r.replica.size for r in hub.attempt.runs.values()))
+    hub = w.sessions[0]._server.coordinator
+    until_true(lambda: hub.refit and all(len(r.armed) == r.replica.size for r in hub.refit.parts.values()))
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 3), (1, 2, 4), (3, 2, 2), (2, 2, 1)])
@@ -88,7 +88,7 @@ def test_each_byte_leaves_the_trainers_once(shape):
 def test_routes_of_a_row_are_opened_once():
     with row_of(3) as w:
         good(w.refit(1))
-        hub = w.sessions[0]._hub
+        hub = w.sessions[0]._server.coordinator
         opened = [r.epoch for r in hub.replicas.values()]
         assert order(w) == [None, 0, 1]
         good(w.refit(2))
@@ -323,14 +323,14 @@ def test_an_engine_that_comes_new_into_a_refit_hands_on_nothing(monkeypatch):
         results = []
         run = threading.Thread(target=lambda: results.append(w.refit(2, verify=False, min_replicas=1)))
         run.start()
-        attempt = until_true(lambda: w.sessions[0]._hub.attempt)
-        until_true(lambda: attempt.runs[0].over)
-        assert attempt.runs[0].error is None
+        attempt = until_true(lambda: w.sessions[0]._server.coordinator.refit)
+        until_true(lambda: attempt.parts[0].over)
+        assert attempt.parts[0].error is None
         lose(w, 0)
-        until_true(lambda: w.sessions[0]._hub.replicas[0].state == "lost")
+        until_true(lambda: w.sessions[0]._server.coordinator.replicas[0].phase.value == "lost")
         w.engines[0] = ToyEngine(1)
         w.controllers[0] = Controller(w.engines[0], w.rendezvous, TOKEN, replica=0, deadline_s=w.deadline_s)
-        until_true(lambda: w.sessions[0]._hub.replicas[0].state == "ready")
+        until_true(lambda: w.sessions[0]._server.coordinator.replicas[0].phase.value == "ready")
         let.set()
         run.join(20)
         report = good(results[0])

@@ -31,7 +31,7 @@ def test_a_replica_that_joins_while_weights_are_released_is_refitted_when_they_a
         for s in w.engines[0].sessions:
             s.close()
         until = time.monotonic() + 10
-        while w.sessions[0]._hub.replicas[0].state != "lost" and time.monotonic() < until:
+        while w.sessions[0]._server.coordinator.replicas[0].phase.value != "lost" and time.monotonic() < until:
             time.sleep(0.01)
         for rank in ranks:
             w.sessions[rank].release()
@@ -95,7 +95,7 @@ def test_release_unmaps_what_workers_of_lost_and_failed_replicas_have_mapped(sta
             assert cpu_peer.MAPPED
             w.controllers[0].close()
         until = time.monotonic() + 10
-        while w.sessions[0]._hub.replicas[0].state != state and time.monotonic() < until:
+        while w.sessions[0]._server.coordinator.replicas[0].phase.value != state and time.monotonic() < until:
             time.sleep(0.01)
         w.sessions[0].release()
         assert not cpu_peer.MAPPED
@@ -164,18 +164,18 @@ def test_a_release_that_was_given_up_while_a_replica_was_planned_closes_nothing_
     plan, post, go_on, asked = Lane._do_plan, Lane.post, threading.Event(), []
     with World(trainers=1, workers=1, replicas=2, deadline_s=5.0) as w:
         good(w.refit(1))
-        hub = w.sessions[0]._hub
+        hub = w.sessions[0]._server.coordinator
         w.controllers[1].close()
         for s in w.engines[1].sessions:
             s.close()
-        until_true(lambda: hub.replicas[1].state == "lost")
+        until_true(lambda: hub.replicas[1].phase.value == "lost")
         monkeypatch.setattr(
             Lane, "_do_plan", lambda lane, x: (lane.side.role == "trainer" or go_on.wait(5), plan(lane, x))
         )
         monkeypatch.setattr(Lane, "post", lambda lane, x: (asked.append(x), post(lane, x)))
         w.engines[1] = ToyEngine(1)
         w.controllers[1] = w.serve(w.engines[1], 1)
-        until_true(lambda: hub.replicas[1].state == "planning" and w.sessions[0]._party.lanes[1].wait_idle(0.0))
+        until_true(lambda: hub.replicas[1].phase.value == "planning" and w.sessions[0]._party.lanes[1].wait_idle(0.0))
         w.sessions[0].deadline_s = 0.3
         with pytest.raises(DeadlineExceeded, match="unmap"):
             w.sessions[0].release()

@@ -52,7 +52,7 @@ def by_route(report) -> dict[str, int]:
 
 
 def epochs(w: World) -> list[int]:
-    return [r.epoch for r in w.sessions[0]._hub.replicas.values()]
+    return [r.epoch for r in w.sessions[0]._server.coordinator.replicas.values()]
 
 
 def move(source, names=None) -> None:

@@ -226,7 +226,7 @@ def test_who_hears_from_another_rank_that_it_gave_up_is_told_why_as_that_one_is(
 
     with World(trainers=3, sources=[Meets(i, 3) for i in range(3)]) as w:
         ok(w.refit(1))
-        hub, last, drain = w.sessions[0]._hub, w.sources[2], w.sources[2].drain
+        hub, last, drain = w.sessions[0]._server.coordinator, w.sources[2], w.sources[2].drain
 
         def late() -> None:
             until_true(lambda: any(v == b"2" for k, v in list(hub.store._values.items()) if k.endswith("/n")))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -356,11 +357,15 @@ class World:
         self.sessions[i] = s
         s.open(self.wait)
 
+    def later(self, what: Callable[[], object]) -> None:
+        """The rendezvous' thread does this after what has come by now: a sleep there stands for a process that is stopped."""
+        self.sessions[0]._server.loop.call_soon_threadsafe(what)
+
     def shorten(self, deadline_s: float) -> None:
         """From now on: as if trainers had connected with this deadline, in which a busy machine might not have connected them."""
         for session in self.sessions:
             session.deadline_s = deadline_s
-        hub = self.sessions[0]._hub
+        hub = self.sessions[0]._server.coordinator
         hub.options = replace(hub.options, deadline_s=deadline_s)
 
     def on_all(self, call, ranks=None) -> list:

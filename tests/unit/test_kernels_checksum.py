@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from tests.support.row_worlds import dense, row
 from xfer.errors import LayoutError
 from xfer.kernels import checksum
+from xfer.plan.checksum import added
 from xfer.kernels.checksum import checksum_rows
 from xfer.plan.program import DTYPE_CODE, MAX_DIMS, ROW, Op
 
@@ -116,7 +117,7 @@ def test_any_cut_in_any_order_and_any_layout_gives_the_same_number(seed, parts, 
         assert checksum_rows(rows, roots, "src", np.array([(1,) * (MAX_DIMS - value.dim()) + shapes[0]])) == want
     some = rng.random(len(rows)) < 0.5  # senders add up
     parts = [checksum_rows(rows[m], roots, "dst", shapes) for m in (some, ~some)]
-    assert checksum.added(*parts) == want
+    assert added(*parts) == want
 
 
 @settings(max_examples=EXAMPLES, deadline=None)

@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from tests.support.row_worlds import apply_rows, byte_starts, random_rows, row
 from tests.unit.test_kernels_checksum import fragments, random_tensor
 from xfer.kernels import checksum
+from xfer.plan.checksum import added
 from xfer.kernels.bulk import Shape
 from xfer.kernels.long_runs import NOTHING
 from xfer.kernels.strided import moves
@@ -199,7 +200,7 @@ def test_offsets_and_strides_beyond_32_bits(src, dst, far):
             fast = module.TritonSums(one, np.zeros(1, np.int64), 1, [live[end]], end, [checksum.placed(one[0], end, shapes)])
             fast.launch()
             left = checksum.checksum_rows(one[fast.odd], [live[end]], end, shapes)
-            assert checksum.added(fast.values()[0], left) == checksum.checksum_rows(one, [live[end]], end, shapes)
+            assert added(fast.values()[0], left) == checksum.checksum_rows(one, [live[end]], end, shapes)
         fill = one.copy()
         fill["op"], fill["src_dtype"], fill["fill"] = Op.FILL, fill["dst_dtype"], 0x40404040
         bound(fill, [live["again"]], "dst", [live["again"]]).fill()
@@ -294,7 +295,7 @@ def test_checksums_equal_the_twins_number(seed, parts, narrow, tile):
     for _ in range(2):
         fast.launch()
         left = [checksum.checksum_rows(rows[(slot == k) & fast.odd], roots, "src", shapes) for k in range(2)]
-        assert list(map(checksum.added, fast.values(), left)) == want
+        assert list(map(added, fast.values(), left)) == want
 
 
 @runs
@@ -332,7 +333,7 @@ def test_checksums_of_whole_groups_equal_the_twins_number(seed, dtype, narrow, t
     fast = module.TritonSums(rows, np.zeros(2, np.int64), 1, roots, "src", where, tile)
     fast.launch()
     left = checksum.checksum_rows(rows[fast.odd], roots, "src", shapes)
-    assert checksum.added(fast.values()[0], left) == want
+    assert added(fast.values()[0], left) == want
 
 
 def lent(rows, roots, shapes, tile: int | None = None):
@@ -390,7 +391,7 @@ def test_copies_that_sum_leave_the_same_bytes_and_the_same_number(seed, dtype, b
         rows.copy()
         both.launch()
         left = checksum.checksum_rows(sums[both.odd], live, "dst", shapes)
-        assert all(map(torch.equal, live, want)) and checksum.added(both.values()[0], left) == number
+        assert all(map(torch.equal, live, want)) and added(both.values()[0], left) == number
 
 
 @runs

@@ -24,7 +24,8 @@ from xfer.plan.options import PlanOptions
 from xfer.plan.planner import plan_replica
 from xfer.session import layouts
 from xfer.session import messages as m
-from xfer.session.layouts import KEPT, Relay, Shelf, roll_digest
+from xfer.coordinator.layouts import LayoutExchange, roll_digest
+from xfer.session.layouts import KEPT, Shelf
 from xfer.session.packing import pack, unpack, unpack_one
 from xfer.trace.catalog import Catalog
 
@@ -61,7 +62,7 @@ class Job:
         self.trainers = [Rank(self, f"trainer {i}", s) for i, s in enumerate(sources)]
         self.workers = [Rank(self, f"worker {i}", t) for i, t in enumerate(takers)]
         self.ranks = [*self.trainers, *self.workers]
-        self.relay = Relay(lambda digest: [r for r in self.ranks if r.digest == digest])
+        self.relay = LayoutExchange(lambda digest: [r for r in self.ranks if r.digest == digest])
         self.thread = threading.Thread(target=self.brain, daemon=True)
         self.thread.start()
 

@@ -8,8 +8,6 @@ import torch
 
 from xfer.session import channel as c
 from xfer.session import late
-from xfer.session import messages as m
-from xfer.session.roster import Client
 
 
 @pytest.fixture
@@ -79,16 +77,6 @@ def test_a_connections_reader(held, pair):
         one.join(5.0)
 
     held("xfer-read", lambda: one.start(lambda msg: None, lambda reason: None), end)
-
-
-def test_a_clients_writer(held, pair):
-    client = Client(channel(pair[0]))
-
-    def end() -> None:
-        client.finish()
-        client.say_all(5.0)
-
-    held("xfer-hub-write", lambda: client.send(m.StoreSet("r0/a", b"x" * (c.NOW_BYTES + 1))), end)
 
 
 def test_routes_that_are_closed_late(held, monkeypatch):

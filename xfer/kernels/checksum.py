@@ -55,11 +55,6 @@ def checksum_rows(rows: np.ndarray, roots: Sequence[torch.Tensor], side: str, sh
     return Sums.of_one(rows, roots, side, shapes).values()[0]
 
 
-def added(a: int, b: int) -> int:
-    """The checksum of two sets of elements together, from those of each."""
-    return (a + b) % _HALF | ((a >> 32) + (b >> 32)) % _HALF << 32
-
-
 class Sums:
     """Checksums of several sets of rows, bound once: all Python per row happens here, `values` may be called again and
     again. On CUDA one kernel reads everything (checksum_triton.py), as on the CPU torch does.

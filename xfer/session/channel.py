@@ -29,7 +29,7 @@ from xfer.errors import DeadlineExceeded, HandshakeError, PeerLost, ProtocolErro
 from xfer.session.messages import MAX_FRAME, Message, decode, encode
 
 MAGIC = b"xfer\x01\x00\x00\x00"
-_NONCE = 32
+NONCE = 32
 HANDSHAKE_S = 20.0
 """Seconds that either side may take for the challenge."""
 SEND_S = 120.0
@@ -40,12 +40,12 @@ NOW_BYTES = 4096
 """A longer message is left to whoever can wait (`send_now`)."""
 
 
-def _frame(message: Message) -> bytes:
+def frame(message: Message) -> bytes:
     body = encode(message)
     return struct.pack("<I", len(body)) + body
 
 
-def _proof(token: str, side: bytes, first: bytes, second: bytes) -> bytes:
+def proof(token: str, side: bytes, first: bytes, second: bytes) -> bytes:
     return hmac.new(token.encode(), side + first + second, hashlib.sha256).digest()
 
 
@@ -75,33 +75,6 @@ def check_token(token: str) -> None:
         ) from None
 
 
-def accept_handshake(sock: socket.socket, token: str) -> None:
-    """Listener's half. Raises HandshakeError; the socket is then useless."""
-    sock.settimeout(HANDSHAKE_S)
-    mine, until = os.urandom(_NONCE), time.monotonic() + HANDSHAKE_S
-    try:
-        sock.sendall(MAGIC + mine)
-        answer = _read_exactly(sock, len(MAGIC) + _NONCE + 32, until)
-        magic, theirs, proof = (
-            answer[: len(MAGIC)],
-            answer[len(MAGIC) : len(MAGIC) + _NONCE],
-            answer[len(MAGIC) + _NONCE :],
-        )
-        good = magic == MAGIC and hmac.compare_digest(proof, _proof(token, b"client", mine, theirs))
-        sock.sendall(_proof(token, b"server", theirs, mine) if good else b"\0" * 32)
-    except (OSError, ConnectionError) as e:
-        raise HandshakeError(f"peer went away during the challenge: {e}") from None
-    if magic == MAGIC and not good:
-        raise OtherTokenError("a client could not prove the token")
-    if not good:
-        raise HandshakeError("a client did not speak as one")
-    sock.settimeout(None)
-
-
-class OtherTokenError(HandshakeError):
-    """An xfer of this wire version with another token, or somebody who guesses."""
-
-
 class _TurnedAway(HandshakeError):
     """The challenge was not answered: the door had no room, or something else listens there. Nothing was refused."""
 
@@ -110,19 +83,19 @@ def connect_handshake(sock: socket.socket, token: str, address: str, until: floa
     """Client's half, done or given up by monotonic `until`."""
     until = min(until, time.monotonic() + HANDSHAKE_S)
     try:
-        greeting = _read_exactly(sock, len(MAGIC) + _NONCE, until)
+        greeting = _read_exactly(sock, len(MAGIC) + NONCE, until)
         if greeting[: len(MAGIC)] != MAGIC:
             raise HandshakeError(f"{address} is not an xfer rendezvous of wire version {MAGIC[4]}")
-        theirs, mine = greeting[len(MAGIC) :], os.urandom(_NONCE)
-        sock.sendall(MAGIC + mine + _proof(token, b"client", theirs, mine))
-        proof = _read_exactly(sock, 32, until)
+        theirs, mine = greeting[len(MAGIC) :], os.urandom(NONCE)
+        sock.sendall(MAGIC + mine + proof(token, b"client", theirs, mine))
+        said = _read_exactly(sock, 32, until)
     except TimeoutError:
         raise _TurnedAway(
             f"{address} accepts connections and says nothing: is that process stopped, or is it another service?"
         ) from None
     except (OSError, ConnectionError) as e:
         raise _TurnedAway(f"the rendezvous at {address} closed the connection during the challenge: {e}") from None
-    if not hmac.compare_digest(proof, _proof(token, b"server", mine, theirs)):
+    if not hmac.compare_digest(said, proof(token, b"server", mine, theirs)):
         raise HandshakeError(
             f"the rendezvous at {address} and this process hold different tokens",
             ["pass the same token= on every rank"],
@@ -130,7 +103,7 @@ def connect_handshake(sock: socket.socket, token: str, address: str, until: floa
     sock.settimeout(None)
 
 
-_ALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
+ALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
 """A host that vanished without a word is gone after a minute, not after the two hours of most kernels: its successor needs the place."""
 
 
@@ -141,7 +114,7 @@ class Channel:
     def __init__(self, sock: socket.socket, label: str):
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name, value in _ALIVE.items():
+        for name, value in ALIVE.items():
             if hasattr(socket, name):
                 sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
         sock.setblocking(False)
@@ -225,7 +198,7 @@ class Channel:
     def send_now(self, message: Message) -> bool:
         """Sends the message if the connection takes all of it at once, without waiting for anybody. False: nothing was
         sent, or the connection is gone, which its reader reports."""
-        data = _frame(message)
+        data = frame(message)
         if len(data) > NOW_BYTES or not self._lock.acquire(blocking=False):
             return False
         try:
@@ -249,7 +222,7 @@ class Channel:
                 f"cannot send {type(message).__name__} to {self.label}: this process was forked from the one that connected",
                 ["a session belongs to one process: call from that one, or connect in this one"],
             )
-        data = memoryview(_frame(message))
+        data = memoryview(frame(message))
         until = time.monotonic() + seconds
         mine = self._lock.acquire(timeout=seconds)  # not `with`: who holds it may be waiting for the same peer
         try:

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from xfer.kernels.checksum import Sums, added
+from xfer.kernels.checksum import Sums
+from xfer.plan.checksum import added
 from xfer.plan.program import Op, row_wire_bytes
 
 FIRST = 0.75

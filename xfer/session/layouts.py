@@ -1,15 +1,5 @@
-"""How layouts reach whoever plans: announced by digest, published once per class of equal ranks, fetched when needed.
-
-    rank --InventoryMsg(digest)--> hub                                     every rank says what it has
-    hub --PlanInputs(rolls)--> rank --RollAsk--> hub --Roll--> rank        who has what, where: enough to look into the cache
-    rank --LayoutsAsk(roll)--> hub --LayoutAsk(digest)--> one owner --Layout--> hub --Layouts(roll)--> rank
-
-A *roll* lists one side: the digest of each rank's inventory, and its host. The trainers' roll is the same for all
-replicas. All inventories of a roll travel in one compressed stream, made once, so that what the hub sends hardly grows
-with the number of classes. With a plan in the cache of a rank, no inventory travels to it at all.
-
-Here live the hub's half (`Relay`, on its brain thread) and a client's (`Shelf`, shared by its lanes). Not here: what an
-inventory is, what a plan is.
+"""What a process knows of everybody's layouts, shared by its lanes. The coordinator's half, and the whole exchange, are in
+coordinator/layouts.py. What an inventory is and what a plan is, is known in plan/.
 """
 
 from __future__ import annotations
@@ -21,107 +11,25 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from xfer.coordinator.layouts import roll_digest
 from xfer.errors import DeadlineExceeded, ProtocolError
-from xfer.plan import columns as col
 from xfer.plan.cache import PlanCache
 from xfer.plan.inventory import Inventory
 from xfer.plan.options import PlanOptions
 from xfer.plan.part import Part
 from xfer.plan.planner import Drafts, key_of
 from xfer.session import messages as m
-from xfer.session.packing import pack, unpack, unpack_one
+from xfer.session.packing import pack, unpack
 
 if TYPE_CHECKING:
-    from xfer.session.roster import Client
     from xfer.trace.catalog import Catalog
 
 KEPT = 4
 """Own inventories that a rank can still answer for: the present one, and those of plans that are being made."""
 
 
-def roll_digest(inventories: Sequence[bytes], hosts: Sequence[str]) -> bytes:
-    return col.digest([b"".join(inventories), *hosts]).encode()
-
-
-class Relay:
-    """The hub's half. `owners`: who has announced a digest. `sent`, `received`: bytes of rolls and layouts so far."""
-
-    def __init__(self, owners: Callable[[bytes], Iterable[Client]]):
-        self._owners = owners
-        self._rolls: OrderedDict[bytes, m.Roll] = OrderedDict()
-        self._known: dict[bytes, bytes] = {}  # digest -> content
-        self._packed: dict[bytes, bytes] = {}  # roll -> all its contents
-        self._waiting: dict[bytes, list[Client]] = {}  # roll -> who asked
-        self._asked: dict[bytes, Client] = {}  # digest -> who was asked for it
-        self.sent = self.received = 0
-
-    def roll(self, inventories: Sequence[bytes], hosts: Sequence[str], keep: int) -> bytes:
-        """Digest of the roll of one side. The `keep` latest ones are remembered."""
-        digest = roll_digest(inventories, hosts)
-        self._rolls[digest] = self._rolls.pop(digest, None) or m.Roll(digest, tuple(inventories), tuple(hosts))
-        while len(self._rolls) > keep:
-            old, _ = self._rolls.popitem(last=False)
-            self._packed.pop(old, None)
-            self._waiting.pop(old, None)
-        named = {d for r in self._rolls.values() for d in r.inventories}
-        self._known = {d: c for d, c in self._known.items() if d in named}
-        return digest
-
-    def roll_asked(self, client: Client, msg: m.RollAsk) -> None:
-        roll = self._rolls.get(msg.roll)
-        if roll is not None:  # else the plan that it was for is no longer wanted
-            self.sent += 32 * len(roll.inventories) + sum(map(len, roll.hosts))
-            client.send(roll)
-
-    def layouts_asked(self, client: Client, msg: m.LayoutsAsk) -> None:
-        roll = self._rolls.get(msg.roll)
-        if roll is None:
-            return
-        self._waiting.setdefault(msg.roll, []).append(client)
-        self._ask(roll)
-        self._answer(msg.roll)
-
-    def came(self, client: Client, msg: m.Layout) -> None:
-        """ProtocolError unless it is what it is called: everybody plans from it."""
-        self.received += len(msg.packed)
-        content = unpack_one(msg.packed, f"layout of {client.label}")
-        if col.digest([content]).encode() != msg.inventory:
-            raise ProtocolError(f"{client.label} sent a layout with another digest than it announced")
-        self._known[msg.inventory] = content
-        self._asked.pop(msg.inventory, None)
-        for roll in list(self._waiting):
-            self._answer(roll)
-
-    def gone(self, client: Client) -> None:
-        """Others of its class are asked for what it owed."""
-        for d in [d for d, c in self._asked.items() if c is client]:
-            del self._asked[d]
-        for roll, clients in self._waiting.items():
-            self._waiting[roll] = [c for c in clients if c is not client]
-            self._ask(self._rolls[roll])
-
-    def _ask(self, roll: m.Roll) -> None:
-        for d in dict.fromkeys(roll.inventories):
-            if d not in self._known and d not in self._asked:
-                owner = next(iter(self._owners(d)), None)
-                if owner is not None:
-                    self._asked[d] = owner
-                    owner.send(m.LayoutAsk(d))
-
-    def _answer(self, digest: bytes) -> None:
-        roll = self._rolls[digest]
-        distinct = list(dict.fromkeys(roll.inventories))
-        if not self._waiting.get(digest) or not all(d in self._known for d in distinct):
-            return
-        if digest not in self._packed:
-            self._packed[digest] = pack([self._known[d] for d in distinct])
-        for client in self._waiting.pop(digest):
-            self.sent += len(self._packed[digest])
-            client.send(m.Layouts(digest, self._packed[digest]))
-
-
 class Shelf:
-    """A client's half: what this process knows of everybody's layouts. Thread-safe.
+    """Thread-safe.
 
     `exchange_s`: of each replica's last plan, the seconds until its layouts were here, unpacked and checked. `cached`: whether
     it came from the cache.

@@ -13,25 +13,25 @@ from typing import Protocol
 
 import torch
 
+from xfer.coordinator.state import Options, told
 from xfer.errors import DeadlineExceeded, RebindError, XferError
 from xfer.plan.cache import PlanCache
 from xfer.plan.fabric import Site
 from xfer.plan.inventory import trainer_inventory
 from xfer.plan.part import Part
 from xfer.plan.table import padded_shapes
+from xfer.rendezvous.server import Server
 from xfer.session import computing, faults, timeline
 from xfer.session import messages as m
 from xfer.session.arguments import checked_call
 from xfer.session.bounds import STOP_GRACE_S, TOLD_S
 from xfer.session.drain import Aside, refuse_running
 from xfer.session.entry import Entry
-from xfer.session.hub import Hub
 from xfer.session.lane import Lane
 from xfer.session.packing import pack, unpack_one
 from xfer.session.party import Party, data_plane, host_identity
 from xfer.session.refit import RefitCall
 from xfer.session.report import RefitReport
-from xfer.session.roster import HubOptions, told
 from xfer.session.sums import SourceSums
 from xfer.session.turns import quick_turns
 from xfer.trace.catalog import Catalog
@@ -97,7 +97,7 @@ class TrainerSession:
         self.deadline_s, self.replicas, self._relay = deadline_s, replicas, relay
         self.attempt, self.version = 0, ""
         self._cache = PlanCache(cache_dir) if cache_dir else None
-        self._hub: Hub | None = None
+        self._server: Server | None = None
         self._until, self._open = time.monotonic() + deadline_s, False
         self._catalog: Catalog | None = None
         self.generation = 0
@@ -114,7 +114,7 @@ class TrainerSession:
         self.computing: Aside[bool] | None = None  # while it runs, maybe after its call
         self._sums = SourceSums(self.index, [], [])
         self._quarantine: list[list[torch.Tensor]] = []  # storages that somebody may still read
-        options = HubOptions(
+        options = Options(
             source.world,
             replicas,
             deadline_s,
@@ -129,7 +129,7 @@ class TrainerSession:
         )
         settings = (*told(options), *data_plane(self.device))
         if source.rank == 0:
-            self._hub = Hub(
+            self._server = Server(
                 rendezvous,
                 token,
                 replace(options, settings=settings),
@@ -145,8 +145,8 @@ class TrainerSession:
                 settings=settings,
             )
         except BaseException:
-            if self._hub is not None:
-                self._hub.close()
+            if self._server is not None:
+                self._server.close()
             raise
         self._party.on_lane = self._lane
         self.pump = None  # of the packed route
@@ -186,11 +186,11 @@ class TrainerSession:
                 try:
                     message = self._party.take(
                         (m.ReplicaReady, m.Failed, m.CatalogMsg),
-                        until if self._hub is not None else until + TOLD_S,  # the hub's rank knows who was turned away
+                        until if self._server is not None else until + TOLD_S,  # the hub's rank knows who was turned away
                         f"replicas {missing} have not joined; is xfer.serve() running for them?",
                     )
                 except DeadlineExceeded as e:  # told first, or the others would only hear that this rank has left
-                    e.violations += tuple(self._hub.turned_away.lines()) if self._hub is not None else ()
+                    e.violations += tuple(self._server.rejected()) if self._server is not None else ()
                     self._party.try_send(m.Failed(m.WireError.of(e, self._party.label)))
                     raise
                 if isinstance(message, m.CatalogMsg):
@@ -492,8 +492,8 @@ class TrainerSession:
         finally:
             self._busy.closed = True
             self._party.close()
-            if self._hub is not None:
-                self._hub.hear_out(self.index)
+            if self._server is not None:
+                self._server.wait_left(self.index)
                 time.sleep(0.05)  # let the others' goodbyes arrive before the socket goes
-                self._hub.close(0.0 if self._open else min(self._until, time.monotonic() + STOP_GRACE_S))
+                self._server.close(0.0 if self._open else min(self._until, time.monotonic() + STOP_GRACE_S))
             self._sums.end()  # last: it raises what became of the device

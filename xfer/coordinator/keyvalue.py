@@ -1,16 +1,16 @@
-"""The hub's side of the store (store.py has the client's): keys, values, and clients that wait for a key to appear."""
+"""The coordinator's half of the store in which communicators meet: values, and clients that wait for a key to appear."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 
+from xfer.coordinator.state import Client
 from xfer.errors import ProtocolError
 from xfer.session import messages as m
-from xfer.session.roster import Client
 
 
 class KeyValues:
-    """Every call checks its keys against the client's prefix: ProtocolError ends that connection."""
+    """Every call checks its keys against the client's prefix. A ProtocolError ends that connection."""
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
@@ -47,7 +47,7 @@ class KeyValues:
         client.send(m.StoreReply(msg.call, flag=all(k in self._values for k in msg.keys)))
 
     def forget(self, prefix: str) -> None:
-        """Values of an epoch that is over."""
+        """Drop the values of an epoch that is over."""
         for key in [k for k in self._values if k.startswith(prefix)]:
             del self._values[key]
 

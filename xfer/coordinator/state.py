@@ -1,33 +1,29 @@
-"""Who the hub knows: clients, replicas, and what the job's first trainer said about itself. State only, no decisions."""
+"""What the coordinator knows: clients, replicas and their phases, and the options of the job's first trainer.
+
+State and the rules of admission only. Nothing here decides a refit.
+"""
 
 from __future__ import annotations
 
 import hashlib
-import logging
-import queue
-import threading
-import time
 from dataclasses import dataclass, field
+from enum import Enum
 
-from xfer.errors import PeerLost, ProtocolError, XferError
+from xfer.coordinator.events import Close, Effect, Send
+from xfer.errors import XferError
 from xfer.session import messages as m
-from xfer.session.channel import Channel
-
-PROMPT = (m.Arm, m.Go, m.Brought, m.Drained, m.Commit, m.Settle, m.Outcome)
 
 
 @dataclass(eq=False)
 class Client:
-    """One authenticated connection, after its hello."""
+    """One connection that proved the token, until it ends. What it is to be sent goes into `outbox`."""
 
-    channel: Channel
+    number: int
+    outbox: list[Effect] = field(repr=False)
     hello: m.Hello | None = None
     left: bool = False
+    closed: bool = False
     progress: m.Progress | None = None
-    _out: queue.SimpleQueue = field(default_factory=queue.SimpleQueue)
-    _writer: threading.Thread | None = None
-    _order: threading.Lock = field(default_factory=threading.Lock)
-    _queued: int = 0
 
     @property
     def label(self) -> str:
@@ -36,103 +32,98 @@ class Client:
             return "a client without hello"
         if h.role == "trainer":
             return f"trainer {h.index}"
-        return (
-            f"replica {h.replica} worker {h.index}"
-            if h.role == "worker"
-            else f"replica {h.replica} controller"
-            if h.role == "controller"
-            else "observer"
-        )
+        if h.role == "worker":
+            return f"replica {h.replica} worker {h.index}"
+        return f"replica {h.replica} controller" if h.role == "controller" else "observer"
 
     def send(self, message: m.Message) -> None:
-        """Returns at once, whether the client reads or not: one that does not must not hold up the hub's decisions. What
-        cannot leave now is queued; what a whole job waits for leaves now, without waking a thread first.
+        if not self.closed:
+            self.outbox.append(Send(self.number, message))
 
-        One that cannot be reached is handled when its reader reports the end, never here.
-        """
-        with self._order:
-            if not self._queued and isinstance(message, PROMPT) and self.channel.send_now(message):
-                return
-            self._queued += 1
-            if self._writer is None:
-                self._writer = threading.Thread(target=self._write, name="xfer-hub-write", daemon=True)
-                self._writer.start()
-            self._out.put(message)
+    def close(self) -> None:
+        """After what was sent before."""
+        if not self.closed:
+            self.closed = True
+            self.outbox.append(Close(self.number))
 
-    def _write(self) -> None:
-        while (message := self._out.get()) is not None:
-            try:
-                self.channel.send(message)
-            except PeerLost:
-                return
-            except ProtocolError as e:  # a bug of ours: this client would wait for ever for what it was not told
-                logging.getLogger("xfer").error("xfer: %s: %s", self.label, e)
-                self.channel.close()
-                return
-            with self._order:
-                self._queued -= 1
 
-    def finish(self) -> None:
-        """No more messages; those that are queued still go."""
-        self._out.put(None)
+class ReplicaPhase(Enum):
+    """How far a replica is on its way into refits.
 
-    def say_all(self, seconds: float) -> None:
-        """After `finish`: wait for what is queued to go, and hang up."""
-        with self._order:  # not while it is being started
-            writer = self._writer
-        if writer is not None:
-            writer.join(seconds)
-        self.channel.hang_up()
+        ABSENT   -> JOINING                      its controller says hello
+        JOINING  -> PLANNING                     all layouts of its domain are known
+        PLANNING -> LINKING -> READY             all digests are equal; all links are open
+        PLANNING -> READY                        nothing can be linked now: the next refit plans and links
+        READY    -> PLANNING, LINKING            a layout or a storage changed
+        JOINING, PLANNING, LINKING, READY -> FAILED   an error or a deadline; the next refit plans anew
+        any      -> LOST                         one of its processes is gone; a new controller joins as JOINING
+    """
+
+    ABSENT = "absent"
+    JOINING = "joining"
+    PLANNING = "planning"
+    LINKING = "linking"
+    READY = "ready"
+    FAILED = "failed"
+    LOST = "lost"
+
+    @property
+    def opening(self) -> bool:
+        """A plan or a link is being made."""
+        return self in (ReplicaPhase.PLANNING, ReplicaPhase.LINKING)
+
+    @property
+    def before_ready(self) -> bool:
+        return self is ReplicaPhase.JOINING or self.opening
 
 
 @dataclass(eq=False)
 class Replica:
-    """What the hub knows of one engine replica."""
+    """One engine replica: its processes, its plan and its link."""
 
     index: int
     size: int = 0
     controller: Client | None = None
     workers: dict[int, Client] = field(default_factory=dict)
-    inventories: dict[int, bytes] = field(default_factory=dict)
-    epoch: int = 0
-    state: str = "absent"  # absent | joining | planning | linking | ready | failed | lost
-    pending: set[Client] = field(default_factory=set)  # who still owes an answer in this state
+    inventories: dict[int, bytes] = field(default_factory=dict)  # worker -> digest of its layout
+    epoch: int = 0  # generation of its plan and link; a message of an older epoch is ignored
+    phase: ReplicaPhase = ReplicaPhase.ABSENT
+    pending: set[Client] = field(default_factory=set)  # clients that owe an answer in this phase
     digests: dict[str, str] = field(default_factory=dict)  # label -> plan digest
     digest: str = ""
     version: str = ""
     dirty: bool = False
     error: XferError | None = None
     until: float = 0.0
-    relink: bool = False  # plan is still right, the communicator is not
-    reopen: bool = False  # the communicator too, but storages moved: routes must be opened again
-    plan_s: float = 0.0  # what the present attempt spends on a new plan,
+    relink: bool = False  # the plan is right, the communicator is broken
+    reopen: bool = False  # the communicator is right, storages moved: routes must be opened again
+    stale: bool = False  # a layout changed after the plan was made: only a new plan may run
+    plan_s: float = 0.0  # seconds that the running refit spends on a new plan,
     link_s: float = 0.0  # and on opening links and routes
-    stage_at: float = 0.0  # monotonic time from which the stage that runs counts
-    unsettled: int = 0  # attempt after which its controller has not said yet what the engine serves
-    stale: bool = False  # an inventory came after the plan was made: only a new plan may run
-    hands: dict[int, bytes] = field(default_factory=dict)  # worker -> what the next one in a row may read of it
-    before: tuple[int, int] | None = None  # the replica, and its epoch, that the routes were opened behind
-    follows: set[int] = field(default_factory=set)  # workers that do read from that one
+    stage_at: float = 0.0  # when the present stage began
+    unsettled: int = 0  # the refit after which its controller has not said what the engine serves
+    hands: dict[int, bytes] = field(default_factory=dict)  # worker -> what the next replica of a relay chain may read of it
+    before: tuple[int, int] | None = None  # index and epoch of the replica that the routes were opened behind
+    follows: set[int] = field(default_factory=set)  # workers that read from that replica
 
     def processes(self) -> list[Client]:
-        """Workers, and the controller if it is here."""
+        """The workers, and the controller if it is connected."""
         return [*self.workers.values(), *([self.controller] if self.controller is not None else [])]
 
-    def stage(self) -> float:
-        """Ends one stage and begins the next; seconds of the one that ends."""
-        now = time.monotonic()
+    def stage(self, now: float) -> float:
+        """End a stage and begin the next. Returns the seconds of the one that ends."""
         seconds, self.stage_at = now - self.stage_at, now
         return seconds
 
     def settled(self, msg: m.Settled) -> None:
-        """Its controller says what the engine serves after an attempt."""
+        """Its controller said what the engine serves after a refit."""
         self.unsettled, self.dirty = 0, self.dirty and not msg.serving
         if msg.version:
             self.version = msg.version
 
     @property
     def holds(self) -> m.Holds:
-        """What its workers hold together, by what they said when they joined and what became of them since."""
+        """What its workers hold together, from their hellos and the refits since."""
         if not self.dirty:
             return "whole"
         return "nothing" if all(c.hello.holds == "nothing" for c in self.workers.values()) else "mix"
@@ -143,14 +134,16 @@ class Replica:
 
 
 @dataclass(frozen=True)
-class HubOptions:
+class Options:
+    """What trainer 0 was told by `connect()`."""
+
     trainers: int
     replicas: int
     deadline_s: float
     bucket_bytes: int
     drop: tuple[str, ...] = ()
     narrow: tuple[str, ...] = ()
-    site: bytes = b""  # encoded Site: who sits where on which links; empty when not known
+    site: bytes = b""  # encoded Site: hosts and links; empty where it is not known
     settings: tuple[tuple[str, str], ...] = ()  # must be equal in every hello that carries the same key
     route: str = "direct"
     host_pull: bool = False
@@ -158,8 +151,8 @@ class HubOptions:
     colocated: bool = False
 
 
-def told(o: HubOptions) -> tuple[tuple[str, str], ...]:
-    """What every trainer says of connect()'s arguments, for comparison at the door."""
+def told(o: Options) -> tuple[tuple[str, str], ...]:
+    """What every trainer says of connect()'s arguments. They must be equal on all trainer ranks."""
     return (
         ("replicas", str(o.replicas)),
         ("deadline_s", f"{o.deadline_s:g}"),
@@ -190,7 +183,7 @@ def _short(globs: tuple[str, ...]) -> str:
     )
 
 
-def differences(h: m.Hello, o: HubOptions) -> list[str]:
+def differences(h: m.Hello, o: Options) -> list[str]:
     """Settings in which this process differs from trainer 0."""
     mine = dict(o.settings)
     return [
@@ -200,7 +193,7 @@ def differences(h: m.Hello, o: HubOptions) -> list[str]:
     ]
 
 
-def hello_violations(h: m.Hello, o: HubOptions, trainers: dict[int, Client], replicas: dict[int, Replica]) -> list[str]:
+def hello_violations(h: m.Hello, o: Options, trainers: dict[int, Client], replicas: dict[int, Replica]) -> list[str]:
     """Everything that keeps this process out, not the first thing."""
     bad = []
     if h.wire_version != m.WIRE_VERSION:

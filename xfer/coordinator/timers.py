@@ -1,4 +1,4 @@
-"""What the hub is to do later. Of one thread, which asks for what is due; not here: what is done."""
+"""What the coordinator does later, ordered by time. Reads no clock: the caller says what time it is."""
 
 from __future__ import annotations
 
@@ -12,24 +12,25 @@ class Timers:
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, Callable[[], None], object]] = []
-        self._count = itertools.count()  # of two of one time the first comes first
+        self._count = itertools.count()  # of two actions at one time, the one that was added first runs first
 
     def at(self, when: float, action: Callable[[], None], of: object = None) -> None:
-        """of: what the action is about, if it has nothing to do once that is over (`drop`)."""
+        """Add an action. `of`: what it is about; `drop(of)` removes it."""
         heapq.heappush(self._heap, (when, next(self._count), action, of))
 
-    def next(self, otherwise: float) -> float:
-        """When the first is due."""
-        return self._heap[0][0] if self._heap else otherwise
+    @property
+    def next(self) -> float | None:
+        """When the first action is due; None without one."""
+        return self._heap[0][0] if self._heap else None
 
     def due(self, now: float) -> list[Callable[[], None]]:
-        """Taken out, in order of time."""
+        """Remove and return what is due, in order of time."""
         out = []
         while self._heap and self._heap[0][0] <= now:
             out.append(heapq.heappop(self._heap)[2])
         return out
 
     def drop(self, of: object) -> None:
-        """It is over: its deadline may be an hour away, and until then nothing of it could be freed."""
+        """Remove all actions about `of`. A deadline may be an hour away, and its action would keep `of` alive until then."""
         self._heap = [t for t in self._heap if t[3] is not of]
         heapq.heapify(self._heap)

@@ -1,0 +1,440 @@
+"""One replica's part in a refit: its phases, the decision, and the way back. Here a version is committed.
+
+The commit is a two-phase commit with presumed abort. Its domain is one replica: all trainers and that replica's workers.
+A worker that never hears `Commit` never installs. The decision is taken once, in `ReplicaRefit._decide`, when every rank
+of the domain has said `Done` and, in a verified refit, the checksums agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from xfer.coordinator import relays
+from xfer.coordinator.state import ReplicaPhase
+from xfer.errors import DeadlineExceeded, EngineLost, PeerLost, VerificationError, XferError
+from xfer.plan.checksum import added
+from xfer.session import messages as m
+from xfer.session.bounds import ANSWER_GRACE_S, CAUSE_S, SETTLE_GRACE_S, STOP_GRACE_S
+
+if TYPE_CHECKING:
+    from xfer.coordinator.refit import Refit
+    from xfer.coordinator.state import Client, Replica
+
+
+class Phase(Enum):
+    """Of one replica in one refit. `TRANSITIONS` says how it moves through them."""
+
+    ARMING = "arming"
+    MOVING = "moving"
+    COMMITTING = "committing"
+    ABORTING = "aborting"
+    SETTLING = "settling"
+    OVER = "over"
+
+
+TRANSITIONS: tuple[tuple[Phase, Phase, str], ...] = (
+    (Phase.ARMING, Phase.MOVING, "all trainers are ready, all workers armed, plan and link up to date: Go"),
+    (Phase.MOVING, Phase.COMMITTING, "every rank said Done and the checksums agree: the decision, Commit to the workers"),
+    (Phase.COMMITTING, Phase.SETTLING, "every worker has installed: Commit to the controller"),
+    (Phase.COMMITTING, Phase.SETTLING, "a worker failed, or STOP_GRACE_S passed: the replica is torn, Settle"),
+    (Phase.ARMING, Phase.ABORTING, "an error or the deadline: Abort to the domain"),
+    (Phase.MOVING, Phase.ABORTING, "an error, unequal checksums or the deadline: Abort to the domain"),
+    (Phase.ABORTING, Phase.SETTLING, "every armed worker has stopped, or STOP_GRACE_S passed: Settle"),
+    (Phase.ABORTING, Phase.OVER, "the same, and the engine was never told of this refit"),
+    (Phase.SETTLING, Phase.OVER, "the controller said what its engine serves, or did not in time"),
+    (Phase.ARMING, Phase.OVER, "the replica is not connected, or a process of it is gone"),
+    (Phase.MOVING, Phase.OVER, "a process of the replica is gone"),
+    (Phase.COMMITTING, Phase.OVER, "a process of the replica is gone, or its controller gave up"),
+)
+"""All moves of a replica in a refit: from, to, when. docs/design.md prints this table."""
+
+_ALLOWED = {(a, b) for a, b, _ in TRANSITIONS}
+
+
+@dataclass(eq=False)
+class ReplicaRefit:
+    """One replica in one refit."""
+
+    refit: Refit
+    replica: Replica
+    phase: Phase = Phase.ARMING
+    armed: set[int] = field(default_factory=set)
+    unread: dict[int, m.Armed] = field(default_factory=dict)  # workers that could not read a layout over their catalog
+    done: dict[str, m.Done] = field(default_factory=dict)
+    committed: set[int] = field(default_factory=set)
+    stopped: dict[int, bool] = field(default_factory=dict)
+    told: bool = False  # its controller was sent Arm
+    error: XferError | None = None
+    armed_at: float = 0.0
+    decided_at: float = 0.0
+    said: m.Settled | None = None
+    dirty: bool = False
+    verified: bool = False
+    readers: dict[int, m.Reader] = field(default_factory=dict)  # workers that may read trainers' storages
+    drained: bool = False  # trainers were told that nobody reads their storages, nor will
+    brought: dict[int, int] = field(default_factory=dict)  # worker -> the last part of its pull that is complete (relays.py)
+    waits: bool = False  # for the replica before it in a relay chain, with a timer set to look again
+    epoch: int = 0  # of the routes by which it moves
+    why_until: float = 0.0  # its error says that a connection closed; until then the reason may still come
+
+    @property
+    def arming(self) -> bool:
+        return self.phase is Phase.ARMING
+
+    @property
+    def moving(self) -> bool:
+        return self.phase is Phase.MOVING
+
+    @property
+    def over(self) -> bool:
+        return self.phase is Phase.OVER
+
+    def to(self, phase: Phase) -> None:
+        if (self.phase, phase) not in _ALLOWED and phase is not self.phase:
+            raise XferError(f"replica {self.replica.index} may not go from {self.phase.value} to {phase.value}")
+        self.phase = phase
+
+    # ---- forward
+
+    def arm(self) -> None:
+        """Tell the controller. One whose replica is still joining would not hear it: it is told when the replica is ready."""
+        r = self.replica
+        free = r.controller is not None and not r.unsettled and not r.phase.before_ready
+        if self.phase is Phase.ARMING and not self.told and free:
+            self.told = True
+            r.controller.send(m.Arm(self.refit.number, self.refit.armed_s))
+
+    def arrived(self, client: Client, msg: m.Armed) -> None:
+        """A worker is inside its receive call."""
+        co = self.refit.coordinator
+        co.take_changes(client, msg)
+        if self.phase is not Phase.ARMING:
+            why = m.WireError.of(self.error or EngineLost("too late"), "rendezvous")
+            return client.send(m.Abort(self.replica.index, self.refit.number, self.replica.epoch, why))
+        self.armed.add(client.hello.index)
+        if msg.unread is not None:
+            self.unread[client.hello.index] = msg
+        if len(self.armed) == self.replica.size:
+            self.armed_at = co.now
+            co.mark(f"replica {self.replica.index}: all workers are armed")
+        self.refit.advance()
+
+    def go(self, together: tuple[int, ...]) -> None:
+        """Bytes move from here on."""
+        co, r, refit = self.refit.coordinator, self.replica, self.refit
+        self.readers = {
+            i: m.Reader(c.label, c.hello.host, c.hello.pid) for i, c in r.workers.items() if i not in r.follows
+        }
+        self.to(Phase.MOVING)
+        self.epoch = r.epoch
+        left = max(1.0, refit.until - co.now)
+        # Workers first, the trainer in this process last: its threads would take the interpreter from the coordinator.
+        co.broadcast(
+            reversed(co.domain(r)),
+            m.Go(r.index, refit.number, r.epoch, refit.version, refit.verify, left, together, relays.tells(refit, self)),
+        )
+        co.mark(f"replica {r.index}: go was sent")
+        relays.began(refit, self)
+
+    def finished(self, client: Client, msg: m.Done) -> None:
+        """A rank has moved its part."""
+        if client.hello.role == "worker":
+            self.readers.pop(client.hello.index, None)
+            relays.brought(self.refit, self, client.hello.index, relays.ALL_PARTS)
+        if self.phase is Phase.MOVING:
+            self.done[client.label] = msg
+            self._decide()
+
+    def _decide(self) -> None:
+        co, r, refit = self.refit.coordinator, self.replica, self.refit
+        if len(self.done) < len(co.domain(r)):
+            return
+        if bad := self._checksum_violations() if refit.verify else []:
+            return self.fail(VerificationError(f"replica {r.index}: version {refit.version!r} was not committed", bad))
+        self.verified = refit.verify
+        co.refits.had(refit.version)
+        self.to(Phase.COMMITTING)
+        self.decided_at = co.now
+        co.mark(f"replica {r.index}: decided")
+        co.at(co.now + STOP_GRACE_S, self._install_late, of=refit)
+        co.broadcast(r.workers.values(), m.Commit(r.index, refit.number, refit.version))
+        if r.controller is not None:
+            r.controller.send(m.Decided(refit.number))
+
+    def installed(self, worker: int) -> None:
+        self.committed.add(worker)
+        if self.phase is Phase.COMMITTING and len(self.committed) == self.replica.size:
+            self.to(Phase.SETTLING)
+            self._settle_timers()
+            self.replica.controller.send(m.Commit(self.replica.index, self.refit.number, self.refit.version))
+
+    def settled(self, msg: m.Settled) -> None:
+        """The controller says what its engine serves."""
+        r, version = self.replica, self.refit.version
+        if self.over:
+            return
+        if self.phase is not Phase.SETTLING:
+            # It had no word from here for so long that it presumed the worst: its part is over, whatever happens here.
+            error = DeadlineExceeded(
+                f"replica {r.index}: its controller gave up waiting for the decision",
+                [f"waiting for {w}" for w in self.waiting_for()],
+            )
+            self.fail(error)
+            self.error = self.error or error  # where it was decided already, nothing can be taken back
+            self.dirty = self.dirty or not msg.serving
+        self.said = msg
+        self.to(Phase.OVER)
+        r.dirty = self.dirty
+        r.settled(msg)
+        if self.error is None and not msg.serving:
+            self.error = EngineLost(f"replica {r.index} committed version {version!r} but could not be resumed")
+
+    # ---- back
+
+    def fail(self, error: XferError, by: Client | None = None) -> None:
+        """End this replica's part because of `error`. The only way to fail but for the loss of a process.
+
+        Before the decision the replica aborts. After it nothing can be taken back: a worker that fails while it installs
+        leaves the replica torn, and nobody else's error counts, since only its own workers are needed.
+        """
+        if self.phase is Phase.COMMITTING and by is not None and by.hello.role == "worker":
+            return self._torn(error)
+        if self.phase not in (Phase.ARMING, Phase.MOVING):
+            return
+        co, r = self.refit.coordinator, self.replica
+        self.dirty, self.error = self.phase is Phase.MOVING, error
+        self.to(Phase.ABORTING)
+        if self.told or not r.phase.before_ready:
+            self._break(error)  # else the replica goes on joining: nothing of this refit has reached it
+        if by is not None and isinstance(error, PeerLost):
+            self.why_until = min(co.now + CAUSE_S, self.refit.until)
+        co.at(co.now + STOP_GRACE_S, self._stop_late, of=self.refit)
+        self._stopped()
+        relays.fallen(self.refit, self, error)
+        self.refit.advance_soon()
+
+    def because(self, error: XferError) -> None:
+        """The reason of an error that only said that a connection closed.
+
+        A rank that raises while bytes move closes its connections, and others may report that before it reports why.
+        """
+        if self.why_until and not isinstance(error, PeerLost):
+            self.error, self.why_until = error, 0.0
+
+    def lost(self, error: XferError) -> None:
+        """A process of the replica is gone. Its other processes have been told."""
+        co, r = self.refit.coordinator, self.replica
+        if self.over and self.error is None:
+            return
+        if isinstance(self.error, EngineLost):  # the controller reported first that something died; this names it
+            self.error = PeerLost(error.message, (*error.violations, str(self.error)), where=error.where)
+        self.error = self.error or error
+        if self.over:
+            return
+        wire = m.WireError.of(error, "rendezvous")
+        co.broadcast(co.domain(r), m.Abort(r.index, self.refit.number, r.epoch, wire))
+        if r.controller is not None:
+            r.controller.send(m.Settle(self.refit.number, True, wire))
+        self.dirty = self.phase is not Phase.ARMING
+        self.to(Phase.OVER)
+        relays.fallen(self.refit, self, error)
+        self.refit.advance_soon()
+        co.soon(self.refit.finish_if_over)
+
+    def _break(self, error: XferError) -> None:
+        """An abort frees a blocked rank by breaking the communicator, which is never used again."""
+        co, r = self.refit.coordinator, self.replica
+        r.relink = True
+        if r.phase.opening:
+            r.phase, r.error = ReplicaPhase.FAILED, error  # planned anew by the next refit
+        wire = m.WireError.of(error, "rendezvous")
+        co.broadcast(co.domain(r), m.Abort(r.index, self.refit.number, r.epoch, wire))
+
+    def worker_stopped(self, client: Client, msg: m.Stopped) -> None:
+        """After an abort: nothing of this refit will be written by this worker."""
+        self.stopped[client.hello.index] = msg.dirty
+        if msg.drained:
+            self.readers.pop(client.hello.index, None)
+        self._stopped()
+        if self.phase is Phase.COMMITTING:
+            version = self.refit.version
+            self._torn(EngineLost(f"{client.label} left its call before it had installed version {version!r}"))
+
+    def _stopped(self) -> None:
+        if self.phase is Phase.ABORTING and all(w in self.stopped for w in self.armed if w in self.replica.workers):
+            self._settle(any(self.stopped.values()))
+
+    def _stop_late(self) -> None:
+        if self.phase is Phase.ABORTING:
+            self._settle(self.dirty)  # a worker did not answer: if bytes may have moved, they count as moved
+            self.refit.finish_if_over()
+
+    def _install_late(self) -> None:
+        if self.phase is Phase.COMMITTING:
+            self._torn(
+                DeadlineExceeded(
+                    f"replica {self.replica.index} did not install version {self.refit.version!r} "
+                    f"within {STOP_GRACE_S:.0f} s of the decision",
+                    [f"waiting for {w}" for w in self.waiting_for()],
+                )
+            )
+            self.refit.finish_if_over()
+
+    def _torn(self, error: XferError) -> None:
+        """Decided, but not installed by every worker: the replica may hold two versions and must not be resumed."""
+        self.error, self.dirty = error, True
+        self.replica.relink = True
+        self._settle(True)
+
+    def _settle(self, dirty: bool) -> None:
+        self.dirty = dirty or self.replica.dirty  # torn by an earlier refit, which this one did not mend
+        controller = self.replica.controller
+        if controller is None or not self.told:  # its engine knows nothing of this refit
+            return self.to(Phase.OVER)
+        self.to(Phase.SETTLING)
+        self._settle_timers()
+        # What the engine held before, its controller knows: a replica that had no weights yet holds no mix now.
+        controller.send(m.Settle(self.refit.number, dirty, m.WireError.of(self.error, "rendezvous")))
+
+    def _settle_timers(self) -> None:
+        co, r, refit = self.refit.coordinator, self.replica, self.refit
+
+        def unsettled() -> None:
+            """Trainers have waited long enough; for the controller it is not too late."""
+            if self.phase is Phase.SETTLING:
+                self.to(Phase.OVER)
+                r.unsettled, r.dirty = refit.number, self.error is not None and self.dirty
+                self.error = self.error or DeadlineExceeded(
+                    f"replica {r.index} holds version {refit.version!r}, but its engine was not back in service in time",
+                    [f"replica {r.index} controller: resuming; the next refit waits for it"],
+                )
+                refit.finish_if_over()
+
+        def never() -> None:
+            if self.phase is Phase.SETTLING or r.unsettled == refit.number:
+                late = f"replica {r.index} was not back in service {SETTLE_GRACE_S:.0f} s after the decision"
+                co.lose(r, EngineLost(late))
+                refit.finish_if_over()
+
+        co.at(max(co.now, refit.until) + ANSWER_GRACE_S, unsettled, of=refit)
+        co.at(co.now + SETTLE_GRACE_S, never)
+
+    # ---- reports
+
+    def waiting_for(self) -> list[str]:
+        """What keeps the replica where it is, one line each."""
+        r, refit, co = self.replica, self.refit, self.refit.coordinator
+        trainers = range(co.options.trainers)
+        who = [f"trainer {i}: it has not called nccl_xfer_refit()" for i in trainers if i not in refit.entered]
+        who += [
+            f"trainer {i}: it has called, and is not ready: it finishes parameter gathers in flight, or computes what it exports"
+            for i in sorted(refit.entered)
+            if i not in refit.drained
+        ]
+        if self.phase is Phase.ARMING:
+            who += self._arming_for()
+        elif self.phase is Phase.MOVING:
+            who += [self._moving(c) for c in co.domain(r) if c.label not in self.done]
+        elif self.phase is Phase.COMMITTING:
+            who += [f"replica {r.index} worker {w}: installing" for w in range(r.size) if w not in self.committed]
+        elif self.phase is Phase.SETTLING:
+            who.append(f"replica {r.index} controller: resuming")
+        return who
+
+    def _arming_for(self) -> list[str]:
+        r, refit, co = self.replica, self.refit, self.refit.coordinator
+        if r.unsettled:
+            return [f"replica {r.index} controller: bringing its engine back after refit {r.unsettled}"]
+        who = [
+            f"replica {r.index} worker {w}: not armed (its controller is pausing the engine or a request is still running)"
+            for w in range(r.size)
+            if w not in self.armed
+        ]
+        if r.phase.opening:
+            who += [f"{c.label}: {r.phase.value}" for c in sorted(r.pending, key=lambda c: c.label)]
+        if r.stale and len(refit.drained) == co.options.trainers and len(self.armed) == r.size:
+            silent = [i for i in range(co.options.trainers) if i not in co.trainer_inventories]
+            who += [f"trainer {i}: it has not said how what it exports now lies in its memory" for i in silent]
+        who += [
+            f"replica {r.index} worker {w}: it cannot read what trainers exported so far: {a.unread.message}"
+            for w, a in sorted(self.unread.items())
+        ]
+        ahead = relays.ahead(refit, self)
+        if ahead is not None:
+            who.append(f"replica {r.index}: stands behind replica {ahead.replica.index}, which has not begun")
+        return who
+
+    def _moving(self, c: Client) -> str:
+        r, p = self.replica, c.progress
+        far = behind = ""
+        if p and p.attempt == self.refit.number and p.replica == r.index:
+            far = f", wave {p.wave}, {p.bytes_done} of {p.bytes_planned} bytes"
+        if r.before and c.hello.role == "worker" and c.hello.index in r.follows:
+            behind = f", behind replica {r.before[0]}"
+        return f"{c.label}: still moving{far}{behind}"
+
+    def _checksum_violations(self) -> list[str]:
+        r = self.replica
+        sent, lies = dict.fromkeys(range(r.size), 0), {}
+        for label, done in self.done.items():
+            for c in done.checksums:
+                value = int.from_bytes(c.value, "little")
+                if label.startswith("trainer"):
+                    sent[c.worker] = added(sent[c.worker], value)
+                else:
+                    lies[c.worker] = value
+        return [
+            f"replica {r.index} worker {w}: trainers sent checksum {sent[w]:016x}, its live bytes have {lies.get(w, 0):016x}; "
+            "the replica stays paused until a refit succeeds"
+            for w in sent
+            if w not in lies or lies[w] != sent[w]
+        ]
+
+    def outcome(self) -> m.OutcomeMsg:
+        """What became of this replica, for the trainers' reports."""
+        s, ok, refit, r = self.said, self.error is None, self.refit, self.replica
+        done = self.done.values()
+        per_worker = tuple(self.done[c.label].bytes_in for _, c in sorted(r.workers.items()) if c.label in self.done)
+        phases = (
+            ("arm", max(0.0, self.armed_at - refit.began) if self.armed_at else 0.0),
+            ("plan", r.plan_s),
+            ("link", r.link_s),
+            ("pack", max((d.pack_s for d in done), default=0.0)),
+            ("wire", max((d.wire_s for d in done), default=0.0)),
+            ("unpack", max((d.unpack_s for d in done), default=0.0)),
+            ("verify", max((d.verify_s for d in done), default=0.0)),
+            ("drain", max((e.drained_s for e in refit.drained.values()), default=0.0)),
+            *(s.phases if s else ()),
+        )
+        if s is not None:
+            serves = s.version
+        else:  # empty for none, or not known yet
+            serves = "" if self.dirty or r.unsettled else r.version
+        return m.OutcomeMsg(
+            replica=r.index,
+            committed=ok and s is not None,
+            serving=s is not None and s.serving,
+            version=serves,
+            transfer_s=max(0.0, self.decided_at - max(refit.ready_at, self.armed_at)) if self.decided_at else 0.0,
+            outage_s=s.outage_s if s else 0.0,
+            bytes_moved=sum(per_worker),
+            bytes_per_worker=per_worker,
+            phases=phases,
+            verified=self.verified,
+            dirty=self.dirty and not ok,
+            error=None if ok else m.WireError.of(self.error, "rendezvous"),
+            routes=_routes(done),
+            readers=tuple(self.readers.values()),
+        )
+
+
+def _routes(done: Iterable[m.Done]) -> tuple[m.RouteBytes, ...]:
+    """Over all ranks: bytes add up, the slowest rank's seconds count."""
+    out: dict[str, m.RouteBytes] = {}
+    for r in (r for d in done for r in d.routes):
+        old = out.get(r.route, m.RouteBytes(r.route, 0, 0.0))
+        out[r.route] = m.RouteBytes(r.route, old.nbytes + r.nbytes, max(old.seconds, r.seconds))
+    return tuple(out[k] for k in sorted(out))

@@ -1,0 +1,443 @@
+"""The coordinator of one job. It introduces processes to each other, relays layouts, and decides each refit. It never touches weights.
+
+    trainers --Specs--> coordinator --CatalogMsg--> trainers, workers --InventoryMsg--> coordinator
+    coordinator --PlanInputs(replica)--> its domain --Planned(digest)--> coordinator --OpenLink--> domain --LinkOpen--> coordinator
+    coordinator --ReplicaReady--> domain
+
+The *domain* of a replica is all trainers and that replica's workers. An error of a replica ends there; other replicas go on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from xfer.coordinator import failures, relays
+from xfer.coordinator.events import Connected, Disconnected, Effect, Event, Mark, Received, Unproven
+from xfer.coordinator.keyvalue import KeyValues
+from xfer.coordinator.planning import Planning
+from xfer.coordinator.refit import Refit
+from xfer.coordinator.refits import Refits
+from xfer.coordinator.rejected import Rejected
+from xfer.coordinator.state import Client, Options, Replica, ReplicaPhase, differences, hello_violations
+from xfer.coordinator.status import status
+from xfer.coordinator.timers import Timers
+from xfer.errors import DeadlineExceeded, HandshakeError, PeerLost, ProtocolError, XferError
+from xfer.session import messages as m
+from xfer.session.packing import pack, unpack_one
+from xfer.trace.catalog import Catalog
+
+REFUSED_S = 2.0
+"""Seconds that a refused process has to read why, before its connection is closed."""
+
+
+class Coordinator:
+    """Feed it events by `handle`, and carry out the effects that it returns, in their order.
+
+    Args:
+        options: what trainer 0 was told.
+        session: name of this job's session, for timelines.
+        now: seconds of the clock by which `handle` will be called.
+    """
+
+    def __init__(self, options: Options, session: str, now: float):
+        self.options, self.session, self.now = options, session, now
+        self.trainers: dict[int, Client] = {}
+        self.replicas = {r: Replica(r) for r in range(options.replicas)}
+        self.catalog: Catalog | None = None
+        self.packed_catalog = b""
+        self.generation = 0
+        self.specs: dict[int, bytes] = {}
+        self._respecified: set[Client] = set()
+        self.trainer_inventories: dict[int, bytes] = {}  # trainer -> digest of its layout
+        self.refit: Refit | None = None  # the one that runs
+        self.failure: XferError | None = None  # a trainer is gone: nothing can be refitted any more
+        self.met: set[int] = set()  # trainers that have been connected
+        self.clients: set[Client] = set()  # that were welcomed
+        self.rejected = Rejected()
+        self.store, self.planning, self.refits = KeyValues(), Planning(self), Refits(self)
+        self.timers = Timers()
+        self._by_number: dict[int, Client] = {}
+        self._effects: list[Effect] = []
+        self.at(now + options.deadline_s, self._check_trainers)
+
+    def handle(self, event: Event, now: float) -> list[Effect]:
+        """Take in one event at monotonic time `now`, in seconds. Returns what is to be done, in order. Never raises."""
+        self.now = max(self.now, now)
+        # Timers that are due run first: if this process was stopped, the others have acted on those deadlines already.
+        for action in (*self.timers.due(self.now), lambda: self._take(event)):
+            self._guarded(action)
+        while soon := self.timers.due(self.now):  # what `soon` asked for
+            for action in soon:
+                self._guarded(action)
+        effects = self._effects[:]
+        self._effects.clear()  # clients hold this list
+        return effects
+
+    def _guarded(self, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except Exception as e:  # a bug here must not leave everybody waiting for their deadlines
+            self.fail_job(
+                e if isinstance(e, XferError) else XferError(f"the coordinator failed: {type(e).__name__}: {e}")
+            )
+
+    @property
+    def wake_at(self) -> float | None:
+        """Monotonic time at which `handle(Tick(), now)` is due if nothing happens before; None for never."""
+        return self.timers.next
+
+    def at(self, when: float, action: Callable[[], None], of: object = None) -> None:
+        """Run `action` at monotonic time `when`; not if `of` is over by then."""
+        self.timers.at(when, action, of)
+
+    def soon(self, action: Callable[[], None]) -> None:
+        """Run `action` when the present event has been handled."""
+        self.timers.at(self.now, action)
+
+    def mark(self, text: str) -> None:
+        """Note a moment of the timeline."""
+        self._effects.append(Mark(text))
+
+    # ---- membership
+
+    def domain(self, replica: Replica) -> list[Client]:
+        """Trainers, then workers, in joint rank order."""
+        return [self.trainers[i] for i in sorted(self.trainers)] + [replica.workers[i] for i in sorted(replica.workers)]
+
+    def broadcast(self, clients: Iterable[Client], message: m.Message) -> None:
+        for c in clients:
+            c.send(message)
+
+    def _take(self, event: Event) -> None:
+        if isinstance(event, Connected):
+            self._by_number[event.client] = Client(event.client, self._effects)
+        elif isinstance(event, Received):
+            client = self._by_number.get(event.client)
+            if client is not None and not client.left and not client.closed:
+                self._receive(client, event.message)
+        elif isinstance(event, Disconnected):
+            client = self._by_number.pop(event.client, None)
+            if client is not None:
+                client.closed = True
+                self._gone(client, event.reason)
+        elif isinstance(event, Unproven):
+            self.rejected.unproven(event.host)
+
+    def _receive(self, client: Client, msg: m.Message) -> None:
+        try:
+            if client.hello is None:
+                if not isinstance(msg, m.Hello):
+                    raise ProtocolError(f"{type(msg).__name__} before hello")
+                return self._hello(client, msg)
+            senders, handler = _RULES.get(type(msg), ((), None))
+            if client.hello.role not in senders:
+                raise ProtocolError(f"{client.label} may not send {type(msg).__name__}")
+            replica = getattr(msg, "replica", None)
+            if replica is not None and not (replica in self.replicas or isinstance(msg, m.Failed)):
+                raise ProtocolError(f"{client.label} speaks of replica {replica}, which does not exist")
+            if replica is not None and client.hello.role == "worker" and replica != client.hello.replica:
+                raise ProtocolError(f"{client.label} speaks for replica {replica}")
+            if isinstance(msg, _OF_MEMBERS) and not self._is_member(client):
+                return None  # its replica was lost since, and another process may have its number by now
+            return handler(self, client, msg)
+        except ProtocolError as e:
+            client.send(m.Refused(m.WireError.of(e, "rendezvous")))
+            client.close()
+
+    def _is_member(self, client: Client) -> bool:
+        h = client.hello
+        if h.role == "trainer":
+            return self.trainers.get(h.index) is client
+        r = self.replicas[h.replica]
+        return client is (r.controller if h.role == "controller" else r.workers.get(h.index))
+
+    def _hello(self, client: Client, h: m.Hello) -> None:
+        o, replica = self.options, self.replicas.get(h.replica)
+        if bad := hello_violations(h, o, self.trainers, self.replicas):
+            return self._refuse(client, h, bad)
+        client.hello = h
+        self.clients.add(client)
+        plans = h.role in ("trainer", "worker")
+        client.send(m.Welcome(o.trainers, o.replicas, o.drop, o.site if plans else b"", o.route, self.session))
+        if h.role == "trainer":
+            self.trainers[h.index] = client
+            self.met.add(h.index)
+            for r in self.replicas.values():  # trainers that were connected when it failed have been told
+                if r.phase in (ReplicaPhase.FAILED, ReplicaPhase.LOST) and r.error is not None:
+                    client.send(m.Failed(m.WireError.of(r.error, "rendezvous"), replica=r.index))
+        elif h.role == "controller":
+            replica.controller, replica.size, replica.phase, replica.error = client, h.size, ReplicaPhase.JOINING, None
+            replica.workers, replica.inventories, replica.version, replica.dirty = {}, {}, "", False
+            replica.until = self.now + o.deadline_s
+            self.at(replica.until, lambda: self._check_join(replica))
+        elif h.role == "worker":
+            replica.workers[h.index] = client
+            replica.dirty = replica.dirty or h.holds != "whole"
+            self.refits.had(h.version)
+            session = any(c.hello.session_open for c in replica.workers.values())
+            replica.controller.send(m.Found(len(replica.workers), replica.holds, session))
+            if replica.phase is ReplicaPhase.FAILED and replica.error is not None:
+                client.send(m.Failed(m.WireError.of(replica.error, "rendezvous"), replica=replica.index))
+            elif self.catalog is not None:
+                client.send(m.CatalogMsg(self.packed_catalog, self.generation))
+        if self.failure is not None:
+            client.send(m.Failed(m.WireError.of(self.failure, "rendezvous")))
+
+    def _refuse(self, client: Client, h: m.Hello, bad: list[str]) -> None:
+        error = HandshakeError(
+            "the rendezvous refused this process",
+            [f"{h.role} {h.index} (host {h.host}, pid {h.pid}): {b}" for b in bad],
+        )
+        self.rejected.refused(h, error.violations)
+        client.send(m.Refused(m.WireError.of(error, "rendezvous")))
+        client.left = True
+        self.at(self.now + REFUSED_S, client.close)
+        # It belongs to this job and cannot come in: the others would wait for it in vain.
+        if bad == differences(h, self.options) or (h.role == "worker" and h.index >= h.size):
+            replica = self.replicas.get(h.replica)
+            if h.role == "trainer":
+                self.fail_job(error)
+            elif replica is not None and replica.phase is ReplicaPhase.JOINING:
+                self.lose(replica, error)
+
+    def _leave(self, client: Client, _: m.Leave) -> None:
+        client.left = True
+        self._departed(client, "left on purpose")
+        client.close()
+
+    def _gone(self, client: Client, reason: str) -> None:
+        if not client.left:
+            self._departed(client, reason)
+
+    def _departed(self, client: Client, reason: str) -> None:
+        self.clients.discard(client)
+        self.store.drop(client)
+        self.planning.departed(client)
+        h = client.hello
+        if h is None or h.role == "observer":
+            return
+        lost = PeerLost(
+            f"{client.label} (host {h.host}, pid {h.pid}) {'left' if client.left else 'is gone'}: {reason}",
+            where="rendezvous",
+        )
+        if h.role == "trainer":
+            self.trainers.pop(h.index, None)
+            return self.fail_job(lost)
+        replica = self.replicas[h.replica]
+        if h.role == "controller" and replica.controller is client:
+            replica.controller = None
+        elif h.role == "worker" and replica.workers.get(h.index) is client:
+            replica.workers.pop(h.index)
+        else:
+            return
+        gave_up = client.left and replica.phase is ReplicaPhase.FAILED  # then it has said why
+        self.lose(replica, replica.error if gave_up and replica.error is not None else lost)
+
+    # ---- failures of the widest scopes; failures.py has the others
+
+    def fail_job(self, error: XferError) -> None:
+        """A trainer is gone, or the coordinator is broken: the running refit ends, and no later one can succeed."""
+        self.failure = self.failure or error
+        if self.refit is not None:
+            self.refit.fail(error)
+        for r in self.replicas.values():
+            if r.phase.opening:
+                self.planning.abort(r, error)
+        self.broadcast(list(self.clients), m.Failed(m.WireError.of(error, "rendezvous")))
+
+    def lose(self, replica: Replica, error: XferError) -> None:
+        """A process of this replica is gone: the replica takes part in nothing until a new controller joins with its number."""
+        if replica.phase is ReplicaPhase.LOST:
+            return
+        opening, replica.phase, replica.error = replica.phase.opening, ReplicaPhase.LOST, error
+        if self.refit is not None:
+            self.refit.lost(replica, error)
+        relays.left(self, replica)
+        if opening:
+            self.planning.abort(replica, error)
+        said = m.Failed(m.WireError.of(error, "rendezvous"), replica=replica.index)
+        self.broadcast(replica.processes(), said)
+        replica.controller, replica.workers, replica.inventories, replica.version = None, {}, {}, ""
+        replica.unsettled = 0
+        if self.refit is None:
+            self.broadcast(self.trainers.values(), said)
+
+    def _check_trainers(self) -> None:
+        missing = [i for i in range(self.options.trainers) if i not in self.specs]
+        if missing and self.failure is None:
+            self.fail_job(
+                DeadlineExceeded(
+                    f"not all of {self.options.trainers} trainer ranks connected within {self.options.deadline_s:.0f} s",
+                    [*map(self._why_missing, missing), *self.rejected.lines()],
+                )
+            )
+
+    def _why_missing(self, i: int) -> str:
+        if i in self.trainers:
+            return f"trainer {i}: it has not said what it exports"
+        return f"trainer {i}: it {'was turned away' if self.rejected.trainer(i) else 'has not called xfer.connect()'}"
+
+    def _check_join(self, replica: Replica) -> None:
+        if replica.phase is ReplicaPhase.JOINING and self.now >= replica.until:
+            missing = [f"worker {i}" for i in range(replica.size) if i not in replica.inventories]
+            missing += [f"trainer {i}" for i in range(self.options.trainers) if i not in self.trainer_inventories]
+            self.lose(
+                replica,
+                DeadlineExceeded(
+                    f"replica {replica.index} did not finish joining within {self.options.deadline_s:.0f} s",
+                    [f"no layout yet from {x}" for x in missing],
+                ),
+            )
+
+    # ---- catalog and layouts
+
+    def _specs_came(self, client: Client, msg: m.Specs) -> None:
+        self.specs[client.hello.index] = msg.catalog
+        if len(self.specs) == self.options.trainers:
+            try:
+                self.make_catalog()
+            except XferError as e:
+                self.fail_job(e)
+
+    def make_catalog(self) -> bool:
+        """Unite what the trainers export. Returns whether the catalog changed.
+
+        Raises:
+            LayoutError: trainers disagree about a tensor.
+        """
+        parts = [
+            (f"trainer {i}", Catalog.from_bytes(unpack_one(b, "specs")).specs) for i, b in sorted(self.specs.items())
+        ]
+        union = Catalog.union(parts)
+        if self.catalog is not None and union.digest() == self.catalog.digest():
+            return False
+        self.catalog, self.generation = union, self.generation + 1
+        self.trainer_inventories.clear()
+        for r in self.replicas.values():
+            r.inventories.clear()
+            r.stale = True
+        self.packed_catalog = pack([union.to_bytes()])
+        message = m.CatalogMsg(self.packed_catalog, self.generation)
+        self.broadcast(self.trainers.values(), message)
+        for r in self.replicas.values():
+            self.broadcast(r.workers.values(), message)
+        return True
+
+    def _inventory_came(self, client: Client, msg: m.InventoryMsg) -> None:
+        if msg.generation != self.generation:
+            return  # made from an older catalog; the client is about to receive the newer one
+        self.take_inventory(client, msg.inventory)
+        for r in self.replicas.values():
+            self.plan_if_complete(r)
+        if self.refit is not None:
+            self.refit.advance()
+
+    def take_inventory(self, client: Client, data: bytes) -> None:
+        """From here on, no plan that was made before may run."""
+        h = client.hello
+        if h.role == "trainer":
+            self.trainer_inventories[h.index] = data
+            for r in self.replicas.values():
+                r.stale = True
+        elif h.role == "worker":
+            self.replicas[h.replica].inventories[h.index] = data
+            self.replicas[h.replica].stale = True
+
+    def take_changes(self, client: Client, msg: m.Ready | m.Armed, specs: bytes = b"") -> None:
+        """Keep what a rank found changed on entry, whatever becomes of the refit: the rank does not say it again."""
+        inventory, generation, h = msg.inventory, msg.generation, client.hello
+        if msg.rebound:
+            for r in self.replicas.values() if h.role == "trainer" else [self.replicas[h.replica]]:
+                r.reopen = True
+        for r in [self.replicas[i] for i in getattr(msg, "broken", ()) if i in self.replicas]:
+            r.relink = True
+        if specs:
+            self.specs[h.index] = specs
+            self.trainer_inventories.pop(h.index, None)  # a new one follows the catalog
+            self._respecified.add(client)
+            for r in self.replicas.values():
+                r.stale = True
+        elif inventory and generation == self.generation:
+            self.take_inventory(client, inventory)
+
+    def settle_catalog(self) -> None:
+        """All trainers have said what changed: send a new catalog to everyone, or the old one to those that wait for one.
+
+        Where trainers disagree the running refit fails; what they export may agree again in the next one.
+        """
+        try:
+            if self._respecified and not self.make_catalog():
+                self.broadcast(self._respecified, m.CatalogMsg(self.packed_catalog, self.generation))
+            self._respecified = set()
+        except XferError as e:
+            self.refit.fail(e)
+
+    def plan_if_complete(self, replica: Replica) -> None:
+        """Plan a replica whose domain's layouts are all known: one that joins, or whose plan in the making has become stale."""
+        if not replica.complete or len(self.trainer_inventories) < self.options.trainers:
+            return
+        if replica.phase is ReplicaPhase.JOINING or (replica.stale and replica.phase.opening):
+            self.planning.plan(replica)
+
+    # ---- the rest
+
+    def _settled(self, client: Client, msg: m.Settled) -> None:
+        replica = self.replicas[client.hello.replica]
+        if msg.attempt == replica.unsettled:
+            replica.settled(msg)
+        self._for_refit(client, msg)
+        if self.refit is not None:
+            self.refit.advance()
+
+    def _armed(self, client: Client, msg: m.Armed) -> None:
+        if self.refit is None or msg.attempt != self.refit.number:
+            return self.take_changes(client, msg)  # that refit is over; the worker leaves it by its own deadline
+        self.refit.handle(client, msg)
+
+    def _for_refit(self, client: Client, msg: m.Brought | m.Done | m.Committed | m.Stopped | m.Settled) -> None:
+        if self.refit is not None and msg.attempt == self.refit.number:  # else an answer that comes too late is ignored
+            self.refit.handle(client, msg)
+
+    def _progress(self, client: Client, msg: m.Progress) -> None:
+        client.progress = msg
+
+    def prefix(self, client: Client) -> str:
+        """Of the store keys that a client may touch."""
+        return "" if client.hello.role == "trainer" else f"r{client.hello.replica}/"
+
+
+_TRAINER, _WORKER, _CONTROLLER = ("trainer",), ("worker",), ("controller",)
+_DOMAIN, _ALL = ("trainer", "worker"), ("trainer", "worker", "controller", "observer")
+_OF_MEMBERS = m.InventoryMsg | m.Armed | m.Planned | m.LinkOpen | m.Failed | m.Settled
+_Handler = Callable[[Coordinator, Client, m.Message], None]
+
+_RULES: dict[type, tuple[tuple[str, ...], _Handler]] = {
+    m.Leave: (_ALL, Coordinator._leave),
+    m.Ping: (_ALL, lambda co, client, msg: client.send(m.Pong())),
+    m.StatusAsk: (_ALL, lambda co, client, msg: client.send(status(co))),
+    m.Progress: (_DOMAIN, Coordinator._progress),
+    m.Failed: (_TRAINER + _WORKER + _CONTROLLER, failures.heard),
+    m.Specs: (_TRAINER, Coordinator._specs_came),
+    m.InventoryMsg: (_DOMAIN, Coordinator._inventory_came),
+    m.RollAsk: (_DOMAIN, lambda co, client, msg: co.planning.layouts.roll_asked(client, msg)),
+    m.LayoutsAsk: (_DOMAIN, lambda co, client, msg: co.planning.layouts.layouts_asked(client, msg)),
+    m.Layout: (_DOMAIN, lambda co, client, msg: co.planning.layouts.came(client, msg)),
+    m.Planned: (_DOMAIN, lambda co, client, msg: co.planning.planned(client, msg)),
+    m.LinkOpen: (_DOMAIN, lambda co, client, msg: co.planning.link_open(client, msg)),
+    m.Release: (_TRAINER, lambda co, client, msg: co.planning.release(client, msg.number)),
+    m.RoutesClosed: (_DOMAIN, lambda co, client, msg: co.planning.closed(client, msg.replica)),
+    m.Prepare: (_TRAINER, lambda co, client, msg: co.refits.prepare(msg)),
+    m.Enter: (_TRAINER, lambda co, client, msg: co.refits.enter(client, msg)),
+    m.Ready: (_TRAINER, lambda co, client, msg: co.refits.ready(client, msg)),
+    m.Armed: (_WORKER, Coordinator._armed),
+    m.Brought: (_WORKER, Coordinator._for_refit),
+    m.Done: (_DOMAIN, Coordinator._for_refit),
+    m.Committed: (_WORKER, Coordinator._for_refit),
+    m.Stopped: (_WORKER, Coordinator._for_refit),
+    m.Settled: (_CONTROLLER, Coordinator._settled),
+    m.StoreSet: (_DOMAIN, lambda co, client, msg: co.store.set(msg, co.prefix(client))),
+    m.StoreGet: (_DOMAIN, lambda co, client, msg: co.store.get(client, msg, co.prefix(client))),
+    m.StoreAdd: (_DOMAIN, lambda co, client, msg: co.store.add(client, msg, co.prefix(client))),
+    m.StoreCheck: (_DOMAIN, lambda co, client, msg: co.store.check(client, msg, co.prefix(client))),
+}
+"""Which roles may send a message, and what handles it. A message that is not listed comes from the coordinator only."""

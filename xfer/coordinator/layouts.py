@@ -1,0 +1,119 @@
+"""How layouts reach the ranks that plan: announced by digest, published once per class of equal ranks, fetched when needed.
+
+    rank --InventoryMsg(digest)--> coordinator                              every rank says what it has
+    coordinator --PlanInputs(rolls)--> rank --RollAsk--> coordinator --Roll--> rank     which digests, where: enough for the cache
+    rank --LayoutsAsk(roll)--> coordinator --LayoutAsk(digest)--> one owner --Layout--> coordinator --Layouts(roll)--> rank
+
+A *roll* lists one side of a domain: the digest of each rank's inventory, and its host. The trainers' roll is the same for
+all replicas. All inventories of a roll travel in one compressed stream that is made once, so what the coordinator sends
+hardly grows with the number of classes. A rank that has the plan in its cache receives no inventory at all.
+
+The clients' half is in session/layouts.py.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from xfer.errors import ProtocolError
+from xfer.plan import columns as col
+from xfer.session import messages as m
+from xfer.session.packing import pack, unpack_one
+
+if TYPE_CHECKING:
+    from xfer.coordinator.state import Client
+
+
+def roll_digest(inventories: Sequence[bytes], hosts: Sequence[str]) -> bytes:
+    return col.digest([b"".join(inventories), *hosts]).encode()
+
+
+class LayoutExchange:
+    """The coordinator's half.
+
+    Args:
+        owners: the clients that announced a digest and are connected.
+
+    Attributes:
+        sent: bytes of rolls and layouts that were sent so far.
+        received: bytes of layouts that were received so far.
+    """
+
+    def __init__(self, owners: Callable[[bytes], Iterable[Client]]):
+        self._owners = owners
+        self._rolls: OrderedDict[bytes, m.Roll] = OrderedDict()
+        self._known: dict[bytes, bytes] = {}  # digest -> content
+        self._packed: dict[bytes, bytes] = {}  # roll -> all its contents
+        self._waiting: dict[bytes, list[Client]] = {}  # roll -> clients that asked
+        self._asked: dict[bytes, Client] = {}  # digest -> the client that was asked for it
+        self.sent = self.received = 0
+
+    def roll(self, inventories: Sequence[bytes], hosts: Sequence[str], keep: int) -> bytes:
+        """Digest of the roll of one side. The `keep` latest ones are remembered."""
+        digest = roll_digest(inventories, hosts)
+        self._rolls[digest] = self._rolls.pop(digest, None) or m.Roll(digest, tuple(inventories), tuple(hosts))
+        while len(self._rolls) > keep:
+            old, _ = self._rolls.popitem(last=False)
+            self._packed.pop(old, None)
+            self._waiting.pop(old, None)
+        named = {d for r in self._rolls.values() for d in r.inventories}
+        self._known = {d: c for d, c in self._known.items() if d in named}
+        return digest
+
+    def roll_asked(self, client: Client, msg: m.RollAsk) -> None:
+        roll = self._rolls.get(msg.roll)
+        if roll is not None:  # else the plan that it was for is no longer wanted
+            self.sent += 32 * len(roll.inventories) + sum(map(len, roll.hosts))
+            client.send(roll)
+
+    def layouts_asked(self, client: Client, msg: m.LayoutsAsk) -> None:
+        roll = self._rolls.get(msg.roll)
+        if roll is None:
+            return
+        self._waiting.setdefault(msg.roll, []).append(client)
+        self._ask(roll)
+        self._answer(msg.roll)
+
+    def came(self, client: Client, msg: m.Layout) -> None:
+        """A layout arrived.
+
+        Raises:
+            ProtocolError: its content has another digest than it was announced with. Every rank would plan from it.
+        """
+        self.received += len(msg.packed)
+        content = unpack_one(msg.packed, f"layout of {client.label}")
+        if col.digest([content]).encode() != msg.inventory:
+            raise ProtocolError(f"{client.label} sent a layout with another digest than it announced")
+        self._known[msg.inventory] = content
+        self._asked.pop(msg.inventory, None)
+        for roll in list(self._waiting):
+            self._answer(roll)
+
+    def gone(self, client: Client) -> None:
+        """Others of its class are asked for what it owed."""
+        for d in [d for d, c in self._asked.items() if c is client]:
+            del self._asked[d]
+        for roll, clients in self._waiting.items():
+            self._waiting[roll] = [c for c in clients if c is not client]
+            self._ask(self._rolls[roll])
+
+    def _ask(self, roll: m.Roll) -> None:
+        for d in dict.fromkeys(roll.inventories):
+            if d not in self._known and d not in self._asked:
+                owner = next(iter(self._owners(d)), None)
+                if owner is not None:
+                    self._asked[d] = owner
+                    owner.send(m.LayoutAsk(d))
+
+    def _answer(self, digest: bytes) -> None:
+        roll = self._rolls[digest]
+        distinct = list(dict.fromkeys(roll.inventories))
+        if not self._waiting.get(digest) or not all(d in self._known for d in distinct):
+            return
+        if digest not in self._packed:
+            self._packed[digest] = pack([self._known[d] for d in distinct])
+        for client in self._waiting.pop(digest):
+            self.sent += len(self._packed[digest])
+            client.send(m.Layouts(digest, self._packed[digest]))

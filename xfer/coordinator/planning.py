@@ -1,0 +1,251 @@
+"""How a replica gets its plan and its link: layouts out, equal digests back, then one data link per epoch.
+
+What a plan is, is known in plan/; here its digest is a string. Here is also how a trainer takes its storages back: every
+process that reads them unmaps them first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from xfer.coordinator import relays
+from xfer.coordinator.layouts import LayoutExchange
+from xfer.coordinator.state import ReplicaPhase
+from xfer.errors import DeadlineExceeded, PlanMismatch, XferError
+from xfer.session import messages as m
+
+if TYPE_CHECKING:
+    from xfer.coordinator.coordinator import Coordinator
+    from xfer.coordinator.state import Client, Replica
+
+RELEASE_LOOK_S = 0.02
+"""Seconds between two looks whether routes that are being opened are open, so that they can be closed."""
+
+
+class Planning:
+    def __init__(self, coordinator: Coordinator):
+        self.coordinator = coordinator
+        self.layouts = LayoutExchange(self._owners)
+        self._closing: set[tuple[Client, int]] = set()  # clients that have not unmapped yet, and the replica
+        self._releasing: dict[Client, int] = {}  # trainers that wait for them, and the number of what each asked last
+        self.let_go: set[Client] = set()  # trainers that released and have not entered a refit since
+
+    # ---- the plan
+
+    def plan(self, replica: Replica) -> None:
+        """Start a planning epoch. All layouts of the replica's domain are known."""
+        co, o = self.coordinator, self.coordinator.options
+        self._new_epoch(replica)
+        replica.stage(co.now)
+        replica.phase, replica.error, replica.relink, replica.stale = ReplicaPhase.PLANNING, None, False, False
+        domain = co.domain(replica)
+        replica.digests, replica.pending = {}, set(domain)
+        sides = (
+            (co.trainer_inventories, o.trainers, domain[: o.trainers]),
+            (replica.inventories, replica.size, domain[o.trainers :]),
+        )
+        rolls = [
+            self.layouts.roll([held[i] for i in range(n)], [c.hello.host for c in clients], keep=2 * o.replicas + 2)
+            for held, n, clients in sides
+        ]
+        turn = relays.turn(rolls[1], o.replicas) if o.relay else replica.index
+        inputs = m.PlanInputs(
+            replica.index, replica.epoch, *rolls, turn, o.replicas, o.drop, o.narrow, o.bucket_bytes, o.deadline_s
+        )
+        co.broadcast(domain, inputs)
+
+    def _new_epoch(self, replica: Replica) -> None:
+        replica.epoch += 1
+        replica.until = self.coordinator.now + self.coordinator.options.deadline_s
+        epoch = replica.epoch
+        self.coordinator.at(replica.until, lambda: self._late(replica, epoch))
+
+    def _owners(self, inventory: bytes) -> Iterator[Client]:
+        """Connected clients that announced this layout."""
+        co = self.coordinator
+        yield from (c for i, c in co.trainers.items() if co.trainer_inventories.get(i) == inventory)
+        for r in co.replicas.values():
+            yield from (c for i, c in r.workers.items() if r.inventories.get(i) == inventory)
+
+    def planned(self, client: Client, msg: m.Planned) -> None:
+        replica = self.coordinator.replicas[msg.replica]
+        if not self._awaited(replica, client, msg.epoch, ReplicaPhase.PLANNING):
+            return
+        replica.digests[client.label] = msg.digest
+        if replica.pending:
+            return
+        if len(set(replica.digests.values())) > 1:
+            return self.failed(replica, _mismatch(replica))
+        replica.digest = next(iter(replica.digests.values()))
+        if replica.stale or self.let_go:
+            replica.plan_s = replica.stage(self.coordinator.now)
+            self.postpone(replica)
+        else:
+            self._link(replica)
+
+    def _awaited(self, replica: Replica, client: Client, epoch: int, phase: ReplicaPhase) -> bool:
+        """Whether this client owes an answer in this epoch and phase; then it no longer does."""
+        if epoch != replica.epoch or replica.phase is not phase or client not in replica.pending:
+            return False
+        replica.pending.discard(client)
+        return True
+
+    # ---- the link
+
+    def _link(self, replica: Replica, fresh: bool = True) -> None:
+        co, o = self.coordinator, self.coordinator.options
+        seconds = replica.stage(co.now)
+        if replica.phase is ReplicaPhase.PLANNING:
+            replica.plan_s = seconds
+        replica.phase, replica.pending = ReplicaPhase.LINKING, set(co.domain(replica))
+        replica.relink = replica.reopen = False
+        co.store.forget(f"r{replica.index}/")
+        ahead = relays.before(co, replica)
+        replica.before, replica.hands, replica.follows = relays.place(ahead), {}, set()
+        for c in co.domain(replica):
+            hand = ahead.hands[c.hello.index] if ahead is not None and c.hello.role == "worker" else b""
+            c.send(m.OpenLink(replica.index, replica.epoch, fresh, replica.size, o.host_pull, o.relay, hand))
+
+    def relink(self, replica: Replica, fresh: bool) -> None:
+        """Open the link of a plan that stands, in a new epoch.
+
+        Args:
+            fresh: the communicator is broken. Else only routes are opened again, by all ranks together, since each end
+                must know what the other one can map.
+        """
+        self._new_epoch(replica)
+        self._link(replica, fresh)
+
+    def link_open(self, client: Client, msg: m.LinkOpen) -> None:
+        replica = self.coordinator.replicas[msg.replica]
+        if not self._awaited(replica, client, msg.epoch, ReplicaPhase.LINKING):
+            return
+        if client.hello.role == "worker" and self.coordinator.options.relay:
+            replica.hands[client.hello.index] = msg.hand
+            replica.follows |= {client.hello.index} if msg.follows else set()
+        if not replica.pending:
+            replica.link_s = replica.stage(self.coordinator.now)
+            self._ready(replica)
+
+    def postpone(self, replica: Replica, error: XferError | None = None) -> None:
+        """Let a replica join without a link. The next refit plans and links.
+
+        Trainers have let go of what there is to link to, or have another layout than the one it was planned from.
+        `error` ends the ranks that are linking.
+        """
+        if error is not None:
+            self.abort(replica, error)
+            replica.stale = True
+        replica.relink = True
+        self._ready(replica)
+
+    def _ready(self, replica: Replica) -> None:
+        co = self.coordinator
+        replica.phase = ReplicaPhase.READY
+        ready = m.ReplicaReady(replica.index, replica.epoch, replica.digest)
+        co.broadcast(co.domain(replica), ready)
+        if replica.controller is not None:
+            replica.controller.send(ready)
+        if co.refit is not None:
+            co.refit.advance()
+
+    # ---- failing
+
+    def _late(self, replica: Replica, epoch: int) -> None:
+        if replica.epoch == epoch and replica.phase.opening:
+            co = self.coordinator
+            waiting = sorted(c.label for c in replica.pending)
+            waiting += [
+                f"the layout of trainer {i}" for i in range(co.options.trainers) if i not in co.trainer_inventories
+            ]
+            error = DeadlineExceeded(
+                f"replica {replica.index} is still {replica.phase.value} after {co.options.deadline_s:.0f} s",
+                [f"waiting for {w}" for w in waiting],
+            )
+            self.failed(replica, error)
+
+    def failed(self, replica: Replica, error: XferError) -> None:
+        """A plan or link came to nothing. The next refit plans anew."""
+        co = self.coordinator
+        self.abort(replica, error)
+        replica.phase, replica.error = ReplicaPhase.FAILED, error
+        said = m.Failed(m.WireError.of(error, "rendezvous"), replica=replica.index)
+        if co.refit is None or not co.refit.has_told(replica):  # its processes are joining, and wait for the plan
+            co.broadcast(replica.processes(), said)
+        if co.refit is not None and co.refit.concerns(replica):
+            co.refit.fail(error, [replica])
+        else:
+            co.broadcast(co.trainers.values(), said)
+
+    def abort(self, replica: Replica, error: XferError) -> None:
+        """Stop the ranks that plan or link."""
+        co = self.coordinator
+        number = co.refit.number if co.refit else 0
+        abort = m.Abort(replica.index, number, replica.epoch, m.WireError.of(error, "rendezvous"))
+        co.broadcast(co.domain(replica), abort)
+
+    # ---- unmapping, before trainers free their storages
+
+    def release(self, client: Client, number: int) -> None:
+        """A trainer is about to free its storages. Every process that reads them unmaps them, then the trainer is told.
+
+        Workers read trainers' storages; on the packed route trainers read each other's too. The next refit opens the
+        routes again.
+        """
+        self.let_go.add(client)
+        self._releasing.pop(client, None)  # it no longer waits for what it asked before
+        self._release_when_open(client, number)
+
+    def _release_when_open(self, client: Client, number: int) -> None:
+        """Routes that are being opened are closed afterwards."""
+        co = self.coordinator
+        if client not in self.let_go or number < self._releasing.get(client, 0):
+            return  # it gave that up, and has entered a refit or asked again since
+        if any(r.phase.opening for r in co.replicas.values()):
+            return co.at(co.now + RELEASE_LOOK_S, lambda: self._release_when_open(client, number))
+        self._releasing[client] = number
+        for r in co.replicas.values():
+            self.unmap(r)
+        for c in co.clients:  # workers of lost replicas, too: they live on, with all that they have mapped
+            if c.hello is not None and c.hello.role == "worker":
+                self._close(c, c.hello.replica)
+        self._answer_releases()
+
+    def unmap(self, r: Replica) -> None:
+        """Ask the processes of this replica's domain that read others' memory to close their routes."""
+        r.reopen = True
+        packed = self.coordinator.options.route == "packed"
+        for c in self.coordinator.domain(r) if packed else r.workers.values():
+            self._close(c, r.index)
+
+    def _close(self, client: Client, replica: int) -> None:
+        self._closing.add((client, replica))
+        client.send(m.CloseRoutes(replica))  # also if it was asked before: it may have opened routes anew since
+
+    def closed(self, client: Client, replica: int | None = None) -> None:
+        """This client has unmapped, or (None) is gone."""
+        self._closing = {(c, r) for c, r in self._closing if c is not client or replica not in (None, r)}
+        self._answer_releases()
+
+    def departed(self, client: Client) -> None:
+        """Not before the client is out of the roster: others of its class are asked for the layouts that it owed."""
+        self.let_go.discard(client)
+        self.closed(client)
+        self.coordinator.soon(lambda: self.layouts.gone(client))
+
+    def _answer_releases(self) -> None:
+        if not self._closing:
+            waiting, self._releasing = self._releasing, {}
+            for client, number in waiting.items():
+                client.send(m.Released(number))
+
+
+def _mismatch(replica: Replica) -> PlanMismatch:
+    digests = list(replica.digests.values())
+    most = max(sorted(set(digests)), key=digests.count)
+    odd = [f"{label}: digest {d}, most ranks have {most}" for label, d in sorted(replica.digests.items()) if d != most]
+    return PlanMismatch(
+        f"ranks planned replica {replica.index} differently; nothing was moved",
+        [*odd, "install the same xfer and numpy on all sides"],
+    )

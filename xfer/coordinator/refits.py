@@ -1,0 +1,191 @@
+"""The queue of refits, by number: prepared, running, finished. One runs at a time (refit.py).
+
+A call that comes while the refit before is still being undone waits here for its end. Here are also the labels that
+versions get.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from xfer.coordinator.refit import Refit
+from xfer.errors import DeadlineExceeded, PeerLost, ProtocolError, XferError
+from xfer.session import messages as m
+
+if TYPE_CHECKING:
+    from xfer.coordinator.coordinator import Coordinator
+    from xfer.coordinator.state import Client
+
+REMEMBERED = 64
+"""Outcomes that are kept for trainers that come late to a refit that is over."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Waiting:
+    """What a trainer said of a refit that cannot begin yet, and when."""
+
+    client: Client
+    message: m.Enter | m.Ready
+    came: float
+
+
+class Refits:
+    def __init__(self, coordinator: Coordinator):
+        self.coordinator = coordinator
+        self.finished: dict[int, m.Outcome] = {}
+        self._prepared = self._label = self._ended = 0
+        self._waiting: list[_Waiting] = []
+
+    # ---- labels
+
+    def had(self, version: str) -> None:
+        """Some engine has had this version: no later one gets its number."""
+        if version.isdecimal() and len(version) < 19:
+            self._label = max(self._label, int(version))
+
+    def next_label(self) -> str:
+        return str(self._label + 1)
+
+    # ---- calls
+
+    def prepare(self, msg: m.Prepare) -> None:
+        """A trainer asks for armed engines, for a refit that no rank has called yet."""
+        number, running = msg.attempt, self.coordinator.refit
+        while number in self.finished and self.finished[number].void:
+            number += 1  # it was prepared before, and nobody called in time
+        if number in self.finished:
+            return
+        if running is None:
+            self._begin(number, self.coordinator.options.deadline_s, prepared=True)
+        elif running.abandoned or number > running.number:
+            self._prepared = max(number, running.number + 1)  # after the one that is being settled
+
+    def enter(self, client: Client, msg: m.Enter) -> None:
+        self._enter(client, msg, self.coordinator.now)
+
+    def _enter(self, client: Client, msg: m.Enter, came: float) -> None:
+        co, running = self.coordinator, self.coordinator.refit
+        if msg.attempt in self.finished:
+            return client.send(self.finished[msg.attempt])
+        if co.failure is not None:
+            return client.send(_failed(msg, co.failure))
+        if running is not None and running.number > msg.attempt:
+            late = ProtocolError(
+                f"{client.label} entered refit {msg.attempt}, which was over long before refit {running.number} began",
+                ["every trainer rank must call nccl_xfer_refit() the same number of times"],
+            )
+            return client.send(_failed(msg, late))
+        if running is not None and running.number < msg.attempt:
+            return self._wait(client, msg, came)
+        left = msg.deadline_s - (co.now - came)
+        if running is None and left <= 0:
+            outcome = self._too_late(msg)
+            self.use_up(outcome)
+            return client.send(outcome)
+        self._begin(msg.attempt, left)
+        if not co.refit.abandoned:  # else its outcome is about to come, and the trainer calls for the next one
+            co.refit.enter(client, msg)
+
+    def _wait(self, client: Client, msg: m.Enter, came: float) -> None:
+        """Keep a call until the running refit is undone.
+
+        A rank that calls again has left the running refit by itself: it gave up on a silent coordinator, or was
+        interrupted. So whatever of that refit is not decided ends now. Ranks that hear of that end first and then call
+        find this call waiting, or begun.
+        """
+        co, running = self.coordinator, self.coordinator.refit
+        self._waiting.append(_Waiting(client, msg, came))
+        co.at(came + msg.deadline_s, lambda: self._give_up(msg), of=msg)
+        running.called = True
+        running.fail(
+            PeerLost(f"{client.label} has left refit {running.number}: it has called nccl_xfer_refit() anew since"),
+            by=client,
+        )
+
+    def _give_up(self, msg: m.Enter) -> None:
+        if any(w.message is msg for w in self._waiting):  # else it began a moment ago
+            self.use_up(self._too_late(msg))
+
+    def _too_late(self, msg: m.Enter) -> m.Outcome:
+        before = self.coordinator.refit
+        error = DeadlineExceeded(
+            f"this refit could not begin by its deadline of {msg.deadline_s:.1f} s: the one before was still being undone",
+            [f"waiting for {w}" for w in before.waiting_for()] if before is not None else [],
+        )
+        return _failed(msg, error)
+
+    def ready(self, client: Client, msg: m.Ready) -> None:
+        self.coordinator.take_changes(client, msg, msg.specs)
+        self._ready(client, msg, self.coordinator.now)
+
+    def _ready(self, client: Client, msg: m.Ready, came: float) -> None:
+        running = self.coordinator.refit
+        if running is None or msg.attempt in self.finished:
+            return
+        if running.number == msg.attempt:
+            running.ready(client, msg)
+        elif running.number < msg.attempt:
+            self._waiting.append(_Waiting(client, msg, came))
+
+    def failed_early(self, number: int, error: XferError) -> None:
+        """A trainer raised before anything of refit `number` began: every rank that has entered it, or does, gets the same error."""
+        outcome = m.Outcome(number, "", (), m.WireError.of(error, "rendezvous"))
+        running = self.coordinator.refit
+        if running is not None and running.number == number:
+            return self.end(outcome)  # no replica takes part, so nothing of it is to be undone
+        self.use_up(outcome)
+
+    # ---- beginnings and ends
+
+    def _begin(self, number: int, deadline_s: float, prepared: bool = False) -> None:
+        co = self.coordinator
+        if co.refit is None:
+            co.refit = Refit(co, number, deadline_s, prepared)
+            co.refit.start()
+
+    def use_up(self, outcome: m.Outcome) -> None:
+        """A refit that has not begun and never will: tell those that wait for it, and remember it for those that come later."""
+        self.finished[outcome.attempt] = outcome
+        waiting, self._waiting = self._waiting, []
+        for w in waiting:
+            if w.message.attempt != outcome.attempt:
+                self._waiting.append(w)
+            elif isinstance(w.message, m.Enter):
+                self.coordinator.timers.drop(w.message)
+                w.client.send(outcome)
+
+    def end(self, outcome: m.Outcome) -> None:
+        """The running refit is over: every replica has settled. Called by it, once."""
+        co = self.coordinator
+        co.timers.drop(co.refit)
+        co.refit = None
+        self.finished[outcome.attempt] = outcome
+        # Where trainers met in the refit before. In this one a rank may still ask whether all go on.
+        co.store.forget(f"x{self._ended}/")
+        self._ended = outcome.attempt
+        for old in [k for k in self.finished if k < outcome.attempt - REMEMBERED]:
+            del self.finished[old]
+        co.broadcast(co.trainers.values(), outcome)
+        for r in co.replicas.values():
+            co.plan_if_complete(r)  # one that joins, whose plan was of what this refit found changed
+        prepared, self._prepared = self._prepared, 0
+        self._go_on()
+        if prepared > outcome.attempt and prepared not in self.finished:
+            self._begin(prepared, co.options.deadline_s, prepared=True)
+
+    def _go_on(self) -> None:
+        """Take up the calls that have waited. One that is further ahead than the refit that begins now waits again."""
+        waiting, self._waiting = self._waiting, []
+        for w in waiting:
+            self.coordinator.timers.drop(w.message)
+            if w.client not in self.coordinator.trainers.values():
+                continue  # it is gone, and nothing is refitted any more
+            if isinstance(w.message, m.Enter):
+                self._enter(w.client, w.message, w.came)
+            else:
+                self._ready(w.client, w.message, w.came)
+
+
+def _failed(msg: m.Enter, error: XferError) -> m.Outcome:
+    return m.Outcome(msg.attempt, msg.version, (), m.WireError.of(error, "rendezvous"))
