@@ -459,12 +459,16 @@ def test_a_torn_engine_of_which_only_whole_workers_came_stays_out(monkeypatch):
 def test_a_replica_of_which_a_worker_found_no_lock_is_not_told_to_be_ready(monkeypatch, within, late):
     """It says so behind the plan, however late the hub hears of it, and whatever else it answers before; also in a refit that waits
     for this replica."""
-    serve, go_on, feed = Controller._serve, threading.Event(), Server.feed
+    serve, go_on, feed, behind = Controller._serve, threading.Event(), Server.feed, {}
 
     def feed_slowly(server: Server, event) -> None:
         """The worker's word is on its way for a while, and other messages overtake it."""
-        if isinstance(getattr(event, "message", None), m.Failed):
-            server.loop.call_later(0.5, feed, server, event)
+        client = getattr(event, "client", 0)
+        if client in behind:
+            behind[client].append(event)
+        elif isinstance(getattr(event, "message", None), m.Failed):
+            behind[client] = [event]
+            server.loop.call_later(0.5, lambda: [feed(server, x) for x in behind.pop(client)])
         else:
             feed(server, event)
 

@@ -58,14 +58,22 @@ def right(w, version, replicas=None):
             assert [h["whole"] for h in held] == [[version]] * w.workers, f"replica {r.index}: {held}"
 
 
+def lives(x) -> bool:
+    """Whether a worker lives; then it has left its call. One that is being killed has lost its pipe before it is dead."""
+    try:
+        until(lambda: x.value("holds", versions=[])["idle"], 12, "a worker has left its call")
+    except (OSError, AssertionError):
+        if not x.dead(10):
+            raise
+    return x.proc.is_alive()
+
+
 def no_mix(w):
     """What the engines hold, whatever became of the refit. Returns whether each serves."""
     serving = []
     for r in w.replicas:
         state = r.controller.value("state")
-        alive = [x for x in r.workers if x.proc.is_alive()]
-        for x in alive:
-            until(lambda x=x: x.value("holds", versions=[])["idle"], 12, "a worker has left its call")
+        alive = [x for x in r.workers if lives(x)]
         held = [x.value("holds", versions=KNOWN) for x in alive]
         if state["serves"]:
             assert len(held) == w.workers and all(h["whole"] == held[0]["whole"] != [] for h in held), (state, held)
