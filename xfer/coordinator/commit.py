@@ -150,7 +150,7 @@ class ReplicaRefit:
 
     def _decide(self) -> None:
         co, r, refit = self.refit.coordinator, self.replica, self.refit
-        if len(self.done) < len(co.domain(r)):
+        if len(self.done) < len(co.trainers) + len(r.workers):
             return
         if bad := self._checksum_violations() if refit.verify else []:
             return self.fail(VerificationError(f"replica {r.index}: version {refit.version!r} was not committed", bad))

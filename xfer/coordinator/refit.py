@@ -103,6 +103,7 @@ class Refit:
         part = self.parts.get(h.replica if h.role != "trainer" else msg.replica)
         if part is None:
             return
+        before = part.phase, len(part.readers)
         if isinstance(msg, m.Armed):
             part.arrived(client, msg)
         elif isinstance(msg, m.Brought):
@@ -115,7 +116,8 @@ class Refit:
             part.worker_stopped(client, msg)
         elif isinstance(msg, m.Settled):
             part.settled(msg)
-        self.finish_if_over()
+        if before != (part.phase, len(part.readers)):
+            self.finish_if_over()
 
     def advance(self) -> None:
         """Move every replica that can move. Called whenever something changed."""

@@ -1,0 +1,318 @@
+"""How the rendezvous scales: simulated clients in a few processes meet over loopback, refit without bytes, lose a worker and go on.
+
+Messages, sockets, the token's proof and the coordinator are the real ones. Clients answer at once, so what is measured is
+the rendezvous: seconds until all replicas are ready, seconds of a refit from the first Enter to the last Outcome, the
+processor time of trainer 0's process in it, its threads and its memory.
+
+    python scripts/bench_coordinator.py                                       2,048 participants, 128 replicas
+    python scripts/bench_coordinator.py --trainers 1 --replicas 1 --workers 1 --refits 500     a refit of no bytes
+    python scripts/bench_coordinator.py --tree PATH                           with the xfer of another checkout, for comparison
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import hashlib
+import hmac
+import json
+import multiprocessing as mp
+import os
+import resource
+import socket
+import statistics
+import struct
+import sys
+import threading
+import time
+from pathlib import Path
+
+TOKEN = "a token for benchmarks"
+FAR_S = 600.0
+
+
+def arguments() -> argparse.Namespace:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--trainers", type=int, default=1024)
+    p.add_argument("--replicas", type=int, default=128)
+    p.add_argument("--workers", type=int, default=8, help="of a replica")
+    p.add_argument("--processes", type=int, default=4, help="that hold the clients")
+    p.add_argument("--refits", type=int, default=10)
+    p.add_argument("--lose", action=argparse.BooleanOptionalAction, default=True, help="then lose a worker, and refit again")
+    p.add_argument("--tree", type=Path, default=Path(__file__).resolve().parents[1], help="checkout whose xfer is measured")
+    p.add_argument("--json", action="store_true")
+    return p.parse_args()
+
+
+# ---- clients
+
+
+class Client:
+    """One connection; `heard` answers. Everything runs on one asyncio loop of its process."""
+
+    def __init__(self, place, hello):
+        self.place, self.hello, self.buffer, self.proven = place, hello, bytearray(), 0
+
+    async def connect(self) -> None:
+        for _ in range(200):
+            try:
+                _, self.protocol = await asyncio.get_running_loop().create_connection(
+                    lambda: Wire(self), "127.0.0.1", self.place.port
+                )
+                await asyncio.wait_for(self.protocol.ready.wait(), 60)
+                break
+            except (OSError, asyncio.TimeoutError):
+                await asyncio.sleep(0.05)
+        self.say(self.hello)
+
+    def say(self, message) -> None:
+        data = self.place.m.encode(message)
+        self.protocol.transport.write(struct.pack("<I", len(data)) + data)
+
+    def lane(self, x) -> bool:
+        m = self.place.m
+        if isinstance(x, m.PlanInputs):
+            self.say(m.Planned(x.replica, x.epoch, "digest", 0.0))
+        elif isinstance(x, m.OpenLink):
+            self.say(m.LinkOpen(x.replica, x.epoch))
+        elif isinstance(x, m.Go):
+            self.say(m.Done(x.replica, x.attempt, 0, 0, 0.0, 0.0, 0.0))
+        elif isinstance(x, m.CloseRoutes):
+            self.say(m.RoutesClosed(x.replica))
+        else:
+            return False
+        return True
+
+
+class Wire(asyncio.Protocol):
+    """The client's end of session/channel.py's handshake and frames."""
+
+    def __init__(self, client: Client):
+        self.client, self.buffer, self.state, self.ready = client, bytearray(), 0, asyncio.Event()
+
+    def connection_made(self, transport) -> None:
+        self.transport = transport
+        transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def connection_lost(self, exc) -> None:
+        self.client.place.gone += 1
+
+    def data_received(self, data: bytes) -> None:
+        self.buffer += data
+        magic = self.client.place.magic
+        if self.state == 0 and len(self.buffer) >= len(magic) + 32:
+            theirs, mine = bytes(self.buffer[len(magic) : len(magic) + 32]), os.urandom(32)
+            del self.buffer[: len(magic) + 32]
+            proof = hmac.new(TOKEN.encode(), b"client" + theirs + mine, hashlib.sha256).digest()
+            self.transport.write(magic + mine + proof)
+            self.state = 1
+        if self.state == 1 and len(self.buffer) >= 32:
+            del self.buffer[:32]
+            self.state = 2
+            self.ready.set()
+        while self.state == 2 and len(self.buffer) >= 4:
+            (n,) = struct.unpack_from("<I", self.buffer)
+            if len(self.buffer) < 4 + n:
+                return
+            body = bytes(self.buffer[4 : 4 + n])
+            del self.buffer[: 4 + n]
+            self.client.heard(self.client.place.m.decode(body))
+
+
+class Trainer(Client):
+    def heard(self, x) -> None:
+        m = self.place.m
+        if isinstance(x, m.Welcome):
+            self.say(m.Specs(self.place.specs))
+        elif isinstance(x, m.CatalogMsg):
+            self.generation = x.generation
+            self.say(m.InventoryMsg(b"t" * 32, x.generation))
+        elif isinstance(x, m.ReplicaReady):
+            self.place.ready += 1
+        elif isinstance(x, m.Outcome):
+            self.place.outcomes.append((x.attempt, sum(o.committed for o in x.outcomes), time.monotonic()))
+        else:
+            self.lane(x)
+
+    def refit(self, number: int) -> None:
+        m = self.place.m
+        self.say(m.Enter(number, "", False, 1, 60.0))
+        self.say(m.Ready(number))
+
+
+class Worker(Client):
+    def heard(self, x) -> None:
+        m = self.place.m
+        if isinstance(x, m.CatalogMsg):
+            self.say(m.InventoryMsg(b"w" * 32, x.generation))
+        elif isinstance(x, m.Commit):
+            self.say(m.Committed(x.replica, x.attempt))
+        elif isinstance(x, m.Abort):
+            self.say(m.Stopped(self.hello.replica, x.attempt, False))
+        else:
+            self.lane(x)
+
+
+class Controller(Client):
+    def heard(self, x) -> None:
+        m = self.place.m
+        if isinstance(x, m.Welcome):
+            asyncio.get_running_loop().create_task(self.bring())
+        elif isinstance(x, m.Arm):
+            for w in self.workers:
+                w.say(m.Armed(x.attempt))
+        elif isinstance(x, m.Commit):
+            self.say(m.Settled(x.attempt, x.version, True, 0.0))
+        elif isinstance(x, m.Settle):
+            self.say(m.Settled(x.attempt, "0", True, 0.0))
+
+    async def bring(self) -> None:
+        await asyncio.gather(*(w.connect() for w in self.workers))
+
+
+class Place:
+    """One process of clients. Told by a pipe: "meet", "refit N", "lose", "end"."""
+
+    def __init__(self, pipe, tree: str, port: int, a: argparse.Namespace, trainers: list[int], replicas: list[int]):
+        sys.path.insert(0, tree)
+        from xfer.session import channel, packing
+        from xfer.session import messages as m
+        from xfer.trace.catalog import Catalog
+        from xfer.trace.fragment import TensorSpec
+
+        self.m, self.magic, self.port, self.a, self.pipe = m, channel.MAGIC, port, a, pipe
+        self.specs = packing.pack([Catalog.union([("t", [TensorSpec("t", (4,), "bfloat16")])]).to_bytes()])
+        self.ready = self.gone = 0
+        self.outcomes: list[tuple[int, int, float]] = []
+
+        def hello(role, index, size, replica=0):
+            return m.Hello(m.WIRE_VERSION, role, index, size, replica, f"host{replica}", os.getpid())
+
+        self.trainers = [Trainer(self, hello("trainer", i, a.trainers)) for i in trainers]
+        self.controllers = []
+        for r in replicas:
+            c = Controller(self, hello("controller", 0, a.workers, r))
+            c.workers = [Worker(self, hello("worker", i, a.workers, r)) for i in range(a.workers)]
+            self.controllers.append(c)
+
+    async def run(self) -> None:
+        loop = asyncio.get_running_loop()
+        orders: asyncio.Queue = asyncio.Queue()
+
+        def read() -> None:
+            while True:
+                order = self.pipe.recv()
+                loop.call_soon_threadsafe(orders.put_nowait, order)
+                if order == "end":
+                    return
+
+        threading.Thread(target=read, daemon=True).start()
+        while (order := await orders.get()) != "end":
+            if order == "meet":
+                await asyncio.gather(*(c.connect() for c in (*self.trainers, *self.controllers)))
+                while self.ready < len(self.trainers) * self.a.replicas:
+                    await asyncio.sleep(0.005)
+                self.pipe.send(time.monotonic())
+            elif order == "lose":
+                self.controllers[0].workers[0].protocol.transport.abort() if self.controllers else None
+                await asyncio.sleep(0.5)
+                self.pipe.send(time.monotonic())
+            else:
+                number, began = order, time.monotonic()
+                for t in self.trainers:
+                    t.refit(number)
+                until = began + 120
+                while sum(o[0] == number for o in self.outcomes) < len(self.trainers) and time.monotonic() < until:
+                    await asyncio.sleep(0.0002 if len(self.trainers) < 8 else 0.002)
+                mine = [o for o in self.outcomes if o[0] == number]
+                committed = min((o[1] for o in mine), default=self.a.replicas)
+                self.pipe.send((began, max((o[2] for o in mine), default=began), committed))
+
+
+def place(pipe, *args) -> None:
+    asyncio.run(Place(pipe, *args).run())
+
+
+# ---- the rendezvous
+
+
+def serve(tree: str, port: int, a: argparse.Namespace):
+    """(close, kind): the rendezvous of that checkout, in this process."""
+    address = f"tcp://127.0.0.1:{port}"
+    try:
+        from xfer.coordinator.state import Options
+        from xfer.rendezvous.server import Server
+
+        return Server(address, TOKEN, Options(a.trainers, a.replicas, FAR_S, 1 << 20))
+    except ImportError:
+        from xfer.session.hub import Hub
+        from xfer.session.roster import HubOptions
+
+        return Hub(address, TOKEN, HubOptions(a.trainers, a.replicas, FAR_S, 1 << 20))
+
+
+def main() -> None:
+    a = arguments()
+    tree = str(a.tree.resolve())
+    sys.path[:] = [tree, *(p for p in sys.path if Path(p or ".").resolve() != Path(__file__).resolve().parents[1])]
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    ctx = mp.get_context("spawn")
+    pipes, children = [], []
+    for p in range(a.processes):
+        ours, theirs = ctx.Pipe()
+        mine = list(range(p, a.trainers, a.processes)), list(range(p, a.replicas, a.processes))
+        child = ctx.Process(target=place, args=(theirs, tree, port, a, *mine), daemon=True)
+        child.start()
+        pipes.append(ours)
+        children.append(child)
+    import xfer
+
+    server = serve(tree, port, a)
+    began, cpu = time.monotonic(), time.process_time()
+    for pipe in pipes:
+        pipe.send("meet")
+    met = max(pipe.recv() for pipe in pipes) - began
+    met_cpu = time.process_time() - cpu
+    threads, seconds, busy = threading.active_count(), [], []
+    gc.collect()
+
+    def refit(number: int) -> int:
+        cpu = time.process_time()
+        for pipe in pipes:
+            pipe.send(number)
+        said = [pipe.recv() for pipe in pipes]
+        seconds.append(max(x[1] for x in said) - min(x[0] for x in said))
+        busy.append(time.process_time() - cpu)
+        return min(x[2] for x in said)
+
+    committed = [refit(n + 1) for n in range(a.refits)]
+    out = {
+        "xfer": str(Path(xfer.__file__).parents[1]),
+        "participants": a.trainers + a.replicas * a.workers,
+        "seconds_to_meet": round(met, 3),
+        "cpu_s_to_meet": round(met_cpu, 3),
+        "refit_ms_median": round(1e3 * statistics.median(seconds), 3),
+        "cpu_ms_per_refit_median": round(1e3 * statistics.median(busy), 3),
+        "replicas_committed": min(committed),
+        "threads": threads,
+        "rss_mib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, 1),
+    }
+    if a.lose:
+        for pipe in pipes:
+            pipe.send("lose")
+        [pipe.recv() for pipe in pipes]
+        seconds.clear()
+        out["replicas_committed_after_losses"] = refit(a.refits + 1)
+    for pipe in pipes:
+        pipe.send("end")
+    server.close()
+    print(json.dumps(out) if a.json else "\n".join(f"{k:34} {v}" for k, v in out.items()))
+
+
+if __name__ == "__main__":
+    main()
