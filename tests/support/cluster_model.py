@@ -86,6 +86,7 @@ class Lane:
     cancelled: str = ""
     moving: int = 0  # the refit that it moves bytes of; it may have been cancelled
     plan: str = ""
+    planned_from: bytes = b""
 
     def hear(self, message: m.Message) -> None:
         o = self.owner
@@ -109,6 +110,8 @@ class Lane:
             return o.fail("it cannot be done", 0, self.replica, message.epoch)
         if isinstance(message, m.PlanInputs):
             self.plan = digest(message.trainers, message.workers)
+            roll = o.job.coordinator.planning.layouts._rolls[message.trainers if o.role == "trainer" else message.workers]
+            self.planned_from = roll.inventories[o.index]
             o.say(m.Planned(self.replica, message.epoch, self.plan, 0.0))
         else:
             o.say(m.LinkOpen(self.replica, message.epoch))
@@ -117,6 +120,7 @@ class Lane:
         if self.cancelled or epoch != self.epoch:
             return self.owner.fail("cancelled", go.attempt, self.replica, epoch, PeerLost)
         assert go.epoch == self.epoch, f"{self.owner.role} was told to go in epoch {go.epoch}, its link is of {self.epoch}"
+        assert self.owner.inventory() == self.planned_from, f"{self.owner.role} moves by a plan of a layout that is gone"
         self.moving = go.attempt
         self.owner.begun(go)
         self.owner.todo.append(lambda: self._end(go))
@@ -315,6 +319,7 @@ class Worker(Process):
             self.fail(message.error.message, 0, self.replica)
         elif isinstance(message, m.Commit) and message.attempt == self.receiving:
             self.job.decided(self, message.attempt, True)
+            assert (self, message.attempt) not in self.job.corrupt, "a version was committed whose checksums differ"
             if self.job.faults.pop((self, m.Commit), None):
                 return self._give_up("it cannot install")
             self.content = message.version
@@ -353,6 +358,8 @@ class Worker(Process):
 
     def sums(self, go: m.Go) -> tuple[m.Checksum, ...]:
         wrong = self.job.faults.pop((self, m.Checksum), None)
+        if wrong:
+            self.job.corrupt.add((self, go.attempt))
         return (m.Checksum(self.index, bytes([1 if wrong else 0, *[0] * 7])),)
 
     def time_passed(self) -> None:
@@ -462,6 +469,7 @@ class Job:
         self.faults: dict[tuple[Process, type], bool] = {}
         self.reading: set[tuple[Trainer, int]] = set()
         self.pulls: set[tuple[Worker, int]] = set()
+        self.corrupt: set[tuple[Worker, int]] = set()  # whose bytes differ from what was sent
         self.verdicts: dict[tuple[Worker, int], bool] = {}
         self.steps = 0
         self.labels = itertools.count(1)
