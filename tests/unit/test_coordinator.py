@@ -13,8 +13,10 @@ step, changed layouts, late and repeated messages:
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+from pathlib import Path
 
-import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
@@ -205,7 +207,7 @@ class Cluster(RuleBasedStateMachine):
             assert e.serving and e.contents == [outcomes[0].version] * job.workers
 
 
-TestCoordinator = pytest.mark.timeout(600)(Cluster.TestCase) if hasattr(pytest.mark, "timeout") else Cluster.TestCase
+TestCoordinator = Cluster.TestCase
 TestCoordinator.settings = settings(
     max_examples=EXAMPLES,
     stateful_step_count=40,
@@ -226,3 +228,18 @@ def test_every_phase_ends_and_no_decision_is_taken_back():
         assert Phase.OVER in seen
         if phase in (Phase.COMMITTING, Phase.SETTLING, Phase.OVER):
             assert not seen & {Phase.ARMING, Phase.MOVING, Phase.ABORTING}
+
+
+def test_the_design_prints_the_table():
+    text = (Path(__file__).parents[2] / "docs" / "design.md").read_text()
+    assert "".join(f"| {a.value} | {b.value} | {when} |\n" for a, b, when in TRANSITIONS) in text
+
+
+def test_the_coordinator_needs_no_torch_no_sockets_and_no_clock():
+    code = "import sys, xfer.coordinator.coordinator; print(sorted({'torch', 'socket', 'threading'} & sys.modules.keys()))"
+    # What numpy and msgspec load at import is theirs: compared with an interpreter that loads only them.
+    bare = "import sys, numpy, msgspec, lzma; print(sorted({'torch', 'socket', 'threading'} & sys.modules.keys()))"
+    ours, theirs = (subprocess.run([sys.executable, "-c", c], capture_output=True, text=True, check=True).stdout for c in (code, bare))
+    assert ours == theirs
+    clocks = [p.name for p in (Path(__file__).parents[2] / "xfer" / "coordinator").glob("*.py") if "import time" in p.read_text()]
+    assert not clocks

@@ -5,7 +5,7 @@ A message is a tagged `msgspec.Struct`; what does not decode to exactly one of t
 connection. Nothing is ever unpickled or evaluated. Blobs (catalogs, inventories) are opaque bytes here and are decoded by
 their own modules, which check every length again.
 
-Who says what to whom is told by `session/hub.py`; the short version: everyone talks to the hub, the hub talks to everyone.
+Who says what to whom is told by `coordinator/coordinator.py`; in short, every process talks to the coordinator (here: hub), and no two others talk to each other.
 """
 
 from __future__ import annotations

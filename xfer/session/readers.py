@@ -2,7 +2,7 @@
 
 A worker that pulls says `Done`, or `Stopped` once its pull was drained. One that says neither has died or lost its
 connection; a dead process reads nothing, a living one may. Here is the look for that. Not here: what a trainer does
-with the answer (trainer.py), who is suspected (attempt.py).
+with the answer (trainer.py), which readers are suspected (coordinator/commit.py).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A worker's place in a row of replicas of one layout: the first pulls from the trainers, each other one from the worker before
 it, part after part, as it hears that a part is there.
 
-Who hears what from whom is the session's (session/relays.py); here are the storages that a worker lets the next one read, what it
+Who hears what from whom is the session's (coordinator/relays.py); here are the storages that a worker lets the next one read, what it
 has mapped of the one before, and the gate at which its pull waits for parts. Hosts stand between two parts, not words in each
 other's memory: the news of a part takes some 0.3 ms, and once in a refit, for the part before is still being pulled
 when it comes. So nothing on a device ever waits for another process, and what this works with is whatever a pull works with.
