@@ -175,7 +175,8 @@ class Trainer(Process):
             return self.fail("a gather failed", self.attempt)
         news = self.changed() if hasattr(self, "_changed") else {}
         self.job.reading.add((self, self.attempt))
-        self.say(m.Ready(self.attempt, 0.0, generation=self.generation, **news))
+        broken = tuple(r for r, lane in self.lanes.items() if lane.cancelled)
+        self.say(m.Ready(self.attempt, 0.0, generation=self.generation, broken=broken, **news))
 
     def changed(self) -> dict:
         news, self._changed = self._changed, {}
