@@ -7,6 +7,7 @@ import os
 import sys
 import types
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,14 +17,17 @@ pytestmark = pytest.mark.engine
 pytest.importorskip("vllm")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
+from tests.support import checkpoints  # noqa: E402
+from tests.support.families import FAMILIES  # noqa: E402
 from xfer.engines import vllm_cpu  # noqa: E402
-from xfer.engines.hf_spec import checkpoint_specs  # noqa: E402
+from xfer.engines.hf_spec import canonical_specs, checkpoint_specs  # noqa: E402
 from xfer.engines.meta_model import fake_rank, make_config, make_model  # noqa: E402
 from xfer.engines.vllm_layout import EngineModel  # noqa: E402
 from xfer.errors import LayoutError, Unsupported  # noqa: E402
 from xfer.plan.inventory import Inventory, engine_inventory  # noqa: E402
 from xfer.testing import toy  # noqa: E402
 from xfer.trace.catalog import Catalog  # noqa: E402
+from xfer.trace.fragment import TensorSpec  # noqa: E402
 from xfer.trace.replay import load  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -66,10 +70,11 @@ def parameters(model):
     return {n: p.detach().contiguous().view(-1).view(torch.uint8) for n, p in model.named_parameters()}
 
 
-def refitted(config, live, folder, tensors, **options):
+def refitted(config, live, folder, tensors, catalog=None, draft=None, **options):
     """`live`, filled with noise and then written by its layout alone."""
     model = EngineModel(config, live, CPU, **options)
-    catalog = Catalog(checkpoint_specs(folder))
+    model.draft = draft
+    catalog = catalog or Catalog(checkpoint_specs(folder))
     layout = model.read(catalog)
     made = engine_inventory(
         catalog,
@@ -108,8 +113,6 @@ def test_writing_by_the_layout_is_vllms_own_load(folders, family, tp, pp, dp, ep
 
 def test_dropping_one_fragment_is_seen(folders):
     """The comparison above can fail."""
-    from dataclasses import replace
-
     folder, tensors = folders["qwen3"]
     with rank_of(folder) as (config, live, reference):
         model = EngineModel(config, live, CPU)
@@ -226,9 +229,34 @@ def test_keep_and_drop(folders):
         EngineModel(config, live, CPU, drop=["model.layers.4.*"]).read(more)
 
 
-def _mtp():
-    from xfer.trace.fragment import TensorSpec
+GEMMA4 = {
+    "model_type": "gemma4_text", "architectures": ["Gemma4ForCausalLM"], "torch_dtype": "bfloat16", "vocab_size": 252,
+    "vocab_size_per_layer_input": 252, "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "hidden_size_per_layer_input": 16,
+    "max_position_embeddings": 512, "tie_word_embeddings": True, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+    "sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"], "global_head_dim": 32,
+}  # fmt: skip
 
+
+def test_unit_norms_that_a_sleep_took_are_named(monkeypatch):
+    """vLLM's norms without a weight keep ones as a plain attribute, in the memory that sleep(level=2) gives back. That mode needs
+    a GPU; here their bytes are overwritten."""
+    monkeypatch.setattr(EngineModel, "_may_sleep", lambda self: True)
+    monkeypatch.setattr("xfer.engines.vllm_layout.refuse_asleep", lambda live: None)
+    catalog = Catalog(canonical_specs(GEMMA4))
+    with rank_of(GEMMA4) as (config, live, _):
+        model = EngineModel(config, live, CPU)
+        model.read(catalog)
+        model.scramble(5)  # what refits write anew may be lost
+        assert model.check() == "same"
+        live.model.layers[1].self_attn.v_norm.weight.data.zero_()
+        with pytest.raises(Unsupported, match="did it sleep at level 2") as error:
+            model.check()
+        assert error.value.violations[0] == "model.layers.1.self_attn.v_norm.weight: a plain attribute"
+        assert len(error.value.violations) == 2
+
+
+def _mtp():
     return (TensorSpec("model.layers.4.eh_proj.weight", (128, 256), "bfloat16"),)
 
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from xfer.engines import live as lv
 from xfer.engines import vllm_cpu
-from xfer.engines.asleep import KeptParameters
+from xfer.engines.asleep import LeftAlone
 from xfer.engines.layout import joined, read_layout, refuse_kept_in_vain, renamed, run_recipes
 from xfer.engines.live import Storages
 from xfer.engines.lock import candidates, choose
@@ -157,7 +157,7 @@ def test_kept_parameters_that_a_sleep_took_are_seen_and_what_refits_or_vllm_brin
     given = [TensorSpec(s.name, s.shape, str(dtype).removeprefix("torch.")) for s in specs()]
     layout = read(net, twin, given, keep=("no*", "inner_norm", "qkv"))
     live = Storages(net)
-    kept = KeptParameters(live, layout.kept)
+    kept = LeftAlone(live, layout.kept)
     saved = {n: p.detach().clone() for n, p in net.named_parameters()}
     load(layout.traced, checkpoint(given), layout.tensors)
     kept.check(live)
@@ -180,7 +180,7 @@ def test_buffers_that_only_a_drafter_has_are_seen_when_a_sleep_took_them_and_tho
     traced = joined(trace_loader(twin, specs()), renamed(trace_loader(its_twin, specs()), lv.DRAFT))
     layout = read_layout(live, both, traced, device=CPU)
     assert {k.root for k in layout.kept} == {"rope", "draft.rope"}
-    kept, were = KeptParameters(live, layout.kept), draft.rope.clone()
+    kept, were = LeftAlone(live, layout.kept), draft.rope.clone()
     for tensor in (*net.parameters(), *draft.parameters(), net.rope):
         tensor.data.zero_()
     kept.check(live)

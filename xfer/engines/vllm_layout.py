@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch.overrides import TorchFunctionMode
 
-from xfer.engines.asleep import KeptParameters, refuse_asleep
+from xfer.engines.asleep import LeftAlone, refuse_asleep
 from xfer.engines.copies import Copies, attributes, tensors_in
 from xfer.engines.layout import (
     EngineLayout,
@@ -77,7 +77,7 @@ class EngineModel:
         self._layout: EngineLayout | None = None
         self._tensors: Mapping[str, torch.Tensor] = {}
         self._lock: Lock | None = None
-        self._kept: KeptParameters | None = None  # of an engine that may sleep
+        self._kept: LeftAlone | None = None  # of an engine that may sleep
         self._stale_binding = False
         dummy = getattr(vllm_config.load_config, "load_format", "auto") == "dummy"
         self._holds: Literal["whole", "mix", "nothing"] = "nothing" if dummy else "whole"
@@ -120,7 +120,7 @@ class EngineModel:
         both = Storages(twin, draft=drafter)
         layout = read_layout(live, both, joined(traced, drafted), keep=self.keep, device=self.device)
         self._live, self._layout, self._copies = live, layout, copies
-        self._kept = KeptParameters(live, layout.kept) if self._may_sleep() else None
+        self._kept = LeftAlone(live, layout.kept, self._constants(copies)) if self._may_sleep() else None
         if self._lock is not None and any(s == self._lock.slot for s in candidates(layout, live)):
             # Read again: the tensor that was found by test before is still what it was, engaged or not.
             self._lock.moved_to(live.tensors[self._lock.root])
@@ -209,6 +209,10 @@ class EngineModel:
     def _refuse_asleep(self, live: Storages) -> None:
         if self._may_sleep():
             refuse_asleep(live)
+    def _constants(self, copies: Copies) -> dict[str, torch.Tensor]:
+        """Those that a sleep can take: it leaves the host's memory alone."""
+        return {name: t for name, t in copies.constants().items() if t.device.type == self.device.type}
+
 
     def _refuse_unseen_drafter(self) -> None:
         config = getattr(self.vllm_config, "speculative_config", None)
