@@ -229,6 +229,33 @@ def test_keep_and_drop(folders):
         EngineModel(config, live, CPU, drop=["model.layers.4.*"]).read(more)
 
 
+def test_a_drafter_that_loads_the_embedding_too_leaves_it_to_the_head_of_a_tied_trainer(tmp_path):
+    """Qwen3-Next's drafter reads the served model's embedding and head, whatever becomes of them then. Neither is its alone."""
+    family = next(f.config for f in FAMILIES if f.name == "Qwen3-Next")
+    tied = canonical_specs({**family, "tie_word_embeddings": True})
+    shape = next(s.shape for s in tied if s.name == "model.embed_tokens.weight")
+    last, wide = f"model.layers.{family['layer_types'].index('full_attention')}.", family["hidden_size"]
+    drafted = [replace(s, name=s.name.replace(last, "mtp.layers.0.")) for s in tied if s.name.startswith(last)]
+    joins = {"fc": (wide, 2 * wide), "norm": (wide,), "pre_fc_norm_hidden": (wide,), "pre_fc_norm_embedding": (wide,)}
+    drafted += [TensorSpec(f"mtp.{n}.weight", s, "bfloat16") for n, s in joins.items()]
+    sent, head = [*tied, *drafted], TensorSpec("lm_head.weight", shape, "bfloat16")
+    checkpoints.write(tmp_path, {**family, "tie_word_embeddings": True}, [*sent, head], 3, {})
+    how = dict(load_format="auto", speculative_config={"method": "mtp", "num_speculative_tokens": 1})
+    with rank_of(str(tmp_path), tp=2, rank=1, **how) as (config, live, _):
+        assert config.model_config.word_embeddings_untied_by_checkpoint
+        draft = make_model(config, "cpu", config.speculative_config.draft_model_config)
+        draft.model.embed_tokens = live.model.embed_tokens  # as vLLM does when both are loaded
+        draft.lm_head = live.lm_head
+        tensors = checkpoints.trained(sent, 4, {})
+        layout = refitted(config, live, "", tensors, Catalog(tuple(sorted(sent))), draft=draft)
+        assert {s.name for s in layout.traced.specs} == tensors.keys()
+        assert torch.equal(live.lm_head.weight, live.model.embed_tokens.weight) and live.lm_head.weight.isfinite().all()
+        rows = live.lm_head.shard_indices
+        vocabulary = tensors["model.embed_tokens.weight"][rows.org_vocab_start_index : rows.org_vocab_end_index]
+        assert torch.equal(live.lm_head.weight[: len(vocabulary)], vocabulary)
+        assert torch.equal(draft.model.norm.weight, tensors["mtp.norm.weight"])
+
+
 GEMMA4 = {
     "model_type": "gemma4_text", "architectures": ["Gemma4ForCausalLM"], "torch_dtype": "bfloat16", "vocab_size": 252,
     "vocab_size_per_layer_input": 252, "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2,

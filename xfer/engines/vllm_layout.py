@@ -109,7 +109,8 @@ class EngineModel:
             own, whole = (*live.slots, *attributes([("", self.model)])), self.vllm_config.parallel_config.pipeline_parallel_size == 1
             refuse_kept_in_vain(self.keep, own, (s.name for s in specs), whole=whole)
         drafted = self._drafted(drafter, specs, live)
-        mine = tuple(s for s in specs if s.name not in drafted.reads)  # what only the drafter takes is not the model's
+        drafters = set(drafted.reads) - {s.name for s in expected or ()}  # both models may read the embedding
+        mine = tuple(s for s in specs if s.name not in drafters)
         head = self._untied_head(twin, mine, expected or ())
         if expected is not None:
             ours = [s for s in expected if not _matches(s.name, self.keep) and (head is None or s != head.spec)]
@@ -271,10 +272,11 @@ class EngineModel:
         from vllm.model_executor.model_loader.weight_tying import _get_untied_lm_head
 
         pair = _get_untied_lm_head(twin)
-        missing = [s for s in expected if s.name not in {x.name for x in specs}]
-        if pair is None or len(missing) != 1:
+        if pair is None:
             return None
-        return _Head(missing[0], pair.lm_head.weight, pair.embed_tokens.weight)
+        sent, shape = {s.name for s in specs}, (pair.lm_head.org_vocab_size, pair.lm_head.embedding_dim)
+        missing = [s for s in expected if s.name not in sent and s.shape == shape]
+        return _Head(missing[0], pair.lm_head.weight, pair.embed_tokens.weight) if len(missing) == 1 else None
 
     def packed(self):
         """The same model for the packed route, which loads whole tensors and reads no layout."""
