@@ -229,6 +229,57 @@ def test_keep_and_drop(folders):
         EngineModel(config, live, CPU, drop=["model.layers.4.*"]).read(more)
 
 
+def without(folder, *names):
+    return Catalog(tuple(s for s in checkpoint_specs(folder) if s.name not in names))
+
+
+@pytest.mark.parametrize("tp, rank", [(1, 0), (2, 1), (8, 5)])
+def test_of_a_fused_parameter_that_is_half_sent_keep_leaves_only_the_rest_alone(folders, tp, rank):
+    """Trainers of a model whose last layer shares the keys and values of another, or has them frozen, send its q alone."""
+    folder, tensors = folders["qwen3"]
+    at = f"model.layers.{toy.config('qwen3')['num_hidden_layers'] - 1}.self_attn."
+    k, v, fused = (f"{at}{n}.weight" for n in ("k_proj", "v_proj", "qkv_proj"))
+    with rank_of(folder, tp=tp, rank=rank) as (config, live, reference):
+        with pytest.raises(LayoutError, match="families that do not match") as error:
+            EngineModel(config, live, CPU).read(without(folder, k, v))
+        assert [x.split(":")[0] for x in error.value.violations] == [k, v]
+        with pytest.raises(LayoutError, match="as they are") as error:
+            EngineModel(config, live, CPU, keep=["*norm*"]).read(without(folder, k, v))
+        said, absent = error.value.violations
+        assert said.startswith(f"{fused}: ") and f"the others by {at}q_proj.weight" in said
+        assert k in absent and v in absent and "keep=" not in said + absent
+        old = {n: torch.randn(tensors[n].shape).to(tensors[n].dtype) for n in (k, v)}
+        for model in (live, reference):
+            model.load_weights((n, t.clone()) for n, t in {**tensors, **old}.items())
+        sent = {n: t for n, t in tensors.items() if n not in old}
+        layout = refitted(config, live, folder, sent, catalog=without(folder, k, v), keep=[fused])
+        got, want = parameters(live), parameters(reference)
+        assert not [n for n in want if not torch.equal(got[n], want[n])]
+        reasons = {x.reason for x in layout.kept if x.root == fused}
+        assert reasons == {f"{fused}, all but {at}q_proj.weight: kept by request ({fused})"}
+        rows = layout.bytes_of(x for x in layout.kept if x.root == fused) / live.get_parameter(fused)[0].nbytes
+        head = toy.config("qwen3")["head_dim"]
+        assert rows == 2 * head * max(1, toy.config("qwen3")["num_key_value_heads"] // tp)
+        everything = Catalog(
+            checkpoint_specs(folder)
+        )  # and the other way around: of what is sent, this engine ignores q
+        layout = EngineModel(config, live, CPU, keep=[fused], drop=[f"{at}q_proj.*"]).read(everything)
+        assert (
+            layout.bytes_of(x for x in layout.kept if x.root == fused) == live.get_parameter(fused).nbytes - rows * 256
+        )
+
+
+def test_what_keep_names_and_the_trainers_send_whole_is_not_written_and_said(folders, caplog):
+    folder, tensors = folders["qwen3"]
+    with rank_of(folder) as (config, live, _):
+        keep = ["model.norm.*", "*.0.self_attn.qkv_proj.*"]
+        layout = refitted(config, live, folder, tensors, keep=keep)
+        names = {"model.norm.weight", "model.layers.0.self_attn.qkv_proj.weight"}
+        assert {k.root for k in layout.kept if "request" in k.reason} == names
+        assert all("though the trainers send model." in k.reason for k in layout.kept if "request" in k.reason)
+        assert "holds back 2 tensors that the trainers send" in caplog.text
+
+
 def test_a_drafter_that_loads_the_embedding_too_leaves_it_to_the_head_of_a_tied_trainer(tmp_path):
     """Qwen3-Next's drafter reads the served model's embedding and head, whatever becomes of them then. Neither is its alone."""
     family = next(f.config for f in FAMILIES if f.name == "Qwen3-Next")
