@@ -253,8 +253,9 @@ def serve(
     engine: an in-process `LLM`, an `AsyncLLM`, a URL, or any object that forwards vLLM's weight-transfer calls;
     it must have been started with `weight_transfer_config={"backend": "xfer"}`. With an in-process `LLM` generate inside
     `with controller.serving() as llm:` only. replica: this engine's number, from 0; `connect(replicas=N)` waits for N of
-    them. keep: engine parameters (globs over the names that vLLM's model gives them, e.g. "*.qkv_proj.*") that no refit shall
-    write. engine_rendezvous: the rendezvous as the engine's workers see it, where that differs from this process's view.
+    them. keep: engine parameters (globs over the names that vLLM's model gives them, e.g. "*vision_model*") that stay as they
+    are. Of one that the trainers send in part (q of a fused qkv_proj), that part is written and only the rest stays.
+    engine_rendezvous: the rendezvous as the engine's workers see it, where that differs from this process's view.
 
     handle_options, by kind of engine:
     name: of any, what errors and logs call it.

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from math import prod
 from pathlib import Path
 
 import pytest
@@ -35,8 +36,9 @@ TOKEN = "live engines token"
 class Case:
     """`layout`: of the engine, vLLM's own words. `extra`: checkpoint tensors that transformers does not name. `keep`:
     engine tensors (globs) that no refit is to change; `frozen`: the checkpoint tensors (globs) that they come from, which
-    the trainers lack, or (`sent`) have other values of. `adapter`: prompts are also asked with a LoRA. `drafter`: config
-    of one that has a checkpoint of its own. `tokenizer`: the model's processor cannot be had without.
+    the trainers lack, or (`sent`) have other values of. `half`: what the plan says of an engine tensor of which they have only a part.
+    `adapter`: prompts are also asked with a LoRA. `drafter`: config of one that has a checkpoint of its own. `copied`:
+    checkpoint tensors that repeat another one. `tokenizer`: the model's processor cannot be had without.
     """
 
     config: dict
@@ -46,6 +48,8 @@ class Case:
     keep: tuple[str, ...] = ()
     frozen: tuple[str, ...] = ()
     sent: bool = False
+    half: str = ""
+    copied: dict[str, str] = field(default_factory=dict)
     adapter: bool = False
     tokenizer: bool = False
     drafter: dict | None = None
@@ -120,6 +124,16 @@ CASES = {
     "frozen tower": Case(
         IDEFICS, dict(skip_tokenizer_init=False, picture=IDEFICS["image_token_id"]), keep=("*vision_model*",),
         frozen=("*vision_model*",), tokenizer=True,
+    ),
+    "q without k and v": Case(
+        toy.config("qwen3"), dict(tensor_parallel_size=2), keep=("*.3.self_attn.qkv_proj.weight",),
+        frozen=("*.3.self_attn.[kv]_proj.weight",),
+        half="model.layers.3.self_attn.qkv_proj.weight, all but model.layers.3.self_attn.q_proj.weight: kept by request",
+    ),
+    "drafter beside a tied trainer": Case(
+        {**GLM, "tie_word_embeddings": True}, DRAFTER, fp32=("*.e_score_correction_bias",), frozen=("lm_head.weight",),
+        extra=(*mtp_layer(GLM), TensorSpec("lm_head.weight", (GLM["vocab_size"], GLM["hidden_size"]), "bfloat16")),
+        copied={"lm_head.weight": "model.embed_tokens.weight"},
     ),
     "A_log": Case(family("Nemotron-H"), fp32=("*.A_log",)),
 }  # fmt: skip
@@ -204,7 +218,8 @@ def written(case: Case, tmp_path: Path) -> Folders:
     assert bool(frozen) == bool(case.frozen)
     made = {"a": (1, {}), "b": (2, frozen), "trained": (2, {})}
     folders = Folders(**{
-        name: checkpoints.write(tmp_path / name, case.config, specs, seed, seeds) for name, (seed, seeds) in made.items()
+        name: checkpoints.write(tmp_path / name, case.config, specs, seed, seeds, case.copied)
+        for name, (seed, seeds) in made.items()
     })  # fmt: skip
     if case.tokenizer:
         for folder in (folders.a, folders.b):
@@ -230,11 +245,12 @@ def run(case: Case, stage: Stage, tmp_path: Path) -> None:
         t.expect("built")
     stage.engine.expect("started")
     want = {"a": stage.asked("observed", do="observe"), "b": stage.truth.expect("observed")}
-    ranks = layout.get("pipeline_parallel_size", 1) * layout.get("data_parallel_size", 1)
+    ranks = prod(layout.get(f"{kind}_parallel_size", 1) for kind in ("tensor", "pipeline", "data"))
     assert len({key.partition(":")[0] for key in want["a"]["checksums"]}) == ranks
     rendezvous = f"tcp://127.0.0.1:{free_port()}"
     stage.asked("serving", do="serve", rendezvous=rendezvous, replica=0, keep=list(case.keep))
-    stage.trained("connected", do="connect", rendezvous=rendezvous, replicas=1)
+    connected = stage.trained("connected", do="connect", rendezvous=rendezvous, replicas=1)
+    assert all(f": {case.half}" in c["plan"] for c in connected)
     stage.asked("ready", do="ready")
     for number, (name, folder) in enumerate((("b", folders.trained), ("a", folders.a)), 1):
         stage.trained("loaded", do="load", folder=str(folder))
@@ -249,7 +265,7 @@ def run(case: Case, stage: Stage, tmp_path: Path) -> None:
     assert stage.asked("kept", do="kept")["kept"] == kept
     same = {own_name(k) for k in want["a"]["checksums"].keys() - differ(want["a"], want["b"])}
     assert {n for n in same if not matches(n, case.keep)} == set(), "equal parameters: the second refit proved little"
-    assert bool(same) == bool(case.keep), "what was to be kept is not what differs from a whole load"
+    assert bool(same) == bool(case.keep and not case.half), "what was to be kept is not what differs from a whole load"
     stage.trained("closed", do="close")
 
 

@@ -7,6 +7,7 @@ import os
 import sys
 import types
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,14 +17,17 @@ pytestmark = pytest.mark.engine
 pytest.importorskip("vllm")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
+from tests.support import checkpoints  # noqa: E402
+from tests.support.families import FAMILIES  # noqa: E402
 from xfer.engines import vllm_cpu  # noqa: E402
-from xfer.engines.hf_spec import checkpoint_specs  # noqa: E402
+from xfer.engines.hf_spec import canonical_specs, checkpoint_specs  # noqa: E402
 from xfer.engines.meta_model import fake_rank, make_config, make_model  # noqa: E402
 from xfer.engines.vllm_layout import EngineModel  # noqa: E402
 from xfer.errors import LayoutError, Unsupported  # noqa: E402
 from xfer.plan.inventory import Inventory, engine_inventory  # noqa: E402
 from xfer.testing import toy  # noqa: E402
 from xfer.trace.catalog import Catalog  # noqa: E402
+from xfer.trace.fragment import TensorSpec  # noqa: E402
 from xfer.trace.replay import load  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -66,10 +70,11 @@ def parameters(model):
     return {n: p.detach().contiguous().view(-1).view(torch.uint8) for n, p in model.named_parameters()}
 
 
-def refitted(config, live, folder, tensors, **options):
+def refitted(config, live, folder, tensors, catalog=None, draft=None, **options):
     """`live`, filled with noise and then written by its layout alone."""
     model = EngineModel(config, live, CPU, **options)
-    catalog = Catalog(checkpoint_specs(folder))
+    model.draft = draft
+    catalog = catalog or Catalog(checkpoint_specs(folder))
     layout = model.read(catalog)
     made = engine_inventory(
         catalog,
@@ -108,8 +113,6 @@ def test_writing_by_the_layout_is_vllms_own_load(folders, family, tp, pp, dp, ep
 
 def test_dropping_one_fragment_is_seen(folders):
     """The comparison above can fail."""
-    from dataclasses import replace
-
     folder, tensors = folders["qwen3"]
     with rank_of(folder) as (config, live, reference):
         model = EngineModel(config, live, CPU)
@@ -226,9 +229,112 @@ def test_keep_and_drop(folders):
         EngineModel(config, live, CPU, drop=["model.layers.4.*"]).read(more)
 
 
-def _mtp():
-    from xfer.trace.fragment import TensorSpec
+def without(folder, *names):
+    return Catalog(tuple(s for s in checkpoint_specs(folder) if s.name not in names))
 
+
+@pytest.mark.parametrize("tp, rank", [(1, 0), (2, 1), (8, 5)])
+def test_of_a_fused_parameter_that_is_half_sent_keep_leaves_only_the_rest_alone(folders, tp, rank):
+    """Trainers of a model whose last layer shares the keys and values of another, or has them frozen, send its q alone."""
+    folder, tensors = folders["qwen3"]
+    at = f"model.layers.{toy.config('qwen3')['num_hidden_layers'] - 1}.self_attn."
+    k, v, fused = (f"{at}{n}.weight" for n in ("k_proj", "v_proj", "qkv_proj"))
+    with rank_of(folder, tp=tp, rank=rank) as (config, live, reference):
+        with pytest.raises(LayoutError, match="families that do not match") as error:
+            EngineModel(config, live, CPU).read(without(folder, k, v))
+        assert [x.split(":")[0] for x in error.value.violations] == [k, v]
+        with pytest.raises(LayoutError, match="as they are") as error:
+            EngineModel(config, live, CPU, keep=["*norm*"]).read(without(folder, k, v))
+        said, absent = error.value.violations
+        assert said.startswith(f"{fused}: ") and f"the others by {at}q_proj.weight" in said
+        assert k in absent and v in absent and "keep=" not in said + absent
+        old = {n: torch.randn(tensors[n].shape).to(tensors[n].dtype) for n in (k, v)}
+        for model in (live, reference):
+            model.load_weights((n, t.clone()) for n, t in {**tensors, **old}.items())
+        sent = {n: t for n, t in tensors.items() if n not in old}
+        layout = refitted(config, live, folder, sent, catalog=without(folder, k, v), keep=[fused])
+        got, want = parameters(live), parameters(reference)
+        assert not [n for n in want if not torch.equal(got[n], want[n])]
+        reasons = {x.reason for x in layout.kept if x.root == fused}
+        assert reasons == {f"{fused}, all but {at}q_proj.weight: kept by request ({fused})"}
+        rows = layout.bytes_of(x for x in layout.kept if x.root == fused) / live.get_parameter(fused)[0].nbytes
+        head = toy.config("qwen3")["head_dim"]
+        assert rows == 2 * head * max(1, toy.config("qwen3")["num_key_value_heads"] // tp)
+        everything = Catalog(
+            checkpoint_specs(folder)
+        )  # and the other way around: of what is sent, this engine ignores q
+        layout = EngineModel(config, live, CPU, keep=[fused], drop=[f"{at}q_proj.*"]).read(everything)
+        assert (
+            layout.bytes_of(x for x in layout.kept if x.root == fused) == live.get_parameter(fused).nbytes - rows * 256
+        )
+
+
+def test_what_keep_names_and_the_trainers_send_whole_is_not_written_and_said(folders, caplog):
+    folder, tensors = folders["qwen3"]
+    with rank_of(folder) as (config, live, _):
+        keep = ["model.norm.*", "*.0.self_attn.qkv_proj.*"]
+        layout = refitted(config, live, folder, tensors, keep=keep)
+        names = {"model.norm.weight", "model.layers.0.self_attn.qkv_proj.weight"}
+        assert {k.root for k in layout.kept if "request" in k.reason} == names
+        assert all("though the trainers send model." in k.reason for k in layout.kept if "request" in k.reason)
+        assert "holds back 2 tensors that the trainers send" in caplog.text
+
+
+def test_a_drafter_that_loads_the_embedding_too_leaves_it_to_the_head_of_a_tied_trainer(tmp_path):
+    """Qwen3-Next's drafter reads the served model's embedding and head, whatever becomes of them then. Neither is its alone."""
+    family = next(f.config for f in FAMILIES if f.name == "Qwen3-Next")
+    tied = canonical_specs({**family, "tie_word_embeddings": True})
+    shape = next(s.shape for s in tied if s.name == "model.embed_tokens.weight")
+    last, wide = f"model.layers.{family['layer_types'].index('full_attention')}.", family["hidden_size"]
+    drafted = [replace(s, name=s.name.replace(last, "mtp.layers.0.")) for s in tied if s.name.startswith(last)]
+    joins = {"fc": (wide, 2 * wide), "norm": (wide,), "pre_fc_norm_hidden": (wide,), "pre_fc_norm_embedding": (wide,)}
+    drafted += [TensorSpec(f"mtp.{n}.weight", s, "bfloat16") for n, s in joins.items()]
+    sent, head = [*tied, *drafted], TensorSpec("lm_head.weight", shape, "bfloat16")
+    checkpoints.write(tmp_path, {**family, "tie_word_embeddings": True}, [*sent, head], 3, {})
+    how = dict(load_format="auto", speculative_config={"method": "mtp", "num_speculative_tokens": 1})
+    with rank_of(str(tmp_path), tp=2, rank=1, **how) as (config, live, _):
+        assert config.model_config.word_embeddings_untied_by_checkpoint
+        draft = make_model(config, "cpu", config.speculative_config.draft_model_config)
+        draft.model.embed_tokens = live.model.embed_tokens  # as vLLM does when both are loaded
+        draft.lm_head = live.lm_head
+        tensors = checkpoints.trained(sent, 4, {})
+        layout = refitted(config, live, "", tensors, Catalog(tuple(sorted(sent))), draft=draft)
+        assert {s.name for s in layout.traced.specs} == tensors.keys()
+        assert torch.equal(live.lm_head.weight, live.model.embed_tokens.weight) and live.lm_head.weight.isfinite().all()
+        rows = live.lm_head.shard_indices
+        vocabulary = tensors["model.embed_tokens.weight"][rows.org_vocab_start_index : rows.org_vocab_end_index]
+        assert torch.equal(live.lm_head.weight[: len(vocabulary)], vocabulary)
+        assert torch.equal(draft.model.norm.weight, tensors["mtp.norm.weight"])
+
+
+GEMMA4 = {
+    "model_type": "gemma4_text", "architectures": ["Gemma4ForCausalLM"], "torch_dtype": "bfloat16", "vocab_size": 252,
+    "vocab_size_per_layer_input": 252, "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "hidden_size_per_layer_input": 16,
+    "max_position_embeddings": 512, "tie_word_embeddings": True, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+    "sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"], "global_head_dim": 32,
+}  # fmt: skip
+
+
+def test_unit_norms_that_a_sleep_took_are_named(monkeypatch):
+    """vLLM's norms without a weight keep ones as a plain attribute, in the memory that sleep(level=2) gives back. That mode needs
+    a GPU; here their bytes are overwritten."""
+    monkeypatch.setattr(EngineModel, "_may_sleep", lambda self: True)
+    monkeypatch.setattr("xfer.engines.vllm_layout.refuse_asleep", lambda live: None)
+    catalog = Catalog(canonical_specs(GEMMA4))
+    with rank_of(GEMMA4) as (config, live, _):
+        model = EngineModel(config, live, CPU)
+        model.read(catalog)
+        model.scramble(5)  # what refits write anew may be lost
+        assert model.check() == "same"
+        live.model.layers[1].self_attn.v_norm.weight.data.zero_()
+        with pytest.raises(Unsupported, match="did it sleep at level 2") as error:
+            model.check()
+        assert error.value.violations[0] == "model.layers.1.self_attn.v_norm.weight: a plain attribute"
+        assert len(error.value.violations) == 2
+
+
+def _mtp():
     return (TensorSpec("model.layers.4.eh_proj.weight", (128, 256), "bfloat16"),)
 
 

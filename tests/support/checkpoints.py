@@ -29,11 +29,20 @@ def trained(specs: Iterable[TensorSpec], seed: int, seeds: Mapping[str, int]) ->
     return out
 
 
-def write(folder: Path, config: dict, specs: Iterable[TensorSpec], seed: int, seeds: Mapping[str, int]) -> Path:
-    """config.json and model.safetensors; `seeds` as in `trained`."""
+def write(
+    folder: Path,
+    config: dict,
+    specs: Iterable[TensorSpec],
+    seed: int,
+    seeds: Mapping[str, int],
+    copied: Mapping[str, str] = {},
+) -> Path:
+    """config.json and model.safetensors; `seeds` as in `trained`. `copied`: tensors that get the values of another one."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=1))
-    save_file(trained(specs, seed, seeds), str(folder / "model.safetensors"), metadata={"format": "pt"})
+    tensors = trained(specs, seed, seeds)
+    tensors |= {name: tensors[of].clone() for name, of in copied.items()}
+    save_file(tensors, str(folder / "model.safetensors"), metadata={"format": "pt"})
     return folder
 
 

@@ -12,7 +12,9 @@ import pytest
 import torch
 from torch import nn
 
+from xfer.engines.asleep import LeftAlone
 from xfer.engines.copies import Copies, attributes
+from xfer.engines.live import Storages
 from xfer.errors import Unsupported
 
 
@@ -120,6 +122,76 @@ def test_wrappers_hold_adapters_and_what_they_wrap_is_named_as_before():
     inner.merged = inner.weight.t().contiguous()
     with pytest.raises(Unsupported, match=r"draft\.layers\.0\.merged: "):
         copies.check()
+
+
+HELD = {
+    "gain": lambda m: m.gain,
+    "nested['a'][0]": lambda m: m.nested["a"][0],
+    "impl.slopes": lambda m: m.impl.slopes,
+    "steps": lambda m: m.steps,
+}
+
+
+class Constants(Model):
+    def __init__(self):
+        super().__init__(1)
+        layer = self.layers[0]
+        layer.nested["a"][0], layer.impl.slopes, layer.steps = torch.full((3,), 2.0), torch.arange(4.0), torch.arange(5)
+
+
+def watched(net, twin, keep=()):
+    caches = lambda: [m.kv_cache.untyped_storage()._cdata for m in net.layers]  # noqa: E731
+    copies = Copies([("", net)], attributes([("", twin)]), keep=keep, exempt=caches)
+    copies.look()
+    live = Storages(net)
+    alone = LeftAlone(live, (), copies.constants())
+    return lambda: alone.check(live)
+
+
+@pytest.mark.parametrize("name", HELD)
+def test_a_constant_outside_parameters_and_buffers_that_a_sleep_took_is_named(name):
+    """After sleep(level=2) its memory holds anything, although nobody wrote it."""
+    net = Constants()
+    with torch.device("meta"):
+        twin = Constants()
+    check, held = watched(net, twin), HELD[name](net.layers[0])
+    check()
+    held.data.fill_(77)  # as the memory behind it changes: torch does not count it
+    with pytest.raises(Unsupported, match="level 2") as lost:
+        check()
+    named, what_to_do = lost.value.violations
+    assert named == f"layers.0.{name}: a plain attribute" and "level 1" in what_to_do
+
+
+def test_what_a_forward_writes_replaces_or_makes_is_no_constant():
+    net = Constants()
+    with torch.device("meta"):
+        twin = Constants()
+    layer = net.layers[0]
+    with torch.inference_mode():
+        layer.scratch[:1] = 4  # in the warm-up, before this engine joined
+    check = watched(net, twin)
+    layer.scratch.data.fill_(5)
+    with torch.inference_mode():
+        layer.gain.mul_(3)
+        layer.steps = torch.arange(9)
+    layer.kv_cache = torch.ones(8)
+    layer.gain.data.fill_(6)
+    gc.collect()
+    check()
+
+
+def test_a_constant_made_after_loading_that_keep_names_is_watched_as_well():
+    net = Constants()
+    with torch.device("meta"):
+        twin = Constants()
+    net.layers[0].late = torch.ones(2)
+    check = watched(net, twin, keep=["*.late"])
+    check()
+    net.layers[0].late.data.zero_()
+    with pytest.raises(Unsupported, match="level 2") as lost:
+        check()
+    assert lost.value.violations[0] == "layers.0.late: a plain attribute"
 
 
 def test_a_look_at_many_modules_calls_no_more_python_than_one_at_few():

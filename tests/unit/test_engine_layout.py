@@ -14,7 +14,7 @@ from torch import nn
 
 from xfer.engines import live as lv
 from xfer.engines import vllm_cpu
-from xfer.engines.asleep import KeptParameters
+from xfer.engines.asleep import LeftAlone
 from xfer.engines.layout import joined, read_layout, refuse_kept_in_vain, renamed, run_recipes
 from xfer.engines.live import Storages
 from xfer.engines.lock import candidates, choose
@@ -108,29 +108,51 @@ def test_every_byte_has_one_class_and_replaying_the_layout_is_the_loaders_own_lo
 def test_a_parameter_that_the_checkpoint_leaves_out_is_refused_by_name_unless_kept():
     net, twin = built()
     with pytest.raises(LayoutError) as error:
-        read(net, twin, specs("k", "norm"))
-    text = "\n".join(error.value.violations)
-    assert (
-        len(error.value.violations) == 2 and "norm: 32 of its 32 bytes" in text and "qkv: 128 of its 512 bytes" in text
+        read(net, twin, specs("norm", "head"))
+    assert error.value.violations == tuple(
+        f"{name}: {n} of its {n} bytes are written by no tensor of the trainers' checkpoint; send them, or name it in keep= if it is frozen"
+        for name, n in (("head", 384), ("norm", 32))
     )
-    layout = read(net, twin, specs("k", "norm"), keep=("no*", "qkv"))
-    assert {(k.root, k.stop - k.start) for k in layout.kept} == {("norm", 32), ("qkv", 512), ("rope", 128)}
+    layout = read(net, twin, specs("norm", "head"), keep=("no*", "head"))
+    assert {(k.root, k.stop - k.start) for k in layout.kept} == {("norm", 32), ("head", 384), ("rope", 128)}
     assert all("request" in k.reason for k in layout.kept if k.root != "rope")
+
+
+def test_of_a_parameter_that_is_half_sent_keep_leaves_alone_only_what_is_not():
+    """Trainers whose layers share keys and values send q alone, and the engine has all three in one parameter."""
+    net, twin = built()
+    some = specs("k", "v")
+    with pytest.raises(LayoutError) as error:
+        read(net, twin, some)
+    (said,) = error.value.violations
+    assert said.startswith(
+        "qkv: 256 of its 512 bytes are written by no tensor of the trainers' checkpoint, the others by q;"
+    )
+    assert "keep=" not in said, "nobody is told to keep what is half sent"
+    layout = read(net, twin, some, keep=("qkv",))
+    qkv = [(k.start, k.stop, k.reason) for k in layout.kept if k.root == "qkv"]
+    assert qkv == [(256, 512, "qkv, all but q: kept by request (qkv)")]
+    before, tensors = net.qkv.detach().clone(), checkpoint(some)
+    load(layout.traced, tensors, layout.tensors)
+    assert torch.equal(net.qkv[:8], tensors["q"]) and torch.equal(net.qkv[8:], before[8:])
 
 
 @pytest.mark.parametrize(
     ("keep", "whole", "refused", "told"),
     [
-        (("q",), True, "q: the trainers send q, .*; did you mean qkv\\?", 0),
+        (("q",), True, "q: the trainers send q, .*; did you mean qkv\\? It also holds k, v$", 0),
         (("[qv]", "qkv", "k"), True, r"\[qv\]: the trainers send q, .*\n.*k: the trainers send k, ", 0),
         (("q",), False, "", 1),
         (("visaul.*",), True, "", 1),
         (("qkv", "*norm", "draft.*", "head"), True, "", 0),
     ],
 )
-def test_what_is_to_be_kept_under_the_checkpoints_names_is_refused_where_the_engine_has_others(keep, whole, refused, told, caplog):
+def test_what_is_to_be_kept_under_the_checkpoints_names_is_refused_where_the_engine_has_others(
+    keep, whole, refused, told, caplog
+):
     """They would be written in every refit, as if nobody had asked."""
-    ask = dict(own=Storages(built()[0]).slots, sent=SHAPES, whole=whole)
+    net, twin = built()
+    ask = dict(own=Storages(net).slots, twin=Storages(twin), traced=trace_loader(twin, specs()), whole=whole)
     if refused:
         with pytest.raises(LayoutError) as error:
             refuse_kept_in_vain(keep, **ask)
@@ -140,9 +162,23 @@ def test_what_is_to_be_kept_under_the_checkpoints_names_is_refused_where_the_eng
     assert [repr(keep[0]) in r.getMessage() for r in caplog.records] == [True] * told
 
 
-def test_what_is_kept_is_not_written_although_the_trainers_send_it():
+def test_what_is_to_be_kept_under_a_name_of_the_checkpoint_is_not_said_to_be_kept_by_one_that_is_half_sent():
+    net, twin = built()
+    with pytest.raises(LayoutError) as error:
+        refuse_kept_in_vain(
+            ("q",), Storages(net).slots, Storages(twin), trace_loader(twin, specs("k", "v")), whole=True
+        )
+    assert error.value.violations[0].endswith(
+        "it lies in qkv, of which the trainers send a part, and what they send is written"
+    )
+
+
+def test_what_is_kept_is_not_written_although_the_trainers_send_it(caplog):
     net, twin = built()
     layout = read(net, twin, keep=("no*", "qkv"))
+    assert "holds back 2 tensors that the trainers send, such as norm" in caplog.text
+    reasons = {k.root: k.reason for k in layout.kept}
+    assert reasons["qkv"] == "qkv, though the trainers send k, q, v: kept by request (qkv)"
     before = {n: p.detach().clone() for n, p in net.named_parameters()}
     load(layout.traced, checkpoint(specs()), layout.tensors)
     assert {n for n, p in net.named_parameters() if torch.equal(p, before[n])} == {"norm", "qkv"}
@@ -157,7 +193,7 @@ def test_kept_parameters_that_a_sleep_took_are_seen_and_what_refits_or_vllm_brin
     given = [TensorSpec(s.name, s.shape, str(dtype).removeprefix("torch.")) for s in specs()]
     layout = read(net, twin, given, keep=("no*", "inner_norm", "qkv"))
     live = Storages(net)
-    kept = KeptParameters(live, layout.kept)
+    kept = LeftAlone(live, layout.kept)
     saved = {n: p.detach().clone() for n, p in net.named_parameters()}
     load(layout.traced, checkpoint(given), layout.tensors)
     kept.check(live)
@@ -180,7 +216,7 @@ def test_buffers_that_only_a_drafter_has_are_seen_when_a_sleep_took_them_and_tho
     traced = joined(trace_loader(twin, specs()), renamed(trace_loader(its_twin, specs()), lv.DRAFT))
     layout = read_layout(live, both, traced, device=CPU)
     assert {k.root for k in layout.kept} == {"rope", "draft.rope"}
-    kept, were = KeptParameters(live, layout.kept), draft.rope.clone()
+    kept, were = LeftAlone(live, layout.kept), draft.rope.clone()
     for tensor in (*net.parameters(), *draft.parameters(), net.rope):
         tensor.data.zero_()
     kept.check(live)

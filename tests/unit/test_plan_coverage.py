@@ -170,6 +170,21 @@ def test_every_class_of_bytes_is_counted():
             plan_replica(catalog, [source], [less])
 
 
+def test_nobody_is_told_to_keep_a_storage_that_is_half_sent():
+    catalog = Catalog((TensorSpec("a", (4,), "int8"),))
+    held = [Fragment("a", (0,), (4,), "s", 0, (1,), "int8")]
+    source = trainer_inventory(catalog, rank=0, host="", roots=[Root("s", 4)], fragments=held)
+    taker = engine_inventory(
+        catalog, rank=0, host="", roots=[Root("s", 6), Root("t", 2)], fragments=held,
+        footprint=[Span("s", 0, 6), Span("t", 0, 2)],
+    )  # fmt: skip
+    with pytest.raises(CoverageError, match="would stay stale") as e:
+        plan_replica(catalog, [source], [taker])
+    half, none = e.value.violations
+    assert half.startswith("s bytes 4..6") and "keep=" not in half and half.endswith("send these too")
+    assert none.startswith("t bytes 0..2") and "keep=" in none
+
+
 # ---- dtypes
 
 

@@ -4,7 +4,9 @@ driver; what is kept, and why, is layout.py's.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import weakref
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 
 import torch
 
@@ -24,33 +26,47 @@ def refuse_asleep(live: Storages) -> None:
         )
 
 
-class KeptParameters:
-    """Sums over what refits leave alone and vLLM does not restore. After sleep(level=2) memory holds anything; refits write the rest
-    anew and vLLM restores the served model's buffers, but nobody parameters, and nobody what only a drafter has. The sums are
-    there to see that, not to tell any two contents apart, and are taken on the device: an engine waits for them in every
-    refit."""
+class LeftAlone:
+    """Sums over what refits leave alone and vLLM does not restore. After sleep(level=2) memory holds anything; refits write
+    the rest anew and vLLM restores the served model's buffers, but nothing restores parameters, plain attributes, or (before
+    vLLM 0.32) what only a drafter has. The sums are there to see that, not to tell any two contents apart, and are taken on
+    the device: an engine waits for them in every refit.
 
-    def __init__(self, live: Storages, kept: Iterable[Kept]):
+    `constants`: tensors by name that are neither parameters nor buffers (Copies.constants), all on the device of `live`.
+    They may be freed although this knows them, and one that torch has written since is no constant any more.
+    """
+
+    def __init__(
+        self, live: Storages, kept: Iterable[Kept], constants: Mapping[str, torch.Tensor] = MappingProxyType({})
+    ):
         parameters = {s.root for s in live.slots.values() if s.is_parameter}
         lost = {root for root in live.by_root if root in parameters or root.startswith(DRAFT)}
         self._spans = [s for s in kept if s.root in lost and s.stop > s.start]
+        self._constants = [(name, weakref.ref(t), t._version) for name, t in constants.items()]
         self._were = self._sums(live)
 
-    def _sums(self, live: Storages) -> list[int]:
-        sums = [_words(live.tensors[s.root], s.start, s.stop).sum(dtype=torch.int64) for s in self._spans]
-        return torch.stack(sums).tolist() if sums else []
+    def _sums(self, live: Storages) -> dict[str, list[int]]:
+        """Of each span and each constant, by name."""
+        parts = [(s.root, _words(live.tensors[s.root], s.start, s.stop)) for s in self._spans]
+        for name, ref, written in self._constants:
+            if (t := ref()) is not None and t._version == written:
+                parts.append((f"{name}: a plain attribute", t.detach().reshape(-1).view(torch.uint8)))
+        sums = torch.stack([words.sum(dtype=torch.int64) for _, words in parts]).tolist() if parts else []
+        out: dict[str, list[int]] = {}
+        for (name, _), n in zip(parts, sums, strict=True):
+            out.setdefault(name, []).append(n)
+        return out
 
     def check(self, live: Storages) -> None:
         """Unsupported, naming all that hold other bytes than when this was made."""
-        pairs = zip(self._spans, self._were, self._sums(live), strict=True)
-        if lost := sorted({s.root for s, was, now in pairs if was != now}):
+        if lost := sorted(name for name, now in self._sums(live).items() if now != self._were[name]):
             raise Unsupported(
                 "what no refit writes holds other bytes than when this engine joined: did it sleep at level 2?",
                 [
                     *lost,
-                    'load parameters that keep= names again before the refit, llm.collective_rpc("reload_weights"), or sleep at '
-                    f"level 1, as an engine must whose drafter has buffers of its own ({DRAFT}*): no call of vLLM's brings those "
-                    "back; if they were changed on purpose, call xfer.serve() again",
+                    'load parameters that keep= names again before the refit, llm.collective_rpc("reload_weights"); sleep at '
+                    f"level 1 if plain attributes or buffers of a drafter ({DRAFT}*) are among these: no call of vLLM's brings "
+                    "those back; if they were changed on purpose, call xfer.serve() again",
                 ],
             )
 

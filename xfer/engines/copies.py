@@ -30,14 +30,14 @@ class Copies:
     """All floating-point tensors in attributes of modules, and of what computes their attention (`impl`), that lie in no
     storage of the model and were not there when the twin was built, or lay in the twin's own parameters.
 
-    `twins`: what `attributes` gave for the same trees of the twin, before its loader ran. `keep`: globs over their names.
+    `twins`: what `attributes` gave for the same trees of the twin, before its loader ran. `keep`: globs over live names.
     `exempt`: further storages that are none of weights (KV caches), by `_cdata`, asked at every look.
     """
 
     def __init__(
         self,
         trees: Sequence[Tree],
-        twins: Mapping[str, bool],
+        twins: Mapping[str, int | None],
         *,
         wraps: Callable[[torch.nn.Module], str] = lambda module: "",
         keep: Sequence[str] = (),
@@ -58,9 +58,9 @@ class Copies:
                 for names, key, t in found
                 if t.is_floating_point()
                 and t.numel()
-                and self._twins.get(names[0] + key, True)
+                and self._twins.get(names[0] + key) is None
                 and t.untyped_storage()._cdata not in theirs
-                and not any(fnmatchcase(name + key, p) for p in self._keep for name in names)
+                and not self._asked(names, key)
             ]
             if bad:
                 raise Unsupported(
@@ -75,12 +75,36 @@ class Copies:
         if self._watch is None or not self._watch.same():
             self.look()
 
+    def constants(self) -> dict[str, torch.Tensor]:
+        """The tensors that hold what a constructor put there (unit norms, scales), and those that `keep` names. As they are
+        neither parameters nor buffers, no refit writes them and no call of vLLM's restores them.
 
-def attributes(trees: Sequence[Tree]) -> dict[str, bool]:
-    """The names of all tensors in attributes of these models, and whether each lies in a storage of theirs."""
+        What the model writes as it runs is no constant. torch counts how often a tensor is written in place, so a constant
+        has the count that it has in the twin.
+        """
+        with torch._C.DisableTorchFunctionSubclass():
+            exempt = storages(self._trees).union(self._exempt())
+            tables = _tables(self._trees, self._wraps)
+            found = ((names, key, t) for names, table in tables for key, t in _attributes(table))
+            return {
+                names[0] + key: t
+                for names, key, t in found
+                if t.numel()
+                and t.untyped_storage()._cdata not in exempt
+                and not t.is_inference()  # made by a forward, and without such a count
+                and (t._version == self._twins.get(names[0] + key) or self._asked(names, key))
+            }
+
+    def _asked(self, names: Sequence[str], key: str) -> bool:
+        return any(fnmatchcase(name + key, p) for p in self._keep for name in names)
+
+
+def attributes(trees: Sequence[Tree]) -> dict[str, int | None]:
+    """The names of all tensors in attributes of these models, and how often torch has written each in place; None for those
+    that lie in a storage of theirs."""
     own = storages(trees)
     found = ((names[0] + key, t) for names, table in _tables(trees) for key, t in _attributes(table))
-    return {name: t.untyped_storage()._cdata in own for name, t in found}
+    return {name: None if t.untyped_storage()._cdata in own else t._version for name, t in found}
 
 
 def storages(trees: Sequence[Tree]) -> set[int]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from math import prod
 
@@ -30,6 +29,7 @@ from xfer.trace.traced import Recipe, Traced
 
 logger = logging.getLogger("xfer")
 EMPTIED = "the live tensor is empty: its bytes were packed elsewhere after loading. On CPU set XFER_CPU_RESIDENT=1"
+GUIDE = "docs/guide.md, 'Weights that refits leave alone',"
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,14 +61,23 @@ class EngineLayout:
 def read_layout(
     live: Storages, twin: Storages, traced: Traced, *, keep: Sequence[str] = (), device: torch.device
 ) -> EngineLayout:
-    """`traced`: over the twin's storages, called as in `twin.roots`. `keep`: globs over live names; what the loader writes
-    to a storage in which every name is kept is left out, so that a tower stays as it is even where the trainers have it.
+    """`traced`: over the twin's storages. `keep`: globs over live names.
+
+    A storage in which every name is kept stays as it is where the trainers send nothing of it or all of it: a tower is
+    not written even if they have one. Where they send a part (q of a fused q, k and v), that part is written and only
+    the rest stays. Each reason in `kept` names what the trainers send of that tensor.
 
     Raises one LayoutError with every name whose live place cannot be told from the twin's, and every live parameter
     byte that the loader leaves untouched and nobody asked to keep: a model refitted by half must be impossible to
     report as done.
     """
-    traced = without_roots(traced, _kept_whole(twin, keep))
+    sent, held = _sent(traced), _held_back(twin, traced, keep)
+    if stale := sorted(held & sent.keys()):
+        logger.warning(
+            "xfer: keep= holds back %d tensors that the trainers send, such as %s: training does not change them",
+            len(stale), stale[0],
+        )  # fmt: skip
+    traced = without_roots(traced, held)
     places, violations = _places(live, twin, traced, keep)
     if violations:
         raise LayoutError("the live model does not lie in memory as its class lays it out when it is built", violations)
@@ -76,14 +85,19 @@ def read_layout(
     traced = _relocated(traced, {name: places[twin.slots[name].root] for name in _targets(traced)})
     scratch, scratch_fragments = _scratch(traced)
     footprint = {root: union(s.bytes() for s in slots) for root, slots in live.by_root.items()}
-    touched = written(traced.fragments, traced.fills)
-    staged = _staged(traced.recipes)
-    done = {name: union([touched.get(name, NONE), staged.get(name, NONE)]) for name in footprint}
-    kept, violations = _kept(live, twin, {n: difference(b, done[n]) for n, b in footprint.items()}, keep)
+    done = _done(traced)
+    untouched = {name: difference(whole, done.get(name, NONE)) for name, whole in footprint.items()}
+    by_name = {
+        slot.name: (tensors, root in held)
+        for root, tensors in sent.items()
+        if root in twin.slots
+        for slot in twin.by_root[twin.slots[root].root]
+    }
+    kept, violations = _kept(live, twin, untouched, keep, by_name)
     violations += [
         f"{name}: the loader writes {size(outside)} bytes of this storage where no live parameter or buffer lies"
-        for name in footprint
-        if size(outside := difference(done[name], footprint[name]))
+        for name, whole in footprint.items()
+        if size(outside := difference(done.get(name, NONE), whole))
     ]
     if violations:
         raise LayoutError("a refit would leave parts of this model as they are", violations)
@@ -93,30 +107,48 @@ def read_layout(
         traced=replace(traced, fragments=traced.fragments + scratch_fragments),
         footprint=_spans(footprint),
         kept=kept,
-        staged=_spans(staged),
+        staged=_spans(_staged(traced.recipes)),
         aliases=tuple((s.name, s.root) for s in live.slots.values() if s.root not in ("", s.name)),
     )
 
 
-def refuse_kept_in_vain(keep: Sequence[str], own: Iterable[str], sent: Iterable[str], *, whole: bool) -> None:
+def refuse_kept_in_vain(
+    keep: Sequence[str], own: Iterable[str], twin: Storages, traced: Traced, *, whole: bool
+) -> None:
     """LayoutError for globs of `keep` that name tensors which the trainers send, and none of the engine's `own`: written in the
     checkpoint's names, where the engine has others (it fuses projections), they keep nothing, and those tensors would be
     written. One that names nothing at all is told in the log: what it names may be made by the first forward.
 
-    `whole`: this worker's names are all that the engine has; without it nothing is refused, since other pipeline stages have more.
+    `traced`: over the twin's storages. `whole`: this worker's names are all that the engine has; without it nothing is refused,
+    since other pipeline stages have more.
     """
-    own, sent, bad = list(own), list(sent), []
+    own, bad = list(own), []
     for pattern in keep:
         if pattern.startswith(DRAFT) or any(_named(name, (pattern,)) for name in own):
             continue
-        theirs = next((name for name in sent if _named(name, (pattern,))), "")
+        theirs = next((name for name in sorted((*traced.reads, *traced.unread)) if _named(name, (pattern,))), "")
         if theirs and whole:
-            near = get_close_matches(theirs, own, 1, 0.0)
-            bad.append(f"{pattern}: the trainers send {theirs}, and no tensor of the engine is called so; did you mean {near[0]}?")
+            bad.append(
+                f"{pattern}: the trainers send {theirs}, and no tensor of the engine is called so{_where(theirs, twin, traced)}"
+            )
         else:
-            logger.warning("xfer: keep=%r names no tensor of this worker's model; one is %s", pattern, next(iter(own), "none"))
+            logger.warning(
+                "xfer: keep=%r names no tensor of this worker's model; one is %s", pattern, next(iter(own), "none")
+            )
     if bad:
         raise LayoutError("keep= takes the engine's own names, as its model calls its parameters", bad)
+
+
+def _where(tensor: str, twin: Storages, traced: Traced) -> str:
+    """Where a checkpoint tensor lies in the engine, and what else lies there, as the end of a sentence."""
+    sent = _sent(traced)
+    name = next((n for n in sorted(sent) if tensor in sent[n] and n in twin.slots), "")
+    if not name:
+        return ""
+    if _unsent(twin, traced, {name})[name]:
+        return f"; it lies in {name}, of which the trainers send a part, and what they send is written"
+    others = sent[name] - {tensor}
+    return f"; did you mean {name}?" + (f" It also holds {some(others)}" if others else "")
 
 
 # ---- from the twin's storages to the live ones
@@ -278,20 +310,56 @@ def run_recipes(layout: EngineLayout, tensors: Mapping[str, torch.Tensor]) -> No
 # ---- what stays
 
 
-def _kept_whole(twin: Storages, keep: Sequence[str]) -> set[str]:
-    """Storages of which nothing is to be written. One that also has another name (the embedding that a kept drafter
-    shares with the model) is written for that name's sake."""
-    return {root for root, slots in twin.by_root.items() if all(_named(s.name, keep) for s in slots)}
+def _sent(traced: Traced) -> dict[str, set[str]]:
+    """Root -> the checkpoint tensors that reach it."""
+    out: dict[str, set[str]] = {}
+    for f in traced.fragments:
+        out.setdefault(f.root, set()).add(f.tensor)
+    for r in traced.recipes:
+        out.setdefault(r.target, set()).update(r.sources)
+    return out
+
+
+def _done(traced: Traced) -> dict[str, Ranges]:
+    """Root -> the bytes that fragments, fills and recipes write."""
+    touched, staged = written(traced.fragments, traced.fills), _staged(traced.recipes)
+    return {name: union([touched.get(name, NONE), staged.get(name, NONE)]) for name in touched.keys() | staged.keys()}
+
+
+def _unsent(twin: Storages, traced: Traced, roots: set[str]) -> dict[str, int]:
+    """How many bytes of these roots of `traced` a refit would not write."""
+    done = _done(without_roots(traced, _targets(traced) - roots))
+    whole = {name: union(s.bytes() for s in twin.by_root[twin.slots[name].root]) for name in roots}
+    return {name: size(difference(whole[name], done.get(name, NONE))) for name in roots}
+
+
+def _held_back(twin: Storages, traced: Traced, keep: Sequence[str]) -> set[str]:
+    """Roots of `traced` of which nothing is to be written. One that also has a name which is not kept (the embedding that a
+    kept drafter shares with the model) is written for that name's sake, and one of which the trainers send a part is
+    written for that part's."""
+    asked = {
+        name
+        for name in _targets(traced) & twin.slots.keys()
+        if all(_named(s.name, keep) for s in twin.by_root[twin.slots[name].root])
+    }
+    unsent, sent = _unsent(twin, traced, asked), _sent(traced)
+    return {name for name in asked if not unsent[name] or name not in sent}
 
 
 def _kept(
-    live: Storages, twin: Storages, untouched: Mapping[str, Ranges], keep: Sequence[str]
+    live: Storages,
+    twin: Storages,
+    untouched: Mapping[str, Ranges],
+    keep: Sequence[str],
+    sent: Mapping[str, tuple[set[str], bool]],
 ) -> tuple[tuple[Kept, ...], list[str]]:
     """Bytes that stay, with reasons, and the names whose bytes may not.
 
     A byte stays when a name that covers it was given by the caller, or when only buffers that the class itself makes
     cover it: those hold no checkpoint values (rotary tables, attention scales). A buffer that only the live model has
     was computed after loading, perhaps from weights, and would go stale unseen.
+
+    `sent`: live name -> the checkpoint tensors that reach its storage, and whether they are held back all the same.
     """
     kept: list[Kept] = []
     bad: dict[str, str] = {}
@@ -302,13 +370,15 @@ def _kept(
         asked = [(s, o, _named(s.name, keep)) for s, o in owners]
         by_caller = union([o for _, o, pattern in asked if pattern])
         for slot, own, pattern in asked:
+            tensors, held = sent.get(slot.name, (set(), False))
             if pattern:
-                kept += [Kept(root, a, b, f"{slot.name}: kept by request ({pattern})") for a, b in pairs(own)]
+                but = f", {'though the trainers send' if held else 'all but'} {some(tensors)}" if tensors else ""
+                kept += [Kept(root, a, b, f"{slot.name}{but}: kept by request ({pattern})") for a, b in pairs(own)]
                 continue
             rest = difference(own, by_caller)
             if not size(rest):
                 continue
-            problem = _why_not_kept(slot, twin, size(rest), size(slot.bytes()))
+            problem = _why_not_kept(slot, twin, size(rest), size(slot.bytes()), tensors)
             if problem:
                 bad[slot.name] = problem
             else:
@@ -318,18 +388,23 @@ def _kept(
     return _disjoint(kept), list(bad.values())
 
 
-def _why_not_kept(slot: Slot, twin: Storages, missing: int, whole: int) -> str:
+def _why_not_kept(slot: Slot, twin: Storages, missing: int, whole: int, sent: set[str]) -> str:
     if slot.name not in twin.slots:
         return (
             f"{slot.name}: made after loading, in a storage of its own, and not redone after a refit; "
             f"name it in keep= only if it does not depend on weights"
         )
-    if slot.is_parameter:
-        return (
-            f"{slot.name}: {missing} of its {whole} bytes are written by no tensor of the trainers' checkpoint; "
-            f"send them, or name it in keep= if it is frozen"
-        )
-    return ""
+    if not slot.is_parameter:
+        return ""
+    untold = f"{slot.name}: {missing} of its {whole} bytes are written by no tensor of the trainers' checkpoint"
+    if sent and missing < whole:
+        return f"{untold}, the others by {some(sent)}; send what is missing ({GUIDE} says what else can be done)"
+    return f"{untold}; send them, or name it in keep= if it is frozen"
+
+
+def some(names: Iterable[str], most: int = 3) -> str:
+    names = sorted(names)
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def _disjoint(kept: list[Kept]) -> tuple[Kept, ...]:

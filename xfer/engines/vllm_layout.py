@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch.overrides import TorchFunctionMode
 
-from xfer.engines.asleep import KeptParameters, refuse_asleep
+from xfer.engines.asleep import LeftAlone, refuse_asleep
 from xfer.engines.copies import Copies, attributes, tensors_in
 from xfer.engines.layout import (
     EngineLayout,
@@ -28,6 +28,7 @@ from xfer.engines.layout import (
     refuse_kept_in_vain,
     renamed,
     run_recipes,
+    some,
     without_roots,
 )
 from xfer.engines.live import DRAFT, Storages
@@ -53,10 +54,9 @@ DUMMY_TOKENS = 16
 class EngineModel:
     """One worker's model, seen by a session.
 
-    `keep`: globs over the engine's tensor names that refits leave alone (a frozen tower), and over the checkpoint names
-    of such tensors, where the trainers do not send them at all. `drop`: globs over checkpoint names that this engine
-    ignores. All workers of a replica call `read` and `choose_lock` in step: the latter runs the model's own
-    collectives. Not thread-safe; errors are XferErrors that name tensors, and leave the live model as it was.
+    `keep`: globs over the engine's tensor names that refits leave alone (a frozen tower). `drop`: globs over checkpoint
+    names that this engine ignores. All workers of a replica call `read` and `choose_lock` in step: the latter runs the
+    model's own collectives. Not thread-safe; errors are XferErrors that name tensors, and leave the live model as it was.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class EngineModel:
         self._layout: EngineLayout | None = None
         self._tensors: Mapping[str, torch.Tensor] = {}
         self._lock: Lock | None = None
-        self._kept: KeptParameters | None = None  # of an engine that may sleep
+        self._kept: LeftAlone | None = None  # of an engine that may sleep
         self._stale_binding = False
         dummy = getattr(vllm_config.load_config, "load_format", "auto") == "dummy"
         self._holds: Literal["whole", "mix", "nothing"] = "nothing" if dummy else "whole"
@@ -105,22 +105,28 @@ class EngineModel:
         copies = self._made_since(twin, drafter)
         copies.look()
         specs = tuple(s for s in catalog.specs if not _matches(s.name, self.drop))
-        if self.keep:
-            own, whole = (*live.slots, *attributes([("", self.model)])), self.vllm_config.parallel_config.pipeline_parallel_size == 1
-            refuse_kept_in_vain(self.keep, own, (s.name for s in specs), whole=whole)
         drafted = self._drafted(drafter, specs, live)
-        mine = tuple(s for s in specs if s.name not in drafted.reads)  # what only the drafter takes is not the model's
+        drafters = set(drafted.reads) - {s.name for s in expected or ()}  # both models may read the embedding
+        mine = tuple(s for s in specs if s.name not in drafters)
         head = self._untied_head(twin, mine, expected or ())
+        absent: list[str] = []
         if expected is not None:
-            ours = [s for s in expected if not _matches(s.name, self.keep) and (head is None or s != head.spec)]
-            known = {s.name for s in (*ours, *mine)}
-            given = [s for s in specs if s.name in known]
-            _refuse_other_family(given, ours, self.vllm_config.model_config.model)
-        traced = trace_loader(twin, specs) if head is None else _trace_with_head(twin, specs, head)
-        both = Storages(twin, draft=drafter)
-        layout = read_layout(live, both, joined(traced, drafted), keep=self.keep, device=self.device)
+            ours = [s for s in expected if head is None or s != head.spec]
+            absent = _refuse_other_family(mine, ours, self.vllm_config.model_config.model, may_lack=bool(self.keep))
+        try:
+            traced = trace_loader(twin, specs) if head is None else _trace_with_head(twin, specs, head)
+            traced, both = joined(traced, drafted), Storages(twin, draft=drafter)
+            if self.keep:
+                own = (*live.slots, *attributes([("", self.model)]))
+                one_stage = self.vllm_config.parallel_config.pipeline_parallel_size == 1
+                refuse_kept_in_vain(self.keep, own, both, traced, whole=one_stage)
+            layout = read_layout(live, both, traced, keep=self.keep, device=self.device)
+        except LayoutError as e:
+            if absent := [n for n in absent if not _matches(n, self.keep)]:
+                e.violations = (*e.violations, f"not in the trainers' checkpoint, but in the engine's: {some(absent)}")
+            raise
         self._live, self._layout, self._copies = live, layout, copies
-        self._kept = KeptParameters(live, layout.kept) if self._may_sleep() else None
+        self._kept = LeftAlone(live, layout.kept, self._constants(copies)) if self._may_sleep() else None
         if self._lock is not None and any(s == self._lock.slot for s in candidates(layout, live)):
             # Read again: the tensor that was found by test before is still what it was, engaged or not.
             self._lock.moved_to(live.tensors[self._lock.root])
@@ -203,6 +209,10 @@ class EngineModel:
 
         return lambda module: "base_layer" if isinstance(module, BaseLayerWithLoRA) else ""
 
+    def _constants(self, copies: Copies) -> dict[str, torch.Tensor]:
+        """Those that a sleep can take: it leaves the host's memory alone."""
+        return {name: t for name, t in copies.constants().items() if t.device.type == self.device.type}
+
     def _may_sleep(self) -> bool:
         return self.device.type == "cuda" and self.vllm_config.model_config.enable_sleep_mode
 
@@ -267,10 +277,11 @@ class EngineModel:
         from vllm.model_executor.model_loader.weight_tying import _get_untied_lm_head
 
         pair = _get_untied_lm_head(twin)
-        missing = [s for s in expected if s.name not in {x.name for x in specs}]
-        if pair is None or len(missing) != 1:
+        if pair is None:
             return None
-        return _Head(missing[0], pair.lm_head.weight, pair.embed_tokens.weight)
+        sent, shape = {s.name for s in specs}, (pair.lm_head.org_vocab_size, pair.lm_head.embedding_dim)
+        missing = [s for s in expected if s.name not in sent and s.shape == shape]
+        return _Head(missing[0], pair.lm_head.weight, pair.embed_tokens.weight) if len(missing) == 1 else None
 
     def packed(self):
         """The same model for the packed route, which loads whole tensors and reads no layout."""
@@ -436,16 +447,21 @@ def _trace_with_head(twin: torch.nn.Module, specs: Sequence[TensorSpec], head: _
     )
 
 
-def _refuse_other_family(given: Sequence[TensorSpec], expected: Sequence[TensorSpec], model: str) -> None:
-    """LayoutError with both sides' names when the trainers' checkpoint is not one of the engine's model."""
+def _refuse_other_family(
+    given: Sequence[TensorSpec], expected: Sequence[TensorSpec], model: str, *, may_lack: bool = False
+) -> list[str]:
+    """LayoutError with both sides' names when the trainers' checkpoint is not one of the engine's model.
+
+    `may_lack`: parts of the model may be frozen, so a tensor that the trainers lack is no error by itself; whether it is
+    needed is told by the bytes that nothing writes. Returns the names of those.
+    """
     ours, theirs = {s.name: s.shape for s in expected}, {s.name: s.shape for s in given}
     lines = [
         f"{n}: in the trainers' checkpoint, unknown to the engine's model" for n in sorted(theirs.keys() - ours.keys())
     ]
-    lines += [
-        f"{n}: needed by the engine's model, not in the trainers' checkpoint"
-        for n in sorted(ours.keys() - theirs.keys())
-    ]
+    absent = sorted(ours.keys() - theirs.keys())
+    if not may_lack:
+        lines += [f"{n}: needed by the engine's model, not in the trainers' checkpoint" for n in absent]
     lines += [
         f"{n}: {list(theirs[n])} from the trainers, {list(ours[n])} by the engine's config"
         for n in sorted(ours.keys() & theirs.keys())
@@ -453,6 +469,7 @@ def _refuse_other_family(given: Sequence[TensorSpec], expected: Sequence[TensorS
     ]
     if lines:
         raise LayoutError(f"the trainers' model and the engine's ({model}) are families that do not match", lines)
+    return absent
 
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:

@@ -82,6 +82,7 @@ _abandoned: list[tuple[Link, Buffers]] = []  # held until what was received by a
 @dataclass(frozen=True, slots=True)
 class _Summary:
     broadcast_bytes: int
+    kept_bytes: int = 0  # loaders write what they are given, so `keep=` is refused
 
 
 @dataclass(frozen=True, slots=True)

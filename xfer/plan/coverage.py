@@ -252,10 +252,16 @@ def _footprint(catalog: Catalog, taker: Class) -> tuple[list[str], ByteClasses]:
                 f"{where(a, b)}: claimed more than once in {taker.who}: {_some(who)}; "
                 "one byte has one writer and one class"
             )
-    for a, b in zip(*iv.difference(live, covered)):
+    stale = iv.difference(live, covered)
+    sent = set(where.roots(np.concatenate([claims[WRITTEN].start, claims[STAGED].start])).tolist())
+    for a, b, root in zip(*stale, where.roots(stale[0]).tolist()):
         bad.append(
             f"{where(a, b)}: {b - a} bytes would stay stale in {taker.who}: no fragment, fill or recipe writes them; "
-            "trace the loader that writes them, or name them in keep= if they must not change"
+            + (
+                "trainers send other bytes of this storage: send these too"
+                if root in sent
+                else "trace the loader that writes them, or name them in keep= if they must not change"
+            )
         )
     in_live = []
     for c in claims:

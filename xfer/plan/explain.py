@@ -54,6 +54,11 @@ class PlanSummary:
         """Most bytes of a trainer over the mean: 1.0 is even. 1.0 too when nothing moves."""
         return max(self.bytes_out) * len(self.bytes_out) / self.nbytes if self.nbytes else 1.0
 
+    @property
+    def kept_bytes(self) -> int:
+        """Live bytes of all workers that a refit leaves as they are; `kept` says which and why."""
+        return sum(c.kept for c in self.classes)
+
     def scalars(self) -> dict[str, float]:
         """Flat numbers for a logger."""
         names = (
@@ -73,7 +78,7 @@ class PlanSummary:
             "max_bytes_out": float(max(self.bytes_out, default=0)),
             "max_bytes_in": float(max(self.bytes_in, default=0)),
             "pieces": float(sum(self.pieces_in)),
-            "bytes_kept": float(sum(c.kept for c in self.classes)),
+            "bytes_kept": float(self.kept_bytes),
         }
 
 

@@ -338,5 +338,6 @@ class RefitCall:
             sum(lane.planned_bytes()[1] for lane in lanes),
             sum(lane.plan.summary.broadcast_bytes for lane in lanes),
             sum(lane.extra_bytes for lane in lanes) + computing.scratch_bytes(self.session.layout),
+            sum(lane.plan.summary.kept_bytes for lane in lanes),
             pending,
         )

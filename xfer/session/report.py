@@ -68,6 +68,9 @@ class ReplicaOutcome:
 class RefitReport:
     """Result of `nccl_xfer_refit` on one trainer rank. `rank`: that rank; seconds are wall time.
 
+    kept_bytes: live bytes of all workers that refits leave as they are, by `keep=` or because they are buffers that no
+    checkpoint fills; `Refit.explain()` lists them.
+
     pending: it returned at `wait="sources"`, so `outcomes` is empty: nobody knew them yet. before: what became of the refit
     before this one, where that was such a call; its `seconds` end when it was asked for, in this one.
     """
@@ -79,6 +82,7 @@ class RefitReport:
     bytes_sent: int
     broadcast_bytes: int
     extra_bytes: int
+    kept_bytes: int
     pending: bool = False
     before: RefitReport | None = None
 
@@ -120,6 +124,7 @@ class RefitReport:
         report with "before/" in front of its name."""
         out = {
             "call_s": self.seconds, "broadcast_bytes": float(self.broadcast_bytes), "bytes_sent": float(self.bytes_sent),
+            "kept_bytes": float(self.kept_bytes),
         }  # fmt: skip
         if not self.pending:
             out |= {
