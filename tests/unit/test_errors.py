@@ -34,7 +34,10 @@ def side(names: list[str], dtype: str, catalog: Catalog, make):
 
 def planned(held: list[str], read: list[str], **options):
     catalog = Catalog(tuple(sorted(TensorSpec(n, (2,), "float32" if n in WIDE else "bfloat16") for n in held)))
-    sources, takers = side(held, "float32", catalog, trainer_inventory), side(read, "bfloat16", catalog, engine_inventory)
+    sources, takers = (
+        side(held, "float32", catalog, trainer_inventory),
+        side(read, "bfloat16", catalog, engine_inventory),
+    )
     return plan_replica(catalog, [sources], [takers], PlanOptions(**options))
 
 
@@ -91,7 +94,10 @@ def test_many_lines_that_differ_in_numbers_are_one_kind_and_many_kinds_are_cut()
     shapes = [f"layers.{i}.w: ({i}, 64) of float32 in the engine" for i in range(1000)]
     others = [f"layers.{i}.w: ({i}, 64) of bfloat16 in the engine" for i in range(20)]
     lines = by_kind([*shapes, *others])
-    assert [line.split(" [")[0] for line in lines] == [shapes[0], others[0]] and "[1000 of this kind: also layers.1.w, " in lines[0]
+    assert [line.split(" [")[0] for line in lines] == [
+        shapes[0],
+        others[0],
+    ] and "[1000 of this kind: also layers.1.w, " in lines[0]
     assert all(len(line) < len(shapes[0]) + EXAMPLE_CHARS + 60 for line in lines)
     letters = [f"x: {chr(97 + i % 26) * (1 + i // 26)}" for i in range(100)]
     assert by_kind(letters) == [*letters[:KINDS_SHOWN], f"… and {100 - KINDS_SHOWN} more of other kinds"]
