@@ -51,13 +51,15 @@ def by_kind(violations: Sequence[str]) -> list[str]:
         violations: As in `XferError.violations`.
 
     Returns:
-        At most KINDS_SHOWN lines, and one that counts the rest.
+        At most KINDS_SHOWN lines, the last of which may count the rest.
     """
     lines = _grouped(violations, str)
     if len(lines) > KINDS_APART:
         lines = _grouped(violations, lambda said: re.sub(r"\b\d+", "0", said))
-    rest = len(lines) - KINDS_SHOWN
-    return lines if rest <= 0 else [*lines[:KINDS_SHOWN], f"… and {rest} more of other kinds"]
+    if len(lines) <= KINDS_SHOWN:
+        return lines
+    shown = lines[: KINDS_SHOWN - 1]
+    return [*shown, f"… and {len(lines) - len(shown)} more of other kinds"]
 
 
 def _grouped(violations: Iterable[str], kind: Callable[[str], str]) -> list[str]:

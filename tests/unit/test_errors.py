@@ -100,5 +100,6 @@ def test_many_lines_that_differ_in_numbers_are_one_kind_and_many_kinds_are_cut()
     ] and "[1000 of this kind: also layers.1.w, " in lines[0]
     assert all(len(line) < len(shapes[0]) + EXAMPLE_CHARS + 60 for line in lines)
     letters = [f"x: {chr(97 + i % 26) * (1 + i // 26)}" for i in range(100)]
-    assert by_kind(letters) == [*letters[:KINDS_SHOWN], f"… and {100 - KINDS_SHOWN} more of other kinds"]
-    assert str(XferError("m", letters)).count("\n") == KINDS_SHOWN + 1
+    assert by_kind(letters) == [*letters[: KINDS_SHOWN - 1], f"… and {101 - KINDS_SHOWN} more of other kinds"]
+    error = XferError("m", letters)
+    assert str(error).count("\n") == KINDS_SHOWN and str(m.WireError.of(error, "").error()) == str(error)

@@ -120,14 +120,14 @@ class Tracer:
         t, e = trainer.parallel, engine.parallel
         sizes = {k: getattr(t, k) for k in ("world", "tp", "pp", "vpp", "cp", "ep", "etp", "order")}
         names = None if trainer.config.names is None else list(trainer.config.names)
-        theirs = Task("trainer", 0, dict(trainer.config.content), sizes, [], dict(trainer.provider), names=names)
+        for_trainer = Task("trainer", 0, dict(trainer.config.content), sizes, [], dict(trainer.provider), names=names)
         sizes = {k: v for k, v in asdict(e).items() if k != "pcp"}
         globs = {"keep": list(engine.keep), "drop": list(engine.drop)}
-        ours = Task("engine", 0, dict(engine.config.content), sizes, [], dict(engine.args), **globs)
+        for_engine = Task("engine", 0, dict(engine.config.content), sizes, [], dict(engine.args), **globs)
         with ExitStack() as stack:
             sides = [
                 stack.enter_context(_Processes(self._found.get(task.side, ""), task, classes(p, p.world), self._jobs))
-                for task, p in ((theirs, t), (ours, e))
+                for task, p in ((for_trainer, t), (for_engine, e))
             ]
             sources = self._layouts(sides[0], None, sides)
             return sources, self._layouts(sides[1], sources.catalog, sides[1:])
