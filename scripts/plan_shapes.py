@@ -1,6 +1,6 @@
 """Not a command. Declared layouts of full-size models at any parallelism, for benchmarks and tests of the planner: no framework, no bytes.
 
-Shapes come from Hugging Face configs (`configs/*.json`): Qwen3, Qwen3-MoE, and the DeepSeek-V3 family. Trainers as Megatron-Core
+Shapes come from Hugging Face configs (`xfer/cli/examples/*.json`): Qwen3, Qwen3-MoE, and the DeepSeek-V3 family. Trainers as Megatron-Core
 lays them out: QKV interleaved by KV group, gate and up stacked, parameters in reverse order in one
 buffer of dense and one of expert parameters (`folded`, what DistributedDataParallel does) or each in a storage of its own. Engines
 as vLLM does: one storage per fused parameter, KV heads replicated when there are more ranks than heads. The real layouts are traced
@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import xfer
 from xfer.mesh.parallel import EngineParallel, TrainerParallel
 from xfer.plan.inventory import Inventory, engine_inventory, trainer_inventory
 from xfer.trace.catalog import Catalog
@@ -38,7 +39,7 @@ ROWS = {
 """(config, trainer's parallelism, workers of a replica, replicas) of the mappings whose refit times are published for a
 comparable system (expert tensor parallelism is 1 there), and one above them. The hybrid Mamba ones are not declared here.
 """
-CONFIGS = Path(__file__).parent / "configs"
+CONFIGS = Path(xfer.__file__).parent / "cli" / "examples"
 ITEM = {"bfloat16": 2, "float32": 4}
 
 

@@ -52,7 +52,7 @@ FP8 = "refused: quantized engines need scales and layouts that xfer does not mov
 TRACED = {
     "nano-v3 EP8xTP2 -> TP4xDP4": (
         "0.48-0.55",
-        "scripts/configs/nemotron-3-nano-30b-a3b.json world=16 tp=2 ep=8 etp=1",
+        "nemotron-3-nano-30b-a3b world=16 tp=2 ep=8 etp=1",
         "tp=4 replicas=4",
     ),
 }

@@ -27,6 +27,9 @@ for a in "$@"; do
 done
 and_slow=${slow:+ and $slow}
 status=0
+versions() { # of an environment, for the log
+  ".venvs/$1/bin/python" -c 'import importlib.metadata as m, platform as p; print("Python", p.python_version() + ", torch", m.version("torch"))'
+}
 run() { # environment, processes, marker expression
   # Files in their order, not those with most tests first: the longest are of functional tests, which come before the others.
   ".venvs/$1/bin/python" -m pytest -p no:cacheprovider -q --durations=25 --durations-min=5 -n "$2" --dist loadfile \
@@ -35,9 +38,9 @@ run() { # environment, processes, marker expression
   [ $rc -eq 5 ] && rc=0 # no test of this marker under this path
   [ $rc -eq 0 ] || status=1
 }
-echo "== trainer environment"
+echo "== trainer environment: $(versions trainer)"
 run trainer "$jobs" "not engine and not gpu$and_slow"
-echo "== engine environment"
+echo "== engine environment: $(versions engine)"
 # One after the other: an engine keeps two processors busy, and one that is to answer every second does not beside another.
 run engine 0 "engine and not gpu$and_slow"
 echo "== kernels for GPUs, in Triton's interpreter"

@@ -1,19 +1,31 @@
 """Every error that xfer raises on purpose. One class per thing that a caller would do differently.
 
-An error carries *all* violations found, not the first, and where it happened. It can cross a control connection: `to_wire`
-gives plain strings, `from_wire` finds the class by name in this module (never by import path) and falls back to `XferError`.
+An error carries *all* violations found, not the first, and where it happened. A model has thousands of tensors, so violations are
+printed, and sent to other processes, as one line per kind (`by_kind`). An error can cross a control connection: `to_wire` gives
+plain strings, `from_wire` finds the class by name in this module (never by import path) and falls back to `XferError`.
 Errors of programming (a wrong type passed to an internal function) are ordinary TypeErrors and not listed here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Callable, Iterable, Sequence
+
+KINDS_APART = 12
+"""Most lines of which each keeps its own numbers; beyond, lines that differ only in numbers are one kind."""
+KINDS_SHOWN = 40
+EXAMPLES = 3
+EXAMPLE_CHARS = 120
+"""Examples of a kind: at least EXAMPLES, and more while they are this short together (ranks, not tensors)."""
 
 
 class XferError(Exception):
-    """Base of all. `violations`: one line each, naming tensor, rank, what was expected and what to do.
+    """Base of all.
 
-    `where`: who raised it, e.g. "trainer 3" or "engine 0 worker 1"; empty when not known.
+    Attributes:
+        violations: All violations, one line each: the subject (a tensor, a rank), a colon, what was expected and what to do. An
+            error that came from another process has one line per kind instead.
+        where: Who raised it, e.g. "trainer 3" or "engine 0 worker 1"; empty when not known.
     """
 
     def __init__(self, message: str, violations: Iterable[str] = (), *, where: str = ""):
@@ -22,13 +34,54 @@ class XferError(Exception):
 
     def __str__(self) -> str:
         head = f"[{self.where}] {self.message}" if self.where else self.message
-        shown = "".join(f"\n  - {v}" for v in self.violations[:40])
-        more = f"\n  … and {len(self.violations) - 40} more" if len(self.violations) > 40 else ""
-        return head + shown + more
+        return head + "".join(f"\n  - {line}" for line in by_kind(self.violations))
 
     def to_wire(self) -> tuple[str, str, tuple[str, ...], str]:
         known = next(c for c in type(self).__mro__ if _BY_NAME.get(c.__name__) is c)  # of a kind that another module adds, its base
-        return known.__name__, self.message, self.violations, self.where
+        return known.__name__, self.message, tuple(by_kind(self.violations)), self.where
+
+
+def by_kind(violations: Sequence[str]) -> list[str]:
+    """One line per kind of violation: the first of the kind, how many there are, and a few more of their subjects.
+
+    Violations are of one kind when they say the same of different subjects, i.e. are equal after their first ": ". If more than
+    KINDS_APART lines are left, those that differ only in numbers (shapes, offsets) are of one kind, too.
+
+    Args:
+        violations: As in `XferError.violations`.
+
+    Returns:
+        At most KINDS_SHOWN lines, the last of which may count the rest.
+    """
+    lines = _grouped(violations, str)
+    if len(lines) > KINDS_APART:
+        lines = _grouped(violations, lambda said: re.sub(r"\b\d+", "0", said))
+    if len(lines) <= KINDS_SHOWN:
+        return lines
+    shown = lines[: KINDS_SHOWN - 1]
+    return [*shown, f"… and {len(lines) - len(shown)} more of other kinds"]
+
+
+def _grouped(violations: Iterable[str], kind: Callable[[str], str]) -> list[str]:
+    groups: dict[str, list[str]] = {}
+    for line in dict.fromkeys(violations):
+        _, colon, said = line.partition(": ")
+        groups.setdefault(kind(said if colon else line), []).append(line)
+    return [_one_line(lines) for lines in groups.values()]
+
+
+def _one_line(lines: Sequence[str]) -> str:
+    if len(lines) == 1:
+        return lines[0]
+    subjects = [line.partition(": ")[0] for line in lines]
+    shown, chars = [], len(subjects[0])
+    for subject in subjects[1:]:
+        chars += len(subject)
+        if len(shown) + 1 >= EXAMPLES and chars > EXAMPLE_CHARS:
+            break
+        shown.append(subject)
+    more = ", …" if len(shown) + 1 < len(lines) else ""
+    return f"{lines[0]} [{len(lines)} of this kind: also {', '.join(shown)}{more}]"
 
 
 class LayoutError(XferError):

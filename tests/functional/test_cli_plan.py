@@ -109,12 +109,15 @@ def test_a_plan_from_two_descriptions_is_that_of_declared_layouts(folder):
     assert refused["refused"]["kind"] == "LayoutError" and refused["refused"]["violations"]
 
 
-@pytest.mark.slow
-def test_what_a_framework_refuses_is_said_plainly(folder):
-    """Four layers do not go into three stages: Megatron's own words."""
-    code, text, data, _ = xfer_plan(folder, "--trainer", f"{folder}/dense world=3 pp=3", "--engine", "tp=1")
-    assert code == 1 and "refused: XferError: Megatron-Core and Bridge: " in text and "Traceback" not in text, text
-    assert "pipeline" in data["refused"]["message"]
+def test_what_the_frameworks_refuse_is_said_together_before_a_rank_is_traced(folder):
+    """Four layers do not go into three stages, nor four heads over three workers: in the frameworks' own words."""
+    code, text, data, _ = xfer_plan(
+        folder, "--trainer", f"{folder}/dense world=3 pp=3", "--engine", "tensor_parallel_size=3"
+    )
+    assert code == 1 and "refused: XferError: both descriptions are refused" in text and "Traceback" not in text, text
+    megatron, vllm = data["refused"]["violations"]
+    assert megatron.startswith("Megatron-Core and Bridge: ") and "pipeline" in megatron
+    assert vllm.startswith("vLLM: ") and "attention heads" in vllm
 
 
 @pytest.mark.slow

@@ -204,7 +204,7 @@ def test_what_every_config_would_start_is_what_its_name_says():
         assert replicas == of_engine.get("dp", 1), name
         assert "/".join(given["--model"][0].split("/")[:2]) == "/models"
         assert float(given["--lr"][0]) < 1e-4 and given["--gate"] == ["inf"] and "--save" not in given  # no toy's
-        shape = json.loads((ROOT / f"scripts/configs/{given['--model'][0].split('/')[2].lower()}.json").read_text())
+        shape = json.loads((ROOT / f"xfer/cli/examples/{given['--model'][0].split('/')[2].lower()}.json").read_text())
         built.append((shape["num_hidden_layers"], sizes["pp"], given.get("--provider", [])))
     assert len(asked) >= 15
     for refused, why in (

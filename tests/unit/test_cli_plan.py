@@ -11,19 +11,21 @@ import sys
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from xfer.cli import app, tracing
+from xfer.cli import app, plan_report, tracing
 from xfer.cli import plan as plan_command
 from xfer.cli.describe import ASSUMED, describe
+from xfer.cli.examples import FOLDER
 from xfer.cli.html import page, seconds, short, ticks
 from xfer.cli.plan_report import Header, Kept, Report, make_plans, make_report
 from xfer.cli.trace_child import Task
-from xfer.cli.tracing import Tracer, classes
+from xfer.cli.tracing import Tracer, _Processes, classes
 from xfer.errors import XferError
 from xfer.mesh.parallel import EngineParallel, TrainerParallel
 from xfer.plan.explain import size
@@ -104,6 +106,42 @@ def test_a_file_that_is_no_config_is_refused(config, content, said):
     assert said in violation and str(config) in violation
 
 
+def test_the_frameworks_own_names_are_known(config):
+    """As fields and as options; a size that is told twice, or where it would only reach the framework, is a mistake."""
+    ours = describe(f"{config} world=32 tp=2 pp=2 vpp=2 cp=2 dp=4 ep=2 etp=1", "tp=2 pp=2 dp=2 ep=true")
+    theirs = describe(
+        f"{config} world_size=32 tensor_model_parallel_size=2 --pipeline-model-parallel-size=2 "
+        "virtual_pipeline_model_parallel_size=2 context-parallel-size=2 data_parallel_size=4 expert_model_parallel_size=2 "
+        "expert_tensor_parallel_size=1",
+        "tensor_parallel_size=2 pipeline_parallel_size=2 --data-parallel-size=2 enable_expert_parallel=true",
+    )
+    assert (theirs.trainer, theirs.engine) == (ours.trainer, ours.engine)
+    bad = wrong(
+        f"{config} world=8 tp=2 tensor_model_parallel_size=4 provider.pipeline_model_parallel_size=2 tensor_parallel_size=2",
+        "tp=2 args.enable_expert_parallel=true",
+    )
+    names(
+        bad, "tp=2 and tensor_model_parallel_size=4 mean the same", "provider.pipeline_model_parallel_size: write pipeline_",
+        "unknown key 'tensor_parallel_size'; known: config, world, tp, ", "args.enable_expert_parallel: write enable_expert_",
+    )  # fmt: skip
+
+
+def test_models_that_come_with_xfer_are_known_by_name_and_a_path_goes_before_them(config, monkeypatch):
+    monkeypatch.chdir(config.parent)
+    assert describe("qwen3-4b world=2", "tp=2").trainer.config.title == "qwen3-4b (Qwen3ForCausalLM)"
+    config.rename(config.parent / "qwen3-4b")
+    assert describe("qwen3-4b world=2", "tp=2").trainer.config.content == CONFIG
+    names(wrong("qwen3-5b world=2", "tp=2"), "its folder, or one of deepseek-v3, ")
+
+
+@pytest.mark.parametrize("name", ["fabric.toml", "job.toml"])
+def test_the_examples_that_come_with_xfer_are_those_of_the_page_and_work(name):
+    page = (Path(__file__).resolve().parents[2] / "docs/plan.md").read_text()
+    assert f"```toml\n{(FOLDER / name).read_text()}```" in page
+    told = describe(file=str(FOLDER / "job.toml"))
+    assert len(told.site.fabric.hosts) == 2 and told.engine.replicas == 2 and told.fabric == "fabric.toml"
+
+
 def test_nothing_described_names_both_sides():
     names(wrong(), 'give --trainer "CONFIG', 'give --engine "CONFIG', "no config")
 
@@ -181,8 +219,12 @@ def test_help_is_quick_and_imports_nothing_heavy():
         "[trainer]",
         "replicas",
         "provider.NAME=VALUE",
+        "tensor_model_parallel_size",
+        "qwen3-4b",
     ):
         assert part in told, part
+    for part in ("scripts/", "docs/", ".venvs"):
+        assert part not in told, "nothing that only a checkout of the sources has"
 
 
 # ---- numbers
@@ -281,6 +323,14 @@ def test_what_is_printed_is_what_was_computed(small):
             rf"{re.escape(b.name)} +│ +{re.escape(seconds(b.seconds))} │ +{re.escape(size(b.nbytes))}", text
         )
     assert json.loads(json.dumps(r.to_data()))["nbytes"] == r.nbytes
+
+
+def test_kept_bytes_name_the_largest_tensor():
+    def plan(*kept):
+        return SimpleNamespace(summary=SimpleNamespace(kept=kept))
+
+    a, b = plan(("a: frozen", 5), ("b: frozen", 4), ("c: a buffer", 1)), plan(("b: frozen", 4))
+    assert plan_report._kept([a, b]) == (Kept("a buffer", 1, 1, "c"), Kept("frozen", 13, 2, "b"))
 
 
 def test_terminals_obey_no_name(small):
@@ -500,15 +550,27 @@ def test_an_interpreter_that_fails_is_told_by_its_code_and_last_words(tmp_path, 
     assert other == f"--engine-python {tmp_path}/none cannot be run: No such file or directory"
 
 
+def program(folder: Path, text: str) -> str:
+    """A Python of its own that runs `text` in place of the process that traces, with the arguments of that process."""
+    (folder / "fake.py").write_text(text)
+    python = folder / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} {folder}/fake.py {folder} "$1" "$3" "$4"\n')
+    python.chmod(0o755)
+    return str(python)
+
+
+def processes(python: str, side: str, ranks: int, jobs: int = 1) -> _Processes:
+    return _Processes(python, Task(side, 0, CONFIG, {"tp": ranks}, [], {}), list(range(ranks)), jobs)
+
+
 def test_a_process_that_dies_is_an_error_with_its_last_words(tmp_path):
     broken = tmp_path / "python"
     broken.write_text("#!/bin/sh\necho not json; echo the reason >&2; exit 7\n")
     broken.chmod(0o755)
-    tracer = Tracer({}, jobs=2)
-    tracer._found = {"trainer": str(broken)}
-    with pytest.raises(XferError, match="ended with code 7") as e:
-        tracer._trace(Task("trainer", 0, CONFIG, {"world": 2}, [], {}), [0, 1], None)
-    assert "the reason" in e.value.violations
+    for act in (lambda p: tracing._check([p]), lambda p: Tracer({})._traced(p, None)):
+        with processes(str(broken), "trainer", 2, jobs=2) as p, pytest.raises(XferError, match="ended with code 7") as e:
+            act(p)
+        assert "the reason" in e.value.violations
 
 
 FAKE = """
@@ -516,6 +578,8 @@ import json, pathlib, sys, time
 import msgspec
 job = pathlib.Path(sys.argv[4])
 task = msgspec.msgpack.decode(job.read_bytes())
+print(json.dumps({"checked": True}), flush=True)
+assert "catalog" in json.loads(sys.stdin.readline())
 time.sleep(task["number"])
 for rank in task["ranks"]:
     (job.parent / f"engine.{rank}").write_bytes(pathlib.Path(sys.argv[1], str(rank)).read_bytes())
@@ -529,13 +593,33 @@ def test_processes_share_the_ranks_and_may_end_one_before_the_other(tmp_path):
     catalog, _, takers, _ = job(workers=4)
     for i in takers:
         (tmp_path / str(i.rank)).write_bytes(i.to_bytes())
-    (tmp_path / "fake.py").write_text(FAKE)
-    python = tmp_path / "python"
-    python.write_text(f'#!/bin/sh\nexec {sys.executable} {tmp_path}/fake.py {tmp_path} "$1" "$3" "$4"\n')
-    python.chmod(0o755)
     said = []
-    tracer = Tracer({}, jobs=3, progress=lambda side, done, of: said.append((side, done, of)))
-    tracer._found = {"engine": str(python)}
-    found = tracer._trace(Task("engine", 0, CONFIG, {"tp": 4}, [], {}), [0, 1, 2, 3], catalog)
+    tracer = Tracer({}, progress=lambda side, done, of: said.append((side, done, of)))
+    with processes(program(tmp_path, FAKE), "engine", 4, jobs=3) as p:
+        tracing._check([p])
+        found = tracer._traced(p, catalog)
     assert found[0] == catalog and [i.content() for i in found[1]] == [i.content() for i in takers]
     assert said == [("engine", n, 4) for n in (1, 2, 3, 4)]
+
+
+REFUSES = """
+import json, pathlib, sys, time
+job = pathlib.Path(sys.argv[4])
+(job.parent.parent / f"began.{job.stem}").touch()
+until = time.monotonic() + 30
+while len(list(job.parent.parent.glob("began.*"))) < 2 and time.monotonic() < until:
+    time.sleep(0.01)
+both = len(list(job.parent.parent.glob("began.*"))) == 2
+print(json.dumps({"error": ["Unsupported", f"{job.stem}: no such size, both: {both}", [], ""]}), flush=True)
+"""
+
+
+def test_both_frameworks_check_at_once_before_any_rank_is_traced(tmp_path, config, monkeypatch):
+    """What both refuse is told together, and no process is asked to trace."""
+    monkeypatch.setattr(tracing.tempfile, "tempdir", str(tmp_path))
+    told = describe(f"{config} world=2 tp=2", "tp=2")
+    tracer = Tracer({})
+    tracer._found = dict.fromkeys(("trainer", "engine"), program(tmp_path, REFUSES))
+    with pytest.raises(XferError, match="both descriptions are refused") as e:
+        tracer.trace(told.trainer, told.engine)
+    assert e.value.violations == ("trainer0: no such size, both: True", "engine0: no such size, both: True")

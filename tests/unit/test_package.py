@@ -7,12 +7,14 @@ import os
 import re
 import subprocess
 import sys
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import pytest
 
 import xfer
 from xfer import errors
+from xfer.plan.fabric_file import read_toml
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
@@ -22,7 +24,8 @@ def test_the_core_needs_only_torch_numpy_and_small_pure_packages():
     text = (ROOT / "pyproject.toml").read_text()
     deps = re.search(r"^dependencies = \[(.*?)\]", text, re.S | re.M).group(1)
     names = sorted(re.findall(r'"([A-Za-z0-9_.-]+?)[<>=~!]', deps))
-    assert names == ["msgspec", "numpy", "rich", "torch", "typer"]
+    assert names == ["msgspec", "numpy", "rich", "tomli", "torch", "typer"]
+    assert "tomli>=2,<3; python_version < '3.11'" in deps, "newer Pythons have it as tomllib"
 
 
 def test_import_is_quick_and_touches_nothing_heavy():
@@ -62,6 +65,18 @@ def test_type_checkers_read_what_users_import():
     named = {a.asname or a.name for n in checked.body for a in n.names}
     assert {*ast.literal_eval(listed), "errors"} == named == {*xfer._HOME}
     assert not [n for n in top if isinstance(n, ast.FunctionDef) and n.name == "__getattr__"]
+
+
+def test_every_file_of_the_package_is_in_its_wheel():
+    """As pyproject.toml tells setuptools: folders that are packages, and what is no Python by patterns."""
+    setup = read_toml((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    assert setup["packages"]["find"]["include"] == ["xfer*"]
+    of_package = {p: [ROOT / p.replace(".", "/") / x for x in some] for p, some in setup["package-data"].items()}
+    patterns = [str(x) for some in of_package.values() for x in some]
+    files = [p for p in (ROOT / "xfer").rglob("*") if p.is_file() and "__pycache__" not in p.parts]
+    lost = [p for p in files if not (p.parent / "__init__.py").exists()]
+    lost += [p for p in files if p.suffix != ".py" and not any(fnmatchcase(str(p), x) for x in patterns)]
+    assert len(files) > 200 and lost == []
 
 
 @pytest.mark.parametrize("adapter", [xfer.TensorTrainer, xfer.MegatronTrainer, xfer.LayerWiseTrainer])

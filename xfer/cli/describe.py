@@ -7,16 +7,18 @@ framework is imported and nothing is traced here.
 from __future__ import annotations
 
 import json
+import os
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from xfer.cli.examples import FOLDER, MODELS
 from xfer.errors import XferError
 from xfer.mesh.parallel import EngineParallel, TrainerParallel
 from xfer.plan.fabric import Fabric, Site
-from xfer.plan.fabric_file import parse
+from xfer.plan.fabric_file import parse, read_toml
 from xfer.plan.plain_data import TOO_DEEP, unfit
 
 MOST_RANKS = 1 << 14
@@ -24,8 +26,20 @@ MOST_RANKS = 1 << 14
 SIZES = {"trainer": ("world", "tp", "pp", "vpp", "cp", "dp", "ep", "etp"), "engine": ("tp", "pp", "dp", "replicas")}
 KEYS = {
     "trainer": ("config", *SIZES["trainer"], "order", "provider"),
-    "engine": ("config", *SIZES["engine"], "ep", "keep", "drop", "args"),
+    "engine": ("config", *SIZES["engine"], "ep", "keep", "drop", "narrow", "args"),
 }
+THEIR_NAMES = {
+    "trainer": {
+        "world_size": "world", "tensor_model_parallel_size": "tp", "pipeline_model_parallel_size": "pp",
+        "virtual_pipeline_model_parallel_size": "vpp", "context_parallel_size": "cp", "data_parallel_size": "dp",
+        "expert_model_parallel_size": "ep", "expert_tensor_parallel_size": "etp",
+    },
+    "engine": {
+        "tensor_parallel_size": "tp", "pipeline_parallel_size": "pp", "data_parallel_size": "dp",
+        "enable_expert_parallel": "ep",
+    },
+}  # fmt: skip
+"""What Megatron-Core and vLLM call these."""
 HOST, NVLINK, NIC, LOCAL = 8, 396 * 10**9, 48_500_000_000, 1600 * 10**9
 ASSUMED = f"assumed, as none was given: hosts of {HOST} GPUs, NVLink {NVLINK / 1e9:g} GB/s, one NIC of {NIC / 1e9:g} GB/s per GPU"
 
@@ -64,13 +78,15 @@ class TrainerSide:
 
 @dataclass(frozen=True, slots=True)
 class EngineSide:
-    """`parallel`: of one replica. `keep`: as xfer.serve takes it; `drop`: as xfer.connect does. `args`: further EngineArgs of vLLM."""
+    """`parallel`: of one replica. `keep`: as xfer.serve takes it; `drop`, `narrow`: as xfer.connect does. `args`: further
+    EngineArgs of vLLM."""
 
     config: Config
     parallel: EngineParallel
     replicas: int = 1
     keep: tuple[str, ...] = ()
     drop: tuple[str, ...] = ()
+    narrow: tuple[str, ...] = ()
     args: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def __str__(self) -> str:
@@ -119,6 +135,7 @@ def describe(
             tables[side] = {}
         if text is None and side not in whole:
             bad.append(f'{side}: not described; give --{side} "CONFIG tp=…", or a file with [{side}]')
+        tables[side] = _in_our_names(tables[side], side, bad)
     configs = _configs(tables, bases, bad)
     of = _trainer(tables["trainer"], bad)
     replica, replicas = _engine(tables["engine"], bad)
@@ -132,7 +149,13 @@ def describe(
     t, e = tables["trainer"], tables["engine"]
     return Described(
         TrainerSide(configs["trainer"], of, dict(t.get("provider", {}))),
-        EngineSide(configs["engine"], replica, replicas, _globs(e, "keep"), _globs(e, "drop"), dict(e.get("args", {}))),
+        EngineSide(
+            configs["engine"],
+            replica,
+            replicas,
+            *(_globs(e, k) for k in ("keep", "drop", "narrow")),
+            dict(e.get("args", {})),
+        ),
         site,
         words,
     )
@@ -179,11 +202,31 @@ def _value(text: str) -> Any:
         return text
 
 
+def _in_our_names(table: Mapping[str, Any], side: str, bad: list[str]) -> dict[str, Any]:
+    """The same table where the framework's own names of sizes, as options (with dashes) or as fields, are ours."""
+    out: dict[str, Any] = {}
+    told: dict[str, str] = {}
+    for name, value in table.items():
+        key = THEIR_NAMES[side].get(name.lstrip("-").replace("-", "_"), name)
+        if key in told:
+            bad.append(f"{side}: {told[key]}={out[key]} and {name}={value} mean the same; give one of them")
+        told[key], out[key] = name, value
+    return out
+
+
 def _known(table: Mapping[str, Any], side: str, bad: list[str]) -> None:
-    bad += [f"{side}: unknown key {k!r}; known: {', '.join(KEYS[side])}" for k in table if k not in KEYS[side]]
+    theirs = THEIR_NAMES[side]
+    known = f"known: {', '.join(KEYS[side])}, and {', '.join(theirs)}"
+    bad += [f"{side}: unknown key {k!r}; {known}" for k in table if k not in KEYS[side]]
     for group in ("provider", "args"):
-        if group in table and group in KEYS[side] and not isinstance(table[group], Mapping):
+        if group not in table or group not in KEYS[side]:
+            continue
+        if not isinstance(table[group], Mapping):
             bad.append(f"{side}: {group}: names and values are needed, as in {group}.NAME=VALUE")
+            continue
+        bad += [
+            f"{side}: {group}.{k}: write {k}=…, by which ranks are counted, too" for k in table[group] if k in theirs
+        ]
 
 
 def _sizes(table: Mapping[str, Any], side: str, bad: list[str]) -> dict[str, int]:
@@ -225,7 +268,7 @@ def _engine(table: Mapping[str, Any], bad: list[str]) -> tuple[EngineParallel | 
     ep = table.get("ep", False)
     if not isinstance(ep, bool):
         bad.append(f"engine: ep={ep}: true or false is needed (vLLM's enable_expert_parallel); its size is dp*tp")
-    for key in ("keep", "drop"):
+    for key in ("keep", "drop", "narrow"):
         value = table.get(key, "")
         if not isinstance(value, str) and not (isinstance(value, list) and all(isinstance(v, str) for v in value)):
             bad.append(f"engine: {key}={value!r}: a list of names or patterns is needed")
@@ -257,7 +300,7 @@ def _configs(tables: Mapping[str, Mapping], bases: Mapping[str, Path], bad: list
         if isinstance(value, str) and value:
             path = _path(bases[side], value, side, bad)
             if path is not None:
-                paths[side] = path
+                paths[side] = FOLDER / f"{value}.json" if value in MODELS and not os.path.exists(path) else path
         else:
             bad.append(f"{side}: config={value!r}: the path of a config.json, or of its folder, is needed")
     if not paths:
@@ -286,7 +329,9 @@ def _config(path: Path, side: str, bad: list[str]) -> Config | None:
         bad.append(f"{side}: {file}: {TOO_DEEP}")
     except (OSError, UnicodeDecodeError) as e:
         why = e.strerror if isinstance(e, OSError) else "it is no text"
-        bad.append(f"{side}: {file} cannot be read: {why}; a Hugging Face config.json, or its folder, is needed")
+        bad.append(
+            f"{side}: {file} cannot be read: {why}; a Hugging Face config.json, its folder, or one of {', '.join(MODELS)} is needed"
+        )
     except ValueError as e:
         bad.append(f"{side}: {file} is no JSON: {e}")
     if len(bad) == known and not (isinstance(content, dict) and isinstance(content.get("model_type"), str)):
@@ -371,16 +416,12 @@ def _load(path: Path, bad: list[str]) -> Mapping[str, Any]:
         if path.suffix == ".json":
             data = json.loads(text)
         else:
-            import tomllib  # Python 3.11
-
-            data = tomllib.loads(text)
+            data = read_toml(text)
         if why := unfit(data):
             bad.append(f"{path}: {why}")
             return {}
     except RecursionError:
         bad.append(f"{path}: {TOO_DEEP}")
-    except ImportError:
-        bad.append(f"{path}: this Python has no TOML reader (3.11 has); write the same as JSON, in a file *.json")
     except OSError as e:
         bad.append(f"{path} cannot be read: {e.strerror}")
     except ValueError as e:

@@ -49,7 +49,7 @@ class Most:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """Bytes that a refit leaves alone for one reason, over all workers: in how many tensors, and one of them."""
+    """Bytes that a refit leaves alone for one reason, over all workers: in how many tensors, and the largest of them."""
 
     why: str
     nbytes: int
@@ -138,6 +138,7 @@ def make_plans(
     bucket_bytes: int,
     wave_bytes: int = 0,
     drop: Sequence[str] = (),
+    narrow: Sequence[str] = (),
     told: Callable[[int], None] = lambda done: None,
 ) -> list[SubPlan]:
     """The sub-plan of each replica of the site, with the options that a session would give. Raises what plan_replica
@@ -147,7 +148,7 @@ def make_plans(
     for r in range(len(site.replicas)):
         options = PlanOptions(
             bucket_bytes=bucket_bytes, wave_bytes=wave_bytes, rotation=r, rotations=len(site.replicas), site=site,
-            replica=r, drop=tuple(drop),
+            replica=r, drop=tuple(drop), narrow=tuple(narrow),
         )  # fmt: skip
         plans.append(drafts.plan(catalog, sources, takers, options))
         told(r + 1)
@@ -208,7 +209,7 @@ def _kept(plans: Sequence[SubPlan]) -> tuple[Kept, ...]:
             name, _, why = reason.partition(": ")
             tensors = found.setdefault(why or name, {})
             tensors[name] = tensors.get(name, 0) + n
-    return tuple(Kept(why, sum(t.values()), len(t), next(iter(t))) for why, t in sorted(found.items()))
+    return tuple(Kept(why, sum(t.values()), len(t), max(t, key=t.__getitem__)) for why, t in sorted(found.items()))
 
 
 def _kinds(p: Prediction) -> tuple[Kind, ...]:

@@ -2,7 +2,8 @@
 
     python -m xfer.cli.trace_child JOB        # started by tracing.py; JOB is the file that it wrote
 
-Each rank is played by this process, one after the other: Megatron-Core's ranks on memory that nobody touches, vLLM's on
+First the framework itself checks the description, which takes a second after its import; then the process waits for the word to
+go on. Each rank is played by this process, one after the other: Megatron-Core's ranks on memory that nobody touches, vLLM's on
 meta tensors. Results are files beside JOB; what was done is said on standard output, a JSON object a line. Whatever the
 framework prints goes to standard error.
 """
@@ -33,7 +34,7 @@ NAMES = "names"
 
 class Task(msgspec.Struct, forbid_unknown_fields=True):
     """`parallel`: fields of TrainerParallel or EngineParallel. `names`: of the checkpoint's tensors; None: transformers
-    is asked. `catalog`: of the engine's side only. `options`: fields of Bridge's provider, or EngineArgs.
+    is asked. `options`: fields of Bridge's provider, or EngineArgs.
     """
 
     side: str
@@ -45,7 +46,6 @@ class Task(msgspec.Struct, forbid_unknown_fields=True):
     keep: list[str] = []
     drop: list[str] = []
     names: list[str] | None = None
-    catalog: str = ""
 
 
 class Traced(msgspec.Struct, array_like=True):
@@ -119,18 +119,21 @@ def trace_trainer(task: Task, work: Path, say: Callable[..., None], told: Queue)
     from xfer.mesh.parallel import TrainerParallel
     from xfer.plan.inventory import trainer_inventory
     from xfer.testing.te_everywhere import import_bridge
-    from xfer.testing.world_megatron import Build, chunks_of, playing
+    from xfer.testing.world_megatron import Build, check, chunks_of, playing
     from xfer.trainers.megatron import MegatronTrainer
 
     bridge_class = import_bridge()
     from transformers import AutoConfig
 
     folder = _folder(task, work)
-    names = _names(task, say, told)
+    _make_known(task.config)
     provider = {"perform_initialization": False, **task.options}
     build = Build(TrainerParallel(**task.parallel), distopt=False, provider=provider)
+    check(bridge_class.from_hf_config(AutoConfig.from_pretrained(folder)), build)
+    say(checked=True)
+    told.get()
+    names = _names(task, say, told)
     _touch_nothing()
-    say(up=True)
     found = []
     for rank in _each(task, say):
         # Megatron leaves the attention backend of one model in the environment, and refuses another in the next.
@@ -154,19 +157,26 @@ def trace_trainer(task: Task, work: Path, say: Callable[..., None], told: Queue)
         (work / f"trainer.{rank}").write_bytes(made.to_bytes())
 
 
-def _names(task: Task, say: Callable[..., None], told: Queue) -> list[str]:
-    """Of the checkpoint's tensors. Those of a family that this transformers does not know somebody else has to name."""
-    from transformers import CONFIG_MAPPING
+def _is_known(config: dict[str, Any]) -> bool:
+    """Whether this transformers has the family."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
+    return config.get("model_type", "") in CONFIG_MAPPING_NAMES
+
+
+def _make_known(config: dict[str, Any]) -> None:
+    """To AutoConfig, which has to read it."""
     from xfer.testing.te_everywhere import stand_in_config
 
-    kind = task.config.get("model_type", "")
-    known = kind in CONFIG_MAPPING
-    if not known and task.config.get("architectures"):
-        stand_in_config(kind, task.config["architectures"][0])
+    if not _is_known(config) and config.get("architectures"):
+        stand_in_config(config["model_type"], config["architectures"][0])
+
+
+def _names(task: Task, say: Callable[..., None], told: Queue) -> list[str]:
+    """Of the checkpoint's tensors. Those of a family that this transformers does not know somebody else has to name."""
     if task.names is not None:
         return task.names
-    if known:
+    if _is_known(task.config):
         from xfer.engines.hf_spec import canonical_specs
 
         return [s.name for s in canonical_specs(task.config)]
@@ -200,9 +210,10 @@ def trace_engine(task: Task, work: Path, say: Callable[..., None], told: Queue) 
     from xfer.mesh.parallel import EngineParallel
     from xfer.testing.world_vllm import inventory_of, rank_of
 
-    catalog = Catalog.from_bytes(Path(task.catalog).read_bytes())
     folder, parallel = _folder(task, work), EngineParallel(**task.parallel)
-    say(up=True)
+    with rank_of(folder, parallel, 0, **task.options):
+        say(checked=True)
+    catalog = Catalog.from_bytes(Path(told.get()["catalog"]).read_bytes())
     for rank in _each(task, say):
         with rank_of(folder, parallel, rank, **task.options) as config, torch.no_grad():
             live = make_meta_model(config)

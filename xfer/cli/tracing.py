@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -112,87 +112,73 @@ class Tracer:
         if bad:
             raise XferError("layouts are read by the frameworks' own code, and it was not found", bad)
 
-    def trainer(self, side: TrainerSide) -> Side:
-        p = side.parallel
-        sizes = {k: getattr(p, k) for k in ("world", "tp", "pp", "vpp", "cp", "ep", "etp", "order")}
-        task = Task(
-            "trainer", 0, dict(side.config.content), sizes, [], dict(side.provider),
-            names=None if side.config.names is None else list(side.config.names),
-        )  # fmt: skip
-        return self._side(task, classes(p, p.world), None)
+    def trace(self, trainer: TrainerSide, engine: EngineSide) -> tuple[Side, Side]:
+        """Layouts of the trainers, and of one replica's workers; other replicas are equal.
 
-    def engine(self, side: EngineSide, catalog: Catalog) -> Side:
-        """Of one replica; the others are equal."""
-        p = side.parallel
-        sizes = {k: v for k, v in asdict(p).items() if k != "pcp"}
-        task = Task(
-            "engine",
-            0,
-            dict(side.config.content),
-            sizes,
-            [],
-            dict(side.args),
-            keep=list(side.keep),
-            drop=list(side.drop),
-        )
-        return self._side(task, classes(p, p.world), catalog)
+        Both frameworks check their descriptions, at the same time, before any rank is traced. XferError with what they refuse.
+        """
+        t, e = trainer.parallel, engine.parallel
+        sizes = {k: getattr(t, k) for k in ("world", "tp", "pp", "vpp", "cp", "ep", "etp", "order")}
+        names = None if trainer.config.names is None else list(trainer.config.names)
+        for_trainer = Task("trainer", 0, dict(trainer.config.content), sizes, [], dict(trainer.provider), names=names)
+        sizes = {k: v for k, v in asdict(e).items() if k != "pcp"}
+        globs = {"keep": list(engine.keep), "drop": list(engine.drop)}
+        for_engine = Task("engine", 0, dict(engine.config.content), sizes, [], dict(engine.args), **globs)
+        with ExitStack() as stack:
+            sides = [
+                stack.enter_context(_Processes(self._found.get(task.side, ""), task, classes(p, p.world), self._jobs))
+                for task, p in ((for_trainer, t), (for_engine, e))
+            ]
+            sources = self._layouts(sides[0], None, sides)
+            return sources, self._layouts(sides[1], sources.catalog, sides[1:])
 
-    # ---- one side
-
-    def _side(self, task: Task, class_of: list[int], catalog: Catalog | None) -> Side:
-        count = max(class_of) + 1
-        key = self._key(task, class_of, catalog)
+    def _layouts(self, of: _Processes, catalog: Catalog | None, unchecked: Sequence[_Processes]) -> Side:
+        """Of one side: kept from before, or traced once nothing of `unchecked` is refused. `catalog`: for the engine's side."""
+        key = self._key(of.task, of.class_of, catalog)
         found = self._kept(key)
         if found is None:
-            firsts = [class_of.index(c) for c in range(count)]
-            self._progress(task.side, 0, count)
-            found = self._trace(task, firsts, catalog)
+            for side in unchecked:
+                self._progress(side.task.side, 0, len(side.firsts))
+            _check(unchecked)
+            found = self._traced(of, catalog)
             self._keep(key, *found)
         catalog, inventories = found
-        self._progress(task.side, count, count)
-        return Side(catalog, tuple(inventories[c].at(rank) for rank, c in enumerate(class_of)), count)
+        self._progress(of.task.side, len(inventories), len(inventories))
+        return Side(catalog, tuple(inventories[c].at(rank) for rank, c in enumerate(of.class_of)), len(inventories))
 
-    def _trace(self, task: Task, firsts: list[int], catalog: Catalog | None) -> tuple[Catalog, list[Inventory]]:
-        with tempfile.TemporaryDirectory(prefix="xfer-trace-") as folder, ExitStack() as stack:
-            work, said = Path(folder), Queue()
-            if catalog is not None:
-                (work / "catalog").write_bytes(catalog.to_bytes())
-                task = msgspec.structs.replace(task, catalog=str(work / "catalog"))
-            children = []
-            for n in range(min(self._jobs, len(firsts))):
-                mine = msgspec.structs.replace(task, number=n, ranks=firsts[n :: self._jobs])
-                children.append(_Child(self._found[task.side], mine, work, said))
-                stack.callback(children[-1].stop)
-            done, names = 0, []
-            waiting = set(range(len(children)))
-            while waiting:
-                number, line = _heard(
-                    said,
-                    f"the {task.side}'s ranks are not traced",
-                    f"{done} of {len(firsts)} are done; does the framework of {self._found[task.side]} start at all?",
-                )
-                if line is None:
-                    if number in waiting:
-                        raise children[number].ended()
-                    continue  # one that is done may end before the others
-                if "unnamed" in line:
-                    names = names or self._names(task, work)
-                    children[number].say(names=names)
-                if "rank" in line:
-                    done += 1
-                    self._progress(task.side, done, len(firsts))
-                if task.side == "trainer" and "specs" in line:
-                    children[number].ready = True
-                    if all(c.ready for c in children):
-                        catalog = _union(work, len(children))
-                        (work / "catalog").write_bytes(catalog.to_bytes())
-                        for c in children:
-                            c.say(catalog=str(work / "catalog"))
-                if "done" in line:
-                    waiting.discard(number)
-            if catalog is None:
-                raise ProtocolError(f"the {task.side}'s processes were done before they had said what they export")
-            return catalog, [Inventory.from_bytes((work / f"{task.side}.{r}").read_bytes()) for r in firsts]
+    def _traced(self, of: _Processes, catalog: Catalog | None) -> tuple[Catalog, list[Inventory]]:
+        """By processes of which the first has checked the description."""
+        side, firsts, done, names = of.task.side, of.firsts, 0, []
+        children = of.start_all()
+        if catalog is not None:
+            of.say_catalog(catalog)
+        else:
+            for c in children:
+                c.say(go=True)
+        waiting = set(range(len(children)))
+        while waiting:
+            state = f"{done} of {len(firsts)} are done; does the framework of {of.python} start at all?"
+            number, line = of.hear(f"the {side}'s ranks are not traced", state)
+            if line is None:
+                if number in waiting:
+                    raise children[number].ended()
+                continue  # one that is done may end before the others
+            if "unnamed" in line:
+                names = names or self._names(of.task, of.work)
+                children[number].say(names=names)
+            if "rank" in line:
+                done += 1
+                self._progress(side, done, len(firsts))
+            if side == "trainer" and "specs" in line:
+                children[number].ready = True
+                if all(c.ready for c in children):
+                    catalog = _union(of.work, len(children))
+                    of.say_catalog(catalog)
+            if "done" in line:
+                waiting.discard(number)
+        if catalog is None:
+            raise ProtocolError(f"the {side}'s processes were done before they had said what they export")
+        return catalog, [Inventory.from_bytes((of.work / f"{side}.{r}").read_bytes()) for r in firsts]
 
     def _names(self, task: Task, work: Path) -> list[str]:
         """The checkpoint's tensors by the engine's transformers, which is younger than the trainer's."""
@@ -256,6 +242,73 @@ def cache_folder() -> Path:
 
 
 # ---- processes
+
+
+class _Processes(AbstractContextManager):
+    """The processes that check and trace one side, in one folder; they end with the context. `class_of`: class of each rank, of
+    which the first rank is traced."""
+
+    def __init__(self, python: str, task: Task, class_of: list[int], jobs: int):
+        self.python, self.task, self.class_of = python, task, class_of
+        self.firsts = [class_of.index(c) for c in range(max(class_of) + 1)]
+        self._jobs, self._said, self._ends = jobs, Queue(), ExitStack()
+        self._children: list[_Child] = []
+        self.checked = False
+        self.work = Path(self._ends.enter_context(tempfile.TemporaryDirectory(prefix="xfer-trace-")))
+
+    def __exit__(self, *error: object) -> None:
+        self._ends.close()
+
+    def start_one(self) -> None:
+        """The process that checks the description, and traces with the others."""
+        if not self._children:
+            self._start()
+
+    def start_all(self) -> list[_Child]:
+        while len(self._children) < min(self._jobs, len(self.firsts)):
+            self._start()
+        return self._children
+
+    def _start(self) -> None:
+        n = len(self._children)
+        mine = msgspec.structs.replace(self.task, number=n, ranks=self.firsts[n :: self._jobs])
+        self._children.append(_Child(self.python, mine, self.work, self._said))
+        self._ends.callback(self._children[-1].stop)
+
+    def wait_for_check(self) -> None:
+        side = self.task.side
+        while True:
+            _, line = self.hear(f"the {side}'s description is not checked", f"asked: {self.python}")
+            if line is None:
+                raise self._children[0].ended()
+            if "checked" in line:
+                self.checked = True
+                return
+
+    def hear(self, what: str, state: str) -> tuple[int, dict[str, Any] | None]:
+        return _heard(self._said, what, state)
+
+    def say_catalog(self, catalog: Catalog) -> None:
+        (self.work / "catalog").write_bytes(catalog.to_bytes())
+        for c in self._children:
+            c.say(catalog=str(self.work / "catalog"))
+
+
+def _check(sides: Sequence[_Processes]) -> None:
+    """By both frameworks at the same time, since they take seconds to import. XferError with what each of them refuses."""
+    for side in sides:
+        side.start_one()
+    refused = []
+    for side in sides:
+        if not side.checked:
+            try:
+                side.wait_for_check()
+            except XferError as e:
+                refused.append(e)
+    if len(refused) > 1:
+        raise XferError("both descriptions are refused", [str(e) for e in refused])
+    if refused:
+        raise refused[0]
 
 
 class _Child:
@@ -345,16 +398,11 @@ def _python(side: str, given: str | None) -> str:
             return sys.executable
     except (ImportError, ValueError):
         pass
-    beside = Path(f".venvs/{side}/bin/python")
+    beside = Path(f".venvs/{side}/bin/python")  # where xfer's own setup puts it
     if beside.is_file():
         return str(beside)
-    raise XferError(
-        "",
-        [
-            f"{FRAMEWORKS[side]}: neither in {sys.executable} nor in {beside}; pass --{side}-python, the Python of an "
-            "environment that has it"
-        ],
-    )
+    missing = f"{FRAMEWORKS[side]}: not in {sys.executable}; pass --{side}-python, the Python of an environment that has it"
+    raise XferError("", [missing])
 
 
 def _versions(python: str, side: str) -> dict[str, str]:

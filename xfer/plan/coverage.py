@@ -20,7 +20,7 @@ from xfer.errors import CoverageError
 from xfer.plan import intervals as iv
 from xfer.plan.intersect import Pieces, Stack, missing
 from xfer.plan.inventory import Inventory
-from xfer.plan.options import PlanOptions, matches
+from xfer.plan.options import PlanOptions, matches, written
 from xfer.plan.program import DTYPES, ITEM, ITEMSIZE, MAX_DIMS
 from xfer.plan.table import box_text
 
@@ -116,6 +116,7 @@ def _untaken(catalog: Catalog, takers: Sequence[Class], options: PlanOptions) ->
     if read.all():
         return
     taken = _taken(catalog, takers)
+    unread = []
     for spec in (catalog.specs[i] for i in np.flatnonzero(~read)):
         if not all(spec.shape) or matches(spec.name, options.drop):
             continue
@@ -123,9 +124,11 @@ def _untaken(catalog: Catalog, takers: Sequence[Class], options: PlanOptions) ->
         ranges = taken.get(catalog.index[group], ())
         if (member is None and ranges) or any(a <= member < b for a, b in ranges if member is not None):
             continue
+        unread.append(spec.name)
+    argument = written("drop", unread, [s.name for s in catalog.specs])
+    for name in unread:
         yield (
-            f"{spec.name}: trained, but no taker of this replica reads it; "
-            "name it in drop= if the engine has no such weights"
+            f"{name}: trained, but no taker of this replica reads it; if the engine has no such weights, pass {argument}"
         )
 
 
@@ -154,6 +157,7 @@ def _casts(
     seen: dict[tuple[int, int], list[str]] = defaultdict(list)
     for row in different:
         seen[int(wanted.table.tensor[row]), int(wanted.table.dtype[row])].append(takers[cls[row]].who)
+    lossy: list[tuple[str, str]] = []
     for (t, code), who in sorted(seen.items()):
         spec, src, dst = catalog.tensors[t], DTYPES[source_dtype[t]], DTYPES[code]
         wish = cast_kind(src, dst)
@@ -169,10 +173,10 @@ def _casts(
         else:
             both = "in the checkpoint and in the trainer"
             there = f"{src} {both}" if src == spec.dtype else f"{src} in the trainer, {spec.dtype} in the checkpoint"
-            yield (
-                f"{spec.name}: {there}, {dst} in {_some(who)}: loses bits; "
-                "name it in narrow= if that is meant, or have the engine keep it wide"
-            )
+            lossy.append((spec.name, f"{there}, {dst} in {_some(who)}: loses bits"))
+    argument = written("narrow", [name for name, _ in lossy], catalog.index)
+    for name, said in lossy:
+        yield f"{name}: {said}; have the engine keep it wide, or if that is meant pass {argument}"
 
 
 def cast_kind(src: str, dst: str) -> str:

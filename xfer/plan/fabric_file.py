@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -75,7 +76,7 @@ def _read(path: str | Path) -> tuple[Fabric, tuple | None]:
     path = Path(path)
     try:
         text = path.read_text()
-        data = json.loads(text) if path.suffix == ".json" else _toml(text)
+        data = json.loads(text) if path.suffix == ".json" else read_toml(text)
         why = unfit(data)
     except RecursionError:
         why = TOO_DEEP
@@ -86,13 +87,12 @@ def _read(path: str | Path) -> tuple[Fabric, tuple | None]:
     return parse(data if isinstance(data, dict) else {"": data}, str(path))
 
 
-def _toml(text: str) -> dict:
-    try:
+def read_toml(text: str) -> dict:
+    """ValueError for what is no TOML."""
+    if sys.version_info >= (3, 11):
         import tomllib
-    except ImportError:  # Python 3.10
-        raise ValueError(
-            "this Python has no TOML reader (3.11 has); write the same as JSON, in a file *.json"
-        ) from None
+    else:
+        import tomli as tomllib
     return tomllib.loads(text)
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import re
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
@@ -13,6 +16,9 @@ MAX_BUCKET = 1 << 60
 """Bytes: what planning adds up stays within 64 bits."""
 ALIGN = 512
 """Streams are cut at multiples of this many bytes, so that a cut never costs a kernel its vector loads."""
+
+MOST_WRITTEN = 24
+"""Patterns of an argument that an error writes out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,3 +101,20 @@ class PlanOptions:
 
 def matches(name: str, patterns: tuple[str, ...]) -> bool:
     return any(name == p or fnmatchcase(name, p) for p in patterns)
+
+
+def written(option: str, names: Sequence[str], among: Collection[str]) -> str:
+    """The argument that names exactly these of the names `among`, e.g. `narrow=["model.layers.*.mlp.gate.weight"]`."""
+    if len(names) == len(among):
+        return f'{option}=["*"]'
+    by_pattern: dict[str, list[str]] = {}
+    for name in names:
+        by_pattern.setdefault(re.sub(r"(?<=\.)\d+(?=\.)", "*", name), []).append(name)
+    given = set(names)
+    others = [name for name in among if name not in given]
+    patterns: list[str] = []
+    for pattern, some in by_pattern.items():
+        fits = len(some) > 1 and not any(fnmatchcase(name, pattern) for name in others)
+        patterns += [pattern] if fits else some
+    more = ", …" if len(patterns) > MOST_WRITTEN else ""
+    return f"{option}=[{', '.join(json.dumps(p) for p in patterns[:MOST_WRITTEN])}{more}]"

@@ -43,7 +43,7 @@ class WireError(Struct, frozen=True, forbid_unknown_fields=True):
 
     kind: Name
     message: Text
-    violations: Annotated[tuple[Text, ...], Meta(max_length=4096)] = ()
+    violations: Annotated[tuple[Text, ...], Meta(max_length=64)] = ()
     where: Name = ""
 
     @classmethod
@@ -53,7 +53,7 @@ class WireError(Struct, frozen=True, forbid_unknown_fields=True):
             kind, message, violations, at = error.to_wire()
         else:
             kind, message, violations, at = "XferError", f"{type(error).__name__}: {error}", (), ""
-        kind, message, at, *violations = (_plain(t) for t in (kind, message, at or where, *violations[:1000]))
+        kind, message, at, *violations = (_plain(t) for t in (kind, message, at or where, *violations))
         return cls(kind[:256], message[:60000], tuple(v[:8000] for v in violations), at[:256])
 
     def error(self) -> XferError:

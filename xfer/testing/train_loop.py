@@ -206,6 +206,23 @@ def build_chunks(
     None for unwrapped chunks. `lora`: as in Trainer. Needs Megatron's process groups of the same sizes."""
     from megatron.core.distributed import DistributedDataParallelConfig
 
+    p = make_provider(bridge, load=load, **provider)
+    if lora is not None:
+        from megatron.bridge.peft.lora import LoRA
+
+        peft = lora() if callable(lora) else LoRA(**lora)
+        p.register_pre_wrap_hook(lambda chunks: peft(chunks, training=True))  # after the checkpoint is loaded
+    return p.provide_distributed_model(
+        ddp_config=DistributedDataParallelConfig(**ddp) if ddp else None,
+        wrap_with_ddp=bool(ddp),
+        use_cpu_initialization=not torch.cuda.is_available(),
+        data_parallel_random_init=False,
+        bf16=p.params_dtype == torch.bfloat16,
+    )
+
+
+def make_provider(bridge, *, load: bool, **provider: object):
+    """Bridge's provider of these chunks. Raises what Megatron's own check of a configuration raises."""
     if not megatron_cpu.has_transformer_engine():
         from xfer.testing import te_twin
 
@@ -224,18 +241,7 @@ def build_chunks(
     if p.num_moe_experts and "moe_grouped_gemm" not in provider:
         p.moe_grouped_gemm = True
     p.finalize()
-    if lora is not None:
-        from megatron.bridge.peft.lora import LoRA
-
-        peft = lora() if callable(lora) else LoRA(**lora)
-        p.register_pre_wrap_hook(lambda chunks: peft(chunks, training=True))  # after the checkpoint is loaded
-    return p.provide_distributed_model(
-        ddp_config=DistributedDataParallelConfig(**ddp) if ddp else None,
-        wrap_with_ddp=bool(ddp),
-        use_cpu_initialization=not torch.cuda.is_available(),
-        data_parallel_random_init=False,
-        bf16=p.params_dtype == torch.bfloat16,
-    )
+    return p
 
 
 _GPU_ONLY = (

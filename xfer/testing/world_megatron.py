@@ -61,19 +61,31 @@ def chunks_of(bridge, build: Build) -> list[torch.nn.Module]:
     """Model chunks of the rank that this process plays; weights as Megatron initialises them."""
     from xfer.testing.train_loop import build_chunks
 
+    ddp = dict(use_distributed_optimizer=True, bucket_size=50_000) if build.distopt else None
+    return build_chunks(bridge, load=False, ddp=ddp, **_fields(build))
+
+
+def check(bridge, build: Build) -> None:
+    """Raises what Megatron refuses of this configuration, before a rank is built."""
+    from xfer.testing.train_loop import make_provider
+
+    with playing(build, 0):
+        from megatron.core.transformer.transformer_block import get_num_layers_to_build
+
+        provider = make_provider(bridge, load=False, **_fields(build))
+        get_num_layers_to_build(provider, 0 if build.parallel.vpp else None, 0)
+
+
+def _fields(build: Build) -> dict[str, object]:
     p = build.parallel
-    return build_chunks(
-        bridge,
-        load=False,
-        ddp=dict(use_distributed_optimizer=True, bucket_size=50_000) if build.distopt else None,
+    return dict(
         tensor_model_parallel_size=p.tp,
         pipeline_model_parallel_size=p.pp,
         virtual_pipeline_model_parallel_size=p.vpp,
         expert_model_parallel_size=p.ep,
         expert_tensor_parallel_size=p.etp,
         context_parallel_size=1,
-        **build.provider,
-    )
+    ) | dict(build.provider)
 
 
 @contextlib.contextmanager

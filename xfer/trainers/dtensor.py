@@ -81,6 +81,11 @@ class TensorTrainer:
         rank: int | None = None,
         world: int | None = None,
     ):
+        if not (isinstance(parameters, torch.nn.Module) or callable(parameters)):
+            raise Unsupported(
+                f"TensorTrainer(parameters): parameters is a {type(parameters).__name__}",
+                ["give a module, or a callable that returns {name: tensor} at each call"],
+            )
         self._module = parameters if isinstance(parameters, torch.nn.Module) else None
         self._get = None if self._module is not None else parameters
         self._declared, self._rename = dict(declared or {}), rename

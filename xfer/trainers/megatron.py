@@ -8,8 +8,10 @@ computes while exporting (adapters merged into weights) is computed again before
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from operator import is_
 from typing import Literal
 
@@ -60,6 +62,9 @@ class MegatronTrainer:
 
     `scratch_bytes`: most bytes of this rank that computed tensors may take (a merged LoRA: this rank's share of every
     weight that has an adapter, and the adapters' factors of its tensor-parallel group); None for as many as they need.
+
+    Raises Unsupported, with everything that is wrong, for arguments that are no chunks or no AutoBridge, before the process groups
+    exist, and where Megatron-Core or Megatron-Bridge is not installed.
     """
 
     def __init__(
@@ -71,8 +76,11 @@ class MegatronTrainer:
         probe: bool | Literal["all"] = False,
         scratch_bytes: int | None = None,
     ):
-        self.chunks = [model_chunks] if isinstance(model_chunks, torch.nn.Module) else list(model_chunks)
-        self.bridge = bridge
+        if isinstance(model_chunks, torch.nn.Module) and not isinstance(model_chunks, torch.nn.ModuleList):
+            model_chunks = [model_chunks]
+        if bad := [*_wrong_installation(), *_wrong_chunks(model_chunks), *_wrong_bridge(bridge)]:
+            raise Unsupported("MegatronTrainer(model_chunks, bridge) cannot work as it was called", bad)
+        self.chunks, self.bridge = list(model_chunks), bridge
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self._device: torch.device | None = None  # when the layout was first read
         self._hf_names = None if hf_names is None else tuple(hf_names)
@@ -289,6 +297,69 @@ class MegatronTrainer:
         ]
         if bad:
             raise LayoutError(f"trainer {self.rank}: trained tensors that would never reach an engine", bad)
+
+
+def _wrong_installation() -> list[str]:
+    """What this process lacks: packages and process groups."""
+    missing = [name for name in ("megatron.core", "megatron.bridge") if not _installed(name)]
+    bad = []
+    if missing:
+        bad.append(
+            f"{' and '.join(missing)}: not installed for {sys.executable}, and MegatronTrainer reads layouts by their code; install "
+            "megatron-core and megatron-bridge, or for FSDP2 and plain torch modules write xfer.TensorTrainer(module)"
+        )
+    if not dist.is_initialized():
+        bad.append(
+            "no process group: call torch.distributed.init_process_group() and megatron.core.parallel_state."
+            "initialize_model_parallel() and build the model, all before MegatronTrainer(...)"
+        )
+    elif not missing:
+        from megatron.core import parallel_state
+
+        if not parallel_state.is_initialized():
+            bad.append(
+                "no process groups of Megatron: call megatron.core.parallel_state.initialize_model_parallel() and build the model, "
+                "both before MegatronTrainer(...)"
+            )
+    return bad
+
+
+def _installed(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # not even the package that it is in
+        return False
+
+
+def _wrong_chunks(given: object) -> list[str]:
+    expected = "give Megatron's model: the list of modules that its get_model() returns, or one module"
+    if not isinstance(given, list | tuple | torch.nn.ModuleList):
+        return [f"model_chunks is {_described(given)}; {expected}"]
+    if not given:
+        return [f"model_chunks is empty; {expected}"]
+    return [
+        f"model_chunks[{i}]: is {_described(chunk)}; {expected}"
+        for i, chunk in enumerate(given)
+        if not isinstance(chunk, torch.nn.Module)
+    ]
+
+
+def _wrong_bridge(given: object) -> list[str]:
+    """By what is used of it: importing Bridge only to compare classes would take seconds."""
+    if hasattr(type(given), "_model_bridge") and hasattr(given, "hf_pretrained"):
+        return []
+    write = "give a megatron.bridge.AutoBridge: bridge = megatron.bridge.AutoBridge.from_hf_pretrained(folder of the checkpoint)"
+    if type(given).__module__.split(".")[0] == "mbridge":
+        write = f"mbridge (ISEEKYAN/mbridge, used by verl) is another package: {write}; the model that mbridge built may stay"
+    return [f"bridge is {_described(given)}; {write}"]
+
+
+def _described(x: object) -> str:
+    if x is None:
+        return "None"
+    kind = x if isinstance(x, type) else type(x)
+    name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    return f"the class {name} itself" if isinstance(x, type) else f"of type {name}"
 
 
 class _Followed:

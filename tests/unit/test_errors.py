@@ -1,0 +1,105 @@
+"""Errors do not grow with the model: one line per kind of violation, with a count, examples and what to write; what is sent to
+other processes is as short. All violations stay on the error that was raised."""
+
+from __future__ import annotations
+
+import ast
+import re
+
+import pytest
+
+from xfer.errors import EXAMPLE_CHARS, KINDS_SHOWN, CoverageError, XferError, by_kind
+from xfer.plan.inventory import engine_inventory, trainer_inventory
+from xfer.plan.options import PlanOptions, matches, written
+from xfer.plan.planner import plan_replica
+from xfer.session import messages as m
+from xfer.trace.catalog import Catalog
+from xfer.trace.fragment import Fragment, Root, Span, TensorSpec
+
+LAYERS = 400
+GATE, BIAS = "model.layers.{}.mlp.gate.weight", "model.layers.{}.mlp.gate.e_score_correction_bias"
+WIDE = [name.format(i) for i in range(3, LAYERS) for name in (GATE, BIAS)]  # the first layers are dense
+MEMBERS = [f"model.layers.{i}.mlp.experts.{e}.w.weight" for i in range(3, LAYERS) for e in (0, 1)]
+PLAIN = ["model.norm.weight", *(f"model.layers.{i}.mlp.down.weight" for i in range(3))]
+
+
+def side(names: list[str], dtype: str, catalog: Catalog, make):
+    item = {"float32": 4, "bfloat16": 2}
+    kind = {n: dtype if n in WIDE else "bfloat16" for n in names}
+    rows = [Fragment(n, (0,), (2,), n, 0, (item[kind[n]],), kind[n]) for n in names]
+    size = {n: 2 * item[kind[n]] for n in names}
+    more = {} if make is trainer_inventory else {"footprint": [Span(n, 0, size[n]) for n in names], "reads": names}
+    return make(catalog, rank=0, host="", roots=[Root(n, size[n]) for n in names], fragments=rows, **more)
+
+
+def planned(held: list[str], read: list[str], **options):
+    catalog = Catalog(tuple(sorted(TensorSpec(n, (2,), "float32" if n in WIDE else "bfloat16") for n in held)))
+    sources, takers = (
+        side(held, "float32", catalog, trainer_inventory),
+        side(read, "bfloat16", catalog, engine_inventory),
+    )
+    return plan_replica(catalog, [sources], [takers], PlanOptions(**options))
+
+
+def refused(held: list[str], read: list[str], option: str, count: int) -> dict[str, list[str]]:
+    """The argument that the error says to write."""
+    with pytest.raises(CoverageError) as e:
+        planned(held, read)
+    error, text = e.value, str(e.value)
+    assert len(error.violations) == count, "every violation is there for programs"
+    (line,) = re.findall(r"\n  - (.*)", text)
+    assert f"[{count} of this kind: also " in line and line.count("model.layers.") <= 5, line
+    assert len(m.encode(m.Failed(m.WireError.of(error, "trainer 0")))) < 2000 and len(text) < 2000
+    assert str(m.WireError.of(error, "").error()) == text
+    return {option: ast.literal_eval(re.search(rf"pass {option}=(\[.*?\])(?: |$)", line).group(1))}
+
+
+def test_a_missing_narrow_is_one_line_which_says_what_to_write():
+    names = [*WIDE, *PLAIN]
+    argument = refused(names, names, "narrow", len(WIDE))
+    assert argument == {"narrow": [BIAS.format("*"), GATE.format("*")]}
+    assert planned(names, names, **argument).summary.nbytes
+
+
+def test_a_missing_drop_is_one_line_which_says_what_to_write():
+    """Experts, which plans have as one tensor, by the names of the checkpoint."""
+    held = [*MEMBERS, *PLAIN]
+    argument = refused(held, PLAIN, "drop", len(MEMBERS))
+    assert argument == {"drop": ["model.layers.*.mlp.experts.*.w.weight"]}
+    assert planned(held, PLAIN, **argument).summary.nbytes == 2 * 2 * len(PLAIN)
+
+
+def test_an_argument_names_these_and_no_other():
+    names = [f"a.{i}.x.w" for i in range(5)]
+    assert written("drop", names, [*names, "b"]) == 'drop=["a.*.x.w"]' and written("drop", names, names) == 'drop=["*"]'
+    assert written("drop", names[:2], names) == 'drop=["a.0.x.w", "a.1.x.w"]'
+    near = [*names, "a.0.b.x.w"]  # which a.*.x.w matches too
+    patterns = ast.literal_eval(written("drop", names, near).partition("=")[2])
+    assert [n for n in near if matches(n, tuple(patterns))] == names
+    assert len(written("drop", [f"n{i}" for i in range(10_000)], ["b"])) < 300
+
+
+def test_lines_that_say_the_same_are_one_and_keep_their_numbers():
+    ranks = [f"trainer {i}: it has not called" for i in range(6)]
+    differ = [f"replica 0 worker {i}: version={i // 2}" for i in range(4)]
+    assert by_kind([*ranks, *differ, ranks[0]]) == [
+        f"{ranks[0]} [6 of this kind: also {', '.join(f'trainer {i}' for i in range(1, 6))}]",
+        f"{differ[0]} [2 of this kind: also replica 0 worker 1]",
+        f"{differ[2]} [2 of this kind: also replica 0 worker 3]",
+    ]
+    assert by_kind(["no colon", "a: b: c", "d: b: c"]) == ["no colon", "a: b: c [2 of this kind: also d]"]
+
+
+def test_many_lines_that_differ_in_numbers_are_one_kind_and_many_kinds_are_cut():
+    shapes = [f"layers.{i}.w: ({i}, 64) of float32 in the engine" for i in range(1000)]
+    others = [f"layers.{i}.w: ({i}, 64) of bfloat16 in the engine" for i in range(20)]
+    lines = by_kind([*shapes, *others])
+    assert [line.split(" [")[0] for line in lines] == [
+        shapes[0],
+        others[0],
+    ] and "[1000 of this kind: also layers.1.w, " in lines[0]
+    assert all(len(line) < len(shapes[0]) + EXAMPLE_CHARS + 60 for line in lines)
+    letters = [f"x: {chr(97 + i % 26) * (1 + i // 26)}" for i in range(100)]
+    assert by_kind(letters) == [*letters[: KINDS_SHOWN - 1], f"… and {101 - KINDS_SHOWN} more of other kinds"]
+    error = XferError("m", letters)
+    assert str(error).count("\n") == KINDS_SHOWN and str(m.WireError.of(error, "").error()) == str(error)
