@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Union
 import torch
 
 from xfer.errors import LayoutError, RebindError, Unsupported
+from xfer.kernels.cuda_driver import unmapped
 from xfer.mesh.mesh_info import MeshInfo
 from xfer.mesh.placement import Placement, Replicate, from_dtensor, from_torch
 from xfer.mesh.slices import local_shape
@@ -127,10 +128,11 @@ class TensorTrainer:
 
     def read(self) -> TrainerLayout:
         """Raises, with every violation of this rank: LayoutError where a tensor is not what its layout says, Unsupported
-        for pending sums and for tensors that hide their bytes, RebindError for tensors without bytes, or on another device."""
+        for pending sums and for tensors that hide their bytes, RebindError for tensors without bytes, whose memory is paused, or on
+        another device."""
         device, found = self.device, list(self._walk())
         self._refuse_hidden(found)
-        slots = Slots([self._module] if self._module is not None else [], found)
+        slots = Slots([self._module] if self._module is not None else [], found, unmapped=unmapped)
         bound = slots.bind()
         refuse_elsewhere(found, device, f"trainer {self.rank}")
         specs, fragments, wrong, kind = [], [], [], LayoutError

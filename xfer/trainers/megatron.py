@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from xfer.errors import LayoutError, RebindError, Unsupported
+from xfer.kernels.cuda_driver import unmapped
 from xfer.trace.boxes import relocate
 from xfer.trace.collectives import objects_stay_home
 from xfer.trace.export import ExportWatch, twin
@@ -111,12 +112,23 @@ class MegatronTrainer:
         believing that the new ones had been.
         """
         groups = [g for chunk in self.chunks for g in _bucket_groups(chunk)]
+        self._refuse_paused([b for g in groups if not g.param_gather_dispatched for b in g.buckets])
         for group in groups:
             if not group.param_gather_dispatched:
                 group.start_param_sync()
         for group in groups:
             group.finish_param_sync(skip_next_bucket_dispatch=True)
         drain_over(p for chunk in self.chunks for p in chunk.parameters())
+
+    def _refuse_paused(self, buckets: Sequence) -> None:
+        """RebindError where a gather would write to memory that is paused."""
+        if gone := unmapped([b.param_data for b in buckets])():
+            names = {id(slot.get()): slot.name for slot in walk(self.chunks)}
+            some = ", ".join(names[id(p)] for p in buckets[gone[0]].params_list[:3])
+            raise RebindError(
+                f"trainer {self.rank}: parameters have to be gathered, and there is no memory behind them",
+                [f"{len(gone)} buckets, with {some}: paused (torch_memory_saver)? Resume the weights before xfer reads them"],
+            )
 
     # -- layout -------------------------------------------------------------------------------------------------------
 
@@ -140,7 +152,8 @@ class MegatronTrainer:
                 seen.replace(probe_export(model_bridge, self.chunks, names, slot_of, failing, device))
         traced = _canonical(seen.result(self.rank), index, self._rows(seen.vocab), self.rank)
         computed = Computed(traced, device, self._scratch_bytes) if traced.recipes or traced.gathers else None
-        slots = Slots(self.chunks, [slot_of[id(t.param_weight)] for t in (*tasks, *factor_tasks(adapters))])
+        found = [slot_of[id(t.param_weight)] for t in (*tasks, *factor_tasks(adapters))]
+        slots = Slots(self.chunks, found, unmapped=unmapped)
         bound = slots.bind()
         refuse_elsewhere(slots.slots, device, f"trainer {self.rank}")
         self._slots, self._device = slots, device
@@ -156,7 +169,7 @@ class MegatronTrainer:
         """Is every storage where `read` or `rebind` found it, and do adapters have the scales that they had? Are the groups that
         `compute` gathers over still Megatron's? "same", "moved" (call `rebind`) or "changed" (call `read`).
 
-        RebindError lists parameters without bytes, or on another device. Cheap enough to run while bytes move.
+        RebindError lists parameters without bytes, whose memory is paused, or on another device. Cheap enough to run while bytes move.
         """
         state = self._slots.check() if self._slots else "changed"
         if self._groups and not all(map(is_, self._groups, process_groups())):
