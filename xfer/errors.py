@@ -72,7 +72,8 @@ class DeadlineExceeded(XferError):
 
 
 class VerificationError(XferError):
-    """Checksums of what was sent and of what lies in the engine differ. The version was not committed."""
+    """Checksums of what was sent and of what lies in the engine differ, or trainer ranks hold different bytes of one tensor. The
+    version was not committed."""
 
 
 class RefitFailed(XferError):

@@ -138,6 +138,14 @@ def test_a_narrowing_that_nobody_asked_for_is_refused_and_one_that_was_is_rounde
     bench.repaired()
 
 
+def test_the_first_refit_of_trainers_whose_norms_differ_moves_nothing(bench):
+    bench.meet(weights={"drifted": [1]})
+    one = "one content on trainers 0, 2, another on trainer 1"
+    failed(bench.t.refit(), "VerificationError", "norm.weight", one, "nothing was moved", within=30)
+    bench.serves_truth()
+    bench.repaired()
+
+
 def test_who_does_not_fit_is_refused_at_the_door_and_may_come_again(bench):
     """Trainers that disagree about the job all hear it; a wrong world, token or replica number ends its owner's knock
     only, and the right ones join the same rendezvous."""
@@ -292,6 +300,17 @@ def test_a_rank_that_raises_in_the_middle(b, fault):
         b.torn_or_untouched()
     else:
         assert "mix of two versions" in b.torn()
+    b.repaired()
+
+
+def test_norms_that_drifted_on_one_trainer_are_found_by_verify_which_names_them(b):
+    """Also where the engine's workers took none of them from that trainer."""
+    b.t.ask("set", "set", seed=b.fresh_seed())
+    b.t.ask("step", "stepped", ranks=[1], names=["*norm.weight"])
+    good(b.t.refit())
+    results = b.t.refit(verify=True)
+    failed(results, "VerificationError", "norm.weight", "another on trainer 1", "was not committed", within=20)
+    assert "mix of two versions" in b.torn()
     b.repaired()
 
 

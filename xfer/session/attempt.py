@@ -15,10 +15,10 @@ import time
 from typing import TYPE_CHECKING
 
 from xfer.errors import DeadlineExceeded, EngineLost, PeerLost, PlanMismatch, VerificationError, XferError
+from xfer.session import holders, relays
 from xfer.session import messages as m
-from xfer.session import relays
 from xfer.session.bounds import ANSWER_GRACE_S, CAUSE_S, SETTLE_GRACE_S, STOP_GRACE_S, TOGETHER_S
-from xfer.session.run import Run, checksum_violations, differences, outcome_of, waiting_for
+from xfer.session.run import Run, checksum_violations, differences, holder_violations, outcome_of, waiting_for
 from xfer.session.timeline import HUB, mark
 
 if TYPE_CHECKING:
@@ -114,7 +114,17 @@ class Attempt:
             self.ready_at = time.monotonic()
             mark(HUB, "all trainers are ready")
             self.hub.settle_catalog()
+            self._compare_samples()
             self.advance()
+
+    def _compare_samples(self) -> None:
+        """Before a byte moves, where trainers told some, and of those that number tensors by the present catalog."""
+        told = {i: r.sample for i, r in self.drained.items() if r.sample and r.generation == self.hub.generation}
+        bad = holders.differences(told, self.hub.catalog) if told else []
+        if bad:
+            self.fail(
+                VerificationError("trainers hold different bytes of one tensor; nothing was moved", [*bad, holders.ADVICE])
+            )
 
     def takes(self, msg: m.Message) -> bool:
         return isinstance(msg, self.MESSAGES) and msg.attempt == self.number
@@ -239,7 +249,7 @@ class Attempt:
     def _decide(self, run: Run) -> None:
         if len(run.done) < len(self.hub.domain(run.replica)):
             return
-        bad = checksum_violations(run) if self.verify else []
+        bad = [*checksum_violations(run), *holder_violations(run, self.hub.catalog)] if self.verify else []
         if bad:
             self.abort(
                 run, VerificationError(f"replica {run.replica.index}: version {self.version!r} was not committed", bad)

@@ -51,7 +51,7 @@ from xfer.session.wire import (
     WireMessage,
 )
 
-WIRE_VERSION = 17
+WIRE_VERSION = 18
 _STORE_KEY = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./:\-]{0,255}")
 
 
@@ -116,7 +116,8 @@ class Ready(WireMessage):
     """trainer -> hub: drained and synchronized; my storage holds the version.
 
     `specs`: only when what this rank exports changed; an inventory then follows the new catalog. `inventory`: only when its
-    layout changed, made from the catalog of `generation`.
+    layout changed, made from the catalog of `generation`. `sample`: until a version is committed, digests of some elements of each
+    box, which numbers tensors by that catalog (holders.py).
     """
 
     attempt: Count
@@ -126,6 +127,7 @@ class Ready(WireMessage):
     generation: Count = 0
     rebound: bool = False  # same layout, but what the routes were opened for lies elsewhere now
     broken: Annotated[tuple[Count, ...], Meta(max_length=1 << 16)] = ()  # replicas whose link this rank gave up by itself
+    sample: Blob = b""
 
 
 class Arm(WireMessage):
@@ -195,7 +197,8 @@ class RouteBytes(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Done(WireMessage):
-    """domain -> hub: my part of the program has run. From a worker: it reads no trainer's storage any more."""
+    """domain -> hub: my part of the program has run. From a worker: it reads no trainer's storage any more. `held`: of a trainer
+    in a verified refit, digests of what other trainers hold too (holders.py)."""
 
     replica: Count
     attempt: Count
@@ -207,6 +210,7 @@ class Done(WireMessage):
     verify_s: Seconds = 0.0
     checksums: Annotated[tuple[Checksum, ...], Meta(max_length=65536)] = ()
     routes: Annotated[tuple[RouteBytes, ...], Meta(max_length=8)] = ()
+    held: Blob = b""
 
 
 class Drained(WireMessage):

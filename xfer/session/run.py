@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING
 
 from xfer.errors import XferError
 from xfer.kernels.checksum import added
+from xfer.session import holders, relays
 from xfer.session import messages as m
-from xfer.session import relays
 
 if TYPE_CHECKING:
     from xfer.session.attempt import Attempt
     from xfer.session.roster import Replica
+    from xfer.trace.catalog import Catalog
 
 
 @dataclass(eq=False)
@@ -129,6 +130,13 @@ def checksum_violations(run: Run) -> list[str]:
         f"replica {run.replica.index} worker {w}: trainers sent checksum {sent[w]:016x}, its live bytes have {lies.get(w, 0):016x}; "
         "the replica stays paused until a refit succeeds" for w in sent if w not in lies or lies[w] != sent[w]
     ]  # fmt: skip
+
+
+def holder_violations(run: Run, catalog: Catalog) -> list[str]:
+    """Tensors of which trainers hold different bytes, by the digests that came with a verified refit."""
+    told = {int(who.removeprefix("trainer ")): d.held for who, d in run.done.items() if d.held}
+    lines = holders.differences(told, catalog) if told else []
+    return [*lines, holders.ADVICE] if lines else []
 
 
 def outcome_of(attempt: Attempt, run: Run) -> m.OutcomeMsg:

@@ -16,10 +16,10 @@ import torch
 from xfer.errors import DeadlineExceeded, RebindError, XferError
 from xfer.plan.cache import PlanCache
 from xfer.plan.fabric import Site
-from xfer.plan.inventory import trainer_inventory
+from xfer.plan.inventory import Inventory, trainer_inventory
 from xfer.plan.part import Part
 from xfer.plan.table import padded_shapes
-from xfer.session import computing, faults, timeline
+from xfer.session import computing, faults, holders, timeline
 from xfer.session import messages as m
 from xfer.session.arguments import checked_call
 from xfer.session.bounds import STOP_GRACE_S, TOLD_S
@@ -102,6 +102,8 @@ class TrainerSession:
         self._catalog: Catalog | None = None
         self.generation = 0
         self._inventory, self._names, self._roots, self._binding = b"", [], [], 0
+        self._made: Inventory | None = None  # what `_inventory` is the digest of; None on the packed route
+        self._drop = tuple(drop)
         self.pending: RefitCall | None = None  # returned before its outcome was known
         self._before: RefitReport | None = None  # what became of that, until a report has told it
         self._busy = Entry()
@@ -249,7 +251,7 @@ class TrainerSession:
             fragments=self.layout.traced.fragments,
             recipes=(r.digest() for r in self.layout.traced.recipes),
         )
-        self._inventory, self._names = self._party.shelf.offer(made), [r.name for r in made.roots]
+        self._made, self._inventory, self._names = made, self._party.shelf.offer(made), [r.name for r in made.roots]
         self._bind()
 
     def _bind(self) -> None:
@@ -299,23 +301,22 @@ class TrainerSession:
     def gate(self, go: m.Go, plan: Part, routed: Routed) -> None:
         """A trainer pulls nothing."""
 
-    def after(self, go: m.Go, plan: Part) -> tuple[m.Checksum, ...]:
+    def after(self, go: m.Go, plan: Part) -> tuple[tuple[m.Checksum, ...], bytes]:
         if not go.verify:
-            return ()
+            return (), b""
         out = []
         for worker, value in enumerate(self._sums.values(go.replica, plan, go.attempt)):
             if faults.wants("trainer", self.index, "checksum"):
                 value ^= 1
             out.append(m.Checksum(worker, (value % (1 << 64)).to_bytes(8, "little")))
-        return tuple(out)
+        return tuple(out), self._sums.shared(go.replica, plan, go.attempt)
 
     # ---- refitting
 
     def begin_sums(self, attempt: int) -> None:
         """Of what this rank will send, before it says that it is ready. Lanes that are at something else sum later."""
-        for replica, lane in list(self._party.lanes.items()):
-            if lane.plan is not None and lane.wait_idle(0.0):
-                self._sums.begin(replica, lane.plan, attempt)
+        lanes = self._party.lanes.items()
+        self._sums.begin({r: lane.plan for r, lane in list(lanes) if lane.plan is not None and lane.wait_idle(0.0)}, attempt)
 
     def prepare(self) -> None:
         """Arm the engines for the next refit now; they stop serving until it has run."""
@@ -407,6 +408,13 @@ class TrainerSession:
             return self._make_inventory()
         self._names, self._inventory = [], b""  # nothing can be read from here until there is a catalog of what is exported now
         self._bind()
+
+    def sample(self) -> bytes:
+        """On the direct route, until the first commit: of what lies in this rank's storages when it is ready, for the hub to compare
+        with other ranks' (holders.py)."""
+        if self._made is None or not self._roots or self.version:
+            return b""
+        return holders.sample(self._catalog, self._made, self._roots, self._drop)
 
     def has_told(self, specs: bytes, inventory: bytes) -> None:
         """What the hub has heard from this rank, empty for nothing."""
