@@ -119,7 +119,7 @@ def connect(
     deadline_s: seconds for connecting and, unless given there, for each refit. Every wait inside ends by it.
     bucket_bytes: largest message that is sent. A rank that sends or receives messages keeps two buffers of about that size for
     each direction, beside the model; a rank whose takers read its memory keeps none. Default 64 MiB on CPUs, 240 MiB on GPUs.
-    drop: canonical names (globs) that engines do not take.
+    drop: canonical names (globs) that engines do not take. They must not name all tensors that require grad.
     narrow: canonical names (globs) that the engine may hold in a dtype that loses bits both of the trainer's and of the checkpoint's
     (fp32 as bf16, bf16 as fp16). cache_dir: where plans are kept between runs; None for nowhere.
     fabric: a file with hosts, links, rates and who sits where (plan/fabric_file.py), or the Site itself; senders are then

@@ -36,7 +36,8 @@ class LayoutError(XferError):
 
 
 class CoverageError(XferError):
-    """Some destination byte has no writer, two writers, or no class; or a trained tensor has no taker."""
+    """Some destination byte has no writer, two writers, or no class; or a trained tensor has no taker; or nothing that trains is
+    sent."""
 
 
 class PlanMismatch(XferError):

@@ -146,6 +146,25 @@ def test_the_first_refit_of_trainers_whose_norms_differ_moves_nothing(bench):
     bench.repaired()
 
 
+def test_training_that_never_reaches_the_engine_is_an_error_or_is_said_once(bench):
+    """A model as PEFT names it: its frozen weights are sent under the checkpoint's names, its adapters are dropped."""
+    bench.connected = False
+    peft, dropped = {"peft": True, "trains": ["*lora_*"]}, {"drop": ["*lora_*"]}
+    results = bench.job.meet([bench.a], peft, **dropped)
+    failed(results, "CoverageError", "q_proj.lora_A.default.weight", "drop= names all of them", within=30)
+    assert bench.a.ready()["type"] == "CoverageError"
+    bench.meet(weights={**peft, "trains": ["*lora_*", "model.norm.weight"]}, **dropped)
+    said = []
+    for _ in range(4):
+        bench.t.ask("step", "stepped", names=["*lora_*"])
+        good(bench.t.refit())
+        logs = [c.log_path.read_text() for c in bench.t.ranks]
+        said.append([log.count("sent the weights that the engines already have") for log in logs])
+    assert said == [[0, 0, 0], [0, 0, 0], [1, 0, 0], [1, 0, 0]]
+    bench.meet()
+    bench.repaired()
+
+
 def test_who_does_not_fit_is_refused_at_the_door_and_may_come_again(bench):
     """Trainers that disagree about the job all hear it; a wrong world, token or replica number ends its owner's knock
     only, and the right ones join the same rendezvous."""

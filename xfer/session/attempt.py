@@ -113,6 +113,7 @@ class Attempt:
         if len(self.drained) == self.hub.options.trainers:
             self.ready_at = time.monotonic()
             mark(HUB, "all trainers are ready")
+            self.hub.silence.take(self.drained.values())
             self.hub.settle_catalog()
             self._compare_samples()
             self.advance()

@@ -30,12 +30,13 @@ from xfer.session.calls import Calls
 from xfer.session.channel import Channel
 from xfer.session.door import Door
 from xfer.session.keyvalue import KeyValues
-from xfer.session.packing import pack, unpack_one
+from xfer.session.packing import pack, unpack_specs
 from xfer.session.planning import Planning
 from xfer.session.roster import Client, HubOptions, Replica, differences, hello_violations
 from xfer.session.status import status
 from xfer.session.timers import Timers
 from xfer.session.turned_away import TurnedAway
+from xfer.session.unsent import Silence, refuse_untrained
 from xfer.trace.catalog import Catalog
 
 GOODBYE_S = 2.0
@@ -56,6 +57,7 @@ class Hub:
         self.specs: dict[int, bytes] = {}
         self._respecified: set[Client] = set()
         self.trainer_inventories: dict[int, bytes] = {}
+        self.silence = Silence()
         self.attempt: Attempt | None = None
         self.failure: XferError | None = None  # a trainer is gone: nothing can be refitted any more
         self.met: set[int] = set()  # trainers that have been here
@@ -355,11 +357,11 @@ class Hub:
                 self.fail_everything(e)
 
     def make_catalog(self) -> bool:
-        """Union of what the trainers export; True when it changed. LayoutError when they disagree."""
-        parts = [
-            (f"trainer {i}", Catalog.from_bytes(unpack_one(b, "specs")).specs) for i, b in sorted(self.specs.items())
-        ]
-        union = Catalog.union(parts)
+        """Union of what the trainers export; True when it changed. LayoutError when they disagree, CoverageError when nothing that
+        trains would be sent."""
+        told = {i: unpack_specs(b) for i, b in sorted(self.specs.items())}
+        union = Catalog.union((f"trainer {i}", Catalog.from_bytes(catalog).specs) for i, (catalog, _) in told.items())
+        refuse_untrained({name for _, names in told.values() for name in names}, self.options.drop)
         if self.catalog is not None and union.digest() == self.catalog.digest():
             return False
         self.catalog, self.generation = union, self.generation + 1

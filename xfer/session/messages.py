@@ -117,7 +117,8 @@ class Ready(WireMessage):
 
     `specs`: only when what this rank exports changed; an inventory then follows the new catalog. `inventory`: only when its
     layout changed, made from the catalog of `generation`. `sample`: until a version is committed, digests of some elements of each
-    box, which numbers tensors by that catalog (holders.py).
+    box, which numbers tensors by that catalog (holders.py). `sends`: whether what it sends has changed since its last call, as far
+    as it knows; `unsent`: some tensors that train, have changed since then and are not sent (unsent.py).
     """
 
     attempt: Count
@@ -128,6 +129,8 @@ class Ready(WireMessage):
     rebound: bool = False  # same layout, but what the routes were opened for lies elsewhere now
     broken: Annotated[tuple[Count, ...], Meta(max_length=1 << 16)] = ()  # replicas whose link this rank gave up by itself
     sample: Blob = b""
+    sends: bool = True
+    unsent: Annotated[tuple[Text, ...], Meta(max_length=8)] = ()
 
 
 class Arm(WireMessage):

@@ -27,13 +27,14 @@ from xfer.session.drain import Aside, refuse_running
 from xfer.session.entry import Entry
 from xfer.session.hub import Hub
 from xfer.session.lane import Lane
-from xfer.session.packing import pack, unpack_one
+from xfer.session.packing import pack_specs, unpack_one
 from xfer.session.party import Party, data_plane, host_identity
 from xfer.session.refit import RefitCall
 from xfer.session.report import RefitReport
 from xfer.session.roster import HubOptions, told
 from xfer.session.sums import SourceSums
 from xfer.session.turns import quick_turns
+from xfer.session.unsent import Unsent
 from xfer.trace.catalog import Catalog
 from xfer.trace.traced import TrainerLayout
 from xfer.transport.routes import Routed
@@ -103,7 +104,7 @@ class TrainerSession:
         self.generation = 0
         self._inventory, self._names, self._roots, self._binding = b"", [], [], 0
         self._made: Inventory | None = None  # what `_inventory` is the digest of; None on the packed route
-        self._drop = tuple(drop)
+        self._drop, self._unsent = tuple(drop), Unsent(drop)
         self.pending: RefitCall | None = None  # returned before its outcome was known
         self._before: RefitReport | None = None  # what became of that, until a report has told it
         self._busy = Entry()
@@ -252,6 +253,7 @@ class TrainerSession:
             recipes=(r.digest() for r in self.layout.traced.recipes),
         )
         self._made, self._inventory, self._names = made, self._party.shelf.offer(made), [r.name for r in made.roots]
+        self._unsent.expect(self.layout.trained)
         self._bind()
 
     def _bind(self) -> None:
@@ -409,19 +411,22 @@ class TrainerSession:
         self._names, self._inventory = [], b""  # nothing can be read from here until there is a catalog of what is exported now
         self._bind()
 
-    def sample(self) -> bytes:
-        """On the direct route, until the first commit: of what lies in this rank's storages when it is ready, for the hub to compare
-        with other ranks' (holders.py)."""
-        if self._made is None or not self._roots or self.version:
-            return b""
-        return holders.sample(self._catalog, self._made, self._roots, self._drop)
+    def news(self) -> tuple[bytes, bool, tuple[str, ...]]:
+        """On the direct route, of what lies in this rank's storages when it is ready: until the first commit a sample of it, for the hub
+        to compare with other ranks' (holders.py); whether what is sent has changed since the last refit, and what has and is not
+        sent (unsent.py)."""
+        if self._made is None or not self._roots:
+            return b"", True, ()
+        sample = b"" if self.version else holders.sample(self._catalog, self._made, self._roots, self._drop)
+        return sample, *self._unsent.look(self._catalog, self._made, self._roots)
 
     def has_told(self, specs: bytes, inventory: bytes) -> None:
         """What the hub has heard from this rank, empty for nothing."""
         self._told = specs or self._told[0], None if specs else inventory or self._told[1]
 
     def _own_specs(self) -> bytes:
-        return pack([Catalog.union([(self._party.label, self.layout.traced.specs)]).to_bytes()])
+        catalog = Catalog.union([(self._party.label, self.layout.traced.specs)])
+        return pack_specs(catalog.to_bytes(), self.layout.trained)
 
     def follow(self, message: m.CatalogMsg) -> None:
         """A new catalog, or the same one again for a rank whose exports changed: answer with the inventory over it."""

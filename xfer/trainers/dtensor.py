@@ -67,6 +67,8 @@ class TensorTrainer:
     rank. rename: from a name in `parameters` to the checkpoint's. rank, world: default torch.distributed's, 0 and 1
     without it.
 
+    What trains is what has `requires_grad`: if all of that is named by connect's `drop=`, refits would change nothing and connect refuses.
+
     A checkpoint tensor gets the dtype that the trainer holds it in. Where that is wider than the engine's (fp32 masters
     of a bf16 model) `xfer.connect(narrow=...)` must allow the cast.
     """
@@ -151,7 +153,8 @@ class TensorTrainer:
         if wrong:
             raise kind(f"trainer {self.rank}: it cannot be told where these tensors lie", wrong)
         self._slots, self._specs, self._names, self._device = slots, _specs(found), set(self._given), device
-        return TrainerLayout(Traced(tuple(sorted(specs)), tuple(fragments)), bound.roots, bound.tensors)
+        trained = frozenset(s.name for s in found if s.get().requires_grad)
+        return TrainerLayout(Traced(tuple(sorted(specs)), tuple(fragments)), bound.roots, bound.tensors, trained)
 
     def check(self) -> str:
         """ "same", "moved" or "changed"; see session.trainer.Source. RebindError as `read`."""

@@ -159,11 +159,12 @@ class MegatronTrainer:
         self._slots, self._device = slots, device
         self._computed, self._scales = computed, Scales(self.chunks, adapters)
         self._groups = process_groups() if computed is not None and computed.exchanges else []
+        trained = _trained(traced, slots.slots)
         traced = _relocate(traced, bound)
         if computed is None:
-            return TrainerLayout(traced, bound.roots, bound.tensors)
+            return TrainerLayout(traced, bound.roots, bound.tensors, trained)
         traced = replace(traced, fragments=traced.fragments + computed.fragments)
-        return TrainerLayout(traced, (*bound.roots, computed.root), self._with_scratch(bound.tensors))
+        return TrainerLayout(traced, (*bound.roots, computed.root), self._with_scratch(bound.tensors), trained)
 
     def check(self) -> str:
         """Is every storage where `read` or `rebind` found it, and do adapters have the scales that they had? Are the groups that
@@ -420,6 +421,13 @@ def _cut(f: Fragment, shape: tuple[int, ...]) -> Fragment | None:
     if n <= 0:
         return None
     return replace(f, extent=(n, *f.extent[1:]), strides=(f.strides[0] if n > 1 else 0, *f.strides[1:]))
+
+
+def _trained(traced: Traced, slots: Iterable[Slot]) -> frozenset[str]:
+    """Exported tensors that lie in, or are computed from, a parameter that requires grad."""
+    grad = {slot.name for slot in slots if slot.get().requires_grad}
+    held = {f.tensor for f in traced.fragments if f.root in grad}
+    return frozenset(held | {r.target for r in traced.recipes if not grad.isdisjoint(r.sources)})
 
 
 def _relocate(traced: Traced, bound: Binding) -> Traced:
