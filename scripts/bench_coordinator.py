@@ -182,7 +182,8 @@ class Place:
         from xfer.trace.fragment import TensorSpec
 
         self.m, self.magic, self.port, self.a, self.pipe = m, channel.MAGIC, port, a, pipe
-        self.specs = packing.pack([Catalog.union([("t", [TensorSpec("t", (4,), "bfloat16")])]).to_bytes()])
+        some = Catalog.union([("t", [TensorSpec("t", (4,), "bfloat16")])]).to_bytes()
+        self.specs = packing.pack_specs(some, []) if hasattr(packing, "pack_specs") else packing.pack([some])
         self.ready = self.gone = 0
         self.outcomes: list[tuple[int, int, float]] = []
 

@@ -37,12 +37,12 @@ import msgspec  # noqa: E402
 import numpy as np  # noqa: E402
 from plan_shapes import CONFIGS, ROWS, Model, engine, trainer  # noqa: E402
 
+from xfer.coordinator.layouts import LayoutExchange  # noqa: E402
 from xfer.mesh.parallel import EngineParallel, TrainerParallel  # noqa: E402
 from xfer.plan.cache import PlanCache  # noqa: E402
 from xfer.plan.fabric import Fabric, Site  # noqa: E402
 from xfer.plan.options import PlanOptions  # noqa: E402
 from xfer.session import messages as m  # noqa: E402
-from xfer.coordinator.layouts import LayoutExchange
 from xfer.session.layouts import Shelf  # noqa: E402
 from xfer.session.packing import pack, unpack_one  # noqa: E402
 from xfer.trace.catalog import Catalog  # noqa: E402

@@ -119,9 +119,9 @@ def connect(
     deadline_s: seconds for connecting and, unless given there, for each refit. Every wait inside ends by it.
     bucket_bytes: largest message that is sent. A rank that sends or receives messages keeps two buffers of about that size for
     each direction, beside the model; a rank whose takers read its memory keeps none. Default 64 MiB on CPUs, 240 MiB on GPUs.
-    drop: canonical names (globs) that the engine may leave unread. narrow: canonical names (globs) that the engine may hold in a
-    dtype that loses bits both of the trainer's and of the checkpoint's (fp32 as bf16, bf16 as fp16). cache_dir: where plans are
-    kept between runs; None for nowhere.
+    drop: canonical names (globs) that engines do not take. They must not name all tensors that require grad.
+    narrow: canonical names (globs) that the engine may hold in a dtype that loses bits both of the trainer's and of the checkpoint's
+    (fp32 as bf16, bf16 as fp16). cache_dir: where plans are kept between runs; None for nowhere.
     fabric: a file with hosts, links, rates and who sits where (plan/fabric_file.py), or the Site itself; senders are then
     chosen for time over links. Default: a sender on the taker's host goes first, by host name.
     wait: return only when every replica has a plan. With False, `serve` may come later in this same thread.
@@ -305,7 +305,8 @@ def nccl_xfer_refit(
 
     version: label that the engines report from then on; all ranks must pass the same. Default: the number after the highest
     that a connected engine has had: 1, 2, 3, …, and none twice when trainers restart. verify: checksum what was sent
-    against what lies in the engines, before the commit. wait: "commit" returns when the replicas serve the version;
+    against what lies in the engines, and compare all trainers that hold the same box of a tensor, before the commit. (Until the first
+    commit of a session some bytes of each tensor are compared in any case.) wait: "commit" returns when the replicas serve the version;
     "sources" as soon as this rank's storage is no longer read (the next call raises the outcome, or has it in its report's `before`).
     min_replicas: raise only if fewer committed; default all. deadline_s: default connect()'s.
 

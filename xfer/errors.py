@@ -89,7 +89,8 @@ class LayoutError(XferError):
 
 
 class CoverageError(XferError):
-    """Some destination byte has no writer, two writers, or no class; or a trained tensor has no taker."""
+    """Some destination byte has no writer, two writers, or no class; or a trained tensor has no taker; or nothing that trains is
+    sent."""
 
 
 class PlanMismatch(XferError):
@@ -125,7 +126,8 @@ class DeadlineExceeded(XferError):
 
 
 class VerificationError(XferError):
-    """Checksums of what was sent and of what lies in the engine differ. The version was not committed."""
+    """Checksums of what was sent and of what lies in the engine differ, or trainer ranks hold different bytes of one tensor. The
+    version was not committed."""
 
 
 class RefitFailed(XferError):

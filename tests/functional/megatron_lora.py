@@ -61,7 +61,7 @@ def merged(folder: Path, family: str, keywords: Json) -> Json | None:
         facts = gathered(dict(
             recipes=len(layout.traced.recipes), scratch=computed.nbytes, gathered=computed.gathered_bytes, local=local,
             ops=sorted({op for r in layout.traced.recipes for op in r.ops}),
-            digests=[x.digest() for x in computed.exchanges],
+            digests=[x.digest() for x in computed.exchanges], trained=sorted(layout.trained),
         ))  # fmt: skip
         need = computed.nbytes + computed.gathered_bytes
         refused = refusal(MegatronTrainer(trainer.chunks, trainer.bridge, scratch_bytes=need - 1).read)

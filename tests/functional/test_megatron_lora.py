@@ -48,6 +48,8 @@ def test_scratch_holds_what_bridge_merges(seen, case):
         assert s["compared"] == dict(tensors=tensors, wrong=[], missing=[], unknown=[])
         assert s["state"] == "same"
     assert steps[1]["changed"] == adapted, "training did not change what it should have, so the second look says little"
+    trained = {name for rank in seen(case)["ranks"] for name in rank["trained"]}
+    assert len(trained) == adapted - 3 * (case == "mla-tp2-ep2"), "what requires grad, merged, is what changed"
 
 
 @pytest.mark.parametrize("case", CASES)

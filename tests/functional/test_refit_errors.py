@@ -138,6 +138,33 @@ def test_a_narrowing_that_nobody_asked_for_is_refused_and_one_that_was_is_rounde
     bench.repaired()
 
 
+def test_the_first_refit_of_trainers_whose_norms_differ_moves_nothing(bench):
+    bench.meet(weights={"drifted": [1]})
+    one = "one content on trainers 0, 2, another on trainer 1"
+    failed(bench.t.refit(), "VerificationError", "norm.weight", one, "nothing was moved", within=30)
+    bench.serves_truth()
+    bench.repaired()
+
+
+def test_training_that_never_reaches_the_engine_is_an_error_or_is_said_once(bench):
+    """A model as PEFT names it: its frozen weights are sent under the checkpoint's names, its adapters are dropped."""
+    bench.connected = False
+    peft, dropped = {"peft": True, "trains": ["*lora_*"]}, {"drop": ["*lora_*"]}
+    results = bench.job.meet([bench.a], peft, **dropped)
+    failed(results, "CoverageError", "q_proj.lora_A.default.weight", "drop= names all of them", within=30)
+    assert bench.a.ready()["type"] == "CoverageError"
+    bench.meet(weights={**peft, "trains": ["*lora_*", "model.norm.weight"]}, **dropped)
+    said = []
+    for _ in range(4):
+        bench.t.ask("step", "stepped", names=["*lora_*"])
+        good(bench.t.refit())
+        logs = [c.log_path.read_text() for c in bench.t.ranks]
+        said.append([log.count("sent the weights that the engines already have") for log in logs])
+    assert said == [[0, 0, 0], [0, 0, 0], [1, 0, 0], [1, 0, 0]]
+    bench.meet()
+    bench.repaired()
+
+
 def test_who_does_not_fit_is_refused_at_the_door_and_may_come_again(bench):
     """Trainers that disagree about the job all hear it; a wrong world, token or replica number ends its owner's knock
     only, and the right ones join the same rendezvous."""
@@ -292,6 +319,17 @@ def test_a_rank_that_raises_in_the_middle(b, fault):
         b.torn_or_untouched()
     else:
         assert "mix of two versions" in b.torn()
+    b.repaired()
+
+
+def test_norms_that_drifted_on_one_trainer_are_found_by_verify_which_names_them(b):
+    """Also where the engine's workers took none of them from that trainer."""
+    b.t.ask("set", "set", seed=b.fresh_seed())
+    b.t.ask("step", "stepped", ranks=[1], names=["*norm.weight"])
+    good(b.t.refit())
+    results = b.t.refit(verify=True)
+    failed(results, "VerificationError", "norm.weight", "another on trainer 1", "was not committed", within=20)
+    assert "mix of two versions" in b.torn()
     b.repaired()
 
 

@@ -14,15 +14,15 @@ import pytest
 from tests.functional.test_session_protocol import good
 from tests.support.proc import PATIENCE
 from tests.support.world import TOKEN, ToyEngine, ToySource, World, free_port, until_true
+from xfer.coordinator import coordinator
 from xfer.engines.handles import OfflineLLM
 from xfer.engines.remote import CallableEngine
 from xfer.errors import DeadlineExceeded, EngineLost, HandshakeError, LayoutError, Unsupported, XferError
+from xfer.rendezvous.server import Server
 from xfer.session import messages as m
 from xfer.session.bounds import LEAVE_S
 from xfer.session.channel import Channel
 from xfer.session.controller import MIXED, Controller
-from xfer.coordinator import coordinator
-from xfer.rendezvous.server import Server
 from xfer.session.worker import WorkerSession
 
 

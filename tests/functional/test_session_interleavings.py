@@ -15,13 +15,13 @@ from tests.functional.test_session_routes import epochs, good, move, peers, righ
 from tests.support import cpu_peer, world
 from tests.support.world import ToyEngine, ToyLayout, ToySource, ToyTaker, World, until_true
 from xfer import errors as e
+from xfer.coordinator import coordinator, state
+from xfer.coordinator.failures import heard
+from xfer.coordinator.refit import Refit
+from xfer.coordinator.timers import Timers
 from xfer.plan.cache import PlanCache
 from xfer.session import bounds, computing, faults, lane, party, refit, sums, trainer
 from xfer.session import messages as m
-from xfer.coordinator.refit import Refit
-from xfer.coordinator import coordinator, state
-from xfer.coordinator.failures import heard
-from xfer.coordinator.timers import Timers
 from xfer.session.worker import WorkerSession
 from xfer.transport import routes
 

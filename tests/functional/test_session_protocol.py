@@ -13,13 +13,13 @@ import torch
 
 from tests.support.world import TOKEN, ToyEngine, ToySource, World, until_true
 from xfer import errors as e
+from xfer.coordinator.state import Options
+from xfer.rendezvous.server import Server
 from xfer.session import faults
 from xfer.session import messages as m
 from xfer.session.channel import dial
-from xfer.rendezvous.server import Server
 from xfer.session.party import Party
 from xfer.session.report import RefitReport
-from xfer.coordinator.state import Options
 from xfer.session.trainer import TrainerSession
 from xfer.testing.ports import free_port
 from xfer.transport.p2p import P2P

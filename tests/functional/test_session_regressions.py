@@ -14,14 +14,13 @@ import torch
 from tests.functional.test_session_protocol import failed, fault, good, right  # noqa: F401
 from tests.support.world import TOKEN, ToyEngine, ToyLayout, ToySource, ToyTaker, World
 from xfer import errors as e
+from xfer.coordinator.state import Options
 from xfer.plan.inventory import trainer_inventory
-from xfer.rendezvous.server import GREETERS
+from xfer.rendezvous.server import GREETERS, Server
 from xfer.session import messages as m
-from xfer.rendezvous.server import Server
 from xfer.session.lane import Lane
 from xfer.session.layouts import Shelf
 from xfer.session.party import Party
-from xfer.coordinator.state import Options
 from xfer.session.trainer import TrainerSession
 from xfer.testing.ports import free_port
 from xfer.trace.catalog import Catalog

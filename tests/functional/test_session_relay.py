@@ -14,8 +14,8 @@ import pytest
 
 from tests.support import cpu_peer
 from tests.support.world import TOKEN, ToyEngine, World, until_true
-from xfer.errors import DeadlineExceeded, RefitFailed, XferError
 from xfer.coordinator import relays
+from xfer.errors import DeadlineExceeded, RefitFailed, XferError
 from xfer.session.bounds import CALL_GRACE_S
 from xfer.session.controller import Controller
 from xfer.transport import peer_host, relay_place, routes

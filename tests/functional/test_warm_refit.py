@@ -6,6 +6,7 @@ which is the way on GPUs. What GPUs allocate and wait for: test_gpu_warm.py.
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 
@@ -60,6 +61,7 @@ def test_a_warm_refit_of_many_tensors_makes_no_more_calls_than_one_of_few():
 def of_a_look(look) -> int:
     """Calls that `look` makes, which is to find everything where it was."""
     calls = Calls()
+    gc.collect()  # finalizers of what other tests left are no part of it
     calls.on = True
     sys.setprofile(calls)
     try:

@@ -22,7 +22,7 @@ from xfer.coordinator.state import Options
 from xfer.errors import PeerLost, RefitFailed, XferError
 from xfer.session import messages as m
 from xfer.session.bounds import ANSWER_GRACE_S, CALL_GRACE_S, SETTLE_GRACE_S, STOP_GRACE_S
-from xfer.session.packing import pack
+from xfer.session.packing import pack_specs
 from xfer.trace.catalog import Catalog
 from xfer.trace.fragment import TensorSpec
 
@@ -36,7 +36,7 @@ LIVELOCK = 5000
 def specs(variant: int) -> bytes:
     """What a trainer exports: one tensor, and another one as well in odd variants."""
     some = [TensorSpec(f"t{i}", (4,), "bfloat16") for i in range(1 + variant % 2)]
-    return pack([Catalog.union([("trainer", some)]).to_bytes()])
+    return pack_specs(Catalog.union([("trainer", some)]).to_bytes(), [])
 
 
 def digest(*parts: object) -> str:

@@ -1,9 +1,11 @@
 """One trainer rank on a GPU; does what the test says on standard input, each command answered by one line.
 
     {"do": "plain", "config", "rank", "world", "port"}      DTensors under checkpoint names, cut as `cut` says;
-                                                            with "experts", those are dealt out whole
+                                                            with "experts", those are dealt out whole; with "pausable",
+                                                            all in memory that can be paused
     {"do": "megatron", "folder", "layout", …}               real Megatron-Core through Bridge (RANK, WORLD_SIZE, … set)
     {"do": "connect", …} {"do": "set", "seed"} {"do": "step"} {"do": "refit", "times", …} {"do": "move"} {"do": "offload"}
+    {"do": "pause"} {"do": "resume"}
     {"do": "remake", "give_back"} {"do": "export", "folder"} {"do": "memory", "gpu"} {"do": "watch"} {"do": "unwatch"}
     {"do": "profile"} {"do": "unprofile", "path"} {"do": "close"}
 
@@ -29,6 +31,7 @@ import torch.distributed as dist  # noqa: E402
 from tests.support.gpu_profile import Profile  # noqa: E402
 from tests.support.gpu_values import names, value  # noqa: E402
 from tests.support.gpu_watch import Watch  # noqa: E402
+from tests.support.paused_memory import Pausable  # noqa: E402
 from tests.support.proc import commands, emit  # noqa: E402
 from xfer.trace.slots import local as held  # noqa: E402
 
@@ -50,9 +53,12 @@ def expert(name: str) -> int | None:
 
 class Plain:
     """This rank's parts of all tensors of a config, each in a storage of its own. experts: every rank holds as many experts,
-    whole, as neighbours in one storage, and nothing of the others: expert parallelism beside tensor parallelism."""
+    whole, as neighbours in one storage, and nothing of the others: expert parallelism beside tensor parallelism. pausable: each in
+    memory of its own that can be paused."""
 
-    def __init__(self, config: dict, rank: int, world: int, port: int, experts: bool = False, backend: str = "gloo"):
+    def __init__(
+        self, config: dict, rank: int, world: int, port: int, experts=False, backend: str = "gloo", pausable=False
+    ):
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.tensor import DTensor
 
@@ -61,15 +67,23 @@ class Plain:
         self.config, self.rank, self.world, self.experts = config, rank, world, experts
         torch.zeros(1, device=DEVICE)  # or the mesh chooses a device by rank
         self.mesh = init_device_mesh("cuda", (world,))  # nothing of DTensor's communicates here, so the group may be gloo's
+        self.memory: list[Pausable] | None = [] if pausable else None
         self.parameters = self.own_experts(names(config)) if experts else {}
         for name, shape, dtype in names(config):
             if experts and expert(name) is not None:
                 continue
             local = self.local(torch.empty(shape, dtype=dtype, device="meta"), name)
             self.parameters[name] = DTensor.from_local(
-                torch.empty(local.shape, dtype=dtype, device=DEVICE), self.mesh, [cut(name, shape)], run_check=False,
+                self.new(local.shape, dtype), self.mesh, [cut(name, shape)], run_check=False,
                 shape=torch.Size(shape), stride=torch.empty(shape, device="meta").stride(),
             )  # fmt: skip
+
+    def new(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        if self.memory is None:
+            return torch.empty(shape, dtype=dtype, device=DEVICE)
+        nbytes = shape.numel() * dtype.itemsize
+        self.memory.append(Pausable(nbytes, DEVICE))
+        return self.memory[-1].tensor[:nbytes].view(dtype).view(shape)
 
     def own_experts(self, some) -> dict[str, torch.Tensor]:
         dealt = [(name, shape, dtype) for name, shape, dtype in some if expert(name) is not None]
@@ -234,6 +248,14 @@ def main() -> None:
                 emit(
                     "offloaded", back=model.offload(), bytes=sum(p.to_local().nbytes for p in model.parameters.values())
                 )
+            elif do == "pause":
+                for x in model.memory:
+                    x.pause()
+                emit("paused")
+            elif do == "resume":
+                for x in model.memory:
+                    x.resume()
+                emit("resumed")
             elif do == "remake":
                 if c["give_back"]:
                     refit.release()

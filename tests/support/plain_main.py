@@ -2,7 +2,7 @@
 
 It does what the test says on standard input:
     {"do": "build", "config", "rank", "world", "port", …}   {"do": "connect", "rendezvous", …}
-    {"do": "set", "seed"}   {"do": "refit", …}   {"do": "replace", "how"}   {"do": "sleep", "seconds"}
+    {"do": "set", "seed"}   {"do": "step", "names"}   {"do": "refit", …}   {"do": "replace", "how"}   {"do": "sleep", "seconds"}
     {"do": "fail", "text"}   {"do": "close"}
 
 The weights of a seed are those of `toy.write_checkpoint` with that seed, so what an engine must hold is known without
@@ -12,6 +12,7 @@ xfer.
 import os
 import time
 import traceback
+from fnmatch import fnmatch
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from tests.support.proc import commands, emit
 from xfer.errors import RebindError
 from xfer.testing import toy
+from xfer.trace.slots import local as held
 from xfer.trainers.dtensor import TensorTrainer
 
 
@@ -29,20 +31,37 @@ def placement(name: str, shape: tuple[int, ...]):
     return Replicate() if len(shape) == 1 else Shard(1) if name == "lm_head.weight" else Shard(0)
 
 
-class Weights:
-    """This rank's parts of all tensors of a config. `leave`, `extra`, `fp32`: names to miss, to make up, to widen."""
+def peft_name(name: str) -> str:
+    """What PEFT calls a checkpoint's tensor in a model whose query projections have adapters."""
+    return "base_model.model." + name.replace(".q_proj.weight", ".q_proj.base_layer.weight")
 
-    def __init__(self, config: dict, leave=(), extra=(), fp32=()):
+
+def plain_name(name: str) -> str:
+    """The checkpoint's name of a tensor of such a model; adapters have none and keep theirs."""
+    return name.removeprefix("base_model.model.").replace(".base_layer.", ".")
+
+
+class Weights:
+    """This rank's parts of all tensors of a config. `leave`, `extra`, `fp32`: names to miss, to make up, to widen. `peft`: under
+    PEFT's names and with adapters. `trains`: globs of what requires grad. `drifted`: ranks whose norms differ."""
+
+    def __init__(self, config: dict, leave=(), extra=(), fp32=(), peft=False, trains=(), drifted=()):
         self.config, self.leave, self.extra, self.fp32 = config, leave, extra, fp32
+        self.name = peft_name if peft else str
+        if peft:
+            at = [n.removesuffix(".weight") for n, *_ in toy.specs(config) if n.endswith(".q_proj.weight")]
+            self.extra = [f"{n}.lora_{x}.default.weight" for n in at for x in "AB"]
         self.mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         self.parameters: dict[str, DTensor] = {}
         self.replaced = 0
         for name, full in self.full(0).items():
             where = placement(name, full.shape)
             local = self._local(full, where)
-            self.parameters[name] = DTensor.from_local(
+            self.parameters[self.name(name)] = DTensor.from_local(
                 local.clone(), self.mesh, [where], run_check=False, shape=full.shape, stride=full.stride()
-            )
+            ).requires_grad_(any(fnmatch(name, x) for x in trains))
+        if dist.get_rank() in drifted:
+            self.step(["*norm.weight"])
 
     def full(self, seed: int) -> dict[str, torch.Tensor]:
         out = toy.tensors(self.config, seed)
@@ -60,7 +79,13 @@ class Weights:
 
     def set(self, seed: int) -> None:
         for name, full in self.full(seed).items():
-            self.parameters[name].to_local().copy_(self._local(full, placement(name, full.shape)))
+            held(self.parameters[self.name(name)]).copy_(self._local(full, placement(name, full.shape)))
+
+    def step(self, names: list[str]) -> None:
+        """Other values in what these globs name, on this rank."""
+        for name, p in self.parameters.items():
+            if any(fnmatch(plain_name(name), x) for x in names):
+                held(p).add_(1)
 
     def replace(self, how: str) -> None:
         """New storages for some parameters: at other addresses ("moved"), or with other strides too ("changed")."""
@@ -113,12 +138,15 @@ def main() -> None:
                 emit("built")
             elif do == "connect":
                 pretend = {k: c.pop(k) for k in ("rank", "world") if k in c}
-                source = Trainer(lambda w=weights: w.parameters, **pretend)
+                source = Trainer(lambda w=weights: w.parameters, rename=plain_name, **pretend)
                 refit = xfer.connect(trainer=source, cache_dir=None, **{"token": os.environ["XFER_TOKEN"], **c})
                 emit("connected", plan=refit.explain())
             elif do == "set":
                 weights.set(c["seed"])
                 emit("set")
+            elif do == "step":
+                weights.step(c["names"])
+                emit("stepped")
             elif do == "sleep":
                 time.sleep(c["seconds"])
                 emit("slept", began=began, ended=time.monotonic())

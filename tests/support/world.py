@@ -21,6 +21,7 @@ from xfer.session.worker import WorkerSession
 from xfer.testing.ports import free_port
 from xfer.trace.fragment import Fill, Fragment, Root, Span, TensorSpec
 from xfer.trace.traced import Traced
+from xfer.trace.traced import TrainerLayout as ToyLayout
 
 TOKEN = "token of the test world"
 HOST_PULL = False
@@ -29,13 +30,6 @@ HOST_PULL = False
 
 def flat(t: torch.Tensor) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8).set_(t.untyped_storage())
-
-
-@dataclass
-class ToyLayout:
-    traced: Traced
-    roots: tuple[Root, ...]
-    tensors: dict[str, torch.Tensor]
 
 
 SHAPES = {"layers.0.w": (24, 12), "layers.1.w": (24, 12), "embed": (36, 8), "norm": (12,)}

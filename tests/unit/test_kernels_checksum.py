@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from tests.support.row_worlds import dense, row
 from xfer.errors import LayoutError
 from xfer.kernels import checksum
-from xfer.plan.checksum import added
 from xfer.kernels.checksum import checksum_rows
+from xfer.plan.checksum import added
 from xfer.plan.program import DTYPE_CODE, MAX_DIMS, ROW, Op
 
 EXAMPLES = int(os.environ.get("XFER_EXAMPLES", "200"))

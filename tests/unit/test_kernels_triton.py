@@ -22,12 +22,12 @@ from hypothesis import strategies as st
 from tests.support.row_worlds import apply_rows, byte_starts, random_rows, row
 from tests.unit.test_kernels_checksum import fragments, random_tensor
 from xfer.kernels import checksum
-from xfer.plan.checksum import added
 from xfer.kernels.bulk import Shape
 from xfer.kernels.long_runs import NOTHING
 from xfer.kernels.strided import moves
 from xfer.kernels.tiles import End, Turns, interleaved, plain_tables
 from xfer.kernels.torch_impl import TorchRows
+from xfer.plan.checksum import added
 from xfer.plan.program import DTYPE_CODE, ITEMSIZE, Op
 
 EXAMPLES = int(os.environ.get("XFER_EXAMPLES", "200"))

@@ -18,13 +18,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.support.plan_worlds import worlds
+from xfer.coordinator.layouts import LayoutExchange, roll_digest
 from xfer.errors import DeadlineExceeded, PeerLost, ProtocolError
 from xfer.plan.cache import PlanCache
 from xfer.plan.options import PlanOptions
 from xfer.plan.planner import plan_replica
 from xfer.session import layouts
 from xfer.session import messages as m
-from xfer.coordinator.layouts import LayoutExchange, roll_digest
 from xfer.session.layouts import KEPT, Shelf
 from xfer.session.packing import pack, unpack, unpack_one
 from xfer.trace.catalog import Catalog

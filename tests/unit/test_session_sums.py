@@ -24,7 +24,7 @@ def made(device: str, elements: int) -> tuple[torch.Tensor, SimpleNamespace, Sou
     """(values, a plan that sends all of them to worker 0 of two, the sums)."""
     value = torch.randn(elements, dtype=torch.bfloat16, device=device)
     rows = whole(value, dst=1)
-    plan = SimpleNamespace(program=SimpleNamespace(rows=rows), trainers=1, workers=2)
+    plan = SimpleNamespace(program=SimpleNamespace(rows=rows), trainers=1, workers=2, shared=rows[:0])
     return value, plan, SourceSums(0, [value.view(torch.uint8)], [(elements,)])
 
 
@@ -41,9 +41,9 @@ def test_sums_are_of_the_bytes_when_asked_for_and_are_bound_once(device):
     assert sums.values(0, plan, 2) == expected(value) and sums.bind(0, plan) is held
     other = SimpleNamespace(**vars(plan))
     assert sums.bind(0, other) is not held and sums.replicas == {0}
-    sums.begin(0, plan, 3)  # the plan is gone: not begun
+    sums.begin({0: plan}, 3)  # the plan is gone: not begun
     assert sums.values(0, other, 3) == expected(value)
-    SourceSums(0, [], []).begin(0, plan, 1)
+    SourceSums(0, [], []).begin({0: plan}, 1)
     sums.end()
 
 
@@ -53,14 +53,14 @@ def test_sums_that_were_begun_are_of_that_moment_and_of_that_attempt_only(device
     aside = torch.cuda.Stream()
     sums.bind(0, plan)
     old = expected(value)
-    sums.begin(0, plan, 1)
+    sums.begin({0: plan}, 1)
     value.add_(1)  # on the same stream, so after the sum: whoever reads anew sees it
     new = expected(value)
     torch.cuda.synchronize()
     with torch.cuda.stream(aside):
         assert sums.values(0, plan, 1) == old != new
         assert sums.values(0, plan, 1) == new, "taken once"
-    sums.begin(0, plan, 2)
+    sums.begin({0: plan}, 2)
     value.add_(1)
     torch.cuda.synchronize()
     newest = expected(value)
@@ -68,9 +68,9 @@ def test_sums_that_were_begun_are_of_that_moment_and_of_that_attempt_only(device
     for attempt in (4, 5):  # 4 never asks; 5 begins on another stream, at once
         with torch.cuda.stream(aside):
             aside.wait_stream(torch.cuda.default_stream())
-            sums.begin(0, plan, attempt)
-    sums.begin(0, plan, 6)
+            sums.begin({0: plan}, attempt)
+    sums.begin({0: plan}, 6)
     assert sums.values(0, plan, 6) == newest
-    sums.begin(0, plan, 7)
+    sums.begin({0: plan}, 7)
     sums.end()
     assert sums.values(0, plan, 7) == newest

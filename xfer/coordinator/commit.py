@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from xfer.coordinator import relays
+from xfer.coordinator import holders, relays
 from xfer.coordinator.state import ReplicaPhase
 from xfer.errors import DeadlineExceeded, EngineLost, PeerLost, VerificationError, XferError
 from xfer.plan.checksum import added
@@ -152,7 +152,7 @@ class ReplicaRefit:
         co, r, refit = self.refit.coordinator, self.replica, self.refit
         if len(self.done) < len(co.trainers) + len(r.workers):
             return
-        if bad := self._checksum_violations() if refit.verify else []:
+        if bad := [*self._checksum_violations(), *self._holder_violations()] if refit.verify else []:
             return self.fail(VerificationError(f"replica {r.index}: version {refit.version!r} was not committed", bad))
         self.verified = refit.verify
         co.refits.had(refit.version)
@@ -392,6 +392,12 @@ class ReplicaRefit:
             for w in sent
             if w not in lies or lies[w] != sent[w]
         ]
+
+    def _holder_violations(self) -> list[str]:
+        """Tensors of which trainers hold different bytes, by the digests of a verified refit."""
+        told = {int(label.removeprefix("trainer ")): d.held for label, d in self.done.items() if d.held}
+        lines = holders.differences(told, self.refit.coordinator.catalog) if told else []
+        return [*lines, holders.ADVICE] if lines else []
 
     def outcome(self) -> m.OutcomeMsg:
         """What became of this replica, for the trainers' reports."""

@@ -21,9 +21,10 @@ from xfer.coordinator.rejected import Rejected
 from xfer.coordinator.state import Client, Options, Replica, ReplicaPhase, differences, hello_violations
 from xfer.coordinator.status import status
 from xfer.coordinator.timers import Timers
+from xfer.coordinator.unsent import Silence, refuse_untrained
 from xfer.errors import DeadlineExceeded, HandshakeError, PeerLost, ProtocolError, XferError
 from xfer.session import messages as m
-from xfer.session.packing import pack, unpack_one
+from xfer.session.packing import pack, unpack_specs
 from xfer.trace.catalog import Catalog
 
 REFUSED_S = 2.0
@@ -49,6 +50,7 @@ class Coordinator:
         self.specs: dict[int, bytes] = {}
         self._respecified: set[Client] = set()
         self.trainer_inventories: dict[int, bytes] = {}  # trainer -> digest of its layout
+        self.silence = Silence()
         self.refit: Refit | None = None  # the one that runs
         self.failure: XferError | None = None  # a trainer is gone: nothing can be refitted any more
         self.met: set[int] = set()  # trainers that have been connected
@@ -304,11 +306,11 @@ class Coordinator:
 
         Raises:
             LayoutError: trainers disagree about a tensor.
+            CoverageError: nothing that trains would be sent.
         """
-        parts = [
-            (f"trainer {i}", Catalog.from_bytes(unpack_one(b, "specs")).specs) for i, b in sorted(self.specs.items())
-        ]
-        union = Catalog.union(parts)
+        told = {i: unpack_specs(b) for i, b in sorted(self.specs.items())}
+        union = Catalog.union((f"trainer {i}", Catalog.from_bytes(catalog).specs) for i, (catalog, _) in told.items())
+        refuse_untrained({name for _, names in told.values() for name in names}, self.options.drop)
         if self.catalog is not None and union.digest() == self.catalog.digest():
             return False
         self.catalog, self.generation = union, self.generation + 1

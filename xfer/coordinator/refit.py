@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from xfer.coordinator import relays
+from xfer.coordinator import holders, relays
 from xfer.coordinator.commit import Phase, ReplicaRefit
 from xfer.coordinator.state import ReplicaPhase
-from xfer.errors import DeadlineExceeded, EngineLost, PlanMismatch, XferError
+from xfer.errors import DeadlineExceeded, EngineLost, PlanMismatch, VerificationError, XferError
 from xfer.session import messages as m
 from xfer.session.bounds import TOGETHER_S
 
@@ -94,8 +94,21 @@ class Refit:
         if len(self.drained) == co.options.trainers:
             self.ready_at = co.now
             co.mark("all trainers are ready")
+            co.silence.take(self.drained.values())
             co.settle_catalog()
+            self._compare_samples()
             self.advance()
+
+    def _compare_samples(self) -> None:
+        """Before a byte moves: do trainers that hold the same box hold the same bytes, as far as their samples show?
+
+        A trainer tells a sample until its first commit. One that numbers tensors by an older catalog is left out.
+        """
+        co = self.coordinator
+        told = {i: r.sample for i, r in self.drained.items() if r.sample and r.generation == co.generation}
+        if told and (bad := holders.differences(told, co.catalog)):
+            why = "trainers hold different bytes of one tensor; nothing was moved"
+            self.fail(VerificationError(why, [*bad, holders.ADVICE]))
 
     def handle(self, client: Client, msg: m.Armed | m.Brought | m.Done | m.Committed | m.Stopped | m.Settled) -> None:
         """A message about a replica's part in this refit."""

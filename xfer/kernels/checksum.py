@@ -31,6 +31,7 @@ from xfer.errors import LayoutError
 from xfer.kernels.bits import INTEGERS
 from xfer.kernels.strided import bounds
 from xfer.kernels.torch_impl import Space, TorchRows, torch_dtype
+from xfer.plan.checksum import added
 from xfer.plan.program import DTYPES, ITEMSIZE, MAX_DIMS, Op
 
 CHUNK = 1 << 18
@@ -86,7 +87,7 @@ class Sums:
         return cls(rows, np.zeros(len(rows), np.int64), 1, roots, side, shapes, lent=lent)
 
     def values(self) -> list[int]:
-        """By set, 0 <= c < 2**64. A device synchronisation per set."""
+        """By set, 0 <= c < 2**64. One device synchronisation, at the end."""
         self.begin()
         return self.ended()
 
@@ -101,20 +102,18 @@ class Sums:
 
     def ended(self) -> list[int]:
         """`values` of what `begin` began, on a stream that comes after it."""
-        out = [self._slowly(self._rows[self._slot == k]) if len(self._rows) else 0 for k in range(self._slots)]
+        out = self._slowly() if len(self._rows) else [0] * self._slots
         if self._fast is not None:
             out = [added(a, b) for a, b in zip(out, self._fast.values())]
         return out
 
-    def _slowly(self, rows: np.ndarray) -> int:
-        if not len(rows):
-            return 0
-        mixer = _Mixer(self._roots)
-        for r in rows:
+    def _slowly(self) -> list[int]:
+        mixer = _Mixer(self._roots, self._slots)
+        for r, slot in zip(self._rows, self._slot.tolist()):
             if (where := placed(r, self._side, self._shapes)) is not None:
                 own, final = DTYPES[r[f"{self._side}_dtype"]], DTYPES[r["dst_dtype"]]
-                mixer.add(own, final, int(r[f"{self._side}_root"]), where)
-        return mixer.value()
+                mixer.add(slot, own, final, int(r[f"{self._side}_root"]), where)
+        return mixer.values()
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,31 +188,32 @@ class Constants:
 
 
 class _Mixer:
-    def __init__(self, roots: Sequence[torch.Tensor]):
+    """Adds rows to the sums of `slots` sets."""
+
+    def __init__(self, roots: Sequence[torch.Tensor], slots: int):
         self.spaces = [Space(r) for r in roots]
         self.device = roots[0].device
-        self.totals = torch.zeros(2, dtype=torch.int64, device=self.device)
+        self.totals = torch.zeros(slots, 2, dtype=torch.int64, device=self.device)
         self.work = [torch.empty(CHUNK, dtype=torch.int32, device=self.device) for _ in range(4)]
         self.factors = torch.tensor(FACTORS, dtype=torch.int64).to(torch.int32).to(self.device)  # wraps
 
-    def value(self) -> int:
-        low, high = (t % _HALF for t in self.totals.tolist())
-        return high << 32 | low
+    def values(self) -> list[int]:
+        return [(high % _HALF) << 32 | low % _HALF for low, high in self.totals.tolist()]
 
-    def add(self, own: str, final: str, root: int, where: Placed) -> None:
+    def add(self, slot: int, own: str, final: str, root: int, where: Placed) -> None:
         """Cuts the outermost dim until a part fits into a chunk."""
         inner = 1
         for n, _, _ in where.dims[1:]:
             inner *= n
         if not where.dims or where.dims[0][0] * inner <= CHUNK:
-            self._chunk(self.spaces[root], own, final, where)
+            self._chunk(self.totals[slot], self.spaces[root], own, final, where)
             return
         n = where.dims[0][0]
         step = max(1, CHUNK // inner)
         for at in range(0, n, step):
-            self.add(own, final, root, where.part(at, min(step, n - at)))
+            self.add(slot, own, final, root, where.part(at, min(step, n - at)))
 
-    def _chunk(self, space: Space, own: str, final: str, where: Placed) -> None:
+    def _chunk(self, totals: torch.Tensor, space: Space, own: str, final: str, where: Placed) -> None:
         extent, strides = [n for n, _, _ in where.dims], [s for _, s, _ in where.dims]
         item = ITEMSIZE[own]
         if space.aligned(where.offset, strides, item):
@@ -234,7 +234,7 @@ class _Mixer:
                 word.bitwise_xor_(torch.bitwise_right_shift(word, 16).bitwise_and_(0xFFFF))
             words = [word, word]
         for k in range(2):
-            self.totals[k] += self._sum(k, words[k], where)
+            totals[k] += self._sum(k, words[k], where)
 
     def _sum(self, k: int, words: torch.Tensor, where: Placed) -> torch.Tensor:
         """int64, to be taken modulo 2**32."""

@@ -16,6 +16,7 @@ import torch
 
 HANDLE_BYTES = 64
 _BUFFER_ID, _LEGACY_IPC, _MAPPED = 7, 10, 13  # CU_POINTER_ATTRIBUTE_…
+_INVALID_VALUE = 1  # CUDA_ERROR_…
 _LAZY_PEER_ACCESS = 1
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _UNIFIED = 4  # CU_MEMORYTYPE_UNIFIED
@@ -69,9 +70,33 @@ def mapped(pointer: int) -> bool:
     found = ctypes.c_uint64()
     try:
         _call("cuPointerGetAttribute", ctypes.byref(found), _MAPPED, ctypes.c_uint64(pointer))
-    except DriverError:
+    except DriverError as e:
+        if e.code != _INVALID_VALUE:
+            raise
         return False
     return bool(found.value)
+
+
+def unmapped(tensors: Sequence[torch.Tensor]) -> Callable[[], list[int]]:
+    """A question that may be asked again and again: which of these tensors, by number, have no memory behind them.
+
+    The question costs one call of the driver per allocation of virtual memory, because memory is paused by whole allocations. It costs
+    nothing for host memory and for what cudaMalloc returns, which cannot be taken away under a tensor. It keeps addresses only.
+    """
+    inside: dict[int, list[int]] = {}  # an address in each allocation -> the tensors that lie in that allocation
+    address_in: dict[int, int] = {}
+    for i, t in enumerate(tensors):
+        if not t.is_cuda or not t.numel():
+            continue
+        address = t.data_ptr()
+        try:
+            found = allocation(address)
+        except DriverError:  # it may be paused already
+            inside.setdefault(address, []).append(i)
+            continue
+        if not found.exportable:
+            inside.setdefault(address_in.setdefault(found.base, address), []).append(i)
+    return lambda: sorted(i for address, some in inside.items() if not mapped(address) for i in some)
 
 
 def export(pointer: int) -> bytes:

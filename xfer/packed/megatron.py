@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from xfer.errors import LayoutError, PlanMismatch, RebindError
+from xfer.kernels.cuda_driver import unmapped
 from xfer.packed import agree
 from xfer.packed.buffer import dtype_name
 from xfer.packed.lockstep import Lockstep
@@ -102,7 +103,7 @@ class BridgeStream:
         self._keys = merged.keys()
         self._rows = t._rows(seen.vocab)
         self._exports = {task: tuple(self._cut(s) for s in specs.values()) for task, specs in found.items()}
-        self._slots = Slots(t.chunks, [slot_of[id(x.param_weight)] for x in (*tasks, *factors)])
+        self._slots = Slots(t.chunks, [slot_of[id(x.param_weight)] for x in (*tasks, *factors)], unmapped=unmapped)
         self._slots.bind()
         self._scales = Scales(t.chunks, adapters)
         return tuple(s for specs in self._exports.values() for s in specs)

@@ -108,7 +108,8 @@ class PackedSource:
         """Names only: no storage is read in place."""
         with self._looking:
             self._stale = True
-            return TrainerLayout(Traced(tuple(sorted(self.stream.read())), ()), (), {})
+            specs = tuple(sorted(self.stream.read()))
+            return TrainerLayout(Traced(specs, ()), (), {}, getattr(self.stream, "trained", frozenset()))
 
     def check(self) -> str:
         """Task objects are stale from the first call on that is not "same", until a gather has made new ones."""

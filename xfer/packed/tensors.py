@@ -64,7 +64,8 @@ class _Rank(msgspec.Struct, array_like=True):
 
 class TensorStream:
     """See source.Stream. `round_bytes`: most that arrives at once at a rank that assembles. `assembles`: set before
-    `build`. `pulls`: after it, whether ranks read each other's storages by themselves."""
+    `build`. `pulls`: after it, whether ranks read each other's storages by themselves. `trained`: of what was read, the tensors
+    that require grad."""
 
     everywhere = True
     writes = True
@@ -73,7 +74,7 @@ class TensorStream:
         self.source = source
         self.rank, self.world, self.device = source.rank, source.world, source.device
         self.assembles, self.round_bytes, self.programs = self.rank == 0, ROUND_BYTES, PROGRAMS
-        self.pulls = False
+        self.pulls, self.trained = False, frozenset()
         self.collectives = 0  # messages from other ranks, in the last message that was put together
         self._specs: dict[str, TensorSpec] = {}
         self._mine: dict[str, list[Fragment]] = {}
@@ -99,7 +100,7 @@ class TensorStream:
         for f in layout.traced.fragments:
             self._mine.setdefault(f.tensor, []).append(f)
         self._forget()
-        self._roots, self._let_go = layout.tensors, False
+        self._roots, self._let_go, self.trained = layout.tensors, False, layout.trained
         return tuple(self._specs.values())
 
     def expect(self, specs: Iterable[TensorSpec]) -> None:

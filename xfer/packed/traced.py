@@ -23,7 +23,7 @@ from xfer.trace.fragment import TensorSpec
 from xfer.trace.slots import Slots, refuse_elsewhere, walk
 from xfer.trace.traced import Traced, TrainerLayout
 from xfer.trainers.bridge_export import factor_tasks, model_bridge_of, owned_adapters, owned_tasks
-from xfer.trainers.megatron import MegatronTrainer, _canonical, _relocate
+from xfer.trainers.megatron import MegatronTrainer, _canonical, _relocate, _trained
 
 
 class TracedParameters:
@@ -57,7 +57,8 @@ class TracedParameters:
         except RebindError as e:  # Bridge's export may bring them together
             raise LayoutError(e.message, e.violations) from e
         self.state = "same"
-        return TrainerLayout(_relocate(traced, bound), bound.roots, bound.tensors)
+        trained = _trained(traced, self._slots.slots)
+        return TrainerLayout(_relocate(traced, bound), bound.roots, bound.tensors, trained)
 
     def check(self) -> str:
         return self.state
@@ -119,6 +120,10 @@ class TracedStream:
     @property
     def pulls(self) -> bool:
         return self.parts.pulls
+
+    @property
+    def trained(self) -> frozenset[str]:
+        return self.parts.trained
 
     @property
     def collectives(self) -> int:

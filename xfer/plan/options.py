@@ -7,10 +7,15 @@ import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
 
 import msgspec
+import numpy as np
 
 from xfer.plan.fabric import Site
+
+if TYPE_CHECKING:
+    from xfer.trace.catalog import Catalog
 
 MAX_BUCKET = 1 << 60
 """Bytes: what planning adds up stays within 64 bits."""
@@ -97,6 +102,12 @@ class PlanOptions:
         numbers = self.message_bytes, self.wave_bytes, self.remote_cost, self.rotation, self.rotations, self.align_bytes
         where = None if self.site is None else (self.site.to_bytes(), self.replica)
         return msgspec.msgpack.encode((numbers, names, self.host_numbers(), where))
+
+
+def sent(catalog: Catalog, drop: Sequence[str]) -> np.ndarray:
+    """Which canonical tensors engines may take: not those of which `drop` names all members. bool [tensors]."""
+    drop = tuple(drop)
+    return np.array([not all(matches(n, drop) for n in catalog.members(t.name)) for t in catalog.tensors], bool)
 
 
 def matches(name: str, patterns: tuple[str, ...]) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import msgspec
+import numpy as np
 
 from xfer.errors import ProtocolError
 from xfer.plan import columns as col
@@ -19,7 +20,7 @@ from xfer.plan.subplan import PLANNER, SubPlan
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Part:
-    """`key` and `digest` are the sub-plan's, and with them equal on all of its ranks."""
+    """`key` and `digest` are the sub-plan's, and with them equal on all of its ranks. `shared`: see `SubPlan.shared`."""
 
     key: str
     digest: str
@@ -27,11 +28,13 @@ class Part:
     workers: int
     program: Program
     summary: PlanSummary
+    shared: np.ndarray
 
     @classmethod
     def of(cls, plan: SubPlan, rank: int) -> Part:
         """ValueError for a rank that is not in the plan."""
-        return cls(plan.key, plan.digest, plan.trainers, plan.workers, plan.program(rank), plan.summary)
+        program, shared = plan.program(rank), plan.shared(rank)
+        return cls(plan.key, plan.digest, plan.trainers, plan.workers, program, plan.summary, shared)
 
     def explain(self) -> str:
         return explain(self.summary, self.digest)
@@ -41,7 +44,7 @@ class Part:
         return msgspec.msgpack.encode(
             _Wire(
                 PLANNER, self.key, self.digest, self.trainers, self.workers, p.rank, p.waves, len(p.rows),
-                col.pack(p.rows, ROW), self.summary,
+                col.pack(p.rows, ROW), self.summary, len(self.shared), col.pack(self.shared, ROW),
             )
         )  # fmt: skip
 
@@ -56,8 +59,8 @@ class Part:
             raise ProtocolError(f"plan: {e}") from e
         if w.version != PLANNER:
             raise ProtocolError(f"plan: made by planner {w.version!r}, this one is {PLANNER}")
-        rows = col.unpack(w.rows, ROW, w.count, what="rows")
-        return cls(w.key, w.digest, w.trainers, w.workers, Program(w.rank, w.waves, rows), w.summary)
+        rows, shared = col.unpack(w.rows, ROW, w.count, what="rows"), col.unpack(w.shared, ROW, w.copies, what="copies")
+        return cls(w.key, w.digest, w.trainers, w.workers, Program(w.rank, w.waves, rows), w.summary, shared)
 
 
 class _Wire(msgspec.Struct, forbid_unknown_fields=True, array_like=True):
@@ -71,6 +74,8 @@ class _Wire(msgspec.Struct, forbid_unknown_fields=True, array_like=True):
     count: int
     rows: memoryview  # not copied when decoded
     summary: PlanSummary
+    copies: int
+    shared: memoryview
 
 
 _wire = msgspec.msgpack.Decoder(_Wire)  # once: see inventory.py

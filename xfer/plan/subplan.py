@@ -104,6 +104,31 @@ class SubPlan:
         for rank in self.ranks[self.trainers :]:
             yield _joined([self._fills(rank), self._expand(np.flatnonzero(self.tables.share_dst == rank))])
 
+    def shared(self, rank: int) -> np.ndarray:
+        """What trainer `rank` holds of boxes that go to some worker and that other trainers hold too.
+
+        Rows of dtype ROW whose source and destination are that rank's own storage, so that a checksum of either side is of the bits
+        that lie there. `dst` is the number of the set of trainers that hold the box, equal on all of them: of one tensor and one
+        set, all members have the same elements. Empty for a worker.
+        """
+        t, held = self.tables, self.sources.table
+        if rank not in range(self.trainers):
+            return np.zeros(0, ROW)
+        cls, ranks_of = t.source_class[rank], np.bincount(t.source_class, minlength=t.place.shape[1])
+        several = ((t.place >= 0) @ ranks_of > 1) & (t.place[:, cls] >= 0)
+        taken = np.zeros(len(t.atom_signature), bool)
+        taken[t.piece_atom] = True
+        atom = np.flatnonzero(taken & several[t.atom_signature])
+        row = t.hold_row[t.hold_first[atom] + t.place[t.atom_signature[atom], cls]]
+        out = np.zeros(len(atom), ROW)
+        out["op"], out["tensor"], out["src"], out["dst"] = Op.COPY, held.tensor[row], rank, t.atom_signature[atom]
+        out["origin"], out["extent"] = t.atom_origin[atom], t.atom_extent[atom]
+        inside = ((out["origin"] - held.origin[row]) * held.strides[row]).sum(axis=1)
+        for side in ("src", "dst"):
+            out[f"{side}_dtype"], out[f"{side}_root"] = held.dtype[row], held.root[row]
+            out[f"{side}_offset"], out[f"{side}_strides"] = held.offset[row] + inside, held.strides[row]
+        return _settle(out)
+
     def explain(self) -> str:
         return explain(self.summary, self.digest)
 

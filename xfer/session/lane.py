@@ -66,8 +66,8 @@ class Side(Protocol):
         """What is to happen while bytes move, between parts of this rank's pull. None: nothing, and outside of a row it is
         pulled as one."""
 
-    def after(self, go: m.Go, plan: Part) -> tuple[m.Checksum, ...]:
-        """After the last byte has: recipes, checksums when `go.verify`."""
+    def after(self, go: m.Go, plan: Part) -> tuple[tuple[m.Checksum, ...], bytes]:
+        """After the last byte has: recipes. When `go.verify`, returns checksums, and on a trainer digests of what others hold too."""
 
 
 _running: weakref.WeakSet[Lane] = weakref.WeakSet()
@@ -466,13 +466,13 @@ class Lane:
         t0 = time.perf_counter()
         mark(self.party.label, "bytes have moved")
         self._check()
-        sums = self.side.after(go, self.plan)
+        sums, held = self.side.after(go, self.plan)
         faults.point(self.side.role, self.side.index, "done")
         self._check()
         mark(self.party.label, "done")
         self.party.send(m.Done(
             self.replica, go.attempt, stats.bytes_in, stats.bytes_out, stats.pack_s, stats.wire_s, stats.unpack_s,
-            time.perf_counter() - t0, sums, self._by_route(routed),
+            time.perf_counter() - t0, sums, self._by_route(routed), held,
         ))  # fmt: skip
         self.done_attempt = go.attempt
 

@@ -5,7 +5,8 @@ A message is a tagged `msgspec.Struct`; what does not decode to exactly one of t
 connection. Nothing is ever unpickled or evaluated. Blobs (catalogs, inventories) are opaque bytes here and are decoded by
 their own modules, which check every length again.
 
-Who says what to whom is told by `coordinator/coordinator.py`; in short, every process talks to the coordinator (here: hub), and no two others talk to each other.
+Who says what to whom is told by `coordinator/coordinator.py`; in
+short, every process talks to the coordinator (hub), and no two others talk to each other.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ from xfer.session.wire import (
     WireMessage,
 )
 
-WIRE_VERSION = 17
+WIRE_VERSION = 18
 _STORE_KEY = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./:\-]{0,255}")
 
 
@@ -116,7 +117,9 @@ class Ready(WireMessage):
     """trainer -> hub: drained and synchronized; my storage holds the version.
 
     `specs`: only when what this rank exports changed; an inventory then follows the new catalog. `inventory`: only when its
-    layout changed, made from the catalog of `generation`.
+    layout changed, made from the catalog of `generation`. `sample`: until a version is committed, digests of some elements of each
+    box, which numbers tensors by that catalog (holders.py). `sends`: whether what it sends has changed since its last call, as far
+    as it knows; `unsent`: some tensors that train, have changed since then and are not sent (unsent.py).
     """
 
     attempt: Count
@@ -126,6 +129,9 @@ class Ready(WireMessage):
     generation: Count = 0
     rebound: bool = False  # same layout, but what the routes were opened for lies elsewhere now
     broken: Annotated[tuple[Count, ...], Meta(max_length=1 << 16)] = ()  # replicas whose link this rank gave up by itself
+    sample: Blob = b""
+    sends: bool = True
+    unsent: Annotated[tuple[Text, ...], Meta(max_length=8)] = ()
 
 
 class Arm(WireMessage):
@@ -195,7 +201,8 @@ class RouteBytes(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Done(WireMessage):
-    """domain -> hub: my part of the program has run. From a worker: it reads no trainer's storage any more."""
+    """domain -> hub: my part of the program has run. From a worker: it reads no trainer's storage any more. `held`: of a trainer
+    in a verified refit, digests of what other trainers hold too (holders.py)."""
 
     replica: Count
     attempt: Count
@@ -207,6 +214,7 @@ class Done(WireMessage):
     verify_s: Seconds = 0.0
     checksums: Annotated[tuple[Checksum, ...], Meta(max_length=65536)] = ()
     routes: Annotated[tuple[RouteBytes, ...], Meta(max_length=8)] = ()
+    held: Blob = b""
 
 
 class Drained(WireMessage):

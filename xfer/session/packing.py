@@ -7,7 +7,7 @@ What is unpacked is bounded, whatever the stream says of itself.
 from __future__ import annotations
 
 import lzma
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
@@ -22,7 +22,7 @@ SMALL = 256 << 10
 """The window of preset 0. Up to here its streams are a few per cent longer than those of preset 1, whose tables take longer
 to set up than such layouts to pack."""
 
-_strings = msgspec.msgpack.Decoder(list[bytes])
+_strings, _names = msgspec.msgpack.Decoder(list[bytes]), msgspec.msgpack.Decoder(list[str])
 
 
 def pack(parts: Sequence[bytes]) -> bytes:
@@ -40,6 +40,22 @@ def unpack(data: bytes, what: str) -> list[bytes]:
         return _strings.decode(raw)
     except (lzma.LZMAError, msgspec.MsgspecError, ValueError, EOFError) as e:
         raise ProtocolError(f"{what}: {e}") from e
+
+
+def pack_specs(catalog: bytes, trained: Iterable[str]) -> bytes:
+    """What one trainer exports: its catalog, and which of those tensors require grad."""
+    return pack([catalog, msgspec.msgpack.encode(sorted(trained))])
+
+
+def unpack_specs(data: bytes) -> tuple[bytes, list[str]]:
+    """As given to `pack_specs`. ProtocolError for anything else."""
+    parts = unpack(data, "specs")
+    if len(parts) != 2:
+        raise ProtocolError(f"specs: {len(parts)} strings where two were expected")
+    try:
+        return parts[0], _names.decode(parts[1])
+    except msgspec.MsgspecError as e:
+        raise ProtocolError(f"specs: {e}") from e
 
 
 def unpack_one(data: bytes, what: str) -> bytes:

@@ -102,6 +102,7 @@ class RefitCall:
                 rebound = any([lane.rebound() for lane in lanes])
                 broken = tuple(lane.replica for lane in lanes if lane.gave_up)
                 seconds = session.drain.seconds + self._computed()
+                news = session.news()
                 if session.device.type == "cuda":
                     # Copies that a source makes when it is looked at (a callable's) are on this thread's stream, lanes on theirs.
                     torch.cuda.current_stream(session.device).synchronize()
@@ -109,7 +110,7 @@ class RefitCall:
                         session.begin_sums(self.number)
                 mark(self.label, "ready")
                 self._may_be_read = True
-                self.party.send(m.Ready(self.number, seconds, specs, inventory, session.generation, rebound, broken))
+                self.party.send(m.Ready(self.number, seconds, specs, inventory, session.generation, rebound, broken, *news))
                 session.has_told(specs, inventory)
         except computing.Over:
             pass  # the outcome is here already

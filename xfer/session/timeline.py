@@ -2,7 +2,7 @@
 refit in memory and writes them into a file of its own there, after the engine serves again. `xfer timeline FOLDER` shows them.
 
 Without it a moment costs one call. Clocks are the host's monotonic one, so moments of one host can be compared. Not here:
-what is noted (where it happens: coordinator/commit.py, lane.py, refit.py, worker.py, controller.py), the seconds of every report (report.py).
+what is noted (where it happens: coordinator, lane.py, refit.py, worker.py, controller.py), the seconds of every report (report.py).
 """
 
 from __future__ import annotations

@@ -17,23 +17,24 @@ from xfer.coordinator.state import Options, told
 from xfer.errors import DeadlineExceeded, RebindError, XferError
 from xfer.plan.cache import PlanCache
 from xfer.plan.fabric import Site
-from xfer.plan.inventory import trainer_inventory
+from xfer.plan.inventory import Inventory, trainer_inventory
 from xfer.plan.part import Part
 from xfer.plan.table import padded_shapes
 from xfer.rendezvous.server import Server
-from xfer.session import computing, faults, timeline
+from xfer.session import computing, faults, holders, timeline
 from xfer.session import messages as m
 from xfer.session.arguments import checked_call
 from xfer.session.bounds import STOP_GRACE_S, TOLD_S
 from xfer.session.drain import Aside, refuse_running
 from xfer.session.entry import Entry
 from xfer.session.lane import Lane
-from xfer.session.packing import pack, unpack_one
+from xfer.session.packing import pack_specs, unpack_one
 from xfer.session.party import Party, data_plane, host_identity
 from xfer.session.refit import RefitCall
 from xfer.session.report import RefitReport
 from xfer.session.sums import SourceSums
 from xfer.session.turns import quick_turns
+from xfer.session.unsent import Unsent
 from xfer.trace.catalog import Catalog
 from xfer.trace.traced import TrainerLayout
 from xfer.transport.routes import Routed
@@ -102,6 +103,8 @@ class TrainerSession:
         self._catalog: Catalog | None = None
         self.generation = 0
         self._inventory, self._names, self._roots, self._binding = b"", [], [], 0
+        self._made: Inventory | None = None  # what `_inventory` is the digest of; None on the packed route
+        self._drop, self._unsent = tuple(drop), Unsent(drop)
         self.pending: RefitCall | None = None  # returned before its outcome was known
         self._before: RefitReport | None = None  # what became of that, until a report has told it
         self._busy = Entry()
@@ -249,7 +252,8 @@ class TrainerSession:
             fragments=self.layout.traced.fragments,
             recipes=(r.digest() for r in self.layout.traced.recipes),
         )
-        self._inventory, self._names = self._party.shelf.offer(made), [r.name for r in made.roots]
+        self._made, self._inventory, self._names = made, self._party.shelf.offer(made), [r.name for r in made.roots]
+        self._unsent.expect(self.layout.trained)
         self._bind()
 
     def _bind(self) -> None:
@@ -299,23 +303,22 @@ class TrainerSession:
     def gate(self, go: m.Go, plan: Part, routed: Routed) -> None:
         """A trainer pulls nothing."""
 
-    def after(self, go: m.Go, plan: Part) -> tuple[m.Checksum, ...]:
+    def after(self, go: m.Go, plan: Part) -> tuple[tuple[m.Checksum, ...], bytes]:
         if not go.verify:
-            return ()
+            return (), b""
         out = []
         for worker, value in enumerate(self._sums.values(go.replica, plan, go.attempt)):
             if faults.wants("trainer", self.index, "checksum"):
                 value ^= 1
             out.append(m.Checksum(worker, (value % (1 << 64)).to_bytes(8, "little")))
-        return tuple(out)
+        return tuple(out), self._sums.shared(go.replica, plan, go.attempt)
 
     # ---- refitting
 
     def begin_sums(self, attempt: int) -> None:
         """Of what this rank will send, before it says that it is ready. Lanes that are at something else sum later."""
-        for replica, lane in list(self._party.lanes.items()):
-            if lane.plan is not None and lane.wait_idle(0.0):
-                self._sums.begin(replica, lane.plan, attempt)
+        lanes = self._party.lanes.items()
+        self._sums.begin({r: lane.plan for r, lane in list(lanes) if lane.plan is not None and lane.wait_idle(0.0)}, attempt)
 
     def prepare(self) -> None:
         """Arm the engines for the next refit now; they stop serving until it has run."""
@@ -408,12 +411,22 @@ class TrainerSession:
         self._names, self._inventory = [], b""  # nothing can be read from here until there is a catalog of what is exported now
         self._bind()
 
+    def news(self) -> tuple[bytes, bool, tuple[str, ...]]:
+        """On the direct route, of what lies in this rank's storages when it is ready: until the first commit a sample of it, for the hub
+        to compare with other ranks' (holders.py); whether what is sent has changed since the last refit, and what has and is not
+        sent (unsent.py)."""
+        if self._made is None or not self._roots:
+            return b"", True, ()
+        sample = b"" if self.version else holders.sample(self._catalog, self._made, self._roots, self._drop)
+        return sample, *self._unsent.look(self._catalog, self._made, self._roots)
+
     def has_told(self, specs: bytes, inventory: bytes) -> None:
         """What the hub has heard from this rank, empty for nothing."""
         self._told = specs or self._told[0], None if specs else inventory or self._told[1]
 
     def _own_specs(self) -> bytes:
-        return pack([Catalog.union([(self._party.label, self.layout.traced.specs)]).to_bytes()])
+        catalog = Catalog.union([(self._party.label, self.layout.traced.specs)])
+        return pack_specs(catalog.to_bytes(), self.layout.trained)
 
     def follow(self, message: m.CatalogMsg) -> None:
         """A new catalog, or the same one again for a rank whose exports changed: answer with the inventory over it."""

@@ -232,7 +232,7 @@ class WorkerSession:
             self._early = routed, EarlySums(self._rows, self._roots, shapes, first, part, within) if len(first) else None
         return self._early[1] if go.verify and self._early is not None else None
 
-    def after(self, go: m.Go, plan: Part) -> tuple[m.Checksum, ...]:
+    def after(self, go: m.Go, plan: Part) -> tuple[tuple[m.Checksum, ...], bytes]:
         # What the trainers sent is checked where it landed, before the loader's own arithmetic runs over scratch.
         out: tuple[m.Checksum, ...] = ()
         if go.verify:
@@ -249,7 +249,7 @@ class WorkerSession:
                 raise VerificationError(f"{wrong} constants (vocabulary padding) are not what the loader puts there")
         self.model.run_recipes()
         self.model.synchronize()
-        return out
+        return out, b""
 
     # ---- receiving
 

@@ -10,7 +10,7 @@ returns.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, repeat
 from math import prod
@@ -126,13 +126,21 @@ class Slots:
     Keeps modules and their tables, but no tensor: a replaced parameter must be freed although a plan still knows it (one of a
     replaced layer is, when this is). `empty`:
     tensors without bytes and on the meta device are read too; those without bytes lie in root "". `hold`: the owner keeps what
-    `bind` returned until it binds again, so storages may be kept here too, and `check` costs half as much.
+    `bind` returned until it binds again, so storages may be kept here too, and `check` costs half as much. `unmapped`:
+    given flat tensors over storages, returns a question: which of them, by number, have no memory behind their addresses
+    (kernels/cuda_driver.py has it). `bind` and `check` ask it and refuse those storages.
     """
 
     def __init__(
-        self, trees: Sequence[torch.nn.Module], slots: Iterable[Slot], *, empty: bool = False, hold: bool = False
+        self,
+        trees: Sequence[torch.nn.Module],
+        slots: Iterable[Slot],
+        *,
+        empty: bool = False,
+        hold: bool = False,
+        unmapped: Callable[[Sequence[torch.Tensor]], Callable[[], Sequence[int]]] = lambda tensors: tuple,
     ):
-        self.slots, self._empty, self._hold = tuple(slots), empty, hold
+        self.slots, self._empty, self._hold, self._unmapped = tuple(slots), empty, hold, unmapped
         self.by_name = {slot.name: slot for slot in self.slots}
         self._known: _Reading | None = None
         # A module replaced in the tree leaves its slots behind, intact and dead: so the edges are compared as well. What is needed
@@ -149,7 +157,8 @@ class Slots:
         self._unfilled, self._tied = _seats_without_slots(modules)
 
     def bind(self) -> Binding:
-        """Read every slot. RebindError lists those that are empty, have no bytes, or left the device they were on."""
+        """Read every slot. RebindError lists those that are empty, have no bytes, or left the device they were on, and storages
+        whose memory was given back while their addresses are kept."""
         binding, self._known = self._read()
         return binding
 
@@ -164,6 +173,7 @@ class Slots:
             if known is None or not self._tree_is_same():
                 return "changed"
             if known.holds():
+                known.refuse_unmapped()
                 return "same"
         binding, _ = self._read()
         return "moved" if (binding.places, binding.roots) == (known.places, known.roots) else "changed"
@@ -206,8 +216,10 @@ class Slots:
             else:
                 contents.append((slot.table, slot.key, weakref.ref(t), t.data_ptr(), t.dtype, t.shape, t.stride()))
             devices[slot.name] = t.device
-        kind = _Held if self._hold else _Reading
-        return Binding(places, tuple(roots), tensors), kind(places, tuple(roots), contents, storages, devices)
+        kind, unmapped = _Held if self._hold else _Reading, self._unmapped(tuple(tensors.values()))
+        reading = kind(places, tuple(roots), contents, storages, devices, unmapped)
+        reading.refuse_unmapped()
+        return Binding(places, tuple(roots), tensors), reading
 
     def _refuse_absent(self) -> None:
         was_on, was = (self._known.devices, self._known.places) if self._known else ({}, {})
@@ -232,13 +244,24 @@ class Slots:
 @dataclass(frozen=True, slots=True)
 class _Reading:
     """What one `bind` saw. `contents`: (table, key, weak tensor, address, dtype, shape, stride) of every slot (`_Held`: less);
-    `storages`: (table, key, address, bytes) of every root, of a slot in it; `devices` by slot name."""
+    `storages`: (table, key, address, bytes) of every root, of a slot in it; `devices` by slot name; `unmapped`: asks which roots,
+    by number, have no memory behind them now."""
 
     places: dict[str, Place]
     roots: tuple[Root, ...]
     contents: list[tuple]
     storages: list[tuple]
     devices: dict[str, torch.device]
+    unmapped: Callable[[], Sequence[int]]
+
+    def refuse_unmapped(self) -> None:
+        if gone := self.unmapped():
+            names = [self.roots[i].name for i in gone]
+            some = f"{len(names)} of {len(self.roots)} storages, such as that of {', '.join(names[:3])}"
+            raise RebindError(
+                "there is no memory behind parameters",
+                [f"{some}: paused (torch_memory_saver, a pool that sleeps)? Resume the weights before xfer reads them"],
+            )
 
     def holds(self) -> bool:
         """Whether all of it is still so. The address alone is not enough: freed memory comes back at the same address,

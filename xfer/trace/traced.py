@@ -141,8 +141,10 @@ class TrainerLayout:
              first byte
     roots    those storages and their lengths
     tensors  a root's name -> flat uint8 view of the whole live storage
+    trained  checkpoint tensors that are made from something that requires grad
     """
 
     traced: Traced
     roots: tuple[Root, ...]
     tensors: Mapping[str, torch.Tensor]
+    trained: frozenset[str] = frozenset()

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Union
 import torch
 
 from xfer.errors import LayoutError, RebindError, Unsupported
+from xfer.kernels.cuda_driver import unmapped
 from xfer.mesh.mesh_info import MeshInfo
 from xfer.mesh.placement import Placement, Replicate, from_dtensor, from_torch
 from xfer.mesh.slices import local_shape
@@ -65,6 +66,8 @@ class TensorTrainer:
     declared: layouts of plain tensors, by checkpoint name; those of DTensors are known, all others are whole on every
     rank. rename: from a name in `parameters` to the checkpoint's. rank, world: default torch.distributed's, 0 and 1
     without it.
+
+    What trains is what has `requires_grad`: if all of that is named by connect's `drop=`, refits would change nothing and connect refuses.
 
     A checkpoint tensor gets the dtype that the trainer holds it in. Where that is wider than the engine's (fp32 masters
     of a bf16 model) `xfer.connect(narrow=...)` must allow the cast.
@@ -132,10 +135,11 @@ class TensorTrainer:
 
     def read(self) -> TrainerLayout:
         """Raises, with every violation of this rank: LayoutError where a tensor is not what its layout says, Unsupported
-        for pending sums and for tensors that hide their bytes, RebindError for tensors without bytes, or on another device."""
+        for pending sums and for tensors that hide their bytes, RebindError for tensors without bytes, whose memory is paused, or on
+        another device."""
         device, found = self.device, list(self._walk())
         self._refuse_hidden(found)
-        slots = Slots([self._module] if self._module is not None else [], found)
+        slots = Slots([self._module] if self._module is not None else [], found, unmapped=unmapped)
         bound = slots.bind()
         refuse_elsewhere(found, device, f"trainer {self.rank}")
         specs, fragments, wrong, kind = [], [], [], LayoutError
@@ -154,7 +158,8 @@ class TensorTrainer:
         if wrong:
             raise kind(f"trainer {self.rank}: it cannot be told where these tensors lie", wrong)
         self._slots, self._specs, self._names, self._device = slots, _specs(found), set(self._given), device
-        return TrainerLayout(Traced(tuple(sorted(specs)), tuple(fragments)), bound.roots, bound.tensors)
+        trained = frozenset(s.name for s in found if s.get().requires_grad)
+        return TrainerLayout(Traced(tuple(sorted(specs)), tuple(fragments)), bound.roots, bound.tensors, trained)
 
     def check(self) -> str:
         """ "same", "moved" or "changed"; see session.trainer.Source. RebindError as `read`."""

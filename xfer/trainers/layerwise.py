@@ -99,7 +99,8 @@ class LayerWiseTrainer:
         used = {f.root for f in fragments}
         roots = tuple(r for r in layout.roots if r.name in used)
         self._kept = tuple(r.name for r in roots)
-        return TrainerLayout(replace(traced, fragments=fragments), roots, {n: layout.tensors[n] for n in self._kept})
+        tensors = {n: layout.tensors[n] for n in self._kept}
+        return replace(layout, traced=replace(traced, fragments=fragments), roots=roots, tensors=tensors)
 
     def _offered(self, traced: Traced, owners: _Owners) -> tuple[Fragment, ...]:
         """What no other rank owns."""

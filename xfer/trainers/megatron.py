@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from xfer.errors import LayoutError, RebindError, Unsupported
+from xfer.kernels.cuda_driver import unmapped
 from xfer.trace.boxes import relocate
 from xfer.trace.collectives import objects_stay_home
 from xfer.trace.export import ExportWatch, twin
@@ -119,12 +120,23 @@ class MegatronTrainer:
         believing that the new ones had been.
         """
         groups = [g for chunk in self.chunks for g in _bucket_groups(chunk)]
+        self._refuse_paused([b for g in groups if not g.param_gather_dispatched for b in g.buckets])
         for group in groups:
             if not group.param_gather_dispatched:
                 group.start_param_sync()
         for group in groups:
             group.finish_param_sync(skip_next_bucket_dispatch=True)
         drain_over(p for chunk in self.chunks for p in chunk.parameters())
+
+    def _refuse_paused(self, buckets: Sequence) -> None:
+        """RebindError where a gather would write to memory that is paused."""
+        if gone := unmapped([b.param_data for b in buckets])():
+            names = {id(slot.get()): slot.name for slot in walk(self.chunks)}
+            some = ", ".join(names[id(p)] for p in buckets[gone[0]].params_list[:3])
+            raise RebindError(
+                f"trainer {self.rank}: parameters have to be gathered, and there is no memory behind them",
+                [f"{len(gone)} buckets, with {some}: paused (torch_memory_saver)? Resume the weights before xfer reads them"],
+            )
 
     # -- layout -------------------------------------------------------------------------------------------------------
 
@@ -148,23 +160,25 @@ class MegatronTrainer:
                 seen.replace(probe_export(model_bridge, self.chunks, names, slot_of, failing, device))
         traced = _canonical(seen.result(self.rank), index, self._rows(seen.vocab), self.rank)
         computed = Computed(traced, device, self._scratch_bytes) if traced.recipes or traced.gathers else None
-        slots = Slots(self.chunks, [slot_of[id(t.param_weight)] for t in (*tasks, *factor_tasks(adapters))])
+        found = [slot_of[id(t.param_weight)] for t in (*tasks, *factor_tasks(adapters))]
+        slots = Slots(self.chunks, found, unmapped=unmapped)
         bound = slots.bind()
         refuse_elsewhere(slots.slots, device, f"trainer {self.rank}")
         self._slots, self._device = slots, device
         self._computed, self._scales = computed, Scales(self.chunks, adapters)
         self._groups = process_groups() if computed is not None and computed.exchanges else []
+        trained = _trained(traced, slots.slots)
         traced = _relocate(traced, bound)
         if computed is None:
-            return TrainerLayout(traced, bound.roots, bound.tensors)
+            return TrainerLayout(traced, bound.roots, bound.tensors, trained)
         traced = replace(traced, fragments=traced.fragments + computed.fragments)
-        return TrainerLayout(traced, (*bound.roots, computed.root), self._with_scratch(bound.tensors))
+        return TrainerLayout(traced, (*bound.roots, computed.root), self._with_scratch(bound.tensors), trained)
 
     def check(self) -> str:
         """Is every storage where `read` or `rebind` found it, and do adapters have the scales that they had? Are the groups that
         `compute` gathers over still Megatron's? "same", "moved" (call `rebind`) or "changed" (call `read`).
 
-        RebindError lists parameters without bytes, or on another device. Cheap enough to run while bytes move.
+        RebindError lists parameters without bytes, whose memory is paused, or on another device. Cheap enough to run while bytes move.
         """
         state = self._slots.check() if self._slots else "changed"
         if self._groups and not all(map(is_, self._groups, process_groups())):
@@ -478,6 +492,13 @@ def _cut(f: Fragment, shape: tuple[int, ...]) -> Fragment | None:
     if n <= 0:
         return None
     return replace(f, extent=(n, *f.extent[1:]), strides=(f.strides[0] if n > 1 else 0, *f.strides[1:]))
+
+
+def _trained(traced: Traced, slots: Iterable[Slot]) -> frozenset[str]:
+    """Exported tensors that lie in, or are computed from, a parameter that requires grad."""
+    grad = {slot.name for slot in slots if slot.get().requires_grad}
+    held = {f.tensor for f in traced.fragments if f.root in grad}
+    return frozenset(held | {r.target for r in traced.recipes if not grad.isdisjoint(r.sources)})
 
 
 def _relocate(traced: Traced, bound: Binding) -> Traced:
