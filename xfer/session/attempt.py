@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 from xfer.errors import DeadlineExceeded, EngineLost, PeerLost, PlanMismatch, VerificationError, XferError
 from xfer.session import messages as m
 from xfer.session import relays
-from xfer.session.bounds import ANSWER_GRACE_S, CAUSE_S, SETTLE_GRACE_S, STOP_GRACE_S, TOGETHER_S
-from xfer.session.run import Run, checksum_violations, differences, outcome_of, waiting_for
+from xfer.session.bounds import ANSWER_GRACE_S, APART_S, CAUSE_S, SETTLE_GRACE_S, STOP_GRACE_S, TOGETHER_S
+from xfer.session.run import STUCK, Run, checksum_violations, differences, outcome_of, waiting_for
 from xfer.session.timeline import HUB, mark
 
 if TYPE_CHECKING:
@@ -168,6 +168,14 @@ class Attempt:
                 )
             )
             return
+        if client.hello.index in run.astray:
+            run.astray.discard(client.hello.index)
+            client.send(m.Again(self.number))
+            return
+        run.replica.in_step = msg.in_step
+        if msg.in_step and not run.armed:
+            due, calls = time.monotonic() + APART_S * 2**run.calls, run.calls
+            self.hub.at(due, lambda: self._call_again(run, calls), of=self)
         run.armed.add(client.hello.index)
         if msg.unread is not None:
             run.unread[client.hello.index] = msg
@@ -175,6 +183,18 @@ class Attempt:
             run.armed_at = time.monotonic()
             mark(HUB, f"replica {run.replica.index}: all workers are armed")
         self.advance()
+
+    def _call_again(self, run: Run, calls: int) -> None:
+        """Some data-parallel ranks are in the update call. Others can be in a step, if somebody resumed the engine meanwhile, and a step
+        ends when all ranks have taken part. So those in the call leave it, the others enter and leave it too, and then the
+        controller pauses the engine and calls anew."""
+        if run.state != "arming" or run.calls != calls or len(run.armed) == run.replica.size:
+            return
+        run.calls += 1
+        run.astray = set(range(run.replica.size)) - run.armed
+        run.replica.controller.send(m.Again(self.number))
+        self.hub.broadcast([run.replica.workers[w] for w in run.armed if w in run.replica.workers], m.Again(self.number))
+        run.armed.clear()
 
     def advance(self) -> None:
         """Move every line that can move. Called whenever something changed."""
@@ -323,6 +343,7 @@ class Attempt:
 
     def _settle_timer(self, run: Run) -> None:
         r, now, grace = run.replica, time.monotonic(), SETTLE_GRACE_S
+        stuck = [f"replica {r.index}: {STUCK}"] if r.in_step else []
 
         def unsettled() -> None:
             """Trainers have waited long enough; for the controller it is not too late."""
@@ -330,15 +351,14 @@ class Attempt:
                 run.state, r.unsettled, r.dirty = "over", self.number, run.error is not None and run.dirty
                 run.error = run.error or DeadlineExceeded(
                     f"replica {r.index} holds version {self.version!r}, but its engine was not back in service in time",
-                    [f"replica {r.index} controller: resuming; the next refit waits for it"],
+                    [f"replica {r.index} controller: resuming; the next refit waits for it", *stuck],
                 )
                 self.finish_if_over()
 
         def never() -> None:
             if run.state == "settling" or r.unsettled == self.number:
-                self.hub.lose(
-                    r, EngineLost(f"replica {r.index} was not back in service {grace:.0f} s after the decision")
-                )
+                late = f"replica {r.index} was not back in service {grace:.0f} s after the decision"
+                self.hub.lose(r, EngineLost(late, stuck))
                 self.finish_if_over()
 
         self.hub.at(max(now, self.until) + ANSWER_GRACE_S, unsettled, of=self)

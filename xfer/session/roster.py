@@ -108,6 +108,7 @@ class Replica:
     plan_s: float = 0.0  # what the present attempt spends on a new plan,
     link_s: float = 0.0  # and on opening links and routes
     stage_at: float = 0.0  # monotonic time from which the stage that runs counts
+    in_step: bool = False  # its workers are of data-parallel ranks, as they said when they armed
     unsettled: int = 0  # attempt after which its controller has not said yet what the engine serves
     stale: bool = False  # an inventory came after the plan was made: only a new plan may run
     hands: dict[int, bytes] = field(default_factory=dict)  # worker -> what the next one in a row may read of it

@@ -16,6 +16,12 @@ if TYPE_CHECKING:
     from xfer.session.roster import Replica
 
 
+STUCK = (
+    "data-parallel ranks can wait for one another for good where somebody else paused or resumed their engine during a refit, or "
+    "resumed one that was not paused: then restart it"
+)
+
+
 @dataclass(eq=False)
 class Run:
     """One replica in this attempt."""
@@ -23,6 +29,8 @@ class Run:
     replica: Replica
     state: str = "arming"
     armed: set[int] = field(default_factory=set)
+    calls: int = 0  # how many of its update calls did not bring its workers together
+    astray: set[int] = field(default_factory=set)  # workers that have yet to enter the last of those, and leave it
     unread: dict[int, m.Armed] = field(default_factory=dict)  # of workers that could make nothing of the catalog that they had
     done: dict[str, m.Done] = field(default_factory=dict)
     committed: set[int] = field(default_factory=set)
@@ -67,6 +75,8 @@ def waiting_for(attempt: Attempt, run: Run) -> list[str]:
             for w in range(r.size)
             if w not in run.armed
         ]
+        if r.in_step and len(run.armed) < r.size:
+            who.append(f"replica {r.index}: {STUCK}")
         who += [
             f"{c.label}: {r.state}"
             for c in sorted(r.pending, key=lambda c: c.label)
