@@ -94,6 +94,9 @@ class FakeAsync:
     async def pause_generation(self, *, mode, clear_cache):
         return await self._do("pause_generation", mode, clear_cache)
 
+    async def resume_generation(self):
+        return await self._do("resume_generation")
+
     async def collective_rpc(self, name, kwargs):
         return await self._do(name, *kwargs.values())
 
@@ -448,9 +451,6 @@ def test_pauses_and_resumes_of_data_parallel_ranks_do_not_overlap(waits):
             sent.append(args[0].partition("_")[0])
             return await super()._do(*args)
 
-        async def resume_generation(self):
-            return await self._do("resume_generation")
-
     with running_loop() as loop:
         engine = Engine(core)
         first, second = AsyncEngine(engine, loop), AsyncEngine(engine, loop)
@@ -477,6 +477,9 @@ def test_pauses_and_resumes_of_data_parallel_ranks_do_not_overlap(waits):
         second.pause(T)
         second.resume(T)
         assert sent[3:] == ["pause", "resume"]
+        seen = weakref.ref(engine)
+        del first, second, engine, refit
+        assert eventually(lambda: seen() is None), "vLLM's engines end their processes when they are let go of"
 
 
 def test_an_async_engine_is_paused_by_its_core_which_does_not_sleep():

@@ -18,6 +18,7 @@ import asyncio
 import logging
 import threading
 import time
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import Future
@@ -398,9 +399,8 @@ class PauseTurns:
 
     def __init__(self, engine: Any):
         self._lock = asyncio.Lock()
-        self._is_paused, self._resume = _if_there_async(engine, "is_paused"), engine.resume_generation
-        self.pause_generation = engine.pause_generation
-        engine.pause_generation, engine.resume_generation = self.of(self.pause_generation), self.of(self._resume_paused)
+        self._engine = weakref.ref(engine)  # which ends its processes when nothing refers to it any more
+        engine.pause_generation, engine.resume_generation = self.of(self.pause), self.of(self._resume)
         engine.xfer_pause_turns = self
 
     @classmethod
@@ -418,9 +418,15 @@ class PauseTurns:
 
         return in_turn
 
-    async def _resume_paused(self, *args: Any, **how: Any) -> None:
-        if await self._is_paused() is not False:
-            await self._resume(*args, **how)
+    async def pause(self, *args: Any, **how: Any) -> None:
+        """The engine's own method, out of turn."""
+        engine = self._engine()
+        await type(engine).pause_generation(engine, *args, **how)
+
+    async def _resume(self, *args: Any, **how: Any) -> None:
+        engine = self._engine()
+        if await _if_there_async(engine, "is_paused")() is not False:
+            await type(engine).resume_generation(engine, *args, **how)
 
 
 class AsyncEngine(Handle):
@@ -480,7 +486,7 @@ class AsyncEngine(Handle):
         pause = getattr(core, "pause_scheduler_async", None)
         if self._turns is None:
             return pause or self._engine.pause_generation
-        return self._turns.of(pause or self._turns.pause_generation)
+        return self._turns.of(pause or self._turns.pause)
 
     async def _reset_prefix(self) -> Any:
         """Whether every data-parallel rank did. vLLM 0.25 gives the first one's answer only."""

@@ -195,6 +195,7 @@ class Attempt:
         run.replica.controller.send(m.Again(self.number))
         self.hub.broadcast([run.replica.workers[w] for w in run.armed if w in run.replica.workers], m.Again(self.number))
         run.armed.clear()
+        run.unread.clear()
 
     def advance(self) -> None:
         """Move every line that can move. Called whenever something changed."""
