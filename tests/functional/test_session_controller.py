@@ -295,6 +295,43 @@ def test_ranks_that_wait_for_one_another_are_paused_before_a_worker_is_kept_in_t
         assert world.refit(1)[0].committed == 1
 
 
+class Apart(ToyEngine):
+    """Data-parallel ranks of an engine that somebody resumed just before `update` was called, if `resumed` says so: the later rank is in
+    a step, which ends when the earlier one takes part, and that one is in the call."""
+
+    def __init__(self, later: int):
+        super().__init__(2)
+        self.in_step, self.later, self.resumed = True, later, False
+
+    def update(self, info, timeout):
+        if not self.resumed:
+            return super().update(info, timeout)
+        self._did("update")
+        self.resumed = False
+        for rank in (1 - self.later, self.later):
+            self.sessions[rank].receive(info["attempt"], info["deadline_s"])
+
+
+@pytest.mark.parametrize("later", [0, 1])
+def test_data_parallel_ranks_that_did_not_come_together_are_paused_and_called_again(monkeypatch, later):
+    monkeypatch.setattr("xfer.coordinator.commit.APART_S", 0.2)
+    toy = Apart(later)
+    with World(trainers=1, engines=[toy]) as world:
+        world.controllers[0].wait_ready(5)
+        toy.log.clear()
+        good(world.refit(1))
+        once = list(toy.log)
+        toy.log.clear()
+        toy.resumed = True
+        good(world.refit(2))
+        assert once == ["pause", "start", "update", "finish", "reset", "resume"]
+        assert toy.log == ["pause", "start", "update", "pause", "update", "finish", "reset", "resume"]
+        assert not any(t.wrong(2) for t in toy.takers)
+        toy.log.clear()
+        good(world.refit(3))
+        assert toy.log == once
+
+
 class InStep(CallableEngine):
     def ranks_in_step(self, timeout=0.0):
         return True

@@ -280,7 +280,7 @@ class Worker(Process):
         if getattr(self, "_moved", False):
             self._moved, self.layout, news = False, self.layout + 1, {"rebound": True}
             news["inventory"] = self.inventory()
-        self.say(m.Armed(self.receiving, generation=self.generation, **news))
+        self.say(m.Armed(self.receiving, generation=self.generation, in_step=self.job.in_step, **news))
         while self.inbox and self.receiving:
             self._take(self.inbox.popleft())
 
@@ -325,6 +325,8 @@ class Worker(Process):
                 return self._give_up("it cannot install")
             self.content = message.version
             self.say(m.Committed(self.replica, message.attempt))
+            self._leave(failed=False)
+        elif isinstance(message, m.CallAgain) and message.attempt == self.receiving:
             self._leave(failed=False)
         elif isinstance(message, m.Abort) and message.attempt == self.receiving:
             self.job.decided(self, message.attempt, False)
@@ -392,7 +394,7 @@ class Controller(Process):
         self.engine, self.version = engine, ""
         self.visit: m.Arm | None = None
         self.due, self.verdict, self.later = 0.0, None, deque()
-        self.ready = self.kept_out = self.to_open = False
+        self.ready = self.kept_out = self.to_open = self.again = False
         self.say(m.Hello(m.WIRE_VERSION, "controller", 0, self.job.workers, self.replica, "engine", 1))
 
     def hear(self, message: m.Message | None) -> None:
@@ -407,6 +409,8 @@ class Controller(Process):
             self.ready = True
         elif isinstance(message, m.Failed) and message.replica == self.replica:
             self.kept_out = True  # while it joins; later than that, a process of the replica is gone
+        elif isinstance(message, m.CallAgain):
+            self.again = self.visit is not None and message.attempt == self.visit.attempt
         elif self.visit is not None and not isinstance(message, m.Commit | m.Settle):
             self.later.append(message)
         else:
@@ -439,11 +443,14 @@ class Controller(Process):
             return
         if self.to_open and all(w.joined or w.kept_out or not w.alive for w in e.workers):  # its init call has returned
             self._open()
+        if self.again and not e.inside:
+            self.again = False
+            self._open()
         if self.verdict is None and self.job.now > self.due + STOP_GRACE_S + SETTLE_GRACE_S:
             self.verdict = m.Settle(arm.attempt, True, m.WireError.of(PeerLost("silence"), ""))
         if self.verdict is None or e.inside or self.to_open or self.job.faults.get((self, m.Settled)):
             return
-        verdict, self.visit = self.verdict, None
+        verdict, self.visit, self.again = self.verdict, None, False
         if isinstance(verdict, m.Commit):
             good = not e.failed
             e.torn, e.serving = not good, good
@@ -460,8 +467,10 @@ class Controller(Process):
 class Job:
     """All of it. `faults`: (process, kind of message) -> True makes the process fail where it would say or do that."""
 
-    def __init__(self, trainers: int, replicas: int, workers: int, seed: int = 0, relay: bool = False):
-        self.workers, self.now = workers, 1000.0
+    def __init__(
+        self, trainers: int, replicas: int, workers: int, seed: int = 0, relay: bool = False, in_step: bool = False
+    ):
+        self.workers, self.in_step, self.now = workers, in_step, 1000.0
         self.options = Options(trainers, replicas, DEADLINE_S, 1 << 20, relay=relay)
         self.coordinator = Coordinator(self.options, "session", self.now)
         self.random = random.Random(seed)

@@ -240,7 +240,15 @@ class ToyEngine:
     def init(self, info, timeout):
         self.sessions = [
             WorkerSession(
-                t, info["replica"], i, info["workers"], info["rendezvous"], info["token"], info["deadline_s"], self.open
+                t,
+                info["replica"],
+                i,
+                info["workers"],
+                info["rendezvous"],
+                info["token"],
+                info["deadline_s"],
+                self.open,
+                self.in_step,
             )
             for i, t in enumerate(self.takers)
         ]

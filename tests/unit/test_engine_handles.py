@@ -85,13 +85,17 @@ class FakeAsync:
 
     def __init__(self, core):
         self.core, self.thread = core, ThreadPoolExecutor(1)
-        self.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(world_size_across_dp=core.world))
+        parallel = SimpleNamespace(world_size_across_dp=core.world, data_parallel_size=2)
+        self.vllm_config = SimpleNamespace(parallel_config=parallel)
 
     async def _do(self, *args):
         return await asyncio.get_running_loop().run_in_executor(self.thread, self.core.do, *args)
 
     async def pause_generation(self, *, mode, clear_cache):
         return await self._do("pause_generation", mode, clear_cache)
+
+    async def resume_generation(self):
+        return await self._do("resume_generation")
 
     async def collective_rpc(self, name, kwargs):
         return await self._do(name, *kwargs.values())
@@ -260,6 +264,19 @@ def test_a_refit_leaves_a_pause_that_somebody_else_began(pair):
     assert core.calls.count("is_paused") == asked, "asked while the engine still served"
 
 
+def test_an_engine_that_somebody_else_resumed_during_a_refit_is_not_resumed_again(pair):
+    """vLLM's data-parallel ranks can hang when an engine that is not paused is resumed (tests/functional/test_refit_resumed.py)."""
+    handle, core = pair
+    if isinstance(handle, OfflineLLM):
+        return  # has no such ranks
+    handle.pause(T)
+    core.paused = False
+    handle.resume(T)
+    assert "resume_generation" not in core.calls
+    refit(handle)
+    assert core.calls.count("resume_generation") == 1 and not core.paused
+
+
 @given(st.lists(st.sampled_from(["pause", "resume", "late", "torn", "commit"]), max_size=6))
 @settings(max_examples=80, deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate])
 @example(["late"])  # a long request, in pause mode "wait": the pause ends when the refit has long given up
@@ -418,6 +435,51 @@ def test_what_is_known_to_follow_is_sent_before_the_answer_and_not_twice(pair):
             core.calls.count(c) == n for c in ("start_weight_update", "update_weights", "finish_weight_update", *CACHES)
         )
     assert core.version == "v1" and not core.active and not handle.session_open
+
+
+@pytest.mark.parametrize("waits", [True, False], ids=["the owner waits", "the owner does not wait"])
+def test_pauses_and_resumes_of_data_parallel_ranks_do_not_overlap(waits):
+    """Whoever makes them, through whichever handle: ranks carry out each between steps of their own."""
+    core, sent = FakeVllm(), []
+    ended = core.block["pause_generation"] = threading.Event()
+
+    class Engine(FakeAsync):
+        async def is_paused(self):
+            return core.paused
+
+        async def _do(self, *args):
+            sent.append(args[0].partition("_")[0])
+            return await super()._do(*args)
+
+    with running_loop() as loop:
+        engine = Engine(core)
+        first, second = AsyncEngine(engine, loop), AsyncEngine(engine, loop)
+
+        def owner(call, **how):
+            return asyncio.run_coroutine_threadsafe(getattr(engine, call)(**how), loop)
+
+        pausing = owner("pause_generation", mode="keep", clear_cache=False)
+        assert eventually(lambda: sent == ["pause"])
+        if not waits:
+            pausing.cancel()
+        refit = threading.Thread(target=first.pause, args=(T,))
+        refit.start()
+        time.sleep(0.1)
+        resuming = owner("resume_generation")
+        time.sleep(0.1)
+        assert sent == ["pause"]
+        ended.set()
+        resuming.result(T)
+        refit.join(T)
+        assert sent == ["pause", "pause", "resume"] and not core.paused
+        owner("resume_generation").result(T)
+        assert len(sent) == 3, "it was not paused"
+        second.pause(T)
+        second.resume(T)
+        assert sent[3:] == ["pause", "resume"]
+        seen = weakref.ref(engine)
+        del first, second, engine, refit
+        assert eventually(lambda: seen() is None), "vLLM's engines end their processes when they are let go of"
 
 
 def test_an_async_engine_is_paused_by_its_core_which_does_not_sleep():

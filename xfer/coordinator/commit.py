@@ -17,11 +17,17 @@ from xfer.coordinator.state import ReplicaPhase
 from xfer.errors import DeadlineExceeded, EngineLost, PeerLost, VerificationError, XferError
 from xfer.plan.checksum import added
 from xfer.session import messages as m
-from xfer.session.bounds import ANSWER_GRACE_S, CAUSE_S, SETTLE_GRACE_S, STOP_GRACE_S
+from xfer.session.bounds import ANSWER_GRACE_S, APART_S, CAUSE_S, SETTLE_GRACE_S, STOP_GRACE_S
 
 if TYPE_CHECKING:
     from xfer.coordinator.refit import Refit
     from xfer.coordinator.state import Client, Replica
+
+
+STUCK = (
+    "data-parallel ranks can wait for one another for good where somebody else paused or resumed their engine during a refit, or "
+    "resumed one that was not paused: then restart it"
+)
 
 
 class Phase(Enum):
@@ -62,6 +68,8 @@ class ReplicaRefit:
     replica: Replica
     phase: Phase = Phase.ARMING
     armed: set[int] = field(default_factory=set)
+    calls: int = 0  # how many update calls did not bring its workers together
+    astray: set[int] = field(default_factory=set)  # workers that have yet to enter the last of those, and leave it
     unread: dict[int, m.Armed] = field(default_factory=dict)  # workers that could not read a layout over their catalog
     done: dict[str, m.Done] = field(default_factory=dict)
     committed: set[int] = field(default_factory=set)
@@ -114,6 +122,13 @@ class ReplicaRefit:
         if self.phase is not Phase.ARMING:
             why = m.WireError.of(self.error or EngineLost("too late"), "rendezvous")
             return client.send(m.Abort(self.replica.index, self.refit.number, self.replica.epoch, why))
+        if client.hello.index in self.astray:
+            self.astray.discard(client.hello.index)
+            return client.send(m.CallAgain(self.refit.number))
+        self.replica.in_step = msg.in_step
+        if msg.in_step and not self.armed:
+            due, calls = co.now + APART_S * 2**self.calls, self.calls
+            co.at(due, lambda: self._call_again(calls), of=self.refit)
         self.armed.add(client.hello.index)
         if msg.unread is not None:
             self.unread[client.hello.index] = msg
@@ -121,6 +136,23 @@ class ReplicaRefit:
             self.armed_at = co.now
             co.mark(f"replica {self.replica.index}: all workers are armed")
         self.refit.advance()
+
+    def _call_again(self, calls: int) -> None:
+        """Have the update call made anew, since it did not bring all data-parallel ranks together.
+
+        Some ranks are in the call. Others can be in a step, if somebody resumed the engine meanwhile, and a step ends when
+        all ranks have taken part in it. So those in the call leave it, the others enter it and leave it too, and then the
+        controller pauses the engine and calls anew.
+        """
+        r, number = self.replica, self.refit.number
+        if self.phase is not Phase.ARMING or self.calls != calls or len(self.armed) == r.size:
+            return
+        self.calls += 1
+        self.astray = set(range(r.size)) - self.armed
+        r.controller.send(m.CallAgain(number))
+        self.refit.coordinator.broadcast([r.workers[w] for w in self.armed if w in r.workers], m.CallAgain(number))
+        self.armed.clear()
+        self.unread.clear()
 
     def go(self, together: tuple[int, ...]) -> None:
         """Bytes move from here on."""
@@ -301,6 +333,7 @@ class ReplicaRefit:
 
     def _settle_timers(self) -> None:
         co, r, refit = self.refit.coordinator, self.replica, self.refit
+        stuck = [f"replica {r.index}: {STUCK}"] if r.in_step else []
 
         def unsettled() -> None:
             """Trainers have waited long enough; for the controller it is not too late."""
@@ -309,14 +342,14 @@ class ReplicaRefit:
                 r.unsettled, r.dirty = refit.number, self.error is not None and self.dirty
                 self.error = self.error or DeadlineExceeded(
                     f"replica {r.index} holds version {refit.version!r}, but its engine was not back in service in time",
-                    [f"replica {r.index} controller: resuming; the next refit waits for it"],
+                    [f"replica {r.index} controller: resuming; the next refit waits for it", *stuck],
                 )
                 refit.finish_if_over()
 
         def never() -> None:
             if self.phase is Phase.SETTLING or r.unsettled == refit.number:
                 late = f"replica {r.index} was not back in service {SETTLE_GRACE_S:.0f} s after the decision"
-                co.lose(r, EngineLost(late))
+                co.lose(r, EngineLost(late, stuck))
                 refit.finish_if_over()
 
         co.at(max(co.now, refit.until) + ANSWER_GRACE_S, unsettled, of=refit)
@@ -353,6 +386,8 @@ class ReplicaRefit:
             for w in range(r.size)
             if w not in self.armed
         ]
+        if r.in_step and len(self.armed) < r.size:
+            who.append(f"replica {r.index}: {STUCK}")
         if r.phase.opening:
             who += [f"{c.label}: {r.phase.value}" for c in sorted(r.pending, key=lambda c: c.label)]
         if r.stale and len(refit.drained) == co.options.trainers and len(self.armed) == r.size:

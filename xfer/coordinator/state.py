@@ -101,6 +101,7 @@ class Replica:
     plan_s: float = 0.0  # seconds that the running refit spends on a new plan,
     link_s: float = 0.0  # and on opening links and routes
     stage_at: float = 0.0  # when the present stage began
+    in_step: bool = False  # its workers are of data-parallel ranks, as they said when they armed
     unsettled: int = 0  # the refit after which its controller has not said what the engine serves
     hands: dict[int, bytes] = field(default_factory=dict)  # worker -> what the next replica of a relay chain may read of it
     before: tuple[int, int] | None = None  # index and epoch of the replica that the routes were opened behind

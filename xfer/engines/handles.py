@@ -18,6 +18,7 @@ import asyncio
 import logging
 import threading
 import time
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import Future
@@ -26,6 +27,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from xfer.coordinator.commit import STUCK
 from xfer.engines.call_thread import CallThread
 from xfer.engines.gate import Gate
 from xfer.engines.interface import ASK_S, EngineHandle
@@ -52,6 +54,8 @@ class _Outstanding:
 class Handle(ABC):
     """Session state, deadlines and error texts of all handles; a subclass says how one call is sent."""
 
+    _in_step = True
+    """Whether the engine may have data-parallel ranks that wait for one another in every step. True where nobody knows."""
     in_order = False
     """Whether the engine carries out calls in the order in which they were sent, each when the one before has ended. Then a call
     may be sent before the one before is answered, which saves the time that answers take."""
@@ -122,24 +126,38 @@ class Handle(ABC):
         with self._sequence(timeout) as left:
             if self._paused and not self._theirs:
                 return
-            try:
-                self._asked = self._call("is_paused", left()) is True
-            except (DeadlineExceeded, EngineLost):
-                raise
-            except XferError:
-                self._asked = self._theirs  # who cannot say so was not paused
+            said = self._is_paused(left())
+            self._asked = self._theirs if said is None else said  # an engine that cannot say so was not paused
             self._theirs = self._theirs and self._asked  # whose it was may have ended it, and ours with it
+
+    def _is_paused(self, timeout: float) -> bool | None:
+        """None: the engine cannot say."""
+        try:
+            said = self._call("is_paused", timeout)
+        except (DeadlineExceeded, EngineLost):
+            raise
+        except XferError:
+            return None
+        return said if isinstance(said, bool) else None
 
     def _now_paused(self) -> None:
         self._paused, self._theirs, self._asked = True, self._theirs or bool(self._asked), None
 
     def resume(self, timeout: float) -> None:
         with self._sequence(timeout) as left:
-            if self._paused and not self._theirs:
-                self._call("resume", left(), done=lambda: setattr(self, "_paused", False))
-            elif self._paused:
+            if self._paused and self._theirs:
                 logger.info("xfer: %s was paused by somebody else before the refit, and stays so", self.name)
                 self._paused = self._theirs = False
+            elif self._paused and self._resumed(left()):
+                logger.warning("xfer: %s was resumed by somebody else during the refit", self.name)
+                self._paused = False
+            elif self._paused:
+                self._call("resume", left(), done=lambda: setattr(self, "_paused", False))
+
+    def _resumed(self, timeout: float) -> bool:
+        """Whether somebody else has ended our pause already, where a second resume can do harm. vLLM's data-parallel ranks can hang for
+        good when one comes (vLLM pull request 55229): ranks that have begun a step skip the all-reduce in which the others wait."""
+        return self._in_step and self._is_paused(timeout) is False
 
     def has_drafter(self, timeout: float) -> bool:
         return all(self._call("has_drafter", timeout) or [False])
@@ -247,9 +265,10 @@ class Handle(ABC):
                 sent.future.exception(left())
             except FutureTimeout:
                 self._outstanding = sent
-                raise DeadlineExceeded(
-                    f"{self.name} did not answer {call} in {timeout:.1f} s", ["the next call waits for this one to end"]
-                ) from None
+                waits = ["the next call waits for this one to end"]
+                if self._in_step and call in ("is_paused", "pause", "resume"):
+                    waits.append(STUCK)
+                raise DeadlineExceeded(f"{self.name} did not answer {call} in {timeout:.1f} s", waits) from None
             sent.settled()
             error = sent.future.exception()
             if error is None:
@@ -294,6 +313,7 @@ class OfflineLLM(Handle):
     """
 
     in_order = True  # one thread makes all calls
+    _in_step = False  # the gate is not vLLM's pause
 
     def __init__(self, llm: Any, name: str = "LLM"):
         super().__init__(name)
@@ -369,6 +389,46 @@ class OfflineLLM(Handle):
         return calls[call]()
 
 
+class PauseTurns:
+    """Pauses and resumes of one `AsyncLLM` with data-parallel ranks, by its owner and by refits: one call at a time.
+
+    Each rank carries out a call between two steps of its own. If two calls overlap, or an engine that is not paused is resumed, one
+    rank can wait in the all-reduce of a resume while another waits for it in a step, and neither ends. So the engine object gets two
+    methods in place of its own: they wait for calls before them, and a resume first asks whether the engine is paused.
+    """
+
+    def __init__(self, engine: Any):
+        self._lock = asyncio.Lock()
+        self._engine = weakref.ref(engine)  # which ends its processes when nothing refers to it any more
+        engine.pause_generation, engine.resume_generation = self.of(self.pause), self.of(self._resume)
+        engine.xfer_pause_turns = self
+
+    @classmethod
+    def on(cls, engine: Any) -> PauseTurns:
+        """Those of an earlier handle, if there was one."""
+        return vars(engine).get("xfer_pause_turns") or cls(engine)
+
+    def of(self, call: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[None]]:
+        async def alone(*args: Any, **how: Any) -> None:
+            async with self._lock:
+                await call(*args, **how)
+
+        async def in_turn(*args: Any, **how: Any) -> None:
+            await asyncio.shield(alone(*args, **how))  # a caller that gives up does not end what the ranks do
+
+        return in_turn
+
+    async def pause(self, *args: Any, **how: Any) -> None:
+        """The engine's own method, out of turn."""
+        engine = self._engine()
+        await type(engine).pause_generation(engine, *args, **how)
+
+    async def _resume(self, *args: Any, **how: Any) -> None:
+        engine = self._engine()
+        if await _if_there_async(engine, "is_paused")() is not False:
+            await type(engine).resume_generation(engine, *args, **how)
+
+
 class AsyncEngine(Handle):
     """vLLM's `AsyncLLM`, driven from a thread other than the one that runs its event loop."""
 
@@ -385,6 +445,9 @@ class AsyncEngine(Handle):
         send before they wait, to an engine core that reads one queue; what wraps them may do otherwise."""
         super().__init__(name)
         self._engine, self._loop, self._mode = engine, loop, pause_mode
+        parallel = getattr(getattr(engine, "vllm_config", None), "parallel_config", None)
+        self._in_step = getattr(parallel, "data_parallel_size", 1) > 1
+        self._turns = PauseTurns.on(engine) if self._in_step else None
         calls = ("start_weight_update", "collective_rpc", "finish_weight_update", "reset_prefix_cache")
         self.in_order = all(map(self._is_vllms, calls)) if in_order is None else in_order
 
@@ -397,8 +460,10 @@ class AsyncEngine(Handle):
         return _reads_text_only(getattr(self._engine, "vllm_config", None))
 
     def ranks_in_step(self, timeout: float = ASK_S) -> bool:
-        parallel = getattr(getattr(self._engine, "vllm_config", None), "parallel_config", None)
-        return getattr(parallel, "data_parallel_size", 1) > 1
+        return self._in_step
+
+    def _resumed(self, timeout: float) -> bool:
+        return False  # a resume in turn asks itself
 
     def refuse_own_loop(self, call: str) -> None:
         """Unsupported on the thread of the engine's loop: what waits there for the engine waits for itself."""
@@ -415,10 +480,13 @@ class AsyncEngine(Handle):
         return asyncio.run_coroutine_threadsafe(self._now(call, **args), self._loop)
 
     def _pause(self) -> Callable[..., Awaitable[None]]:
-        """vLLM's own, then sleeps for 20 ms so that its callers see last outputs before it returns, "not required for correctness";
-        here they come while weights move."""
+        """vLLM's `pause_generation` sleeps for 20 ms at its end, so that its callers see last outputs before it returns, "not required for
+        correctness". Here these come while weights move, so the engine core is called without that."""
         core = getattr(self._engine, "engine_core", None) if self._is_vllms("pause_generation") else None
-        return getattr(core, "pause_scheduler_async", None) or self._engine.pause_generation
+        pause = getattr(core, "pause_scheduler_async", None)
+        if self._turns is None:
+            return pause or self._engine.pause_generation
+        return self._turns.of(pause or self._turns.pause)
 
     async def _reset_prefix(self) -> Any:
         """Whether every data-parallel rank did. vLLM 0.25 gives the first one's answer only."""

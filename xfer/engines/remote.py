@@ -70,7 +70,8 @@ class HttpEngine(Handle):
             time.sleep(_AGAIN_S)
 
     def ranks_in_step(self, timeout: float = ASK_S) -> bool:
-        return bool(self._call("ranks_in_step", timeout))
+        self._in_step = bool(self._call("ranks_in_step", timeout))
+        return self._in_step
 
     def _send(self, call: str, **args: Any) -> Future:
         return self._thread.submit(lambda: self._now(call, **args))

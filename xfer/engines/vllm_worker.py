@@ -130,6 +130,7 @@ class XferWeightTransferEngine(WeightTransferEngine[XferInitInfo, XferUpdateInfo
             token=info.token,
             deadline_s=info.deadline_s,
             session_open=self.session_open,
+            in_step=p.data_parallel_size > 1,
         )
         self.session.join()
 

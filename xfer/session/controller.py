@@ -7,6 +7,7 @@ on another. Only this class resumes an engine that it paused, and never one that
 from __future__ import annotations
 
 import logging
+import queue
 import threading
 import time
 from collections.abc import Callable
@@ -371,7 +372,7 @@ class Controller:
         try:
             while True:
                 message = self._party.take(
-                    (m.Commit, m.Settle, m.Failed, m.Decided),
+                    (m.Commit, m.Settle, m.Failed, m.Decided, m.CallAgain),
                     due + STOP_GRACE_S + SETTLE_GRACE_S,
                     "the decision",
                     lambda x: isinstance(x, m.Failed) or x.attempt == arm.attempt,
@@ -379,6 +380,8 @@ class Controller:
                 )
                 if isinstance(message, m.Decided):
                     visit.wind_up()
+                elif isinstance(message, m.CallAgain):
+                    visit.call_again()
                 elif isinstance(message, m.Failed):
                     lost.append(message)
                 else:
@@ -399,7 +402,8 @@ class _Visit:
         self._raised: list[BaseException] = []
         self._unwound: Exception | None = None
         self._info = {"attempt": arm.attempt, "deadline_s": arm.deadline_s}
-        self._decided = threading.Event()
+        self._decided = False
+        self._after: queue.SimpleQueue[bool] = queue.SimpleQueue()  # for the thread in `update`: whether to call it again
         self._phases: list[tuple[str, float]] = []
         self._began = self._clock = time.perf_counter()
 
@@ -429,10 +433,23 @@ class _Visit:
         except Exception as e:
             self._fail(e)
 
+    def call_again(self) -> None:
+        """Workers were told to return from `update`, which is then called again."""
+        logger.warning(
+            "xfer: replica %d: its data-parallel ranks did not come together, as if somebody had resumed the engine during the refit; "
+            "it is paused again", self.c.replica,
+        )  # fmt: skip
+        self._after.put(True)
+
+    def _decide(self) -> None:
+        """An update that returns now is not early."""
+        self._decided = True
+        self._after.put(False)
+
     def wind_up(self) -> None:
         """The workers are installing: everything up to serving, while the hub hears from them. `close` raises what fails."""
         try:
-            self._decided.set()  # an update that returns now is not early
+            self._decide()
             if self._update is not None and self._update.is_alive() and not self._raised:
                 self.handle.finish_ahead()
             self._wind_up(True)
@@ -444,14 +461,14 @@ class _Visit:
         commit = isinstance(decision, m.Commit)
         if self._unwound is not None:
             raise self._unwound
-        if not self._decided.is_set():
+        if not self._decided:
             self._wind_up(commit)
         if commit:
             self.handle.set_version(decision.version, SETTLE_GRACE_S)
         return commit
 
     def _wind_up(self, commit: bool) -> None:
-        self._decided.set()
+        self._decide()
         update = self._update
         if update is not None:
             update.join(timeout=STOP_GRACE_S * 2)
@@ -478,12 +495,14 @@ class _Visit:
     def _call(self) -> None:
         arm = self.arm
         try:
-            self.handle.update(self._info, arm.deadline_s + 2 * STOP_GRACE_S)
-            if not self._decided.wait(UPDATE_GRACE_S):  # e.g. the workers' plug-in is of another version and refused
-                raise EngineLost(
-                    f"replica {self.c.replica}: the engine's update call returned before the refit was decided",
-                    ["see the engine workers' logs"],
-                )
+            while True:
+                self.handle.update(self._info, arm.deadline_s + 2 * STOP_GRACE_S)
+                if not self._after.get(timeout=UPDATE_GRACE_S):
+                    return
+                self.handle.pause(arm.deadline_s)
+        except queue.Empty:  # e.g. the workers' plug-in is of another version and refused
+            why = f"replica {self.c.replica}: the engine's update call returned before the refit was decided"
+            self._fail(EngineLost(why, ["see the engine workers' logs"]))
         except BaseException as e:
             self._fail(e)
 

@@ -143,13 +143,22 @@ class Arm(WireMessage):
 
 class Armed(WireMessage):
     """worker -> hub: inside the receive call. `inventory`: empty unless the layout changed. `unread`: why no layout could be made from
-    the catalog of `generation`; the trainers may bring a newer one with this very attempt."""
+    the catalog of `generation`; the trainers may bring a newer one with this very attempt. `in_step`: the replica has data-parallel
+    ranks, which wait for one another in every step."""
 
     attempt: Count
     inventory: Digest = b""
     generation: Count = 0
     rebound: bool = False
     unread: WireError | None = None
+    in_step: bool = False
+
+
+class CallAgain(WireMessage):
+    """hub -> armed worker: return from the update call; nothing of this attempt comes to you in it. hub -> controller: pause the engine
+    once more, and call update again."""
+
+    attempt: Count
 
 
 class Go(WireMessage):
@@ -431,7 +440,7 @@ class StatusReply(WireMessage):
 Message = (
     Hello | Welcome | Refused | Specs | CatalogMsg | InventoryMsg | RollAsk | Roll | LayoutsAsk | Layouts | LayoutAsk | Layout
     | PlanInputs | Planned | OpenLink | LinkOpen | Found | ReplicaReady
-    | Prepare | Enter | Ready | Arm | Armed | Go | Brought | Progress | Done | Drained | Commit | Decided | Committed
+    | Prepare | Enter | Ready | Arm | Armed | CallAgain | Go | Brought | Progress | Done | Drained | Commit | Decided | Committed
     | Abort | Stopped | Settle | Settled | Failed | Release | CloseRoutes | RoutesClosed | Released
     | Outcome | Leave | Ping | Pong | StoreSet | StoreGet | StoreAdd | StoreCheck | StoreReply | StatusAsk | StatusReply
 )  # fmt: skip

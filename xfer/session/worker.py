@@ -77,10 +77,12 @@ class WorkerSession:
         token: str,
         deadline_s: float,
         session_open: bool = False,
+        in_step: bool = False,
     ):
+        """in_step: whether workers of this replica, or of others, wait for this one in every step of the engine."""
         self.model, self.replica, self.index, self.size = model, replica, worker_rank, workers
         self.rendezvous, self.deadline_s = rendezvous, deadline_s
-        self._token, self._session_open = token, session_open
+        self._token, self._session_open, self._in_step = token, session_open, in_step
         self.device = model.device
         self.error: XferError | None = None
         self._party: Party | None = None
@@ -280,12 +282,12 @@ class WorkerSession:
         faults.point("worker", self.index, "arm")
         rebound = self._lane_.rebound()
         mark(party.label, "looked at its storages: armed")
-        party.send(m.Armed(attempt, inventory, self._generation, rebound, unread))
+        party.send(m.Armed(attempt, inventory, self._generation, rebound, unread, self._in_step))
         if unread is None:
             self._told = self._inventory
         while True:
             message = party.take(
-                (m.Commit, m.Abort, m.Failed, m.CatalogMsg), due + STOP_GRACE_S, "the decision of this refit", due=due
+                (m.Commit, m.Abort, m.CallAgain, m.Failed, m.CatalogMsg), due + STOP_GRACE_S, "the decision of this refit", due=due
             )
             if isinstance(message, m.CatalogMsg):
                 self._read(message)
@@ -293,6 +295,8 @@ class WorkerSession:
                 self._raise_failed(message)
             elif message.attempt != attempt:
                 continue  # an answer to an earlier attempt
+            elif isinstance(message, m.CallAgain):
+                return
             elif isinstance(message, m.Commit):
                 faults.point("worker", self.index, "commit")
                 self._lane_.wait_idle(STOP_GRACE_S)
