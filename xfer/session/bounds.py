@@ -24,8 +24,8 @@ SETTLE_GRACE_S = 60.0
 """Seconds that a controller has to bring its engine back into service. Trainers do not wait for that beyond their
 deadline: the replica takes part in refits again once it has; later than that, it counts as lost."""
 APART_S = 2.0
-"""Seconds that data-parallel workers in the update call wait for the others before the coordinator has the call made again. They double with every
-such call of a refit."""
+"""Seconds that data-parallel workers in the update call wait for the others before the call is made again. They double with every such
+call of a refit."""
 TOGETHER_S = 5.0
 """Seconds that replicas which could begin wait for others: on the packed route for those that could be fed from the same
 gather, in a row of replicas for the one before, which they would read from."""
