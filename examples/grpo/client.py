@@ -18,6 +18,9 @@ _FINAL_ONLY = 2
 """vLLM's RequestOutputKind. Its route for tokens answers with the last thing that the engine said; vLLM 0.25 does not ask the engine to
 say all at the end, and so keeps, of several answers to one prompt, those that ended last."""
 
+DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+"""Uses no proxy, whatever `http_proxy` says: rollouts are asked with a password, in clear."""
+
 
 class RolloutClient:
     """`urls`: "http://HOST:PORT" of one rollout.py process per replica, in the order of the replicas."""
@@ -71,7 +74,7 @@ class RolloutClient:
         request = urllib.request.Request(url + path, json.dumps(body).encode(), self._headers)
         while True:
             try:
-                with urllib.request.urlopen(request, timeout=max(1.0, end - time.monotonic())) as reply:
+                with DIRECT.open(request, timeout=max(1.0, end - time.monotonic())) as reply:
                     said = json.loads(reply.read())
                 self._met.add(url)
                 return said
