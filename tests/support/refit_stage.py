@@ -110,7 +110,7 @@ def two_refits_are_fresh_loads(
         stage.truth.say(do="truth", folders=exports, layout=how)
         for step in (0, 1):
             want, got = stage.truth.expect("observed", timeout=240), seen[step][i]
-            assert got["version"] == str(step + 1)
+            assert got["version"] == step + 1
             wrong = differ(want, got)
             assert not wrong, f"after refit {step + 1}, replica {i}: {wrong[:10]}"
             assert got["outputs"] == want["outputs"], f"after refit {step + 1}, replica {i}"

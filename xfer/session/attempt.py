@@ -20,6 +20,7 @@ from xfer.session import relays
 from xfer.session.bounds import ANSWER_GRACE_S, CAUSE_S, SETTLE_GRACE_S, STOP_GRACE_S, TOGETHER_S
 from xfer.session.run import Run, checksum_violations, differences, outcome_of, waiting_for
 from xfer.session.timeline import HUB, mark
+from xfer.session.wire import Label
 
 if TYPE_CHECKING:
     from xfer.session.hub import Hub
@@ -37,7 +38,7 @@ class Attempt:
         self.drained: dict[int, m.Ready] = {}
         self.runs: dict[int, Run] = {}
         self.began = time.monotonic()
-        self.version = ""
+        self.version: Label = None
         self.verify = False
         self.ready_at = 0.0  # the last trainer was
         self.called = False  # by some trainer: its call is used up by this attempt, whatever becomes of it
@@ -95,7 +96,8 @@ class Attempt:
     def enter(self, client: Client, msg: m.Enter) -> None:
         self.called = True
         if not self.entered:
-            self.version, self.verify = msg.version or self.hub.calls.next_label(), msg.verify
+            self.version = self.hub.calls.next_label() if msg.version is None else msg.version
+            self.verify = msg.verify
             armed_until, self.began = self.began + self.armed_s, time.monotonic()
             self.deadline_s = min(msg.deadline_s, armed_until - self.began)
             self._deadline(self.deadline_s)
@@ -418,7 +420,7 @@ class Attempt:
                 self.abort(
                     run,
                     DeadlineExceeded(
-                        f"refit of version {self.version or '?'!r} to replica {run.replica.index} "
+                        f"refit of version {'?' if self.version is None else repr(self.version)} to replica {run.replica.index} "
                         f"ended at its deadline of {self.deadline_s:.1f} s",
                         [f"waiting for {w}" for w in waiting_for(self, run)],
                     ),

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from xfer.errors import DeadlineExceeded, PeerLost, ProtocolError, XferError
 from xfer.session import messages as m
 from xfer.session.attempt import Attempt
+from xfer.session.wire import Label
 
 if TYPE_CHECKING:
     from xfer.session.hub import Hub
@@ -34,7 +35,7 @@ class Calls:
         connecting ones now."""
         if not attempt:
             return self.hub.fail_everything(error)
-        outcome = m.Outcome(attempt, "", (), m.WireError.of(error, "rendezvous"))
+        outcome = m.Outcome(attempt, None, (), m.WireError.of(error, "rendezvous"))
         if self.hub.attempt is not None and self.hub.attempt.number == attempt:
             return self.end(outcome)  # no replica is there, so nothing of it is to be undone
         self._use_up(outcome)
@@ -50,13 +51,14 @@ class Calls:
                 self.hub.timers.drop(msg)
                 client.send(outcome)
 
-    def had(self, version: str) -> None:
-        """Some engine has had this version: no later one gets its number."""
-        if version.isdecimal() and len(version) < 19:
-            self._label = max(self._label, int(version))
+    def had(self, version: Label) -> None:
+        """Some engine has had this version: no later one gets its number. A text of digits counts: engines keep labels as text."""
+        text = str(version)
+        if text.isdecimal() and len(text) < 19:
+            self._label = max(self._label, int(text))
 
-    def next_label(self) -> str:
-        return str(self._label + 1)
+    def next_label(self) -> int:
+        return self._label + 1
 
     def on_Prepare(self, client: Client, msg: m.Prepare) -> None:
         number = msg.attempt

@@ -222,7 +222,7 @@ class Hub:
                     client.send(m.Failed(m.WireError.of(r.error, "rendezvous"), replica=r.index))
         elif h.role == "controller":
             replica.controller, replica.size, replica.state, replica.error = client, h.size, "joining", None
-            replica.workers, replica.inventories, replica.version, replica.dirty = {}, {}, "", False
+            replica.workers, replica.inventories, replica.version, replica.dirty = {}, {}, None, False
             replica.until = time.monotonic() + o.deadline_s
             self.at(replica.until, lambda: self._check_join(replica))
         elif h.role == "worker":
@@ -291,7 +291,7 @@ class Hub:
             self.planning.abort(replica, error)
         wire = m.WireError.of(error, "rendezvous")
         self.broadcast(replica.processes(), m.Failed(wire, replica=replica.index))
-        replica.controller, replica.workers, replica.inventories, replica.version = None, {}, {}, ""
+        replica.controller, replica.workers, replica.inventories, replica.version = None, {}, {}, None
         replica.unsettled = 0
         if self.attempt is None:
             self.broadcast(self.trainers.values(), m.Failed(wire, replica=replica.index))

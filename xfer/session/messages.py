@@ -41,6 +41,7 @@ from xfer.session.wire import (
     Bytes64,
     Count,
     Digest,
+    Label,
     Name,
     Route,
     Seconds,
@@ -51,7 +52,7 @@ from xfer.session.wire import (
     WireMessage,
 )
 
-WIRE_VERSION = 17
+WIRE_VERSION = 18
 _STORE_KEY = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./:\-]{0,255}")
 
 
@@ -72,7 +73,7 @@ class Hello(WireMessage):
     settings: Annotated[tuple[tuple[Name, Name], ...], Meta(max_length=64)] = ()
     holds: Holds = "whole"  # worker
     session_open: bool = False  # worker: an earlier controller opened an update that it did not finish
-    version: Annotated[str, Meta(max_length=256)] = ""  # worker: label of the last refit that it installed
+    version: Label = None  # worker: label of the last refit that it installed
 
 
 class Welcome(WireMessage):
@@ -103,10 +104,10 @@ class Prepare(WireMessage):
 
 class Enter(WireMessage):
     """trainer -> hub: nccl_xfer_refit() was called with these arguments. Sent before anything that may wait for other
-    ranks, so that the hub's deadline runs and its error can say who has not called. `version` empty: the hub numbers it."""
+    ranks, so that the hub's deadline runs and its error can say who has not called. `version` None: the hub numbers it."""
 
     attempt: Count
-    version: Name
+    version: Label
     verify: bool
     min_replicas: Count
     deadline_s: Seconds
@@ -154,7 +155,7 @@ class Go(WireMessage):
     replica: Count
     attempt: Count
     epoch: Count
-    version: Name
+    version: Label
     verify: bool
     deadline_s: Seconds
     together: Annotated[tuple[Count, ...], Meta(max_length=65536)] = ()
@@ -215,7 +216,7 @@ class Drained(WireMessage):
 
     replica: Count
     attempt: Count
-    version: Name
+    version: Label
 
 
 class Commit(WireMessage):
@@ -223,7 +224,7 @@ class Commit(WireMessage):
 
     replica: Count
     attempt: Count
-    version: Name
+    version: Label
 
 
 class Decided(WireMessage):
@@ -268,10 +269,10 @@ class Settle(WireMessage):
 
 
 class Settled(WireMessage):
-    """controller -> hub: the attempt is over on the engine's side. `version`: what it serves now, empty when paused."""
+    """controller -> hub: the attempt is over on the engine's side. `version`: what it serves now, None when paused."""
 
     attempt: Count
-    version: Name
+    version: Label
     serving: bool
     outage_s: Seconds
     phases: Annotated[tuple[tuple[Name, Seconds], ...], Meta(max_length=32)] = ()
@@ -305,7 +306,7 @@ class OutcomeMsg(Struct, frozen=True, forbid_unknown_fields=True):
     replica: Count
     committed: bool
     serving: bool
-    version: Name
+    version: Label
     transfer_s: Seconds = 0.0
     outage_s: Seconds = 0.0
     bytes_moved: Bytes64 = 0
@@ -323,7 +324,7 @@ class Outcome(WireMessage):
     comes for it goes on with the next number."""
 
     attempt: Count
-    version: Name
+    version: Label
     outcomes: Annotated[tuple[OutcomeMsg, ...], Meta(max_length=65536)]
     error: WireError | None = None
     void: bool = False
@@ -417,7 +418,7 @@ class StatusReply(WireMessage):
     state: Text
     waiting_for: Annotated[tuple[Name, ...], Meta(max_length=65536)]
     parties: Annotated[tuple[PartyStatus, ...], Meta(max_length=131072)]
-    versions: Annotated[tuple[tuple[Count, Name], ...], Meta(max_length=65536)] = ()
+    versions: Annotated[tuple[tuple[Count, Label], ...], Meta(max_length=65536)] = ()
 
 
 Message = (

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from xfer.errors import PeerLost, ProtocolError, XferError
 from xfer.session import messages as m
 from xfer.session.channel import Channel
+from xfer.session.wire import Label
 
 PROMPT = (m.Arm, m.Go, m.Brought, m.Drained, m.Commit, m.Settle, m.Outcome)
 
@@ -99,7 +100,7 @@ class Replica:
     pending: set[Client] = field(default_factory=set)  # who still owes an answer in this state
     digests: dict[str, str] = field(default_factory=dict)  # label -> plan digest
     digest: str = ""
-    version: str = ""
+    version: Label = None
     dirty: bool = False
     error: XferError | None = None
     until: float = 0.0
@@ -127,7 +128,7 @@ class Replica:
     def settled(self, msg: m.Settled) -> None:
         """Its controller says what the engine serves after an attempt."""
         self.unsettled, self.dirty = 0, self.dirty and not msg.serving
-        if msg.version:
+        if msg.version is not None:
             self.version = msg.version
 
     @property

@@ -10,6 +10,7 @@ from xfer.errors import XferError
 from xfer.kernels.checksum import added
 from xfer.session import messages as m
 from xfer.session import relays
+from xfer.session.wire import Label
 
 if TYPE_CHECKING:
     from xfer.session.attempt import Attempt
@@ -156,11 +157,11 @@ def outcome_of(attempt: Attempt, run: Run) -> m.OutcomeMsg:
     )  # fmt: skip
 
 
-def _serves(run: Run) -> str:
-    """The version, empty for none or not known yet."""
+def _serves(run: Run) -> Label:
+    """The version, None for none or not known yet."""
     if run.settled is not None:
         return run.settled.version
-    return "" if run.dirty or run.replica.unsettled else run.replica.version
+    return None if run.dirty or run.replica.unsettled else run.replica.version
 
 
 def _routes(done: Iterable[m.Done]) -> tuple[m.RouteBytes, ...]:

@@ -21,7 +21,7 @@ def status(hub: Hub) -> m.StatusReply:
             m.PartyStatus(c.label, c.hello.host, phase, *((p.wave, p.bytes_done, p.bytes_planned) if p else ()))
         )
     state = "; ".join(
-        f"replica {r.index}: {r.state}{' (dirty)' if r.dirty else ''} {r.version and 'version ' + r.version}".strip()
+        f"replica {r.index}: {r.state}{' (dirty)' if r.dirty else ''} {'' if r.version is None else f'version {r.version}'}".strip()
         for r in hub.replicas.values()
     )
     waiting = (
@@ -39,5 +39,5 @@ def status(hub: Hub) -> m.StatusReply:
         state,
         tuple(waiting),
         tuple(parties),
-        tuple((r.index, r.version) for r in hub.replicas.values() if r.version),
+        tuple((r.index, r.version) for r in hub.replicas.values() if r.version is not None),
     )

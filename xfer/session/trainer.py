@@ -21,7 +21,7 @@ from xfer.plan.part import Part
 from xfer.plan.table import padded_shapes
 from xfer.session import computing, faults, timeline
 from xfer.session import messages as m
-from xfer.session.arguments import checked_call
+from xfer.session.arguments import Labels, checked_call
 from xfer.session.bounds import STOP_GRACE_S, TOLD_S
 from xfer.session.drain import Aside, refuse_running
 from xfer.session.entry import Entry
@@ -94,8 +94,11 @@ class TrainerSession:
         relay: bool = False,
     ):
         self.source, self.index, self.device = source, source.rank, source.device
+        self.rendezvous = rendezvous
         self.deadline_s, self.replicas, self._relay = deadline_s, replicas, relay
-        self.attempt, self.version = 0, ""
+        self.attempt = 0
+        self.version: int | str | None = None  # the last that some replica committed
+        self._labels = Labels()
         self._cache = PlanCache(cache_dir) if cache_dir else None
         self._hub: Hub | None = None
         self._until, self._open = time.monotonic() + deadline_s, False
@@ -158,6 +161,11 @@ class TrainerSession:
     @property
     def party(self) -> Party:
         return self._party
+
+    def __repr__(self) -> str:
+        version = "no refit yet" if self.version is None else f"version {self.version!r}"
+        of = f"trainer {self.index} of {self.source.world}, {self.replicas} replica{'s' * (self.replicas != 1)}"
+        return f"{of}, at {self.rendezvous}: {'closed' if self._busy.closed else version}"
 
     # ---- connecting
 
@@ -336,8 +344,9 @@ class TrainerSession:
             try:
                 self._finish_pending()
                 call = checked_call(
-                    version, verify, wait, min_replicas, deadline_s, replicas=self.replicas, default_s=self.deadline_s
-                )
+                    version, verify, wait, min_replicas, deadline_s,
+                    replicas=self.replicas, default_s=self.deadline_s, used=self._labels,
+                )  # fmt: skip
             except XferError as e:
                 # This call is used up by that, here as on the other ranks, which hear of it: attempts stay in step.
                 e.where = e.where or self._party.label
@@ -365,7 +374,9 @@ class TrainerSession:
 
     def _let_go(self, report: RefitReport) -> RefitReport:
         """Of what was kept alive, once all replicas hold a later version: no worker takes part in a refit while a pull of its
-        own is left over (lane.py)."""
+        own is left over (lane.py). And of the label, which no later refit may have."""
+        if report.committed:
+            self._labels = self._labels.after(report.version)
         if report.committed == self.replicas and all(lane.drained for lane in self._party.lanes.values()):
             self._quarantine.clear()
         return report

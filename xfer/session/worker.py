@@ -28,6 +28,7 @@ from xfer.session.packing import unpack_one
 from xfer.session.party import Party, data_plane, host_identity
 from xfer.session.timeline import mark
 from xfer.session.turns import quick_turns
+from xfer.session.wire import Label
 from xfer.trace.catalog import Catalog
 from xfer.transport.routes import Routed
 
@@ -39,7 +40,7 @@ class Taker(Protocol):
 
     device: torch.device
     drop: tuple[str, ...]
-    version: str
+    version: Label
     """Label of the last refit that was installed, whatever connection brought it. Kept here for a session."""
 
     @property
