@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
+from xfer import logs
 from xfer.errors import XferError
 
 if TYPE_CHECKING:
@@ -147,6 +148,7 @@ def connect(
     from xfer.session.controller import Controller
     from xfer.session.trainer import TrainerSession
 
+    logs.show()
     bad = check.wrong_engines(engines)
     count = replicas if replicas is not None else 1 if bad else max(1, len(engines))
     bad += check.wrong_whole("replicas", count, 1)
@@ -274,6 +276,7 @@ def serve(
     from xfer.session import arguments as check
     from xfer.session.controller import Controller
 
+    logs.show()
     seen = (rendezvous,) if engine_rendezvous is None else (rendezvous, engine_rendezvous)
     bad = check.wrong_meeting(token, *seen) + check.wrong_whole("replica", replica, 0)
     bad += check.wrong_seconds("deadline_s", deadline_s) + check.wrong_globs("keep", keep)

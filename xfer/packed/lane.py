@@ -82,6 +82,8 @@ _abandoned: list[tuple[Link, Buffers]] = []  # held until what was received by a
 @dataclass(frozen=True, slots=True)
 class _Summary:
     broadcast_bytes: int
+    nbytes: int
+    direct_share = 0.0  # the engine's loader copies all of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +97,7 @@ class PackedPlan:
 
     @property
     def summary(self) -> _Summary:
-        return _Summary(self.nbytes * self.workers)
+        return _Summary(self.nbytes * self.workers, self.nbytes * self.workers)
 
 
 class PackedLane(Lane):
@@ -204,6 +206,7 @@ class PackedLane(Lane):
 
     def _do_link(self, o: m.OpenLink) -> None:
         faults.point(self.side.role, self.side.index, "link")
+        began = time.perf_counter()
         if self.plan is None:
             raise PlanMismatch("asked to open a link without a plan")
         self.plan = replace(self.plan, workers=o.workers)
@@ -214,6 +217,7 @@ class PackedLane(Lane):
             self._opened = True
         self._check()
         self.party.send(m.LinkOpen(self.replica, o.epoch))
+        self._log_planned(began)
 
     def _open(self, o: m.OpenLink) -> None:
         cancelled = self._running.stopped

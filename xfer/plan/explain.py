@@ -54,6 +54,12 @@ class PlanSummary:
         """Most bytes of a trainer over the mean: 1.0 is even. 1.0 too when nothing moves."""
         return max(self.bytes_out) * len(self.bytes_out) / self.nbytes if self.nbytes else 1.0
 
+    @property
+    def direct_share(self) -> float:
+        """Of the bytes that arrive, those that land where they belong, and not in scratch."""
+        live, scratch = sum(c.written for c in self.classes), sum(c.scratch for c in self.classes)
+        return live / (live + scratch) if live + scratch else 1.0
+
     def scalars(self) -> dict[str, float]:
         """Flat numbers for a logger."""
         names = (

@@ -11,9 +11,11 @@ Presumed abort: a worker that never hears `Commit` never installs. The decision 
 
 from __future__ import annotations
 
+import logging
 import time
 from typing import TYPE_CHECKING
 
+from xfer import logs
 from xfer.errors import DeadlineExceeded, EngineLost, PeerLost, PlanMismatch, VerificationError, XferError
 from xfer.session import messages as m
 from xfer.session import relays
@@ -25,6 +27,9 @@ from xfer.session.wire import Label
 if TYPE_CHECKING:
     from xfer.session.hub import Hub
     from xfer.session.roster import Client, Replica
+
+
+logger = logging.getLogger("xfer")
 
 
 class Attempt:
@@ -101,6 +106,7 @@ class Attempt:
             armed_until, self.began = self.began + self.armed_s, time.monotonic()
             self.deadline_s = min(msg.deadline_s, armed_until - self.began)
             self._deadline(self.deadline_s)
+            self.hub.at(self.began + logs.EVERY_S, self._say_waiting, of=self)
         self.entered[client.hello.index] = msg
         if len(self.entered) == self.hub.options.trainers:
             if odd := differences(self.entered):
@@ -448,6 +454,11 @@ class Attempt:
 
     def waiting_for(self) -> list[str]:
         return list(dict.fromkeys(w for run in self.runs.values() if not run.over for w in waiting_for(self, run)))
+
+    def _say_waiting(self) -> None:
+        seconds, these = time.monotonic() - self.began, "; ".join(self.waiting_for()[:8])
+        logger.info("xfer: the refit to version %r takes %.0f s; waiting for %s", self.version, seconds, these)
+        self.hub.at(time.monotonic() + logs.EVERY_S, self._say_waiting, of=self)
 
     def phase_of(self, client: Client) -> str:
         h = client.hello

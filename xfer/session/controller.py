@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from contextlib import contextmanager, suppress
 
+from xfer import logs
 from xfer.engines import drafter
 from xfer.engines.handles import Handle, handle_for
 from xfer.engines.interface import EngineHandle
@@ -71,6 +72,7 @@ class Controller:
         self._unheard: m.Settle | None = None  # a decision that we made up, since the hub was gone
         self._kept_from: XferError | None = None  # joining
         self._held = False  # its engine is paused while it joins
+        self._doing = "asking its engine how many workers it has"
         self._workers = 0
         self._ready, self._closing = threading.Event(), threading.Event()
         self._changed = threading.Condition()
@@ -187,7 +189,8 @@ class Controller:
 
     def _work(self) -> None:
         try:
-            self._join()
+            with logs.while_waiting(lambda: f"replica {self.replica}: {self._doing}"):
+                self._join()
             self._serve()
         except Exception as e:
             self._kept_from = None if isinstance(e, _ClosedError) else self._down(e)
@@ -209,9 +212,9 @@ class Controller:
                         lost = self._refit(message)
                     timeline.write(message.attempt, self._party.welcome.session)
                     for failed in lost:
-                        self._lose(failed.error.error(), whole=failed.replica < 0)
+                        self._lose(failed.error.error(), failed.replica < 0, failed.left)
                 elif isinstance(message, m.Failed):
-                    self._lose(message.error.error(), whole=message.replica < 0)
+                    self._lose(message.error.error(), message.replica < 0, message.left)
                 else:
                     self._ready.set()
             except DeadlineExceeded:
@@ -225,14 +228,18 @@ class Controller:
                     self._down(e)
                 return
 
-    def _lose(self, error: XferError, whole: bool) -> None:
-        """The trainers are gone (`whole`: this replica is not), or one of this replica's workers is."""
+    def _lose(self, error: XferError, whole: bool, left: bool = False) -> None:
+        """The trainers are gone (`whole`: this replica is not), or one of this replica's workers is. left: on purpose."""
+        news = self.lost is None
         if whole:
             with self._changed:
                 self.lost = error
                 self._changed.notify_all()
         if whole and self.version is not None and self.error is None:  # trainers come and go; one whole version is served on
-            logger.warning("xfer: replica %d goes on serving version %s: %s", self.replica, self.version, error)
+            if news:
+                how = logging.INFO if left else logging.WARNING
+                why = error.message if left else error.line()
+                logger.log(how, "xfer: replica %d goes on serving version %r: %s", self.replica, self.version, why)
         elif self.error is None or not whole:
             self._set(error=error, torn=self.torn and whole)
         self._ready.set()
@@ -258,10 +265,12 @@ class Controller:
     def _join(self) -> None:
         self._workers = workers = self.handle.workers(self.deadline_s)
         self._unless_closed()
+        self._doing = f"no answer from {self.rendezvous}; has trainer rank 0 called xfer.connect()?"
         self._party = Party(
             self.rendezvous, self._token, "controller", size=workers, replica=self.replica, deadline_s=self.deadline_s
         )
         self._unless_closed()
+        self._doing = f"waiting at {self.rendezvous} for trainers and for a plan, with {logs.counted(workers, 'worker')}"
         found = self.handle.get_version(self.deadline_s)
         self._label = UNKNOWN if found in (MIXED, PAUSED) else found
         held = self._held = self.handle.ranks_in_step(SETTLE_GRACE_S)
@@ -292,6 +301,9 @@ class Controller:
         self._kept_from = self._kept_from or self._failed_since()
         if self._kept_from is not None:
             self._set(error=self._kept_from)
+        else:
+            these = logs.counted(workers, "worker")
+            logger.info("xfer: replica %d is ready at %s, with %s", self.replica, self.rendezvous, these)
         self._held = False
         self._ready.set()
 
@@ -370,6 +382,8 @@ class Controller:
                 return lost
             visit.resume(None if committed else self._label)
             mark(self._party.label, "its engine serves")
+            if committed:
+                logger.info("xfer: replica %d serves version %r, outage %.1f ms", self.replica, self.version, visit.seconds * 1e3)
             if not committed and self.error is not None and self.version is not None:
                 self._set()
             # The engine serves by now; should the trainers be gone, that is no reason to stop it.

@@ -13,6 +13,7 @@ The *domain* of a replica is all trainers and that replica's workers: an error i
 
 from __future__ import annotations
 
+import logging
 import queue
 import secrets
 import threading
@@ -20,6 +21,7 @@ import time
 from collections.abc import Callable, Iterable
 from datetime import datetime, timezone
 
+from xfer import logs
 from xfer.ending import wait_for_all
 from xfer.errors import DeadlineExceeded, HandshakeError, PeerLost, ProtocolError, XferError
 from xfer.session import failures, relays
@@ -33,11 +35,12 @@ from xfer.session.keyvalue import KeyValues
 from xfer.session.packing import pack, unpack_one
 from xfer.session.planning import Planning
 from xfer.session.roster import Client, HubOptions, Replica, differences, hello_violations
-from xfer.session.status import status
+from xfer.session.status import here, status, waited_for
 from xfer.session.timers import Timers
 from xfer.session.turned_away import TurnedAway
 from xfer.trace.catalog import Catalog
 
+logger = logging.getLogger("xfer")
 GOODBYE_S = 2.0
 """Seconds that clients have, together, to read what they were told before the hub closed."""
 
@@ -68,7 +71,11 @@ class Hub:
         self._thread = threading.Thread(target=self._think, name="xfer-hub", daemon=True)
         self.at(time.monotonic() + options.deadline_s, self._check_trainers)
         self.turned_away = TurnedAway()
+        self.opening = True  # trainer 0's connect() has not returned
+        self.at(time.monotonic() + logs.EVERY_S, self._say_waiting)
         self.door = Door(rendezvous, token, self._admit, self.turned_away.unproven)
+        expected = f"{logs.counted(options.trainers, 'trainer')} and {logs.counted(options.replicas, 'replica')}"
+        logger.info("xfer: listening at %s for %s", rendezvous, expected)
         self._thread.start()
 
     # ---- threads
@@ -109,6 +116,11 @@ class Hub:
     def at(self, when: float, action: Callable[[], None], of: object = None) -> None:
         """Run `action` on the brain at monotonic time `when`; not if `of` is over by then."""
         self.timers.at(when, action, of)
+
+    def _say_waiting(self) -> None:
+        if self.opening:
+            logger.info("xfer: %s; waiting for %s", here(self), "; ".join(waited_for(self)) or "nobody")
+            self.at(time.monotonic() + logs.EVERY_S, self._say_waiting)
 
     def hear_out(self, trainer: int) -> None:
         """Until the brain has heard that this one has left, and so all that it said before: why, too, which others are to be told."""
@@ -217,6 +229,8 @@ class Hub:
         client.send(m.Welcome(o.trainers, o.replicas, o.drop, o.site if plans else b"", o.route, self.session))
         if h.role == "trainer":
             self.trainers[h.index] = client
+            if len(self.trainers) == o.trainers:
+                logger.info("xfer: %d of %d trainers have joined", o.trainers, o.trainers)
             for r in self.replicas.values():  # trainers who were here when it ended have been told
                 if r.state in ("failed", "lost") and r.error is not None:
                     client.send(m.Failed(m.WireError.of(r.error, "rendezvous"), replica=r.index))
@@ -227,6 +241,10 @@ class Hub:
             self.at(replica.until, lambda: self._check_join(replica))
         elif h.role == "worker":
             replica.workers[h.index] = client
+            if len(replica.workers) == replica.size:
+                hosts = ", ".join(dict.fromkeys(c.hello.host for c in replica.workers.values()))
+                workers = logs.counted(replica.size, "worker")
+                logger.info("xfer: replica %d has joined: %s on %s", replica.index, workers, hosts)
             replica.dirty = replica.dirty or h.holds != "whole"
             self.calls.had(h.version)
             session = any(c.hello.session_open for c in replica.workers.values())
@@ -254,12 +272,12 @@ class Hub:
         if h is None or h.role == "observer":
             return
         lost = PeerLost(
-            f"{client.label} (host {h.host}, pid {h.pid}) {'left' if client.left else 'is gone'}: {reason}",
+            f"{client.label} (host {h.host}, pid {h.pid}) {'has left' if client.left else f'is gone: {reason}'}",
             where="rendezvous",
         )
         if h.role == "trainer":
             self.trainers.pop(h.index, None)
-            self.fail_everything(lost)
+            self.fail_everything(lost, left=client.left)
             return
         replica = self.replicas[h.replica]
         if h.role == "controller" and replica.controller is client:
@@ -269,6 +287,9 @@ class Hub:
         else:
             return
         gave_up = client.left and replica.state == "failed"  # then it has said why
+        if replica.state != "lost":
+            how = logging.INFO if client.left else logging.WARNING
+            logger.log(how, "xfer: replica %d takes part no more: %s", replica.index, lost.message)
         self.lose(replica, replica.error if gave_up and replica.error is not None else lost)
 
     def _on_Leave(self, client: Client, _: m.Leave) -> None:
@@ -296,8 +317,8 @@ class Hub:
         if self.attempt is None:
             self.broadcast(self.trainers.values(), m.Failed(wire, replica=replica.index))
 
-    def fail_everything(self, error: XferError) -> None:
-        """A trainer is gone or the hub is broken: every attempt ends and no later one can succeed."""
+    def fail_everything(self, error: XferError, left: bool = False) -> None:
+        """A trainer is gone or the hub is broken: every attempt ends and no later one can succeed. left: it went on purpose."""
         if self.failure is None:
             self.failure = error
         if self.attempt is not None:
@@ -306,7 +327,7 @@ class Hub:
         for r in self.replicas.values():
             if r.state in ("planning", "linking"):
                 self.planning.abort(r, error)
-        self.broadcast(list(self.clients), m.Failed(wire))
+        self.broadcast(list(self.clients), m.Failed(wire, left=left))
 
     def _check_trainers(self) -> None:
         missing = [i for i in range(self.options.trainers) if i not in self.specs]

@@ -286,6 +286,7 @@ class Failed(WireMessage):
     attempt: Count = 0
     replica: Annotated[int, Meta(ge=-1, lt=1 << 31)] = -1
     epoch: Count = 0
+    left: bool = False  # from the hub: the process that this is about left on purpose
 
     def ends(self, wait: bool) -> bool:
         """A trainer's connect. A replica that fails early is left out like one that fails later, if not all are waited for."""

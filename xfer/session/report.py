@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from xfer.errors import RefitFailed, XferError
+from xfer.logs import counted
 from xfer.plan.explain import size
 from xfer.session import messages as m
 
@@ -107,7 +108,7 @@ class RefitReport:
         parts[0] += f" by {routes}" if routes else ""
         parts += [f"outage {self.outage_s * 1e3:.1f} ms", *(["verified"] if self.verified else [])]
         parts += [str(o) for o in self.outcomes if not o.committed]
-        return f"{name} committed by {self.committed} of {len(self.outcomes)} replicas: {'; '.join(parts)}"
+        return f"{name} committed by {self.committed} of {counted(len(self.outcomes), 'replica')}: {'; '.join(parts)}"
 
     def __repr__(self) -> str:
         return f"<RefitReport of trainer {self.rank}: {self}>"

@@ -6,6 +6,8 @@ What Megatron or FSDP is, is known only to the `Source` that was passed in.
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -13,6 +15,7 @@ from typing import Protocol
 
 import torch
 
+from xfer import logs
 from xfer.errors import DeadlineExceeded, RebindError, XferError
 from xfer.plan.cache import PlanCache
 from xfer.plan.fabric import Site
@@ -37,6 +40,9 @@ from xfer.session.turns import quick_turns
 from xfer.trace.catalog import Catalog
 from xfer.trace.traced import TrainerLayout
 from xfer.transport.routes import Routed
+
+
+logger = logging.getLogger("xfer")
 
 
 class Source(Protocol):
@@ -138,15 +144,18 @@ class TrainerSession:
                 replace(options, settings=settings),
             )
         try:
-            self._party = Party(
-                rendezvous,
-                token,
-                "trainer",
-                index=source.rank,
-                size=source.world,
-                deadline_s=deadline_s,
-                settings=settings,
-            )
+            # One of the ranks that knock speaks for all; once trainer 0 listens, it says who is missing.
+            knocking = logs.while_waiting(lambda: f"trainer 1: no answer from {rendezvous}; has trainer rank 0 called xfer.connect()?")
+            with knocking if source.rank == 1 else contextlib.nullcontext():
+                self._party = Party(
+                    rendezvous,
+                    token,
+                    "trainer",
+                    index=source.rank,
+                    size=source.world,
+                    deadline_s=deadline_s,
+                    settings=settings,
+                )
         except BaseException:
             if self._hub is not None:
                 self._hub.close()
@@ -164,7 +173,7 @@ class TrainerSession:
 
     def __repr__(self) -> str:
         version = "no refit yet" if self.version is None else f"version {self.version!r}"
-        of = f"trainer {self.index} of {self.source.world}, {self.replicas} replica{'s' * (self.replicas != 1)}"
+        of = f"trainer {self.index} of {self.source.world}, {logs.counted(self.replicas, 'replica')}"
         return f"{of}, at {self.rendezvous}: {'closed' if self._busy.closed else version}"
 
     # ---- connecting
@@ -208,6 +217,8 @@ class TrainerSession:
                 self._raise_failed(message)
                 ready.add(message.replica)
         self._open = True
+        if self._hub is not None:
+            self._hub.opening = False
 
     def cannot_join(self, replica: int, fatal: bool, error: XferError) -> None:
         """A controller of this process never met the hub: its replica will not come. `fatal`: all ranks are waiting for it."""
@@ -375,6 +386,8 @@ class TrainerSession:
     def _let_go(self, report: RefitReport) -> RefitReport:
         """Of what was kept alive, once all replicas hold a later version: no worker takes part in a refit while a pull of its
         own is left over (lane.py). And of the label, which no later refit may have."""
+        if self.index == 0 and not report.pending:
+            logger.log(logging.INFO if report.committed == self.replicas else logging.WARNING, "xfer: %s", report)
         if report.committed:
             self._labels = self._labels.after(report.version)
         if report.committed == self.replicas and all(lane.drained for lane in self._party.lanes.values()):

@@ -143,6 +143,7 @@ class WorkerSession:
             self.model.choose_lock()
         )  # after everyone is known to be alive: it runs the model's own collectives
         self.joined = True
+        logger.info("xfer: %s has joined %s, locked by %s", self._party.label, self.rendezvous, self._lock_name)
 
     def _raise_failed(self, message: m.Message) -> None:
         if isinstance(message, m.Failed):
