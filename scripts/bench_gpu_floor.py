@@ -107,9 +107,9 @@ def main() -> None:
     ms = [floor.run() for _ in range(a.repeats + 2)][2:]
     found = {
         "sources": a.sources, "takers": a.takers, "bytes_per_taker": nbytes, "ms": ms, "wrong": floor.wrong(),
-        "gbps": nbytes / statistics.median(ms) / 1e6,
+        "gb_per_s": nbytes / statistics.median(ms) / 1e6,
     }  # fmt: skip
-    print(json.dumps({**found, "ms": round(statistics.median(ms), 3), "gbps": round(found["gbps"], 1)}), flush=True)
+    print(json.dumps({**found, "ms": round(statistics.median(ms), 3), "gb_per_s": round(found["gb_per_s"], 1)}), flush=True)
     if a.out:
         Path(a.out).write_text(json.dumps(found))
     if found["wrong"]:

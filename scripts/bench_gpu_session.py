@@ -59,7 +59,7 @@ MODELS = {"4b": ("qwen3_tied", QWEN3_4B), "30b": ("qwen3_moe", QWEN3_30B), "toy"
 
 def copied_ms(nbytes: float, workers: int, floor: dict) -> float:
     """What copy engines take for a refit's bytes, as many for each worker, at the rate that bench_gpu_floor.py found."""
-    return nbytes / workers / floor["gbps"] / 1e6
+    return nbytes / workers / floor["gb_per_s"] / 1e6
 
 
 def middle(values) -> str:
@@ -124,7 +124,7 @@ class Bench:
             except subprocess.SubprocessError as e:
                 return self.say("copy engines: failed", f"{e}: {str(e.stderr or '').strip()[-300:]}")
             self.raw["floor"] = json.loads(Path(out.name).read_text())
-        self.say("copy engines, GB/s per worker", f"{self.raw['floor']['gbps']:.1f}, GPUs {sources} -> {takers}")
+        self.say("copy engines, GB/s per worker", f"{self.raw['floor']['gb_per_s']:.1f}, GPUs {sources} -> {takers}")
 
     def judge(self, engine, **what) -> None:
         wrong = engine.ask("wrong", "judged", timeout=300, **what)

@@ -43,7 +43,8 @@ for side in trainer engine; do
   if [ "$want" != all ] && [ "$want" != "$side" ]; then continue; fi
   if [ "$(cat ".venvs/$side/.stamp" 2>/dev/null)" = "$(stamp)" ]; then continue; fi
   echo "setting up .venvs/$side (a few minutes, once)"
-  ( "make_$side" >".venvs/$side.log" 2>&1 && stamp >".venvs/$side/.stamp" ) &
+  # Not joined by &&: inside such a list set -e is off, and pip would go on in an environment that was not made anew.
+  ( "make_$side" >".venvs/$side.log" 2>&1; stamp >".venvs/$side/.stamp" ) &
   jobs+=("$!:$side")
 done
 failed=0

@@ -5,9 +5,25 @@
 #   scripts/test.sh              all but the wide matrix
 #   scripts/test.sh --slow       the wide matrix too
 #   scripts/test.sh --unit       unit tests only
-# Further arguments go to pytest. Without engines, each file's tests are run by one of up to four processes; -n 0: all by one.
+# Further arguments go to pytest: -k EXPRESSION, -x, -n 0, files. Its options that begin with -- go behind a --, as in
+#   scripts/test.sh --unit -- --lf
+# Without engines, each file's tests are run by one of up to four processes; -n 0: all by one.
 # The matrix starts every rank and engine anew, as users do; otherwise most are forked from one that has imported its framework.
 set -uo pipefail
+usage() { sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p;}' "$0"; }
+slow="not slow" where="tests" forge=
+args=()
+while [ $# -gt 0 ]; do
+  case $1 in
+    -h | --help) usage; exit ;;
+    --slow) slow="" forge=0 ;;
+    --unit) where="tests/unit" ;;
+    --) shift; args+=("$@"); break ;;
+    --*) echo "scripts/test.sh: no option $1; options of pytest go behind a --" >&2; usage >&2; exit 2 ;;
+    *) args+=("$1") ;;
+  esac
+  shift
+done
 cd "$(dirname "$0")/.."
 scripts/setup.sh all || exit 1
 export CUDA_VISIBLE_DEVICES= # also where there are some: tests for GPUs are run by their own commands
@@ -16,15 +32,7 @@ export VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_CI_ENV=1 VLLM_CPU_OMP_THREADS_BIND=nobi
 jobs=$(env -u OMP_NUM_THREADS nproc) # it would answer with that
 [ "$jobs" -le 4 ] || jobs=4
 [ "$jobs" -eq 1 ] || export XFER_TEST_PATIENCE=${XFER_TEST_PATIENCE:-2} # of tests with their processes, which share the processors
-slow="not slow" where="tests"
-args=()
-for a in "$@"; do
-  case $a in
-    --slow) slow="" ; export XFER_TEST_FORGE=0 ;;
-    --unit) where="tests/unit" ;;
-    *) args+=("$a") ;;
-  esac
-done
+[ -z "$forge" ] || export XFER_TEST_FORGE=$forge
 and_slow=${slow:+ and $slow}
 status=0
 versions() { # of an environment, for the log

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
+from xfer import logs
 from xfer.errors import XferError
 
 if TYPE_CHECKING:
@@ -41,9 +42,12 @@ class Refit:
     def __init__(self, session: TrainerSession, controllers: Sequence[Controller]):
         self._session, self.controllers = session, tuple(controllers)
 
+    def __repr__(self) -> str:
+        return f"<Refit of {self._session!r}>"
+
     @property
-    def version(self) -> str:
-        """The last version that this rank saw committed; empty before the first."""
+    def version(self) -> int | str | None:
+        """The last version that this rank saw committed, in the type that it was given; None before the first."""
         return self._session.version
 
     def prepare(self) -> None:
@@ -144,6 +148,7 @@ def connect(
     from xfer.session.controller import Controller
     from xfer.session.trainer import TrainerSession
 
+    logs.show()
     bad = check.wrong_engines(engines)
     count = replicas if replicas is not None else 1 if bad else max(1, len(engines))
     bad += check.wrong_whole("replicas", count, 1)
@@ -272,6 +277,7 @@ def serve(
     from xfer.session import arguments as check
     from xfer.session.controller import Controller
 
+    logs.show()
     seen = (rendezvous,) if engine_rendezvous is None else (rendezvous, engine_rendezvous)
     bad = check.wrong_meeting(token, *seen) + check.wrong_whole("replica", replica, 0)
     bad += check.wrong_seconds("deadline_s", deadline_s) + check.wrong_globs("keep", keep)
@@ -303,8 +309,11 @@ def nccl_xfer_refit(
 ) -> RefitReport:
     """Move this trainer's current weights into every engine replica. Called by every trainer rank, right after `step()`.
 
-    version: label that the engines report from then on; all ranks must pass the same. Default: the number after the highest
-    that a connected engine has had: 1, 2, 3, …, and none twice when trainers restart. verify: checksum what was sent
+    version: label that the engines report from then on; all ranks must pass the same. It comes back in the type that it has here:
+    a number as int, a text as str. Engines keep it as text, so 1 and "1" are one label to them. Labels name one set of weights each:
+    a number must be above all that this session has committed, a text must not be the last one again. A call that raised used no
+    label up, even if some replicas committed it: make it again under the same label, before training on. Default: the number after
+    the highest that a connected engine has had: 1, 2, 3, …, and none twice when trainers restart. verify: checksum what was sent
     against what lies in the engines, and compare all trainers that hold the same box of a tensor, before the commit. (Until the first
     commit of a session some bytes of each tensor are compared in any case.) wait: "commit" returns when the replicas serve the version;
     "sources" as soon as this rank's storage is no longer read (the next call raises the outcome, or has it in its report's `before`).

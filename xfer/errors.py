@@ -36,6 +36,12 @@ class XferError(Exception):
         head = f"[{self.where}] {self.message}" if self.where else self.message
         return head + "".join(f"\n  - {line}" for line in by_kind(self.violations))
 
+    def line(self) -> str:
+        """Its class and message in one line; for logs and reports, which have no room for all violations."""
+        more = f" (and {len(self.violations)} more lines)" if len(self.violations) > 1 else ""
+        first = f": {self.violations[0]}" if self.violations else ""
+        return " ".join(f"{type(self).__name__}: {self.message}{first}{more}".split())
+
     def to_wire(self) -> tuple[str, str, tuple[str, ...], str]:
         known = next(c for c in type(self).__mro__ if _BY_NAME.get(c.__name__) is c)  # of a kind that another module adds, its base
         return known.__name__, self.message, tuple(by_kind(self.violations)), self.where

@@ -78,15 +78,28 @@ class Process:
 
 
 class Show:
-    """The table."""
+    """The table, and what is going on. Without a terminal, where no table can move, a line for each thing that happens."""
 
     def __init__(self, console: Console):
-        self.console, self.rows, self.note = (
-            console,
-            {},
-            "starting 4 trainer processes and a vLLM engine (imports take a while)",
-        )
+        self.console, self.rows, self.note = console, {}, ""
         self.began = time.monotonic()
+
+    def phase(self, note: str) -> None:
+        self.note = note
+        self.line(note)
+
+    def line(self, text: str) -> None:
+        if not self.console.is_terminal:
+            self.console.print(f"{time.monotonic() - self.began:4.0f} s  {text}", soft_wrap=True, highlight=False)
+
+    def refitted(self, e: dict) -> None:
+        self.note = "training"
+        self.rows[e["version"]] = {**self.rows.get(e["version"], {}), **e}
+        ms = [1000 * e["scalars"][k] for k in ("transfer_s", "outage_s")]
+        self.line(
+            f"step {e['step']}: loss {e['loss']:.2f}, version {e['version']}, {e['bytes'] / 1e6:.2f} MB moved, "
+            f"transfer {ms[0]:.0f} ms, outage {ms[1]:.0f} ms, {'verified' if e['verified'] else 'NOT VERIFIED'}"
+        )
 
     def table(self) -> Table:
         t = Table(
@@ -112,7 +125,7 @@ class Show:
             t.add_row(
                 str(r.get("step", "")),
                 f"{r['loss']:.2f}" if "loss" in r else "",
-                r["version"] or "random",
+                str(r["version"]),
                 moved,
                 ms["transfer_s"],
                 ms["outage_s"],
@@ -157,6 +170,7 @@ def main() -> int:
     events: queue.Queue = queue.Queue()
     procs: list[Process] = []
     show = Show(console)
+    show.phase("starting 4 trainer processes and a vLLM engine (imports take a while)")
     truths: list[dict] = []
     try:
         engine = Process(
@@ -202,25 +216,28 @@ def main() -> int:
             while not done:
                 name, event = events.get(timeout=600)
                 kind = event["kind"]
-                if kind == "connected" and event["plan"]:
-                    show.note = "connected"
+                if kind == "built" and event["rank"] == 0:
+                    show.phase("the trainers have built their model")
+                elif kind == "ready":
+                    show.phase("the engine is ready")
+                elif kind == "connected" and event["plan"]:
+                    show.phase("connected: training begins")
                     if args.plan:
                         console.print(event["plan"])
                 elif kind == "refit":
-                    show.note = "training"
-                    show.rows[event["version"]] = {**show.rows.get(event["version"], {}), **event}
+                    show.refitted(event)
                 elif kind == "tokens":
                     row = show.rows.setdefault(event["version"], {"version": event["version"]})
                     row["tokens"] = event["outputs"][0][0]
                 elif kind == "exported":
                     exported += 1
                     if exported == TRAINERS:
-                        show.note = "asking the live engine for its bytes"
+                        show.phase("asking the live engine for its bytes")
                         engine.say("finish")
                 elif kind == "truth":
                     truths.append(event)
-                    show.note = "starting a fresh vLLM on Bridge's exported checkpoint"
                     if len(truths) == 1:
+                        show.phase("starting a fresh vLLM on Bridge's exported checkpoint")
                         procs.append(
                             Process(
                                 "fresh",
@@ -231,7 +248,8 @@ def main() -> int:
                             )
                         )
                     else:
-                        done, show.note = True, "done"
+                        done = True
+                        show.phase("done")
                 elif kind == "ended" and event["code"] != 0:
                     raise SystemExit(f"{name} ended with code {event['code']}:\n" + tail(work / f"{name}.log"))
     finally:

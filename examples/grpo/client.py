@@ -18,6 +18,9 @@ _FINAL_ONLY = 2
 """vLLM's RequestOutputKind. Its route for tokens answers with the last thing that the engine said; vLLM 0.25 does not ask the engine to
 say all at the end, and so keeps, of several answers to one prompt, those that ended last."""
 
+DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+"""Uses no proxy, whatever `http_proxy` says: rollouts are asked with a password, in clear."""
+
 
 class RolloutClient:
     """`urls`: "http://HOST:PORT" of one rollout.py process per replica, in the order of the replicas."""
@@ -71,7 +74,7 @@ class RolloutClient:
         request = urllib.request.Request(url + path, json.dumps(body).encode(), self._headers)
         while True:
             try:
-                with urllib.request.urlopen(request, timeout=max(1.0, end - time.monotonic())) as reply:
+                with DIRECT.open(request, timeout=max(1.0, end - time.monotonic())) as reply:
                     said = json.loads(reply.read())
                 self._met.add(url)
                 return said
@@ -95,7 +98,7 @@ class ServeClient(RolloutClient):
     weights made which token; vLLM 0.25 does not, and there `version_of(replica)` does, which its owner sets: no refit runs while
     this client asks, so what the replica's controller serves made all of it."""
 
-    version_of: Callable[[int], str] | None = None
+    version_of: Callable[[int], int | str | None] | None = None
 
     def _ask(self, url: str, prompts: list[list[int]], n: int, tokens: int, seed: int) -> list[list[Sample]]:
         params = {"n": n, "temperature": 1.0, "max_tokens": tokens, "min_tokens": tokens, "ignore_eos": True, "logprobs": 0,
@@ -106,14 +109,15 @@ class ServeClient(RolloutClient):
             said = self.post(url, "/inference/v1/generate", body)["choices"]
             return [self._read(prompt, c, version) for c in said]
 
-        version = self.version_of(self.urls.index(url)) if self.version_of is not None else ""
+        version = self.version_of(self.urls.index(url)) if self.version_of is not None else None
 
         with ThreadPoolExecutor(8) as pool:
             return list(pool.map(one, range(len(prompts)), prompts))
 
     @staticmethod
-    def _read(prompt: list[int], choice: dict, version: str) -> Sample:
-        spans = choice.get("weight_versions") or ([dict(version=version, start=0, end=len(choice["token_ids"]))] if version else ())
+    def _read(prompt: list[int], choice: dict, version: int | str | None) -> Sample:
+        alone = () if version is None else [dict(version=version, start=0, end=len(choice["token_ids"]))]
+        spans = choice.get("weight_versions") or alone
         return Sample.read(
             {
                 "prompt": prompt,

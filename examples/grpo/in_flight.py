@@ -84,4 +84,4 @@ class InFlight:
                 "this vLLM does not say which weights made a token, so an answer that a refit changes cannot be told from others",
                 ["use policy='drain' or 'abort', or a newer vLLM: 0.32 does"],
             )
-        return (Span(before, 0, len(answer.token_ids)),) if before == self.controller.version else ()
+        return (Span(str(before), 0, len(answer.token_ids)),) if before == self.controller.version else ()

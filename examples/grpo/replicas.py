@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import sys
 import time
-import urllib.request
 from collections.abc import Sequence
 
 import xfer
+from examples.grpo.client import DIRECT
 from xfer.errors import DeadlineExceeded
 from xfer.session.controller import Controller
 
@@ -58,7 +58,7 @@ def wait_healthy(urls: Sequence[str], deadline_s: float = 600.0) -> None:
 
 def healthy(url: str) -> bool:
     try:
-        with urllib.request.urlopen(f"{url}/health", timeout=5):
+        with DIRECT.open(f"{url}/health", timeout=5):
             return True
     except OSError:
         return False

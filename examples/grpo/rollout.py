@@ -97,7 +97,7 @@ class Rollout:
             n=n, temperature=1.0, max_tokens=tokens, min_tokens=tokens, ignore_eos=True, logprobs=0, detokenize=False, seed=seed,
         )  # fmt: skip
         with self.controller.serving() as llm:  # refits wait outside
-            version = self.controller.version
+            version = str(self.controller.version)  # samples name their weights as vLLM does: by text
             done = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
         return {"groups": [[_said(p, o, version) for o in r.outputs] for p, r in zip(prompts, done, strict=True)]}
 

@@ -3,6 +3,9 @@
 #   examples/grpo/serve.sh MODEL PORT [options of vllm serve]
 # It binds 127.0.0.1: whoever reaches VLLM_SERVER_DEV_MODE's routes rules the server, so bind a network of trusted hosts only.
 set -euo pipefail
+usage() { sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p;}' "$0"; }
+case ${1:-} in -h | --help) usage; exit ;; esac
+[ $# -ge 2 ] || { usage >&2; exit 2; }
 model=$1 port=$2
 shift 2
 export VLLM_SERVER_DEV_MODE=1 HF_HUB_OFFLINE=1

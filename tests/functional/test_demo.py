@@ -3,6 +3,8 @@
 import os
 import subprocess
 import sys
+import threading
+import time
 
 import pytest
 
@@ -14,11 +16,23 @@ pytestmark = pytest.mark.skipif(
 
 
 def test_the_demo_ends_with_a_live_engine_that_equals_a_fresh_one(tmp_path):
+    """And says without a terminal what it is at: its table can only be printed at the end."""
     command = [sys.executable, ROOT / "examples/demo/run.py", "--steps", "2", "--work", tmp_path / "demo"]
     for side in ("trainer", "engine"):
         command += [f"--{side}-python", PYTHON[side]]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([*map(str, command)], env=env, capture_output=True, text=True, timeout=420 * PATIENCE)
-    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
-    said = " ".join(done.stdout.split())  # its lines are broken where the terminal's width is
+    came: list[tuple[float, str]] = []
+    with open(tmp_path / "errors", "w+") as errors:
+        demo = subprocess.Popen([*map(str, command)], env=env, stdout=subprocess.PIPE, stderr=errors, text=True)
+        late = threading.Timer(420 * PATIENCE, demo.terminate)  # it then ends what it started
+        late.start()
+        came += [(time.monotonic(), line) for line in demo.stdout]
+        ended, code = time.monotonic(), demo.wait()
+        late.cancel()
+        errors.seek(0)
+        assert code == 0, ("".join(line for _, line in came) + errors.read())[-4000:]
+    said = " ".join("".join(line for _, line in came).split())  # its lines are broken where the terminal's width is
     assert "2 refits, every one verified: yes" in said and "tokens and logprobs equal" in said, said
+    order = ["starting 4 trainer", "connected", "step 1: loss", "step 2: loss", "starting a fresh vLLM"]
+    at = [next((when for when, line in came if words in line), ended) for words in order]
+    assert at == sorted(at) and ended - at[-1] > 2.0, "each is said when it happens: a fresh vLLM takes seconds to start"

@@ -108,7 +108,7 @@ def run(case: Case, stage, tmp_path) -> None:
     truth.say(do="truth", folders=exports, layout=dict(tp=case.tp))
     for step, got in enumerate(seen, 1):
         want = truth.expect("observed", timeout=600)
-        assert got["version"] == str(step)
+        assert got["version"] == step
         wrong = [k for k in want["checksums"] if want["checksums"][k] != got["checksums"].get(k)]
         assert not wrong and len(got["checksums"]) == len(want["checksums"]), (
             f"after refit {step}: {sorted(wrong)[:10]}"

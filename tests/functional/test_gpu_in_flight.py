@@ -38,13 +38,13 @@ def test_drained_and_aborted_samples_are_of_one_version(tmp_path):
             rendezvous = f"tcp://127.0.0.1:{free_port()}"
             tell("serve", "serving", policy=policy, rendezvous=rendezvous)
             job.good("connect", "connected", rendezvous=rendezvous, replicas=1)
-            old = job.refit(1)["version"]
+            old = str(job.refit(1)["version"])
             job.good("set", "set", seed=2)
             tell("ask", "asked", tokens=LONG)
             end = time.monotonic() + 60 * PATIENCE
             while not 3 < tell("under_way", "under way")["tokens"] < LONG // 2:
                 assert time.monotonic() < end
-            new = job.refit()["version"]
+            new = str(job.refit()["version"])
             said = tell("answer", "answered")
             (tokens, versions), (now, of_now) = said["got"], said["now"]
             assert old != new == said["version"] and of_now == [new] and len(tokens) == len(now) == LONG

@@ -43,7 +43,7 @@ async def _three_policies(job):
 
             await asyncio.to_thread(meet)
             await asyncio.to_thread(a_refit, job, 1)
-            old = flight.controller.version
+            old = str(flight.controller.version)
             await asyncio.to_thread(job.trainers.ask, "set", "set", seed=2)
             asked = asyncio.create_task(flight.sample(PROMPT, tokens=tokens, temperature=0.0))
             end = time.monotonic() + 120 * PATIENCE
@@ -51,7 +51,7 @@ async def _three_policies(job):
                 assert time.monotonic() < end, flight.under_way
                 await asyncio.sleep(0.005)
             good(await asyncio.to_thread(job.trainers.refit, verify=True))
-            new = flight.controller.version
+            new = str(flight.controller.version)
             assert old != new
             sample = await asyncio.wait_for(asked, 240 * PATIENCE)
             assert len(sample.tokens) == len(sample.logprobs) == tokens

@@ -4,10 +4,12 @@ import asyncio
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 from threading import Thread
 from types import SimpleNamespace
 
@@ -209,12 +211,46 @@ def test_each_process_has_gpus_of_its_own_or_none_has_any(tmp_path, serve, train
         ("scripts/setup.sh", ["--help"], 0, "scripts/setup.sh [trainer|engine|all]"),
         ("scripts/setup.sh", ["engines"], 2, "scripts/setup.sh [trainer|engine|all]"),
         ("scripts/setup.sh", ["trainer", "engine"], 2, "scripts/setup.sh [trainer|engine|all]"),
+        ("scripts/demo.sh", ["--steps", "2", "--help"], 0, "scripts/demo.sh [--steps N]"),
+        ("scripts/demo.sh", ["--step", "2"], 2, "no option --step\n"),
+        ("scripts/demo.sh", ["--plan", "--steps", "two"], 2, "--steps two: a whole number"),
+        ("scripts/demo.sh", ["--svg"], 2, "--svg needs a value"),
+        ("scripts/test.sh", ["-k", "plan", "--help"], 0, "scripts/test.sh --unit       unit tests only"),
+        ("scripts/test.sh", ["-k", "plan", "--units"], 2, "no option --units; options of pytest go behind a --"),
+        ("scripts/architectures.sh", ["--help"], 0, "docs/architectures.md"),
+        ("scripts/architectures.sh", ["--slow"], 2, "Takes no options"),
+        ("examples/grpo/serve.sh", ["--help"], 0, "examples/grpo/serve.sh MODEL PORT"),
     ],
 )
 def test_scripts_tell_their_usage_and_do_nothing(tmp_path, script, words, code, says):
+    copy = scripts_alone(tmp_path)
     env = {**os.environ, "PYTHON": "/nonexistent", "WORK": str(tmp_path / "work")}
-    done = subprocess.run([script, *words], cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
-    assert done.returncode == code and says in done.stdout + done.stderr and not (tmp_path / "work").exists()
+    done = subprocess.run([copy / script, *words], cwd=copy, env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == code and says in done.stdout + done.stderr
+    assert not (tmp_path / "work").exists() and not (copy / ".venvs").exists()
+
+
+def test_an_environment_that_cannot_be_made_is_not_installed_into(tmp_path):
+    """Where an older one lies in its place: pip would change that one, and the stamp would call it new."""
+    copy = scripts_alone(tmp_path)
+    for side in ("trainer", "engine"):
+        pip = copy / f".venvs/{side}/bin/pip"
+        pip.parent.mkdir(parents=True)
+        pip.write_text(f"#!/bin/sh\necho {side} $* >>{tmp_path}/installed\n")
+        pip.chmod(0o755)
+    env = {**os.environ, "PYTHON": "/nonexistent"}
+    done = subprocess.run([copy / "scripts/setup.sh", "all"], cwd=copy, env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode and "setting up .venvs/engine failed" in done.stdout
+    assert not (tmp_path / "installed").exists() and not list(copy.glob(".venvs/*/.stamp"))
+
+
+def scripts_alone(tmp_path: Path) -> Path:
+    """Copies of the scripts, apart from this checkout's environments: one that goes wrong must not reach those."""
+    for script in (*ROOT.glob("scripts/*.sh"), *ROOT.glob("examples/grpo/*.sh"), ROOT / "pyproject.toml"):
+        to = tmp_path / "copy" / script.relative_to(ROOT)
+        to.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(script, to)
+    return tmp_path / "copy"
 
 
 def test_a_token_of_another_version_is_named():

@@ -102,7 +102,7 @@ def test_the_ten_lines_run_in_a_loop_whose_batches_the_engines_sample(monkeypatc
         [t.start() for t in threads]
         [t.join(40) for t in threads]
         assert not raised and not any(t.is_alive() for t in threads), raised
-        assert left["report"].version == "2" and left["report"].committed == 2 and not wrong
+        assert left["report"].version == 2 and left["report"].committed == 2 and not wrong
         assert [t.takers[0].wrong(1) for t in toys] == [[], []]
     finally:
         for space in spaces:

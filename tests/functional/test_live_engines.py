@@ -257,7 +257,7 @@ def run(case: Case, stage: Stage, tmp_path: Path) -> None:
         reports = stage.trained("refitted", do="refit", verify=True)
         assert all(r["verified"] and r["committed"] == [True] for r in reports), reports
         got = stage.asked("observed", do="observe")
-        assert got["version"] == str(number)
+        assert got["version"] == number
         assert not differ(want[name], got), f"after refit {number}: {sorted(differ(want[name], got))[:10]}"
         assert got["outputs"] == want[name]["outputs"], f"after refit {number}"
         if name == "b":

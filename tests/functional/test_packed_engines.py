@@ -67,7 +67,7 @@ def test_two_refits_are_fresh_loads(trainers, tmp_path, resident, dtype, colocat
         for step in (1, 2):
             on_all(ranks, "stepped", do="step")
             reports = on_all(ranks, "refitted", do="refit", verify=True)
-            assert all(r["verified"] and r["committed"] == 1 and r["version"] == str(step) for r in reports), reports
+            assert all(r["verified"] and r["committed"] == 1 and r["version"] == step for r in reports), reports
             exports.append(str(tmp_path / f"export{step}"))
             on_all(ranks, "exported", do="export", folder=exports[-1])
             seen += on_all([engine], "observed", do="observe")
@@ -80,7 +80,7 @@ def test_two_refits_are_fresh_loads(trainers, tmp_path, resident, dtype, colocat
         truth.say(do="truth", folders=exports, layout=dict(tp=1))
         for step, got in enumerate(seen, 1):
             want = truth.expect("observed", timeout=PATIENCE_S)
-            assert got["version"] == str(step) and got["checksums"].keys() == want["checksums"].keys()
+            assert got["version"] == step and got["checksums"].keys() == want["checksums"].keys()
             wrong = [k for k in want["checksums"] if want["checksums"][k] != got["checksums"][k]]
             assert not wrong, f"after refit {step}: {wrong[:10]}"
             assert got["outputs"] == want["outputs"], f"after refit {step}"

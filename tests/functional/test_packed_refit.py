@@ -88,7 +88,7 @@ def run(case: Case, stage: Stage, tmp_path: Path) -> None:
         stage.truth.say(do="truth", folders=exports, layout=layout)
         for step in (0, 1):
             want, got = stage.truth.expect("observed", timeout=240), seen[step][i]
-            assert got["version"] == str(step + 1)
+            assert got["version"] == step + 1
             assert not differ(want, got), f"after refit {step + 1}, replica {i}: {differ(want, got)[:10]}"
             assert got["outputs"] == want["outputs"], f"after refit {step + 1}, replica {i}"
         same = seen[0][i]["checksums"].keys() - set(differ(*(s[i] for s in seen)))

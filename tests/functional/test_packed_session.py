@@ -25,8 +25,8 @@ def test_refits_in_a_row_each_give_the_new_weights(colocated):
         for v in (1, 2, 3):
             report = good(w.refit(v))
             right(w, v)
-            assert report.version == str(v) and report.committed == 1 and report.verified
-            assert w.engines[0].label == str(v) and w.controllers[0].version == str(v)
+            assert report.version == v and report.committed == 1 and report.verified
+            assert w.engines[0].label == str(v) and w.controllers[0].version == v
         assert w.engines[0].log == ["pause", "start", "update", "finish", "reset", "resume"] * 3
         how = "in buffers of trainer 0 that 2 workers map" if colocated else "broadcast by trainer 0 to 2 workers"
         assert how in w.sessions[1].explain(), "what each rank says of the way"
@@ -237,7 +237,7 @@ def clean(w: PackedWorld, results, kind: type, words: str) -> None:
         assert isinstance(r, kind), r
         assert words in str(r), r
     right(w, 1)
-    assert not w.engines[0].paused and w.controllers[0].version == "1"
+    assert not w.engines[0].paused and w.controllers[0].version == 1
     w.knobs.exported = w.knobs.loaded = None
 
 

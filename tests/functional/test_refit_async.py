@@ -73,7 +73,7 @@ async def _async_llm(job):
         assert len((await asyncio.wait_for(running, 60))[0]) == LONG
         again = await observe("again")
         assert again == truth
-        assert await engine.get_weight_version() == controller.version == "2"
+        assert await engine.get_weight_version() == "2" and controller.version == 2
 
         # A worker that raises in the middle: no request is answered until the next refit, and then the waiting one is.
         (job.family.work / "here.fault").write_text("worker:0:moving:raise@1")

@@ -242,7 +242,7 @@ def test_arguments_of_kinds_that_python_takes_for_equal_are_taken(odd):
     with World(trainers=2) as w:
         report = good(w.refit(1, **({"verify": False} | odd)))
         right(w, 1)
-        assert report.verified == bool(odd.get("verify")) and report.version == str(odd.get("version", 1))
+        assert report.verified == bool(odd.get("verify")) and report.version == odd.get("version", 1)
 
 
 @pytest.mark.parametrize(
@@ -329,7 +329,7 @@ def test_leaving_after_the_sources_were_free_finishes_that_refit_first(order, sl
         returned.set()
         for i in order:
             w.sessions[i].close()
-        assert w.controllers[0].version == "2" and w.controllers[0].error is None and not w.engines[0].paused
+        assert w.controllers[0].version == 2 and w.controllers[0].error is None and not w.engines[0].paused
         right(w, 2)
 
 
@@ -392,8 +392,8 @@ def test_a_prepare_that_nobody_followed_costs_the_next_refit_nothing(wait):
             given_up(w)
             assert not w.engines[0].paused and w.engines[0].label == "1"
         report = good(w.refit(2, deadline_s=20.0, wait=wait))
-        assert report.version == "2"
-        assert good(w.refit(3, deadline_s=20.0)).version == "3"
+        assert report.version == 2
+        assert good(w.refit(3, deadline_s=20.0)).version == 3
         right(w, 3)
 
 
@@ -417,7 +417,7 @@ def test_a_call_that_comes_while_a_prepare_is_being_given_up_is_served():
         early.join()
         good(out)
         right(w, 2)
-        assert [r.version for r in out] == ["2", "2"]
+        assert [r.version for r in out] == [2, 2]
 
 
 def test_a_refit_may_come_at_the_end_of_the_time_that_was_prepared_for():
@@ -433,11 +433,11 @@ def test_a_refit_may_come_at_the_end_of_the_time_that_was_prepared_for():
 def test_labels_go_on_from_what_the_engines_have_had():
     """Failed calls use up none; those of the caller count; trainers that restart begin after them."""
     with World(trainers=2) as w:
-        assert good(w.refit(1)).version == "1"
+        assert good(w.refit(1)).version == 1
         w.sources[0].fail = RuntimeError("boom")
         failed(w.refit(2), e.XferError, w, 10, time.monotonic(), "boom")
         w.sources[0].fail = None
-        assert [good(w.refit(2, version=v)).version for v in (None, 7, "step", None)] == ["2", "7", "step", "8"]
+        assert [good(w.refit(2, version=v)).version for v in (None, 7, "step", None)] == [2, 7, "step", 8]
         for s in reversed(w.sessions):
             s.close()
         for c in w.controllers:
@@ -445,7 +445,7 @@ def test_labels_go_on_from_what_the_engines_have_had():
         engine, w.engines, w.controllers = w.engines[0], [], []
     assert engine.label == "8"
     with World(trainers=1, engines=[engine]) as w:
-        assert good(w.refit(3)).version == "9" == engine.label
+        assert good(w.refit(3)).version == 9 and engine.label == "9"
         right(w, 3)
 
 
@@ -547,7 +547,7 @@ def test_what_is_called_after_closing_says_that_it_was_closed_here():
     for s, error in answers:
         assert type(error) is e.Unsupported and "was closed" in error.message, error
         assert ("xfer.serve(" if s is None else "xfer.connect()") in error.violations[0], error
-    assert [s.version for s in (first, second)] == ["1", "1"], "what was so stays so"
+    assert [s.version for s in (first, second)] == [1, 1], "what was so stays so"
     enter(controller, force=True)
 
 

@@ -257,7 +257,7 @@ def test_a_refit_that_is_interrupted_commits_nothing_of_what_comes_after(monkeyp
         monkeypatch.setattr(RefitCall, "_outcome", outcome)
         monkeypatch.setattr(Lane, "_do_go", go)
         time.sleep(1.5)
-        assert w.controllers[0].version != "2" and w.engines[0].label != "2"
+        assert w.controllers[0].version != 2 and w.engines[0].label != "2"
         good(w.refit(4, verify=verify))
         right(w, 4)
 
@@ -267,8 +267,8 @@ def test_what_no_replica_committed_is_neither_verified_nor_the_version():
         good(w.refit(1))
         w.engines[0].fail["start"] = w.engines[1].fail["start"] = RuntimeError("boom")
         report = w.refit(2, min_replicas=0)[0]
-        assert report.committed == 0 and not report.verified and w.sessions[0].version == "1"
+        assert report.committed == 0 and not report.verified and w.sessions[0].version == 1
         w.engines[0].fail = {}
         w.engines[1].fail["start"] = RuntimeError("boom")
         assert isinstance(w.refit(3)[0], Exception)  # one of two, and both were wanted
-        assert w.sessions[0].version == w.controllers[0].version == "2"
+        assert w.sessions[0].version == w.controllers[0].version == 2

@@ -440,7 +440,7 @@ def test_closing_after_prepare_leaves_an_engine_in_service(late_s):
     until_true(lambda: hub.refit is not None and len(hub.refit.parts[0].armed) == w.workers)
     w.sessions[0].close()
     until_true(lambda: not w.engines[0].paused)
-    assert w.engines[0].label == "1" and w.controllers[0].version == "1"
+    assert w.engines[0].label == "1" and w.controllers[0].version == 1
     w.close()
 
 
@@ -731,7 +731,7 @@ def test_a_call_that_comes_while_a_silent_hub_undoes_the_one_before_begins_when_
         until_true(lambda: has_begun(w.sessions[0]._server.coordinator, 3))
         out += w.refit(ranks=[i for i in range(2) if i not in early])
         thread.join(30)
-        assert {r.version for r in [good(out), *out]} == {"2"}
+        assert {r.version for r in [good(out), *out]} == {2}
         right(w, 3)
         good(w.refit(4))
         right(w, 4)

@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
 
+import msgspec
+
 from xfer.coordinator.coordinator import Coordinator
 from xfer.coordinator.events import Close, Connected, Disconnected, Event, Received, Send, Tick
 from xfer.coordinator.state import Options
@@ -157,7 +159,7 @@ class Trainer(Process):
     def inventory(self) -> bytes:
         return digest("trainer", self.layout, self.generation).encode()
 
-    def call(self, label: str, verify: bool, deadline_s: float) -> None:
+    def call(self, label: int | None, verify: bool, deadline_s: float) -> None:
         self.attempt += 1
         while self.attempt in self.void:
             self.attempt += 1
@@ -244,8 +246,9 @@ class Worker(Process):
         self.stopping: m.Abort | None = None
         content = self.content
         holds = "whole" if content not in (WRITING, NOTHING) else "mix" if content == WRITING else "nothing"
-        version = content if holds == "whole" else ""
-        self.say(m.Hello(m.WIRE_VERSION, "worker", self.index, self.job.workers, self.replica, "engine", 1, holds=holds, version=version))
+        version = content if holds == "whole" else None
+        said = m.Hello(m.WIRE_VERSION, "worker", self.index, self.job.workers, self.replica, "engine", 1)
+        self.say(msgspec.structs.replace(said, holds=holds, version=version))
 
     @property
     def content(self) -> str:
@@ -323,7 +326,7 @@ class Worker(Process):
             assert (self, message.attempt) not in self.job.corrupt, "a version was committed whose checksums differ"
             if self.job.faults.pop((self, m.Commit), None):
                 return self._give_up("it cannot install")
-            self.content = message.version
+            self.content = str(message.version)
             self.say(m.Committed(self.replica, message.attempt))
             self._leave(failed=False)
         elif isinstance(message, m.CallAgain) and message.attempt == self.receiving:
@@ -391,7 +394,7 @@ class Engine:
 
 class Controller(Process):
     def start(self, engine: Engine) -> None:
-        self.engine, self.version = engine, ""
+        self.engine, self.version = engine, None
         self.visit: m.Arm | None = None
         self.due, self.verdict, self.later = 0.0, None, deque()
         self.ready = self.kept_out = self.to_open = self.again = False
@@ -454,12 +457,12 @@ class Controller(Process):
         if isinstance(verdict, m.Commit):
             good = not e.failed
             e.torn, e.serving = not good, good
-            self.version = verdict.version if good else ""
+            self.version = verdict.version if good else None
         elif verdict.dirty:
-            e.torn, e.serving, self.version = True, False, ""
+            e.torn, e.serving, self.version = True, False, None
         elif not e.torn:
             e.serving = True
-        self.say(m.Settled(arm.attempt, self.version if e.serving else "", e.serving, 0.0))
+        self.say(m.Settled(arm.attempt, self.version if e.serving else None, e.serving, 0.0))
         while self.later and self.visit is None:
             self._take(self.later.popleft())
 
@@ -617,7 +620,7 @@ class Job:
 
     def refit(self, **how: object) -> list[m.Outcome | None]:
         """All trainers call, and everything happens. Their outcomes."""
-        label = str(how.pop("version", ""))
+        label = how.pop("version", None)
         for t in self.trainers:
             t.call(label, bool(how.get("verify", True)), float(how.get("deadline_s", DEADLINE_S)))
         self.settle()

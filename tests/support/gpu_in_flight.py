@@ -55,7 +55,13 @@ def answer() -> None:
     """What was asked, and the same asked now: (tokens, versions) of each, and how often an answer was asked again."""
     got = asked.result(WAIT_S)
     now = _sample(len(got.tokens)).result(WAIT_S)
-    emit("answered", got=[got.tokens, got.versions], now=[now.tokens, now.versions], again=flight.again, version=flight.controller.version)
+    emit(
+        "answered",
+        got=[got.tokens, got.versions],
+        now=[now.tokens, now.versions],
+        again=flight.again,
+        version=str(flight.controller.version),  # as samples name it
+    )
 
 
 def leave() -> None:

@@ -4,6 +4,7 @@ them: are two refits, each after a step, the same as a fresh vLLM that loads wha
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
@@ -25,6 +26,7 @@ class Stage:
     def start(self) -> None:
         self.starts += 1
         world = dict(WORLD_SIZE="4", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()), XFER_TOKEN=self.token)
+        world |= dict(XFER_LOG_LEVEL="INFO")  # else vLLM's own level, which tests set to ERROR, would be xfer's
         self.trainers = [
             self.family.start(
                 f"trainer{r}-{self.starts}", "trainer", "megatron_main", RANK=str(r), LOCAL_RANK=str(r), **world
@@ -36,7 +38,7 @@ class Stage:
             c.expect("up", timeout=180)
 
     def engine(self, name: str) -> Child:
-        return self.family.start(f"{name}-{self.starts}", "engine", "vllm_main", XFER_TOKEN=self.token)
+        return self.family.start(f"{name}-{self.starts}", "engine", "vllm_main", XFER_TOKEN=self.token, XFER_LOG_LEVEL="INFO")
 
     @contextmanager
     def case(self) -> Iterator[Stage]:
@@ -64,6 +66,30 @@ def differ(a: dict, b: dict) -> list[str]:
     return sorted(k for k in a.keys() | b.keys() if a.get(k) != b.get(k))
 
 
+def lines(child: Child) -> list[str]:
+    """xfer's own, of this process and those that it started."""
+    return [x for x in child.log_path.read_text().splitlines() if " xfer: " in x]
+
+
+def says_what_happened(trainers: list[list[str]], engines: list[list[str]], layouts: Sequence[dict]) -> None:
+    """A job that goes well says a line for each thing that happens, with the time and the rank, and warns about nothing."""
+    assert not [x for some in (*trainers, *engines) for x in some if not re.search(r" INFO |^INFO ", x)]
+    for replica, (said, how) in enumerate(zip(engines, layouts, strict=True)):
+        for worker in range(how["tp"]):
+            process = f"Worker_TP{worker}" if how["tp"] > 1 else "Worker"
+            want = rf"\({process}\S* pid=\d+\) INFO \d\d-\d\d [\d:]{{8}} \[.*\] xfer: replica {replica} worker {worker} has joined tcp://"
+            assert any(re.match(want, x) for x in said), (want, said)
+        for version in (1, 2):
+            assert sum(f"replica {replica} serves version {version}, outage" in x for x in said) == 1, said
+        assert sum("goes on serving version 2: trainer" in x for x in said) == 1, said
+    order = ["listening at tcp://", "4 of 4 trainers have joined", "has joined: ", " direct, in "]
+    order += ["version 1 committed", "version 2 committed"]
+    found = [next((i for i, x in enumerate(trainers[0]) if words in x), None) for words in order]
+    assert None not in found and found == sorted(found), trainers[0]
+    assert found[-1] == found[-2] + 1, f"between two refits nothing is said: {trainers[0]}"
+    assert all("no answer from" in x for some in trainers[1:] for x in some), trainers[1:]
+
+
 def two_refits_are_fresh_loads(
     stage: Stage,
     work: Path,
@@ -79,6 +105,7 @@ def two_refits_are_fresh_loads(
     this training does not touch; `scramble`: noise in every live byte but the kept ones between the refits; `connect`: more
     arguments of `xfer.connect`."""
     rendezvous = f"tcp://127.0.0.1:{free_port()}"
+    logged = [len(lines(c)) for c in stage.trainers]
     running = [stage.engine(f"{work.name}-engine{i}") for i in range(len(engines))]
     try:
         for e, how in zip(running, engines, strict=True):
@@ -104,13 +131,14 @@ def two_refits_are_fresh_loads(
         if kept is not None:
             assert [k["kept"] for k in on_all(running, "kept", do="kept")] == [k["kept"] for k in kept]
         stage.trained("closed", do="close")
+        says_what_happened([lines(c)[n:] for c, n in zip(stage.trainers, logged)], list(map(lines, running)), engines)
     finally:
         stop_all(running)
     for i, how in enumerate(engines):
         stage.truth.say(do="truth", folders=exports, layout=how)
         for step in (0, 1):
             want, got = stage.truth.expect("observed", timeout=240), seen[step][i]
-            assert got["version"] == str(step + 1)
+            assert got["version"] == step + 1
             wrong = differ(want, got)
             assert not wrong, f"after refit {step + 1}, replica {i}: {wrong[:10]}"
             assert got["outputs"] == want["outputs"], f"after refit {step + 1}, replica {i}"

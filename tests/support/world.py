@@ -111,7 +111,7 @@ class ToyTaker:
 
     device = torch.device("cpu")
     drop: tuple[str, ...] = ()
-    version = ""
+    version = None
 
     def __init__(self, rank: int, world: int, shapes: dict[str, tuple[int, ...]] = SHAPES):
         self.rank, self.world, self.shapes = rank, world, shapes

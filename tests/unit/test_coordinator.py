@@ -75,7 +75,7 @@ class Cluster(RuleBasedStateMachine):
         for t in self.job.trainers:
             if t.index in ranks and t.alive and t.connected and not t.called and not t.hung and t.generation:
                 self.excused.discard(t)
-                t.call("", verify, DEADLINE_S if t.attempt % 2 else 5.0)
+                t.call(None, verify, DEADLINE_S if t.attempt % 2 else 5.0)
 
     @rule(verify=st.booleans())
     def all_call_and_everything_happens(self, verify: bool) -> None:
@@ -207,7 +207,7 @@ class Cluster(RuleBasedStateMachine):
             assert o is not None and o.error is None, o
             assert all(x.committed for x in o.outcomes), [x.error for x in o.outcomes]
         for e in job.engines:
-            assert e.serving and e.contents == [outcomes[0].version] * job.workers
+            assert e.serving and e.contents == [str(outcomes[0].version)] * job.workers
 
 
 TestCoordinator = Cluster.TestCase

@@ -92,7 +92,7 @@ def session(
         for name, s in transfer.items()
     }
     if floor:
-        raw["floor"] = {"gbps": 4e9 / floor / 1e6}
+        raw["floor"] = {"gb_per_s": 4e9 / floor / 1e6}
     command = f"python scripts/bench_gpu_session.py {command}"
     return {"meta": {"command": command, "gpus": gpus}, "rows": [["every byte compared", text]], "raw": raw}
 
@@ -193,4 +193,4 @@ def test_the_floor_is_measured_and_what_was_copied_compared(tmp_path):
     out = tmp_path / "floor.json"
     subprocess.run([*command, "--gib", "0.6", "--repeats", "3", "--out", str(out)], check=True, timeout=120)
     found = json.loads(out.read_text())
-    assert found["wrong"] == 0 and len(found["ms"]) == 3 and found["gbps"] > 1
+    assert found["wrong"] == 0 and len(found["ms"]) == 3 and found["gb_per_s"] > 1

@@ -452,8 +452,8 @@ class ReplicaRefit:
         )
         if s is not None:
             serves = s.version
-        else:  # empty for none, or not known yet
-            serves = "" if self.dirty or r.unsettled else r.version
+        else:  # None for none, or not known yet
+            serves = None if self.dirty or r.unsettled else r.version
         return m.OutcomeMsg(
             replica=r.index,
             committed=ok and s is not None,

@@ -9,8 +9,10 @@ The *domain* of a replica is all trainers and that replica's workers. An error o
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 
+from xfer import logs
 from xfer.coordinator import failures, relays
 from xfer.coordinator.events import Connected, Disconnected, Effect, Event, Mark, Received, Unproven
 from xfer.coordinator.keyvalue import KeyValues
@@ -19,7 +21,7 @@ from xfer.coordinator.refit import Refit
 from xfer.coordinator.refits import Refits
 from xfer.coordinator.rejected import Rejected
 from xfer.coordinator.state import Client, Options, Replica, ReplicaPhase, differences, hello_violations
-from xfer.coordinator.status import status
+from xfer.coordinator.status import here, status, waited_for
 from xfer.coordinator.timers import Timers
 from xfer.coordinator.unsent import Silence, refuse_untrained
 from xfer.errors import DeadlineExceeded, HandshakeError, PeerLost, ProtocolError, XferError
@@ -27,6 +29,7 @@ from xfer.session import messages as m
 from xfer.session.packing import pack, unpack_specs
 from xfer.trace.catalog import Catalog
 
+logger = logging.getLogger("xfer")
 REFUSED_S = 2.0
 """Seconds that a refused process has to read why, before its connection is closed."""
 
@@ -60,7 +63,9 @@ class Coordinator:
         self.timers = Timers()
         self._by_number: dict[int, Client] = {}
         self._effects: list[Effect] = []
+        self.opening = True  # trainer 0's connect() has not returned
         self.at(now + options.deadline_s, self._check_trainers)
+        self.at(now + logs.EVERY_S, self._log_waiting)
 
     def handle(self, event: Event, now: float) -> list[Effect]:
         """Take in one event at monotonic time `now`, in seconds. Returns what is to be done, in order. Never raises."""
@@ -95,6 +100,11 @@ class Coordinator:
     def soon(self, action: Callable[[], None]) -> None:
         """Run `action` when the present event has been handled."""
         self.timers.at(self.now, action)
+
+    def _log_waiting(self) -> None:
+        if self.opening:
+            logger.info("xfer: %s; waiting for %s", here(self), "; ".join(waited_for(self)) or "nobody")
+            self.at(self.now + logs.EVERY_S, self._log_waiting)
 
     def mark(self, text: str) -> None:
         """Note a moment of the timeline."""
@@ -164,16 +174,22 @@ class Coordinator:
         if h.role == "trainer":
             self.trainers[h.index] = client
             self.met.add(h.index)
+            if len(self.trainers) == o.trainers:
+                logger.info("xfer: %d of %d trainers have joined", o.trainers, o.trainers)
             for r in self.replicas.values():  # trainers that were connected when it failed have been told
                 if r.phase in (ReplicaPhase.FAILED, ReplicaPhase.LOST) and r.error is not None:
                     client.send(m.Failed(m.WireError.of(r.error, "rendezvous"), replica=r.index))
         elif h.role == "controller":
             replica.controller, replica.size, replica.phase, replica.error = client, h.size, ReplicaPhase.JOINING, None
-            replica.workers, replica.inventories, replica.version, replica.dirty = {}, {}, "", False
+            replica.workers, replica.inventories, replica.version, replica.dirty = {}, {}, None, False
             replica.until = self.now + o.deadline_s
             self.at(replica.until, lambda: self._check_join(replica))
         elif h.role == "worker":
             replica.workers[h.index] = client
+            if len(replica.workers) == replica.size:
+                hosts = ", ".join(dict.fromkeys(c.hello.host for c in replica.workers.values()))
+                workers = logs.counted(replica.size, "worker")
+                logger.info("xfer: replica %d has joined: %s on %s", replica.index, workers, hosts)
             replica.dirty = replica.dirty or h.holds != "whole"
             self.refits.had(h.version)
             session = any(c.hello.session_open for c in replica.workers.values())
@@ -219,12 +235,12 @@ class Coordinator:
         if h is None or h.role == "observer":
             return
         lost = PeerLost(
-            f"{client.label} (host {h.host}, pid {h.pid}) {'left' if client.left else 'is gone'}: {reason}",
+            f"{client.label} (host {h.host}, pid {h.pid}) {'has left' if client.left else f'is gone: {reason}'}",
             where="rendezvous",
         )
         if h.role == "trainer":
             self.trainers.pop(h.index, None)
-            return self.fail_job(lost)
+            return self.fail_job(lost, left=client.left)
         replica = self.replicas[h.replica]
         if h.role == "controller" and replica.controller is client:
             replica.controller = None
@@ -233,19 +249,25 @@ class Coordinator:
         else:
             return
         gave_up = client.left and replica.phase is ReplicaPhase.FAILED  # then it has said why
+        if replica.phase is not ReplicaPhase.LOST:
+            how = logging.INFO if client.left else logging.WARNING
+            logger.log(how, "xfer: replica %d takes part no more: %s", replica.index, lost.message)
         self.lose(replica, replica.error if gave_up and replica.error is not None else lost)
 
     # ---- failures of the widest scopes; failures.py has the others
 
-    def fail_job(self, error: XferError) -> None:
-        """A trainer is gone, or the coordinator is broken: the running refit ends, and no later one can succeed."""
+    def fail_job(self, error: XferError, left: bool = False) -> None:
+        """A trainer is gone, or the coordinator is broken: the running refit ends, and no later one can succeed.
+
+        `left`: the trainer left on purpose.
+        """
         self.failure = self.failure or error
         if self.refit is not None:
             self.refit.fail(error)
         for r in self.replicas.values():
             if r.phase.opening:
                 self.planning.abort(r, error)
-        self.broadcast(list(self.clients), m.Failed(m.WireError.of(error, "rendezvous")))
+        self.broadcast(list(self.clients), m.Failed(m.WireError.of(error, "rendezvous"), left=left))
 
     def lose(self, replica: Replica, error: XferError) -> None:
         """A process of this replica is gone: the replica takes part in nothing until a new controller joins with its number."""
@@ -259,7 +281,7 @@ class Coordinator:
             self.planning.abort(replica, error)
         said = m.Failed(m.WireError.of(error, "rendezvous"), replica=replica.index)
         self.broadcast(replica.processes(), said)
-        replica.controller, replica.workers, replica.inventories, replica.version = None, {}, {}, ""
+        replica.controller, replica.workers, replica.inventories, replica.version = None, {}, {}, None
         replica.unsettled = 0
         if self.refit is None:
             self.broadcast(self.trainers.values(), said)

@@ -5,19 +5,25 @@ What happens to a replica from there, and where its version is committed, is com
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from xfer import logs
 from xfer.coordinator import holders, relays
 from xfer.coordinator.commit import Phase, ReplicaRefit
 from xfer.coordinator.state import ReplicaPhase
 from xfer.errors import DeadlineExceeded, EngineLost, PlanMismatch, VerificationError, XferError
 from xfer.session import messages as m
 from xfer.session.bounds import TOGETHER_S
+from xfer.session.wire import Label
 
 if TYPE_CHECKING:
     from xfer.coordinator.coordinator import Coordinator
     from xfer.coordinator.state import Client, Replica
+
+
+logger = logging.getLogger("xfer")
 
 
 class Refit:
@@ -35,7 +41,7 @@ class Refit:
         self.drained: dict[int, m.Ready] = {}
         self.parts: dict[int, ReplicaRefit] = {}
         self.began = coordinator.now
-        self.version = ""
+        self.version: Label = None
         self.verify = False
         self.ready_at = 0.0  # when the last trainer was ready
         self.called = False  # by some trainer, whose call this refit uses up whatever becomes of it
@@ -74,10 +80,12 @@ class Refit:
         co = self.coordinator
         self.called = True
         if not self.entered:
-            self.version, self.verify = msg.version or co.refits.next_label(), msg.verify
+            self.version = co.refits.next_label() if msg.version is None else msg.version
+            self.verify = msg.verify
             armed_until, self.began = self.began + self.armed_s, co.now
             self.deadline_s = min(msg.deadline_s, armed_until - self.began)
             self._set_deadline(self.deadline_s)
+            co.at(co.now + logs.EVERY_S, self._log_waiting, of=self)
         self.entered[client.hello.index] = msg
         if len(self.entered) == co.options.trainers:
             if odd := differences(self.entered):
@@ -222,7 +230,7 @@ class Refit:
             if part.phase in (Phase.ARMING, Phase.MOVING):
                 part.fail(
                     DeadlineExceeded(
-                        f"refit of version {self.version or '?'!r} to replica {part.replica.index} "
+                        f"refit of version {'?' if self.version is None else repr(self.version)} to replica {part.replica.index} "
                         f"ended at its deadline of {self.deadline_s:.1f} s",
                         [f"waiting for {w}" for w in part.waiting_for()],
                     )
@@ -261,6 +269,11 @@ class Refit:
     def waiting_for(self) -> list[str]:
         lines = (w for part in self.parts.values() if not part.over for w in part.waiting_for())
         return list(dict.fromkeys(lines))
+
+    def _log_waiting(self) -> None:
+        co, these = self.coordinator, "; ".join(self.waiting_for()[:8])
+        logger.info("xfer: the refit to version %r takes %.0f s; waiting for %s", self.version, co.now - self.began, these)
+        co.at(co.now + logs.EVERY_S, self._log_waiting, of=self)
 
     def phase_of(self, client: Client) -> str:
         """For `xfer status`."""

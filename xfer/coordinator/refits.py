@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from xfer.coordinator.refit import Refit
 from xfer.errors import DeadlineExceeded, PeerLost, ProtocolError, XferError
 from xfer.session import messages as m
+from xfer.session.wire import Label
 
 if TYPE_CHECKING:
     from xfer.coordinator.coordinator import Coordinator
@@ -39,13 +40,14 @@ class Refits:
 
     # ---- labels
 
-    def had(self, version: str) -> None:
-        """Some engine has had this version: no later one gets its number."""
-        if version.isdecimal() and len(version) < 19:
-            self._label = max(self._label, int(version))
+    def had(self, version: Label) -> None:
+        """Some engine has had this version: no later one gets its number. A text of digits counts, since engines keep labels as text."""
+        text = str(version)
+        if text.isdecimal() and len(text) < 19:
+            self._label = max(self._label, int(text))
 
-    def next_label(self) -> str:
-        return str(self._label + 1)
+    def next_label(self) -> int:
+        return self._label + 1
 
     # ---- calls
 
@@ -130,7 +132,7 @@ class Refits:
 
     def failed_early(self, number: int, error: XferError) -> None:
         """A trainer raised before anything of refit `number` began: every rank that has entered it, or does, gets the same error."""
-        outcome = m.Outcome(number, "", (), m.WireError.of(error, "rendezvous"))
+        outcome = m.Outcome(number, None, (), m.WireError.of(error, "rendezvous"))
         running = self.coordinator.refit
         if running is not None and running.number == number:
             return self.end(outcome)  # no replica takes part, so nothing of it is to be undone

@@ -12,6 +12,7 @@ from enum import Enum
 from xfer.coordinator.events import Close, Effect, Send
 from xfer.errors import XferError
 from xfer.session import messages as m
+from xfer.session.wire import Label
 
 
 @dataclass(eq=False)
@@ -91,7 +92,7 @@ class Replica:
     pending: set[Client] = field(default_factory=set)  # clients that owe an answer in this phase
     digests: dict[str, str] = field(default_factory=dict)  # label -> plan digest
     digest: str = ""
-    version: str = ""
+    version: Label = None
     dirty: bool = False
     error: XferError | None = None
     until: float = 0.0
@@ -119,7 +120,7 @@ class Replica:
     def settled(self, msg: m.Settled) -> None:
         """Its controller said what the engine serves after a refit."""
         self.unsettled, self.dirty = 0, self.dirty and not msg.serving
-        if msg.version:
+        if msg.version is not None:
             self.version = msg.version
 
     @property

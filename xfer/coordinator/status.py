@@ -1,13 +1,58 @@
-"""What `xfer status` shows: connected processes, what each does, and what is waited for. Reads the coordinator, changes nothing."""
+"""What `xfer status` and the log show: connected processes, what each does, what is waited for. Reads the coordinator only."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from xfer.coordinator.state import ReplicaPhase
 from xfer.session import messages as m
 
 if TYPE_CHECKING:
     from xfer.coordinator.coordinator import Coordinator
+
+SHOWN = 8
+"""Runs of numbers that are listed; the others are counted."""
+
+def here(co: Coordinator) -> str:
+    o, ready = co.options, sum(r.phase is ReplicaPhase.READY for r in co.replicas.values())
+    return f"{len(co.trainers)} of {o.trainers} trainers have joined, {ready} of {o.replicas} replicas are ready"
+
+
+def waited_for(co: Coordinator) -> list[str]:
+    """What keeps a refit, or the job's beginning, one short line each: what runs, else what is missing."""
+    if co.refit is not None:
+        return co.refit.waiting_for()
+    o, out = co.options, []
+    if away := [i for i in range(o.trainers) if i not in co.trainers]:
+        out.append(f"{_named('trainer', away)}: not connected; has xfer.connect() been called there?")
+    if silent := [i for i in range(o.trainers) if i in co.trainers and i not in co.specs]:
+        out.append(f"{_named('trainer', silent)}: reading the layout of its model")
+    if away := [r.index for r in co.replicas.values() if r.phase is ReplicaPhase.ABSENT]:
+        out.append(f"{_named('replica', away)}: not connected; has xfer.serve() been called there?")
+    for r in co.replicas.values():
+        if r.phase in (ReplicaPhase.FAILED, ReplicaPhase.LOST) and r.error is not None:
+            out.append(f"replica {r.index}: {r.error.line()}"[:250])
+        elif r.phase is ReplicaPhase.JOINING:
+            if away := [w for w in range(r.size) if w not in r.workers]:
+                out.append(f"replica {r.index} {_named('worker', away)}: not connected; is its engine still starting?")
+            elif silent := [w for w in range(r.size) if w not in r.inventories]:
+                out.append(f"replica {r.index} {_named('worker', silent)}: reading the layout of its model")
+        elif r.phase.opening:
+            out += [f"{c.label}: {r.phase.value}" for c in sorted(r.pending, key=lambda c: c.label)]
+    return out
+
+
+def _named(kind: str, numbers: list[int]) -> str:
+    """ "trainer 3", "trainers 1 to 3, 7", "workers 0, 2, 4 and 93 more"."""
+    runs: list[list[int]] = []
+    for n in numbers:
+        if runs and n == runs[-1][-1] + 1:
+            runs[-1] = [runs[-1][0], n]
+        else:
+            runs.append([n])
+    shown = ", ".join(" to ".join(map(str, run)) for run in runs[:SHOWN])
+    more = sum(run[-1] - run[0] + 1 for run in runs[SHOWN:])
+    return f"{kind}{'s' * (len(numbers) > 1)} {shown}{f' and {more} more' if more else ''}"
 
 
 def status(co: Coordinator) -> m.StatusReply:
@@ -20,20 +65,14 @@ def status(co: Coordinator) -> m.StatusReply:
         parties.append(
             m.PartyStatus(c.label, c.hello.host, phase, *((p.wave, p.bytes_done, p.bytes_planned) if p else ()))
         )
-    replicas = co.replicas.values()
     state = "; ".join(
-        f"replica {r.index}: {r.phase.value}{' (dirty)' if r.dirty else ''} {r.version and 'version ' + r.version}".strip()
-        for r in replicas
+        f"replica {r.index}: {r.phase.value}{' (dirty)' if r.dirty else ''} {'' if r.version is None else f'version {r.version}'}".strip()
+        for r in co.replicas.values()
     )
-    if co.refit:
-        waiting = co.refit.waiting_for()
-    else:
-        opening = [r for r in replicas if r.phase.opening]
-        waiting = [f"{c.label}: {r.phase.value}" for r in opening for c in sorted(r.pending, key=lambda c: c.label)]
     return m.StatusReply(
         co.refit.number if co.refit else 0,
         state,
-        tuple(waiting),
+        tuple(w[:256] for w in waited_for(co)),
         tuple(parties),
-        tuple((r.index, r.version) for r in replicas if r.version),
+        tuple((r.index, r.version) for r in co.replicas.values() if r.version is not None),
     )

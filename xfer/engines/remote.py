@@ -24,12 +24,15 @@ _STRAGGLER_S = 3600.0
 """How long a request may stay unanswered on its socket. Callers wait by their own, shorter timeouts; hanging up earlier
 would not stop the call in the engine, only leave us not knowing when it ended."""
 _AGAIN_S = 0.5
+_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+"""Uses no proxy, whatever `http_proxy` says: `init` carries the job's token, over http:// in clear."""
 
 
 class HttpEngine(Handle):
     """`vllm serve … --weight-transfer-config '{"backend": "xfer"}'`, started with VLLM_SERVER_DEV_MODE=1.
 
-    `headers`: sent with every request, e.g. {"Authorization": "Bearer …"}.
+    `headers`: sent with every request, e.g. {"Authorization": "Bearer …"}. Requests go straight to the server and never
+    through a proxy, whatever the environment says.
     """
 
     def __init__(
@@ -118,7 +121,7 @@ class HttpEngine(Handle):
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self._url + path, data=data, headers=self._headers, method=method)
         try:
-            with urllib.request.urlopen(request, timeout=_STRAGGLER_S) as reply:
+            with _OPENER.open(request, timeout=_STRAGGLER_S) as reply:
                 text = reply.read()
         except urllib.error.HTTPError as e:
             detail = e.read(2000).decode(errors="replace")

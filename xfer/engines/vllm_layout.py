@@ -69,7 +69,7 @@ class EngineModel:
         drop: Sequence[str] = (),
     ):
         self.vllm_config, self.model, self.device = vllm_config, model, device
-        self.keep, self.drop, self.version = tuple(keep), tuple(drop), ""
+        self.keep, self.drop, self.version = tuple(keep), tuple(drop), None
         self.workers = 0  # of the replica, as its controller counts them
         self.draft: torch.nn.Module | None = None  # the second model of speculative decoding, if it was handed over
         self._live: Storages | None = None

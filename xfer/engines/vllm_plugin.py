@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import os
 
+from xfer import logs
+
 BACKEND = "xfer"
 RESIDENT_SWITCH = "XFER_CPU_RESIDENT"
 """Set to 1 on CPU engines, in the environment of the process that starts vLLM: weights stay in their parameters
@@ -18,7 +20,8 @@ RESIDENT_SWITCH = "XFER_CPU_RESIDENT"
 
 
 def register() -> None:
-    """Make `LLM(weight_transfer_config={"backend": "xfer"})` known to this process."""
+    """Make `LLM(weight_transfer_config={"backend": "xfer"})` known to this process, and show xfer's log lines in it."""
+    logs.show()
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     # The factory raises on a second registration of a name; it has no public way to ask first.

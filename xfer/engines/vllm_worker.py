@@ -11,12 +11,12 @@ before. So errors travel on xfer's own channel, where each names its worker, and
 
 from __future__ import annotations
 
+import logging
 import traceback
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
-from vllm.logger import init_logger
 
 from xfer.engines.vllm_layout import EngineModel
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from xfer.session.worker import WorkerSession
 
-logger = init_logger(__name__)
+logger = logging.getLogger("xfer")
 
 
 @dataclass

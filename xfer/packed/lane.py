@@ -82,7 +82,9 @@ _abandoned: list[tuple[Link, Buffers]] = []  # held until what was received by a
 @dataclass(frozen=True, slots=True)
 class _Summary:
     broadcast_bytes: int
-    kept_bytes: int = 0  # loaders write what they are given, so `keep=` is refused
+    nbytes: int
+    direct_share = 0.0  # the engine's loader copies all of it
+    kept_bytes = 0  # loaders write what they are given, so `keep=` is refused
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +98,7 @@ class PackedPlan:
 
     @property
     def summary(self) -> _Summary:
-        return _Summary(self.nbytes * self.workers)
+        return _Summary(self.nbytes * self.workers, self.nbytes * self.workers)
 
 
 class PackedLane(Lane):
@@ -205,6 +207,7 @@ class PackedLane(Lane):
 
     def _do_link(self, o: m.OpenLink) -> None:
         faults.point(self.side.role, self.side.index, "link")
+        began = time.perf_counter()
         if self.plan is None:
             raise PlanMismatch("asked to open a link without a plan")
         self.plan = replace(self.plan, workers=o.workers)
@@ -215,6 +218,7 @@ class PackedLane(Lane):
             self._opened = True
         self._check()
         self.party.send(m.LinkOpen(self.replica, o.epoch))
+        self._log_planned(began)
 
     def _open(self, o: m.OpenLink) -> None:
         cancelled = self._running.stopped

@@ -50,11 +50,11 @@ class PackedModel:
         return self.engine.holds
 
     @property
-    def version(self) -> str:
+    def version(self) -> int | str | None:
         return self.engine.version
 
     @version.setter
-    def version(self, label: str) -> None:
+    def version(self, label: int | str | None) -> None:
         self.engine.version = label
 
     @property

@@ -59,6 +59,12 @@ class PlanSummary:
         """Live bytes of all workers that a refit leaves as they are; `kept` says which and why."""
         return sum(c.kept for c in self.classes)
 
+    @property
+    def direct_share(self) -> float:
+        """Of the bytes that arrive, those that land where they belong, and not in scratch."""
+        live, scratch = sum(c.written for c in self.classes), sum(c.scratch for c in self.classes)
+        return live / (live + scratch) if live + scratch else 1.0
+
     def scalars(self) -> dict[str, float]:
         """Flat numbers for a logger."""
         names = (

@@ -20,6 +20,7 @@ import time
 import weakref
 from datetime import datetime, timezone
 
+from xfer import logs
 from xfer.coordinator.coordinator import Coordinator
 from xfer.coordinator.events import Close, Connected, Disconnected, Event, Mark, Received, Send, Tick, Unproven
 from xfer.coordinator.state import Options
@@ -58,6 +59,8 @@ class Server:
         self.closing = False
         self._listener = listen(rendezvous, token)
         self._listener.setblocking(False)
+        expected = f"{logs.counted(options.trainers, 'trainer')} and {logs.counted(options.replicas, 'replica')}"
+        logger.info("xfer: listening at %s for %s", rendezvous, expected)
         self._connections: dict[int, _Connection] = {}  # that proved the token
         self.unproven: dict[_Connection, float] = {}  # since when; oldest first
         self._numbers = itertools.count(1)

@@ -15,16 +15,41 @@ from xfer.session.channel import check_token, parse_address
 LABEL_CHARS = 256
 OWN_LABELS = "xfer:"
 """What labels that xfer itself gives to engines begin with."""
+LARGEST_NUMBER = 1 << 62
 LONGEST_S = 1e8
 PAUSE_MODES = ("keep", "wait", "abort")
 
 
 @dataclass(frozen=True, slots=True)
+class Labels:
+    """The labels that a session's refits have used up. A call that raised used none: it may be made again under its label.
+
+    last: of the last refit; number: the highest number. Equal on all ranks, which get equal outcomes.
+    """
+
+    last: int | str | None = None
+    number: int | None = None
+
+    def after(self, label: int | str) -> Labels:
+        number = self.number if isinstance(label, str) else max(label, label if self.number is None else self.number)
+        return Labels(label, number)
+
+    def wrong(self, label: int | str) -> list[str]:
+        """One line when this label is no new one: two sets of weights would have one name."""
+        if str(label) == str(self.last):  # as engines compare them, which keep labels as text
+            return [f"version={label!r}: the last refit committed {self.last!r}; each version takes a label of its own"]
+        if self.number is not None and not isinstance(label, str) and label <= self.number:
+            last = "" if self.last == self.number else f", the last label was {self.last!r}"
+            return [f"version={label!r}: numbers rise, and a refit has committed {self.number}{last}"]
+        return []
+
+
+@dataclass(frozen=True, slots=True)
 class Call:
-    """`nccl_xfer_refit`'s arguments. `version`: empty where the hub is to number it. `want`: replicas that must commit;
+    """`nccl_xfer_refit`'s arguments. `version`: None where the hub is to number it. `want`: replicas that must commit;
     `seconds`: the deadline, from the call on."""
 
-    version: str
+    version: int | str | None
     verify: bool
     wait: str
     want: int
@@ -39,10 +64,12 @@ def checked_call(
     deadline_s: object,
     replicas: int,
     default_s: float,
+    used: Labels,
 ) -> Call:
-    """XferError, with all of them, when there are arguments that cannot work."""
+    """XferError, with all of them, when there are arguments that cannot work. `used`: labels of earlier refits."""
     bad: list[str] = []
     label = _label(version, bad)
+    bad += used.wrong(label) if label is not None else []
     try:
         verified = bool(verify)
     except Exception:
@@ -149,18 +176,24 @@ def _listed(value: object) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, str | bytes)
 
 
-def _label(version: object, bad: list[str]) -> str:
+def _label(version: object, bad: list[str]) -> int | str | None:
+    """In the caller's type: whole numbers of any kind as int, text as str."""
     if version is None:
-        return ""
-    number = None if isinstance(version, str) else whole(version)
-    label = version if isinstance(version, str) else None if number is None else str(number)
-    if label is None or not _sendable(label) or label.startswith(OWN_LABELS):
-        shown = repr(version) if len(repr(version)) < 80 else f"{repr(version)[:76]} …"
-        bad.append(
-            f"version={shown}: a number, or a text of 1 to {LABEL_CHARS} characters that does not begin with {OWN_LABELS!r}"
-        )
-        return ""
-    return label
+        return None
+    label = version if isinstance(version, str) else whole(version)
+    good = (
+        _sendable(label) and not label.startswith(OWN_LABELS)
+        if isinstance(label, str)
+        else label is not None and abs(label) <= LARGEST_NUMBER
+    )
+    if good:
+        return label
+    shown = repr(version) if len(repr(version)) < 80 else f"{repr(version)[:76]} …"
+    bad.append(
+        f"version={shown}: a number of at most 62 bits, or a text of 1 to {LABEL_CHARS} characters that does not begin "
+        f"with {OWN_LABELS!r}"
+    )
+    return None
 
 
 def _sendable(text: object) -> bool:
@@ -176,6 +209,6 @@ def _sendable(text: object) -> bool:
 def whole(value: object) -> int | None:
     """`value` as an int where it is one of any kind, else None."""
     try:
-        return operator.index(value)
+        return int(operator.index(value))
     except TypeError:
         return None

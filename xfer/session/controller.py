@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from contextlib import contextmanager, suppress
 
+from xfer import logs
 from xfer.engines import drafter
 from xfer.engines.handles import Handle, handle_for
 from xfer.engines.interface import EngineHandle
@@ -32,6 +33,7 @@ MIXED = "xfer:mixed"
 PAUSED = "xfer:paused"
 """Version text of an engine that we have paused and not written: while it joins, or until its first weights come."""
 _HELD = {MIXED: "mix", PAUSED: "nothing"}
+_AS_BEFORE = object()
 UNKNOWN = "xfer:unknown"
 """What an engine is called after a refit that came to nothing, when its label before that is not known."""
 
@@ -41,7 +43,8 @@ class _ClosedError(Exception):
 
 
 class Controller:
-    """Made by `xfer.serve`. `version`: what the replica serves; `error`: why it serves nothing, or None."""
+    """Made by `xfer.serve`. `version`: what the replica serves, in the type that the trainers gave it, or None; `error`: why it
+    serves nothing, or None."""
 
     def __init__(
         self,
@@ -61,7 +64,8 @@ class Controller:
         self.rendezvous, self.replica, self.deadline_s = rendezvous, replica, deadline_s
         self._token, self._keep, self._engine_rendezvous = token, keep, engine_rendezvous or rendezvous
         self._tell = tell
-        self.version, self.error = "", None
+        self.version: int | str | None = None
+        self.error: XferError | None = None
         self.torn = False  # what lies in the engine is not to be served; the next commit mends it
         self.lost: XferError | None = None  # the trainers are gone: no refit will come; a whole `version` is served on
         self.refits = 0
@@ -69,12 +73,24 @@ class Controller:
         self._unheard: m.Settle | None = None  # a decision that we made up, since the hub was gone
         self._kept_from: XferError | None = None  # joining
         self._held = False  # its engine is paused while it joins
+        self._doing = "asking its engine how many workers it has"
         self._workers = 0
         self._ready, self._closing = threading.Event(), threading.Event()
         self._changed = threading.Condition()
         self._party: Party | None = None
         self._thread = threading.Thread(target=self._work, name=f"xfer-controller-{replica}", daemon=True)
         self._thread.start()
+
+    def __repr__(self) -> str:
+        if self._closing.is_set():
+            state = "closed"
+        elif self.error is not None:
+            state = f"serves nothing: {self.error.line()}"
+        elif not self._ready.is_set():
+            state = "joining"
+        else:
+            state = "no refit yet" if self.version is None else f"serves version {self.version!r}"
+        return f"<Controller of replica {self.replica} at {self.rendezvous}: {state}>"
 
     # ---- for the owner of the engine
 
@@ -95,22 +111,23 @@ class Controller:
         if isinstance(self.handle, Handle):
             self.handle.refuse_own_loop(call)
 
-    def wait_version(self, version: int | str | None = None, timeout_s: float | None = None) -> str:
-        """Until the replica serves `version`, or any that a refit brought; gives it as text. For owners of an engine
-        that was started without weights. `timeout_s`: default the connection's deadline. DeadlineExceeded; what ended this
-        replica, as soon as it has: no refit will come. Unsupported once this was closed. Not on an AsyncLLM's own loop."""
+    def wait_version(self, version: int | str | None = None, timeout_s: float | None = None) -> int | str:
+        """Until the replica serves `version`, or any that a refit brought; gives it in the type that the trainers gave it (1 and
+        "1" are one label to wait for). For owners of an engine that was started without weights. `timeout_s`: default the
+        connection's deadline. DeadlineExceeded; what ended this replica, as soon as it has: no refit will come. Unsupported once
+        this was closed. Not on an AsyncLLM's own loop."""
         self._may_wait("wait_version")
         self._refuse_closed("wait_version()")
 
         def there() -> bool:
-            return bool(self.version) if version is None else self.version == str(version)
+            return self.version is not None and (version is None or str(version) == str(self.version))
 
         def over() -> XferError | None:  # a torn replica, or one without weights yet, is mended by the next refit
             if self._closing.is_set():
                 return self._closed(f"was closed before {awaited} came")
             return self._kept_from or (self.lost if self.torn or self.error is None else self.error)
 
-        awaited = "a version that a refit brought" if version is None else f"version {str(version)!r}"
+        awaited = "a version that a refit brought" if version is None else f"version {version!r}"
         seconds = self.deadline_s if timeout_s is None else timeout_s
         with self._changed:
             self._changed.wait_for(lambda: there() or over() is not None, seconds)
@@ -173,7 +190,8 @@ class Controller:
 
     def _work(self) -> None:
         try:
-            self._join()
+            with logs.while_waiting(lambda: f"replica {self.replica}: {self._doing}"):
+                self._join()
             self._serve()
         except Exception as e:
             self._kept_from = None if isinstance(e, _ClosedError) else self._down(e)
@@ -195,9 +213,9 @@ class Controller:
                         lost = self._refit(message)
                     timeline.write(message.attempt, self._party.welcome.session)
                     for failed in lost:
-                        self._lose(failed.error.error(), whole=failed.replica < 0)
+                        self._lose(failed.error.error(), failed.replica < 0, failed.left)
                 elif isinstance(message, m.Failed):
-                    self._lose(message.error.error(), whole=message.replica < 0)
+                    self._lose(message.error.error(), message.replica < 0, message.left)
                 else:
                     self._ready.set()
             except DeadlineExceeded:
@@ -211,14 +229,18 @@ class Controller:
                     self._down(e)
                 return
 
-    def _lose(self, error: XferError, whole: bool) -> None:
-        """The trainers are gone (`whole`: this replica is not), or one of this replica's workers is."""
+    def _lose(self, error: XferError, whole: bool, left: bool = False) -> None:
+        """The trainers are gone (`whole`: this replica is not), or one of this replica's workers is. left: on purpose."""
+        news = self.lost is None
         if whole:
             with self._changed:
                 self.lost = error
                 self._changed.notify_all()
-        if whole and self.version and self.error is None:  # trainers come and go; one whole version is served on
-            logger.warning("xfer: replica %d goes on serving version %s: %s", self.replica, self.version, error)
+        if whole and self.version is not None and self.error is None:  # trainers come and go; one whole version is served on
+            if news:
+                how = logging.INFO if left else logging.WARNING
+                why = error.message if left else error.line()
+                logger.log(how, "xfer: replica %d goes on serving version %r: %s", self.replica, self.version, why)
         elif self.error is None or not whole:
             self._set(error=error, torn=self.torn and whole)
         self._ready.set()
@@ -233,21 +255,23 @@ class Controller:
         self._set(error=error)
         return error
 
-    def _set(self, version: str | None = None, error: XferError | None = None, torn: bool | None = None) -> None:
-        """In one step: who waits for a version tells by `torn` whether `error` is for good. None: as before."""
+    def _set(self, error: XferError | None = None, torn: bool | None = None, version: object = _AS_BEFORE) -> None:
+        """In one step: who waits for a version tells by `torn` whether `error` is for good. `torn` None: as before."""
         with self._changed:
             self.error, self.torn = error, self.torn if torn is None else torn
-            if version is not None:
+            if version is not _AS_BEFORE:
                 self.version = version
             self._changed.notify_all()
 
     def _join(self) -> None:
         self._workers = workers = self.handle.workers(self.deadline_s)
         self._unless_closed()
+        self._doing = f"no answer from {self.rendezvous}; has trainer rank 0 called xfer.connect()?"
         self._party = Party(
             self.rendezvous, self._token, "controller", size=workers, replica=self.replica, deadline_s=self.deadline_s
         )
         self._unless_closed()
+        self._doing = f"waiting at {self.rendezvous} for trainers and for a plan, with {logs.counted(workers, 'worker')}"
         found = self.handle.get_version(self.deadline_s)
         self._label = UNKNOWN if found in (MIXED, PAUSED) else found
         held = self._held = self.handle.ranks_in_step(SETTLE_GRACE_S)
@@ -278,6 +302,9 @@ class Controller:
         self._kept_from = self._kept_from or self._failed_since()
         if self._kept_from is not None:
             self._set(error=self._kept_from)
+        else:
+            these = logs.counted(workers, "worker")
+            logger.info("xfer: replica %d is ready at %s, with %s", self.replica, self.rendezvous, these)
         self._held = False
         self._ready.set()
 
@@ -328,7 +355,7 @@ class Controller:
 
     def _keep_out(self, error: XferError) -> None:
         """Nobody is served until a commit. Stays paused; for an in-process LLM, which waits at a gate, `serving()` refuses."""
-        self._set(version="", error=error, torn=True)
+        self._set(error, torn=True, version=None)
         try:
             self.handle.stay_paused()
         except XferError as e:
@@ -344,19 +371,21 @@ class Controller:
             committed = visit.close(decision)
             if committed:
                 self.refits += 1
-                self._label = decision.version
-                self._set(version=decision.version, torn=False)
+                self._label = str(decision.version)
+                self._set(torn=False, version=decision.version)
             elif visit.touched and isinstance(decision, m.Settle) and decision.dirty:
                 self._tear(str(decision.error.error()), known=decision is not self._unheard)
-                self._party.try_send(m.Settled(arm.attempt, "", False, 0.0, visit.phases))
+                self._party.try_send(m.Settled(arm.attempt, None, False, 0.0, visit.phases))
                 return lost
             if self.torn:  # as before this attempt, which wrote nothing
                 self._keep_out(self.error)
-                self._party.try_send(m.Settled(arm.attempt, "", False, 0.0, visit.phases))
+                self._party.try_send(m.Settled(arm.attempt, None, False, 0.0, visit.phases))
                 return lost
             visit.resume(None if committed else self._label)
             mark(self._party.label, "its engine serves")
-            if not committed and self.error is not None and self.version:
+            if committed:
+                logger.info("xfer: replica %d serves version %r, outage %.1f ms", self.replica, self.version, visit.seconds * 1e3)
+            if not committed and self.error is not None and self.version is not None:
                 self._set()
             # The engine serves by now; should the trainers be gone, that is no reason to stop it.
             self._party.try_send(m.Settled(arm.attempt, self.version, True, visit.seconds, visit.phases))
@@ -364,7 +393,7 @@ class Controller:
             error = e if isinstance(e, XferError) else EngineLost(f"replica {self.replica}: {type(e).__name__}: {e}")
             logger.error("xfer: replica %d could not be brought back: %s", self.replica, error)
             self._keep_out(error)
-            self._party.try_send(m.Settled(arm.attempt, "", False, 0.0, visit.phases))
+            self._party.try_send(m.Settled(arm.attempt, None, False, 0.0, visit.phases))
         return lost
 
     def _decision(self, arm: m.Arm, visit: _Visit) -> tuple[m.Commit | m.Settle, list[m.Failed]]:
@@ -464,7 +493,7 @@ class _Visit:
         if not self._decided:
             self._wind_up(commit)
         if commit:
-            self.handle.set_version(decision.version, SETTLE_GRACE_S)
+            self.handle.set_version(str(decision.version), SETTLE_GRACE_S)
         return commit
 
     def _wind_up(self, commit: bool) -> None:

@@ -23,6 +23,7 @@ import torch
 from xfer.ending import wait_for_all
 from xfer.errors import PeerLost, PlanMismatch, XferError
 from xfer.plan.cache import PlanCache
+from xfer.plan.explain import size
 from xfer.plan.options import PlanOptions
 from xfer.plan.part import Part
 from xfer.session import faults, late
@@ -124,6 +125,7 @@ class Lane:
         self._running = self._scope  # of the one that the lane's thread is at
         self._planned_from = b""
         self._deadline_s = 0.0  # of what it waits for, as the hub says with the plan
+        self._logged = ""  # digest of the plan that the log has
         self._agreed = True  # on `plan`, by all ranks; it was put into the cache then
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._work, name=f"xfer-lane-{replica}", daemon=True)
@@ -340,6 +342,7 @@ class Lane:
 
     def _do_link(self, o: m.OpenLink) -> None:
         faults.point(self.side.role, self.side.index, "link")
+        began = time.perf_counter()
         if self.plan is None:
             raise PlanMismatch("asked to open a link without a plan")
         store = HubStore(
@@ -362,6 +365,17 @@ class Lane:
         if self.cache is not None and not self._agreed:
             self.cache.put(self.plan)  # not sooner: the hub opens no link unless the digests of all are equal
         self._agreed = True
+        self._log_planned(began)
+
+    def _log_planned(self, began: float) -> None:
+        """Trainer 0, once for each plan, when a link for it is there."""
+        if self.joint_rank == 0 and self._logged != self.plan.digest:
+            self._logged, s = self.plan.digest, self.plan.summary
+            seconds = self.plan_seconds + time.perf_counter() - began
+            logger.info(
+                "xfer: replica %d planned: %s a refit, %.0f %% direct, in %.2f s",
+                self.replica, size(s.nbytes), 100 * s.direct_share, seconds,
+            )  # fmt: skip
 
     def _open_routes(self, store: HubStore, o: m.OpenLink) -> None:
         """Collective over the domain, in the same order on all ranks."""

@@ -42,6 +42,7 @@ from xfer.session.wire import (
     Bytes64,
     Count,
     Digest,
+    Label,
     Name,
     Route,
     Seconds,
@@ -73,7 +74,7 @@ class Hello(WireMessage):
     settings: Annotated[tuple[tuple[Name, Name], ...], Meta(max_length=64)] = ()
     holds: Holds = "whole"  # worker
     session_open: bool = False  # worker: an earlier controller opened an update that it did not finish
-    version: Annotated[str, Meta(max_length=256)] = ""  # worker: label of the last refit that it installed
+    version: Label = None  # worker: label of the last refit that it installed
 
 
 class Welcome(WireMessage):
@@ -104,10 +105,10 @@ class Prepare(WireMessage):
 
 class Enter(WireMessage):
     """trainer -> hub: nccl_xfer_refit() was called with these arguments. Sent before anything that may wait for other
-    ranks, so that the hub's deadline runs and its error can say who has not called. `version` empty: the hub numbers it."""
+    ranks, so that the hub's deadline runs and its error can say who has not called. `version` None: the hub numbers it."""
 
     attempt: Count
-    version: Name
+    version: Label
     verify: bool
     min_replicas: Count
     deadline_s: Seconds
@@ -169,7 +170,7 @@ class Go(WireMessage):
     replica: Count
     attempt: Count
     epoch: Count
-    version: Name
+    version: Label
     verify: bool
     deadline_s: Seconds
     together: Annotated[tuple[Count, ...], Meta(max_length=65536)] = ()
@@ -232,7 +233,7 @@ class Drained(WireMessage):
 
     replica: Count
     attempt: Count
-    version: Name
+    version: Label
 
 
 class Commit(WireMessage):
@@ -240,7 +241,7 @@ class Commit(WireMessage):
 
     replica: Count
     attempt: Count
-    version: Name
+    version: Label
 
 
 class Decided(WireMessage):
@@ -285,10 +286,10 @@ class Settle(WireMessage):
 
 
 class Settled(WireMessage):
-    """controller -> hub: the attempt is over on the engine's side. `version`: what it serves now, empty when paused."""
+    """controller -> hub: the attempt is over on the engine's side. `version`: what it serves now, None when paused."""
 
     attempt: Count
-    version: Name
+    version: Label
     serving: bool
     outage_s: Seconds
     phases: Annotated[tuple[tuple[Name, Seconds], ...], Meta(max_length=32)] = ()
@@ -302,6 +303,7 @@ class Failed(WireMessage):
     attempt: Count = 0
     replica: Annotated[int, Meta(ge=-1, lt=1 << 31)] = -1
     epoch: Count = 0
+    left: bool = False  # from the hub: the process that this is about left on purpose
 
     def ends(self, wait: bool) -> bool:
         """A trainer's connect. A replica that fails early is left out like one that fails later, if not all are waited for."""
@@ -322,7 +324,7 @@ class OutcomeMsg(Struct, frozen=True, forbid_unknown_fields=True):
     replica: Count
     committed: bool
     serving: bool
-    version: Name
+    version: Label
     transfer_s: Seconds = 0.0
     outage_s: Seconds = 0.0
     bytes_moved: Bytes64 = 0
@@ -340,7 +342,7 @@ class Outcome(WireMessage):
     comes for it goes on with the next number."""
 
     attempt: Count
-    version: Name
+    version: Label
     outcomes: Annotated[tuple[OutcomeMsg, ...], Meta(max_length=65536)]
     error: WireError | None = None
     void: bool = False
@@ -434,7 +436,7 @@ class StatusReply(WireMessage):
     state: Text
     waiting_for: Annotated[tuple[Name, ...], Meta(max_length=65536)]
     parties: Annotated[tuple[PartyStatus, ...], Meta(max_length=131072)]
-    versions: Annotated[tuple[tuple[Count, Name], ...], Meta(max_length=65536)] = ()
+    versions: Annotated[tuple[tuple[Count, Label], ...], Meta(max_length=65536)] = ()
 
 
 Message = (

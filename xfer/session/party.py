@@ -27,6 +27,7 @@ from xfer.session.channel import SEND_S, dial
 from xfer.session.lane import Lane
 from xfer.session.layouts import Shelf
 from xfer.session.store import Replies
+from xfer.session.wire import Label
 
 M = TypeVar("M")
 
@@ -71,13 +72,13 @@ class Party:
         settings: tuple[tuple[str, str], ...] = (),
         holds: m.Holds = "whole",
         session_open: bool = False,
-        version: str = "",
+        version: Label = None,
     ):
         self.label = {"trainer": f"trainer {index}", "worker": f"replica {replica} worker {index}"}.get(
             role, f"replica {replica} {role}"
         )
         self.lanes: dict[int, Lane] = {}
-        self.named = (0, "")  # an attempt, and the version that the hub calls it
+        self.named: tuple[int, Label] = (0, None)  # an attempt, and the version that the hub calls it
         self.void: set[int] = set()  # attempts that were prepared and given up: no call has these numbers
         self.drained: dict[int, int] = {}  # replica -> last attempt of which the hub said `Drained`
         self.replies = Replies()

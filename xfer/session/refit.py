@@ -324,12 +324,12 @@ class RefitCall:
                 drained=False,
             )
 
-    def _version(self) -> str:
+    def _version(self) -> int | str | None:
         """What the hub calls this refit, when there is no outcome yet."""
         attempt, version = self.party.named
         return version if attempt == self.number else self.call.version
 
-    def _report(self, version: str, outcomes: tuple[ReplicaOutcome, ...], pending: bool = False) -> RefitReport:
+    def _report(self, version: int | str | None, outcomes: tuple[ReplicaOutcome, ...], pending: bool = False) -> RefitReport:
         lanes = [lane for lane in list(self.party.lanes.values()) if lane.plan is not None]
         return RefitReport(
             self.session.index,

@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from xfer.errors import RefitFailed, XferError
+from xfer.logs import counted
+from xfer.plan.explain import size
 from xfer.session import messages as m
 
 
@@ -29,12 +31,12 @@ class RouteTaken:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaOutcome:
-    """What became of one replica. `version`: what it serves now, empty when it serves nothing."""
+    """What became of one replica. `version`: what it serves now, None when it serves nothing."""
 
     replica: int
     committed: bool
     serving: bool
-    version: str
+    version: int | str | None
     transfer_s: float
     outage_s: float
     bytes_moved: int
@@ -44,6 +46,17 @@ class ReplicaOutcome:
     dirty: bool
     error: XferError | None
     routes: tuple[RouteTaken, ...] = ()
+
+    def __str__(self) -> str:
+        serves = "serves nothing" if self.version is None else f"serves version {self.version!r}"
+        moved = f"{size(self.bytes_moved)} in {self.transfer_s * 1e3:.1f} ms, outage {self.outage_s * 1e3:.1f} ms"
+        if not self.committed:
+            moved = "unknown why" if self.error is None else self.error.line()
+        verified = ", verified" if self.verified else ""
+        return f"replica {self.replica} {'committed' if self.committed else 'did not commit'}, {serves}: {moved}{verified}"
+
+    def __repr__(self) -> str:
+        return f"<ReplicaOutcome: {self}>"
 
     @classmethod
     def of(cls, o: m.OutcomeMsg) -> ReplicaOutcome:
@@ -73,10 +86,13 @@ class RefitReport:
 
     pending: it returned at `wait="sources"`, so `outcomes` is empty: nobody knew them yet. before: what became of the refit
     before this one, where that was such a call; its `seconds` end when it was asked for, in this one.
+
+    version: its label, in the type that the caller gave it; a number where the caller gave none. None in a report that is pending,
+    where this rank has not heard yet which number it got.
     """
 
     rank: int
-    version: str
+    version: int | str | None
     seconds: float
     outcomes: tuple[ReplicaOutcome, ...]
     bytes_sent: int
@@ -85,6 +101,21 @@ class RefitReport:
     kept_bytes: int
     pending: bool = False
     before: RefitReport | None = None
+
+    def __str__(self) -> str:
+        name = "a version without a number yet" if self.version is None else f"version {self.version!r}"
+        if self.pending:
+            return f"{name} is under way: this rank's weights are free after {self.seconds * 1e3:.1f} ms"
+        routes = " and ".join(dict.fromkeys(r.route for o in self.outcomes for r in o.routes))
+        parts = [f"{size(self.bytes)} in {self.transfer_s * 1e3:.1f} ms"]
+        parts[0] += f", {self.gb_per_s:.3g} GB/s" if self.gb_per_s else ""
+        parts[0] += f" by {routes}" if routes else ""
+        parts += [f"outage {self.outage_s * 1e3:.1f} ms", *(["verified"] if self.verified else [])]
+        parts += [str(o) for o in self.outcomes if not o.committed]
+        return f"{name} committed by {self.committed} of {counted(len(self.outcomes), 'replica')}: {'; '.join(parts)}"
+
+    def __repr__(self) -> str:
+        return f"<RefitReport of trainer {self.rank}: {self}>"
 
     @property
     def bytes(self) -> int:
@@ -100,8 +131,8 @@ class RefitReport:
         return max((o.outage_s for o in self.outcomes), default=0.0)
 
     @property
-    def gbps(self) -> float:
-        """Gigabytes (1e9) a second over the slowest replica's transfer clock; 0 when nothing was moved."""
+    def gb_per_s(self) -> float:
+        """Gigabytes (1e9 bytes) a second over the slowest replica's transfer clock; 0 when nothing was moved."""
         return self.bytes / self.transfer_s / 1e9 if self.transfer_s else 0.0
 
     def routes(self) -> str:
@@ -128,7 +159,7 @@ class RefitReport:
         }  # fmt: skip
         if not self.pending:
             out |= {
-                "transfer_s": self.transfer_s, "outage_s": self.outage_s, "bytes": float(self.bytes), "gbps": self.gbps,
+                "transfer_s": self.transfer_s, "outage_s": self.outage_s, "bytes": float(self.bytes), "gb_per_s": self.gb_per_s,
                 "committed": float(self.committed), "replicas": float(len(self.outcomes)),
             }  # fmt: skip
         if self.before is not None:
@@ -148,7 +179,7 @@ class RefitReport:
         errors = [o.error for o in self.outcomes if o.error is not None]
         lines = []
         for o in self.outcomes:
-            state = "serves nothing" if not o.version else f"serves version {o.version!r}"
+            state = "serves nothing" if o.version is None else f"serves version {o.version!r}"
             lines.append(
                 f"replica {o.replica}: {'committed' if o.committed else 'not committed'}, {state}"
                 + (f"; {o.error}" if o.error is not None and len(errors) > 1 else "")

@@ -6,6 +6,8 @@ What Megatron or FSDP is, is known only to the `Source` that was passed in.
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -13,6 +15,7 @@ from typing import Protocol
 
 import torch
 
+from xfer import logs
 from xfer.coordinator.state import Options, told
 from xfer.errors import DeadlineExceeded, RebindError, XferError
 from xfer.plan.cache import PlanCache
@@ -23,7 +26,7 @@ from xfer.plan.table import padded_shapes
 from xfer.rendezvous.server import Server
 from xfer.session import computing, faults, holders, timeline
 from xfer.session import messages as m
-from xfer.session.arguments import checked_call
+from xfer.session.arguments import Labels, checked_call
 from xfer.session.bounds import STOP_GRACE_S, TOLD_S
 from xfer.session.drain import Aside, refuse_running
 from xfer.session.entry import Entry
@@ -38,6 +41,8 @@ from xfer.session.unsent import Unsent
 from xfer.trace.catalog import Catalog
 from xfer.trace.traced import TrainerLayout
 from xfer.transport.routes import Routed
+
+logger = logging.getLogger("xfer")
 
 
 class Source(Protocol):
@@ -95,8 +100,11 @@ class TrainerSession:
         relay: bool = False,
     ):
         self.source, self.index, self.device = source, source.rank, source.device
+        self.rendezvous = rendezvous
         self.deadline_s, self.replicas, self._relay = deadline_s, replicas, relay
-        self.attempt, self.version = 0, ""
+        self.attempt = 0
+        self.version: int | str | None = None  # the last that some replica committed
+        self._labels = Labels()
         self._cache = PlanCache(cache_dir) if cache_dir else None
         self._server: Server | None = None
         self._until, self._open = time.monotonic() + deadline_s, False
@@ -138,15 +146,18 @@ class TrainerSession:
                 replace(options, settings=settings),
             )
         try:
-            self._party = Party(
-                rendezvous,
-                token,
-                "trainer",
-                index=source.rank,
-                size=source.world,
-                deadline_s=deadline_s,
-                settings=settings,
-            )
+            # One of the ranks that knock speaks for all; once trainer 0 listens, it says who is missing.
+            knocking = logs.while_waiting(lambda: f"trainer 1: no answer from {rendezvous}; has trainer rank 0 called xfer.connect()?")
+            with knocking if source.rank == 1 else contextlib.nullcontext():
+                self._party = Party(
+                    rendezvous,
+                    token,
+                    "trainer",
+                    index=source.rank,
+                    size=source.world,
+                    deadline_s=deadline_s,
+                    settings=settings,
+                )
         except BaseException:
             if self._server is not None:
                 self._server.close()
@@ -161,6 +172,11 @@ class TrainerSession:
     @property
     def party(self) -> Party:
         return self._party
+
+    def __repr__(self) -> str:
+        version = "no refit yet" if self.version is None else f"version {self.version!r}"
+        of = f"trainer {self.index} of {self.source.world}, {logs.counted(self.replicas, 'replica')}"
+        return f"{of}, at {self.rendezvous}: {'closed' if self._busy.closed else version}"
 
     # ---- connecting
 
@@ -203,6 +219,8 @@ class TrainerSession:
                 self._raise_failed(message)
                 ready.add(message.replica)
         self._open = True
+        if self._server is not None:
+            self._server.coordinator.opening = False
 
     def cannot_join(self, replica: int, fatal: bool, error: XferError) -> None:
         """A controller of this process never met the hub: its replica will not come. `fatal`: all ranks are waiting for it."""
@@ -339,8 +357,9 @@ class TrainerSession:
             try:
                 self._finish_pending()
                 call = checked_call(
-                    version, verify, wait, min_replicas, deadline_s, replicas=self.replicas, default_s=self.deadline_s
-                )
+                    version, verify, wait, min_replicas, deadline_s,
+                    replicas=self.replicas, default_s=self.deadline_s, used=self._labels,
+                )  # fmt: skip
             except XferError as e:
                 # This call is used up by that, here as on the other ranks, which hear of it: attempts stay in step.
                 e.where = e.where or self._party.label
@@ -368,7 +387,11 @@ class TrainerSession:
 
     def _let_go(self, report: RefitReport) -> RefitReport:
         """Of what was kept alive, once all replicas hold a later version: no worker takes part in a refit while a pull of its
-        own is left over (lane.py)."""
+        own is left over (lane.py). And of the label, which no later refit may have."""
+        if self.index == 0 and not report.pending:
+            logger.log(logging.INFO if report.committed == self.replicas else logging.WARNING, "xfer: %s", report)
+        if report.committed:
+            self._labels = self._labels.after(report.version)
         if report.committed == self.replicas and all(lane.drained for lane in self._party.lanes.values()):
             self._quarantine.clear()
         return report

@@ -16,6 +16,8 @@ MAX_FRAME = 1 << 30
 MAX_STORE_VALUE = 1 << 16
 
 Name = Annotated[str, Meta(max_length=256)]
+Label = Annotated[int, Meta(ge=-(1 << 62), le=1 << 62)] | Name | None
+"""A version as its caller named it: a number stays a number. None: no version."""
 Text = Annotated[str, Meta(max_length=1 << 16)]
 Count = Annotated[int, Meta(ge=0, lt=1 << 31)]
 Bytes64 = Annotated[int, Meta(ge=0, le=(1 << 62))]

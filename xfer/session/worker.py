@@ -28,6 +28,7 @@ from xfer.session.packing import unpack_one
 from xfer.session.party import Party, data_plane, host_identity
 from xfer.session.timeline import mark
 from xfer.session.turns import quick_turns
+from xfer.session.wire import Label
 from xfer.trace.catalog import Catalog
 from xfer.transport.routes import Routed
 
@@ -39,7 +40,7 @@ class Taker(Protocol):
 
     device: torch.device
     drop: tuple[str, ...]
-    version: str
+    version: Label
     """Label of the last refit that was installed, whatever connection brought it. Kept here for a session."""
 
     @property
@@ -144,6 +145,7 @@ class WorkerSession:
             self.model.choose_lock()
         )  # after everyone is known to be alive: it runs the model's own collectives
         self.joined = True
+        logger.info("xfer: %s has joined %s, locked by %s", self._party.label, self.rendezvous, self._lock_name)
 
     def _raise_failed(self, message: m.Message) -> None:
         if isinstance(message, m.Failed):

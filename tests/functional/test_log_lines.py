@@ -1,0 +1,177 @@
+"""What a job says by itself, at INFO: one line for each thing that happens, and nothing for a message or a tensor."""
+
+import logging
+import os
+import re
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import xfer
+from tests.functional.test_versions import Job, good, job
+from tests.support.world import TOKEN, ToyEngine, ToySource, World, until_true
+from xfer import logs
+from xfer.cli import app
+from xfer.testing.ports import free_port
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def said(caplog, monkeypatch):
+    """The lines so far, without the numbers that are different each time."""
+    caplog.set_level(logging.INFO, "xfer")
+    monkeypatch.setattr(logs, "EVERY_S", 0.2)
+    return lambda: [f"{r.levelname} {r.getMessage()}" for r in caplog.records if r.name == "xfer"]
+
+
+def shape(line: str) -> str:
+    return re.sub(r"127\.0\.0\.1:\d+|\d+(\.\d+)?(e-\d+)? (GB/s|ms|s|kB)\b|(?<= on )\S+$", "_", line)
+
+
+def test_a_job_says_a_line_for_each_thing_that_happens_and_one_a_refit(said):
+    with job(trainers=2) as j:
+        j.controllers[0].wait_ready(20.0)
+        started = {*map(shape, said())}
+        assert {
+            "INFO xfer: listening at tcp://_ for 2 trainers and 1 replica",
+            "INFO xfer: 2 of 2 trainers have joined",
+            "INFO xfer: replica 0 has joined: 1 worker on _",
+            "INFO xfer: replica 0 worker 0 has joined tcp://_, locked by norm",
+            "INFO xfer: replica 0 planned: _ a refit, 100 % direct, in _",
+            "INFO xfer: replica 0 is ready at tcp://_, with 1 worker",
+        } <= started, started
+        for version in (1, 2):
+            before = len(said())
+            report = good(j.refit())
+            assert sorted(map(shape, said()[before:])) == [
+                f"INFO xfer: replica 0 serves version {version}, outage _",
+                f"INFO xfer: version {version} committed by 1 of 1 replica: _ in _, _ by gloo; outage _",
+            ], said()[before:]
+            assert f"INFO xfer: {report}" in said(), "it is the report's own line"
+    after = said()
+    assert "INFO xfer: replica 0 goes on serving version 2: trainer" in "\n".join(after)
+    assert not [x for x in after if not x.startswith("INFO ")], "a job that ends well warns about nothing"
+    assert sum("goes on serving" in x for x in after) == 1
+
+
+def test_an_engine_that_leaves_first_warns_about_nothing_either(said):
+    with job(trainers=1) as j:
+        good(j.refit())
+        j.controllers[0].close()
+        until_true(lambda: any("takes part no more" in x for x in said()))
+    assert not [x for x in said() if not x.startswith("INFO ")], said()
+
+
+def test_who_is_missing_is_said_while_others_wait_and_by_status(said):
+    where = dict(rendezvous=f"tcp://127.0.0.1:{free_port()}", token=TOKEN, deadline_s=20.0)
+    came: dict[int, xfer.Refit] = {}
+
+    def come(rank: int) -> threading.Thread:
+        def connect():
+            came[rank] = xfer.connect(trainer=ToySource(rank, 4), replicas=2, cache_dir=None, **where)
+
+        threading.Thread(target=connect, daemon=True).start()
+
+    def waits_for(*texts: str) -> None:
+        until_true(lambda: any(all(t in x for t in texts) for x in said()))
+
+    def status() -> str:
+        return CliRunner().invoke(app, ["status", where["rendezvous"]], env={"COLUMNS": "200", "XFER_TOKEN": TOKEN}).output
+
+    controllers = [xfer.serve(ToyEngine(1), **where)]
+    come(1)
+    waits_for(f"replica 0: no answer from {where['rendezvous']}; has trainer rank 0 called xfer.connect()?, for ")
+    waits_for("trainer 1: no answer from ")
+    come(0)
+    waits_for("2 of 4 trainers have joined, 0 of 2 replicas are ready; waiting for trainers 2 to 3: not connected", "replica 1: not connected")
+    waits_for("replica 0: waiting at tcp://", " for trainers and for a plan, with 1 worker, for ")
+    shown = status()
+    assert "waiting for trainers 2 to 3: not connected; has xfer.connect() been called there?" in shown, shown
+    assert "waiting for replica 1: not connected; has xfer.serve() been called there?" in shown, shown
+    come(2), come(3)
+    waits_for("4 of 4 trainers have joined, 1 of 2 replicas are ready; waiting for replica 1: not connected")
+    controllers.append(xfer.serve(ToyEngine(1), replica=1, **where))
+    until_true(lambda: len(came) == 4)
+    number = len(said())
+    threading.Event().wait(0.5)
+    assert "waiting for" not in status() and not [x for x in said()[number:] if "waiting" in x], "nobody waits any more"
+    out: list = []
+    first = threading.Thread(target=lambda: out.append(xfer.nccl_xfer_refit(came[0])))
+    first.start()
+    waits_for("the refit to version 1 takes ", "waiting for trainer 1: it has not called nccl_xfer_refit()", "trainer 3: it has not")
+    World(trainers=4).on_all(lambda i: xfer.nccl_xfer_refit(came[i]), ranks=[1, 2, 3])
+    first.join(20)
+    assert out[0].committed == 2
+    World(trainers=4).on_all(lambda i: came[i].close())
+    for c in controllers:
+        c.close()
+
+
+def test_a_trainer_that_dies_is_warned_of_and_a_replica_that_a_refit_missed(said):
+    j = Job(trainers=1, replicas=2)
+    good(j.refit())
+    j.engines[1].fail["start"] = RuntimeError("not now")
+    good(j.refit(min_replicas=1))
+    (warned,) = [x for x in said() if "committed by 1 of 2 replicas" in x]
+    assert warned.startswith("WARNING ") and "replica 1 did not commit, serves version 1: XferError: RuntimeError: not now" in warned, warned
+    j.ranks[0]._session.party.channel.close()  # as when its process is killed
+    until_true(lambda: any(x.startswith("WARNING xfer: replica 0 goes on serving version 2: ") for x in said()))
+    for c in j.controllers:
+        c.close()
+    j.ranks[0].close()
+
+
+PROCESS = """
+import logging, os, sys
+{configured}
+from xfer import logs
+logs.show(); logs.show()
+log = logging.getLogger("xfer")
+log.debug("xfer: quiet"); log.info("xfer: news"); log.warning("xfer: careful")
+"""
+CONFIGURED_LATER = """
+logging.basicConfig(format="by the user: %(message)s"); log.warning("xfer: once")
+"""
+OWN = "logging.getLogger('xfer').addHandler(logging.StreamHandler())"
+VLLM = """
+handler = logging.StreamHandler(); handler.setFormatter(logging.Formatter("(Worker_TP1 pid=7) %(levelname)s %(message)s"))
+handler.setLevel({level}); logging.getLogger("vllm").addHandler(handler)
+"""
+TIME = r"\d\d-\d\d \d\d:\d\d:\d\d"
+
+
+@pytest.mark.parametrize(
+    "configured, level, shows",
+    [
+        ("", "", [f"{TIME} INFO xfer: news", f"{TIME} WARNING xfer: careful"]),
+        ("", "warning", [f"{TIME} WARNING xfer: careful"]),
+        ("", "DEBUG", [f"{TIME} DEBUG xfer: quiet", f"{TIME} INFO xfer: news", f"{TIME} WARNING xfer: careful"]),
+        ("", "loud", [f"{TIME} WARNING xfer: XFER_LOG_LEVEL=loud is no level.*", f"{TIME} INFO xfer: news", f"{TIME} WARNING xfer: careful"]),
+        ("logging.basicConfig(format='%(message)s')", "", ["xfer: careful"]),
+        ("logging.basicConfig(format='%(message)s', level='INFO')", "", ["xfer: news", "xfer: careful"]),
+        ("logging.basicConfig(format='%(message)s')", "INFO", ["xfer: news", "xfer: careful"]),
+        (OWN, "", ["xfer: news", "xfer: careful"]),
+        (OWN + "; logging.getLogger('xfer').setLevel('ERROR')", "", []),
+        ("logging.getLogger('xfer').addHandler(logging.NullHandler())", "", []),
+        ("logging.getLogger('xfer').setLevel('WARNING')", "", [f"{TIME} WARNING xfer: careful"]),
+        (VLLM.format(level=20), "", [r"\(Worker_TP1 pid=7\) INFO xfer: news", r"\(Worker_TP1 pid=7\) WARNING xfer: careful"]),
+        (VLLM.format(level=40), "", []),
+        (VLLM.format(level=40), "INFO", [r"\(Worker_TP1 pid=7\) INFO xfer: news", r"\(Worker_TP1 pid=7\) WARNING xfer: careful"]),
+    ],
+)  # fmt: skip
+def test_lines_are_shown_once_and_as_the_process_is_configured(configured, level, shows):
+    """By the user where there is a configuration, in vLLM's processes by vLLM's handlers, else with the time."""
+    env = {k: v for k, v in os.environ.items() if k != "XFER_LOG_LEVEL"} | {"PYTHONPATH": str(ROOT)}
+    env |= {"XFER_LOG_LEVEL": level} if level else {}
+    code = PROCESS.format(configured=configured)
+    if not configured:
+        code, shows = code + CONFIGURED_LATER, [*shows, "by the user: xfer: once"]
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
+    lines = done.stderr.splitlines()
+    assert done.returncode == 0, done.stderr
+    assert len(lines) == len(shows) and all(re.fullmatch(want, line) for want, line in zip(shows, lines)), done.stderr

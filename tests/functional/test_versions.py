@@ -1,0 +1,153 @@
+"""Labels of versions, as callers see them: in the type that they gave, each for one set of weights; and reports in one line."""
+
+import threading
+import time
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+import xfer
+from tests.support.world import TOKEN, ToyEngine, ToySource, World
+from xfer.cli import app
+from xfer.errors import EngineLost, RefitFailed, XferError
+from xfer.testing.ports import free_port
+
+
+class Job:
+    """`trainers` ranks on threads and `replicas` engines of one worker each."""
+
+    def __init__(self, trainers: int = 2, replicas: int = 1):
+        self.rendezvous = f"tcp://127.0.0.1:{free_port()}"
+        self.engines = [ToyEngine(1) for _ in range(replicas)]
+        where = dict(rendezvous=self.rendezvous, token=TOKEN, deadline_s=20.0)
+        self.controllers = [xfer.serve(e, replica=i, **where) for i, e in enumerate(self.engines)]
+        self._threads = World(trainers=trainers)
+        self.sources = [ToySource(i, trainers) for i in range(trainers)]
+
+        def connect(i: int) -> xfer.Refit:
+            return xfer.connect(trainer=self.sources[i], replicas=replicas, cache_dir=None, **where)
+
+        self.ranks = self._threads.on_all(connect)
+
+    def refit(self, version=None, **more) -> list:
+        """What each rank was given or raised."""
+        return self._threads.on_all(lambda i: xfer.nccl_xfer_refit(self.ranks[i], version=version, **more))
+
+
+@contextmanager
+def job(**kinds):
+    made = Job(**kinds)
+    try:
+        yield made
+    finally:
+        made._threads.on_all(lambda i: made.ranks[i].close())
+        for c in made.controllers:
+            c.close()
+        for s in (s for e in made.engines for s in e.sessions):
+            s.close()
+
+
+def good(results: list) -> xfer.RefitReport:
+    for r in results:
+        if isinstance(r, BaseException):
+            raise r
+    return results[0]
+
+
+def refused(results: list, *texts: str) -> None:
+    for r in results:
+        assert type(r) is XferError and all(t in str(r) for t in texts), r
+
+
+@pytest.mark.parametrize("given", [1, 0, -3, np.int64(7), "1", "step-5", None], ids=repr)
+def test_a_label_comes_back_in_the_type_that_it_was_given(given):
+    want = 1 if given is None else int(given) if isinstance(given, np.integer) else given
+    with job() as j:
+        threading.Timer(0.3, lambda: results.extend(j.refit(given))).start()
+        results: list = []
+        waited = j.controllers[0].wait_version(given, 20.0)
+        while len(results) < 2:
+            time.sleep(0.01)
+        report = good(results)
+        seen = [report.version, report.outcomes[0].version, j.ranks[1].version, j.controllers[0].version, waited]
+        assert seen == [want] * 5 and {type(v) for v in seen} == {type(want)}, seen
+        assert j.engines[0].label == str(want), "vLLM keeps labels as text"
+        assert j.controllers[0].wait_version(str(want), 1.0) == want
+        told = CliRunner().invoke(app, ["status", j.rendezvous], env={"COLUMNS": "200", "XFER_TOKEN": TOKEN})
+        assert f"replica 0: ready version {want}" in told.output, told.output
+
+
+def test_without_a_version_there_is_none():
+    with job(trainers=1) as j:
+        assert j.ranks[0].version is None and j.controllers[0].version is None
+        j.engines[0].fail["start"] = RuntimeError("no")
+        report = good(j.refit(min_replicas=0))
+        assert report.outcomes[0].version is None and "serves nothing" in str(report.outcomes[0])
+
+
+def test_a_label_that_is_not_new_is_refused_on_all_ranks_and_moves_nothing():
+    with job() as j:
+        for label, wrong in ((5, (5, 4, np.int64(0), "5")), ("a", ("a", 5, 3)), (7, (7, "7", 6)), (None, (8, "8", 1))):
+            last = good(j.refit(label)).version
+            told, log = j.engines[0].label, list(j.engines[0].log)
+            for again in wrong:
+                refused(j.refit(again), f"version={again!r}".replace("np.int64(0)", "0"), repr(last))
+            assert j.engines[0].label == told and j.engines[0].log == log, "the engine was paused for it"
+        assert last == 8, "numbers that the hub chooses go on above those that were given"
+        assert [good(j.refit(v)).version for v in ("b", "a", 9)] == ["b", "a", 9]
+
+
+def test_a_call_that_raised_may_be_made_again_under_its_label():
+    """Nothing was committed under it; or a replica has, which is given the same weights once more."""
+    with job(replicas=2) as j:
+        good(j.refit(1))
+        j.sources[1].fail = RuntimeError("boom")
+        refused(j.refit(2), "boom")
+        j.sources[1].fail = None
+        j.engines[1].fail["start"] = RuntimeError("not now")
+        for r in j.refit(2):
+            assert isinstance(r, RefitFailed | XferError) and "not now" in str(r), r
+        assert [c.version for c in j.controllers] == [2, 1] and j.ranks[0].version == 2
+        report = good(j.refit(2))
+        assert report.committed == 2 and [c.version for c in j.controllers] == [2, 2]
+        refused(j.refit(2), "2")
+
+
+def test_a_call_that_returned_has_used_its_label_up():
+    """Also with fewer replicas than there are; and an early one, once its outcome is known."""
+    with job(replicas=2) as j:
+        j.engines[1].fail["start"] = RuntimeError("not now")
+        report = good(j.refit(1, min_replicas=1))
+        assert report.committed == 1 and isinstance(report.outcomes[1].error, XferError)
+        refused(j.refit(1), "1")
+        assert good(j.refit(2, wait="sources")).pending
+        refused(j.refit(2), "2")
+        assert good(j.refit(3)).before.version == 2
+
+
+def test_reports_and_sessions_are_one_readable_line_each():
+    with job(replicas=2) as j:
+        refit, controller = j.ranks[1], j.controllers[1]
+        controller.wait_ready(20.0)
+        assert repr(refit) == f"<Refit of trainer 1 of 2, 2 replicas, at {j.rendezvous}: no refit yet>"
+        assert repr(controller) == f"<Controller of replica 1 at {j.rendezvous}: no refit yet>"
+        report = good(j.refit("step 1", verify=True))
+        for text in (repr(report), str(report)):
+            assert "\n" not in text and len(text) < 250, text
+            for word in ("version 'step 1' committed by 2 of 2 replicas: ", " kB in ", " ms, ", " GB/s by gloo; outage ", "verified"):
+                assert word in text, (word, text)
+        assert repr(report).startswith("<RefitReport of trainer 0: ")
+        assert "replica 1 committed, serves version 'step 1': " in repr(report.outcomes[1])
+        assert repr(refit).endswith(": version 'step 1'>") and str(controller).endswith(": serves version 'step 1'>")
+        j.engines[1].fail["start"] = EngineLost("a text\nof two lines", [f"violation {i}" for i in range(9)])
+        report = good(j.refit(2, min_replicas=0))
+        assert "1 of 2 replicas" in str(report)
+        assert "replica 1 did not commit, serves version 'step 1': EngineLost: a text of" in str(report)
+        early = good(j.refit(3, wait="sources"))
+        assert "version 3 is under way" in repr(early)
+        assert "\n" not in repr(report) + repr(early)
+        good(j.refit(4))
+    assert repr(refit).endswith(": closed>") and repr(controller).endswith(": closed>")
+    assert list(report.flatten()).count("xfer/gb_per_s") == 1 and not [k for k in report.flatten() if "gbps" in k]
