@@ -112,7 +112,8 @@ def connect(
 ) -> Refit:
     """Join the rendezvous as one trainer rank; every rank of the trainer calls this with equal arguments.
 
-    rendezvous: "tcp://HOST:PORT"; trainer rank 0 listens there, HOST must reach it from every trainer and engine host.
+    rendezvous: "tcp://HOST:PORT"; trainer rank 0 listens there, HOST must reach it from every trainer and engine host. An IPv6
+    address stands in brackets.
     token: secret of at least 8 characters, the same on all processes of the job.
     replicas: how many engine replicas will join (each calls `serve`); default `len(engines)`, else 1.
     engines: handles or URLs that trainer rank 0 itself controls, in place of `serve` calls elsewhere.

@@ -22,7 +22,7 @@ class Listener:
 
     def __init__(self, token=TOKEN):
         self.address = f"tcp://127.0.0.1:{free_port()}"
-        self._sock = c.listen(self.address, token)
+        (self._sock,) = c.listen(self.address, token)
         self.token, self.got, self.ended, self.refused = token, [], [], []
         self.done, self.channel = threading.Event(), None
         threading.Thread(target=self._run, daemon=True).start()

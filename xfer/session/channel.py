@@ -14,6 +14,7 @@ import atexit
 import errno
 import hashlib
 import hmac
+import ipaddress
 import logging
 import os
 import select
@@ -22,7 +23,7 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from xfer.ending import wait_for_all
 from xfer.errors import DeadlineExceeded, HandshakeError, PeerLost, ProtocolError
@@ -318,16 +319,30 @@ os.register_at_fork(after_in_child=_forked)
 
 
 def parse_address(rendezvous: str) -> tuple[str, int]:
-    """`tcp://host:port` -> (host, port); ValueError-like HandshakeError otherwise."""
+    """`tcp://HOST:PORT` -> (host, port). An IPv6 address stands in brackets: `tcp://[fd00::1]:29600` -> ("fd00::1", 29600).
+
+    Raises HandshakeError for anything else.
+    """
     told = rendezvous if isinstance(rendezvous, str) else ""
     host, _, port = told.removeprefix("tcp://").rpartition(":")
     if not told.startswith("tcp://") or not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise HandshakeError(f"rendezvous {rendezvous!r} is not of the form tcp://HOST:PORT")
+    inside = host.removeprefix("[").removesuffix("]")
     try:
-        host.encode("idna")
-    except UnicodeError as e:
+        if ":" in inside or inside != host:
+            if host != f"[{inside}]":
+                raise ValueError("an IPv6 address stands in brackets, as in tcp://[fd00::1]:29600")
+            ipaddress.IPv6Address(inside)
+        inside.encode("idna")
+    except ValueError as e:  # a UnicodeError too
         raise HandshakeError(f"rendezvous {rendezvous!r}: {host!r} is no name of a host: {e}") from None
-    return host.strip("[]"), int(port)
+    return inside, int(port)
+
+
+def _resolve(host: str, port: int) -> list[tuple[socket.AddressFamily, tuple]]:
+    """All addresses of a host, of every family, in the resolver's order."""
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return list(dict.fromkeys((family, address) for family, _, _, _, address in found))
 
 
 def dial(rendezvous: str, token: str, deadline_s: float) -> Channel:
@@ -343,6 +358,7 @@ def dial(rendezvous: str, token: str, deadline_s: float) -> Channel:
                 [f"last attempt: {last}", "trainer rank 0 hosts it: has it called xfer.connect()?"],
             )
         try:
+            # To the first address of the host, of either family, that accepts.
             sock = socket.create_connection((host, port), timeout=min(left, 5.0))
         except OSError as e:
             last = str(e)
@@ -361,30 +377,52 @@ def dial(rendezvous: str, token: str, deadline_s: float) -> Channel:
         return Channel(sock, "rendezvous")
 
 
-def listen(rendezvous: str, token: str) -> socket.socket:
-    """The rendezvous' socket, listening. An address in use is an error that says so."""
+def listen(rendezvous: str, token: str) -> list[socket.socket]:
+    """The rendezvous' sockets, listening: one for each address of the host, since a client may know only some of them.
+
+    Raises HandshakeError where an address is in use, or the host has none.
+    """
     check_token(token)
     host, port = parse_address(rendezvous)
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        sock.bind((host, port))
-    except OSError as e:
-        try:
-            if e.errno != errno.EADDRNOTAVAIL:
-                raise
-            # The address is not this host's own (a service address, NAT): then every interface must listen.
+        addresses = _resolve(host, port)
+        socks = _listen_at(addresses)
+        if not socks:
+            # The addresses are not this host's own (a service address, NAT): then every interface must listen.
             logging.getLogger("xfer").warning(
                 "xfer: %s is not an address of this host; listening on all interfaces", host
             )
-            sock.bind(("::" if family == socket.AF_INET6 else "0.0.0.0", port))
-        except OSError:
-            sock.close()
-            raise HandshakeError(f"cannot listen at {rendezvous}: {e}", _why_deaf(e)) from None
-    sock.listen(1024)
-    _listening.add(sock)
-    return sock
+            families = dict.fromkeys(family for family, _ in addresses)
+            socks = _listen_at([(f, ("::" if f == socket.AF_INET6 else "0.0.0.0", port)) for f in families])
+        if not socks:
+            raise OSError(errno.EADDRNOTAVAIL, os.strerror(errno.EADDRNOTAVAIL))
+    except OSError as e:
+        raise HandshakeError(f"cannot listen at {rendezvous}: {e}", _why_deaf(e)) from None
+    return socks
+
+
+def _listen_at(addresses: Sequence[tuple[socket.AddressFamily, tuple]]) -> list[socket.socket]:
+    """A listening socket for each of these that is an address of this host."""
+    socks: list[socket.socket] = []
+    for family, address in addresses:
+        sock = None
+        try:
+            sock = socket.socket(family, socket.SOCK_STREAM)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:  # else "::" takes the port of "0.0.0.0" too
+                sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            sock.bind(address)
+            sock.listen(1024)
+            socks.append(sock)
+        except OSError as e:
+            if sock is not None:
+                sock.close()
+            if e.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+                for s in socks:
+                    s.close()
+                raise
+    _listening.update(socks)
+    return socks
 
 
 def _why_deaf(e: OSError) -> list[str]:

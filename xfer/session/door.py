@@ -28,27 +28,28 @@ class Door:
         self, rendezvous: str, token: str, admit: Callable[[Channel], None], unproven: Callable[[str], None] = lambda _: None
     ):
         self._token, self._admit, self._unproven = token, admit, unproven
-        self._listener = listen(rendezvous, token)
+        self._listeners = listen(rendezvous, token)
         self._closing = threading.Event()
         self._greeting: dict[socket.socket, float] = {}  # since when; oldest first
         self._changed = threading.Condition()
-        self._thread = threading.Thread(target=self._accept, name="xfer-hub-accept", daemon=True)
-        self._thread.start()
+        for listener in self._listeners:
+            threading.Thread(target=self._accept, args=(listener,), name="xfer-hub-accept", daemon=True).start()
 
     def close(self) -> None:
         """Callers that have not proved the token yet are turned away."""
         self._closing.set()
-        _wake(self._listener)
-        self._listener.close()
+        for listener in self._listeners:
+            _wake(listener)
+            listener.close()
         with self._changed:
             for sock in self._greeting:
                 _wake(sock)
             self._changed.notify_all()
 
-    def _accept(self) -> None:
+    def _accept(self, listener: socket.socket) -> None:
         while not self._closing.is_set():
             try:
-                sock, peer = self._listener.accept()
+                sock, peer = listener.accept()
             except OSError:
                 if self._closing.is_set():
                     return
