@@ -138,7 +138,8 @@ def connect(
     replica waits for the one before it, and fails if that one fails while both are moving bytes. Only what is read is relayed, not
     what is sent.
 
-    Raises LayoutError, CoverageError, Unsupported, HandshakeError, PlanMismatch, DeadlineExceeded, PeerLost.
+    Raises LayoutError, CoverageError, Unsupported, HandshakeError, PlanMismatch, DeadlineExceeded, PeerLost. All ranks may then call it
+    again, at once and with other arguments.
     """
     from xfer.plan.options import MAX_BUCKET
     from xfer.session import arguments as check

@@ -27,9 +27,10 @@ from collections.abc import Callable, Sequence
 
 from xfer.ending import wait_for_all
 from xfer.errors import DeadlineExceeded, HandshakeError, PeerLost, ProtocolError
-from xfer.session.messages import MAX_FRAME, Message, decode, encode
+from xfer.session.messages import MAX_FRAME, WIRE_VERSION, Message, decode, encode
 
-MAGIC = b"xfer\x01\x00\x00\x00"
+_XFER = b"xfer"
+MAGIC = _XFER + struct.pack("<I", WIRE_VERSION)
 _NONCE = 32
 HANDSHAKE_S = 20.0
 """Seconds that either side may take for the challenge."""
@@ -112,8 +113,14 @@ def connect_handshake(sock: socket.socket, token: str, address: str, until: floa
     until = min(until, time.monotonic() + HANDSHAKE_S)
     try:
         greeting = _read_exactly(sock, len(MAGIC) + _NONCE, until)
-        if greeting[: len(MAGIC)] != MAGIC:
-            raise HandshakeError(f"{address} is not an xfer rendezvous of wire version {MAGIC[4]}")
+        if not greeting.startswith(_XFER):
+            raise HandshakeError(f"{address} is not an xfer rendezvous")
+        if not greeting.startswith(MAGIC):
+            (version,) = struct.unpack_from("<I", greeting, len(_XFER))
+            raise HandshakeError(
+                f"the rendezvous at {address} speaks wire version {version}, this process {WIRE_VERSION}",
+                ["install the same xfer on all sides"],
+            )
         theirs, mine = greeting[len(MAGIC) :], os.urandom(_NONCE)
         sock.sendall(MAGIC + mine + _proof(token, b"client", theirs, mine))
         proof = _read_exactly(sock, 32, until)
@@ -152,6 +159,7 @@ class Channel:
         self.theirs = False  # of the process that this one was forked from
         self._reader: threading.Thread | None = None
         self._starting = threading.Lock()  # a thread that is not started yet cannot be joined
+        _open.add(self)
 
     def start(self, on_message: Callable[[Message], None], on_close: Callable[[str], None]) -> None:
         def read() -> None:
@@ -171,7 +179,22 @@ class Channel:
         with self._starting:
             reader.start()
             self._reader = reader
-        _reading.add(self)
+
+    def ask(self, message: Message, until: float) -> Message:
+        """Before `start`: send a message and return the answer.
+
+        Raises:
+            PeerLost: The connection ended instead.
+            TimeoutError: No answer came by monotonic `until`.
+        """
+        self.send(message, max(0.0, until - time.monotonic()))
+        try:
+            self._wait(False, until)
+            return self._receive()
+        except TimeoutError:
+            raise
+        except (OSError, ProtocolError) as e:
+            raise PeerLost(f"lost the connection to {self.label}: {e}") from None
 
     @property
     def closed(self) -> bool:
@@ -288,7 +311,7 @@ class Channel:
             self._sock.close()
 
 
-_reading: weakref.WeakSet[Channel] = weakref.WeakSet()
+_open: weakref.WeakSet[Channel] = weakref.WeakSet()
 _ending = threading.Event()
 """The interpreter ends: connections do so with it, which is no news for anybody here."""
 
@@ -297,7 +320,7 @@ _ending = threading.Event()
 def _stop_reading() -> None:
     """At its connection's end a reader frees lanes, in gloo's C++."""
     _ending.set()
-    channels = list(_reading)
+    channels = list(_open)
     for channel in channels:
         channel.close()
     wait_for_all(channel.join for channel in channels)
@@ -308,11 +331,11 @@ _listening: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
 def _forked() -> None:
     """Of the threads there is only this one, so nothing here can be answered; and whoever dies is to be missed at once."""
-    for channel in list(_reading):
+    for channel in list(_open):
         channel.leave()
     for sock in list(_listening):
         sock.close()
-    _reading.clear()
+    _open.clear()
 
 
 os.register_at_fork(after_in_child=_forked)
@@ -345,16 +368,24 @@ def _resolve(host: str, port: int) -> list[tuple[socket.AddressFamily, tuple]]:
     return list(dict.fromkeys((family, address) for family, _, _, _, address in found))
 
 
-def dial(rendezvous: str, token: str, deadline_s: float) -> Channel:
-    """Connect and prove the token. Waits for the listener to appear until the deadline (the sides start in any order)."""
+def dial(rendezvous: str, token: str, deadline_s: float, given_up: Callable[[], bool] = lambda: False) -> Channel:
+    """Connect and prove the token. Waits for the listener to appear until the deadline (the sides start in any order).
+
+    Raises:
+        DeadlineExceeded: No rendezvous answered within `deadline_s`.
+        HandshakeError: The listener holds another token, or is not an xfer of this wire version.
+        PeerLost: `given_up`, which is asked before each attempt, returned True.
+    """
     check_token(token)
     host, port = parse_address(rendezvous)
     until, last = time.monotonic() + deadline_s, "nothing tried"
     while True:
         left = until - time.monotonic()
+        if given_up():
+            raise PeerLost(f"gave up connecting to {rendezvous}: closed by this process itself")
         if left <= 0:
             raise DeadlineExceeded(
-                f"no xfer rendezvous answered at {rendezvous} within {deadline_s:g} s",
+                f"no xfer rendezvous answered at {rendezvous} within {round(deadline_s, 1):g} s",
                 [f"last attempt: {last}", "trainer rank 0 hosts it: has it called xfer.connect()?"],
             )
         try:

@@ -243,9 +243,14 @@ class Controller:
     def _join(self) -> None:
         self._workers = workers = self.handle.workers(self.deadline_s)
         self._unless_closed()
-        self._party = Party(
-            self.rendezvous, self._token, "controller", size=workers, replica=self.replica, deadline_s=self.deadline_s
-        )
+        try:
+            self._party = Party(
+                self.rendezvous, self._token, "controller", size=workers, replica=self.replica, deadline_s=self.deadline_s,
+                given_up=self._closing.is_set,
+            )  # fmt: skip
+        except PeerLost:
+            self._unless_closed()
+            raise
         self._unless_closed()
         found = self.handle.get_version(self.deadline_s)
         self._label = UNKNOWN if found in (MIXED, PAUSED) else found

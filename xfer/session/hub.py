@@ -18,6 +18,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from datetime import datetime, timezone
 
 from xfer.ending import wait_for_all
@@ -42,11 +43,24 @@ GOODBYE_S = 2.0
 """Seconds that clients have, together, to read what they were told before the hub closed."""
 
 
+@dataclass(frozen=True)
+class Ended:
+    """A session that failed before all of its trainers had come. The `missing` ones may come late, and meet the next session."""
+
+    session: str
+    error: m.WireError
+    missing: frozenset[int]
+
+
+_ended: dict[str, Ended] = {}
+"""By rendezvous: the last session that this process hosted there, if it ended so."""
+
+
 class Hub:
     """Listens at `rendezvous` from construction until `close()`."""
 
     def __init__(self, rendezvous: str, token: str, options: HubOptions):
-        self.options = options
+        self.options, self.rendezvous, self.before = options, rendezvous, _ended.get(rendezvous)
         self.session = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M:%S.%f ") + secrets.token_hex(2)
         self.trainers: dict[int, Client] = {}
         self.replicas = {r: Replica(r) for r in range(options.replicas)}
@@ -129,6 +143,11 @@ class Hub:
         self.door.close()
         self._events.put(None)
         self._thread.join(timeout=5.0)
+        missing = frozenset(range(self.options.trainers)) - self.met
+        if self.failure is not None and missing:
+            _ended[self.rendezvous] = Ended(self.session, m.WireError.of(self.failure, "rendezvous"), missing)
+        else:
+            _ended.pop(self.rendezvous, None)
         with self._admitting:
             clients, self._admitted = list(self._admitted or ()), None
         for c in clients:
@@ -192,25 +211,28 @@ class Hub:
 
     def _hello(self, client: Client, h: m.Hello) -> None:
         o, replica = self.options, self.replicas.get(h.replica)
+        if self._over_for(h):
+            return self._turn_away(client, m.Again())
         bad = hello_violations(h, o, self.trainers, self.replicas)
-        client.hello = h
+        if bad and bad == differences(h, o) and (before := self._late_for(h)) is not None:
+            why = f"it came late to the session before this one, and was told why that failed: {before.error.message}"
+            self.turned_away.refused(h, [f"{h.role} {h.index} (host {h.host}, pid {h.pid}): {why}"])
+            return self._turn_away(client, m.Refused(before.error, before.session))
         if bad:
-            client.hello = None
             error = HandshakeError(
                 "the rendezvous refused this process",
                 [f"{h.role} {h.index} (host {h.host}, pid {h.pid}): {b}" for b in bad],
             )
             self.turned_away.refused(h, error.violations)
-            client.send(m.Refused(m.WireError.of(error, "rendezvous")))
-            client.left = True
+            self._turn_away(client, m.Refused(m.WireError.of(error, "rendezvous"), self.session))
             # It is one of us and cannot come in: the others would wait for it in vain.
             if bad == differences(h, o) or (h.role == "worker" and h.index >= h.size):
                 if h.role == "trainer":
                     self.fail_everything(error)
                 elif replica is not None and replica.state == "joining":
                     self.lose(replica, error)
-            self.at(time.monotonic() + 2.0, client.channel.close)
             return
+        client.hello = h
         client.channel.label = client.label
         self.clients.add(client)
         plans = h.role in ("trainer", "worker")
@@ -239,6 +261,22 @@ class Hub:
             client.send(m.Failed(m.WireError.of(self.failure, "rendezvous")))
         if h.role == "trainer":
             self.met.add(h.index)
+
+    def _turn_away(self, client: Client, answer: m.Refused | m.Again) -> None:
+        client.send(answer)
+        client.left = True
+        self.at(time.monotonic() + 2.0, client.channel.close)
+
+    def _over_for(self, h: m.Hello) -> bool:
+        """Whether this client has left this session and waits for the next one. Workers come only where their controller is."""
+        still_here = h.role == "trainer" and h.index in self.trainers  # its Leave has not arrived
+        return h.after == self.session and h.role != "worker" and (self.failure is not None or still_here)
+
+    def _late_for(self, h: m.Hello) -> Ended | None:
+        """The session before this one, if it failed without this trainer and the trainer has not been told why."""
+        before = self.before
+        missed = before is not None and h.role == "trainer" and h.index in before.missing and h.after != before.session
+        return before if missed else None
 
     def _gone(self, client: Client, reason: str) -> None:
         client.finish()

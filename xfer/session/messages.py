@@ -51,7 +51,8 @@ from xfer.session.wire import (
     WireMessage,
 )
 
-WIRE_VERSION = 17
+WIRE_VERSION = 18
+"""Told in the challenge (channel.py), before any message that another version could not decode."""
 _STORE_KEY = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./:\-]{0,255}")
 
 
@@ -59,9 +60,9 @@ _STORE_KEY = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./:\-]{0,255}")
 
 
 class Hello(WireMessage):
-    """First message of every client. `index`: trainer rank, or worker rank inside its replica; 0 for others."""
+    """First message of every client. `index`: trainer rank, or worker rank inside its replica; 0 for others. `after`: the session
+    at this rendezvous that this client left, or that refused it, last. If that session has failed, the client waits for the next one."""
 
-    wire_version: int
     role: Annotated[str, Meta(pattern="^(trainer|controller|worker|observer)$")]
     index: Count
     size: Count  # ranks on that side: trainer world, or workers of the replica
@@ -73,6 +74,7 @@ class Hello(WireMessage):
     holds: Holds = "whole"  # worker
     session_open: bool = False  # worker: an earlier controller opened an update that it did not finish
     version: Annotated[str, Meta(max_length=256)] = ""  # worker: label of the last refit that it installed
+    after: Name = ""
 
 
 class Welcome(WireMessage):
@@ -89,7 +91,14 @@ class Welcome(WireMessage):
 
 
 class Refused(WireMessage):
+    """hub -> client. `session`: the one that refuses; set in an answer to a hello."""
+
     error: WireError
+    session: Name = ""
+
+
+class Again(WireMessage):
+    """hub -> client, in answer to its hello: you have left this session, and it has failed. Dial again for the next one."""
 
 
 # ---- one refit
@@ -125,7 +134,9 @@ class Ready(WireMessage):
     inventory: Digest = b""
     generation: Count = 0
     rebound: bool = False  # same layout, but what the routes were opened for lies elsewhere now
-    broken: Annotated[tuple[Count, ...], Meta(max_length=1 << 16)] = ()  # replicas whose link this rank gave up by itself
+    broken: Annotated[
+        tuple[Count, ...], Meta(max_length=1 << 16)
+    ] = ()  # replicas whose link this rank gave up by itself
 
 
 class Arm(WireMessage):
@@ -421,7 +432,7 @@ class StatusReply(WireMessage):
 
 
 Message = (
-    Hello | Welcome | Refused | Specs | CatalogMsg | InventoryMsg | RollAsk | Roll | LayoutsAsk | Layouts | LayoutAsk | Layout
+    Hello | Welcome | Refused | Again | Specs | CatalogMsg | InventoryMsg | RollAsk | Roll | LayoutsAsk | Layouts | LayoutAsk | Layout
     | PlanInputs | Planned | OpenLink | LinkOpen | Found | ReplicaReady
     | Prepare | Enter | Ready | Arm | Armed | Go | Brought | Progress | Done | Drained | Commit | Decided | Committed
     | Abort | Stopped | Settle | Settled | Failed | Release | CloseRoutes | RoutesClosed | Released
