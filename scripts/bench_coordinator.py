@@ -188,7 +188,8 @@ class Place:
         self.outcomes: list[tuple[int, int, float]] = []
 
         def hello(role, index, size, replica=0):
-            return m.Hello(m.WIRE_VERSION, role, index, size, replica, f"host{replica}", os.getpid())
+            said = role, index, size, replica, f"host{replica}", os.getpid()
+            return m.Hello(*said) if "wire_version" not in m.Hello.__struct_fields__ else m.Hello(m.WIRE_VERSION, *said)
 
         self.trainers = [Trainer(self, hello("trainer", i, a.trainers)) for i in trainers]
         self.controllers = []

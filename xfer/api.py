@@ -116,7 +116,8 @@ def connect(
 ) -> Refit:
     """Join the rendezvous as one trainer rank; every rank of the trainer calls this with equal arguments.
 
-    rendezvous: "tcp://HOST:PORT"; trainer rank 0 listens there, HOST must reach it from every trainer and engine host.
+    rendezvous: "tcp://HOST:PORT"; trainer rank 0 listens there, HOST must reach it from every trainer and engine host. An IPv6
+    address stands in brackets.
     token: secret of at least 8 characters, the same on all processes of the job.
     replicas: how many engine replicas will join (each calls `serve`); default `len(engines)`, else 1.
     engines: handles or URLs that trainer rank 0 itself controls, in place of `serve` calls elsewhere.
@@ -141,7 +142,8 @@ def connect(
     replica waits for the one before it, and fails if that one fails while both are moving bytes. Only what is read is relayed, not
     what is sent.
 
-    Raises LayoutError, CoverageError, Unsupported, HandshakeError, PlanMismatch, DeadlineExceeded, PeerLost.
+    Raises LayoutError, CoverageError, Unsupported, HandshakeError, PlanMismatch, DeadlineExceeded, PeerLost. All ranks may then call it
+    again, at once and with other arguments.
     """
     from xfer.plan.options import MAX_BUCKET
     from xfer.session import arguments as check

@@ -198,6 +198,30 @@ def test_who_does_not_fit_is_refused_at_the_door_and_may_come_again(bench):
     bench.repaired()
 
 
+def test_trainers_whose_direct_connect_is_refused_connect_packed_at_once_at_the_same_rendezvous(bench):
+    """Again and again, with the same processes. The engine is served again, since its replica was refused too."""
+    job, t, a = bench.job, bench.t, bench.a
+    t.build(job.config, fp32=[FP32])
+    rendezvous = f"tcp://127.0.0.1:{free_port()}"
+    for _ in range(3):
+        a.serve(rendezvous)
+        waiting = t.say(do="connect", rendezvous=rendezvous, deadline_s=40.0, otherwise={"route": "packed"})
+        tries = []
+        while not tries or tries[-1] != "ready" and len(tries) < 5:
+            if tries:
+                a.serve(rendezvous)
+            said = a.ready()
+            tries.append(said["kind"] if said["kind"] == "ready" else said["type"])
+        assert tries[0] == "CoverageError" and tries[-1] == "ready", tries
+        connected = [c.expect("connected", "raised", timeout=60) for c in waiting]
+        assert [c.get("failed") for c in connected] == ["CoverageError"] * 3, connected
+        report = good(t.refit(bench.fresh_seed(), verify=True))
+        assert report["verified"] and report["serving"] == [True]
+        t.ask("close", "closed")
+    bench.meet()
+    bench.repaired()
+
+
 def test_connecting_ends_at_its_deadline_and_names_who_has_not_come(bench):
     job, t = bench.job, bench.t
     bench.connected = False

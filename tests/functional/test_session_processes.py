@@ -196,5 +196,6 @@ def test_a_process_that_is_forked_from_one_that_connected_neither_ends_its_sessi
         one.kill()
         assert gone.wait(5 * PATIENCE), "the connection lives on in a child of the one that was killed"
         one.wait()
-        listen(rendezvous, TOKEN).close()
+        for sock in listen(rendezvous, TOKEN):
+            sock.close()
         os.kill(staying, 0)

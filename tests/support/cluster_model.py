@@ -154,7 +154,7 @@ class Trainer(Process):
         self.say(self._hello())
 
     def _hello(self) -> m.Hello:
-        return m.Hello(m.WIRE_VERSION, "trainer", self.index, self.job.options.trainers, 0, f"host{self.index}", 1)
+        return m.Hello("trainer", self.index, self.job.options.trainers, 0, f"host{self.index}", 1)
 
     def inventory(self) -> bytes:
         return digest("trainer", self.layout, self.generation).encode()
@@ -247,7 +247,7 @@ class Worker(Process):
         content = self.content
         holds = "whole" if content not in (WRITING, NOTHING) else "mix" if content == WRITING else "nothing"
         version = content if holds == "whole" else None
-        said = m.Hello(m.WIRE_VERSION, "worker", self.index, self.job.workers, self.replica, "engine", 1)
+        said = m.Hello("worker", self.index, self.job.workers, self.replica, "engine", 1)
         self.say(msgspec.structs.replace(said, holds=holds, version=version))
 
     @property
@@ -398,7 +398,7 @@ class Controller(Process):
         self.visit: m.Arm | None = None
         self.due, self.verdict, self.later = 0.0, None, deque()
         self.ready = self.kept_out = self.to_open = self.again = False
-        self.say(m.Hello(m.WIRE_VERSION, "controller", 0, self.job.workers, self.replica, "engine", 1))
+        self.say(m.Hello("controller", 0, self.job.workers, self.replica, "engine", 1))
 
     def hear(self, message: m.Message | None) -> None:
         if message is None:

@@ -1,7 +1,7 @@
 """One rank of a light trainer for functional tests: DTensors under checkpoint names, no framework.
 
 It does what the test says on standard input:
-    {"do": "build", "config", "rank", "world", "port", …}   {"do": "connect", "rendezvous", …}
+    {"do": "build", "config", "rank", "world", "port", …}   {"do": "connect", "rendezvous", "otherwise", …}
     {"do": "set", "seed"}   {"do": "step", "names"}   {"do": "refit", …}   {"do": "replace", "how"}   {"do": "sleep", "seconds"}
     {"do": "fail", "text"}   {"do": "close"}
 
@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from tests.support.proc import commands, emit
-from xfer.errors import RebindError
+from xfer.errors import RebindError, XferError
 from xfer.testing import toy
 from xfer.trace.slots import local as held
 from xfer.trainers.dtensor import TensorTrainer
@@ -139,8 +139,16 @@ def main() -> None:
             elif do == "connect":
                 pretend = {k: c.pop(k) for k in ("rank", "world") if k in c}
                 source = Trainer(lambda w=weights: w.parameters, rename=plain_name, **pretend)
-                refit = xfer.connect(trainer=source, cache_dir=None, **{"token": os.environ["XFER_TOKEN"], **c})
-                emit("connected", plan=refit.explain())
+                where = {"trainer": source, "cache_dir": None, "token": os.environ["XFER_TOKEN"]}
+                failed, otherwise = "", c.pop("otherwise", None)
+                try:
+                    refit = xfer.connect(**{**where, **c})
+                except XferError as e:
+                    if otherwise is None:
+                        raise
+                    failed = type(e).__name__
+                    refit = xfer.connect(**{**where, **c, **otherwise})  # at once, as users write it
+                emit("connected", plan=refit.explain(), failed=failed)
             elif do == "set":
                 weights.set(c["seed"])
                 emit("set")

@@ -118,6 +118,22 @@ def test_garbage_instead_of_a_challenge_is_dropped(listener):
     assert not listener.got and not listener.ended
 
 
+def test_another_version_of_xfer_is_told_apart_before_anything_is_said_that_it_could_not_read():
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+
+        def greet():
+            client, _ = sock.accept()
+            with client:
+                client.sendall(b"xfer" + struct.pack("<I", m.WIRE_VERSION + 1) + b"n" * 32)
+                client.recv(1 << 10)
+
+        threading.Thread(target=greet, daemon=True).start()
+        with pytest.raises(
+            HandshakeError, match=f"version {m.WIRE_VERSION + 1}, this process {m.WIRE_VERSION}(.|\n)*same xfer"
+        ):
+            c.dial(f"tcp://127.0.0.1:{sock.getsockname()[1]}", TOKEN, 20.0)
+
+
 def test_nobody_at_the_address_ends_at_the_deadline():
     t0 = time.monotonic()
     with pytest.raises(DeadlineExceeded, match="no xfer rendezvous"):

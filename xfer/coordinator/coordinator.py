@@ -20,7 +20,7 @@ from xfer.coordinator.planning import Planning
 from xfer.coordinator.refit import Refit
 from xfer.coordinator.refits import Refits
 from xfer.coordinator.rejected import Rejected
-from xfer.coordinator.state import Client, Options, Replica, ReplicaPhase, differences, hello_violations
+from xfer.coordinator.state import Client, Ended, Options, Replica, ReplicaPhase, differences, hello_violations
 from xfer.coordinator.status import here, status, waited_for
 from xfer.coordinator.timers import Timers
 from xfer.coordinator.unsent import Silence, refuse_untrained
@@ -41,10 +41,11 @@ class Coordinator:
         options: what trainer 0 was told.
         session: name of this job's session, for timelines.
         now: seconds of the clock by which `handle` will be called.
+        before: the session before this one at the same address, if it failed before all trainers had come.
     """
 
-    def __init__(self, options: Options, session: str, now: float):
-        self.options, self.session, self.now = options, session, now
+    def __init__(self, options: Options, session: str, now: float, before: Ended | None = None):
+        self.options, self.session, self.now, self.before = options, session, now, before
         self.trainers: dict[int, Client] = {}
         self.replicas = {r: Replica(r) for r in range(options.replicas)}
         self.catalog: Catalog | None = None
@@ -165,6 +166,8 @@ class Coordinator:
 
     def _hello(self, client: Client, h: m.Hello) -> None:
         o, replica = self.options, self.replicas.get(h.replica)
+        if self._over_for(h):
+            return self._turn_away(client, m.DialAgain())
         if bad := hello_violations(h, o, self.trainers, self.replicas):
             return self._refuse(client, h, bad)
         client.hello = h
@@ -201,15 +204,33 @@ class Coordinator:
         if self.failure is not None:
             client.send(m.Failed(m.WireError.of(self.failure, "rendezvous")))
 
+    def _over_for(self, h: m.Hello) -> bool:
+        """Whether this client was here before and means the next session. A worker does not: its controller came before it."""
+        still_here = h.role == "trainer" and h.index in self.trainers  # its Leave is on its way
+        return h.after == self.session and h.role != "worker" and (self.failure is not None or still_here)
+
+    def _late_for(self, h: m.Hello) -> Ended | None:
+        """The session before this one, if it failed without this trainer, which has not been told."""
+        before = self.before
+        missed = before is not None and h.role == "trainer" and h.index in before.missing and h.after != before.session
+        return before if missed else None
+
+    def _turn_away(self, client: Client, answer: m.Refused | m.DialAgain) -> None:
+        client.send(answer)
+        client.left = True
+        self.at(self.now + REFUSED_S, client.close)
+
     def _refuse(self, client: Client, h: m.Hello, bad: list[str]) -> None:
+        if bad == differences(h, self.options) and (before := self._late_for(h)) is not None:
+            why = f"it came late to the session before this one, and was told why that failed: {before.error.message}"
+            self.rejected.refused(h, [f"{h.role} {h.index} (host {h.host}, pid {h.pid}): {why}"])
+            return self._turn_away(client, m.Refused(before.error, before.session))
         error = HandshakeError(
             "the rendezvous refused this process",
             [f"{h.role} {h.index} (host {h.host}, pid {h.pid}): {b}" for b in bad],
         )
         self.rejected.refused(h, error.violations)
-        client.send(m.Refused(m.WireError.of(error, "rendezvous")))
-        client.left = True
-        self.at(self.now + REFUSED_S, client.close)
+        self._turn_away(client, m.Refused(m.WireError.of(error, "rendezvous"), self.session))
         # It belongs to this job and cannot come in: the others would wait for it in vain.
         if bad == differences(h, self.options) or (h.role == "worker" and h.index >= h.size):
             replica = self.replicas.get(h.replica)

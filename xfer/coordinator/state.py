@@ -136,6 +136,15 @@ class Replica:
 
 
 @dataclass(frozen=True)
+class Ended:
+    """A session that failed before all of its trainers had come. `missing`: those trainers. They may come late, to the next one."""
+
+    session: str
+    error: m.WireError
+    missing: frozenset[int]
+
+
+@dataclass(frozen=True)
 class Options:
     """What trainer 0 was told by `connect()`."""
 
@@ -198,10 +207,6 @@ def differences(h: m.Hello, o: Options) -> list[str]:
 def hello_violations(h: m.Hello, o: Options, trainers: dict[int, Client], replicas: dict[int, Replica]) -> list[str]:
     """Everything that keeps this process out, not the first thing."""
     bad = []
-    if h.wire_version != m.WIRE_VERSION:
-        bad.append(
-            f"wire version {h.wire_version}, the rendezvous speaks {m.WIRE_VERSION}: install the same xfer on all sides"
-        )
     if h.role == "trainer":
         if h.size != o.trainers:
             bad.append(f"it says there are {h.size} trainer ranks, trainer 0 says {o.trainers}")

@@ -23,11 +23,11 @@ from datetime import datetime, timezone
 from xfer import logs
 from xfer.coordinator.coordinator import Coordinator
 from xfer.coordinator.events import Close, Connected, Disconnected, Event, Mark, Received, Send, Tick, Unproven
-from xfer.coordinator.state import Options
+from xfer.coordinator.state import Ended, Options
 from xfer.errors import ProtocolError
 from xfer.session.bounds import STOP_GRACE_S
 from xfer.session.channel import ALIVE, HANDSHAKE_S, MAGIC, NONCE, SEND_S, frame, listen, proof
-from xfer.session.messages import MAX_FRAME, Message, decode
+from xfer.session.messages import MAX_FRAME, Message, WireError, decode
 from xfer.session.timeline import HUB, mark
 from xfer.session.turns import short_sleeps
 
@@ -37,6 +37,8 @@ GOODBYE_S = 2.0
 GREETERS = 64
 PATIENCE_S = 0.5
 """Seconds that a caller has for its proof, however many others there are."""
+_ended: dict[str, Ended] = {}
+"""The last session of this process at each rendezvous, if it failed before all its trainers had come."""
 _PROOF = len(MAGIC) + NONCE + 32
 
 
@@ -54,11 +56,10 @@ class Server:
 
     def __init__(self, rendezvous: str, token: str, options: Options):
         session = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M:%S.%f ") + secrets.token_hex(2)
-        self.coordinator = Coordinator(options, session, time.monotonic())
-        self.token = token
+        self.coordinator = Coordinator(options, session, time.monotonic(), _ended.get(rendezvous))
+        self.rendezvous, self.token = rendezvous, token
         self.closing = False
-        self._listener = listen(rendezvous, token)
-        self._listener.setblocking(False)
+        self._listeners = listen(rendezvous, token)
         expected = f"{logs.counted(options.trainers, 'trainer')} and {logs.counted(options.replicas, 'replica')}"
         logger.info("xfer: listening at %s for %s", rendezvous, expected)
         self._connections: dict[int, _Connection] = {}  # that proved the token
@@ -95,6 +96,11 @@ class Server:
         # An engine that hears no more of a refit in the middle of it must assume the worst.
         while co.refit is not None and self._thread.is_alive() and time.monotonic() < ends:
             time.sleep(0.005)
+        missing = frozenset(range(co.options.trainers)) - co.met
+        if co.failure is not None and missing:
+            _ended[self.rendezvous] = Ended(co.session, WireError.of(co.failure, "rendezvous"), missing)
+        else:
+            _ended.pop(self.rendezvous, None)
         if self._thread.is_alive():
             asyncio.run_coroutine_threadsafe(self._close(), self.loop)
             self._thread.join(2 * GOODBYE_S + 1.0)
@@ -104,7 +110,7 @@ class Server:
     def _run(self) -> None:
         short_sleeps()
         asyncio.set_event_loop(self.loop)
-        self._accepting = self.loop.create_task(self._accept())
+        self._accepting = [self.loop.create_task(self._accept(sock)) for sock in self._listeners]
         self.feed(Tick())
         try:
             self.loop.run_forever()
@@ -139,10 +145,11 @@ class Server:
         wake = self.coordinator.wake_at
         self._alarm = self.loop.call_at(wake, self.feed, Tick()) if wake is not None else None
 
-    async def _accept(self) -> None:
+    async def _accept(self, listener: socket.socket) -> None:
+        listener.setblocking(False)
         while True:
             try:
-                sock, peer = await self.loop.sock_accept(self._listener)
+                sock, peer = await self.loop.sock_accept(listener)
             except OSError:
                 await asyncio.sleep(0.1)  # out of descriptors, or a caller that left again: neither may end the rendezvous
                 continue
@@ -174,9 +181,10 @@ class Server:
 
     async def _close(self) -> None:
         self.closing = True
-        self._accepting.cancel()
-        await asyncio.gather(self._accepting, return_exceptions=True)
-        self._listener.close()
+        for task, listener in zip(self._accepting, self._listeners):
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            listener.close()
         if self._alarm is not None:
             self._alarm.cancel()
         for connection in list(self.unproven):

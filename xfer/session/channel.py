@@ -14,6 +14,7 @@ import atexit
 import errno
 import hashlib
 import hmac
+import ipaddress
 import logging
 import os
 import select
@@ -22,13 +23,14 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from xfer.ending import wait_for_all
 from xfer.errors import DeadlineExceeded, HandshakeError, PeerLost, ProtocolError
-from xfer.session.messages import MAX_FRAME, Message, decode, encode
+from xfer.session.messages import MAX_FRAME, WIRE_VERSION, Message, decode, encode
 
-MAGIC = b"xfer\x01\x00\x00\x00"
+_XFER = b"xfer"
+MAGIC = _XFER + struct.pack("<I", WIRE_VERSION)
 NONCE = 32
 HANDSHAKE_S = 20.0
 """Seconds that either side may take for the challenge."""
@@ -84,8 +86,14 @@ def connect_handshake(sock: socket.socket, token: str, address: str, until: floa
     until = min(until, time.monotonic() + HANDSHAKE_S)
     try:
         greeting = _read_exactly(sock, len(MAGIC) + NONCE, until)
-        if greeting[: len(MAGIC)] != MAGIC:
-            raise HandshakeError(f"{address} is not an xfer rendezvous of wire version {MAGIC[4]}")
+        if not greeting.startswith(_XFER):
+            raise HandshakeError(f"{address} is not an xfer rendezvous")
+        if not greeting.startswith(MAGIC):
+            (version,) = struct.unpack_from("<I", greeting, len(_XFER))
+            raise HandshakeError(
+                f"the rendezvous at {address} speaks wire version {version}, this process {WIRE_VERSION}",
+                ["install the same xfer on all sides"],
+            )
         theirs, mine = greeting[len(MAGIC) :], os.urandom(NONCE)
         sock.sendall(MAGIC + mine + proof(token, b"client", theirs, mine))
         said = _read_exactly(sock, 32, until)
@@ -124,6 +132,7 @@ class Channel:
         self.theirs = False  # of the process that this one was forked from
         self._reader: threading.Thread | None = None
         self._starting = threading.Lock()  # a thread that is not started yet cannot be joined
+        _open.add(self)
 
     def start(self, on_message: Callable[[Message], None], on_close: Callable[[str], None]) -> None:
         def read() -> None:
@@ -143,7 +152,22 @@ class Channel:
         with self._starting:
             reader.start()
             self._reader = reader
-        _reading.add(self)
+
+    def ask(self, message: Message, until: float) -> Message:
+        """Before `start`: send a message and return the answer.
+
+        Raises:
+            PeerLost: The connection ended instead.
+            TimeoutError: No answer came by monotonic `until`.
+        """
+        self.send(message, max(0.0, until - time.monotonic()))
+        try:
+            self._wait(False, until)
+            return self._receive()
+        except TimeoutError:
+            raise
+        except (OSError, ProtocolError) as e:
+            raise PeerLost(f"lost the connection to {self.label}: {e}") from None
 
     @property
     def closed(self) -> bool:
@@ -260,7 +284,7 @@ class Channel:
             self._sock.close()
 
 
-_reading: weakref.WeakSet[Channel] = weakref.WeakSet()
+_open: weakref.WeakSet[Channel] = weakref.WeakSet()
 _ending = threading.Event()
 """The interpreter ends: connections do so with it, which is no news for anybody here."""
 
@@ -269,7 +293,7 @@ _ending = threading.Event()
 def _stop_reading() -> None:
     """At its connection's end a reader frees lanes, in gloo's C++."""
     _ending.set()
-    channels = list(_reading)
+    channels = list(_open)
     for channel in channels:
         channel.close()
     wait_for_all(channel.join for channel in channels)
@@ -280,42 +304,65 @@ _listening: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
 def _forked() -> None:
     """Of the threads there is only this one, so nothing here can be answered; and whoever dies is to be missed at once."""
-    for channel in list(_reading):
+    for channel in list(_open):
         channel.leave()
     for sock in list(_listening):
         sock.close()
-    _reading.clear()
+    _open.clear()
 
 
 os.register_at_fork(after_in_child=_forked)
 
 
 def parse_address(rendezvous: str) -> tuple[str, int]:
-    """`tcp://host:port` -> (host, port); ValueError-like HandshakeError otherwise."""
+    """`tcp://HOST:PORT` -> (host, port). An IPv6 address stands in brackets: `tcp://[fd00::1]:29600` -> ("fd00::1", 29600).
+
+    Raises HandshakeError for anything else.
+    """
     told = rendezvous if isinstance(rendezvous, str) else ""
     host, _, port = told.removeprefix("tcp://").rpartition(":")
     if not told.startswith("tcp://") or not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise HandshakeError(f"rendezvous {rendezvous!r} is not of the form tcp://HOST:PORT")
+    inside = host.removeprefix("[").removesuffix("]")
     try:
-        host.encode("idna")
-    except UnicodeError as e:
+        if ":" in inside or inside != host:
+            if host != f"[{inside}]":
+                raise ValueError("an IPv6 address stands in brackets, as in tcp://[fd00::1]:29600")
+            ipaddress.IPv6Address(inside)
+        inside.encode("idna")
+    except ValueError as e:  # a UnicodeError too
         raise HandshakeError(f"rendezvous {rendezvous!r}: {host!r} is no name of a host: {e}") from None
-    return host.strip("[]"), int(port)
+    return inside, int(port)
 
 
-def dial(rendezvous: str, token: str, deadline_s: float) -> Channel:
-    """Connect and prove the token. Waits for the listener to appear until the deadline (the sides start in any order)."""
+def _resolve(host: str, port: int) -> list[tuple[socket.AddressFamily, tuple]]:
+    """All addresses of a host, of every family, in the resolver's order."""
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return list(dict.fromkeys((family, address) for family, _, _, _, address in found))
+
+
+def dial(rendezvous: str, token: str, deadline_s: float, given_up: Callable[[], bool] = lambda: False) -> Channel:
+    """Connect and prove the token. Waits for the listener to appear until the deadline (the sides start in any order).
+
+    Raises:
+        DeadlineExceeded: No rendezvous answered within `deadline_s`.
+        HandshakeError: The listener holds another token, or is not an xfer of this wire version.
+        PeerLost: `given_up`, which is asked before each attempt, returned True.
+    """
     check_token(token)
     host, port = parse_address(rendezvous)
     until, last = time.monotonic() + deadline_s, "nothing tried"
     while True:
         left = until - time.monotonic()
+        if given_up():
+            raise PeerLost(f"gave up connecting to {rendezvous}: closed by this process itself")
         if left <= 0:
             raise DeadlineExceeded(
-                f"no xfer rendezvous answered at {rendezvous} within {deadline_s:g} s",
+                f"no xfer rendezvous answered at {rendezvous} within {round(deadline_s, 1):g} s",
                 [f"last attempt: {last}", "trainer rank 0 hosts it: has it called xfer.connect()?"],
             )
         try:
+            # To the first address of the host, of either family, that accepts.
             sock = socket.create_connection((host, port), timeout=min(left, 5.0))
         except OSError as e:
             last = str(e)
@@ -334,30 +381,52 @@ def dial(rendezvous: str, token: str, deadline_s: float) -> Channel:
         return Channel(sock, "rendezvous")
 
 
-def listen(rendezvous: str, token: str) -> socket.socket:
-    """The rendezvous' socket, listening. An address in use is an error that says so."""
+def listen(rendezvous: str, token: str) -> list[socket.socket]:
+    """The rendezvous' sockets, listening: one for each address of the host, since a client may know only some of them.
+
+    Raises HandshakeError where an address is in use, or the host has none.
+    """
     check_token(token)
     host, port = parse_address(rendezvous)
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        sock.bind((host, port))
-    except OSError as e:
-        try:
-            if e.errno != errno.EADDRNOTAVAIL:
-                raise
-            # The address is not this host's own (a service address, NAT): then every interface must listen.
+        addresses = _resolve(host, port)
+        socks = _listen_at(addresses)
+        if not socks:
+            # The addresses are not this host's own (a service address, NAT): then every interface must listen.
             logging.getLogger("xfer").warning(
                 "xfer: %s is not an address of this host; listening on all interfaces", host
             )
-            sock.bind(("::" if family == socket.AF_INET6 else "0.0.0.0", port))
-        except OSError:
-            sock.close()
-            raise HandshakeError(f"cannot listen at {rendezvous}: {e}", _why_deaf(e)) from None
-    sock.listen(1024)
-    _listening.add(sock)
-    return sock
+            families = dict.fromkeys(family for family, _ in addresses)
+            socks = _listen_at([(f, ("::" if f == socket.AF_INET6 else "0.0.0.0", port)) for f in families])
+        if not socks:
+            raise OSError(errno.EADDRNOTAVAIL, os.strerror(errno.EADDRNOTAVAIL))
+    except OSError as e:
+        raise HandshakeError(f"cannot listen at {rendezvous}: {e}", _why_deaf(e)) from None
+    return socks
+
+
+def _listen_at(addresses: Sequence[tuple[socket.AddressFamily, tuple]]) -> list[socket.socket]:
+    """A listening socket for each of these that is an address of this host."""
+    socks: list[socket.socket] = []
+    for family, address in addresses:
+        sock = None
+        try:
+            sock = socket.socket(family, socket.SOCK_STREAM)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:  # else "::" takes the port of "0.0.0.0" too
+                sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            sock.bind(address)
+            sock.listen(1024)
+            socks.append(sock)
+        except OSError as e:
+            if sock is not None:
+                sock.close()
+            if e.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+                for s in socks:
+                    s.close()
+                raise
+    _listening.update(socks)
+    return socks
 
 
 def _why_deaf(e: OSError) -> list[str]:

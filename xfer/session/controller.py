@@ -267,9 +267,14 @@ class Controller:
         self._workers = workers = self.handle.workers(self.deadline_s)
         self._unless_closed()
         self._doing = f"no answer from {self.rendezvous}; has trainer rank 0 called xfer.connect()?"
-        self._party = Party(
-            self.rendezvous, self._token, "controller", size=workers, replica=self.replica, deadline_s=self.deadline_s
-        )
+        try:
+            self._party = Party(
+                self.rendezvous, self._token, "controller", size=workers, replica=self.replica, deadline_s=self.deadline_s,
+                given_up=self._closing.is_set,
+            )  # fmt: skip
+        except PeerLost:
+            self._unless_closed()
+            raise
         self._unless_closed()
         self._doing = f"waiting at {self.rendezvous} for trainers and for a plan, with {logs.counted(workers, 'worker')}"
         found = self.handle.get_version(self.deadline_s)

@@ -54,6 +54,7 @@ from xfer.session.wire import (
 )
 
 WIRE_VERSION = 18
+"""Told in the challenge (channel.py), before any message that another version could not decode."""
 _STORE_KEY = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./:\-]{0,255}")
 
 
@@ -61,9 +62,9 @@ _STORE_KEY = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./:\-]{0,255}")
 
 
 class Hello(WireMessage):
-    """First message of every client. `index`: trainer rank, or worker rank inside its replica; 0 for others."""
+    """First message of every client. `index`: trainer rank, or worker rank inside its replica; 0 for others. `after`: the session
+    at this rendezvous that this client left, or that refused it, last. If that session has failed, the client waits for the next one."""
 
-    wire_version: int
     role: Annotated[str, Meta(pattern="^(trainer|controller|worker|observer)$")]
     index: Count
     size: Count  # ranks on that side: trainer world, or workers of the replica
@@ -75,6 +76,7 @@ class Hello(WireMessage):
     holds: Holds = "whole"  # worker
     session_open: bool = False  # worker: an earlier controller opened an update that it did not finish
     version: Label = None  # worker: label of the last refit that it installed
+    after: Name = ""
 
 
 class Welcome(WireMessage):
@@ -91,7 +93,14 @@ class Welcome(WireMessage):
 
 
 class Refused(WireMessage):
+    """hub -> client. `session`: the one that refuses; set in an answer to a hello."""
+
     error: WireError
+    session: Name = ""
+
+
+class DialAgain(WireMessage):
+    """hub -> client, in answer to its hello: you have left this session, and it has failed. Dial again for the next one."""
 
 
 # ---- one refit
@@ -440,7 +449,7 @@ class StatusReply(WireMessage):
 
 
 Message = (
-    Hello | Welcome | Refused | Specs | CatalogMsg | InventoryMsg | RollAsk | Roll | LayoutsAsk | Layouts | LayoutAsk | Layout
+    Hello | Welcome | Refused | DialAgain | Specs | CatalogMsg | InventoryMsg | RollAsk | Roll | LayoutsAsk | Layouts | LayoutAsk | Layout
     | PlanInputs | Planned | OpenLink | LinkOpen | Found | ReplicaReady
     | Prepare | Enter | Ready | Arm | Armed | CallAgain | Go | Brought | Progress | Done | Drained | Commit | Decided | Committed
     | Abort | Stopped | Settle | Settled | Failed | Release | CloseRoutes | RoutesClosed | Released

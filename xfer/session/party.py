@@ -19,17 +19,21 @@ from typing import TypeVar
 import torch
 
 from xfer.ending import EXIT_S
-from xfer.errors import DeadlineExceeded, HandshakeError, PeerLost, XferError
+from xfer.errors import DeadlineExceeded, HandshakeError, PeerLost, ProtocolError, XferError
 from xfer.plan.fabric import Site
 from xfer.session import messages as m
 from xfer.session.bounds import LEAVE_S, SILENCE_S
-from xfer.session.channel import SEND_S, dial
+from xfer.session.channel import SEND_S, Channel, dial
 from xfer.session.lane import Lane
 from xfer.session.layouts import Shelf
 from xfer.session.store import Replies
 from xfer.session.wire import Label
 
 M = TypeVar("M")
+AGAIN_S = 0.05
+"""Seconds until a client dials again after a session that has failed sent it on."""
+_left: dict[tuple[str, str], str] = {}
+"""By rendezvous and label of a client of this process: the session that it left, or that refused it, last."""
 
 
 def host_identity() -> str:
@@ -73,7 +77,9 @@ class Party:
         holds: m.Holds = "whole",
         session_open: bool = False,
         version: Label = None,
+        given_up: Callable[[], bool] = lambda: False,
     ):
+        """given_up: asked before each attempt to connect; once it is true, PeerLost is raised."""
         self.label = {"trainer": f"trainer {index}", "worker": f"replica {replica} worker {index}"}.get(
             role, f"replica {replica} {role}"
         )
@@ -93,31 +99,46 @@ class Party:
         self._asking = threading.Lock()
         self._leaving = False  # this process itself closes the connection
         self._news = threading.Condition()
-        until = time.monotonic() + deadline_s
-        self.channel = dial(rendezvous, token, deadline_s)
+        self._place = rendezvous, self.label
+        hello = m.Hello(
+            role, index, size, replica, host_identity(), os.getpid(), versions(), settings, holds, session_open, version,
+            _left.get(self._place, ""),
+        )  # fmt: skip
+        self.channel, self.welcome = self._enter(rendezvous, token, hello, time.monotonic() + deadline_s, given_up)
         self.channel.start(self._sort, self._end)
-        self.send(
-            m.Hello(
-                m.WIRE_VERSION,
-                role,
-                index,
-                size,
-                replica,
-                host_identity(),
-                os.getpid(),
-                versions(),
-                settings,
-                holds,
-                session_open,
-                version,
-            )  # fmt: skip
+        self.site = Site.from_bytes(self.welcome.site) if self.welcome.site else None
+
+    def _enter(
+        self, rendezvous: str, token: str, hello: m.Hello, until: float, given_up: Callable[[], bool]
+    ) -> tuple[Channel, m.Welcome]:
+        """Dial until a session welcomes or refuses this client. A session that is ending does neither; then dial again."""
+        over = ""
+        while not over or time.monotonic() < until:
+            channel, answer = dial(rendezvous, token, until - time.monotonic(), given_up), None
+            try:
+                answer = channel.ask(hello, until)
+                if isinstance(answer, m.Welcome):
+                    return channel, answer
+            except PeerLost as e:  # the session ended before it answered
+                answer, over = m.DialAgain(), str(e)
+            except TimeoutError:
+                why = "trainer 0: its process, which has the rendezvous in it, does not answer"
+                raise DeadlineExceeded("no answer in time: the rendezvous' welcome", [why], where=self.label) from None
+            finally:
+                if not isinstance(answer, m.Welcome):
+                    channel.close()
+            if isinstance(answer, m.Refused):
+                _left[self._place] = answer.session or hello.after
+                raise answer.error.error()
+            if not isinstance(answer, m.DialAgain):
+                raise ProtocolError(f"the rendezvous answered Hello with {type(answer).__name__}", where=self.label)
+            over = over or "trainer rank 0 has not closed the session there, which this process has left"
+            time.sleep(AGAIN_S)
+        raise DeadlineExceeded(
+            f"no new session began at {rendezvous} in time",
+            [over, "has trainer rank 0, which hosts it, called xfer.connect() again?"],
+            where=self.label,
         )
-        answer = self.take((m.Welcome, m.Refused), until, "the rendezvous' welcome")
-        if isinstance(answer, m.Refused):
-            self.channel.close()
-            raise answer.error.error()
-        self.welcome = answer
-        self.site = Site.from_bytes(answer.site) if answer.site else None
 
     def send(self, message: m.Message, seconds: float = SEND_S) -> None:
         """PeerLost when the hub is gone, or what it said was wrong before it went."""
@@ -277,6 +298,7 @@ class Party:
         if self.channel.theirs:
             return  # links' descriptors are the parent's too: to abort them here is to break them there
         self._leaving = True
+        _left[self._place] = self.welcome.session
         self.try_send(m.Leave())
         for lane in list(self.lanes.values()):
             lane.close()
