@@ -30,7 +30,7 @@ def test_arbitrary_bytes_never_do_anything_but_protocol_error(data):
 
 SAMPLES = [
     m.Hello("trainer", 0, 4, 0, "host", 1),
-    m.Again(),
+    m.DialAgain(),
     m.Enter(1, "7", True, 1, 60.0),
     m.Ready(1, 0.5, b"s", b"i", 3, True),
     m.Abort(0, 1, 2, m.WireError("PeerLost", "gone", ("a", "b"), "trainer 1")),
