@@ -24,7 +24,7 @@ make_trainer() {
   local pip=".venvs/trainer/bin/pip --disable-pip-version-check -q"
   $pip install "$TORCH"
   $pip install 'megatron-core==0.16.1' 'transformers<5' rich omegaconf einops safetensors accelerate \
-    'pytest>=8' 'pytest-xdist>=3.7' 'hypothesis>=6.100' 'scipy>=1.11'
+    'pytest>=8' 'pytest-xdist>=3.7' 'hypothesis>=6.100' 'scipy>=1.11' 'ruff==0.17.6'
   # Bridge's metadata asks for GPU-only packages (transformer-engine, mamba-ssm, …) that its conversion code does not need here.
   $pip install --no-deps 'megatron-bridge==0.3.1'
   $pip install -e .

@@ -46,6 +46,9 @@ run() { # environment, processes, marker expression
   [ $rc -eq 5 ] && rc=0 # no test of this marker under this path
   [ $rc -eq 0 ] || status=1
 }
+echo "== lint"
+.venvs/trainer/bin/ruff check . || status=1
+echo "lines of Python in xfer/: $(find xfer -name '*.py' -exec cat {} + | wc -l)"
 echo "== trainer environment: $(versions trainer)"
 run trainer "$jobs" "not engine and not gpu$and_slow"
 echo "== engine environment: $(versions engine)"

@@ -88,7 +88,8 @@ def test_who_is_missing_is_said_while_others_wait_and_by_status(said):
     waits_for(f"replica 0: no answer from {where['rendezvous']}; has trainer rank 0 called xfer.connect()?, for ")
     waits_for("trainer 1: no answer from ")
     come(0)
-    waits_for("2 of 4 trainers have joined, 0 of 2 replicas are ready; waiting for trainers 2 to 3: not connected", "replica 1: not connected")
+    joined = "2 of 4 trainers have joined, 0 of 2 replicas are ready"
+    waits_for(f"{joined}; waiting for trainers 2 to 3: not connected", "replica 1: not connected")
     waits_for("replica 0: waiting at tcp://", " for trainers and for a plan, with 1 worker, for ")
     shown = status()
     assert "waiting for trainers 2 to 3: not connected; has xfer.connect() been called there?" in shown, shown
@@ -118,7 +119,8 @@ def test_a_trainer_that_dies_is_warned_of_and_a_replica_that_a_refit_missed(said
     j.engines[1].fail["start"] = RuntimeError("not now")
     good(j.refit(min_replicas=1))
     (warned,) = [x for x in said() if "committed by 1 of 2 replicas" in x]
-    assert warned.startswith("WARNING ") and "replica 1 did not commit, serves version 1: XferError: RuntimeError: not now" in warned, warned
+    assert warned.startswith("WARNING "), warned
+    assert "replica 1 did not commit, serves version 1: XferError: RuntimeError: not now" in warned, warned
     j.ranks[0]._session.party.channel.close()  # as when its process is killed
     until_true(lambda: any(x.startswith("WARNING xfer: replica 0 goes on serving version 2: ") for x in said()))
     for c in j.controllers:
@@ -151,7 +153,15 @@ TIME = r"\d\d-\d\d \d\d:\d\d:\d\d"
         ("", "", [f"{TIME} INFO xfer: news", f"{TIME} WARNING xfer: careful"]),
         ("", "warning", [f"{TIME} WARNING xfer: careful"]),
         ("", "DEBUG", [f"{TIME} DEBUG xfer: quiet", f"{TIME} INFO xfer: news", f"{TIME} WARNING xfer: careful"]),
-        ("", "loud", [f"{TIME} WARNING xfer: XFER_LOG_LEVEL=loud is no level.*", f"{TIME} INFO xfer: news", f"{TIME} WARNING xfer: careful"]),
+        (
+            "",
+            "loud",
+            [
+                f"{TIME} WARNING xfer: XFER_LOG_LEVEL=loud is no level.*",
+                f"{TIME} INFO xfer: news",
+                f"{TIME} WARNING xfer: careful",
+            ],
+        ),
         ("logging.basicConfig(format='%(message)s')", "", ["xfer: careful"]),
         ("logging.basicConfig(format='%(message)s', level='INFO')", "", ["xfer: news", "xfer: careful"]),
         ("logging.basicConfig(format='%(message)s')", "INFO", ["xfer: news", "xfer: careful"]),

@@ -456,7 +456,7 @@ def test_pauses_and_resumes_of_data_parallel_ranks_do_not_overlap(waits):
         first, second = AsyncEngine(engine, loop), AsyncEngine(engine, loop)
 
         def owner(call, **how):
-            return asyncio.run_coroutine_threadsafe(getattr(engine, call)(**how), loop)
+            return asyncio.run_coroutine_threadsafe(getattr(engine, call)(**how), loop)  # noqa: F821 (deleted below)
 
         pausing = owner("pause_generation", mode="keep", clear_cache=False)
         assert eventually(lambda: sent == ["pause"])
