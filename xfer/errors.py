@@ -11,12 +11,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Sequence
 
-KINDS_APART = 12
-"""Most lines of which each keeps its own numbers; beyond, lines that differ only in numbers are one kind."""
+FEW = 8
+"""So many lines are shown as they are."""
 KINDS_SHOWN = 40
 EXAMPLES = 3
-EXAMPLE_CHARS = 120
-"""Examples of a kind: at least EXAMPLES, and more while they are this short together (ranks, not tensors)."""
+EXAMPLE_CHARS = 200
+"""Examples of a kind, those that differ in more than numbers first: at least EXAMPLES, and more while they are this short together
+(ranks, not tensors)."""
 
 
 class XferError(Exception):
@@ -50,8 +51,8 @@ class XferError(Exception):
 def by_kind(violations: Sequence[str]) -> list[str]:
     """One line per kind of violation: the first of the kind, how many there are, and a few more of their subjects.
 
-    Violations are of one kind when they say the same of different subjects, i.e. are equal after their first ": ". If more than
-    KINDS_APART lines are left, those that differ only in numbers (shapes, offsets) are of one kind, too.
+    Violations are of one kind when they say the same of different subjects, i.e. are equal after their first ": ". If more than FEW
+    lines are left, those that differ only in numbers (shapes, offsets) are of one kind, too. A list of FEW lines stays as it is.
 
     Args:
         violations: As in `XferError.violations`.
@@ -59,8 +60,10 @@ def by_kind(violations: Sequence[str]) -> list[str]:
     Returns:
         At most KINDS_SHOWN lines, the last of which may count the rest.
     """
-    lines = _grouped(violations, str)
-    if len(lines) > KINDS_APART:
+    lines = list(dict.fromkeys(violations))
+    if len(lines) > FEW:
+        lines = _grouped(violations, str)
+    if len(lines) > FEW:
         lines = _grouped(violations, lambda said: re.sub(r"\b\d+", "0", said))
     if len(lines) <= KINDS_SHOWN:
         return lines
@@ -80,8 +83,10 @@ def _one_line(lines: Sequence[str]) -> str:
     if len(lines) == 1:
         return lines[0]
     subjects = [line.partition(": ")[0] for line in lines]
+    unlike = {re.sub(r"\d+", "", subject): subject for subject in reversed(subjects)}  # one tensor of each name, whatever its layer
+    others = list(dict.fromkeys([subjects[0], *reversed(unlike.values()), *subjects]))[1:]
     shown, chars = [], len(subjects[0])
-    for subject in subjects[1:]:
+    for subject in others:
         chars += len(subject)
         if len(shown) + 1 >= EXAMPLES and chars > EXAMPLE_CHARS:
             break

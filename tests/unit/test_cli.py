@@ -174,8 +174,7 @@ def test_messages_are_no_larger_than_can_be_added_up(tmp_path):
 def test_an_interpreter_that_is_none_is_a_mistake_of_the_call(tmp_path):
     sides = ("--trainer", "qwen3-4b world=2", "--engine", "tp=2")
     done = xfer("plan", *sides, "--trainer-python", "/nope", "--engine-python", "/nope")
-    assert done.exit_code == 2 and "--trainer-python /nope: there is no such program" in done.output, done.output
-    assert "--engine-python /nope" in done.output
+    assert done.exit_code == 2 and done.output.count("/nope: there is no such program") == 2, done.output
 
 
 def test_one_variable_says_where_everything_is_kept(tmp_path, monkeypatch):
