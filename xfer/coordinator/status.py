@@ -35,7 +35,7 @@ def waited_for(co: Coordinator) -> list[str]:
         elif r.phase is ReplicaPhase.JOINING:
             if away := [w for w in range(r.size) if w not in r.workers]:
                 out.append(f"replica {r.index} {_named('worker', away)}: not connected; is its engine still starting?")
-            elif silent := [w for w in range(r.size) if w not in r.inventories]:
+            elif co.catalog is not None and (silent := [w for w in range(r.size) if w not in r.inventories]):
                 out.append(f"replica {r.index} {_named('worker', silent)}: reading the layout of its model")
         elif r.phase.opening:
             out += [f"{c.label}: {r.phase.value}" for c in sorted(r.pending, key=lambda c: c.label)]
