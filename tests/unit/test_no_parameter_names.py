@@ -21,7 +21,6 @@ PART = re.compile(
 """Parts of the names of all families in docs/architectures.md, in Hugging Face's, vLLM's and Megatron's spelling."""
 ALLOWED = {
     ("engines/meta_model.py", "static_all_moe_layers"),  # a field of vLLM's compilation config
-    ("engines/meta_model.py", "determine_expert_map"),  # a function of vLLM
     ("engines/processed.py", "UnquantizedLinearMethod"),  # classes of vLLM
     ("engines/processed.py", "UnquantizedEmbeddingMethod"),
     ("engines/vllm_layout.py", "word_embeddings_untied_by_checkpoint"),  # flags of configs
