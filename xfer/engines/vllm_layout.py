@@ -32,6 +32,7 @@ from xfer.engines.layout import (
 )
 from xfer.engines.live import DRAFT, Storages
 from xfer.engines.lock import Lock, candidates, choose
+from xfer.engines.one_line import one_line_per_kind
 from xfer.engines.processed import refuse_processed
 from xfer.engines.settings import refuse_settings
 from xfer.errors import LayoutError, Unsupported, XferError
@@ -85,6 +86,7 @@ class EngineModel:
 
     # ---- reading
 
+    @one_line_per_kind("vllm")
     def read(self, catalog: Catalog) -> EngineLayout:
         """Trace the loader over the catalog's tensors and carry the result over to the live storages.
 
@@ -255,7 +257,7 @@ class EngineModel:
         try:
             return canonical_specs(json.loads(config.to_json_string(use_diff=False)))
         except Exception as e:
-            why = f"{type(config).__name__}: {type(e).__name__}: {e}"
+            why = f"{type(config).__name__}: {type(e).__name__}: {str(e).partition(chr(10))[0]}"
             logger.warning(
                 "xfer: transformers cannot name this engine's tensors, so only its loader checks them: %s", why
             )
