@@ -33,7 +33,7 @@ from xfer.trainers.megatron import MegatronTrainer  # noqa: E402
 def differs(family: Family, folder: Path) -> dict[str, list[str]]:
     """`differ`: tensors of which digits and trace say different things; `computed`, `refused`: of the two refusals."""
     p = family.trainer[0]
-    build = Build(p, distopt=False)
+    build = Build(p, distopt=False, provider=family.provider)
     with megatron_cpu.parallel(tp=p.tp, pp=p.pp, vpp=p.vpp, ep=p.ep, etp=p.etp):
         bridge = bridge_of(folder)
         chunks = chunks_of(bridge, build)

@@ -7,33 +7,42 @@ those that the loader leaves alone. `XFER_WRITE_DOCS=1` with `--slow` writes the
 
 from __future__ import annotations
 
+import logging
 import os
 from dataclasses import replace
 
 import pytest
 import torch
 
-from tests.support import architectures
-from tests.support.families import FAMILIES, text
-from tests.support.specs_main import specs_of
-from xfer.mesh.parallel import EngineParallel
+from tests.support import architectures, torchvision
+
+torchvision.install()
+
+from tests.support.families import FAMILIES, register_configs, text  # noqa: E402
+from tests.support.specs_main import specs_of  # noqa: E402
+from xfer.errors import Unsupported  # noqa: E402
+from xfer.mesh.parallel import EngineParallel  # noqa: E402
 
 pytestmark = pytest.mark.engine
 pytest.importorskip("vllm")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-FIRST = [pytest.param(f, f.engine[0], id=f"{f.name} {text(f.engine[0])}") for f in FAMILIES if f.engine]
-OTHERS = [pytest.param(f, p, id=f"{f.name} {text(p)}", marks=pytest.mark.slow) for f in FAMILIES for p in f.engine[1:]]
+LAYOUTS = [
+    pytest.param(f, p, id=f"{f.name} {text(p)}", marks=[pytest.mark.slow] if number or f.slow else [])
+    for f in FAMILIES
+    for number, p in enumerate(f.engine)
+]
 
 
 @pytest.fixture(scope="module", autouse=True)
 def names():
     """transformers is asked first: vLLM's Transformers backend patches its classes for good."""
+    register_configs()
     return {f.name: specs_of(f) for f in FAMILIES}
 
 
-@pytest.mark.parametrize("family, parallel", [*FIRST, *OTHERS])
+@pytest.mark.parametrize("family, parallel", LAYOUTS)
 def test_a_layout_writes_what_vllm_loads(family, parallel, names):
     from xfer.engines.live import Storages
     from xfer.engines.meta_model import make_model
@@ -61,6 +70,56 @@ def test_a_layout_writes_what_vllm_loads(family, parallel, names):
             assert [n for n in want if not torch.equal(got[n], want[n])] == []
     if parallel is family.engine[0]:
         architectures.check("engines", architectures.engine_row(family, type(reference).__name__, layout, tensors))
+
+
+def test_a_class_that_cannot_be_built_on_meta_is_refused_with_its_line(names, monkeypatch):
+    """Its constructor needs a value of a weight."""
+    from vllm.model_executor.models.llama import LlamaMLP
+
+    from xfer.engines.meta_model import make_model
+    from xfer.engines.vllm_layout import EngineModel
+    from xfer.testing.world_vllm import CPU, rank_of
+    from xfer.trace.catalog import Catalog
+
+    build = LlamaMLP.__init__
+
+    def reads(self, *args, **kwargs):
+        build(self, *args, **kwargs)
+        self.largest = self.down_proj.weight.max().item()
+
+    llama = next(f for f in FAMILIES if f.name == "Llama")
+    with rank_of(llama.config, EngineParallel(), 0) as config:
+        model = EngineModel(config, make_model(config, "cpu"), CPU)
+        monkeypatch.setattr(LlamaMLP, "__init__", reads)
+        with pytest.raises(Unsupported, match="cannot be built on meta") as error:
+            model.read(Catalog(names["Llama"]))
+    line = reads.__code__.co_firstlineno + 2
+    assert error.value.violations[0].startswith(f"LlamaMLP.reads ({__name__}, line {line}): RuntimeError: ")
+
+
+def test_a_kind_of_warning_is_one_line(names, monkeypatch):
+    """vLLM's loader warns of every tensor that has another dtype than its parameter."""
+    from xfer.engines.meta_model import make_model
+    from xfer.engines.vllm_layout import EngineModel
+    from xfer.testing.world_vllm import CPU, rank_of
+    from xfer.trace.catalog import Catalog
+
+    olmo = next(f for f in FAMILIES if f.name == "OLMo2")
+    wide = [replace(s, dtype="float32") for s in names["OLMo2"]]
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    vllm = logging.getLogger("vllm")
+    with rank_of(olmo.config, EngineParallel(), 0) as config:
+        model = EngineModel(config, make_model(config, "cpu"), CPU)
+        monkeypatch.setattr(vllm, "handlers", [handler])
+        monkeypatch.setattr(vllm, "level", logging.WARNING)
+        vllm.manager._clear_cache()
+        model.read(Catalog(tuple(wide)))
+        model.read(Catalog(names["OLMo2"]))
+    (line,) = [x for x in said if "dtype" in x]
+    count, _, quoted = line.partition(" times while xfer read the layout: ")
+    assert int(count) > 10 and quoted.count("Attempted to load weight") == 3
 
 
 def ranks(p: EngineParallel) -> list[int]:

@@ -7,11 +7,13 @@ tensor-parallel sizes, and the vocabulary is padded by vLLM.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 from xfer.mesh.parallel import EngineParallel, TrainerParallel
 
 Config = dict[str, object]
+Shapes = Mapping[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,10 @@ class Family:
     engine: tuple[EngineParallel, ...]
     trainer: tuple[TrainerParallel, ...] = ()
     fp32: tuple[str, ...] = ()
+    names: Shapes = field(default_factory=dict)
+    drafter: Shapes = field(default_factory=dict)
+    provider: Config = field(default_factory=dict)
+    slow: bool = False
 
 
 _BASE: Config = dict(
@@ -55,6 +61,34 @@ _NEMOTRON_MOE: Config = dict(
 _GEMMA: Config = dict(
     tie_word_embeddings=True, query_pre_attn_scalar=32, sliding_window=64, hidden_activation="gelu_pytorch_tanh"
 )
+_ALTERNATING: Config = dict(
+    layer_types=["sliding_attention", "full_attention"], sliding_window=64, sliding_window_pattern="LG"
+)
+_GLM_45: Config = dict(
+    num_hidden_layers=4, n_routed_experts=8, n_shared_experts=1, num_experts_per_tok=2, moe_intermediate_size=64,
+    n_group=1, topk_group=1, first_k_dense_replace=1, norm_topk_prob=True, use_qk_norm=True, partial_rotary_factor=0.5,
+    routed_scaling_factor=1.0, attention_bias=True,
+)  # fmt: skip
+_GATED_DELTA: Config = dict(
+    layer_types=["linear_attention", "full_attention"], linear_num_key_heads=4, linear_num_value_heads=8,
+    linear_key_head_dim=32, linear_value_head_dim=32, linear_conv_kernel_dim=4,
+)  # fmt: skip
+_QWEN3_NEXT: Config = dict(
+    **_GATED_DELTA, **_EXPERTS, shared_expert_intermediate_size=96, full_attention_interval=2, partial_rotary_factor=0.5
+)
+_QWEN3_5: Config = dict(
+    _GATED_DELTA,
+    rope_parameters=dict(
+        rope_type="default", rope_theta=10000.0, mrope_section=[2, 1, 1], mrope_interleaved=True, partial_rotary_factor=0.25
+    ),
+)  # fmt: skip
+_QWEN3_5_TOWER: Config = dict(
+    vision_config=dict(
+        model_type="qwen3_5_vision", depth=2, hidden_size=64, intermediate_size=96, num_heads=4, out_hidden_size=128,
+        patch_size=16, spatial_merge_size=2, num_position_embeddings=16,
+    ),
+    vision_start_token_id=3, vision_end_token_id=4, image_token_id=5, video_token_id=6,
+)  # fmt: skip
 _BIAS = ("*.e_score_correction_bias",)
 
 E, T = EngineParallel, TrainerParallel
@@ -70,6 +104,7 @@ _SPARSE = (
     T(world=4, tp=2, ep=2, etp=2),
     T(world=8, tp=2, pp=2, ep=2, etp=2),
 )
+_DRAFTED = (_SPARSE[0], T(world=2, tp=2), T(world=4, tp=2, pp=2))
 
 
 def _family(
@@ -77,6 +112,80 @@ def _family(
 ) -> Family:
     made = {**_BASE, "model_type": kind, "architectures": [architecture], **config}
     return Family(name, {k: v for k, v in made.items() if v is not _ABSENT}, engine, trainer, fp32)
+
+
+def _mlp(at: str, width: int) -> Shapes:
+    wide = (width, 128)
+    return {f"{at}gate_proj.weight": wide, f"{at}up_proj.weight": wide, f"{at}down_proj.weight": (128, width)}
+
+
+def _below(at: str, shapes: Shapes) -> Shapes:
+    return {at + name: shape for name, shape in shapes.items()}
+
+
+def _experts(at: str) -> Shapes:
+    return {name: shape for e in range(8) for name, shape in _mlp(f"{at}{e}.", 64).items()}
+
+
+def _attention(at: str, queries: int = 128) -> Shapes:
+    out = {"q_proj.weight": (queries, 128), "k_proj.weight": (64, 128), "v_proj.weight": (64, 128)}
+    return _below(at, {**out, "o_proj.weight": (128, 128), "q_norm.weight": (32,), "k_norm.weight": (32,)})
+
+
+def _norms(at: str, *names: str) -> Shapes:
+    return {f"{at}{name}.weight": (128,) for name in names}
+
+
+_BLOCK_NORMS = ("input_layernorm", "post_attention_layernorm")
+
+
+def _glm_drafter() -> Shapes:
+    """GLM-4.5's layer after the last of four, which predicts one more token."""
+    out = _norms("", *_BLOCK_NORMS, "enorm", "hnorm", "shared_head.norm") | _attention("self_attn.")
+    out |= {"self_attn.q_proj.bias": (128,), "self_attn.k_proj.bias": (64,), "self_attn.v_proj.bias": (64,)}
+    out |= {"mlp.gate.weight": (8, 128), "mlp.gate.e_score_correction_bias": (8,), "eh_proj.weight": (128, 256)}
+    return _below("model.layers.4.", out | _experts("mlp.experts.") | _mlp("mlp.shared_experts.", 64))
+
+
+def _qwen_drafter() -> Shapes:
+    """Qwen3-Next's, outside of the model's layers; half of its queries are gates."""
+    out = _norms("layers.0.", *_BLOCK_NORMS) | _attention("layers.0.self_attn.", 256)
+    out |= _norms("", "norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden") | {"fc.weight": (128, 256)}
+    out |= {"layers.0.mlp.gate.weight": (8, 128), "layers.0.mlp.shared_expert_gate.weight": (1, 128)}
+    return _below("mtp.", out | _experts("layers.0.mlp.experts.") | _mlp("layers.0.mlp.shared_expert.", 96))
+
+
+def _step() -> Shapes:
+    """Step-3.5-Flash: experts are stacked, and sliding-window layers have twice the heads."""
+    out: dict[str, tuple[int, ...]] = {"embed_tokens.weight": (252, 128), "norm.weight": (128,)}
+    for layer, heads in enumerate((4, 8)):
+        out |= _below(
+            f"layers.{layer}.",
+            {
+                **_norms("", *_BLOCK_NORMS), **_attention("self_attn.", heads * 32),
+                "self_attn.o_proj.weight": (128, heads * 32), "self_attn.g_proj.weight": (heads, 128),
+            },
+        )  # fmt: skip
+    out |= _mlp("layers.0.mlp.", 192) | _mlp("layers.1.share_expert.", 96)
+    out |= {name: (8, *shape) for name, shape in _mlp("layers.1.moe.", 64).items()}
+    out |= {"layers.1.moe.gate.weight": (8, 128), "layers.1.moe.router_bias": (8,)}
+    return {"lm_head.weight": (252, 128), **_below("model.", out)}
+
+
+def _ling() -> Shapes:
+    """Ling 2: query, key and value are one tensor."""
+    out: dict[str, tuple[int, ...]] = {"word_embeddings.weight": (252, 128), "norm.weight": (128,)}
+    for layer in range(2):
+        out |= _below(
+            f"layers.{layer}.",
+            {
+                **_norms("", *_BLOCK_NORMS), "attention.query_key_value.weight": (256, 128), "attention.dense.weight": (128, 128),
+                "attention.query_layernorm.weight": (32,), "attention.key_layernorm.weight": (32,),
+            },
+        )  # fmt: skip
+    out |= _mlp("layers.0.mlp.", 192) | _mlp("layers.1.mlp.shared_experts.", 96) | _experts("layers.1.mlp.experts.")
+    out |= {"layers.1.mlp.gate.weight": (8, 128), "layers.1.mlp.gate.expert_bias": (8,)}
+    return {"lm_head.weight": (252, 128), **_below("model.", out)}
 
 
 def _tower(name: str, kind: str, architecture: str, engine: tuple, trainer: tuple, inner: Config, **outer) -> Family:
@@ -98,8 +207,33 @@ FAMILIES = (
     ),
     _family("Gemma2", "gemma2", "Gemma2ForCausalLM", _TP, _DENSE, **_GEMMA),
     _family("Gemma3", "gemma3_text", "Gemma3ForCausalLM", _TP, _DENSE, **_GEMMA),
+    _family(
+        "Gemma3n", "gemma3n_text", "Gemma3nForCausalLM", _TP_ONE_STAGE, **_GEMMA, num_kv_shared_layers=2,
+        num_hidden_layers=4, vocab_size_per_layer_input=252, hidden_size_per_layer_input=16, laurel_rank=16,
+        altup_num_inputs=2, layer_types=["sliding_attention", "full_attention"] * 2,
+        activation_sparsity_pattern=[0.95, 0.0, 0.0, 0.0],
+    ),
+    _family(
+        "Gemma4", "gemma4_text", "Gemma4ForCausalLM", _TP, **{**_GEMMA, **_ALTERNATING}, vocab_size_per_layer_input=252,
+        hidden_size_per_layer_input=16,
+    ),
     _family("Phi-3", "phi3", "Phi3ForCausalLM", _TP),
     _family("OLMo2", "olmo2", "Olmo2ForCausalLM", _TP_ONE_STAGE),
+    _family("OLMo3", "olmo3", "Olmo3ForCausalLM", _TP_ONE_STAGE, **_ALTERNATING),
+    _family("SmolLM3", "smollm3", "SmolLM3ForCausalLM", _TP_ONE_STAGE, tie_word_embeddings=True),
+    _family(
+        "Command A (Cohere2)", "cohere2", "Cohere2ForCausalLM", _TP, **_ALTERNATING, layer_norm_eps=1e-5,
+        logit_scale=0.25, tie_word_embeddings=True,
+    ),
+    _family("EXAONE 4", "exaone4", "Exaone4ForCausalLM", _TP, **_ALTERNATING),
+    _family("Seed-OSS", "seed_oss", "SeedOssForCausalLM", _TP, attention_bias=True),
+    _family(
+        "Apertus", "apertus", "ApertusForCausalLM", _TP, hidden_act="xielu",
+        rope_parameters=dict(
+            rope_type="llama3", factor=8.0, rope_theta=12e6, low_freq_factor=1.0, high_freq_factor=4.0,
+            original_max_position_embeddings=256,
+        ),
+    ),
     _family("GLM-4", "glm4", "Glm4ForCausalLM", _TP, attention_bias=True, partial_rotary_factor=0.5),
     _family(
         "StarCoder2", "starcoder2", "Starcoder2ForCausalLM", _TP_ONE_STAGE, hidden_act="gelu_pytorch_tanh",
@@ -118,6 +252,10 @@ FAMILIES = (
         "Nemotron", "nemotron", "NemotronForCausalLM", _TP, _DENSE, hidden_act="relu2", norm_eps=1e-5,
         partial_rotary_factor=0.5,
     ),
+    _family(
+        "Llama 4", "llama4_text", "Llama4ForCausalLM", _EP[:5], num_local_experts=8, num_experts_per_tok=1,
+        interleave_moe_layer_step=2, intermediate_size=64, intermediate_size_mlp=192, use_qk_norm=True,
+    ),
     _family("Mixtral", "mixtral", "MixtralForCausalLM", _EP, num_local_experts=8, num_experts_per_tok=2),
     _family(
         "Qwen2-MoE", "qwen2_moe", "Qwen2MoeForCausalLM", _EP, **_EXPERTS, shared_expert_intermediate_size=96
@@ -125,16 +263,92 @@ FAMILIES = (
     _family("Qwen3-MoE", "qwen3_moe", "Qwen3MoeForCausalLM", _EP, _SPARSE, **_EXPERTS),
     _family("OLMoE", "olmoe", "OlmoeForCausalLM", _EP, _SPARSE, **{**_EXPERTS, "num_key_value_heads": 4}),
     _family(
-        "GLM-4.5", "glm4_moe", "Glm4MoeForCausalLM", _EP, _SPARSE, _BIAS, num_hidden_layers=4, n_routed_experts=8, n_shared_experts=1,
-        num_experts_per_tok=2, moe_intermediate_size=64, n_group=1, topk_group=1, first_k_dense_replace=1,
-        norm_topk_prob=True, use_qk_norm=True, partial_rotary_factor=0.5, num_nextn_predict_layers=0,
-        routed_scaling_factor=1.0, attention_bias=True,
+        "GLM-4.5", "glm4_moe", "Glm4MoeForCausalLM", _EP, _SPARSE, _BIAS, **_GLM_45, num_nextn_predict_layers=0
+    ),
+    replace(
+        _family(
+            "GLM-4.5 with its MTP layer", "glm4_moe", "Glm4MoeForCausalLM", (), _DRAFTED, _BIAS, **_GLM_45,
+            num_nextn_predict_layers=1,
+        ),
+        drafter=_glm_drafter(),
     ),
     _family(
         "DeepSeek-V2", "deepseek_v2", "DeepseekV2ForCausalLM", _EP, _SPARSE,
         **{**_DEEPSEEK, "scoring_func": "softmax", "topk_method": "greedy", "n_group": 1},
     ),
     _family("DeepSeek-V3", "deepseek_v3", "DeepseekV3ForCausalLM", _EP, _SPARSE, _BIAS, **_DEEPSEEK),
+    _family(
+        "GLM-4.7-Flash", "glm4_moe_lite", "Glm4MoeLiteForCausalLM", _EP[:5], fp32=_BIAS, **{**_DEEPSEEK, "n_group": 1}
+    ),
+    _family(
+        "EXAONE MoE", "exaone_moe", "ExaoneMoeForCausalLM", _EP, fp32=_BIAS, **_ALTERNATING, **_EXPERTS,
+        num_shared_experts=1, first_k_dense_replace=1, n_group=1, topk_group=1, routed_scaling_factor=2.5,
+    ),
+    replace(
+        _family(
+            "dots.llm1", "dots1", "Dots1ForCausalLM", _EP, fp32=_BIAS, n_routed_experts=8, n_shared_experts=1,
+            num_experts_per_tok=2, moe_intermediate_size=64, first_k_dense_replace=1, n_group=1, topk_group=1,
+            norm_topk_prob=True, routed_scaling_factor=2.5, sliding_window=None,
+        ),
+        slow=True,
+    ),
+    _family(
+        "Hunyuan 3", "hy_v3", "HYV3ForCausalLM", _EP[:5], fp32=_BIAS, **_EXPERTS, expert_hidden_dim=64,
+        num_shared_experts=1, first_k_dense_replace=1, qk_norm=True, route_norm=True, router_scaling_factor=2.5,
+    ),
+    _family(
+        "MiMo-V2", "mimo_v2_flash", "MiMoV2FlashForCausalLM", _EP, fp32=_BIAS, n_routed_experts=8, num_experts_per_tok=2,
+        moe_intermediate_size=64, n_group=1, topk_group=1, norm_topk_prob=True, scoring_func="sigmoid",
+        topk_method="noaux_tc", moe_layer_freq=[0, 1], hybrid_layer_pattern=[0, 1], layernorm_epsilon=1e-5,
+        v_head_dim=16, swa_num_attention_heads=4, swa_num_key_value_heads=2, swa_head_dim=32, swa_v_head_dim=16,
+        sliding_window_size=64, sliding_window=64, attention_bias=False, add_swa_attention_sink_bias=True,
+        add_full_attention_sink_bias=False, partial_rotary_factor=0.5, attention_value_scale=0.707,
+    ),
+    _family(
+        "LFM2-MoE", "lfm2_moe", "Lfm2MoeForCausalLM", _EP[:4], layer_types=["conv", "full_attention"], conv_L_cache=3,
+        conv_bias=False, num_dense_layers=1, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=64,
+        norm_topk_prob=True, use_expert_bias=True, norm_eps=1e-5,
+    ),
+    _family(
+        "AFMoE (Trinity)", "afmoe", "AfmoeForCausalLM", _EP[:5], **_ALTERNATING, num_experts=8, num_experts_per_tok=2,
+        moe_intermediate_size=64, num_shared_experts=1, num_dense_layers=1, score_func="sigmoid", route_norm=True,
+        route_scale=1.0, n_group=1, topk_group=1, mup_enabled=True,
+    ),
+    _family(
+        "Phi-3.5-MoE", "phimoe", "PhiMoEForCausalLM", _EP, num_local_experts=8, num_experts_per_tok=2, attention_bias=True,
+        lm_head_bias=True, rope_parameters=dict(rope_type="default", rope_theta=10000.0),
+    ),
+    replace(
+        _family(
+            "Step-3.5", "step3p5", "Step3p5ForCausalLM", _EP[:5], fp32=("*.router_bias",), num_attention_groups=2,
+            moe_num_experts=8, moe_top_k=2, moe_intermediate_size=64, share_expert_dim=96, moe_layers_enum="1",
+            use_head_wise_attn_gate=True, use_moe_router_bias=True, need_fp32_gate=True, norm_expert_weight=True,
+            moe_router_activation="sigmoid", sliding_window=64, rope_theta=10000.0,
+            layer_types=["full_attention", "sliding_attention"],
+            attention_other_setting=dict(
+                attention_type="sliding_attention", num_attention_heads=8, num_attention_groups=2, head_dim=32
+            ),
+        ),
+        names=_step(),
+    ),
+    replace(
+        _family(
+            "Ling 2 (Bailing V2)", "bailing_moe", "BailingMoeV2ForCausalLM", _EP, fp32=("*.expert_bias",), **_EXPERTS,
+            num_shared_experts=1, moe_shared_expert_intermediate_size=96, first_k_dense_replace=1, n_group=1,
+            topk_group=1, score_function="sigmoid", moe_router_enable_expert_bias=True, router_dtype="fp32",
+            use_bias=False, use_qkv_bias=False, use_qk_norm=True, use_rmsnorm=True, embedding_dropout=0.0,
+            rope_parameters=dict(rope_type="default", rope_theta=10000.0),
+        ),
+        names=_ling(),
+    ),
+    _family(
+        "DeepSeek-V3.2", "deepseek_v32", "DeepseekV32ForCausalLM", _EP, fp32=_BIAS, **_DEEPSEEK, index_topk=16,
+        index_head_dim=64, index_n_heads=4,
+    ),
+    _family(
+        "GLM-5", "glm_moe_dsa", "GlmMoeDsaForCausalLM", _EP, fp32=_BIAS, **{**_DEEPSEEK, "n_group": 1}, index_topk=16,
+        index_head_dim=64, index_n_heads=4,
+    ),
     _family(
         "gpt-oss", "gpt_oss", "GptOssForCausalLM", (*_EP[:3], E(tp=2, dp=2, ep=True), E(tp=2, pp=2)), _SPARSE[:2],
         num_local_experts=8, num_experts_per_tok=2, intermediate_size=64, sliding_window=64, attention_bias=True,
@@ -175,15 +389,25 @@ FAMILIES = (
         mamba_d_state=16, mamba_n_groups=2, mamba_d_conv=4, mamba_chunk_size=16, mamba_expand=2,
     ),
     _family(
+        "Zamba2", "zamba2", "Zamba2ForCausalLM", _TP2, head_dim=_ABSENT, num_key_value_heads=4, num_hidden_layers=4,
+        layers_block_type=["mamba", "hybrid"] * 2, num_mem_blocks=1, n_mamba_heads=8, mamba_d_state=16, mamba_ngroups=2,
+        mamba_d_conv=4, mamba_expand=2, chunk_size=16, adapter_rank=8, use_mem_rope=True,
+        use_shared_attention_adapter=False, tie_word_embeddings=True, hidden_act="gelu",
+    ),
+    _family(
         "Jamba", "jamba", "JambaForCausalLM", _TP2, num_experts=8, num_experts_per_tok=2, attn_layer_period=2,
         attn_layer_offset=1, expert_layer_period=2, expert_layer_offset=1, mamba_d_state=16, mamba_d_conv=4,
         mamba_expand=2, mamba_dt_rank=8,
     ),
     _family(
-        "Qwen3-Next", "qwen3_next", "Qwen3NextForCausalLM", _EP[:4], (*_SPARSE[:1], _SPARSE[2]), **_EXPERTS,
-        shared_expert_intermediate_size=96, linear_num_key_heads=4, linear_num_value_heads=8, linear_key_head_dim=32,
-        linear_value_head_dim=32, linear_conv_kernel_dim=4, full_attention_interval=2,
-        layer_types=["linear_attention", "full_attention"], partial_rotary_factor=0.5,
+        "Qwen3-Next", "qwen3_next", "Qwen3NextForCausalLM", _EP[:4], (*_SPARSE[:1], _SPARSE[2]), **_QWEN3_NEXT
+    ),
+    replace(
+        _family(
+            "Qwen3-Next with its MTP layer", "qwen3_next", "Qwen3NextForCausalLM", (), _DRAFTED, **_QWEN3_NEXT
+        ),
+        drafter=_qwen_drafter(),
+        provider=dict(mtp_num_layers=1),
     ),
     _family(
         "Granite 4 hybrid", "granitemoehybrid", "GraniteMoeHybridForCausalLM", _EP[:4],
@@ -193,7 +417,7 @@ FAMILIES = (
         residual_multiplier=1.0, position_embedding_type="rope",
     ),
     _family(
-        "Qwen2.5-VL", "qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration", (), (_DENSE[0], _DENSE[2]),
+        "Qwen2.5-VL", "qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration", _TP, (_DENSE[0], _DENSE[2]),
         rope_scaling={"type": "mrope", "mrope_section": [4, 6, 6]},
         vision_config=dict(
             depth=2, hidden_size=64, intermediate_size=96, num_heads=4, out_hidden_size=128, patch_size=14,
@@ -202,7 +426,7 @@ FAMILIES = (
         vision_start_token_id=3, vision_end_token_id=4, image_token_id=5, video_token_id=6,
     ),
     _tower(
-        "Qwen3-VL", "qwen3_vl", "Qwen3VLForConditionalGeneration", (), (_DENSE[0], _DENSE[2]),
+        "Qwen3-VL", "qwen3_vl", "Qwen3VLForConditionalGeneration", _TP, (_DENSE[0], _DENSE[2]),
         dict(
             model_type="qwen3_vl_text",
             rope_scaling={"rope_type": "default", "mrope_section": [4, 6, 6], "mrope_interleaved": True},
@@ -212,6 +436,14 @@ FAMILIES = (
             patch_size=16, spatial_merge_size=2, num_position_embeddings=16, deepstack_visual_indexes=[0],
         ),
         vision_start_token_id=3, vision_end_token_id=4, image_token_id=5, video_token_id=6,
+    ),
+    _tower(
+        "Qwen3.5", "qwen3_5", "Qwen3_5ForConditionalGeneration", _TP, (), dict(_QWEN3_5, model_type="qwen3_5_text"),
+        **_QWEN3_5_TOWER,
+    ),
+    _tower(
+        "Qwen3.5-MoE", "qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration", _EP, (),
+        dict(_QWEN3_5, **_EXPERTS, model_type="qwen3_5_moe_text", shared_expert_intermediate_size=96), **_QWEN3_5_TOWER,
     ),
 )  # fmt: skip
 
@@ -224,6 +456,14 @@ def register() -> None:
 
     for kind, architecture in _WITH_CODE_OF_THEIR_OWN.items():
         stand_in_config(kind, architecture)
+
+
+def register_configs() -> None:
+    """This transformers does not know the configs of these families either; vLLM asks for no more than what they say."""
+    from transformers import AutoConfig, PretrainedConfig
+
+    kind = "bailing_moe"
+    AutoConfig.register(kind, type("BailingConfig", (PretrainedConfig,), {"model_type": kind}), exist_ok=True)
 
 
 def text(p: EngineParallel | TrainerParallel) -> str:

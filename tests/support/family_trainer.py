@@ -60,8 +60,9 @@ def made(name: str) -> Made:
     (folder / "config.json").write_text(json.dumps(BY_NAME[name].config))
     tensors = random_weights(specs()[name], 0)
     save_file(tensors, str(folder / "model.safetensors"), metadata={"format": "pt"})
-    whole = Whole.imported(folder, tensors)
-    with one_rank(folder, whole) as (bridge, chunks):
+    provider = BY_NAME[name].provider
+    whole = Whole.imported(folder, tensors, provider)
+    with one_rank(folder, whole, provider) as (bridge, chunks):
         return Made(str(folder), tensors, whole, export(bridge, chunks, tensors), type(bridge._model_bridge).__name__)
 
 
@@ -69,11 +70,9 @@ WORK = tempfile.TemporaryDirectory()
 
 
 @contextmanager
-def one_rank(folder, whole):
+def one_rank(folder, whole, provider):
     """(bridge, chunks) of the whole model, with its weights."""
-    from xfer.testing.world_megatron import Build
-
-    build = Build(TrainerParallel(world=1), distopt=False)
+    build = Build(TrainerParallel(world=1), distopt=False, provider=provider)
     with playing(build, 0):
         bridge = bridge_of(folder)
         chunks = chunks_of(bridge, build)
@@ -94,7 +93,7 @@ def export(bridge, chunks, tensors) -> dict[str, torch.Tensor]:
 def layout(name: str, number: int) -> dict:
     family, m = BY_NAME[name], made(name)
     seen: list[tuple[list[str], object]] = []
-    build = Build(family.trainer[number])
+    build = Build(family.trainer[number], provider=family.provider)
     world = trainers(m.folder, build, [m.whole], look=lambda rank, chunks, layout: seen.append(looked(chunks, layout)))
     truth = grouped(world.catalog, m.exported)
     held = {n: torch.zeros(t.shape, dtype=torch.bool) for n, t in truth.items()}
@@ -124,7 +123,7 @@ def layout(name: str, number: int) -> dict:
 def digits(name: str) -> dict:
     """On one rank: what a conversion rearranges. How it cuts tensors over ranks is the other witness's business."""
     m = made(name)
-    with one_rank(m.folder, m.whole) as (bridge, chunks):
+    with one_rank(m.folder, m.whole, BY_NAME[name].provider) as (bridge, chunks):
         traced = MegatronTrainer(chunks, bridge).read().traced
         computed = sorted({r.target for r in traced.recipes})
         try:

@@ -15,7 +15,9 @@ def specs_of(family: Family) -> tuple[TensorSpec, ...]:
     def wide(name: str) -> bool:
         return any(fnmatchcase(name, p) for p in family.fp32)
 
-    return tuple(replace(s, dtype="float32") if wide(s.name) else s for s in canonical_specs(family.config))
+    known = () if family.names else canonical_specs(family.config)
+    named = (TensorSpec(name, shape, "bfloat16") for name, shape in {**family.names, **family.drafter}.items())
+    return tuple(replace(s, dtype="float32") if wide(s.name) else s for s in sorted((*known, *named)))
 
 
 if __name__ == "__main__":

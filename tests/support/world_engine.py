@@ -14,14 +14,18 @@ from pathlib import Path
 
 from safetensors.torch import save_file
 
-from tests.support.proc import commands, emit
-from xfer.engines.hf_spec import canonical_specs, checkpoint_specs
-from xfer.mesh.parallel import EngineParallel
-from xfer.plan.inventory import Inventory
-from xfer.plan.options import PlanOptions
-from xfer.plan.planner import plan_replica
-from xfer.testing.world import Job, Trainers, by_golden, random_weights
-from xfer.testing.world_vllm import Worker, workers
+from tests.support import torchvision
+
+torchvision.install()
+
+from tests.support.proc import commands, emit  # noqa: E402
+from xfer.engines.hf_spec import canonical_specs, checkpoint_specs  # noqa: E402
+from xfer.mesh.parallel import EngineParallel  # noqa: E402
+from xfer.plan.inventory import Inventory  # noqa: E402
+from xfer.plan.options import PlanOptions  # noqa: E402
+from xfer.plan.planner import plan_replica  # noqa: E402
+from xfer.testing.world import Job, Trainers, by_golden, random_weights  # noqa: E402
+from xfer.testing.world_vllm import Worker, workers  # noqa: E402
 
 GPUS = 8
 """Of a host."""

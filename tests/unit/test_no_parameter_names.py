@@ -20,6 +20,9 @@ PART = re.compile(
 )
 """Parts of the names of all families in docs/architectures.md, in Hugging Face's, vLLM's and Megatron's spelling."""
 ALLOWED = {
+    ("cli/describe.py", "expert_model_parallel_size"),  # options of Megatron-Core and vLLM
+    ("cli/describe.py", "expert_tensor_parallel_size"),
+    ("cli/describe.py", "enable_expert_parallel"),
     ("engines/meta_model.py", "static_all_moe_layers"),  # a field of vLLM's compilation config
     ("engines/meta_model.py", "determine_expert_map"),  # a function of vLLM
     ("engines/processed.py", "UnquantizedLinearMethod"),  # classes of vLLM

@@ -38,7 +38,7 @@ class Waiting(Lane):
         self.waits = threading.Event()
         side = SimpleNamespace(role=role, index=0, device=torch.device("cpu"))
         super().__init__(party, side, 0, 0, None)
-        self.plan, self._deadline_s = object(), 60.0
+        self.plan, self._deadline_s = SimpleNamespace(digest=""), 60.0
 
     def _open_routes(self, store: HubStore, o: m.OpenLink) -> None:
         if store._prefix.endswith("/e1/"):

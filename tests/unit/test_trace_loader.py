@@ -15,10 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.trace_maps import addresses
-from xfer.errors import LayoutError
+from xfer.errors import LayoutError, Unsupported
 from xfer.trace import TensorSpec, trace_loader
 from xfer.trace.replay import load as load_into
 from xfer.trace.replay import storage_bytes
+from xfer.trace.watch import PythonData, Watch
 
 EXAMPLES = int(os.environ.get("XFER_EXAMPLES", "200"))
 SPECS = (
@@ -420,6 +421,82 @@ def test_a_loader_that_raises_is_a_layout_error_with_its_cause():
     with pytest.raises(LayoutError, match="needs a value") as e:
         trace_loader(Single(lambda p, w: (_ for _ in ()).throw(ValueError("needs a value"))), SPECS)
     assert isinstance(e.value.__cause__, ValueError)
+
+
+def test_what_no_weight_has_a_part_in_keeps_its_values_on_meta():
+    """Moved or computed with, an operator that needs numbers gets those that the same code has on real tensors."""
+    numbers = torch.randn(6, 8, generator=torch.Generator().manual_seed(2)).tolist()
+    tally: Counter[str] = Counter()
+
+    @settings(max_examples=EXAMPLES, deadline=None, database=None)
+    @given(st.lists(st.tuples(st.sampled_from(MOVES + COMPUTES), st.integers(0, 997), st.integers(0, 997)), max_size=10))
+    def holds(program: list) -> None:
+        def made(device: str) -> torch.Tensor:
+            x = torch.tensor(numbers, device=device)
+            for op, i, j in program:
+                x = shorten(move(op, i, j, x))
+            return x
+
+        with PythonData(), Watch():
+            got = made("meta").cpu()
+        tally["runs"] += 1
+        assert torch.equal(bits(got), bits(made("cpu")))
+
+    holds()
+    assert tally["runs"] >= EXAMPLES
+
+
+class Mapped(torch.nn.Module):
+    """As vLLM's models: the constructor makes constants and looks at them, the loader goes by them."""
+
+    def __init__(self, device: str):
+        super().__init__()
+        with torch.device(device):
+            self.p = torch.nn.Parameter(torch.full((4, 8), 77.0), requires_grad=False)
+            self.register_buffer("map", torch.full((6,), -1, dtype=torch.int32))
+            self.map[2:5] = torch.arange(3, dtype=torch.int32)
+            self.scale = torch.tensor([0.5, 0.25])
+            self.eps = float(torch.tensor(-1e-6, dtype=torch.bfloat16).cpu().float().item())
+        assert self.map.device.type == self.scale.device.type == device
+        assert torch.where(self.map != -1)[0].tolist() == [2, 3, 4] and self.eps < 0
+
+    def load_weights(self, weights) -> None:
+        a = dict(weights)["a"]
+        mine = (self.map != -1).nonzero().flatten().to(a.device)
+        self.p.data[:3].copy_(a[mine])
+        self.p.data[self.map[4].item()].copy_(a[torch.tensor([5, 0], device=a.device)][1])
+        keep = torch.zeros(8, dtype=torch.bool, device=a.device)
+        keep[[1, 3]] = True
+        self.p.data[3, : int(keep.sum())].copy_(a[0, keep])
+        self.p.data[3, 2:4].copy_(a[1, :2] * self.scale)
+        self.p.data[3, 4:] = 2.0
+
+
+def test_a_loader_goes_by_constants_of_the_constructor():
+    """Expert maps, rows of an index, masks: on meta as on any device, and what they choose is moved, not computed."""
+    with PythonData(), Watch() as built:
+        model = Mapped("meta")
+    traced = trace_loader(model, SPECS, built=built)
+    assert [r.ops for r in traced.recipes] == [("aten.mul.Tensor",)] and len(traced.fills) == 1
+    real, weights = Mapped("cpu"), real_tensors()
+    real.load_weights([(n, t.clone()) for n, t in weights.items()])
+    roots = {"p": torch.full((4, 8), 77.0)}
+    load_into(traced, weights, roots)
+    assert torch.equal(real.p.data, roots["p"])
+
+
+@pytest.mark.parametrize("read", ["item", "tolist", "nonzero"])
+def test_a_loader_that_needs_the_values_of_weights_is_refused_with_its_line(read):
+    def load(p, w):
+        try:
+            getattr(w["a"].sum(), read)()
+        except RuntimeError as e:
+            raise ValueError("no such checkpoint") from e
+
+    with pytest.raises(Unsupported, match="values of weights") as e:
+        trace_loader(Single(load), SPECS)
+    line = load.__code__.co_firstlineno + 2
+    assert e.value.violations[0].startswith(f"load ({__name__}, line {line}): ")
 
 
 def test_a_name_given_twice_is_refused():

@@ -17,6 +17,7 @@ import torch
 from xfer.trace import Catalog, Traced, trace_loader
 from xfer.trace.loader import named_storages
 from xfer.trace.replay import load, storage_bytes
+from xfer.trace.watch import Watch
 
 pytestmark = pytest.mark.engine
 pytest.importorskip("vllm")
@@ -74,7 +75,8 @@ def test_every_rank_replays_as_vllm_loads(family, layout):
     tensors, catalog, unread = checkpoint(specs), Catalog(specs), []
     for rank in range(LAYOUTS[layout]["tp"]):
         with fake_rank(vllm_config, rank), torch.no_grad():
-            traced = trace_loader(make_meta_model(vllm_config), specs)
+            built = Watch()
+            traced = trace_loader(make_meta_model(vllm_config, built), specs, built=built)
             loaded, replayed = make_model(vllm_config, "cpu"), make_model(vllm_config, "cpu")
             want, got = randomized(loaded), randomized(replayed)
             loaded.load_weights((n, t.clone()) for n, t in tensors.items())

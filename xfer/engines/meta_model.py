@@ -12,13 +12,16 @@ import copy
 import json
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
+
+from xfer.errors import Unsupported
+from xfer.trace.watch import PythonData, Watch, framework_line
 
 
 def make_config(hf_config: str | Mapping, *, tp: int = 1, pp: int = 1, dp: int = 1, ep: bool = False, **extra: Any):
@@ -54,12 +57,15 @@ def make_config(hf_config: str | Mapping, *, tp: int = 1, pp: int = 1, dp: int =
         return EngineArgs(**{**options, **extra}).create_engine_config()
 
 
-def make_meta_model(vllm_config) -> torch.nn.Module:
-    """The model that vLLM would serve under `vllm_config` on this rank, every parameter on meta. Groups must be set."""
-    return make_model(vllm_config, "meta")
+def make_meta_model(vllm_config, watch: Watch | None = None) -> torch.nn.Module:
+    """The model that vLLM would serve under `vllm_config` on this rank, every parameter on meta. Groups must be set.
+
+    `watch`: notes the constants that the constructor computes; `trace_loader` takes it as `built`.
+    """
+    return make_model(vllm_config, "meta", watch=watch)
 
 
-def make_meta_drafter(vllm_config) -> torch.nn.Module:
+def make_meta_drafter(vllm_config, watch: Watch | None = None) -> torch.nn.Module:
     """The drafter that vLLM would load beside that model: as its own proposers do, with the drafter's model config."""
     spec = vllm_config.speculative_config
     if spec.moe_backend is not None:
@@ -67,12 +73,16 @@ def make_meta_drafter(vllm_config) -> torch.nn.Module:
 
         vllm_config = copy.copy(vllm_config)
         vllm_config.kernel_config = replace(vllm_config.kernel_config, moe_backend=spec.moe_backend)
-    return make_model(vllm_config, "meta", spec.draft_model_config)
+    return make_model(vllm_config, "meta", spec.draft_model_config, watch)
 
 
-def make_model(vllm_config, device: str, model_config=None) -> torch.nn.Module:
-    """As `make_meta_model`, on any device; uninitialised storage. A model that is already live is left untouched."""
+def make_model(vllm_config, device: str, model_config=None, watch: Watch | None = None) -> torch.nn.Module:
+    """As `make_meta_model`, on any device; uninitialised storage. A model that is already live is left untouched.
+
+    Unsupported, naming the line of vLLM, when a class cannot be built on meta.
+    """
     from vllm.config import set_current_vllm_config
+    from vllm.model_executor.layers import rotary_embedding
     from vllm.model_executor.model_loader.utils import initialize_model
     from vllm.utils.torch_utils import set_default_torch_dtype
 
@@ -84,10 +94,22 @@ def make_model(vllm_config, device: str, model_config=None) -> torch.nn.Module:
     with contextlib.ExitStack() as stack:
         stack.enter_context(set_current_vllm_config(config, check_compile=False))
         stack.enter_context(set_default_torch_dtype((model_config or config.model_config).dtype))
+        if device == "meta":
+            stack.enter_context(PythonData())
+            stack.enter_context(watch or Watch())
         stack.enter_context(torch.device(device))
         stack.enter_context(_registries_kept())
-        _keep_values_real(stack)
-        model = initialize_model(config, **({} if model_config is None else {"model_config": model_config}))
+        # A cache of the process: tensors on meta would be served to its next real model.
+        stack.enter_context(mock.patch.object(rotary_embedding, "_ROPE_DICT", {}))
+        try:
+            model = initialize_model(config, **({} if model_config is None else {"model_config": model_config}))
+        except Exception as e:
+            if device != "meta":
+                raise
+            raise Unsupported(
+                "vLLM's model class cannot be built on meta tensors, so its layout cannot be read",
+                [f"{framework_line(e)}: {type(e).__name__}: {e}", "connect(route='packed') needs no layout"],
+            ) from e
     if device == "meta":
         _all_to_meta(model)
     return model
@@ -115,26 +137,6 @@ def _registries() -> Iterator[dict]:
                 for value in list(vars(module).values())
                 if type(value) is dict and any(isinstance(x, torch.nn.Module) for x in list(value.values()))
             )
-
-
-def _keep_values_real(stack: contextlib.ExitStack) -> None:
-    """What loading reads by value must not be on meta, and what is cached per process must not be ours.
-
-    Expert maps are looked up while loading, so they are made on the CPU. Rotary embeddings sit in a module-level
-    dict: without a private one, tensors on meta would be served to the next real model of this process.
-    """
-    from vllm.model_executor.layers import rotary_embedding
-    from vllm.model_executor.layers.fused_moe import expert_map_manager as manager
-
-    def on_cpu(make: Callable) -> Callable:
-        def made(*args: Any, **kwargs: Any) -> Any:
-            with torch.device("cpu"):
-                return make(*args, **kwargs)
-
-        return made
-
-    stack.enter_context(mock.patch.object(manager, "determine_expert_map", on_cpu(manager.determine_expert_map)))
-    stack.enter_context(mock.patch.object(rotary_embedding, "_ROPE_DICT", {}))
 
 
 def _all_to_meta(model: torch.nn.Module) -> None:

@@ -33,12 +33,14 @@ from xfer.engines.layout import (
 )
 from xfer.engines.live import DRAFT, Storages
 from xfer.engines.lock import Lock, candidates, choose
+from xfer.engines.one_line import one_line_per_kind
 from xfer.engines.processed import refuse_processed
 from xfer.engines.settings import refuse_settings
 from xfer.errors import LayoutError, Unsupported, XferError
 from xfer.trace.fragment import TensorSpec
 from xfer.trace.loader import trace_loader
 from xfer.trace.traced import Traced
+from xfer.trace.watch import Watch
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -84,6 +86,7 @@ class EngineModel:
 
     # ---- reading
 
+    @one_line_per_kind("vllm")
     def read(self, catalog: Catalog) -> EngineLayout:
         """Trace the loader over the catalog's tensors and carry the result over to the live storages.
 
@@ -101,11 +104,12 @@ class EngineModel:
         if self.draft is not None:
             refuse_processed(self.draft, DRAFT)
         expected = self._expected()
-        twin, drafter = self._twin(), self._twin_drafter()
+        built = Watch()
+        twin, drafter = self._twin(built), self._twin_drafter(built)
         copies = self._made_since(twin, drafter)
         copies.look()
         specs = tuple(s for s in catalog.specs if not _matches(s.name, self.drop))
-        drafted = self._drafted(drafter, specs, live)
+        drafted = self._drafted(drafter, specs, live, built)
         drafters = set(drafted.reads) - {s.name for s in expected or ()}  # both models may read the embedding
         mine = tuple(s for s in specs if s.name not in drafters)
         head = self._untied_head(twin, mine, expected or ())
@@ -114,7 +118,7 @@ class EngineModel:
             ours = [s for s in expected if head is None or s != head.spec]
             absent = _refuse_other_family(mine, ours, self.vllm_config.model_config.model, may_lack=bool(self.keep))
         try:
-            traced = trace_loader(twin, specs) if head is None else _trace_with_head(twin, specs, head)
+            traced = trace_loader(twin, specs, built=built) if head is None else _trace_with_head(twin, specs, head, built)
             traced, both = joined(traced, drafted), Storages(twin, draft=drafter)
             if self.keep:
                 own = (*live.slots, *attributes([("", self.model)]))
@@ -176,17 +180,17 @@ class EngineModel:
         self._tensors, self._stale_binding = tensors, False
         return tensors
 
-    def _twin(self) -> torch.nn.Module:
+    def _twin(self, watch: Watch) -> torch.nn.Module:
         from xfer.engines.meta_model import make_meta_model
 
-        return make_meta_model(self.vllm_config)
+        return make_meta_model(self.vllm_config, watch)
 
-    def _twin_drafter(self) -> torch.nn.Module | None:
+    def _twin_drafter(self, watch: Watch) -> torch.nn.Module | None:
         if self.draft is None:
             return None
         from xfer.engines.meta_model import make_meta_drafter
 
-        return make_meta_drafter(self.vllm_config)
+        return make_meta_drafter(self.vllm_config, watch)
 
     def _made_since(self, twin: torch.nn.Module, drafter: torch.nn.Module | None) -> Copies:
         """`twin`, `drafter`: as they were built; what their loaders compute they may keep as well."""
@@ -232,7 +236,9 @@ class EngineModel:
             ],
         )
 
-    def _drafted(self, twin: torch.nn.Module | None, specs: Sequence[TensorSpec], live: Storages) -> Traced:
+    def _drafted(
+        self, twin: torch.nn.Module | None, specs: Sequence[TensorSpec], live: Storages, built: Watch
+    ) -> Traced:
         """Where the drafter's own loader puts the checkpoint's tensors.
 
         A drafter loads tensors of its own and then shares the served model's embedding or head, whatever it had
@@ -241,8 +247,8 @@ class EngineModel:
         if twin is None:
             return Traced((), ())
         try:
-            traced = renamed(trace_loader(twin, specs), DRAFT)
-        except LayoutError as e:
+            traced = renamed(trace_loader(twin, specs, built=built), DRAFT)
+        except (LayoutError, Unsupported) as e:
             if _matches(DRAFT, self.keep):  # it has a checkpoint of its own, of which nothing is to be written
                 return Traced((), ())
             raise LayoutError(
@@ -428,9 +434,9 @@ class _Head:
     embedding: torch.nn.Parameter
 
 
-def _trace_with_head(twin: torch.nn.Module, specs: Sequence[TensorSpec], head: _Head) -> Traced:
+def _trace_with_head(twin: torch.nn.Module, specs: Sequence[TensorSpec], head: _Head, built: Watch) -> Traced:
     """As if the checkpoint had the head's tensor, and then with the embedding's name in its place."""
-    traced = trace_loader(twin, tuple(sorted((*specs, head.spec))))
+    traced = trace_loader(twin, tuple(sorted((*specs, head.spec))), built=built)
     places = {name for name, p in twin.named_parameters(remove_duplicate=False) if p is head.embedding}
     sources = sorted({f.tensor for f in traced.fragments if f.root in places and f.tensor != head.spec.name})
     if len(sources) != 1:

@@ -163,13 +163,14 @@ class Box:
 def boxes(chunks: Sequence[torch.nn.Module]) -> Iterator[Box]:
     """Of every entry with a tensor. LayoutError for one that is no view of a live parameter or buffer."""
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory, apply_factories
+    from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
     from megatron.core.utils import unwrap_model
 
     # Megatron's DDP has something else of the name `buffers`.
     tensors = [t for c in chunks for t in (*c.parameters(), *torch.nn.Module.buffers(c))]
     live = {t.untyped_storage().data_ptr() for t in tensors}
     for chunk in map(unwrap_model, chunks):
-        state = chunk.sharded_state_dict()
+        state = chunk.sharded_state_dict(metadata=ensure_metadata_has_dp_cp_group(None))
         entries = {k: v for k, v in state.items() if isinstance(v, ShardedTensor | ShardedTensorFactory)}
         apply_factories(entries)
         for t in _flat(entries):

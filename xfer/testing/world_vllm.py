@@ -118,6 +118,7 @@ def rank_of(
     """The VllmConfig of one rank, inside vLLM's groups as that rank sees them. `hf_config`: a folder, or its config."""
     vllm_cpu.install()
     _build_ungated_experts()
+    _build_sparse_attention()
     hf_config = hf_config if isinstance(hf_config, Mapping) else str(hf_config)
     config = make_config(hf_config, tp=parallel.tp, pp=parallel.pp, dp=parallel.dp, ep=parallel.ep, **options)
     with fake_rank(config, rank):
@@ -143,6 +144,20 @@ def _build_ungated_experts() -> None:
                 raise
 
     FusedMoEConfig.__post_init__ = checked
+
+
+@functools.cache
+def _build_sparse_attention() -> None:
+    """vLLM has no sparse attention for the CPU (DeepSeek-V3.2, GLM-5), and says so when it builds such a layer. It is never
+    run here, and which attention runs changes no weight's layout."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    choose = CpuPlatform.get_attn_backend_cls.__func__
+
+    def chosen(cls, selected_backend, attn_selector_config, **more):
+        return choose(cls, selected_backend, attn_selector_config._replace(use_sparse=False), **more)
+
+    CpuPlatform.get_attn_backend_cls = classmethod(chosen)
 
 
 def inventory_of(catalog: Catalog, layout: EngineLayout, rank: int) -> Inventory:

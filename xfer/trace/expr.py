@@ -82,7 +82,7 @@ class Operand:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Literal:
-    """A real tensor that the loader computed with: an index, a scalar."""
+    """A real tensor that the watched code computed with or copied to meta: an index, a scalar, a small constant."""
 
     tensor: torch.Tensor
 
@@ -99,15 +99,15 @@ class Call:
 
 
 Expr = Operand | Call
-Origin = Source | Foreign | Constant | Undefined | Operand | Call
+Origin = Source | Foreign | Constant | Undefined | Literal | Operand | Call
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
     """`dst` holds `src` of `origin`; the two regions have one shape, counted in elements.
 
-    `src` lies in the storage of a source, in the row-major order of an expression's result, or at address 0 of a
-    constant. `chain`: dtypes passed from origin to here, both ends included. What the origin holds is seen as the first
+    `src` lies in the storage of a source, in the row-major order of an expression's result or of a literal, or at
+    address 0 of a constant. `chain`: dtypes passed from origin to here, both ends included. What the origin holds is seen as the first
     of them, bit for bit, if it is of another: it converts nothing.
     """
 
@@ -292,7 +292,7 @@ def evaluate(expr: Expr, lookup: Lookup, device: torch.device, peers: Peers | No
             x = origin.tensor(src.shape, device)
         elif isinstance(origin, Source):
             x = strided(reseen(lookup(origin.name), chain[0]), src)
-        elif isinstance(origin, Operand | Call):
+        elif isinstance(origin, Operand | Call | Literal):
             x = strided(value(origin).contiguous().reshape(-1), src)
         elif isinstance(origin, Foreign) and origin.gathered is not None and peers is not None:
             x = strided(peers(origin.gathered)[origin.slot], src)

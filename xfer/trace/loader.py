@@ -16,7 +16,7 @@ from xfer.errors import LayoutError, Unsupported
 from xfer.trace.fragment import TensorSpec
 from xfer.trace.settle import Ledger, settle
 from xfer.trace.traced import Traced
-from xfer.trace.watch import Watch, storage_key
+from xfer.trace.watch import PythonData, Watch, framework_line, storage_key
 
 Loader = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
 
@@ -32,28 +32,39 @@ def named_storages(model: torch.nn.Module) -> dict[int, tuple[str, torch.Tensor]
 
 
 @torch.no_grad()
-def trace_loader(model: torch.nn.Module, specs: Sequence[TensorSpec], load: Loader | None = None) -> Traced:
+def trace_loader(
+    model: torch.nn.Module, specs: Sequence[TensorSpec], load: Loader | None = None, *, built: Watch | None = None
+) -> Traced:
     """Run `load` (default `model.load_weights`) over meta tensors of `specs` and say where everything ended up.
+
+    `built`: the watch under which the model was built; what its constructor computed is then known to the loader.
 
     Roots are named as in `named_storages`; offsets are bytes in that meta storage. The final state counts: a later
     write hides an earlier one, and `param.data = tensor` is seen by comparing storages. What `load` does in other
-    threads is not seen (watch.py). Buffers and parameters that are not on meta are left out. LayoutError carries every
-    name that is neither moved, filled nor computed from checkpoint tensors.
+    threads is not seen (watch.py). Buffers and parameters that are not on meta are left out.
+
+    LayoutError carries every name that is neither moved, filled nor computed from checkpoint tensors. Unsupported names
+    the line of a loader that needs the values of checkpoint tensors.
     """
     twice = [n for n, k in Counter(s.name for s in specs).items() if k > 1]
     if twice:
         raise LayoutError("checkpoint tensors are named twice", (f"{n}: give one spec per name" for n in sorted(twice)))
     tensors = {s.name: torch.empty(s.shape, dtype=getattr(torch, s.dtype), device="meta") for s in specs}
-    watch = Watch(tensors)
+    watch = Watch(tensors, built)
     before = named_storages(model)
     was_meta = {name for name, t in before.values() if t.device.type == "meta"}
     for name, t in before.values():
         if t.device.type == "meta":
             watch.add_destination(name, t)
     try:
-        with watch:
+        with PythonData(), watch:
             (load or model.load_weights)(iter(tensors.items()))
     except Exception as e:
+        if (cause := watch.cause(e)) is not None:
+            raise Unsupported(
+                "the loader of this model goes by the values of weights, which no trace can know",
+                [f"{framework_line(cause)}: {cause}"],
+            ) from e
         raise LayoutError(f"the loader cannot run on meta tensors: {type(e).__name__}: {e}") from e
     ledger = Ledger({s.name: s for s in specs}, canonical_is_source=True)
     for name, t in named_storages(model).values():
@@ -65,11 +76,12 @@ def trace_loader(model: torch.nn.Module, specs: Sequence[TensorSpec], load: Load
         if store is None:
             ledger.errors.append(f"{name}: its storage was replaced by one that holds no checkpoint tensor")
             continue
-        if store.pieces and t.element_size() != store.itemsize:
+        written = store.pieces[store.built :]
+        if written and t.element_size() != store.itemsize:
             ledger.errors.append(f"{name}: now of {t.dtype}, was written as elements of {store.itemsize} bytes")
             continue
         try:
-            ledger.add(name, settle(store.pieces), t.dtype)
+            ledger.add(name, settle(written), t.dtype)
         except Unsupported as e:
             ledger.errors.append(f"{name}: {e.message}")
     if ledger.errors:

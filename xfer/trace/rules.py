@@ -28,7 +28,9 @@ EMPTY = {
 }  # fmt: skip
 ZEROS = {aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default}
 ONES = {aten.ones.default, aten.ones_like.default, aten.new_ones.default}
-FULL = {aten.full.default: 1, aten.full_like.default: 1, aten.new_full.default: 2}
+FULL = {
+    aten.full.default: 1, aten.full_like.default: 1, aten.new_full.default: 2, aten.scalar_tensor.default: 0
+}  # fmt: skip
 SAME = {aten.clone.default, aten._to_copy.default, aten._unsafe_view.default, aten.lift_fresh_copy.default,
         aten.lift_fresh.default, aten.contiguous.default}  # fmt: skip
 
@@ -92,13 +94,13 @@ def _stack(watch: Watch, args: tuple, kwargs: dict, out: torch.Tensor) -> Iterat
 
 
 def _index(watch: Watch, args: tuple, kwargs: dict, out: torch.Tensor) -> Iterator[Piece]:
-    x, dim, index = _one_index(args[0], args[1])
+    x, dim, index = _one_index(watch, args[0], args[1])
     yield from _gather(watch, x, dim, index, out)
 
 
 def _index_select(watch: Watch, args: tuple, kwargs: dict, out: torch.Tensor) -> Iterator[Piece]:
     x, dim, index = args[0], args[1] % max(args[0].dim(), 1), args[2]
-    yield from _gather(watch, x, dim, _rows(index, x, dim), out)
+    yield from _gather(watch, x, dim, _rows(watch, index, x, dim), out)
 
 
 def _gather(watch: Watch, x: torch.Tensor, dim: int, index: np.ndarray, out: torch.Tensor) -> Iterator[Piece]:
@@ -217,11 +219,11 @@ def _changed(watch: Watch, func, args, kwargs, x: torch.Tensor, where: Region, s
 def _put(watch: Watch, func, args: tuple, x: torch.Tensor) -> Iterator[Piece]:
     """x[..., index, ...] = value, row runs in the order of the index."""
     if func is aten.index_put_.default and not (len(args) > 3 and args[3]):
-        _, dim, index = _one_index(x, args[1])
+        _, dim, index = _one_index(watch, x, args[1])
         value = args[2]
     elif func is aten.index_copy_.default:
         dim, index, value = args[1] % max(x.dim(), 1), args[2], args[3]
-        index = _rows(index, x, dim)
+        index = _rows(watch, index, x, dim)
     else:
         raise NoRule
     if len(set(index.tolist())) != len(index):
@@ -233,20 +235,22 @@ def _put(watch: Watch, func, args: tuple, x: torch.Tensor) -> Iterator[Piece]:
         yield from watch.flows(along(rows, dim, to), x.dtype, value.as_strided(src.shape, src.strides, src.offset))
 
 
-# ---- real index tensors ---------------------------------------------------------------------------------------------
+# ---- index tensors of known values ---------------------------------------------------------------------------------------------
 
 
-def _one_index(x: torch.Tensor, indices: list) -> tuple[torch.Tensor, int, np.ndarray]:
+def _one_index(watch: Watch, x: torch.Tensor, indices: list) -> tuple[torch.Tensor, int, np.ndarray]:
     used = [(d, i) for d, i in enumerate(indices) if i is not None]
     if len(used) != 1:
         raise NoRule
     dim, index = used[0]
-    return x, dim, _rows(index, x, dim)
+    return x, dim, _rows(watch, index, x, dim)
 
 
-def _rows(index: torch.Tensor, x: torch.Tensor, dim: int) -> np.ndarray:
-    """A real 1-D index as row numbers >= 0. IndexError for rows that the dim does not have."""
-    if index.device.type == "meta" or index.dim() > 1 or not x.dim():
+def _rows(watch: Watch, index: torch.Tensor, x: torch.Tensor, dim: int) -> np.ndarray:
+    """A 1-D index of known values as row numbers >= 0. IndexError for rows that the dim does not have."""
+    if index.device.type == "meta":
+        index = watch.value(index)
+    if index is None or index.dim() > 1 or not x.dim():
         raise NoRule
     if index.dtype in (torch.bool, torch.uint8):
         if index.dtype == torch.uint8 or index.dim() != 1 or len(index) != x.shape[dim]:

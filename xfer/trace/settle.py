@@ -19,6 +19,7 @@ from xfer.trace.expr import (
     Call,
     Constant,
     Foreign,
+    Literal,
     Operand,
     Piece,
     Source,
@@ -32,6 +33,7 @@ from xfer.trace.fragment import Fill, Fragment, TensorSpec
 from xfer.trace.owned import own_parts
 from xfer.trace.traced import Cast, Recipe, Traced
 from xfer.trace.view import Region, coalesce
+from xfer.trace.watch import not_given
 
 
 def settle(pieces: Sequence[Piece]) -> list[Piece]:
@@ -137,6 +139,9 @@ class Ledger:
     def _enter(self, target: str, p: Piece, dtype: torch.dtype, spec: TensorSpec | None) -> None:
         if isinstance(p.origin, Undefined):
             self.errors.append(f"{target}: {p.dst.size} elements at {p.dst.offset}: {p.origin.why}")
+        elif isinstance(p.origin, Literal):
+            what = not_given(p.origin.tensor)
+            self.errors.append(f"{target}: {p.dst.size} elements at {p.dst.offset}: written from {what}")
         elif isinstance(p.origin, Constant):
             self._fill(target, p, dtype)
         elif isinstance(p.origin, Operand | Call):

@@ -10,24 +10,52 @@ it is still there in the final state (settle.py). Nothing here knows a framework
 name. Only the thread that entered the mode is watched (modes are torch's, one stack a thread): code that computes or
 writes in threads of its own cannot be traced. No loader of vLLM does, nor does Bridge's export; threads of theirs read
 files.
+
+Code that builds or loads a model also reads numbers: an expert map, a constant of an activation. A meta tensor has none,
+but what was noted of it is enough to compute them, unless a source has a part in them. So an operator that fails on
+meta (`item`, `nonzero`, a copy to the CPU) runs again on the values of its arguments, where these are known.
 """
 
 from __future__ import annotations
 
+import contextlib
+import sys
+import traceback
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain as chained
+from types import MappingProxyType
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from xfer.trace.compose import covers, spans_disjoint, trace_back
-from xfer.trace.expr import Call, Constant, Gathered, Literal, Operand, Origin, Piece, Source, Undefined, join
+from xfer.trace.expr import (
+    Call,
+    Constant,
+    Foreign,
+    Gathered,
+    Literal,
+    Operand,
+    Origin,
+    Piece,
+    Source,
+    Undefined,
+    evaluate,
+    join,
+    reseen,
+    strided,
+    walk,
+)
 from xfer.trace.view import Region, constant, contiguous
 
 aten = torch.ops.aten
+
+SMALL = 1 << 16
+"""Elements of a real tensor up to which a copy of it on meta keeps its values."""
 
 
 unseen = torch._C.DisableTorchFunction
@@ -53,6 +81,10 @@ def tensors_among(*arguments: Iterable[object]) -> Iterator[torch.Tensor]:
             yield from (x for x in a if isinstance(x, torch.Tensor))
 
 
+def _is_meta(x: object) -> bool:
+    return isinstance(x, torch.Tensor) and x.device.type == "meta"
+
+
 def _only_views(out: object, first: object) -> bool:
     """Whether an operator gave nothing but views of its first argument (split, unbind)."""
     if not (isinstance(out, list | tuple) and out and isinstance(first, torch.Tensor)):
@@ -67,7 +99,8 @@ class Store:
     itself.
 
     `whole`: how many pieces there were when one operator had just filled it with disjoint parts. `itemsize`:
-    offsets are counted in elements of this many bytes.
+    offsets are counted in elements of this many bytes. `value`: all of it as a flat real tensor, if that was asked for
+    since the last write. `built`: how many pieces the model's constructor wrote, before its loader ran.
     """
 
     name: str
@@ -76,21 +109,55 @@ class Store:
     origin: Origin | None = None  # of an untouched source
     pieces: list[Piece] = field(default_factory=list)
     whole: int = -1
+    value: torch.Tensor | None = None
+    built: int = 0
 
     def write(self, pieces: list[Piece]) -> None:
-        self.origin = None
+        self.origin = self.value = None
         self.pieces += pieces
+
+
+class PythonData(TorchFunctionMode):
+    """Enter it around a watch, so that numbers of Python are seen. Torch drops those of which it makes a tensor on meta
+    before an operator runs; inside, they become a tensor on the CPU that is copied to meta, or an index of known values."""
+
+    _MAKE = frozenset({torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor})
+    _INDEX = frozenset({torch.Tensor.__getitem__, torch.Tensor.__setitem__})
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func in self._INDEX:
+            args = (args[0], _real_lists(args[1]), *args[2:])
+        elif func in self._MAKE and args and not isinstance(args[-1], torch.Tensor):
+            like = args[0].device if func is torch.Tensor.new_tensor else torch.get_default_device()
+            device = torch.device(kwargs.get("device") or like)
+            if device.type == "meta":
+                return func(*args, **{**kwargs, "device": "cpu"}).to(device)
+        return func(*args, **kwargs)
+
+
+def _real_lists(index: object) -> object:
+    if isinstance(index, tuple):
+        return tuple(map(_real_lists, index))
+    numbers = isinstance(index, list) and index and all(isinstance(x, int) for x in index)
+    return torch.tensor(index, device="cpu") if numbers else index
 
 
 class Watch(TorchDispatchMode):
     """`stores`: what each storage holds, by `storage_key`. `ops`: how often each noted operator ran. `gathers`: those
-    that ran, in order (collectives.py)."""
+    that ran, in order (collectives.py). `unanswered`: the last error of an operator that failed on meta tensors, if what it
+    needs may be values.
 
-    def __init__(self, sources: Mapping[str, torch.Tensor]):
+    `built`: the watch under which the model was built whose loader runs now.
+    """
+
+    def __init__(self, sources: Mapping[str, torch.Tensor] = MappingProxyType({}), built: Watch | None = None):
         super().__init__()
-        self.stores: dict[int, Store] = {}
+        before = built.stores if built is not None else {}
+        self.stores = {k: replace(s, pieces=[*s.pieces], built=len(s.pieces)) for k, s in before.items()}
         self.ops: Counter[str] = Counter()
         self.gathers: list[Gathered] = []
+        self.unanswered: RuntimeError | None = None
         for name, t in sources.items():
             self.add_source(Source(name), name, t)
 
@@ -104,8 +171,11 @@ class Watch(TorchDispatchMode):
         self.stores[storage_key(t)] = Store(name, t.element_size(), t.untyped_storage(), origin, [piece], 1)
 
     def add_destination(self, name: str, t: torch.Tensor) -> None:
-        """A storage that the watched code writes to; what it held before is not known."""
-        self.stores.setdefault(storage_key(t), Store(name, t.element_size(), t.untyped_storage()))
+        """A storage that the watched code writes to; what it held before is known if it was built under a watch."""
+        store = self.store(t)
+        if store is None or store.itemsize != t.element_size():
+            store = self.new_store(t)
+        store.name = name
 
     def new_store(self, t: torch.Tensor, name: str = "a temporary") -> Store:
         store = self.stores[storage_key(t)] = Store(name, t.element_size(), t.untyped_storage())
@@ -118,7 +188,10 @@ class Watch(TorchDispatchMode):
 
     def dispatch(self, func, args: tuple, kwargs: dict) -> object:
         """Run one operator and note what it did."""
-        out = func(*args, **kwargs)
+        try:
+            out = func(*args, **kwargs)
+        except RuntimeError as e:
+            args, kwargs, out = self.by_value(func, args, kwargs, e)
         if isinstance(out, torch.Tensor):
             first = args[0] if args else None
             same = isinstance(first, torch.Tensor) and storage_key(out) == storage_key(first)
@@ -131,6 +204,30 @@ class Watch(TorchDispatchMode):
         except Exception as e:  # must never change what the watched code does
             self.give_up(args, kwargs, out, func, f"{func}: {type(e).__name__}: {e}")
         return out
+
+    def by_value(self, func, args: tuple, kwargs: dict, error: RuntimeError) -> tuple[tuple, dict, object]:
+        """An operator that fails on meta, run with real tensors for those that it only reads and whose values are known:
+        its arguments then, and what it gives. Raises `error` where that is not enough."""
+        from xfer.trace import rules
+
+        written = {id(x) for x in tree_leaves(rules.written_by(func, args, kwargs))}
+
+        def real(a: object) -> object:
+            value = self.value(a) if _is_meta(a) and id(a) not in written else None
+            return a if value is None else value
+
+        if any(map(_is_meta, tree_leaves((args, kwargs)))):
+            self.unanswered = error
+            args, kwargs = tree_map(real, (args, kwargs))
+            with contextlib.suppress(RuntimeError):
+                return args, kwargs, _back_on_meta(func(*args, **kwargs), args, kwargs)
+        raise error
+
+    def cause(self, error: BaseException | None) -> BaseException | None:
+        """The operator's error behind what the watched code raised, if it failed on meta tensors."""
+        while error is not None and error is not self.unanswered:
+            error = error.__cause__ or error.__context__
+        return error
 
     def observe(self, func, args: tuple, kwargs: dict, out: object) -> None:
         from xfer.trace import rules
@@ -220,6 +317,27 @@ class Watch(TorchDispatchMode):
         unwritten = () if whole else (undefined(f"{store.name} is {why}", r, t.dtype),)
         return Operand(unwritten + near, size, r, t.dtype)
 
+    def value(self, t: torch.Tensor) -> torch.Tensor | None:
+        """What a meta tensor would hold, on the CPU, if no source has a part in it."""
+        store = self.store(t)
+        if store is None or store.origin is not None or t.element_size() != store.itemsize:
+            return None
+        n = t.untyped_storage().nbytes() // store.itemsize
+        if store.value is None and n <= SMALL:
+            store.value = self._evaluated(t.as_strided((n,), (1,), 0))
+        if store.value is not None:
+            return strided(reseen(store.value, t.dtype), region(t))
+        return self._evaluated(t)
+
+    def _evaluated(self, t: torch.Tensor) -> torch.Tensor | None:
+        try:
+            expr = self.operand(t)
+            if any(isinstance(x, Source | Foreign | Undefined) for x in walk(expr)):
+                return None
+            return evaluate(expr, {}.__getitem__, torch.device("cpu"))
+        except Exception:  # an operator that the CPU lacks, say: then its result is not known
+            return None
+
     def call(self, func, args: tuple, kwargs: dict, output: int = 0, mutates: bool = False) -> Call:
         def leaf(a: object) -> object:
             return self.operand(a) if isinstance(a, torch.Tensor) else a
@@ -238,13 +356,43 @@ def _torch_dispatch(self: Watch, func, types, args=(), kwargs=None):
 Watch.__torch_dispatch__ = _torch_dispatch
 
 
+def framework_line(error: BaseException) -> str:
+    """Class, module and line of the watched code in which an error came up: the last that is not Python's, torch's or
+    ours."""
+    passed = {"torch", "xfer", *sys.stdlib_module_names}
+    frames = traceback.walk_tb(error.__traceback__)
+    theirs = [(f, n) for f, n in frames if f.f_globals.get("__name__", "").partition(".")[0] not in passed]
+    if not theirs:
+        return "unknown code"
+    frame, line = theirs[-1]
+    owner = f"{type(frame.f_locals['self']).__name__}." if "self" in frame.f_locals else ""
+    return f"{owner}{frame.f_code.co_name} ({frame.f_globals['__name__']}, line {line})"
+
+
 def undefined(why: str, dst: Region, dtype: torch.dtype) -> Piece:
     return Piece(Undefined(why), constant(dst.shape), dst, (dtype,))
 
 
 def outside(t: torch.Tensor, dst: Region, dtype: torch.dtype) -> Piece:
-    """A write from a tensor that is not watched: a real single value is a constant, anything else has no name."""
+    """A write from a tensor that is not watched: a real single value is a constant, a small real tensor keeps its values,
+    anything else has no name."""
     if t.device.type != "meta" and t.numel() == 1:
         return Piece(Constant(t.item(), t.dtype), constant(dst.shape), dst, (t.dtype, dtype))
+    if t.device.type != "meta" and t.numel() <= SMALL:
+        literal = Literal(t.detach().clone(memory_format=torch.contiguous_format))
+        return Piece(literal, contiguous(tuple(t.shape)).expanded(dst.shape), dst, (t.dtype, dtype))
+    return undefined(f"written from {not_given(t)}", dst, dtype)
+
+
+def not_given(t: torch.Tensor) -> str:
     kind = "meta" if t.device.type == "meta" else "real"
-    return undefined(f"written from a {kind} {t.dtype} tensor of shape {tuple(t.shape)} that was not given", dst, dtype)
+    return f"a {kind} {t.dtype} tensor of shape {tuple(t.shape)} that was not given"
+
+
+def _back_on_meta(out: object, args: tuple, kwargs: dict) -> object:
+    """What an operator made of the values of meta arguments, on meta as they are, unless it was asked for elsewhere."""
+    device = kwargs.get("device")
+    if device is not None and device.type != "meta":
+        return out
+    given = {id(a) for a in tensors_among(args, kwargs.values())}
+    return tree_map(lambda x: x.to("meta") if isinstance(x, torch.Tensor) and id(x) not in given else x, out)
