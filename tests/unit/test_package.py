@@ -2,7 +2,6 @@
 
 import ast
 import importlib.metadata as md
-import json
 import os
 import re
 import subprocess
@@ -191,12 +190,3 @@ def test_the_guide_says_of_every_error_what_to_do():
     told = (ROOT / "docs/guide.md").read_text().split("## When a call raises", 1)[1].split("\n## ", 1)[0]
     kinds = {n for n, c in vars(errors).items() if isinstance(c, type) and issubclass(c, errors.XferError)}
     assert set(re.findall(r"`([A-Z]\w+)`", told)) == kinds
-
-
-def test_no_file_outgrows_a_reader():
-    long = {
-        str(p.relative_to(ROOT)): n
-        for p in (ROOT / "xfer").rglob("*.py")
-        if (n := len(p.read_text().splitlines())) > 500
-    }
-    assert not long, json.dumps(long)
