@@ -5,10 +5,12 @@ the lock, and the calls that a controller makes. One engine start per family; th
 import json
 import math
 import os
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 pytestmark = pytest.mark.engine
 pytest.importorskip("vllm")
@@ -76,6 +78,34 @@ def test_one_of_several_data_parallel_processes_is_a_replica_of_its_own(workers,
     worker = XferWeightTransferEngine.__new__(XferWeightTransferEngine)
     worker.parallel_config, worker.workers = SimpleNamespace(rank=1, world_size=2, data_parallel_index=1), workers
     assert worker.worker_rank() == rank
+
+
+def test_an_in_process_worker_is_called_on_its_own_device(monkeypatch):
+    """An `LLM` with its worker in its own process is called by a thread of xfer's, and the device of a new thread is cuda:0. (This
+    machine has no GPU, so the call that sets a thread's device is replaced.)"""
+    from xfer.engines.vllm_worker import XferWeightTransferEngine
+
+    thread, calls = threading.local(), []
+
+    def called(name):
+        return lambda *args: calls.append((name, getattr(thread, "device", "cuda:0")))
+
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: setattr(thread, "device", str(device)))
+    worker = XferWeightTransferEngine.__new__(XferWeightTransferEngine)
+    worker.device, worker.session = torch.device("cuda:1"), SimpleNamespace(receive=called("receive"))
+    monkeypatch.setattr(worker, "_join", called("join"))
+    llm = SimpleNamespace(
+        llm_engine=SimpleNamespace(vllm_config=None),
+        init_weight_transfer_engine=lambda request: worker.init_transfer_engine(request["init_info"]),
+        start_weight_update=called("vLLM's start"),
+        finish_weight_update=called("vLLM's finish"),
+        update_weights=lambda request: worker.update_weights(request["update_info"]),
+    )
+    handle = OfflineLLM(llm)
+    handle.init({}, 10.0)
+    handle.start_update(10.0)
+    handle.update({"attempt": 1, "deadline_s": 1.0}, 10.0)
+    assert calls == [(name, "cuda:1") for name in ("join", "vLLM's start", "receive")]
 
 
 @pytest.fixture(scope="module", params=["qwen3", "qwen3_moe", "deepseek_v3"])

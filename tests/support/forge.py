@@ -65,7 +65,7 @@ IMPORTS = {"torch": imports_torch, "megatron": imports_megatron, "vllm": imports
 OF = {
     **dict.fromkeys(("megatron_main", "layerwise_megatron", "family_trainer"), "megatron"),
     **dict.fromkeys(("megatron_worker", "megatron_hazards", "megatron_lora", "family_digits", "packed_bridge"), "megatron"),
-    **dict.fromkeys(("vllm_main", "refit_engine", "live_main", "resumed_main"), "vllm"),
+    **dict.fromkeys(("vllm_main", "refit_engine", "live_main", "resumed_main", "external_main"), "vllm"),
 }
 """What a module or script would import first. Those not named import torch, if anything."""
 

@@ -24,7 +24,6 @@ ALLOWED = {
     ("cli/describe.py", "expert_tensor_parallel_size"),
     ("cli/describe.py", "enable_expert_parallel"),
     ("engines/meta_model.py", "static_all_moe_layers"),  # a field of vLLM's compilation config
-    ("engines/meta_model.py", "determine_expert_map"),  # a function of vLLM
     ("engines/processed.py", "UnquantizedLinearMethod"),  # classes of vLLM
     ("engines/processed.py", "UnquantizedEmbeddingMethod"),
     ("engines/vllm_layout.py", "word_embeddings_untied_by_checkpoint"),  # flags of configs

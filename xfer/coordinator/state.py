@@ -227,7 +227,7 @@ def hello_violations(h: m.Hello, o: Options, trainers: dict[int, Client], replic
     replica = replicas.get(h.replica)
     if not bad and replica is not None:
         if h.role == "controller" and replica.controller is not None:
-            bad.append(f"replica {h.replica} has a controller already")
+            bad.append(f"replica {h.replica} has a controller already; each engine is served with a replica= of its own")
         if h.role == "worker":
             if replica.controller is None:
                 bad.append(f"worker of replica {h.replica} came before its controller")

@@ -31,7 +31,7 @@ from xfer.coordinator.commit import STUCK
 from xfer.engines.call_thread import CallThread
 from xfer.engines.gate import Gate
 from xfer.engines.interface import ASK_S, EngineHandle
-from xfer.engines.settings import refuse_unreached
+from xfer.engines.settings import refuse_part, refuse_unreached
 from xfer.errors import DeadlineExceeded, EngineLost, Unsupported, XferError
 
 logger = logging.getLogger("xfer")
@@ -316,6 +316,7 @@ class OfflineLLM(Handle):
     _in_step = False  # the gate is not vLLM's pause
 
     def __init__(self, llm: Any, name: str = "LLM"):
+        refuse_part(getattr(llm.llm_engine, "vllm_config", None))
         super().__init__(name)
         self._llm, self._gate, self._thread = llm, Gate(), CallThread(name)
 
@@ -443,6 +444,7 @@ class AsyncEngine(Handle):
     ):
         """in_order: whether calls are carried out in the order in which they were made. Default: where they are vLLM's own, which
         send before they wait, to an engine core that reads one queue; what wraps them may do otherwise."""
+        refuse_part(getattr(engine, "vllm_config", None))
         super().__init__(name)
         self._engine, self._loop, self._mode = engine, loop, pause_mode
         parallel = getattr(getattr(engine, "vllm_config", None), "parallel_config", None)

@@ -43,6 +43,26 @@ def refuse_unreached(parallel_config: Any, workers: int) -> None:
         )
 
 
+def refuse_part(vllm_config: Any) -> None:
+    """Unsupported for an engine of several processes, each with one worker and an `LLM`.
+
+    A refit pauses an engine between two batches. Here every process has its own batches and its own pause, so one could wait in an
+    all-reduce for another that is paused already.
+    """
+    parallel = getattr(vllm_config, "parallel_config", None)
+    if getattr(parallel, "distributed_executor_backend", None) == "external_launcher" and parallel.world_size > 1:
+        raise Unsupported(
+            f"this LLM holds one worker of an engine of {parallel.world_size} processes, and reaches no other "
+            "(distributed_executor_backend='external_launcher')",
+            [
+                "start the engine in one process, with distributed_executor_backend='mp', and call xfer.serve() there",
+                "or give each process a whole engine (tensor_parallel_size=1), with serve(replica=RANK) and connect(replicas=WORLD_SIZE)",
+                "or call xfer.serve() in one process only, with an object that forwards vLLM's calls to the LLM of every process, "
+                "while none of them generates (CallableEngine in xfer/engines/remote.py)",
+            ],
+        )
+
+
 def _external(parallel_config: Any) -> bool:
     return getattr(parallel_config, "data_parallel_external_lb", False)
 

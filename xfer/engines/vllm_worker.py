@@ -16,13 +16,12 @@ import traceback
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import torch
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 
 from xfer.engines.vllm_layout import EngineModel
 
 if TYPE_CHECKING:
-    import torch
-
     from xfer.session.worker import WorkerSession
 
 logger = logging.getLogger("xfer")
@@ -101,13 +100,15 @@ class XferWeightTransferEngine(WeightTransferEngine[XferInitInfo, XferUpdateInfo
 
     def worker_rank(self) -> int:
         """Rank in the replica: workers of data-parallel rank 0 first, in vLLM's own order within each. An `LLM` that is one
-        of several data-parallel processes reaches its own workers only, and they are the replica."""
+        of several data-parallel processes reaches its own workers only, and they are the replica. Under an external launcher
+        vLLM's rank is that of torchrun, which counts the workers of all engines."""
         from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
 
         p = self.parallel_config
         within = getattr(p, "rank", None)
         if within is None:
             within = get_pp_group().rank_in_group * p.tensor_parallel_size + get_tensor_model_parallel_rank()
+        within %= p.world_size
         return within if self.workers == p.world_size else p.data_parallel_index * p.world_size + within
 
     def _join(self, info: XferInitInfo) -> None:
@@ -135,8 +136,14 @@ class XferWeightTransferEngine(WeightTransferEngine[XferInitInfo, XferUpdateInfo
         self.session.join()
 
     def _quietly(self, what: str, call, *args: Any) -> None:
-        """Run `call`; an error ends here, in the worker's log. The session has told its peers, or they see it gone."""
+        """Run `call`; an error ends here, in the worker's log. The session has told its peers, or they see it gone.
+
+        The thread keeps the worker's device. Where the worker is in the process of its `LLM`, the thread is one of xfer's, whose device
+        was cuda:0, and vLLM's own calls follow in it.
+        """
         try:
+            if self.device.type == "cuda":
+                torch.cuda.set_device(self.device)
             call(*args)
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt | SystemExit):
