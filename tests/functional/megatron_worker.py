@@ -160,7 +160,7 @@ def values(folder: Path, family: str, override: Json, keywords: Json) -> Json | 
         fragments = gathered(len(layout.traced.fragments))
         stable = gathered(again.traced.fragments == layout.traced.fragments and again.roots == layout.roots)
         specs = gathered({s.name: [list(s.shape), s.dtype] for s in layout.traced.specs})
-        frozen = gathered(sorted({s.name for s in layout.traced.specs} - layout.trained))
+        trained = gathered(layout.trained)
         known = [s.name for s in layout.traced.specs if s.name in on_disk(folder)]
         agree = gathered(all(on_disk(folder)[s.name] == (s.shape, s.dtype) for s in layout.traced.specs))
     if before is None:
@@ -170,7 +170,7 @@ def values(folder: Path, family: str, override: Json, keywords: Json) -> Json | 
         after=after,
         losses=losses,
         unowned=unowned,
-        frozen=sorted({n for names in frozen for n in names}),
+        frozen=sorted({n for part in specs for n in part}.difference(*trained)),
         state=state,
         stable=stable,
         fragments=fragments,

@@ -453,10 +453,11 @@ def test_pauses_and_resumes_of_data_parallel_ranks_do_not_overlap(waits):
 
     with running_loop() as loop:
         engine = Engine(core)
+        seen = weakref.ref(engine)
         first, second = AsyncEngine(engine, loop), AsyncEngine(engine, loop)
 
         def owner(call, **how):
-            return asyncio.run_coroutine_threadsafe(getattr(engine, call)(**how), loop)  # noqa: F821 (deleted below)
+            return asyncio.run_coroutine_threadsafe(getattr(seen(), call)(**how), loop)
 
         pausing = owner("pause_generation", mode="keep", clear_cache=False)
         assert eventually(lambda: sent == ["pause"])
@@ -477,7 +478,6 @@ def test_pauses_and_resumes_of_data_parallel_ranks_do_not_overlap(waits):
         second.pause(T)
         second.resume(T)
         assert sent[3:] == ["pause", "resume"]
-        seen = weakref.ref(engine)
         del first, second, engine, refit
         assert eventually(lambda: seen() is None), "vLLM's engines end their processes when they are let go of"
 

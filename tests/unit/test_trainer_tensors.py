@@ -26,6 +26,7 @@ from xfer import Declared, MeshInfo, TensorTrainer
 from xfer.errors import LayoutError, RebindError, Unsupported
 from xfer.mesh.placement import Segmented, from_dtensor
 from xfer.mesh.placement import Shard as XShard
+from xfer.packed.source import PackedSource
 from xfer.packed.tensors import TensorStream
 from xfer.plan.inventory import engine_inventory, trainer_inventory
 from xfer.plan.planner import PlanOptions, plan_replica
@@ -451,3 +452,10 @@ def test_values_that_no_rank_holds_and_hidden_bytes_are_refused():
     sparse = torch.zeros(2, 2).to_sparse()
     with pytest.raises(Unsupported, match="torch.sparse_coo"):
         TensorTrainer(lambda: {"w": sparse}).read()
+
+
+def test_what_requires_grad_is_told_under_the_checkpoints_names_on_both_routes():
+    given = {"base_model.a.base_layer.weight": torch.zeros(3), "base_model.a.lora_A.weight": torch.zeros(2, requires_grad=True)}
+    trainer = TensorTrainer(lambda: given, rename=lambda n: n.removeprefix("base_model."), rank=0, world=1)
+    assert trainer.read().trained == {"a.lora_A.weight"}
+    assert PackedSource(TensorStream(trainer), 1 << 20).read().trained == {"a.lora_A.weight"}

@@ -482,7 +482,7 @@ class AsyncEngine(Handle):
         return asyncio.run_coroutine_threadsafe(self._now(call, **args), self._loop)
 
     def _pause(self) -> Callable[..., Awaitable[None]]:
-        """vLLM's `pause_generation` sleeps for 20 ms at its end, so that its callers see last outputs before it returns, "not required for
+        """vLLM's `pause_generation` sleeps for 20 ms at its end, so that callers see last outputs before it returns, "not required for
         correctness". Here these come while weights move, so the engine core is called without that."""
         core = getattr(self._engine, "engine_core", None) if self._is_vllms("pause_generation") else None
         pause = getattr(core, "pause_scheduler_async", None)
