@@ -104,7 +104,8 @@ _SPARSE = (
     T(world=4, tp=2, ep=2, etp=2),
     T(world=8, tp=2, pp=2, ep=2, etp=2),
 )
-_DRAFTED = (_SPARSE[0], T(world=2, tp=2), T(world=4, tp=2, pp=2))
+_DRAFTED = (T(world=4, tp=2, ep=2, etp=1), T(world=2, tp=2), T(world=4, tp=2, pp=2), _SPARSE[0])
+"""The first without stages: Bridge's own gather refuses the copy of the embedding that the MTP layer's stage has."""
 
 
 def _family(

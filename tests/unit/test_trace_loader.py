@@ -459,6 +459,7 @@ class Mapped(torch.nn.Module):
             self.eps = float(torch.tensor(-1e-6, dtype=torch.bfloat16).cpu().float().item())
         assert self.map.device.type == self.scale.device.type == device
         assert torch.where(self.map != -1)[0].tolist() == [2, 3, 4] and self.eps < 0
+        assert self.map.numpy().max() == 2
 
     def load_weights(self, weights) -> None:
         a = dict(weights)["a"]
@@ -485,18 +486,24 @@ def test_a_loader_goes_by_constants_of_the_constructor():
     assert torch.equal(real.p.data, roots["p"])
 
 
-@pytest.mark.parametrize("read", ["item", "tolist", "nonzero"])
+@pytest.mark.parametrize("read", ["item", "tolist", "nonzero", "numpy"])
 def test_a_loader_that_needs_the_values_of_weights_is_refused_with_its_line(read):
     def load(p, w):
         try:
             getattr(w["a"].sum(), read)()
-        except RuntimeError as e:
+        except (RuntimeError, TypeError) as e:
             raise ValueError("no such checkpoint") from e
 
     with pytest.raises(Unsupported, match="values of weights") as e:
         trace_loader(Single(load), SPECS)
     line = load.__code__.co_firstlineno + 2
     assert e.value.violations[0].startswith(f"load ({__name__}, line {line}): ")
+
+
+def test_a_tensor_that_does_not_fit_is_no_question_of_values():
+    with pytest.raises(LayoutError, match="size of tensor") as e:
+        trace_loader(Single(lambda p, w: p.data.copy_(w["a"])), SPECS)
+    assert e.value.violations[0].startswith(f"raised by <lambda> ({__name__}, line ")
 
 
 def test_a_name_given_twice_is_refused():

@@ -21,6 +21,7 @@ from unittest import mock
 import torch
 
 from xfer.errors import Unsupported
+from xfer.trace.loader import PACKED
 from xfer.trace.watch import PythonData, Watch, framework_line
 
 
@@ -108,7 +109,7 @@ def make_model(vllm_config, device: str, model_config=None, watch: Watch | None 
                 raise
             raise Unsupported(
                 "vLLM's model class cannot be built on meta tensors, so its layout cannot be read",
-                [f"{framework_line(e)}: {type(e).__name__}: {e}", "connect(route='packed') needs no layout"],
+                [f"{framework_line(e)}: {type(e).__name__}: {e}", PACKED],
             ) from e
     if device == "meta":
         _all_to_meta(model)

@@ -267,7 +267,7 @@ class EngineModel:
         try:
             return canonical_specs(json.loads(config.to_json_string(use_diff=False)))
         except Exception as e:
-            why = f"{type(config).__name__}: {type(e).__name__}: {e}"
+            why = f"{type(config).__name__}: {type(e).__name__}: {str(e).partition(chr(10))[0]}"
             logger.warning(
                 "xfer: transformers cannot name this engine's tensors, so only its loader checks them: %s", why
             )

@@ -16,8 +16,10 @@ from xfer.errors import LayoutError, Unsupported
 from xfer.trace.fragment import TensorSpec
 from xfer.trace.settle import Ledger, settle
 from xfer.trace.traced import Traced
-from xfer.trace.watch import PythonData, Watch, framework_line, storage_key
+from xfer.trace.watch import PythonData, Watch, framework_line, missing_values, storage_key
 
+PACKED = "connect(route='packed') needs no layout"
+"""What to do where one cannot be read."""
 Loader = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
 
 
@@ -60,12 +62,13 @@ def trace_loader(
         with PythonData(), watch:
             (load or model.load_weights)(iter(tensors.items()))
     except Exception as e:
-        if (cause := watch.cause(e)) is not None:
+        if (cause := missing_values(e)) is not None:
             raise Unsupported(
                 "the loader of this model goes by the values of weights, which no trace can know",
-                [f"{framework_line(cause)}: {cause}"],
+                [f"{framework_line(cause)}: {type(cause).__name__}: {cause}", PACKED],
             ) from e
-        raise LayoutError(f"the loader cannot run on meta tensors: {type(e).__name__}: {e}") from e
+        where = [f"raised by {framework_line(e)}"]
+        raise LayoutError(f"the loader cannot run on meta tensors: {type(e).__name__}: {e}", where) from e
     ledger = Ledger({s.name: s for s in specs}, canonical_is_source=True)
     for name, t in named_storages(model).values():
         if t.device.type != "meta":

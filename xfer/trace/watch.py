@@ -18,7 +18,7 @@ meta (`item`, `nonzero`, a copy to the CPU) runs again on the values of its argu
 
 from __future__ import annotations
 
-import contextlib
+import re
 import sys
 import traceback
 from collections import Counter
@@ -56,6 +56,9 @@ aten = torch.ops.aten
 
 SMALL = 1 << 16
 """Elements of a real tensor up to which a copy of it on meta keeps its values."""
+COLLECTIVES = ("c10d", "_c10d_functional")
+"""Namespaces of operators that other ranks take part in."""
+_NO_NUMBERS = re.compile("meta tensor|register_meta|meta device type", re.IGNORECASE)
 
 
 unseen = torch._C.DisableTorchFunction
@@ -79,10 +82,6 @@ def tensors_among(*arguments: Iterable[object]) -> Iterator[torch.Tensor]:
             yield a
         elif isinstance(a, list | tuple):
             yield from (x for x in a if isinstance(x, torch.Tensor))
-
-
-def _is_meta(x: object) -> bool:
-    return isinstance(x, torch.Tensor) and x.device.type == "meta"
 
 
 def _only_views(out: object, first: object) -> bool:
@@ -118,9 +117,11 @@ class Store:
 
 
 class PythonData(TorchFunctionMode):
-    """Enter it around a watch, so that numbers of Python are seen. Torch drops those of which it makes a tensor on meta
-    before an operator runs; inside, they become a tensor on the CPU that is copied to meta, or an index of known values."""
+    """Enter it around a watch, so that numbers pass between Python and meta. Torch drops those of which it makes a tensor on
+    meta before an operator runs; inside, they become a tensor on the CPU that is copied to meta, or an index of known values.
+    A numpy array is made of a copy on the CPU."""
 
+    _READ = frozenset({torch.Tensor.numpy, torch.Tensor.__array__})
     _MAKE = frozenset({torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor})
     _INDEX = frozenset({torch.Tensor.__getitem__, torch.Tensor.__setitem__})
 
@@ -128,6 +129,8 @@ class PythonData(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in self._INDEX:
             args = (args[0], _real_lists(args[1]), *args[2:])
+        elif func in self._READ and args[0].device.type == "meta":
+            args = (args[0].cpu(), *args[1:])
         elif func in self._MAKE and args and not isinstance(args[-1], torch.Tensor):
             like = args[0].device if func is torch.Tensor.new_tensor else torch.get_default_device()
             device = torch.device(kwargs.get("device") or like)
@@ -145,8 +148,7 @@ def _real_lists(index: object) -> object:
 
 class Watch(TorchDispatchMode):
     """`stores`: what each storage holds, by `storage_key`. `ops`: how often each noted operator ran. `gathers`: those
-    that ran, in order (collectives.py). `unanswered`: the last error of an operator that failed on meta tensors, if what it
-    needs may be values.
+    that ran, in order (collectives.py).
 
     `built`: the watch under which the model was built whose loader runs now.
     """
@@ -157,7 +159,6 @@ class Watch(TorchDispatchMode):
         self.stores = {k: replace(s, pieces=[*s.pieces], built=len(s.pieces)) for k, s in before.items()}
         self.ops: Counter[str] = Counter()
         self.gathers: list[Gathered] = []
-        self.unanswered: RuntimeError | None = None
         for name, t in sources.items():
             self.add_source(Source(name), name, t)
 
@@ -206,28 +207,24 @@ class Watch(TorchDispatchMode):
         return out
 
     def by_value(self, func, args: tuple, kwargs: dict, error: RuntimeError) -> tuple[tuple, dict, object]:
-        """An operator that fails on meta, run with real tensors for those that it only reads and whose values are known:
-        its arguments then, and what it gives. Raises `error` where that is not enough."""
+        """An operator that needs numbers, run with real tensors for those that it only reads and whose values are known: its
+        arguments then, and what it gives. Raises `error` where that is not enough."""
         from xfer.trace import rules
 
+        if not needs_values(error) or func.namespace in COLLECTIVES:
+            raise error
         written = {id(x) for x in tree_leaves(rules.written_by(func, args, kwargs))}
 
         def real(a: object) -> object:
-            value = self.value(a) if _is_meta(a) and id(a) not in written else None
+            known = isinstance(a, torch.Tensor) and a.device.type == "meta" and id(a) not in written
+            value = self.value(a) if known else None
             return a if value is None else value
 
-        if any(map(_is_meta, tree_leaves((args, kwargs)))):
-            self.unanswered = error
-            args, kwargs = tree_map(real, (args, kwargs))
-            with contextlib.suppress(RuntimeError):
-                return args, kwargs, _back_on_meta(func(*args, **kwargs), args, kwargs)
-        raise error
-
-    def cause(self, error: BaseException | None) -> BaseException | None:
-        """The operator's error behind what the watched code raised, if it failed on meta tensors."""
-        while error is not None and error is not self.unanswered:
-            error = error.__cause__ or error.__context__
-        return error
+        args, kwargs = tree_map(real, (args, kwargs))
+        try:
+            return args, kwargs, _back_on_meta(func(*args, **kwargs), args, kwargs)
+        except RuntimeError:
+            raise error from None
 
     def observe(self, func, args: tuple, kwargs: dict, out: object) -> None:
         from xfer.trace import rules
@@ -354,6 +351,18 @@ def _torch_dispatch(self: Watch, func, types, args=(), kwargs=None):
 # Set afterwards, since what a class body calls by this name torch wraps, to keep Dynamo out: two more calls for each
 # operator of a trace. Nothing is compiled here without it either: code that is compiled runs eagerly under such a mode.
 Watch.__torch_dispatch__ = _torch_dispatch
+
+
+def needs_values(error: BaseException) -> bool:
+    """Whether torch refuses because a meta tensor has no numbers."""
+    return isinstance(error, RuntimeError | TypeError) and _NO_NUMBERS.search(str(error)) is not None
+
+
+def missing_values(error: BaseException | None) -> BaseException | None:
+    """Of `error` and those that led to it, the first one found for which `needs_values` holds."""
+    while error is not None and not needs_values(error):
+        error = error.__cause__ or error.__context__
+    return error
 
 
 def framework_line(error: BaseException) -> str:
