@@ -266,7 +266,7 @@ class Bench:
     def _others(self) -> list[tuple[str, dict]]:
         """Other ways to pull that were asked for: (what to call it, what `Pull` takes)."""
         out = [(f", turns of {mib} MiB", {"burst": mib << 20}) for mib in self.args.bursts]
-        shares = [(f", {s:.0%} copied at most", {"copied": Rule(((Rule().least, s),))}) for s in self.args.copied]
+        shares = [(f", {s:.0%} copied at most", {"copied": Rule(s)}) for s in self.args.copied]
         programs = [(f", {n:g} programs a multiprocessor", {"programs": self._programs(n)}) for n in self.args.sweep]
         return out + shares + programs + [(a + b, x | y) for (a, x), (b, y) in product(shares, programs)]
 

@@ -172,6 +172,23 @@ def test_sub_plans_that_run_at_once_use_different_senders_in_each_wave(trainers,
     assert most <= 1.1 * workers * replicas * 1000  # a sender's own bytes: hardly any wave waits for a crowded one
 
 
+@pytest.mark.parametrize("readers", [[(0, 2), (1, 3)], [(0, 1), (2, 3)], [(0, 1, 2, 3)] * 2])
+def test_takers_of_replicas_begin_with_different_senders_also_where_each_reads_from_some(readers):
+    """Readers: the senders of each taker. Two replicas, four senders."""
+    first = []
+    for replica in range(2):
+        src = np.array([s for some in readers for s in some])
+        dst = np.repeat(np.arange(len(readers)) + 4, [len(some) for some in readers])
+        order = np.lexsort((dst, src))
+        src, dst = src[order], dst[order]
+        s = schedule(
+            src, dst, np.full(len(src), 1000), message=100, per_rank=105, unit=5, rotation=replica, rotations=2
+        )
+        begins = np.array([s.wave[s.first[p]] for p in range(len(src))])
+        first += [int(src[dst == taker][np.argmin(begins[dst == taker])]) for taker in sorted(set(dst.tolist()))]
+    assert sorted(first) == [0, 1, 2, 3]
+
+
 def test_a_pair_with_more_than_others_starts_at_once():
     src, dst = np.arange(10), np.full(10, 10)
     sizes = np.array([1000] + [100] * 9)

@@ -24,6 +24,7 @@ class Schedule:
     wave: np.ndarray  # int32 [M]
     begin: np.ndarray  # int64 [M], bytes
     waves: int
+    turn: np.ndarray  # int32 [pairs], place of the pair in its taker's round of senders
 
 
 def schedule(
@@ -77,7 +78,8 @@ def schedule(
             begin.append(done)
             done += by_wave[w]
     first = np.concatenate([[0], until]).astype(np.int64)
-    return Schedule(first, np.array(wave, np.int32), np.array(begin, np.int64), max(wave, default=-1) + 1)
+    waves = max(wave, default=-1) + 1
+    return Schedule(first, np.array(wave, np.int32), np.array(begin, np.int64), waves, turn.astype(np.int32))
 
 
 class _Room:
@@ -116,20 +118,25 @@ def _first_fit(rooms: tuple[_Room, _Room, _Room], amount: int, used: Container[i
 
 def _turns(src: np.ndarray, dst: np.ndarray, rotation: int, rotations: int) -> np.ndarray:
     """Position of each pair in its taker's round of senders."""
+    if not len(src):
+        return np.zeros(0, np.int64)
     order = np.lexsort((src, dst))
     d = dst[order]
     start, many = col.runs(d)
     place = np.arange(len(d)) - start.repeat(many)
     turn = np.empty(len(d), np.int64)
-    # Takers counted, so that joint ranks with a common divisor do not align.
-    taker = np.arange(len(start)).repeat(many)
-    senders = many.repeat(many)
-    apart = np.maximum(
-        1, senders // max(1, len(start))
-    )  # with more senders than takers, takers start that far from each other
+    # Takers of the same senders counted: joint ranks with a common divisor would align.
+    same: dict[bytes, int] = {}
+    taker = np.empty(len(start), np.int64)
+    for i, senders in enumerate(np.split(src[order], start[1:])):
+        taker[i] = same[senders.tobytes()] = same.get(senders.tobytes(), -1) + 1
+    taker, senders = taker.repeat(many), many.repeat(many)
+    # With more senders than takers that share them, takers start that far from each other.
+    sharing = np.maximum.reduceat(np.bincount(src)[src[order]], start).repeat(many)
+    apart = np.maximum(1, senders // sharing)
     stride = senders // max(1, rotations)
     # Not a multiple of what takers are apart, or schedules would only swap each other's senders.
     stride += np.where(stride % apart == 0, np.maximum(1, apart // max(1, rotations)), 0)
     shift = rotation * (stride if rotations else 1)
-    turn[order] = (place - taker * apart - shift) % senders if len(d) else place
+    turn[order] = (place - taker * apart - shift) % senders
     return turn
