@@ -44,7 +44,7 @@ class Rule:
     most: int = 20 << 10
 
 
-PULLED = Rule(0.9)
+PULLED = Rule(0.8)
 READ_TOO = Rule(1.0)
 """Where this GPU is read while it reads: the kernel's requests take room from outgoing data, and other GPUs' engines wait behind them."""
 NOTHING = Rule(0.0)
