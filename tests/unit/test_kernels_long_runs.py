@@ -128,7 +128,7 @@ def test_an_engine_has_its_share_of_each_sender_and_brings_one_after_the_other()
     assert [[b.left_root for b in some] for some in engine] == [[1, 1], [2, 2], [0, 0]]
 
 
-def test_the_first_batch_is_short_and_each_run_is_in_one(monkeypatch):
+def test_batches_are_short_and_each_run_is_in_one(monkeypatch):
     """The driver looks at all of a batch before the engine begins."""
     called, runs = [], [(1000 + i, 5000 + i, i + 1) for i in range(3000)]
     monkeypatch.setattr(cuda_driver, "_batch_call", lambda: "cuMemcpyBatchAsync_v2")
@@ -136,7 +136,7 @@ def test_the_first_batch_is_short_and_each_run_is_in_one(monkeypatch):
     copies = cuda_driver.Copies(runs)
     copies.launch(type("Stream", (), {"cuda_stream": 0}))
     seen = []
-    assert called[0][3].value <= 64 and max(args[3].value for args in called) <= 1024 and len(called) < 10
+    assert max(args[3].value for args in called) <= 256
     for to, source, nbytes, count, *_ in called:
         columns = [ctypes.cast(p, ctypes.POINTER(ctypes.c_uint64)) for p in (to, source, nbytes)]
         seen += [tuple(c[i] for c in columns) for i in range(count.value)]

@@ -171,9 +171,8 @@ class Copies:
     stream (scripts/bench_gpu_wire.py). A driver before CUDA 12.8 has no batches and takes runs one by one.
     """
 
-    FIRST, MOST = 64, 1024
-    """Runs of the first batch and of the longest; each has twice as many as the one before. An engine begins when the driver has
-    looked at a whole batch, 0.5 us a run, and pauses 4 us between two batches (H200)."""
+    BATCH = 256
+    """Runs. An engine begins when the driver has looked at a whole batch, 0.5 us a run, and pauses 4 us between two (H200)."""
 
     def __init__(self, runs: Sequence[tuple[int, int, int]], boxes: Sequence[tuple[int, int, int, int, int, int]] = ()):
         n = self._count = len(runs)
@@ -201,11 +200,9 @@ class Copies:
             return
         how = (ctypes.byref(self._how), ctypes.byref(self._first), ctypes.c_size_t(1))
         failed = () if batch.endswith("_v2") else (ctypes.byref(ctypes.c_size_t()),)
-        at, n = 0, self.FIRST
-        while at < self._count:
+        for at in range(0, self._count, self.BATCH):
             some = (ctypes.byref(x, at * ctypes.sizeof(x._type_)) for x in (self._to, self._from, self._bytes))
-            _call(batch, *some, ctypes.c_size_t(min(n, self._count - at)), *how, *failed, on)
-            at, n = at + n, min(2 * n, self.MOST)
+            _call(batch, *some, ctypes.c_size_t(min(self.BATCH, self._count - at)), *how, *failed, on)
 
 
 def tensor_at(pointer: int, nbytes: int, device: torch.device) -> torch.Tensor:

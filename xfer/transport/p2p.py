@@ -99,8 +99,7 @@ class P2P:
         self._out = _buffers(max((s.send_buffer for s in plan), default=0), link.device)
         self._in = _buffers(max((s.receive_buffer for s in plan), default=0), link.device)
         self._steps = [
-            _BoundStep(s, src_roots, roots, self._out[k % DEPTH], self._in[k % DEPTH], k == 0, k == len(plan) - 1)
-            for k, s in enumerate(plan)
+            _BoundStep(s, src_roots, roots, self._out[k % DEPTH], self._in[k % DEPTH]) for k, s in enumerate(plan)
         ]
         self._local = bind(program.local(), roots, "local", src_roots=src_roots)
         self._fills = bind(program.fills(), roots, "dst")
@@ -160,20 +159,15 @@ class _BoundStep:
         dst: Sequence[torch.Tensor],
         out: torch.Tensor,
         into: torch.Tensor,
-        first: bool,
-        last: bool,
     ):
         self.wave = step.wave
         self.nbytes = sum(p.nbytes for p in (*step.sends, *step.receives))
         self.sends = [m for part in step.sends for m in _messages(part, src, out)]
         self.receives = [_messages(part, dst, into) for part in step.receives]
-        # Nothing travels beside the first pack and the last unpack.
         self.pack: list[tuple[BoundRows, torch.Tensor]] = [
-            _bound(p, src, "src", out, None if first else BESIDE_WIRE) for p in step.sends if len(p.rows)
+            _bound(p, src, "src", out) for p in step.sends if len(p.rows)
         ]
-        self.unpacks = [
-            _bound(p, dst, "dst", into, None if last else BESIDE_WIRE) if len(p.rows) else None for p in step.receives
-        ]
+        self.unpacks = [_bound(p, dst, "dst", into) if len(p.rows) else None for p in step.receives]
 
     def bound(self) -> list[BoundRows]:
         return [b for b, _ in (*self.pack, *(u for u in self.unpacks if u))]
@@ -353,8 +347,8 @@ def _messages(part: Part, roots: Sequence[torch.Tensor], buffer: torch.Tensor) -
 
 
 def _bound(
-    part: Part, roots: Sequence[torch.Tensor], side: str, buffer: torch.Tensor, programs: int | None
+    part: Part, roots: Sequence[torch.Tensor], side: str, buffer: torch.Tensor
 ) -> tuple[BoundRows, torch.Tensor]:
-    rows = bind(part.rows, roots, side, programs=programs)
+    rows = bind(part.rows, roots, side, programs=BESIDE_WIRE)
     rows.prepare(buffer)
     return rows, buffer

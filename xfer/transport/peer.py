@@ -409,14 +409,13 @@ class Pull:
 
         known = sorted(_known(mapping))
         number = {pair: i for i, pair in enumerate(known)}
-        turn = dict(zip(rows["src"].tolist(), rows["turn"].tolist()))
-        senders = sorted({a for a, _ in known}, key=lambda a: (turn.get(a, 0), a))
+        senders = in_turn(rows, {a for a, _ in known})
         rows = rows.copy()
         rows["src_root"] = [number[a, b] for a, b in zip(rows["src"].tolist(), rows["src_root"].tolist())]
         here = frozenset(senders.index(a) for a in mapping.here if a in senders)
         if not mapping.here.issuperset(senders):
             # Reads from other GPUs queue up where they meet, and copy engines wait behind them: fewer at once are faster (H200).
-            how = {"programs": multiprocessors(mapping.device), **how}
+            how = {"programs": multiprocessors(mapping.device) // (1 if here else 2), **how}
         rule = how.pop("copied", READ_TOO if here or read_too else PULLED)
         how["copied"] = replace(rule, most=rule.most // len(self._waves))  # all parts are launched at once
         turns = Turns(tuple(senders.index(a) for a, _ in known), burst, here)
@@ -490,6 +489,12 @@ class Pull:
         return PullStats(
             sum(n for _, n in self.by_sender), self.by_sender, self._launched - self._began, now - self._began
         )
+
+
+def in_turn(rows: np.ndarray, senders: set[int]) -> list[int]:
+    """The senders in the order in which the plan lets this taker turn to them."""
+    turn = dict(zip(rows["src"].tolist(), rows["turn"].tolist()))
+    return sorted(senders, key=lambda a: (turn.get(a, 0), a))
 
 
 def _known(mapping: Mapping) -> set[tuple[int, int]]:
