@@ -6,7 +6,7 @@ Cases are in bench_gpu_cases.py; without --cases those for as many GPUs as there
 real plans of full-size declared layouts (bench_shapes.py); every weight random, every byte of the takers compared on the
 device after each route. Rows of a case:
   floor      copy engines: each taker copies its bytes out of mapped sources in pieces of 256 MiB, a stream per source
-  peer       xfer, takers pull with one kernel
+  peer       xfer, takers pull by copy engines and one kernel
   p2p        xfer over NCCL
   nccl       plain NCCL send/recv of the same bytes between the same pairs, messages of 1 GiB
   packed     gather + packed broadcast of every tensor + slice and copy: the usual way
@@ -266,7 +266,7 @@ class Bench:
     def _others(self) -> list[tuple[str, dict]]:
         """Other ways to pull that were asked for: (what to call it, what `Pull` takes)."""
         out = [(f", turns of {mib} MiB", {"burst": mib << 20}) for mib in self.args.bursts]
-        shares = [(f", {s:.0%} copied at most", {"copied": Rule(((Rule().least, s),))}) for s in self.args.copied]
+        shares = [(f", {s:.0%} copied at most", {"copied": Rule(s)}) for s in self.args.copied]
         programs = [(f", {n:g} programs a multiprocessor", {"programs": self._programs(n)}) for n in self.args.sweep]
         return out + shares + programs + [(a + b, x | y) for (a, x), (b, y) in product(shares, programs)]
 

@@ -141,7 +141,7 @@ def main() -> None:
         return Shape(f"runs of {mib} MiB, spread", int(mib * MIB), spread=True)
 
     def engine(share: float) -> Rule:
-        return Rule(((256 << 10, share),))
+        return Rule(share, least=256 << 10)
 
     one, wide = Shape("one run"), Shape("rows of 768 bytes, one pitch", 3 * MIB // 2, row=768)
     tp2, tp4 = (

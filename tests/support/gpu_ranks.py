@@ -116,7 +116,7 @@ def worlds(rank, size, store, device, *, route: str, seeds: list[int], long_byte
     if not batches:
         cuda_driver._batch_call = lambda: None
     if long_bytes:
-        some = long_runs.Rule(shares=((long_bytes, 0.8),), box_bytes=2 * long_bytes, row_bytes=4, cut_bytes=8)
+        some = long_runs.Rule(0.8, least=long_bytes, box_bytes=2 * long_bytes, row_bytes=4, cut_bytes=8)
         long_runs.PULLED = long_runs.READ_TOO = some
     link = NoLink(rank, size, device) if route == "peer" else open_group(store, rank, size, 60.0, device)
     pulled = sent = 0

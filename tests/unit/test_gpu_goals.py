@@ -65,16 +65,16 @@ def transport(wrong: int = 0, **ms: float) -> dict:
 
 
 def test_a_goal_is_met_at_its_limit_and_never_with_wrong_bytes(tmp_path, capsys, monkeypatch):
-    at = {j.goal: j.met for j in gpu_goals.judged(transport(floor=10.0, peer=12.0, p2p=20.0, nccl=17.0))}
+    at = {j.goal: j.met for j in gpu_goals.judged(transport(floor=10.0, peer=10.6, p2p=20.0, nccl=17.0))}
     assert at == {
         "data plane, 4b: wrong elements": True,
         "data plane, 4b: peer, ms": True,
         "data plane, 4b: p2p, of NCCL's rate": True,
     }
     for changed, goal in (
-        (transport(floor=10.0, peer=12.01, p2p=20.0, nccl=17.0), "peer, ms"),
-        (transport(floor=10.0, peer=12.0, p2p=20.1, nccl=17.0), "p2p, of NCCL's rate"),
-        (transport(1, floor=10.0, peer=12.0, p2p=20.0, nccl=17.0), "wrong elements"),
+        (transport(floor=10.0, peer=10.61, p2p=20.0, nccl=17.0), "peer, ms"),
+        (transport(floor=10.0, peer=10.6, p2p=20.1, nccl=17.0), "p2p, of NCCL's rate"),
+        (transport(1, floor=10.0, peer=10.6, p2p=20.0, nccl=17.0), "wrong elements"),
     ):
         assert [j.goal for j in gpu_goals.judged(changed) if not j.met] == [f"data plane, 4b: {goal}"]
         file = tmp_path / "x.json"

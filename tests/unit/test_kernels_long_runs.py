@@ -18,8 +18,8 @@ MIB = 1 << 20
 LONG, BOX = 4 * MIB, 12 * MIB
 
 
-def rule(*shares: tuple[int, float]) -> Rule:
-    return Rule(shares, box_bytes=BOX, row_bytes=2 * MIB)
+def rule(share: float) -> Rule:
+    return Rule(share, least=LONG, box_bytes=BOX, row_bytes=2 * MIB)
 
 
 @st.composite
@@ -63,16 +63,24 @@ def moved(found: list[Move]) -> dict[int, tuple[int, int]]:
     return out
 
 
-@given(moves(), st.sampled_from([0.3, 0.65, 1.0]), st.sampled_from([(0, 0, 1, 2), (0, 1, 2, 3)]), st.integers(0, 3))
+def bytes_of(found: list[Move], groups, group: int) -> int:
+    return MIB * sum(1 for root, _ in moved(found).values() if groups[root] == group)
+
+
+@given(moves(), st.sampled_from([0.3, 0.65, 1.0]), st.sampled_from([(0, 0, 1, 2), (0, 1, 2, 3), (3, 1, 2, 0)]))
 @settings(max_examples=300, deadline=None)
-def test_both_ways_together_move_every_byte_once(found, share, groups, rotation):
-    turns = Turns(groups, rotation, beside=frozenset({2}))
-    kernel, engine = divided(found, rule((LONG, share)), turns)
-    assert moved(kernel + [as_move(b) for b in engine]) == moved(found)
-    away = sum(1 for root, _ in moved(found).values() if groups[root] != 2)
-    assert sum(b.nbytes for b in engine) <= share * away * MIB
-    assert all(groups[b.left_root] != 2 for b in engine)
-    assert all(b.width >= LONG or (b.nbytes >= BOX and b.width >= 2 * MIB) for b in engine)
+def test_both_ways_together_move_every_byte_once_and_a_sender_has_one_turn_of_the_engine(found, share, groups):
+    turns = Turns(groups, beside=frozenset({2}))
+    kernel, engine = divided(found, rule(share), turns)
+    boxes = [b for some in engine for b in some]
+    assert moved(kernel + [as_move(b) for b in boxes]) == moved(found)
+    order = [{groups[b.left_root] for b in some} for some in engine]
+    assert all(len(some) == 1 for some in order)
+    numbers = [min(some) for some in order]
+    assert numbers == sorted(set(numbers)) and 2 not in numbers
+    for some, group in zip(engine, numbers):
+        assert sum(b.nbytes for b in some) <= share * bytes_of(found, groups, group)
+    assert all(b.width >= LONG or (b.nbytes >= BOX and b.width >= 2 * MIB) for b in boxes)
     if share == 1.0:
         left = [m for m in kernel if groups[m.left_root] != 2]
         assert not [
@@ -80,21 +88,10 @@ def test_both_ways_together_move_every_byte_once(found, share, groups, rotation)
         ]
 
 
-def test_of_shorter_runs_less_goes_by_the_engine():
-    found, at = [], 0
-    for n in [8] * 2 + [4] * 20:  # 96 MiB
-        found.append(Move(0, -at, "uint8", 0, at, "uint8", ((n * MIB, 1, 1),)))
-        at += n * MIB
-    _, engine = divided(found, rule((LONG, 0.3), (8 * MIB, 0.8)), Turns())
-    assert [b.nbytes // MIB for b in engine] == [8, 8, 4, 4, 4]
-    _, engine = divided(found, rule((LONG, 0.05), (8 * MIB, 0.1)), Turns())
-    assert [b.nbytes // MIB for b in engine] == [8]
-
-
 def test_rows_at_one_pitch_are_one_copy_and_those_of_many_experts_apart_are_the_kernels():
     rows = Move(0, 0, "bfloat16", 0, 0, "bfloat16", ((1 << 17, 1536, 768), (768, 1, 1)))
     kernel, engine = divided([rows], READ_TOO, Turns())
-    assert kernel == [] and engine == [Box(0, 0, 1536, 0, 0, 768, 768, 1 << 17)]
+    assert kernel == [] and engine == [[Box(0, 0, 1536, 0, 0, 768, 768, 1 << 17)]]
     apart = [
         Move(0, -e * 2048 * 1536, "bfloat16", 0, e * 2048 * 768, "bfloat16", ((2048, 1536, 768), (768, 1, 1)))
         for e in range(64)
@@ -104,7 +101,7 @@ def test_rows_at_one_pitch_are_one_copy_and_those_of_many_experts_apart_are_the_
 
 def test_no_more_copies_than_a_stream_holds():
     apart = [Move(0, -k * LONG, "uint8", 0, k * LONG, "uint8", ((LONG, 1, 1),)) for k in range(20)]
-    kernel, engine = divided(apart, replace(rule((LONG, 1.0)), most=6), Turns())
+    kernel, [engine] = divided(apart, replace(rule(1.0), most=6), Turns())
     assert len(engine) == 6 and moved(kernel + [as_move(b) for b in engine]) == moved(apart)
 
 
@@ -112,7 +109,7 @@ def test_a_rule_of_nothing_leaves_all_to_the_kernel():
     box = ((4, 40 * MIB, 20 * MIB), (1 << 14, 2048, 1024), (1024, 1, 1))
     found = [Move(0, 0, "uint8", 0, at, "uint8", dims) for at, dims in ((0, ((64 * MIB, 1, 1),)), (64 * MIB, box))]
     assert divided(found, NOTHING, Turns()) == (found, [])
-    assert len(divided(found, READ_TOO, Turns())[1]) == 5
+    assert [len(some) for some in divided(found, READ_TOO, Turns())[1]] == [5]
 
 
 def test_structures_are_as_long_as_the_drivers():
@@ -121,17 +118,32 @@ def test_structures_are_as_long_as_the_drivers():
     assert (cuda_driver._Box.dstX.offset, cuda_driver._Box.width.offset) == (56, 112)
 
 
-def test_senders_take_turns_beginning_with_the_takers_own_number():
+def test_an_engine_has_its_share_of_each_sender_and_brings_one_after_the_other():
     found = [
         Move(r, k * 8 * MIB, "uint8", 0, (r * 4 + k) * 8 * MIB, "uint8", ((8 * MIB, 1, 1),))
-        for r in range(3)
         for k in range(4)
+        for r in range(3)
     ]
-    _, engine = divided(found, rule((LONG, 1.0)), Turns((0, 1, 2), rotation=1))
-    assert [b.left_root for b in engine] == [1, 2, 0] * 4
+    _, engine = divided(found, rule(0.5), Turns((2, 0, 1)))
+    assert [[b.left_root for b in some] for some in engine] == [[1, 1], [2, 2], [0, 0]]
+
+
+def test_batches_are_short_and_each_run_is_in_one(monkeypatch):
+    """The driver looks at all of a batch before the engine begins."""
+    called, runs = [], [(1000 + i, 5000 + i, i + 1) for i in range(3000)]
+    monkeypatch.setattr(cuda_driver, "_batch_call", lambda: "cuMemcpyBatchAsync_v2")
+    monkeypatch.setattr(cuda_driver, "_call", lambda name, *args: called.append(args))
+    copies = cuda_driver.Copies(runs)
+    copies.launch(type("Stream", (), {"cuda_stream": 0}))
+    seen = []
+    assert max(args[3].value for args in called) <= 256
+    for to, source, nbytes, count, *_ in called:
+        columns = [ctypes.cast(p, ctypes.POINTER(ctypes.c_uint64)) for p in (to, source, nbytes)]
+        seen += [tuple(c[i] for c in columns) for i in range(count.value)]
+    assert seen == runs
 
 
 def test_conversions_and_mirrored_runs_are_the_kernels():
     cast = Move(0, 0, "float32", 0, 0, "bfloat16", ((LONG, 1, 1),))
     mirrored = Move(0, 0, "uint8", 0, LONG, "uint8", ((4, LONG, LONG), (LONG, 1, 1)), (0,))
-    assert divided([cast, mirrored], rule((LONG, 1.0)), Turns()) == ([cast, mirrored], [])
+    assert divided([cast, mirrored], rule(1.0), Turns()) == ([cast, mirrored], [])

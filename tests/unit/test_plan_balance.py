@@ -172,6 +172,29 @@ def test_sub_plans_that_run_at_once_use_different_senders_in_each_wave(trainers,
     assert most <= 1.1 * workers * replicas * 1000  # a sender's own bytes: hardly any wave waits for a crowded one
 
 
+@pytest.mark.parametrize("readers", [[(0, 2), (1, 3)], [(0, 1), (2, 3)], [(0, 1, 2, 3)] * 2])
+@pytest.mark.parametrize("crumbs", [False, True])
+def test_takers_of_replicas_never_turn_to_one_sender(readers, crumbs):
+    """Readers: the senders of each taker. Two replicas, four senders. crumbs: the first taker also has a little of all others."""
+    begin, turns = [], []
+    for replica in range(2):
+        nbytes = {(sender, 4 + k): 1000 for k, some in enumerate(readers) for sender in some}
+        if crumbs:
+            nbytes = {**{(sender, 4): 5 for sender in range(4)}, **nbytes}
+        src, dst = np.array(sorted(nbytes)).T
+        s = schedule(
+            src, dst, np.array([nbytes[p] for p in zip(src.tolist(), dst.tolist())]), message=100, per_rank=105, unit=5,
+            rotation=replica, rotations=2,
+        )  # fmt: skip
+        for taker, some in enumerate(readers):
+            mine = dst == 4 + taker
+            order = src[mine][np.argsort(s.turn[mine])].tolist()
+            assert len(set(s.turn[mine].tolist())) == len(order) and set(order[: len(some)]) == set(some)
+            turns.append(order[: len(some)])
+            begin.append(s.turn[mine].min())
+    assert all(len(set(at)) == len(at) for at in zip(*turns)) and begin == [0] * len(begin)
+
+
 def test_a_pair_with_more_than_others_starts_at_once():
     src, dst = np.arange(10), np.full(10, 10)
     sizes = np.array([1000] + [100] * 9)

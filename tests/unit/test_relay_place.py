@@ -6,13 +6,19 @@ import threading
 import time
 from types import SimpleNamespace
 
+import msgspec
+import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.row_worlds import row
 from xfer.errors import DeadlineExceeded
+from xfer.plan.schedule import schedule
 from xfer.transport.group import Aborted
-from xfer.transport.relay_place import Steps
+from xfer.transport.peer import in_turn
+from xfer.transport.relay_place import Hand, Place, Steps
 
 
 def gate(
@@ -137,3 +143,31 @@ def test_parts_on_a_device_are_said_when_they_are_there_in_order(monkeypatch):
     steps._events[4].over = True  # its kernels left because they were told to
     steps.poll()
     assert said == [(3, 1), (3, 3)]
+
+
+def of_replica(number: int) -> np.ndarray:
+    """Rows of the one taker of a replica, who reads as much from each of two trainers, as its plan has them."""
+    ends = np.array([0, 1]), np.array([2, 2])
+    s = schedule(*ends, np.array([64, 64]), message=64, per_rank=64, unit=64, rotation=number, rotations=2)
+    rows = [row((32,), src=a, dst=2, dst_offset=64 * a, wave=int(s.wave[a]), turn=int(s.turn[a])) for a in range(2)]
+    return np.concatenate(rows)[np.argsort(s.wave, kind="stable")]
+
+
+def test_replicas_of_a_row_turn_to_other_senders_and_still_know_each_others_rows():
+    """Places of a row compare their rows: a replica that pulls other ones cannot take them from the one before it."""
+
+    class Export:
+        def __init__(self, *_):
+            pass
+
+        def to_bytes(self) -> bytes:
+            return b""
+
+    kind = SimpleNamespace(Export=Export, Mapping=lambda *_: SimpleNamespace(close=lambda: None))
+    first, second = (of_replica(k) for k in range(2))
+    assert in_turn(first, {0, 1}) == in_turn(second, {0, 1})[::-1]
+    roots, device = [torch.zeros(128, dtype=torch.uint8)], torch.device("cpu")
+    places = [Place(kind, rows, roots, 2, 9, device, b"", lambda *_: None) for rows in (first, second)]
+    a, b = (msgspec.msgpack.decode(p.hand(), type=Hand) for p in places)
+    assert a.rows == b.rows
+    assert [in_turn(p.rows, {0, 1}) for p in places] == [in_turn(rows, {0, 1}) for rows in (first, second)]

@@ -1,8 +1,9 @@
-"""What copy engines bring of a pull while the kernel moves all else: long runs, and large boxes of rows.
+"""The part of a pull that a copy engine brings while the kernel moves the rest: long runs, and large boxes of rows.
 
-Loads by multiprocessors level off at 94 % of what a copy engine gets over NVLink, and a copy engine pauses between two copies. Side
-by side they reach what one long copy gets (docs/results/gpu_2026-11-23_copies.md). Not here: tiles and kernels (triton_impl.py),
-the driver's calls (cuda_driver.py), whose storages these are and how a pull is stopped (transport/peer.py).
+Loads by multiprocessors level off at 94 % of what a copy engine gets over NVLink. A GPU reads from others by one engine, which
+carries out one copy after the other, whatever streams they are on. So it brings all of one sender before it turns to the next:
+takers that begin with different senders then never share one (docs/results/gpu_2026-11-26_four.md). Not here: tiles and kernels
+(triton_impl.py), the driver's calls (cuda_driver.py), whose storages these are and how a pull is stopped (transport/peer.py).
 """
 
 from __future__ import annotations
@@ -26,32 +27,27 @@ _MAX_PITCH = (1 << 31) - 1
 class Rule:
     """What a copy engine gets. All measured on H200s.
 
-    shares: (bytes of a run or box at least, share of all bytes that the engine may have once it took those), both rising. An engine
-        and a kernel that pull at once end together at about that share; one that ends early leaves the link to the other.
-    box_bytes: shorter runs go if so many bytes of them lie at one pitch on either end: they are one copy then, with one pause.
+    share: of each sender's bytes, at most.
+    least: bytes of the shortest run.
+    box_bytes: shorter runs go if at least so many bytes of them lie at one pitch on either end. They are one copy then; an engine
+        pauses some microseconds between two such copies.
     row_bytes: the shortest run of such a box.
     cut_bytes: a run is cut in two at a multiple of that.
     most: copies. A stream that waits for a word holds only so many before its host has to wait too.
     """
 
-    shares: tuple[tuple[int, float], ...] = ((512 << 10, 0.5), (1 << 20, 0.8))
+    share: float
+    least: int = 512 << 10
     box_bytes: int = 16 << 20
     row_bytes: int = 256
     cut_bytes: int = 1 << 20
-    most: int = 16 << 10
-
-    @property
-    def least(self) -> int:
-        return self.shares[0][0] if self.shares else 1 << 62
-
-    def share(self, nbytes: int) -> float:
-        return max((s for n, s in self.shares if n <= nbytes), default=0.0)
+    most: int = 20 << 10
 
 
-PULLED = Rule()
-READ_TOO = Rule(shares=(*PULLED.shares, (16 << 20, 1.0)))
-"""Where this GPU is read while it reads: what a kernel asks for takes room from what leaves, what an engine asks for hardly does."""
-NOTHING = Rule(shares=())
+PULLED = Rule(0.8)
+READ_TOO = Rule(1.0)
+"""Where this GPU is read while it reads: the kernel's requests take room from outgoing data, and other GPUs' engines wait behind them."""
+NOTHING = Rule(0.0)
 
 
 class Box(NamedTuple):
@@ -71,34 +67,36 @@ class Box(NamedTuple):
         return self.width * self.rows
 
 
-def divided(found: Sequence[Move], rule: Rule, turns: Turns) -> tuple[list[Move], list[Box]]:
-    """(for the kernel, for a copy engine): the largest boxes, up to their share of the bytes that do not lie `turns.beside`, on the
-    taker's own GPU. Both together move what `found` does; a box may be cut in two. Those of the engine come from one sender after
-    the other, beginning with number `turns.rotation`, as takers that begin alike share a sender.
+def divided(found: Sequence[Move], rule: Rule, turns: Turns) -> tuple[list[Move], list[list[Box]]]:
+    """(for the kernel, for a copy engine by sender, in their turn): the largest boxes of each sender, up to the rule's share of its
+    bytes. Senders `turns.beside` are on the taker's own GPU and the kernel's. Both together move what `found` does; a box may be
+    cut in two.
     """
-    if not rule.shares:
+    if not rule.share:
         return list(found), []
     groups = turns.groups or [0] * (1 + max((m.left_root for m in found), default=0))
-    away = [groups[m.left_root] not in turns.beside for m in found]
-    total = sum(prod(m.extent) for m, a in zip(found, away) if a)  # of casts elements, which are few or all
+    room: dict[int, float] = {}  # of each sender, bytes that the engine may still have
     boxes: list[tuple[Box, Move]] = []
     kernel: list[Move] = []
-    for m, a in zip(found, away):
-        some = list(_boxes(m, rule)) if a else []
+    for m in found:
+        group = groups[m.left_root]
+        away = group not in turns.beside
+        room[group] = room.get(group, 0.0) + rule.share * prod(m.extent)  # of casts elements, which are few or all
+        some = list(_boxes(m, rule)) if away else []
         if some and len(boxes) + len(some) <= rule.most:
             boxes += [(b, m) for b in some]
         else:
             kernel.append(m)
-    engine: list[Box] = []
-    taken = 0
+    engine: dict[int, list[Box]] = {}
     for box, m in sorted(boxes, key=lambda x: x[0].nbytes, reverse=True):
-        first, rest = _cut(box, int(rule.share(box.nbytes) * total) - taken, rule)
+        group = groups[box.left_root]
+        first, rest = _cut(box, int(room[group]), rule)
         if first is not None:
-            engine.append(first)
-            taken += first.nbytes
+            engine.setdefault(group, []).append(first)
+            room[group] -= first.nbytes
         if rest is not None:
             kernel.append(_move(rest, m))
-    return kernel, _in_turns(engine, [groups[b.left_root] for b in engine], turns.rotation)
+    return kernel, [engine[group] for group in sorted(engine)]
 
 
 def _boxes(m: Move, rule: Rule) -> Iterator[Box]:
@@ -140,30 +138,22 @@ def _move(box: Box, m: Move) -> Move:
     return m._replace(left=box.left, right=box.right, dims=dims)
 
 
-def _in_turns(boxes: Sequence[Box], groups: Sequence[int], rotation: int) -> list[Box]:
-    count = max(groups, default=0) + 1
-    total, done = [0] * count, [0] * count
-    for b, g in zip(boxes, groups):
-        total[g] += b.nbytes
-    when = []
-    for b, g in zip(boxes, groups):
-        when.append((done[g] / total[g], (g - rotation) % count))
-        done[g] += b.nbytes
-    return [boxes[i] for i in sorted(range(len(boxes)), key=when.__getitem__)]
-
-
 class CopyEngine:
-    """Copies on a stream of its own, between `begin` and `end` of the caller's current one. Not to be recorded in a graph."""
+    """Copies on a stream of its own, between `begin` and `end` of the caller's current one. Not to be recorded in a graph. `turns`:
+    what is copied one after the other."""
 
     def __init__(
-        self, boxes: Sequence[Box], left: Sequence[torch.Tensor], right: Sequence[torch.Tensor], device: torch.device
+        self, turns: Sequence[Sequence[Box]], left: Sequence[torch.Tensor], right: Sequence[torch.Tensor], device: torch.device
     ):
         def places(b: Box) -> tuple[int, int]:
             return right[b.right_root].data_ptr() + b.right, left[b.left_root].data_ptr() + b.left
 
-        runs = [(*places(b), b.width) for b in boxes if b.rows == 1]
-        wide = [(*places(b), b.right_pitch, b.left_pitch, b.width, b.rows) for b in boxes if b.rows > 1]
-        self._copies = driver.Copies(runs, wide)
+        def copies(boxes: Sequence[Box]) -> driver.Copies:
+            runs = [(*places(b), b.width) for b in boxes if b.rows == 1]
+            wide = [(*places(b), b.right_pitch, b.left_pitch, b.width, b.rows) for b in boxes if b.rows > 1]
+            return driver.Copies(runs, wide)
+
+        self._copies = [copies(boxes) for boxes in turns]
         self._device, self._stream = device, torch.cuda.Stream(device)
         self._fork, self._join = torch.cuda.Event(), torch.cuda.Event()
 
@@ -176,7 +166,8 @@ class CopyEngine:
         (DriverError)."""
         self._stream.wait_event(self._fork)
         try:
-            self._copies.launch(self._stream)
+            for copies in self._copies:
+                copies.launch(self._stream)
         finally:
             self._join.record(self._stream)
             torch.cuda.current_stream(self._device).wait_event(self._join)

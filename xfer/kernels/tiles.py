@@ -120,17 +120,15 @@ def cast_tables(moves: Sequence[Move], items: dict[str, int], *, backwards: bool
 
 @dataclass(frozen=True, slots=True)
 class Turns:
-    """In which order the tiles of a pull are taken. `groups[r]`: who drains storage r of the from end. Groups take turns of
-    about `burst` bytes (0: of a tile), beginning with number `rotation`; one that has less takes shorter turns, so that
-    all end together. Groups `beside` are no turn of their own: their tiles are spread evenly among all others.
+    """The order of the tiles of a pull. Storage r of the from end belongs to group `groups[r]`. Groups take turns of about
+    `burst` bytes (0: of a tile), in the order of their numbers; a group with fewer bytes takes shorter turns, so that all end
+    together. Groups `beside` have no turn: their tiles are spread evenly among all others.
 
-    In long turns takers that begin with different groups read from different GPUs all the time, and what several senders
-    send to one taker never meets; takers that begin with the same one share it to the end. What lies on the taker's own
-    GPU takes nothing from the wire, so it goes beside.
+    In long turns, takers that begin with different senders always read from different GPUs. Takers that begin with the same
+    sender share it to the end. What lies on the taker's own GPU needs no wire, so it goes beside.
     """
 
     groups: Sequence[int] = ()
-    rotation: int = 0
     burst: int = 0
     beside: frozenset[int] = frozenset()
 
@@ -144,15 +142,15 @@ def interleaved(table: Table, turns: Turns) -> Table:
         n = table.nbytes[mine := group == g]
         share[mine] = (np.cumsum(n) - n) / max(1, n.sum())
         most = max(most, 0 if g in turns.beside else int(n.sum()))
-    place, when, beside = (group - turns.rotation) % count, share, np.isin(group, list(turns.beside))
+    when, beside = share, np.isin(group, list(turns.beside))
     if turns.burst:
         rounds = max(1, round(most / turns.burst))
-        among = sorted(set(place[~beside].tolist()))
-        nth = np.searchsorted(among, place)
+        among = sorted(set(group[~beside].tolist()))
+        nth = np.searchsorted(among, group)
         begun = np.floor(share * rounds)
         turn = (begun + (nth + share * rounds - begun) / max(1, len(among))) / rounds
         when = np.where(beside, share, turn)
-    order = np.lexsort((place, when))
+    order = np.lexsort((group, when))
     return Table(table.unit, table.dtypes, np.ascontiguousarray(table.tiles[order]), table.nbytes[order])
 
 

@@ -303,10 +303,12 @@ class TensorStream:
 
         turns = None
         if sources is self._sources:
-            # One sender after the other, each assembling rank another one; what lies here goes beside that.
-            groups = tuple(i for i, some in enumerate(self._numbers.values()) for _ in some)
-            mine = list(self._numbers).index(self.rank)
-            turns = Turns(groups, self.rank + 1, 1 << 30, frozenset((mine,)) if len(self._numbers) > 1 else frozenset())
+            # One sender after the other. Each assembling rank begins with another one, and what lies on its own goes beside.
+            count = len(self._numbers)
+            first = self.rank + 1
+            groups = tuple((i - first) % count for i, some in enumerate(self._numbers.values()) for _ in some)
+            mine = (list(self._numbers).index(self.rank) - first) % count
+            turns = Turns(groups, 1 << 30, frozenset((mine,)) if count > 1 else frozenset())
         return TritonRows(rows, [into], "local", sources, turns=turns, programs=self.programs)
 
 

@@ -113,7 +113,7 @@ def finish(draft: Draft, deal: Deal, key: str, options: PlanOptions) -> SubPlan:
         draft.source_class, draft.sources.first, draft.taker_class, draft.takers.first, draft.fill_class,
         draft.fill_rows, atoms.origin, atoms.extent, atoms.signature, atoms.hold_first, atoms.hold_row, draft.place,
         stream.atom, stream.want, stream.start, shares.src, shares.dst, shares.begin, shares.end,
-        pair_src, pair_dst, when.first, when.wave, when.begin,
+        pair_src, pair_dst, when.first, when.wave, when.begin, when.turn,
     )  # fmt: skip
     waves = max(when.waves, int(len(draft.fill_rows) > 0))
     summary = _summary(draft, shares, (pair_src, pair_dst, pair_bytes), when, waves, options)

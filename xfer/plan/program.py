@@ -54,10 +54,7 @@ ROW = np.dtype(
         ("dst", "<i4"),
         ("dst_root", "<i4"),
         ("wave", "<i4"),
-        (
-            "reserved",
-            "<i4",
-        ),  # zero; keeps the 8-byte columns aligned without padding bytes, which would enter the digest
+        ("turn", "<i4"),  # place of `src` in the taker's round of senders; takers begin with different ones
         ("wire", "<i8"),  # byte offset in message (src, dst, wave)
         ("src_offset", "<i8"),  # bytes
         ("dst_offset", "<i8"),

@@ -56,7 +56,7 @@ def handed_on(rows: np.ndarray, before: int) -> np.ndarray:
     """A taker's rows as the next one of the same layout pulls them: from rank `before`, as that one has converted them and
     where it has put them. Waves stay."""
     out = rows.copy()
-    out["src"], out["op"] = before, Op.COPY
+    out["src"], out["op"], out["turn"] = before, Op.COPY, 0
     for column in ("dtype", "root", "offset", "strides"):
         out[f"src_{column}"] = out[f"dst_{column}"]
     return _sorted(out)

@@ -24,6 +24,7 @@ class Schedule:
     wave: np.ndarray  # int32 [M]
     begin: np.ndarray  # int64 [M], bytes
     waves: int
+    turn: np.ndarray  # int32 [pairs], place of the pair in its taker's round of senders
 
 
 def schedule(
@@ -50,7 +51,7 @@ def schedule(
     # What does not fill a message counts as whole units: it may travel before full ones, which must begin at a unit.
     rest = -(-(nbytes - (count - 1) * message) // unit) * unit
     amount = np.where(left > 1, message, rest[pair])
-    turn = _turns(src, dst, rotation, rotations)
+    turn = _turns(src, dst, nbytes, rotation, rotations)
     order = np.lexsort((dst[pair], turn[pair], -amount, -left))
 
     ranks = int(max(src.max(initial=0), dst.max(initial=0))) + 1
@@ -77,7 +78,8 @@ def schedule(
             begin.append(done)
             done += by_wave[w]
     first = np.concatenate([[0], until]).astype(np.int64)
-    return Schedule(first, np.array(wave, np.int32), np.array(begin, np.int64), max(wave, default=-1) + 1)
+    waves = max(wave, default=-1) + 1
+    return Schedule(first, np.array(wave, np.int32), np.array(begin, np.int64), waves, turn.astype(np.int32))
 
 
 class _Room:
@@ -114,22 +116,29 @@ def _first_fit(rooms: tuple[_Room, _Room, _Room], amount: int, used: Container[i
         low, waves = waves, 2 * waves
 
 
-def _turns(src: np.ndarray, dst: np.ndarray, rotation: int, rotations: int) -> np.ndarray:
-    """Position of each pair in its taker's round of senders."""
-    order = np.lexsort((src, dst))
-    d = dst[order]
-    start, many = col.runs(d)
-    place = np.arange(len(d)) - start.repeat(many)
-    turn = np.empty(len(d), np.int64)
-    # Takers counted, so that joint ranks with a common divisor do not align.
-    taker = np.arange(len(start)).repeat(many)
-    senders = many.repeat(many)
-    apart = np.maximum(
-        1, senders // max(1, len(start))
-    )  # with more senders than takers, takers start that far from each other
-    stride = senders // max(1, rotations)
-    # Not a multiple of what takers are apart, or schedules would only swap each other's senders.
-    stride += np.where(stride % apart == 0, np.maximum(1, apart // max(1, rotations)), 0)
-    shift = rotation * (stride if rotations else 1)
-    turn[order] = (place - taker * apart - shift) % senders if len(d) else place
+def _turns(src: np.ndarray, dst: np.ndarray, nbytes: np.ndarray, rotation: int, rotations: int) -> np.ndarray:
+    """Position of each pair in its taker's round of senders. Those that have next to nothing for a taker come last."""
+    if not len(src):
+        return np.zeros(0, np.int64)
+    most = np.zeros(int(dst.max()) + 1, np.int64)
+    np.maximum.at(most, dst, nbytes)
+    few = 8 * nbytes < most[dst]
+    order = np.lexsort((src, few, dst))
+    turn, (start, many) = np.empty(len(src), np.int64), col.runs(dst[order])
+    place = np.arange(len(src)) - start.repeat(many)
+    readers = np.bincount(src[~few], minlength=int(src.max()) + 1)
+    same: dict[bytes, int] = {}  # takers of the same senders counted: joint ranks with a common divisor would align
+    for at, count in zip(start.tolist(), many.tolist()):
+        mine = order[at : at + count]
+        senders = src[mine][~few[mine]]
+        taker = same[senders.tobytes()] = same.get(senders.tobytes(), -1) + 1
+        n = len(senders)
+        # With more senders than takers that share them, takers start that far from each other.
+        apart = max(1, n // int(readers[senders].max()))
+        stride = n // max(1, rotations)
+        # Not a multiple of what takers are apart, or schedules would only swap each other's senders.
+        if stride % apart == 0:
+            stride += max(1, apart // max(1, rotations))
+        shift = taker * apart + rotation * (stride if rotations else 1)
+        turn[mine] = np.where(few[mine], place[at : at + count], (place[at : at + count] - shift) % n)
     return turn

@@ -58,6 +58,7 @@ class Tables:
     message_first: np.ndarray  # int64 [pairs + 1]
     message_wave: np.ndarray  # int32 [M]
     message_begin: np.ndarray  # int64 [M], position in the pair's stream
+    pair_turn: np.ndarray  # int32 [pairs], place in the taker's round of senders
 
 
 _NAMES = tuple(f.name for f in fields(Tables))
@@ -233,10 +234,11 @@ class SubPlan:
             rows = _joined([rows.take(whole), cut])
             at = np.concatenate([at[whole], (begin - edge[into])[split][number] + inside])
             into = np.concatenate([first[whole], into[split][number]])
-        wave = t.message_wave[message[into]]
-        order = np.lexsort((at, _pair_key(rows["src"], rows["dst"]), wave))
+        wave, pair = t.message_wave[message[into]], _pair_key(rows["src"], rows["dst"])
+        order = np.lexsort((at, pair, wave))
         rows = rows.take(order)
         rows["wire"], rows["wave"] = at[order], wave[order]
+        rows["turn"] = t.pair_turn[np.searchsorted(_pair_key(t.pair_src, t.pair_dst), pair[order])]
         return rows
 
     # ---- identity

@@ -39,12 +39,9 @@ MAX_OFFER_BYTES = 64 << 20
 DRAIN_S = 5.0
 """How long an aborted pull may take to leave the device: each program finishes the tile that it holds, and copies that were
 launched come to their end."""
-FEW_SENDERS = 2
-"""From more GPUs than these a taker pulls with one program a multiprocessor, not four: what is asked for at once then
-queues up where it comes together. Four takers of four senders got 353 GB/s for 339, two of two 363 either way (H200)."""
 BURST_BYTES = 0
-"""Of a sender's turn. Long ones gain 4 % where all takers begin at once and each with another sender, and halve the rate where
-two begin with the same (measured on H200s); in turns of a tile nobody can get into anybody's way for long."""
+"""Of a sender's turn among the kernel's tiles. Long turns gain 4 % where all takers begin at once and each with another sender, and
+halve the rate where two begin with the same (measured on H200s). In turns of a tile no taker is in another's way for long."""
 _POLL_S = 20e-6
 _EAGER_S = 0.5e-3
 """For so long a pull is asked without a sleep in between, only with turns for other threads: few bytes are here by then."""
@@ -412,15 +409,16 @@ class Pull:
 
         known = sorted(_known(mapping))
         number = {pair: i for i, pair in enumerate(known)}
-        senders = sorted({a for a, _ in known})
+        senders = in_turn(rows, {a for a, _ in known})
         rows = rows.copy()
         rows["src_root"] = [number[a, b] for a, b in zip(rows["src"].tolist(), rows["src_root"].tolist())]
         here = frozenset(senders.index(a) for a in mapping.here if a in senders)
-        if len(senders) > FEW_SENDERS and not here:
-            how = {"programs": multiprocessors(mapping.device), **how}
+        if not mapping.here.issuperset(senders):
+            # Reads from other GPUs queue up where they meet, and copy engines wait behind them: fewer at once are faster (H200).
+            how = {"programs": multiprocessors(mapping.device) // (1 if here else 2), **how}
         rule = how.pop("copied", READ_TOO if here or read_too else PULLED)
         how["copied"] = replace(rule, most=rule.most // len(self._waves))  # all parts are launched at once
-        turns = Turns(tuple(senders.index(a) for a, _ in known), mapping.rank, burst, here)
+        turns = Turns(tuple(senders.index(a) for a, _ in known), burst, here)
         sources = [mapping.roots[a][b] for a, b in known]
         return TritonRows(rows, roots, "local", sources, turns=turns, abort=self._abort, summed=summed, **how)
 
@@ -491,6 +489,12 @@ class Pull:
         return PullStats(
             sum(n for _, n in self.by_sender), self.by_sender, self._launched - self._began, now - self._began
         )
+
+
+def in_turn(rows: np.ndarray, senders: set[int]) -> list[int]:
+    """The senders in the order in which the plan lets this taker turn to them."""
+    turn = dict(zip(rows["src"].tolist(), rows["turn"].tolist()))
+    return sorted(senders, key=lambda a: (turn.get(a, 0), a))
 
 
 def _known(mapping: Mapping) -> set[tuple[int, int]]:
