@@ -14,9 +14,9 @@ import torch
 from tests.functional.test_session_protocol import fault, good, right  # noqa: F401
 from tests.support.packed_world import Knobs, PackedWorld
 from xfer import errors as e
+from xfer.coordinator import refit
 from xfer.packed import feed, lane, plan, shared
 from xfer.packed.buffer import Buffers
-from xfer.session import attempt
 
 
 @pytest.mark.parametrize("colocated", [False, True], ids=["broadcast", "shared memory"])
@@ -122,7 +122,7 @@ def test_a_replica_that_is_armed_late_spoils_nothing_that_another_still_takes_in
     def slow(names, seconds: float) -> Knobs:
         return Knobs(loaded=lambda worker, name, tensor: time.sleep(seconds * (name in names)))
 
-    monkeypatch.setattr(attempt, "TOGETHER_S", 0.1)
+    monkeypatch.setattr(refit, "TOGETHER_S", 0.1)
     shapes = {f"layers.{i}.w": (24, 12) for i in range(6)} | {"embed": (36, 8), "norm": (12,)}
     with PackedWorld(workers=1, replicas=2, shapes=shapes, colocated=colocated, limit=600) as w:
         good(w.refit(1))
@@ -138,7 +138,7 @@ def test_a_replica_that_is_armed_late_spoils_nothing_that_another_still_takes_in
 def test_gathers_run_in_one_order_on_all_ranks_whatever_their_lanes_are_at(monkeypatch):
     """Collectives of two gathers that cross are paired with each other. Trainer 1's lane of the first replica comes last."""
     begun: dict[str, list] = {}
-    monkeypatch.setattr(attempt, "TOGETHER_S", 0.1)
+    monkeypatch.setattr(refit, "TOGETHER_S", 0.1)
     with PackedWorld(trainers=3, workers=1, replicas=2) as w:
         good(w.refit(1))
         pause, gather = w.engines[1].pause, feed.Feed._gather

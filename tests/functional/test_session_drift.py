@@ -193,4 +193,4 @@ def test_what_one_rank_sends_that_changes_is_enough(caplog):
     w.sources[1].trains = frozenset({"norm"})
     with w:
         assert steps(w, ("lora_A", "norm"), 4, caplog) == [0] * 4
-        until_true(lambda: w.controllers[0].version == "4")
+        until_true(lambda: w.controllers[0].version == 4)

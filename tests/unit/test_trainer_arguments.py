@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
@@ -75,22 +78,28 @@ def test_without_a_process_group_the_calls_that_are_missing_are_named():
     assert "init_process_group()" in line and "initialize_model_parallel()" in line
 
 
-@pytest.mark.trainer
-@pytest.mark.skipif(find_spec("megatron") is None, reason="needs Megatron-Core")
-def test_megatrons_own_groups_are_asked_for_and_then_all_is_well(world):
+def megatrons_own_groups() -> None:
+    """In a process of its own: Megatron-Core must not have been imported before the CPU's stand-ins are there."""
     from xfer.testing import megatron_cpu
 
     megatron_cpu.install()
     from megatron.core import parallel_state
 
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     (line,) = said([NET], Bridge())
     assert line.startswith("no process groups of Megatron:") and "initialize_model_parallel()" in line
     parallel_state.initialize_model_parallel()
-    try:
-        for model in (NET, [NET], torch.nn.ModuleList([NET])):
-            assert xfer.MegatronTrainer(model, Bridge()).chunks == [NET]
-    finally:
-        parallel_state.destroy_model_parallel()
+    for model in (NET, [NET], torch.nn.ModuleList([NET])):
+        assert xfer.MegatronTrainer(model, Bridge()).chunks == [NET]
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+@pytest.mark.trainer
+@pytest.mark.skipif(find_spec("megatron") is None, reason="needs Megatron-Core")
+def test_megatrons_own_groups_are_asked_for_and_then_all_is_well():
+    code = f"from {__name__} import megatrons_own_groups; megatrons_own_groups()"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120, cwd=Path(__file__).parents[2])
 
 
 @pytest.mark.engine

@@ -8,6 +8,7 @@ needs milliseconds, and tries again if it was sent away. So callers that only co
 from __future__ import annotations
 
 import asyncio
+import atexit
 import hmac
 import itertools
 import logging
@@ -66,6 +67,7 @@ class Server:
         self.unproven: dict[_Connection, float] = {}  # since when; oldest first
         self._numbers = itertools.count(1)
         self._alarm: asyncio.TimerHandle | None = None
+        _servers.add(self)
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="xfer-rendezvous", daemon=True)
         self._thread.start()
@@ -297,6 +299,16 @@ class _Connection(asyncio.Protocol):
             self._limit.cancel()
         _open.discard(self)
         self.server.lost(self, self._reason or (str(exc) if exc is not None else "connection closed by peer"))
+
+
+_servers: weakref.WeakSet[Server] = weakref.WeakSet()
+
+
+@atexit.register
+def _stop_feeding() -> None:
+    """The interpreter ends, and connections with it: that is no news for a coordinator of this process."""
+    for server in list(_servers):
+        server.closing = True
 
 
 _open: weakref.WeakSet[_Connection] = weakref.WeakSet()
