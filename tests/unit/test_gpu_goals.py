@@ -50,8 +50,12 @@ def test_figures_of_pages_are_what_goals_are_judged_by():
     tp2 = goals("gpu_2026-11-22_wire_sessions.json", "TP2")
     assert round(tp2["4b, plain, TP2: transfer, ms"].ours, 2) == 11.97
     assert tp2["4b, plain, TP2: verified / plain transfer"].limit == 1.1
-    plane = goals("gpu_2026-11-21_run3.json")
+    plane = goals("gpu_2026-11-26_four.json", "73055e9")
+    assert {n: round(plane[f"data plane, {n}: peer, ms"].ours, 2) for n in ("4b", "30b", "replicas")} == {
+        "4b": 10.54, "30b": 81.26, "replicas": 155.57,
+    }  # fmt: skip
     assert not plane["data plane, 30b: peer, ms"].met and plane["data plane, 4b: peer, ms"].met
+    assert plane["data plane, relay: row / one copy out"].how == "168.80 (relay, 128 parts) / 155.25 ms"
 
 
 def test_every_result_can_be_read():

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from tests.support.row_worlds import row
 from xfer.errors import DeadlineExceeded
+from xfer.plan.program import in_turn
 from xfer.plan.schedule import schedule
 from xfer.transport.group import Aborted
-from xfer.transport.peer import in_turn
 from xfer.transport.relay_place import Hand, Place, Steps
 
 

@@ -122,6 +122,12 @@ def row_wire_bytes(rows: np.ndarray) -> np.ndarray:
     return np.where(rows["op"] == Op.FILL, 0, rows["extent"].prod(axis=1) * item)
 
 
+def in_turn(rows: np.ndarray, senders: set[int]) -> list[int]:
+    """The senders in the order in which the plan lets the taker of these rows turn to them."""
+    turn = dict(zip(rows["src"].tolist(), rows["turn"].tolist()))
+    return sorted(senders, key=lambda a: (turn.get(a, 0), a))
+
+
 def _messages(rows: np.ndarray) -> Iterator[Message]:
     if not len(rows):
         return

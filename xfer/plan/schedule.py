@@ -1,4 +1,5 @@
-"""When the bytes of each pair (sender, taker) travel: pairs x waves, bounded per message and per rank.
+"""When the bytes of each pair (sender, taker) travel: pairs x waves, bounded per message and per rank; and in which turn a taker
+pulls from which sender.
 
 Works on byte counts alone, so that every rank knows all waves without expanding anybody's rows. A pair's bytes are one
 stream; a message is an interval of it. Not here: which rows a stream has (subplan.py).

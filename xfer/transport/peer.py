@@ -30,7 +30,7 @@ from xfer.errors import DeadlineExceeded, PeerLost, ProtocolError, RebindError
 from xfer.kernels import cuda_driver as driver
 from xfer.kernels.checksum import Sums
 from xfer.kernels.tiles import Turns
-from xfer.plan.program import Op, Program, row_wire_bytes
+from xfer.plan.program import Op, Program, in_turn, row_wire_bytes
 from xfer.transport.group import Aborted
 
 WIRE_VERSION = 2
@@ -489,12 +489,6 @@ class Pull:
         return PullStats(
             sum(n for _, n in self.by_sender), self.by_sender, self._launched - self._began, now - self._began
         )
-
-
-def in_turn(rows: np.ndarray, senders: set[int]) -> list[int]:
-    """The senders in the order in which the plan lets this taker turn to them."""
-    turn = dict(zip(rows["src"].tolist(), rows["turn"].tolist()))
-    return sorted(senders, key=lambda a: (turn.get(a, 0), a))
 
 
 def _known(mapping: Mapping) -> set[tuple[int, int]]:
