@@ -61,8 +61,8 @@ def launched(tmp_path):
 
     yield make
     for one in some:
-        for engine in one.engines:
-            engine.kill()
+        for child in (*one.engines, *one.trainers.ranks):
+            child.kill()
         one.family.__exit__()
 
 

@@ -42,11 +42,11 @@ class Everywhere:
 
 
 def name_shared_memory() -> str:
-    """vLLM's CPU workers would name theirs as those of any other launcher on this host. Returns what the names begin with."""
+    """Give it names of this launcher: vLLM's CPU workers name theirs alike under all launchers of a host. Returns how they begin."""
     from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed as Shared
 
     begin, name = f"launcher-{os.environ['MASTER_PORT']}", Shared.make_group_name
-    Shared.make_group_name = staticmethod(lambda communicator: begin + name(communicator))
+    Shared.make_group_name = staticmethod(lambda communicator: begin + name(communicator).replace("/", ""))
     return begin
 
 
@@ -61,9 +61,7 @@ class Engine:
         shared = name_shared_memory()
         how = dict(load_format="auto", tensor_parallel_size=tp, distributed_executor_backend="external_launcher")
         self.llm = LLM(**arguments(model, **how))
-        for path in Path("/dev/shm").glob(
-            f"{shared}*"
-        ):  # all ranks have mapped it; nobody would remove it when they are killed
+        for path in Path("/dev/shm").glob(f"{shared}*"):  # all ranks have mapped it, and a killed one would leave it
             path.unlink(missing_ok=True)
         emit("started")
 
