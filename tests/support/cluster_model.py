@@ -21,9 +21,9 @@ import msgspec
 from xfer.coordinator.coordinator import Coordinator
 from xfer.coordinator.events import Close, Connected, Disconnected, Event, Received, Send, Tick
 from xfer.coordinator.state import Options
-from xfer.errors import PeerLost, RefitFailed, XferError
+from xfer.errors import PeerLost, XferError
 from xfer.session import messages as m
-from xfer.session.bounds import ANSWER_GRACE_S, CALL_GRACE_S, SETTLE_GRACE_S, STOP_GRACE_S
+from xfer.session.bounds import CALL_GRACE_S, SETTLE_GRACE_S, STOP_GRACE_S
 from xfer.session.packing import pack_specs
 from xfer.trace.catalog import Catalog
 from xfer.trace.fragment import TensorSpec
@@ -145,7 +145,6 @@ class Trainer(Process):
         self.lanes = {r: Lane(self, r) for r in range(self.job.options.replicas)}
         self.variant, self.layout, self.generation = 0, 0, 0
         self.attempt, self.until, self.called = 0, 0.0, False
-        self.entered_as = ""
         self.free: dict[int, int] = {}  # replica -> the last refit of which it was told `Drained`
         self.void: set[int] = set()
         self.outcome: m.Outcome | None = None
@@ -176,7 +175,6 @@ class Trainer(Process):
         if self.job.faults.pop((self, m.Ready), None):
             return self.fail("a gather failed", self.attempt)
         news = self.changed() if hasattr(self, "_changed") else {}
-        self.job.reading.add((self, self.attempt))
         broken = tuple(r for r, lane in self.lanes.items() if lane.cancelled)
         self.say(m.Ready(self.attempt, 0.0, generation=self.generation, broken=broken, **news))
 
@@ -217,7 +215,6 @@ class Trainer(Process):
 
     def _ended(self, outcome: m.Outcome) -> None:
         self.called, self.outcome = False, outcome
-        self.job.reading.discard((self, self.attempt))
         if outcome.void:
             self.call(*self._call)
 
@@ -355,12 +352,10 @@ class Worker(Process):
         self.engine.returned(self, failed)
 
     def begun(self, go: m.Go) -> None:
-        self.job.pulls.add((self, go.attempt))
         self.job.check_reads(self, go)
         self.content = WRITING
 
-    def done(self, go: m.Go) -> None:
-        self.job.pulls.discard((self, go.attempt))
+    def done(self, go: m.Go) -> None: ...
 
     def sums(self, go: m.Go) -> tuple[m.Checksum, ...]:
         wrong = self.job.faults.pop((self, m.Checksum), None)
@@ -480,12 +475,9 @@ class Job:
         self.processes: list[Process] = []
         self.numbers = itertools.count(1)
         self.faults: dict[tuple[Process, type], bool] = {}
-        self.reading: set[tuple[Trainer, int]] = set()
-        self.pulls: set[tuple[Worker, int]] = set()
         self.corrupt: set[tuple[Worker, int]] = set()  # whose bytes differ from what was sent
         self.verdicts: dict[tuple[Worker, int], bool] = {}
         self.steps = 0
-        self.labels = itertools.count(1)
         self.trainers = [self._new(Trainer, "trainer", i) for i in range(trainers)]
         self.engines = [Engine(self, r) for r in range(replicas)]
         for t in self.trainers:
@@ -585,7 +577,6 @@ class Job:
         """A process is killed, or (dead False) loses its connection and lives on."""
         if dead:
             p.alive = False
-            self.pulls = {(w, n) for w, n in self.pulls if w is not p}
             if isinstance(p, Worker):
                 p.engine.inside.discard(p)
                 p.engine.failed = True
@@ -625,7 +616,3 @@ class Job:
             t.call(label, bool(how.get("verify", True)), float(how.get("deadline_s", DEADLINE_S)))
         self.settle()
         return [t.outcome for t in self.trainers]
-
-
-LATEST_S = CALL_GRACE_S + ANSWER_GRACE_S
-__all__ = ["DEADLINE_S", "LATEST_S", "Controller", "Engine", "Job", "RefitFailed", "Trainer", "Worker"]

@@ -38,10 +38,6 @@ SEND_S = 120.0
 """Seconds that one frame may take to leave; a peer that does not read for so long counts as lost."""
 
 
-NOW_BYTES = 4096
-"""A longer message is left to whoever can wait (`send_now`)."""
-
-
 def frame(message: Message) -> bytes:
     body = encode(message)
     return struct.pack("<I", len(body)) + body
@@ -180,14 +176,6 @@ class Channel:
         if reader is not None and reader is not threading.current_thread():
             reader.join(seconds)
 
-    def hang_up(self) -> None:
-        """Nothing more comes from here. What was sent still arrives, which `close` cannot promise: where bytes of the
-        other side lie unread, the kernel takes back what that side has not read yet."""
-        try:
-            self._sock.shutdown(socket.SHUT_WR)
-        except OSError:
-            pass
-
     def _wait(self, write: bool, until: float | None) -> None:
         while not self._closed.is_set():
             left = 1.0 if until is None else min(1.0, until - time.monotonic())
@@ -218,26 +206,6 @@ class Channel:
         if size > MAX_FRAME:
             raise ProtocolError(f"{self.label} announced a frame of {size} bytes, over the limit of {MAX_FRAME}")
         return decode(self._read(size))
-
-    def send_now(self, message: Message) -> bool:
-        """Sends the message if the connection takes all of it at once, without waiting for anybody. False: nothing was
-        sent, or the connection is gone, which its reader reports."""
-        data = frame(message)
-        if len(data) > NOW_BYTES or not self._lock.acquire(blocking=False):
-            return False
-        try:
-            poll = select.poll()
-            poll.register(self._sock, select.POLLOUT)
-            # Writable means that a third of the send buffer is free, which is more than NOW_BYTES.
-            if not poll.poll(0):
-                return False
-            if self._sock.send(data) != len(data):
-                self.close()  # half a frame is on its way
-        except (OSError, ValueError):
-            return False
-        finally:
-            self._lock.release()
-        return True
 
     def send(self, message: Message, seconds: float = SEND_S) -> None:
         """Raises PeerLost when the connection is gone or the peer does not read for `seconds`; it is closed then."""
