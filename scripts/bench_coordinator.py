@@ -39,8 +39,12 @@ def arguments() -> argparse.Namespace:
     p.add_argument("--workers", type=int, default=8, help="of a replica")
     p.add_argument("--processes", type=int, default=4, help="that hold the clients")
     p.add_argument("--refits", type=int, default=10)
-    p.add_argument("--lose", action=argparse.BooleanOptionalAction, default=True, help="then lose a worker, and refit again")
-    p.add_argument("--tree", type=Path, default=Path(__file__).resolve().parents[1], help="checkout whose xfer is measured")
+    p.add_argument(
+        "--lose", action=argparse.BooleanOptionalAction, default=True, help="then lose a worker, and refit again"
+    )
+    p.add_argument(
+        "--tree", type=Path, default=Path(__file__).resolve().parents[1], help="checkout whose xfer is measured"
+    )
     p.add_argument("--json", action="store_true")
     return p.parse_args()
 
@@ -86,7 +90,7 @@ class Client:
 
 
 class Wire(asyncio.Protocol):
-    """The client's end of session/channel.py's handshake and frames."""
+    """The client's end of rendezvous/channel.py's handshake and frames."""
 
     def __init__(self, client: Client):
         self.client, self.buffer, self.state, self.ready = client, bytearray(), 0, asyncio.Event()
@@ -176,8 +180,9 @@ class Place:
 
     def __init__(self, pipe, tree: str, port: int, a: argparse.Namespace, trainers: list[int], replicas: list[int]):
         sys.path.insert(0, tree)
-        from xfer.session import channel, packing
-        from xfer.session import messages as m
+        from xfer.coordinator import messages as m
+        from xfer.coordinator import packing
+        from xfer.rendezvous import channel
         from xfer.trace.catalog import Catalog
         from xfer.trace.fragment import TensorSpec
 

@@ -109,7 +109,10 @@ def main() -> None:
         "sources": a.sources, "takers": a.takers, "bytes_per_taker": nbytes, "ms": ms, "wrong": floor.wrong(),
         "gb_per_s": nbytes / statistics.median(ms) / 1e6,
     }  # fmt: skip
-    print(json.dumps({**found, "ms": round(statistics.median(ms), 3), "gb_per_s": round(found["gb_per_s"], 1)}), flush=True)
+    print(
+        json.dumps({**found, "ms": round(statistics.median(ms), 3), "gb_per_s": round(found["gb_per_s"], 1)}),
+        flush=True,
+    )
     if a.out:
         Path(a.out).write_text(json.dumps(found))
     if found["wrong"]:

@@ -6,7 +6,7 @@
 Engines (vLLM's AsyncLLM, or with --offline its LLM), --replicas of them, on the first --tp GPUs each, trainers on the next (on the
 engines' own where there are no more, as on one GPU), as many ranks as engine workers or --ranks. 30b: Qwen3-30B-A3B, whose trainers
 hold their share of the experts whole (EP) and all else cut (TP). Prints what copy engines take for the same bytes between the same
-GPUs before anything else is there (bench_gpu_floor.py), the three clocks of session/report.py (transfer, outage,
+GPUs before anything else is there (bench_gpu_floor.py), the three clocks of participants/report.py (transfer, outage,
 call), vLLM's own round trips with a call that does nothing in place of the update, the cost of verification, and device memory by
 cudaMemGetInfo around everything that xfer opens. Before and after the timed refits every byte of the engines is compared with what
 vLLM's own loader makes of the same weights (or, for Megatron, of Bridge's export).

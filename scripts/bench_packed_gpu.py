@@ -240,10 +240,14 @@ def main() -> int:
     p.add_argument("--repeats", type=int, default=5)
     p.add_argument("--slow-repeats", type=int, default=1, help="of ways that send tensor by tensor")
     p.add_argument("--programs", type=int, default=0, help="of the GPU's that copy; default 64 apart, all colocated")
-    p.add_argument("--vllm", action=argparse.BooleanOptionalAction, default=True, help="with vLLM's own packed broadcast")
+    p.add_argument(
+        "--vllm", action=argparse.BooleanOptionalAction, default=True, help="with vLLM's own packed broadcast"
+    )
     p.add_argument("--direct", action=argparse.BooleanOptionalAction, default=True)
     p.add_argument(
-        "--share", action="store_true", help="a rehearsal: ranks share the GPUs that are there, and no time means anything"
+        "--share",
+        action="store_true",
+        help="a rehearsal: ranks share the GPUs that are there, and no time means anything",
     )
     p.add_argument("--seconds", type=float, default=0, help="for everything; default 235, --quick 78")
     p.add_argument(
@@ -265,7 +269,9 @@ def main() -> int:
     }  # fmt: skip
     if a.device == "cuda":
         if any(VLLM in ways_of(case, a) for case in a.cases) and find_spec("vllm") is None:
-            raise SystemExit("vLLM cannot be imported here: put the folder that it lies in on PYTHONPATH, or give --no-vllm")
+            raise SystemExit(
+                "vLLM cannot be imported here: put the folder that it lies in on PYTHONPATH, or give --no-vllm"
+            )
         there, needed = torch.cuda.device_count(), max(1 + max(CASES[case]) for case in a.cases)
         if there < (1 if a.share else needed):
             raise SystemExit(f"{there} GPUs: colocated needs 2, apart 4; --share for a rehearsal on fewer")

@@ -6,10 +6,10 @@
     .venvs/engine/bin/python  scripts/bench_plan.py --trace engine  --row "30B EP4xTP2xDP2" [--rank 0]
 
 A plan: layouts of all ranks are declared (plan_shapes.py), packed and announced as in a session, and then one worker (its
-one sub-plan) and one trainer (the sub-plans of all replicas) plan in a process of their own each, from what the hub would
+one sub-plan) and one trainer (the sub-plans of all replicas) plan in a process of their own each, from what the coordinator would
 have sent them: that process's seconds and its peak memory, Python and numpy included, are what is printed. "again": a new
 process with the plans on disk, reading those included. Links: hosts of 8 GPUs, 400 Gb/s NICs, NVLink of 396 GB/s, unless
---no-fabric; then no rank is nearer than another. Bytes: what the hub receives and sends, from the session's own code.
+--no-fabric; then no rank is nearer than another. Bytes: what the coordinator receives and sends, from the session's own code.
 
 A trace: the framework's own code at full size, on meta tensors or on untouched memory, for one rank: Bridge's export of a
 Megatron-Core model, or vLLM's `load_weights`. The fragments are compared with those of plan_shapes.py. What a rank spends
@@ -37,14 +37,14 @@ import msgspec  # noqa: E402
 import numpy as np  # noqa: E402
 from plan_shapes import CONFIGS, ROWS, Model, engine, trainer  # noqa: E402
 
+from xfer.coordinator import messages as m  # noqa: E402
 from xfer.coordinator.layouts import LayoutExchange  # noqa: E402
+from xfer.coordinator.packing import pack, unpack_one  # noqa: E402
 from xfer.mesh.parallel import EngineParallel, TrainerParallel  # noqa: E402
+from xfer.participants.layouts import Shelf  # noqa: E402
 from xfer.plan.cache import PlanCache  # noqa: E402
 from xfer.plan.fabric import Fabric, Site  # noqa: E402
 from xfer.plan.options import PlanOptions  # noqa: E402
-from xfer.session import messages as m  # noqa: E402
-from xfer.session.layouts import Shelf  # noqa: E402
-from xfer.session.packing import pack, unpack_one  # noqa: E402
 from xfer.trace.catalog import Catalog  # noqa: E402
 
 BUCKET = 64 << 20
@@ -209,7 +209,7 @@ def show(f: dict) -> None:
     for name in ("worker", "worker again", "trainer", "trainer again"):
         print(line(name))
     print(
-        f"  bytes: {f['bytes_to_one_rank']:,} to a rank, {f['bytes_to_hub']:,} to the hub, {f['bytes_from_hub']:,} from it "
+        f"  bytes: {f['bytes_to_one_rank']:,} to a rank, {f['bytes_to_hub']:,} to the coordinator, {f['bytes_from_hub']:,} from it "
         f"(each rank every inventory, unpacked: {f['bytes_without_classes']:,}); inventory {f['inventory_s']}"
     )
     sys.stdout.flush()

@@ -2,7 +2,7 @@
 
     python scripts/bench_wake.py [--gpu 0] [--rests 0 8] [--repeats 200] [--out wake.json]
 
-A refit's decision takes the way that one round trip takes here: the hub's thread sends a word (Channel), the other process's
+A refit's decision takes the way that one round trip takes here: the coordinator's thread sends a word (Channel), the other process's
 reading thread hands it to a second thread (a queue), which answers; here a reading thread takes the answer and wakes the first.
 --rests: milliseconds for which both sleep before each, since a processor that has rested wakes later. Beside it, alone: a thread
 that wakes another one and is woken by it; and on --gpu two small kernels, and one in a graph, each waited for. Medians and
@@ -25,9 +25,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from xfer.session import messages as m
-from xfer.session.channel import Channel
-from xfer.session.turns import quick_turns, short_sleeps
+from xfer.coordinator import messages as m
+from xfer.participants.turns import quick_turns, short_sleeps
+from xfer.rendezvous.channel import Channel
 
 WAIT_S = 20.0
 
@@ -59,7 +59,9 @@ class Asker:
         ours = socket.create_connection(listening.getsockname(), timeout=WAIT_S)
         theirs, _ = listening.accept()
         listening.close()
-        self.process = subprocess.Popen([sys.executable, __file__, "--echo", str(theirs.fileno())], pass_fds=[theirs.fileno()])
+        self.process = subprocess.Popen(
+            [sys.executable, __file__, "--echo", str(theirs.fileno())], pass_fds=[theirs.fileno()]
+        )
         theirs.close()
         self.words: queue.SimpleQueue[m.Message | None] = queue.SimpleQueue()
         self.channel = Channel(ours, "echo")

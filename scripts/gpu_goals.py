@@ -132,7 +132,7 @@ def session(found: dict) -> Iterator[Judged]:
 
 
 def _clocks(rows: list[dict]) -> dict[str, float]:
-    """Milliseconds by the clocks of session/report.py, medians."""
+    """Milliseconds by the clocks of participants/report.py, medians."""
     return {k: statistics.median(1e3 * r["scalars"][k] for r in rows) for k in ("transfer_s", "outage_s", "call_s")}
 
 
@@ -179,7 +179,9 @@ def layerwise(found: list[dict]) -> Iterator[Judged]:
             if len(bare) > 1 and "blocking" in bare:
                 way = min((w for w in bare if w != "blocking"), key=bare.get)
                 how = f"{way}: {bare[way]:.2f} of {bare['blocking']:.2f} ms lie bare"
-                yield Judged(f"{what}: hidden, by the timeline, {part}", 1 - bare[way] / bare["blocking"], HIDDEN_GOAL, how, True)
+                yield Judged(
+                    f"{what}: hidden, by the timeline, {part}", 1 - bare[way] / bare["blocking"], HIDDEN_GOAL, how, True
+                )
         for part in ("overlap", "pull", "skew"):
             if part in r and any(r[part]["lacked"]):
                 yield Judged(f"{what}: bytes planned / lacked, {part}", wire_ratio(r[part]), WIRE_GOAL, "largest rank")
@@ -247,7 +249,9 @@ def fitting(gpus: int) -> list[Step]:
 
 def run(folder: Path, gpus: int, minutes: float) -> list[str]:
     """Names of steps that were not run for want of time."""
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # behind a shell's "&", and inherited: benchmarks are ended by it
+    if (
+        signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    ):  # behind a shell's "&", and inherited: benchmarks are ended by it
         signal.signal(signal.SIGINT, signal.default_int_handler)
     folder.mkdir(parents=True, exist_ok=True)
     left, ends = [], time.monotonic() + 60 * minutes

@@ -38,7 +38,9 @@ def main() -> None:
     p.add_argument("--model", choices=sorted(MODELS), default="4b")
     p.add_argument("--layers", type=int, default=0, help="of the model, fewer than it has where memory asks for it")
     p.add_argument("--eager", action="store_true", help="no CUDA graphs and no torch.compile: starts faster")
-    p.add_argument("--folder", default="", help="where traces go, for a browser (ui.perfetto.dev); not kept if not given")
+    p.add_argument(
+        "--folder", default="", help="where traces go, for a browser (ui.perfetto.dev); not kept if not given"
+    )
     args = p.parse_args()
     family, sizes = MODELS[args.model]
     sizes |= {"num_hidden_layers": args.layers} if args.layers else {}
@@ -52,7 +54,10 @@ def main() -> None:
         job.meet([engine])
         for name, how in (("refit", {}), ("verified", {"verify": True})):
             job.refit(times=4, timeout=250, **how)
-            paths = [str(Path(args.folder, f"{name}_{side}.json").resolve()) if args.folder else "" for side in ("trainer", "worker")]
+            paths = [
+                str(Path(args.folder, f"{name}_{side}.json").resolve()) if args.folder else ""
+                for side in ("trainer", "worker")
+            ]
             job.good("profile", "profiling")
             engine.ask("profile", "profiling")
             report = job.refit(**how)

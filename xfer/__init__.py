@@ -22,7 +22,7 @@ __version__ = "0.1.0"
 _HOME = {
     "connect": "xfer.api", "serve": "xfer.api", "nccl_xfer_refit": "xfer.api", "Refit": "xfer.api",
     "MegatronTrainer": "xfer.trainers.megatron", "TensorTrainer": "xfer.trainers.dtensor",
-    "Declared": "xfer.trainers.dtensor", "xferdtensor": "xfer.dtensor", "RefitReport": "xfer.session.report",
+    "Declared": "xfer.trainers.dtensor", "xferdtensor": "xfer.dtensor", "RefitReport": "xfer.participants.report",
     "MeshInfo": "xfer.mesh.mesh_info", "errors": "xfer", "XferError": "xfer.errors",
     "LayerWiseOptimizer": "xfer.layerwise", "ParamGroup": "xfer.layerwise", "Muon": "xfer.layerwise",
     "LayerWiseTrainer": "xfer.trainers.layerwise",
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from xfer.errors import XferError
     from xfer.layerwise import LayerWiseOptimizer, Muon, ParamGroup
     from xfer.mesh.mesh_info import MeshInfo
-    from xfer.session.report import RefitReport
+    from xfer.participants.report import RefitReport
     from xfer.trainers.dtensor import Declared, TensorTrainer
     from xfer.trainers.layerwise import LayerWiseTrainer
     from xfer.trainers.megatron import MegatronTrainer

@@ -20,10 +20,10 @@ from xfer import logs
 from xfer.errors import XferError
 
 if TYPE_CHECKING:
+    from xfer.participants.controller import Controller
+    from xfer.participants.report import RefitReport
+    from xfer.participants.trainer import Source, TrainerSession
     from xfer.plan.fabric import Site
-    from xfer.session.controller import Controller
-    from xfer.session.report import RefitReport
-    from xfer.session.trainer import Source, TrainerSession
 
 logger = logging.getLogger("xfer")
 DEADLINE_S = 600.0
@@ -145,10 +145,10 @@ def connect(
     Raises LayoutError, CoverageError, Unsupported, HandshakeError, PlanMismatch, DeadlineExceeded, PeerLost. All ranks may then call it
     again, at once and with other arguments.
     """
+    from xfer.participants import arguments as check
+    from xfer.participants.controller import Controller
+    from xfer.participants.trainer import TrainerSession
     from xfer.plan.options import MAX_BUCKET
-    from xfer.session import arguments as check
-    from xfer.session.controller import Controller
-    from xfer.session.trainer import TrainerSession
 
     logs.show()
     bad = check.wrong_engines(engines)
@@ -276,8 +276,8 @@ def serve(
     `controller.wait_ready()` raises what kept the replica from joining; `wait_version()` waits for its first weights.
     XferError with all arguments that cannot work; Unsupported for an object that no engine can be reached through.
     """
-    from xfer.session import arguments as check
-    from xfer.session.controller import Controller
+    from xfer.participants import arguments as check
+    from xfer.participants.controller import Controller
 
     logs.show()
     seen = (rendezvous,) if engine_rendezvous is None else (rendezvous, engine_rendezvous)
@@ -322,7 +322,7 @@ def nccl_xfer_refit(
     min_replicas: raise only if fewer committed; default all. deadline_s: default connect()'s.
 
     From one thread at a time. Raises the typed error of what went wrong (`xfer.errors`) on every rank, at the latest
-    `xfer.session.bounds.CALL_GRACE_S` seconds after the deadline; the trainer can go on, and a later refit repairs.
+    `xfer.coordinator.deadlines.CALL_GRACE_S` seconds after the deadline; the trainer can go on, and a later refit repairs.
     """
     return refit._session.refit(
         version=version, verify=verify, wait=wait, min_replicas=min_replicas, deadline_s=deadline_s

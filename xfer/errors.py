@@ -44,7 +44,9 @@ class XferError(Exception):
         return " ".join(f"{type(self).__name__}: {self.message}{first}{more}".split())
 
     def to_wire(self) -> tuple[str, str, tuple[str, ...], str]:
-        known = next(c for c in type(self).__mro__ if _BY_NAME.get(c.__name__) is c)  # of a kind that another module adds, its base
+        known = next(
+            c for c in type(self).__mro__ if _BY_NAME.get(c.__name__) is c
+        )  # of a kind that another module adds, its base
         return known.__name__, self.message, tuple(by_kind(self.violations)), self.where
 
 
@@ -83,7 +85,9 @@ def _one_line(lines: Sequence[str]) -> str:
     if len(lines) == 1:
         return lines[0]
     subjects = [line.partition(": ")[0] for line in lines]
-    unlike = {re.sub(r"\d+", "", subject): subject for subject in reversed(subjects)}  # one tensor of each name, whatever its layer
+    unlike = {
+        re.sub(r"\d+", "", subject): subject for subject in reversed(subjects)
+    }  # one tensor of each name, whatever its layer
     others = list(dict.fromkeys([subjects[0], *reversed(unlike.values()), *subjects]))[1:]
     shown, chars = [], len(subjects[0])
     for subject in others:

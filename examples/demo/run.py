@@ -282,7 +282,8 @@ def main() -> int:
     refits = [r["scalars"] for r in show.rows.values() if "scalars" in r]
     middle = {p: 1000 * sorted(r.get(p, 0.0) for r in refits)[len(refits) // 2] for p in phases}
     console.print(
-        "milliseconds by phase, median of all refits: " + ", ".join(f"{p[:-2].replace('_', ' ')} {t:.1f}" for p, t in middle.items())
+        "milliseconds by phase, median of all refits: "
+        + ", ".join(f"{p[:-2].replace('_', ' ')} {t:.1f}" for p, t in middle.items())
     )
     console.print(f"{args.steps} refits, every one verified: {'yes' if verified else 'NO'}")
     console.print(

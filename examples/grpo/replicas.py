@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import xfer
 from examples.grpo.client import DIRECT
 from xfer.errors import DeadlineExceeded
-from xfer.session.controller import Controller
+from xfer.participants.controller import Controller
 
 
 class Replicas:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import xfer
-from xfer.session.controller import Controller
+from xfer.participants.controller import Controller
 
 
 @dataclass(frozen=True)

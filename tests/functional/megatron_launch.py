@@ -34,7 +34,9 @@ def launch(script: str, *args: str, world: int, folder: Path, seconds: float = 4
 
     RuntimeError with the ends of the logs when a rank fails or the deadline passes; the other ranks are then killed.
     """
-    env = environment(WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()), PYTHONWARNINGS="ignore")
+    env = environment(
+        WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()), PYTHONWARNINGS="ignore"
+    )
     folder.mkdir(parents=True, exist_ok=True)
     logs = [folder / f"rank{r}.log" for r in range(world)]
     ranks: list[forge.Forged | subprocess.Popen] = []

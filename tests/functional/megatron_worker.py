@@ -24,7 +24,7 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
 from xfer.errors import XferError  # noqa: E402
-from xfer.session.drain import Drain  # noqa: E402
+from xfer.participants.drain import Drain  # noqa: E402
 from xfer.testing.train_loop import Trainer  # noqa: E402
 from xfer.trace.traced import TrainerLayout  # noqa: E402
 from xfer.trainers.megatron import MegatronTrainer  # noqa: E402

@@ -35,4 +35,6 @@ def test_the_demo_ends_with_a_live_engine_that_equals_a_fresh_one(tmp_path):
     assert "2 refits, every one verified: yes" in said and "tokens and logprobs equal" in said, said
     order = ["starting 4 trainer", "connected", "step 1: loss", "step 2: loss", "starting a fresh vLLM"]
     at = [next((when for when, line in came if words in line), ended) for words in order]
-    assert at == sorted(at) and ended - at[-1] > 2.0, "each is said when it happens: a fresh vLLM takes seconds to start"
+    assert at == sorted(at) and ended - at[-1] > 2.0, (
+        "each is said when it happens: a fresh vLLM takes seconds to start"
+    )

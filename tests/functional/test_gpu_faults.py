@@ -29,7 +29,9 @@ LAST, FIRST = "last", "first"
 """Which trainer; the first has the rendezvous in its process."""
 
 
-@pytest.fixture(scope="module", params=[pytest.param(r, marks=pytest.mark.xdist_group(f"faults {r}")) for r in ("peer", "nccl")])
+@pytest.fixture(
+    scope="module", params=[pytest.param(r, marks=pytest.mark.xdist_group(f"faults {r}")) for r in ("peer", "nccl")]
+)
 def bench(request, tmp_path_factory):
     way = route(request.param, GPUS)
     b = Bench(tmp_path_factory.mktemp(f"faults_{way.name}"), way)

@@ -31,7 +31,12 @@ from tests.support.proc import PATIENCE, PYTHON, ROOT, environment
 from xfer.testing.ports import free_port
 
 pytest.importorskip("vllm")
-pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.xdist_group("http"), pytest.mark.skipif(gpus() < 1, reason="needs a GPU")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.slow,
+    pytest.mark.xdist_group("http"),
+    pytest.mark.skipif(gpus() < 1, reason="needs a GPU"),
+]
 
 LONG = 150
 

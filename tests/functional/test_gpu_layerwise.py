@@ -88,7 +88,9 @@ def equal(ranks: Ranks, layout: dict, ways: list[dict], **way) -> dict:
     return first
 
 
-@pytest.mark.parametrize("case", ["dense fp32", *(pytest.param(c, marks=pytest.mark.slow) for c in CASES if c != "dense fp32")])
+@pytest.mark.parametrize(
+    "case", ["dense fp32", *(pytest.param(c, marks=pytest.mark.slow) for c in CASES if c != "dense fp32")]
+)
 @pytest.mark.parametrize("world", [2, 4])
 def test_fifty_steps_of_megatron_core_are_those_of_a_blocking_gather(world, case, tmp_path, folder, alone):
     model, sizes, layout = CASES[case]

@@ -26,7 +26,9 @@ WAYS = {
 RAISED = ("XferError", "RefitFailed")
 
 
-@pytest.fixture(scope="module", params=[pytest.param(w, marks=pytest.mark.xdist_group(f"packed faults {w}")) for w in WAYS])
+@pytest.fixture(
+    scope="module", params=[pytest.param(w, marks=pytest.mark.xdist_group(f"packed faults {w}")) for w in WAYS]
+)
 def bench(request, tmp_path_factory):
     b = Bench(tmp_path_factory.mktemp(f"packed_faults_{request.param}"), WAYS[request.param])
     with b.job:
@@ -69,7 +71,9 @@ def test_a_trainer_that_is_killed_between_buckets(b, rank, point):
     b.meet_anew()
     b.right()
     after = b.memory(rank)
-    if b.route.connect.get("colocated") and not BESIDE:  # what a dead one had exported is memory again; NCCL keeps some of its own
+    if (
+        b.route.connect.get("colocated") and not BESIDE
+    ):  # what a dead one had exported is memory again; NCCL keeps some of its own
         assert after["free"] >= before["free"] - after["allocated"] // 2, (before, after)
 
 

@@ -105,7 +105,15 @@ CASES = [
         env={**NO_HANDLES, **ONE_CONNECTION, **host("t{rank}")},
         engine_env={**ONE_CONNECTION, **host("e")},
     ),
-    Case("two replicas on one GPU, as on two hosts", "qwen3", (0,), ((0,), (0,)), dict(eager=True), slow=True, **UNMAPPED_APART),
+    Case(
+        "two replicas on one GPU, as on two hosts",
+        "qwen3",
+        (0,),
+        ((0,), (0,)),
+        dict(eager=True),
+        slow=True,
+        **UNMAPPED_APART,
+    ),
     Case(
         "packed, one GPU, as on two hosts",
         "qwen3_moe",
@@ -118,7 +126,16 @@ CASES = [
         **APART,
     ),
     Case("packed, by NCCL", "qwen3_moe", (1,), ((0,),), dict(eager=True), route="packed", connect=PACKED),
-    Case("packed, mapped on one GPU", "qwen3_tied", (0,), ((0,),), dict(eager=True), route="packed", connect=MAPPED, slow=True),
+    Case(
+        "packed, mapped on one GPU",
+        "qwen3_tied",
+        (0,),
+        ((0,),),
+        dict(eager=True),
+        route="packed",
+        connect=MAPPED,
+        slow=True,
+    ),
     Case(
         "packed, two on one GPU, mapped",
         "qwen3_moe",
@@ -240,7 +257,11 @@ def flew_well(mode: str, log: list, truth: dict[int, list[int]], versions: list[
         assert seen, (mode, tokens, truth)
         old = truth[seen[-1]]
         assert mode != "wait", (mode, seen, tokens, truth)
-        assert (why, len(tokens) < LONG) == (("abort", True) if mode == "abort" else ("length", False)), (mode, why, tokens)
+        assert (why, len(tokens) < LONG) == (("abort", True) if mode == "abort" else ("length", False)), (
+            mode,
+            why,
+            tokens,
+        )
         assert tokens[:4] == old[:4] and (mode == "keep" or tokens == old[: len(tokens)]), (mode, seen, tokens, old)
     assert seen == versions and (mode == "wait") == (met == 0), (mode, seen, versions, met)
 

@@ -186,10 +186,16 @@ def test_each_process_has_gpus_of_its_own_or_none_has_any(tmp_path, serve, train
         (tmp_path / side).chmod(0o755)
         (tmp_path / f"{side}.gpus").write_text(str(gpus))
     env = {k: v for k, v in os.environ.items() if k not in ("CUDA_VISIBLE_DEVICES", "SERVE", "PYTHONPATH")}
-    env |= {"TRAINER_PYTHON": str(tmp_path / "trainer"), "ENGINE_PYTHON": str(tmp_path / "engine"), "WORK": str(tmp_path / "work")}
+    env |= {
+        "TRAINER_PYTHON": str(tmp_path / "trainer"),
+        "ENGINE_PYTHON": str(tmp_path / "engine"),
+        "WORK": str(tmp_path / "work"),
+    }
     env |= {"SERVE": str(serve)} if serve else {}
     env["STARTS"] = str(1 + (serve or 1))
-    subprocess.run(["examples/grpo/run.sh", "0.6b"], cwd=ROOT, env=env, capture_output=True, timeout=60 * PATIENCE, check=True)
+    subprocess.run(
+        ["examples/grpo/run.sh", "0.6b"], cwd=ROOT, env=env, capture_output=True, timeout=60 * PATIENCE, check=True
+    )
     said = [x.split(" ", 1) for x in (tmp_path / "started").read_text().splitlines()]
     seen = {side: [gpus for who, gpus in said if who.endswith(side)] for side in ("trainer", "engine")}
     assert len(seen["trainer"]) == 1 and len(seen["engine"]) == (serve or 1)
@@ -239,7 +245,9 @@ def test_an_environment_that_cannot_be_made_is_not_installed_into(tmp_path):
         pip.write_text(f"#!/bin/sh\necho {side} $* >>{tmp_path}/installed\n")
         pip.chmod(0o755)
     env = {**os.environ, "PYTHON": "/nonexistent"}
-    done = subprocess.run([copy / "scripts/setup.sh", "all"], cwd=copy, env=env, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [copy / "scripts/setup.sh", "all"], cwd=copy, env=env, capture_output=True, text=True, timeout=60
+    )
     assert done.returncode and "setting up .venvs/engine failed" in done.stdout
     assert not (tmp_path / "installed").exists() and not list(copy.glob(".venvs/*/.stamp"))
 

@@ -33,7 +33,10 @@ def ray_main(monkeypatch):
             raise ValueError("num_cpus must not be given to a cluster that runs")
         started.append((address, options))
 
-    made = {name: ModuleType(name) for name in ("ray", "ray.util", "ray.util.placement_group", "ray.util.scheduling_strategies")}
+    made = {
+        name: ModuleType(name)
+        for name in ("ray", "ray.util", "ray.util.placement_group", "ray.util.scheduling_strategies")
+    }
     made["ray"].init = init
     made["ray.util.placement_group"].placement_group = None
     made["ray.util.scheduling_strategies"].PlacementGroupSchedulingStrategy = None

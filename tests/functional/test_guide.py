@@ -23,7 +23,9 @@ from tests.support.world import TOKEN, ToyEngine, ToySource, free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-YOURS = {*"model_chunks other_chunks bridge batches train_step loss_of log folder net model matrices others optimizer".split()}
+YOURS = {
+    *"model_chunks other_chunks bridge batches train_step loss_of log folder net model matrices others optimizer".split()
+}
 """What a reader has already, under names that say so."""
 
 
@@ -153,9 +155,27 @@ assert {t.untyped_storage().data_ptr() for t in layout.tensors.values()} <= poin
 def test_fused_experts_of_an_fsdp2_model_are_given_under_the_checkpoints_names(tmp_path):
     """transformers 5 is the engines' here. Five experts over two ranks, against what transformers itself saves."""
     (tmp_path / "rank.py").write_text(FUSED_EXPERTS)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port())]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "--master-port",
+        str(free_port()),
+    ]
+    env = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
     done = subprocess.run(
-        [*command, tmp_path / "rank.py", ROOT / "docs/guide.md", tmp_path / "model"], env=env, capture_output=True, text=True, timeout=120
+        [*command, tmp_path / "rank.py", ROOT / "docs/guide.md", tmp_path / "model"],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert done.returncode == 0, "\n".join(x for x in done.stderr.splitlines() if "[rank" in x or "Error" in x)

@@ -225,7 +225,9 @@ def test_ranks_that_are_not_alike_are_told_so_before_anything_is_sent(ranks):
         assert len(seen) == 9
         for what, said in seen.items():
             lie = what in ("bucket_bytes", "rehome", "view", "strides")
-            assert ("disagree about which parameters lie together" if lie else "disagree about their parameters") in said
+            assert (
+                "disagree about which parameters lie together" if lie else "disagree about their parameters"
+            ) in said
 
 
 def test_buffers_that_differ_are_saved_from_one_rank(ranks):

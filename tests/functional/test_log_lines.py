@@ -81,7 +81,9 @@ def test_who_is_missing_is_said_while_others_wait_and_by_status(said):
         until_true(lambda: any(all(t in x for t in texts) for x in said()))
 
     def status() -> str:
-        return CliRunner().invoke(app, ["status", where["rendezvous"]], env={"COLUMNS": "200", "XFER_TOKEN": TOKEN}).output
+        return (
+            CliRunner().invoke(app, ["status", where["rendezvous"]], env={"COLUMNS": "200", "XFER_TOKEN": TOKEN}).output
+        )
 
     controllers = [xfer.serve(ToyEngine(1), **where)]
     come(1)
@@ -104,7 +106,11 @@ def test_who_is_missing_is_said_while_others_wait_and_by_status(said):
     out: list = []
     first = threading.Thread(target=lambda: out.append(xfer.nccl_xfer_refit(came[0])))
     first.start()
-    waits_for("the refit to version 1 takes ", "waiting for trainer 1: it has not called nccl_xfer_refit()", "trainer 3: it has not")
+    waits_for(
+        "the refit to version 1 takes ",
+        "waiting for trainer 1: it has not called nccl_xfer_refit()",
+        "trainer 3: it has not",
+    )
     World(trainers=4).on_all(lambda i: xfer.nccl_xfer_refit(came[i]), ranks=[1, 2, 3])
     first.join(20)
     assert out[0].committed == 2

@@ -71,4 +71,6 @@ def test_the_layout_stays_where_it_was(seen, case):
     assert all(x["stable"]), "two reads of one layout differ"
     assert all(x["specs_as_on_disk"]), "a canonical shape or dtype is not the checkpoint's"
     assert x["recipes"] == 0
-    assert all(n.endswith("e_score_correction_bias") for n in x["frozen"]), "all but what balances experts requires grad"
+    assert all(n.endswith("e_score_correction_bias") for n in x["frozen"]), (
+        "all but what balances experts requires grad"
+    )

@@ -360,7 +360,7 @@ def test_a_worker_that_fails_between_buckets_holds_up_no_other_replica(fault):  
 
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_a_rank_that_gave_up_still_takes_part_in_the_gather_and_later_ones_stay_in_step(replicas):
-    """Its call had raised before the hub let it go. The gather is one for all, and ranks count gathers."""
+    """Its call had raised before the coordinator let it go. The gather is one for all, and ranks count gathers."""
     with PackedWorld(trainers=2, replicas=replicas) as w:
         good(w.refit(1))
         begin, lost = w.sources[0].drain, e.PeerLost("gave up")

@@ -33,7 +33,10 @@ def server(folder, work):
     command += ["--weight-transfer-config", '{"backend": "xfer"}']
     with open(work / "server.log", "w") as log:
         process = subprocess.Popen(
-            command, env=environment(VLLM_SERVER_DEV_MODE="1", VLLM_LOGGING_LEVEL="INFO"), stdout=log, stderr=subprocess.STDOUT
+            command,
+            env=environment(VLLM_SERVER_DEV_MODE="1", VLLM_LOGGING_LEVEL="INFO"),
+            stdout=log,
+            stderr=subprocess.STDOUT,
         )
     url = f"http://127.0.0.1:{port}"
 
@@ -110,6 +113,8 @@ def test_vllm_serve_by_its_url(tmp_path):
         joined = r"^\(Worker\S* pid=\d+\) INFO \d\d-\d\d [\d:]{8} \[.*\] xfer: replica 0 worker 0 has joined tcp://"
         assert re.search(joined, said, re.M), "the server's processes say what xfer does, as vLLM says it"
         lines = [x for x in job.trainers.ranks[0].log_path.read_text().splitlines() if " xfer: " in x]
-        assert any(re.match(r"\d\d-\d\d [\d:]{8} INFO xfer: version 2 committed by 1 of 1 replica: ", x) for x in lines), lines
+        assert any(
+            re.match(r"\d\d-\d\d [\d:]{8} INFO xfer: version 2 committed by 1 of 1 replica: ", x) for x in lines
+        ), lines
         assert any("xfer: replica 0 serves version 1, outage" in x for x in lines), lines
         assert not [x for x in (*lines, *said.splitlines()) if " xfer: " in x and " INFO " not in x]

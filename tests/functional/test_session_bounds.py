@@ -1,4 +1,4 @@
-"""How long a call may take beyond its deadline, whoever is slow or silent: never more than CALL_GRACE_S (session/bounds.py).
+"""How long a call may take beyond its deadline, whoever is slow or silent: never more than CALL_GRACE_S (coordinator/deadlines.py).
 And what its clocks tell."""
 
 import threading
@@ -10,7 +10,8 @@ from tests.functional.test_session_protocol import good, right
 from tests.support.proc import PATIENCE
 from tests.support.world import ToyEngine, World, until_true
 from xfer import errors as e
-from xfer.session import bounds, lane
+from xfer.coordinator import deadlines as bounds
+from xfer.participants import lane
 
 SLACK_S = 3.0 * PATIENCE
 """Of a busy machine."""
@@ -103,7 +104,7 @@ def test_a_lane_that_does_not_stop_when_the_hub_is_lost_is_told_apart():
         out = []
         call = threading.Thread(target=lambda: out.extend(w.refit(2)))
         call.start()
-        # Not when it is let go: one that has not begun to move bytes by the time the hub is lost never does, and has stopped.
+        # Not when it is let go: one that has not begun to move bytes by the time the coordinator is lost never does, and has stopped.
         assert moves.wait(20)
         w.sessions[1]._party.channel.close()
         call.join(30)
@@ -163,8 +164,11 @@ def test_a_call_does_not_take_the_link_of_an_engine_that_joins_for_a_transfer_th
             engine.takers[0].run_recipes = lambda run=run_recipes: (moved.wait(30), run())
         t = threading.Thread(target=lambda: answers.extend(w.refit(2, min_replicas=1)))
         t.start()
-        hub = w.sessions[0]._server.coordinator
-        until_true(lambda: hub.refit and [r.phase.value for r in hub.refit.parts.values()] == ["moving"] * 2, 20)
+        coordinator = w.sessions[0]._server.coordinator
+        until_true(
+            lambda: coordinator.refit and [r.phase.value for r in coordinator.refit.parts.values()] == ["moving"] * 2,
+            20,
+        )
         w.engines[0].sessions[0]._party.channel.close()
         w.controllers[0].close()
         w.engines[0] = ToyEngine(1)

@@ -17,9 +17,9 @@ import xfer
 from tests.functional.test_session_protocol import failed, good, right
 from tests.support.world import TOKEN, ToyEngine, ToySource, World, until_true
 from xfer import errors as e
-from xfer.session import messages as m
-from xfer.session.channel import Channel
-from xfer.session.trainer import TrainerSession
+from xfer.coordinator import messages as m
+from xfer.participants.trainer import TrainerSession
+from xfer.rendezvous.channel import Channel
 from xfer.testing.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -84,7 +84,9 @@ def test_what_is_no_engine_is_named_to_all_ranks(wait, late_s):
 
     def run(i: int):
         time.sleep(late_s * i)
-        connect = dict(trainer=ToySource(i, 2), rendezvous=rendezvous, token=TOKEN, deadline_s=20.0, cache_dir=None, wait=wait)
+        connect = dict(
+            trainer=ToySource(i, 2), rendezvous=rendezvous, token=TOKEN, deadline_s=20.0, cache_dir=None, wait=wait
+        )
         with xfer.connect(engines=[object()], **connect) as refit:
             return xfer.nccl_xfer_refit(refit)
 
@@ -172,7 +174,9 @@ def test_a_call_waits_for_the_gathers_that_the_last_one_left_behind():
         s, order = w.sources[0], []
         s.drain = after(2.5, lambda: order.append("old"))
         out = w.refit(2, deadline_s=1.0)
-        failed(out, e.DeadlineExceeded, w, 10, time.monotonic(), "trainer 0: it has called, and is not ready: it finishes")
+        failed(
+            out, e.DeadlineExceeded, w, 10, time.monotonic(), "trainer 0: it has called, and is not ready: it finishes"
+        )
         assert "do not train" in str(out[0]) and not order
         s.drain = lambda: order.append("new")
         good(w.refit(3))
@@ -410,8 +414,8 @@ def test_a_call_that_comes_while_a_prepare_is_being_given_up_is_served():
         early.start()
         time.sleep(0.1)
         w.sessions[1].prepare()  # while it is being given up, too
-        hub = w.sessions[0]._server.coordinator
-        while hub.refit is None or hub.refit.number == 2:
+        coordinator = w.sessions[0]._server.coordinator
+        while coordinator.refit is None or coordinator.refit.number == 2:
             time.sleep(0.005)
         out += w.refit(ranks=[1], deadline_s=20.0)
         early.join()

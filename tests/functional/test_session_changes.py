@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from tests.functional.test_session_protocol import good, right
 from tests.support.world import ToyEngine, ToyLayout, ToySource, ToyTaker, World
 from xfer.errors import DeadlineExceeded, LayoutError, Unsupported
-from xfer.session import faults
-from xfer.session.lane import Lane
-from xfer.session.refit import RefitCall
+from xfer.participants import faults
+from xfer.participants.lane import Lane
+from xfer.participants.refit import RefitCall
 
 EXAMPLES = min(100, max(12, int(os.environ.get("XFER_EXAMPLES", "12"))))
 EXTRA = {"extra": (4, 4)}

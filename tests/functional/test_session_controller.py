@@ -15,15 +15,15 @@ from tests.functional.test_session_protocol import good
 from tests.support.proc import PATIENCE
 from tests.support.world import TOKEN, ToyEngine, ToySource, World, free_port, until_true
 from xfer.coordinator import coordinator
+from xfer.coordinator import messages as m
+from xfer.coordinator.deadlines import LEAVE_S
 from xfer.engines.handles import OfflineLLM
 from xfer.engines.remote import CallableEngine
 from xfer.errors import DeadlineExceeded, EngineLost, HandshakeError, LayoutError, Unsupported, XferError
+from xfer.participants.controller import MIXED, Controller
+from xfer.participants.worker import WorkerSession
+from xfer.rendezvous.channel import Channel
 from xfer.rendezvous.server import Server
-from xfer.session import messages as m
-from xfer.session.bounds import LEAVE_S
-from xfer.session.channel import Channel
-from xfer.session.controller import MIXED, Controller
-from xfer.session.worker import WorkerSession
 
 
 class ToyLLM:
@@ -339,7 +339,7 @@ class InStep(CallableEngine):
 
 def test_a_pause_that_ends_after_its_controller_is_known_for_ours_by_the_next_one(monkeypatch):
     """A rank in the middle of a long step, say: the engine pauses when nobody waits for that any more."""
-    monkeypatch.setattr("xfer.session.controller.SETTLE_GRACE_S", 0.2)
+    monkeypatch.setattr("xfer.participants.controller.SETTLE_GRACE_S", 0.2)
     toy, over = ToyEngine(1), threading.Event()
     toy.label = "default"
     engine = ToyLLM(toy)
@@ -439,7 +439,9 @@ def test_a_worker_beyond_its_replica_is_refused_by_name_and_the_others_go_on():
 
 @pytest.mark.parametrize("together", [False, True], ids=["read alone", "read together"])
 @pytest.mark.parametrize("wait", [False, True])
-def test_a_replica_that_fails_before_the_trainers_have_read_is_left_out_like_one_that_fails_later(monkeypatch, wait, together):
+def test_a_replica_that_fails_before_the_trainers_have_read_is_left_out_like_one_that_fails_later(
+    monkeypatch, wait, together
+):
     """Unless they wait for all replicas: then they hear why it cannot come."""
     failed, read, join = threading.Event(), ToySource.read, WorkerSession._join
 
@@ -459,7 +461,7 @@ def test_a_replica_that_fails_before_the_trainers_have_read_is_left_out_like_one
 
     monkeypatch.setattr(ToySource, "read", after)
     monkeypatch.setattr(ToySource, "reads_together", together)
-    monkeypatch.setattr("xfer.session.trainer.STOP_GRACE_S", 0.3)
+    monkeypatch.setattr("xfer.participants.trainer.STOP_GRACE_S", 0.3)
     monkeypatch.setattr(WorkerSession, "_join", refused)
     world = World(trainers=1, workers=1, replicas=2, deadline_s=20.0, wait=wait)
     if wait:
@@ -494,7 +496,7 @@ def test_a_torn_engine_of_which_only_whole_workers_came_stays_out(monkeypatch):
 @pytest.mark.parametrize("late", ["", "an earlier answer", "the worker's word"])
 @pytest.mark.parametrize("within", [False, True])
 def test_a_replica_of_which_a_worker_found_no_lock_is_not_told_to_be_ready(monkeypatch, within, late):
-    """It says so behind the plan, however late the hub hears of it, and whatever else it answers before; also in a refit that waits
+    """It says so behind the plan, however late the coordinator hears of it, and whatever else it answers before; also in a refit that waits
     for this replica."""
     serve, go_on, feed, behind = Controller._serve, threading.Event(), Server.feed, {}
 
@@ -513,10 +515,10 @@ def test_a_replica_of_which_a_worker_found_no_lock_is_not_told_to_be_ready(monke
         monkeypatch.setattr(Server, "feed", feed_slowly)
     with World(trainers=1, replicas=2) as world:
         assert world.refit(1)[0].committed == 2
-        hub, toy, out = world.sessions[0]._server.coordinator, ToyEngine(2), []
+        coordinator, toy, out = world.sessions[0]._server.coordinator, ToyEngine(2), []
         world.controllers[1].close()
         until = time.monotonic() + 10
-        while hub.replicas[1].phase.value != "lost" and time.monotonic() < until:
+        while coordinator.replicas[1].phase.value != "lost" and time.monotonic() < until:
             time.sleep(0.01)
         monkeypatch.setattr(Controller, "_serve", lambda c: (go_on.wait(10), serve(c)))
 
@@ -524,7 +526,7 @@ def test_a_replica_of_which_a_worker_found_no_lock_is_not_told_to_be_ready(monke
             world.later(lambda: time.sleep(0.5))
             if late == "an earlier answer":
                 world.controllers[1]._party._ping(1.0)
-                time.sleep(0.2)  # until the hub has it behind that sleep
+                time.sleep(0.2)  # until the coordinator has it behind that sleep
                 world.later(lambda: time.sleep(0.5))
             raise RuntimeError("no lock")
 
@@ -532,17 +534,17 @@ def test_a_replica_of_which_a_worker_found_no_lock_is_not_told_to_be_ready(monke
         world.engines[1], read = toy, threading.Event()
         toy.takers[0].read = lambda catalog, read_it=toy.takers[0].read: (read.wait(10), read_it(catalog))[1]
         world.controllers[1] = world.serve(toy, 1)
-        while len(hub.replicas[1].workers) < 2 and time.monotonic() < until:
+        while len(coordinator.replicas[1].workers) < 2 and time.monotonic() < until:
             time.sleep(0.01)
         refit = threading.Thread(target=lambda: out.extend(world.refit(2, min_replicas=1)), daemon=True)
         if within:
             refit.start()
-            while hub.refit is None and time.monotonic() < until:
+            while coordinator.refit is None and time.monotonic() < until:
                 time.sleep(0.01)
         read.set()
         with pytest.raises(XferError, match="no lock"):
             world.controllers[1].wait_ready(10.0)
-        assert hub.replicas[1].phase.value == "failed"
+        assert coordinator.replicas[1].phase.value == "failed"
         go_on.set()
         if within:
             refit.join(30)

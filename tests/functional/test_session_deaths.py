@@ -15,7 +15,7 @@ import pytest
 
 from tests.support.proc import PATIENCE
 from tests.support.world_processes import CONT, KILL, ProcessWorld, until
-from xfer.session.bounds import CALL_GRACE_S
+from xfer.coordinator.deadlines import CALL_GRACE_S
 from xfer.testing.ports import free_port
 
 FAR = 20.0
@@ -298,7 +298,7 @@ def stopped(process):
 )
 def test_trainer_0_with_the_rendezvous_in_it_is_stopped(world, point):
     w = world
-    # A trainer whose memory is read by others cannot know, without the hub, that they have ended.
+    # A trainer whose memory is read by others cannot know, without the coordinator, that they have ended.
     kinds = ["DeadlineExceeded", "PeerLost"] if w.host_pull else ["DeadlineExceeded"]
     at(w, "trainer", 0, point, "stop")
     for t in w.trainers:

@@ -15,14 +15,16 @@ from tests.functional.test_session_routes import epochs, good, move, peers, righ
 from tests.support import cpu_peer, world
 from tests.support.world import ToyEngine, ToyLayout, ToySource, ToyTaker, World, until_true
 from xfer import errors as e
-from xfer.coordinator import coordinator, state
+from xfer.coordinator import deadlines as bounds
+from xfer.coordinator import messages as m
+from xfer.coordinator import state
 from xfer.coordinator.failures import heard
 from xfer.coordinator.refit import Refit
 from xfer.coordinator.timers import Timers
+from xfer.participants import computing, faults, lane, refit, sums, trainer
+from xfer.participants.worker import WorkerSession
 from xfer.plan.cache import PlanCache
-from xfer.session import bounds, computing, faults, lane, party, refit, sums, trainer
-from xfer.session import messages as m
-from xfer.session.worker import WorkerSession
+from xfer.rendezvous import client as party
 from xfer.transport import routes
 
 
@@ -60,15 +62,15 @@ def test_a_refit_that_fails_while_a_replica_joins_leaves_it_joining(monkeypatch,
 
 @contextlib.contextmanager
 def running(w: World, version: int):
-    """A refit whose trainers are not ready before the end of this. Yields the hub and where its reports will be."""
-    go_on, out, hub = threading.Event(), [], w.sessions[0]._server.coordinator
+    """A refit whose trainers are not ready before the end of this. Yields the coordinator and where its reports will be."""
+    go_on, out, coordinator = threading.Event(), [], w.sessions[0]._server.coordinator
     drain = w.sources[0].drain
     w.sources[0].drain = lambda: (go_on.wait(30), drain())
     t = threading.Thread(target=lambda: out.extend(w.refit(version, min_replicas=1)), daemon=True)
     t.start()
-    until_true(lambda: hub.refit is not None and len(hub.refit.parts[0].armed) == w.workers)
+    until_true(lambda: coordinator.refit is not None and len(coordinator.refit.parts[0].armed) == w.workers)
     try:
-        yield hub, out
+        yield coordinator, out
     finally:
         go_on.set()
         t.join(30)
@@ -108,9 +110,9 @@ def test_a_joiner_that_fails_within_a_refit_hears_why_at_once(monkeypatch, when,
             leave(w, 1)
         if when == "before":
             serve()
-        hub, out = stack.enter_context(running(w, 2))
+        coordinator, out = stack.enter_context(running(w, 2))
         if when == "again":
-            until_true(lambda: len(hub.refit.parts[1].armed) == 2)
+            until_true(lambda: len(coordinator.refit.parts[1].armed) == 2)
             leave(w, 1)
         if when != "before":
             serve()
@@ -120,14 +122,14 @@ def test_a_joiner_that_fails_within_a_refit_hears_why_at_once(monkeypatch, when,
             w.controllers[1].wait_ready(15.0)
         assert time.monotonic() - began < w.deadline_s / 2
         assert all(isinstance(s.error, e.LayoutError) for s in w.engines[1].sessions)
-        assert hub.replicas[1].phase.value == "failed" and not w.engines[1].paused
+        assert coordinator.replicas[1].phase.value == "failed" and not w.engines[1].paused
         stack.close()
         assert good(out).committed == 1
         assert not any(t.wrong(2) for t in w.engines[0].takers)
         assert [str(r).count(why) for r in w.refit(3)] == [1], "it is told as long as it is not served anew"
         monkeypatch.undo()
         w.controllers[1].close()
-        until_true(lambda: hub.replicas[1].controller is None)
+        until_true(lambda: coordinator.replicas[1].controller is None)
         w.engines[1] = ToyEngine(2)
         w.controllers[1] = w.serve(w.engines[1], 1)
         w.controllers[1].wait_ready(15.0)
@@ -173,7 +175,9 @@ def test_a_trainer_that_comes_after_a_replica_has_failed_hears_why():
     class Late(World):
         def _connect_one(self, i: int):
             if i == 1:
-                until_true(lambda: self.sessions[0] and self.sessions[0]._server.coordinator.replicas[0].error is not None)
+                until_true(
+                    lambda: self.sessions[0] and self.sessions[0]._server.coordinator.replicas[0].error is not None
+                )
             try:
                 super()._connect_one(i)
             except e.XferError as error:
@@ -212,14 +216,14 @@ def test_trainers_whose_layouts_all_change_while_a_replica_links_cost_it_one_lin
             link(self, message)
 
         monkeypatch.setattr(lane.Lane, "_do_link", late)
-        hub = w.sessions[0]._server.coordinator
+        coordinator = w.sessions[0]._server.coordinator
         said: list = []
         senders, _ = coordinator._RULES[m.Failed]
         spy = senders, lambda co, c, x: (said.append((c.label, x.epoch)), heard(co, c, x))
         monkeypatch.setitem(coordinator._RULES, m.Failed, spy)
         w.engines[1] = ToyEngine(2)
         w.controllers[1] = w.serve(w.engines[1], 1)
-        until_true(lambda: hub.replicas[1].phase.value == "linking")
+        until_true(lambda: coordinator.replicas[1].phase.value == "linking")
         for s in w.sources:
             transpose(s)
         out: list = []
@@ -227,7 +231,7 @@ def test_trainers_whose_layouts_all_change_while_a_replica_links_cost_it_one_lin
         t.start()
         until_true(lambda: all(s._inventory != s._told[1] for s in w.sessions))  # they have looked, and told nobody yet
         go_on.set()
-        until_true(lambda: hub.replicas[1].phase.value == "ready")
+        until_true(lambda: coordinator.replicas[1].phase.value == "ready")
         time.sleep(1.0)
         told.set()
         t.join(30)
@@ -298,30 +302,32 @@ def test_an_outcome_that_came_while_a_trainer_trained_is_heard_however_late(monk
 
 
 def test_a_trainer_that_gave_up_on_a_hub_that_stood_still_says_so(monkeypatch):
-    """It has broken its links, and the hub, for which that refit went well, let workers begin the next one over them."""
+    """It has broken its links, and the coordinator, for which that refit went well, let workers begin the next one over them."""
     with World(trainers=2, workers=1) as w:
         good(w.refit(1))
-        hub, engine, go_on = w.sessions[0]._server.coordinator, w.engines[0], threading.Event()
+        coordinator, engine, go_on = w.sessions[0]._server.coordinator, w.engines[0], threading.Event()
         resume = engine.resume
         engine.resume = lambda t: (w.later(lambda: go_on.wait(30)), resume(t))
         assert all(isinstance(r, e.DeadlineExceeded) for r in w.refit(2, deadline_s=1.0))
         engine.resume = resume
         go_on.set()
-        until_true(lambda: hub.refit is None)
+        until_true(lambda: coordinator.refit is None)
         good(w.refit(3))
         right(w, 3)
 
 
 @pytest.mark.parametrize("stop", ["cancel", "give_up"])
 def test_a_go_that_this_rank_will_not_follow_is_refused_aloud(stop):
-    """Since its link is broken by itself alone, or since its call has raised before the hub let it go."""
+    """Since its link is broken by itself alone, or since its call has raised before the coordinator let it go."""
     with World(trainers=2, workers=1) as w:
         good(w.refit(1))
-        begin, lost, hub = w.sources[0].drain, e.PeerLost("stopped"), w.sessions[0]._server.coordinator
+        begin, lost, coordinator = w.sources[0].drain, e.PeerLost("stopped"), w.sessions[0]._server.coordinator
         of = w.sessions[1]._party.lanes[0]
 
         def drain() -> None:
-            until_true(lambda: 1 in getattr(hub.refit, "drained", ()))  # after its Ready; no Go comes before the other's
+            until_true(
+                lambda: 1 in getattr(coordinator.refit, "drained", ())
+            )  # after its Ready; no Go comes before the other's
             of.cancel(lost, None) if stop == "cancel" else of.give_up(2, lost)
             begin()
 
@@ -341,7 +347,12 @@ def test_a_trainer_that_gives_up_on_a_silent_hub_leaves_links_of_joiners_alone(m
     with World(trainers=2, replicas=2) as w:
         good(w.refit(1))
         leave(w, 1)
-        hub, silent, link_on, link = w.sessions[0]._server.coordinator, threading.Event(), threading.Event(), lane.Lane._do_link
+        coordinator, silent, link_on, link = (
+            w.sessions[0]._server.coordinator,
+            threading.Event(),
+            threading.Event(),
+            lane.Lane._do_link,
+        )
 
         def late(self, message):
             assert self.replica != 1 or self.side.role == "trainer" or link_on.wait(20)
@@ -350,16 +361,16 @@ def test_a_trainer_that_gives_up_on_a_silent_hub_leaves_links_of_joiners_alone(m
         monkeypatch.setattr(lane.Lane, "_do_link", late)
         w.engines[1] = ToyEngine(2)
         w.controllers[1] = w.serve(w.engines[1], 1)
-        until_true(lambda: hub.replicas[1].phase.value == "linking")
+        until_true(lambda: coordinator.replicas[1].phase.value == "linking")
         until_true(lambda: all(s._party.lanes[1]._running is s._party.lanes[1]._scope for s in w.sessions))  # begun
-        epoch = hub.replicas[1].epoch
+        epoch = coordinator.replicas[1].epoch
         w.later(lambda: silent.wait(20))
         out = w.refit(2, min_replicas=1, deadline_s=0.5)
         assert all(isinstance(r, e.PeerLost if host_pull else e.DeadlineExceeded) for r in out), out
         silent.set()
         link_on.set()
         w.controllers[1].wait_ready(10.0)
-        assert hub.replicas[1].epoch == epoch
+        assert coordinator.replicas[1].epoch == epoch
         for version in (3, 4):
             assert good(w.refit(version)).committed == 2
             right(w, version)
@@ -380,7 +391,7 @@ def test_a_trainer_that_lost_the_hub_before_its_go_does_not_take_its_parameters_
         t = threading.Thread(target=lambda: out.extend(w.refit(2, deadline_s=5.0)))
         t.start()
         assert cpu_peer.Hold.reached.wait(10)
-        w.sessions[1]._party.channel.close()  # what it sees of the hub's end
+        w.sessions[1]._party.channel.close()  # what it sees of the coordinator's end
         until_true(lambda: not w.sessions[1]._busy.locked())
         assert len(w.sessions[1]._quarantine) == 1
         t.join(30)
@@ -436,8 +447,8 @@ def test_closing_after_prepare_leaves_an_engine_in_service(late_s):
     for s in w.engines[0].sessions:
         s._stopped = lambda a, stopped=s._stopped: (time.sleep(late_s), stopped(a))[1]
     w.sessions[0].prepare()
-    hub = w.sessions[0]._server.coordinator
-    until_true(lambda: hub.refit is not None and len(hub.refit.parts[0].armed) == w.workers)
+    coordinator = w.sessions[0]._server.coordinator
+    until_true(lambda: coordinator.refit is not None and len(coordinator.refit.parts[0].armed) == w.workers)
     w.sessions[0].close()
     until_true(lambda: not w.engines[0].paused)
     assert w.engines[0].label == "1" and w.controllers[0].version == 1
@@ -552,8 +563,10 @@ def test_what_trainers_hold_may_change_while_a_replica_links(monkeypatch, change
                 more(w)
             for source in w.sources:
                 {"move": move, "turn": transpose, "export": lambda _: None}[change](source)
-            # The hub hears of it when the link is open: else it plans anew at once.
-            patch.setattr(refit.computing, "compute", lambda *a: until_true(lambda: replica.phase.value != "linking") and 0.0)
+            # The coordinator hears of it when the link is open: else it plans anew at once.
+            patch.setattr(
+                refit.computing, "compute", lambda *a: until_true(lambda: replica.phase.value != "linking") and 0.0
+            )
             assert good(w.refit(2)).committed == 2
         right(w, 2)
         assert [str(s.error) for s in w.engines[1].sessions] == ["None"] * 2
@@ -613,7 +626,7 @@ class Meets(ToySource):
 
 @pytest.mark.parametrize("agree", [True, False])
 def test_a_rank_that_looks_when_its_attempt_is_over_does_as_the_others_did(monkeypatch, agree):
-    """Whether all go on to gather. The hub had forgotten that, so it waited to the deadline; and a gather would wait for it."""
+    """Whether all go on to gather. The coordinator had forgotten that, so it waited to the deadline; and a gather would wait for it."""
     wait = computing.Meeting._wait
 
     def late(meeting, *a):
@@ -664,23 +677,27 @@ def test_timers_come_in_order_and_what_is_over_is_let_go_of():
 def test_an_attempt_that_is_over_leaves_no_deadline_behind():
     with World(deadline_s=600.0) as w:
         good(w.refit(1))
-        hub = w.sessions[0]._server.coordinator
-        far = [t for t in hub.timers._heap if t[0] > time.monotonic() + 100]
+        coordinator = w.sessions[0]._server.coordinator
+        far = [t for t in coordinator.timers._heap if t[0] > time.monotonic() + 100]
         for version in range(2, 12):
             good(w.refit(version))
-        assert len([t for t in hub.timers._heap if t[0] > time.monotonic() + 100]) <= len(far)
-        assert not any(isinstance(t[3], Refit) for t in hub.timers._heap)
+        assert len([t for t in coordinator.timers._heap if t[0] > time.monotonic() + 100]) <= len(far)
+        assert not any(isinstance(t[3], Refit) for t in coordinator.timers._heap)
 
 
 @contextlib.contextmanager
 def undoing(w: World, monkeypatch):
-    """A hub that was silent beyond the ends of all ranks' calls of attempt 2 undoes them, as long as this goes on."""
+    """A coordinator that was silent beyond the ends of all ranks' calls of attempt 2 undoes them, as long as this goes on."""
     # For so long trainers wait for a controller: on a busy machine the attempt could be over before it is looked at.
     monkeypatch.setattr("xfer.coordinator.commit.ANSWER_GRACE_S", 30.0)
-    hub, engine, silent, undone, begun = w.sessions[0]._server.coordinator, w.engines[0], *(threading.Event() for _ in range(3))
+    coordinator, engine, silent, undone, begun = (
+        w.sessions[0]._server.coordinator,
+        w.engines[0],
+        *(threading.Event() for _ in range(3)),
+    )
     pause, resume = engine.pause, engine.resume
-    # Not before the hub has read that the callers gave up, or bytes might move and there would be nothing to resume.
-    engine.pause = lambda t: (until_true(lambda: hub.refit.parts[0].phase.value != "arming"), pause(t))
+    # Not before the coordinator has read that the callers gave up, or bytes might move and there would be nothing to resume.
+    engine.pause = lambda t: (until_true(lambda: coordinator.refit.parts[0].phase.value != "arming"), pause(t))
     engine.resume = lambda t: (begun.set(), undone.wait(20), resume(t))
     w.later(lambda: silent.wait(20))
     try:
@@ -699,7 +716,7 @@ def undoing(w: World, monkeypatch):
 
 
 def calling(w: World, ranks, **how) -> tuple[threading.Thread, list]:
-    """These call, and the hub has heard all that they have to say for now."""
+    """These call, and the coordinator has heard all that they have to say for now."""
     calls, out, heard = w.sessions[0]._server.coordinator.refits, [], set()
     on_ready, number = calls.ready, 1 + max(w.sessions[i].attempt for i in ranks)
     # Of an earlier call, which had its error before it was ready, that word may come only now.
@@ -711,10 +728,10 @@ def calling(w: World, ranks, **how) -> tuple[threading.Thread, list]:
     return thread, out
 
 
-def has_begun(hub, number: int) -> bool:
+def has_begun(coordinator, number: int) -> bool:
     """It may be over by now."""
-    running = hub.refit
-    return number in hub.refits.finished or running is not None and running.number == number
+    running = coordinator.refit
+    return number in coordinator.refits.finished or running is not None and running.number == number
 
 
 @pytest.mark.parametrize("early", [(0,), (1,), (0, 1)])
@@ -768,10 +785,10 @@ def test_a_call_that_waits_hears_at_once_that_another_rank_has_failed_in_it(monk
 
 
 def test_a_rank_that_calls_anew_without_a_word_ends_the_call_that_it_left(monkeypatch):
-    """It was interrupted before it had told the hub: nobody would have come to that attempt, and all would have waited for it."""
+    """It was interrupted before it had told the coordinator: nobody would have come to that attempt, and all would have waited for it."""
     with World(trainers=2) as w:
         good(w.refit(1))
-        hub, point, left = w.sessions[0]._server.coordinator, faults.point, []
+        coordinator, point, left = w.sessions[0]._server.coordinator, faults.point, []
 
         def interrupted(who, index, where):
             if (index, where) == (0, "enter") and not left:
@@ -784,7 +801,7 @@ def test_a_rank_that_calls_anew_without_a_word_ends_the_call_that_it_left(monkey
         waits: list = []
         other = threading.Thread(target=lambda: waits.extend(w.refit(2, ranks=[1])), daemon=True)
         other.start()
-        until_true(lambda: hub.refit is not None)
+        until_true(lambda: coordinator.refit is not None)
         out: list = []
         anew = threading.Thread(target=lambda: out.extend(w.refit(3, ranks=[0])), daemon=True)
         anew.start()
@@ -800,10 +817,10 @@ def test_a_rank_that_raises_while_no_replica_is_there_is_told_to_who_is_inside_a
     with World(trainers=3) as w:
         good(w.refit(1))
         leave(w, 0)
-        hub, out = w.sessions[0]._server.coordinator, []
+        coordinator, out = w.sessions[0]._server.coordinator, []
         inside = threading.Thread(target=lambda: out.extend(w.refit(2, ranks=[0])), daemon=True)
         inside.start()
-        until_true(lambda: hub.refit is not None)
+        until_true(lambda: coordinator.refit is not None)
         w.sources[1].fail, began = RuntimeError("boom"), time.monotonic()
         out += w.refit(2, ranks=[1])
         inside.join(30)

@@ -1,4 +1,4 @@
-"""Layouts in a whole session: real hub, channels, planner and gloo; how often each layout travels, and plans over a fabric."""
+"""Layouts in a whole session: real coordinator, channels, planner and gloo; how often each layout travels, and plans over a fabric."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import pytest
 
 from tests.support.world import TOKEN, ToySource, World
 from xfer.errors import HandshakeError, LayoutError, XferError
+from xfer.participants.trainer import TrainerSession
 from xfer.plan.fabric import Fabric, Site
-from xfer.session.trainer import TrainerSession
 from xfer.testing.ports import free_port
 
 G = 10**9

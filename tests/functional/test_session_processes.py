@@ -22,9 +22,10 @@ from tests.support.proc import PATIENCE, ROOT, environment
 from tests.support.toy_jobs import ToyJob, bad
 from tests.support.world import TOKEN, ToyEngine, World
 from xfer.errors import HandshakeError, XferError
-from xfer.session import party, trainer, worker
-from xfer.session.channel import dial, listen
-from xfer.session.controller import Controller
+from xfer.participants import trainer, worker
+from xfer.participants.controller import Controller
+from xfer.rendezvous import client as party
+from xfer.rendezvous.channel import dial, listen
 
 RUNS = 10
 

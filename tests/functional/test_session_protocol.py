@@ -1,6 +1,6 @@
 """The refit protocol, driven over real sockets: what is promised when all goes well, and when each part fails.
 
-The engine and the trainer are small stand-ins (tests/support/world.py); hub, channels, planner, transport and checksums are
+The engine and the trainer are small stand-ins (tests/support/world.py); coordinator, channels, planner, transport and checksums are
 the real ones. The same failures with real processes and a real vLLM are in test_refit_errors.py.
 """
 
@@ -13,14 +13,14 @@ import torch
 
 from tests.support.world import TOKEN, ToyEngine, ToySource, World, until_true
 from xfer import errors as e
+from xfer.coordinator import messages as m
 from xfer.coordinator.state import Options
+from xfer.participants import faults
+from xfer.participants.report import RefitReport
+from xfer.participants.trainer import TrainerSession
+from xfer.rendezvous.channel import dial
+from xfer.rendezvous.client import RendezvousClient
 from xfer.rendezvous.server import Server
-from xfer.session import faults
-from xfer.session import messages as m
-from xfer.session.channel import dial
-from xfer.session.party import Party
-from xfer.session.report import RefitReport
-from xfer.session.trainer import TrainerSession
 from xfer.testing.ports import free_port
 from xfer.transport.p2p import P2P
 
@@ -199,7 +199,7 @@ def test_a_fault_in_the_middle_leaves_the_replica_unservable_until_the_next_refi
 @pytest.mark.parametrize("late", ["to raise", "to tell"])
 def test_why_a_connection_closed_comes_before_that_it_did(monkeypatch, late):
     """What others tell of a rank that raises is here first, and their replica's part is over by then."""
-    run, say, raises = P2P.run, Party.try_send, threading.Event()
+    run, say, raises = P2P.run, RendezvousClient.try_send, threading.Event()
 
     def runs(self, *args, **kwargs):
         if self.link.rank != 1 or not raises.is_set():
@@ -215,7 +215,7 @@ def test_why_a_connection_closed_comes_before_that_it_did(monkeypatch, late):
         say(self, message, *args)
 
     monkeypatch.setattr(P2P, "run", runs)
-    monkeypatch.setattr(Party, "try_send", says)
+    monkeypatch.setattr(RendezvousClient, "try_send", says)
     with World(trainers=2) as w:
         good(w.refit(1))
         raises.set()
@@ -452,11 +452,11 @@ def test_a_hub_that_hears_late_that_trainer_0_leaves_still_undoes_the_refit():
     """Its engine was told nothing, and had to take the worst for granted though no byte had moved."""
     with World(1, 1) as w:
         good(w.refit(1))
-        hub, go_on, engine = w.sessions[0]._server.coordinator, threading.Event(), w.engines[0]
+        coordinator, go_on, engine = w.sessions[0]._server.coordinator, threading.Event(), w.engines[0]
         w.sources[0].drain = lambda: go_on.wait(20)
         t = threading.Thread(target=w.refit)
         t.start()
-        until_true(lambda: hub.refit and hub.refit.parts[0].armed)
+        until_true(lambda: coordinator.refit and coordinator.refit.parts[0].armed)
         w.later(lambda: time.sleep(1.0))
         w.sessions[0].close()
         go_on.set()

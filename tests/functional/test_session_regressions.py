@@ -14,14 +14,14 @@ import torch
 from tests.functional.test_session_protocol import failed, fault, good, right  # noqa: F401
 from tests.support.world import TOKEN, ToyEngine, ToyLayout, ToySource, ToyTaker, World
 from xfer import errors as e
+from xfer.coordinator import messages as m
 from xfer.coordinator.state import Options
+from xfer.participants.lane import Lane
+from xfer.participants.layouts import Shelf
+from xfer.participants.trainer import TrainerSession
 from xfer.plan.inventory import trainer_inventory
+from xfer.rendezvous.client import RendezvousClient
 from xfer.rendezvous.server import GREETERS, Server
-from xfer.session import messages as m
-from xfer.session.lane import Lane
-from xfer.session.layouts import Shelf
-from xfer.session.party import Party
-from xfer.session.trainer import TrainerSession
 from xfer.testing.ports import free_port
 from xfer.trace.catalog import Catalog
 from xfer.trace.fragment import Fragment, TensorSpec
@@ -156,11 +156,11 @@ def test_a_trainer_that_is_lost_while_workers_install_costs_the_next_refit_not_t
         out: list = []
         call = threading.Thread(target=lambda: out.extend(w.refit(2)))
         call.start()
-        hub = w.sessions[0]._server.coordinator
-        while hub.refit is None or hub.refit.parts[0].phase.value != "committing":
+        coordinator = w.sessions[0]._server.coordinator
+        while coordinator.refit is None or coordinator.refit.parts[0].phase.value != "committing":
             time.sleep(0.001)
         w.sessions[2]._party.channel.close()
-        while hub.failure is None:
+        while coordinator.failure is None:
             time.sleep(0.001)
         go_on.set()
         call.join()
@@ -371,7 +371,7 @@ def test_strangers_that_do_not_prove_the_token_hold_nobody_up(say):
             with contextlib.suppress(OSError):
                 s.sendall(say)
         t0 = time.monotonic()
-        Party(w.rendezvous, TOKEN, "observer", deadline_s=10.0).close()
+        RendezvousClient(w.rendezvous, TOKEN, "observer", deadline_s=10.0).close()
         assert time.monotonic() - t0 < 5.0
         good(w.refit(1))
         assert len(w.sessions[0]._server.unproven) <= GREETERS
@@ -457,14 +457,14 @@ def test_what_the_hub_said_last_arrives_though_it_has_not_read_what_it_was_sent(
     """A socket that is closed with bytes unread takes back what the other side has not read of its own."""
     w = World(trainers=2)
     w.rendezvous = f"tcp://127.0.0.1:{free_port()}"
-    hub = Server(w.rendezvous, TOKEN, Options(2, 1, 20.0, 4096))
-    one = Party(w.rendezvous, TOKEN, "trainer", index=0, size=2, deadline_s=10.0)
-    other = Party(w.rendezvous, TOKEN, "trainer", index=1, size=2, deadline_s=10.0)
+    coordinator = Server(w.rendezvous, TOKEN, Options(2, 1, 20.0, 4096))
+    one = RendezvousClient(w.rendezvous, TOKEN, "trainer", index=0, size=2, deadline_s=10.0)
+    other = RendezvousClient(w.rendezvous, TOKEN, "trainer", index=1, size=2, deadline_s=10.0)
     one.send(m.Failed(m.WireError.of(e.Unsupported("layer 1 cannot be read"), "trainer 0")))
     with pytest.raises(e.Unsupported, match="layer 1 cannot be read"):
         for i in range(100):
             if i == 3:
-                threading.Thread(target=hub.close).start()
+                threading.Thread(target=coordinator.close).start()
             other.send(m.Specs(b"x" * 1_000_000))
             time.sleep(0.02)
     one.close()
@@ -472,7 +472,7 @@ def test_what_the_hub_said_last_arrives_though_it_has_not_read_what_it_was_sent(
 
 
 def test_no_thread_is_inside_a_link_when_close_has_returned(monkeypatch):
-    """A trainer died by std::terminate at its end: the hub takes leave by closing, the thread that read that freed the
+    """A trainer died by std::terminate at its end: the coordinator takes leave by closing, the thread that read that freed the
     lane's link, in C++, and came back when the interpreter was gone."""
     inside, abort = [], GlooLink.abort
 
@@ -485,7 +485,9 @@ def test_no_thread_is_inside_a_link_when_close_has_returned(monkeypatch):
 
     stop = Lane.stop
     monkeypatch.setattr(GlooLink, "abort", slow)
-    monkeypatch.setattr(Lane, "stop", lambda lane: (time.sleep(0.3), stop(lane)))  # so that the hub has answered before
+    monkeypatch.setattr(
+        Lane, "stop", lambda lane: (time.sleep(0.3), stop(lane))
+    )  # so that the coordinator has answered before
     w = World().connect()
     good(w.refit(1))
     w.sessions[1].close()

@@ -15,9 +15,9 @@ import pytest
 from tests.support import cpu_peer
 from tests.support.world import TOKEN, ToyEngine, World, until_true
 from xfer.coordinator import relays
+from xfer.coordinator.deadlines import CALL_GRACE_S
 from xfer.errors import DeadlineExceeded, RefitFailed, XferError
-from xfer.session.bounds import CALL_GRACE_S
-from xfer.session.controller import Controller
+from xfer.participants.controller import Controller
 from xfer.transport import peer_host, relay_place, routes
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="process_vm_readv is Linux's")
@@ -69,8 +69,10 @@ def order(w: World) -> list[int | None]:
 def arm(w: World) -> None:
     """All engines, before the next refit: else one may go around another that arms late."""
     w.sessions[0].prepare()
-    hub = w.sessions[0]._server.coordinator
-    until_true(lambda: hub.refit and all(len(r.armed) == r.replica.size for r in hub.refit.parts.values()))
+    coordinator = w.sessions[0]._server.coordinator
+    until_true(
+        lambda: coordinator.refit and all(len(r.armed) == r.replica.size for r in coordinator.refit.parts.values())
+    )
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 3), (1, 2, 4), (3, 2, 2), (2, 2, 1)])
@@ -88,11 +90,11 @@ def test_each_byte_leaves_the_trainers_once(shape):
 def test_routes_of_a_row_are_opened_once():
     with row_of(3) as w:
         good(w.refit(1))
-        hub = w.sessions[0]._server.coordinator
-        opened = [r.epoch for r in hub.replicas.values()]
+        coordinator = w.sessions[0]._server.coordinator
+        opened = [r.epoch for r in coordinator.replicas.values()]
         assert order(w) == [None, 0, 1]
         good(w.refit(2))
-        assert [r.epoch for r in hub.replicas.values()] == opened
+        assert [r.epoch for r in coordinator.replicas.values()] == opened
         right(w, 2)
 
 

@@ -14,10 +14,10 @@ from tests.support.memory import Watched
 from tests.support.packed_world import PackedWorld
 from tests.support.world import SHAPES, ToyEngine, ToySource, World, until_true
 from xfer import Declared, MeshInfo, TensorTrainer
+from xfer.coordinator import messages as m
 from xfer.errors import DeadlineExceeded
 from xfer.mesh.placement import Shard
-from xfer.session import messages as m
-from xfer.session.lane import Lane
+from xfer.participants.lane import Lane
 
 
 @pytest.mark.parametrize("host_pull", [True, False])
@@ -164,18 +164,20 @@ def test_a_release_that_was_given_up_while_a_replica_was_planned_closes_nothing_
     plan, post, go_on, asked = Lane._do_plan, Lane.post, threading.Event(), []
     with World(trainers=1, workers=1, replicas=2, deadline_s=5.0) as w:
         good(w.refit(1))
-        hub = w.sessions[0]._server.coordinator
+        coordinator = w.sessions[0]._server.coordinator
         w.controllers[1].close()
         for s in w.engines[1].sessions:
             s.close()
-        until_true(lambda: hub.replicas[1].phase.value == "lost")
+        until_true(lambda: coordinator.replicas[1].phase.value == "lost")
         monkeypatch.setattr(
             Lane, "_do_plan", lambda lane, x: (lane.side.role == "trainer" or go_on.wait(5), plan(lane, x))
         )
         monkeypatch.setattr(Lane, "post", lambda lane, x: (asked.append(x), post(lane, x)))
         w.engines[1] = ToyEngine(1)
         w.controllers[1] = w.serve(w.engines[1], 1)
-        until_true(lambda: hub.replicas[1].phase.value == "planning" and w.sessions[0]._party.lanes[1].wait_idle(0.0))
+        until_true(
+            lambda: coordinator.replicas[1].phase.value == "planning" and w.sessions[0]._party.lanes[1].wait_idle(0.0)
+        )
         w.sessions[0].deadline_s = 0.3
         with pytest.raises(DeadlineExceeded, match="unmap"):
             w.sessions[0].release()

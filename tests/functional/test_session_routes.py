@@ -17,7 +17,7 @@ import torch
 from tests.support import cpu_peer, world
 from tests.support.world import World
 from xfer.errors import DeadlineExceeded, PeerLost, XferError
-from xfer.session import readers
+from xfer.participants import readers
 from xfer.transport import peer_host, routes
 
 

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from tests.support.world import World
 from xfer.cli import app
 from xfer.errors import XferError
-from xfer.session import timeline
+from xfer.participants import timeline
 
 
 def refitted(versions: int) -> None:
@@ -108,7 +108,7 @@ def test_each_kind_of_process_writes_what_it_noted(module, who, tmp_path, monkey
     monkeypatch.setenv(timeline.VARIABLE, str(tmp_path))
     monkeypatch.setattr(timeline, "_moments", deque())
     for other in {"controller", "worker", "trainer"} - {module}:
-        monkeypatch.setattr(f"xfer.session.{other}.timeline", Silent)
+        monkeypatch.setattr(f"xfer.participants.{other}.timeline", Silent)
     refitted(1)
     (moments,) = timeline.of_attempt(timeline.read(tmp_path), 1).values()
     assert who in {x.who for x in moments}
@@ -122,7 +122,7 @@ def test_what_another_thread_of_the_process_takes_first_is_no_error(tmp_path, mo
             return True  # as it was when it was asked; the last is gone by now
 
     monkeypatch.setenv(timeline.VARIABLE, str(tmp_path))
-    monkeypatch.setattr(timeline, "_moments", Shared([(1.0, "hub", "x"), (2.0, "hub", "y")]))
+    monkeypatch.setattr(timeline, "_moments", Shared([(1.0, "coordinator", "x"), (2.0, "coordinator", "y")]))
     timeline.write(1)
     (moments,) = timeline.of_attempt(timeline.read(tmp_path), 1).values()
     assert [x.what for x in moments] == ["x", "y"]
@@ -147,8 +147,8 @@ def entries(folder, monkeypatch, count: int) -> bytes:
     monkeypatch.setenv(timeline.VARIABLE, str(folder))
     monkeypatch.setattr(timeline, "_moments", deque())
     for attempt in range(1, count + 1):
-        timeline.mark("hub", "x")
-        timeline.mark("hub", "y\n\u2028")
+        timeline.mark("coordinator", "x")
+        timeline.mark("coordinator", "y\n\u2028")
         timeline.write(attempt, "s")
     (file,) = folder.iterdir()
     return file.read_bytes()
@@ -189,11 +189,13 @@ def test_what_a_full_disk_takes_in_part_is_the_last(tmp_path, monkeypatch, caplo
 @pytest.mark.parametrize(
     "line",
     [b'{"attempt": 1}', b"{", b"3", b'{"attempt": 1e999, "host": "h", "moments": []}', b"[" * 100_000, b"\xff\xfe", b"",
-     b'{"attempt": 1, "host": "h", "moments": [[%s, "hub", "x"]]}' % (b"9" * 400)],
+     b'{"attempt": 1, "host": "h", "moments": [[%s, "coordinator", "x"]]}' % (b"9" * 400)],
     ids=["keys", "half", "number", "infinite", "deep", "bytes", "empty", "huge"],
 )  # fmt: skip
 def test_a_file_that_is_something_else_is_named(tmp_path, line):
-    (tmp_path / "a.jsonl").write_bytes(b'{"attempt": 1, "host": "h", "moments": [[0.5, "hub", "x"]]}\n' + line + b"\n")
+    (tmp_path / "a.jsonl").write_bytes(
+        b'{"attempt": 1, "host": "h", "moments": [[0.5, "coordinator", "x"]]}\n' + line + b"\n"
+    )
     with pytest.raises(XferError, match=r"a\.jsonl.* is no timeline.*move (it|that file) out of"):
         list(timeline.read(tmp_path))
 

@@ -20,10 +20,10 @@ from hypothesis import strategies as st
 from tests.support.world import SHAPES, ToyLayout, ToySource, World, flat, until_true
 from tests.unit.test_trace_owned import IN, OUT, Meeting, Merge, computed, full_tensors
 from xfer import errors as e
-from xfer.session.bounds import CALL_GRACE_S
-from xfer.session.computing import _GONE, Over
-from xfer.session.computing import Meeting as SessionMeeting
-from xfer.session.refit import RefitCall
+from xfer.coordinator.deadlines import CALL_GRACE_S
+from xfer.participants.computing import _GONE, Over
+from xfer.participants.computing import Meeting as SessionMeeting
+from xfer.participants.refit import RefitCall
 from xfer.trace.traced import Traced
 
 MERGE = Merge(2, (0, 0, 0), interleaved=True)
@@ -122,7 +122,7 @@ def test_a_rank_that_does_not_come_leaves_no_gather_behind(world):
     ok(world.refit(1))
     began = time.monotonic()
     (late,) = world.refit(2, ranks=[0], deadline_s=2.0)
-    # Who waits to gather and the hub, which tells more, end at one deadline; this rank hears of either first.
+    # Who waits to gather and the coordinator, which tells more, end at one deadline; this rank hears of either first.
     met = late.violations == ("waiting for trainer 1",) and "not all have come" in late.message
     told = "waiting for trainer 1: it has not called nccl_xfer_refit()" in late.violations
     assert isinstance(late, e.DeadlineExceeded) and (met or told), late

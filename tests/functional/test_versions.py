@@ -95,7 +95,7 @@ def test_a_label_that_is_not_new_is_refused_on_all_ranks_and_moves_nothing():
             for again in wrong:
                 refused(j.refit(again), f"version={again!r}".replace("np.int64(0)", "0"), repr(last))
             assert j.engines[0].label == told and j.engines[0].log == log, "the engine was paused for it"
-        assert last == 8, "numbers that the hub chooses go on above those that were given"
+        assert last == 8, "numbers that the coordinator chooses go on above those that were given"
         assert [good(j.refit(v)).version for v in ("b", "a", 9)] == ["b", "a", 9]
 
 
@@ -136,7 +136,13 @@ def test_reports_and_sessions_are_one_readable_line_each():
         report = good(j.refit("step 1", verify=True))
         for text in (repr(report), str(report)):
             assert "\n" not in text and len(text) < 250, text
-            for word in ("version 'step 1' committed by 2 of 2 replicas: ", " kB in ", " ms, ", " GB/s by gloo; outage ", "verified"):
+            for word in (
+                "version 'step 1' committed by 2 of 2 replicas: ",
+                " kB in ",
+                " ms, ",
+                " GB/s by gloo; outage ",
+                "verified",
+            ):
                 assert word in text, (word, text)
         assert repr(report).startswith("<RefitReport of trainer 0: ")
         assert "replica 1 committed, serves version 'step 1': " in repr(report.outcomes[1])

@@ -18,13 +18,13 @@ from functools import cache
 
 import msgspec
 
+from xfer.coordinator import messages as m
 from xfer.coordinator.coordinator import Coordinator
+from xfer.coordinator.deadlines import CALL_GRACE_S, SETTLE_GRACE_S, STOP_GRACE_S
 from xfer.coordinator.events import Close, Connected, Disconnected, Event, Received, Send, Tick
+from xfer.coordinator.packing import pack_specs
 from xfer.coordinator.state import Options
 from xfer.errors import PeerLost, XferError
-from xfer.session import messages as m
-from xfer.session.bounds import CALL_GRACE_S, SETTLE_GRACE_S, STOP_GRACE_S
-from xfer.session.packing import pack_specs
 from xfer.trace.catalog import Catalog
 from xfer.trace.fragment import TensorSpec
 
@@ -58,7 +58,9 @@ class Process:
     hung: bool = False
     connected: bool = True
     sent: deque[m.Message] = field(default_factory=deque)  # not yet with the coordinator
-    heard: deque[m.Message | None] = field(default_factory=deque)  # not yet with this process; None: the connection's end
+    heard: deque[m.Message | None] = field(
+        default_factory=deque
+    )  # not yet with this process; None: the connection's end
     todo: deque[Callable[[], None]] = field(default_factory=deque)
     said: list[m.Message] = field(default_factory=list)
     error: str = ""
@@ -69,7 +71,9 @@ class Process:
             self.sent.append(message)
             self.said.append(message)
 
-    def fail(self, why: str, attempt: int = 0, replica: int = -1, epoch: int = 0, kind: type[XferError] = XferError) -> None:
+    def fail(
+        self, why: str, attempt: int = 0, replica: int = -1, epoch: int = 0, kind: type[XferError] = XferError
+    ) -> None:
         self.say(m.Failed(m.WireError.of(kind(why), self.role), attempt, replica, epoch))
 
     def hear(self, message: m.Message | None) -> None:
@@ -80,7 +84,7 @@ class Process:
 
 @dataclass(eq=False)
 class Lane:
-    """One rank's part in one replica, as session/lane.py has it: the epoch, and why what runs of it must end."""
+    """One rank's part in one replica, as participants/lane.py has it: the epoch, and why what runs of it must end."""
 
     owner: Process
     replica: int
@@ -112,7 +116,9 @@ class Lane:
             return o.fail("it cannot be done", 0, self.replica, message.epoch)
         if isinstance(message, m.PlanInputs):
             self.plan = digest(message.trainers, message.workers)
-            roll = o.job.coordinator.planning.layouts._rolls[message.trainers if o.role == "trainer" else message.workers]
+            roll = o.job.coordinator.planning.layouts._rolls[
+                message.trainers if o.role == "trainer" else message.workers
+            ]
             self.planned_from = roll.inventories[o.index]
             o.say(m.Planned(self.replica, message.epoch, self.plan, 0.0))
         else:
@@ -121,8 +127,12 @@ class Lane:
     def _begin(self, go: m.Go, epoch: int) -> None:
         if self.cancelled or epoch != self.epoch:
             return self.owner.fail("cancelled", go.attempt, self.replica, epoch, PeerLost)
-        assert go.epoch == self.epoch, f"{self.owner.role} was told to go in epoch {go.epoch}, its link is of {self.epoch}"
-        assert self.owner.inventory() == self.planned_from, f"{self.owner.role} moves by a plan of a layout that is gone"
+        assert go.epoch == self.epoch, (
+            f"{self.owner.role} was told to go in epoch {go.epoch}, its link is of {self.epoch}"
+        )
+        assert self.owner.inventory() == self.planned_from, (
+            f"{self.owner.role} moves by a plan of a layout that is gone"
+        )
         self.moving = go.attempt
         self.owner.begun(go)
         self.owner.todo.append(lambda: self._end(go))
@@ -425,7 +435,11 @@ class Controller(Process):
         if isinstance(message, m.Arm):
             self.visit, self.verdict = message, None
             self.due, self.to_open = self.job.now + message.deadline_s, True
-        elif isinstance(message, m.Commit | m.Settle) and self.visit is not None and message.attempt == self.visit.attempt:
+        elif (
+            isinstance(message, m.Commit | m.Settle)
+            and self.visit is not None
+            and message.attempt == self.visit.attempt
+        ):
             self.verdict = message
 
     def _open(self) -> None:
@@ -595,19 +609,27 @@ class Job:
     def check(self) -> None:
         for e in self.engines:
             if e.serving:
-                assert len(set(e.contents)) == 1 and e.contents[0] != WRITING, f"replica {e.replica} serves {e.contents}"
+                assert len(set(e.contents)) == 1 and e.contents[0] != WRITING, (
+                    f"replica {e.replica} serves {e.contents}"
+                )
 
     def decided(self, worker: Worker, attempt: int, commit: bool) -> None:
         """A worker heard the decision of a refit: one that heard Commit never hears anything else."""
         before = self.verdicts.setdefault((worker, attempt), commit)
-        assert before == commit, f"replica {worker.replica} worker {worker.index} heard two decisions of refit {attempt}"
-        others = {v for (w, n), v in self.verdicts.items() if n == attempt and w.engine is worker.engine and w.connected}
+        assert before == commit, (
+            f"replica {worker.replica} worker {worker.index} heard two decisions of refit {attempt}"
+        )
+        others = {
+            v for (w, n), v in self.verdicts.items() if n == attempt and w.engine is worker.engine and w.connected
+        }
         assert len(others) == 1 or not commit, f"replica {worker.replica}: refit {attempt} was decided in two ways"
 
     def check_reads(self, worker: Worker, go: m.Go) -> None:
         """A worker begins to read trainers' storages: no trainer may have been told that it is done with."""
         for t in self.trainers:
-            assert t.free.get(worker.replica, 0) < go.attempt, f"trainer {t.index} was told Drained before {worker.index} began"
+            assert t.free.get(worker.replica, 0) < go.attempt, (
+                f"trainer {t.index} was told Drained before {worker.index} began"
+            )
 
     def refit(self, **how: object) -> list[m.Outcome | None]:
         """All trainers call, and everything happens. Their outcomes."""

@@ -64,7 +64,9 @@ def imports_vllm() -> None:
 IMPORTS = {"torch": imports_torch, "megatron": imports_megatron, "vllm": imports_vllm}
 OF = {
     **dict.fromkeys(("megatron_main", "layerwise_megatron", "family_trainer"), "megatron"),
-    **dict.fromkeys(("megatron_worker", "megatron_hazards", "megatron_lora", "family_digits", "packed_bridge"), "megatron"),
+    **dict.fromkeys(
+        ("megatron_worker", "megatron_hazards", "megatron_lora", "family_digits", "packed_bridge"), "megatron"
+    ),
     **dict.fromkeys(("vllm_main", "refit_engine", "live_main", "resumed_main", "external_main"), "vllm"),
 }
 """What a module or script would import first. Those not named import torch, if anything."""
@@ -141,7 +143,9 @@ class Forge:
         except (OSError, ValueError) as e:  # ValueError: nothing came, it has ended
             os.close(told)
             self._log.seek(0)
-            raise RuntimeError(f"the forge that imports {self.imports} does not fork: {e}\n{self._log.read()[-3000:]}") from e
+            raise RuntimeError(
+                f"the forge that imports {self.imports} does not fork: {e}\n{self._log.read()[-3000:]}"
+            ) from e
         finally:
             os.close(tell)
 
@@ -152,7 +156,11 @@ _making = threading.Lock()
 
 def forge_of(python: str, name: str, env: dict[str, str]) -> Forge | None:
     """The forge for a child of this name and environment; None where it has to be started anew."""
-    if env.get("CUDA_VISIBLE_DEVICES") != "" or os.environ.get("XFER_TEST_FORGE") == "0" or os.environ.get("XFER_JITTER_CHILDREN") == "1":
+    if (
+        env.get("CUDA_VISIBLE_DEVICES") != ""
+        or os.environ.get("XFER_TEST_FORGE") == "0"
+        or os.environ.get("XFER_JITTER_CHILDREN") == "1"
+    ):
         return None
     imports = OF.get(name, "torch")
     theirs = {k: v for k, v in env.items() if not k.startswith(OURS)}
@@ -173,7 +181,14 @@ def start(
     if forge is None:
         ours = (subprocess.PIPE, subprocess.PIPE) if out is None else (subprocess.DEVNULL, out)
         return subprocess.Popen(
-            [python, *run], env=env, cwd=cwd, text=True, start_new_session=True, stdin=ours[0], stdout=ours[1], stderr=err
+            [python, *run],
+            env=env,
+            cwd=cwd,
+            text=True,
+            start_new_session=True,
+            stdin=ours[0],
+            stdout=ours[1],
+            stderr=err,
         )
     request = Request(tuple(run), env, str(cwd))
     if out is not None:

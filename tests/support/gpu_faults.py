@@ -13,7 +13,7 @@ from pathlib import Path
 from tests.support.gpu_job import BESIDE, NO_HANDLES, Engine, Job, check, config, nccl_host
 from tests.support.proc import PATIENCE, Child
 from tests.support.refit_job import stopped, until
-from xfer.session.bounds import CALL_GRACE_S
+from xfer.coordinator.deadlines import CALL_GRACE_S
 
 FAR = 60.0
 """Deadline of a refit that must end long before it."""
@@ -106,7 +106,7 @@ class Bench:
         return [r for r in range(len(self.trainers)) if r != rank]
 
     def fault(self, who: str, text: str) -> None:
-        """`who`: "trainers" or "engine"; `text` as in xfer/session/faults.py."""
+        """`who`: "trainers" or "engine"; `text` as in xfer/participants/faults.py."""
         path = self.work / f"{who}.fault"
         path.with_suffix(".new").write_text(text)
         os.replace(path.with_suffix(".new"), path)

@@ -30,7 +30,9 @@ def serve(policy: str, rendezvous: str) -> None:
     global flight
 
     async def made():
-        return InFlight(llm.engine, policy=policy, rendezvous=rendezvous, token=os.environ["XFER_TOKEN"], deadline_s=WAIT_S)
+        return InFlight(
+            llm.engine, policy=policy, rendezvous=rendezvous, token=os.environ["XFER_TOKEN"], deadline_s=WAIT_S
+        )
 
     flight = llm.wait(made())
     emit("serving")

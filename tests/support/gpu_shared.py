@@ -11,7 +11,9 @@ import os
 
 GPUS = "XFER_TEST_WORKER_GPUS"
 OPTIONS = dict(
-    worker_cls="tests.support.gpu_shared.SharedGpuWorker", distributed_executor_backend="mp", disable_custom_all_reduce=True
+    worker_cls="tests.support.gpu_shared.SharedGpuWorker",
+    distributed_executor_backend="mp",
+    disable_custom_all_reduce=True,
 )
 """Of `LLM`. The executor is named since vLLM would otherwise count GPUs before it chooses."""
 

@@ -66,7 +66,9 @@ class Plain:
             dist.init_process_group(backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
         self.config, self.rank, self.world, self.experts = config, rank, world, experts
         torch.zeros(1, device=DEVICE)  # or the mesh chooses a device by rank
-        self.mesh = init_device_mesh("cuda", (world,))  # nothing of DTensor's communicates here, so the group may be gloo's
+        self.mesh = init_device_mesh(
+            "cuda", (world,)
+        )  # nothing of DTensor's communicates here, so the group may be gloo's
         self.memory: list[Pausable] | None = [] if pausable else None
         self.parameters = self.own_experts(names(config)) if experts else {}
         for name, shape, dtype in names(config):

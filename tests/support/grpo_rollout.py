@@ -30,7 +30,7 @@ class Faults:
     def stale_layer(self, refits: int) -> int:
         """In the next `refits` refits, layer 0 keeps the bytes that it has now: they are put back after the wire and before
         anything is compared or committed. Returns how many storages that is."""
-        from xfer.session.worker import WorkerSession
+        from xfer.participants.worker import WorkerSession
 
         before, after, left = WorkerSession.before, WorkerSession.after, [refits]
         old: dict[int, object] = {}

@@ -220,7 +220,21 @@ class Rank:
 
 def main() -> None:
     r = Rank()
-    obey(r.train, r.build, r.cuts, r.step, r.scheduled, r.drain, r.offered, r.save, r.load, r.connect, r.refit, r.export, r.close)
+    obey(
+        r.train,
+        r.build,
+        r.cuts,
+        r.step,
+        r.scheduled,
+        r.drain,
+        r.offered,
+        r.save,
+        r.load,
+        r.connect,
+        r.refit,
+        r.export,
+        r.close,
+    )
     os._exit(0)  # gloo's threads would wait for peers that are gone
 
 

@@ -277,7 +277,12 @@ def _offloaded(folder: Path) -> dict:
             seen.append(dict(tasks=wrong(by_tasks, trainer), places=said if by_places else []))
         before, without, right = seen
         return dict(
-            before=before, without=without, right=right, states=states, writes=parts.writes, built=[source.built, parts.built]
+            before=before,
+            without=without,
+            right=right,
+            states=states,
+            writes=parts.writes,
+            built=[source.built, parts.built],
         )
 
 
@@ -462,6 +467,8 @@ def cost(folder: Path) -> None:
 if __name__ == "__main__":
     megatron_cpu.init_world()
     mode, where, *rest = sys.argv[1:]
-    {"values": values, "stale": stale, "unchecked": unchecked}.get(mode, lambda folder, _: globals()[mode](folder))(Path(where), rest)
+    {"values": values, "stale": stale, "unchecked": unchecked}.get(mode, lambda folder, _: globals()[mode](folder))(
+        Path(where), rest
+    )
     dist.barrier()
     dist.destroy_process_group()

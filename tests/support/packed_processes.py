@@ -51,7 +51,7 @@ def _trainer(conn, rank: int, world: int, env: dict) -> None:
     import torch.distributed as dist
 
     from xfer.packed.source import PackedSource
-    from xfer.session.trainer import TrainerSession
+    from xfer.participants.trainer import TrainerSession
 
     stream, session = Stream(ToySource(rank, world), Knobs()), None
 
@@ -94,7 +94,7 @@ def _trainer(conn, rank: int, world: int, env: dict) -> None:
 
 def _worker(conn, engine, rank: int, world: int, env: dict) -> None:
     os.environ.update(env)
-    from xfer.session.worker import WorkerSession
+    from xfer.participants.worker import WorkerSession
 
     taker, session = PackedTaker(rank, world, ToySource(0, 1).shapes, Knobs()), None
     busy = threading.Lock()

@@ -20,7 +20,7 @@ from xfer.packed import agree
 from xfer.packed.plan import Group, TaskSize
 from xfer.packed.source import PackedSource
 from xfer.packed.vllm_model import PackedModel
-from xfer.session.trainer import TrainerSession
+from xfer.participants.trainer import TrainerSession
 from xfer.trace.fragment import TensorSpec
 
 DTYPES = {"norm": torch.float32}

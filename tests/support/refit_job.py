@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.support.proc import PATIENCE, Child, Family
-from xfer.session.bounds import CALL_GRACE_S
+from xfer.coordinator.deadlines import CALL_GRACE_S
 from xfer.testing import toy
 from xfer.testing.ports import free_port
 

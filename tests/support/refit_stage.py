@@ -38,7 +38,9 @@ class Stage:
             c.expect("up", timeout=180)
 
     def engine(self, name: str) -> Child:
-        return self.family.start(f"{name}-{self.starts}", "engine", "vllm_main", XFER_TOKEN=self.token, XFER_LOG_LEVEL="INFO")
+        return self.family.start(
+            f"{name}-{self.starts}", "engine", "vllm_main", XFER_TOKEN=self.token, XFER_LOG_LEVEL="INFO"
+        )
 
     @contextmanager
     def case(self) -> Iterator[Stage]:

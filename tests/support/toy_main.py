@@ -19,7 +19,7 @@ WORKERS = 2
 
 
 def trainer(rendezvous: str, seed: int, rank: int, ranks: int) -> None:
-    from xfer.session.trainer import TrainerSession
+    from xfer.participants.trainer import TrainerSession
 
     source = ToySource(rank, ranks)
     session = TrainerSession(
@@ -35,7 +35,7 @@ def trainer(rendezvous: str, seed: int, rank: int, ranks: int) -> None:
 
 
 def engine(rendezvous: str, seed: int) -> None:
-    from xfer.session.controller import Controller
+    from xfer.participants.controller import Controller
 
     made = ToyEngine(WORKERS)
     controller = Controller(made, rendezvous, os.environ["XFER_TOKEN"], replica=0, deadline_s=DEADLINE_S)

@@ -1,6 +1,6 @@
 """A small world for tests of the session: trainers that hold rows of tensors, an engine whose workers hold columns.
 
-It stands in for Megatron and vLLM only where the thing under test is the session itself (who says what when). The hub, the
+It stands in for Megatron and vLLM only where the thing under test is the session itself (who says what when). The coordinator, the
 channels, planner, transport and checksums are the real ones. Trainers and workers are threads of one process.
 """
 
@@ -15,9 +15,9 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from xfer.engines.layout import EngineLayout
-from xfer.session.controller import Controller
-from xfer.session.trainer import TrainerSession
-from xfer.session.worker import WorkerSession
+from xfer.participants.controller import Controller
+from xfer.participants.trainer import TrainerSession
+from xfer.participants.worker import WorkerSession
 from xfer.testing.ports import free_port
 from xfer.trace.fragment import Fill, Fragment, Root, Span, TensorSpec
 from xfer.trace.traced import Traced

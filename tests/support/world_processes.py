@@ -51,7 +51,7 @@ def _serve(conn: Connection, commands: dict) -> None:
 
 def _trainer(conn: Connection, rank: int, world: int, env: dict) -> None:
     os.environ.update(env)
-    from xfer.session.trainer import TrainerSession
+    from xfer.participants.trainer import TrainerSession
 
     source, session = ToySource(rank, world), None
 
@@ -88,7 +88,7 @@ def _trainer(conn: Connection, rank: int, world: int, env: dict) -> None:
 def _worker(conn: Connection, engine: Connection, rank: int, world: int, env: dict) -> None:
     """`conn`: the test's; `engine`: the controller's calls."""
     os.environ.update(env)
-    from xfer.session.worker import WorkerSession
+    from xfer.participants.worker import WorkerSession
 
     taker, session = ToyTaker(rank, world), None
 
@@ -171,7 +171,7 @@ class ProcessEngine(ToyEngine):
 
 def _controller(conn: Connection, workers: list[Connection], env: dict) -> None:
     os.environ.update(env)
-    from xfer.session.controller import Controller
+    from xfer.participants.controller import Controller
 
     engine, controller = ProcessEngine(workers), None
 
@@ -290,7 +290,7 @@ class ProcessWorld:
         return Replica(index, controller, workers)
 
     def fault(self, who: str, text: str) -> None:
-        """`who`: "trainers" or "replica0"; `text` as in xfer/session/faults.py."""
+        """`who`: "trainers" or "replica0"; `text` as in xfer/participants/faults.py."""
         path = self.folder / f"{who}.fault"
         path.with_suffix(".new").write_text(text)
         os.replace(path.with_suffix(".new"), path)

@@ -17,10 +17,10 @@ from xfer.cli import app, tracing
 from xfer.cli.describe import describe
 from xfer.cli.examples import FOLDER
 from xfer.cli.plan import HELP
+from xfer.coordinator import messages as m
 from xfer.errors import HandshakeError, XferError
 from xfer.plan.fabric_file import read_fabric
-from xfer.session import messages as m
-from xfer.session import party
+from xfer.rendezvous import client as party
 
 ROOT = Path(__file__).resolve().parents[2]
 ODD = "[rendezvous] of [/tmp/x] [red]"
@@ -57,9 +57,9 @@ class Hub:
 
 def test_status_prints_what_it_is_told_to_the_letter(monkeypatch):
     hub = Hub(m.StatusReply(0, ODD, (ODD,), (m.PartyStatus(ODD, ODD, ODD),), ()))
-    monkeypatch.setattr(party, "Party", hub)
+    monkeypatch.setattr(party, "RendezvousClient", hub)
     assert xfer("status", WHERE).output.count(ODD) == 5 and hub.closed
-    monkeypatch.setattr(party, "Party", Hub(end=HandshakeError(ODD, [ODD], where="rendezvous")))
+    monkeypatch.setattr(party, "RendezvousClient", Hub(end=HandshakeError(ODD, [ODD], where="rendezvous")))
     done = xfer("status", WHERE)
     assert done.exit_code == 1 and f"[rendezvous] {ODD}" in done.output and f"- {ODD}" in done.output
 
@@ -68,9 +68,9 @@ def test_status_can_be_broken_off_at_any_time(monkeypatch):
     def interrupted(*a, **k):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(party, "Party", interrupted)
+    monkeypatch.setattr(party, "RendezvousClient", interrupted)
     assert xfer("status", WHERE).exit_code == 130
-    monkeypatch.setattr(party, "Party", hub := Hub(end=KeyboardInterrupt()))
+    monkeypatch.setattr(party, "RendezvousClient", hub := Hub(end=KeyboardInterrupt()))
     assert xfer("status", WHERE, "--watch", "1").exit_code == 0 and hub.closed
 
 
@@ -78,7 +78,7 @@ def test_status_can_be_broken_off_at_any_time(monkeypatch):
     "odd", ["--timeout=nan", "--timeout=0", "--timeout=-1", "--watch=-1", "--watch=inf", "--watch=nan"]
 )
 def test_seconds_that_are_none_are_refused(monkeypatch, odd):
-    monkeypatch.setattr(party, "Party", Hub(end=AssertionError("it was called")))
+    monkeypatch.setattr(party, "RendezvousClient", Hub(end=AssertionError("it was called")))
     done = xfer("status", WHERE, odd)
     assert done.exit_code == 2 and odd in done.output, done.output
 

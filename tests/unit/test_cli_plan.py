@@ -405,7 +405,9 @@ def test_waves_keep_their_numbers_when_some_have_no_bytes_on_the_wire(small, tim
     runs = re.findall(r"waves? (\d+)(?: to (\d+))?: ", page(replace(small[0], timeline=waves)))
     told = [range(int(a), int(b or a) + 1) for a, b in runs]
     assert {i for r in told for i in r} >= {i for i, w in enumerate(waves) if w.nbytes}
-    assert all(any(waves[i].nbytes for i in r) for r in told) and len({i for r in told for i in r}) == sum(map(len, told))
+    assert all(any(waves[i].nbytes for i in r) for r in told) and len({i for r in told for i in r}) == sum(
+        map(len, told)
+    )
 
 
 def test_a_hostile_name_is_only_text(small):
@@ -503,7 +505,13 @@ def test_a_key_tells_environments_apart_that_tracing_processes_may_read(monkeypa
     monkeypatch.setenv("A_VARIABLE_OF_NOBODY", "1")
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "DEBUG")  # those processes get another value in any case
     assert key() == keys[0]
-    for name, value in (("VLLM_A", "1"), ("VLLM_A", "2"), ("VLLM_B", "2"), ("NVTE_A", "1"), ("XFER_CPU_RESIDENT", "always")):
+    for name, value in (
+        ("VLLM_A", "1"),
+        ("VLLM_A", "2"),
+        ("VLLM_B", "2"),
+        ("NVTE_A", "1"),
+        ("XFER_CPU_RESIDENT", "always"),
+    ):
         monkeypatch.setenv(name, value)
         keys.append(key())
     monkeypatch.setitem(tracing.ENVIRONMENT, "OMP_NUM_THREADS", "77")
@@ -568,7 +576,10 @@ def test_a_process_that_dies_is_an_error_with_its_last_words(tmp_path):
     broken.write_text("#!/bin/sh\necho not json; echo the reason >&2; exit 7\n")
     broken.chmod(0o755)
     for act in (lambda p: tracing._check([p]), lambda p: Tracer({})._traced(p, None)):
-        with processes(str(broken), "trainer", 2, jobs=2) as p, pytest.raises(XferError, match="ended with code 7") as e:
+        with (
+            processes(str(broken), "trainer", 2, jobs=2) as p,
+            pytest.raises(XferError, match="ended with code 7") as e,
+        ):
             act(p)
         assert "the reason" in e.value.violations
 

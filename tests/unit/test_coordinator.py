@@ -23,9 +23,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from tests.support.cluster_model import DEADLINE_S, Controller, Job, Process, Trainer, Worker
+from xfer.coordinator import messages as m
 from xfer.coordinator.commit import TRANSITIONS, Phase
 from xfer.coordinator.events import Received
-from xfer.session import messages as m
 
 EXAMPLES = int(os.environ.get("XFER_EXAMPLES", "200"))
 LATE = (m.Armed, m.Done, m.Committed, m.Stopped, m.Settled, m.Planned, m.LinkOpen, m.RoutesClosed)
@@ -244,7 +244,9 @@ def test_the_coordinator_needs_no_torch_no_sockets_no_threads_and_no_clock():
         name.partition(".")[0]
         for path in folder.glob("*.py")
         for node in ast.walk(ast.parse(path.read_text()))
-        for name in ([a.name for a in node.names] if isinstance(node, ast.Import) else [getattr(node, "module", "") or ""])
+        for name in (
+            [a.name for a in node.names] if isinstance(node, ast.Import) else [getattr(node, "module", "") or ""]
+        )
         if isinstance(node, ast.Import | ast.ImportFrom)
     }
     assert not imported & {"torch", "socket", "select", "threading", "asyncio", "time", "datetime", "os", "random"}

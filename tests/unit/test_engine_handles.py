@@ -655,7 +655,9 @@ def test_async_engine_refuses_to_block_its_own_loop():
 
 def test_who_waits_for_a_refit_on_the_engines_own_loop_is_told_at_once_what_to_do():
     async def on_the_loop():
-        controller = xfer.serve(FakeAsync(FakeVllm()), rendezvous="tcp://127.0.0.1:9", token="a long token", deadline_s=1.0)
+        controller = xfer.serve(
+            FakeAsync(FakeVllm()), rendezvous="tcp://127.0.0.1:9", token="a long token", deadline_s=1.0
+        )
         for wait in (controller.wait_ready, controller.wait_version):
             with pytest.raises(Unsupported, match="own event loop") as refused:
                 wait(T)

@@ -8,11 +8,11 @@ import re
 
 import pytest
 
+from xfer.coordinator import messages as m
 from xfer.errors import EXAMPLE_CHARS, KINDS_SHOWN, CoverageError, XferError, by_kind
 from xfer.plan.inventory import engine_inventory, trainer_inventory
 from xfer.plan.options import PlanOptions, matches, written
 from xfer.plan.planner import plan_replica
-from xfer.session import messages as m
 from xfer.trace.catalog import Catalog
 from xfer.trace.fragment import Fragment, Root, Span, TensorSpec
 

@@ -124,7 +124,9 @@ def test_what_a_framework_reads_at_import_is_not_taken_over(monkeypatch, tmp_pat
         assert forge.forge_of(sys.executable, "any", environment(**other)) is None, other
 
 
-IMPORTS = "import json, os; from tests.support import forge; forge.imports_megatron(); print(json.dumps(dict(os.environ)))"
+IMPORTS = (
+    "import json, os; from tests.support import forge; forge.imports_megatron(); print(json.dumps(dict(os.environ)))"
+)
 
 
 def test_what_a_framework_sets_at_import_does_not_part_later_children_from_their_forge(monkeypatch):
@@ -134,7 +136,9 @@ def test_what_a_framework_sets_at_import_does_not_part_later_children_from_their
     for name in ("XFER_JITTER_CHILDREN", "TORCHINDUCTOR_CACHE_DIR"):  # the second: of a test before this one
         monkeypatch.delenv(name, raising=False)
     before = environment()
-    told = subprocess.run([sys.executable, "-c", IMPORTS], env=before, capture_output=True, check=True, timeout=120).stdout
+    told = subprocess.run(
+        [sys.executable, "-c", IMPORTS], env=before, capture_output=True, check=True, timeout=120
+    ).stdout
     after = json.loads(told.splitlines()[-1])
     assert after != before, "it sets nothing, so this tests nothing"
     assert forge.forge_of(sys.executable, "any", before) is forge.forge_of(sys.executable, "any", after) is not None

@@ -37,11 +37,17 @@ def test_figures_of_pages_are_what_goals_are_judged_by():
     assert round(packed["packed, colocated: one by one / bucketed + flattened"].ours) == 105
     assert packed["packed, apart: of NCCL's broadcast rate"].how == "169.6 / 180.6 ms"
     hidden = goals("gpu_2026-11-22_layerwise_late.json")
-    assert {n: round(hidden[f"layer-wise, {n} ranks: hidden, by events"].ours, 3) for n in (2, 4)} == {2: 0.773, 4: 0.814}
+    assert {n: round(hidden[f"layer-wise, {n} ranks: hidden, by events"].ours, 3) for n in (2, 4)} == {
+        2: 0.773,
+        4: 0.814,
+    }
     assert [hidden[f"layer-wise, {n} ranks: hidden, by events"].met for n in (2, 4)] == [False, True]
     timed = goals("gpu_2026-11-25_layerwise.json")
     shares = {p: timed[f"layer-wise, 2 ranks: hidden, by the timeline, {p}"] for p in ("overlap", "pull")}
-    assert {p: (round(j.ours, 3), j.met) for p, j in shares.items()} == {"overlap": (0.864, True), "pull": (0.769, False)}
+    assert {p: (round(j.ours, 3), j.met) for p, j in shares.items()} == {
+        "overlap": (0.864, True),
+        "pull": (0.769, False),
+    }
     one = goals("gpu_2026-11-23_cache.json")
     verified = one["4b, plain, TP1, on 1 GPU: verified / plain transfer"]
     assert (verified.limit, verified.how, verified.met) == (1.25, "6.00 / 5.12 ms", True), "both sum on one GPU"
@@ -148,7 +154,9 @@ def behind():
     signal.signal(signal.SIGINT, before)
 
 
-def test_a_run_goes_on_where_the_last_one_stopped_and_begins_nothing_that_cannot_end(tmp_path, monkeypatch, capsys, behind):
+def test_a_run_goes_on_where_the_last_one_stopped_and_begins_nothing_that_cannot_end(
+    tmp_path, monkeypatch, capsys, behind
+):
     script = tmp_path / "scripts" / "bench.py"
     script.parent.mkdir()
     script.write_text(

@@ -74,7 +74,12 @@ def test_pack_unpack_equals_the_element_loop(seed, spare, start):
 
 @runs
 @settings(max_examples=EXAMPLES // 4, deadline=None)
-@given(st.integers(0, 2**32 - 1), st.sampled_from([(0, 1), (1, 0), (2, 0)]), st.booleans(), st.sampled_from([0, 100, 1 << 30]))
+@given(
+    st.integers(0, 2**32 - 1),
+    st.sampled_from([(0, 1), (1, 0), (2, 0)]),
+    st.booleans(),
+    st.sampled_from([0, 100, 1 << 30]),
+)
 def test_local_copy_equals_the_element_loop_in_any_order_of_tiles(seed, numbers, grouped, burst):
     rng = np.random.default_rng(seed)
     rows, src, dst = random_rows(rng)
@@ -178,17 +183,33 @@ def test_offsets_and_strides_beyond_32_bits(src, dst, far):
     """Copies, conversions, constants, messages and sums; rows apart, in a box of three dims and backwards; odd offsets of single bytes."""
     module = pytest.importorskip("xfer.kernels.checksum_triton", reason="needs triton")
     odd = int(src == "uint8")
-    for extent, steps, start in (((3, 64), (FAR + odd,), FAR + odd), ((2, 2, 24), (FAR, FAR // 2 + odd), 5), ((3, 64), (-FAR,), 3 * FAR)):
+    for extent, steps, start in (
+        ((3, 64), (FAR + odd,), FAR + odd),
+        ((2, 2, 24), (FAR, FAR // 2 + odd), 5),
+        ((3, 64), (-FAR,), 3 * FAR),
+    ):
         start -= start % 4 * (not odd)
         item = ITEMSIZE[src if far == "src" else dst]
-        one = row(extent, src_dtype=src, dst_dtype=dst, **{f"{far}_strides": (*steps, item), f"{far}_offset": start}, wire=FAR * 2)
+        one = row(
+            extent,
+            src_dtype=src,
+            dst_dtype=dst,
+            **{f"{far}_strides": (*steps, item), f"{far}_offset": start},
+            wire=FAR * 2,
+        )
         live = {end: sparse(5 * FAR) for end in ("src", "dst", "wire", "again")}
         at = byte_starts(int(one["src_offset"][0]), one["extent"][0].tolist(), one["src_strides"][0].tolist())
         value = torch.arange(1, len(at) + 1).to(getattr(torch, src)).view(torch.uint8).view(len(at), -1)
         live["src"][torch.from_numpy(at)[:, None] + torch.arange(value.shape[1])] = value
         to = byte_starts(int(one["dst_offset"][0]), one["extent"][0].tolist(), one["dst_strides"][0].tolist())
         to = torch.from_numpy(to)[:, None] + torch.arange(ITEMSIZE[dst])
-        want = torch.arange(1, len(at) + 1).to(getattr(torch, src)).to(getattr(torch, dst)).view(torch.uint8).view(to.shape)
+        want = (
+            torch.arange(1, len(at) + 1)
+            .to(getattr(torch, src))
+            .to(getattr(torch, dst))
+            .view(torch.uint8)
+            .view(to.shape)
+        )
         bound(one, [live["dst"]], "local", [live["src"]]).copy()
         assert torch.equal(live["dst"][to], want)
         bound(one, [live["src"]], "src", [live["src"]]).pack(live["wire"])
@@ -197,7 +218,9 @@ def test_offsets_and_strides_beyond_32_bits(src, dst, far):
         for end in ("src", "dst"):
             shapes = [(1 << 20, *extent[1:])]
             one["origin"][0, -len(extent)] = (1 << 20) - extent[0]
-            fast = module.TritonSums(one, np.zeros(1, np.int64), 1, [live[end]], end, [checksum.placed(one[0], end, shapes)])
+            fast = module.TritonSums(
+                one, np.zeros(1, np.int64), 1, [live[end]], end, [checksum.placed(one[0], end, shapes)]
+            )
             fast.launch()
             left = checksum.checksum_rows(one[fast.odd], [live[end]], end, shapes)
             assert added(fast.values()[0], left) == checksum.checksum_rows(one, [live[end]], end, shapes)
@@ -368,12 +391,23 @@ def test_copies_that_sum_leave_the_same_bytes_and_the_same_number(seed, dtype, b
             if last > first and rng.integers(0, 8):
                 strides = dict(src_strides=(pitch, item), dst_strides=(wide * item, item))
                 copies.append(
-                    row((high, last - first), src_offset=first * item, dst_offset=spare + first * item, **strides, **ends)
+                    row(
+                        (high, last - first),
+                        src_offset=first * item,
+                        dst_offset=spare + first * item,
+                        **strides,
+                        **ends,
+                    )
                 )
         cut = int(rng.integers(0, high))
         for first, last in ((0, cut), (cut, high)):
             if last > first:
-                some = row((last - first, wide), dst_offset=spare + first * wide * item, dst_strides=(wide * item, item), **ends)
+                some = row(
+                    (last - first, wide),
+                    dst_offset=spare + first * wide * item,
+                    dst_strides=(wide * item, item),
+                    **ends,
+                )
                 some["origin"][0, -2] = first
                 sums.append(some)
     if not copies:

@@ -98,7 +98,9 @@ def test_ranks_are_ended_and_what_went_wrong_is_said(code, seconds, may_die, sai
     assert found.startswith(said) if said else found == ""
 
 
-@pytest.mark.parametrize("package, said", [("", "not importable"), ("raise SystemError('broken')", "could not be asked")])
+@pytest.mark.parametrize(
+    "package, said", [("", "not importable"), ("raise SystemError('broken')", "could not be asked")]
+)
 def test_what_cannot_run_and_was_asked_for_is_said_before_anything_runs(tmp_path, package, said):
     """Else the minutes before it are spent on devices, and its row is missing at their end."""
     (tmp_path / "megatron").mkdir()

@@ -215,7 +215,14 @@ def test_hyperparameters_that_are_tensors_go_on_bit_for_bit_in_the_tensors_that_
     nets, seen = [layers(2), layers(2)], []
     for i, net in enumerate(nets):
         at = torch.tensor(0.5 * i)
-        o = tuned(net, 1e-3, warm=(at, 3 + i), floor=torch.tensor([1.0 + i]), scale=np.float32(0.1 + i), on=torch.tensor(i == 0))
+        o = tuned(
+            net,
+            1e-3,
+            warm=(at, 3 + i),
+            floor=torch.tensor([1.0 + i]),
+            scale=np.float32(0.1 + i),
+            on=torch.tensor(i == 0),
+        )
         (group,), lr = o.param_groups, o.param_groups[0]["lr"]
         net(torch.ones(2, 4)).sum().backward()
         o.step()

@@ -492,18 +492,20 @@ def test_a_refit_from_owners_waits_for_their_step_and_not_for_the_device(monkeyp
         assert said[6:] == ["the step", "the caller's stream"] and not o.gather.settled
 
 
-@given(
-    st.lists(st.integers(0, 2), min_size=1, max_size=6), st.permutations(range(6)), st.integers(1, 7), st.booleans()
-)
+@given(st.lists(st.integers(0, 2), min_size=1, max_size=6), st.permutations(range(6)), st.integers(1, 7), st.booleans())
 @settings(max_examples=60, deadline=None)
 def test_what_is_used_first_travels_while_the_rest_is_stepped(group_of, use, depth, overlap):
     """Which group a layer is in, in which order a forward uses layers, and how deep: of the first buckets in use, up to the first
     that is yet to be stepped, each is on its way before the next group steps, and no other one; and everybody gets the new values."""
     net, said = Ordered(len(group_of), use), []
     parts = [[m.weight for m, g in zip(net.layers, group_of) if g == n] for n in range(3)]
-    o = Half(net, [ParamGroup(p, torch.optim.SGD, {"lr": 0.1}) for p in parts if p], prefetch_depth=depth, overlap=overlap)
+    o = Half(
+        net, [ParamGroup(p, torch.optim.SGD, {"lr": 0.1}) for p in parts if p], prefetch_depth=depth, overlap=overlap
+    )
     for inner in o.inner:
-        inner.register_step_pre_hook(lambda *_: said.append([b.index for b in o.gather.order if b.state.value == "in flight"]))
+        inner.register_step_pre_hook(
+            lambda *_: said.append([b.index for b in o.gather.order if b.state.value == "in flight"])
+        )
     groups, order = list(dict.fromkeys(group_of)), net.use  # groups in the order in which they are stepped
     for value in (101.0, 102.0):
         said.clear()
@@ -689,7 +691,9 @@ def test_a_deadline_says_that_some_ranks_may_have_asked_alone():
     assert any("for all of them" in v and "barrier" in v for v in e.value.violations)
 
 
-@pytest.mark.parametrize("error", [ValueError("a schedule of its own"), KeyboardInterrupt(), AssertionError()], ids=repr)
+@pytest.mark.parametrize(
+    "error", [ValueError("a schedule of its own"), KeyboardInterrupt(), AssertionError()], ids=repr
+)
 def test_a_step_that_breaks_off_by_whatever_error_is_the_last_one(error):
     """Other ranks may be ahead, and part of this one's has been stepped."""
 

@@ -31,11 +31,11 @@ def test_import_is_quick_and_touches_nothing_heavy():
     code = (
         "import sys, time; t = time.perf_counter(); import xfer; s = time.perf_counter() - t\n"
         "heavy = [m for m in ('torch', 'megatron', 'vllm', 'transformers', 'triton') if m in sys.modules]\n"
-        "import xfer.mesh, xfer.trace, xfer.plan.planner, xfer.api, xfer.session.messages\n"
+        "import xfer.mesh, xfer.trace, xfer.plan.planner, xfer.api, xfer.coordinator.messages\n"
         "from xfer import nccl_xfer_refit, connect, serve\n"
         "more = [m for m in ('megatron', 'vllm', 'transformers') if m in sys.modules]\n"
         "import torch, torch.distributed as d\n"
-        "import xfer.session.trainer, xfer.session.worker, xfer.transport.p2p, xfer.transport.golden, xfer.trainers.megatron\n"
+        "import xfer.participants.trainer, xfer.participants.worker, xfer.transport.p2p, xfer.transport.golden, xfer.trainers.megatron\n"
         "more += [m for m in ('megatron', 'vllm', 'transformers') if m in sys.modules]\n"
         "print(s, heavy, more, d.is_initialized(), torch.cuda.is_initialized())"
     )
@@ -81,7 +81,7 @@ def test_every_file_of_the_package_is_in_its_wheel():
 @pytest.mark.parametrize("adapter", [xfer.TensorTrainer, xfer.MegatronTrainer, xfer.LayerWiseTrainer])
 def test_every_adapter_is_what_connect_says_that_it_takes(adapter):
     """To a type checker: a method of the protocol that one lacks, or an attribute that is a property of it, refuses all calls."""
-    from xfer.session.trainer import Source
+    from xfer.participants.trainer import Source
 
     asked = {n for n, v in vars(Source).items() if callable(v) and not n.startswith("_")}
     assert {"drain", "read", "check", "rebind"} <= asked and [n for n in sorted(asked) if not hasattr(adapter, n)] == []

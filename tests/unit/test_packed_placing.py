@@ -228,7 +228,9 @@ def test_over_gloo_ranks_agree_in_memory_of_the_host(monkeypatch):
     assert agree.of_all_ranks(lambda: [7], list[int], torch.device("cuda")) == [[7], [7]]
 
 
-@pytest.mark.parametrize("device, backend, refused", [("cuda", "gloo", True), ("cuda", "nccl", False), ("cpu", "gloo", False)])
+@pytest.mark.parametrize(
+    "device, backend, refused", [("cuda", "gloo", True), ("cuda", "nccl", False), ("cpu", "gloo", False)]
+)
 def test_rounds_that_the_trainers_group_cannot_carry_are_refused_on_all_ranks(monkeypatch, device, backend, refused):
     monkeypatch.setattr("xfer.packed.tensors.dist.get_backend", lambda: backend)
     monkeypatch.setattr(agree, "any_rank", lambda flag, *_: flag)

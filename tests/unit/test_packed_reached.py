@@ -37,7 +37,9 @@ def test_an_answer_that_may_mean_two_parameters_counts_for_neither():
     assert reached_by({"layers.0.weight", "weight", "other.weight"}, held) == set()
 
 
-@pytest.mark.parametrize("left_out, said", [(None, ""), *((n, f"{n}: ") for n in ("a.weight", "a.bias", "a.attention.q_scale"))])
+@pytest.mark.parametrize(
+    "left_out, said", [(None, ""), *((n, f"{n}: ") for n in ("a.weight", "a.bias", "a.attention.q_scale"))]
+)
 def test_what_processing_makes_is_not_asked_for_and_what_it_replaces_is(monkeypatch, left_out, said):
     """As vLLM quantizes: `weight` becomes something else of that name with a scale beside it, `bias` is packed under another. And
     attention has a scale only while a checkpoint is loaded, in case that it has one: asked for where an earlier one brought its own."""

@@ -59,7 +59,9 @@ def test_memory_of_an_allocator_that_has_no_snapshot_is_refused_for_want_of_a_ha
 
     root = torch.zeros(64, dtype=torch.uint8)
     with (
-        patch.multiple(cuda_driver, allocation=lambda pointer: cuda_driver.Allocation(pointer, 64, pointer, exportable=False)),
+        patch.multiple(
+            cuda_driver, allocation=lambda pointer: cuda_driver.Allocation(pointer, 64, pointer, exportable=False)
+        ),
         patch.object(torch.cuda, "memory_snapshot", snapshot),
         patch.object(peer, "uuid_of", lambda device: "GPU"),
     ):

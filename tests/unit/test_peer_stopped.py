@@ -61,8 +61,13 @@ def pull(device, monkeypatch):
     word = {name: getattr(torch, name) for name in ("zeros", "ones")}
     for name, make in word.items():
         monkeypatch.setattr(torch, name, lambda n, dtype, make=make, **where: make(n, dtype=dtype))
-    monkeypatch.setattr(torch.Tensor, "record_stream", lambda t, stream: noted.append((id(t), "is used on", stream.name)))
-    with patch.object(Pull, "_bind"), patch.object(Pull, "_recorded", lambda self, k: lambda: noted.append(("launched",))):
+    monkeypatch.setattr(
+        torch.Tensor, "record_stream", lambda t, stream: noted.append((id(t), "is used on", stream.name))
+    )
+    with (
+        patch.object(Pull, "_bind"),
+        patch.object(Pull, "_recorded", lambda self, k: lambda: noted.append(("launched",))),
+    ):
         return Pull(np.empty(0, ROW), Mapping(0, GPU), [])
 
 

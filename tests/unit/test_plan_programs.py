@@ -86,7 +86,9 @@ def test_waves_and_messages_stay_within_the_bounds(world):
         assert program.waves == plan.waves
         order = program.rows[["wave", "src", "dst", "wire"]]
         assert np.array_equal(np.sort(order, order=["wave", "src", "dst", "wire"]), order)
-        assert (program.rows["wave"] < max(plan.waves, 1)).all() and not program.rows["turn"][program.rows["op"] == Op.FILL].any()
+        assert (program.rows["wave"] < max(plan.waves, 1)).all() and not program.rows["turn"][
+            program.rows["op"] == Op.FILL
+        ].any()
         for strides in (program.rows["src_strides"], program.rows["dst_strides"]):
             assert not strides[program.rows["extent"] == 1].any()  # one way to write a row down
         for m in program.sends():

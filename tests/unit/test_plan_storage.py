@@ -255,7 +255,12 @@ def installed(folder: Path, version: str, sources: bool) -> list[str]:
             file.unlink()
     code = "from xfer.sources import *; print(digest_of('plan'), has_sources('plan'), has_sources('mesh'))"
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=folder, env={"PYTHONPATH": str(folder)}, capture_output=True, text=True, check=True
+        [sys.executable, "-c", code],
+        cwd=folder,
+        env={"PYTHONPATH": str(folder)},
+        capture_output=True,
+        text=True,
+        check=True,
     )
     return done.stdout.split()
 

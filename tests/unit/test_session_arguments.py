@@ -12,9 +12,9 @@ from tests.support.world import TOKEN, ToyEngine, ToySource
 from xfer.engines.handles import AsyncEngine, OfflineLLM, handle_for
 from xfer.engines.remote import CallableEngine, HttpEngine
 from xfer.errors import HandshakeError, XferError
-from xfer.session import channel
-from xfer.session.controller import Controller
-from xfer.session.trainer import TrainerSession
+from xfer.participants.controller import Controller
+from xfer.participants.trainer import TrainerSession
+from xfer.rendezvous import channel
 
 NAN, INF = float("nan"), float("inf")
 RAW = b"\xff\xfe of the environment".decode("utf-8", "surrogateescape")
@@ -124,7 +124,8 @@ def test_a_model_in_place_of_an_adapter_is_told_what_wraps_it(ways):
 
 
 @pytest.mark.parametrize(
-    ("host", "why"), [("no-such-host.invalid", "does not know that name"), ("127.0.0.1", "another job.*not closed.*rank 0")]
+    ("host", "why"),
+    [("no-such-host.invalid", "does not know that name"), ("127.0.0.1", "another job.*not closed.*rank 0")],
 )
 def test_an_address_where_nobody_can_listen_says_why(host, why):
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(HandshakeError, match=why):

@@ -10,12 +10,12 @@ import time
 import pytest
 
 from tests.support.proc import PATIENCE
+from xfer.coordinator import messages as m
 from xfer.coordinator.events import Disconnected, Received, Unproven
 from xfer.coordinator.state import Options
 from xfer.errors import DeadlineExceeded, HandshakeError, PeerLost
+from xfer.rendezvous import channel as c
 from xfer.rendezvous.server import Server
-from xfer.session import channel as c
-from xfer.session import messages as m
 from xfer.testing.ports import free_port
 
 TOKEN = "a token for tests"

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from tests.support.row_worlds import row
 from xfer.kernels.checksum import checksum_rows
+from xfer.participants.early import FIRST, EarlySums, first_storages, whole_storages
 from xfer.plan.program import Op, row_wire_bytes
 from xfer.plan.relay import in_parts
-from xfer.session.early import FIRST, EarlySums, first_storages, whole_storages
 
 STORAGES = 5
 

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from xfer.session import faults
+from xfer.participants import faults
 
 
 class Slowly(Counter):

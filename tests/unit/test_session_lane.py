@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from tests.support.proc import PATIENCE
+from xfer.coordinator import messages as m
 from xfer.errors import PeerLost
-from xfer.session import messages as m
-from xfer.session.lane import Lane
-from xfer.session.store import HubStore, Replies
+from xfer.participants.lane import Lane
+from xfer.rendezvous.store import RendezvousStore, Replies
 
 
-class Party:
+class RendezvousClient:
     """Keeps what a lane says; its store has no value but those of `replies`."""
 
     label = "trainer 0"
@@ -34,13 +34,13 @@ class Party:
 class Waiting(Lane):
     """Opens a link of epoch 1 by waiting for a value that nobody puts, of later ones at once."""
 
-    def __init__(self, party: Party, role: str = "trainer"):
+    def __init__(self, party: RendezvousClient, role: str = "trainer"):
         self.waits = threading.Event()
         side = SimpleNamespace(role=role, index=0, device=torch.device("cpu"))
         super().__init__(party, side, 0, 0, None)
         self.plan, self._deadline_s = SimpleNamespace(digest=""), 60.0
 
-    def _open_routes(self, store: HubStore, o: m.OpenLink) -> None:
+    def _open_routes(self, store: RendezvousStore, o: m.OpenLink) -> None:
         if store._prefix.endswith("/e1/"):
             self.waits.set()
             store.get("never")
@@ -49,7 +49,7 @@ class Waiting(Lane):
 @pytest.fixture
 def waiting():
     """(party, lane), the lane inside its wait of epoch 1."""
-    party = Party()
+    party = RendezvousClient()
     lane = Waiting(party)
     try:
         lane.post(m.OpenLink(0, 1, True, 1))
@@ -96,7 +96,7 @@ class Routes:
 def test_a_worker_that_is_stopped_lets_go_of_the_trainers_memory(role, drained, closed):
     """Or one that was killed could not start again beside it. Not while a kernel still reads there, but then; and a trainer has to
     know later that its routes were there."""
-    party = Party()
+    party = RendezvousClient()
     lane = Waiting(party, role)
     lane._routed = routes = Routes(drained)
     lane.cancel(PeerLost("trainer 1 is gone"), None)
@@ -114,8 +114,8 @@ def test_a_worker_that_is_stopped_lets_go_of_the_trainers_memory(role, drained, 
 
 @pytest.mark.parametrize("message", [m.OpenLink(0, 2, True, 1), m.Go(0, 1, 1, "1", False, 1.0)])
 def test_what_comes_for_a_lane_that_has_ended_keeps_nobody_waiting(message):
-    """A hub that has not heard yet that this process leaves goes on with the refit."""
-    party = Party()
+    """A coordinator that has not heard yet that this process leaves goes on with the refit."""
+    party = RendezvousClient()
     lane = Waiting(party)
     lane.close()
     lane.post(message)
@@ -123,7 +123,7 @@ def test_what_comes_for_a_lane_that_has_ended_keeps_nobody_waiting(message):
 
 
 def test_an_epoch_that_begins_while_its_lane_is_stopped_is_stopped_too(monkeypatch):
-    lane, cancel = Waiting(Party()), Waiting.cancel
+    lane, cancel = Waiting(RendezvousClient()), Waiting.cancel
 
     def cancelled_just_before(self, error, epoch):
         cancel(self, error, epoch)
@@ -137,7 +137,7 @@ def test_an_epoch_that_begins_while_its_lane_is_stopped_is_stopped_too(monkeypat
 
 def test_who_stops_a_lane_does_not_wait_for_its_link():
     """It may be the thread that reads for all lanes. That bytes are written until the link has ended, the lane says."""
-    lane, ended = Waiting(Party()), threading.Event()
+    lane, ended = Waiting(RendezvousClient()), threading.Event()
     lane._link = SimpleNamespace(
         abort=lambda seconds=10.0: ended.wait(seconds), drained=lambda seconds=0.0: ended.wait(seconds), close=ended.set
     )
@@ -150,7 +150,7 @@ def test_who_stops_a_lane_does_not_wait_for_its_link():
 
 
 def test_what_a_kernel_works_with_outlives_its_lane():
-    lane, routes = Waiting(Party(), "worker"), Routes(drained=False)
+    lane, routes = Waiting(RendezvousClient(), "worker"), Routes(drained=False)
     lane._routed, gone = routes, weakref.ref(routes)
     lane.close()
     assert not lane.drained and not routes.closed

@@ -1,7 +1,7 @@
 """Layouts between ranks: each class of equal ranks is published once, fetched only by who needs it, and nothing is believed
 that does not have the digest it was announced by.
 
-The hub's half and the clients' half are the real ones; queues stand in for the connections between them.
+The coordinator's half and the clients' half are the real ones; queues stand in for the connections between them.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.support.plan_worlds import worlds
+from xfer.coordinator import messages as m
 from xfer.coordinator.layouts import LayoutExchange, roll_digest
+from xfer.coordinator.packing import pack, unpack, unpack_one
 from xfer.errors import DeadlineExceeded, PeerLost, ProtocolError
+from xfer.participants import layouts
+from xfer.participants.layouts import KEPT, Shelf
 from xfer.plan.cache import PlanCache
 from xfer.plan.options import PlanOptions
 from xfer.plan.planner import plan_replica
-from xfer.session import layouts
-from xfer.session import messages as m
-from xfer.session.layouts import KEPT, Shelf
-from xfer.session.packing import pack, unpack, unpack_one
 from xfer.trace.catalog import Catalog
 
 EXAMPLES = max(1, int(os.environ.get("XFER_EXAMPLES", "200")))
@@ -34,7 +34,7 @@ quick = settings(max_examples=EXAMPLES // 8 + 1, deadline=None, suppress_health_
 
 
 class Rank:
-    """A connection's two ends: `send` is the hub's, `shelf` the client's. Everything goes over the wire's coding."""
+    """A connection's two ends: `send` is the coordinator's, `shelf` the client's. Everything goes over the wire's coding."""
 
     def __init__(self, job: Job, label: str, inventory=None):
         self.label, self.job = label, job
@@ -278,7 +278,7 @@ def test_packed_bytes_come_back_or_are_refused(parts, noise, data):
 
 
 def test_a_stream_that_grows_without_bound_is_refused(monkeypatch):
-    from xfer.session import packing
+    from xfer.coordinator import packing
 
     monkeypatch.setattr(packing, "MAX_UNPACKED", 1 << 16)
     assert len(unpack(pack([b"\0" * 60_000]), "x")[0]) == 60_000

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import xfer
+from xfer.coordinator import messages as m
 from xfer.errors import _BY_NAME, PeerLost, ProtocolError, Unsupported, XferError, from_wire
-from xfer.session import messages as m
 from xfer.transport.group import Aborted
 
 EXAMPLES = int(os.environ.get("XFER_EXAMPLES", "200"))

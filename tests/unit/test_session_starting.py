@@ -6,8 +6,8 @@ import threading
 import pytest
 import torch
 
-from xfer.session import channel as c
-from xfer.session import late
+from xfer.participants import late
+from xfer.rendezvous import channel as c
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ def channel(sock: socket.socket) -> c.Channel:
 
 
 def test_a_connections_reader(held, pair):
-    """A hub that closes in the moment in which somebody proved the token at its door."""
+    """A coordinator that closes in the moment in which somebody proved the token at its door."""
     one = channel(pair[0])
 
     def end() -> None:

@@ -9,7 +9,7 @@ import torch
 
 from tests.support.row_worlds import row
 from xfer.kernels.checksum import checksum_rows
-from xfer.session.sums import SourceSums
+from xfer.participants.sums import SourceSums
 
 
 def whole(value: torch.Tensor, **columns):
@@ -17,7 +17,9 @@ def whole(value: torch.Tensor, **columns):
     return row(tuple(value.shape), src_dtype="bfloat16", **columns)
 
 
-GPU = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")])
+GPU = pytest.param(
+    "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+)
 
 
 def made(device: str, elements: int) -> tuple[torch.Tensor, SimpleNamespace, SourceSums]:

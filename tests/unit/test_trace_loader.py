@@ -429,7 +429,9 @@ def test_what_no_weight_has_a_part_in_keeps_its_values_on_meta():
     tally: Counter[str] = Counter()
 
     @settings(max_examples=EXAMPLES, deadline=None, database=None)
-    @given(st.lists(st.tuples(st.sampled_from(MOVES + COMPUTES), st.integers(0, 997), st.integers(0, 997)), max_size=10))
+    @given(
+        st.lists(st.tuples(st.sampled_from(MOVES + COMPUTES), st.integers(0, 997), st.integers(0, 997)), max_size=10)
+    )
     def holds(program: list) -> None:
         def made(device: str) -> torch.Tensor:
             x = torch.tensor(numbers, device=device)

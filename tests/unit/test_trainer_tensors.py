@@ -374,7 +374,9 @@ def test_a_gpu_is_the_device_of_a_model_that_is_partly_there():
     assert device_of(at) == torch.device("cuda:1") and device_of(at[:1]) == torch.device("cpu") == device_of([])
 
 
-@pytest.mark.parametrize("drop", [lambda m: setattr(m, "bias", None), lambda m: delattr(m, "bias")], ids=["None", "del"])
+@pytest.mark.parametrize(
+    "drop", [lambda m: setattr(m, "bias", None), lambda m: delattr(m, "bias")], ids=["None", "del"]
+)
 def test_a_module_that_has_lost_a_tensor_is_another_layout_and_one_without_bytes_is_none(drop):
     net = Net(4, 2, torch.float32, False)
     trainer = TensorTrainer(net)
@@ -401,7 +403,9 @@ def test_a_tensor_that_was_emptied_is_offloaded_and_no_tensor_of_another_shape(g
     for _ in range(2):
         with pytest.raises(RebindError, match="cannot be read") as e:
             trainer.check()
-        assert e.value.violations == ("a.weight: has no bytes (offloaded?): bring the parameters back before the refit",)
+        assert e.value.violations == (
+            "a.weight: has no bytes (offloaded?): bring the parameters back before the refit",
+        )
     net.a.weight.data = kept.clone()
     assert trainer.check() == "moved"
 
@@ -455,7 +459,10 @@ def test_values_that_no_rank_holds_and_hidden_bytes_are_refused():
 
 
 def test_what_requires_grad_is_told_under_the_checkpoints_names_on_both_routes():
-    given = {"base_model.a.base_layer.weight": torch.zeros(3), "base_model.a.lora_A.weight": torch.zeros(2, requires_grad=True)}
+    given = {
+        "base_model.a.base_layer.weight": torch.zeros(3),
+        "base_model.a.lora_A.weight": torch.zeros(2, requires_grad=True),
+    }
     trainer = TensorTrainer(lambda: given, rename=lambda n: n.removeprefix("base_model."), rank=0, world=1)
     assert trainer.read().trained == {"a.lora_A.weight"}
     assert PackedSource(TensorStream(trainer), 1 << 20).read().trained == {"a.lora_A.weight"}

@@ -47,17 +47,17 @@ def status(
     """Who is connected, who is doing what, and who is waited for."""
     from rich.console import Console
 
+    from xfer.coordinator import messages as m
     from xfer.errors import XferError
-    from xfer.session import messages as m
-    from xfer.session.arguments import wrong_seconds
-    from xfer.session.party import Party
+    from xfer.participants.arguments import wrong_seconds
+    from xfer.rendezvous.client import RendezvousClient
 
     bad = wrong_seconds("--timeout", timeout) + (wrong_seconds("--watch", watch) if watch else [])
     if bad:
         raise typer.BadParameter("; ".join(bad))
     console, party = Console(), None
     try:
-        party = Party(rendezvous, token, "observer", deadline_s=timeout)
+        party = RendezvousClient(rendezvous, token, "observer", deadline_s=timeout)
         while True:
             party.send(m.StatusAsk())
             reply = party.take((m.StatusReply,), time.monotonic() + timeout, "a status")
@@ -108,7 +108,7 @@ def timeline(
     from rich.text import Text
 
     from xfer.errors import XferError
-    from xfer.session import timeline as kept
+    from xfer.participants import timeline as kept
 
     if median and attempt is not None:
         raise typer.BadParameter("--attempt is of one refit and --median of all: give one of the two")

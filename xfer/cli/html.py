@@ -193,7 +193,9 @@ def _timeline(r: Report) -> str:
                 a, b = min(x.begin for x in w) + start, max(x.end for x in w) + start
                 label = f"wave {first}" if group == 1 else f"waves {first} to {first + len(w) - 1}"
                 said = f"{label}: {seconds(a)} to {seconds(b)}, {size(sum(x.nbytes for x in w))}"
-                parts.append(_rect(at(a), y + row * step, at(b) - at(a), max(step - 1 if step > 4 else step, 0.6), said))
+                parts.append(
+                    _rect(at(a), y + row * step, at(b) - at(a), max(step - 1 if step > 4 else step, 0.6), said)
+                )
         if name.startswith("bytes"):
             rate = _rate(r, start, end)
             for i, b in enumerate(rate):

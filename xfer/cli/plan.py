@@ -61,7 +61,9 @@ def plan_refit(
     json_: Annotated[
         str | None, typer.Option("--json", help="write the same as data; - for standard output, and no tables")
     ] = None,
-    bucket_mib: Annotated[int, typer.Option(help="largest message; sessions use 240 on GPUs, 64 on CPUs", min=1, max=1 << 40)] = 240,
+    bucket_mib: Annotated[
+        int, typer.Option(help="largest message; sessions use 240 on GPUs, 64 on CPUs", min=1, max=1 << 40)
+    ] = 240,
     trainer_python: Annotated[str | None, typer.Option(help="Python with Megatron-Bridge; default: this one")] = None,
     engine_python: Annotated[str | None, typer.Option(help="Python with vLLM; default: this one")] = None,
     jobs: Annotated[int, typer.Option(help="processes that trace ranks, per side", min=1, max=64)] = 1,

@@ -199,7 +199,9 @@ class Tracer:
     def _key(self, task: Task, class_of: list[int], catalog: Catalog | None) -> str:
         """Digest of all that a trace depends on: both frameworks' versions, what their processes find in their environment
         and xfer's own source among it."""
-        given = {k: v for k, v in _environment(task.side).items() if k in ENVIRONMENT or k.startswith(READ_BY_FRAMEWORKS)}
+        given = {
+            k: v for k, v in _environment(task.side).items() if k in ENVIRONMENT or k.startswith(READ_BY_FRAMEWORKS)
+        }
         parts = [
             json.dumps(msgspec.to_builtins(task), sort_keys=True),
             json.dumps(
@@ -401,7 +403,9 @@ def _python(side: str, given: str | None) -> str:
     beside = Path(f".venvs/{side}/bin/python")  # where xfer's own setup puts it
     if beside.is_file():
         return str(beside)
-    missing = f"{FRAMEWORKS[side]}: not in {sys.executable}; pass --{side}-python, the Python of an environment that has it"
+    missing = (
+        f"{FRAMEWORKS[side]}: not in {sys.executable}; pass --{side}-python, the Python of an environment that has it"
+    )
     raise XferError("", [missing])
 
 
@@ -433,7 +437,9 @@ def _versions(python: str, side: str) -> dict[str, str]:
     if not answered:
         last = "".join(f"\n    {line[:200]}" for line in (done.stderr or done.stdout).splitlines()[-6:])
         how = f"ended with code {done.returncode}" if done.returncode else "does not answer as Python does"
-        raise XferError("", [f"--{side}-python {python} {how}{': ' + last if last else ', and said nothing'}"]) from None
+        raise XferError(
+            "", [f"--{side}-python {python} {how}{': ' + last if last else ', and said nothing'}"]
+        ) from None
     if not there:
         raise XferError("", [f"--{side}-python {python} has no {MODULES[side]}"])
     return {"python": version, **dict(zip(PACKAGES[side], found))}

@@ -13,11 +13,11 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from xfer.coordinator import holders, relays
+from xfer.coordinator import messages as m
+from xfer.coordinator.deadlines import ANSWER_GRACE_S, APART_S, CAUSE_S, SETTLE_GRACE_S, STOP_GRACE_S
 from xfer.coordinator.state import ReplicaPhase
 from xfer.errors import DeadlineExceeded, EngineLost, PeerLost, VerificationError, XferError
 from xfer.plan.checksum import added
-from xfer.session import messages as m
-from xfer.session.bounds import ANSWER_GRACE_S, APART_S, CAUSE_S, SETTLE_GRACE_S, STOP_GRACE_S
 
 if TYPE_CHECKING:
     from xfer.coordinator.refit import Refit
@@ -43,7 +43,11 @@ class Phase(Enum):
 
 TRANSITIONS: tuple[tuple[Phase, Phase, str], ...] = (
     (Phase.ARMING, Phase.MOVING, "all trainers are ready, all workers armed, plan and link up to date: Go"),
-    (Phase.MOVING, Phase.COMMITTING, "every rank said Done and the checksums agree: the decision, Commit to the workers"),
+    (
+        Phase.MOVING,
+        Phase.COMMITTING,
+        "every rank said Done and the checksums agree: the decision, Commit to the workers",
+    ),
     (Phase.COMMITTING, Phase.SETTLING, "every worker has installed: Commit to the controller"),
     (Phase.COMMITTING, Phase.SETTLING, "a worker failed, or STOP_GRACE_S passed: the replica is torn, Settle"),
     (Phase.ARMING, Phase.ABORTING, "an error or the deadline: Abort to the domain"),
@@ -83,7 +87,9 @@ class ReplicaRefit:
     verified: bool = False
     readers: dict[int, m.Reader] = field(default_factory=dict)  # workers that may read trainers' storages
     drained: bool = False  # trainers were told that nobody reads their storages, nor will
-    brought: dict[int, int] = field(default_factory=dict)  # worker -> the last part of its pull that is complete (relays.py)
+    brought: dict[int, int] = field(
+        default_factory=dict
+    )  # worker -> the last part of its pull that is complete (relays.py)
     waits: bool = False  # for the replica before it in a relay chain, with a timer set to look again
     epoch: int = 0  # of the routes by which it moves
     why_until: float = 0.0  # its error says that a connection closed; until then the reason may still come
@@ -166,7 +172,9 @@ class ReplicaRefit:
         # Workers first, the trainer in this process last: its threads would take the interpreter from the coordinator.
         co.broadcast(
             reversed(co.domain(r)),
-            m.Go(r.index, refit.number, r.epoch, refit.version, refit.verify, left, together, relays.tells(refit, self)),
+            m.Go(
+                r.index, refit.number, r.epoch, refit.version, refit.verify, left, together, relays.tells(refit, self)
+            ),
         )
         co.mark(f"replica {r.index}: go was sent")
         relays.began(refit, self)

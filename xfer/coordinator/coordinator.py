@@ -14,8 +14,10 @@ from collections.abc import Callable, Iterable
 
 from xfer import logs
 from xfer.coordinator import failures, relays
+from xfer.coordinator import messages as m
 from xfer.coordinator.events import Connected, Disconnected, Effect, Event, Mark, Received, Unproven
 from xfer.coordinator.keyvalue import KeyValues
+from xfer.coordinator.packing import pack, unpack_specs
 from xfer.coordinator.planning import Planning
 from xfer.coordinator.refit import Refit
 from xfer.coordinator.refits import Refits
@@ -25,8 +27,6 @@ from xfer.coordinator.status import here, status, waited_for
 from xfer.coordinator.timers import Timers
 from xfer.coordinator.unsent import Silence, refuse_untrained
 from xfer.errors import DeadlineExceeded, HandshakeError, PeerLost, ProtocolError, XferError
-from xfer.session import messages as m
-from xfer.session.packing import pack, unpack_specs
 from xfer.trace.catalog import Catalog
 
 logger = logging.getLogger("xfer")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Union
 
-from xfer.session.messages import Message
+from xfer.coordinator.messages import Message
 
 
 @dataclass(frozen=True, slots=True)

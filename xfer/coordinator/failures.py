@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from xfer.coordinator import messages as m
 from xfer.coordinator.state import ReplicaPhase
 from xfer.errors import PlanMismatch, XferError
-from xfer.session import messages as m
 
 if TYPE_CHECKING:
     from xfer.coordinator.coordinator import Coordinator

@@ -1,4 +1,5 @@
-"""Do trainer ranks that hold one box of a tensor hold the same bytes in it? The ranks' digests (session/holders.py) are compared here."""
+"""Do trainer ranks that hold one box of a tensor hold the same bytes in it? The ranks' digests
+(participants/holders.py) are compared here."""
 
 from __future__ import annotations
 

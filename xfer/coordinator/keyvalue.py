@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 
+from xfer.coordinator import messages as m
 from xfer.coordinator.state import Client
 from xfer.errors import ProtocolError
-from xfer.session import messages as m
 
 
 class KeyValues:

@@ -8,7 +8,7 @@ A *roll* lists one side of a domain: the digest of each rank's inventory, and it
 all replicas. All inventories of a roll travel in one compressed stream that is made once, so what the coordinator sends
 hardly grows with the number of classes. A rank that has the plan in its cache receives no inventory at all.
 
-The clients' half is in session/layouts.py.
+The clients' half is in participants/layouts.py.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from xfer.coordinator import messages as m
+from xfer.coordinator.packing import pack, unpack_one
 from xfer.errors import ProtocolError
 from xfer.plan import columns as col
-from xfer.session import messages as m
-from xfer.session.packing import pack, unpack_one
 
 if TYPE_CHECKING:
     from xfer.coordinator.state import Client

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from xfer.coordinator import messages as m
 from xfer.coordinator import relays
 from xfer.coordinator.layouts import LayoutExchange
 from xfer.coordinator.state import ReplicaPhase
 from xfer.errors import DeadlineExceeded, PlanMismatch, XferError
-from xfer.session import messages as m
 
 if TYPE_CHECKING:
     from xfer.coordinator.coordinator import Coordinator

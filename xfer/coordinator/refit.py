@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 
 from xfer import logs
 from xfer.coordinator import holders, relays
+from xfer.coordinator import messages as m
 from xfer.coordinator.commit import Phase, ReplicaRefit
+from xfer.coordinator.deadlines import TOGETHER_S
 from xfer.coordinator.state import ReplicaPhase
+from xfer.coordinator.wire import Label
 from xfer.errors import DeadlineExceeded, EngineLost, PlanMismatch, VerificationError, XferError
-from xfer.session import messages as m
-from xfer.session.bounds import TOGETHER_S
-from xfer.session.wire import Label
 
 if TYPE_CHECKING:
     from xfer.coordinator.coordinator import Coordinator
@@ -272,7 +272,9 @@ class Refit:
 
     def _log_waiting(self) -> None:
         co, these = self.coordinator, "; ".join(self.waiting_for()[:8])
-        logger.info("xfer: the refit to version %r takes %.0f s; waiting for %s", self.version, co.now - self.began, these)
+        logger.info(
+            "xfer: the refit to version %r takes %.0f s; waiting for %s", self.version, co.now - self.began, these
+        )
         co.at(co.now + logs.EVERY_S, self._log_waiting, of=self)
 
     def phase_of(self, client: Client) -> str:

@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from xfer.coordinator import messages as m
 from xfer.coordinator.refit import Refit
+from xfer.coordinator.wire import Label
 from xfer.errors import DeadlineExceeded, PeerLost, ProtocolError, XferError
-from xfer.session import messages as m
-from xfer.session.wire import Label
 
 if TYPE_CHECKING:
     from xfer.coordinator.coordinator import Coordinator

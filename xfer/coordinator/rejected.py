@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from xfer.session import messages as m
+from xfer.coordinator import messages as m
 
 REMEMBERED = 8
 
@@ -35,5 +35,7 @@ class Rejected:
         out = [f"turned away: {why}" for why in list(self._refused.values())]
         if self._unproven:
             callers = "a caller" if self._unproven == 1 else f"{self._unproven} callers"
-            out.append(f"turned away: {callers} with another token, last from {self._last}: is token= the same everywhere?")
+            out.append(
+                f"turned away: {callers} with another token, last from {self._last}: is token= the same everywhere?"
+            )
         return out

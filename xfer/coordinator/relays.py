@@ -15,10 +15,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from xfer.coordinator import messages as m
+from xfer.coordinator.deadlines import TOGETHER_S
 from xfer.coordinator.state import ReplicaPhase
 from xfer.errors import PeerLost, XferError
-from xfer.session import messages as m
-from xfer.session.bounds import TOGETHER_S
 
 if TYPE_CHECKING:
     from xfer.coordinator.commit import ReplicaRefit

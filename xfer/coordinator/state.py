@@ -9,10 +9,10 @@ import hashlib
 from dataclasses import dataclass, field
 from enum import Enum
 
+from xfer.coordinator import messages as m
 from xfer.coordinator.events import Close, Effect, Send
+from xfer.coordinator.wire import Label
 from xfer.errors import XferError
-from xfer.session import messages as m
-from xfer.session.wire import Label
 
 
 @dataclass(eq=False)
@@ -51,13 +51,13 @@ class Client:
 class ReplicaPhase(Enum):
     """How far a replica is on its way into refits.
 
-        ABSENT   -> JOINING                      its controller says hello
-        JOINING  -> PLANNING                     all layouts of its domain are known
-        PLANNING -> LINKING -> READY             all digests are equal; all links are open
-        PLANNING -> READY                        nothing can be linked now: the next refit plans and links
-        READY    -> PLANNING, LINKING            a layout or a storage changed
-        JOINING, PLANNING, LINKING, READY -> FAILED   an error or a deadline; the next refit plans anew
-        any      -> LOST                         one of its processes is gone; a new controller joins as JOINING
+    ABSENT   -> JOINING                      its controller says hello
+    JOINING  -> PLANNING                     all layouts of its domain are known
+    PLANNING -> LINKING -> READY             all digests are equal; all links are open
+    PLANNING -> READY                        nothing can be linked now: the next refit plans and links
+    READY    -> PLANNING, LINKING            a layout or a storage changed
+    JOINING, PLANNING, LINKING, READY -> FAILED   an error or a deadline; the next refit plans anew
+    any      -> LOST                         one of its processes is gone; a new controller joins as JOINING
     """
 
     ABSENT = "absent"
@@ -104,7 +104,9 @@ class Replica:
     stage_at: float = 0.0  # when the present stage began
     in_step: bool = False  # its workers are of data-parallel ranks, as they said when they armed
     unsettled: int = 0  # the refit after which its controller has not said what the engine serves
-    hands: dict[int, bytes] = field(default_factory=dict)  # worker -> what the next replica of a relay chain may read of it
+    hands: dict[int, bytes] = field(
+        default_factory=dict
+    )  # worker -> what the next replica of a relay chain may read of it
     before: tuple[int, int] | None = None  # index and epoch of the replica that the routes were opened behind
     follows: set[int] = field(default_factory=set)  # workers that read from that replica
 
@@ -227,7 +229,9 @@ def hello_violations(h: m.Hello, o: Options, trainers: dict[int, Client], replic
     replica = replicas.get(h.replica)
     if not bad and replica is not None:
         if h.role == "controller" and replica.controller is not None:
-            bad.append(f"replica {h.replica} has a controller already; each engine is served with a replica= of its own")
+            bad.append(
+                f"replica {h.replica} has a controller already; each engine is served with a replica= of its own"
+            )
         if h.role == "worker":
             if replica.controller is None:
                 bad.append(f"worker of replica {h.replica} came before its controller")

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from xfer.coordinator import messages as m
 from xfer.coordinator.state import ReplicaPhase
-from xfer.session import messages as m
 
 if TYPE_CHECKING:
     from xfer.coordinator.coordinator import Coordinator
 
 SHOWN = 8
 """Runs of numbers that are listed; the others are counted."""
+
 
 def here(co: Coordinator) -> str:
     o, ready = co.options, sum(r.phase is ReplicaPhase.READY for r in co.replicas.values())

@@ -1,7 +1,7 @@
 """Does training reach the engines? A refit that sends none of what trains commits, and changes nothing.
 
 - `refuse_untrained`: no tensor that requires grad is sent at all. That is an error as soon as all ranks have told what they export.
-- `Silence`, and `Unsent` (session/unsent.py): some of them are sent, but what is sent has the same bytes as in the refit before, while
+- `Silence`, and `Unsent` (participants/unsent.py): some of them are sent, but what is sent has the same bytes as in the refit before, while
   tensors that are
   not sent have changed. After two such refits in a row there is one warning.
 
@@ -13,9 +13,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Sequence
 
+from xfer.coordinator import messages as m
 from xfer.errors import CoverageError
 from xfer.plan.options import matches
-from xfer.session import messages as m
 
 logger = logging.getLogger("xfer")
 NAMED = 3

@@ -118,7 +118,9 @@ class EngineModel:
             ours = [s for s in expected if head is None or s != head.spec]
             absent = _refuse_other_family(mine, ours, self.vllm_config.model_config.model, may_lack=bool(self.keep))
         try:
-            traced = trace_loader(twin, specs, built=built) if head is None else _trace_with_head(twin, specs, head, built)
+            traced = (
+                trace_loader(twin, specs, built=built) if head is None else _trace_with_head(twin, specs, head, built)
+            )
             traced, both = joined(traced, drafted), Storages(twin, draft=drafter)
             if self.keep:
                 own = (*live.slots, *attributes([("", self.model)]))

@@ -22,7 +22,7 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTr
 from xfer.engines.vllm_layout import EngineModel
 
 if TYPE_CHECKING:
-    from xfer.session.worker import WorkerSession
+    from xfer.participants.worker import WorkerSession
 
 logger = logging.getLogger("xfer")
 
@@ -112,7 +112,7 @@ class XferWeightTransferEngine(WeightTransferEngine[XferInitInfo, XferUpdateInfo
         return within if self.workers == p.world_size else p.data_parallel_index * p.world_size + within
 
     def _join(self, info: XferInitInfo) -> None:
-        from xfer.session.worker import WorkerSession
+        from xfer.participants.worker import WorkerSession
 
         self.shutdown()
         p = self.parallel_config

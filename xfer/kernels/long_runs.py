@@ -144,7 +144,11 @@ class CopyEngine:
     what is copied one after the other."""
 
     def __init__(
-        self, turns: Sequence[Sequence[Box]], left: Sequence[torch.Tensor], right: Sequence[torch.Tensor], device: torch.device
+        self,
+        turns: Sequence[Sequence[Box]],
+        left: Sequence[torch.Tensor],
+        right: Sequence[torch.Tensor],
+        device: torch.device,
     ):
         def places(b: Box) -> tuple[int, int]:
             return right[b.right_root].data_ptr() + b.right, left[b.left_root].data_ptr() + b.left

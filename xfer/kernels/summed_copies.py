@@ -73,7 +73,9 @@ def _copy_and_sum(
             j = -1 - k
             for w in range(tl.load(needs + 2 * j), tl.load(needs + 2 * j + 1)):
                 seen = tl.atomic_add(done + w, 0, sem="acquire")
-                while seen == 0:  # a stopped pull leaves copies out; one thread looks for all, or they would part at the barriers
+                while (
+                    seen == 0
+                ):  # a stopped pull leaves copies out; one thread looks for all, or they would part at the barriers
                     seen = tl.atomic_add(done + w, 0, sem="acquire") + tl.atomic_add(abort, 0, sem="relaxed")
             tl.debug_barrier()  # no thread reads before one has seen it
             t = sums + j.to(tl.int64) * SUM_COLS
@@ -105,7 +107,9 @@ def _copy_and_sum(
                 total1 += _weighed(y, keep, group, salt1, B)
             _add_to(out + 2 * (place >> 32), total0, total1)
         i = tl.atomic_add(counter, 1)
-        i += (tl.atomic_add(abort, 0, sem="relaxed") != 0).to(tl.int32) * 0x40000000  # past the end, whatever `entries` is
+        i += (tl.atomic_add(abort, 0, sem="relaxed") != 0).to(
+            tl.int32
+        ) * 0x40000000  # past the end, whatever `entries` is
 
 
 @dataclass(frozen=True, slots=True)

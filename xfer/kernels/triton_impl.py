@@ -86,7 +86,9 @@ def _copy_tiles(
                 b = ((r * dst_row + c) * VEC)[:, None] + word[None, :]
                 tl.store(dst + b, tl.load(src + a, mask=keep), mask=keep)
         i = tl.atomic_add(counter, 1)
-        if ABORTABLE:  # past the end, whatever `count` is; threads that still see 0 move one tile more, of a pull that was stopped
+        if (
+            ABORTABLE
+        ):  # past the end, whatever `count` is; threads that still see 0 move one tile more, of a pull that was stopped
             i += (tl.load(abort, volatile=True) != 0).to(tl.int32) * 0x40000000
 
 
@@ -137,7 +139,9 @@ def _convert_tiles(
                 y = x.to(tl.float64 if SRC == tl.float64 else tl.float32).to(DST)
             tl.store(dst + (r * dst_row + c * dst_one), y, mask=keep)
         i = tl.atomic_add(counter, 1)
-        if ABORTABLE:  # past the end, whatever `count` is; threads that still see 0 move one tile more, of a pull that was stopped
+        if (
+            ABORTABLE
+        ):  # past the end, whatever `count` is; threads that still see 0 move one tile more, of a pull that was stopped
             i += (tl.load(abort, volatile=True) != 0).to(tl.int32) * 0x40000000
 
 
@@ -248,7 +252,9 @@ class TritonRows:
 
     @property
     def scratch_bytes(self) -> int:
-        tables = sum(t.tiles.nbytes for t in (*self._launches, *self._fills)) + (self._summed.nbytes if self._summed else 0)
+        tables = sum(t.tiles.nbytes for t in (*self._launches, *self._fills)) + (
+            self._summed.nbytes if self._summed else 0
+        )
         return tables + (self._twin.scratch_bytes if self._twin else 0)
 
     def pack(self, buffer: torch.Tensor) -> None:

@@ -45,7 +45,7 @@ from xfer.trace.slots import bare, tensors_of
 
 if TYPE_CHECKING:
     from xfer.layerwise.optimizer import LayerWiseOptimizer
-    from xfer.session.trainer import Source
+    from xfer.participants.trainer import Source
 
 logger = logging.getLogger("xfer")
 FORMAT = 1
@@ -162,7 +162,9 @@ def _load(optimizer: LayerWiseOptimizer, folder: str | Path, source: Source | No
         ):
             dcp.load(dict(wanted.tensors), storage_reader=reader, no_dist=not dist.is_initialized())
         for group, was in zip(optimizer.param_groups, groups):
-            group.update({k: _restored(group.get(k), v) for k, v in was.items()})  # a scheduler's, too: it is made later
+            group.update(
+                {k: _restored(group.get(k), v) for k, v in was.items()}
+            )  # a scheduler's, too: it is made later
         for o in optimizer.owned:  # where numbers lie depends on what groups say by now
             inner = optimizer.inner[o.group]
             inner.state[o.target] = placed(inner, o.target, states[o.name])
@@ -432,7 +434,9 @@ class _Wanted:
                 )
                 continue
             if len(md.size):
-                stepped = self.known.get(f"{pieces[0].key}/{PARAM}")  # a master then, or none, and here the other way round
+                stepped = self.known.get(
+                    f"{pieces[0].key}/{PARAM}"
+                )  # a master then, or none, and here the other way round
                 like = stepped is not None and md.properties.dtype == stepped.properties.dtype
                 dtype = target.dtype if like else md.properties.dtype
                 out[field] = torch.zeros(target.shape, dtype=dtype, device=target.device)

@@ -421,7 +421,10 @@ class ParamGather:
         if bad := [n for n, was, is_ in zip(names, b.versions, b.now()) if was != is_]:
             raise StaleWeights(
                 "parameters were written while they were on their way from their owners",
-                [f"{n}: drain() on all ranks before it is written; build the model anew and load a checkpoint" for n in bad],
+                [
+                    f"{n}: drain() on all ranks before it is written; build the model anew and load a checkpoint"
+                    for n in bad
+                ],
                 where=self.label,
             )
 
@@ -482,4 +485,8 @@ def _first_line(e: BaseException) -> str:
 
 
 def _states(buckets: Iterable[Bucket]) -> list[str]:
-    return [f"{b.label()}: not usable; build the model anew and load a checkpoint" for b in buckets if b.state is not State.CURRENT]
+    return [
+        f"{b.label()}: not usable; build the model anew and load a checkpoint"
+        for b in buckets
+        if b.state is not State.CURRENT
+    ]

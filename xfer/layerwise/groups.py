@@ -67,7 +67,9 @@ class Trains:
     seen: list[int]
 
     @classmethod
-    def now(cls, modules: Sequence[torch.nn.Module], inner: Sequence[torch.optim.Optimizer], seen: Sequence[dict]) -> Trains:
+    def now(
+        cls, modules: Sequence[torch.nn.Module], inner: Sequence[torch.optim.Optimizer], seen: Sequence[dict]
+    ) -> Trains:
         groups = [g for o in inner for g in o.param_groups]
         return cls(
             {name: id(p) for name, p in named(modules) if p.requires_grad},
@@ -87,7 +89,9 @@ class Trains:
         if now.grouped != self.grouped:
             bad.append("param_groups: parameters were added, removed or moved between groups")
         elif now.stepped != self.stepped or now.seen != self.seen:
-            bad.append("param_groups: groups were added or replaced, and nothing would read them; change what is in those there are")
+            bad.append(
+                "param_groups: groups were added or replaced, and nothing would read them; change what is in those there are"
+            )
         raise LayoutError(
             "what is trained has changed since owners were chosen",
             [f"{line}; close() this optimizer and build a new one, on all ranks" for line in sorted(bad)],

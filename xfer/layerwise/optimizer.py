@@ -313,7 +313,9 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
                 if o.group == i and o.target is not o.param:
                     o.param.copy_(o.target)
             if left:
-                self.gather.begin_ahead(lambda b: all(self._group_at[id(m.param)] not in left for s in b.shares for m in s.members))
+                self.gather.begin_ahead(
+                    lambda b: all(self._group_at[id(m.param)] not in left for s in b.shares for m in s.members)
+                )
 
     def _begin(self) -> None:
         """What this rank owns was written, on the current stream."""
@@ -471,7 +473,9 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
                 targets.append(target)
             self.inner.append(g.optimizer([{"params": targets}], **g.options))
         self.param_groups = [group for optimizer in self.inner for group in optimizer.param_groups]
-        self._turns = tuple(dict.fromkeys([*(self._group_at[id(p)] for _, p in self._trained), *range(len(self.inner))]))
+        self._turns = tuple(
+            dict.fromkeys([*(self._group_at[id(p)] for _, p in self._trained), *range(len(self.inner))])
+        )
 
     def _scale_and_clip(self, grad_scale: float) -> bool:
         """Whether all gradients of all ranks are finite; `grad_norm` is their norm before clipping."""

@@ -25,7 +25,7 @@ from xfer.packed.source import PackedSource
 from xfer.packed.wire import Message
 
 PATIENCE_S = 5.0
-"""Seconds in which a rank that was told to stop hears from the hub why."""
+"""Seconds in which a rank that was told to stop hears from the coordinator why."""
 LOOK_S = 0.2
 """Seconds between two looks at whether a lane was cancelled."""
 
@@ -187,7 +187,7 @@ class Feed:
             self._news.notify_all()
 
     def _told_to_stop(self) -> None:
-        """Another rank has failed, or all replicas have. What it is comes by the hub; this rank only speaks if it does not."""
+        """Another rank has failed, or all replicas have. What it is comes by the coordinator; this rank only speaks if it does not."""
         if self._error is None:
             self._patience = time.monotonic() + PATIENCE_S
             self._stop(PeerLost("another trainer rank stopped gathering and has not said why", where=self._label))
@@ -301,8 +301,8 @@ class Pump:
             self._buffers.free()
 
     def enter(self, attempt: int, together: tuple[int, ...]) -> Feed:
-        """Called as Go comes, by the thread that reads what the hub says: gathers run one after another in the order of Go, which is
-        the same on all ranks. Lanes' own threads come to it in any order, as one may still be at something else."""
+        """Called as Go comes, by the thread that reads what the coordinator says: gathers run one after another in the
+        order of Go, which is the same on all ranks. Lanes' own threads come to it in any order, as one may still be at something else."""
         with self._lock:
             key = (attempt, together)
             if key not in self._feeds:

@@ -7,7 +7,7 @@
 Colocated (shared.py), the link has one rank per exporter before the workers', in memory of the host: trainer 0 tells all of
 them the same header, and each exporter its own workers where its buffers are.
 
-The thread, its queue and how it is stopped are the direct route's (session/lane.py); so are all messages to the hub.
+The thread, its queue and how it is stopped are the direct route's (participants/lane.py); so are all messages to the coordinator.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import Protocol
 
 import torch
 
+from xfer.coordinator import messages as m
 from xfer.errors import DeadlineExceeded, PeerLost, PlanMismatch, ProtocolError, RefitFailed, XferError
 from xfer.packed.ahead import OneAhead
 from xfer.packed.arrivals import Arrivals, own_stream
@@ -40,10 +41,9 @@ from xfer.packed.wire import (
     encode,
     nbytes_of,
 )
-from xfer.session import faults
-from xfer.session import messages as m
-from xfer.session.lane import PROGRESS_S, Lane
-from xfer.session.store import HubStore
+from xfer.participants import faults
+from xfer.participants.lane import PROGRESS_S, Lane
+from xfer.rendezvous.store import RendezvousStore
 from xfer.trace.fragment import TensorSpec
 from xfer.transport import routes
 from xfer.transport.group import Link
@@ -54,7 +54,7 @@ _HEADER = 8  # int64 words
 _HEAD, _OFFER = 8, 9
 """Tags of headers and offers where the link is shared memory's."""
 HEAR_S = 2.0
-"""Seconds in which a rank whose link broke hears why from the hub, before it reports that it broke."""
+"""Seconds in which a rank whose link broke hears why from the coordinator, before it reports that it broke."""
 OVER_S = 2.0
 """Seconds in which a gather that nobody needs any more ends, when nothing hangs."""
 
@@ -222,7 +222,7 @@ class PackedLane(Lane):
 
     def _open(self, o: m.OpenLink) -> None:
         cancelled = self._running.stopped
-        store = HubStore(
+        store = RendezvousStore(
             self.party.channel, self.party.replies, f"r{self.replica}/e{o.epoch}/", self._deadline_s, cancelled
         )
         self._exporters = self._agree_exporters(store)
@@ -249,7 +249,7 @@ class PackedLane(Lane):
             self._link, self._told = link, b""
         self._check()  # a cancel that came meanwhile has seen no link to abort
 
-    def _agree_exporters(self, store: HubStore) -> Exporters:
+    def _agree_exporters(self, store: RendezvousStore) -> Exporters:
         """Trainer 0 says it to all, once per link."""
         if self.pump is None:
             return decode_exporters(store.get("exporters"))
@@ -278,7 +278,7 @@ class PackedLane(Lane):
         try:
             self._go(go)
         except PeerLost:
-            # Who breaks a link has a reason, which comes by the hub and says more than that the link is broken.
+            # Who breaks a link has a reason, which comes by the coordinator and says more than that the link is broken.
             until = time.monotonic() + HEAR_S
             while self._running.error is None and time.monotonic() < until:
                 time.sleep(0.01)
@@ -287,7 +287,7 @@ class PackedLane(Lane):
             if (feed := self._feed) is not None:
                 feed.leave(self.replica)
                 # Not beyond its deadline: a gather that hangs, in a collective of the framework's say, must not hold up
-                # the words with the hub. See wait_idle.
+                # the words with the coordinator. See wait_idle.
                 if not feed.over.wait(OVER_S):
                     logger.warning("xfer: %s has ended a refit while its gather %s", self.party.label, feed.doing)
                 self._feed = None
@@ -295,7 +295,9 @@ class PackedLane(Lane):
     def _go(self, go: m.Go) -> None:
         self._check_go(go)
         self.go_attempt = go.attempt
-        until = time.monotonic() + go.deadline_s + 2.0  # the hub's own deadline comes first: it knows who is late
+        until = (
+            time.monotonic() + go.deadline_s + 2.0
+        )  # the coordinator's own deadline comes first: it knows who is late
         self.party.try_send(m.Progress(self.replica, go.attempt, "moving", 0, 0, sum(self.planned_bytes())))
         faults.point(self.side.role, self.side.index, "moving")
         done = self._take_in(go, until) if self.loader is not None else self._give(go, until)

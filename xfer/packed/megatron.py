@@ -116,7 +116,9 @@ class BridgeStream:
         if self._slots is None:
             return "changed"
         _refuse_empty(self._slots.slots)
-        now = process_groups() if self._groups else []  # raises before a move is noted here: the next look would say "same" of it
+        now = (
+            process_groups() if self._groups else []
+        )  # raises before a move is noted here: the next look would say "same" of it
         state = self._slots.check()
         if state == "moved":
             self._slots.bind()  # from here on this is what later checks compare with

@@ -94,7 +94,11 @@ class PackedSource:
         if not self.writes:
             return "exported whole by the trainers' framework"
         pulled = getattr(self.stream, "pulls", False)
-        return "put together by copies out of the trainers' storages" if pulled else "put together from what trainers send in rounds"
+        return (
+            "put together by copies out of the trainers' storages"
+            if pulled
+            else "put together from what trainers send in rounds"
+        )
 
     def assemble(self, whole: bool) -> None:
         """Whether this rank needs whole tensors; all ranks say so before a gather."""
@@ -139,7 +143,9 @@ class PackedSource:
         self.agreed_s, self.built_s = time.perf_counter() - began, 0.0
         if stale:
             began = time.perf_counter()
-            self._stale = False  # before tasks are made: a look that comes meanwhile is of something newer than they are
+            self._stale = (
+                False  # before tasks are made: a look that comes meanwhile is of something newer than they are
+            )
             try:
                 tasks = self.stream.build()
                 longest = max(ALIGN, self.limit - self.limit // BESIDE) if self.writes else self.limit

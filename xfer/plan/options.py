@@ -62,7 +62,9 @@ class PlanOptions:
         if self.wave_bytes == 0:
             object.__setattr__(self, "wave_bytes", 2 * self.bucket_bytes)
         if self.wave_bytes > 2 * MAX_BUCKET:
-            raise ValueError(f"bucket_bytes={self.bucket_bytes}, wave_bytes={self.wave_bytes}: at most {MAX_BUCKET} and twice that")
+            raise ValueError(
+                f"bucket_bytes={self.bucket_bytes}, wave_bytes={self.wave_bytes}: at most {MAX_BUCKET} and twice that"
+            )
         if not a <= self.bucket_bytes <= self.wave_bytes:
             raise ValueError(
                 f"align_bytes={a} <= bucket_bytes={self.bucket_bytes} <= wave_bytes={self.wave_bytes} must hold"

@@ -1,6 +1,6 @@
 """The rendezvous server: feeds the coordinator from sockets. One thread, with an asyncio loop, in trainer 0's process.
 
-A caller has HANDSHAKE_S for the proof of the token (session/channel.py says how it goes), and is one of at most
+A caller has HANDSHAKE_S for the proof of the token (rendezvous/channel.py says how it goes), and is one of at most
 `GREETERS` that are in the middle of it. When there are more, the oldest one makes room, after PATIENCE_S: a true client
 needs milliseconds, and tries again if it was sent away. So callers that only connect can slow the server down but not block it.
 """
@@ -23,14 +23,14 @@ from datetime import datetime, timezone
 
 from xfer import logs
 from xfer.coordinator.coordinator import Coordinator
+from xfer.coordinator.deadlines import STOP_GRACE_S
 from xfer.coordinator.events import Close, Connected, Disconnected, Event, Mark, Received, Send, Tick, Unproven
+from xfer.coordinator.messages import MAX_FRAME, Message, WireError, decode
 from xfer.coordinator.state import Ended, Options
 from xfer.errors import ProtocolError
-from xfer.session.bounds import STOP_GRACE_S
-from xfer.session.channel import ALIVE, HANDSHAKE_S, MAGIC, NONCE, SEND_S, frame, listen, proof
-from xfer.session.messages import MAX_FRAME, Message, WireError, decode
-from xfer.session.timeline import HUB, mark
-from xfer.session.turns import short_sleeps
+from xfer.participants.timeline import HUB, mark
+from xfer.participants.turns import short_sleeps
+from xfer.rendezvous.channel import ALIVE, HANDSHAKE_S, MAGIC, NONCE, SEND_S, frame, listen, proof
 
 logger = logging.getLogger("xfer")
 GOODBYE_S = 2.0
@@ -153,7 +153,9 @@ class Server:
             try:
                 sock, peer = await self.loop.sock_accept(listener)
             except OSError:
-                await asyncio.sleep(0.1)  # out of descriptors, or a caller that left again: neither may end the rendezvous
+                await asyncio.sleep(
+                    0.1
+                )  # out of descriptors, or a caller that left again: neither may end the rendezvous
                 continue
             while len(self.unproven) >= GREETERS:
                 oldest, since = next(iter(self.unproven.items()))

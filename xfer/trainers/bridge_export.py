@@ -56,7 +56,9 @@ def process_groups() -> list[object]:
     from megatron.core import parallel_state
 
     if not parallel_state.is_initialized():
-        raise RebindError("Megatron's process groups are not there", ["initialize_model_parallel() on all ranks before the refit"])
+        raise RebindError(
+            "Megatron's process groups are not there", ["initialize_model_parallel() on all ranks before the refit"]
+        )
     return [
         parallel_state.get_pipeline_model_parallel_group(),
         parallel_state.get_expert_model_parallel_group(),

@@ -22,7 +22,7 @@ from xfer.trainers.pending import left_alone
 
 if TYPE_CHECKING:
     from xfer.layerwise import LayerWiseOptimizer
-    from xfer.session.trainer import Source
+    from xfer.participants.trainer import Source
 
     class Base(Source, Protocol):
         def finish_gathers(self) -> None:
@@ -53,7 +53,9 @@ class LayerWiseTrainer:
         if sources == "owners" and not hasattr(base, "finish_gathers"):
             raise Unsupported(
                 f"trainer {base.rank}: {type(base).__name__} can only wait for the whole device, and so for the gather",
-                ['give it finish_gathers(), which is its drain() without that wait, or use LayerWiseTrainer(…, sources="all")'],
+                [
+                    'give it finish_gathers(), which is its drain() without that wait, or use LayerWiseTrainer(…, sources="all")'
+                ],
             )
         self.base, self.optimizer, self.sources = base, optimizer, sources
         self.rank, self.world = base.rank, base.world

@@ -135,7 +135,9 @@ class MegatronTrainer:
             some = ", ".join(names[id(p)] for p in buckets[gone[0]].params_list[:3])
             raise RebindError(
                 f"trainer {self.rank}: parameters have to be gathered, and there is no memory behind them",
-                [f"{len(gone)} buckets, with {some}: paused (torch_memory_saver)? Resume the weights before xfer reads them"],
+                [
+                    f"{len(gone)} buckets, with {some}: paused (torch_memory_saver)? Resume the weights before xfer reads them"
+                ],
             )
 
     # -- layout -------------------------------------------------------------------------------------------------------

@@ -185,7 +185,9 @@ class NcclLink(Link):
         return end is None or end.wait(seconds) is None
 
     def _stop(self, pg) -> None:
-        if self._posting.acquire(timeout=_POSTED_S):  # one that began has ended; one that is stuck is freed all the same
+        if self._posting.acquire(
+            timeout=_POSTED_S
+        ):  # one that began has ended; one that is stuck is freed all the same
             self._posting.release()
         try:
             pg.abort()

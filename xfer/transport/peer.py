@@ -131,7 +131,9 @@ class Export:
         self._probe = torch.frombuffer(bytearray(self._nonce), dtype=torch.uint8).to(device)
         self._allocations: dict[int, int] = {}  # identity -> number
         self._shared: list[Shared] = []
-        self._expandable: list[tuple[int, int]] | None = None  # torch's own, (begin, end); asked for where a handle is missing
+        self._expandable: list[tuple[int, int]] | None = (
+            None  # torch's own, (begin, end); asked for where a handle is missing
+        )
         self._places = tuple(self._place(t) for t in roots)
         probe = self._place(self._probe)
         self._probe_at = (probe.allocation, probe.offset)
@@ -373,7 +375,9 @@ class Pull:
         self._gate = gate
         self._waves = [0] if gate is None else sorted(set(rows["wave"].tolist()))
         parts = [rows] if gate is None else [rows[rows["wave"] == w] for w in self._waves]
-        self._bound = [self._bind(part, mapping, roots, read_too, summed if not k else None, **how) for k, part in enumerate(parts)]
+        self._bound = [
+            self._bind(part, mapping, roots, read_too, summed if not k else None, **how) for k, part in enumerate(parts)
+        ]
         nbytes = row_wire_bytes(rows)
         self.by_sender = tuple((a, int(nbytes[rows["src"] == a].sum())) for a in sorted(set(rows["src"].tolist())))
         self._stream, self._event = torch.cuda.Stream(self.device), torch.cuda.Event()
@@ -430,7 +434,9 @@ class Pull:
         """Launches the pull after what the caller's stream was given before. When it raises, call `finish` all the same."""
         self._began = time.perf_counter()
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
-        if self._stopped:  # what stopped the last one must not stop this one, which would end without its bytes and without an error
+        if (
+            self._stopped
+        ):  # what stopped the last one must not stop this one, which would end without its bytes and without an error
             self._stream.wait_stream(self._aside)
         self._stopped = False
         with torch.cuda.stream(self._stream):

@@ -32,12 +32,12 @@ Exchange = Callable[[bytes, Iterable[int]], dict[int, bytes]]
 order."""
 
 PIECE_BYTES = 48 << 10
-"""Of a value that an exchange puts into a store; the hub's takes no larger ones than 64 KiB."""
+"""Of a value that an exchange puts into a store; the coordinator's takes no larger ones than 64 KiB."""
 
 
 def exchange_over_store(store, rank: int, size: int, name: str = "peer") -> Exchange:
     """Over a store with a prefix of this group's own. Values are cut into pieces that any store takes; only who needs a
-    value fetches it, so that a hub carries what pairs have to say to each other and no more."""
+    value fetches it, so that a coordinator carries what pairs have to say to each other and no more."""
     turn = 0
 
     def exchange(data: bytes, ranks: Iterable[int] = range(size)) -> dict[int, bytes]:

@@ -1,7 +1,7 @@
 """torch's `Store` over the authenticated control connection, so that communicators meet without an open key-value port.
 
 Only what ProcessGroupGloo and ProcessGroupNCCL ask for: set, get, add, check, wait, delete. Values are addresses and NCCL ids
-(a few hundred bytes). The hub checks each key against this client's prefix (`messages.check_store_key`).
+(a few hundred bytes). The coordinator checks each key against this client's prefix (`messages.check_store_key`).
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from datetime import timedelta
 
 from torch.distributed import Store
 
+from xfer.coordinator import messages as m
 from xfer.errors import DeadlineExceeded, PeerLost
-from xfer.session import messages as m
-from xfer.session.channel import Channel
+from xfer.rendezvous.channel import Channel
 
 
 class Replies:
@@ -54,7 +54,7 @@ class Replies:
             return self._answers.pop(call)
 
 
-class HubStore(Store):
+class RendezvousStore(Store):
     """Keys live under `prefix`, which names the replica and the epoch: a late joiner of an old epoch meets nobody."""
 
     def __init__(self, channel: Channel, replies: Replies, prefix: str, deadline_s: float, cancelled=lambda: False):

@@ -20,7 +20,9 @@ class Entry:
         if self.closed:
             raise Unsupported(
                 f"{call} was called after this session was closed, on this rank itself",
-                ["close it on every trainer rank and call xfer.connect() again there, and xfer.serve() for each engine"],
+                [
+                    "close it on every trainer rank and call xfer.connect() again there, and xfer.serve() for each engine"
+                ],
                 where=where,
             )
 

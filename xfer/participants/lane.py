@@ -20,17 +20,17 @@ from typing import Protocol
 
 import torch
 
+from xfer.coordinator import messages as m
 from xfer.ending import wait_for_all
 from xfer.errors import PeerLost, PlanMismatch, XferError
+from xfer.participants import faults, late
+from xfer.participants.timeline import mark
+from xfer.participants.turns import short_sleeps
 from xfer.plan.cache import PlanCache
 from xfer.plan.explain import size
 from xfer.plan.options import PlanOptions
 from xfer.plan.part import Part
-from xfer.session import faults, late
-from xfer.session import messages as m
-from xfer.session.store import HubStore
-from xfer.session.timeline import mark
-from xfer.session.turns import short_sleeps
+from xfer.rendezvous.store import RendezvousStore
 from xfer.trace.catalog import Catalog
 from xfer.transport import routes
 from xfer.transport.group import Link
@@ -72,7 +72,9 @@ class Side(Protocol):
 
 
 _running: weakref.WeakSet[Lane] = weakref.WeakSet()
-os.register_at_fork(after_in_child=_running.clear)  # links are the parent's, and the threads that could end are not here
+os.register_at_fork(
+    after_in_child=_running.clear
+)  # links are the parent's, and the threads that could end are not here
 
 
 @atexit.register
@@ -108,9 +110,14 @@ class Lane:
         self.inputs: m.PlanInputs | None = None  # what `plan` was made from
         self.plan_seconds = 0.0  # in which the plan was made, the exchange of layouts included
         self.exchange_seconds = 0.0  # until the layouts were here and checked
-        self.go_attempt = self.pulled_attempt = 0  # that it was last let go in; the last of those in which takers read from here,
+        self.go_attempt = self.pulled_attempt = (
+            0  # that it was last let go in; the last of those in which takers read from here,
+        )
         self._go_epoch = 0  # and over the routes of which epoch
-        self._given_up: tuple[int, XferError | None] = 0, None  # the last attempt that may not begin here any more, and why
+        self._given_up: tuple[int, XferError | None] = (
+            0,
+            None,
+        )  # the last attempt that may not begin here any more, and why
         self._link: Link | None = None
         self._routed: routes.Routed | None = None
         self._bound = -1  # binding generation that the routes were opened for
@@ -124,7 +131,7 @@ class Lane:
         self._scope = _Scope(0)  # of the newest message
         self._running = self._scope  # of the one that the lane's thread is at
         self._planned_from = b""
-        self._deadline_s = 0.0  # of what it waits for, as the hub says with the plan
+        self._deadline_s = 0.0  # of what it waits for, as the coordinator says with the plan
         self._logged = ""  # digest of the plan that the log has
         self._agreed = True  # on `plan`, by all ranks; it was put into the cache then
         self._lock = threading.Lock()
@@ -163,7 +170,7 @@ class Lane:
         if routed is not None:
             routed.stop()
         if link is not None:
-            link.abort(0.0)  # this may be the thread that reads what the hub says, to all lanes
+            link.abort(0.0)  # this may be the thread that reads what the coordinator says, to all lanes
 
     def give_up(self, attempt: int, error: XferError) -> bool:
         """Of this attempt nothing goes on or begins here any more, and nobody has to be told. True: it had begun. A plan or link
@@ -228,7 +235,7 @@ class Lane:
 
     @property
     def gave_up(self) -> bool:
-        """It was told to stop, perhaps by this rank alone; the hub does not know then that the link is broken."""
+        """It was told to stop, perhaps by this rank alone; the coordinator does not know then that the link is broken."""
         return self._scope.stopped()
 
     def rebound(self) -> bool:
@@ -291,9 +298,11 @@ class Lane:
                         self._do_go(message)
             except Exception as e:
                 go, cancelled = isinstance(message, m.Go), self._running.error
-                own = go and e is not cancelled and not isinstance(e, PeerLost)  # others may tell of its end, not of why
+                own = (
+                    go and e is not cancelled and not isinstance(e, PeerLost)
+                )  # others may tell of its end, not of why
                 wire = m.WireError.of(e if own else cancelled or e, self.party.label)
-                if cancelled is None or go and (refused or own):  # else the hub knows already
+                if cancelled is None or go and (refused or own):  # else the coordinator knows already
                     at = getattr(message, "attempt", 0), self.replica, getattr(message, "epoch", 0)
                     self.party.try_send(m.Failed(wire, *at))
             finally:
@@ -333,7 +342,7 @@ class Lane:
         self._agreed = self.party.shelf.cached.get(p.replica, False)
 
     def options(self, p: m.PlanInputs) -> PlanOptions:
-        """What every rank of the domain plans by, from what the hub told all of them."""
+        """What every rank of the domain plans by, from what the coordinator told all of them."""
         site = {"site": self.party.site, "replica": p.replica} if self.party.site is not None else {}
         return PlanOptions(
             bucket_bytes=p.bucket_bytes, drop=p.drop, narrow=p.narrow, rotation=p.turn, rotations=p.replicas, **site,
@@ -345,8 +354,12 @@ class Lane:
         began = time.perf_counter()
         if self.plan is None:
             raise PlanMismatch("asked to open a link without a plan")
-        store = HubStore(
-            self.party.channel, self.party.replies, f"r{self.replica}/e{o.epoch}/", self._deadline_s, self._running.stopped
+        store = RendezvousStore(
+            self.party.channel,
+            self.party.replies,
+            f"r{self.replica}/e{o.epoch}/",
+            self._deadline_s,
+            self._running.stopped,
         )
         # Kept until all takers have unmapped: it holds this rank's old storages.
         old = self._close_routes()
@@ -363,7 +376,7 @@ class Lane:
         said = (place.hand(), place.follows) if place is not None else ()
         self.party.send(m.LinkOpen(self.replica, o.epoch, *said))
         if self.cache is not None and not self._agreed:
-            self.cache.put(self.plan)  # not sooner: the hub opens no link unless the digests of all are equal
+            self.cache.put(self.plan)  # not sooner: the coordinator opens no link unless the digests of all are equal
         self._agreed = True
         self._log_planned(began)
 
@@ -377,9 +390,11 @@ class Lane:
                 self.replica, size(s.nbytes), 100 * s.direct_share, seconds,
             )  # fmt: skip
 
-    def _open_routes(self, store: HubStore, o: m.OpenLink) -> None:
+    def _open_routes(self, store: RendezvousStore, o: m.OpenLink) -> None:
         """Collective over the domain, in the same order on all ranks."""
-        while self._bound != self.side.roots()[0]:  # else `rebound` could be asked after they moved and before this is noted
+        while (
+            self._bound != self.side.roots()[0]
+        ):  # else `rebound` could be asked after they moved and before this is noted
             self._bound, roots = self.side.roots()
         if self.side.inventory() != self._planned_from:
             raise PlanMismatch(
@@ -446,7 +461,9 @@ class Lane:
 
     def _do_go(self, go: m.Go) -> None:
         self._check_go(go)
-        until = time.monotonic() + go.deadline_s + 2.0  # the hub's own deadline comes first: it knows who is late
+        until = (
+            time.monotonic() + go.deadline_s + 2.0
+        )  # the coordinator's own deadline comes first: it knows who is late
         routed = self._routed
         if routed is None or self._bound != self.side.roots()[0]:
             raise PlanMismatch(

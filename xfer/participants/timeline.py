@@ -27,7 +27,7 @@ _writing = threading.Lock()
 _moments: deque[tuple[float, str, str]] | None = deque() if os.environ.get(VARIABLE) else None
 
 
-HUB = "hub"
+HUB = "coordinator"
 ASIDE_S = 0.2
 """After which a worker writes: by then its engine has dropped its caches and serves."""
 
@@ -53,7 +53,7 @@ def mark(who: str, what: str) -> None:
 def write(attempt: int, session: str = "", wait_s: float = 0.0) -> None:
     """What was noted since the last time, as of this attempt. A folder that cannot be written is said once, and no refit's fault.
 
-    session: the hub's name for it.
+    session: the coordinator's name for it.
     wait_s: return at once, and write that many seconds later, in a thread that this process does not end before.
     """
     noted, kept = [], _moments
@@ -69,7 +69,7 @@ def write(attempt: int, session: str = "", wait_s: float = 0.0) -> None:
 
 
 def _put(attempt: int, session: str, noted: list[tuple[float, str, str]]) -> None:
-    from xfer.session.party import host_identity
+    from xfer.rendezvous.client import host_identity
 
     global _moments
     with _writing:
@@ -80,9 +80,13 @@ def _put(attempt: int, session: str, noted: list[tuple[float, str, str]]) -> Non
             folder.mkdir(parents=True, exist_ok=True)
             entry = {"attempt": attempt, "session": session, "host": host_identity(), "moments": noted}
             line = json.dumps(entry).encode() + b"\n"
-            to = os.open(folder / f"{host_identity()}-{os.getpid()}.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+            to = os.open(
+                folder / f"{host_identity()}-{os.getpid()}.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666
+            )
             try:
-                if os.write(to, line) < len(line):  # one call: whoever reads meanwhile, or kills us, seldom meets half a line
+                if os.write(to, line) < len(
+                    line
+                ):  # one call: whoever reads meanwhile, or kills us, seldom meets half a line
                     raise OSError("the last line was written in part only; is the disk full?")
             finally:
                 os.close(to)
@@ -110,7 +114,9 @@ def read(folder: Path, note: Callable[[str], None] = _log.warning) -> Iterator[M
             except json.JSONDecodeError as e:
                 if number < len(lines):
                     raise _no_timeline(file, number, e) from None
-                note(f"{file.name}, line {number}, is there in part only and left out: it is being written, or was never finished")
+                note(
+                    f"{file.name}, line {number}, is there in part only and left out: it is being written, or was never finished"
+                )
             except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as e:
                 raise _no_timeline(file, number, e) from None
 

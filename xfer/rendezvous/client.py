@@ -1,4 +1,4 @@
-"""A client of the hub: one connection, one inbox for the main thread, one lane per replica this process takes part in.
+"""A client of the coordinator: one connection, one inbox for the main thread, one lane per replica this process takes part in.
 
 The reader thread only sorts: store answers to whoever waits for them, lane messages to the lane, aborts to the lane at
 once (they must free a blocked transfer), everything else to the inbox. It never touches weights.
@@ -18,16 +18,16 @@ from typing import TypeVar
 
 import torch
 
+from xfer.coordinator import messages as m
+from xfer.coordinator.deadlines import LEAVE_S, SILENCE_S
+from xfer.coordinator.wire import Label
 from xfer.ending import EXIT_S
 from xfer.errors import DeadlineExceeded, HandshakeError, PeerLost, ProtocolError, XferError
+from xfer.participants.lane import Lane
+from xfer.participants.layouts import Shelf
 from xfer.plan.fabric import Site
-from xfer.session import messages as m
-from xfer.session.bounds import LEAVE_S, SILENCE_S
-from xfer.session.channel import SEND_S, Channel, dial
-from xfer.session.lane import Lane
-from xfer.session.layouts import Shelf
-from xfer.session.store import Replies
-from xfer.session.wire import Label
+from xfer.rendezvous.channel import SEND_S, Channel, dial
+from xfer.rendezvous.store import Replies
 
 M = TypeVar("M")
 AGAIN_S = 0.05
@@ -60,7 +60,7 @@ def data_plane(device: torch.device) -> tuple[tuple[str, str], ...]:
     return (("data plane", "nccl"), ("NCCL", ".".join(map(str, torch.cuda.nccl.version()))), ("torch", release))
 
 
-class Party:
+class RendezvousClient:
     """`lanes` is filled by the owner before messages for them can arrive (lanes start with the first PlanInputs)."""
 
     def __init__(
@@ -84,17 +84,17 @@ class Party:
             role, f"replica {replica} {role}"
         )
         self.lanes: dict[int, Lane] = {}
-        self.named: tuple[int, Label] = (0, None)  # an attempt, and the version that the hub calls it
+        self.named: tuple[int, Label] = (0, None)  # an attempt, and the version that the coordinator calls it
         self.void: set[int] = set()  # attempts that were prepared and given up: no call has these numbers
-        self.drained: dict[int, int] = {}  # replica -> last attempt of which the hub said `Drained`
+        self.drained: dict[int, int] = {}  # replica -> last attempt of which the coordinator said `Drained`
         self.replies = Replies()
         self.shelf = Shelf(self.try_send)
         self.inbox: queue.Queue[m.Message | XferError] = queue.Queue()
         self.on_lane: Callable[[int], Lane | None] = self.lanes.get
         self.found: m.Found | None = None
         self.lost: PeerLost | None = None
-        self._failed: m.WireError | None = None  # why the hub said that nothing can be refitted any more
-        self._heard = 0.0  # monotonic time of the hub's last word
+        self._failed: m.WireError | None = None  # why the coordinator said that nothing can be refitted any more
+        self._heard = 0.0  # monotonic time of the coordinator's last word
         self._pings = self._pongs = 0
         self._asking = threading.Lock()
         self._leaving = False  # this process itself closes the connection
@@ -141,7 +141,7 @@ class Party:
         )
 
     def send(self, message: m.Message, seconds: float = SEND_S) -> None:
-        """PeerLost when the hub is gone, or what it said was wrong before it went."""
+        """PeerLost when the coordinator is gone, or what it said was wrong before it went."""
         gone: XferError | None = None
         if self.lost is None:
             try:
@@ -168,13 +168,14 @@ class Party:
             return self._news.wait_for(condition, max(0.0, until - time.monotonic()))
 
     def catch_up(self, seconds: float) -> None:
-        """The hub has taken in what this process told it before, and what it had said by then is in the inbox, after this, unless it is
-        gone or does not answer in these seconds. What others tell the hub may be behind that: they have to catch up themselves."""
+        """The coordinator has taken in what this process told it before, and what it had said by then is in the inbox,
+        after this, unless it is
+        gone or does not answer in these seconds. What others tell the coordinator may be behind that: they have to catch up themselves."""
         until, asked = time.monotonic() + seconds, self._ping(seconds)
         self.wait_for(lambda: self._pongs >= asked or self.lost is not None, until)
 
     def _ping(self, seconds: float) -> int:
-        """Which of all questions this one is: the hub answers them in their order."""
+        """Which of all questions this one is: the coordinator answers them in their order."""
         with self._asking:
             self._pings += 1
             asked = self._pings
@@ -261,9 +262,9 @@ class Party:
         match: Callable[[M], bool] = lambda _: True,
         due: float | None = None,
     ) -> M:
-        """Next inbox message of these kinds; others are dropped. Raises PeerLost when the hub is gone.
+        """Next inbox message of these kinds; others are dropped. Raises PeerLost when the coordinator is gone.
 
-        due: monotonic time from which on the hub is asked whether it lives, by default SILENCE_S before `until`. A hub
+        due: monotonic time from which on the coordinator is asked whether it lives, by default SILENCE_S before `until`. A coordinator
         whose process is stopped or stuck keeps its connections; DeadlineExceeded names it after SILENCE_S without a word.
         """
         due, asked, wait = until - SILENCE_S if due is None else due, 0.0, 0.0
@@ -302,8 +303,8 @@ class Party:
         self.try_send(m.Leave())
         for lane in list(self.lanes.values()):
             lane.close()
-        # The hub closes once it has heard that: from then on this place is free, for a new controller in this process, say. And where
-        # bytes of the hub lie unread here, closing at once would take the word back.
+        # The coordinator closes once it has heard that: from then on this place is free, for a new controller in this
+        # process, say. And where bytes of the coordinator lie unread here, closing at once would take the word back.
         self.channel.join(LEAVE_S)
         self.channel.close()
         self.channel.join(EXIT_S)

@@ -10,8 +10,8 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from xfer.session import messages as m
-from xfer.session.party import host_identity
+from xfer.coordinator import messages as m
+from xfer.rendezvous.client import host_identity
 from xfer.transport.peer import DRAIN_S
 
 GRACE_S = DRAIN_S + 1.0

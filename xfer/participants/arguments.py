@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from xfer.errors import HandshakeError, XferError
-from xfer.session.channel import check_token, parse_address
+from xfer.rendezvous.channel import check_token, parse_address
 
 LABEL_CHARS = 256
 OWN_LABELS = "xfer:"
@@ -46,7 +46,7 @@ class Labels:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """`nccl_xfer_refit`'s arguments. `version`: None where the hub is to number it. `want`: replicas that must commit;
+    """`nccl_xfer_refit`'s arguments. `version`: None where the coordinator is to number it. `want`: replicas that must commit;
     `seconds`: the deadline, from the call on."""
 
     version: int | str | None

@@ -18,15 +18,15 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
+from xfer.coordinator.deadlines import SILENCE_S, STOP_GRACE_S
 from xfer.errors import DeadlineExceeded, PlanMismatch, XferError
+from xfer.participants.drain import Aside
 from xfer.plan.inventory import SCRATCH
-from xfer.session.bounds import SILENCE_S, STOP_GRACE_S
-from xfer.session.drain import Aside
-from xfer.session.store import HubStore
+from xfer.rendezvous.store import RendezvousStore
 
 if TYPE_CHECKING:
-    from xfer.session.party import Party
-    from xfer.session.trainer import Computes, Source
+    from xfer.participants.trainer import Computes, Source
+    from xfer.rendezvous.client import RendezvousClient
     from xfer.trace.traced import TrainerLayout
 
 _GONE = 1 << 20
@@ -54,7 +54,7 @@ def explain(layout: TrainerLayout, who: str) -> str:
 def compute(
     source: Source,
     layout: TrainerLayout,
-    party: Party,
+    party: RendezvousClient,
     attempt: int,
     until: float,
     over: Callable[[], bool],
@@ -68,9 +68,9 @@ def compute(
         return 0.0
     began = time.perf_counter()
 
-    def store(cancelled: Callable[[], bool] = lambda: False) -> HubStore:
+    def store(cancelled: Callable[[], bool] = lambda: False) -> RendezvousStore:
         left = max(1.0, until - time.monotonic())
-        return HubStore(party.channel, party.replies, f"x{attempt}/", left, cancelled)
+        return RendezvousStore(party.channel, party.replies, f"x{attempt}/", left, cancelled)
 
     def work() -> bool:
         try:
@@ -82,7 +82,7 @@ def compute(
         return True
 
     aside = Aside(work, source.device, party.label, "what the export computes could not be brought up to date", begun)
-    # Who waits at the rendezvous gives up at `until`, asks the hub who has not come, and says so: it is not what goes on.
+    # Who waits at the rendezvous gives up at `until`, asks the coordinator who has not come, and says so: it is not what goes on.
     if not aside.wait(until + SILENCE_S, over, STOP_GRACE_S):
         raise Unfinished
     if not aside.result:
@@ -105,7 +105,7 @@ class Meeting:
     all else); they do so in one order, so a number tells the meetings apart.
     """
 
-    def __init__(self, store: Callable[..., HubStore], me: int, until: float, over: Callable[[], bool]):
+    def __init__(self, store: Callable[..., RendezvousStore], me: int, until: float, over: Callable[[], bool]):
         self._plain, self._waiting = store(), store(cancelled=over)
         self._me, self._until, self._over = me, until, over
         self._met: Counter[tuple[int, ...]] = Counter()
@@ -125,7 +125,7 @@ class Meeting:
         why = self._plain.get(go).decode()
         if why.startswith(_LEFT):
             # It may have heard of the attempt's end a moment before this rank looks, which has heard of that by now: the
-            # hub tells all of an outcome before it takes in what any of them makes of it.
+            # coordinator tells all of an outcome before it takes in what any of them makes of it.
             raise self._given_up([why.removeprefix(_LEFT)])
         if why:
             raise PlanMismatch("trainer ranks would gather different tensors from each other; nothing was moved", [why])

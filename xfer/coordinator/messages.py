@@ -6,7 +6,7 @@ connection. Nothing is ever unpickled or evaluated. Blobs (catalogs, inventories
 their own modules, which check every length again.
 
 Who says what to whom is told by `coordinator/coordinator.py`; in
-short, every process talks to the coordinator (hub), and no two others talk to each other.
+short, every process talks to the coordinator, and no two others talk to each other.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Struct
 
-from xfer.errors import ProtocolError
-from xfer.session.plan_messages import (
+from xfer.coordinator.plan_messages import (
     CatalogMsg,
     Found,
     Holds,
@@ -36,7 +35,7 @@ from xfer.session.plan_messages import (
     RollAsk,
     Specs,
 )
-from xfer.session.wire import (
+from xfer.coordinator.wire import (
     MAX_FRAME,
     Blob,
     Bytes64,
@@ -52,6 +51,7 @@ from xfer.session.wire import (
     WireError,
     WireMessage,
 )
+from xfer.errors import ProtocolError
 
 WIRE_VERSION = 18
 """Told in the challenge (channel.py), before any message that another version could not decode."""
@@ -80,7 +80,7 @@ class Hello(WireMessage):
 
 
 class Welcome(WireMessage):
-    """hub -> client. `drop`: globs of canonical names that no engine needs to take. `site`: who sits where on which links
+    """coordinator -> client. `drop`: globs of canonical names that no engine needs to take. `site`: who sits where on which links
     (plan/fabric.py), empty when not known. `route`: "packed" when whole tensors travel in buckets (xfer/packed). `session`: this one's
     name, for timelines; later ones sort behind it as far as clocks agree."""
 
@@ -93,28 +93,28 @@ class Welcome(WireMessage):
 
 
 class Refused(WireMessage):
-    """hub -> client. `session`: the one that refuses; set in an answer to a hello."""
+    """coordinator -> client. `session`: the one that refuses; set in an answer to a hello."""
 
     error: WireError
     session: Name = ""
 
 
 class DialAgain(WireMessage):
-    """hub -> client, in answer to its hello: you have left this session, and it has failed. Dial again for the next one."""
+    """coordinator -> client, in answer to its hello: you have left this session, and it has failed. Dial again for the next one."""
 
 
 # ---- one refit
 
 
 class Prepare(WireMessage):
-    """trainer -> hub: arm the engines early."""
+    """trainer -> coordinator: arm the engines early."""
 
     attempt: Count
 
 
 class Enter(WireMessage):
-    """trainer -> hub: nccl_xfer_refit() was called with these arguments. Sent before anything that may wait for other
-    ranks, so that the hub's deadline runs and its error can say who has not called. `version` None: the hub numbers it."""
+    """trainer -> coordinator: nccl_xfer_refit() was called with these arguments. Sent before anything that may wait for other
+    ranks, so that the coordinator's deadline runs and its error can say who has not called. `version` None: the coordinator numbers it."""
 
     attempt: Count
     version: Label
@@ -124,7 +124,7 @@ class Enter(WireMessage):
 
 
 class Ready(WireMessage):
-    """trainer -> hub: drained and synchronized; my storage holds the version.
+    """trainer -> coordinator: drained and synchronized; my storage holds the version.
 
     `specs`: only when what this rank exports changed; an inventory then follows the new catalog. `inventory`: only when its
     layout changed, made from the catalog of `generation`. `sample`: until a version is committed, digests of some elements of each
@@ -138,21 +138,24 @@ class Ready(WireMessage):
     inventory: Digest = b""
     generation: Count = 0
     rebound: bool = False  # same layout, but what the routes were opened for lies elsewhere now
-    broken: Annotated[tuple[Count, ...], Meta(max_length=1 << 16)] = ()  # replicas whose link this rank gave up by itself
+    broken: Annotated[
+        tuple[Count, ...], Meta(max_length=1 << 16)
+    ] = ()  # replicas whose link this rank gave up by itself
     sample: Blob = b""
     sends: bool = True
     unsent: Annotated[tuple[Text, ...], Meta(max_length=8)] = ()
 
 
 class Arm(WireMessage):
-    """hub -> controller: stop serving and enter the receive call."""
+    """coordinator -> controller: stop serving and enter the receive call."""
 
     attempt: Count
     deadline_s: Seconds
 
 
 class Armed(WireMessage):
-    """worker -> hub: inside the receive call. `inventory`: empty unless the layout changed. `unread`: why no layout could be made from
+    """worker -> coordinator: inside the receive call. `inventory`: empty unless the layout changed. `unread`: why no
+    layout could be made from
     the catalog of `generation`; the trainers may bring a newer one with this very attempt. `in_step`: the replica has data-parallel
     ranks, which wait for one another in every step."""
 
@@ -165,14 +168,14 @@ class Armed(WireMessage):
 
 
 class CallAgain(WireMessage):
-    """hub -> armed worker: return from the update call; nothing of this attempt comes to you in it. hub -> controller: pause the engine
-    once more, and call update again."""
+    """coordinator -> armed worker: return from the update call; nothing of this attempt comes to you in it. coordinator
+    -> controller: pause the engine once more, and call update again."""
 
     attempt: Count
 
 
 class Go(WireMessage):
-    """hub -> domain: move version `version` now. `together`: replicas that are fed from one gather of the trainers'
+    """coordinator -> domain: move version `version` now. `together`: replicas that are fed from one gather of the trainers'
     weights (packed route); those of one attempt get equal lists, in which each replica stands once. `tells`: the workers
     say `Brought`, since others read from them."""
 
@@ -187,8 +190,8 @@ class Go(WireMessage):
 
 
 class Brought(WireMessage):
-    """worker -> hub: of what I pull in this attempt, all parts up to `part` are here. hub -> worker of the replica that follows:
-    they are there for you to read. `replica`: the one whose worker says or hears it."""
+    """worker -> coordinator: of what I pull in this attempt, all parts up to `part` are here. coordinator -> worker of
+    the replica that follows: they are there for you to read. `replica`: the one whose worker says or hears it."""
 
     replica: Count
     attempt: Count
@@ -220,7 +223,7 @@ class RouteBytes(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Done(WireMessage):
-    """domain -> hub: my part of the program has run. From a worker: it reads no trainer's storage any more. `held`: of a trainer
+    """domain -> coordinator: my part of the program has run. From a worker: it reads no trainer's storage any more. `held`: of a trainer
     in a verified refit, digests of what other trainers hold too (holders.py)."""
 
     replica: Count
@@ -237,7 +240,7 @@ class Done(WireMessage):
 
 
 class Drained(WireMessage):
-    """hub -> trainers: nobody of this replica reads your storage in this attempt any more, or its part in it is over
+    """coordinator -> trainers: nobody of this replica reads your storage in this attempt any more, or its part in it is over
     and nobody will. What your own lane still sends is yours to know."""
 
     replica: Count
@@ -246,7 +249,7 @@ class Drained(WireMessage):
 
 
 class Commit(WireMessage):
-    """hub -> workers, controller: install and serve `version`."""
+    """coordinator -> workers, controller: install and serve `version`."""
 
     replica: Count
     attempt: Count
@@ -254,21 +257,21 @@ class Commit(WireMessage):
 
 
 class Decided(WireMessage):
-    """hub -> controller: workers were told to install. The update call is about to return; what follows it may be done
+    """coordinator -> controller: workers were told to install. The update call is about to return; what follows it may be done
     meanwhile, but nothing served before `Commit` says that all of them did."""
 
     attempt: Count
 
 
 class Committed(WireMessage):
-    """worker -> hub: the new version lies in live storage, lock released."""
+    """worker -> coordinator: the new version lies in live storage, lock released."""
 
     replica: Count
     attempt: Count
 
 
 class Abort(WireMessage):
-    """hub -> domain: this attempt (or planning epoch) is over for this replica."""
+    """coordinator -> domain: this attempt (or planning epoch) is over for this replica."""
 
     replica: Count
     attempt: Count
@@ -277,7 +280,7 @@ class Abort(WireMessage):
 
 
 class Stopped(WireMessage):
-    """worker -> hub, after an abort: nothing of this attempt will be written any more. `dirty`: live bytes were written.
+    """worker -> coordinator, after an abort: nothing of this attempt will be written any more. `dirty`: live bytes were written.
     `drained` False: a kernel of mine may go on reading trainers' storages."""
 
     replica: Count
@@ -287,7 +290,7 @@ class Stopped(WireMessage):
 
 
 class Settle(WireMessage):
-    """hub -> controller, after an abort: resume when clean, stay paused when dirty."""
+    """coordinator -> controller, after an abort: resume when clean, stay paused when dirty."""
 
     attempt: Count
     dirty: bool
@@ -295,7 +298,7 @@ class Settle(WireMessage):
 
 
 class Settled(WireMessage):
-    """controller -> hub: the attempt is over on the engine's side. `version`: what it serves now, None when paused."""
+    """controller -> coordinator: the attempt is over on the engine's side. `version`: what it serves now, None when paused."""
 
     attempt: Count
     version: Label
@@ -305,14 +308,14 @@ class Settled(WireMessage):
 
 
 class Failed(WireMessage):
-    """anyone -> hub: I raised. `replica` limits the damage; -1: all replicas. `epoch`: of the plan, link or go that a lane was at;
-    0 from whoever was at none. hub -> anyone: this is why."""
+    """anyone -> coordinator: I raised. `replica` limits the damage; -1: all replicas. `epoch`: of the plan, link or go that a lane was at;
+    0 from whoever was at none. coordinator -> anyone: this is why."""
 
     error: WireError
     attempt: Count = 0
     replica: Annotated[int, Meta(ge=-1, lt=1 << 31)] = -1
     epoch: Count = 0
-    left: bool = False  # from the hub: the process that this is about left on purpose
+    left: bool = False  # from the coordinator: the process that this is about left on purpose
 
     def ends(self, wait: bool) -> bool:
         """A trainer's connect. A replica that fails early is left out like one that fails later, if not all are waited for."""
@@ -328,7 +331,7 @@ class Reader(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class OutcomeMsg(Struct, frozen=True, forbid_unknown_fields=True):
-    """What became of one replica in one attempt; seconds on the clocks that `session/report.py` explains."""
+    """What became of one replica in one attempt; seconds on the clocks that `participants/report.py` explains."""
 
     replica: Count
     committed: bool
@@ -347,7 +350,7 @@ class OutcomeMsg(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Outcome(WireMessage):
-    """hub -> trainers: the attempt is over everywhere. `void`: it was prepared and nobody called in time; a call that
+    """coordinator -> trainers: the attempt is over everywhere. `void`: it was prepared and nobody called in time; a call that
     comes for it goes on with the next number."""
 
     attempt: Count
@@ -358,14 +361,14 @@ class Outcome(WireMessage):
 
 
 class Release(WireMessage):
-    """trainer -> hub: my storages are about to be freed; let everyone unmap them. Answered by `Released`, with the same number,
+    """trainer -> coordinator: my storages are about to be freed; let everyone unmap them. Answered by `Released`, with the same number,
     which no other of this trainer's has: an answer to one that was given up may come when routes are open again."""
 
     number: Count
 
 
 class CloseRoutes(WireMessage):
-    """hub -> worker, by the packed route trainers too: unmap the trainers' storages. Answered by `RoutesClosed`."""
+    """coordinator -> worker, by the packed route trainers too: unmap the trainers' storages. Answered by `RoutesClosed`."""
 
     replica: Count
 
@@ -375,21 +378,21 @@ class RoutesClosed(WireMessage):
 
 
 class Released(WireMessage):
-    """hub -> trainer: nobody has your storages mapped any more."""
+    """coordinator -> trainer: nobody has your storages mapped any more."""
 
     number: Count
 
 
 class Leave(WireMessage):
-    """client -> hub: I am going on purpose."""
+    """client -> coordinator: I am going on purpose."""
 
 
 class Ping(WireMessage):
-    """client -> hub: are you there? Asked only by who has waited past a deadline of the hub's."""
+    """client -> coordinator: are you there? Asked only by who has waited past a deadline of the coordinator's."""
 
 
 class Pong(WireMessage):
-    """hub -> client, from the thread that decides: what else was due has been sent before it."""
+    """coordinator -> client, from the thread that decides: what else was due has been sent before it."""
 
 
 # ---- the store, for communicators that want one

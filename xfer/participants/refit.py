@@ -1,4 +1,4 @@
-"""One `nccl_xfer_refit` on one trainer rank: from the call to its outcome, within its bound (bounds.py).
+"""One `nccl_xfer_refit` on one trainer rank: from the call to its outcome, within its bound (deadlines.py).
 
     Enter -> drain -> re-read what moved -> compute -> Ready -> (the lanes move bytes) -> Outcome
 
@@ -15,18 +15,18 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from xfer.coordinator import messages as m
+from xfer.coordinator.deadlines import CALL_GRACE_S, STOP_GRACE_S
 from xfer.errors import DeadlineExceeded, PeerLost, XferError
-from xfer.session import computing, faults, readers
-from xfer.session import messages as m
-from xfer.session.arguments import Call
-from xfer.session.bounds import CALL_GRACE_S, STOP_GRACE_S
-from xfer.session.drain import LOOK_S, Aside, Drain
-from xfer.session.report import RefitReport, ReplicaOutcome
-from xfer.session.timeline import mark
+from xfer.participants import computing, faults, readers
+from xfer.participants.arguments import Call
+from xfer.participants.drain import LOOK_S, Aside, Drain
+from xfer.participants.report import RefitReport, ReplicaOutcome
+from xfer.participants.timeline import mark
 
 if TYPE_CHECKING:
-    from xfer.session.lane import Lane
-    from xfer.session.trainer import TrainerSession
+    from xfer.participants.lane import Lane
+    from xfer.participants.trainer import TrainerSession
 
 logger = logging.getLogger("xfer")
 
@@ -42,8 +42,10 @@ class RefitCall:
         self.began, self.until = time.perf_counter(), time.monotonic() + call.seconds
         self.ends = self.until + CALL_GRACE_S
         self.number = 0
-        self._entered = self._told = False  # whether the hub knows of this attempt; whether its outcome was asked for
-        self._may_be_read = False  # workers are let go by the hub before this rank is
+        self._entered = self._told = (
+            False  # whether the coordinator knows of this attempt; whether its outcome was asked for
+        )
+        self._may_be_read = False  # workers are let go by the coordinator before this rank is
 
     @property
     def label(self) -> str:
@@ -55,7 +57,9 @@ class RefitCall:
                 return self._run()
         except Exception:
             raise
-        except BaseException as e:  # KeyboardInterrupt, say: whoever catches it goes on with the weights, so this refit must not
+        except (
+            BaseException
+        ) as e:  # KeyboardInterrupt, say: whoever catches it goes on with the weights, so this refit must not
             if self._entered:
                 why = self._untold(PeerLost(f"nccl_xfer_refit() was interrupted: {type(e).__name__}", where=self.label))
                 if not getattr(why, "drained", True):
@@ -110,7 +114,9 @@ class RefitCall:
                         session.begin_sums(self.number)
                 mark(self.label, "ready")
                 self._may_be_read = True
-                self.party.send(m.Ready(self.number, seconds, specs, inventory, session.generation, rebound, broken, *news))
+                self.party.send(
+                    m.Ready(self.number, seconds, specs, inventory, session.generation, rebound, broken, *news)
+                )
                 session.has_told(specs, inventory)
         except computing.Over:
             pass  # the outcome is here already
@@ -190,7 +196,7 @@ class RefitCall:
         return True
 
     def _late(self, why: str) -> DeadlineExceeded:
-        try:  # the hub's deadline is ours, and it knows who has not called
+        try:  # the coordinator's deadline is ours, and it knows who has not called
             told = [o.error.error() for o in self._outcome().outcomes if o.error is not None]
         except XferError as e:
             told = [e]
@@ -248,8 +254,8 @@ class RefitCall:
             # Failed: the outcome that follows tells it per replica; older outcomes belong to attempts that ended early here
 
     def _untold(self, e: XferError) -> XferError:
-        """The hub is gone or silent: stop by ourselves, and say whether somebody may still read our storages."""
-        # A hub whose process was stopped reads all this when it goes on: it must not run the refit without us then.
+        """The coordinator is gone or silent: stop by ourselves, and say whether somebody may still read our storages."""
+        # A coordinator whose process was stopped reads all this when it goes on: it must not run the refit without us then.
         self.party.try_send(m.Failed(m.WireError.of(e, self.label), self.number), _LAST_S)
         lanes = list(self.party.lanes.values())
         stopped = self._idle([lane for lane in lanes if lane.give_up(self.number, e)])
@@ -283,7 +289,7 @@ class RefitCall:
 
     def finish(self) -> RefitReport:
         """Wait for the outcome and report it; raises what became of it. It may have come while nobody asked, and if not, the
-        hub is still given the time to answer."""
+        coordinator is still given the time to answer."""
         self.ends = max(self.ends, time.monotonic() + CALL_GRACE_S)
         with self._naming_gathers():
             return self._conclude(self._outcome())
@@ -325,11 +331,13 @@ class RefitCall:
             )
 
     def _version(self) -> int | str | None:
-        """What the hub calls this refit, when there is no outcome yet."""
+        """What the coordinator calls this refit, when there is no outcome yet."""
         attempt, version = self.party.named
         return version if attempt == self.number else self.call.version
 
-    def _report(self, version: int | str | None, outcomes: tuple[ReplicaOutcome, ...], pending: bool = False) -> RefitReport:
+    def _report(
+        self, version: int | str | None, outcomes: tuple[ReplicaOutcome, ...], pending: bool = False
+    ) -> RefitReport:
         lanes = [lane for lane in list(self.party.lanes.values()) if lane.plan is not None]
         return RefitReport(
             self.session.index,

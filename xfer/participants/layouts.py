@@ -11,15 +11,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from xfer.coordinator import messages as m
 from xfer.coordinator.layouts import roll_digest
+from xfer.coordinator.packing import pack, unpack
 from xfer.errors import DeadlineExceeded, ProtocolError
 from xfer.plan.cache import PlanCache
 from xfer.plan.inventory import Inventory
 from xfer.plan.options import PlanOptions
 from xfer.plan.part import Part
 from xfer.plan.planner import Drafts, key_of
-from xfer.session import messages as m
-from xfer.session.packing import pack, unpack
 
 if TYPE_CHECKING:
     from xfer.trace.catalog import Catalog
@@ -123,7 +123,7 @@ class Shelf:
             found = [self._rolls[r] for r in rolls]
         for roll, asked in zip(found, rolls):
             if roll_digest(roll.inventories, roll.hosts) != asked:
-                raise ProtocolError("the hub sent a roll with another digest than was asked for")
+                raise ProtocolError("the coordinator sent a roll with another digest than was asked for")
         return found
 
     def _both_sides(self, rolls: Sequence[m.Roll], until: float, check: Callable[[], None]) -> list[list[Inventory]]:
@@ -173,5 +173,5 @@ def _unpacked(roll: m.Roll, packed: bytes) -> dict[bytes, Inventory]:
     for digest, content in zip(distinct, contents):
         out[digest] = Inventory.from_content(content)
         if out[digest].digest().encode() != digest:
-            raise ProtocolError("the hub sent a layout with another digest than the roll says")
+            raise ProtocolError("the coordinator sent a layout with another digest than the roll says")
     return out

@@ -13,22 +13,22 @@ from typing import Protocol
 
 import torch
 
+from xfer.coordinator import messages as m
+from xfer.coordinator.deadlines import SILENCE_S, STOP_GRACE_S
+from xfer.coordinator.packing import unpack_one
+from xfer.coordinator.wire import Label
 from xfer.errors import DeadlineExceeded, PeerLost, VerificationError, XferError
 from xfer.kernels.checksum import Constants, Sums
+from xfer.participants import faults, timeline
+from xfer.participants.early import FIRST, EarlySums, first_storages, whole_storages
+from xfer.participants.lane import Lane
+from xfer.participants.timeline import mark
+from xfer.participants.turns import quick_turns
 from xfer.plan.inventory import engine_inventory
 from xfer.plan.part import Part
 from xfer.plan.rows import footprint_rows
 from xfer.plan.table import padded_shapes
-from xfer.session import faults, timeline
-from xfer.session import messages as m
-from xfer.session.bounds import SILENCE_S, STOP_GRACE_S
-from xfer.session.early import FIRST, EarlySums, first_storages, whole_storages
-from xfer.session.lane import Lane
-from xfer.session.packing import unpack_one
-from xfer.session.party import Party, data_plane, host_identity
-from xfer.session.timeline import mark
-from xfer.session.turns import quick_turns
-from xfer.session.wire import Label
+from xfer.rendezvous.client import RendezvousClient, data_plane, host_identity
 from xfer.trace.catalog import Catalog
 from xfer.transport.routes import Routed
 
@@ -86,10 +86,10 @@ class WorkerSession:
         self._token, self._session_open, self._in_step = token, session_open, in_step
         self.device = model.device
         self.error: XferError | None = None
-        self._party: Party | None = None
+        self._party: RendezvousClient | None = None
         self._lane_: Lane | None = None
         self._catalog: Catalog | None = None
-        self._inventory = self._told = b""  # as it is, and as the hub heard of it last
+        self._inventory = self._told = b""  # as it is, and as the coordinator heard of it last
         self._sums: Sums | None = None  # of these storages, bound when first asked for
         self._constants: tuple[Part, Constants] | None = None  # likewise, of this plan
         self._early: tuple[Routed, EarlySums | None] | None = None  # likewise, of these routes
@@ -107,11 +107,13 @@ class WorkerSession:
         except Exception as e:
             self._fail(e)
             if self._party is not None:
-                self._party.catch_up(SILENCE_S)  # when this has returned the controller asks the hub, which must have heard of it
+                self._party.catch_up(
+                    SILENCE_S
+                )  # when this has returned the controller asks the coordinator, which must have heard of it
 
     def _join(self) -> None:
         until = time.monotonic() + self.deadline_s
-        self._party = Party(
+        self._party = RendezvousClient(
             self.rendezvous,
             self._token,
             "worker",
@@ -233,7 +235,10 @@ class WorkerSession:
             else:
                 part, first = whole_storages(routed.place.rows, others)
             shapes = padded_shapes(self._catalog)
-            self._early = routed, EarlySums(self._rows, self._roots, shapes, first, part, within) if len(first) else None
+            self._early = (
+                routed,
+                EarlySums(self._rows, self._roots, shapes, first, part, within) if len(first) else None,
+            )
         return self._early[1] if go.verify and self._early is not None else None
 
     def after(self, go: m.Go, plan: Part) -> tuple[tuple[m.Checksum, ...], bytes]:
@@ -271,7 +276,9 @@ class WorkerSession:
             if self._party is not None:
                 self._party.try_send(self._stopped(attempt))
         if self._party is not None:
-            timeline.write(attempt, self._party.welcome.session, wait_s=timeline.ASIDE_S)  # the engine waits for this call to return
+            timeline.write(
+                attempt, self._party.welcome.session, wait_s=timeline.ASIDE_S
+            )  # the engine waits for this call to return
 
     def _receive(self, attempt: int, deadline_s: float) -> None:
         if self._party is None or not self.joined:
@@ -289,7 +296,10 @@ class WorkerSession:
             self._told = self._inventory
         while True:
             message = party.take(
-                (m.Commit, m.Abort, m.CallAgain, m.Failed, m.CatalogMsg), due + STOP_GRACE_S, "the decision of this refit", due=due
+                (m.Commit, m.Abort, m.CallAgain, m.Failed, m.CatalogMsg),
+                due + STOP_GRACE_S,
+                "the decision of this refit",
+                due=due,
             )
             if isinstance(message, m.CatalogMsg):
                 self._read(message)
@@ -320,12 +330,17 @@ class WorkerSession:
         return m.Stopped(self.replica, attempt, self.model.holds == "mix", lane is None or lane.drained)
 
     def _refresh(self) -> tuple[bytes, m.WireError | None]:
-        """The inventory, where the hub has not heard of it: also what an attempt read that ended before it could tell. Or why there is
+        """The inventory, where the coordinator has not heard of it: also what an attempt read that ended before it
+        could tell. Or why there is
         none: that ends the attempt only if trainers bring nothing newer, which they may have sent before this or not."""
-        state = self.model.check()  # always: kept weights that are lost it refuses, and `read` would take them as they lie
+        state = (
+            self.model.check()
+        )  # always: kept weights that are lost it refuses, and `read` would take them as they lie
         if self._stale:
             state = "changed"
-        newer = self._party.newest(m.CatalogMsg) if self._stale else None  # what could not be read before has been replaced
+        newer = (
+            self._party.newest(m.CatalogMsg) if self._stale else None
+        )  # what could not be read before has been replaced
         try:
             if newer is not None:
                 self._read(newer)

@@ -30,6 +30,7 @@ from xfer.trace.catalog import Catalog
 SAMPLE = 1024
 """Elements of a box that a sample looks at, at most. They lie evenly in every dim."""
 
+
 class SharedSums:
     """Checksums of what this rank shares with others. rows: see `SubPlan.shared`; other arguments: as of `Sums`."""
 

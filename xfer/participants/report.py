@@ -1,6 +1,6 @@
 """What a refit tells its caller: versions, bytes, and seconds on three clocks that are never mixed.
 
-transfer   last trainer ready and all workers armed -> decision        (hub's clock; a new plan and link are part of it)
+transfer   last trainer ready and all workers armed -> decision        (coordinator's clock; a new plan and link are part of it)
 outage     pause sent -> resume acknowledged, as requests see it        (controller's clock)
 call       entry of nccl_xfer_refit -> return                           (trainer's clock)
 """
@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from xfer.coordinator import messages as m
 from xfer.errors import RefitFailed, XferError
 from xfer.logs import counted
 from xfer.plan.explain import size
-from xfer.session import messages as m
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,9 @@ class ReplicaOutcome:
         if not self.committed:
             moved = "unknown why" if self.error is None else self.error.line()
         verified = ", verified" if self.verified else ""
-        return f"replica {self.replica} {'committed' if self.committed else 'did not commit'}, {serves}: {moved}{verified}"
+        return (
+            f"replica {self.replica} {'committed' if self.committed else 'did not commit'}, {serves}: {moved}{verified}"
+        )
 
     def __repr__(self) -> str:
         return f"<ReplicaOutcome: {self}>"

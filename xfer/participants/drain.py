@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 import torch
 
 from xfer.errors import DeadlineExceeded, XferError
-from xfer.session import faults
+from xfer.participants import faults
 
 if TYPE_CHECKING:
-    from xfer.session.trainer import Source
+    from xfer.participants.trainer import Source
 
 T = TypeVar("T")
 LOOK_S = 0.05
@@ -31,7 +31,12 @@ class Aside(Generic[T]):
     this before it runs, for whoever has to know of it however its making ends: starting a thread can be interrupted."""
 
     def __init__(
-        self, call: Callable[[], T], device: torch.device, label: str, what: str, begun: Callable[[Aside], None] = lambda _: None
+        self,
+        call: Callable[[], T],
+        device: torch.device,
+        label: str,
+        what: str,
+        begun: Callable[[Aside], None] = lambda _: None,
     ):
         self._call, self._device, self._label, self._what = call, device, label, what
         # What is launched there is queued behind what the caller has queued (the optimizer's writes), on his stream.
@@ -39,7 +44,9 @@ class Aside(Generic[T]):
         self._error: BaseException | None = None
         self.result: T | None = None
         self._over, self._began, self.seconds = threading.Event(), time.perf_counter(), 0.0
-        self._first = threading.Lock()  # taken by the thread as it begins, or by who gave up on it before: then it never does
+        self._first = (
+            threading.Lock()
+        )  # taken by the thread as it begins, or by who gave up on it before: then it never does
         try:
             begun(self)
             threading.Thread(target=self._run, name="xfer-aside", daemon=True).start()

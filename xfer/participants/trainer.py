@@ -1,6 +1,6 @@
 """The trainer's half: connect once, then one `refit` per optimizer step, on every trainer rank.
 
-Trainer rank 0 hosts the hub. Every rank: reads its own layout, publishes what it exports, and keeps one lane per replica.
+Trainer rank 0 hosts the coordinator. Every rank: reads its own layout, publishes what it exports, and keeps one lane per replica.
 What Megatron or FSDP is, is known only to the `Source` that was passed in.
 """
 
@@ -16,28 +16,28 @@ from typing import Protocol
 import torch
 
 from xfer import logs
+from xfer.coordinator import messages as m
+from xfer.coordinator.deadlines import STOP_GRACE_S, TOLD_S
+from xfer.coordinator.packing import pack_specs, unpack_one
 from xfer.coordinator.state import Options, told
 from xfer.errors import DeadlineExceeded, RebindError, XferError
+from xfer.participants import computing, faults, holders, timeline
+from xfer.participants.arguments import Labels, checked_call
+from xfer.participants.drain import Aside, refuse_running
+from xfer.participants.entry import Entry
+from xfer.participants.lane import Lane
+from xfer.participants.refit import RefitCall
+from xfer.participants.report import RefitReport
+from xfer.participants.sums import SourceSums
+from xfer.participants.turns import quick_turns
+from xfer.participants.unsent import Unsent
 from xfer.plan.cache import PlanCache
 from xfer.plan.fabric import Site
 from xfer.plan.inventory import Inventory, trainer_inventory
 from xfer.plan.part import Part
 from xfer.plan.table import padded_shapes
+from xfer.rendezvous.client import RendezvousClient, data_plane, host_identity
 from xfer.rendezvous.server import Server
-from xfer.session import computing, faults, holders, timeline
-from xfer.session import messages as m
-from xfer.session.arguments import Labels, checked_call
-from xfer.session.bounds import STOP_GRACE_S, TOLD_S
-from xfer.session.drain import Aside, refuse_running
-from xfer.session.entry import Entry
-from xfer.session.lane import Lane
-from xfer.session.packing import pack_specs, unpack_one
-from xfer.session.party import Party, data_plane, host_identity
-from xfer.session.refit import RefitCall
-from xfer.session.report import RefitReport
-from xfer.session.sums import SourceSums
-from xfer.session.turns import quick_turns
-from xfer.session.unsent import Unsent
 from xfer.trace.catalog import Catalog
 from xfer.trace.traced import TrainerLayout
 from xfer.transport.routes import Routed
@@ -73,7 +73,7 @@ class Computes(Source, Protocol):
     def compute(self, meet: Callable[[tuple[int, ...], str], None]) -> None:
         """Fill the scratch among the roots from the present parameters; called where the layout has recipes or gathers.
 
-        Call `meet(ranks, digest)` before gathering from those trainer ranks: see session/computing.py.
+        Call `meet(ranks, digest)` before gathering from those trainer ranks: see participants/computing.py.
         """
 
 
@@ -118,7 +118,10 @@ class TrainerSession:
         self._busy = Entry()
         self._stale = False  # a layout was being read again and that did not end well
         self._specs = b""
-        self._told: tuple[bytes, bytes | None] = b"", b""  # specs and inventory that the hub knows; None: it owes a catalog
+        self._told: tuple[bytes, bytes | None] = (
+            b"",
+            b"",
+        )  # specs and inventory that the coordinator knows; None: it owes a catalog
         self._released = False
         self._releases = 0  # how many were begun
         self.drain: Aside[None] | None = None  # of the last call; may run longer than that
@@ -147,9 +150,11 @@ class TrainerSession:
             )
         try:
             # One of the ranks that knock speaks for all; once trainer 0 listens, it says who is missing.
-            knocking = logs.while_waiting(lambda: f"trainer 1: no answer from {rendezvous}; has trainer rank 0 called xfer.connect()?")
+            knocking = logs.while_waiting(
+                lambda: f"trainer 1: no answer from {rendezvous}; has trainer rank 0 called xfer.connect()?"
+            )
             with knocking if source.rank == 1 else contextlib.nullcontext():
-                self._party = Party(
+                self._party = RendezvousClient(
                     rendezvous,
                     token,
                     "trainer",
@@ -170,7 +175,7 @@ class TrainerSession:
             self.pump = Pump(source, self._party.label)
 
     @property
-    def party(self) -> Party:
+    def party(self) -> RendezvousClient:
         return self._party
 
     def __repr__(self) -> str:
@@ -205,7 +210,9 @@ class TrainerSession:
                 try:
                     message = self._party.take(
                         (m.ReplicaReady, m.Failed, m.CatalogMsg),
-                        until if self._server is not None else until + TOLD_S,  # the hub's rank knows who was turned away
+                        until
+                        if self._server is not None
+                        else until + TOLD_S,  # the coordinator's rank knows who was turned away
                         f"replicas {missing} have not joined; is xfer.serve() running for them?",
                     )
                 except DeadlineExceeded as e:  # told first, or the others would only hear that this rank has left
@@ -223,22 +230,27 @@ class TrainerSession:
             self._server.coordinator.opening = False
 
     def cannot_join(self, replica: int, fatal: bool, error: XferError) -> None:
-        """A controller of this process never met the hub: its replica will not come. `fatal`: all ranks are waiting for it."""
+        """A controller of this process never met the coordinator: its replica will not come. `fatal`: all ranks are waiting for it."""
         said = m.WireError.of(error, f"replica {replica} controller")
         self._party.try_send(m.Failed(said, replica=-1 if fatal else replica))
 
     def _read_together(self, until: float, wait: bool) -> TrainerLayout:
         def pointless() -> bool:
-            return any(isinstance(x, XferError) or isinstance(x, m.Failed) and x.ends(wait) for x in list(self._party.inbox.queue))
+            return any(
+                isinstance(x, XferError) or isinstance(x, m.Failed) and x.ends(wait)
+                for x in list(self._party.inbox.queue)
+            )
 
         reading = Aside(self.source.read, self.device, self._party.label, "the layout could not be read")
         if reading.wait(until, pointless, STOP_GRACE_S):
             return reading.result
-        # The hub's deadline is ours, and it knows who is missing.
+        # The coordinator's deadline is ours, and it knows who is missing.
         self._party.wait_for(pointless, time.monotonic() + TOLD_S)
         if pointless():
             now = time.monotonic()
-            self._raise_failed(self._party.take((m.Failed,), now + TOLD_S, "who does not take part", lambda x: x.ends(wait)))
+            self._raise_failed(
+                self._party.take((m.Failed,), now + TOLD_S, "who does not take part", lambda x: x.ends(wait))
+            )
         raise DeadlineExceeded(
             "layouts are read by all ranks together (probe=), and not all took part",
             ["call xfer.connect() on every trainer rank, with the same probe="],
@@ -250,7 +262,7 @@ class TrainerSession:
             raise message.error.error()
 
     def _tell_inventory(self) -> None:
-        # If the hub has closed meanwhile, the reason is in the inbox already; a send that raises would hide it.
+        # If the coordinator has closed meanwhile, the reason is in the inbox already; a send that raises would hide it.
         self._party.try_send(m.InventoryMsg(self._inventory, self.generation))
         self.has_told(b"", self._inventory)
 
@@ -279,7 +291,9 @@ class TrainerSession:
         self._sums.end()
         self._roots = [self.layout.tensors[name] for name in self._names]
         shapes = padded_shapes(self._catalog) if self._names else []
-        self._binding += 1  # lanes read both as they are set: no roots under a later number, and no sums under an earlier one
+        self._binding += (
+            1  # lanes read both as they are set: no roots under a later number, and no sums under an earlier one
+        )
         self._sums = SourceSums(self.index, self._roots, shapes)
 
     def _lane(self, replica: int) -> Lane | None:
@@ -336,7 +350,9 @@ class TrainerSession:
     def begin_sums(self, attempt: int) -> None:
         """Of what this rank will send, before it says that it is ready. Lanes that are at something else sum later."""
         lanes = self._party.lanes.items()
-        self._sums.begin({r: lane.plan for r, lane in list(lanes) if lane.plan is not None and lane.wait_idle(0.0)}, attempt)
+        self._sums.begin(
+            {r: lane.plan for r, lane in list(lanes) if lane.plan is not None and lane.wait_idle(0.0)}, attempt
+        )
 
     def prepare(self) -> None:
         """Arm the engines for the next refit now; they stop serving until it has run."""
@@ -397,7 +413,7 @@ class TrainerSession:
         return report
 
     def refresh(self) -> tuple[bytes, bytes]:
-        """Re-read what a framework has moved since the last refit. Returns (specs, inventory), each empty where the hub was
+        """Re-read what a framework has moved since the last refit. Returns (specs, inventory), each empty where the coordinator was
         told of it (`has_told`).
 
         The adapter remembers what it was last asked for, so whatever fails here must be read again by the next call; and
@@ -417,7 +433,7 @@ class TrainerSession:
             self._stale = False
         specs, inventory = self._told
         if self._specs != specs:
-            return self._specs, b""  # the inventory follows the hub's answer: the catalog may have changed
+            return self._specs, b""  # the inventory follows the coordinator's answer: the catalog may have changed
         return b"", b"" if inventory in (None, self._inventory) else self._inventory
 
     def _read_again(self) -> None:
@@ -431,11 +447,15 @@ class TrainerSession:
         self._specs = self._own_specs()
         if self._specs == self._told[0] and self._told[1] is not None:
             return self._make_inventory()
-        self._names, self._inventory = [], b""  # nothing can be read from here until there is a catalog of what is exported now
+        self._names, self._inventory = (
+            [],
+            b"",
+        )  # nothing can be read from here until there is a catalog of what is exported now
         self._bind()
 
     def news(self) -> tuple[bytes, bool, tuple[str, ...]]:
-        """On the direct route, of what lies in this rank's storages when it is ready: until the first commit a sample of it, for the hub
+        """On the direct route, of what lies in this rank's storages when it is ready: until the first commit a sample
+        of it, for the coordinator
         to compare with other ranks' (holders.py); whether what is sent has changed since the last refit, and what has and is not
         sent (unsent.py)."""
         if self._made is None or not self._roots:
@@ -444,7 +464,7 @@ class TrainerSession:
         return sample, *self._unsent.look(self._catalog, self._made, self._roots)
 
     def has_told(self, specs: bytes, inventory: bytes) -> None:
-        """What the hub has heard from this rank, empty for nothing."""
+        """What the coordinator has heard from this rank, empty for nothing."""
         self._told = specs or self._told[0], None if specs else inventory or self._told[1]
 
     def _own_specs(self) -> bytes:
@@ -453,7 +473,10 @@ class TrainerSession:
 
     def follow(self, message: m.CatalogMsg) -> None:
         """A new catalog, or the same one again for a rank whose exports changed: answer with the inventory over it."""
-        self._stale, self._told = True, (self._told[0], b"")  # what the hub owed is here, whatever becomes of the answer
+        self._stale, self._told = (
+            True,
+            (self._told[0], b""),
+        )  # what the coordinator owed is here, whatever becomes of the answer
         self._take_catalog(message)
         self._stale = False
         self._party.send(m.InventoryMsg(self._inventory, self.generation))

@@ -25,9 +25,9 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 
+from xfer.coordinator.messages import MAX_FRAME, WIRE_VERSION, Message, decode, encode
 from xfer.ending import wait_for_all
 from xfer.errors import DeadlineExceeded, HandshakeError, PeerLost, ProtocolError
-from xfer.session.messages import MAX_FRAME, WIRE_VERSION, Message, decode, encode
 
 _XFER = b"xfer"
 MAGIC = _XFER + struct.pack("<I", WIRE_VERSION)
@@ -181,7 +181,7 @@ class Channel:
             left = 1.0 if until is None else min(1.0, until - time.monotonic())
             if left <= 0:
                 raise TimeoutError("peer does not read")
-            poll = select.poll()  # not select(): a hub of a large job has descriptors above 1023
+            poll = select.poll()  # not select(): a coordinator of a large job has descriptors above 1023
             poll.register(self._sock, select.POLLOUT if write else select.POLLIN)
             if poll.poll(left * 1000):
                 return

@@ -1,6 +1,6 @@
 """Threads that take turns more often while a refit runs, and that sleep no longer than they ask for.
 
-A thread that computes in Python keeps the interpreter for 5 ms when another wants it. The hub lives in trainer 0's process, so
+A thread that computes in Python keeps the interpreter for 5 ms when another wants it. The coordinator lives in trainer 0's process, so
 every message of a refit that arrives while that rank looks through its storages would wait so long, and a refit has a dozen of
 them one behind the other. And Linux lets a sleep end late by the thread's timer slack (prctl(2)), which is more than the bytes of
 a small refit need. Nothing else is known here.

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 from xfer.kernels.checksum import Sums
+from xfer.participants.holders import SharedSums
 from xfer.plan.part import Part
-from xfer.session.holders import SharedSums
 
 
 class _Reading:

@@ -2,7 +2,7 @@
 
 `nccl_xfer_refit` returns or raises within `deadline_s + CALL_GRACE_S`, on every rank, whoever died or hangs:
 
-    deadline    the hub aborts what is not decided
+    deadline    the coordinator aborts what is not decided
     + STOP      it no longer waits for workers to stop (to install, after a decision)
     + ANSWER    it no longer waits for controllers, and tells the trainers
     + CALL      trainers that were not told anything raise by themselves
@@ -15,11 +15,11 @@ ANSWER_GRACE_S = 3.0
 CALL_GRACE_S = 10.0
 """Seconds beyond its deadline by which a refit has returned or raised on every rank."""
 SILENCE_S = 3.0
-"""Seconds in which the hub answers a client that has waited to its deadline and asks whether the hub lives."""
+"""Seconds in which the coordinator answers a client that has waited to its deadline and asks whether the coordinator lives."""
 LEAVE_S = 1.0
-"""Seconds in which the hub closes the connection of a client that leaves; then the client closes it itself."""
+"""Seconds in which the coordinator closes the connection of a client that leaves; then the client closes it itself."""
 TOLD_S = 1.0
-"""Seconds that a trainer which connects waits beyond a deadline that the hub has too: the hub knows who is missing."""
+"""Seconds that a trainer which connects waits beyond a deadline that the coordinator has too: the coordinator knows who is missing."""
 SETTLE_GRACE_S = 60.0
 """Seconds that a controller has to bring its engine back into service. Trainers do not wait for that beyond their
 deadline: the replica takes part in refits again once it has; later than that, it counts as lost."""

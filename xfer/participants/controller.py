@@ -14,16 +14,16 @@ from collections.abc import Callable
 from contextlib import contextmanager, suppress
 
 from xfer import logs
+from xfer.coordinator import messages as m
+from xfer.coordinator.deadlines import SETTLE_GRACE_S, SILENCE_S, STOP_GRACE_S
 from xfer.engines import drafter
 from xfer.engines.handles import Handle, handle_for
 from xfer.engines.interface import EngineHandle
 from xfer.errors import DeadlineExceeded, EngineLost, PeerLost, Unsupported, XferError
-from xfer.session import messages as m
-from xfer.session import timeline
-from xfer.session.bounds import SETTLE_GRACE_S, SILENCE_S, STOP_GRACE_S
-from xfer.session.party import Party
-from xfer.session.timeline import mark
-from xfer.session.turns import quick_turns
+from xfer.participants import timeline
+from xfer.participants.timeline import mark
+from xfer.participants.turns import quick_turns
+from xfer.rendezvous.client import RendezvousClient
 
 logger = logging.getLogger("xfer")
 UPDATE_GRACE_S = 5.0
@@ -59,7 +59,7 @@ class Controller:
         tell: Callable[[XferError], None] | None = None,
         **handle_options,
     ):
-        """tell: called with what ended this controller before it met the hub, who then cannot be told."""
+        """tell: called with what ended this controller before it met the coordinator, who then cannot be told."""
         self.handle: EngineHandle = handle_for(engine, **handle_options)
         self.rendezvous, self.replica, self.deadline_s = rendezvous, replica, deadline_s
         self._token, self._keep, self._engine_rendezvous = token, keep, engine_rendezvous or rendezvous
@@ -70,14 +70,14 @@ class Controller:
         self.lost: XferError | None = None  # the trainers are gone: no refit will come; a whole `version` is served on
         self.refits = 0
         self._label: str | None = None  # the engine's own, outside of refits
-        self._unheard: m.Settle | None = None  # a decision that we made up, since the hub was gone
+        self._unheard: m.Settle | None = None  # a decision that we made up, since the coordinator was gone
         self._kept_from: XferError | None = None  # joining
         self._held = False  # its engine is paused while it joins
         self._doing = "asking its engine how many workers it has"
         self._workers = 0
         self._ready, self._closing = threading.Event(), threading.Event()
         self._changed = threading.Condition()
-        self._party: Party | None = None
+        self._party: RendezvousClient | None = None
         self._thread = threading.Thread(target=self._work, name=f"xfer-controller-{replica}", daemon=True)
         self._thread.start()
 
@@ -197,7 +197,7 @@ class Controller:
             self._kept_from = None if isinstance(e, _ClosedError) else self._down(e)
         finally:
             if self._party is not None:
-                self._party.close()  # else the hub would keep this replica's place for a controller that does nothing
+                self._party.close()  # else the coordinator would keep this replica's place for a controller that does nothing
             self._ready.set()
             with self._changed:
                 self._changed.notify_all()
@@ -236,7 +236,9 @@ class Controller:
             with self._changed:
                 self.lost = error
                 self._changed.notify_all()
-        if whole and self.version is not None and self.error is None:  # trainers come and go; one whole version is served on
+        if (
+            whole and self.version is not None and self.error is None
+        ):  # trainers come and go; one whole version is served on
             if news:
                 how = logging.INFO if left else logging.WARNING
                 why = error.message if left else error.line()
@@ -268,7 +270,7 @@ class Controller:
         self._unless_closed()
         self._doing = f"no answer from {self.rendezvous}; has trainer rank 0 called xfer.connect()?"
         try:
-            self._party = Party(
+            self._party = RendezvousClient(
                 self.rendezvous, self._token, "controller", size=workers, replica=self.replica, deadline_s=self.deadline_s,
                 given_up=self._closing.is_set,
             )  # fmt: skip
@@ -276,14 +278,18 @@ class Controller:
             self._unless_closed()
             raise
         self._unless_closed()
-        self._doing = f"waiting at {self.rendezvous} for trainers and for a plan, with {logs.counted(workers, 'worker')}"
+        self._doing = (
+            f"waiting at {self.rendezvous} for trainers and for a plan, with {logs.counted(workers, 'worker')}"
+        )
         found = self.handle.get_version(self.deadline_s)
         self._label = UNKNOWN if found in (MIXED, PAUSED) else found
         held = self._held = self.handle.ranks_in_step(SETTLE_GRACE_S)
         self._unless_closed()  # who closes it later waits for what follows
         try:
             if held:
-                if found != MIXED:  # before it pauses: of a pause that ends after this controller, a later one knows so whose it is
+                if (
+                    found != MIXED
+                ):  # before it pauses: of a pause that ends after this controller, a later one knows so whose it is
                     self.handle.set_version(PAUSED, SETTLE_GRACE_S)
                 self.handle.pause(self.deadline_s)
             if found != MIXED:  # else who died in a refit has handed it over, and vLLM's session may be open
@@ -389,7 +395,12 @@ class Controller:
             visit.resume(None if committed else self._label)
             mark(self._party.label, "its engine serves")
             if committed:
-                logger.info("xfer: replica %d serves version %r, outage %.1f ms", self.replica, self.version, visit.seconds * 1e3)
+                logger.info(
+                    "xfer: replica %d serves version %r, outage %.1f ms",
+                    self.replica,
+                    self.version,
+                    visit.seconds * 1e3,
+                )
             if not committed and self.error is not None and self.version is not None:
                 self._set()
             # The engine serves by now; should the trainers be gone, that is no reason to stop it.
@@ -421,7 +432,7 @@ class Controller:
                 else:
                     return message, lost
         except XferError as e:
-            # No word from the hub: the workers presume an abort, but whether they had begun to write is not known here.
+            # No word from the coordinator: the workers presume an abort, but whether they had begun to write is not known here.
             self._unheard = m.Settle(arm.attempt, True, m.WireError.of(e, self._party.label))
             return self._unheard, lost
 
@@ -437,7 +448,9 @@ class _Visit:
         self._unwound: Exception | None = None
         self._info = {"attempt": arm.attempt, "deadline_s": arm.deadline_s}
         self._decided = False
-        self._after: queue.SimpleQueue[bool] = queue.SimpleQueue()  # for the thread in `update`: whether to call it again
+        self._after: queue.SimpleQueue[bool] = (
+            queue.SimpleQueue()
+        )  # for the thread in `update`: whether to call it again
         self._phases: list[tuple[str, float]] = []
         self._began = self._clock = time.perf_counter()
 
@@ -451,7 +464,7 @@ class _Visit:
         return time.perf_counter() - self._began
 
     def open(self) -> None:
-        """Up to the blocking update call, which goes on in a thread. What fails is told to the hub; nothing is raised."""
+        """Up to the blocking update call, which goes on in a thread. What fails is told to the coordinator; nothing is raised."""
         try:
             if isinstance(self.handle, Handle):
                 self.handle.ask_paused(self.arm.deadline_s)
@@ -481,7 +494,7 @@ class _Visit:
         self._after.put(False)
 
     def wind_up(self) -> None:
-        """The workers are installing: everything up to serving, while the hub hears from them. `close` raises what fails."""
+        """The workers are installing: everything up to serving, while the coordinator hears from them. `close` raises what fails."""
         try:
             self._decide()
             if self._update is not None and self._update.is_alive() and not self._raised:
