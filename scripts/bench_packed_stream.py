@@ -21,7 +21,7 @@ from bench_shapes import ITEM, Layout, Model
 from xfer import kernels
 from xfer.packed import places
 from xfer.packed.lockstep import Lockstep
-from xfer.packed.megatron import ROUND_BYTES
+from xfer.trainers.bridge_stream import ROUND_BYTES
 from xfer.packed.plan import Group, TaskSize
 from xfer.packed.wire import Message
 from xfer.trace.fragment import Fragment, TensorSpec

@@ -1,8 +1,9 @@
 """xfer: a model's weights from the GPUs that train it to the GPUs that serve it, in one call.
 
-    connect             every trainer rank, once; gives a Refit
-    nccl_xfer_refit     every trainer rank, after each optimizer step; gives a RefitReport
-    serve               where the engine is, once per replica; gives its controller
+    connect             every trainer rank, once; gives a Session
+    nccl_xfer_refit     every trainer rank, after each optimizer step, as `session.refit`; gives a RefitReport
+    serve               where the engine is, once per replica; gives its Controller
+    Direct, Packed      routes for `connect`, with their options
     MegatronTrainer, TensorTrainer (with Declared), LayerWiseTrainer    what a trainer's weights are, for `connect`
     LayerWiseOptimizer, ParamGroup, Muon                                optimizers whose parameters have one owner each
     xferdtensor, MeshInfo                                               single tensors, on meshes of your own
@@ -20,7 +21,8 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 _HOME = {
-    "connect": "xfer.api", "serve": "xfer.api", "nccl_xfer_refit": "xfer.api", "Refit": "xfer.api",
+    "connect": "xfer.api", "serve": "xfer.api", "nccl_xfer_refit": "xfer.api", "Session": "xfer.api",
+    "Controller": "xfer.participants.controller", "Direct": "xfer.routes", "Packed": "xfer.routes",
     "MegatronTrainer": "xfer.trainers.megatron", "TensorTrainer": "xfer.trainers.dtensor",
     "Declared": "xfer.trainers.dtensor", "xferdtensor": "xfer.dtensor", "RefitReport": "xfer.participants.report",
     "MeshInfo": "xfer.mesh.mesh_info", "errors": "xfer", "XferError": "xfer.errors",
@@ -30,18 +32,20 @@ _HOME = {
 
 # In full, for type checkers, which take from here what is public: all of _HOME but the module `errors`.
 __all__ = [
-    "connect", "serve", "nccl_xfer_refit", "Refit", "MegatronTrainer", "TensorTrainer", "Declared", "xferdtensor",
-    "RefitReport", "MeshInfo", "XferError", "LayerWiseOptimizer", "ParamGroup", "Muon", "LayerWiseTrainer",
+    "connect", "serve", "nccl_xfer_refit", "Session", "Controller", "Direct", "Packed", "MegatronTrainer", "TensorTrainer",
+    "Declared", "xferdtensor", "RefitReport", "MeshInfo", "XferError", "LayerWiseOptimizer", "ParamGroup", "Muon", "LayerWiseTrainer",
 ]  # fmt: skip
 
 if TYPE_CHECKING:
     from xfer import errors as errors
-    from xfer.api import Refit, connect, nccl_xfer_refit, serve
+    from xfer.api import Session, connect, nccl_xfer_refit, serve
     from xfer.dtensor import xferdtensor
     from xfer.errors import XferError
     from xfer.layerwise import LayerWiseOptimizer, Muon, ParamGroup
     from xfer.mesh.mesh_info import MeshInfo
+    from xfer.participants.controller import Controller
     from xfer.participants.report import RefitReport
+    from xfer.routes import Direct, Packed
     from xfer.trainers.dtensor import Declared, TensorTrainer
     from xfer.trainers.layerwise import LayerWiseTrainer
     from xfer.trainers.megatron import MegatronTrainer

@@ -157,6 +157,13 @@ class Unsupported(XferError):
     """A feature, layout or order of calls that xfer refuses by name rather than getting it wrong."""
 
 
+def out_of_memory(e: BaseException) -> bool:
+    """Whether `e` says that memory ran out: by its type for Python's and torch's, by words for the host's and the driver's."""
+    typed = any(c.__name__ in ("MemoryError", "OutOfMemoryError") for c in type(e).__mro__)
+    words = ("out of memory", "can't allocate memory", "cannot allocate memory")
+    return typed or isinstance(e, RuntimeError | OSError) and any(w in str(e).lower() for w in words)
+
+
 _BY_NAME = {c.__name__: c for c in list(globals().values()) if isinstance(c, type) and issubclass(c, XferError)}
 
 

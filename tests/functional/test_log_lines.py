@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 import xfer
 from tests.functional.test_versions import Job, good, job
+from tests.support.connect import flat_connect
 from tests.support.world import TOKEN, ToyEngine, ToySource, World, until_true
 from xfer import logs
 from xfer.cli import app
@@ -69,11 +70,11 @@ def test_an_engine_that_leaves_first_warns_about_nothing_either(said):
 
 def test_who_is_missing_is_said_while_others_wait_and_by_status(said):
     where = dict(rendezvous=f"tcp://127.0.0.1:{free_port()}", token=TOKEN, deadline_s=20.0)
-    came: dict[int, xfer.Refit] = {}
+    came: dict[int, xfer.Session] = {}
 
     def come(rank: int) -> threading.Thread:
         def connect():
-            came[rank] = xfer.connect(trainer=ToySource(rank, 4), replicas=2, cache_dir=None, **where)
+            came[rank] = flat_connect(trainer=ToySource(rank, 4), replicas=2, **where)
 
         threading.Thread(target=connect, daemon=True).start()
 

@@ -11,6 +11,7 @@ import pytest
 import xfer
 from examples.grpo.client import RolloutClient
 from examples.grpo.replicas import healthy
+from tests.support.connect import flat_connect
 from tests.support.world import TOKEN, ToyEngine, ToySource
 from xfer.testing.ports import free_port
 
@@ -81,8 +82,8 @@ def test_an_engine_that_is_given_by_url_is_asked_without_a_proxy(proxied):
     engine = ToyEngine(2)
     with serving(routes(engine)) as url:
         rendezvous = f"tcp://127.0.0.1:{free_port()}"
-        with xfer.connect(
-            trainer=ToySource(0, 1), rendezvous=rendezvous, token=TOKEN, engines=[url], deadline_s=10.0, cache_dir=None
+        with flat_connect(
+            trainer=ToySource(0, 1), rendezvous=rendezvous, token=TOKEN, engines=[url], deadline_s=10.0
         ) as refit:
             assert xfer.nccl_xfer_refit(refit, verify=True).committed == 1
         for session in engine.sessions:

@@ -26,7 +26,7 @@ def test_vllm_finds_that_what_is_declared_is_what_comes_at_every_sync(module):
         NCCLWeightTransferUpdateInfo,
     )
 
-    from xfer.packed.native import weight_source
+    from xfer.trainers.weight_source import weight_source
 
     source = weight_source(TensorTrainer(module), bucket_bytes=256)
     for step in range(3):
@@ -53,7 +53,7 @@ def test_vllm_finds_that_what_is_declared_is_what_comes_at_every_sync(module):
 def test_vllm_packs_and_unpacks_what_comes(module):
     from vllm.distributed.weight_transfer.packed_tensor import pack_tensors, unpack_tensor
 
-    from xfer.packed.native import weight_source
+    from xfer.trainers.weight_source import weight_source
 
     source, got = weight_source(TensorTrainer(module)), {}
     stream = iter(source)

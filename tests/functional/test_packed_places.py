@@ -15,8 +15,8 @@ from tests.functional.test_packed_session import torn
 from tests.functional.test_session_protocol import fault, good, right  # noqa: F401
 from tests.support.packed_world import PackedWorld
 from xfer import errors as e
-from xfer.packed.lane import PackedLane
 from xfer.packed.lockstep import Lockstep
+from xfer.packed.plane import PackedPlane
 from xfer.packed.shared import exporters_of, nearest
 
 places = st.lists(st.sampled_from(["GPU-a", "GPU-b", "GPU-c", "GPU-d"]), min_size=1, max_size=9)
@@ -45,20 +45,20 @@ class Placed(PackedWorld):
 
     def _connect_one(self, i: int):
         super()._connect_one(i)
-        self.sessions[i].pump._buffers.place = self.TRAINERS[i]
+        self.sessions[i].side.pump._buffers.place = self.TRAINERS[i]
 
-    def lanes(self, side: str) -> list[PackedLane]:
+    def lanes(self, side: str) -> list[PackedPlane]:
         if side == "trainers":
-            return [s.party.lanes[0] for s in self.sessions]
-        return [s._lane_ for s in self.engines[0].sessions]
+            return [s.party.lanes[0].plane for s in self.sessions]
+        return [s._lane_.plane for s in self.engines[0].sessions]
 
 
 @pytest.fixture
 def world(monkeypatch):
-    def place(lane: PackedLane) -> str:
+    def place(lane: PackedPlane) -> str:
         return (Placed.TRAINERS if lane.pump is not None else Placed.WORKERS)[lane.side.index]
 
-    monkeypatch.setattr(PackedLane, "place", property(place))
+    monkeypatch.setattr(PackedPlane, "place", property(place))
     shapes = {"layers.0.w": (24, 12), "layers.1.w": (24, 12), "embed": (36, 9), "norm": (12,)}
     with Placed(trainers=3, workers=3, colocated=True, shapes=shapes) as w:
         yield w
@@ -69,10 +69,10 @@ def test_every_worker_gets_its_bytes_from_the_exporter_of_its_gpu(world):
     for v in (1, 2):
         good(w.refit(v))
         right(w, v)
-    assert [s.pump.exports for s in w.sessions] == [True, True, False]
+    assert [s.side.pump.exports for s in w.sessions] == [True, True, False]
     assert [lane._mine for lane in w.lanes("workers")] == [(1,), (0,), (0,)]
     assert [lane._mine for lane in w.lanes("trainers")] == [(3, 4), (2,), ()]
-    assert w.sessions[2].party.lanes[0].extra_bytes == 0, "who exports nothing has no buffers"
+    assert w.sessions[2].party.lanes[0].plane.extra_bytes == 0, "who exports nothing has no buffers"
     # To see whose bytes came: trainer 1 has others now, as it never would.
     for rank, version in enumerate((3, 8, 3)):
         w.streams[rank].version = version

@@ -15,7 +15,7 @@ from tests.functional.test_session_protocol import fault, good, right  # noqa: F
 from tests.support.packed_world import Knobs, PackedWorld
 from xfer import errors as e
 from xfer.coordinator import refit
-from xfer.packed import feed, lane, plan, shared
+from xfer.packed import feed, plan, plane, shared
 from xfer.packed.buffer import Buffers
 
 
@@ -44,9 +44,9 @@ def test_refits_in_a_row_each_give_the_new_weights(colocated):
 def test_release_lets_go_of_buffers_and_the_next_refit_finds_everything_again(colocated):
     with PackedWorld(colocated=colocated) as w:
         good(w.refit(1))
-        held = [s.pump.extra_bytes for s in w.sessions]
+        held = [s.side.pump.extra_bytes for s in w.sessions]
         w.on_all(lambda i: w.sessions[i].release())
-        assert held[0] > 0 == sum(s.pump.extra_bytes for s in w.sessions)
+        assert held[0] > 0 == sum(s.side.pump.extra_bytes for s in w.sessions)
         assert all(s._stale for s in w.sources)
         for v in (2, 3):
             good(w.refit(v))
@@ -59,7 +59,7 @@ def test_when_one_trainer_releases_no_other_goes_on_reading_its_storages():
         good(w.refit(1))
         assert not any(s._stale for s in w.sources)
         w.on_all(lambda i: w.sessions[i].release(), ranks=[1])
-        assert all(s._stale for s in w.sources) and not sum(s.pump.extra_bytes for s in w.sessions)
+        assert all(s._stale for s in w.sources) and not sum(s.side.pump.extra_bytes for s in w.sessions)
         w.on_all(lambda i: w.sessions[i].release(), ranks=[0])
         good(w.refit(2))
         right(w, 2)
@@ -69,7 +69,12 @@ def test_buffers_are_not_released_before_all_replicas_have_taken_in_what_lies_th
     """One trainer's call has returned, as its weights are free, and it releases them while a slow replica is about to map the buffers."""
     with PackedWorld(trainers=2, workers=1, replicas=2, colocated=True, limit=1 << 20) as w:
         good(w.refit(1))
-        opened, forget, maps, released = shared._opened, w.sessions[0].pump.forget, threading.Event(), threading.Event()
+        opened, forget, maps, released = (
+            shared._opened,
+            w.sessions[0].side.pump.forget,
+            threading.Event(),
+            threading.Event(),
+        )
 
         def late(slot):
             if threading.current_thread().name == "xfer-lane-1":
@@ -85,7 +90,7 @@ def test_buffers_are_not_released_before_all_replicas_have_taken_in_what_lies_th
             return report
 
         monkeypatch.setattr(shared, "_opened", late)
-        monkeypatch.setattr(w.sessions[0].pump, "forget", lambda: (forget(), released.set()))
+        monkeypatch.setattr(w.sessions[0].side.pump, "forget", lambda: (forget(), released.set()))
         for s in w.streams:
             s.version = 2
         second = good(w.on_all(call))
@@ -102,7 +107,7 @@ def test_tensors_longer_than_a_bucket_one_bucket_for_all_and_senders_that_do_not
         right(w, 1)
         p = w.sources[0].plan
         assert (p.messages == 1) == (limit > 4096) and (not packed or p.buffer_bytes <= limit)
-        assert max(s.party.lanes[0].extra_bytes for s in w.sessions) <= 2 * max(limit, p.buffer_bytes)
+        assert max(s.party.lanes[0].plane.extra_bytes for s in w.sessions) <= 2 * max(limit, p.buffer_bytes)
 
 
 @pytest.mark.parametrize("colocated", [False, True], ids=["broadcast", "shared memory"])
@@ -158,9 +163,9 @@ def test_gathers_run_in_one_order_on_all_ranks_whatever_their_lanes_are_at(monke
 
         told, reached = threading.Event(), threading.Event()
         first, second = (w.sessions[1].party.lanes[r] for r in (0, 1))
-        do_go, other_go = first._do_go, second._do_go
-        monkeypatch.setattr(first, "_do_go", late)
-        monkeypatch.setattr(second, "_do_go", passed)
+        do_go, other_go = first._go, second._go
+        monkeypatch.setattr(first, "_go", late)
+        monkeypatch.setattr(second, "_go", passed)
         monkeypatch.setattr(feed.Feed, "_gather", noted)
         w.engines[1].pause = lambda timeout: (told.wait(20), pause(timeout))
         assert good(w.refit(2)).committed == 2
@@ -177,14 +182,14 @@ def test_a_gather_that_goes_on_is_named_and_nothing_of_it_is_touched_until_it_en
         tensors = w.streams[1].tensors
         w.streams[1].tensors = lambda group: (go_on.wait(60), tensors(group))[1]
         for s, session in zip(w.streams, w.sessions, strict=True):
-            look, forget = s.check, session.pump.forget
+            look, forget = s.check, session.side.pump.forget
 
             def looked(look, pump, what):
                 beside.extend([] if pump.wait_over(0.0) else [what])
                 return look()
 
-            s.check = functools.partial(looked, look, session.pump, "check")
-            session.pump.forget = functools.partial(looked, forget, session.pump, "forget")
+            s.check = functools.partial(looked, look, session.side.pump, "check")
+            session.side.pump.forget = functools.partial(looked, forget, session.side.pump, "forget")
         # The first deadline has to be long enough for all ranks to begin that gather, on whatever machine.
         for version, deadline, kind in ((2, 5.0, e.XferError), (3, 1.0, e.DeadlineExceeded)):
             for i, r in enumerate(w.refit(version, deadline_s=deadline)):
@@ -317,7 +322,7 @@ def test_a_worker_that_runs_out_of_memory(error, colocated, monkeypatch):
 def test_a_worker_without_room_for_buckets_says_so_before_a_byte_changes(error, monkeypatch):
     with PackedWorld(trainers=2, workers=1) as w:
         good(w.refit(1))
-        theirs, real = w.engines[0].sessions[0]._lane_._buffers, Buffers.take
+        theirs, real = w.engines[0].sessions[0]._lane_.plane._buffers, Buffers.take
 
         def take(self, *a):
             if self is theirs:
@@ -384,7 +389,7 @@ def test_buffers_of_an_aborted_link_are_held_until_it_has_left_the_device_and_no
             return self.left
 
     link, held = Leaving(), []
-    monkeypatch.setattr(lane, "_abandoned", held)
+    monkeypatch.setattr(plane, "_abandoned", held)
     with PackedWorld(2, 1) as w:
         held.append((link, None))
         good(w.refit(1))
@@ -424,7 +429,7 @@ def test_a_header_of_another_refit_is_refused(monkeypatch):
     with PackedWorld(trainers=2) as w:
         good(w.refit(1))
         broken = [1]
-        monkeypatch.setattr(lane, "_words", lambda d: [broken.append(1) or len(broken), 2])
+        monkeypatch.setattr(plane, "_words", lambda d: [broken.append(1) or len(broken), 2])
         results = w.refit(2)
         monkeypatch.undo()
         clean(w, results, e.ProtocolError, "has not announced here")

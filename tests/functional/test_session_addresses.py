@@ -9,6 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 import xfer
+from tests.support.connect import flat_connect
 from tests.support.proc import PATIENCE
 from tests.support.world import TOKEN, ToyEngine, ToySource, World
 from xfer.cli import app
@@ -60,7 +61,7 @@ def refits(host: str, *others: str) -> None:
     def run(rank: int):
         source = ToySource(rank, 2)
         source.set(1)
-        with xfer.connect(trainer=source, cache_dir=None, **where) as refit:
+        with flat_connect(trainer=source, **where) as refit:
             for other in (host, *others) if rank else ():
                 seen = CliRunner().invoke(app, ["status", f"tcp://{other}:{port}", "--token", TOKEN])
                 assert seen.exit_code == 0 and "trainer 1" in seen.output, (other, seen.output)
@@ -96,7 +97,7 @@ def test_a_name_of_which_one_address_is_not_this_hosts(named):
 def test_a_name_that_has_no_address_at_all_is_said_to_be_unknown(named):
     named()
     with pytest.raises(HandshakeError, match="this host does not know that name"):
-        xfer.connect(trainer=ToySource(0, 1), rendezvous=f"tcp://{NAME}:{free_port()}", token=TOKEN)
+        flat_connect(trainer=ToySource(0, 1), rendezvous=f"tcp://{NAME}:{free_port()}", token=TOKEN)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import time
 import pytest
 
 import xfer
+from tests.support.connect import flat_connect
 from tests.support.proc import PATIENCE
 from tests.support.world import TOKEN, ToyEngine, ToySource, World
 from xfer import errors as e
@@ -25,11 +26,11 @@ class Job:
     def __init__(self, trainers: int):
         self.trainers, self.rendezvous = trainers, f"tcp://127.0.0.1:{free_port()}"
         self.sources, self.engine = [ToySource(i, trainers) for i in range(trainers)], ToyEngine(2)
-        self.refits: list[xfer.api.Refit | None] = [None] * trainers
+        self.refits: list[xfer.Session | None] = [None] * trainers
 
     def connect(self, rank: int, **how) -> None:
-        options = dict(deadline_s=20.0 * PATIENCE, engines=[self.engine], cache_dir=None) | how
-        self.refits[rank] = xfer.connect(trainer=self.sources[rank], rendezvous=self.rendezvous, token=TOKEN, **options)
+        options = dict(deadline_s=20.0 * PATIENCE, engines=[self.engine]) | how
+        self.refits[rank] = flat_connect(trainer=self.sources[rank], rendezvous=self.rendezvous, token=TOKEN, **options)
 
     def on_all(self, call) -> list:
         return World(trainers=self.trainers).on_all(call)

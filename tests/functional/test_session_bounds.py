@@ -11,6 +11,7 @@ from tests.support.proc import PATIENCE
 from tests.support.world import ToyEngine, World, until_true
 from xfer import errors as e
 from xfer.coordinator import deadlines as bounds
+from xfer.direct.plane import DirectPlane
 from xfer.participants import lane
 
 SLACK_S = 3.0 * PATIENCE
@@ -78,7 +79,7 @@ def test_a_replica_that_never_comes_back_is_lost_and_the_others_go_on(monkeypatc
 def never_ending(world: World, i: int) -> tuple[threading.Event, threading.Event]:
     """The lane of trainer `i` does not listen to anybody once it moves bytes. (it does, let it end)"""
     moves, end = threading.Event(), threading.Event()
-    routed = world.sessions[i]._party.lanes[0]._routed
+    routed = world.sessions[i]._party.lanes[0].plane._routed
     run = routed.run
     routed.run = lambda *args: (moves.set(), end.wait(60), run(*args))
     return moves, end
@@ -93,7 +94,7 @@ def test_a_lane_that_does_not_stop_is_told_apart():
         out = w.refit(2, deadline_s=1.0)
         assert time.monotonic() - t0 < 1.0 + bounds.CALL_GRACE_S + SLACK_S
         assert isinstance(out[0], e.DeadlineExceeded) and isinstance(out[1], e.PeerLost), out
-        assert moves.is_set() and not out[1].drained and w.sessions[1]._quarantine and not w.sessions[0]._quarantine
+        assert moves.is_set() and not out[1].drained and w.sessions[1].side._kept and not w.sessions[0].side._kept
         end.set()
 
 
@@ -108,7 +109,7 @@ def test_a_lane_that_does_not_stop_when_the_hub_is_lost_is_told_apart():
         assert moves.wait(20)
         w.sessions[1]._party.channel.close()
         call.join(30)
-        assert isinstance(out[1], e.PeerLost) and not out[1].drained and w.sessions[1]._quarantine, out
+        assert isinstance(out[1], e.PeerLost) and not out[1].drained and w.sessions[1].side._kept, out
         end.set()
 
 
@@ -135,8 +136,8 @@ def test_the_transfer_clock_runs_from_readiness_to_decision_whatever_is_done_bet
         w.sources[1].drain = lambda: None
         taker = w.engines[0].takers[0]
         taker.live["layers.0.w"] = taker.live["layers.0.w"].t().contiguous().t()
-        plan = lane.Lane._do_plan
-        monkeypatch.setattr(lane.Lane, "_do_plan", lambda self, p: (time.sleep(0.5), plan(self, p)))
+        plan = lane.Lane._plan
+        monkeypatch.setattr(lane.Lane, "_plan", lambda self, p: (time.sleep(0.5), plan(self, p)))
         report = good(w.refit(3))
         right(w, 3)
         o, phases = report.outcomes[0], dict(report.outcomes[0].phases)
@@ -147,7 +148,7 @@ def test_the_transfer_clock_runs_from_readiness_to_decision_whatever_is_done_bet
 def test_a_call_does_not_take_the_link_of_an_engine_that_joins_for_a_transfer_that_does_not_stop(monkeypatch):
     """It is of a replica that was lost in this very refit, so that its lane has been let go in it."""
     moved, linking, go_on, opened = (threading.Event() for _ in range(4))
-    open_routes, answers = lane.Lane._open_routes, []
+    open_routes, answers = DirectPlane._open_routes, []
 
     def slow(one, *a):
         if one.side.role == "worker" and one.replica == 0 and opened.is_set():
@@ -155,7 +156,7 @@ def test_a_call_does_not_take_the_link_of_an_engine_that_joins_for_a_transfer_th
             go_on.wait(30)
         return open_routes(one, *a)
 
-    monkeypatch.setattr(lane.Lane, "_open_routes", slow)
+    monkeypatch.setattr(DirectPlane, "_open_routes", slow)
     with World(1, 1, 2) as w:
         good(w.refit(1))
         opened.set()

@@ -15,7 +15,8 @@ import pytest
 
 import xfer
 from tests.functional.test_session_protocol import failed, good, right
-from tests.support.world import TOKEN, ToyEngine, ToySource, World, until_true
+from tests.support.connect import flat_connect
+from tests.support.world import TOKEN, ToyEngine, ToySource, World, trainer_session, until_true
 from xfer import errors as e
 from xfer.coordinator import messages as m
 from xfer.participants.trainer import TrainerSession
@@ -44,7 +45,7 @@ def test_a_server_that_cannot_be_controlled_is_named_by_connect_at_once(wait):
 
         def connect(rank: int):
             time.sleep(1.0 * rank)  # late, and told the same
-            refits[rank] = xfer.connect(
+            refits[rank] = flat_connect(
                 trainer=ToySource(rank, 2), rendezvous=rendezvous, token=TOKEN, deadline_s=20.0, wait=wait,
                 engines=[f"http://127.0.0.1:{server.server_port}"], cache_dir=None,
             )  # fmt: skip
@@ -70,8 +71,8 @@ def test_controllers_that_were_made_before_an_engine_was_refused_give_their_plac
         engine.workers = lambda timeout, seconds=seconds: time.sleep(seconds) or 1
     connect = dict(trainer=ToySource(0, 1), rendezvous=rendezvous, token=TOKEN, deadline_s=8.0, cache_dir=None)
     with pytest.raises(e.Unsupported, match="URL"):
-        xfer.connect(engines=[made, "10.0.0.2:8000"], **connect)
-    with xfer.connect(engines=[again], **connect) as refit:
+        flat_connect(engines=[made, "10.0.0.2:8000"], **connect)
+    with flat_connect(engines=[again], **connect) as refit:
         assert xfer.nccl_xfer_refit(refit).committed == 1
     assert not again.takers[0].wrong(0) and made.takers[0].wrong(0)
 
@@ -87,7 +88,7 @@ def test_what_is_no_engine_is_named_to_all_ranks(wait, late_s):
         connect = dict(
             trainer=ToySource(i, 2), rendezvous=rendezvous, token=TOKEN, deadline_s=20.0, cache_dir=None, wait=wait
         )
-        with xfer.connect(engines=[object()], **connect) as refit:
+        with flat_connect(engines=[object()], **connect) as refit:
             return xfer.nccl_xfer_refit(refit)
 
     began = time.monotonic()
@@ -117,7 +118,7 @@ def test_who_waits_in_vain_is_told_who_was_turned_away_meanwhile(monkeypatch, ca
 
     def run(i: int):
         if i < world:
-            return xfer.connect(**dict(connect, trainer=ToySource(i, world)) | (theirs if i else {}))
+            return flat_connect(**dict(connect, trainer=ToySource(i, world)) | (theirs if i else {}))
         controller = xfer.serve(ToyEngine(1), **common | serve, deadline_s=20.0)
         try:
             controller.wait_ready()
@@ -138,7 +139,7 @@ def test_a_hub_that_reads_late_why_trainer_0_gives_up_still_tells_the_others(mon
 
     monkeypatch.setattr(Channel, "start", slow)
     connect = dict(rendezvous=f"tcp://127.0.0.1:{free_port()}", token=TOKEN, deadline_s=4.0, cache_dir=None)
-    for vain in World(trainers=2).on_all(lambda i: xfer.connect(trainer=ToySource(i, 2), **connect)):
+    for vain in World(trainers=2).on_all(lambda i: flat_connect(trainer=ToySource(i, 2), **connect)):
         assert isinstance(vain, e.DeadlineExceeded) and "replicas [0] have not joined" in str(vain), vain
 
 
@@ -287,7 +288,7 @@ def test_ranks_that_connect_with_different_arguments_all_hear_of_it_at_the_door(
     equal = dict(replicas=1, deadline_s=20.0, bucket_bytes=4096, drop=(), narrow=(), cache_dir=None)
 
     def connect(i):
-        s = TrainerSession(w.sources[i], w.rendezvous, TOKEN, **(equal | (odd if i == 1 else {})))
+        s = trainer_session(w.sources[i], w.rendezvous, TOKEN, **(equal | (odd if i == 1 else {})))
         try:
             s.open(True)
         finally:
@@ -488,7 +489,7 @@ def test_a_layout_that_is_read_together_does_not_hold_a_rank_whose_peer_does_not
     equal = dict(replicas=1, deadline_s=4.0, bucket_bytes=4096, drop=(), narrow=(), cache_dir=None)
 
     def connect(i):
-        s = TrainerSession(together[i], w.rendezvous, TOKEN, **(equal | (dict(replicas=2) if i == 1 else {})))
+        s = trainer_session(together[i], w.rendezvous, TOKEN, **(equal | (dict(replicas=2) if i == 1 else {})))
         try:
             s.open(True)
         finally:

@@ -237,10 +237,10 @@ def test_a_refit_that_is_interrupted_commits_nothing_of_what_comes_after(monkeyp
     """Whoever catches a KeyboardInterrupt goes on with the weights; the engine must not get what they are by then as that version."""
     with World(trainers=1, workers=1) as w:
         good(w.refit(1))
-        outcome, go = RefitCall._outcome, Lane._do_go
+        outcome, go = RefitCall._outcome, Lane._go
 
         def late(lane, message):
-            if lane.side.role == "trainer":
+            if lane._role == "trainer":
                 time.sleep(1.0)
             return go(lane, message)
 
@@ -250,12 +250,12 @@ def test_a_refit_that_is_interrupted_commits_nothing_of_what_comes_after(monkeyp
                 time.sleep(0.01)
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(Lane, "_do_go", late)
+        monkeypatch.setattr(Lane, "_go", late)
         monkeypatch.setattr(RefitCall, "_outcome", interrupted)
         assert isinstance(w.refit(2, verify=verify)[0], KeyboardInterrupt)
         w.sources[0].set(3)  # the next optimizer step
         monkeypatch.setattr(RefitCall, "_outcome", outcome)
-        monkeypatch.setattr(Lane, "_do_go", go)
+        monkeypatch.setattr(Lane, "_go", go)
         time.sleep(1.5)
         assert w.controllers[0].version != 2 and w.engines[0].label != "2"
         good(w.refit(4, verify=verify))

@@ -24,6 +24,7 @@ from xfer.participants.controller import MIXED, Controller
 from xfer.participants.worker import WorkerSession
 from xfer.rendezvous.channel import Channel
 from xfer.rendezvous.server import Server
+from xfer.routes import worker_side
 
 
 class ToyLLM:
@@ -425,7 +426,7 @@ def test_a_worker_beyond_its_replica_is_refused_by_name_and_the_others_go_on():
 
     def init(info, timeout):
         who = (info["replica"], 1, info["workers"], info["rendezvous"], info["token"], info["deadline_s"])
-        odd.sessions = [WorkerSession(odd.takers[0], *who)]
+        odd.sessions = [WorkerSession(odd.takers[0], worker_side, *who)]
         odd.sessions[0].join()
 
     odd.init = init

@@ -10,7 +10,7 @@ import torch
 
 from tests.support.world import SHAPES, ToySource, World, until_true
 from xfer import errors as e
-from xfer.participants import holders
+from xfer.direct import holders
 
 WIDE = SHAPES | {"bias": (50_000,)}
 ASIDE = 77
@@ -182,7 +182,7 @@ def test_training_that_arrives_is_never_doubted(caplog, monkeypatch):
     with adapted(trains=("lora_A", "norm")) as w:
         assert steps(w, ("lora_A",), 2, caplog) == [0, 0]
         assert steps(w, ("lora_A", "norm"), 1, caplog) == [0]
-        monkeypatch.setattr("xfer.participants.unsent.Sums", lambda *_: pytest.fail("read again"))
+        monkeypatch.setattr("xfer.direct.unsent.Sums", lambda *_: pytest.fail("read again"))
         assert steps(w, ("lora_A",), 3, caplog) == [0] * 3, "what is sent has changed once: nobody looks any more"
 
 

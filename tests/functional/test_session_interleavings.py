@@ -15,13 +15,16 @@ from tests.functional.test_session_routes import epochs, good, move, peers, righ
 from tests.support import cpu_peer, world
 from tests.support.world import ToyEngine, ToyLayout, ToySource, ToyTaker, World, until_true
 from xfer import errors as e
+from xfer.coordinator import coordinator as coordinator_module
 from xfer.coordinator import deadlines as bounds
 from xfer.coordinator import messages as m
 from xfer.coordinator import state
 from xfer.coordinator.failures import heard
 from xfer.coordinator.refit import Refit
 from xfer.coordinator.timers import Timers
-from xfer.participants import computing, faults, lane, refit, sums, trainer
+from xfer.direct import sums
+from xfer.direct import trainer as direct_trainer
+from xfer.participants import computing, faults, lane, refit
 from xfer.participants.worker import WorkerSession
 from xfer.plan.cache import PlanCache
 from xfer.rendezvous import client as party
@@ -42,7 +45,7 @@ def slow(monkeypatch, step: str, seconds: float, of) -> None:
     monkeypatch.setattr(lane.Lane, step, lambda self, x: (time.sleep(seconds if of(self) else 0), done(self, x)))
 
 
-@pytest.mark.parametrize("step", ["_do_plan", "_do_link"])
+@pytest.mark.parametrize("step", ["_plan", "_open"])
 def test_a_refit_that_fails_while_a_replica_joins_leaves_it_joining(monkeypatch, step):
     """It was given up, and nobody told it: its workers waited for their own deadline, and each later refit for it."""
     with World(trainers=2, replicas=2) as w:
@@ -51,7 +54,7 @@ def test_a_refit_that_fails_while_a_replica_joins_leaves_it_joining(monkeypatch,
         slow(monkeypatch, step, 0.7, lambda lane: lane.replica == 1)
         w.engines[1] = ToyEngine(2)
         w.controllers[1] = w.serve(w.engines[1], 1)
-        state = {"_do_plan": "planning", "_do_link": "linking"}[step]
+        state = {"_plan": "planning", "_open": "linking"}[step]
         until_true(lambda: w.sessions[0]._server.coordinator.replicas[1].phase.value == state)
         w.sources[1].fail = RuntimeError("boom")
         assert all("boom" in str(r) for r in w.refit(2, min_replicas=1))
@@ -82,7 +85,7 @@ def running(w: World, version: int):
 def test_a_joiner_that_fails_within_a_refit_hears_why_at_once(monkeypatch, when, step):
     """`when` it came: as the refit began, later, or once more after it had died in that refit. Whoever joined waited for its
     whole deadline otherwise, inside the engine's call."""
-    why, read_on, plan = "tensors of this engine are others", threading.Event(), lane.Lane._do_plan
+    why, read_on, plan = "tensors of this engine are others", threading.Event(), lane.Lane._plan
 
     class Failing(ToyTaker):
         def read(self, catalog):
@@ -92,7 +95,7 @@ def test_a_joiner_that_fails_within_a_refit_hears_why_at_once(monkeypatch, when,
             return super().read(catalog)
 
     def refuse(self, inputs):
-        if step == "plan" and self.side.role == "worker" and self.replica == 1 and self.side.index == 1:
+        if step == "plan" and self._role == "worker" and self.replica == 1 and self._index == 1:
             raise e.LayoutError(why)
         plan(self, inputs)
 
@@ -100,7 +103,7 @@ def test_a_joiner_that_fails_within_a_refit_hears_why_at_once(monkeypatch, when,
         good(w.refit(1))
 
         def serve() -> None:
-            monkeypatch.setattr(lane.Lane, "_do_plan", refuse)
+            monkeypatch.setattr(lane.Lane, "_plan", refuse)
             w.engines[1] = ToyEngine(2)
             w.engines[1].takers = [Failing(i, 2) for i in range(2)]
             w.controllers[1] = w.serve(w.engines[1], 1)
@@ -207,20 +210,20 @@ def test_trainers_whose_layouts_all_change_while_a_replica_links_cost_it_one_lin
         good(w.refit(1))
         told.clear()
         leave(w, 1)
-        link = lane.Lane._do_link
+        link = lane.Lane._open
 
         def late(self, message):
-            if self.replica == 1 and self.side.role == "trainer":
+            if self.replica == 1 and self._role == "trainer":
                 assert go_on.wait(10)
-                time.sleep(0.0 if at_once else 0.3 * self.side.index)
+                time.sleep(0.0 if at_once else 0.3 * self._index)
             link(self, message)
 
-        monkeypatch.setattr(lane.Lane, "_do_link", late)
+        monkeypatch.setattr(lane.Lane, "_open", late)
         coordinator = w.sessions[0]._server.coordinator
         said: list = []
-        senders, _ = coordinator._RULES[m.Failed]
+        senders, _ = coordinator_module._RULES[m.Failed]
         spy = senders, lambda co, c, x: (said.append((c.label, x.epoch)), heard(co, c, x))
-        monkeypatch.setitem(coordinator._RULES, m.Failed, spy)
+        monkeypatch.setitem(coordinator_module._RULES, m.Failed, spy)
         w.engines[1] = ToyEngine(2)
         w.controllers[1] = w.serve(w.engines[1], 1)
         until_true(lambda: coordinator.replicas[1].phase.value == "linking")
@@ -229,7 +232,9 @@ def test_trainers_whose_layouts_all_change_while_a_replica_links_cost_it_one_lin
         out: list = []
         t = threading.Thread(target=lambda: out.extend(w.refit(2)), daemon=True)
         t.start()
-        until_true(lambda: all(s._inventory != s._told[1] for s in w.sessions))  # they have looked, and told nobody yet
+        until_true(
+            lambda: all(s.side.inventory != s._told[1] for s in w.sessions)
+        )  # they have looked, and told nobody yet
         go_on.set()
         until_true(lambda: coordinator.replicas[1].phase.value == "ready")
         time.sleep(1.0)
@@ -244,14 +249,14 @@ def test_trainers_whose_layouts_all_change_while_a_replica_links_cost_it_one_lin
 def test_trainers_that_do_not_agree_what_to_gather_end_the_refit_and_not_a_link(monkeypatch, replicas):
     """It is no word about the link of the replica that joins meanwhile, also where that is the only one."""
     w = connected_while_the_last_replica_joins(trainers=2, replicas=replicas)
-    link, go_on = lane.Lane._do_link, threading.Event()
+    link, go_on = lane.Lane._open, threading.Event()
 
     def late(self, message):
-        if self.side.role == "worker" and self.replica == replicas - 1:
+        if self._role == "worker" and self.replica == replicas - 1:
             assert go_on.wait(15)
         link(self, message)
 
-    monkeypatch.setattr(lane.Lane, "_do_link", late)
+    monkeypatch.setattr(lane.Lane, "_open", late)
     last = w.sessions[0]._server.coordinator.replicas[replicas - 1]
     until_true(lambda: last.phase.value == "linking")
     epoch = last.epoch
@@ -278,7 +283,7 @@ def test_a_replica_that_joins_beside_a_refit_holds_up_none_of_its_trainers(monke
         leave(w, 1)
         w.sessions[0].prepare()
         until_true(lambda: w.sessions[0]._server.coordinator.refit is not None)
-        slow(monkeypatch, "_do_link", 2.0, lambda lane: lane.side.role == "worker" and lane.replica == 1)
+        slow(monkeypatch, "_open", 2.0, lambda lane: lane._role == "worker" and lane.replica == 1)
         w.engines[1] = ToyEngine(2)
         w.controllers[1] = w.serve(w.engines[1], 1)
         until_true(lambda: w.sessions[0]._server.coordinator.replicas[1].phase.value == "linking")
@@ -351,18 +356,18 @@ def test_a_trainer_that_gives_up_on_a_silent_hub_leaves_links_of_joiners_alone(m
             w.sessions[0]._server.coordinator,
             threading.Event(),
             threading.Event(),
-            lane.Lane._do_link,
+            lane.Lane._open,
         )
 
         def late(self, message):
-            assert self.replica != 1 or self.side.role == "trainer" or link_on.wait(20)
+            assert self.replica != 1 or self._role == "trainer" or link_on.wait(20)
             link(self, message)
 
-        monkeypatch.setattr(lane.Lane, "_do_link", late)
+        monkeypatch.setattr(lane.Lane, "_open", late)
         w.engines[1] = ToyEngine(2)
         w.controllers[1] = w.serve(w.engines[1], 1)
         until_true(lambda: coordinator.replicas[1].phase.value == "linking")
-        until_true(lambda: all(s._party.lanes[1]._running is s._party.lanes[1]._scope for s in w.sessions))  # begun
+        until_true(lambda: all(s._party.lanes[1]._now is s._party.lanes[1]._stop for s in w.sessions))  # begun
         epoch = coordinator.replicas[1].epoch
         w.later(lambda: silent.wait(20))
         out = w.refit(2, min_replicas=1, deadline_s=0.5)
@@ -393,7 +398,7 @@ def test_a_trainer_that_lost_the_hub_before_its_go_does_not_take_its_parameters_
         assert cpu_peer.Hold.reached.wait(10)
         w.sessions[1]._party.channel.close()  # what it sees of the coordinator's end
         until_true(lambda: not w.sessions[1]._busy.locked())
-        assert len(w.sessions[1]._quarantine) == 1
+        assert len(w.sessions[1].side._kept) == 1
         t.join(30)
         assert isinstance(out[1], e.PeerLost) and not out[1].drained
         cpu_peer.Hold.clear()
@@ -479,7 +484,7 @@ def test_a_replica_that_joins_while_exports_are_changed_and_untold_is_linked_by_
 
 def test_a_replica_whose_plan_is_stale_when_a_refit_ends_early_joins_all_the_same(monkeypatch):
     w = connected_while_the_last_replica_joins(trainers=2, replicas=1)
-    slow(monkeypatch, "_do_plan", 1.0, lambda lane: lane.side.role == "worker")
+    slow(monkeypatch, "_plan", 1.0, lambda lane: lane._role == "worker")
     replica = w.sessions[0]._server.coordinator.replicas[0]
     until_true(lambda: replica.phase.value == "planning")
     transpose(w.sources[0])
@@ -494,7 +499,7 @@ def test_a_replica_whose_plan_is_stale_when_a_refit_ends_early_joins_all_the_sam
 
 
 def test_a_trainer_that_could_not_answer_a_catalog_once_answers_the_next(monkeypatch):
-    made, failed = trainer.trainer_inventory, []
+    made, failed = direct_trainer.trainer_inventory, []
 
     def once(*a, **k):
         if k["rank"] == 1 and not failed:
@@ -505,7 +510,7 @@ def test_a_trainer_that_could_not_answer_a_catalog_once_answers_the_next(monkeyp
     with World(drop=("extra",)) as w:
         good(w.refit(1))
         more(w)
-        monkeypatch.setattr(trainer, "trainer_inventory", once)
+        monkeypatch.setattr(direct_trainer, "trainer_inventory", once)
         assert all("once" in str(r) for r in w.refit(2))
         good(w.refit(3))
         right(w, 3)
@@ -532,7 +537,8 @@ def test_sums_that_were_bound_while_storages_moved_are_bound_again(monkeypatch):
         w.controllers[1] = w.serve(w.engines[1], 1)
         assert begun.wait(10)
         move(w.sources[0])
-        w.sessions[0]._bind = lambda bind=w.sessions[0]._bind: (bind(), moved.set())
+        side = w.sessions[0].side
+        side.rebind = lambda tensors, rebind=side.rebind: (rebind(tensors), moved.set())
         for version in (2, 3):
             assert good(w.refit(version)).committed == 2
             right(w, version)
@@ -542,7 +548,7 @@ def test_sums_that_were_bound_while_storages_moved_are_bound_again(monkeypatch):
 def test_what_trainers_hold_may_change_while_a_replica_links(monkeypatch, change):
     """Sums of what the link was opened for were bound to what there was by then; where that had another form, the replica could
     never take part again."""
-    opened, opening = trainer.TrainerSession.opened, threading.Event()
+    opened, opening = direct_trainer.DirectTrainer.opened, threading.Event()
 
     def late(session, *a):
         opening.set()
@@ -553,9 +559,9 @@ def test_what_trainers_hold_may_change_while_a_replica_links(monkeypatch, change
     with World(trainers=2, replicas=2, drop=("extra",)) as w:
         good(w.refit(1))
         leave(w, 1)
-        bindings, replica = [s._binding for s in w.sessions], w.sessions[0]._server.coordinator.replicas[1]
+        bindings, replica = [s.side._binding for s in w.sessions], w.sessions[0]._server.coordinator.replicas[1]
         with monkeypatch.context() as patch:
-            patch.setattr(trainer.TrainerSession, "opened", late)
+            patch.setattr(direct_trainer.DirectTrainer, "opened", late)
             w.engines[1] = ToyEngine(2)
             w.controllers[1] = w.serve(w.engines[1], 1)
             assert opening.wait(10)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.world import TOKEN, ToySource, World
+from tests.support.world import TOKEN, ToySource, World, trainer_session
 from xfer.errors import HandshakeError, LayoutError, XferError
-from xfer.participants.trainer import TrainerSession
 from xfer.plan.fabric import Fabric, Site
 from xfer.testing.ports import free_port
 
@@ -21,9 +20,9 @@ class OnFabric(World):
 
     def _connect_one(self, i: int):
         site = self.sites[i] if self.sites else self.site
-        s = TrainerSession(
+        s = trainer_session(
             self.sources[i], self.rendezvous, TOKEN, replicas=self.replicas, deadline_s=self.deadline_s,
-            bucket_bytes=self.bucket_bytes, drop=(), narrow=(), cache_dir=self.cache_dir, site=site,
+            bucket_bytes=self.bucket_bytes, drop=(), narrow=(), cache_dir=self.cache_dir, fabric=site,
         )  # fmt: skip
         self.sessions[i] = s
         s.open(True)
@@ -50,8 +49,8 @@ def good(world: World, version: int) -> bool:
 
 
 def digests(world: World) -> set[str]:
-    plans = [lane.plan for s in world.sessions for lane in s._party.lanes.values()]
-    plans += [w._lane_.plan for e in world.engines for w in e.sessions]
+    plans = [lane.plane.part for s in world.sessions for lane in s._party.lanes.values()]
+    plans += [w._lane_.plane.part for e in world.engines for w in e.sessions]
     return {p.digest for p in plans}
 
 
@@ -107,15 +106,15 @@ def test_trainers_with_different_fabrics_do_not_meet():
 def test_connect_checks_the_fabric_before_it_opens_anything(tmp_path):
     import json
 
-    from xfer import connect
+    from tests.support.connect import flat_connect
 
     path = tmp_path / "fabric.json"
     host = {"names": ["a"], "gpus": 4, "nvlink": 4e11, "nic": 5e10}
     path.write_text(json.dumps({"host": [host], "ranks": {"trainers": ["a:0-1"], "replicas": [["a:2"]]}}))
     call = dict(rendezvous=f"tcp://127.0.0.1:{free_port()}", token=TOKEN, trainer=ToySource(0, 1))
     with pytest.raises(XferError, match="places 2 trainers and 1 replicas; this job has 1 and 1"):
-        connect(fabric=path, **call)
+        flat_connect(fabric=path, **call)
     path.write_text(json.dumps({"host": [{**host, "nic": "fast"}]}))
     with pytest.raises(XferError) as e:
-        connect(fabric=path, deadline_s=-1, **call)
+        flat_connect(fabric=path, deadline_s=-1, **call)
     assert len(e.value.violations) == 3  # the deadline, the file, and what is wrong in it

@@ -11,13 +11,12 @@ import time
 import pytest
 import torch
 
-from tests.support.world import TOKEN, ToyEngine, ToySource, World, until_true
+from tests.support.world import TOKEN, ToyEngine, ToySource, World, trainer_session, until_true
 from xfer import errors as e
 from xfer.coordinator import messages as m
 from xfer.coordinator.state import Options
 from xfer.participants import faults
 from xfer.participants.report import RefitReport
-from xfer.participants.trainer import TrainerSession
 from xfer.rendezvous.channel import dial
 from xfer.rendezvous.client import RendezvousClient
 from xfer.rendezvous.server import Server
@@ -336,7 +335,7 @@ def test_engines_serve_until_the_first_trainer_enters_and_prepare_arms_them_earl
 def test_a_wrong_token_and_a_wrong_world_are_refused():
     with World(trainers=2) as w:
         with pytest.raises(e.HandshakeError, match="token"):
-            TrainerSession(
+            trainer_session(
                 ToySource(1, 2),
                 w.rendezvous,
                 "not the right token",
@@ -348,7 +347,7 @@ def test_a_wrong_token_and_a_wrong_world_are_refused():
                 cache_dir=None,
             )
         with pytest.raises(e.HandshakeError, match="trainer ranks") as caught:
-            TrainerSession(
+            trainer_session(
                 ToySource(5, 6),
                 w.rendezvous,
                 TOKEN,

@@ -12,15 +12,15 @@ import pytest
 import torch
 
 from tests.functional.test_session_protocol import failed, fault, good, right  # noqa: F401
-from tests.support.world import TOKEN, ToyEngine, ToyLayout, ToySource, ToyTaker, World
+from tests.support.world import TOKEN, ToyEngine, ToyLayout, ToySource, ToyTaker, World, trainer_session
 from xfer import errors as e
 from xfer.coordinator import messages as m
 from xfer.coordinator.state import Options
+from xfer.direct.plane import DirectPlane
 from xfer.participants.lane import Lane
-from xfer.participants.layouts import Shelf
-from xfer.participants.trainer import TrainerSession
 from xfer.plan.inventory import trainer_inventory
 from xfer.rendezvous.client import RendezvousClient
+from xfer.rendezvous.layouts import Shelf
 from xfer.rendezvous.server import GREETERS, Server
 from xfer.testing.ports import free_port
 from xfer.trace.catalog import Catalog
@@ -225,7 +225,7 @@ def connected_while_the_last_replica_joins(trainers: int, replicas: int) -> Worl
     w.sessions = [None] * trainers
 
     def connect(i):
-        w.sessions[i] = s = TrainerSession(
+        w.sessions[i] = s = trainer_session(
             w.sources[i],
             w.rendezvous,
             TOKEN,
@@ -255,7 +255,7 @@ def test_a_refit_that_starts_while_a_replica_is_joining_waits_for_it():
     w.close()
 
 
-@pytest.mark.parametrize("where, step, state", [(Shelf, "plan", "planning"), (Lane, "_open_routes", "linking")])
+@pytest.mark.parametrize("where, step, state", [(Shelf, "plan", "planning"), (DirectPlane, "_open_routes", "linking")])
 def test_a_layout_that_changes_while_a_replica_joins_is_planned_at_once(monkeypatch, where, step, state):
     """Nobody answers for the old one any more: who planned from it waited for the whole deadline, and a link of it was refused."""
     replicas: list = []

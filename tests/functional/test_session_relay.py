@@ -101,7 +101,7 @@ def test_routes_of_a_row_are_opened_once():
 def test_a_verified_row_sums_what_is_whole_while_the_rest_comes(monkeypatch):
     with row_of(3) as w:
         good(w.refit(1, verify=True))
-        sums = [t._early[1] for e in w.engines for t in e.sessions]
+        sums = [t.side._early[1] for e in w.engines for t in e.sessions]
         assert all(s is not None and len(s.first) for s in sums)
         told = {id(s): [] for s in sums}
         for s in sums:
@@ -128,7 +128,9 @@ def test_parts_are_handed_on_as_they_come(monkeypatch):
         for i, some in heard.items():
             lane = w.engines[i].sessions[0]._lane_
             monkeypatch.setattr(
-                lane, "brought", lambda message, f=lane.brought, some=some: (some.append(message.part), f(message))
+                lane,
+                "part_ready",
+                lambda message, f=lane.part_ready, some=some: (some.append(message.part), f(message)),
             )
         arm(w)
         good(w.refit(2))
@@ -137,7 +139,9 @@ def test_parts_are_handed_on_as_they_come(monkeypatch):
             assert [p for p in some if p != relays.ALL_PARTS] == list(range(12)), some
         parts, lane = [p for p in heard[1] if p != relays.ALL_PARTS], w.engines[0].sessions[0]._lane_
         monkeypatch.setattr(
-            lane, "_say_brought", lambda run, part, f=lane._say_brought: (said.append(part), f(run, part))
+            lane.plane,
+            "_say_part_ready",
+            lambda run, part, f=lane.plane._say_part_ready: (said.append(part), f(run, part)),
         )
         w.sessions[0].release()
         good(w.refit(3))
@@ -204,7 +208,7 @@ def test_trainers_may_step_when_the_first_of_the_row_has_everything(holds):
     with row_of(2, workers=1) as w:
         good(w.refit(1))
         waits, let = threading.Event(), threading.Event()
-        steps = w.engines[1].sessions[0]._lane_._routed.place.steps
+        steps = w.engines[1].sessions[0]._lane_.plane._routed.place.steps
         there = steps.there
 
         def late(run, part):
@@ -239,7 +243,7 @@ def test_who_is_lost_in_its_middle_takes_along_those_behind_it_and_nobody_else(h
     with row_of(4, workers=1) as w:
         good(w.refit(1))
         results = []
-        steps = [e.sessions[0]._lane_._routed.place.steps for e in w.engines]
+        steps = [e.sessions[0]._lane_.plane._routed.place.steps for e in w.engines]
         before, reached = steps[1].before, threading.Event()
 
         def stuck(wave, stream):
@@ -345,7 +349,7 @@ def test_who_waits_for_parts_that_never_come_ends_at_the_deadline(holds, hears):
     """The one before it hangs, or what it says is lost."""
     with row_of(2, workers=1) as w:
         good(w.refit(1))
-        steps = w.engines[1].sessions[0]._lane_._routed.place.steps
+        steps = w.engines[1].sessions[0]._lane_.plane._routed.place.steps
         if hears:
             holds.begin()
         else:
@@ -369,7 +373,7 @@ def test_who_waits_for_parts_that_never_come_ends_at_the_deadline(holds, hears):
 def test_a_replica_that_is_gone_is_unmapped_by_those_behind_it(holds):
     with row_of(2, workers=1) as w:
         good(w.refit(1))
-        place = w.engines[1].sessions[0]._lane_._routed.place
+        place = w.engines[1].sessions[0]._lane_.plane._routed.place
         assert place.mapping.number in cpu_peer.MAPPED
         lose(w, 0)
         until = time.monotonic() + 10

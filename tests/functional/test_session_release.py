@@ -15,8 +15,10 @@ from tests.support.packed_world import PackedWorld
 from tests.support.world import SHAPES, ToyEngine, ToySource, World, until_true
 from xfer import Declared, MeshInfo, TensorTrainer
 from xfer.coordinator import messages as m
+from xfer.direct.plane import DirectPlane
 from xfer.errors import DeadlineExceeded
 from xfer.mesh.placement import Shard
+from xfer.packed.plane import PackedPlane
 from xfer.participants.lane import Lane
 
 
@@ -60,8 +62,8 @@ class Views(ToySource):
 
 
 def test_a_callable_that_makes_views_opens_no_route_anew_and_holds_nothing_after_a_release(monkeypatch):
-    opened, open_routes = [], Lane._open_routes
-    monkeypatch.setattr(Lane, "_open_routes", lambda lane, *a: (opened.append(lane), open_routes(lane, *a))[1])
+    opened, open_routes = [], DirectPlane._open_routes
+    monkeypatch.setattr(DirectPlane, "_open_routes", lambda lane, *a: (opened.append(lane), open_routes(lane, *a))[1])
     with World(trainers=2, sources=[Views(i, 2) for i in range(2)]) as w:
         for version in (1, 2, 3):
             opened.clear()
@@ -104,10 +106,8 @@ def test_release_unmaps_what_workers_of_lost_and_failed_replicas_have_mapped(sta
 @pytest.mark.parametrize("route", ["direct", "packed"])
 def test_one_that_did_not_answer_holds_up_no_later_release(monkeypatch, route):
     """A late pull, a replica that has not come, routes opened anew meanwhile: whoever was asked in vain is asked again."""
-    late = [True]
-    ask = Lane._late
-    stuck = type("Late", (), {"drained": True})()
-    monkeypatch.setattr(Lane, "_late", lambda lane: [stuck] if late and lane.side.role == "worker" else ask(lane))
+    late, plane = [True], DirectPlane if route == "direct" else PackedPlane
+    monkeypatch.setattr(plane, "unmapped", property(lambda p: not (late and p.side.role == "worker")))
     made = World if route == "direct" else PackedWorld
     with made(trainers=1, workers=1) as w:
         good(w.refit(1))
@@ -140,8 +140,8 @@ def test_release_needs_nothing_of_a_replica_that_has_not_come():
 
 def test_an_answer_to_a_release_that_was_given_up_is_none_to_the_next(monkeypatch):
     """It comes late and lies in the inbox, while a refit has opened routes again: the trainer freed what was still mapped."""
-    close, seconds = Lane._do_close_routes, [0.8]
-    monkeypatch.setattr(Lane, "_do_close_routes", lambda lane: (time.sleep(seconds[0]), close(lane)))
+    close, seconds = Lane._close_routes, [0.8]
+    monkeypatch.setattr(Lane, "_close_routes", lambda lane: (time.sleep(seconds[0]), close(lane)))
     with World(trainers=1, workers=1, deadline_s=10.0) as w:
         good(w.refit(1))
         w.sessions[0].deadline_s = 0.4
@@ -161,7 +161,7 @@ def test_an_answer_to_a_release_that_was_given_up_is_none_to_the_next(monkeypatc
 
 
 def test_a_release_that_was_given_up_while_a_replica_was_planned_closes_nothing_of_a_later_refit(monkeypatch):
-    plan, post, go_on, asked = Lane._do_plan, Lane.post, threading.Event(), []
+    plan, post, go_on, asked = Lane._plan, Lane.post, threading.Event(), []
     with World(trainers=1, workers=1, replicas=2, deadline_s=5.0) as w:
         good(w.refit(1))
         coordinator = w.sessions[0]._server.coordinator
@@ -169,9 +169,7 @@ def test_a_release_that_was_given_up_while_a_replica_was_planned_closes_nothing_
         for s in w.engines[1].sessions:
             s.close()
         until_true(lambda: coordinator.replicas[1].phase.value == "lost")
-        monkeypatch.setattr(
-            Lane, "_do_plan", lambda lane, x: (lane.side.role == "trainer" or go_on.wait(5), plan(lane, x))
-        )
+        monkeypatch.setattr(Lane, "_plan", lambda lane, x: (lane._role == "trainer" or go_on.wait(5), plan(lane, x)))
         monkeypatch.setattr(Lane, "post", lambda lane, x: (asked.append(x), post(lane, x)))
         w.engines[1] = ToyEngine(1)
         w.controllers[1] = w.serve(w.engines[1], 1)

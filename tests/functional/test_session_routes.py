@@ -70,7 +70,7 @@ def test_verified_refits_by_pulls_and_then_by_the_link():
             report = good(w.refit(version, verify=True))
             assert report.outcomes[0].verified and by_route(report)["peer"] > 0
         cpu_peer.REFUSED.update((r, i) for r in range(2) for i in range(64))
-        old = [weakref.ref(s._lane_._routed) for s in w.engines[0].sessions]
+        old = [weakref.ref(s._lane_.plane._routed) for s in w.engines[0].sessions]
         move(w.sources[0])
         report = good(w.refit(3, verify=True))
         assert "peer" not in by_route(report)
@@ -79,7 +79,7 @@ def test_verified_refits_by_pulls_and_then_by_the_link():
         move(w.sources[0])
         report = good(w.refit(4, verify=True))
         assert by_route(report)["peer"] > 0
-        old += [weakref.ref(s._lane_._routed) for s in w.engines[0].sessions]
+        old += [weakref.ref(s._lane_.plane._routed) for s in w.engines[0].sessions]
         move(w.sources[0])
         good(w.refit(5, verify=False))
         right(w, 5)
@@ -121,17 +121,17 @@ def test_everything_is_pulled_and_the_report_says_so(shape):
             assert report.flatten()["xfer/route/peer_bytes"] == report.bytes
         assert epochs(w) == [1] * replicas, "nothing moved, so nothing is opened twice"
         assert "pulled by the taker" in w.sessions[0].explain()
-        assert all(isinstance(s._party.lanes[0]._link, routes.NoLink) for s in w.sessions), "nobody needs a link"
+        assert all(isinstance(s._party.lanes[0].plane._link, routes.NoLink) for s in w.sessions), "nobody needs a link"
 
 
 def test_what_cannot_be_mapped_is_sent_and_the_reason_is_told():
     cpu_peer.REFUSED.update({(0, 0), (0, 2)})
     with World(2, 2) as w:
-        assert [s._sums.replicas for s in w.sessions] == [{0}] * 2, "loaded beside NCCL that waits"
+        assert [s.side._sums.replicas for s in w.sessions] == [{0}] * 2, "loaded beside NCCL that waits"
         report = good(w.refit(1))
         right(w, 1)
         sent = by_route(report)
-        plans = [s._lane_._routed.plan for e in w.engines for s in e.sessions]
+        plans = [s._lane_.plane._routed.plan for e in w.engines for s in e.sessions]
         want = {"peer": sum(p.pulled_in for p in plans), "gloo": sum(p.p2p_in for p in plans)}
         assert sent == want and min(sent.values()) > 0 and sum(sent.values()) == report.bytes
         assert "refused by the test" in w.sessions[0].explain()
@@ -157,7 +157,7 @@ def test_moved_storages_are_mapped_again_by_all_ranks_together():
     """One rank moves, all reopen, over the link that stands; then the other, then both, then a worker's."""
     with World(2, 2, 2) as w:
         good(w.refit(1))
-        links = [s._party.lanes[r]._link for s in w.sessions for r in range(2)]
+        links = [s._party.lanes[r].plane._link for s in w.sessions for r in range(2)]
         for version, who in ((2, [0]), (3, [1]), (4, [0, 1])):
             for i in who:
                 move(w.sources[i])
@@ -165,7 +165,7 @@ def test_moved_storages_are_mapped_again_by_all_ranks_together():
             right(w, version)
             assert by_route(report) == {"peer": report.bytes}
             assert epochs(w) == [version] * 2
-        assert [s._party.lanes[r]._link for s in w.sessions for r in range(2)] == links
+        assert [s._party.lanes[r].plane._link for s in w.sessions for r in range(2)] == links
         assert len(cpu_peer.MAPPED) == 4, "every worker has one mapping, old ones are closed"
         taker = w.engines[0].takers[0]
         taker.live["embed"] = torch.zeros_like(taker.live["embed"])
@@ -178,7 +178,7 @@ def test_moved_storages_are_mapped_again_by_all_ranks_together():
 def test_new_memory_at_an_old_address_is_mapped_again():
     with World(2, 1) as w:
         good(w.refit(1))
-        w.sessions[1]._party.lanes[0]._routed.export.forced = True
+        w.sessions[1]._party.lanes[0].plane._routed.export.forced = True
         good(w.refit(2))
         right(w, 2)
         assert epochs(w) == [2]
@@ -276,7 +276,7 @@ def test_a_pull_that_does_not_stop_quarantines_its_sources(monkeypatch):
         results = w.refit(2, deadline_s=2.5)
         assert all(isinstance(r, PeerLost) and not r.drained for r in results), results
         assert "replica 0 worker 0" in str(results[0])
-        roots = [s._quarantine for s in w.sessions]
+        roots = [s.side._kept for s in w.sessions]
         assert all(len(q) == 1 for q in roots), "quarantined storages are kept alive"
         late = set(cpu_peer.MAPPED)
         released = threading.Thread(target=lambda: w.on_all(lambda i: w.sessions[i].release()))
@@ -370,7 +370,7 @@ def test_a_worker_that_vanished_is_suspected_though_its_replica_has_come_anew_me
             joined.set()
             t.join(40)
             assert isinstance(answers[0], PeerLost) and not answers[0].drained, answers
-            assert "replica 0 worker 0" in str(answers[0]) and len(w.sessions[0]._quarantine) == 1
+            assert "replica 0 worker 0" in str(answers[0]) and len(w.sessions[0].side._kept) == 1
         finally:
             go_on.set()
         good(w.refit(3))

@@ -113,7 +113,7 @@ def test_a_plan_digest_covers_what_is_computed(world):
     for c in other:
         world.sources[0].done = c
         world.sessions[0].layout = world.sources[0].read()
-        world.sessions[0]._make_inventory()
+        (s := world.sessions[0]).side.read(s._catalog, s.layout)
         digests.append(announced(world.sessions[0]).digest())
     assert digests[0] == mine.digest() != digests[1]
 

@@ -9,6 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 import xfer
+from tests.support.connect import flat_connect
 from tests.support.world import TOKEN, ToyEngine, ToySource, World
 from xfer.cli import app
 from xfer.errors import EngineLost, RefitFailed, XferError
@@ -26,8 +27,8 @@ class Job:
         self._threads = World(trainers=trainers)
         self.sources = [ToySource(i, trainers) for i in range(trainers)]
 
-        def connect(i: int) -> xfer.Refit:
-            return xfer.connect(trainer=self.sources[i], replicas=replicas, cache_dir=None, **where)
+        def connect(i: int) -> xfer.Session:
+            return flat_connect(trainer=self.sources[i], replicas=replicas, **where)
 
         self.ranks = self._threads.on_all(connect)
 
@@ -131,7 +132,7 @@ def test_reports_and_sessions_are_one_readable_line_each():
     with job(replicas=2) as j:
         refit, controller = j.ranks[1], j.controllers[1]
         controller.wait_ready(20.0)
-        assert repr(refit) == f"<Refit of trainer 1 of 2, 2 replicas, at {j.rendezvous}: no refit yet>"
+        assert repr(refit) == f"<Session of trainer 1 of 2, 2 replicas, at {j.rendezvous}: no refit yet>"
         assert repr(controller) == f"<Controller of replica 1 at {j.rendezvous}: no refit yet>"
         report = good(j.refit("step 1", verify=True))
         for text in (repr(report), str(report)):

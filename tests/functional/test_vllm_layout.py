@@ -139,7 +139,7 @@ def test_a_head_that_vllm_unties_takes_the_embedding_of_a_tied_trainer(folders, 
                 live.lm_head.weight = live.model.embed_tokens.weight
             packed = EngineModel(
                 config, live, CPU
-            ).packed()  # whose loader is given what the trainers send, and no more
+            ).loader()  # whose loader is given what the trainers send, and no more
             if tie_again:
                 packed.accept(Catalog(checkpoint_specs(folder)))
             else:
@@ -158,7 +158,7 @@ def test_weights_that_vllm_offloads_are_refused_on_both_routes(folders, name):
     with rank_of(folder) as (config, live, _):
         model, catalog = EngineModel(config, live, CPU), Catalog(checkpoint_specs(folder))
         setattr(config.offload_config.uva if name.startswith("cpu") else config.offload_config.prefetch, name, 2)
-        for take in (model.read, model.packed().accept):
+        for take in (model.read, model.loader().accept):
             with pytest.raises(Unsupported, match="weight offloading") as error:
                 take(catalog)
             assert error.value.violations == (f"{name}=2: start vLLM without it",)

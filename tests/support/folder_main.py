@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import xfer
+from tests.support.connect import flat_connect
 from tests.support.proc import emit, obey
 from xfer.trainers.dtensor import TensorTrainer
 
@@ -29,7 +30,7 @@ def tensors(folder: str, leave: list[str]) -> dict[str, torch.Tensor]:
 
 
 class Rank:
-    link: xfer.Refit | None = None
+    link: xfer.Session | None = None
 
     def build(self, folder: str, rank: int, world: int, port: int, leave: list[str]) -> None:
         if dist.is_initialized():
@@ -55,7 +56,7 @@ class Rank:
 
     def connect(self, **more) -> None:
         source = TensorTrainer(lambda: self.parameters)
-        self.link = xfer.connect(trainer=source, token=os.environ["XFER_TOKEN"], cache_dir=None, **more)
+        self.link = flat_connect(trainer=source, token=os.environ["XFER_TOKEN"], **more)
         emit("connected", plan=self.link.explain())
 
     def load(self, folder: str) -> None:

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
+from tests.support.connect import flat_connect
 from tests.support.memory import forget_peak, grown
 from tests.support.proc import commands, emit
 
@@ -125,7 +126,7 @@ def main() -> None:
                 emit("exported")
             elif do == "connect":
                 source = xfer.TensorTrainer(trainer.model)
-                refit = xfer.connect(trainer=source, token=os.environ["XFER_TOKEN"], cache_dir=None, **c)
+                refit = flat_connect(trainer=source, token=os.environ["XFER_TOKEN"], **c)
                 emit("connected", plan=refit.explain() if dist.get_rank() == 0 else "")
             elif do == "refit":
                 before = forget_peak()

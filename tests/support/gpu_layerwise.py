@@ -12,6 +12,8 @@ import os
 import time
 from datetime import timedelta
 
+from tests.support.connect import flat_connect
+
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or two runs differ by the order in which cuBLAS adds
 
 import torch
@@ -91,14 +93,11 @@ class Rank:
         emit("built", buckets=len(gather.buckets), pulled=len(gather.pulls), owned=len(self.optimizer.owned))
 
     def connect(self, sources: str = "owners", **where) -> None:
-        import xfer
         from xfer.trainers.dtensor import TensorTrainer
         from xfer.trainers.layerwise import LayerWiseTrainer
 
         source = LayerWiseTrainer(TensorTrainer(self.net), self.optimizer, sources)
-        self.link = xfer.connect(
-            trainer=source, token=os.environ["XFER_TOKEN"], cache_dir=None, **{"deadline_s": 120.0, **where}
-        )
+        self.link = flat_connect(trainer=source, token=os.environ["XFER_TOKEN"], **{"deadline_s": 120.0, **where})
         emit("connected", plan=self.link.explain())
 
     def step(self, seed: int, hold_s: float = 0.0) -> None:

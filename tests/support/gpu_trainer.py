@@ -23,6 +23,8 @@ from pathlib import Path
 
 import torch
 
+from tests.support.connect import flat_connect
+
 DEVICE = torch.device("cuda", int(os.environ.get("XFER_GPU", "0")))
 torch.cuda.set_device(DEVICE)
 
@@ -189,7 +191,7 @@ class Megatron:
 
     def source(self, export: bool = False):
         """`export`: for the packed route, as where a trace cannot tell what is exported: by Bridge's own export."""
-        from xfer.packed.megatron import BridgeStream
+        from xfer.trainers.bridge_stream import BridgeStream
         from xfer.trainers.megatron import MegatronTrainer
 
         trainer = MegatronTrainer(self.trainer.chunks, self.trainer.bridge)
@@ -228,7 +230,7 @@ def main() -> None:
                 model = (Plain if do == "plain" else Megatron)(**c)
                 emit("built")
             elif do == "connect":
-                refit = xfer.connect(
+                refit = flat_connect(
                     trainer=model.source(c.pop("export", False)),
                     cache_dir=None,
                     **{"token": os.environ["XFER_TOKEN"], "deadline_s": 120.0, **c},

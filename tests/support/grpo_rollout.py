@@ -37,14 +37,16 @@ class Faults:
 
         def save(session, go, plan):
             if left[0]:
-                old.update({i: t.clone() for i, t in enumerate(session._roots) if ".layers.0." in session._names[i]})
+                old.update(
+                    {i: t.clone() for i, t in enumerate(session.side._roots) if ".layers.0." in session.side._names[i]}
+                )
             return before(session, go, plan)
 
         def put_back(session, go, plan):
             if left[0]:
                 left[0] -= 1
                 for i, t in old.items():
-                    session._roots[i].copy_(t)
+                    session.side._roots[i].copy_(t)
             return after(session, go, plan)
 
         WorkerSession.before, WorkerSession.after = save, put_back

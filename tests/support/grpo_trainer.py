@@ -9,6 +9,7 @@ import os
 import torch
 import torch.distributed as dist
 
+from tests.support.connect import flat_connect
 from tests.support.proc import PATIENCE, emit, obey
 from xfer.testing import megatron_cpu
 
@@ -37,7 +38,7 @@ class Rank:
         token = os.environ["XFER_TOKEN"]
         self.client = RolloutClient([url], token, deadline_s=300 * PATIENCE)
         source = xfer.MegatronTrainer(self.trainer.chunks, self.trainer.bridge)
-        self.link = xfer.connect(trainer=source, rendezvous=rendezvous, token=token, deadline_s=300 * PATIENCE)
+        self.link = flat_connect(trainer=source, rendezvous=rendezvous, token=token, deadline_s=300 * PATIENCE)
         emit("connected")
 
     def refit(self, **more) -> None:

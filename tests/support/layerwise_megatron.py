@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from tests.support.connect import flat_connect
 from tests.support.gpu_job import nccl_host
 from tests.support.proc import emit, obey
 from xfer.testing import megatron_cpu
@@ -189,13 +190,10 @@ class Rank:
         return MegatronTrainer(self.trainer.chunks, self.trainer.bridge)
 
     def connect(self, sources: str = "owners", **where) -> None:
-        import xfer
         from xfer.trainers.layerwise import LayerWiseTrainer
 
         source = LayerWiseTrainer(self._source(), self.trainer.optimizer, sources)
-        self.link = xfer.connect(
-            trainer=source, token=os.environ["XFER_TOKEN"], cache_dir=None, **{"deadline_s": 60.0, **where}
-        )
+        self.link = flat_connect(trainer=source, token=os.environ["XFER_TOKEN"], **{"deadline_s": 60.0, **where})
         emit("connected", plan=self.link.explain())
 
     def refit(self, **options) -> None:

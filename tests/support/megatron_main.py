@@ -8,6 +8,7 @@ import os
 
 import torch.distributed as dist
 
+from tests.support.connect import flat_connect
 from tests.support.proc import emit, obey
 from xfer.testing import megatron_cpu
 
@@ -20,7 +21,7 @@ from xfer.testing.train_loop import Trainer  # noqa: E402
 
 class Rank:
     trainer: Trainer | None = None
-    link: xfer.Refit | None = None
+    link: xfer.Session | None = None
 
     def build(self, folder: str, layout: dict) -> None:
         if self.trainer is not None:
@@ -30,7 +31,7 @@ class Rank:
 
     def connect(self, **more) -> None:
         source = xfer.MegatronTrainer(self.trainer.chunks, self.trainer.bridge)
-        self.link = xfer.connect(trainer=source, token=os.environ["XFER_TOKEN"], **more)
+        self.link = flat_connect(trainer=source, token=os.environ["XFER_TOKEN"], **more)
         emit("connected", plan=self.link.explain() if dist.get_rank() == 0 else "")
 
     def step(self) -> None:

@@ -27,11 +27,11 @@ import torch.distributed as dist  # noqa: E402
 from tests.support.packed_tensors import placed  # noqa: E402
 from xfer.errors import RebindError  # noqa: E402
 from xfer.packed import agree  # noqa: E402
-from xfer.packed.megatron import BridgeStream  # noqa: E402
 from xfer.packed.source import PackedSource  # noqa: E402
-from xfer.packed.traced import TracedStream  # noqa: E402
 from xfer.testing.train_loop import Trainer  # noqa: E402
+from xfer.trainers.bridge_stream import BridgeStream  # noqa: E402
 from xfer.trainers.megatron import MegatronTrainer  # noqa: E402
+from xfer.trainers.traced_stream import TracedStream  # noqa: E402
 
 PLAIN = dict(distopt=False, overlap=False)
 SMALL = dict(num_hidden_layers=2)

@@ -50,8 +50,9 @@ def _trainer(conn, rank: int, world: int, env: dict) -> None:
     os.environ.update(env)
     import torch.distributed as dist
 
+    from tests.support.world import trainer_session
     from xfer.packed.source import PackedSource
-    from xfer.participants.trainer import TrainerSession
+    from xfer.routes import Packed
 
     stream, session = Stream(ToySource(rank, world), Knobs()), None
 
@@ -66,9 +67,9 @@ def _trainer(conn, rank: int, world: int, env: dict) -> None:
             timeout=timedelta(seconds=COLLECTIVE_S),
         )  # fmt: skip
         source = PackedSource(stream, LIMIT, True, colocated)
-        session = TrainerSession(
-            source, rendezvous, TOKEN, replicas=replicas, deadline_s=deadline_s, bucket_bytes=LIMIT, drop=(), narrow=(),
-            cache_dir=None, route="packed",
+        session = trainer_session(
+            source, rendezvous, TOKEN, replicas=replicas, deadline_s=deadline_s, 
+            route=Packed(bucket_bytes=LIMIT, colocated=colocated),
         )  # fmt: skip
         try:
             session.open(True)
@@ -95,6 +96,7 @@ def _trainer(conn, rank: int, world: int, env: dict) -> None:
 def _worker(conn, engine, rank: int, world: int, env: dict) -> None:
     os.environ.update(env)
     from xfer.participants.worker import WorkerSession
+    from xfer.routes import worker_side
 
     taker, session = PackedTaker(rank, world, ToySource(0, 1).shapes, Knobs()), None
     busy = threading.Lock()
@@ -104,7 +106,15 @@ def _worker(conn, engine, rank: int, world: int, env: dict) -> None:
         if session is not None:
             session.close()
         session = WorkerSession(
-            taker, info["replica"], rank, world, info["rendezvous"], info["token"], info["deadline_s"], info["open"]
+            taker,
+            worker_side,
+            info["replica"],
+            rank,
+            world,
+            info["rendezvous"],
+            info["token"],
+            info["deadline_s"],
+            info["open"],
         )
         session.join()
 

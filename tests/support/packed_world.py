@@ -14,13 +14,13 @@ from types import SimpleNamespace
 
 import torch
 
-from tests.support.world import TOKEN, ToyEngine, ToySource, ToyTaker, World
+from tests.support.world import TOKEN, ToyEngine, ToySource, ToyTaker, World, trainer_session
+from xfer.engines.vllm_loader import PackedModel
 from xfer.errors import LayoutError
 from xfer.packed import agree
 from xfer.packed.plan import Group, TaskSize
 from xfer.packed.source import PackedSource
-from xfer.packed.vllm_model import PackedModel
-from xfer.participants.trainer import TrainerSession
+from xfer.routes import Packed
 from xfer.trace.fragment import TensorSpec
 
 DTYPES = {"norm": torch.float32}
@@ -107,7 +107,7 @@ class PackedTaker(ToyTaker):
         self.knobs, self.given, self.writable = knobs, {}, True
         self.load = ToyModel(self.load_weights).load
 
-    def packed(self) -> PackedTaker:
+    def loader(self) -> PackedTaker:
         return self
 
     def accept(self, catalog) -> None:
@@ -167,9 +167,9 @@ class PackedWorld(World):
         return super().connect()
 
     def _connect_one(self, i: int):
-        s = TrainerSession(
+        s = trainer_session(
             self.sources[i], self.rendezvous, TOKEN, replicas=self.replicas, deadline_s=self.deadline_s,
-            bucket_bytes=self.limit, drop=(), narrow=(), cache_dir=None, route="packed",
+            route=Packed(bucket_bytes=self.limit, colocated=self.sources[i].colocated),
         )  # fmt: skip
         self.sessions[i] = s
         s.open(self.wait)

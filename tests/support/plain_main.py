@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from tests.support.connect import flat_connect
 from tests.support.proc import commands, emit
 from xfer.errors import RebindError, XferError
 from xfer.testing import toy
@@ -142,12 +143,12 @@ def main() -> None:
                 where = {"trainer": source, "cache_dir": None, "token": os.environ["XFER_TOKEN"]}
                 failed, otherwise = "", c.pop("otherwise", None)
                 try:
-                    refit = xfer.connect(**{**where, **c})
+                    refit = flat_connect(**{**where, **c})
                 except XferError as e:
                     if otherwise is None:
                         raise
                     failed = type(e).__name__
-                    refit = xfer.connect(**{**where, **c, **otherwise})  # at once, as users write it
+                    refit = flat_connect(**{**where, **c, **otherwise})  # at once, as users write it
                 emit("connected", plan=refit.explain(), failed=failed)
             elif do == "set":
                 weights.set(c["seed"])

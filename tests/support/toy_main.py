@@ -19,10 +19,10 @@ WORKERS = 2
 
 
 def trainer(rendezvous: str, seed: int, rank: int, ranks: int) -> None:
-    from xfer.participants.trainer import TrainerSession
+    from tests.support.world import trainer_session
 
     source = ToySource(rank, ranks)
-    session = TrainerSession(
+    session = trainer_session(
         source, rendezvous, os.environ["XFER_TOKEN"], replicas=1, deadline_s=DEADLINE_S, bucket_bytes=4096, drop=(), narrow=(),
         cache_dir=None,
     )  # fmt: skip

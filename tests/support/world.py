@@ -14,10 +14,12 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from xfer.coordinator.state import Options
 from xfer.engines.layout import EngineLayout
 from xfer.participants.controller import Controller
 from xfer.participants.trainer import TrainerSession
 from xfer.participants.worker import WorkerSession
+from xfer.routes import Direct, Route, worker_side
 from xfer.testing.ports import free_port
 from xfer.trace.fragment import Fill, Fragment, Root, Span, TensorSpec
 from xfer.trace.traced import Traced
@@ -199,6 +201,23 @@ class ToyTaker:
         return bad
 
 
+def trainer_session(
+    source,
+    rendezvous: str,
+    token: str,
+    *,
+    replicas: int = 1,
+    deadline_s: float,
+    drop=(),
+    route: Route | None = None,
+    **direct,
+) -> TrainerSession:
+    """As `connect` makes one, with options of the direct route unless another is given."""
+    route = route or Direct(**{"bucket_bytes": 4096, "cache_dir": None, **direct})
+    options = route.options(Options(source.world, replicas, deadline_s, 0, tuple(drop)), source)
+    return TrainerSession(source, rendezvous, token, options, route.side(source, tuple(drop)))
+
+
 class ToyEngine:
     """Answers the calls of an EngineHandle with WorkerSessions in threads, as vLLM's collective calls would."""
 
@@ -228,6 +247,15 @@ class ToyEngine:
     def engine(self):
         return self
 
+    def refuse_own_loop(self, call):
+        pass
+
+    def ask_paused(self, timeout):
+        pass
+
+    def hand_over_drafter(self, timeout):
+        return False
+
     def hold(self):
         return contextlib.nullcontext()
 
@@ -241,6 +269,7 @@ class ToyEngine:
         self.sessions = [
             WorkerSession(
                 t,
+                worker_side,
                 info["replica"],
                 i,
                 info["workers"],
@@ -343,7 +372,7 @@ class World:
         return Controller(engine, self.rendezvous, TOKEN, replica=replica, deadline_s=self.deadline_s)
 
     def _connect_one(self, i: int):
-        s = TrainerSession(
+        s = trainer_session(
             self.sources[i],
             self.rendezvous,
             TOKEN,

@@ -51,7 +51,7 @@ def _serve(conn: Connection, commands: dict) -> None:
 
 def _trainer(conn: Connection, rank: int, world: int, env: dict) -> None:
     os.environ.update(env)
-    from xfer.participants.trainer import TrainerSession
+    from tests.support.world import trainer_session
 
     source, session = ToySource(rank, world), None
 
@@ -59,7 +59,7 @@ def _trainer(conn: Connection, rank: int, world: int, env: dict) -> None:
         nonlocal session
         if session is not None:
             session.close()
-        session = TrainerSession(
+        session = trainer_session(
             source, rendezvous, TOKEN, replicas=replicas, deadline_s=deadline_s, bucket_bytes=4096, drop=(), narrow=(),
             cache_dir=None, host_pull=HOST_PULL in os.environ, relay=RELAY in os.environ,
         )  # fmt: skip
@@ -89,6 +89,7 @@ def _worker(conn: Connection, engine: Connection, rank: int, world: int, env: di
     """`conn`: the test's; `engine`: the controller's calls."""
     os.environ.update(env)
     from xfer.participants.worker import WorkerSession
+    from xfer.routes import worker_side
 
     taker, session = ToyTaker(rank, world), None
 
@@ -97,7 +98,15 @@ def _worker(conn: Connection, engine: Connection, rank: int, world: int, env: di
         if session is not None:
             session.close()
         session = WorkerSession(
-            taker, info["replica"], rank, world, info["rendezvous"], info["token"], info["deadline_s"], info["open"]
+            taker,
+            worker_side,
+            info["replica"],
+            rank,
+            world,
+            info["rendezvous"],
+            info["token"],
+            info["deadline_s"],
+            info["open"],
         )
         session.join()
 
@@ -109,7 +118,7 @@ def _worker(conn: Connection, engine: Connection, rank: int, world: int, env: di
             "whole": [v for v in versions if not taker.wrong(v)],
             "nan": bool(taker.live["norm"].isnan().all()),
             "idle": not busy.locked(),
-            "mapped": session is not None and session._lane_ is not None and session._lane_._routed is not None,
+            "mapped": session is not None and session._lane_ is not None and session._lane_.plane._routed is not None,
         }
 
     busy = threading.Lock()

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from xfer.api import default_cache_dir
 from xfer.cli import app, tracing
 from xfer.cli.describe import describe
 from xfer.cli.examples import FOLDER
@@ -21,6 +20,7 @@ from xfer.coordinator import messages as m
 from xfer.errors import HandshakeError, XferError
 from xfer.plan.fabric_file import read_fabric
 from xfer.rendezvous import client as party
+from xfer.routes import default_cache_dir
 
 ROOT = Path(__file__).resolve().parents[2]
 ODD = "[rendezvous] of [/tmp/x] [red]"

@@ -13,8 +13,8 @@ import torch
 from xfer.engines import settings
 from xfer.engines.handles import AsyncEngine
 from xfer.engines.vllm_layout import EngineModel
+from xfer.engines.vllm_loader import PackedModel
 from xfer.errors import Unsupported
-from xfer.packed.vllm_model import PackedModel
 from xfer.trace.catalog import Catalog
 
 NOTHING = dict(cpu_offload_gb=0)

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from xfer.errors import Unsupported
-from xfer.packed.native import weight_source
 from xfer.trainers.dtensor import TensorTrainer
+from xfer.trainers.weight_source import weight_source
 
 BASE = "vllm.distributed.weight_transfer.base"
 

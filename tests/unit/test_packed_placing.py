@@ -255,7 +255,7 @@ class Exported:
     """Stands for one rank's Megatron: its export and its parameters, whose storages may move; and for what others say."""
 
     def __init__(self):
-        from xfer.packed.traced import TracedParameters, TracedStream
+        from xfer.trainers.traced_stream import TracedParameters, TracedStream
 
         self.state, self.value, self.others_cannot = "same", 0, True
         self.spec = TensorSpec("t", (4,), "uint8")
@@ -304,7 +304,7 @@ class Exported:
 
 def test_where_another_rank_needs_its_export_nothing_is_made_anew_until_something_moves(monkeypatch):
     """This rank could do without; whether all can is agreed whenever tasks are made."""
-    from xfer.packed import traced
+    from xfer.trainers import traced_stream as traced
 
     rank = Exported()
     monkeypatch.setattr(traced, "agree", rank)

@@ -185,7 +185,7 @@ def test_a_packer_takes_only_what_was_planned():
 
 @pytest.mark.parametrize("padded", [True, False])
 def test_bridge_may_give_more_rows_than_planned_of_tensors_that_megatron_pads_only(padded):
-    from xfer.packed.megatron import BridgeStream
+    from xfer.trainers.bridge_stream import BridgeStream
 
     stream, tensor = object.__new__(BridgeStream), torch.arange(12.0).view(6, 2)
     (group,) = make_plan(stream._merged([[(0, [("a", [4, 2], "float32", padded)], None)]])).groups

@@ -182,7 +182,7 @@ def test_what_a_framework_has_kept_of_a_gather_that_did_not_end_is_in_no_other(m
 
 def test_a_look_that_ends_as_megatrons_groups_are_gone_has_not_noted_a_move(monkeypatch):
     """Whoever puts messages together from storages binds to new ones when it is told of a move, which is told once."""
-    from xfer.packed import megatron
+    from xfer.trainers import bridge_stream as megatron
 
     net, group, there = torch.nn.Linear(2, 2), object(), [True]
 

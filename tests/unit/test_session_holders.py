@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from tests.support.plan_worlds import SIZE, World, places, worlds
 from xfer.coordinator.holders import HELD, differences
+from xfer.direct import holders
 from xfer.errors import ProtocolError
-from xfer.participants import holders
 from xfer.plan.inventory import trainer_inventory
 from xfer.plan.part import Part
 from xfer.plan.planner import plan_replica

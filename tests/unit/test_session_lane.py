@@ -12,7 +12,9 @@ import torch
 
 from tests.support.proc import PATIENCE
 from xfer.coordinator import messages as m
+from xfer.direct.plane import DirectPlane
 from xfer.errors import PeerLost
+from xfer.participants.data_plane import PlanFacts, Stop
 from xfer.participants.lane import Lane
 from xfer.rendezvous.store import RendezvousStore, Replies
 
@@ -31,29 +33,35 @@ class RendezvousClient:
         pass
 
 
-class Waiting(Lane):
+class Waiting(DirectPlane):
     """Opens a link of epoch 1 by waiting for a value that nobody puts, of later ones at once."""
 
     def __init__(self, party: RendezvousClient, role: str = "trainer"):
-        self.waits = threading.Event()
         side = SimpleNamespace(role=role, index=0, device=torch.device("cpu"))
         super().__init__(party, side, 0, 0, None)
-        self.plan, self._deadline_s = SimpleNamespace(digest=""), 60.0
+        self.waits = threading.Event()
+        self.facts = PlanFacts("", (), 0, 0, 0, 0)
 
-    def _open_routes(self, store: RendezvousStore, o: m.OpenLink) -> None:
-        if store._prefix.endswith("/e1/"):
+    def open(self, order: m.OpenLink, stop: Stop) -> m.LinkOpen:
+        self._close_routes()
+        if order.epoch == 1:
             self.waits.set()
-            store.get("never")
+            RendezvousStore(self.party.channel, self.party.replies, "e1/", 60.0, stop.stopped).get("never")
+        return m.LinkOpen(self.replica, order.epoch)
+
+
+def lane_of(party: RendezvousClient, role: str = "trainer") -> Lane:
+    return Lane(party, role, 1, torch.device("cpu"), 0, Waiting(party, role))
 
 
 @pytest.fixture
 def waiting():
     """(party, lane), the lane inside its wait of epoch 1."""
     party = RendezvousClient()
-    lane = Waiting(party)
+    lane = lane_of(party)
     try:
         lane.post(m.OpenLink(0, 1, True, 1))
-        assert lane.waits.wait(10)
+        assert lane.plane.waits.wait(10)
         yield party, lane
     finally:
         lane.close()
@@ -97,16 +105,16 @@ def test_a_worker_that_is_stopped_lets_go_of_the_trainers_memory(role, drained, 
     """Or one that was killed could not start again beside it. Not while a kernel still reads there, but then; and a trainer has to
     know later that its routes were there."""
     party = RendezvousClient()
-    lane = Waiting(party, role)
-    lane._routed = routes = Routes(drained)
+    lane = lane_of(party, role)
+    lane.plane._routed = routes = Routes(drained)
     lane.cancel(PeerLost("trainer 1 is gone"), None)
-    assert lane.wait_idle(10) and routes.stopped and routes.closed == closed and lane.drained == drained
+    assert lane.wait_idle(10) and routes.stopped and routes.closed == closed and lane.plane.drained == drained
     lane.post(m.OpenLink(0, 2, False, 1))  # a later one has routes of its own
     assert lane.wait_idle(10)
     lane.post(m.CloseRoutes(0))
     assert lane.wait_idle(10 if drained else 0.3) == drained and (party.said[-1] == m.RoutesClosed(0)) == drained
     routes.drained = True
-    assert lane.wait_idle(10) and party.said[-1] == m.RoutesClosed(0) and lane.drained and routes.closed
+    assert lane.wait_idle(10) and party.said[-1] == m.RoutesClosed(0) and lane.plane.drained and routes.closed
     lane.close()
     lane.cancel(PeerLost("once more"), None)
     assert lane.wait_idle(0), "nobody is there to make it idle again"
@@ -116,20 +124,20 @@ def test_a_worker_that_is_stopped_lets_go_of_the_trainers_memory(role, drained, 
 def test_what_comes_for_a_lane_that_has_ended_keeps_nobody_waiting(message):
     """A coordinator that has not heard yet that this process leaves goes on with the refit."""
     party = RendezvousClient()
-    lane = Waiting(party)
+    lane = lane_of(party)
     lane.close()
     lane.post(message)
     assert lane.wait_idle(0) and lane.wait_idle(0, moved=True) and not party.said
 
 
 def test_an_epoch_that_begins_while_its_lane_is_stopped_is_stopped_too(monkeypatch):
-    lane, cancel = Waiting(RendezvousClient()), Waiting.cancel
+    lane, cancel = lane_of(RendezvousClient()), Lane.cancel
 
     def cancelled_just_before(self, error, epoch):
         cancel(self, error, epoch)
         self.post(m.OpenLink(0, 1, True, 1))
 
-    monkeypatch.setattr(Waiting, "cancel", cancelled_just_before)
+    monkeypatch.setattr(Lane, "cancel", cancelled_just_before)
     began = time.monotonic()
     lane.close()
     assert time.monotonic() - began < 4 * PATIENCE and not lane._thread.is_alive()
@@ -137,8 +145,8 @@ def test_an_epoch_that_begins_while_its_lane_is_stopped_is_stopped_too(monkeypat
 
 def test_who_stops_a_lane_does_not_wait_for_its_link():
     """It may be the thread that reads for all lanes. That bytes are written until the link has ended, the lane says."""
-    lane, ended = Waiting(RendezvousClient()), threading.Event()
-    lane._link = SimpleNamespace(
+    lane, ended = lane_of(RendezvousClient()), threading.Event()
+    lane.plane._link = SimpleNamespace(
         abort=lambda seconds=10.0: ended.wait(seconds), drained=lambda seconds=0.0: ended.wait(seconds), close=ended.set
     )
     began = time.monotonic()
@@ -150,10 +158,10 @@ def test_who_stops_a_lane_does_not_wait_for_its_link():
 
 
 def test_what_a_kernel_works_with_outlives_its_lane():
-    lane, routes = Waiting(RendezvousClient(), "worker"), Routes(drained=False)
-    lane._routed, gone = routes, weakref.ref(routes)
+    lane, routes = lane_of(RendezvousClient(), "worker"), Routes(drained=False)
+    lane.plane._routed, gone = routes, weakref.ref(routes)
     lane.close()
-    assert not lane.drained and not routes.closed
+    assert not lane.plane.drained and not routes.closed
     del lane
     late, routes = routes, None
     late.drained, late = True, None

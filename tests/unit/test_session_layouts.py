@@ -22,11 +22,11 @@ from xfer.coordinator import messages as m
 from xfer.coordinator.layouts import LayoutExchange, roll_digest
 from xfer.coordinator.packing import pack, unpack, unpack_one
 from xfer.errors import DeadlineExceeded, PeerLost, ProtocolError
-from xfer.participants import layouts
-from xfer.participants.layouts import KEPT, Shelf
 from xfer.plan.cache import PlanCache
 from xfer.plan.options import PlanOptions
 from xfer.plan.planner import plan_replica
+from xfer.rendezvous import layouts
+from xfer.rendezvous.layouts import KEPT, Shelf
 from xfer.trace.catalog import Catalog
 
 EXAMPLES = max(1, int(os.environ.get("XFER_EXAMPLES", "200")))

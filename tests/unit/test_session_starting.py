@@ -6,7 +6,7 @@ import threading
 import pytest
 import torch
 
-from xfer.participants import late
+from xfer.direct import late
 from xfer.rendezvous import channel as c
 
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tests.support.row_worlds import row
+from xfer.direct.sums import SourceSums
 from xfer.kernels.checksum import checksum_rows
-from xfer.participants.sums import SourceSums
 
 
 def whole(value: torch.Tensor, **columns):

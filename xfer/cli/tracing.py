@@ -25,13 +25,13 @@ from typing import Any
 
 import msgspec
 
-from xfer.api import default_cache_dir
 from xfer.cli.describe import EngineSide, TrainerSide
 from xfer.cli.trace_child import FRAMEWORKS, NAMES, Task, Traced
 from xfer.errors import DeadlineExceeded, ProtocolError, XferError, from_wire
 from xfer.mesh.parallel import EngineParallel, TrainerParallel
 from xfer.plan.file_cache import FileCache
 from xfer.plan.inventory import Inventory
+from xfer.routes import default_cache_dir
 from xfer.sources import digest_of, has_sources
 from xfer.trace.catalog import Catalog
 

@@ -8,7 +8,7 @@ A *roll* lists one side of a domain: the digest of each rank's inventory, and it
 all replicas. All inventories of a roll travel in one compressed stream that is made once, so what the coordinator sends
 hardly grows with the number of classes. A rank that has the plan in its cache receives no inventory at all.
 
-The clients' half is in participants/layouts.py.
+The clients' half is in rendezvous/layouts.py.
 """
 
 from __future__ import annotations

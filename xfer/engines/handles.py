@@ -15,6 +15,7 @@ the HTTP and actor handles' wire formats (remote.py), whose turn an in-process e
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 import threading
 import time
@@ -30,9 +31,9 @@ from typing import Any, Literal
 from xfer.coordinator.commit import STUCK
 from xfer.engines.call_thread import CallThread
 from xfer.engines.gate import Gate
-from xfer.engines.interface import ASK_S, EngineHandle
 from xfer.engines.settings import refuse_part, refuse_unreached
 from xfer.errors import DeadlineExceeded, EngineLost, Unsupported, XferError
+from xfer.participants.engine import ASK_S, EngineHandle
 
 logger = logging.getLogger("xfer")
 PauseMode = Literal["keep", "wait", "abort"]
@@ -159,8 +160,14 @@ class Handle(ABC):
         good when one comes (vLLM pull request 55229): ranks that have begun a step skip the all-reduce in which the others wait."""
         return self._in_step and self._is_paused(timeout) is False
 
-    def has_drafter(self, timeout: float) -> bool:
-        return all(self._call("has_drafter", timeout) or [False])
+    def hand_over_drafter(self, timeout: float) -> bool:
+        """A vLLM or a forwarder without such calls has no drafter; a worker that has one all the same refuses by name when
+        it joins."""
+        if not all(self._call("has_drafter", timeout) or [False]):
+            return False
+        self.start_update(timeout, "start_draft")
+        self.finish(None, timeout)
+        return True
 
     def start_update(self, timeout: float, call: str = "start", *, then: Mapping[str, Any] | None = None) -> None:
         with self._sequence(timeout) as left:
@@ -560,3 +567,30 @@ def handle_for(engine: Any, *, loop: asyncio.AbstractEventLoop | None = None, **
     if hasattr(engine, "llm_engine"):
         return OfflineLLM(engine, **options)
     return engine if isinstance(engine, EngineHandle) else CallableEngine(engine, **options)
+
+
+def wrong_options(engine: object, options: Mapping[str, object]) -> list[str]:
+    """One line per option that the handle of this engine does not take. `loop` goes with any: who has one need not ask."""
+    kind = _handle_class(engine)
+    takes = {"loop", *list(inspect.signature(kind).parameters)[1:]} if kind else set()
+    whose = f"of {kind.__name__}" if kind else f"here: {type(engine).__name__} is a handle, made with its own"
+    return [
+        f"{name}={value!r}: no option {whose}" + (f"; there are {', '.join(sorted(takes))}" if kind else "")
+        for name, value in options.items()
+        if name not in takes
+    ]
+
+
+def _handle_class(engine: object) -> type | None:
+    """What `handle_for` will make of this engine; None where it is a handle already."""
+    from xfer.engines.remote import CallableEngine, HttpEngine
+
+    if isinstance(engine, str):
+        return HttpEngine
+    if isinstance(engine, Handle):
+        return None
+    if inspect.iscoroutinefunction(getattr(engine, "pause_generation", None)):
+        return AsyncEngine
+    if hasattr(engine, "llm_engine"):
+        return OfflineLLM
+    return None if isinstance(engine, EngineHandle) else CallableEngine

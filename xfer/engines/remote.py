@@ -17,8 +17,8 @@ from typing import Any
 
 from xfer.engines.call_thread import CallThread
 from xfer.engines.handles import Handle, PauseMode
-from xfer.engines.interface import ASK_S
 from xfer.errors import EngineLost, Unsupported, XferError
+from xfer.participants.engine import ASK_S
 
 _STRAGGLER_S = 3600.0
 """How long a request may stay unanswered on its socket. Callers wait by their own, shorter timeouts; hanging up earlier

@@ -291,9 +291,9 @@ class EngineModel:
         missing = [s for s in expected if s.name not in sent and s.shape == shape]
         return _Head(missing[0], pair.lm_head.weight, pair.embed_tokens.weight) if len(missing) == 1 else None
 
-    def packed(self):
+    def loader(self):
         """The same model for the packed route, which loads whole tensors and reads no layout."""
-        from xfer.packed.vllm_model import PackedModel
+        from xfer.engines.vllm_loader import PackedModel
 
         return PackedModel(self)
 

@@ -113,6 +113,7 @@ class XferWeightTransferEngine(WeightTransferEngine[XferInitInfo, XferUpdateInfo
 
     def _join(self, info: XferInitInfo) -> None:
         from xfer.participants.worker import WorkerSession
+        from xfer.routes import worker_side
 
         self.shutdown()
         p = self.parallel_config
@@ -124,6 +125,7 @@ class XferWeightTransferEngine(WeightTransferEngine[XferInitInfo, XferUpdateInfo
         self.layout.keep, self.layout.drop = tuple(info.keep), tuple(info.drop)
         self.session = WorkerSession(
             self.layout,
+            worker_side,
             replica=info.replica,
             worker_rank=self.worker_rank(),
             workers=self.workers,

@@ -269,13 +269,5 @@ def _weights(device: torch.device, count: int) -> torch.Tensor:
     return out.bitwise_or_(1).to(device)
 
 
-def out_of_memory(e: BaseException) -> bool:
-    """Of a GPU torch says it by a type of its own, of the host and of what the driver keeps by words alone."""
-    words = ("out of memory", "can't allocate memory", "cannot allocate memory")
-    if isinstance(e, RuntimeError | OSError) and any(w in str(e).lower() for w in words):
-        return True
-    return isinstance(e, MemoryError | torch.OutOfMemoryError)
-
-
 def specs_by_name(specs: Sequence[TensorSpec]) -> dict[str, TensorSpec]:
     return {s.name: s for s in specs}

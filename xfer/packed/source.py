@@ -63,7 +63,7 @@ other ranks), so that two buffers and all of that are no more than two buckets."
 
 
 class PackedSource:
-    """See session.trainer.Source. `limit`: bytes of a message; `packed` False: one message per tensor. `colocated`: the
+    """See `Source` in participants/trainer.py. `limit`: bytes of a message; `packed` False: one message per tensor. `colocated`: the
     engines' workers are on this host and map the buffers instead of receiving them (shared.py)."""
 
     reads_together = False
@@ -199,19 +199,10 @@ class PackedSource:
 def packed_source(trainer: object, limit: int, packed: bool = True, colocated: bool = False) -> PackedSource:
     """For the source that a caller gave to `connect`. Unsupported for kinds that give no whole tensors, and where the trainers
     are not torch's default group, over which they gather."""
-    from xfer.trainers.dtensor import TensorTrainer
-    from xfer.trainers.megatron import MegatronTrainer
-
     if isinstance(trainer, PackedSource):
         return trainer
-    if isinstance(trainer, TensorTrainer):
-        from xfer.packed.tensors import TensorStream
-
-        stream: Stream = TensorStream(trainer)
-    elif isinstance(trainer, MegatronTrainer):
-        from xfer.packed.traced import TracedStream
-
-        stream = TracedStream(trainer)
+    if hasattr(trainer, "stream"):
+        stream: Stream = trainer.stream()
     elif all(hasattr(trainer, name) for name in ("read", "check", "build", "tensors", "drain")):
         stream = trainer
     else:

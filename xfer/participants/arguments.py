@@ -3,13 +3,13 @@ never reaches a socket as a message that the other end must take for an attack."
 
 from __future__ import annotations
 
-import inspect
 import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from xfer.errors import HandshakeError, XferError
+from xfer.plan.options import MAX_BUCKET
 from xfer.rendezvous.channel import check_token, parse_address
 
 LABEL_CHARS = 256
@@ -115,8 +115,9 @@ def wrong_whole(name: str, value: object, least: int, most: int = (1 << 31) - 1)
 
 def wrong_meeting(token: object, *rendezvous: object) -> list[str]:
     """One line for each of these with which nobody could meet. The token is not shown."""
-    bad = []
-    for check, value in ((check_token, token), *((parse_address, r) for r in rendezvous)):
+    bad = ["token: none is given, and XFER_TOKEN is not set"] if token is None else []
+    checks = [(check_token, token)] if token is not None else []
+    for check, value in (*checks, *((parse_address, r) for r in rendezvous)):
         try:
             check(value)
         except HandshakeError as e:
@@ -143,33 +144,9 @@ def wrong_pause_mode(mode: object) -> list[str]:
     return [] if mode in PAUSE_MODES else [f"pause_mode={mode!r}: {', '.join(map(repr, PAUSE_MODES))}"]
 
 
-def wrong_handle_options(engine: object, options: Mapping[str, object]) -> list[str]:
-    """One line per option that the handle of this engine does not take. `loop` goes with any: who has one need not ask."""
-    kind = _handle_class(engine)
-    takes = {"loop", *list(inspect.signature(kind).parameters)[1:]} if kind else set()
-    whose = f"of {kind.__name__}" if kind else f"here: {type(engine).__name__} is a handle, made with its own"
-    return [
-        f"{name}={value!r}: no option {whose}" + (f"; there are {', '.join(sorted(takes))}" if kind else "")
-        for name, value in options.items()
-        if name not in takes
-    ]
-
-
-def _handle_class(engine: object) -> type | None:
-    """What `handle_for` will make of this engine; None where it is a handle already."""
-    from xfer.engines.handles import AsyncEngine, Handle, OfflineLLM
-    from xfer.engines.interface import EngineHandle
-    from xfer.engines.remote import CallableEngine, HttpEngine
-
-    if isinstance(engine, str):
-        return HttpEngine
-    if isinstance(engine, Handle):
-        return None
-    if inspect.iscoroutinefunction(getattr(engine, "pause_generation", None)):
-        return AsyncEngine
-    if hasattr(engine, "llm_engine"):
-        return OfflineLLM
-    return None if isinstance(engine, EngineHandle) else CallableEngine
+def wrong_bucket(value: object) -> list[str]:
+    """One line when `value` is no size of a message."""
+    return wrong_whole("bucket_bytes", value, 1 << 12, MAX_BUCKET)
 
 
 def _listed(value: object) -> bool:

@@ -16,11 +16,9 @@ from contextlib import contextmanager, suppress
 from xfer import logs
 from xfer.coordinator import messages as m
 from xfer.coordinator.deadlines import SETTLE_GRACE_S, SILENCE_S, STOP_GRACE_S
-from xfer.engines import drafter
-from xfer.engines.handles import Handle, handle_for
-from xfer.engines.interface import EngineHandle
 from xfer.errors import DeadlineExceeded, EngineLost, PeerLost, Unsupported, XferError
 from xfer.participants import timeline
+from xfer.participants.engine import EngineHandle
 from xfer.participants.timeline import mark
 from xfer.participants.turns import quick_turns
 from xfer.rendezvous.client import RendezvousClient
@@ -48,7 +46,7 @@ class Controller:
 
     def __init__(
         self,
-        engine: object,
+        handle: EngineHandle,
         rendezvous: str,
         token: str,
         *,
@@ -57,10 +55,15 @@ class Controller:
         engine_rendezvous: str | None = None,
         keep: tuple[str, ...] = (),
         tell: Callable[[XferError], None] | None = None,
-        **handle_options,
     ):
-        """tell: called with what ended this controller before it met the coordinator, who then cannot be told."""
-        self.handle: EngineHandle = handle_for(engine, **handle_options)
+        """
+        Args:
+            handle: The engine, as `engines.handles.handle_for` makes one of whatever the caller has.
+            keep: Globs of engine parameters that stay as they are.
+            engine_rendezvous: The rendezvous as the engine's workers see it, where that differs.
+            tell: Called with the error that ended this controller before it met the coordinator, which then cannot be told.
+        """
+        self.handle = handle
         self.rendezvous, self.replica, self.deadline_s = rendezvous, replica, deadline_s
         self._token, self._keep, self._engine_rendezvous = token, keep, engine_rendezvous or rendezvous
         self._tell = tell
@@ -94,6 +97,12 @@ class Controller:
 
     # ---- for the owner of the engine
 
+    def __enter__(self) -> Controller:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def wait_ready(self, timeout_s: float | None = None) -> None:
         """Until the replica takes part in refits; raises what kept it from that. Not on an AsyncLLM's own loop."""
         self._may_wait("wait_ready")
@@ -108,8 +117,7 @@ class Controller:
                 raise self.error
 
     def _may_wait(self, call: str) -> None:
-        if isinstance(self.handle, Handle):
-            self.handle.refuse_own_loop(call)
+        self.handle.refuse_own_loop(call)
 
     def wait_version(self, version: int | str | None = None, timeout_s: float | None = None) -> int | str:
         """Until the replica serves `version`, or any that a refit brought; gives it in the type that the trainers gave it (1 and
@@ -293,7 +301,7 @@ class Controller:
                     self.handle.set_version(PAUSED, SETTLE_GRACE_S)
                 self.handle.pause(self.deadline_s)
             if found != MIXED:  # else who died in a refit has handed it over, and vLLM's session may be open
-                drafter.hand_over(self.handle, self.deadline_s)
+                self.handle.hand_over_drafter(self.deadline_s)
             # Returns when every worker has joined or given up; why it gave up is on our own channel.
             self.handle.init({
                 "rendezvous": self._engine_rendezvous, "token": self._token, "replica": self.replica, "workers": workers,
@@ -466,8 +474,7 @@ class _Visit:
     def open(self) -> None:
         """Up to the blocking update call, which goes on in a thread. What fails is told to the coordinator; nothing is raised."""
         try:
-            if isinstance(self.handle, Handle):
-                self.handle.ask_paused(self.arm.deadline_s)
+            self.handle.ask_paused(self.arm.deadline_s)
             self._began = self._clock = time.perf_counter()
             self.handle.pause(self.arm.deadline_s)
             self._phase("pause")

@@ -79,13 +79,11 @@ class RefitCall:
 
     @contextlib.contextmanager
     def _naming_gathers(self) -> Iterator[None]:
-        """What goes wrong says first what the caller must not do while a gather of the packed route goes on."""
-        pump = self.session.pump
+        """An error says first what the caller must not do while something of this refit goes on."""
         try:
             yield
         except XferError as e:
-            if pump is not None:
-                e.violations = pump.with_gather(e.violations)
+            e.violations = self.session.side.warn(e.violations)
             raise
 
     # ---- going in
@@ -102,11 +100,11 @@ class RefitCall:
                 mark(self.label, "drained")
                 specs, inventory = session.refresh()
                 mark(self.label, "looked at its storages")
-                lanes = list(self.party.lanes.values())
-                rebound = any([lane.rebound() for lane in lanes])
+                lanes = list(self.session.lanes.values())
+                rebound = any([lane.plane.moved() for lane in lanes])
                 broken = tuple(lane.replica for lane in lanes if lane.gave_up)
                 seconds = session.drain.seconds + self._computed()
-                news = session.news()
+                news = session.side.news(session.version is not None)
                 if session.device.type == "cuda":
                     # Copies that a source makes when it is looked at (a callable's) are on this thread's stream, lanes on theirs.
                     torch.cuda.current_stream(session.device).synchronize()
@@ -115,7 +113,18 @@ class RefitCall:
                 mark(self.label, "ready")
                 self._may_be_read = True
                 self.party.send(
-                    m.Ready(self.number, seconds, specs, inventory, session.generation, rebound, broken, *news)
+                    m.Ready(
+                        self.number,
+                        seconds,
+                        specs,
+                        inventory,
+                        session.generation,
+                        rebound,
+                        broken,
+                        news.sample,
+                        news.sends,
+                        news.unsent,
+                    )
                 )
                 session.has_told(specs, inventory)
         except computing.Over:
@@ -185,9 +194,9 @@ class RefitCall:
         )
 
     def _gathers_ended(self) -> bool:
-        """Waits as for a drain: a look lets go of tables and mappings that a gather of the packed route works with."""
-        pump, until, told = self.session.pump, self.until, False
-        while pump is not None and not pump.wait_over(max(0.0, min(LOOK_S, until - time.monotonic()))):
+        """Waits as for a drain: a look lets go of tables and mappings that a gather works with."""
+        until, told = self.until, False
+        while not self.session.side.wait_still(max(0.0, min(LOOK_S, until - time.monotonic()))):
             now = time.monotonic()
             if now >= until:
                 return False
@@ -229,7 +238,7 @@ class RefitCall:
     def _unread(self, replica: int) -> bool:
         """Whether this replica reads nothing of this rank in this attempt any more. A lane alone cannot tell: one that is
         idle may not have begun, and a replica that is still joining has none yet."""
-        lane = self.party.lanes.get(replica)
+        lane = self.session.lanes.get(replica)
         if lane is not None and lane.free_attempt >= self.number:
             return True
         # Idle after that word: a Go of this attempt would have been posted to the lane before it.
@@ -257,21 +266,23 @@ class RefitCall:
         """The coordinator is gone or silent: stop by ourselves, and say whether somebody may still read our storages."""
         # A coordinator whose process was stopped reads all this when it goes on: it must not run the refit without us then.
         self.party.try_send(m.Failed(m.WireError.of(e, self.label), self.number), _LAST_S)
-        lanes = list(self.party.lanes.values())
+        lanes = list(self.session.lanes.values())
         stopped = self._idle([lane for lane in lanes if lane.give_up(self.number, e)])
         # What a stopped lane sends nobody reads any more; what takers pull they may.
         if stopped and not (
             self._may_be_read
-            and any((lane.pulled_out or self._pulled(lane)) and lane.free_attempt < self.number for lane in lanes)
+            and any(
+                (lane.plane.read_by_others or self._pulled(lane)) and lane.free_attempt < self.number for lane in lanes
+            )
         ):
             return e
-        self.session.keep_alive()
+        self.session.side.keep_alive()
         why = "workers may still read this rank's parameters" if stopped else "a transfer of this rank did not stop"
         return PeerLost(f"{e.message}; {why}", e.violations, where=self.label, drained=False)
 
     def _pulled(self, lane: Lane) -> bool:
         """Whether takers read from this rank in this attempt. The lane's present routes may be of an engine that came after it began."""
-        return lane.pulled_attempt >= self.number
+        return lane.read_attempt >= self.number
 
     def _idle(self, lanes: Sequence[Lane]) -> bool:
         """Whether these come to rest, in the time that stopping takes and within the call's bound."""
@@ -298,8 +309,8 @@ class RefitCall:
         if outcome.error is not None:
             raise outcome.error.error()
         # Others plan and link for replicas that join: that reads nothing, and may take long.
-        if not self._idle([lane for lane in list(self.party.lanes.values()) if lane.go_attempt >= self.number]):
-            self.session.keep_alive()
+        if not self._idle([lane for lane in list(self.session.lanes.values()) if lane.go_attempt >= self.number]):
+            self.session.side.keep_alive()
             raise PeerLost(
                 "a transfer of this rank did not stop: its parameters may still be read",
                 where=self.label,
@@ -317,12 +328,12 @@ class RefitCall:
         some = [
             r
             for o in outcome.outcomes
-            if (lane := self.party.lanes.get(o.replica)) is not None and self._pulled(lane)
+            if (lane := self.session.lanes.get(o.replica)) is not None and self._pulled(lane)
             for r in o.readers
         ]
         seconds = min(readers.GRACE_S, max(_LAST_S, self.ends - time.monotonic()))
         if some and (left := readers.still_reading(some, seconds)):
-            self.session.keep_alive()
+            self.session.side.keep_alive()
             raise PeerLost(
                 "workers may still read this rank's parameters: do not write or free them before those have ended",
                 left,
@@ -338,15 +349,15 @@ class RefitCall:
     def _report(
         self, version: int | str | None, outcomes: tuple[ReplicaOutcome, ...], pending: bool = False
     ) -> RefitReport:
-        lanes = [lane for lane in list(self.party.lanes.values()) if lane.plan is not None]
+        planes = [lane.plane for lane in list(self.session.lanes.values()) if lane.facts is not None]
         return RefitReport(
             self.session.index,
             version,
             time.perf_counter() - self.began,
             outcomes,
-            sum(lane.planned_bytes()[1] for lane in lanes),
-            sum(lane.plan.summary.broadcast_bytes for lane in lanes),
-            sum(lane.extra_bytes for lane in lanes) + computing.scratch_bytes(self.session.layout),
-            sum(lane.plan.summary.kept_bytes for lane in lanes),
+            sum(plane.facts.bytes_out for plane in planes),
+            sum(plane.facts.broadcast_bytes for plane in planes),
+            sum(plane.extra_bytes for plane in planes) + computing.scratch_bytes(self.session.layout),
+            sum(plane.facts.kept_bytes for plane in planes),
             pending,
         )

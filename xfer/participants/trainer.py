@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Protocol
 
@@ -21,26 +21,19 @@ from xfer.coordinator.deadlines import STOP_GRACE_S, TOLD_S
 from xfer.coordinator.packing import pack_specs, unpack_one
 from xfer.coordinator.state import Options, told
 from xfer.errors import DeadlineExceeded, RebindError, XferError
-from xfer.participants import computing, faults, holders, timeline
+from xfer.participants import computing, timeline
 from xfer.participants.arguments import Labels, checked_call
+from xfer.participants.data_plane import NewTrainerSide
 from xfer.participants.drain import Aside, refuse_running
 from xfer.participants.entry import Entry
 from xfer.participants.lane import Lane
 from xfer.participants.refit import RefitCall
 from xfer.participants.report import RefitReport
-from xfer.participants.sums import SourceSums
 from xfer.participants.turns import quick_turns
-from xfer.participants.unsent import Unsent
-from xfer.plan.cache import PlanCache
-from xfer.plan.fabric import Site
-from xfer.plan.inventory import Inventory, trainer_inventory
-from xfer.plan.part import Part
-from xfer.plan.table import padded_shapes
-from xfer.rendezvous.client import RendezvousClient, data_plane, host_identity
+from xfer.rendezvous.client import RendezvousClient, data_plane
 from xfer.rendezvous.server import Server
 from xfer.trace.catalog import Catalog
 from xfer.trace.traced import TrainerLayout
-from xfer.transport.routes import Routed
 
 logger = logging.getLogger("xfer")
 
@@ -78,43 +71,27 @@ class Computes(Source, Protocol):
 
 
 class TrainerSession:
-    """Made by `xfer.connect`; use that."""
+    """One connected trainer rank. `xfer.connect` makes it.
 
-    role = "trainer"
+    Args:
+        source: The trainer framework's adapter.
+        options: What `connect` was called with; equal on all trainer ranks.
+        new_side: Makes the route's half of this rank.
+    """
 
-    def __init__(
-        self,
-        source: Source,
-        rendezvous: str,
-        token: str,
-        *,
-        replicas: int,
-        deadline_s: float,
-        bucket_bytes: int,
-        drop: Sequence[str],
-        narrow: Sequence[str],
-        cache_dir: str | None,
-        site: Site | None = None,
-        route: str = "direct",
-        host_pull: bool = False,
-        relay: bool = False,
-    ):
+    def __init__(self, source: Source, rendezvous: str, token: str, options: Options, new_side: NewTrainerSide):
         self.source, self.index, self.device = source, source.rank, source.device
-        self.rendezvous = rendezvous
-        self.deadline_s, self.replicas, self._relay = deadline_s, replicas, relay
+        self.rendezvous, self.deadline_s, self.replicas = rendezvous, options.deadline_s, options.replicas
         self.attempt = 0
         self.version: int | str | None = None  # the last that some replica committed
         self._labels = Labels()
-        self._cache = PlanCache(cache_dir) if cache_dir else None
         self._server: Server | None = None
-        self._until, self._open = time.monotonic() + deadline_s, False
+        self._until, self._open = time.monotonic() + self.deadline_s, False
         self._catalog: Catalog | None = None
         self.generation = 0
-        self._inventory, self._names, self._roots, self._binding = b"", [], [], 0
-        self._made: Inventory | None = None  # what `_inventory` is the digest of; None on the packed route
-        self._drop, self._unsent = tuple(drop), Unsent(drop)
+        self._relay = options.relay
         self.pending: RefitCall | None = None  # returned before its outcome was known
-        self._before: RefitReport | None = None  # what became of that, until a report has told it
+        self._before: RefitReport | None = None  # its report, until the next one has told it
         self._busy = Entry()
         self._stale = False  # a layout was being read again and that did not end well
         self._specs = b""
@@ -123,33 +100,14 @@ class TrainerSession:
             b"",
         )  # specs and inventory that the coordinator knows; None: it owes a catalog
         self._released = False
-        self._releases = 0  # how many were begun
+        self._releases = 0  # number of releases begun
         self.drain: Aside[None] | None = None  # of the last call; may run longer than that
         self.computing: Aside[bool] | None = None  # while it runs, maybe after its call
-        self._sums = SourceSums(self.index, [], [])
-        self._quarantine: list[list[torch.Tensor]] = []  # storages that somebody may still read
-        options = Options(
-            source.world,
-            replicas,
-            deadline_s,
-            bucket_bytes,
-            tuple(drop),
-            tuple(narrow),
-            site.to_bytes() if site is not None else b"",
-            route=route,
-            host_pull=host_pull,
-            relay=relay,
-            colocated=getattr(source, "colocated", False),  # of the packed route's
-        )
         settings = (*told(options), *data_plane(self.device))
         if source.rank == 0:
-            self._server = Server(
-                rendezvous,
-                token,
-                replace(options, settings=settings),
-            )
+            self._server = Server(rendezvous, token, replace(options, settings=settings))
         try:
-            # One of the ranks that knock speaks for all; once trainer 0 listens, it says who is missing.
+            # One of the ranks that dial speaks for all; once trainer 0 listens, it says which are missing.
             knocking = logs.while_waiting(
                 lambda: f"trainer 1: no answer from {rendezvous}; has trainer rank 0 called xfer.connect()?"
             )
@@ -160,19 +118,16 @@ class TrainerSession:
                     "trainer",
                     index=source.rank,
                     size=source.world,
-                    deadline_s=deadline_s,
+                    deadline_s=self.deadline_s,
                     settings=settings,
                 )
         except BaseException:
             if self._server is not None:
                 self._server.close()
             raise
-        self._party.on_lane = self._lane
-        self.pump = None  # of the packed route
-        if route == "packed":
-            from xfer.packed.feed import Pump
-
-            self.pump = Pump(source, self._party.label)
+        self.side = new_side(self._party)
+        self.lanes: dict[int, Lane] = {}  # by replica; a lane is made when its first message comes
+        self._party.lanes, self._party.on_lane = self.lanes, self._lane
 
     @property
     def party(self) -> RendezvousClient:
@@ -263,96 +218,28 @@ class TrainerSession:
 
     def _tell_inventory(self) -> None:
         # If the coordinator has closed meanwhile, the reason is in the inbox already; a send that raises would hide it.
-        self._party.try_send(m.InventoryMsg(self._inventory, self.generation))
-        self.has_told(b"", self._inventory)
+        self._party.try_send(m.InventoryMsg(self.side.inventory, self.generation))
+        self.has_told(b"", self.side.inventory)
 
     def _take_catalog(self, message: m.CatalogMsg) -> None:
         self._catalog, self.generation = Catalog.from_bytes(unpack_one(message.catalog, "catalog")), message.generation
-        self._make_inventory()
-
-    def _make_inventory(self) -> None:
-        if self.pump is not None:  # tensors go whole, from wherever they are then
-            self._inventory, self._names = self._catalog.digest().encode(), []
-            return self._bind()
-        made = trainer_inventory(
-            self._catalog,
-            rank=self.index,
-            host=host_identity(),
-            roots=self.layout.roots,
-            fragments=self.layout.traced.fragments,
-            recipes=(r.digest() for r in self.layout.traced.recipes),
-        )
-        self._made, self._inventory, self._names = made, self._party.shelf.offer(made), [r.name for r in made.roots]
-        self._unsent.expect(self.layout.trained)
-        self._bind()
-
-    def _bind(self) -> None:
-        """To the storages of the layout, which are the present ones: those that are gone are nowhere else."""
-        self._sums.end()
-        self._roots = [self.layout.tensors[name] for name in self._names]
-        shapes = padded_shapes(self._catalog) if self._names else []
-        self._binding += (
-            1  # lanes read both as they are set: no roots under a later number, and no sums under an earlier one
-        )
-        self._sums = SourceSums(self.index, self._roots, shapes)
+        self.side.read(self._catalog, self.layout)
 
     def _lane(self, replica: int) -> Lane | None:
-        return self._party.lanes.get(replica) or self._new_lane(replica)
+        return self.lanes.get(replica) or self._new_lane(replica)
 
     def _new_lane(self, replica: int) -> Lane | None:
         if not 0 <= replica < self.replicas:
             return None
-        if self.pump is not None:
-            from xfer.packed.lane import PackedLane
-
-            lane = PackedLane(self._party, self, replica, self.index, pump=self.pump)
-        else:
-            lane = Lane(self._party, self, replica, self.index, self._cache)
-        self._party.lanes[replica] = lane
+        lane = Lane(self._party, "trainer", self.index, self.device, replica, self.side.plane(replica))
+        self.lanes[replica] = lane
         return lane
-
-    # ---- Side, for the lanes
-
-    def catalog(self) -> Catalog:
-        return self._catalog
-
-    def inventory(self) -> bytes:
-        return self._inventory
-
-    def roots(self) -> tuple[int, Sequence[torch.Tensor]]:
-        return self._binding, self._roots
-
-    def opened(self, replica: int, plan: Part, generation: int) -> None:
-        """Sums are bound now, verify or not: their kernels must not be loaded beside another replica's, of NCCL, which waits. Not
-        of storages that took the place of these while the link was opened, and which this plan may not fit."""
-        sums = self._sums
-        if generation == self._binding:
-            sums.bind(replica, plan)
-
-    def before(self, go: m.Go, plan: Part) -> None:
-        pass
-
-    def gate(self, go: m.Go, plan: Part, routed: Routed) -> None:
-        """A trainer pulls nothing."""
-
-    def after(self, go: m.Go, plan: Part) -> tuple[tuple[m.Checksum, ...], bytes]:
-        if not go.verify:
-            return (), b""
-        out = []
-        for worker, value in enumerate(self._sums.values(go.replica, plan, go.attempt)):
-            if faults.wants("trainer", self.index, "checksum"):
-                value ^= 1
-            out.append(m.Checksum(worker, (value % (1 << 64)).to_bytes(8, "little")))
-        return tuple(out), self._sums.shared(go.replica, plan, go.attempt)
 
     # ---- refitting
 
     def begin_sums(self, attempt: int) -> None:
         """Of what this rank will send, before it says that it is ready. Lanes that are at something else sum later."""
-        lanes = self._party.lanes.items()
-        self._sums.begin(
-            {r: lane.plan for r, lane in list(lanes) if lane.plan is not None and lane.wait_idle(0.0)}, attempt
-        )
+        self.side.begin_sums(attempt, [r for r, lane in list(self.lanes.items()) if lane.wait_idle(0.0)])
 
     def prepare(self) -> None:
         """Arm the engines for the next refit now; they stop serving until it has run."""
@@ -408,8 +295,8 @@ class TrainerSession:
             logger.log(logging.INFO if report.committed == self.replicas else logging.WARNING, "xfer: %s", report)
         if report.committed:
             self._labels = self._labels.after(report.version)
-        if report.committed == self.replicas and all(lane.drained for lane in self._party.lanes.values()):
-            self._quarantine.clear()
+        if report.committed == self.replicas and all(lane.plane.drained for lane in self.lanes.values()):
+            self.side.let_go_kept()
         return report
 
     def refresh(self) -> tuple[bytes, bytes]:
@@ -427,14 +314,15 @@ class TrainerSession:
             self._released = False
             if state == "moved":
                 self.layout = replace(self.layout, tensors=self.source.rebind())
-                self._bind()
+                self.side.rebind(self.layout.tensors)
             else:
                 self._read_again()
             self._stale = False
         specs, inventory = self._told
+        own = self.side.inventory
         if self._specs != specs:
             return self._specs, b""  # the inventory follows the coordinator's answer: the catalog may have changed
-        return b"", b"" if inventory in (None, self._inventory) else self._inventory
+        return b"", b"" if inventory in (None, own) else own
 
     def _read_again(self) -> None:
         if self.source.reads_together:
@@ -446,22 +334,9 @@ class TrainerSession:
         self.layout = self.source.read()
         self._specs = self._own_specs()
         if self._specs == self._told[0] and self._told[1] is not None:
-            return self._make_inventory()
-        self._names, self._inventory = (
-            [],
-            b"",
-        )  # nothing can be read from here until there is a catalog of what is exported now
-        self._bind()
-
-    def news(self) -> tuple[bytes, bool, tuple[str, ...]]:
-        """On the direct route, of what lies in this rank's storages when it is ready: until the first commit a sample
-        of it, for the coordinator
-        to compare with other ranks' (holders.py); whether what is sent has changed since the last refit, and what has and is not
-        sent (unsent.py)."""
-        if self._made is None or not self._roots:
-            return b"", True, ()
-        sample = b"" if self.version else holders.sample(self._catalog, self._made, self._roots, self._drop)
-        return sample, *self._unsent.look(self._catalog, self._made, self._roots)
+            self.side.read(self._catalog, self.layout)
+        else:
+            self.side.forget_layout()
 
     def has_told(self, specs: bytes, inventory: bytes) -> None:
         """What the coordinator has heard from this rank, empty for nothing."""
@@ -479,12 +354,8 @@ class TrainerSession:
         )  # what the coordinator owed is here, whatever becomes of the answer
         self._take_catalog(message)
         self._stale = False
-        self._party.send(m.InventoryMsg(self._inventory, self.generation))
-        self.has_told(b"", self._inventory)
-
-    def keep_alive(self) -> None:
-        """Somebody may still read this rank's storages: they are not to be freed, whatever the trainer drops."""
-        self._quarantine.append(self._roots)
+        self._party.send(m.InventoryMsg(self.side.inventory, self.generation))
+        self.has_told(b"", self.side.inventory)
 
     def release(self) -> None:
         """See `Refit.release`."""
@@ -493,9 +364,10 @@ class TrainerSession:
 
     def _release(self) -> None:
         until = time.monotonic() + self.deadline_s
-        if not all([lane.wait_idle(max(0.0, until - time.monotonic())) for lane in list(self._party.lanes.values())]):
-            why = self.pump.with_gather(()) if self.pump is not None else ()
-            raise DeadlineExceeded("a transfer of this rank is still running", why, where=self._party.label)
+        if not all([lane.wait_idle(max(0.0, until - time.monotonic())) for lane in list(self.lanes.values())]):
+            raise DeadlineExceeded(
+                "a transfer of this rank is still running", self.side.warn(()), where=self._party.label
+            )
         refuse_running((self.drain, self.computing), until, self._party.label)
         self._releases += 1
         self._party.send(m.Release(self._releases))
@@ -514,11 +386,10 @@ class TrainerSession:
         finally:
             for message in kept:  # of a refit that returned early, or a replica that is gone: for the next call
                 self._party.inbox.put(message)
-        for lane in list(self._party.lanes.values()):
-            lane.forget_routes()
-        self._sums.end()
-        self._roots, self._released = [], True
-        self._sums = SourceSums(self.index, [], [])
+        for lane in list(self.lanes.values()):
+            lane.plane.forget()
+        self.side.release()
+        self._released = True
         self.layout = replace(self.layout, tensors={})
         if hasattr(self.source, "let_go"):
             self.source.let_go()
@@ -526,7 +397,7 @@ class TrainerSession:
     def explain(self) -> str:
         self._busy.refuse_closed("explain()", self._party.label)
         lanes = [
-            f"replica {r}\n{lane.explain()}" for r, lane in sorted(self._party.lanes.items()) if lane.plan is not None
+            f"replica {r}\n{lane.plane.explain()}" for r, lane in sorted(self.lanes.items()) if lane.facts is not None
         ]
         if self._relay:
             lanes.append(
@@ -555,4 +426,4 @@ class TrainerSession:
                 self._server.wait_left(self.index)
                 time.sleep(0.05)  # let the others' goodbyes arrive before the socket goes
                 self._server.close(0.0 if self._open else min(self._until, time.monotonic() + STOP_GRACE_S))
-            self._sums.end()  # last: it raises what became of the device
+            self.side.close()  # last: it raises what became of the device

@@ -13,8 +13,8 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Mapping
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -23,10 +23,9 @@ from xfer.coordinator.deadlines import LEAVE_S, SILENCE_S
 from xfer.coordinator.wire import Label
 from xfer.ending import EXIT_S
 from xfer.errors import DeadlineExceeded, HandshakeError, PeerLost, ProtocolError, XferError
-from xfer.participants.lane import Lane
-from xfer.participants.layouts import Shelf
 from xfer.plan.fabric import Site
 from xfer.rendezvous.channel import SEND_S, Channel, dial
+from xfer.rendezvous.layouts import Shelf
 from xfer.rendezvous.store import Replies
 
 M = TypeVar("M")
@@ -60,8 +59,22 @@ def data_plane(device: torch.device) -> tuple[tuple[str, str], ...]:
     return (("data plane", "nccl"), ("NCCL", ".".join(map(str, torch.cuda.nccl.version()))), ("torch", release))
 
 
+class LaneMessages(Protocol):
+    """The receiving end of messages for one replica: see participants/lane.py."""
+
+    def post(self, message: m.Message) -> None: ...
+
+    def part_ready(self, ready: m.Brought) -> None: ...
+
+    def cancel(self, error: XferError, epoch: int | None) -> None: ...
+
+    def let_go(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
 class RendezvousClient:
-    """`lanes` is filled by the owner before messages for them can arrive (lanes start with the first PlanInputs)."""
+    """The owner sets `lanes` and `on_lane`, which makes a lane, before it tells anything that messages for lanes follow from."""
 
     def __init__(
         self,
@@ -83,14 +96,14 @@ class RendezvousClient:
         self.label = {"trainer": f"trainer {index}", "worker": f"replica {replica} worker {index}"}.get(
             role, f"replica {replica} {role}"
         )
-        self.lanes: dict[int, Lane] = {}
+        self.lanes: Mapping[int, LaneMessages] = {}
         self.named: tuple[int, Label] = (0, None)  # an attempt, and the version that the coordinator calls it
         self.void: set[int] = set()  # attempts that were prepared and given up: no call has these numbers
         self.drained: dict[int, int] = {}  # replica -> last attempt of which the coordinator said `Drained`
         self.replies = Replies()
         self.shelf = Shelf(self.try_send)
         self.inbox: queue.Queue[m.Message | XferError] = queue.Queue()
-        self.on_lane: Callable[[int], Lane | None] = self.lanes.get
+        self.on_lane: Callable[[int], LaneMessages | None] = lambda replica: None
         self.found: m.Found | None = None
         self.lost: PeerLost | None = None
         self._failed: m.WireError | None = None  # why the coordinator said that nothing can be refitted any more
@@ -207,7 +220,7 @@ class RendezvousClient:
         elif isinstance(message, m.Brought):
             lane = self.lanes.get(message.replica)
             if lane is not None:
-                lane.brought(message)
+                lane.part_ready(message)
             return
         elif isinstance(message, m.Drained):
             self.drained[message.replica] = message.attempt

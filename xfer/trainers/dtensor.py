@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
+    from xfer.packed.tensors import TensorStream
+
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 """Attributes under which torch.compile, activation checkpointing and FSDP keep the module that they wrap."""
 
@@ -114,6 +116,12 @@ class TensorTrainer:
         found = device_of(t for s in self._walk() if (t := local(s.get())) is not None)
         self.let_go()
         return found
+
+    def stream(self) -> TensorStream:
+        """For the packed route: whole checkpoint tensors, put together from shards."""
+        from xfer.packed.tensors import TensorStream
+
+        return TensorStream(self)
 
     def drain(self) -> None:
         """`finish_gathers`, then wait for the device."""

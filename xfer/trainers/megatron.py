@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from operator import is_
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.distributed as dist
@@ -43,6 +43,9 @@ from xfer.trainers.bridge_probe import Probed, probe_export
 from xfer.trainers.computed import Computed
 from xfer.trainers.hf_index import read_headers
 from xfer.trainers.pending import drain_over
+
+if TYPE_CHECKING:
+    from xfer.trainers.traced_stream import TracedStream
 
 Meet = Callable[[tuple[int, ...], str], None]
 
@@ -98,6 +101,12 @@ class MegatronTrainer:
         return self._device or device_of(p for chunk in self.chunks for p in chunk.parameters())
 
     # -- before bytes move --------------------------------------------------------------------------------------------
+
+    def stream(self) -> TracedStream:
+        """For the packed route: whole checkpoint tensors, put together from what the export was traced to."""
+        from xfer.trainers.traced_stream import TracedStream
+
+        return TracedStream(self)
 
     def drain(self) -> None:
         """`finish_gathers`, then wait for the device."""

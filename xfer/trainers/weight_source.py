@@ -1,7 +1,7 @@
 """xfer's gather as the source of vLLM's own weight transfer backends, so that the trainer's side can be adopted alone: the
 engine is an unmodified vLLM with `weight_transfer_config={"backend": "nccl"}` (or "ipc").
 
-    source = xfer.packed.native.weight_source(xfer.MegatronTrainer(chunks, bridge))
+    source = xfer.trainers.weight_source.weight_source(xfer.MegatronTrainer(chunks, bridge))
     engine = WeightTransferTrainerFactory.trainer_init(NCCLTrainerInitInfo(...), client=client, source=source)
     engine.send_weights()                                     # on every trainer rank, after every optimizer step
 

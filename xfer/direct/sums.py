@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from xfer.direct.holders import SharedSums
 from xfer.kernels.checksum import Sums
-from xfer.participants.holders import SharedSums
 from xfer.plan.part import Part
 
 

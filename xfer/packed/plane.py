@@ -15,18 +15,19 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
+import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Protocol
 
 import torch
 
 from xfer.coordinator import messages as m
-from xfer.errors import DeadlineExceeded, PeerLost, PlanMismatch, ProtocolError, RefitFailed, XferError
+from xfer.errors import DeadlineExceeded, PeerLost, ProtocolError, RefitFailed, XferError, out_of_memory
 from xfer.packed.ahead import OneAhead
 from xfer.packed.arrivals import Arrivals, own_stream
-from xfer.packed.buffer import Buffers, Unpacker, out_of_memory, specs_by_name, warm_sum
+from xfer.packed.buffer import Buffers, Unpacker, specs_by_name, warm_sum
 from xfer.packed.feed import Feed, Pump
 from xfer.packed.plan import BucketPlan
 from xfer.packed.shared import MAX_OFFER, SharedArrivals, announce, exporters_of, nearest, place_of, wait_done
@@ -42,8 +43,11 @@ from xfer.packed.wire import (
     nbytes_of,
 )
 from xfer.participants import faults
-from xfer.participants.lane import PROGRESS_S, Lane
+from xfer.participants.data_plane import PlanFacts, Progress, Stop
+from xfer.participants.lane import labels_of
+from xfer.rendezvous.client import RendezvousClient
 from xfer.rendezvous.store import RendezvousStore
+from xfer.trace.catalog import Catalog
 from xfer.trace.fragment import TensorSpec
 from xfer.transport import routes
 from xfer.transport.group import Link
@@ -59,10 +63,29 @@ OVER_S = 2.0
 """Seconds in which a gather that nobody needs any more ends, when nothing hangs."""
 
 
-class Loader(Protocol):
-    """The engine's side of a worker; vllm_model.py has the one for vLLM."""
+class Side(Protocol):
+    """One rank of a session: the trainer's or worker's side that made this plane."""
 
-    drop: tuple[str, ...]
+    role: str
+    index: int
+    device: torch.device
+    catalog: Catalog
+
+    def counts_buffers(self, replica: int) -> bool:
+        """Whether this replica's plane counts the buffers that all planes of this rank share."""
+
+
+class Loader(Protocol):
+    """An engine framework's adapter on one worker; `engines/vllm_loader.py` has the one for vLLM."""
+
+    device: torch.device
+
+    def accept(self, catalog: Catalog) -> None:
+        """Refuse a catalog whose tensors the engine's loader cannot take."""
+
+    def engage_lock(self) -> None: ...
+
+    def synchronize(self) -> None: ...
 
     def begin(self, specs: Sequence[TensorSpec]) -> None: ...
 
@@ -76,47 +99,39 @@ class Loader(Protocol):
         """The refit ends here: what was written stays, and the model must not be taken for whole."""
 
 
-_abandoned: list[tuple[Link, Buffers]] = []  # held until what was received by an aborted link has left the device
+_abandoned: list[tuple[Link, Buffers]] = []  # held until what an aborted link received has left the device
 
 
-@dataclass(frozen=True, slots=True)
-class _Summary:
-    broadcast_bytes: int
-    nbytes: int
-    direct_share = 0.0  # the engine's loader copies all of it
-    kept_bytes = 0  # loaders write what they are given, so `keep=` is refused
+class PackedPlane:
+    """See `DataPlane`. It has a `pump` on trainers and a `loader` on workers."""
 
-
-@dataclass(frozen=True, slots=True)
-class PackedPlan:
-    """What a lane knows before the first gather: the names and sizes of what will come."""
-
-    digest: str
-    nbytes: int
-    tensors: int
-    workers: int = 0
-
-    @property
-    def summary(self) -> _Summary:
-        return _Summary(self.nbytes * self.workers, self.nbytes * self.workers)
-
-
-class PackedLane(Lane):
-    """`pump`: on trainers; `loader`: on workers."""
+    drained = unmapped = True  # nothing is mapped, and a transfer ends only when nothing of it is on the device
+    read_by_others = False
 
     def __init__(
-        self, party, side, replica: int, joint_rank: int, *, pump: Pump | None = None, loader: Loader | None = None
+        self,
+        party: RendezvousClient,
+        side: Side,
+        replica: int,
+        *,
+        pump: Pump | None = None,
+        loader: Loader | None = None,
     ):
-        self.pump, self.loader = pump, loader
+        self.party, self.side, self.replica, self.pump, self.loader = party, side, replica, pump, loader
+        self.facts: PlanFacts | None = None
+        self._nbytes = self._tensors = self._workers = 0  # of the plan: of one copy of all checkpoint tensors
+        self._deadline_s = 0.0
+        self._link: Link | None = None
+        self._stop = Stop()  # of what runs
+        self._lock = threading.Lock()
         self._feed: Feed | None = None
         self._told = b""  # digest of the manifest that this link has carried
         self._exporters = Exporters()
-        # Colocated: on exporters their workers', on workers their exporter's rank on the link.
+        # Colocated: an exporter's workers on the link; on a worker its exporter.
         self._mine: tuple[int, ...] = ()
-        self._opened = False  # also where this rank needs no link: who asks again would wait for ranks that have one
+        self._opened = False  # also where this rank needs no link: asking again would wait for ranks that have one
         self._messages: tuple[Message, ...] = ()
         self._buffers = Buffers(2, side.device) if loader is not None else None
-        super().__init__(party, side, replica, joint_rank, None)
 
     @property
     def sends(self) -> bool:
@@ -131,100 +146,100 @@ class PackedLane(Lane):
     def _shared(self) -> bool:
         return bool(self._exporters.ranks)
 
-    # ---- what sessions ask of a lane
-
-    def post(self, message: m.Message) -> None:
-        if self.pump is not None and isinstance(message, m.Go):
-            self.pump.enter(message.attempt, message.together or (self.replica,))
-        super().post(message)
-
-    def cancel(self, error: XferError, epoch: int | None) -> None:
-        super().cancel(error, epoch)
-        if (feed := self._feed) is not None:
-            feed.stir()
-
-    def wait_idle(self, seconds: float, moved: bool = False) -> bool:
-        """On trainers also that no gather reads parameters any more."""
-        until = time.monotonic() + seconds
-        if not super().wait_idle(seconds, moved):
-            return False
-        return self.pump is None or self.pump.wait_over(max(0.0, until - time.monotonic()))
-
-    def forget_routes(self) -> None:
-        super().forget_routes()
-        if self.pump is not None:
-            self.pump.forget()
-
-    def _do_close_routes(self) -> None:
-        if self.pump is not None:
-            if not self.pump.wait_sent(self._deadline_s):
-                what = "a gather is still running, or being sent; nothing of it can be released"
-                raise DeadlineExceeded(what, where=self.party.label)
-            self.pump.forget()
-        super()._do_close_routes()
-
-    def planned_bytes(self) -> tuple[int, int]:
-        if self.plan is None:
-            return 0, 0
-        if self.loader is not None:
-            return self.plan.nbytes, 0
-        return 0, self.plan.nbytes if self.pump.source.rank == 0 else 0
+    # ---- from other threads
 
     @property
     def extra_bytes(self) -> int:
         if self.loader is not None:
             return self._buffers.nbytes
-        return self.pump.extra_bytes if self.replica == min(self.party.lanes, default=self.replica) else 0
+        return self.pump.extra_bytes if self.side.counts_buffers(self.replica) else 0
 
-    def rebound(self) -> bool:
+    def expect(self, go: m.Go) -> None:
+        if self.pump is not None:
+            self.pump.enter(go.attempt, go.together or (self.replica,))
+
+    def part_ready(self, ready: m.Brought) -> None:
+        pass
+
+    def stop(self) -> None:
+        with self._lock:
+            link = self._link
+        if link is not None:
+            link.abort(0.0)
+        if (feed := self._feed) is not None:
+            feed.stir()
+
+    def wait_still(self, seconds: float) -> bool:
+        """On trainers also that no gather reads parameters any more."""
+        until, link = time.monotonic() + seconds, self._link
+        if link is not None and not link.drained(seconds):
+            return False
+        return self.pump is None or self.pump.wait_over(max(0.0, until - time.monotonic()))
+
+    def moved(self) -> bool:
         return False
 
     def explain(self) -> str:
-        what = f"packed: {self.plan.tensors} whole tensors, {self.plan.nbytes:,} bytes"
+        what = f"packed: {self._tensors} whole tensors, {self._nbytes:,} bytes"
         if self.pump is not None and self.pump.source.way:
             what += f", {self.pump.source.way}"
         if self._shared:
             ranks = ", ".join(map(str, self._exporters.ranks))
-            return f"{what}, in buffers of trainer {ranks} that {self.plan.workers} workers map and load from"
-        return f"{what}, broadcast by trainer 0 to {self.plan.workers} workers, which load them"
+            return f"{what}, in buffers of trainer {ranks} that {self._workers} workers map and load from"
+        return f"{what}, broadcast by trainer 0 to {self._workers} workers, which load them"
 
-    # ---- planning and linking
+    # ---- close
 
-    def _do_plan(self, p: m.PlanInputs) -> None:
-        faults.point(self.side.role, self.side.index, "plan")
-        self._close_link()
-        began = time.perf_counter()
-        catalog = self.side.catalog()
-        told = f"packed {catalog.digest()} {p.bucket_bytes} {sorted(p.drop)}"
-        said = hashlib.blake2b(told.encode(), digest_size=16).hexdigest()
-        if faults.wants(self.side.role, self.side.index, "digest"):
-            said = said[::-1]
-        self._deadline_s = p.deadline_s
-        self.plan = PackedPlan(said, sum(map(nbytes_of, catalog.specs)), len(catalog.specs))
-        self.plan_seconds = time.perf_counter() - began
-        self._check()
-        self.party.send(m.Planned(self.replica, p.epoch, said, self.plan_seconds, *self.planned_bytes()))
+    def unmap(self) -> None:
+        pass
 
-    def _do_link(self, o: m.OpenLink) -> None:
-        faults.point(self.side.role, self.side.index, "link")
-        began = time.perf_counter()
-        if self.plan is None:
-            raise PlanMismatch("asked to open a link without a plan")
-        self.plan = replace(self.plan, workers=o.workers)
-        if o.fresh:
-            self._close_link()
+    def forget(self) -> None:
+        if self.pump is not None:
+            self.pump.forget()
+
+    def close_routes(self) -> None:
+        if self.pump is not None and not self.pump.wait_sent(self._deadline_s):
+            what = "a gather is still running, or being sent; nothing of it can be released"
+            raise DeadlineExceeded(what, where=self.party.label)
+        self.forget()
+
+    def close(self) -> None:
+        with self._lock:
+            link, self._link = self._link, None
+        if link is not None:
+            link.close()
+        self._told, self._messages, self._exporters, self._mine = b"", (), Exporters(), ()
+        self._opened = False
+
+    # ---- plan and link
+
+    def make_plan(self, inputs: m.PlanInputs, stop: Stop) -> PlanFacts:
+        self.close()
+        self._deadline_s, catalog = inputs.deadline_s, self.side.catalog
+        told = f"packed {catalog.digest()} {inputs.bucket_bytes} {sorted(inputs.drop)}"
+        digest = hashlib.blake2b(told.encode(), digest_size=16).hexdigest()
+        self._nbytes, self._tensors = sum(map(nbytes_of, catalog.specs)), len(catalog.specs)
+        takes = self._nbytes if self.loader is not None else 0
+        gives = self._nbytes if self.pump is not None and self.side.index == 0 else 0
+        self.facts = PlanFacts(digest, (), takes, gives, 0, 0)
+        return self.facts
+
+    def open(self, order: m.OpenLink, stop: Stop) -> m.LinkOpen:
+        moved, self._workers = self._nbytes * order.workers, order.workers
+        self.facts = replace(self.facts, nbytes=moved, broadcast_bytes=moved)
+        if order.fresh:
+            self.close()
         if self._link is None and not self._opened:
-            self._open(o)
+            self._open(order, stop)
             self._opened = True
-        self._check()
-        self.party.send(m.LinkOpen(self.replica, o.epoch))
-        self._log_planned(began)
+        return m.LinkOpen(self.replica, order.epoch)
 
-    def _open(self, o: m.OpenLink) -> None:
-        cancelled = self._running.stopped
-        store = RendezvousStore(
-            self.party.channel, self.party.replies, f"r{self.replica}/e{o.epoch}/", self._deadline_s, cancelled
-        )
+    def agreed(self) -> None:
+        pass
+
+    def _open(self, order: m.OpenLink, stop: Stop) -> None:
+        prefix = f"r{self.replica}/e{order.epoch}/"
+        store = RendezvousStore(self.party.channel, self.party.replies, prefix, self._deadline_s, stop.stopped)
         self._exporters = self._agree_exporters(store)
         first = len(self._exporters.ranks) or 1  # of the workers' ranks on the link
         if self.loader is not None:
@@ -237,20 +252,19 @@ class PackedLane(Lane):
         else:
             rank = self._exporters.ranks.index(self.side.index) if self._shared else 0
             if self._shared:
-                taken = [int(store.get(f"takes{w}")) for w in range(o.workers)]
+                taken = [int(store.get(f"takes{w}")) for w in range(order.workers)]
                 self._mine = tuple(first + w for w, exporter in enumerate(taken) if exporter == rank)
-        labels = (
-            *(f"trainer {i}" for i in self._exporters.ranks or (0,)),
-            *(f"replica {self.replica} worker {i}" for i in range(o.workers)),
-        )
+        labels = labels_of(self._exporters.ranks or (0,), self.replica, order.workers)
         device = torch.device("cpu") if self._shared else self.side.device
-        link: Link = routes.open_link(store, rank, first + o.workers, self._deadline_s, device, labels, cancelled)
+        link: Link = routes.open_link(
+            store, rank, first + order.workers, self._deadline_s, device, labels, stop.stopped
+        )
         with self._lock:
             self._link, self._told = link, b""
-        self._check()  # a cancel that came meanwhile has seen no link to abort
+        stop.check()  # a `stop` that came meanwhile has seen no link to abort
 
     def _agree_exporters(self, store: RendezvousStore) -> Exporters:
-        """Trainer 0 says it to all, once per link."""
+        """Trainer 0 tells all ranks, once per link."""
         if self.pump is None:
             return decode_exporters(store.get("exporters"))
         if not self.pump.colocated:
@@ -271,56 +285,46 @@ class PackedLane(Lane):
 
     # ---- refits
 
-    def _do_go(self, go: m.Go) -> None:
+    def run(self, go: m.Go, stop: Stop, until: float, progress: Progress) -> m.Done:
+        self._stop = stop
         if self.pump is not None:
             # Also when this lane was stopped meanwhile: the gather is one for all replicas, and all ranks take part.
             self._feed = self.pump.join(go.attempt, go.together or (self.replica,), self.replica)
         try:
-            self._go(go)
+            stop.check()
+            faults.point(self.side.role, self.side.index, "moving")
+            if self.loader is not None:
+                return self._take_in(go, until, progress)
+            return self._give(go, until, progress)
         except PeerLost:
-            # Who breaks a link has a reason, which comes by the coordinator and says more than that the link is broken.
-            until = time.monotonic() + HEAR_S
-            while self._running.error is None and time.monotonic() < until:
+            # The rank that broke the link has a reason. It comes by the coordinator, and says more than a broken link.
+            heard = time.monotonic() + HEAR_S
+            while not stop.stopped() and time.monotonic() < heard:
                 time.sleep(0.01)
             raise
         finally:
             if (feed := self._feed) is not None:
                 feed.leave(self.replica)
-                # Not beyond its deadline: a gather that hangs, in a collective of the framework's say, must not hold up
-                # the words with the coordinator. See wait_idle.
+                # A gather that hangs in a collective of the framework must not delay what the lane has to tell.
                 if not feed.over.wait(OVER_S):
                     logger.warning("xfer: %s has ended a refit while its gather %s", self.party.label, feed.doing)
                 self._feed = None
 
-    def _go(self, go: m.Go) -> None:
-        self._check_go(go)
-        self.go_attempt = go.attempt
-        until = (
-            time.monotonic() + go.deadline_s + 2.0
-        )  # the coordinator's own deadline comes first: it knows who is late
-        self.party.try_send(m.Progress(self.replica, go.attempt, "moving", 0, 0, sum(self.planned_bytes())))
-        faults.point(self.side.role, self.side.index, "moving")
-        done = self._take_in(go, until) if self.loader is not None else self._give(go, until)
-        faults.point(self.side.role, self.side.index, "done")
-        self._check()
-        self.party.send(done)
-        self.done_attempt = go.attempt
-
     def _why(self) -> XferError | None:
-        return self._running.error
+        return self._stop.error
 
-    def _give(self, go: m.Go, until: float) -> m.Done:
+    def _give(self, go: m.Go, until: float, progress: Progress) -> m.Done:
         """A trainer: gather with the others, and send what was gathered if that is this rank's part."""
         feed = self._feed
         wire_s, nbytes, total = 0.0, 0, 0
         if self.sends:
             with own_stream(self.side.device, f"send {self.replica}"):
-                wire_s, nbytes, total = self._send(feed, go, until)
+                wire_s, nbytes, total = self._send(feed, go, until, progress)
         feed.wait_over(until, self._why)
         sums: tuple[m.Checksum, ...] = ()
         if go.verify and self.sends:
             total ^= int(faults.wants("trainer", self.side.index, "checksum"))
-            workers = [r - len(self._exporters.ranks) for r in self._mine] if self._shared else range(self.plan.workers)
+            workers = [r - len(self._exporters.ranks) for r in self._mine] if self._shared else range(self._workers)
             sums = tuple(m.Checksum(w, total.to_bytes(8, "little")) for w in workers)
         source = self.pump.source
         return m.Done(
@@ -328,7 +332,7 @@ class PackedLane(Lane):
             source.agreed_s + source.built_s, sums,
         )  # fmt: skip
 
-    def _send(self, feed: Feed, go: m.Go, until: float) -> tuple[float, int, int]:
+    def _send(self, feed: Feed, go: m.Go, until: float, progress: Progress) -> tuple[float, int, int]:
         """(seconds on the wire, bytes, sum over messages when verifying)."""
         link, device = self._link, self.side.device
         if go.verify:
@@ -341,7 +345,7 @@ class PackedLane(Lane):
             for worker in self._mine:
                 link.send(torch.tensor([offer.numel()]), worker, _OFFER, until)
                 link.send(offer, worker, _OFFER, until)
-        seconds, nbytes, total, said = 0.0, 0, 0, time.monotonic()
+        seconds, nbytes, total = 0.0, 0, 0
         wire = OneAhead(link, until, lambda sent, _: feed.release(sent, self.replica))
         for number in range(plan.messages):
             data = feed.take(number, until, self._why)
@@ -357,7 +361,7 @@ class PackedLane(Lane):
                 feed.release(number, self.replica)
             else:
                 wire.give(number, data)
-            said = self._progress(go, number, nbytes, said)
+            progress(number, nbytes)
         wire.close()
         return seconds + wire.seconds, nbytes if self.side.index == 0 else 0, total
 
@@ -386,21 +390,14 @@ class PackedLane(Lane):
         self._link.broadcast(data, 0, until)
         return data.cpu()
 
-    def _progress(self, go: m.Go, number: int, nbytes: int, said: float) -> float:
-        now = time.monotonic()
-        if now - said < PROGRESS_S:
-            return said
-        self.party.try_send(m.Progress(self.replica, go.attempt, "moving", number, nbytes, sum(self.planned_bytes())))
-        return now
-
     # ---- workers
 
-    def _take_in(self, go: m.Go, until: float) -> m.Done:
+    def _take_in(self, go: m.Go, until: float, progress: Progress) -> m.Done:
         link, model = self._link, self.loader
         _abandoned[:] = [x for x in _abandoned if not x[0].drained()]
         messages = self._announced(go, until)
         self._buffers.begin(messages)
-        specs = self.side.catalog().specs
+        specs = self.side.catalog.specs
         how = (until, self.side.device, go.verify)
         longest = max((x.nbytes for x in messages), default=0)
         offer = self._offered(until) if self._shared else b""
@@ -414,15 +411,15 @@ class PackedLane(Lane):
                     self._buffers.take(i, longest)
                 arrivals = Arrivals(link, messages, self._buffers, *how)
         unpacker = Unpacker(self.side.device, *([] if self._shared else [self._buffers.views]))
-        said, load_s, nbytes = time.monotonic(), 0.0, 0
+        load_s, nbytes = 0.0, 0
         try:
-            self.side.before(go, self.plan)
+            model.engage_lock()
             with self._memory_for("made its model ready to be loaded"):
                 model.begin(specs)
             for number, message in enumerate(messages):
                 with self._memory_for(f"took in bucket {number}, of {message.nbytes:,} bytes"):
                     data = arrivals.take()
-                    self._check()
+                    self._stop.check()
                     faults.point("worker", self.side.index, "wave")
                     began = time.perf_counter()
                     tensors = [(s.name, t) for s, t in unpacker.take(message, data)]
@@ -432,14 +429,14 @@ class PackedLane(Lane):
                 load_s += time.perf_counter() - began
                 nbytes += message.nbytes
                 arrivals.free()
-                said = self._progress(go, number, nbytes, said)
+                progress(number, nbytes)
             unpacker.close(s.name for s in specs)
             began = time.perf_counter()
             with self._memory_for("finished what it had loaded"):
                 model.finish()
             load_s += time.perf_counter() - began
         except BaseException as e:
-            if self._running.error is None and not isinstance(e, PeerLost):  # before the others see the link break
+            if not self._stop.stopped() and not isinstance(e, PeerLost):  # before the others see the link break
                 self.party.try_send(m.Failed(m.WireError.of(e, self.party.label), go.attempt, self.replica))
             link.abort()  # or the receiving thread would go on writing to buffers, and wait for what nobody sends
             model.abandon()
@@ -448,7 +445,7 @@ class PackedLane(Lane):
             if not arrivals.close() or not link.drained():  # somebody may still write to them
                 _abandoned.append((link, self._buffers))
                 self._buffers = Buffers(2, self.side.device)
-        self.side.model.synchronize()
+        model.synchronize()
         total = arrivals.total ^ int(go.verify and faults.wants("worker", self.side.index, "checksum"))
         sums = (m.Checksum(self.side.index, total.to_bytes(8, "little")),) if go.verify else ()
         carried = (m.RouteBytes("packed", nbytes, arrivals.seconds),)
@@ -476,7 +473,7 @@ class PackedLane(Lane):
             )
         if size:
             raw = bytes(self._hear(torch.zeros(size, dtype=torch.uint8), until).numpy())
-            self._messages = checked(decode_manifest(raw), specs_by_name(self.side.catalog().specs))
+            self._messages = checked(decode_manifest(raw), specs_by_name(self.side.catalog.specs))
             self._told = digest(raw)
         if _words(self._told.ljust(16, b"\0")) != [high, low] or len(self._messages) != count:
             raise ProtocolError("the sender refers to buckets that it has not announced here")
@@ -493,11 +490,6 @@ class PackedLane(Lane):
         offer = torch.zeros(int(length), dtype=torch.uint8)
         self._link.recv(offer, self._mine[0], _OFFER, until)
         return bytes(offer.numpy())
-
-    def _close_link(self) -> None:
-        super()._close_link()
-        self._told, self._messages, self._exporters, self._mine = b"", (), Exporters(), ()
-        self._opened = False
 
 
 def _words(sixteen: bytes) -> list[int]:

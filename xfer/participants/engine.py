@@ -23,6 +23,16 @@ class EngineHandle(Protocol):
     def engine(self) -> Any:
         """What the handle was made of."""
 
+    def refuse_own_loop(self, call: str) -> None:
+        """Unsupported where the caller's thread runs what the engine's answers need: `call` would wait for itself."""
+
+    def ask_paused(self, timeout: float) -> None:
+        """Ask whether somebody else has paused the engine, so that `pause` has to ask nothing."""
+
+    def hand_over_drafter(self, timeout: float) -> bool:
+        """Whether the engine has a drafter (speculative decoding), which its workers' transfer engines then know. They see it
+        only when a draft update is opened, so this opens and finishes an empty one."""
+
     def hold(self) -> AbstractContextManager[None]:
         """Inside, the owner may use the engine and no refit begins; needed only where the engine cannot be paused
         itself."""

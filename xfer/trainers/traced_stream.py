@@ -14,7 +14,6 @@ import torch
 
 from xfer.errors import LayoutError, RebindError, Unsupported
 from xfer.packed import agree
-from xfer.packed.megatron import BridgeStream
 from xfer.packed.plan import BucketPlan, Group, TaskSize
 from xfer.packed.tensors import TensorStream
 from xfer.packed.wire import Message
@@ -23,6 +22,7 @@ from xfer.trace.fragment import TensorSpec
 from xfer.trace.slots import Slots, refuse_elsewhere, walk
 from xfer.trace.traced import Traced, TrainerLayout
 from xfer.trainers.bridge_export import factor_tasks, model_bridge_of, owned_adapters, owned_tasks
+from xfer.trainers.bridge_stream import BridgeStream
 from xfer.trainers.megatron import MegatronTrainer, _canonical, _relocate, _trained
 
 

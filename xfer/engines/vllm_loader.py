@@ -18,8 +18,7 @@ import torch
 from xfer.engines.live import Slot, Storages
 from xfer.engines.lock import alone, try_locks
 from xfer.engines.settings import refuse_settings
-from xfer.errors import LayoutError, Unsupported, XferError
-from xfer.packed.buffer import out_of_memory
+from xfer.errors import LayoutError, Unsupported, XferError, out_of_memory
 from xfer.trace.fragment import TensorSpec
 
 if TYPE_CHECKING:
@@ -30,7 +29,7 @@ logger = logging.getLogger("xfer")
 
 
 class PackedModel:
-    """See session.worker.Taker and lane.Loader."""
+    """See `EngineModel` in participants/worker.py and `Loader` in packed/plane.py."""
 
     def __init__(self, engine: EngineModel):
         self.engine, self.device = engine, engine.device

@@ -1,0 +1,140 @@
+"""What one trainer rank offers on the direct route: its storages in place, their layout, and what it says of their bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+
+from xfer.coordinator import messages as m
+from xfer.direct import holders
+from xfer.direct.plane import DirectPlane
+from xfer.direct.sums import SourceSums
+from xfer.direct.unsent import Unsent
+from xfer.participants import faults
+from xfer.participants.data_plane import News
+from xfer.plan.cache import PlanCache
+from xfer.plan.inventory import Inventory, trainer_inventory
+from xfer.plan.part import Part
+from xfer.plan.table import padded_shapes
+from xfer.rendezvous.client import RendezvousClient, host_identity
+from xfer.trace.catalog import Catalog
+from xfer.trace.traced import TrainerLayout
+from xfer.transport.routes import Routed
+
+
+class DirectTrainer:
+    """See `TrainerSide`; for its planes, `Storages`.
+
+    Args:
+        cache_dir: Folder where plans are kept between runs. None: they are not kept.
+        drop: Globs of checkpoint tensors that no engine takes.
+    """
+
+    role = "trainer"
+
+    def __init__(
+        self, party: RendezvousClient, index: int, device: torch.device, cache_dir: str | None, drop: Sequence[str]
+    ):
+        self.index, self.device, self.inventory = index, device, b""
+        self.catalog: Catalog | None = None
+        self._party, self._drop = party, tuple(drop)
+        self._cache = PlanCache(cache_dir) if cache_dir else None
+        self._unsent = Unsent(drop)
+        self._made: Inventory | None = None
+        self._names: list[str] = []
+        self._roots: list[torch.Tensor] = []
+        self._binding = 0
+        self._sums = SourceSums(index, [], [])
+        self._kept: list[list[torch.Tensor]] = []  # storages that somebody may still read
+        self._planes: dict[int, DirectPlane] = {}
+
+    # ---- for the session
+
+    def read(self, catalog: Catalog, layout: TrainerLayout) -> None:
+        self.catalog = catalog
+        made = trainer_inventory(
+            catalog,
+            rank=self.index,
+            host=host_identity(),
+            roots=layout.roots,
+            fragments=layout.traced.fragments,
+            recipes=(r.digest() for r in layout.traced.recipes),
+        )
+        self._made, self.inventory = made, self._party.shelf.offer(made)
+        self._names = [r.name for r in made.roots]
+        self._unsent.expect(layout.trained)
+        self.rebind(layout.tensors)
+
+    def forget_layout(self) -> None:
+        self._made, self._names, self.inventory = None, [], b""
+        self.rebind({})
+
+    def rebind(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._sums.end()
+        self._roots = [tensors[name] for name in self._names]
+        self._binding += 1  # lanes read roots and number as they are set here: never old roots under a newer number
+        self._sums = SourceSums(self.index, self._roots, padded_shapes(self.catalog) if self._names else [])
+
+    def plane(self, replica: int) -> DirectPlane:
+        plane = self._planes[replica] = DirectPlane(self._party, self, replica, self.index, self._cache)
+        return plane
+
+    def wait_still(self, seconds: float) -> bool:
+        return True
+
+    def news(self, committed: bool) -> News:
+        """A sample of the bytes until the first commit, for comparison with other ranks (holders.py); whether what is sent
+        has changed since the last refit, and what has changed and is not sent (unsent.py)."""
+        if self._made is None or not self._roots:
+            return News()
+        sample = b"" if committed else holders.sample(self.catalog, self._made, self._roots, self._drop)
+        return News(sample, *self._unsent.look(self.catalog, self._made, self._roots))
+
+    def begin_sums(self, attempt: int, idle: Iterable[int]) -> None:
+        parts = {r: plane.part for r, plane in list(self._planes.items()) if plane.part is not None}
+        self._sums.begin({r: parts[r] for r in idle if r in parts}, attempt)
+
+    def warn(self, lines: Sequence[str]) -> tuple[str, ...]:
+        return tuple(lines)
+
+    def keep_alive(self) -> None:
+        self._kept.append(self._roots)
+
+    def let_go_kept(self) -> None:
+        self._kept.clear()
+
+    def release(self) -> None:
+        self._sums.end()
+        self._roots = []
+        self._sums = SourceSums(self.index, [], [])
+
+    def close(self) -> None:
+        self._sums.end()
+
+    # ---- for its planes
+
+    def roots(self) -> tuple[int, Sequence[torch.Tensor]]:
+        return self._binding, self._roots
+
+    def opened(self, replica: int, plan: Part, generation: int) -> None:
+        """Binds the checksums, used or not: their kernels must not be loaded beside another replica's NCCL kernels, which
+        would wait. Storages that were replaced meanwhile are left out, since this plan may not fit the new ones."""
+        sums = self._sums
+        if generation == self._binding:
+            sums.bind(replica, plan)
+
+    def before(self) -> None:
+        pass
+
+    def gate(self, go: m.Go, plan: Part, routed: Routed) -> None:
+        """A trainer pulls nothing."""
+
+    def after(self, go: m.Go, plan: Part) -> tuple[tuple[m.Checksum, ...], bytes]:
+        if not go.verify:
+            return (), b""
+        out = []
+        for worker, value in enumerate(self._sums.values(go.replica, plan, go.attempt)):
+            value ^= int(faults.wants("trainer", self.index, "checksum"))
+            out.append(m.Checksum(worker, (value % (1 << 64)).to_bytes(8, "little")))
+        return tuple(out), self._sums.shared(go.replica, plan, go.attempt)

@@ -1,0 +1,127 @@
+"""What one engine worker takes on the direct route: its live storages in place, locked while bytes move, and summed after."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import torch
+
+from xfer.coordinator import messages as m
+from xfer.direct.early import FIRST, EarlySums, first_storages, whole_storages
+from xfer.direct.plane import DirectPlane
+from xfer.errors import VerificationError
+from xfer.kernels.checksum import Constants, Sums
+from xfer.participants import faults
+from xfer.plan.inventory import engine_inventory
+from xfer.plan.part import Part
+from xfer.plan.rows import footprint_rows
+from xfer.plan.table import padded_shapes
+from xfer.rendezvous.client import RendezvousClient, host_identity
+from xfer.trace.catalog import Catalog
+from xfer.transport.routes import Routed
+
+
+class LiveModel(Protocol):
+    """An engine framework's adapter on one worker; `engines/vllm_layout.py` has the one for vLLM."""
+
+    device: torch.device
+
+    def read(self, catalog: Catalog): ...
+
+    def rebind(self) -> Mapping[str, torch.Tensor]: ...
+
+    def engage_lock(self) -> None: ...
+
+    def run_recipes(self) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
+class DirectWorker:
+    """See `WorkerSide` in participants/worker.py; for its plane, `Storages`."""
+
+    role = "worker"
+
+    def __init__(self, model: LiveModel, party: RendezvousClient, replica: int, index: int):
+        self.model, self.device, self.index, self.inventory = model, model.device, index, b""
+        self.catalog: Catalog | None = None
+        self._party, self._replica = party, replica
+        self._names: list[str] = []
+        self._roots: list[torch.Tensor] = []
+        self._binding = 0
+        self._sums: Sums | None = None  # of these storages, bound when first asked for
+        self._constants: tuple[Part, Constants] | None = None  # likewise, of this plan
+        self._early: tuple[Routed, EarlySums | None] | None = None  # likewise, of these routes
+
+    # ---- for the session
+
+    def read(self, catalog: Catalog) -> None:
+        self.catalog, layout = catalog, self.model.read(catalog)
+        made = engine_inventory(
+            catalog, rank=self.index, host=host_identity(), roots=layout.roots, fragments=layout.traced.fragments,
+            fills=layout.traced.fills, footprint=layout.footprint, kept=layout.kept, staged=layout.staged, reads=layout.traced.reads,
+            recipes=(r.digest() for r in layout.traced.recipes),
+        )  # fmt: skip
+        self.inventory = self._party.shelf.offer(made)
+        self._names, self._rows = [r.name for r in made.roots], footprint_rows(made)
+        self._bind(layout.tensors)
+
+    def rebind(self) -> None:
+        self._bind(self.model.rebind())
+
+    def _bind(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._roots, self._sums, self._constants, self._early = [tensors[n] for n in self._names], None, None, None
+        self._binding += 1
+
+    def plane(self, joint_rank: int) -> DirectPlane:
+        return DirectPlane(self._party, self, self._replica, joint_rank)
+
+    # ---- for its plane
+
+    def roots(self) -> tuple[int, Sequence[torch.Tensor]]:
+        return self._binding, self._roots
+
+    def opened(self, replica: int, plan: Part, generation: int) -> None:
+        """A worker sums after its bytes have come, so no kernel is loaded beside NCCL's."""
+
+    def before(self) -> None:
+        self.model.engage_lock()  # on a stream that the transfer waits for; the device was idle when this worker armed
+
+    def gate(self, go: m.Go, plan: Part, routed: Routed) -> EarlySums | None:
+        if self._early is not None and self._early[0] is not routed:
+            self._early = None  # it would keep the buffers of closed routes
+        if routed.pull is not None and go.verify and self._early is None:
+            rest = routed.program.rows
+            others = rest[rest["dst"] == plan.program.rank]
+            within = routed.place is None and routed.near
+            if routed.place is None:
+                part, first = 0, first_storages(routed.pulled, others, 1.0 if within else FIRST)
+            else:
+                part, first = whole_storages(routed.place.rows, others)
+            shapes = padded_shapes(self.catalog)
+            early = EarlySums(self._rows, self._roots, shapes, first, part, within) if len(first) else None
+            self._early = routed, early
+        return self._early[1] if go.verify and self._early is not None else None
+
+    def after(self, go: m.Go, plan: Part) -> tuple[tuple[m.Checksum, ...], bytes]:
+        # Sums come first: they are of what the trainers sent, before the loader's own arithmetic runs over scratch.
+        out: tuple[m.Checksum, ...] = ()
+        if go.verify:
+            value = self._sum() ^ int(faults.wants("worker", self.index, "checksum"))
+            out = (m.Checksum(self.index, (value % (1 << 64)).to_bytes(8, "little")),)
+            if self._constants is None or self._constants[0] is not plan:
+                self._constants = plan, Constants(plan.program.rows, self._roots)
+            if wrong := self._constants[1].wrong():
+                raise VerificationError(f"{wrong} constants (vocabulary padding) are not what the loader puts there")
+        self.model.run_recipes()
+        self.model.synchronize()
+        return out, b""
+
+    def _sum(self) -> int:
+        early = self._early[1] if self._early is not None else None
+        if early is not None:
+            return early.value()
+        if self._sums is None:
+            self._sums = Sums.of_one(self._rows, self._roots, "dst", padded_shapes(self.catalog))
+        return self._sums.values()[0]
