@@ -14,8 +14,7 @@ import torch
 from xfer.engines.live import Slot
 from xfer.engines.offload import refuse_offloaded
 from xfer.engines.vllm_loader import PackedModel, reached_by
-from xfer.errors import LayoutError, Unsupported
-from xfer.packed.buffer import out_of_memory
+from xfer.errors import LayoutError, Unsupported, out_of_memory
 
 
 def slots(*names: str) -> dict[str, Slot]:

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterable
 
 import torch
+import torch.distributed as dist
 
 from xfer.errors import DeadlineExceeded, PeerLost, XferError
 from xfer.packed.arrivals import own_stream, recorded
@@ -147,7 +148,10 @@ class Feed:
         if isinstance(e, XferError):
             e.where = e.where or self._label
             return e
-        return XferError(f"the trainers' weights could not be gathered: {type(e).__name__}: {e}", where=self._label)
+        what = f"the trainers' weights could not be gathered: {type(e).__name__}: {e}"
+        if isinstance(e, dist.DistBackendError) or "onnection closed by peer" in str(e) or "onnection reset" in str(e):
+            return PeerLost(what, where=self._label)  # torch says no more; the rank that broke the collective does
+        return XferError(what, where=self._label)
 
     # ---- the gather's thread
 
