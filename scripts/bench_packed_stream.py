@@ -21,11 +21,11 @@ from bench_shapes import ITEM, Layout, Model
 from xfer import kernels
 from xfer.packed import places
 from xfer.packed.lockstep import Lockstep
-from xfer.trainers.bridge_stream import ROUND_BYTES
 from xfer.packed.plan import Group, TaskSize
 from xfer.packed.wire import Message
 from xfer.trace.fragment import Fragment, TensorSpec
 from xfer.trace.traced import Traced, TrainerLayout
+from xfer.trainers.bridge_stream import ROUND_BYTES
 from xfer.transport.group import Link
 
 _FUSED = ((re.compile(r"\.[qkv]_proj\."), ".qkv."), (re.compile(r"\.(gate|up)_proj\."), ".fc1."))

@@ -41,10 +41,10 @@ from xfer.coordinator import messages as m  # noqa: E402
 from xfer.coordinator.layouts import LayoutExchange  # noqa: E402
 from xfer.coordinator.packing import pack, unpack_one  # noqa: E402
 from xfer.mesh.parallel import EngineParallel, TrainerParallel  # noqa: E402
-from xfer.rendezvous.layouts import Shelf  # noqa: E402
 from xfer.plan.cache import PlanCache  # noqa: E402
 from xfer.plan.fabric import Fabric, Site  # noqa: E402
 from xfer.plan.options import PlanOptions  # noqa: E402
+from xfer.rendezvous.layouts import Shelf  # noqa: E402
 from xfer.trace.catalog import Catalog  # noqa: E402
 
 BUCKET = 64 << 20

@@ -98,11 +98,11 @@ def test_what_is_no_engine_is_named_to_all_ranks(wait, late_s):
 
 
 AWAY = {
-    "an engine's other token": (1, dict(token=TOKEN + "?"), 0, "turned away: a caller with another token, last from 127.0.0.1"),
+    "an engine's other token": (1, dict(token=TOKEN + "?"), 0, "rejected: a caller with another token, last from 127.0.0.1"),
     "of two trainers, too": (2, dict(token=TOKEN + "?"), {}, "is xfer.serve.. running.*\n.*a caller with another token"),
-    "a number from 1 on": (1, dict(replica=1), 0, "turned away: controller 0 .*replica 1: trainers expect replicas 0..0"),
+    "a number from 1 on": (1, dict(replica=1), 0, "rejected: controller 0 .*replica 1: trainers expect replicas 0..0"),
     "a trainer's other token": (2, {}, dict(token=TOKEN + "?"), "trainer 1: it has not called.*\n.*a caller with another token"),
-    "a trainer of another world": (2, {}, dict(trainer=ToySource(1, 3)), "trainer 1: it was turned away\n.*there are 3 trainer"),
+    "a trainer of another world": (2, {}, dict(trainer=ToySource(1, 3)), "trainer 1: it was rejected\n.*there are 3 trainer"),
 }  # fmt: skip
 
 

@@ -19,9 +19,9 @@ from xfer.coordinator import coordinator as coordinator_module
 from xfer.coordinator import deadlines as bounds
 from xfer.coordinator import messages as m
 from xfer.coordinator import state
+from xfer.coordinator.events import Timers
 from xfer.coordinator.failures import heard
 from xfer.coordinator.refit import Refit
-from xfer.coordinator.timers import Timers
 from xfer.direct import sums
 from xfer.direct import trainer as direct_trainer
 from xfer.participants import computing, faults, lane, refit

@@ -20,7 +20,7 @@ import msgspec
 
 from xfer.coordinator import messages as m
 from xfer.coordinator.coordinator import Coordinator
-from xfer.coordinator.deadlines import CALL_GRACE_S, SETTLE_GRACE_S, STOP_GRACE_S
+from xfer.coordinator.deadlines import CALL_GRACE_S, HOLD_S, SETTLE_GRACE_S, STOP_GRACE_S
 from xfer.coordinator.events import Close, Connected, Disconnected, Event, Received, Send, Tick
 from xfer.coordinator.packing import pack_specs
 from xfer.coordinator.state import Options
@@ -64,6 +64,7 @@ class Process:
     todo: deque[Callable[[], None]] = field(default_factory=deque)
     said: list[m.Message] = field(default_factory=list)
     error: str = ""
+    ended: dict[int, list[m.Moved]] = field(default_factory=dict)  # refit -> what its lanes have moved and not reported
 
     def say(self, message: m.Message) -> None:
         if self.connected and self.alive:
@@ -75,6 +76,20 @@ class Process:
         self, why: str, attempt: int = 0, replica: int = -1, epoch: int = 0, kind: type[XferError] = XferError
     ) -> None:
         self.say(m.Failed(m.WireError.of(kind(why), self.role), attempt, replica, epoch))
+
+    def moved(self, attempt: int, moved: m.Moved) -> None:
+        """A lane has ended; its report may travel with those of lanes that end a little later."""
+        batch = self.ended.setdefault(attempt, [])
+        batch.append(moved)
+        if len(batch) == 1:
+            self.todo.append(lambda: self._say_done(attempt))
+        if not self.job.holds:
+            self._say_done(attempt)
+
+    def _say_done(self, attempt: int) -> None:
+        batch = self.ended.pop(attempt, None)
+        if batch:
+            self.say(m.Done(attempt, tuple(x.replica for x in batch), tuple(batch)))
 
     def hear(self, message: m.Message | None) -> None:
         raise NotImplementedError
@@ -147,7 +162,7 @@ class Lane:
             return self.owner.fail("bytes could not be moved", go.attempt, self.replica, self.epoch)
         sums = self.owner.sums(go) if go.verify else ()
         self.owner.done(go)
-        self.owner.say(m.Done(self.replica, go.attempt, 1, 1, 0.0, 0.0, 0.0, 0.0, sums))
+        self.owner.moved(go.attempt, m.Moved(self.replica, 1, 1, 0.0, 0.0, 0.0, 0.0, sums))
 
 
 class Trainer(Process):
@@ -213,10 +228,13 @@ class Trainer(Process):
         elif isinstance(message, m.CatalogMsg):
             self.generation = message.generation
             self.todo.append(lambda: self.say(m.InventoryMsg(self.inventory(), self.generation)))
-        elif isinstance(message, m.PlanInputs | m.OpenLink | m.Go | m.Abort | m.CloseRoutes):
+        elif isinstance(message, m.Go):
+            for replica, go in message.each():
+                self.lanes[replica].hear(go)
+        elif isinstance(message, m.PlanInputs | m.OpenLink | m.Abort | m.CloseRoutes):
             self.lanes[message.replica].hear(message)
         elif isinstance(message, m.Drained):
-            self.free[message.replica] = message.attempt
+            self.free.update(dict.fromkeys(message.replicas, message.attempt))
         elif isinstance(message, m.Outcome):
             if message.void:
                 self.void.add(message.attempt)
@@ -480,11 +498,19 @@ class Job:
     """All of it. `faults`: (process, kind of message) -> True makes the process fail where it would say or do that."""
 
     def __init__(
-        self, trainers: int, replicas: int, workers: int, seed: int = 0, relay: bool = False, in_step: bool = False
+        self,
+        trainers: int,
+        replicas: int,
+        workers: int,
+        seed: int = 0,
+        relay: bool = False,
+        in_step: bool = False,
+        holds: bool = False,
     ):
-        self.workers, self.in_step, self.now = workers, in_step, 1000.0
+        self.workers, self.in_step, self.holds, self.now = workers, in_step, holds, 1000.0
         self.options = Options(trainers, replicas, DEADLINE_S, 1 << 20, relay=relay)
         self.coordinator = Coordinator(self.options, "session", self.now)
+        self.coordinator.hold_s = HOLD_S if holds else 0.0
         self.random = random.Random(seed)
         self.processes: list[Process] = []
         self.numbers = itertools.count(1)
@@ -525,15 +551,17 @@ class Job:
         self.steps += 1
         by_number = {p.number: p for p in self.processes}
         for effect in self.coordinator.handle(event, self.now):
-            p = by_number.get(getattr(effect, "client", 0))
-            if p is None or not p.connected:
-                continue
             if isinstance(effect, Send):
                 m.encode(effect.message)
-                p.heard.append(effect.message)
-            elif isinstance(effect, Close):
-                p.heard.append(None)
-                p.sent.clear()
+            for number in effect.clients if isinstance(effect, Send) else [getattr(effect, "client", 0)]:
+                p = by_number.get(number)
+                if p is None or not p.connected:
+                    continue
+                if isinstance(effect, Send):
+                    p.heard.append(effect.message)
+                elif isinstance(effect, Close):
+                    p.heard.append(None)
+                    p.sent.clear()
         failure = self.coordinator.failure
         assert failure is None or "the coordinator failed" not in failure.message, failure
 

@@ -40,10 +40,13 @@ class Cluster(RuleBasedStateMachine):
         workers=st.integers(1, 2),
         relay=st.booleans(),
         in_step=st.booleans(),
+        holds=st.booleans(),
         seed=st.integers(0, 1 << 20),
     )
-    def connect(self, trainers: int, replicas: int, workers: int, relay: bool, in_step: bool, seed: int) -> None:
-        self.job = Job(trainers, replicas, workers, seed, relay, in_step)
+    def connect(
+        self, trainers: int, replicas: int, workers: int, relay: bool, in_step: bool, holds: bool, seed: int
+    ) -> None:
+        self.job = Job(trainers, replicas, workers, seed, relay, in_step, holds)
         self.hung: set[Process] = set()
         self.excused: set[Trainer] = set()  # stopped at some time in their call: they may give up
 

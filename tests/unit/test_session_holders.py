@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from tests.support.plan_worlds import SIZE, World, places, worlds
-from xfer.coordinator.holders import HELD, differences
+from xfer.coordinator.exports import HELD, differences
 from xfer.direct import holders
 from xfer.errors import ProtocolError
 from xfer.plan.inventory import trainer_inventory

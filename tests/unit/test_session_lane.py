@@ -16,6 +16,7 @@ from xfer.direct.plane import DirectPlane
 from xfer.errors import PeerLost
 from xfer.participants.data_plane import PlanFacts, Stop
 from xfer.participants.lane import Lane
+from xfer.rendezvous.client import DoneCollector
 from xfer.rendezvous.store import RendezvousStore, Replies
 
 
@@ -120,7 +121,7 @@ def test_a_worker_that_is_stopped_lets_go_of_the_trainers_memory(role, drained, 
     assert lane.wait_idle(0), "nobody is there to make it idle again"
 
 
-@pytest.mark.parametrize("message", [m.OpenLink(0, 2, True, 1), m.Go(0, 1, 1, "1", False, 1.0)])
+@pytest.mark.parametrize("message", [m.OpenLink(0, 2, True, 1), m.Go(1, (0,), (1,), "1", False, 1.0)])
 def test_what_comes_for_a_lane_that_has_ended_keeps_nobody_waiting(message):
     """A coordinator that has not heard yet that this process leaves goes on with the refit."""
     party = RendezvousClient()
@@ -169,3 +170,53 @@ def test_what_a_kernel_works_with_outlives_its_lane():
     while gone() is not None and time.monotonic() < until:
         time.sleep(0.01)
     assert gone() is None, "held for ever"
+
+
+def collected(hold_s, lanes, moving=None):
+    """What a rank sends when its lanes end: `lanes` gives the replica of each and the seconds after which it ends."""
+    said, began = [], time.monotonic()
+    collector = DoneCollector(lambda message: said.append((message, time.monotonic() - began)), hold_s)
+    replicas = tuple(moving or sorted(r for r, _ in lanes))
+    collector.begin(m.Go(7, replicas, (1,) * len(replicas), "1", False, 1.0))
+
+    def end(replica, seconds):
+        time.sleep(seconds)
+        collector.done(7, m.Moved(replica, bytes_in=replica))
+
+    threads = [threading.Thread(target=end, args=lane) for lane in lanes]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join(10 * PATIENCE)
+    return said
+
+
+def test_lanes_that_end_together_say_done_once():
+    said = collected(5.0, [(0, 0.0), (1, 0.05), (2, 0.1)])
+    assert [message.replicas for message, _ in said] == [(0, 1, 2)], "and nobody waits longer than the last lane"
+    assert said[0][0].moved == (m.Moved(1, 1), m.Moved(2, 2)), "of a lane that moved nothing there is nothing to report"
+
+
+def test_a_slow_lane_holds_nobody_up_for_longer_than_that():
+    said = collected(0.05, [(0, 0.0), (1, 0.0)], moving=[0, 1, 2])
+    assert sorted(r for message, _ in said for r in message.replicas) == [0, 1]
+    assert all(seconds < 1.0 * PATIENCE for _, seconds in said)
+
+
+def test_in_a_small_job_every_lane_speaks_for_itself():
+    said = collected(0.0, [(0, 0.0), (1, 0.05)], moving=[0, 1, 2])
+    assert sorted(message.replicas for message, _ in said) == [(0,), (1,)]
+
+
+def test_a_lane_of_a_refit_that_is_over_is_not_reported_for_the_next():
+    said = []
+    collector = DoneCollector(said.append, 10.0)
+    collector.begin(m.Go(7, (0, 1), (1, 1), "1", False, 1.0))
+    late = threading.Thread(target=collector.done, args=(7, m.Moved(0)))
+    late.start()
+    time.sleep(0.05)
+    collector.begin(m.Go(8, (0,), (2,), "2", False, 1.0))
+    collector.done(7, m.Moved(1))
+    collector.done(8, m.Moved(0))
+    late.join(5)
+    assert said == [m.Done(8, (0,))] and not late.is_alive()

@@ -34,7 +34,8 @@ SAMPLES = [
     m.Enter(1, "7", True, 1, 60.0),
     m.Ready(1, 0.5, b"s", b"i", 3, True),
     m.Abort(0, 1, 2, m.WireError("PeerLost", "gone", ("a", "b"), "trainer 1")),
-    m.Done(0, 1, 10, 20, 0.1, 0.2, 0.3, 0.0, (m.Checksum(0, b"12345678"),)),
+    m.Go(3, (0, 2), (1, 4), "7", True, 60.0),
+    m.Done(3, (0, 2), (m.Moved(2, 10, 20, 0.1, 0.2, 0.3, 0.0, (m.Checksum(0, b"12345678"),)),)),
     m.StoreSet("r0/e1/key", b"value"),
 ]
 
@@ -62,13 +63,14 @@ def test_round_trip(message):
 
 def test_unknown_fields_and_bounds_are_refused():
     raw = msgspec.to_builtins(SAMPLES[0])
-    for bad in (
-        {**raw, "extra": 1},
-        {**raw, "role": "root"},
-        {**raw, "index": -1},
-        {**raw, "host": "x" * 300},
-        {**raw, "size": 1 << 40},
-    ):
+    assert m.decode(msgspec.msgpack.encode(raw)) == SAMPLES[0]
+    fields = ["tag", *m.Hello.__struct_fields__]
+    for name, value in {"role": "root", "index": -1, "host": "x" * 300, "size": 1 << 40, "tag": "Unknown"}.items():
+        bad = list(raw)
+        bad[fields.index(name)] = value
+        with pytest.raises(ProtocolError):
+            m.decode(msgspec.msgpack.encode(bad))
+    for bad in ([*raw, 1], raw[:3], dict(zip(fields, raw))):
         with pytest.raises(ProtocolError):
             m.decode(msgspec.msgpack.encode(bad))
 

@@ -2,17 +2,21 @@
 
 `Coordinator.handle(event, now)` takes an event and returns effects. It opens no socket, starts no thread, reads no clock
 and does not import torch, so a test can drive it with a fake clock through any order of events. The rendezvous server
-(rendezvous/server.py) feeds it real connections.
+(rendezvous/server.py) connects it to sockets.
 
-    events       what can happen to it, and what it asks for
+    messages     all control messages and their coding
+    events       events, effects and timers
     coordinator  membership, and the handler of each message
-    state        clients, replicas and their phases, the options of the job
+    state        clients, replicas and their phases, the options of the job, who is admitted
     planning     how a replica gets a plan and a data link; how trainers take their storages back
-    layouts      which rank needs which layout, each sent once
+    layouts      which rank needs which layout, each sent once (packing: their coding)
     refits       the queue of refits: prepared, running, finished
-    refit        one refit: trainers enter, drain and are ready; replicas are let go
-    commit       one replica's part in a refit: its phases, the decision, the way back
+    refit        one refit: trainers enter, drain and are ready; replicas begin
+    commit       one replica in a refit: its phases, the decision, the way back
     relays       chains of replicas that read from each other
+    failures     what ends when a process reports an error
+    exports      whether trainers agree on the bytes they hold, and whether training reaches the engines
     keyvalue     the store in which communicators meet
-    status       what `xfer status` shows
+    deadlines    all waits beyond the caller's deadline
+    status       texts for people: `xfer status`, log lines, rejected connections
 """

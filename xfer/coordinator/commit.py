@@ -1,21 +1,21 @@
-"""One replica's part in a refit: its phases, the decision, and the way back. Here a version is committed.
+"""One replica in a refit: its phases, the decision, and the way back. A version is committed here.
 
-The commit is a two-phase commit with presumed abort. Its domain is one replica: all trainers and that replica's workers.
-A worker that never hears `Commit` never installs. The decision is taken once, in `ReplicaRefit._decide`, when every rank
-of the domain has said `Done` and, in a verified refit, the checksums agree.
+The commit is a two-phase commit with presumed abort. Its ranks are all trainers and the workers of one replica. A worker
+that never hears `Commit` never installs. The decision is taken once, in `ReplicaRefit.decide`, when every rank has said
+`Done` and, in a verified refit, the checksums agree.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import defaultdict
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from xfer.coordinator import holders, relays
+from xfer.coordinator import exports, relays
 from xfer.coordinator import messages as m
 from xfer.coordinator.deadlines import ANSWER_GRACE_S, APART_S, CAUSE_S, SETTLE_GRACE_S, STOP_GRACE_S
-from xfer.coordinator.state import ReplicaPhase
+from xfer.coordinator.state import ReplicaPhase, broadcast
 from xfer.errors import DeadlineExceeded, EngineLost, PeerLost, VerificationError, XferError
 from xfer.plan.checksum import added
 
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 
 
 STUCK = (
-    "data-parallel ranks can wait for one another for good where somebody else paused or resumed their engine during a refit, or "
+    "data-parallel ranks can wait for each other forever if somebody else paused or resumed their engine during a refit, or "
     "resumed one that was not paused: then restart it"
 )
 
 
 class Phase(Enum):
-    """Of one replica in one refit. `TRANSITIONS` says how it moves through them."""
+    """Phase of one replica in one refit. `TRANSITIONS` lists the moves between them."""
 
     ARMING = "arming"
     MOVING = "moving"
@@ -50,8 +50,8 @@ TRANSITIONS: tuple[tuple[Phase, Phase, str], ...] = (
     ),
     (Phase.COMMITTING, Phase.SETTLING, "every worker has installed: Commit to the controller"),
     (Phase.COMMITTING, Phase.SETTLING, "a worker failed, or STOP_GRACE_S passed: the replica is torn, Settle"),
-    (Phase.ARMING, Phase.ABORTING, "an error or the deadline: Abort to the domain"),
-    (Phase.MOVING, Phase.ABORTING, "an error, unequal checksums or the deadline: Abort to the domain"),
+    (Phase.ARMING, Phase.ABORTING, "an error or the deadline: Abort to the ranks"),
+    (Phase.MOVING, Phase.ABORTING, "an error, unequal checksums or the deadline: Abort to the ranks"),
     (Phase.ABORTING, Phase.SETTLING, "every armed worker has stopped, or STOP_GRACE_S passed: Settle"),
     (Phase.ABORTING, Phase.OVER, "the same, and the engine was never told of this refit"),
     (Phase.SETTLING, Phase.OVER, "the controller said what its engine serves, or did not in time"),
@@ -65,6 +65,37 @@ _ALLOWED = {(a, b) for a, b, _ in TRANSITIONS}
 
 
 @dataclass(eq=False)
+class Totals:
+    """Sums and maxima over the ranks of a replica, added up as each `Done` arrives."""
+
+    pack_s: float = 0.0
+    wire_s: float = 0.0
+    unpack_s: float = 0.0
+    verify_s: float = 0.0
+    bytes_in: dict[int, int] = field(default_factory=dict)  # worker -> bytes
+    routes: dict[str, m.RouteBytes] = field(default_factory=dict)
+    sent: dict[int, int] = field(default_factory=lambda: defaultdict(int))  # worker -> checksum by the trainers
+    live: dict[int, int] = field(default_factory=dict)  # worker -> checksum of its live bytes
+    held: dict[int, bytes] = field(default_factory=dict)  # trainer -> digests of bytes that others hold too
+
+    def add(self, client: Client, x: m.Moved) -> None:
+        self.pack_s, self.wire_s = max(self.pack_s, x.pack_s), max(self.wire_s, x.wire_s)
+        self.unpack_s, self.verify_s = max(self.unpack_s, x.unpack_s), max(self.verify_s, x.verify_s)
+        for r in x.routes:  # bytes add up, the seconds of the slowest rank count
+            old = self.routes.get(r.route, m.RouteBytes(r.route, 0, 0.0))
+            self.routes[r.route] = m.RouteBytes(r.route, old.nbytes + r.nbytes, max(old.seconds, r.seconds))
+        sums = [(c.worker, int.from_bytes(c.value, "little")) for c in x.checksums]
+        if client.hello.role == "worker":
+            self.bytes_in[client.hello.index] = x.bytes_in
+            self.live.update(sums)
+            return
+        for worker, value in sums:
+            self.sent[worker] = added(self.sent[worker], value)
+        if x.held:
+            self.held[client.hello.index] = x.held
+
+
+@dataclass(eq=False)
 class ReplicaRefit:
     """One replica in one refit."""
 
@@ -72,12 +103,13 @@ class ReplicaRefit:
     replica: Replica
     phase: Phase = Phase.ARMING
     armed: set[int] = field(default_factory=set)
-    calls: int = 0  # how many update calls did not bring its workers together
+    calls: int = 0  # update calls that did not bring its workers together
     astray: set[int] = field(default_factory=set)  # workers that have yet to enter the last of those, and leave it
-    unread: dict[int, m.Armed] = field(default_factory=dict)  # workers that could not read a layout over their catalog
-    done: dict[str, m.Done] = field(default_factory=dict)
+    unread: dict[int, m.Armed] = field(default_factory=dict)  # workers that could not read a layout with their catalog
+    owing: set[Client] = field(default_factory=set)  # ranks that were told Go and have not said Done
+    totals: Totals = field(default_factory=Totals)
     committed: set[int] = field(default_factory=set)
-    stopped: dict[int, bool] = field(default_factory=dict)
+    stopped: dict[int, bool] = field(default_factory=dict)  # worker -> whether live bytes were written
     told: bool = False  # its controller was sent Arm
     error: XferError | None = None
     armed_at: float = 0.0
@@ -86,13 +118,11 @@ class ReplicaRefit:
     dirty: bool = False
     verified: bool = False
     readers: dict[int, m.Reader] = field(default_factory=dict)  # workers that may read trainers' storages
-    drained: bool = False  # trainers were told that nobody reads their storages, nor will
-    brought: dict[int, int] = field(
-        default_factory=dict
-    )  # worker -> the last part of its pull that is complete (relays.py)
+    drained: bool = False  # no worker reads trainers' storages, nor will; trainers are told
+    brought: dict[int, int] = field(default_factory=dict)  # worker -> last complete part of its pull (relays.py)
     waits: bool = False  # for the replica before it in a relay chain, with a timer set to look again
-    epoch: int = 0  # of the routes by which it moves
-    why_until: float = 0.0  # its error says that a connection closed; until then the reason may still come
+    epoch: int = 0  # of the routes that it moves by
+    why_until: float = 0.0  # its error says that a connection closed; the reason may come until then
 
     @property
     def arming(self) -> bool:
@@ -107,14 +137,18 @@ class ReplicaRefit:
         return self.phase is Phase.OVER
 
     def to(self, phase: Phase) -> None:
-        if (self.phase, phase) not in _ALLOWED and phase is not self.phase:
+        """Change the phase. Every change goes through here."""
+        if phase is self.phase:
+            return
+        if (self.phase, phase) not in _ALLOWED:
             raise XferError(f"replica {self.replica.index} may not go from {self.phase.value} to {phase.value}")
         self.phase = phase
+        self.refit.moved_on(self)
 
     # ---- forward
 
     def arm(self) -> None:
-        """Tell the controller. One whose replica is still joining would not hear it: it is told when the replica is ready."""
+        """Tell the controller, unless its replica is still joining: it would not listen, and is told when the replica is ready."""
         r = self.replica
         free = r.controller is not None and not r.unsettled and not r.phase.before_ready
         if self.phase is Phase.ARMING and not self.told and free:
@@ -123,32 +157,33 @@ class ReplicaRefit:
 
     def arrived(self, client: Client, msg: m.Armed) -> None:
         """A worker is inside its receive call."""
-        co = self.refit.coordinator
+        co, r, worker = self.refit.coordinator, self.replica, client.hello.index
         co.take_changes(client, msg)
+        co.plan_if_complete(r)
         if self.phase is not Phase.ARMING:
             why = m.WireError.of(self.error or EngineLost("too late"), "rendezvous")
-            return client.send(m.Abort(self.replica.index, self.refit.number, self.replica.epoch, why))
-        if client.hello.index in self.astray:
-            self.astray.discard(client.hello.index)
+            return client.send(m.Abort(r.index, self.refit.number, r.epoch, why))
+        if worker in self.astray:
+            self.astray.discard(worker)
             return client.send(m.CallAgain(self.refit.number))
-        self.replica.in_step = msg.in_step
+        r.in_step = msg.in_step
         if msg.in_step and not self.armed:
             due, calls = co.now + APART_S * 2**self.calls, self.calls
             co.at(due, lambda: self._call_again(calls), of=self.refit)
-        self.armed.add(client.hello.index)
+        self.armed.add(worker)
         if msg.unread is not None:
-            self.unread[client.hello.index] = msg
-        if len(self.armed) == self.replica.size:
+            self.unread[worker] = msg
+        if len(self.armed) == r.size:
             self.armed_at = co.now
-            co.mark(f"replica {self.replica.index}: all workers are armed")
-        self.refit.advance()
+            co.mark(f"replica {r.index}: all workers are armed")
+            self.refit.advance()
 
     def _call_again(self, calls: int) -> None:
-        """Have the update call made anew, since it did not bring all data-parallel ranks together.
+        """Repeat the update call, which did not bring all data-parallel ranks together.
 
         Some ranks are in the call. Others can be in a step, if somebody resumed the engine meanwhile, and a step ends when
-        all ranks have taken part in it. So those in the call leave it, the others enter it and leave it too, and then the
-        controller pauses the engine and calls anew.
+        all ranks have taken part in it. So the ranks in the call leave it, the others enter it and leave it too, and then
+        the controller pauses the engine and calls again.
         """
         r, number = self.replica, self.refit.number
         if self.phase is not Phase.ARMING or self.calls != calls or len(self.armed) == r.size:
@@ -156,51 +191,42 @@ class ReplicaRefit:
         self.calls += 1
         self.astray = set(range(r.size)) - self.armed
         r.controller.send(m.CallAgain(number))
-        self.refit.coordinator.broadcast([r.workers[w] for w in self.armed if w in r.workers], m.CallAgain(number))
+        broadcast([r.workers[w] for w in self.armed if w in r.workers], m.CallAgain(number))
         self.armed.clear()
         self.unread.clear()
 
-    def go(self, together: tuple[int, ...]) -> None:
-        """Bytes move from here on."""
+    def begin(self, trainers: frozenset[Client]) -> None:
+        """Bytes move from here on. The workers are told here, the trainers by the refit, for all replicas that begin together."""
         co, r, refit = self.refit.coordinator, self.replica, self.refit
         self.readers = {
             i: m.Reader(c.label, c.hello.host, c.hello.pid) for i, c in r.workers.items() if i not in r.follows
         }
+        self.owing = set(trainers)
+        self.owing.update(r.workers.values())
         self.to(Phase.MOVING)
         self.epoch = r.epoch
-        left = max(1.0, refit.until - co.now)
-        # Workers first, the trainer in this process last: its threads would take the interpreter from the coordinator.
-        co.broadcast(
-            reversed(co.domain(r)),
-            m.Go(
-                r.index, refit.number, r.epoch, refit.version, refit.verify, left, together, relays.tells(refit, self)
-            ),
-        )
+        broadcast(r.workers.values(), refit.go([self], tells=relays.tells(refit, self)))
         co.mark(f"replica {r.index}: go was sent")
         relays.began(refit, self)
 
-    def finished(self, client: Client, msg: m.Done) -> None:
-        """A rank has moved its part."""
-        if client.hello.role == "worker":
-            self.readers.pop(client.hello.index, None)
-            relays.brought(self.refit, self, client.hello.index, relays.ALL_PARTS)
-        if self.phase is Phase.MOVING:
-            self.done[client.label] = msg
-            self._decide()
+    def read(self, worker: int) -> None:
+        """A worker is done: it reads no trainer's storage any more, and others may read all of its bytes."""
+        self.totals.bytes_in.setdefault(worker, 0)
+        self.readers.pop(worker, None)
+        relays.brought(self.refit, self, worker, relays.ALL_PARTS)
 
-    def _decide(self) -> None:
+    def decide(self) -> None:
+        """Every rank is done: commit, if the checksums agree."""
         co, r, refit = self.refit.coordinator, self.replica, self.refit
-        if len(self.done) < len(co.trainers) + len(r.workers):
-            return
         if bad := [*self._checksum_violations(), *self._holder_violations()] if refit.verify else []:
             return self.fail(VerificationError(f"replica {r.index}: version {refit.version!r} was not committed", bad))
         self.verified = refit.verify
         co.refits.had(refit.version)
-        self.to(Phase.COMMITTING)
         self.decided_at = co.now
+        self.to(Phase.COMMITTING)
         co.mark(f"replica {r.index}: decided")
         co.at(co.now + STOP_GRACE_S, self._install_late, of=refit)
-        co.broadcast(r.workers.values(), m.Commit(r.index, refit.number, refit.version))
+        broadcast(r.workers.values(), m.Commit(r.index, refit.number, refit.version))
         if r.controller is not None:
             r.controller.send(m.Decided(refit.number))
 
@@ -217,28 +243,28 @@ class ReplicaRefit:
         if self.over:
             return
         if self.phase is not Phase.SETTLING:
-            # It had no word from here for so long that it presumed the worst: its part is over, whatever happens here.
+            # The controller heard nothing for so long that it assumed the worst. This ends the replica's part in any phase.
             error = DeadlineExceeded(
                 f"replica {r.index}: its controller gave up waiting for the decision",
                 [f"waiting for {w}" for w in self.waiting_for()],
             )
             self.fail(error)
-            self.error = self.error or error  # where it was decided already, nothing can be taken back
+            self.error = self.error or error  # a decision that was taken cannot be taken back
             self.dirty = self.dirty or not msg.serving
         self.said = msg
-        self.to(Phase.OVER)
         r.dirty = self.dirty
         r.settled(msg)
         if self.error is None and not msg.serving:
             self.error = EngineLost(f"replica {r.index} committed version {version!r} but could not be resumed")
+        self.to(Phase.OVER)
 
     # ---- back
 
     def fail(self, error: XferError, by: Client | None = None) -> None:
-        """End this replica's part because of `error`. The only way to fail but for the loss of a process.
+        """End this replica's part because of `error`. The only way to fail, except for the loss of a process.
 
         Before the decision the replica aborts. After it nothing can be taken back: a worker that fails while it installs
-        leaves the replica torn, and nobody else's error counts, since only its own workers are needed.
+        leaves the replica torn. Errors of other processes do not count then, since only the workers are needed.
         """
         if self.phase is Phase.COMMITTING and by is not None and by.hello.role == "worker":
             return self._torn(error)
@@ -257,7 +283,7 @@ class ReplicaRefit:
         self.refit.advance_soon()
 
     def because(self, error: XferError) -> None:
-        """The reason of an error that only said that a connection closed.
+        """Replace an error that only said that a connection closed by the reason.
 
         A rank that raises while bytes move closes its connections, and others may report that before it reports why.
         """
@@ -275,7 +301,7 @@ class ReplicaRefit:
         if self.over:
             return
         wire = m.WireError.of(error, "rendezvous")
-        co.broadcast(co.domain(r), m.Abort(r.index, self.refit.number, r.epoch, wire))
+        broadcast(co.domain(r), m.Abort(r.index, self.refit.number, r.epoch, wire))
         if r.controller is not None:
             r.controller.send(m.Settle(self.refit.number, True, wire))
         self.dirty = self.phase is not Phase.ARMING
@@ -285,16 +311,15 @@ class ReplicaRefit:
         co.soon(self.refit.finish_if_over)
 
     def _break(self, error: XferError) -> None:
-        """An abort frees a blocked rank by breaking the communicator, which is never used again."""
+        """Abort: a blocked rank is freed by breaking the communicator, which is never used again."""
         co, r = self.refit.coordinator, self.replica
         r.relink = True
         if r.phase.opening:
             r.phase, r.error = ReplicaPhase.FAILED, error  # planned anew by the next refit
-        wire = m.WireError.of(error, "rendezvous")
-        co.broadcast(co.domain(r), m.Abort(r.index, self.refit.number, r.epoch, wire))
+        broadcast(co.domain(r), m.Abort(r.index, self.refit.number, r.epoch, m.WireError.of(error, "rendezvous")))
 
     def worker_stopped(self, client: Client, msg: m.Stopped) -> None:
-        """After an abort: nothing of this refit will be written by this worker."""
+        """After an abort: this worker will write nothing of this refit any more."""
         self.stopped[client.hello.index] = msg.dirty
         if msg.drained:
             self.readers.pop(client.hello.index, None)
@@ -309,7 +334,7 @@ class ReplicaRefit:
 
     def _stop_late(self) -> None:
         if self.phase is Phase.ABORTING:
-            self._settle(self.dirty)  # a worker did not answer: if bytes may have moved, they count as moved
+            self._settle(self.dirty)  # a worker did not answer: bytes that may have moved count as moved
             self.refit.finish_if_over()
 
     def _install_late(self) -> None:
@@ -330,13 +355,13 @@ class ReplicaRefit:
         self._settle(True)
 
     def _settle(self, dirty: bool) -> None:
-        self.dirty = dirty or self.replica.dirty  # torn by an earlier refit, which this one did not mend
+        self.dirty = dirty or self.replica.dirty  # torn by an earlier refit, which this one did not repair
         controller = self.replica.controller
         if controller is None or not self.told:  # its engine knows nothing of this refit
             return self.to(Phase.OVER)
         self.to(Phase.SETTLING)
         self._settle_timers()
-        # What the engine held before, its controller knows: a replica that had no weights yet holds no mix now.
+        # The controller knows what the engine held before: a replica that had no weights yet does not hold a mix now.
         controller.send(m.Settle(self.refit.number, dirty, m.WireError.of(self.error, "rendezvous")))
 
     def _settle_timers(self) -> None:
@@ -344,14 +369,14 @@ class ReplicaRefit:
         stuck = [f"replica {r.index}: {STUCK}"] if r.in_step else []
 
         def unsettled() -> None:
-            """Trainers have waited long enough; for the controller it is not too late."""
+            """Trainers have waited long enough; the controller may still finish."""
             if self.phase is Phase.SETTLING:
-                self.to(Phase.OVER)
                 r.unsettled, r.dirty = refit.number, self.error is not None and self.dirty
                 self.error = self.error or DeadlineExceeded(
                     f"replica {r.index} holds version {refit.version!r}, but its engine was not back in service in time",
                     [f"replica {r.index} controller: resuming; the next refit waits for it", *stuck],
                 )
+                self.to(Phase.OVER)
                 refit.finish_if_over()
 
         def never() -> None:
@@ -366,24 +391,18 @@ class ReplicaRefit:
     # ---- reports
 
     def waiting_for(self) -> list[str]:
-        """What keeps the replica where it is, one line each."""
-        r, refit, co = self.replica, self.refit, self.refit.coordinator
-        trainers = range(co.options.trainers)
-        who = [f"trainer {i}: it has not called nccl_xfer_refit()" for i in trainers if i not in refit.entered]
-        who += [
-            f"trainer {i}: it has called, and is not ready: it finishes parameter gathers in flight, or computes what it exports"
-            for i in sorted(refit.entered)
-            if i not in refit.drained
-        ]
+        """What keeps the replica in its phase, trainers included: one line each."""
+        return [*self.refit.trainers_waited_for(), *self.own_waiting_for()]
+
+    def own_waiting_for(self) -> list[str]:
+        r = self.replica
         if self.phase is Phase.ARMING:
-            who += self._arming_for()
-        elif self.phase is Phase.MOVING:
-            who += [self._moving(c) for c in co.domain(r) if c.label not in self.done]
-        elif self.phase is Phase.COMMITTING:
-            who += [f"replica {r.index} worker {w}: installing" for w in range(r.size) if w not in self.committed]
-        elif self.phase is Phase.SETTLING:
-            who.append(f"replica {r.index} controller: resuming")
-        return who
+            return self._arming_for()
+        if self.phase is Phase.MOVING:
+            return [self._moving(c) for c in self.refit.coordinator.domain(r) if c in self.owing]
+        if self.phase is Phase.COMMITTING:
+            return [f"replica {r.index} worker {w}: installing" for w in range(r.size) if w not in self.committed]
+        return [f"replica {r.index} controller: resuming"] if self.phase is Phase.SETTLING else []
 
     def _arming_for(self) -> list[str]:
         r, refit, co = self.replica, self.refit, self.refit.coordinator
@@ -420,47 +439,38 @@ class ReplicaRefit:
         return f"{c.label}: still moving{far}{behind}"
 
     def _checksum_violations(self) -> list[str]:
-        r = self.replica
-        sent, lies = dict.fromkeys(range(r.size), 0), {}
-        for label, done in self.done.items():
-            for c in done.checksums:
-                value = int.from_bytes(c.value, "little")
-                if label.startswith("trainer"):
-                    sent[c.worker] = added(sent[c.worker], value)
-                else:
-                    lies[c.worker] = value
+        r, sent, live = self.replica, self.totals.sent, self.totals.live
         return [
-            f"replica {r.index} worker {w}: trainers sent checksum {sent[w]:016x}, its live bytes have {lies.get(w, 0):016x}; "
+            f"replica {r.index} worker {w}: trainers sent checksum {sent.get(w, 0):016x}, its live bytes have {live.get(w, 0):016x}; "
             "the replica stays paused until a refit succeeds"
-            for w in sent
-            if w not in lies or lies[w] != sent[w]
+            for w in range(r.size)
+            if w not in live or live[w] != sent.get(w, 0)
         ]
 
     def _holder_violations(self) -> list[str]:
         """Tensors of which trainers hold different bytes, by the digests of a verified refit."""
-        told = {int(label.removeprefix("trainer ")): d.held for label, d in self.done.items() if d.held}
-        lines = holders.differences(told, self.refit.coordinator.catalog) if told else []
-        return [*lines, holders.ADVICE] if lines else []
+        held = self.totals.held
+        lines = exports.differences(held, self.refit.coordinator.catalog) if held else []
+        return [*lines, exports.HOLDERS_ADVICE] if lines else []
 
     def outcome(self) -> m.OutcomeMsg:
-        """What became of this replica, for the trainers' reports."""
-        s, ok, refit, r = self.said, self.error is None, self.refit, self.replica
-        done = self.done.values()
-        per_worker = tuple(self.done[c.label].bytes_in for _, c in sorted(r.workers.items()) if c.label in self.done)
+        """The result of this replica, for the trainers' reports."""
+        s, ok, refit, r, t = self.said, self.error is None, self.refit, self.replica, self.totals
+        per_worker = tuple(t.bytes_in[i] for i in sorted(r.workers) if i in t.bytes_in)
         phases = (
             ("arm", max(0.0, self.armed_at - refit.began) if self.armed_at else 0.0),
             ("plan", r.plan_s),
             ("link", r.link_s),
-            ("pack", max((d.pack_s for d in done), default=0.0)),
-            ("wire", max((d.wire_s for d in done), default=0.0)),
-            ("unpack", max((d.unpack_s for d in done), default=0.0)),
-            ("verify", max((d.verify_s for d in done), default=0.0)),
-            ("drain", max((e.drained_s for e in refit.drained.values()), default=0.0)),
+            ("pack", t.pack_s),
+            ("wire", t.wire_s),
+            ("unpack", t.unpack_s),
+            ("verify", t.verify_s),
+            ("drain", refit.drained_s),
             *(s.phases if s else ()),
         )
         if s is not None:
             serves = s.version
-        else:  # None for none, or not known yet
+        else:  # None: nothing, or not known yet
             serves = None if self.dirty or r.unsettled else r.version
         return m.OutcomeMsg(
             replica=r.index,
@@ -475,15 +485,6 @@ class ReplicaRefit:
             verified=self.verified,
             dirty=self.dirty and not ok,
             error=None if ok else m.WireError.of(self.error, "rendezvous"),
-            routes=_routes(done),
+            routes=tuple(t.routes[k] for k in sorted(t.routes)),
             readers=tuple(self.readers.values()),
         )
-
-
-def _routes(done: Iterable[m.Done]) -> tuple[m.RouteBytes, ...]:
-    """Over all ranks: bytes add up, the slowest rank's seconds count."""
-    out: dict[str, m.RouteBytes] = {}
-    for r in (r for d in done for r in d.routes):
-        old = out.get(r.route, m.RouteBytes(r.route, 0, 0.0))
-        out[r.route] = m.RouteBytes(r.route, old.nbytes + r.nbytes, max(old.seconds, r.seconds))
-    return tuple(out[k] for k in sorted(out))

@@ -1,46 +1,54 @@
-"""The coordinator of one job. It introduces processes to each other, relays layouts, and decides each refit. It never touches weights.
+"""The coordinator of one job. It introduces processes to each other, relays layouts, and decides each refit. It never sees weights.
 
     trainers --Specs--> coordinator --CatalogMsg--> trainers, workers --InventoryMsg--> coordinator
-    coordinator --PlanInputs(replica)--> its domain --Planned(digest)--> coordinator --OpenLink--> domain --LinkOpen--> coordinator
-    coordinator --ReplicaReady--> domain
+    coordinator --PlanInputs(replica)--> ranks --Planned(digest)--> coordinator --OpenLink--> ranks --LinkOpen--> coordinator
+    coordinator --ReplicaReady--> ranks
 
-The *domain* of a replica is all trainers and that replica's workers. An error of a replica ends there; other replicas go on.
+The ranks of a replica are all trainers and that replica's workers. An error of a replica ends there; other replicas go on.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from xfer import logs
 from xfer.coordinator import failures, relays
 from xfer.coordinator import messages as m
-from xfer.coordinator.events import Connected, Disconnected, Effect, Event, Mark, Received, Unproven
+from xfer.coordinator.deadlines import hold_s
+from xfer.coordinator.events import Connected, Disconnected, Effect, Event, Mark, Received, Timers, Unproven
+from xfer.coordinator.exports import Silence, refuse_untrained
 from xfer.coordinator.keyvalue import KeyValues
 from xfer.coordinator.packing import pack, unpack_specs
 from xfer.coordinator.planning import Planning
 from xfer.coordinator.refit import Refit
 from xfer.coordinator.refits import Refits
-from xfer.coordinator.rejected import Rejected
-from xfer.coordinator.state import Client, Ended, Options, Replica, ReplicaPhase, differences, hello_violations
-from xfer.coordinator.status import here, status, waited_for
-from xfer.coordinator.timers import Timers
-from xfer.coordinator.unsent import Silence, refuse_untrained
+from xfer.coordinator.state import (
+    Client,
+    Ended,
+    Options,
+    Replica,
+    ReplicaPhase,
+    broadcast,
+    differences,
+    hello_violations,
+)
+from xfer.coordinator.status import Rejected, here, status, waited_for
 from xfer.errors import DeadlineExceeded, HandshakeError, PeerLost, ProtocolError, XferError
 from xfer.trace.catalog import Catalog
 
 logger = logging.getLogger("xfer")
 REFUSED_S = 2.0
-"""Seconds that a refused process has to read why, before its connection is closed."""
+"""Seconds that a rejected process has to read the reason before its connection is closed."""
 
 
 class Coordinator:
-    """Feed it events by `handle`, and carry out the effects that it returns, in their order.
+    """Give it events by `handle` and carry out the effects that it returns, in their order.
 
     Args:
-        options: what trainer 0 was told.
+        options: the arguments of trainer 0's connect().
         session: name of this job's session, for timelines.
-        now: seconds of the clock by which `handle` will be called.
+        now: present time in seconds, of the clock that `handle` is called with.
         before: the session before this one at the same address, if it failed before all trainers had come.
     """
 
@@ -55,10 +63,11 @@ class Coordinator:
         self._respecified: set[Client] = set()
         self.trainer_inventories: dict[int, bytes] = {}  # trainer -> digest of its layout
         self.silence = Silence()
-        self.refit: Refit | None = None  # the one that runs
-        self.failure: XferError | None = None  # a trainer is gone: nothing can be refitted any more
+        self.refit: Refit | None = None  # the running one
+        self.failure: XferError | None = None  # a trainer is gone: no later refit can succeed
         self.met: set[int] = set()  # trainers that have been connected
-        self.clients: set[Client] = set()  # that were welcomed
+        self.clients: set[Client] = set()  # those that were welcomed
+        self.hold_s = hold_s(options.trainers, options.replicas)
         self.rejected = Rejected()
         self.store, self.planning, self.refits = KeyValues(), Planning(self), Refits(self)
         self.timers = Timers()
@@ -69,37 +78,49 @@ class Coordinator:
         self.at(now + logs.EVERY_S, self._log_waiting)
 
     def handle(self, event: Event, now: float) -> list[Effect]:
-        """Take in one event at monotonic time `now`, in seconds. Returns what is to be done, in order. Never raises."""
+        """Handle one event.
+
+        Args:
+            now: monotonic time in seconds.
+
+        Returns:
+            What is to be done, in order. It never raises.
+        """
         self.now = max(self.now, now)
-        # Timers that are due run first: if this process was stopped, the others have acted on those deadlines already.
-        for action in (*self.timers.due(self.now), lambda: self._take(event)):
-            self._guarded(action)
-        while soon := self.timers.due(self.now):  # what `soon` asked for
-            for action in soon:
-                self._guarded(action)
+        # Due timers run first: if this process was stopped, others have acted on those deadlines already.
+        if self.timers.overdue(self.now):
+            self._run_due()
+        self._guarded(self._take, event)
+        if self.timers.overdue(self.now):  # actions given to `soon`
+            self._run_due()
         effects = self._effects[:]
         self._effects.clear()  # clients hold this list
         return effects
 
-    def _guarded(self, action: Callable[[], None]) -> None:
+    def _run_due(self) -> None:
+        while self.timers.overdue(self.now):
+            for action in self.timers.due(self.now):
+                self._guarded(action)
+
+    def _guarded(self, action: Callable[..., None], *args: Event) -> None:
         try:
-            action()
-        except Exception as e:  # a bug here must not leave everybody waiting for their deadlines
+            action(*args)
+        except Exception as e:  # after a bug here, no process may have to wait for its deadline
             self.fail_job(
                 e if isinstance(e, XferError) else XferError(f"the coordinator failed: {type(e).__name__}: {e}")
             )
 
     @property
     def wake_at(self) -> float | None:
-        """Monotonic time at which `handle(Tick(), now)` is due if nothing happens before; None for never."""
+        """Monotonic time at which `handle(Tick(), now)` is due if nothing happens before; None: never."""
         return self.timers.next
 
     def at(self, when: float, action: Callable[[], None], of: object = None) -> None:
-        """Run `action` at monotonic time `when`; not if `of` is over by then."""
+        """Run `action` at monotonic time `when`, unless `of` is over by then."""
         self.timers.at(when, action, of)
 
     def soon(self, action: Callable[[], None]) -> None:
-        """Run `action` when the present event has been handled."""
+        """Run `action` after the present event."""
         self.timers.at(self.now, action)
 
     def _log_waiting(self) -> None:
@@ -114,20 +135,16 @@ class Coordinator:
     # ---- membership
 
     def domain(self, replica: Replica) -> list[Client]:
-        """Trainers, then workers, in joint rank order."""
+        """Return the ranks of a replica in joint rank order: trainers, then its workers."""
         return [self.trainers[i] for i in sorted(self.trainers)] + [replica.workers[i] for i in sorted(replica.workers)]
 
-    def broadcast(self, clients: Iterable[Client], message: m.Message) -> None:
-        for c in clients:
-            c.send(message)
-
     def _take(self, event: Event) -> None:
-        if isinstance(event, Connected):
-            self._by_number[event.client] = Client(event.client, self._effects)
-        elif isinstance(event, Received):
+        if isinstance(event, Received):
             client = self._by_number.get(event.client)
             if client is not None and not client.left and not client.closed:
                 self._receive(client, event.message)
+        elif isinstance(event, Connected):
+            self._by_number[event.client] = Client(event.client, self._effects)
         elif isinstance(event, Disconnected):
             client = self._by_number.pop(event.client, None)
             if client is not None:
@@ -142,16 +159,17 @@ class Coordinator:
                 if not isinstance(msg, m.Hello):
                     raise ProtocolError(f"{type(msg).__name__} before hello")
                 return self._hello(client, msg)
-            senders, handler = _RULES.get(type(msg), ((), None))
-            if client.hello.role not in senders:
-                raise ProtocolError(f"{client.label} may not send {type(msg).__name__}")
-            replica = getattr(msg, "replica", None)
-            if replica is not None and not (replica in self.replicas or isinstance(msg, m.Failed)):
-                raise ProtocolError(f"{client.label} speaks of replica {replica}, which does not exist")
-            if replica is not None and client.hello.role == "worker" and replica != client.hello.replica:
-                raise ProtocolError(f"{client.label} speaks for replica {replica}")
-            if isinstance(msg, _OF_MEMBERS) and not self._is_member(client):
-                return None  # its replica was lost since, and another process may have its number by now
+            kind, h = type(msg), client.hello
+            senders, handler = _RULES.get(kind, ((), None))
+            if h.role not in senders:
+                raise ProtocolError(f"{client.label} may not send {kind.__name__}")
+            if kind in _OF_REPLICAS:
+                if msg.replica not in self.replicas and kind is not m.Failed:
+                    raise ProtocolError(f"{client.label} speaks of replica {msg.replica}, which does not exist")
+                if h.role == "worker" and msg.replica != h.replica:
+                    raise ProtocolError(f"{client.label} speaks for replica {msg.replica}")
+            if kind in _OF_MEMBERS and not self._is_member(client):
+                return None  # its replica was lost, and another process may have its number by now
             return handler(self, client, msg)
         except ProtocolError as e:
             client.send(m.Refused(m.WireError.of(e, "rendezvous")))
@@ -165,52 +183,62 @@ class Coordinator:
         return client is (r.controller if h.role == "controller" else r.workers.get(h.index))
 
     def _hello(self, client: Client, h: m.Hello) -> None:
-        o, replica = self.options, self.replicas.get(h.replica)
+        o = self.options
         if self._over_for(h):
             return self._turn_away(client, m.DialAgain())
         if bad := hello_violations(h, o, self.trainers, self.replicas):
             return self._refuse(client, h, bad)
-        client.hello = h
+        client.introduce(h)
         self.clients.add(client)
         plans = h.role in ("trainer", "worker")
-        client.send(m.Welcome(o.trainers, o.replicas, o.drop, o.site if plans else b"", o.route, self.session))
+        site = o.site if plans else b""
+        client.send(m.Welcome(o.trainers, o.replicas, o.drop, site, o.route, self.session, self.hold_s))
         if h.role == "trainer":
-            self.trainers[h.index] = client
-            self.met.add(h.index)
-            if len(self.trainers) == o.trainers:
-                logger.info("xfer: %d of %d trainers have joined", o.trainers, o.trainers)
-            for r in self.replicas.values():  # trainers that were connected when it failed have been told
-                if r.phase in (ReplicaPhase.FAILED, ReplicaPhase.LOST) and r.error is not None:
-                    client.send(m.Failed(m.WireError.of(r.error, "rendezvous"), replica=r.index))
+            self._trainer_came(client, h)
         elif h.role == "controller":
-            replica.controller, replica.size, replica.phase, replica.error = client, h.size, ReplicaPhase.JOINING, None
-            replica.workers, replica.inventories, replica.version, replica.dirty = {}, {}, None, False
-            replica.until = self.now + o.deadline_s
-            self.at(replica.until, lambda: self._check_join(replica))
+            self._controller_came(client, h, self.replicas[h.replica])
         elif h.role == "worker":
-            replica.workers[h.index] = client
-            if len(replica.workers) == replica.size:
-                hosts = ", ".join(dict.fromkeys(c.hello.host for c in replica.workers.values()))
-                workers = logs.counted(replica.size, "worker")
-                logger.info("xfer: replica %d has joined: %s on %s", replica.index, workers, hosts)
-            replica.dirty = replica.dirty or h.holds != "whole"
-            self.refits.had(h.version)
-            session = any(c.hello.session_open for c in replica.workers.values())
-            replica.controller.send(m.Found(len(replica.workers), replica.holds, session))
-            if replica.phase is ReplicaPhase.FAILED and replica.error is not None:
-                client.send(m.Failed(m.WireError.of(replica.error, "rendezvous"), replica=replica.index))
-            elif self.catalog is not None:
-                client.send(m.CatalogMsg(self.packed_catalog, self.generation))
+            self._worker_came(client, h, self.replicas[h.replica])
         if self.failure is not None:
             client.send(m.Failed(m.WireError.of(self.failure, "rendezvous")))
 
+    def _trainer_came(self, client: Client, h: m.Hello) -> None:
+        self.trainers[h.index] = client
+        self.met.add(h.index)
+        if len(self.trainers) == self.options.trainers:
+            logger.info("xfer: %d of %d trainers have joined", len(self.trainers), self.options.trainers)
+        for r in self.replicas.values():  # trainers that were connected when it failed have been told
+            if r.phase in (ReplicaPhase.FAILED, ReplicaPhase.LOST) and r.error is not None:
+                client.send(m.Failed(m.WireError.of(r.error, "rendezvous"), replica=r.index))
+
+    def _controller_came(self, client: Client, h: m.Hello, replica: Replica) -> None:
+        replica.controller, replica.size, replica.phase, replica.error = client, h.size, ReplicaPhase.JOINING, None
+        replica.workers, replica.inventories, replica.version, replica.dirty = {}, {}, None, False
+        replica.until = self.now + self.options.deadline_s
+        self.at(replica.until, lambda: self._check_join(replica))
+
+    def _worker_came(self, client: Client, h: m.Hello, replica: Replica) -> None:
+        replica.workers[h.index] = client
+        if len(replica.workers) == replica.size:
+            hosts = ", ".join(dict.fromkeys(c.hello.host for c in replica.workers.values()))
+            workers = logs.counted(replica.size, "worker")
+            logger.info("xfer: replica %d has joined: %s on %s", replica.index, workers, hosts)
+        replica.dirty = replica.dirty or h.holds != "whole"
+        self.refits.had(h.version)
+        session = any(c.hello.session_open for c in replica.workers.values())
+        replica.controller.send(m.Found(len(replica.workers), replica.holds, session))
+        if replica.phase is ReplicaPhase.FAILED and replica.error is not None:
+            client.send(m.Failed(m.WireError.of(replica.error, "rendezvous"), replica=replica.index))
+        elif self.catalog is not None:
+            client.send(m.CatalogMsg(self.packed_catalog, self.generation))
+
     def _over_for(self, h: m.Hello) -> bool:
-        """Whether this client was here before and means the next session. A worker does not: its controller came before it."""
+        """Whether this client left this session and wants the next one. A worker does not: its controller came before it."""
         still_here = h.role == "trainer" and h.index in self.trainers  # its Leave is on its way
         return h.after == self.session and h.role != "worker" and (self.failure is not None or still_here)
 
     def _late_for(self, h: m.Hello) -> Ended | None:
-        """The session before this one, if it failed without this trainer, which has not been told."""
+        """Return the session before this one, if it failed without this trainer, which has not been told yet."""
         before = self.before
         missed = before is not None and h.role == "trainer" and h.index in before.missing and h.after != before.session
         return before if missed else None
@@ -231,7 +259,7 @@ class Coordinator:
         )
         self.rejected.refused(h, error.violations)
         self._turn_away(client, m.Refused(m.WireError.of(error, "rendezvous"), self.session))
-        # It belongs to this job and cannot come in: the others would wait for it in vain.
+        # It belongs to this job and cannot take part: the others would wait for it in vain.
         if bad == differences(h, self.options) or (h.role == "worker" and h.index >= h.size):
             replica = self.replicas.get(h.replica)
             if h.role == "trainer":
@@ -269,7 +297,7 @@ class Coordinator:
             replica.workers.pop(h.index)
         else:
             return
-        gave_up = client.left and replica.phase is ReplicaPhase.FAILED  # then it has said why
+        gave_up = client.left and replica.phase is ReplicaPhase.FAILED  # then it has told the reason
         if replica.phase is not ReplicaPhase.LOST:
             how = logging.INFO if client.left else logging.WARNING
             logger.log(how, "xfer: replica %d takes part no more: %s", replica.index, lost.message)
@@ -278,7 +306,7 @@ class Coordinator:
     # ---- failures of the widest scopes; failures.py has the others
 
     def fail_job(self, error: XferError, left: bool = False) -> None:
-        """A trainer is gone, or the coordinator is broken: the running refit ends, and no later one can succeed.
+        """End the running refit and all later ones: a trainer is gone, or the coordinator itself failed.
 
         `left`: the trainer left on purpose.
         """
@@ -288,10 +316,10 @@ class Coordinator:
         for r in self.replicas.values():
             if r.phase.opening:
                 self.planning.abort(r, error)
-        self.broadcast(list(self.clients), m.Failed(m.WireError.of(error, "rendezvous"), left=left))
+        broadcast(self.clients, m.Failed(m.WireError.of(error, "rendezvous"), left=left))
 
     def lose(self, replica: Replica, error: XferError) -> None:
-        """A process of this replica is gone: the replica takes part in nothing until a new controller joins with its number."""
+        """A process of this replica is gone: the replica takes no part until a new controller joins with its number."""
         if replica.phase is ReplicaPhase.LOST:
             return
         opening, replica.phase, replica.error = replica.phase.opening, ReplicaPhase.LOST, error
@@ -301,11 +329,11 @@ class Coordinator:
         if opening:
             self.planning.abort(replica, error)
         said = m.Failed(m.WireError.of(error, "rendezvous"), replica=replica.index)
-        self.broadcast(replica.processes(), said)
+        broadcast(replica.processes(), said)
         replica.controller, replica.workers, replica.inventories, replica.version = None, {}, {}, None
         replica.unsettled = 0
         if self.refit is None:
-            self.broadcast(self.trainers.values(), said)
+            broadcast(self.trainers.values(), said)
 
     def _check_trainers(self) -> None:
         missing = [i for i in range(self.options.trainers) if i not in self.specs]
@@ -320,7 +348,7 @@ class Coordinator:
     def _why_missing(self, i: int) -> str:
         if i in self.trainers:
             return f"trainer {i}: it has not said what it exports"
-        return f"trainer {i}: it {'was turned away' if self.rejected.trainer(i) else 'has not called xfer.connect()'}"
+        return f"trainer {i}: it {'was rejected' if self.rejected.trainer(i) else 'has not called xfer.connect()'}"
 
     def _check_join(self, replica: Replica) -> None:
         if replica.phase is ReplicaPhase.JOINING and self.now >= replica.until:
@@ -349,7 +377,7 @@ class Coordinator:
 
         Raises:
             LayoutError: trainers disagree about a tensor.
-            CoverageError: nothing that trains would be sent.
+            CoverageError: no tensor that trains would be sent.
         """
         told = {i: unpack_specs(b) for i, b in sorted(self.specs.items())}
         union = Catalog.union((f"trainer {i}", Catalog.from_bytes(catalog).specs) for i, (catalog, _) in told.items())
@@ -363,22 +391,25 @@ class Coordinator:
             r.stale = True
         self.packed_catalog = pack([union.to_bytes()])
         message = m.CatalogMsg(self.packed_catalog, self.generation)
-        self.broadcast(self.trainers.values(), message)
+        broadcast(self.trainers.values(), message)
         for r in self.replicas.values():
-            self.broadcast(r.workers.values(), message)
+            broadcast(r.workers.values(), message)
         return True
 
     def _inventory_came(self, client: Client, msg: m.InventoryMsg) -> None:
         if msg.generation != self.generation:
             return  # made from an older catalog; the client is about to receive the newer one
         self.take_inventory(client, msg.inventory)
-        for r in self.replicas.values():
-            self.plan_if_complete(r)
+        if client.hello.role == "worker":
+            self.plan_if_complete(self.replicas[client.hello.replica])
+        elif len(self.trainer_inventories) == self.options.trainers:
+            for r in self.replicas.values():
+                self.plan_if_complete(r)
         if self.refit is not None:
             self.refit.advance()
 
     def take_inventory(self, client: Client, data: bytes) -> None:
-        """From here on, no plan that was made before may run."""
+        """Keep the digest of a layout. No plan that was made before may run any more."""
         h = client.hello
         if h.role == "trainer":
             self.trainer_inventories[h.index] = data
@@ -389,7 +420,7 @@ class Coordinator:
             self.replicas[h.replica].stale = True
 
     def take_changes(self, client: Client, msg: m.Ready | m.Armed, specs: bytes = b"") -> None:
-        """Keep what a rank found changed on entry, whatever becomes of the refit: the rank does not say it again."""
+        """Keep the changes that a rank reports on entry, whatever becomes of the refit: the rank reports them once."""
         inventory, generation, h = msg.inventory, msg.generation, client.hello
         if msg.rebound:
             for r in self.replicas.values() if h.role == "trainer" else [self.replicas[h.replica]]:
@@ -406,23 +437,22 @@ class Coordinator:
             self.take_inventory(client, inventory)
 
     def settle_catalog(self) -> None:
-        """All trainers have said what changed: send a new catalog to everyone, or the old one to those that wait for one.
+        """All trainers have reported their changes: send a new catalog to all, or the old one to trainers that wait for one.
 
-        Where trainers disagree the running refit fails; what they export may agree again in the next one.
+        If trainers disagree, the running refit fails; their exports may agree in the next one.
         """
         try:
             if self._respecified and not self.make_catalog():
-                self.broadcast(self._respecified, m.CatalogMsg(self.packed_catalog, self.generation))
+                broadcast(self._respecified, m.CatalogMsg(self.packed_catalog, self.generation))
             self._respecified = set()
         except XferError as e:
             self.refit.fail(e)
 
     def plan_if_complete(self, replica: Replica) -> None:
-        """Plan a replica whose domain's layouts are all known: one that joins, or whose plan in the making has become stale."""
-        if not replica.complete or len(self.trainer_inventories) < self.options.trainers:
-            return
+        """Plan a replica that joins, or that is making a plan which became stale, once all layouts that it needs are known."""
         if replica.phase is ReplicaPhase.JOINING or (replica.stale and replica.phase.opening):
-            self.planning.plan(replica)
+            if replica.complete and len(self.trainer_inventories) == self.options.trainers:
+                self.planning.plan(replica)
 
     # ---- the rest
 
@@ -432,28 +462,33 @@ class Coordinator:
             replica.settled(msg)
         self._for_refit(client, msg)
         if self.refit is not None:
+            self.refit.arm(replica)
             self.refit.advance()
 
     def _armed(self, client: Client, msg: m.Armed) -> None:
         if self.refit is None or msg.attempt != self.refit.number:
-            return self.take_changes(client, msg)  # that refit is over; the worker leaves it by its own deadline
+            return self.take_changes(client, msg)  # that refit is over; the worker leaves it at its own deadline
         self.refit.handle(client, msg)
 
-    def _for_refit(self, client: Client, msg: m.Brought | m.Done | m.Committed | m.Stopped | m.Settled) -> None:
-        if self.refit is not None and msg.attempt == self.refit.number:  # else an answer that comes too late is ignored
+    def _for_refit(self, client: Client, msg: m.Brought | m.Committed | m.Stopped | m.Settled) -> None:
+        if self.refit is not None and msg.attempt == self.refit.number:  # else the answer comes too late
             self.refit.handle(client, msg)
+
+    def _done(self, client: Client, msg: m.Done) -> None:
+        if self.refit is not None and msg.attempt == self.refit.number:
+            self.refit.done(client, msg)
 
     def _progress(self, client: Client, msg: m.Progress) -> None:
         client.progress = msg
 
     def prefix(self, client: Client) -> str:
-        """Of the store keys that a client may touch."""
+        """Return the prefix of the store keys that a client may use."""
         return "" if client.hello.role == "trainer" else f"r{client.hello.replica}/"
 
 
 _TRAINER, _WORKER, _CONTROLLER = ("trainer",), ("worker",), ("controller",)
 _DOMAIN, _ALL = ("trainer", "worker"), ("trainer", "worker", "controller", "observer")
-_OF_MEMBERS = m.InventoryMsg | m.Armed | m.Planned | m.LinkOpen | m.Failed | m.Settled
+_OF_MEMBERS = frozenset({m.InventoryMsg, m.Armed, m.Planned, m.LinkOpen, m.Failed, m.Settled})
 _Handler = Callable[[Coordinator, Client, m.Message], None]
 
 _RULES: dict[type, tuple[tuple[str, ...], _Handler]] = {
@@ -476,7 +511,7 @@ _RULES: dict[type, tuple[tuple[str, ...], _Handler]] = {
     m.Ready: (_TRAINER, lambda co, client, msg: co.refits.ready(client, msg)),
     m.Armed: (_WORKER, Coordinator._armed),
     m.Brought: (_WORKER, Coordinator._for_refit),
-    m.Done: (_DOMAIN, Coordinator._for_refit),
+    m.Done: (_DOMAIN, Coordinator._done),
     m.Committed: (_WORKER, Coordinator._for_refit),
     m.Stopped: (_WORKER, Coordinator._for_refit),
     m.Settled: (_CONTROLLER, Coordinator._settled),
@@ -485,4 +520,6 @@ _RULES: dict[type, tuple[tuple[str, ...], _Handler]] = {
     m.StoreAdd: (_DOMAIN, lambda co, client, msg: co.store.add(client, msg, co.prefix(client))),
     m.StoreCheck: (_DOMAIN, lambda co, client, msg: co.store.check(client, msg, co.prefix(client))),
 }
-"""Which roles may send a message, and what handles it. A message that is not listed comes from the coordinator only."""
+"""By message: the roles that may send it, and its handler. All other messages are sent by the coordinator only."""
+
+_OF_REPLICAS = frozenset(kind for kind in _RULES if "replica" in kind.__struct_fields__)

@@ -1,9 +1,9 @@
 """A process reports that it failed: what ends because of it, and which processes are told.
 
-The scope follows from the sender and from what it was doing:
+The scope follows from the sender and its message:
 
     a trainer, about no replica      the refit that it names, or, while it connects, the job
-    a trainer, about a replica       that replica's plan, link or part in the refit
+    a trainer, about a replica       the plan, the link or the part in the refit of that replica
     a worker or a controller         its own replica: its joining, its plan, or its part in the refit
 """
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from xfer.coordinator import messages as m
-from xfer.coordinator.state import ReplicaPhase
+from xfer.coordinator.state import ReplicaPhase, broadcast
 from xfer.errors import PlanMismatch, XferError
 
 if TYPE_CHECKING:
@@ -21,42 +21,57 @@ if TYPE_CHECKING:
 
 
 def heard(co: Coordinator, client: Client, msg: m.Failed) -> None:
+    """Handle a report of failure."""
     error, trainer, refit = msg.error.error(), client.hello.role == "trainer", co.refit
     whole = trainer and msg.replica not in co.replicas  # it concerns no single replica
     if _too_late(co, msg, whole):
         return
     if trainer and refit is not None and msg.attempt > refit.number:
         return co.refits.failed_early(msg.attempt, error)
-    if whole and refit is not None:
-        refit.called = True
-    named = msg.replica if trainer else client.hello.replica
-    targets = list(co.replicas.values()) if whole else [co.replicas[named]]
-    if not whole and _ended_before(co, targets[0], msg, error, trainer):
+    if whole:
+        return _whole(co, client, msg, error)
+    replica = co.replicas[msg.replica if trainer else client.hello.replica]
+    if _ended_before(co, replica, msg, error, trainer) or _explained(co, msg, error, [replica]):
         return
-    if refit is not None and msg.attempt == refit.number:
-        for r in targets:
-            refit.because(r, error)
-        if co.refit is not refit:
-            return  # it had waited for nothing else
-    joining = [r for r in targets if r.phase in (ReplicaPhase.JOINING, ReplicaPhase.READY)]
-    if not whole and targets[0].phase.opening:
-        co.planning.failed(targets[0], error)
-    concerned = refit is not None and any(refit.concerns(r) for r in targets)
-    if not trainer and not msg.attempt:  # in a refit, it is the replica's part in that which failed
-        for r in joining:
-            _cannot_join(co, client, r, error, concerned)
+    joining = replica.phase in (ReplicaPhase.JOINING, ReplicaPhase.READY)
+    if replica.phase.opening:
+        co.planning.failed(replica, error)
+    concerned = refit is not None and refit.concerns(replica)
+    if not trainer and not msg.attempt and joining:  # in a refit, the replica's part in it has failed
+        _cannot_join(co, client, replica, error, concerned)
     if concerned:
-        refit.fail(error, None if whole else targets, by=client)
-    elif whole and msg.attempt:
+        refit.fail(error, [replica], by=client)
+    elif trainer and not msg.attempt and replica.controller is None:  # its process was to control this replica
+        replica.error = error
+
+
+def _whole(co: Coordinator, client: Client, msg: m.Failed, error: XferError) -> None:
+    """A trainer failed for all replicas: the refit ends, or, while it connects, the job."""
+    refit, replicas = co.refit, list(co.replicas.values())
+    if refit is not None:
+        refit.called = True
+    if _explained(co, msg, error, replicas):
+        return
+    if refit is not None and any(refit.concerns(r) for r in replicas):
+        refit.fail(error, by=client)
+    elif msg.attempt:
         co.refits.failed_early(msg.attempt, error)
-    elif whole:
+    else:
         co.fail_job(error)
-    elif trainer and not msg.attempt and targets[0].controller is None:  # its process was to control this replica
-        targets[0].error = error
+
+
+def _explained(co: Coordinator, msg: m.Failed, error: XferError, replicas: list[Replica]) -> bool:
+    """Take the error as the reason why connections closed. Returns whether the refit waited for nothing else and has ended."""
+    refit = co.refit
+    if refit is None or msg.attempt != refit.number:
+        return False
+    for r in replicas:
+        refit.because(r, error)
+    return co.refit is not refit
 
 
 def _too_late(co: Coordinator, msg: m.Failed, whole: bool) -> bool:
-    """Whether it is about a refit that is over, whose outcome has been told."""
+    """Whether the report is about a refit that is over, and whose outcome trainers have been told."""
     if whole and msg.attempt in co.refits.finished:
         return True
     present = co.refit.number if co.refit is not None else max(co.refits.finished, default=0) + 1
@@ -64,11 +79,11 @@ def _too_late(co: Coordinator, msg: m.Failed, whole: bool) -> bool:
 
 
 def _ended_before(co: Coordinator, replica: Replica, msg: m.Failed, error: XferError, trainer: bool) -> bool:
-    """Whether it is about a plan or a link that is gone already, or that can simply be made again."""
+    """Whether the report is about a plan or a link that is gone already, or that can simply be made again."""
     if not msg.epoch:
         return False
     if msg.epoch != replica.epoch or not msg.attempt and not replica.phase.opening:
-        return True  # several ranks report the same rank that is gone
+        return True  # several ranks report the same lost rank
     linking = replica.phase is ReplicaPhase.LINKING
     if trainer and linking and isinstance(error, PlanMismatch) and not (co.refit and co.refit.has_told(replica)):
         co.planning.postpone(replica, error)  # the trainer's layout changed while this replica joined
@@ -77,13 +92,13 @@ def _ended_before(co: Coordinator, replica: Replica, msg: m.Failed, error: XferE
 
 
 def _cannot_join(co: Coordinator, client: Client, r: Replica, error: XferError, concerned: bool) -> None:
-    """A process of this replica gave up while joining or, after the plan, a worker could not get its lock.
+    """A process of this replica gave up while joining, or a worker could not get its lock after planning.
 
-    `concerned`: a refit waits for the replica; its outcome tells the trainers.
+    `concerned`: a refit waits for the replica, and its outcome will tell the trainers.
     """
     joining, said = r.phase is ReplicaPhase.JOINING, m.Failed(m.WireError.of(error, "rendezvous"), replica=r.index)
     r.phase, r.error = ReplicaPhase.FAILED, error
-    # Workers of a replica that is ready are past joining: they would take this for the end of a later refit.
-    co.broadcast((c for c in r.processes() if c is not client and (joining or c is r.controller)), said)
+    # Workers of a ready replica have joined: they would take this message for the end of a later refit.
+    broadcast((c for c in r.processes() if c is not client and (joining or c is r.controller)), said)
     if not concerned:
-        co.broadcast(co.trainers.values(), said)
+        broadcast(co.trainers.values(), said)

@@ -1,4 +1,4 @@
-"""The coordinator's half of the store in which communicators meet: values, and clients that wait for a key to appear."""
+"""The store in which communicators meet: values, and clients that wait for a key. rendezvous/store.py is the clients' half."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from xfer.errors import ProtocolError
 
 
 class KeyValues:
-    """Every call checks its keys against the client's prefix. A ProtocolError ends that connection."""
+    """Each call checks its keys against the client's prefix and raises ProtocolError, which ends that connection."""
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
@@ -47,11 +47,11 @@ class KeyValues:
         client.send(m.StoreReply(msg.call, flag=all(k in self._values for k in msg.keys)))
 
     def forget(self, prefix: str) -> None:
-        """Drop the values of an epoch that is over."""
+        """Delete the values of an epoch that is over."""
         for key in [k for k in self._values if k.startswith(prefix)]:
             del self._values[key]
 
     def drop(self, client: Client) -> None:
-        """A client that is gone waits for nothing."""
+        """Forget what a client that is gone waits for."""
         for parked in self._parked.values():
             parked[:] = [p for p in parked if p[0] is not client]

@@ -1,12 +1,12 @@
 """How layouts reach the ranks that plan: announced by digest, published once per class of equal ranks, fetched when needed.
 
-    rank --InventoryMsg(digest)--> coordinator                              every rank says what it has
-    coordinator --PlanInputs(rolls)--> rank --RollAsk--> coordinator --Roll--> rank     which digests, where: enough for the cache
+    rank --InventoryMsg(digest)--> coordinator                              every rank announces its layout
+    coordinator --PlanInputs(rolls)--> rank --RollAsk--> coordinator --Roll--> rank     digests and hosts: enough for the cache
     rank --LayoutsAsk(roll)--> coordinator --LayoutAsk(digest)--> one owner --Layout--> coordinator --Layouts(roll)--> rank
 
-A *roll* lists one side of a domain: the digest of each rank's inventory, and its host. The trainers' roll is the same for
-all replicas. All inventories of a roll travel in one compressed stream that is made once, so what the coordinator sends
-hardly grows with the number of classes. A rank that has the plan in its cache receives no inventory at all.
+A *roll* lists the trainers, or the workers of a replica: the digest of each rank's layout, and its host. The trainers'
+roll is the same for all replicas. All layouts of a roll travel in one compressed stream that is made once, so the
+coordinator's traffic hardly grows with the number of classes. A rank that has the plan in its cache receives no layout.
 
 The clients' half is in rendezvous/layouts.py.
 """
@@ -31,14 +31,14 @@ def roll_digest(inventories: Sequence[bytes], hosts: Sequence[str]) -> bytes:
 
 
 class LayoutExchange:
-    """The coordinator's half.
+    """The coordinator's half of the exchange.
 
     Args:
-        owners: the clients that announced a digest and are connected.
+        owners: returns the connected clients that announced a digest.
 
     Attributes:
-        sent: bytes of rolls and layouts that were sent so far.
-        received: bytes of layouts that were received so far.
+        sent: bytes of rolls and layouts sent so far.
+        received: bytes of layouts received so far.
     """
 
     def __init__(self, owners: Callable[[bytes], Iterable[Client]]):
@@ -51,7 +51,7 @@ class LayoutExchange:
         self.sent = self.received = 0
 
     def roll(self, inventories: Sequence[bytes], hosts: Sequence[str], keep: int) -> bytes:
-        """Digest of the roll of one side. The `keep` latest ones are remembered."""
+        """Make the roll of these ranks and return its digest. The latest `keep` rolls are kept."""
         digest = roll_digest(inventories, hosts)
         self._rolls[digest] = self._rolls.pop(digest, None) or m.Roll(digest, tuple(inventories), tuple(hosts))
         while len(self._rolls) > keep:
@@ -92,7 +92,7 @@ class LayoutExchange:
             self._answer(roll)
 
     def gone(self, client: Client) -> None:
-        """Others of its class are asked for what it owed."""
+        """Ask other ranks of its class for the layouts that this client has not sent."""
         for d in [d for d, c in self._asked.items() if c is client]:
             del self._asked[d]
         for roll, clients in self._waiting.items():

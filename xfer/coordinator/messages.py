@@ -1,88 +1,121 @@
-"""Every control message, typed, and their coding with its size limits. Sockets, state and meaning do not live here; the
-messages about layouts and plans are in plan_messages.py, what messages are made of in wire.py.
+"""All control messages: their fields with limits, and their coding.
 
-A message is a tagged `msgspec.Struct`; what does not decode to exactly one of them is a `ProtocolError` and ends the
-connection. Nothing is ever unpickled or evaluated. Blobs (catalogs, inventories) are opaque bytes here and are decoded by
-their own modules, which check every length again.
+A message is a tagged `msgspec.Struct` that travels as a msgpack array: the class name, then the fields. Bytes that do not
+decode to exactly one message raise `ProtocolError`, and the connection ends. Nothing is unpickled or evaluated. Catalogs
+and layouts are opaque bytes here; their own modules decode them and check every length again.
 
-Who says what to whom is told by `coordinator/coordinator.py`; in
-short, every process talks to the coordinator, and no two others talk to each other.
+Every process talks to the coordinator only. A message says in its docstring who sends it and who receives it; "ranks"
+means all trainers and the workers of one replica. `coordinator.py` has the table of who may send which message.
+
+A job has many pairs of a trainer and a replica, so messages of the hot path name several replicas at once (`Go`, `Done`,
+`Drained`): their number grows with the number of ranks, not with the number of pairs.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import Annotated
 
 import msgspec
 from msgspec import Meta, Struct
 
-from xfer.coordinator.plan_messages import (
-    CatalogMsg,
-    Found,
-    Holds,
-    InventoryMsg,
-    Layout,
-    LayoutAsk,
-    Layouts,
-    LayoutsAsk,
-    LinkOpen,
-    OpenLink,
-    PlanInputs,
-    Planned,
-    ReplicaReady,
-    Roll,
-    RollAsk,
-    Specs,
-)
-from xfer.coordinator.wire import (
-    MAX_FRAME,
-    Blob,
-    Bytes64,
-    Count,
-    Digest,
-    Label,
-    Name,
-    Route,
-    Seconds,
-    StoreKey,
-    StoreValue,
-    Text,
-    WireError,
-    WireMessage,
-)
-from xfer.errors import ProtocolError
+from xfer.errors import ProtocolError, XferError, from_wire
 
-WIRE_VERSION = 18
-"""Told in the challenge (channel.py), before any message that another version could not decode."""
+WIRE_VERSION = 19
+"""Sent in the challenge (rendezvous/channel.py), before any message that another version could not decode."""
+MAX_FRAME = 1 << 30
+"""Bytes of one control frame. All layouts of a thousand ranks take well below 1 MB."""
+MAX_STORE_VALUE = 1 << 16
+CHECKED_BYTES = 1 << 20
+"""The sender checks messages up to this size. Longer ones carry layouts, which are checked where they are made."""
+
+Name = Annotated[str, Meta(max_length=256)]
+Text = Annotated[str, Meta(max_length=1 << 16)]
+Label = Annotated[int, Meta(ge=-(1 << 62), le=1 << 62)] | Name | None
+"""A version as its caller named it: a number stays a number. None: no version."""
+Count = Annotated[int, Meta(ge=0, lt=1 << 31)]
+Counts = Annotated[tuple[Count, ...], Meta(max_length=1 << 16)]
+Bytes64 = Annotated[int, Meta(ge=0, le=(1 << 62))]
+Seconds = Annotated[float, Meta(ge=0.0, lt=1e9)]
+Blob = Annotated[bytes, Meta(max_length=MAX_FRAME)]
+Digest = Annotated[bytes, Meta(max_length=32)]
+"""Digest of a layout or of a roll: 32 hexadecimal digits; empty for none."""
+Route = Annotated[str, Meta(pattern="^(direct|packed)$")]
+"""direct: each byte goes from where it lies to where it belongs. packed: whole tensors travel in buckets."""
+Holds = Annotated[str, Meta(pattern="^(whole|mix|nothing)$")]
+"""Weights of a worker: of one version; of two versions, after a failed refit; or only the random ones of its start."""
+StoreKey = Annotated[str, Meta(max_length=256)]
+StoreValue = Annotated[bytes, Meta(max_length=MAX_STORE_VALUE)]
 _STORE_KEY = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./:\-]{0,255}")
+
+
+class Record(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Base of the structs inside messages."""
+
+
+class WireMessage(Struct, frozen=True, tag=True, array_like=True, forbid_unknown_fields=True):
+    """Base of all messages. The tag is the class name."""
+
+
+def _plain(text: str) -> str:
+    """Return `text` without lone surrogates, which file names and foreign errors may hold and UTF-8 cannot encode."""
+    return text.encode("utf-8", "replace").decode()
+
+
+class WireError(Record):
+    """An `XferError` as plain strings."""
+
+    kind: Name
+    message: Text
+    violations: Annotated[tuple[Text, ...], Meta(max_length=64)] = ()
+    where: Name = ""
+
+    @classmethod
+    def of(cls, error: BaseException, where: str) -> WireError:
+        """Encode an error. A foreign exception becomes an XferError that names its class. Long texts are cut."""
+        if isinstance(error, XferError):
+            kind, message, violations, at = error.to_wire()
+        else:
+            kind, message, violations, at = "XferError", f"{type(error).__name__}: {error}", (), ""
+        kind, message, at, *violations = (_plain(t) for t in (kind, message, at or where, *violations))
+        return cls(kind[:256], message[:60000], tuple(v[:8000] for v in violations), at[:256])
+
+    def error(self) -> XferError:
+        return from_wire(self.kind, self.message, self.violations, self.where)
 
 
 # ---- introduction
 
 
 class Hello(WireMessage):
-    """First message of every client. `index`: trainer rank, or worker rank inside its replica; 0 for others. `after`: the session
-    at this rendezvous that this client left, or that refused it, last. If that session has failed, the client waits for the next one."""
+    """Client -> coordinator: the first message of every client.
+
+    `index`: trainer rank, or worker rank inside its replica; 0 for others. `after`: the last session at this rendezvous
+    that this client left or that refused it. If that session has failed, the client waits for the next one.
+    """
 
     role: Annotated[str, Meta(pattern="^(trainer|controller|worker|observer)$")]
     index: Count
-    size: Count  # ranks on that side: trainer world, or workers of the replica
+    size: Count  # trainer ranks, or workers of the replica
     replica: Count
     host: Name
     pid: Count
     versions: Annotated[tuple[tuple[Name, Name], ...], Meta(max_length=64)] = ()
     settings: Annotated[tuple[tuple[Name, Name], ...], Meta(max_length=64)] = ()
     holds: Holds = "whole"  # worker
-    session_open: bool = False  # worker: an earlier controller opened an update that it did not finish
+    session_open: bool = False  # worker: an earlier controller opened an update and did not finish it
     version: Label = None  # worker: label of the last refit that it installed
     after: Name = ""
 
 
 class Welcome(WireMessage):
-    """coordinator -> client. `drop`: globs of canonical names that no engine needs to take. `site`: who sits where on which links
-    (plan/fabric.py), empty when not known. `route`: "packed" when whole tensors travel in buckets (xfer/packed). `session`: this one's
-    name, for timelines; later ones sort behind it as far as clocks agree."""
+    """Coordinator -> client: the hello is accepted.
+
+    `drop`: globs of checkpoint tensors that no engine takes. `site`: hosts and links (plan/fabric.py), empty if unknown.
+    `session`: name of the session for timelines; later sessions sort behind it as far as clocks agree. `hold_s`: seconds for
+    which a rank may hold back a `Done` so that it travels with others.
+    """
 
     trainers: Count
     replicas: Count
@@ -90,31 +123,193 @@ class Welcome(WireMessage):
     site: Blob = b""
     route: Route = "direct"
     session: Name = ""
+    hold_s: Seconds = 0.0
 
 
 class Refused(WireMessage):
-    """coordinator -> client. `session`: the one that refuses; set in an answer to a hello."""
+    """Coordinator -> client: this process cannot take part. `session`: the session that refuses a hello."""
 
     error: WireError
     session: Name = ""
 
 
 class DialAgain(WireMessage):
-    """coordinator -> client, in answer to its hello: you have left this session, and it has failed. Dial again for the next one."""
+    """Coordinator -> client, in answer to its hello: you left this session and it has failed. Dial again for the next one."""
+
+
+class Leave(WireMessage):
+    """Client -> coordinator: I leave on purpose."""
+
+
+class Ping(WireMessage):
+    """Client -> coordinator: are you alive? Sent by clients that have waited past a deadline of the coordinator."""
+
+
+class Pong(WireMessage):
+    """Coordinator -> client. Everything that was due to this client before has been sent before it."""
+
+
+# ---- layouts, plans and links (layouts.py and planning.py tell the order)
+
+
+class Specs(WireMessage):
+    """Trainer -> coordinator: the checkpoint tensors that this rank exports, as an encoded partial catalog."""
+
+    catalog: Blob
+
+
+class CatalogMsg(WireMessage):
+    """Coordinator -> trainers, workers: the union of the specs of all trainers."""
+
+    catalog: Blob
+    generation: Count
+
+
+class InventoryMsg(WireMessage):
+    """Trainer or worker -> coordinator: the digest of its layout. Ranks that need the layout ask for it."""
+
+    inventory: Digest
+    generation: Count
+
+
+class RollAsk(WireMessage):
+    """Rank -> coordinator: send me this `Roll`."""
+
+    roll: Digest
+
+
+class Roll(WireMessage):
+    """Coordinator -> rank: the trainers, or the workers of a replica, in rank order. `roll`: digest of the other fields."""
+
+    roll: Digest
+    inventories: Annotated[tuple[Digest, ...], Meta(max_length=65536)]
+    hosts: Annotated[tuple[Name, ...], Meta(max_length=65536)]
+
+
+class LayoutsAsk(WireMessage):
+    """Rank -> coordinator: send me the layouts of this roll, once all of them are here."""
+
+    roll: Digest
+
+
+class Layouts(WireMessage):
+    """Coordinator -> rank: the layouts that a roll names, each once, in order of first appearance (packing.py)."""
+
+    roll: Digest
+    packed: Blob
+
+
+class LayoutAsk(WireMessage):
+    """Coordinator -> one rank that announced this layout: send it."""
+
+    inventory: Digest
+
+
+class Layout(WireMessage):
+    """Trainer or worker -> coordinator: the layout that was asked for (packing.py)."""
+
+    inventory: Digest
+    packed: Blob
+
+
+class PlanInputs(WireMessage):
+    """Coordinator -> ranks: plan this replica from the layouts that two rolls name.
+
+    `turn`: the place of this replica among `replicas` where sources take turns. Replicas of one layout share it if they
+    stand in a relay chain.
+    """
+
+    replica: Count
+    epoch: Count
+    trainers: Digest
+    workers: Digest
+    turn: Count = 0
+    replicas: Count = 0
+    drop: Annotated[tuple[Name, ...], Meta(max_length=4096)] = ()
+    narrow: Annotated[tuple[Name, ...], Meta(max_length=4096)] = ()
+    bucket_bytes: Bytes64 = 0
+    deadline_s: Seconds = 600.0
+
+
+class Planned(WireMessage):
+    """Rank -> coordinator: my plan has this digest; `bytes_in` and `bytes_out` are what this rank receives and sends."""
+
+    replica: Count
+    epoch: Count
+    digest: Name
+    seconds: Seconds
+    bytes_in: Bytes64 = 0
+    bytes_out: Bytes64 = 0
+
+
+class OpenLink(WireMessage):
+    """Coordinator -> ranks: all digests agree. Open the data link of this epoch and the routes over it.
+
+    `fresh` False: the last link stands, and only the routes are opened again, since storages moved. `workers`: of the
+    replica, for ranks that made no plan (packed route). `relay`: replicas of one layout form a relay chain. `before`, to a
+    worker: what the same worker of the replica before it lets it read, as `LinkOpen.hand` told it.
+    """
+
+    replica: Count
+    epoch: Count
+    fresh: bool = True
+    workers: Count = 0
+    host_pull: bool = False
+    relay: bool = False
+    before: Blob = b""
+
+
+class LinkOpen(WireMessage):
+    """Rank -> coordinator: my link and routes are open.
+
+    From a worker of a relay chain, `hand` is what the next replica may read of it (transport/relay_place.py) and `follows`
+    says whether it reads from the replica before it.
+    """
+
+    replica: Count
+    epoch: Count
+    hand: Blob = b""
+    follows: bool = False
+
+
+class Found(WireMessage):
+    """Coordinator -> controller: what the workers that have come so far said about their engine.
+
+    Unless it `holds` one whole version, the engine may not serve before its next commit, even if it does not join.
+    """
+
+    workers: Count = 0
+    holds: Holds = "whole"
+    session_open: bool = False
+
+
+class ReplicaReady(WireMessage):
+    """Coordinator -> ranks, controller: this replica takes part in refits from now on.
+
+    It has a plan and a link, unless there was nothing to link to or its plan is of an older layout. Then the next refit
+    plans and links.
+    """
+
+    replica: Count
+    epoch: Count
+    digest: Name
 
 
 # ---- one refit
 
 
 class Prepare(WireMessage):
-    """trainer -> coordinator: arm the engines early."""
+    """Trainer -> coordinator: arm the engines early."""
 
     attempt: Count
 
 
 class Enter(WireMessage):
-    """trainer -> coordinator: nccl_xfer_refit() was called with these arguments. Sent before anything that may wait for other
-    ranks, so that the coordinator's deadline runs and its error can say who has not called. `version` None: the coordinator numbers it."""
+    """Trainer -> coordinator: nccl_xfer_refit() was called with these arguments.
+
+    It is sent before anything that may wait for other ranks, so that the coordinator's deadline runs and its error can name
+    the ranks that have not called. `version` None: the coordinator numbers the version.
+    """
 
     attempt: Count
     version: Label
@@ -124,12 +319,13 @@ class Enter(WireMessage):
 
 
 class Ready(WireMessage):
-    """trainer -> coordinator: drained and synchronized; my storage holds the version.
+    """Trainer -> coordinator: my gathers have ended and my storages hold the version.
 
-    `specs`: only when what this rank exports changed; an inventory then follows the new catalog. `inventory`: only when its
-    layout changed, made from the catalog of `generation`. `sample`: until a version is committed, digests of some elements of each
-    box, which numbers tensors by that catalog (holders.py). `sends`: whether what it sends has changed since its last call, as far
-    as it knows; `unsent`: some tensors that train, have changed since then and are not sent (unsent.py).
+    `specs`: only if the exports of this rank changed; its layout then follows the new catalog. `inventory`: only if its
+    layout changed, made from the catalog of `generation`. `rebound`: same layout, but storages that routes were opened for
+    lie elsewhere now. `broken`: replicas whose link this rank gave up by itself. `sample`: until a version is committed,
+    digests of some elements of each box, which number tensors by that catalog (exports.py). `sends`: whether what this rank
+    sends has changed since its last call, as far as it knows. `unsent`: some tensors that train, changed, and are not sent.
     """
 
     attempt: Count
@@ -137,27 +333,27 @@ class Ready(WireMessage):
     specs: Blob = b""
     inventory: Digest = b""
     generation: Count = 0
-    rebound: bool = False  # same layout, but what the routes were opened for lies elsewhere now
-    broken: Annotated[
-        tuple[Count, ...], Meta(max_length=1 << 16)
-    ] = ()  # replicas whose link this rank gave up by itself
+    rebound: bool = False
+    broken: Counts = ()
     sample: Blob = b""
     sends: bool = True
     unsent: Annotated[tuple[Text, ...], Meta(max_length=8)] = ()
 
 
 class Arm(WireMessage):
-    """coordinator -> controller: stop serving and enter the receive call."""
+    """Coordinator -> controller: pause the engine and make its workers enter the receive call."""
 
     attempt: Count
     deadline_s: Seconds
 
 
 class Armed(WireMessage):
-    """worker -> coordinator: inside the receive call. `inventory`: empty unless the layout changed. `unread`: why no
-    layout could be made from
-    the catalog of `generation`; the trainers may bring a newer one with this very attempt. `in_step`: the replica has data-parallel
-    ranks, which wait for one another in every step."""
+    """Worker -> coordinator: I am inside the receive call.
+
+    `inventory`: empty unless the layout changed. `unread`: why no layout could be made from the catalog of `generation`;
+    the trainers may bring a newer catalog in this refit. `in_step`: the replica has data-parallel ranks, which wait for each
+    other in every step.
+    """
 
     attempt: Count
     inventory: Digest = b""
@@ -168,30 +364,49 @@ class Armed(WireMessage):
 
 
 class CallAgain(WireMessage):
-    """coordinator -> armed worker: return from the update call; nothing of this attempt comes to you in it. coordinator
-    -> controller: pause the engine once more, and call update again."""
+    """Coordinator -> armed worker: return from the update call; nothing of this refit comes to you in it.
+
+    Coordinator -> controller: pause the engine once more and call update again.
+    """
 
     attempt: Count
 
 
 class Go(WireMessage):
-    """coordinator -> domain: move version `version` now. `together`: replicas that are fed from one gather of the trainers'
-    weights (packed route); those of one attempt get equal lists, in which each replica stands once. `tells`: the workers
-    say `Brought`, since others read from them."""
+    """Coordinator -> ranks: move version `version` to these replicas now. A rank gets one `Go` for all replicas that begin together.
 
-    replica: Count
+    `epochs`: of the links, in the order of `replicas`. `together`, to trainers on the packed route: the replicas that are fed
+    from one gather of the weights. `tells`, to workers: say `Brought`, since others read from you.
+    """
+
     attempt: Count
-    epoch: Count
+    replicas: Counts
+    epochs: Counts
     version: Label
     verify: bool
     deadline_s: Seconds
-    together: Annotated[tuple[Count, ...], Meta(max_length=65536)] = ()
+    together: Counts = ()
     tells: bool = False
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the only replica of a Go that `each` returned."""
+        return self.epochs[0]
+
+    def each(self) -> Iterator[tuple[int, Go]]:
+        """Yield each replica, and the Go for its lane, which names no other replica."""
+        if len(self.replicas) == 1:
+            yield self.replicas[0], self
+            return
+        for replica, epoch in zip(self.replicas, self.epochs):
+            yield replica, msgspec.structs.replace(self, replicas=(replica,), epochs=(epoch,))
 
 
 class Brought(WireMessage):
-    """worker -> coordinator: of what I pull in this attempt, all parts up to `part` are here. coordinator -> worker of
-    the replica that follows: they are there for you to read. `replica`: the one whose worker says or hears it."""
+    """Worker -> coordinator: of what I pull in this refit, all parts up to `part` are here.
+
+    Coordinator -> worker of the replica behind it: you may read them. `replica`: that of the worker that sends or hears it.
+    """
 
     replica: Count
     attempt: Count
@@ -199,6 +414,8 @@ class Brought(WireMessage):
 
 
 class Progress(WireMessage):
+    """Trainer or worker -> coordinator: how far a transfer is. Shown by `xfer status` and in timeout errors."""
+
     replica: Count
     attempt: Count
     phase: Name
@@ -207,49 +424,69 @@ class Progress(WireMessage):
     bytes_planned: Bytes64
 
 
-class Checksum(Struct, frozen=True, forbid_unknown_fields=True):
-    """Sum over the bytes that go to worker `worker`, mod 2**64."""
+class Checksum(Record):
+    """Sum over the bytes that go to worker `worker`, mod 2**64, little-endian."""
 
     worker: Count
     value: Annotated[bytes, Meta(min_length=8, max_length=8)]
 
 
-class RouteBytes(Struct, frozen=True, forbid_unknown_fields=True):
-    """What one route brought, and how long that took; routes run beside each other."""
+class RouteBytes(Record):
+    """Bytes that one route brought, and the seconds it took. Routes run beside each other."""
 
     route: Name
     nbytes: Bytes64
     seconds: Seconds
 
 
-class Done(WireMessage):
-    """domain -> coordinator: my part of the program has run. From a worker: it reads no trainer's storage any more. `held`: of a trainer
-    in a verified refit, digests of what other trainers hold too (holders.py)."""
+class Moved(Record):
+    """What one rank did for one replica in a refit. Times are wall seconds.
+
+    `held`, of a trainer in a verified refit: digests of bytes that other trainers hold too (exports.py).
+    """
 
     replica: Count
-    attempt: Count
-    bytes_in: Bytes64
-    bytes_out: Bytes64
-    pack_s: Seconds
-    wire_s: Seconds
-    unpack_s: Seconds
+    bytes_in: Bytes64 = 0
+    bytes_out: Bytes64 = 0
+    pack_s: Seconds = 0.0
+    wire_s: Seconds = 0.0
+    unpack_s: Seconds = 0.0
     verify_s: Seconds = 0.0
     checksums: Annotated[tuple[Checksum, ...], Meta(max_length=65536)] = ()
     routes: Annotated[tuple[RouteBytes, ...], Meta(max_length=8)] = ()
     held: Blob = b""
 
+    @property
+    def idle(self) -> bool:
+        """Whether there is nothing to report: no bytes, no digests, and less than a millisecond."""
+        some = self.bytes_in or self.bytes_out or self.checksums or self.routes or self.held
+        return not some and self.pack_s + self.wire_s + self.unpack_s + self.verify_s < 1e-3
+
+
+class Done(WireMessage):
+    """Rank -> coordinator: my part for these replicas is done. A worker reads no storage of a trainer any more.
+
+    `moved`: an entry for each of the replicas for which there is something to report.
+    """
+
+    attempt: Count
+    replicas: Counts
+    moved: Annotated[tuple[Moved, ...], Meta(max_length=65536)] = ()
+
 
 class Drained(WireMessage):
-    """coordinator -> trainers: nobody of this replica reads your storage in this attempt any more, or its part in it is over
-    and nobody will. What your own lane still sends is yours to know."""
+    """Coordinator -> trainers: no worker of these replicas reads your storages in this refit any more, nor will.
 
-    replica: Count
+    What the trainer's own lanes still send, the trainer knows itself.
+    """
+
     attempt: Count
     version: Label
+    replicas: Counts
 
 
 class Commit(WireMessage):
-    """coordinator -> workers, controller: install and serve `version`."""
+    """Coordinator -> workers, controller: install and serve `version`."""
 
     replica: Count
     attempt: Count
@@ -257,21 +494,24 @@ class Commit(WireMessage):
 
 
 class Decided(WireMessage):
-    """coordinator -> controller: workers were told to install. The update call is about to return; what follows it may be done
-    meanwhile, but nothing served before `Commit` says that all of them did."""
+    """Coordinator -> controller: workers were told to install.
+
+    The update call is about to return, and the controller may prepare what follows it. It may serve only after `Commit`,
+    which says that all workers have installed.
+    """
 
     attempt: Count
 
 
 class Committed(WireMessage):
-    """worker -> coordinator: the new version lies in live storage, lock released."""
+    """Worker -> coordinator: the new version lies in live storage, and the lock is released."""
 
     replica: Count
     attempt: Count
 
 
 class Abort(WireMessage):
-    """coordinator -> domain: this attempt (or planning epoch) is over for this replica."""
+    """Coordinator -> ranks: this refit, or planning epoch, is over for this replica."""
 
     replica: Count
     attempt: Count
@@ -280,8 +520,10 @@ class Abort(WireMessage):
 
 
 class Stopped(WireMessage):
-    """worker -> coordinator, after an abort: nothing of this attempt will be written any more. `dirty`: live bytes were written.
-    `drained` False: a kernel of mine may go on reading trainers' storages."""
+    """Worker -> coordinator, after an abort: nothing of this refit will be written any more.
+
+    `dirty`: bytes of live storage were written. `drained` False: a kernel of mine may go on reading trainers' storages.
+    """
 
     replica: Count
     attempt: Count
@@ -290,7 +532,7 @@ class Stopped(WireMessage):
 
 
 class Settle(WireMessage):
-    """coordinator -> controller, after an abort: resume when clean, stay paused when dirty."""
+    """Coordinator -> controller, after an abort: resume if clean, stay paused if dirty."""
 
     attempt: Count
     dirty: bool
@@ -298,7 +540,7 @@ class Settle(WireMessage):
 
 
 class Settled(WireMessage):
-    """controller -> coordinator: the attempt is over on the engine's side. `version`: what it serves now, None when paused."""
+    """Controller -> coordinator: the refit is over for the engine. `version`: what it serves now, None if it is paused."""
 
     attempt: Count
     version: Label
@@ -308,21 +550,24 @@ class Settled(WireMessage):
 
 
 class Failed(WireMessage):
-    """anyone -> coordinator: I raised. `replica` limits the damage; -1: all replicas. `epoch`: of the plan, link or go that a lane was at;
-    0 from whoever was at none. coordinator -> anyone: this is why."""
+    """Any process -> coordinator: I raised. Coordinator -> any process: this is why.
+
+    `replica`: the only replica that is concerned; -1 for all. `epoch`: of the plan, link or Go that a lane worked on; 0 if
+    none. `left`, from the coordinator: the process that failed left on purpose.
+    """
 
     error: WireError
     attempt: Count = 0
     replica: Annotated[int, Meta(ge=-1, lt=1 << 31)] = -1
     epoch: Count = 0
-    left: bool = False  # from the coordinator: the process that this is about left on purpose
+    left: bool = False
 
     def ends(self, wait: bool) -> bool:
-        """A trainer's connect. A replica that fails early is left out like one that fails later, if not all are waited for."""
+        """Whether a trainer's connect() ends with it. A replica that fails early is left out if `wait` is False."""
         return wait or self.replica < 0
 
 
-class Reader(Struct, frozen=True, forbid_unknown_fields=True):
+class Reader(Record):
     """A worker that may still read trainers' storages."""
 
     label: Name
@@ -330,8 +575,8 @@ class Reader(Struct, frozen=True, forbid_unknown_fields=True):
     pid: Count
 
 
-class OutcomeMsg(Struct, frozen=True, forbid_unknown_fields=True):
-    """What became of one replica in one attempt; seconds on the clocks that `participants/report.py` explains."""
+class OutcomeMsg(Record):
+    """The result of one replica in one refit. `participants/report.py` explains the clocks of the seconds."""
 
     replica: Count
     committed: bool
@@ -346,12 +591,14 @@ class OutcomeMsg(Struct, frozen=True, forbid_unknown_fields=True):
     dirty: bool = False
     error: WireError | None = None
     routes: Annotated[tuple[RouteBytes, ...], Meta(max_length=8)] = ()
-    readers: Annotated[tuple[Reader, ...], Meta(max_length=65536)] = ()  # began and never said that they ended
+    readers: Annotated[tuple[Reader, ...], Meta(max_length=65536)] = ()  # they began and did not say that they ended
 
 
 class Outcome(WireMessage):
-    """coordinator -> trainers: the attempt is over everywhere. `void`: it was prepared and nobody called in time; a call that
-    comes for it goes on with the next number."""
+    """Coordinator -> trainers: the refit is over everywhere.
+
+    `void`: it was prepared and nobody called in time; a call that comes for it goes on with the next number.
+    """
 
     attempt: Count
     version: Label
@@ -361,41 +608,34 @@ class Outcome(WireMessage):
 
 
 class Release(WireMessage):
-    """trainer -> coordinator: my storages are about to be freed; let everyone unmap them. Answered by `Released`, with the same number,
-    which no other of this trainer's has: an answer to one that was given up may come when routes are open again."""
+    """Trainer -> coordinator: my storages are about to be freed; make every process unmap them. Answered by `Released`.
+
+    `number` differs in every release of this trainer, since the answer to one that was given up may come when routes are
+    open again.
+    """
 
     number: Count
 
 
 class CloseRoutes(WireMessage):
-    """coordinator -> worker, by the packed route trainers too: unmap the trainers' storages. Answered by `RoutesClosed`."""
+    """Coordinator -> worker, and trainer on the packed route: unmap the trainers' storages. Answered by `RoutesClosed`."""
 
     replica: Count
 
 
 class RoutesClosed(WireMessage):
+    """Rank -> coordinator: done."""
+
     replica: Count
 
 
 class Released(WireMessage):
-    """coordinator -> trainer: nobody has your storages mapped any more."""
+    """Coordinator -> trainer: no process has your storages mapped any more."""
 
     number: Count
 
 
-class Leave(WireMessage):
-    """client -> coordinator: I am going on purpose."""
-
-
-class Ping(WireMessage):
-    """client -> coordinator: are you there? Asked only by who has waited past a deadline of the coordinator's."""
-
-
-class Pong(WireMessage):
-    """coordinator -> client, from the thread that decides: what else was due has been sent before it."""
-
-
-# ---- the store, for communicators that want one
+# ---- the store in which communicators meet
 
 
 class StoreSet(WireMessage):
@@ -431,10 +671,10 @@ class StoreReply(WireMessage):
 
 
 class StatusAsk(WireMessage):
-    pass
+    """Any process -> coordinator, as `xfer status` does."""
 
 
-class PartyStatus(Struct, frozen=True, forbid_unknown_fields=True):
+class PartyStatus(Record):
     label: Name
     host: Name
     phase: Name
@@ -463,12 +703,12 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Message)
 
 
-CHECKED_BYTES = 1 << 20
-"""Messages up to this size are checked by whoever sends them. Longer ones are inventories, whose makers check them."""
-
-
 def encode(message: Message) -> bytes:
-    """ProtocolError for what the other end would have to refuse: a mistake here must not look like an attack there."""
+    """Encode a message.
+
+    Raises:
+        ProtocolError: the receiver would reject it. It is raised at the sender, so that a bug there does not look like an attack.
+    """
     try:
         data = _encoder.encode(message)
         if len(data) <= CHECKED_BYTES:
@@ -476,14 +716,16 @@ def encode(message: Message) -> bytes:
     except (msgspec.MsgspecError, UnicodeError, OverflowError, TypeError) as e:
         raise ProtocolError(f"{type(message).__name__} cannot be sent: {e}"[:500]) from None
     if len(data) > MAX_FRAME:
-        raise ProtocolError(
-            f"{type(message).__name__} of {len(data)} bytes is over the {MAX_FRAME} bytes that a frame may have"
-        )
+        raise ProtocolError(f"{type(message).__name__} has {len(data)} bytes, a frame at most {MAX_FRAME}")
     return data
 
 
 def decode(data: bytes) -> Message:
-    """Raises ProtocolError for whatever is not exactly one message; never anything else."""
+    """Decode one message.
+
+    Raises:
+        ProtocolError: `data` is not exactly one message. Nothing else is ever raised.
+    """
     try:
         return _decoder.decode(data)
     except (
@@ -498,7 +740,11 @@ def decode(data: bytes) -> Message:
 
 
 def check_store_key(key: str, prefix: str) -> None:
-    """A client may only touch the keys of its own domain's prefix; anything else is a ProtocolError."""
+    """Check that a client may use a store key.
+
+    Raises:
+        ProtocolError: the key has characters that are not allowed, or does not begin with the client's `prefix`.
+    """
     if not _STORE_KEY.fullmatch(key) or ".." in key:
         raise ProtocolError(f"store key {key[:80]!r} has characters or a length that are not allowed")
     if not key.startswith(prefix):

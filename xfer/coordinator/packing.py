@@ -1,7 +1,7 @@
-"""Encoded layouts for the wire: lists of byte strings in one compressed stream.
+"""Layouts on the wire: lists of byte strings in one compressed stream.
 
-Layouts of ranks of one side differ in a few numbers, so a thousand of them in one stream are hardly longer than a few.
-What is unpacked is bounded, whatever the stream says of itself.
+Layouts of trainers, or of the workers of a replica, differ in a few numbers, so a thousand of them in one stream are
+hardly longer than a few. The size of the unpacked bytes is limited, whatever the stream claims.
 """
 
 from __future__ import annotations
@@ -14,24 +14,32 @@ import msgspec
 from xfer.errors import ProtocolError
 
 MAX_UNPACKED = 1 << 30
-"""Bytes of all strings of one stream; those of 4,096 ranks of a model of a trillion parameters are a tenth of that."""
+"""Bytes of all strings of one stream. 4,096 ranks of a model of a trillion parameters need a tenth of that."""
 MEMORY = 64 << 20
-"""Bytes that the decompressor may take beside its output; preset 1 takes 2 MiB."""
+"""Bytes that the decompressor may use beside its output; preset 1 uses 2 MiB."""
 
 SMALL = 256 << 10
-"""The window of preset 0. Up to here its streams are a few per cent longer than those of preset 1, whose tables take longer
-to set up than such layouts to pack."""
+"""Bytes up to which preset 0 is used: its window. Its streams are a few per cent longer than those of preset 1, whose tables take
+longer to set up than such layouts take to pack."""
 
 _strings, _names = msgspec.msgpack.Decoder(list[bytes]), msgspec.msgpack.Decoder(list[str])
 
 
 def pack(parts: Sequence[bytes]) -> bytes:
+    """Compress some byte strings into one stream."""
     raw = msgspec.msgpack.encode(list(parts))
     return lzma.compress(raw, preset=0 if len(raw) <= SMALL else 1)
 
 
 def unpack(data: bytes, what: str) -> list[bytes]:
-    """What `pack` was given. ProtocolError for anything else."""
+    """Return the arguments of `pack`.
+
+    Args:
+        what: name of the data, for the error.
+
+    Raises:
+        ProtocolError: `data` does not come from `pack`.
+    """
     try:
         stream = lzma.LZMADecompressor(lzma.FORMAT_XZ, memlimit=MEMORY)
         raw = stream.decompress(data, MAX_UNPACKED)
@@ -43,12 +51,12 @@ def unpack(data: bytes, what: str) -> list[bytes]:
 
 
 def pack_specs(catalog: bytes, trained: Iterable[str]) -> bytes:
-    """What one trainer exports: its catalog, and which of those tensors require grad."""
+    """Pack what one trainer exports: its catalog, and the names of the tensors that require grad."""
     return pack([catalog, msgspec.msgpack.encode(sorted(trained))])
 
 
 def unpack_specs(data: bytes) -> tuple[bytes, list[str]]:
-    """As given to `pack_specs`. ProtocolError for anything else."""
+    """Return the arguments of `pack_specs`. Raises ProtocolError if `data` does not come from it."""
     parts = unpack(data, "specs")
     if len(parts) != 2:
         raise ProtocolError(f"specs: {len(parts)} strings where two were expected")
@@ -59,6 +67,7 @@ def unpack_specs(data: bytes) -> tuple[bytes, list[str]]:
 
 
 def unpack_one(data: bytes, what: str) -> bytes:
+    """Return the only string of a stream. Raises ProtocolError as `unpack` does, and for any other number of strings."""
     parts = unpack(data, what)
     if len(parts) != 1:
         raise ProtocolError(f"{what}: {len(parts)} strings where one was expected")

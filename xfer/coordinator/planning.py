@@ -1,7 +1,7 @@
-"""How a replica gets its plan and its link: layouts out, equal digests back, then one data link per epoch.
+"""How a replica gets its plan and its link: layouts go out, equal digests come back, then each epoch opens one data link.
 
-What a plan is, is known in plan/; here its digest is a string. Here is also how a trainer takes its storages back: every
-process that reads them unmaps them first.
+A plan is known here by its digest only. A trainer takes its storages back here, too: every process that reads them unmaps
+them first.
 """
 
 from __future__ import annotations
@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from xfer.coordinator import messages as m
 from xfer.coordinator import relays
 from xfer.coordinator.layouts import LayoutExchange
-from xfer.coordinator.state import ReplicaPhase
+from xfer.coordinator.state import ReplicaPhase, broadcast
 from xfer.errors import DeadlineExceeded, PlanMismatch, XferError
 
 if TYPE_CHECKING:
@@ -20,21 +22,23 @@ if TYPE_CHECKING:
     from xfer.coordinator.state import Client, Replica
 
 RELEASE_LOOK_S = 0.02
-"""Seconds between two looks whether routes that are being opened are open, so that they can be closed."""
+"""Seconds between two checks whether routes that are being opened are open, so that they can be closed."""
 
 
 class Planning:
     def __init__(self, coordinator: Coordinator):
         self.coordinator = coordinator
         self.layouts = LayoutExchange(self._owners)
-        self._closing: set[tuple[Client, int]] = set()  # clients that have not unmapped yet, and the replica
-        self._releasing: dict[Client, int] = {}  # trainers that wait for them, and the number of what each asked last
+        self._closing: set[tuple[Client, int]] = set()  # clients that have to unmap, and the replica
+        self._releasing: dict[
+            Client, int
+        ] = {}  # trainers that wait for them, and the number of each one's last release
         self.let_go: set[Client] = set()  # trainers that released and have not entered a refit since
 
     # ---- the plan
 
     def plan(self, replica: Replica) -> None:
-        """Start a planning epoch. All layouts of the replica's domain are known."""
+        """Begin a planning epoch. The layouts of all trainers and of the replica's workers are known."""
         co, o = self.coordinator, self.coordinator.options
         self._new_epoch(replica)
         replica.stage(co.now)
@@ -53,7 +57,7 @@ class Planning:
         inputs = m.PlanInputs(
             replica.index, replica.epoch, *rolls, turn, o.replicas, o.drop, o.narrow, o.bucket_bytes, o.deadline_s
         )
-        co.broadcast(domain, inputs)
+        broadcast(domain, inputs)
 
     def _new_epoch(self, replica: Replica) -> None:
         replica.epoch += 1
@@ -62,7 +66,7 @@ class Planning:
         self.coordinator.at(replica.until, lambda: self._late(replica, epoch))
 
     def _owners(self, inventory: bytes) -> Iterator[Client]:
-        """Connected clients that announced this layout."""
+        """Yield the connected clients that announced this layout."""
         co = self.coordinator
         yield from (c for i, c in co.trainers.items() if co.trainer_inventories.get(i) == inventory)
         for r in co.replicas.values():
@@ -72,7 +76,7 @@ class Planning:
         replica = self.coordinator.replicas[msg.replica]
         if not self._awaited(replica, client, msg.epoch, ReplicaPhase.PLANNING):
             return
-        replica.digests[client.label] = msg.digest
+        replica.digests[client] = msg.digest
         if replica.pending:
             return
         if len(set(replica.digests.values())) > 1:
@@ -85,7 +89,7 @@ class Planning:
             self._link(replica)
 
     def _awaited(self, replica: Replica, client: Client, epoch: int, phase: ReplicaPhase) -> bool:
-        """Whether this client owes an answer in this epoch and phase; then it no longer does."""
+        """Take a client off the list of those that have to answer. False: it is not on it, in this epoch and phase."""
         if epoch != replica.epoch or replica.phase is not phase or client not in replica.pending:
             return False
         replica.pending.discard(client)
@@ -103,16 +107,19 @@ class Planning:
         co.store.forget(f"r{replica.index}/")
         ahead = relays.before(co, replica)
         replica.before, replica.hands, replica.follows = relays.place(ahead), {}, set()
-        for c in co.domain(replica):
-            hand = ahead.hands[c.hello.index] if ahead is not None and c.hello.role == "worker" else b""
-            c.send(m.OpenLink(replica.index, replica.epoch, fresh, replica.size, o.host_pull, o.relay, hand))
+        opened = m.OpenLink(replica.index, replica.epoch, fresh, replica.size, o.host_pull, o.relay)
+        if ahead is None:
+            return broadcast(co.domain(replica), opened)
+        broadcast(co.trainers.values(), opened)
+        for i, c in replica.workers.items():
+            c.send(msgspec.structs.replace(opened, before=ahead.hands[i]))
 
     def relink(self, replica: Replica, fresh: bool) -> None:
-        """Open the link of a plan that stands, in a new epoch.
+        """Open the link of an existing plan, in a new epoch.
 
         Args:
-            fresh: the communicator is broken. Else only routes are opened again, by all ranks together, since each end
-                must know what the other one can map.
+            fresh: the communicator is broken. If False, only the routes are opened again, by all ranks together, since each
+                end must know what the other one can map.
         """
         self._new_epoch(replica)
         self._link(replica, fresh)
@@ -131,8 +138,7 @@ class Planning:
     def postpone(self, replica: Replica, error: XferError | None = None) -> None:
         """Let a replica join without a link. The next refit plans and links.
 
-        Trainers have let go of what there is to link to, or have another layout than the one it was planned from.
-        `error` ends the ranks that are linking.
+        Trainers have released their storages, or have another layout than the plan. `error` ends the ranks that are linking.
         """
         if error is not None:
             self.abort(replica, error)
@@ -144,10 +150,9 @@ class Planning:
         co = self.coordinator
         replica.phase = ReplicaPhase.READY
         ready = m.ReplicaReady(replica.index, replica.epoch, replica.digest)
-        co.broadcast(co.domain(replica), ready)
-        if replica.controller is not None:
-            replica.controller.send(ready)
+        broadcast([*co.domain(replica), *([replica.controller] if replica.controller is not None else [])], ready)
         if co.refit is not None:
+            co.refit.arm(replica)
             co.refit.advance()
 
     # ---- failing
@@ -166,54 +171,54 @@ class Planning:
             self.failed(replica, error)
 
     def failed(self, replica: Replica, error: XferError) -> None:
-        """A plan or link came to nothing. The next refit plans anew."""
+        """A plan or link failed. The next refit plans again."""
         co = self.coordinator
         self.abort(replica, error)
         replica.phase, replica.error = ReplicaPhase.FAILED, error
         said = m.Failed(m.WireError.of(error, "rendezvous"), replica=replica.index)
         if co.refit is None or not co.refit.has_told(replica):  # its processes are joining, and wait for the plan
-            co.broadcast(replica.processes(), said)
+            broadcast(replica.processes(), said)
         if co.refit is not None and co.refit.concerns(replica):
             co.refit.fail(error, [replica])
         else:
-            co.broadcast(co.trainers.values(), said)
+            broadcast(co.trainers.values(), said)
 
     def abort(self, replica: Replica, error: XferError) -> None:
         """Stop the ranks that plan or link."""
         co = self.coordinator
         number = co.refit.number if co.refit else 0
         abort = m.Abort(replica.index, number, replica.epoch, m.WireError.of(error, "rendezvous"))
-        co.broadcast(co.domain(replica), abort)
+        broadcast(co.domain(replica), abort)
 
     # ---- unmapping, before trainers free their storages
 
     def release(self, client: Client, number: int) -> None:
-        """A trainer is about to free its storages. Every process that reads them unmaps them, then the trainer is told.
+        """A trainer is about to free its storages: every process that reads them unmaps them, then the trainer is told.
 
         Workers read trainers' storages; on the packed route trainers read each other's too. The next refit opens the
         routes again.
         """
         self.let_go.add(client)
-        self._releasing.pop(client, None)  # it no longer waits for what it asked before
+        self._releasing.pop(client, None)  # it no longer waits for its release before this one
         self._release_when_open(client, number)
 
     def _release_when_open(self, client: Client, number: int) -> None:
         """Routes that are being opened are closed afterwards."""
         co = self.coordinator
         if client not in self.let_go or number < self._releasing.get(client, 0):
-            return  # it gave that up, and has entered a refit or asked again since
+            return  # it gave this release up, and has entered a refit or asked again since
         if any(r.phase.opening for r in co.replicas.values()):
             return co.at(co.now + RELEASE_LOOK_S, lambda: self._release_when_open(client, number))
         self._releasing[client] = number
         for r in co.replicas.values():
             self.unmap(r)
-        for c in co.clients:  # workers of lost replicas, too: they live on, with all that they have mapped
+        for c in co.clients:  # workers of lost replicas, too: they live on and keep their mappings
             if c.hello is not None and c.hello.role == "worker":
                 self._close(c, c.hello.replica)
         self._answer_releases()
 
     def unmap(self, r: Replica) -> None:
-        """Ask the processes of this replica's domain that read others' memory to close their routes."""
+        """Ask the ranks that read others' memory for this replica to close their routes."""
         r.reopen = True
         packed = self.coordinator.options.route == "packed"
         for c in self.coordinator.domain(r) if packed else r.workers.values():
@@ -221,7 +226,7 @@ class Planning:
 
     def _close(self, client: Client, replica: int) -> None:
         self._closing.add((client, replica))
-        client.send(m.CloseRoutes(replica))  # also if it was asked before: it may have opened routes anew since
+        client.send(m.CloseRoutes(replica))  # even if it was asked before: it may have opened routes again since
 
     def closed(self, client: Client, replica: int | None = None) -> None:
         """This client has unmapped, or (None) is gone."""
@@ -229,7 +234,7 @@ class Planning:
         self._answer_releases()
 
     def departed(self, client: Client) -> None:
-        """Not before the client is out of the roster: others of its class are asked for the layouts that it owed."""
+        """Ask others for the layouts that a departed client has not sent. Runs later, when the client is no member any more."""
         self.let_go.discard(client)
         self.closed(client)
         self.coordinator.soon(lambda: self.layouts.gone(client))
@@ -244,7 +249,7 @@ class Planning:
 def _mismatch(replica: Replica) -> PlanMismatch:
     digests = list(replica.digests.values())
     most = max(sorted(set(digests)), key=digests.count)
-    odd = [f"{label}: digest {d}, most ranks have {most}" for label, d in sorted(replica.digests.items()) if d != most]
+    odd = sorted(f"{c.label}: digest {d}, most ranks have {most}" for c, d in replica.digests.items() if d != most)
     return PlanMismatch(
         f"ranks planned replica {replica.index} differently; nothing was moved",
         [*odd, "install the same xfer and numpy on all sides"],

@@ -1,6 +1,6 @@
-"""One refit: trainers enter, drain and are ready; each replica is armed and let go as soon as it can be.
+"""One refit: trainers enter, drain and are ready; each replica is armed and begins as soon as it can.
 
-What happens to a replica from there, and where its version is committed, is commit.py.
+commit.py has the rest of a replica's way, and the place where its version is committed.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from xfer import logs
-from xfer.coordinator import holders, relays
+from xfer.coordinator import exports, relays
 from xfer.coordinator import messages as m
 from xfer.coordinator.commit import Phase, ReplicaRefit
 from xfer.coordinator.deadlines import TOGETHER_S
-from xfer.coordinator.state import ReplicaPhase
-from xfer.coordinator.wire import Label
-from xfer.errors import DeadlineExceeded, EngineLost, PlanMismatch, VerificationError, XferError
+from xfer.coordinator.messages import Label
+from xfer.coordinator.state import ReplicaPhase, broadcast
+from xfer.errors import DeadlineExceeded, EngineLost, PlanMismatch, ProtocolError, VerificationError, XferError
 
 if TYPE_CHECKING:
     from xfer.coordinator.coordinator import Coordinator
@@ -29,17 +29,22 @@ logger = logging.getLogger("xfer")
 class Refit:
     """All replicas in one refit.
 
+    Its work grows with the number of ranks: what has to be done for each pair of a trainer and a replica is a set operation.
+
     Args:
         number: which refit of the session this is, from 1.
         deadline_s: seconds until it is aborted, from now or, if it is prepared, from the first call.
-        prepared: armed before any trainer called.
+        prepared: it is armed before any trainer has called.
     """
 
     def __init__(self, coordinator: Coordinator, number: int, deadline_s: float, prepared: bool):
         self.coordinator, self.number = coordinator, number
         self.entered: dict[int, m.Enter] = {}
         self.drained: dict[int, m.Ready] = {}
+        self.drained_s = 0.0  # seconds of the slowest trainer
         self.parts: dict[int, ReplicaRefit] = {}
+        self.arming: dict[int, ReplicaRefit] = {}  # those of `parts` in that phase
+        self.open = 0  # how many of `parts` are not over
         self.began = coordinator.now
         self.version: Label = None
         self.verify = False
@@ -47,16 +52,25 @@ class Refit:
         self.called = False  # by some trainer, whose call this refit uses up whatever becomes of it
         self.abandoned = False  # nobody called in time: a trainer that calls now gets the next refit
         self.deadline_s = deadline_s
-        # The deadline of a prepared refit begins anew with the first call: engines are armed for both.
+        # The deadline of a prepared refit begins again with the first call: engines are armed for both.
         self.armed_s = deadline_s + (coordinator.options.deadline_s if prepared else 0.0)
+        self._go_at = 0.0  # when replicas that can begin no longer wait for others
+        self._owing: dict[int, set[Client]] = {}  # by replica: ReplicaRefit.owing
+        self._undrained = 0  # how many of `parts` may be read from
+        self._to_tell: list[int] = []  # replicas for which trainers are not told Drained yet
 
     # ---- going forward
 
     def start(self) -> None:
-        for r in self.coordinator.replicas.values():
-            part = self.parts[r.index] = ReplicaRefit(self, r)
-            r.stage(self.coordinator.now)
+        co = self.coordinator
+        for r in co.replicas.values():
+            self.parts[r.index] = self.arming[r.index] = ReplicaRefit(self, r)
+            r.stage(co.now)
             r.plan_s = r.link_s = 0.0
+        self.open = self._undrained = len(self.parts)
+        self._owing = {r: part.owing for r, part in self.parts.items()}
+        for part in self.parts.values():
+            r = part.replica
             if r.controller is None:
                 part.error = r.error or EngineLost(
                     f"replica {r.index} is not connected", ["start it and call xfer.serve() with this replica number"]
@@ -64,12 +78,17 @@ class Refit:
                 part.to(Phase.OVER)
             elif r.phase is ReplicaPhase.FAILED and r.complete:
                 r.stale = True
-        self._arm()
+            self.arm(r)
         self._set_deadline(self.deadline_s)
 
-    def _arm(self) -> None:
-        for part in self.parts.values():
-            part.arm()
+    def moved_on(self, part: ReplicaRefit) -> None:
+        """A replica changed its phase."""
+        self.arming.pop(part.replica.index, None)
+        self.open -= part.over
+
+    def arm(self, replica: Replica) -> None:
+        """Arm a replica, if nothing is in the way any more."""
+        self.parts[replica.index].arm()
 
     def _set_deadline(self, seconds: float) -> None:
         self.until = self.began + seconds
@@ -98,6 +117,7 @@ class Refit:
         if client.hello.index not in self.entered:
             return
         self.drained[client.hello.index] = msg
+        self.drained_s = max(self.drained_s, msg.drained_s)
         co.planning.let_go.discard(client)
         if len(self.drained) == co.options.trainers:
             self.ready_at = co.now
@@ -105,64 +125,99 @@ class Refit:
             co.silence.take(self.drained.values())
             co.settle_catalog()
             self._compare_samples()
+            for r in co.replicas.values():
+                co.plan_if_complete(r)  # a replica that joins is planned from what trainers have now
             self.advance()
 
     def _compare_samples(self) -> None:
-        """Before a byte moves: do trainers that hold the same box hold the same bytes, as far as their samples show?
+        """Before a byte moves: compare the samples of trainers that hold the same boxes.
 
-        A trainer tells a sample until its first commit. One that numbers tensors by an older catalog is left out.
+        A trainer sends a sample until its first commit. A sample that numbers tensors by an older catalog is left out.
         """
         co = self.coordinator
         told = {i: r.sample for i, r in self.drained.items() if r.sample and r.generation == co.generation}
-        if told and (bad := holders.differences(told, co.catalog)):
+        if told and (bad := exports.differences(told, co.catalog)):
             why = "trainers hold different bytes of one tensor; nothing was moved"
-            self.fail(VerificationError(why, [*bad, holders.ADVICE]))
+            self.fail(VerificationError(why, [*bad, exports.HOLDERS_ADVICE]))
 
-    def handle(self, client: Client, msg: m.Armed | m.Brought | m.Done | m.Committed | m.Stopped | m.Settled) -> None:
-        """A message about a replica's part in this refit."""
+    def handle(self, client: Client, msg: m.Armed | m.Brought | m.Committed | m.Stopped | m.Settled) -> None:
+        """A process of a replica said something about this refit."""
         h = client.hello
-        part = self.parts.get(h.replica if h.role != "trainer" else msg.replica)
-        if part is None:
-            return
-        before = part.phase, len(part.readers)
+        part = self.parts[h.replica]
+        phase, readers = part.phase, len(part.readers)
         if isinstance(msg, m.Armed):
             part.arrived(client, msg)
         elif isinstance(msg, m.Brought):
             relays.brought(self, part, h.index, msg.part)
-        elif isinstance(msg, m.Done):
-            part.finished(client, msg)
         elif isinstance(msg, m.Committed):
             part.installed(h.index)
         elif isinstance(msg, m.Stopped):
             part.worker_stopped(client, msg)
         elif isinstance(msg, m.Settled):
             part.settled(msg)
-        if before != (part.phase, len(part.readers)):
-            self.finish_if_over()
+        if phase is not part.phase or readers != len(part.readers):
+            self._changed(part)
+
+    def done(self, client: Client, msg: m.Done) -> None:
+        """A rank has moved its part for some replicas.
+
+        Raises:
+            ProtocolError: the message names a replica that does not exist or, from a worker, that is not its own.
+        """
+        h, parts = client.hello, self.parts
+        if h.role == "worker":
+            if msg.replicas != (h.replica,):
+                raise ProtocolError(f"{client.label} speaks for replicas {msg.replicas[:8]}")
+            parts[h.replica].read(h.index)
+        owing, ended = self._owing, []
+        try:
+            for x in msg.moved:
+                if client in owing[x.replica]:
+                    parts[x.replica].totals.add(client, x)
+            for r in msg.replicas:  # the only loop over pairs of a trainer and a replica
+                left = owing[r]
+                left.discard(client)
+                if not left:
+                    ended.append(parts[r])
+        except KeyError as e:
+            raise ProtocolError(f"{client.label} speaks of replica {e}, which does not exist") from None
+        for part in ended:
+            if part.phase is Phase.MOVING:
+                part.decide()
+                self._changed(part)
+        if h.role == "worker":
+            self._changed(parts[h.replica])
 
     def advance(self) -> None:
-        """Move every replica that can move. Called whenever something changed."""
+        """Let every replica begin that can. Called whenever something changed that they may wait for."""
         co = self.coordinator
-        if co.refit is not self:
+        if co.refit is not self or len(self.drained) < co.options.trainers:
             return
-        self._arm()
-        if len(self.drained) < co.options.trainers:
+        if co.now < self._go_at and co.hold_s and not all(len(p.armed) == p.replica.size for p in self.arming.values()):
+            return  # a timer is set
+        able = [part for part in list(self.arming.values()) if self._able(part)]
+        if not able or not self._all_there(able):
             return
-        for r in co.replicas.values():
-            co.plan_if_complete(r)  # one that joins, from what trainers say that they have now
-        able = [part for part in self.parts.values() if self._able(part)]
-        packed = co.options.route == "packed"
-        if packed and not self._all_there(able):
-            return  # one gather feeds them all
-        together = tuple(part.replica.index for part in able) if packed else ()
+        begun, trainers = [], frozenset(co.trainers.values())
         for part in able:
             if relays.may_begin(self, part):
-                part.go(together)
+                part.begin(trainers)
+                self._owing[part.replica.index] = part.owing
+                begun.append(part)
             else:
                 relays.look_again(self, part)
+        if begun:
+            # Trainers after workers, and the trainer of this process last: its threads would take the interpreter from the coordinator.
+            together = tuple(part.replica.index for part in begun) if co.options.route == "packed" else ()
+            broadcast([co.trainers[i] for i in sorted(co.trainers, reverse=True)], self.go(begun, together))
+
+    def go(self, parts: Sequence[ReplicaRefit], together: tuple[int, ...] = (), tells: bool = False) -> m.Go:
+        replicas, epochs = tuple(p.replica.index for p in parts), tuple(p.epoch for p in parts)
+        left = max(1.0, self.until - self.coordinator.now)
+        return m.Go(self.number, replicas, epochs, self.version, self.verify, left, together, tells)
 
     def _able(self, part: ReplicaRefit) -> bool:
-        """Whether bytes of this replica may move now. Where a plan or a link is out of date, a new one is asked for."""
+        """Whether bytes of this replica may move now. If a plan or a link is out of date, ask for a new one."""
         co, r = self.coordinator, part.replica
         if part.phase is not Phase.ARMING or not r.size or len(part.armed) < r.size:
             return False
@@ -185,18 +240,27 @@ class Refit:
         return False
 
     def _all_there(self, able: list[ReplicaRefit]) -> bool:
-        """Whether a gather for these may begin: no other replica can still come, or they have waited long enough."""
-        if not able or all(part in able for part in self.parts.values() if part.phase is Phase.ARMING):
-            return True
+        """Whether replicas that can begin do so now: no other one can still come, or they have waited long enough.
+
+        On the packed route one gather of the weights feeds all that begin together. In a large job one `Go` tells a
+        trainer of all of them.
+        """
         co = self.coordinator
-        waited = co.now - max(self.ready_at, *(part.armed_at for part in able))
-        if waited >= TOGETHER_S:
+        packed = co.options.route == "packed"
+        if len(able) == len(self.arming) or not (packed or co.hold_s):
             return True
-        co.at(co.now + TOGETHER_S - waited, self.advance)
-        return False
+        if packed:
+            self._go_at = max(self.ready_at, *(part.armed_at for part in able)) + TOGETHER_S
+        elif not self._go_at:
+            self._go_at = co.now + co.hold_s
+        if co.now < self._go_at:
+            co.at(self._go_at, self.advance, of=self)
+            return False
+        self._go_at = 0.0
+        return True
 
     def advance_soon(self) -> None:
-        """A replica is out of this refit: others may have waited for it. Not from inside `advance`."""
+        """A replica is out of this refit, and others may have waited for it. For use inside of `advance`."""
         if self.coordinator.options.route == "packed" or self.coordinator.options.relay:
             self.coordinator.soon(self.advance)
 
@@ -210,17 +274,15 @@ class Refit:
         self.finish_if_over()
 
     def because(self, replica: Replica, error: XferError) -> None:
-        """A rank of this refit says why it closed its connections."""
-        part = self.parts.get(replica.index)
-        if part is not None and part.why_until:
+        """A rank says why it closed its connections."""
+        part = self.parts[replica.index]
+        if part.why_until:
             part.because(error)
             self.finish_if_over()
 
     def lost(self, replica: Replica, error: XferError) -> None:
         """A process of the replica is gone."""
-        part = self.parts.get(replica.index)
-        if part is not None:
-            part.lost(error)
+        self.parts[replica.index].lost(error)
 
     def _late(self) -> None:
         if self.coordinator.refit is not self or self.coordinator.now < self.until:
@@ -228,29 +290,46 @@ class Refit:
         self.abandoned = not self.called
         for part in list(self.parts.values()):
             if part.phase in (Phase.ARMING, Phase.MOVING):
-                part.fail(
-                    DeadlineExceeded(
-                        f"refit of version {'?' if self.version is None else repr(self.version)} to replica {part.replica.index} "
-                        f"ended at its deadline of {self.deadline_s:.1f} s",
-                        [f"waiting for {w}" for w in part.waiting_for()],
-                    )
-                )
+                version = "?" if self.version is None else repr(self.version)
+                late = f"refit of version {version} to replica {part.replica.index} ended at its deadline of {self.deadline_s:.1f} s"
+                part.fail(DeadlineExceeded(late, [f"waiting for {w}" for w in part.waiting_for()]))
         self.finish_if_over()
 
     # ---- the end
 
+    def _changed(self, part: ReplicaRefit) -> None:
+        """A replica's phase or readers changed."""
+        self._note_drained(part)
+        if not self.open:
+            self.finish_if_over()
+
+    def _note_drained(self, part: ReplicaRefit) -> None:
+        """Tell trainers when no worker of a replica reads their storages, nor will. An arming replica may, however late it joins."""
+        if not self.called or part.drained or part.phase is Phase.ARMING or part.readers:
+            return
+        co, part.drained = self.coordinator, True
+        self._undrained -= 1
+        self._to_tell.append(part.replica.index)
+        if not self._undrained or not co.hold_s:
+            self._tell_drained()
+        elif len(self._to_tell) == 1:
+            co.at(co.now + co.hold_s, self._tell_drained, of=self)
+
+    def _tell_drained(self) -> None:
+        if self._to_tell:
+            co, replicas, self._to_tell = self.coordinator, tuple(self._to_tell), []
+            broadcast(co.trainers.values(), m.Drained(self.number, self.version, replicas))
+
     def finish_if_over(self) -> None:
         co = self.coordinator
         for part in self.parts.values():
-            # While it is arming it may yet read, however late the replica joins: no trainer may take it for done.
-            if self.called and part.phase is not Phase.ARMING and not part.readers and not part.drained:
-                part.drained = True
-                co.broadcast(co.trainers.values(), m.Drained(part.replica.index, self.number, self.version))
-        if co.refit is not self or not all(part.over for part in self.parts.values()):
+            self._note_drained(part)
+        if self.open or co.refit is not self:
             return
         why_until = max((part.why_until for part in self.parts.values()), default=0.0)
         if co.now < why_until:
             return co.at(why_until, self.finish_if_over, of=self)
+        self._tell_drained()
         outcomes = tuple(part.outcome() for part in self.parts.values())
         co.refits.end(m.Outcome(self.number, self.version, outcomes, void=not self.called))
 
@@ -258,41 +337,46 @@ class Refit:
 
     def concerns(self, replica: Replica) -> bool:
         """Whether this refit still has something to do for the replica."""
-        part = self.parts.get(replica.index)
-        return part is not None and not part.over
+        return not self.parts[replica.index].over
 
     def has_told(self, replica: Replica) -> bool:
         """Whether its engine was told of this refit, and so has joined before."""
-        part = self.parts.get(replica.index)
-        return part is not None and part.told and not part.over
+        part = self.parts[replica.index]
+        return part.told and not part.over
+
+    def trainers_waited_for(self) -> list[str]:
+        trainers = range(self.coordinator.options.trainers)
+        out = [f"trainer {i}: it has not called nccl_xfer_refit()" for i in trainers if i not in self.entered]
+        late = "it has called, and is not ready: it finishes parameter gathers in flight, or computes what it exports"
+        return out + [f"trainer {i}: {late}" for i in sorted(self.entered) if i not in self.drained]
 
     def waiting_for(self) -> list[str]:
-        lines = (w for part in self.parts.values() if not part.over for w in part.waiting_for())
+        """What the refit waits for, one line each."""
+        lines = self.trainers_waited_for() if self.open else []
+        lines += [w for part in self.parts.values() for w in part.own_waiting_for()]
         return list(dict.fromkeys(lines))
 
     def _log_waiting(self) -> None:
         co, these = self.coordinator, "; ".join(self.waiting_for()[:8])
-        logger.info(
-            "xfer: the refit to version %r takes %.0f s; waiting for %s", self.version, co.now - self.began, these
-        )
+        seconds = co.now - self.began
+        logger.info("xfer: the refit to version %r takes %.0f s; waiting for %s", self.version, seconds, these)
         co.at(co.now + logs.EVERY_S, self._log_waiting, of=self)
 
     def phase_of(self, client: Client) -> str:
-        """For `xfer status`."""
+        """What a process is doing, for `xfer status`."""
         h = client.hello
         if h.role != "trainer":
-            part = self.parts.get(h.replica)
-            return part.phase.value if part else "idle"
+            return self.parts[h.replica].phase.value
         if h.index not in self.entered:
             return "training"
         if h.index not in self.drained:
             return "draining"
-        moving = any(part.phase is Phase.MOVING and client.label not in part.done for part in self.parts.values())
+        moving = any(part.phase is Phase.MOVING and client in part.owing for part in self.parts.values())
         return "moving" if moving else "waiting"
 
 
 def differences(entered: Mapping[int, m.Enter]) -> list[str]:
-    """Arguments that must be equal on all trainers and are not: one line per trainer."""
+    """Compare arguments that must be equal on all trainers. Returns one line per trainer if some differ."""
     names = ("version", "verify", "min_replicas", "deadline_s")
     odd = [a for a in names if len({getattr(e, a) for e in entered.values()}) > 1]
     return [

@@ -1,7 +1,6 @@
-"""The queue of refits, by number: prepared, running, finished. One runs at a time (refit.py).
+"""The queue of refits by number: prepared, running, finished. One runs at a time (refit.py).
 
-A call that comes while the refit before is still being undone waits here for its end. Here are also the labels that
-versions get.
+A call that comes while the refit before it is still being undone waits here. Labels of versions are given here too.
 """
 
 from __future__ import annotations
@@ -10,8 +9,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from xfer.coordinator import messages as m
+from xfer.coordinator.messages import Label
 from xfer.coordinator.refit import Refit
-from xfer.coordinator.wire import Label
+from xfer.coordinator.state import broadcast
 from xfer.errors import DeadlineExceeded, PeerLost, ProtocolError, XferError
 
 if TYPE_CHECKING:
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from xfer.coordinator.state import Client
 
 REMEMBERED = 64
-"""Outcomes that are kept for trainers that come late to a refit that is over."""
+"""Outcomes that are kept for trainers that call late for a refit that is over."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Waiting:
-    """What a trainer said of a refit that cannot begin yet, and when."""
+    """A trainer's message about a refit that cannot begin yet, and the time when it came."""
 
     client: Client
     message: m.Enter | m.Ready
@@ -41,7 +41,10 @@ class Refits:
     # ---- labels
 
     def had(self, version: Label) -> None:
-        """Some engine has had this version: no later one gets its number. A text of digits counts, since engines keep labels as text."""
+        """Note a version that some engine has had, so that no later one gets its number.
+
+        A text of digits counts as a number, since engines keep labels as text.
+        """
         text = str(version)
         if text.isdecimal() and len(text) < 19:
             self._label = max(self._label, int(text))
@@ -52,10 +55,10 @@ class Refits:
     # ---- calls
 
     def prepare(self, msg: m.Prepare) -> None:
-        """A trainer asks for armed engines, for a refit that no rank has called yet."""
+        """Arm the engines for a refit that no rank has called yet."""
         number, running = msg.attempt, self.coordinator.refit
         while number in self.finished and self.finished[number].void:
-            number += 1  # it was prepared before, and nobody called in time
+            number += 1  # it was prepared before and nobody called in time
         if number in self.finished:
             return
         if running is None:
@@ -93,20 +96,20 @@ class Refits:
         """Keep a call until the running refit is undone.
 
         A rank that calls again has left the running refit by itself: it gave up on a silent coordinator, or was
-        interrupted. So whatever of that refit is not decided ends now. Ranks that hear of that end first and then call
-        find this call waiting, or begun.
+        interrupted. So every replica that is not decided in that refit ends now. Ranks that hear of that end first and
+        then call find this call waiting, or begun.
         """
         co, running = self.coordinator, self.coordinator.refit
         self._waiting.append(_Waiting(client, msg, came))
         co.at(came + msg.deadline_s, lambda: self._give_up(msg), of=msg)
         running.called = True
         running.fail(
-            PeerLost(f"{client.label} has left refit {running.number}: it has called nccl_xfer_refit() anew since"),
+            PeerLost(f"{client.label} has left refit {running.number}: it has called nccl_xfer_refit() again since"),
             by=client,
         )
 
     def _give_up(self, msg: m.Enter) -> None:
-        if any(w.message is msg for w in self._waiting):  # else it began a moment ago
+        if any(w.message is msg for w in self._waiting):  # else its refit has begun
             self.use_up(self._too_late(msg))
 
     def _too_late(self, msg: m.Enter) -> m.Outcome:
@@ -131,11 +134,11 @@ class Refits:
             self._waiting.append(_Waiting(client, msg, came))
 
     def failed_early(self, number: int, error: XferError) -> None:
-        """A trainer raised before anything of refit `number` began: every rank that has entered it, or does, gets the same error."""
+        """A trainer raised before refit `number` began. Every rank that has entered it, or does later, gets the same error."""
         outcome = m.Outcome(number, None, (), m.WireError.of(error, "rendezvous"))
         running = self.coordinator.refit
         if running is not None and running.number == number:
-            return self.end(outcome)  # no replica takes part, so nothing of it is to be undone
+            return self.end(outcome)  # no replica takes part, so nothing has to be undone
         self.use_up(outcome)
 
     # ---- beginnings and ends
@@ -147,7 +150,7 @@ class Refits:
             co.refit.start()
 
     def use_up(self, outcome: m.Outcome) -> None:
-        """A refit that has not begun and never will: tell those that wait for it, and remember it for those that come later."""
+        """A refit has not begun and never will: tell trainers that wait for it, and keep its outcome for those that call later."""
         self.finished[outcome.attempt] = outcome
         waiting, self._waiting = self._waiting, []
         for w in waiting:
@@ -158,31 +161,31 @@ class Refits:
                 w.client.send(outcome)
 
     def end(self, outcome: m.Outcome) -> None:
-        """The running refit is over: every replica has settled. Called by it, once."""
+        """The running refit is over. It calls this once, when every replica has settled."""
         co = self.coordinator
         co.timers.drop(co.refit)
         co.refit = None
         self.finished[outcome.attempt] = outcome
-        # Where trainers met in the refit before. In this one a rank may still ask whether all go on.
+        # Keys under which trainers met in the refit before. Those of this one may still be asked for.
         co.store.forget(f"x{self._ended}/")
         self._ended = outcome.attempt
         for old in [k for k in self.finished if k < outcome.attempt - REMEMBERED]:
             del self.finished[old]
-        co.broadcast(co.trainers.values(), outcome)
+        broadcast(co.trainers.values(), outcome)
         for r in co.replicas.values():
-            co.plan_if_complete(r)  # one that joins, whose plan was of what this refit found changed
+            co.plan_if_complete(r)  # a replica that joins, if this refit found that layouts have changed
         prepared, self._prepared = self._prepared, 0
         self._go_on()
         if prepared > outcome.attempt and prepared not in self.finished:
             self._begin(prepared, co.options.deadline_s, prepared=True)
 
     def _go_on(self) -> None:
-        """Take up the calls that have waited. One that is further ahead than the refit that begins now waits again."""
+        """Take up the calls that have waited. A call for a later refit than the one that begins now waits again."""
         waiting, self._waiting = self._waiting, []
         for w in waiting:
             self.coordinator.timers.drop(w.message)
             if w.client not in self.coordinator.trainers.values():
-                continue  # it is gone, and nothing is refitted any more
+                continue  # the trainer is gone, and no later refit can succeed
             if isinstance(w.message, m.Enter):
                 self._enter(w.client, w.message, w.came)
             else:

@@ -1,13 +1,13 @@
-"""Relay chains: which replica reads its weights from which other one, when it may begin, and which replicas a failure takes along.
+"""Relay chains: which replica reads its weights from which other one, when it begins, and which replicas fail with it.
 
-With `connect(relay=True)`, replicas whose plans are equal stand in a chain, ordered by their numbers. The first one pulls
-from the trainers, each other one from the replica before it, worker by worker, so that each byte leaves the trainers once.
-Each replica still has a plan, a part in the refit and a decision of its own. It begins after the replica before it,
+With `connect(relay=True)`, replicas with equal plans form a chain, ordered by their numbers. The first one pulls from the
+trainers, each other one from the replica before it, worker by worker, so that each byte leaves the trainers once. Each
+replica still has its own plan, its own part in the refit and its own decision. It begins after the replica before it,
 unless that takes longer than `TOGETHER_S`, and it fails with that one while both are moving. A worker that cannot read
 from the replica before it reads from the trainers and depends on no replica.
 
-The chain is built anew in each refit: a replica that is to stand behind another one than last time opens its routes again.
-How bytes are handed on is in transport/relay_place.py.
+The chain is built again in each refit: a replica that gets another place in it opens its routes again.
+transport/relay_place.py hands the bytes on.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ ALL_PARTS = (1 << 31) - 1
 
 
 def turn(roll: bytes, replicas: int) -> int:
-    """Which replica's turn those of this roll (its hexadecimal digest) take when senders are chosen.
+    """Return the turn of replicas with this roll (a hexadecimal digest) when sources are chosen.
 
-    It is equal for equal plans: the same for all replicas of one layout on the same hosts, however they come and go.
+    It depends on the roll only, so it is equal for all replicas of one layout on the same hosts, and they get equal plans.
     """
     return int(roll, 16) % replicas
 
 
 def before(co: Coordinator, replica: Replica) -> Replica | None:
-    """The replica that this one stands behind now: the nearest of a lower number with an equal plan and open routes."""
+    """Return the replica that this one stands behind: the nearest of a lower number with an equal plan and open routes."""
     if not co.options.relay:
         return None
     for r in _earlier(co, replica):
@@ -48,12 +48,12 @@ def before(co: Coordinator, replica: Replica) -> Replica | None:
 
 
 def place(replica: Replica | None) -> tuple[int, int] | None:
-    """The value of `Replica.before` for replicas that stand behind this one."""
+    """Return the value of `Replica.before` for replicas that stand behind this one."""
     return (replica.index, replica.epoch) if replica is not None else None
 
 
 def out_of_place(co: Coordinator, replica: Replica) -> bool:
-    """Whether it stands behind another replica than it should by now, and so has to open its routes again."""
+    """Whether the replica has another place in the chain than it should, and so has to open its routes again."""
     return replica.before != place(before(co, replica))
 
 
@@ -62,14 +62,14 @@ def _reopens(r: Replica) -> bool:
 
 
 def _open(r: Replica) -> bool:
-    """Whether another replica can stand behind it as it is."""
+    """Whether another replica can stand behind this one now."""
     return r.phase is ReplicaPhase.READY and not _reopens(r) and len(r.hands) == r.size
 
 
 def _earlier(co: Coordinator, replica: Replica) -> Iterator[Replica]:
-    """Replicas of lower numbers that this one may stand behind, the nearest first.
+    """Yield the replicas of lower numbers that this one may stand behind, the nearest first.
 
-    In a refit these are replicas that hold its version, or are about to and have not been waited for too long.
+    In a refit these are replicas that hold its version, or will soon and have not been waited for too long.
     """
     refit = co.refit
     for i, r in sorted(co.replicas.items(), reverse=True):
@@ -79,10 +79,10 @@ def _earlier(co: Coordinator, replica: Replica) -> Iterator[Replica]:
             part, behind = refit.parts[i], refit.parts[replica.index]
             if part.error is not None:
                 continue
-            opens = len(part.armed) == r.size and r.phase.opening  # it has a deadline of its own for that
+            opens = len(part.armed) == r.size and r.phase.opening  # that has a deadline of its own
             if part.arming and not opens and (r.unsettled or _waited(refit, behind) >= TOGETHER_S):
                 continue
-            if not part.arming and part.epoch != r.epoch:  # another engine by now, which was not refitted
+            if not part.arming and part.epoch != r.epoch:  # another engine by now, without this version
                 continue
         yield r
 
@@ -91,15 +91,15 @@ def _earlier(co: Coordinator, replica: Replica) -> Iterator[Replica]:
 
 
 def held_up_by(refit: Refit, part: ReplicaRefit) -> ReplicaRefit | None:
-    """The replica for which this one has to wait before it opens its routes or begins, since it might stand behind that one."""
+    """Return the replica that this one waits for before it opens its routes or begins, since it might stand behind it."""
     if not refit.coordinator.options.relay:
         return None
     for r in _earlier(refit.coordinator, part.replica):
         other = refit.parts[r.index]
         known = not (r.stale or part.replica.stale) and r.phase in (ReplicaPhase.LINKING, ReplicaPhase.READY)
         if known and r.digest != part.replica.digest:
-            continue  # it has another layout
-        opens = _reopens(r) or out_of_place(refit.coordinator, r)  # it finds its own place first
+            continue  # that one has another layout
+        opens = _reopens(r) or out_of_place(refit.coordinator, r)  # that one gets its own place first
         if other.arming and (r.phase.opening or r.phase is ReplicaPhase.READY and opens):
             return other
         if not other.arming and _open(r):
@@ -113,7 +113,7 @@ def may_begin(refit: Refit, part: ReplicaRefit) -> bool:
 
 
 def ahead(refit: Refit, part: ReplicaRefit) -> ReplicaRefit | None:
-    """For reports: the replica that keeps this one, all of whose workers are armed, from beginning."""
+    """For reports: return the replica that keeps this one from beginning although all of its workers are armed."""
     if len(part.armed) < part.replica.size or not refit.coordinator.options.relay:
         return None
     if not may_begin(refit, part):
@@ -122,14 +122,14 @@ def ahead(refit: Refit, part: ReplicaRefit) -> ReplicaRefit | None:
 
 
 def look_again(refit: Refit, part: ReplicaRefit) -> None:
-    """This replica waits for another one: `TOGETHER_S` at most."""
+    """Set a timer, since this replica waits for another one `TOGETHER_S` at most."""
     if not part.waits and _waited(refit, part) < TOGETHER_S:
         part.waits = True
         refit.coordinator.at(max(refit.ready_at, part.armed_at) + TOGETHER_S, refit.advance)
 
 
 def _waited(refit: Refit, part: ReplicaRefit) -> float:
-    """Seconds since this replica could have begun by itself."""
+    """Return the seconds since this replica could have begun by itself."""
     ready = refit.ready_at and part.armed_at
     return refit.coordinator.now - max(refit.ready_at, part.armed_at) if ready else 0.0
 
@@ -143,7 +143,7 @@ def tells(refit: Refit, part: ReplicaRefit) -> bool:
 
 
 def began(refit: Refit, part: ReplicaRefit) -> None:
-    """This replica was told to go: tell it which parts are complete already in the replica before it."""
+    """This replica was told to go: tell it which parts are ready in the replica before it."""
     if part.replica.follows:
         ahead = refit.parts[part.replica.before[0]]
         for w in part.replica.follows:
@@ -152,15 +152,19 @@ def began(refit: Refit, part: ReplicaRefit) -> None:
 
 
 def brought(refit: Refit, part: ReplicaRefit, worker: int, last: int) -> None:
-    """A worker has all parts of its pull up to `last`."""
+    """A worker has all parts of its pull up to `last`: tell the worker that reads from it."""
     part.brought[worker] = max(last, part.brought.get(worker, -1))
+    if not refit.coordinator.options.relay:
+        return
     for other in refit.parts.values():
         if other.moving and _behind(part, other) and worker in other.replica.follows:
             _tell(refit, other, worker, last)
 
 
 def fallen(refit: Refit, part: ReplicaRefit, error: XferError) -> None:
-    """A replica failed. One that reads from it, and was not told that all parts are complete, cannot get a whole version."""
+    """A replica failed. A replica that reads from it cannot get a whole version, unless all parts are ready."""
+    if not refit.coordinator.options.relay:
+        return
     for other in refit.parts.values():
         if other.moving and _behind(part, other):
             if any(part.brought.get(w) != ALL_PARTS for w in other.replica.follows):
@@ -173,7 +177,7 @@ def fallen(refit: Refit, part: ReplicaRefit, error: XferError) -> None:
 
 
 def left(co: Coordinator, replica: Replica) -> None:
-    """A replica is gone. Replicas behind it unmap its memory, which is not freed before."""
+    """A replica is gone. Replicas behind it unmap its memory, which is not freed before that."""
     for r in co.replicas.values():
         if r.before is not None and r.before[0] == replica.index:
             if r.phase in (ReplicaPhase.LINKING, ReplicaPhase.READY):

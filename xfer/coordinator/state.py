@@ -1,55 +1,61 @@
-"""What the coordinator knows: clients, replicas and their phases, and the options of the job's first trainer.
+"""What the coordinator knows: clients, replicas and their phases, and the options of the job; and who is admitted.
 
-State and the rules of admission only. Nothing here decides a refit.
+Nothing here decides a refit.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 
 from xfer.coordinator import messages as m
 from xfer.coordinator.events import Close, Effect, Send
-from xfer.coordinator.wire import Label
+from xfer.coordinator.messages import Label
 from xfer.errors import XferError
 
 
 @dataclass(eq=False)
 class Client:
-    """One connection that proved the token, until it ends. What it is to be sent goes into `outbox`."""
+    """One connection that proved the token. `outbox`: the effects that the coordinator returns next."""
 
     number: int
     outbox: list[Effect] = field(repr=False)
     hello: m.Hello | None = None
+    label: str = "a client without hello"
     left: bool = False
     closed: bool = False
     progress: m.Progress | None = None
 
-    @property
-    def label(self) -> str:
-        h = self.hello
-        if h is None:
-            return "a client without hello"
-        if h.role == "trainer":
-            return f"trainer {h.index}"
-        if h.role == "worker":
-            return f"replica {h.replica} worker {h.index}"
-        return f"replica {h.replica} controller" if h.role == "controller" else "observer"
+    def introduce(self, h: m.Hello) -> None:
+        names = {
+            "trainer": f"trainer {h.index}",
+            "worker": f"replica {h.replica} worker {h.index}",
+            "observer": "observer",
+        }
+        self.hello, self.label = h, names.get(h.role, f"replica {h.replica} {h.role}")
 
     def send(self, message: m.Message) -> None:
         if not self.closed:
-            self.outbox.append(Send(self.number, message))
+            self.outbox.append(Send((self.number,), message))
 
     def close(self) -> None:
-        """After what was sent before."""
+        """Close the connection after everything that was sent before."""
         if not self.closed:
             self.closed = True
             self.outbox.append(Close(self.number))
 
 
+def broadcast(clients: Iterable[Client], message: m.Message) -> None:
+    """Send one message to all of these. It is encoded once."""
+    some = [c for c in clients if not c.closed]
+    if some:
+        some[0].outbox.append(Send(tuple([c.number for c in some]), message))
+
+
 class ReplicaPhase(Enum):
-    """How far a replica is on its way into refits.
+    """How far a replica is on its way into refits:
 
     ABSENT   -> JOINING                      its controller says hello
     JOINING  -> PLANNING                     all layouts of its domain are known
@@ -87,10 +93,10 @@ class Replica:
     controller: Client | None = None
     workers: dict[int, Client] = field(default_factory=dict)
     inventories: dict[int, bytes] = field(default_factory=dict)  # worker -> digest of its layout
-    epoch: int = 0  # generation of its plan and link; a message of an older epoch is ignored
+    epoch: int = 0  # generation of its plan and link; messages of older epochs are ignored
     phase: ReplicaPhase = ReplicaPhase.ABSENT
-    pending: set[Client] = field(default_factory=set)  # clients that owe an answer in this phase
-    digests: dict[str, str] = field(default_factory=dict)  # label -> plan digest
+    pending: set[Client] = field(default_factory=set)  # ranks that have to answer in this phase
+    digests: dict[Client, str] = field(default_factory=dict)  # digest of each rank's plan
     digest: str = ""
     version: Label = None
     dirty: bool = False
@@ -99,23 +105,21 @@ class Replica:
     relink: bool = False  # the plan is right, the communicator is broken
     reopen: bool = False  # the communicator is right, storages moved: routes must be opened again
     stale: bool = False  # a layout changed after the plan was made: only a new plan may run
-    plan_s: float = 0.0  # seconds that the running refit spends on a new plan,
-    link_s: float = 0.0  # and on opening links and routes
+    plan_s: float = 0.0  # seconds of the running refit for a new plan,
+    link_s: float = 0.0  # and for opening links and routes
     stage_at: float = 0.0  # when the present stage began
-    in_step: bool = False  # its workers are of data-parallel ranks, as they said when they armed
-    unsettled: int = 0  # the refit after which its controller has not said what the engine serves
-    hands: dict[int, bytes] = field(
-        default_factory=dict
-    )  # worker -> what the next replica of a relay chain may read of it
-    before: tuple[int, int] | None = None  # index and epoch of the replica that the routes were opened behind
+    in_step: bool = False  # its workers are data-parallel ranks, as they said when they armed
+    unsettled: int = 0  # a refit after which its controller has yet to say what the engine serves
+    hands: dict[int, bytes] = field(default_factory=dict)  # worker -> what the next of a relay chain may read of it
+    before: tuple[int, int] | None = None  # index and epoch of the replica that its routes were opened behind
     follows: set[int] = field(default_factory=set)  # workers that read from that replica
 
     def processes(self) -> list[Client]:
-        """The workers, and the controller if it is connected."""
+        """Return the workers, and the controller if it is connected."""
         return [*self.workers.values(), *([self.controller] if self.controller is not None else [])]
 
     def stage(self, now: float) -> float:
-        """End a stage and begin the next. Returns the seconds of the one that ends."""
+        """Begin a stage. Returns the seconds of the one that ends."""
         seconds, self.stage_at = now - self.stage_at, now
         return seconds
 
@@ -127,7 +131,7 @@ class Replica:
 
     @property
     def holds(self) -> m.Holds:
-        """What its workers hold together, from their hellos and the refits since."""
+        """What its workers hold together, by their hellos and the refits since then."""
         if not self.dirty:
             return "whole"
         return "nothing" if all(c.hello.holds == "nothing" for c in self.workers.values()) else "mix"
@@ -139,7 +143,7 @@ class Replica:
 
 @dataclass(frozen=True)
 class Ended:
-    """A session that failed before all of its trainers had come. `missing`: those trainers. They may come late, to the next one."""
+    """A session that failed before all its trainers had come. The `missing` ones may come late, to the next session."""
 
     session: str
     error: m.WireError
@@ -148,7 +152,7 @@ class Ended:
 
 @dataclass(frozen=True)
 class Options:
-    """What trainer 0 was told by `connect()`."""
+    """The arguments of trainer 0's `connect()`."""
 
     trainers: int
     replicas: int
@@ -165,7 +169,7 @@ class Options:
 
 
 def told(o: Options) -> tuple[tuple[str, str], ...]:
-    """What every trainer says of connect()'s arguments. They must be equal on all trainer ranks."""
+    """Return connect()'s arguments as text. They must be equal on all trainer ranks."""
     return (
         ("replicas", str(o.replicas)),
         ("deadline_s", f"{o.deadline_s:g}"),
@@ -197,7 +201,7 @@ def _short(globs: tuple[str, ...]) -> str:
 
 
 def differences(h: m.Hello, o: Options) -> list[str]:
-    """Settings in which this process differs from trainer 0."""
+    """Return one line for each setting in which this process differs from trainer 0."""
     mine = dict(o.settings)
     return [
         f"{k} is {v!r}, trainer 0 has {mine[k]!r}" + (f": {_ADVICE[k]}" if k in _ADVICE else "")
@@ -207,36 +211,47 @@ def differences(h: m.Hello, o: Options) -> list[str]:
 
 
 def hello_violations(h: m.Hello, o: Options, trainers: dict[int, Client], replicas: dict[int, Replica]) -> list[str]:
-    """Everything that keeps this process out, not the first thing."""
+    """Return all reasons why this process cannot take part, not only the first."""
+    bad = _trainer_violations(h, o, trainers) if h.role == "trainer" else _engine_violations(h, o, replicas)
+    bad += differences(h, o)
+    replica = replicas.get(h.replica)
+    return bad or (_seat_violations(h, replica) if replica is not None else [])
+
+
+def _trainer_violations(h: m.Hello, o: Options, trainers: dict[int, Client]) -> list[str]:
     bad = []
-    if h.role == "trainer":
-        if h.size != o.trainers:
-            bad.append(f"it says there are {h.size} trainer ranks, trainer 0 says {o.trainers}")
-        if h.index >= o.trainers:
-            bad.append(f"trainer rank {h.index} of {o.trainers}")
-        if h.index in trainers:
-            bad.append(f"trainer {h.index} is connected already")
-    if h.role in ("controller", "worker") and not h.size:
+    if h.size != o.trainers:
+        bad.append(f"it says there are {h.size} trainer ranks, trainer 0 says {o.trainers}")
+    if h.index >= o.trainers:
+        bad.append(f"trainer rank {h.index} of {o.trainers}")
+    if h.index in trainers:
+        bad.append(f"trainer {h.index} is connected already")
+    return bad
+
+
+def _engine_violations(h: m.Hello, o: Options, replicas: dict[int, Replica]) -> list[str]:
+    bad: list[str] = []
+    if h.role == "observer":
+        return bad
+    if not h.size:
         bad.append("its engine says that it has no workers")
     if h.role == "worker" and h.index >= h.size:
         bad.append(
             f"worker {h.index} of {h.size}: an engine that was started as one rank of several is a replica of its own; "
             "install the same xfer where it runs"
         )
-    if h.role in ("controller", "worker") and h.replica not in replicas:
+    if h.replica not in replicas:
         bad.append(f"replica {h.replica}: trainers expect replicas 0..{o.replicas - 1}; pass replicas= to connect()")
-    bad += differences(h, o)
-    replica = replicas.get(h.replica)
-    if not bad and replica is not None:
-        if h.role == "controller" and replica.controller is not None:
-            bad.append(
-                f"replica {h.replica} has a controller already; each engine is served with a replica= of its own"
-            )
-        if h.role == "worker":
-            if replica.controller is None:
-                bad.append(f"worker of replica {h.replica} came before its controller")
-            elif h.size != replica.size:
-                bad.append(f"{h.size} workers, its controller says {replica.size}")
-            elif h.index in replica.workers:
-                bad.append(f"worker {h.index} of replica {h.replica} is connected already")
     return bad
+
+
+def _seat_violations(h: m.Hello, replica: Replica) -> list[str]:
+    if h.role == "controller" and replica.controller is not None:
+        return [f"replica {h.replica} has a controller already; each engine is served with a replica= of its own"]
+    if h.role != "worker":
+        return []
+    if replica.controller is None:
+        return [f"worker of replica {h.replica} came before its controller"]
+    if h.size != replica.size:
+        return [f"{h.size} workers, its controller says {replica.size}"]
+    return [f"worker {h.index} of replica {h.replica} is connected already"] if h.index in replica.workers else []

@@ -1,7 +1,8 @@
-"""What `xfer status` and the log show: connected processes, what each does, what is waited for. Reads the coordinator only."""
+"""Texts about a job for people: `xfer status`, log lines, and the lines of timeout errors. Nothing here changes the coordinator."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from xfer.coordinator import messages as m
@@ -11,7 +12,7 @@ if TYPE_CHECKING:
     from xfer.coordinator.coordinator import Coordinator
 
 SHOWN = 8
-"""Runs of numbers that are listed; the others are counted."""
+"""Runs of numbers, or rejected processes, that are listed."""
 
 
 def here(co: Coordinator) -> str:
@@ -20,7 +21,7 @@ def here(co: Coordinator) -> str:
 
 
 def waited_for(co: Coordinator) -> list[str]:
-    """What keeps a refit, or the job's beginning, one short line each: what runs, else what is missing."""
+    """What a refit, or the beginning of the job, waits for: one short line each."""
     if co.refit is not None:
         return co.refit.waiting_for()
     o, out = co.options, []
@@ -44,7 +45,7 @@ def waited_for(co: Coordinator) -> list[str]:
 
 
 def _named(kind: str, numbers: list[int]) -> str:
-    """ "trainer 3", "trainers 1 to 3, 7", "workers 0, 2, 4 and 93 more"."""
+    """Shorten a list: "trainer 3", "trainers 1 to 3, 7", "workers 0, 2, 4 and 93 more"."""
     runs: list[list[int]] = []
     for n in numbers:
         if runs and n == runs[-1][-1] + 1:
@@ -77,3 +78,38 @@ def status(co: Coordinator) -> m.StatusReply:
         tuple(parties),
         tuple((r.index, r.version) for r in co.replicas.values() if r.version is not None),
     )
+
+
+class Rejected:
+    """Rejected connections, listed in timeout errors: a missing rank is often a rejected one.
+
+    Connections that said hello are kept by rank. Those that could not prove the token are only counted: they may be anybody.
+    """
+
+    def __init__(self) -> None:
+        self._refused: dict[tuple[str, int, int], str] = {}  # (role, index, replica) -> the last reason
+        self._unproven, self._last = 0, ""
+
+    def unproven(self, host: str) -> None:
+        self._unproven, self._last = self._unproven + 1, host
+
+    def refused(self, h: m.Hello, why: Sequence[str]) -> None:
+        key = h.role, h.index, h.replica
+        self._refused.pop(key, None)
+        self._refused[key] = "; ".join(why)
+        while len(self._refused) > SHOWN:
+            del self._refused[next(iter(self._refused))]
+
+    def trainer(self, index: int) -> bool:
+        """Whether a process that called itself this trainer rank was rejected."""
+        return any(role == "trainer" and i == index for role, i, _ in self._refused)
+
+    def lines(self) -> list[str]:
+        """One line per rejected process. May be called from any thread."""
+        out = [f"rejected: {why}" for why in list(self._refused.values())]
+        if self._unproven:
+            callers = "a caller" if self._unproven == 1 else f"{self._unproven} callers"
+            out.append(
+                f"rejected: {callers} with another token, last from {self._last}: is token= the same everywhere?"
+            )
+        return out

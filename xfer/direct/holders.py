@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from xfer.coordinator.holders import HELD
+from xfer.coordinator.exports import HELD
 from xfer.kernels.checksum import Sums
 from xfer.kernels.torch_impl import Space
 from xfer.plan import columns as col

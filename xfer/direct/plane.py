@@ -250,7 +250,7 @@ class DirectPlane:
 
     # ---- run
 
-    def run(self, go: m.Go, stop: Stop, until: float, progress: Progress) -> m.Done:
+    def run(self, go: m.Go, stop: Stop, until: float, progress: Progress) -> m.Moved:
         stop.check()
         routed, side = self._routed, self.side
 
@@ -279,8 +279,8 @@ class DirectPlane:
         mark(self.party.label, "bytes have moved")
         stop.check()
         sums, held = side.after(go, self.part)
-        return m.Done(
-            self.replica, go.attempt, stats.bytes_in, stats.bytes_out, stats.pack_s, stats.wire_s, stats.unpack_s,
+        return m.Moved(
+            self.replica, stats.bytes_in, stats.bytes_out, stats.pack_s, stats.wire_s, stats.unpack_s,
             time.perf_counter() - began, sums, self._by_route(routed), held,
         )  # fmt: skip
 

@@ -134,7 +134,7 @@ class DirectTrainer:
         if not go.verify:
             return (), b""
         out = []
-        for worker, value in enumerate(self._sums.values(go.replica, plan, go.attempt)):
+        for worker, value in enumerate(self._sums.values(go.replicas[0], plan, go.attempt)):
             value ^= int(faults.wants("trainer", self.index, "checksum"))
             out.append(m.Checksum(worker, (value % (1 << 64)).to_bytes(8, "little")))
-        return tuple(out), self._sums.shared(go.replica, plan, go.attempt)
+        return tuple(out), self._sums.shared(go.replicas[0], plan, go.attempt)

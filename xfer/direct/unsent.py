@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import torch
 
-from xfer.coordinator.unsent import NAMED, TWICE
+from xfer.coordinator.exports import NAMED, TWICE
 from xfer.kernels.checksum import Sums
 from xfer.plan.inventory import Inventory
 from xfer.plan.options import matches, sent

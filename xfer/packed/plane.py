@@ -285,7 +285,7 @@ class PackedPlane:
 
     # ---- refits
 
-    def run(self, go: m.Go, stop: Stop, until: float, progress: Progress) -> m.Done:
+    def run(self, go: m.Go, stop: Stop, until: float, progress: Progress) -> m.Moved:
         self._stop = stop
         if self.pump is not None:
             # Also when this lane was stopped meanwhile: the gather is one for all replicas, and all ranks take part.
@@ -313,7 +313,7 @@ class PackedPlane:
     def _why(self) -> XferError | None:
         return self._stop.error
 
-    def _give(self, go: m.Go, until: float, progress: Progress) -> m.Done:
+    def _give(self, go: m.Go, until: float, progress: Progress) -> m.Moved:
         """A trainer: gather with the others, and send what was gathered if that is this rank's part."""
         feed = self._feed
         wire_s, nbytes, total = 0.0, 0, 0
@@ -327,8 +327,8 @@ class PackedPlane:
             workers = [r - len(self._exporters.ranks) for r in self._mine] if self._shared else range(self._workers)
             sums = tuple(m.Checksum(w, total.to_bytes(8, "little")) for w in workers)
         source = self.pump.source
-        return m.Done(
-            self.replica, go.attempt, 0, nbytes, max(0.0, feed.seconds - source.built_s), wire_s, 0.0,
+        return m.Moved(
+            self.replica, 0, nbytes, max(0.0, feed.seconds - source.built_s), wire_s, 0.0,
             source.agreed_s + source.built_s, sums,
         )  # fmt: skip
 
@@ -392,7 +392,7 @@ class PackedPlane:
 
     # ---- workers
 
-    def _take_in(self, go: m.Go, until: float, progress: Progress) -> m.Done:
+    def _take_in(self, go: m.Go, until: float, progress: Progress) -> m.Moved:
         link, model = self._link, self.loader
         _abandoned[:] = [x for x in _abandoned if not x[0].drained()]
         messages = self._announced(go, until)
@@ -449,7 +449,7 @@ class PackedPlane:
         total = arrivals.total ^ int(go.verify and faults.wants("worker", self.side.index, "checksum"))
         sums = (m.Checksum(self.side.index, total.to_bytes(8, "little")),) if go.verify else ()
         carried = (m.RouteBytes("packed", nbytes, arrivals.seconds),)
-        return m.Done(self.replica, go.attempt, nbytes, 0, 0.0, arrivals.seconds, load_s, 0.0, sums, carried)
+        return m.Moved(self.replica, nbytes, 0, 0.0, arrivals.seconds, load_s, 0.0, sums, carried)
 
     @contextlib.contextmanager
     def _memory_for(self, what: str) -> Iterator[None]:

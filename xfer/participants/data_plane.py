@@ -115,8 +115,8 @@ class DataPlane(Protocol):
     def expect(self, go: m.Go) -> None:
         """A `Go` has arrived. Called in the order of arrival, which is the same on all ranks, before `run`."""
 
-    def run(self, go: m.Go, stop: Stop, until: float, progress: Progress) -> m.Done:
-        """Move the bytes of one refit by monotonic time `until`. Returns the answer to `go`."""
+    def run(self, go: m.Go, stop: Stop, until: float, progress: Progress) -> m.Moved:
+        """Move the bytes of one refit by monotonic time `until`. Returns what to tell with `Done`."""
 
     def part_ready(self, ready: m.Brought) -> None:
         """The worker before this one in a relay chain has these parts."""

@@ -285,11 +285,11 @@ class Lane:
                 self.party.try_send(m.Progress(self.replica, go.attempt, "moving", wave, done, nbytes))
 
         mark(self.party.label, "go")
-        done = self.plane.run(go, stop, until, progress)
+        moved = self.plane.run(go, stop, until, progress)
         faults.point(self._role, self._index, "done")
         self._now.check()
         mark(self.party.label, "done")
-        self.party.send(done)
+        self.party.done(go.attempt, moved)
         self.done_attempt = go.attempt
 
     def _planned(self) -> PlanFacts:

@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -29,7 +30,7 @@ from xfer.participants.entry import Entry
 from xfer.participants.lane import Lane
 from xfer.participants.refit import RefitCall
 from xfer.participants.report import RefitReport
-from xfer.participants.turns import quick_turns
+from xfer.participants.turns import quick_turns, short_sleeps
 from xfer.rendezvous.client import RendezvousClient, data_plane
 from xfer.rendezvous.server import Server
 from xfer.trace.catalog import Catalog
@@ -105,7 +106,8 @@ class TrainerSession:
         self.computing: Aside[bool] | None = None  # while it runs, maybe after its call
         settings = (*told(options), *data_plane(self.device))
         if source.rank == 0:
-            self._server = Server(rendezvous, token, replace(options, settings=settings))
+            noted = partial(timeline.mark, timeline.HUB)
+            self._server = Server(rendezvous, token, replace(options, settings=settings), noted, short_sleeps)
         try:
             # One of the ranks that dial speaks for all; once trainer 0 listens, it says which are missing.
             knocking = logs.while_waiting(

@@ -15,8 +15,8 @@ import torch
 
 from xfer.coordinator import messages as m
 from xfer.coordinator.deadlines import SILENCE_S, STOP_GRACE_S
+from xfer.coordinator.messages import Label
 from xfer.coordinator.packing import unpack_one
-from xfer.coordinator.wire import Label
 from xfer.errors import DeadlineExceeded, PeerLost, XferError
 from xfer.participants import faults, timeline
 from xfer.participants.data_plane import DataPlane

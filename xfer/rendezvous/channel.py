@@ -1,11 +1,11 @@
-"""Authenticated, framed, typed connections: the mutual challenge, the frames, one reader thread per connection.
+"""Authenticated connections of typed messages: addresses, the mutual challenge, frames, one reader thread per connection.
 
-Before the challenge has succeeded in both directions only reads of fixed length happen, and nothing is parsed. After it a
-frame is 4 bytes of little-endian length and one encoded message. What messages mean is not known here.
+Until the challenge has succeeded in both directions, only reads of fixed length happen and nothing is parsed. After that a
+frame is 4 bytes of little-endian length and one encoded message. Messages have no meaning here.
 
-The data plane (gloo's or NCCL's own sockets) is not authenticated by this: those libraries have no such thing. Addresses
-travel over this channel only, so a stranger has to find an open port during the moment of connecting; run the data plane
-on a trusted network, as one does for NCCL anyway.
+This does not authenticate the data plane, the sockets of gloo or NCCL: those libraries have no such feature. Addresses
+travel over this channel only, so a stranger has to find an open port at the moment of connecting. Run the data plane on a
+trusted network, as with NCCL in general.
 """
 
 from __future__ import annotations
@@ -35,20 +35,22 @@ NONCE = 32
 HANDSHAKE_S = 20.0
 """Seconds that either side may take for the challenge."""
 SEND_S = 120.0
-"""Seconds that one frame may take to leave; a peer that does not read for so long counts as lost."""
+"""Seconds that sending one frame may take; a peer that does not read for so long counts as lost."""
 
 
 def frame(message: Message) -> bytes:
+    """Encode a message with its length in front. Raises ProtocolError if the receiver would reject it."""
     body = encode(message)
     return struct.pack("<I", len(body)) + body
 
 
 def proof(token: str, side: bytes, first: bytes, second: bytes) -> bytes:
+    """Return the proof that one side knows the token, over both sides' nonces."""
     return hmac.new(token.encode(), side + first + second, hashlib.sha256).digest()
 
 
 def _read_exactly(sock: socket.socket, n: int, until: float) -> bytes:
-    """By monotonic `until`, however slowly the bytes drip."""
+    """Read `n` bytes by monotonic `until`, however slowly they arrive."""
     parts, left = [], n
     while left:
         sock.settimeout(max(0.001, until - time.monotonic()))
@@ -61,24 +63,29 @@ def _read_exactly(sock: socket.socket, n: int, until: float) -> bytes:
 
 
 def check_token(token: str) -> None:
+    """Raise HandshakeError for a token that is too short or cannot be encoded. The token is not shown."""
     if not isinstance(token, str) or len(token) < 8:
         raise HandshakeError(
             "the token must be a string of at least 8 characters, the same on every process of the job"
         )
     try:
         token.encode()
-    except UnicodeEncodeError:  # as os.environ gives bytes that are not UTF-8; not shown
+    except UnicodeEncodeError:  # os.environ gives such strings for bytes that are not UTF-8
         raise HandshakeError(
             "the token holds characters that are not text: make it one of letters and digits, e.g. by secrets.token_hex(16)"
         ) from None
 
 
-class _TurnedAway(HandshakeError):
-    """The challenge was not answered: the door had no room, or something else listens there. Nothing was refused."""
+class _Unanswered(HandshakeError):
+    """The challenge was not answered: the server had no room, or something else listens there. Try again."""
 
 
 def connect_handshake(sock: socket.socket, token: str, address: str, until: float) -> None:
-    """Client's half, done or given up by monotonic `until`."""
+    """Do the client's half of the challenge by monotonic `until`.
+
+    Raises:
+        HandshakeError: the listener is no xfer of this wire version, or holds another token.
+    """
     until = min(until, time.monotonic() + HANDSHAKE_S)
     try:
         greeting = _read_exactly(sock, len(MAGIC) + NONCE, until)
@@ -94,11 +101,11 @@ def connect_handshake(sock: socket.socket, token: str, address: str, until: floa
         sock.sendall(MAGIC + mine + proof(token, b"client", theirs, mine))
         said = _read_exactly(sock, 32, until)
     except TimeoutError:
-        raise _TurnedAway(
+        raise _Unanswered(
             f"{address} accepts connections and says nothing: is that process stopped, or is it another service?"
         ) from None
     except (OSError, ConnectionError) as e:
-        raise _TurnedAway(f"the rendezvous at {address} closed the connection during the challenge: {e}") from None
+        raise _Unanswered(f"the rendezvous at {address} closed the connection during the challenge: {e}") from None
     if not hmac.compare_digest(said, proof(token, b"server", mine, theirs)):
         raise HandshakeError(
             f"the rendezvous at {address} and this process hold different tokens",
@@ -108,12 +115,11 @@ def connect_handshake(sock: socket.socket, token: str, address: str, until: floa
 
 
 ALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
-"""A host that vanished without a word is gone after a minute, not after the two hours of most kernels: its successor needs the place."""
+"""Keepalive in seconds: a host that vanished counts as gone after a minute, not after two hours, since its successor waits for that."""
 
 
 class Channel:
-    """One authenticated connection. `send` may be called from any thread; received messages go to `on_message` on the
-    reader thread, and the end of the connection to `on_close`, once, with the reason."""
+    """One authenticated connection. `send` may be called on any thread."""
 
     def __init__(self, sock: socket.socket, label: str):
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -125,12 +131,14 @@ class Channel:
         self.label = label
         self._sock, self._lock = sock, threading.Lock()
         self._closed = threading.Event()
-        self.theirs = False  # of the process that this one was forked from
+        self.theirs = False  # it belongs to the process that this one was forked from
         self._reader: threading.Thread | None = None
         self._starting = threading.Lock()  # a thread that is not started yet cannot be joined
         _open.add(self)
 
     def start(self, on_message: Callable[[Message], None], on_close: Callable[[str], None]) -> None:
+        """Start the reader thread. It calls `on_message` for each message, and `on_close` once with the reason of the end."""
+
         def read() -> None:
             reason = "connection closed"
             try:
@@ -153,8 +161,8 @@ class Channel:
         """Before `start`: send a message and return the answer.
 
         Raises:
-            PeerLost: The connection ended instead.
-            TimeoutError: No answer came by monotonic `until`.
+            PeerLost: the connection ended.
+            TimeoutError: no answer came by monotonic `until`.
         """
         self.send(message, max(0.0, until - time.monotonic()))
         try:
@@ -170,7 +178,7 @@ class Channel:
         return self._closed.is_set()
 
     def join(self, seconds: float) -> None:
-        """Until the connection has closed, from either end, and `on_close` has returned, unless that is who asks."""
+        """Wait until the connection has closed and `on_close` has returned. On the reader thread, return at once."""
         with self._starting:
             reader = self._reader
         if reader is not None and reader is not threading.current_thread():
@@ -208,7 +216,11 @@ class Channel:
         return decode(self._read(size))
 
     def send(self, message: Message, seconds: float = SEND_S) -> None:
-        """Raises PeerLost when the connection is gone or the peer does not read for `seconds`; it is closed then."""
+        """Send a message.
+
+        Raises:
+            PeerLost: the connection is gone, or the peer did not read for `seconds`. The connection is closed then.
+        """
         if self.theirs:
             raise PeerLost(
                 f"cannot send {type(message).__name__} to {self.label}: this process was forked from the one that connected",
@@ -216,7 +228,7 @@ class Channel:
             )
         data = memoryview(frame(message))
         until = time.monotonic() + seconds
-        mine = self._lock.acquire(timeout=seconds)  # not `with`: who holds it may be waiting for the same peer
+        mine = self._lock.acquire(timeout=seconds)  # not `with`: its holder may be waiting for the same peer
         try:
             if not mine:
                 raise TimeoutError("peer does not read")
@@ -236,9 +248,9 @@ class Channel:
                 self._lock.release()
 
     def leave(self) -> None:
-        """In a forked process: the connection is its parent's, who goes on with it, and must not outlive that one by this copy."""
+        """In a forked process: close this copy of the parent's connection, or it would stay open when the parent dies."""
         self.theirs = True
-        self._closed = threading.Event()  # the parent's may have been in use by a thread that is not here
+        self._closed = threading.Event()  # a thread of the parent may have held the old one's lock
         self._closed.set()
         self._sock.close()
 
@@ -254,12 +266,12 @@ class Channel:
 
 _open: weakref.WeakSet[Channel] = weakref.WeakSet()
 _ending = threading.Event()
-"""The interpreter ends: connections do so with it, which is no news for anybody here."""
+"""Set when the interpreter ends. Connections end with it, and nobody in this process has to hear of that."""
 
 
 @atexit.register
 def _stop_reading() -> None:
-    """At its connection's end a reader frees lanes, in gloo's C++."""
+    """Join the readers: when its connection ends, a reader frees lanes, in gloo's C++."""
     _ending.set()
     channels = list(_open)
     for channel in channels:
@@ -271,7 +283,7 @@ _listening: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
 
 def _forked() -> None:
-    """Of the threads there is only this one, so nothing here can be answered; and whoever dies is to be missed at once."""
+    """In a forked process no other thread runs, so no connection works. Close the copies, so that the parent's death is noticed."""
     for channel in list(_open):
         channel.leave()
     for sock in list(_listening):
@@ -283,9 +295,10 @@ os.register_at_fork(after_in_child=_forked)
 
 
 def parse_address(rendezvous: str) -> tuple[str, int]:
-    """`tcp://HOST:PORT` -> (host, port). An IPv6 address stands in brackets: `tcp://[fd00::1]:29600` -> ("fd00::1", 29600).
+    """Parse `tcp://HOST:PORT`. An IPv6 address stands in brackets: `tcp://[fd00::1]:29600` -> ("fd00::1", 29600).
 
-    Raises HandshakeError for anything else.
+    Raises:
+        HandshakeError: `rendezvous` has another form.
     """
     told = rendezvous if isinstance(rendezvous, str) else ""
     host, _, port = told.removeprefix("tcp://").rpartition(":")
@@ -299,23 +312,26 @@ def parse_address(rendezvous: str) -> tuple[str, int]:
             ipaddress.IPv6Address(inside)
         inside.encode("idna")
     except ValueError as e:  # a UnicodeError too
-        raise HandshakeError(f"rendezvous {rendezvous!r}: {host!r} is no name of a host: {e}") from None
+        raise HandshakeError(f"rendezvous {rendezvous!r}: {host!r} is not a host name: {e}") from None
     return inside, int(port)
 
 
 def _resolve(host: str, port: int) -> list[tuple[socket.AddressFamily, tuple]]:
-    """All addresses of a host, of every family, in the resolver's order."""
+    """Return all addresses of a host, of every family, in the resolver's order."""
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     return list(dict.fromkeys((family, address) for family, _, _, _, address in found))
 
 
 def dial(rendezvous: str, token: str, deadline_s: float, given_up: Callable[[], bool] = lambda: False) -> Channel:
-    """Connect and prove the token. Waits for the listener to appear until the deadline (the sides start in any order).
+    """Connect and prove the token. Waits for the listener until the deadline, since processes start in any order.
+
+    Args:
+        given_up: called before each attempt.
 
     Raises:
-        DeadlineExceeded: No rendezvous answered within `deadline_s`.
-        HandshakeError: The listener holds another token, or is not an xfer of this wire version.
-        PeerLost: `given_up`, which is asked before each attempt, returned True.
+        DeadlineExceeded: no rendezvous answered within `deadline_s`.
+        HandshakeError: the listener holds another token, or is no xfer of this wire version.
+        PeerLost: `given_up` returned True.
     """
     check_token(token)
     host, port = parse_address(rendezvous)
@@ -330,7 +346,7 @@ def dial(rendezvous: str, token: str, deadline_s: float, given_up: Callable[[], 
                 [f"last attempt: {last}", "trainer rank 0 hosts it: has it called xfer.connect()?"],
             )
         try:
-            # To the first address of the host, of either family, that accepts.
+            # Connects to the first address of the host, of either family, that accepts.
             sock = socket.create_connection((host, port), timeout=min(left, 5.0))
         except OSError as e:
             last = str(e)
@@ -338,7 +354,7 @@ def dial(rendezvous: str, token: str, deadline_s: float, given_up: Callable[[], 
             continue
         try:
             connect_handshake(sock, token, rendezvous, until)
-        except _TurnedAway as e:
+        except _Unanswered as e:
             sock.close()
             last = e.message
             time.sleep(min(0.05, max(left, 0.01)))
@@ -350,9 +366,10 @@ def dial(rendezvous: str, token: str, deadline_s: float, given_up: Callable[[], 
 
 
 def listen(rendezvous: str, token: str) -> list[socket.socket]:
-    """The rendezvous' sockets, listening: one for each address of the host, since a client may know only some of them.
+    """Listen at every address of the host, since a client may know only some of them.
 
-    Raises HandshakeError where an address is in use, or the host has none.
+    Raises:
+        HandshakeError: an address is in use, or the host has none.
     """
     check_token(token)
     host, port = parse_address(rendezvous)
@@ -360,7 +377,7 @@ def listen(rendezvous: str, token: str) -> list[socket.socket]:
         addresses = _resolve(host, port)
         socks = _listen_at(addresses)
         if not socks:
-            # The addresses are not this host's own (a service address, NAT): then every interface must listen.
+            # The addresses are not this host's own (a service address, NAT): listen on every interface.
             logging.getLogger("xfer").warning(
                 "xfer: %s is not an address of this host; listening on all interfaces", host
             )
@@ -369,12 +386,12 @@ def listen(rendezvous: str, token: str) -> list[socket.socket]:
         if not socks:
             raise OSError(errno.EADDRNOTAVAIL, os.strerror(errno.EADDRNOTAVAIL))
     except OSError as e:
-        raise HandshakeError(f"cannot listen at {rendezvous}: {e}", _why_deaf(e)) from None
+        raise HandshakeError(f"cannot listen at {rendezvous}: {e}", _why_not_listening(e)) from None
     return socks
 
 
 def _listen_at(addresses: Sequence[tuple[socket.AddressFamily, tuple]]) -> list[socket.socket]:
-    """A listening socket for each of these that is an address of this host."""
+    """Return a listening socket for each address that belongs to this host."""
     socks: list[socket.socket] = []
     for family, address in addresses:
         sock = None
@@ -397,12 +414,12 @@ def _listen_at(addresses: Sequence[tuple[socket.AddressFamily, tuple]]) -> list[
     return socks
 
 
-def _why_deaf(e: OSError) -> list[str]:
+def _why_not_listening(e: OSError) -> list[str]:
     if isinstance(e, socket.gaierror):
         return ["this host does not know that name; give an address of trainer rank 0's host, by name or number"]
     if e.errno != errno.EADDRINUSE:
         return []
     return [
-        "is another job using this port, or an earlier connection of this one that was not closed? does another rank, too, "
-        "take itself for trainer rank 0 (an adapter that was made before torch.distributed was initialized)?"
+        "does another job use this port, or an earlier session of this one that was not closed? does another rank believe that "
+        "it is trainer rank 0, too (an adapter that was made before torch.distributed was initialized)?"
     ]

@@ -1,7 +1,7 @@
-"""A client of the coordinator: one connection, one inbox for the main thread, one lane per replica this process takes part in.
+"""A client of the coordinator: one connection, one inbox for the main thread, one lane per replica that this process takes part in.
 
-The reader thread only sorts: store answers to whoever waits for them, lane messages to the lane, aborts to the lane at
-once (they must free a blocked transfer), everything else to the inbox. It never touches weights.
+The reader thread only distributes messages: store replies to the callers that wait for them, messages about a replica to
+its lane, aborts to the lane at once (they free a blocked transfer), all others to the inbox. It never touches weights.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Protocol, TypeVar
+from typing import ClassVar, Protocol, TypeVar
 
 import torch
 
 from xfer.coordinator import messages as m
 from xfer.coordinator.deadlines import LEAVE_S, SILENCE_S
-from xfer.coordinator.wire import Label
+from xfer.coordinator.messages import Label
 from xfer.ending import EXIT_S
 from xfer.errors import DeadlineExceeded, HandshakeError, PeerLost, ProtocolError, XferError
 from xfer.plan.fabric import Site
@@ -30,13 +30,13 @@ from xfer.rendezvous.store import Replies
 
 M = TypeVar("M")
 AGAIN_S = 0.05
-"""Seconds until a client dials again after a session that has failed sent it on."""
+"""Seconds until a client dials again after a failed session told it to."""
 _left: dict[tuple[str, str], str] = {}
-"""By rendezvous and label of a client of this process: the session that it left, or that refused it, last."""
+"""By rendezvous and label of a client of this process: the last session that it left or that refused it."""
 
 
 def host_identity() -> str:
-    """Name of this host for the plan's same-host preference; XFER_HOST overrides it (tests, containers with one name)."""
+    """Return the name of this host, since plans prefer sources on the same host. XFER_HOST overrides it."""
     return os.environ.get("XFER_HOST") or socket.gethostname()
 
 
@@ -47,11 +47,11 @@ def versions() -> tuple[tuple[str, str], ...]:
 
 
 def data_plane(device: torch.device) -> tuple[tuple[str, str], ...]:
-    """What every process with weights on `device` says of the libraries that carry bytes, for comparison at the door.
+    """Return the versions of the libraries that carry bytes of weights on `device`. The coordinator compares them.
 
-    NCCL opens no communicator between different versions of itself, and says so late, on some ranks, in its own log. torch
-    hands its identifiers over in a form that changes between releases. gloo has been seen to work between releases of torch
-    (docs/guide.md), so nothing of it is compared.
+    NCCL opens no communicator between different versions of itself, and reports it late, on some ranks, in its own log.
+    torch passes NCCL's identifiers in a form that changes between releases. gloo works between releases of torch
+    (docs/guide.md), so its version is not compared.
     """
     if device.type != "cuda":
         return (("data plane", "gloo"),)
@@ -59,22 +59,83 @@ def data_plane(device: torch.device) -> tuple[tuple[str, str], ...]:
     return (("data plane", "nccl"), ("NCCL", ".".join(map(str, torch.cuda.nccl.version()))), ("torch", release))
 
 
-class LaneMessages(Protocol):
-    """The receiving end of messages for one replica: see participants/lane.py."""
+class LanePort(Protocol):
+    """What the client calls on a lane (participants/lane.py). All but `close` are called on the reader thread and may not block."""
 
     def post(self, message: m.Message) -> None: ...
-
-    def part_ready(self, ready: m.Brought) -> None: ...
-
     def cancel(self, error: XferError, epoch: int | None) -> None: ...
-
+    def part_ready(self, ready: m.Brought) -> None: ...
     def let_go(self) -> None: ...
-
     def close(self) -> None: ...
 
 
+class DoneCollector:
+    """Makes one `Done` of those of a rank's lanes that end within `hold_s` of each other.
+
+    The first lane that ends waits on its own thread until all replicas that were told Go are done, or `hold_s` has passed.
+    Lanes that end meanwhile leave their report to it and do not wait. The last one sends all of them.
+    """
+
+    def __init__(self, send: Callable[[m.Message], None], hold_s: float):
+        self._send, self._hold_s = send, hold_s
+        self._changed = threading.Condition()
+        self._attempt = 0
+        self._moving: set[int] = set()  # replicas whose lanes have not ended
+        self._ended: list[m.Moved] = []
+
+    def begin(self, go: m.Go) -> None:
+        with self._changed:
+            if go.attempt != self._attempt:
+                self._attempt, self._moving, self._ended = go.attempt, set(), []
+                self._changed.notify_all()
+            self._moving.update(go.replicas)
+
+    def done(self, attempt: int, moved: m.Moved) -> None:
+        with self._changed:
+            if attempt != self._attempt:
+                return  # that refit is over: the coordinator has begun another one
+            self._ended.append(moved)
+            self._moving.discard(moved.replica)
+            if self._moving and len(self._ended) > 1:
+                return  # the first lane sends it
+            batch = self._ended
+            if self._moving:
+                self._changed.wait_for(lambda: self._ended is not batch, self._hold_s)
+            if self._ended is not batch:
+                return  # the last lane has sent it
+            self._ended = []
+            self._changed.notify_all()
+        self._send(m.Done(attempt, tuple(x.replica for x in batch), tuple(x for x in batch if not x.idle)))
+
+
 class RendezvousClient:
-    """The owner sets `lanes` and `on_lane`, which makes a lane, before it tells anything that messages for lanes follow from."""
+    """One process's connection to the coordinator.
+
+    Args:
+        rendezvous: "tcp://HOST:PORT".
+        token: the job's secret.
+        role: "trainer", "controller", "worker" or "observer".
+        index: trainer rank, or worker rank inside its replica.
+        size: trainer ranks, or workers of the replica.
+        deadline_s: seconds to connect.
+        settings: must be equal to those of trainer 0 where both have a key.
+        holds: of a worker, what its weights are (messages.Holds).
+        session_open: of a worker, whether an earlier controller left an update open.
+        version: of a worker, the label of the last refit that it installed.
+        given_up: called before each attempt to connect; if it returns True, PeerLost is raised.
+
+    Attributes:
+        lanes: by replica. The owner sets it.
+        on_lane: returns the lane of a replica, and may make it. The owner sets it before it sends anything that messages for
+            lanes follow from.
+        drained: by replica, the last refit for which the coordinator said `Drained`.
+        named: a refit, and the label of its version.
+        void: refits that were prepared and given up; no call has these numbers.
+
+    Raises:
+        DeadlineExceeded: no session began in time.
+        HandshakeError: the token or a setting is wrong.
+    """
 
     def __init__(
         self,
@@ -92,22 +153,21 @@ class RendezvousClient:
         version: Label = None,
         given_up: Callable[[], bool] = lambda: False,
     ):
-        """given_up: asked before each attempt to connect; once it is true, PeerLost is raised."""
         self.label = {"trainer": f"trainer {index}", "worker": f"replica {replica} worker {index}"}.get(
             role, f"replica {replica} {role}"
         )
-        self.lanes: Mapping[int, LaneMessages] = {}
-        self.named: tuple[int, Label] = (0, None)  # an attempt, and the version that the coordinator calls it
-        self.void: set[int] = set()  # attempts that were prepared and given up: no call has these numbers
-        self.drained: dict[int, int] = {}  # replica -> last attempt of which the coordinator said `Drained`
+        self.lanes: Mapping[int, LanePort] = {}
+        self.named: tuple[int, Label] = (0, None)
+        self.void: set[int] = set()
+        self.drained: dict[int, int] = {}
         self.replies = Replies()
         self.shelf = Shelf(self.try_send)
         self.inbox: queue.Queue[m.Message | XferError] = queue.Queue()
-        self.on_lane: Callable[[int], LaneMessages | None] = lambda replica: None
+        self.on_lane: Callable[[int], LanePort | None] = lambda replica: None
         self.found: m.Found | None = None
         self.lost: PeerLost | None = None
-        self._failed: m.WireError | None = None  # why the coordinator said that nothing can be refitted any more
-        self._heard = 0.0  # monotonic time of the coordinator's last word
+        self._failed: m.WireError | None = None  # why the coordinator said that no later refit can succeed
+        self._heard = 0.0  # monotonic time of the coordinator's last message
         self._pings = self._pongs = 0
         self._asking = threading.Lock()
         self._leaving = False  # this process itself closes the connection
@@ -118,13 +178,14 @@ class RendezvousClient:
             _left.get(self._place, ""),
         )  # fmt: skip
         self.channel, self.welcome = self._enter(rendezvous, token, hello, time.monotonic() + deadline_s, given_up)
+        self._collector = DoneCollector(self.send, self.welcome.hold_s)
         self.channel.start(self._sort, self._end)
         self.site = Site.from_bytes(self.welcome.site) if self.welcome.site else None
 
     def _enter(
         self, rendezvous: str, token: str, hello: m.Hello, until: float, given_up: Callable[[], bool]
     ) -> tuple[Channel, m.Welcome]:
-        """Dial until a session welcomes or refuses this client. A session that is ending does neither; then dial again."""
+        """Dial until a session welcomes or refuses this client. A session that is ending does neither."""
         over = ""
         while not over or time.monotonic() < until:
             channel, answer = dial(rendezvous, token, until - time.monotonic(), given_up), None
@@ -145,7 +206,7 @@ class RendezvousClient:
                 raise answer.error.error()
             if not isinstance(answer, m.DialAgain):
                 raise ProtocolError(f"the rendezvous answered Hello with {type(answer).__name__}", where=self.label)
-            over = over or "trainer rank 0 has not closed the session there, which this process has left"
+            over = over or "trainer rank 0 has not closed the session that this process has left"
             time.sleep(AGAIN_S)
         raise DeadlineExceeded(
             f"no new session began at {rendezvous} in time",
@@ -154,41 +215,52 @@ class RendezvousClient:
         )
 
     def send(self, message: m.Message, seconds: float = SEND_S) -> None:
-        """PeerLost when the coordinator is gone, or what it said was wrong before it went."""
+        """Send a message.
+
+        Raises:
+            PeerLost: the coordinator is gone.
+            XferError: the coordinator is gone, and this is the reason that it gave before.
+        """
         gone: XferError | None = None
         if self.lost is None:
             try:
                 return self.channel.send(message, seconds)
             except PeerLost as e:
                 gone = e
-            self.channel.join(EXIT_S)  # it has read all that was said before the end
+            self.channel.join(EXIT_S)  # until all that the coordinator sent before the end is read
         raise self._failed.error() if self._failed is not None else self.lost or gone
 
     def try_send(self, message: m.Message, seconds: float = SEND_S) -> None:
-        """For last words: the peer may be gone already."""
+        """Send a message if the coordinator still listens."""
         if self.lost is None:
             with contextlib.suppress(PeerLost):
                 self.channel.send(message, seconds)
 
+    def done(self, attempt: int, moved: m.Moved) -> None:
+        """A lane has moved its part. In a large job it may be held back for a moment, to travel with those of other lanes."""
+        self._collector.done(attempt, moved)
+
     def stirred(self) -> None:
-        """Something changed that `wait_for` may be waiting for."""
+        """Wake `wait_for`: something may have changed that it waits for."""
         with self._news:
             self._news.notify_all()
 
     def wait_for(self, condition: Callable[[], bool], until: float) -> bool:
-        """Whether `condition` came true by monotonic `until`. Looked at after every message, and when a lane has done something."""
+        """Wait until `condition` is true, by monotonic `until`. It is evaluated after every message and every step of a lane."""
         with self._news:
             return self._news.wait_for(condition, max(0.0, until - time.monotonic()))
 
     def catch_up(self, seconds: float) -> None:
-        """The coordinator has taken in what this process told it before, and what it had said by then is in the inbox,
-        after this, unless it is
-        gone or does not answer in these seconds. What others tell the coordinator may be behind that: they have to catch up themselves."""
+        """Wait until the coordinator has handled all messages of this process, and its messages until then are in the inbox.
+
+        Returns earlier if the coordinator is gone or does not answer in these seconds. Messages of other processes may
+        still be on their way to the coordinator: they have to catch up themselves.
+        """
         until, asked = time.monotonic() + seconds, self._ping(seconds)
         self.wait_for(lambda: self._pongs >= asked or self.lost is not None, until)
 
     def _ping(self, seconds: float) -> int:
-        """Which of all questions this one is: the coordinator answers them in their order."""
+        """Send a Ping and return its number: the coordinator answers them in their order."""
         with self._asking:
             self._pings += 1
             asked = self._pings
@@ -201,48 +273,81 @@ class RendezvousClient:
         self.stirred()
 
     def _put(self, message: m.Message) -> None:
-        if isinstance(message, m.Pong):
-            self._pongs += 1
-            return
-        if isinstance(message, m.Found):
-            self.found = message
-            return
-        if isinstance(message, m.StoreReply):
-            self.replies.put(message)
-            return
-        if isinstance(message, m.LayoutAsk | m.Roll | m.Layouts):
-            self.shelf.take(message)
-            return
-        if isinstance(message, m.Abort):
-            lane = self.lanes.get(message.replica)
-            if lane is not None:
-                lane.cancel(message.error.error(), message.epoch)
-        elif isinstance(message, m.Brought):
-            lane = self.lanes.get(message.replica)
-            if lane is not None:
-                lane.part_ready(message)
-            return
-        elif isinstance(message, m.Drained):
-            self.drained[message.replica] = message.attempt
-            self.named = (message.attempt, message.version)
-            return
-        elif isinstance(message, m.CloseRoutes) and message.replica not in self.lanes:
+        handler = self._HANDLERS.get(type(message))
+        if handler is None or handler(self, message):
+            self.inbox.put(message)
+
+    # Handlers, on the reader thread. They return True for messages that the main thread gets as well.
+
+    def _pong(self, _: m.Pong) -> None:
+        self._pongs += 1
+
+    def _found(self, message: m.Found) -> None:
+        self.found = message
+
+    def _abort(self, message: m.Abort) -> bool:
+        lane = self.lanes.get(message.replica)
+        if lane is not None:
+            lane.cancel(message.error.error(), message.epoch)
+        return True
+
+    def _brought(self, message: m.Brought) -> None:
+        lane = self.lanes.get(message.replica)
+        if lane is not None:
+            lane.part_ready(message)
+
+    def _drained(self, message: m.Drained) -> None:
+        self.drained.update(dict.fromkeys(message.replicas, message.attempt))
+        self.named = (message.attempt, message.version)
+
+    def _post(self, message: m.PlanInputs | m.OpenLink) -> None:
+        lane = self.on_lane(message.replica)
+        if lane is not None:
+            lane.post(message)
+
+    def _close_routes(self, message: m.CloseRoutes) -> None:
+        if message.replica in self.lanes:
+            self._post(message)
+        else:
             self.try_send(m.RoutesClosed(message.replica))  # nothing was ever opened here
-            return
-        elif isinstance(message, m.PlanInputs | m.OpenLink | m.Go | m.CloseRoutes):
-            if isinstance(message, m.Go):
-                self.named = (message.attempt, message.version)
-            lane = self.on_lane(message.replica)
+
+    def _go(self, message: m.Go) -> None:
+        self.named = (message.attempt, message.version)
+        self._collector.begin(message)
+        for replica, go in message.each():
+            lane = self.on_lane(replica)
             if lane is not None:
-                lane.post(message)
-            return
-        elif isinstance(message, m.Outcome) and message.void:
+                lane.post(go)
+
+    def _outcome(self, message: m.Outcome) -> bool:
+        if message.void:
             self.void.add(message.attempt)
-        elif isinstance(message, m.Failed) and message.replica < 0:
-            self._failed = self._failed or message.error  # the first; that the others then leave is no reason
+        return True
+
+    def _all_failed(self, message: m.Failed) -> bool:
+        if message.replica < 0:
+            self._failed = self._failed or message.error  # the first; others that leave because of it are no reason
             for lane in list(self.lanes.values()):
                 lane.let_go()
-        self.inbox.put(message)
+        return True
+
+    _HANDLERS: ClassVar[dict[type, Callable[..., bool | None]]] = {
+        m.Pong: _pong,
+        m.Found: _found,
+        m.StoreReply: lambda self, message: self.replies.put(message),
+        m.LayoutAsk: lambda self, message: self.shelf.take(message),
+        m.Roll: lambda self, message: self.shelf.take(message),
+        m.Layouts: lambda self, message: self.shelf.take(message),
+        m.Abort: _abort,
+        m.Brought: _brought,
+        m.Drained: _drained,
+        m.PlanInputs: _post,
+        m.OpenLink: _post,
+        m.CloseRoutes: _close_routes,
+        m.Go: _go,
+        m.Outcome: _outcome,
+        m.Failed: _all_failed,
+    }
 
     def _end(self, reason: str) -> None:
         self.lost = PeerLost(
@@ -259,7 +364,7 @@ class RendezvousClient:
         self.stirred()
 
     def newest(self, kind: type[M]) -> M | None:
-        """The last inbox message of this kind, if there is one; it and those before it are taken."""
+        """Take all inbox messages of this kind and return the last one; None if there is none."""
         inbox = self.inbox
         with inbox.mutex:
             found = [x for x in inbox.queue if isinstance(x, kind)]
@@ -275,14 +380,24 @@ class RendezvousClient:
         match: Callable[[M], bool] = lambda _: True,
         due: float | None = None,
     ) -> M:
-        """Next inbox message of these kinds; others are dropped. Raises PeerLost when the coordinator is gone.
+        """Return the next inbox message of these kinds. Other messages are dropped.
 
-        due: monotonic time from which on the coordinator is asked whether it lives, by default SILENCE_S before `until`. A coordinator
-        whose process is stopped or stuck keeps its connections; DeadlineExceeded names it after SILENCE_S without a word.
+        A coordinator whose process is stopped or stuck keeps its connections. So it is asked from monotonic time `due` on,
+        by default SILENCE_S before `until`, whether it lives.
+
+        Args:
+            until: monotonic time.
+            what: what the caller waits for, quoted in errors.
+            match: whether to return a message of these kinds.
+
+        Raises:
+            PeerLost: the coordinator is gone.
+            DeadlineExceeded: no such message came, or the coordinator did not answer for SILENCE_S.
+            XferError: the coordinator refused this process.
         """
         due, asked, wait = until - SILENCE_S if due is None else due, 0.0, 0.0
         while True:
-            try:  # what is here already first: it may have come long before this was asked
+            try:  # first without waiting: the message may be here for long
                 message = self.inbox.get(timeout=wait)
             except queue.Empty:
                 now = time.monotonic()
@@ -299,7 +414,7 @@ class RendezvousClient:
                 wait = min(until - now, max(due - now, 0.05), 1.0)
                 continue
             if isinstance(message, XferError):
-                self.inbox.put(message)  # stays true for the next caller too
+                self.inbox.put(message)  # for the next caller, too
                 raise message
             if isinstance(message, kinds) and match(message):
                 return message
@@ -310,14 +425,14 @@ class RendezvousClient:
 
     def close(self) -> None:
         if self.channel.theirs:
-            return  # links' descriptors are the parent's too: to abort them here is to break them there
+            return  # a forked process shares descriptors with its parent: aborting links here would break them there
         self._leaving = True
         _left[self._place] = self.welcome.session
         self.try_send(m.Leave())
         for lane in list(self.lanes.values()):
             lane.close()
-        # The coordinator closes once it has heard that: from then on this place is free, for a new controller in this
-        # process, say. And where bytes of the coordinator lie unread here, closing at once would take the word back.
+        # The coordinator closes once it has handled Leave. From then on another client may have this role and number.
+        # Closing here first could also discard the Leave, if bytes of the coordinator lie unread here.
         self.channel.join(LEAVE_S)
         self.channel.close()
         self.channel.join(EXIT_S)

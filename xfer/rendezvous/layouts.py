@@ -1,5 +1,6 @@
-"""What a process knows of everybody's layouts, shared by its lanes. The coordinator's half, and the whole exchange, are in
-coordinator/layouts.py. What an inventory is and what a plan is, is known in plan/.
+"""The layouts of other ranks, as far as this process knows them, shared by its lanes.
+
+coordinator/layouts.py describes the whole exchange and has the coordinator's half. Inventories and plans are plan/'s.
 """
 
 from __future__ import annotations
@@ -25,14 +26,15 @@ if TYPE_CHECKING:
     from xfer.trace.catalog import Catalog
 
 KEPT = 4
-"""Own inventories that a rank can still answer for: the present one, and those of plans that are being made."""
+"""Own inventories that a rank can still send: the present one, and those of plans that are being made."""
 
 
 class Shelf:
-    """Thread-safe.
+    """The clients' half of the exchange. Thread-safe.
 
-    `exchange_s`: of each replica's last plan, the seconds until its layouts were here, unpacked and checked. `cached`: whether
-    it came from the cache.
+    Attributes:
+        exchange_s: by replica, the seconds until the layouts of its last plan were here, unpacked and checked.
+        cached: by replica, whether its last plan came from the cache.
     """
 
     def __init__(self, send: Callable[[m.Message], None]):
@@ -49,7 +51,7 @@ class Shelf:
         self._drafts = Drafts()
 
     def offer(self, inventory: Inventory) -> bytes:
-        """The digest to announce; the inventory is sent when somebody asks."""
+        """Return the digest to announce. The inventory itself is sent when a rank asks for it."""
         digest = inventory.digest().encode()
         with self._came:
             self._own[digest] = self._own.pop(digest, inventory)
@@ -81,11 +83,23 @@ class Shelf:
         cache: PlanCache | None,
         check: Callable[[], None],
     ) -> tuple[Part, tuple[bytes, ...]]:
-        """Joint rank `rank`'s part of the plan of these inputs, and the digest of each joint rank's inventory. Without a
-        site in `options` the rolls' hosts are used. A part that is not in the cache is not put there either: that all
-        ranks agree on it is not known yet.
+        """Plan one rank's part.
 
-        Raises what planning raises, what `check` raises (called while waiting), DeadlineExceeded, ProtocolError.
+        A part that is not in the cache is not put there either, since it is not known yet whether all ranks agree on it.
+
+        Args:
+            p: what to plan.
+            rank: joint rank: trainers first, then workers.
+            options: without a site, the rolls' hosts are used.
+            check: called while waiting; it raises to stop the wait.
+
+        Returns:
+            The part, and the digest of each joint rank's inventory.
+
+        Raises:
+            DeadlineExceeded: a layout did not come in time.
+            ProtocolError: the coordinator sent something else than was asked for.
+            XferError: what planning raises.
         """
         t0 = time.perf_counter()
         until = time.monotonic() + p.deadline_s
@@ -103,7 +117,7 @@ class Shelf:
         return part, (*sides[0].inventories, *sides[1].inventories)
 
     def _forget_others(self, p: m.PlanInputs) -> None:
-        """Rolls that no replica's last plan was made from, nor this one will be."""
+        """Forget the rolls that neither this plan nor another replica's last plan was made from."""
         with self._came:
             self._used[p.replica] = (p.trainers, p.workers)
             used = {r for rolls in self._used.values() for r in rolls}
@@ -114,7 +128,7 @@ class Shelf:
     def _both_rolls(
         self, rolls: Sequence[bytes], until: float, check: Callable[[], None], *, early: bool
     ) -> list[m.Roll]:
-        """early: ask for the layouts too. A plan that lies in a cache needs none, and that only its rolls tell."""
+        """Wait for both rolls. `early`: ask for their layouts, too, since no cache can have the plan."""
         with self._came:
             asks = {m.RollAsk(r): lambda r=r: r in self._rolls for r in rolls}
             if early:
@@ -127,16 +141,16 @@ class Shelf:
         return found
 
     def _both_sides(self, rolls: Sequence[m.Roll], until: float, check: Callable[[], None]) -> list[list[Inventory]]:
-        """Inventories in rank order; ranks of one class share all but their number."""
+        """Wait for all inventories and return them in rank order. Ranks of one class share everything but their number."""
         with self._came:
             self._wait(self._layouts_of([r.roll for r in rolls]), until, check)
         sides = []
         for roll in rolls:
-            with self._unpacking:  # not under the condition: the thread that reads must not wait for it
+            with self._unpacking:  # not under the condition: the reader thread must not wait for it
                 found = self._layouts.get(roll.roll)
                 if found is None:
                     found = self._layouts[roll.roll] = _unpacked(roll, self._packed[roll.roll])
-                    del self._packed[roll.roll]  # not before: a lane that finds it in neither asks for it again
+                    del self._packed[roll.roll]  # afterwards: a lane that finds it in neither asks for it again
             sides.append([found[d].at(i, h) for i, (d, h) in enumerate(zip(roll.inventories, roll.hosts))])
         return sides
 
@@ -146,8 +160,10 @@ class Shelf:
     def _wait(
         self, asks: Mapping[m.RollAsk | m.LayoutsAsk, Callable[[], bool]], until: float, check: Callable[[], None]
     ) -> None:
-        """Inside the condition, until every ask is answered; all are sent at once, since each costs a round trip. Several
-        lanes may wait for one answer; one of them asks."""
+        """Wait inside the condition until every question is answered.
+
+        All are sent at once, since each costs a round trip. If several lanes wait for one answer, one of them asks.
+        """
         mine: list[m.RollAsk | m.LayoutsAsk] = []
         try:
             while waiting := [ask for ask, done in asks.items() if not done()]:
@@ -162,7 +178,7 @@ class Shelf:
                         self._send(ask)
                 self._came.wait(min(0.2, max(0.0, until - time.monotonic())))
         finally:
-            self._asked.difference_update(mine)  # also when this lane is cancelled: then another one asks
+            self._asked.difference_update(mine)  # also if this lane is cancelled: then another one asks
 
 
 def _unpacked(roll: m.Roll, packed: bytes) -> dict[bytes, Inventory]:

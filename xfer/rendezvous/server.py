@@ -1,45 +1,46 @@
-"""The rendezvous server: feeds the coordinator from sockets. One thread, with an asyncio loop, in trainer 0's process.
+"""The rendezvous server connects the coordinator to sockets. It is one thread with an asyncio loop, in trainer 0's process.
 
-A caller has HANDSHAKE_S for the proof of the token (rendezvous/channel.py says how it goes), and is one of at most
-`GREETERS` that are in the middle of it. When there are more, the oldest one makes room, after PATIENCE_S: a true client
-needs milliseconds, and tries again if it was sent away. So callers that only connect can slow the server down but not block it.
+A caller has HANDSHAKE_S to prove the token (rendezvous/channel.py describes the proof). At most `GREETERS` callers may be in
+the middle of it. If there are more, the oldest one is dropped after PATIENCE_S: a real client needs milliseconds, and tries
+again. So callers that only connect can slow the server down but not block it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import atexit
+import contextlib
 import hmac
 import itertools
 import logging
 import os
 import secrets
 import socket
-import struct
 import threading
 import time
 import weakref
+from collections import defaultdict
+from collections.abc import Callable
 from datetime import datetime, timezone
 
 from xfer import logs
 from xfer.coordinator.coordinator import Coordinator
 from xfer.coordinator.deadlines import STOP_GRACE_S
-from xfer.coordinator.events import Close, Connected, Disconnected, Event, Mark, Received, Send, Tick, Unproven
-from xfer.coordinator.messages import MAX_FRAME, Message, WireError, decode
+from xfer.coordinator.events import Close, Connected, Disconnected, Event, Received, Send, Tick, Unproven
+from xfer.coordinator.messages import MAX_FRAME, WireError, decode
 from xfer.coordinator.state import Ended, Options
 from xfer.errors import ProtocolError
-from xfer.participants.timeline import HUB, mark
-from xfer.participants.turns import short_sleeps
 from xfer.rendezvous.channel import ALIVE, HANDSHAKE_S, MAGIC, NONCE, SEND_S, frame, listen, proof
 
 logger = logging.getLogger("xfer")
 GOODBYE_S = 2.0
-"""Seconds that clients have to read what they were told before their connection is closed."""
+"""Seconds that clients have to read what they were sent before their connection is closed."""
 GREETERS = 64
 PATIENCE_S = 0.5
 """Seconds that a caller has for its proof, however many others there are."""
+READ_BYTES = 1 << 16
 _ended: dict[str, Ended] = {}
-"""The last session of this process at each rendezvous, if it failed before all its trainers had come."""
+"""By rendezvous: the last session of this process there, if it failed before all its trainers had come."""
 _PROOF = len(MAGIC) + NONCE + 32
 
 
@@ -49,13 +50,23 @@ class Server:
     Args:
         rendezvous: "tcp://HOST:PORT".
         token: the job's secret.
-        options: what trainer 0 was told.
+        options: the arguments of trainer 0's connect().
+        mark: called with each moment of the coordinator's timeline.
+        prepare_thread: called on the server's thread before anything else.
 
     Raises:
         HandshakeError: the address or the token cannot be used.
     """
 
-    def __init__(self, rendezvous: str, token: str, options: Options):
+    def __init__(
+        self,
+        rendezvous: str,
+        token: str,
+        options: Options,
+        mark: Callable[[str], None] = lambda text: None,
+        prepare_thread: Callable[[], object] = lambda: None,
+    ):
+        self.mark, self._prepare_thread = mark, prepare_thread
         session = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M:%S.%f ") + secrets.token_hex(2)
         self.coordinator = Coordinator(options, session, time.monotonic(), _ended.get(rendezvous))
         self.rendezvous, self.token = rendezvous, token
@@ -66,6 +77,7 @@ class Server:
         self._connections: dict[int, _Connection] = {}  # that proved the token
         self.unproven: dict[_Connection, float] = {}  # since when; oldest first
         self._numbers = itertools.count(1)
+        self._batch: defaultdict[_Connection, list[bytes]] = defaultdict(list)  # frames of this pass of the loop
         self._alarm: asyncio.TimerHandle | None = None
         _servers.add(self)
         self.loop = asyncio.new_event_loop()
@@ -81,21 +93,21 @@ class Server:
             time.sleep(0.005)
 
     def rejected(self) -> list[str]:
-        """One line per process that was turned away."""
+        """One line per rejected process."""
         return self.coordinator.rejected.lines()
 
     def close(self, until: float = 0.0) -> None:
         """Stop listening, let clients read what they were told, and close their connections.
 
         Args:
-            until: monotonic time up to which trainers that have not come yet are waited for. Here they learn why there is
-                nothing to join; at a closed port they would try until their deadline.
+            until: monotonic time until which the server waits for trainers that have not come yet. Here they learn why
+                they cannot join; at a closed port they would try until their deadline.
         """
         co = self.coordinator
         while (0 in co.trainers or len(co.met) < co.options.trainers) and time.monotonic() < until:
             time.sleep(0.02)
         ends = time.monotonic() + STOP_GRACE_S
-        # An engine that hears no more of a refit in the middle of it must assume the worst.
+        # An engine that hears nothing more of a running refit must assume the worst.
         while co.refit is not None and self._thread.is_alive() and time.monotonic() < ends:
             time.sleep(0.005)
         missing = frozenset(range(co.options.trainers)) - co.met
@@ -110,7 +122,7 @@ class Server:
     # ---- on the loop
 
     def _run(self) -> None:
-        short_sleeps()
+        self._prepare_thread()
         asyncio.set_event_loop(self.loop)
         self._accepting = [self.loop.create_task(self._accept(sock)) for sock in self._listeners]
         self.feed(Tick())
@@ -120,42 +132,58 @@ class Server:
             self.loop.close()
 
     def feed(self, event: Event) -> None:
-        """Give the coordinator an event and do what it asks for."""
+        """Give the coordinator an event and carry out the effects."""
         if self.closing:
             return
-        last: Message | None = None
         for effect in self.coordinator.handle(event, time.monotonic()):
-            if isinstance(effect, Mark):
-                mark(HUB, effect.text)
-                continue
-            connection = self._connections.get(effect.client)
-            if connection is None:
-                continue
-            if isinstance(effect, Close):
-                connection.finish()
-            elif isinstance(effect, Send):
-                try:
-                    if effect.message is not last:  # a broadcast is encoded once
-                        data, last = frame(effect.message), effect.message
-                except ProtocolError as e:  # a bug of ours: this client would wait for what it was not told
-                    logger.error("xfer: %s", e)
-                    connection.finish()
-                    continue
-                connection.transport.write(data)
-        if self._alarm is not None:
-            self._alarm.cancel()
+            if isinstance(effect, Send):
+                self._send(effect)
+            elif isinstance(effect, Close):
+                if effect.client in self._connections:
+                    self._connections[effect.client].finish()
+            else:
+                self.mark(effect.text)
         wake = self.coordinator.wake_at
-        self._alarm = self.loop.call_at(wake, self.feed, Tick()) if wake is not None else None
+        if wake is not None and (self._alarm is None or wake < self._alarm.when()):
+            if self._alarm is not None:
+                self._alarm.cancel()
+            self._alarm = self.loop.call_at(wake, self._tick)
+
+    def _tick(self) -> None:
+        self._alarm = None
+        self.feed(Tick())
+
+    def _send(self, send: Send) -> None:
+        some = [self._connections[n] for n in send.clients if n in self._connections]
+        try:
+            data = frame(send.message)  # encoded once for all
+        except ProtocolError as e:  # a bug here: these clients would wait for what they were not told
+            logger.error("xfer: %s", e)
+            for connection in some:
+                connection.finish()
+            return
+        if not self.coordinator.hold_s:
+            for connection in some:
+                connection.write(data)
+            return
+        # In a large job, frames for one client that are due in one pass of the loop leave together.
+        if not self._batch:
+            self.loop.call_soon(self._flush)
+        for connection in some:
+            self._batch[connection].append(data)
+
+    def _flush(self) -> None:
+        batch, self._batch = self._batch, defaultdict(list)
+        for connection, frames in batch.items():
+            connection.write(b"".join(frames))
 
     async def _accept(self, listener: socket.socket) -> None:
         listener.setblocking(False)
         while True:
             try:
                 sock, peer = await self.loop.sock_accept(listener)
-            except OSError:
-                await asyncio.sleep(
-                    0.1
-                )  # out of descriptors, or a caller that left again: neither may end the rendezvous
+            except OSError:  # out of descriptors, or the caller left again: neither may end the rendezvous
+                await asyncio.sleep(0.1)
                 continue
             while len(self.unproven) >= GREETERS:
                 oldest, since = next(iter(self.unproven.items()))
@@ -163,12 +191,12 @@ class Server:
                 if left > 0:
                     await asyncio.sleep(min(left, 0.02))
                 else:
-                    self.unproven.pop(oldest, None)
-                    oldest.transport.abort()
+                    oldest.end("it did not prove the token in time")
+            connection = _Connection(self, sock, str(peer[0]))
             try:
-                await self.loop.connect_accepted_socket(lambda: _Connection(self, sock, str(peer[0])), sock)  # noqa: B023
-            except OSError:
-                sock.close()
+                connection.start()
+            except OSError as e:
+                connection.end(str(e))
 
     def proven(self, connection: _Connection) -> int:
         """A connection has proved the token. Returns its number."""
@@ -179,11 +207,13 @@ class Server:
 
     def lost(self, connection: _Connection, reason: str) -> None:
         self.unproven.pop(connection, None)
+        self._batch.pop(connection, None)
         if connection.number:
             del self._connections[connection.number]
             self.feed(Disconnected(connection.number, reason))
 
     async def _close(self) -> None:
+        self._flush()
         self.closing = True
         for task, listener in zip(self._accepting, self._listeners):
             task.cancel()
@@ -192,64 +222,75 @@ class Server:
         if self._alarm is not None:
             self._alarm.cancel()
         for connection in list(self.unproven):
-            connection.transport.abort()
+            connection.end("the session is closed")
         for connection in self._connections.values():
             connection.finish()
         until = time.monotonic() + GOODBYE_S
         while self._connections and time.monotonic() < until:
             await asyncio.sleep(0.005)
         for connection in list(self._connections.values()):
-            connection.transport.abort()
-        await asyncio.sleep(0)
+            connection.end("the session is closed")
         self.loop.stop()
 
 
-class _Connection(asyncio.Protocol):
-    """A caller: first the proof of the token, then frames of 4 bytes of little-endian length and one encoded message each.
+class _Connection:
+    """One caller: first the proof of the token, then frames of 4 bytes of little-endian length and one encoded message each.
 
-    Before the proof nothing is parsed but its fixed length.
+    Before the proof, nothing but its fixed length is parsed. The socket is read and written directly: an asyncio transport
+    costs more than all of the coordinator's work for a message.
     """
-
-    transport: asyncio.Transport
 
     def __init__(self, server: Server, sock: socket.socket, host: str):
         self.server, self.sock, self.host = server, sock, host
         self.number = 0  # of a client that proved the token
         self._nonce = os.urandom(NONCE)
-        self._buffer = bytearray()
-        self._over = False
-        self._reason = ""
-        self._limit: asyncio.TimerHandle | None = None  # on the proof, then on a client that does not read
+        self._buffer, self._unsent = bytearray(), bytearray()
+        self._over = False  # nothing more is taken from it
+        self._finishing = False  # it is closed once everything is sent
+        self._ended = False
+        self._limit: asyncio.TimerHandle | None = None  # for the proof, then for a client that does not read
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self.transport = transport
+    def start(self) -> None:
+        """Greet the caller and read from it.
+
+        Raises:
+            OSError: it is gone already.
+        """
+        loop = self.server.loop
+        self.sock.setblocking(False)
         self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for name, value in ALIVE.items():
             if hasattr(socket, name):
                 self.sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-        if self.server.closing:
-            return transport.abort()
         self.server.unproven[self] = time.monotonic()
         _open.add(self)
-        self._limit = self.server.loop.call_later(HANDSHAKE_S, transport.abort)
-        transport.write(MAGIC + self._nonce)
+        self._limit = loop.call_later(HANDSHAKE_S, self.end, "it did not prove the token in time")
+        loop.add_reader(self.sock, self._readable)
+        self.write(MAGIC + self._nonce)
 
-    def data_received(self, data: bytes) -> None:
+    # ---- reading
+
+    def _readable(self) -> None:
+        try:
+            data = self.sock.recv(READ_BYTES)
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError as e:
+            return self.end(str(e))
+        if not data:
+            return self.end("connection closed by peer")
         if self._over:
             return
         self._buffer += data
-        if not self.number and not self._prove():
-            return
-        try:
-            self._take_frames()
-        except ProtocolError as e:
-            self._over, self._reason = True, str(e)
-            self.transport.abort()
+        if self.number or self._prove():
+            try:
+                self._take_frames()
+            except ProtocolError as e:
+                self.end(str(e))
 
     def _prove(self) -> bool:
-        """Whether the client has proved the token. It is answered either way, so that it knows what to report."""
+        """Check the proof. The caller is answered in any case, so that it knows what to report."""
         if len(self._buffer) < _PROOF:
             return False
         answer = bytes(self._buffer[:_PROOF])
@@ -257,50 +298,99 @@ class _Connection(asyncio.Protocol):
         magic, theirs, said = answer[: len(MAGIC)], answer[len(MAGIC) : -32], answer[-32:]
         token = self.server.token
         good = magic == MAGIC and hmac.compare_digest(said, proof(token, b"client", self._nonce, theirs))
-        self.transport.write(proof(token, b"server", theirs, self._nonce) if good else b"\0" * 32)
+        self.write(proof(token, b"server", theirs, self._nonce) if good else b"\0" * 32)
         self.server.unproven.pop(self, None)
-        self._limit.cancel()
+        self._set_limit(None)
         if good:
             self.number = self.server.proven(self)
         else:
             if magic == MAGIC:
                 self.server.feed(Unproven(self.host))
-            self.transport.close()
+            self.end("it did not prove the token")
         return good
 
     def _take_frames(self) -> None:
-        while len(self._buffer) >= 4 and not self._over:
-            (size,) = struct.unpack_from("<I", self._buffer)
+        buffer, at = self._buffer, 0
+        while len(buffer) >= at + 4 and not self._over:
+            size = int.from_bytes(buffer[at : at + 4], "little")
             if size > MAX_FRAME:
                 raise ProtocolError(f"a frame of {size} bytes was announced, over the limit of {MAX_FRAME}")
-            if len(self._buffer) < 4 + size:
-                return
-            message = decode(bytes(self._buffer[4 : 4 + size]))
-            del self._buffer[: 4 + size]
+            if len(buffer) < at + 4 + size:
+                break
+            message = decode(bytes(buffer[at + 4 : at + 4 + size]))
+            at += 4 + size
             self.server.feed(Received(self.number, message))
+        del buffer[:at]
 
-    def pause_writing(self) -> None:
-        """It does not read: a client that reads nothing for SEND_S counts as lost."""
-        self._reason = "it did not read what it was sent"
-        self._limit = self.server.loop.call_later(SEND_S, self.transport.abort)
+    # ---- writing
 
-    def resume_writing(self) -> None:
-        self._reason = ""
-        self._limit.cancel()
+    def write(self, data: bytes) -> None:
+        """Send bytes now, or when the client reads again. One that reads nothing for SEND_S counts as lost."""
+        if self._ended or self._finishing:
+            return
+        if self._unsent:
+            self._unsent += data
+            return
+        sent = self._try_send(data)
+        if sent < len(data) and not self._ended:
+            self._unsent += memoryview(data)[sent:]
+            self.server.loop.add_writer(self.sock, self._writable)
+            if self.number:
+                self._set_limit(self.server.loop.call_later(SEND_S, self.end, "it did not read what it was sent"))
 
-    def finish(self) -> None:
-        """Nothing more is read from it. What was sent still arrives: closing at once would take back what it has not read yet."""
-        if not self._over:
+    def _try_send(self, data: bytes | bytearray) -> int:
+        try:
+            return self.sock.send(data)
+        except (BlockingIOError, InterruptedError):
+            return 0
+        except OSError as e:
             self._over = True
-            if self.transport.can_write_eof() and not self.transport.is_closing():
-                self.transport.write_eof()
-            self.server.loop.call_later(GOODBYE_S, self.transport.abort)
+            self.server.loop.call_soon(self.end, str(e))  # later: the coordinator's effects are being carried out
+            return len(data)
 
-    def connection_lost(self, exc: Exception | None) -> None:
+    def _writable(self) -> None:
+        del self._unsent[: self._try_send(self._unsent)]
+        if not self._unsent:
+            self.server.loop.remove_writer(self.sock)
+            self._set_limit(None)
+            if self._finishing:
+                self._half_close()
+
+    def _set_limit(self, limit: asyncio.TimerHandle | None) -> None:
         if self._limit is not None:
             self._limit.cancel()
+        self._limit = limit
+
+    # ---- the end
+
+    def finish(self) -> None:
+        """Take nothing more from the client, and close when it has read everything: closing now would discard unread bytes."""
+        if self._finishing or self._ended:
+            return
+        frames = self.server._batch.pop(self, None)
+        if frames:
+            self.write(b"".join(frames))
+        self._over = self._finishing = True
+        if not self._unsent:
+            self._half_close()
+        self.server.loop.call_later(GOODBYE_S, self.end, "the session closed the connection")
+
+    def _half_close(self) -> None:
+        with contextlib.suppress(OSError):
+            self.sock.shutdown(socket.SHUT_WR)
+
+    def end(self, reason: str) -> None:
+        """Close the connection now and tell the coordinator, once."""
+        if self._ended:
+            return
+        self._ended = self._over = True
+        self._set_limit(None)
+        if self.sock.fileno() >= 0:
+            self.server.loop.remove_reader(self.sock)
+            self.server.loop.remove_writer(self.sock)
+            self.sock.close()
         _open.discard(self)
-        self.server.lost(self, self._reason or (str(exc) if exc is not None else "connection closed by peer"))
+        self.server.lost(self, reason)
 
 
 _servers: weakref.WeakSet[Server] = weakref.WeakSet()
@@ -308,7 +398,7 @@ _servers: weakref.WeakSet[Server] = weakref.WeakSet()
 
 @atexit.register
 def _stop_feeding() -> None:
-    """The interpreter ends, and connections with it: that is no news for a coordinator of this process."""
+    """The interpreter ends, and all connections with it: the coordinators of this process need not hear of that."""
     for server in list(_servers):
         server.closing = True
 
@@ -317,7 +407,7 @@ _open: weakref.WeakSet[_Connection] = weakref.WeakSet()
 
 
 def _forked() -> None:
-    """In a forked process, connections are the parent's. A copy of theirs would keep them open when the parent dies."""
+    """Close the copies of the parent's connections in a forked process: they would keep them open when the parent dies."""
     for connection in list(_open):
         connection.sock.close()
     _open.clear()

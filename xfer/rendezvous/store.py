@@ -1,14 +1,14 @@
 """torch's `Store` over the authenticated control connection, so that communicators meet without an open key-value port.
 
-Only what ProcessGroupGloo and ProcessGroupNCCL ask for: set, get, add, check, wait, delete. Values are addresses and NCCL ids
-(a few hundred bytes). The coordinator checks each key against this client's prefix (`messages.check_store_key`).
+It has what ProcessGroupGloo and ProcessGroupNCCL use: set, get, add, check, wait, delete. Values are addresses and NCCL ids
+of a few hundred bytes. The coordinator checks each key against this client's prefix (`messages.check_store_key`).
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 from torch.distributed import Store
@@ -19,13 +19,15 @@ from xfer.rendezvous.channel import Channel
 
 
 class Replies:
-    """Answers to store calls, handed over from the reader thread."""
+    """Replies to store calls. The reader thread puts them, the callers wait for them."""
 
     def __init__(self) -> None:
         self._lock, self._ready = threading.Lock(), threading.Condition()
-        self._next, self._answers, self._closed = 0, {}, ""
+        self._next, self._closed = 0, ""
+        self._answers: dict[int, m.StoreReply] = {}
 
     def ticket(self) -> int:
+        """Return the number of a new call."""
         with self._lock:
             self._next += 1
             return self._next
@@ -40,7 +42,13 @@ class Replies:
             self._closed = reason or "closed"
             self._ready.notify_all()
 
-    def wait(self, call: int, until: float, what: str, cancelled=lambda: False) -> m.StoreReply:
+    def wait(self, call: int, until: float, what: str, cancelled: Callable[[], bool] = lambda: False) -> m.StoreReply:
+        """Return the reply to a call.
+
+        Raises:
+            PeerLost: the coordinator is gone, or `cancelled` returned True.
+            DeadlineExceeded: no reply came by monotonic `until`.
+        """
         with self._ready:
             while call not in self._answers:
                 left = until - time.monotonic()
@@ -55,9 +63,16 @@ class Replies:
 
 
 class RendezvousStore(Store):
-    """Keys live under `prefix`, which names the replica and the epoch: a late joiner of an old epoch meets nobody."""
+    """A store whose keys begin with `prefix`, which names the replica and the epoch, so that only ranks of one epoch meet."""
 
-    def __init__(self, channel: Channel, replies: Replies, prefix: str, deadline_s: float, cancelled=lambda: False):
+    def __init__(
+        self,
+        channel: Channel,
+        replies: Replies,
+        prefix: str,
+        deadline_s: float,
+        cancelled: Callable[[], bool] = lambda: False,
+    ):
         super().__init__()
         self._channel, self._replies, self._prefix = channel, replies, prefix
         self._seconds, self._cancelled = deadline_s, cancelled
@@ -69,7 +84,7 @@ class RendezvousStore(Store):
     def timeout(self) -> timedelta:
         return timedelta(seconds=self._seconds)
 
-    def _ask(self, make, what: str, seconds: float | None = None) -> m.StoreReply:
+    def _ask(self, make: Callable[[int], m.Message], what: str, seconds: float | None = None) -> m.StoreReply:
         call = self._replies.ticket()
         self._channel.send(make(call))
         return self._replies.wait(
@@ -98,4 +113,4 @@ class RendezvousStore(Store):
             )
 
     def delete_key(self, key: str) -> bool:
-        return False  # epochs are forgotten as a whole
+        return False  # the coordinator deletes all keys of an epoch
