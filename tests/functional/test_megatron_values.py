@@ -14,25 +14,29 @@ from tests.functional.megatron_launch import seen_in_launches
 pytestmark = pytest.mark.trainer
 
 CASES = [
-    "qwen3-tp2-pp2",
     "qwen3-tp2-pp2-vpp2",
     "qwen3_tied-tp2-pp2",
-    "qwen3-tp4",
     "qwen3-tp2-dp2",
-    "qwen3-tp2-dp2-no-distopt",
     "qwen3-pp2-uneven",
-    "qwen3-tp2-cp2",
     "qwen3-pp2-cp2-no-distopt",
+    "qwen3_moe-tp2-ep2-etp2",
+    "deepseek_v3-tp2-pp2-ep2-etp1",
+    "qwen3-padded-vocab",
+]
+"""Each kind of layout and each family once; `SLOW` has the wide matrix."""
+SLOW = [
+    "qwen3-tp2-pp2",
+    "qwen3-tp4",
+    "qwen3-tp2-dp2-no-distopt",
+    "qwen3-tp2-cp2",
     "qwen3_moe-ep2-cp2",
     "deepseek_v3-tp2-cp2",
     "qwen3_moe-tp2-pp2-ep2-etp1",
-    "qwen3_moe-tp2-ep2-etp2",
     "qwen3_moe-ep4",
     "qwen3_moe-ep2-dp",
-    "deepseek_v3-tp2-pp2-ep2-etp1",
     "deepseek_v3-ep2-no-distopt",
-    "qwen3-padded-vocab",
 ]
+every_case = pytest.mark.parametrize("case", [*CASES, *(pytest.param(c, marks=pytest.mark.slow) for c in SLOW)])
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +44,7 @@ def seen(tmp_path_factory):
     return seen_in_launches("values", tmp_path_factory.mktemp("megatron-values"))
 
 
-@pytest.mark.parametrize("case", CASES)
+@every_case
 def test_fragments_hold_what_bridge_exports(seen, case):
     """Before training and, through the very same views, after two optimizer steps."""
     x = seen(case)
@@ -51,7 +55,7 @@ def test_fragments_hold_what_bridge_exports(seen, case):
     assert x["losses"][1] < x["losses"][0]  # the second look saw other weights than the first
 
 
-@pytest.mark.parametrize("case", CASES)
+@every_case
 def test_every_byte_of_every_parameter_is_in_one_fragment(seen, case):
     x = seen(case)
     # A tied copy is exported by the stage that embeds; rows of padding are in no checkpoint.
@@ -64,7 +68,7 @@ def test_every_byte_of_every_parameter_is_in_one_fragment(seen, case):
         assert any(x["unowned"]), "the excuse is not needed any more"
 
 
-@pytest.mark.parametrize("case", CASES)
+@every_case
 def test_the_layout_stays_where_it_was(seen, case):
     x = seen(case)
     assert x["state"] == "same"

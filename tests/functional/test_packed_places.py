@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.functional.test_packed_session import torn
-from tests.functional.test_session_protocol import fault, good, right  # noqa: F401
+from tests.functional.test_session_protocol import fault  # noqa: F401
 from tests.support.packed_world import PackedWorld
+from tests.support.world import good, right
 from xfer import errors as e
 from xfer.packed.lockstep import Lockstep
 from xfer.packed.plane import PackedPlane

@@ -11,8 +11,9 @@ import time
 import pytest
 import torch
 
-from tests.functional.test_session_protocol import fault, good, right  # noqa: F401
+from tests.functional.test_session_protocol import fault  # noqa: F401
 from tests.support.packed_world import Knobs, PackedWorld
+from tests.support.world import good, right
 from xfer import errors as e
 from xfer.coordinator import refit
 from xfer.packed import feed, plan, plane, shared

@@ -14,9 +14,8 @@ import numpy as np
 import pytest
 
 import xfer
-from tests.functional.test_session_protocol import failed, good, right
 from tests.support.connect import flat_connect
-from tests.support.world import TOKEN, ToyEngine, ToySource, World, trainer_session, until_true
+from tests.support.world import TOKEN, ToyEngine, ToySource, World, failed, good, right, trainer_session, until_true
 from xfer import errors as e
 from xfer.coordinator import messages as m
 from xfer.participants.trainer import TrainerSession
@@ -77,8 +76,7 @@ def test_controllers_that_were_made_before_an_engine_was_refused_give_their_plac
     assert not again.takers[0].wrong(0) and made.takers[0].wrong(0)
 
 
-@pytest.mark.parametrize("wait", [True, False])
-@pytest.mark.parametrize("late_s", [0.0, 1.0])
+@pytest.mark.parametrize(("wait", "late_s"), [(True, 1.0), (False, 0.0), (False, 1.0)])
 def test_what_is_no_engine_is_named_to_all_ranks(wait, late_s):
     """Rank 0 sees it before it waits for anything; to the others it had just left."""
     rendezvous = f"tcp://127.0.0.1:{free_port()}"
@@ -98,10 +96,7 @@ def test_what_is_no_engine_is_named_to_all_ranks(wait, late_s):
 
 
 AWAY = {
-    "an engine's other token": (1, dict(token=TOKEN + "?"), 0, "rejected: a caller with another token, last from 127.0.0.1"),
-    "of two trainers, too": (2, dict(token=TOKEN + "?"), {}, "is xfer.serve.. running.*\n.*a caller with another token"),
-    "a number from 1 on": (1, dict(replica=1), 0, "rejected: controller 0 .*replica 1: trainers expect replicas 0..0"),
-    "a trainer's other token": (2, {}, dict(token=TOKEN + "?"), "trainer 1: it has not called.*\n.*a caller with another token"),
+    "an engine with another token": (2, dict(token=TOKEN + "?"), {}, "running.*\n.*rejected: a caller with another token, last from"),
     "a trainer of another world": (2, {}, dict(trainer=ToySource(1, 3)), "trainer 1: it was rejected\n.*there are 3 trainer"),
 }  # fmt: skip
 
@@ -194,6 +189,9 @@ def test_what_a_drain_raises_is_typed_and_told_everywhere(raised):
         out = w.refit(2)
         failed(out, kind, w, 10, time.monotonic(), str(raised))
         assert "trainer 1" in str(out[0]) and "trainer 1" in str(out[1])
+        engine = w.engines[0]
+        assert not engine.paused and not engine.open and engine.label == "1"
+        right(w, 1)
         w.sources[1].fail = None
         good(w.refit(3))
         right(w, 3)
@@ -240,64 +238,36 @@ def test_one_rank_alone_with_a_bad_argument_is_told_to_the_others_at_once():
         right(w, 3)
 
 
-@pytest.mark.parametrize(
-    "odd", [dict(verify=1), dict(verify=np.bool_(True)), dict(version=np.int64(7)), dict(deadline_s=30)]
-)
-def test_arguments_of_kinds_that_python_takes_for_equal_are_taken(odd):
+@pytest.mark.parametrize("more", [{}, dict(verify=np.bool_(True), version=np.int64(7)), dict(verify=1, deadline_s=30)])
+def test_arguments_of_kinds_that_python_takes_for_equal_are_taken(more):
     with World(trainers=2) as w:
-        report = good(w.refit(1, **({"verify": False} | odd)))
+        report = good(w.refit(1, **({"verify": False} | more)))
         right(w, 1)
-        assert report.verified == bool(odd.get("verify")) and report.version == odd.get("version", 1)
+        assert report.verified == bool(more.get("verify")) and report.version == more.get("version", 1)
 
 
-@pytest.mark.parametrize(
-    ("mine", "theirs"),
-    [
-        (dict(min_replicas=1), dict(min_replicas=2)),
-        (dict(deadline_s=8.0), dict(deadline_s=9.0)),
-        (dict(verify=True), dict(verify=False)),
-        (dict(version="a"), dict()),
-    ],
-)
-def test_ranks_that_ask_for_different_refits_are_told_what_differs(mine, theirs):
-    """Else one rank would raise and the other train on."""
-    with World(trainers=2, replicas=2) as w:
+def test_ranks_that_ask_for_different_refits_or_sessions_are_told_what_differs():
+    """All that can differ: tests/unit/test_coordinator_cases.py."""
+    w = World(trainers=2, replicas=2)
+    with w:
         good(w.refit(1))
-        (name,) = mine
         t0 = time.monotonic()
-        out = w.on_all(lambda i: w.sessions[i].refit(**(mine if i == 0 else theirs)))
-        failed(out, e.PlanMismatch, w, 10, t0, f"{name}={mine[name]!r}")
-        assert f"trainer 1: {name}=" in str(out[0])
+        out = w.on_all(lambda i: w.sessions[i].refit(verify=not i))
+        failed(out, e.PlanMismatch, w, 10, t0, "verify=True")
+        assert "trainer 1: verify=False" in str(out[0])
         good(w.refit(2))
         right(w, 2)
+    w.rendezvous = f"tcp://127.0.0.1:{free_port()}"
+    connect = dict(deadline_s=3.0, bucket_bytes=4096, drop=(), narrow=(), cache_dir=None)
 
-
-@pytest.mark.parametrize(
-    "odd",
-    [
-        dict(replicas=2),
-        dict(deadline_s=19.0),
-        dict(bucket_bytes=8192),
-        dict(drop=("vision.*",)),
-        dict(narrow=[f"layer.{i}.*" for i in range(99)]),
-    ],
-)
-def test_ranks_that_connect_with_different_arguments_all_hear_of_it_at_the_door(odd):
-    w = World(trainers=2)
-    w.rendezvous, w.sources = f"tcp://127.0.0.1:{free_port()}", [ToySource(i, 2) for i in range(2)]
-    equal = dict(replicas=1, deadline_s=20.0, bucket_bytes=4096, drop=(), narrow=(), cache_dir=None)
-
-    def connect(i):
-        s = trainer_session(w.sources[i], w.rendezvous, TOKEN, **(equal | (odd if i == 1 else {})))
+    def run(i):
+        s = trainer_session(w.sources[i], w.rendezvous, TOKEN, replicas=1 + i, **connect)
         try:
             s.open(True)
         finally:
             s.close()
 
-    t0 = time.monotonic()
-    out = w.on_all(connect)
-    failed(out, e.HandshakeError, w, 10, t0, "trainer 1")
-    assert all(f"{next(iter(odd))} is " in str(r) and "trainer 0 has " in str(r) for r in out), out
+    failed(w.on_all(run), e.HandshakeError, w, 10, time.monotonic(), "replicas is '2', trainer 0 has '1'")
 
 
 def test_two_threads_of_one_rank_cannot_refit_at_once():
@@ -320,15 +290,14 @@ def test_two_threads_of_one_rank_cannot_refit_at_once():
         right(w, 3)
 
 
-@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-@pytest.mark.parametrize("slow", ["run_recipes", "release_lock"])
+@pytest.mark.parametrize(("order", "slow"), [((0, 1), "run_recipes"), ((1, 0), "release_lock")])
 def test_leaving_after_the_sources_were_free_finishes_that_refit_first(order, slow):
     """The engine would lose its rendezvous with half of a version in it, and stay out of service."""
     with World(trainers=2) as w:
         good(w.refit(1))
         returned = threading.Event()
         for t in w.engines[0].takers:
-            late = after(1.5, getattr(t, slow))
+            late = after(0.5, getattr(t, slow))
             setattr(t, slow, lambda late=late: (returned.wait(20), late()))
         assert all(r.pending for r in w.refit(2, wait="sources", verify=False))
         returned.set()
@@ -338,23 +307,30 @@ def test_leaving_after_the_sources_were_free_finishes_that_refit_first(order, sl
         right(w, 2)
 
 
-def test_leaving_raises_what_became_of_a_refit_that_nobody_waited_for():
+def test_the_next_call_and_leaving_raise_what_became_of_a_refit_that_nobody_waited_for():
     w = World(trainers=2, replicas=2).connect()
     good(w.refit(1))
-    returned = threading.Event()
+    for version in (2, 3):
+        returned = threading.Event()
 
-    def fail():
-        returned.wait(20)  # or the calls might hear of it before they return
-        raise RuntimeError("a recipe failed")
+        def fail(returned=returned):
+            returned.wait(20)  # or the calls might hear of it before they return
+            raise RuntimeError("a recipe failed")
 
-    for t in w.engines[1].takers:
-        t.run_recipes = fail
-    assert all(r.pending for r in w.refit(2, wait="sources", verify=False))
-    returned.set()
+        for t in w.engines[1].takers:
+            t.run_recipes = fail
+        assert all(r.pending for r in w.refit(version, wait="sources", verify=False))
+        returned.set()
+        if version == 2:
+            failed(w.refit(), e.XferError, w, 10, time.monotonic(), "a recipe failed")
+            for t in w.engines[1].takers:
+                del t.run_recipes
+            good(w.refit(2))  # that call is used up on all ranks: their numbers are in step
+            right(w, 2)
     for s in reversed(w.sessions):
         with pytest.raises(e.XferError, match="a recipe failed"):
             s.close()
-    right(w, 2, [0])
+    right(w, 3, [0])
     w.close()
 
 
@@ -371,68 +347,20 @@ def test_a_message_that_the_other_end_would_refuse_is_not_sent():
     )
 
 
-def armed(w: World, updates: int) -> bool:
-    until = time.monotonic() + 10
-    while w.engines[0].log.count("update") < updates and time.monotonic() < until:
-        time.sleep(0.005)
-    return w.engines[0].log.count("update") == updates
-
-
-def given_up(w: World) -> None:
-    until = time.monotonic() + 15
-    while w.sessions[0]._server.coordinator.refit is not None and time.monotonic() < until:
-        time.sleep(0.005)
-    assert w.sessions[0]._server.coordinator.refit is None
-
-
-@pytest.mark.parametrize("wait", ["commit", "sources"])
-def test_a_prepare_that_nobody_followed_costs_the_next_refit_nothing(wait):
+def test_a_prepare_that_nobody_followed_costs_the_next_refit_nothing():
     """The engine goes back to work at the deadline, and neither the number nor the label is used up."""
     with World(trainers=2) as w:
         good(w.refit(1))
-        w.shorten(2.0)
+        w.shorten(1.0)
         for n in (2, 3):
             w.sessions[n % 2].prepare()
-            assert armed(w, n)
-            given_up(w)
+            until_true(lambda n=n: w.engines[0].log.count("update") == n)
+            until_true(lambda: w.sessions[0]._server.coordinator.refit is None, 15)
             assert not w.engines[0].paused and w.engines[0].label == "1"
-        report = good(w.refit(2, deadline_s=20.0, wait=wait))
+        report = good(w.refit(2, deadline_s=20.0, wait="sources"))
         assert report.version == 2
         assert good(w.refit(3, deadline_s=20.0)).version == 3
         right(w, 3)
-
-
-def test_a_call_that_comes_while_a_prepare_is_being_given_up_is_served():
-    with World(trainers=2) as w:
-        good(w.refit(1))
-        w.shorten(2.0)
-        resume, settling = w.engines[0].resume, threading.Event()
-        w.engines[0].resume = lambda timeout: (settling.set(), time.sleep(0.5), resume(timeout))
-        w.sessions[0].prepare()
-        assert settling.wait(15)
-        early = threading.Thread(target=lambda: out.extend(w.refit(2, ranks=[0], deadline_s=20.0)))
-        out: list = []
-        early.start()
-        time.sleep(0.1)
-        w.sessions[1].prepare()  # while it is being given up, too
-        coordinator = w.sessions[0]._server.coordinator
-        while coordinator.refit is None or coordinator.refit.number == 2:
-            time.sleep(0.005)
-        out += w.refit(ranks=[1], deadline_s=20.0)
-        early.join()
-        good(out)
-        right(w, 2)
-        assert [r.version for r in out] == [2, 2]
-
-
-def test_a_refit_may_come_at_the_end_of_the_time_that_was_prepared_for():
-    with World(trainers=1, deadline_s=6.0) as w:
-        good(w.refit(1))
-        w.sessions[0].prepare()
-        time.sleep(4.0)
-        w.sources[0].drain = lambda: time.sleep(3.0)  # beyond the deadline of the prepare
-        good(w.refit(2))
-        right(w, 2)
 
 
 def test_labels_go_on_from_what_the_engines_have_had():

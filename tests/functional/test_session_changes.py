@@ -14,8 +14,7 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from tests.functional.test_session_protocol import good, right
-from tests.support.world import ToyEngine, ToyLayout, ToySource, ToyTaker, World
+from tests.support.world import ToyEngine, ToyLayout, ToySource, ToyTaker, World, good, right
 from xfer.errors import DeadlineExceeded, LayoutError, Unsupported
 from xfer.participants import faults
 from xfer.participants.lane import Lane

@@ -11,9 +11,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.functional.test_session_protocol import good
 from tests.support.proc import PATIENCE
-from tests.support.world import TOKEN, ToyEngine, ToySource, World, free_port, until_true
+from tests.support.world import TOKEN, ToyEngine, ToySource, World, free_port, good, until_true
 from xfer.coordinator import coordinator
 from xfer.coordinator import messages as m
 from xfer.coordinator.deadlines import LEAVE_S
@@ -23,7 +22,6 @@ from xfer.errors import DeadlineExceeded, EngineLost, HandshakeError, LayoutErro
 from xfer.participants.controller import MIXED, Controller
 from xfer.participants.worker import WorkerSession
 from xfer.rendezvous.channel import Channel
-from xfer.rendezvous.server import Server
 from xfer.routes import worker_side
 
 
@@ -49,15 +47,11 @@ def failing(world: World) -> Exception:
     """One refit that ends before a byte moves, after the engine was armed for it."""
     world.sources[0].fail = RuntimeError("stopped by the test")
     world.sessions[0].prepare()
-    until = time.monotonic() + 5
-    while world.engines[0].log.count("update") < world.controllers[0].refits + 1 and time.monotonic() < until:
-        time.sleep(0.01)
+    until_true(lambda: world.engines[0].log.count("update") > world.controllers[0].refits)
     out = world.refit(9)[0]
     world.sources[0].fail = None
     assert isinstance(out, Exception)
-    until = time.monotonic() + 5
-    while world.engines[0].log[-1] == "update" and time.monotonic() < until:
-        time.sleep(0.01)
+    until_true(lambda: world.sessions[0]._server.coordinator.refit is None and world.engines[0].log[-1] != "update")
     time.sleep(0.2)
     return out
 
@@ -138,8 +132,10 @@ def test_an_engine_that_was_started_without_weights_serves_after_its_first_commi
             assert not any(t.wrong(1) for t in toy.takers)
 
 
-@pytest.mark.parametrize("how", ["the replica cannot join", "the trainers leave", "it is closed"])
-@pytest.mark.parametrize("holds", ["whole", "nothing"])
+@pytest.mark.parametrize(
+    ("how", "holds"),
+    [("the replica cannot join", "nothing"), ("the trainers leave", "whole"), ("it is closed", "nothing")],
+)
 def test_a_wait_for_a_version_ends_when_none_can_come_any_more_and_says_why(how, holds):
     """Before it or in it; a deadline that passes meanwhile says what is known."""
     world = World(trainers=1, workers=1, replicas=2, deadline_s=8.0, wait=False)
@@ -206,8 +202,9 @@ def unreadable(_):
     raise LayoutError("this engine cannot take it", ["by the test"])
 
 
-@pytest.mark.parametrize("in_step", [False, True])
-@pytest.mark.parametrize("holds", ["whole", "mix", "nothing"])
+@pytest.mark.parametrize(
+    ("holds", "in_step"), [("whole", True), ("mix", False), ("mix", True), ("nothing", True), ("whole", False)]
+)
 def test_an_engine_whose_replica_cannot_join_serves_only_what_is_whole(holds, in_step):
     """Nor does a refit of the other replicas, which arms it in vain, let a mix or random weights serve."""
     world = World(trainers=1, workers=1, replicas=2, deadline_s=6.0, wait=False)
@@ -236,17 +233,15 @@ def test_an_engine_that_was_armed_when_the_trainers_died_serves_again_when_they_
     toy = world.engines[0]
     assert world.refit(1)[0].committed == 1
     world.sessions[0].prepare()
-    until = time.monotonic() + 5
-    while toy.log.count("update") < 2 and time.monotonic() < until:
-        time.sleep(0.01)
-    time.sleep(0.2)
+    coordinator = world.sessions[0]._server.coordinator
+    until_true(lambda: coordinator.refit and coordinator.refit.parts[0].armed)
     server = world.sessions[0]._server
     server.closing = True  # the process is gone: it says nothing more to anybody
     server.close()
-    until = time.monotonic() + 20
-    while world.controllers[0].error is None and time.monotonic() < until:
-        time.sleep(0.01)
+    until_true(lambda: world.controllers[0].error, 20)
     assert toy.paused and "may hold a mix" in str(world.controllers[0].error)
+    with pytest.raises(EngineLost), world.controllers[0].serving():
+        pass
     world.close()
     again = World(trainers=1, workers=1)
     again.engines = [toy]
@@ -494,62 +489,23 @@ def test_a_torn_engine_of_which_only_whole_workers_came_stays_out(monkeypatch):
     w.close()
 
 
-@pytest.mark.parametrize("late", ["", "an earlier answer", "the worker's word"])
-@pytest.mark.parametrize("within", [False, True])
-def test_a_replica_of_which_a_worker_found_no_lock_is_not_told_to_be_ready(monkeypatch, within, late):
-    """It says so behind the plan, however late the coordinator hears of it, and whatever else it answers before; also in a refit that waits
-    for this replica."""
-    serve, go_on, feed, behind = Controller._serve, threading.Event(), Server.feed, {}
-
-    def feed_slowly(server: Server, event) -> None:
-        """The worker's word is on its way for a while, and other messages overtake it."""
-        client = getattr(event, "client", 0)
-        if client in behind:
-            behind[client].append(event)
-        elif isinstance(getattr(event, "message", None), m.Failed):
-            behind[client] = [event]
-            server.loop.call_later(0.5, lambda: [feed(server, x) for x in behind.pop(client)])
-        else:
-            feed(server, event)
-
-    if late == "the worker's word":
-        monkeypatch.setattr(Server, "feed", feed_slowly)
+def test_a_replica_of_which_a_worker_found_no_lock_is_not_told_to_be_ready():
+    """The worker says so after the plan. Other orders, also within a refit: tests/unit/test_coordinator_cases.py."""
     with World(trainers=1, replicas=2) as world:
         assert world.refit(1)[0].committed == 2
-        coordinator, toy, out = world.sessions[0]._server.coordinator, ToyEngine(2), []
+        coordinator, toy = world.sessions[0]._server.coordinator, ToyEngine(2)
         world.controllers[1].close()
-        until = time.monotonic() + 10
-        while coordinator.replicas[1].phase.value != "lost" and time.monotonic() < until:
-            time.sleep(0.01)
-        monkeypatch.setattr(Controller, "_serve", lambda c: (go_on.wait(10), serve(c)))
+        until_true(lambda: coordinator.replicas[1].phase.value == "lost")
 
         def no_lock() -> None:
-            world.later(lambda: time.sleep(0.5))
-            if late == "an earlier answer":
-                world.controllers[1]._party._ping(1.0)
-                time.sleep(0.2)  # until the coordinator has it behind that sleep
-                world.later(lambda: time.sleep(0.5))
+            world.later(lambda: time.sleep(0.5))  # the coordinator reads this worker's word late
             raise RuntimeError("no lock")
 
-        toy.takers[1].choose_lock = no_lock
-        world.engines[1], read = toy, threading.Event()
-        toy.takers[0].read = lambda catalog, read_it=toy.takers[0].read: (read.wait(10), read_it(catalog))[1]
+        toy.takers[1].choose_lock, world.engines[1] = no_lock, toy
         world.controllers[1] = world.serve(toy, 1)
-        while len(coordinator.replicas[1].workers) < 2 and time.monotonic() < until:
-            time.sleep(0.01)
-        refit = threading.Thread(target=lambda: out.extend(world.refit(2, min_replicas=1)), daemon=True)
-        if within:
-            refit.start()
-            while coordinator.refit is None and time.monotonic() < until:
-                time.sleep(0.01)
-        read.set()
         with pytest.raises(XferError, match="no lock"):
             world.controllers[1].wait_ready(10.0)
         assert coordinator.replicas[1].phase.value == "failed"
-        go_on.set()
-        if within:
-            refit.join(30)
-            assert out[0].committed == 1
         late = world.refit(3)[0]
         assert isinstance(late, XferError) and "no lock" in str(late)
         assert not toy.paused and not any(t.wrong(3) for t in world.engines[0].takers)

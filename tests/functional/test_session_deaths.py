@@ -27,13 +27,36 @@ SHORT = 2.0 * PATIENCE
 KNOWN = list(range(12))
 
 
+_whole: dict[bool, ProcessWorld] = {}
+"""Worlds that cases have left whole, by `host_pull`: the next case starts no processes but those that died."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def stops_worlds():
+    yield
+    while _whole:
+        _whole.popitem()[1].stop()
+
+
 @pytest.fixture
-def world(tmp_path, request):
+def world(tmp_path_factory, request):
     """Asked for with True, workers read the trainers' memory themselves, and open their routes by exchange, as on GPUs."""
-    with ProcessWorld(tmp_path, trainers=3, workers=2, replicas=2, host_pull=getattr(request, "param", False)) as w:
-        good(w.meet())
+    pulled = getattr(request, "param", False)
+    w = _whole.pop(pulled, None)
+    if w is None:
+        w = ProcessWorld(tmp_path_factory.mktemp("world"), trainers=3, workers=2, replicas=2, host_pull=pulled)
+    try:
+        if not hasattr(w, "rendezvous"):
+            good(w.meet())
         good(w.refit(1))
         yield w
+        w.quiet()
+        good(w.refit(0, deadline_s=FAR / 2))
+        right(w, 0)
+        _whole[pulled] = w
+    finally:
+        if _whole.get(pulled) is not w:
+            w.stop()
 
 
 def good(results):
@@ -280,6 +303,7 @@ def test_a_trainer_that_is_killed_between_refits_is_mapped_no_longer(world):
     world.trainers[2].signal(KILL)
     until(lambda: not any(mapped()), 20, "all workers have unmapped")
     assert [r.controller.value("state")["serves"] for r in world.replicas] == [True, True]
+    starts_again(world)
 
 
 # ---- stopped: it neither answers nor ends

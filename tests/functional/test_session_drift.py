@@ -8,7 +8,7 @@ import logging
 import pytest
 import torch
 
-from tests.support.world import SHAPES, ToySource, World, until_true
+from tests.support.world import SHAPES, ToySource, World, good, until_true
 from xfer import errors as e
 from xfer.direct import holders
 
@@ -22,12 +22,6 @@ def failed(results, kind, *texts: str) -> None:
         assert isinstance(r, kind), repr(r)
         for text in texts:
             assert text in str(r), str(r)
-
-
-def good(results):
-    for r in results:
-        assert not isinstance(r, BaseException), repr(r)
-    return results[0]
 
 
 def refused(world: World, kind, *texts: str) -> None:

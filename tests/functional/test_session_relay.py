@@ -13,7 +13,7 @@ import time
 import pytest
 
 from tests.support import cpu_peer
-from tests.support.world import TOKEN, ToyEngine, World, until_true
+from tests.support.world import TOKEN, ToyEngine, World, good, right, until_true
 from xfer.coordinator import relays
 from xfer.coordinator.deadlines import CALL_GRACE_S
 from xfer.errors import DeadlineExceeded, RefitFailed, XferError
@@ -42,18 +42,6 @@ def holds(monkeypatch):
 
 def row_of(replicas: int, trainers: int = 1, workers: int = 2, **more) -> World:
     return World(trainers, workers, replicas, host_pull=True, relay=True, **more)
-
-
-def good(results):
-    for r in results:
-        if isinstance(r, BaseException):
-            raise r
-    return results[0]
-
-
-def right(w: World, version: int, replicas=None) -> None:
-    for i in range(w.replicas) if replicas is None else replicas:
-        assert [t.wrong(version) for t in w.engines[i].takers] == [[]] * w.workers, f"replica {i}"
 
 
 def ways(report) -> list[dict[str, int]]:
@@ -304,10 +292,7 @@ def test_who_does_not_arm_is_gone_around(monkeypatch):
         results = []
         run = threading.Thread(target=lambda: results.append(w.refit(2)))
         run.start()
-        until = time.monotonic() + 8
-        while w.engines[2].takers[0].wrong(2):
-            assert time.monotonic() < until, "a replica waits for one that does not arm"
-            time.sleep(0.01)
+        until_true(lambda: not w.engines[2].takers[0].wrong(2))  # it does not wait for one that does not arm
         assert not let.is_set() and order(w)[2] == 0
         let.set()
         run.join(20)
@@ -376,10 +361,7 @@ def test_a_replica_that_is_gone_is_unmapped_by_those_behind_it(holds):
         place = w.engines[1].sessions[0]._lane_.plane._routed.place
         assert place.mapping.number in cpu_peer.MAPPED
         lose(w, 0)
-        until = time.monotonic() + 10
-        while place.mapping.number in cpu_peer.MAPPED:
-            assert time.monotonic() < until, "its memory stays taken"
-            time.sleep(0.01)
+        until_true(lambda: place.mapping.number not in cpu_peer.MAPPED)
         report = good(w.refit(2, min_replicas=1))
         right(w, 2, [1])
         assert set(ways(report)[1]) == {"peer"}

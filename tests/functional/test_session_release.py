@@ -8,11 +8,11 @@ import time
 
 import pytest
 
-from tests.functional.test_session_routes import good, peers, right  # noqa: F401
+from tests.functional.test_session_routes import peers  # noqa: F401
 from tests.support import cpu_peer
 from tests.support.memory import Watched
 from tests.support.packed_world import PackedWorld
-from tests.support.world import SHAPES, ToyEngine, ToySource, World, until_true
+from tests.support.world import SHAPES, ToyEngine, ToySource, World, good, right, until_true
 from xfer import Declared, MeshInfo, TensorTrainer
 from xfer.coordinator import messages as m
 from xfer.direct.plane import DirectPlane
@@ -32,9 +32,7 @@ def test_a_replica_that_joins_while_weights_are_released_is_refitted_when_they_a
         w.controllers[0].close()
         for s in w.engines[0].sessions:
             s.close()
-        until = time.monotonic() + 10
-        while w.sessions[0]._server.coordinator.replicas[0].phase.value != "lost" and time.monotonic() < until:
-            time.sleep(0.01)
+        until_true(lambda: w.sessions[0]._server.coordinator.replicas[0].phase.value == "lost")
         for rank in ranks:
             w.sessions[rank].release()
         w.engines[0] = ToyEngine(2)
@@ -96,9 +94,7 @@ def test_release_unmaps_what_workers_of_lost_and_failed_replicas_have_mapped(sta
             good(w.refit(1))
             assert cpu_peer.MAPPED
             w.controllers[0].close()
-        until = time.monotonic() + 10
-        while w.sessions[0]._server.coordinator.replicas[0].phase.value != state and time.monotonic() < until:
-            time.sleep(0.01)
+        until_true(lambda: w.sessions[0]._server.coordinator.replicas[0].phase.value == state)
         w.sessions[0].release()
         assert not cpu_peer.MAPPED
 

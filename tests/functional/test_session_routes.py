@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tests.support import cpu_peer, world
-from tests.support.world import World
+from tests.support.world import World, good, right, until_true
 from xfer.errors import DeadlineExceeded, PeerLost, XferError
 from xfer.participants import readers
 from xfer.transport import peer_host, routes
@@ -30,17 +30,6 @@ def peers(monkeypatch):
     cpu_peer.MAPPED.clear()
     yield
     cpu_peer.Hold.clear()
-
-
-def right(w: World, version: int) -> None:
-    assert [t.wrong(version) for e in w.engines for t in e.takers] == [[]] * (w.workers * w.replicas)
-
-
-def good(results):
-    for r in results:
-        if isinstance(r, BaseException):
-            raise r
-    return results[0]
 
 
 def by_route(report) -> dict[str, int]:
@@ -247,9 +236,7 @@ def test_sources_are_free_only_when_no_taker_reads():
         assert good(answers).pending
         for s in w.sources:
             s.set(9)  # must not be seen
-        deadline = time.monotonic() + 20
-        while any(t.locked for t in w.engines[0].takers) and time.monotonic() < deadline:
-            time.sleep(0.01)
+        until_true(lambda: not any(t.locked for t in w.engines[0].takers), 20)
         right(w, 2)
         good(w.refit(3))
         right(w, 3)
@@ -306,10 +293,7 @@ def test_a_refit_does_not_run_beside_a_pull_that_was_left_over(monkeypatch):
         cpu_peer.Hold.clear()
         good(w.refit(4))
         right(w, 4)
-        deadline = time.monotonic() + 20
-        while len(cpu_peer.MAPPED) > 1 and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert len(cpu_peer.MAPPED) == 1 and not late & cpu_peer.MAPPED
+        until_true(lambda: len(cpu_peer.MAPPED) == 1 and not late & cpu_peer.MAPPED, 20)
 
 
 def test_a_worker_that_vanished_while_it_read_is_told_from_one_that_is_dead(monkeypatch):

@@ -24,7 +24,7 @@ from xfer.coordinator.deadlines import CALL_GRACE_S, HOLD_S, SETTLE_GRACE_S, STO
 from xfer.coordinator.events import Close, Connected, Disconnected, Event, Received, Send, Tick
 from xfer.coordinator.packing import pack_specs
 from xfer.coordinator.state import Options
-from xfer.errors import PeerLost, XferError
+from xfer.errors import PeerLost, PlanMismatch, XferError
 from xfer.trace.catalog import Catalog
 from xfer.trace.fragment import TensorSpec
 
@@ -108,12 +108,14 @@ class Lane:
     moving: int = 0  # the refit that it moves bytes of; it may have been cancelled
     plan: str = ""
     planned_from: bytes = b""
+    broken: bool = False  # the communicator: an abort while it was used breaks it for good
 
     def hear(self, message: m.Message) -> None:
         o = self.owner
         if isinstance(message, m.Abort):
             if message.epoch >= self.epoch:
                 self.cancelled = message.error.message or "aborted"
+                self.broken = True
         elif isinstance(message, m.PlanInputs | m.OpenLink):
             if message.epoch != self.epoch:
                 self.epoch, self.cancelled = message.epoch, ""
@@ -129,6 +131,8 @@ class Lane:
             return
         if o.job.faults.pop((o, type(message)), None):
             return o.fail("it cannot be done", 0, self.replica, message.epoch)
+        if isinstance(message, m.PlanInputs) or message.fresh:
+            self.broken = False
         if isinstance(message, m.PlanInputs):
             self.plan = digest(message.trainers, message.workers)
             roll = o.job.coordinator.planning.layouts._rolls[
@@ -136,6 +140,10 @@ class Lane:
             ]
             self.planned_from = roll.inventories[o.index]
             o.say(m.Planned(self.replica, message.epoch, self.plan, 0.0))
+        elif o.inventory() != self.planned_from:
+            o.fail(
+                "its layout is not the one that the plan was made from", 0, self.replica, message.epoch, PlanMismatch
+            )
         else:
             o.say(m.LinkOpen(self.replica, message.epoch))
 
@@ -148,6 +156,7 @@ class Lane:
         assert self.owner.inventory() == self.planned_from, (
             f"{self.owner.role} moves by a plan of a layout that is gone"
         )
+        assert not self.broken, f"{self.owner.role} moves over a communicator that an abort has broken"
         self.moving = go.attempt
         self.owner.begun(go)
         self.owner.todo.append(lambda: self._end(go))
@@ -335,7 +344,7 @@ class Worker(Process):
         """On the worker's main thread."""
         if isinstance(message, m.CatalogMsg):
             self.generation = message.generation
-            self.todo.append(lambda: self.say(m.InventoryMsg(self.inventory(), self.generation)))
+            self.todo.append(self._read)
         elif isinstance(message, m.ReplicaReady) and not self.joined:
             self.joined = True
             if self.job.faults.pop((self, m.ReplicaReady), None):
@@ -362,6 +371,12 @@ class Worker(Process):
                 self.stopping = message  # once its lane has come to rest
             else:
                 self._stopped()
+
+    def _read(self) -> None:
+        if not self.joined and self.job.faults.pop((self, m.InventoryMsg), None):
+            self.kept_out = True
+            return self.fail("it cannot read its layout", 0, self.replica)
+        self.say(m.InventoryMsg(self.inventory(), self.generation))
 
     def _stopped(self) -> None:
         attempt = self.receiving

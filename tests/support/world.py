@@ -335,6 +335,29 @@ def until_true(condition, seconds: float = 10.0):
     return found
 
 
+def good(results):
+    """What every rank got, if none raised: the first one's."""
+    for r in results:
+        if isinstance(r, BaseException):
+            raise r
+    return results[0]
+
+
+def failed(results, kind, world: World, within: float, since: float, text: str = "") -> None:
+    """Every rank raised an error of this kind that says `text`, within so many seconds."""
+    assert time.monotonic() - since < within, f"took {time.monotonic() - since:.1f} s"
+    for r in results:
+        assert isinstance(r, kind), repr(r)
+        assert text in str(r), str(r)
+
+
+def right(world: World, version: int, replicas=None) -> None:
+    """Every worker of these replicas (None: of all) holds exactly this version."""
+    for i, engine in enumerate(world.engines):
+        if replicas is None or i in replicas:
+            assert [t.wrong(version) for t in engine.takers] == [[] for _ in engine.takers], f"replica {i}"
+
+
 @dataclass
 class World:
     """`trainers` threads and `replicas` engines of `workers` each, met at one rendezvous."""

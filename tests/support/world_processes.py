@@ -69,8 +69,9 @@ def _trainer(conn: Connection, rank: int, world: int, env: dict) -> None:
             session.close()
             raise
 
-    def change():  # other strides, same values: only a new plan reads it rightly
-        source.params["layers.0.w"] = source.params["layers.0.w"].t().contiguous().t()
+    def change():  # other strides each time, same values: only a new plan reads it rightly
+        w = source.params["layers.0.w"]
+        source.params["layers.0.w"] = w.t().contiguous().t() if w.is_contiguous() else w.contiguous()
 
     def refit(**options):
         r = session.refit(
@@ -348,11 +349,17 @@ class ProcessWorld:
     def __enter__(self) -> ProcessWorld:
         return self
 
+    def quiet(self) -> None:
+        """No faults from here on."""
+        for name in ("trainers", *(f"replica{r.index}" for r in self.replicas)):
+            self.fault(name, "")
+
+    def stop(self) -> None:
+        for x in (*self.trainers, *self.replicas):
+            x.stop()
+
     def __exit__(self, *exc) -> None:
-        for t in self.trainers:
-            t.stop()
-        for r in self.replicas:
-            r.stop()
+        self.stop()
 
 
 def until(condition, seconds: float, what: str) -> None:

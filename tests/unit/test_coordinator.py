@@ -25,9 +25,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from tests.support.cluster_model import DEADLINE_S, Controller, Job, Process, Trainer, Worker
 from xfer.coordinator import messages as m
 from xfer.coordinator.commit import TRANSITIONS, Phase
+from xfer.coordinator.deadlines import TOGETHER_S
 from xfer.coordinator.events import Received
 
 EXAMPLES = int(os.environ.get("XFER_EXAMPLES", "200"))
+SOON_S = 2 * TOGETHER_S
+"""Longer than what the coordinator waits for on purpose while every process answers; a fraction of any deadline."""
 LATE = (m.Armed, m.Done, m.Committed, m.Stopped, m.Settled, m.Planned, m.LinkOpen, m.RoutesClosed)
 
 
@@ -84,6 +87,24 @@ class Cluster(RuleBasedStateMachine):
     def all_call_and_everything_happens(self, verify: bool) -> None:
         self.call(verify, {0, 1, 2})
         self.job.run()
+
+    @precondition(lambda self: not self.hung and self.job.coordinator.failure is None)
+    @rule(early=st.integers(0, 2))
+    def all_call_and_none_waits_for_a_deadline(self, early: int) -> None:
+        """Whatever fails: while no process is stopped, only waits of a few seconds lie between the last call and the outcome."""
+        job = self.job
+        free = [t for t in job.trainers if not t.called and t.generation]
+        if len(free) < len(job.trainers) or not all(t.alive and t.connected for t in free):
+            return
+        last = max(t.attempt for t in free)
+        for t in free:
+            t.attempt = last
+            self.excused.discard(t)
+        for t in free[early:] + free[:early]:
+            t.call(None, True, DEADLINE_S)
+            job.run(3)
+        job.settle(SOON_S)
+        assert not any(t.called for t in free), job.coordinator.refit and job.coordinator.refit.waiting_for()
 
     @rule(n=st.integers(0, 9))
     def prepare(self, n: int) -> None:

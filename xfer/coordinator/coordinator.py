@@ -186,6 +186,11 @@ class Coordinator:
         o = self.options
         if self._over_for(h):
             return self._turn_away(client, m.DialAgain())
+        replica = self.replicas.get(h.replica)
+        if h.role == "worker" and replica is not None and replica.controller is None:
+            # Its controller was told why nothing can join here, and has left. The worker is told the same.
+            if (why := self.failure or replica.error) is not None:
+                return self._turn_away(client, m.Refused(m.WireError.of(why, "rendezvous"), self.session))
         if bad := hello_violations(h, o, self.trainers, self.replicas):
             return self._refuse(client, h, bad)
         client.introduce(h)
@@ -263,6 +268,7 @@ class Coordinator:
         if bad == differences(h, self.options) or (h.role == "worker" and h.index >= h.size):
             replica = self.replicas.get(h.replica)
             if h.role == "trainer":
+                self.met.add(h.index)
                 self.fail_job(error)
             elif replica is not None and replica.phase is ReplicaPhase.JOINING:
                 self.lose(replica, error)

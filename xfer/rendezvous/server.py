@@ -180,11 +180,7 @@ class Server:
     async def _accept(self, listener: socket.socket) -> None:
         listener.setblocking(False)
         while True:
-            try:
-                sock, peer = await self.loop.sock_accept(listener)
-            except OSError:  # out of descriptors, or the caller left again: neither may end the rendezvous
-                await asyncio.sleep(0.1)
-                continue
+            await self._readable(listener)
             while len(self.unproven) >= GREETERS:
                 oldest, since = next(iter(self.unproven.items()))
                 left = since + PATIENCE_S - time.monotonic()
@@ -192,11 +188,25 @@ class Server:
                     await asyncio.sleep(min(left, 0.02))
                 else:
                     oldest.end("it did not prove the token in time")
+            try:
+                sock, peer = listener.accept()
+            except BlockingIOError:
+                continue  # the caller has left again
+            except OSError:
+                await asyncio.sleep(0.1)  # out of descriptors, which must not end the rendezvous
+                continue
             connection = _Connection(self, sock, str(peer[0]))
             try:
                 connection.start()
             except OSError as e:
                 connection.end(str(e))
+
+    def _readable(self, listener: socket.socket) -> asyncio.Future[None]:
+        """Done when a client dials. `loop.sock_accept` would accept by itself, and lose the connection if it were cancelled then."""
+        ready = self.loop.create_future()
+        self.loop.add_reader(listener, lambda: ready.done() or ready.set_result(None))
+        ready.add_done_callback(lambda _: self.loop.remove_reader(listener))
+        return ready
 
     def proven(self, connection: _Connection) -> int:
         """A connection has proved the token. Returns its number."""
