@@ -1,6 +1,6 @@
 """`xfer plan` from a config.json alone, end to end: Megatron-Core and Bridge in one process, vLLM in another, no weights.
 
-The judge is the declared layouts of scripts/plan_shapes.py, which no framework and no trace has a part in: they must move
+The judge is the declared layouts of benchmarks/lib/layouts.py, which no framework and no trace has a part in: they must move
 the same bytes from and to the same ranks.
 """
 
@@ -9,21 +9,18 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
+from benchmarks.lib import layouts
 from tests.support.families import FAMILIES
 from tests.support.proc import PATIENCE, PYTHON, ROOT
 from xfer.mesh.parallel import EngineParallel, TrainerParallel
 from xfer.plan.fabric import Fabric, Site
 from xfer.testing import toy
 from xfer.transport.p2p import WAVE_BYTES
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-import plan_shapes
 
 pytestmark = pytest.mark.skipif(
     not all(os.path.exists(p) for p in PYTHON.values()), reason="scripts/setup.sh has not been run"
@@ -66,16 +63,16 @@ def declared(folder: Path) -> dict:
     """The same refit from declared layouts."""
     from xfer.cli.plan_report import Header, make_plans, make_report
 
-    plan_shapes_config = plan_shapes.CONFIGS
+    configs = layouts.CONFIGS
     try:
         (folder / "toy.json").write_text(json.dumps(MOE))
-        plan_shapes.CONFIGS = folder
-        model = plan_shapes.Model.named("toy")
+        layouts.CONFIGS = folder
+        model = layouts.Model.named("toy")
     finally:
-        plan_shapes.CONFIGS = plan_shapes_config
+        layouts.CONFIGS = configs
     of, catalog = TrainerParallel(**SIZES), model.catalog()
-    sources = [plan_shapes.trainer(model, of, r, folded=False).trainer(catalog, r) for r in range(of.world)]
-    takers = [plan_shapes.engine(model, EngineParallel(tp=WORKERS), r).engine(catalog, r) for r in range(WORKERS)]
+    sources = [layouts.trainer(model, of, r, folded=False).trainer(catalog, r) for r in range(of.world)]
+    takers = [layouts.engine(model, EngineParallel(tp=WORKERS), r).engine(catalog, r) for r in range(WORKERS)]
     site = Site.packed(Fabric.uniform(2, 8, nvlink=396 * 10**9, nic=48_500_000_000, local=1600 * 10**9), 8, 2, 2)
     plans = make_plans(catalog, sources, takers, site, bucket_bytes=240 << 20, wave_bytes=WAVE_BYTES["cuda"])
     return json.loads(json.dumps(make_report(Header("", "", "", ""), catalog, plans, site).to_data()))

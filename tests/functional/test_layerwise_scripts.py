@@ -38,7 +38,7 @@ def test_the_example_has_the_same_loss_curve_overlapped_and_blocking():
 
 def test_the_gpu_benchmark_at_toy_size(tmp_path):
     out = tmp_path / "results.json"
-    text = output("scripts/bench_layerwise_gpu.py", "--toy", "--ranks", "2", "--rounds", "2", "--out", str(out))
+    text = output("-m", "benchmarks.layerwise_gpu", "--toy", "--ranks", "2", "--rounds", "2", "--out", str(out))
     (found,) = json.loads(Path(out).read_text())
     assert [x["differ"] for x in found["exact"]] == [[], []]
     assert found["overlap"]["received"] == found["overlap"]["lacked"] and found["overlap"]["travelled"] == []

@@ -1,7 +1,6 @@
-"""scripts/bench_packed_gpu.py at toy size: every way of sending whole tensors leaves the right bytes at both takers.
+"""benchmarks.packed_gpu at toy size: every way of sending whole tensors leaves the right bytes at both workers.
 
-On CPUs it is the rehearsal of what runs on GPUs: the same processes, gathers, buffers and comparisons. The numbers of a toy
-mean nothing and are not looked at.
+On CPUs this rehearses what runs on GPUs: the same processes, gathers, buffers and comparisons. The times mean nothing.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ import pytest
 import torch
 
 from tests.support.gpu_job import SHARED
+from tests.support.proc import ROOT
 
-SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "bench_packed_gpu.py"
 NOT_COMPARED = ("NCCL broadcast", "loads alone, a slice and a copy per tensor")
 VLLM = "vLLM's packed broadcast"
 LOADERS = ("", ", a slice and a copy per tensor", ", as Bridge exports")
@@ -31,8 +30,12 @@ def ran(case: str, device: str, out: Path, *more: str) -> list[dict]:
     how = [*more, *([] if find_spec("vllm") else ["--no-vllm"])]
     how += ["--model", "toy", "--cases", case, "--repeats", "2", "--no-direct", "--seconds", "240"]
     done = subprocess.run(
-        [sys.executable, str(SCRIPT), "--device", device, *how, "--out", str(out)], capture_output=True, text=True, timeout=300
-    )  # fmt: skip
+        [sys.executable, "-m", "benchmarks.packed_gpu", "--device", device, *how, "--out", str(out)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     return [r for r in json.loads(out.read_text())["cases"][0]["rows"] if "ms" in r]
 

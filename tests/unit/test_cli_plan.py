@@ -18,6 +18,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from benchmarks.lib.layouts import Model, engine, trainer
 from xfer.cli import app, plan_report, tracing
 from xfer.cli import plan as plan_command
 from xfer.cli.describe import ASSUMED, describe
@@ -32,9 +33,6 @@ from xfer.plan.explain import size
 from xfer.plan.fabric import Fabric, Site
 from xfer.plan.predict import predict
 from xfer.plan.program import Op, row_wire_bytes
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-from plan_shapes import Model, engine, trainer
 
 CONFIG = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
 

@@ -17,6 +17,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from benchmarks.lib.layouts import ROWS, Model, engine, trainer
 from tests.support.links import UNIT, G, fabrics, least_busiest, problems, seconds, sites
 from tests.support.plan_worlds import execute, worlds
 from xfer.errors import LayoutError, ProtocolError, XferError
@@ -27,9 +28,6 @@ from xfer.plan.fabric import Fabric, Host, Nic, Site
 from xfer.plan.fabric_file import parse, read_fabric, read_site, read_toml
 from xfer.plan.flow import Flow
 from xfer.plan.planner import Drafts, PlanOptions, plan_replica
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-from plan_shapes import ROWS, Model, engine, trainer
 
 EXAMPLES = max(1, int(os.environ.get("XFER_EXAMPLES", "200")))
 quick = settings(max_examples=EXAMPLES // 4 + 1, deadline=None, suppress_health_check=list(HealthCheck))

@@ -1,0 +1,1 @@
+"""What the benchmarks share, and the processes that they start."""

@@ -1,0 +1,153 @@
+"""Print the table of docs/plan_predictions.md: predicted seconds of every published mapping beside the published ones.
+
+    .venvs/trainer/bin/python -m benchmarks.plan_predictions
+    .venvs/trainer/bin/python -m benchmarks.plan_predictions --row "30B EP4xTP2xDP2" [--html FILE] [--json FILE]
+
+Layouts are declared (lib/layouts.py). `xfer plan` traces them instead, and agrees where both were tried
+(tests/functional/test_cli_plan.py). Planner, links and predictor are those of `xfer plan`, on the fabric that it assumes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from benchmarks.lib import command
+from benchmarks.lib.layouts import ROWS, Model, engine, trainer
+from xfer.cli.describe import HOST, LOCAL, NIC, NVLINK
+from xfer.cli.html import page, seconds
+from xfer.cli.plan_report import Header, Report, make_plans, make_report
+from xfer.cli.tracing import classes
+from xfer.mesh.parallel import EngineParallel, TrainerParallel
+from xfer.plan.explain import size
+from xfer.plan.fabric import Fabric, Site
+from xfer.transport.p2p import WAVE_BYTES
+
+BUCKETS = (240, 64)
+"""Sizes of messages, MiB: the default of sessions on GPUs, and a smaller one (`bucket_bytes=`)."""
+PUBLISHED = {
+    "4B DP8 -> DP8": "0.07-0.08",
+    "4B DP8 -> TP8": "0.07-0.08",
+    "4B PP2xDP4 -> TP4xDP2": "0.09",
+    "4B PP4xDP2 -> TP4xDP2": "0.11-0.15",
+    "4B TP2xPP2xDP2 -> TP4xDP2": "0.11-0.15",
+    "4B TP2xDP4 -> TP4xDP2": "0.11-0.15",
+    "30B EP4xTP2xDP2 -> TP4xDP4": "0.54-0.67",
+    "30B EP4xTP2xPP2 -> TP4xDP4": "0.48-0.55",
+    "30B EP8xPP2 -> TP2xDP8": "0.48-0.55",
+    "30B EP8xPP2 -> TP8xDP2": "0.48-0.55",
+    "235B TP4xPP8xEP16 -> TP8xDP16": "4.56-4.85",
+    "DeepSeek-V3 PP16xEP16 -> TP32xDP8": "7.65-9.94",
+}
+"""Seconds of a bf16 refit that NeMo-RL reports for its own. Rows that share a line there share its range."""
+
+FP8 = "refused: quantized engines need scales and layouts that xfer does not move"
+TRACED = {
+    "nano-v3 EP8xTP2 -> TP4xDP4": (
+        "0.48-0.55",
+        "nemotron-3-nano-30b-a3b world=16 tp=2 ep=8 etp=1",
+        "tp=4 replicas=4",
+    ),
+}
+"""Published seconds and both sides of hybrid models, which `xfer plan` traces because they are not declared."""
+NOT_DONE = {
+    "super-v3 EP8xTP8xPP2xDP2 -> TP8xDP2": (
+        "1.66-1.94",
+        "cannot be traced: Bridge 0.3.1 has no mapping for its latent experts",
+    ),
+    "4B FP8 DP8 -> DP8": ("0.05-0.15", FP8),
+    "4B FP8 DP8 -> TP4xDP2": ("0.05-0.15", FP8),
+    "4B FP8 PP2xDP4, PP4xDP2, TP2xDP4 -> TP4xDP2": ("0.05-0.15", FP8),
+    "30B FP8 EP4xTP2xPP2, EP8xPP2, EP8xDP2 -> TP2xDP8": ("1.21-1.69", FP8),
+}
+"""Published mappings without a prediction, and the reason."""
+
+
+def reports(name: str) -> list[Report]:
+    """One report per size of BUCKETS, on whole hosts: trainers on the first ones, engines on the others."""
+    config, sizes, workers, replicas = ROWS[name]
+    of, model = TrainerParallel(**sizes), Model.named(config)
+    catalog, class_of = model.catalog(), classes(of, of.world)
+    made = {c: trainer(model, of, class_of.index(c)).trainer(catalog, 0) for c in sorted(set(class_of))}
+    sources = [made[c].at(r) for r, c in enumerate(class_of)]
+    destinations = [engine(model, EngineParallel(tp=workers), r).engine(catalog, r) for r in range(workers)]
+    hosts = -(-of.world // HOST) + -(-workers * replicas // HOST)
+    fabric = Fabric.uniform(hosts, HOST, nvlink=NVLINK, nic=NIC, local=LOCAL)
+    site = Site.packed(fabric, of.world, replicas, workers)
+    words = f"hosts of {HOST} GPUs, NVLink {NVLINK / 1e9:g} GB/s, a NIC of {NIC / 1e9:g} GB/s per GPU"
+    left, right = name.split(" -> ")
+    out = []
+    for bucket in BUCKETS:
+        wave = max(WAVE_BYTES["cuda"], bucket << 20)
+        plans = make_plans(catalog, sources, destinations, site, bucket_bytes=bucket << 20, wave_bytes=wave)
+        note = f"Declared layouts, none was traced. Messages of at most {bucket} MiB."
+        out.append(make_report(Header(name, left.split()[-1], right, words, (note,)), catalog, plans, site))
+    return out
+
+
+def traced(trainer: str, engine: str) -> list[dict]:
+    """One report per size of BUCKETS, as `xfer plan --json` prints it."""
+    out = []
+    for bucket in BUCKETS:
+        words = [sys.executable, "-m", "xfer", "plan", "--json", "-", "--bucket-mib", str(bucket)]
+        words += ["--trainer", trainer, "--engine", engine]
+        done = subprocess.run(words, stdout=subprocess.PIPE, check=True)
+        out.append(json.loads(done.stdout)["plan"])
+    return out
+
+
+def main() -> None:
+    p = command.parser("plan_predictions", __doc__)
+    p.add_argument("--row", default="", help="only mappings whose name contains this")
+    p.add_argument("--html", help="write the page of the last mapping there")
+    p.add_argument("--json", help="write the reports there, as `xfer plan --json` prints them")
+    a = p.parse_args()
+    head = (
+        "mapping",
+        "published",
+        "floor",
+        *(f"predicted, {b} MiB" for b in BUCKETS),
+        "moved",
+        "a full broadcast",
+        "busiest link",
+    )
+    print("| " + " | ".join(head) + " |\n|" + "---|" * len(head), flush=True)
+    found = []
+    for name in [r for r in ROWS if a.row in r]:
+        began, both = time.process_time(), reports(name)
+        r = both[0]
+        cells = (
+            name, f"{PUBLISHED[name]} s" if name in PUBLISHED else "-", seconds(r.floor_s),
+            *(seconds(x.transfer_s) for x in both), size(r.nbytes), size(r.broadcast_bytes),
+            f"{r.busiest[0].name}, {size(r.busiest[0].nbytes)}",
+        )  # fmt: skip
+        print("| " + " | ".join(cells) + " |", flush=True)
+        print(f"{name}: {time.process_time() - began:.1f} CPU s", file=sys.stderr, flush=True)
+        found.append(r.to_data())
+        if a.html:
+            Path(a.html).write_text(page(r))
+    for name, (published, left, right) in TRACED.items():
+        if a.row in name:
+            both = traced(left, right)
+            r = both[0]
+            cells = (
+                name, f"{published} s", seconds(r["floor_s"]), *(seconds(x["transfer_s"]) for x in both),
+                size(r["nbytes"]), size(r["broadcast_bytes"]), f"{r['busiest'][0]['name']}, {size(r['busiest'][0]['nbytes'])}",
+            )  # fmt: skip
+            print("| " + " | ".join(cells) + " |", flush=True)
+            found.append(r)
+    for name, (published, why) in NOT_DONE.items():
+        if a.row in name:
+            print(f"| {name} | {published} s | {why} |" + " |" * (len(head) - 3), flush=True)
+    if a.json:
+        Path(a.json).write_text(json.dumps(found) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,223 @@
+"""benchmarks.goals and gpu_floor: results are judged by their own figures, wrong bytes never meet a goal, and every step of
+--run is a command that its benchmark accepts. The floor copies every destination's bytes once."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import signal
+import subprocess
+import sys
+from collections import Counter
+from importlib import import_module
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmarks import goals
+from benchmarks.gpu_floor import copies
+from benchmarks.lib.packed_ranks import FLAT, PACKED, RAW
+from tests.support.proc import ROOT
+
+
+def transport(wrong: int = 0, **ms: float) -> dict:
+    return {"meta": {}, "cases": [{"case": "4b", "ms": {k: [v] for k, v in ms.items()}, "wrong": {"peer": wrong}}]}
+
+
+def test_a_goal_is_met_at_its_limit_and_never_with_wrong_bytes(tmp_path, capsys, monkeypatch):
+    at = {j.goal: j.met for j in goals.judged(transport(floor=10.0, peer=10.6, p2p=20.0, nccl=17.0))}
+    assert at == {
+        "data plane, 4b: wrong elements": True,
+        "data plane, 4b: peer, ms": True,
+        "data plane, 4b: p2p, of NCCL's rate": True,
+    }
+    for changed, goal in (
+        (transport(floor=10.0, peer=10.61, p2p=20.0, nccl=17.0), "peer, ms"),
+        (transport(floor=10.0, peer=10.6, p2p=20.1, nccl=17.0), "p2p, of NCCL's rate"),
+        (transport(1, floor=10.0, peer=10.6, p2p=20.0, nccl=17.0), "wrong elements"),
+    ):
+        assert [j.goal for j in goals.judged(changed) if not j.met] == [f"data plane, 4b: {goal}"]
+        file = tmp_path / "x.json"
+        file.write_text(json.dumps({"a run": changed}))
+        monkeypatch.setattr(sys, "argv", ["goals", str(file)])
+        assert goals.main() == 1
+        assert f"{goal} |" in capsys.readouterr().out.partition("**missed**")[0].splitlines()[-1]
+
+
+def session(
+    command: str, gpus: int, floor: float = 0.0, text: str = "9 bytes, wrong: none (0.1 s)", **transfer: float
+) -> dict:
+    raw = {
+        name: [{"scalars": {"transfer_s": s / 1e3, "outage_s": s / 1e3, "call_s": s / 1e3, "bytes": 8e9}}]
+        for name, s in transfer.items()
+    }
+    if floor:
+        raw["floor"] = {"gb_per_s": 4e9 / floor / 1e6}
+    command = f"python -m benchmarks.gpu_session {command}"
+    return {"meta": {"command": command, "gpus": gpus}, "rows": [["every byte compared", text]], "raw": raw}
+
+
+def test_whole_refits_are_judged_by_their_layout_and_the_floor_of_their_own_run():
+    found = {j.goal: j for j in goals.judged(session("--tp 2", 4, floor=10.2, refit=12.1, verified=13.0))}
+    transfer = found.pop("4b, plain, TP2: transfer, ms")
+    assert not transfer.met and transfer.how == "floor 10.20"
+    assert found.pop("4b, plain, TP2: verified / plain transfer").met
+    assert [j.met for j in found.values()] == [True], found
+    shared = goals.judged(session("--model 30b --tp 2", 2, floor=10.0, refit=10.9))
+    assert {j.goal: j.met for j in shared}["30b, plain, TP2, on 2 GPUs: transfer / floor"]
+    wrong = goals.judged(session("--tp 2", 4, text="9 bytes, wrong: ['layers.0'] (0.1 s)", refit=11.0))
+    assert [j.goal for j in wrong if not j.met] == ["4b, plain, TP2: comparisons of every byte that failed"]
+    for smaller in ("--model toy --tp 2", "--tp 2 --layers 16"):
+        assert not goals.judged(session(smaller, 4, refit=1.0)), "no goal is of such a size"
+
+
+def test_a_relay_chain_is_judged_by_one_copy_out_and_by_one_replica():
+    chain = transport(
+        **{"floor": 150.0, "one destination pulls": 155.0, "relay, 64 parts": 181.0, "relay, 128 parts": 169.0}
+    )
+    (row,) = [j for j in goals.judged(chain) if "one copy out" in j.goal]
+    assert (round(row.ours, 3), row.limit, row.met, row.how) == (
+        1.09,
+        1.15,
+        True,
+        "169.00 (relay, 128 parts) / 155.00 ms",
+    )
+    found = session("--tp 1 --trainers one", 3, **{"one replica": 20.0, "relay chain": 24.0})
+    assert {j.goal: (j.ours, j.met) for j in goals.judged(found)}[
+        "4b, one, TP1: 2 replicas in a relay chain / one"
+    ] == (
+        1.2,
+        False,
+    )
+    zero = session("--model toy --tp 1 --trainers nothing", 1, **{"zero bytes": 0.55})
+    assert [j.met for j in goals.judged(zero) if "zero bytes" in j.goal] == [False]
+
+
+def test_packed_ways_are_judged_by_one_by_one_and_the_raw_broadcast():
+    def rows(**ms: float) -> list[dict]:
+        return [{"way": w, "ms": [v], "wrong": 0, "extra_bytes": [1, 20]} for w, v in ms.items()]
+
+    apart = {"case": "apart", "rows": rows(**{"one by one": 1500.0, PACKED: 180.0, RAW: 160.0})}
+    colocated = {"case": "colocated", "rows": rows(**{"one by one": 1000.0, FLAT: 100.0})}
+    found = {j.goal: j for j in goals.judged({"meta": {"bucket": 10}, "cases": [apart, colocated]})}
+    raw = found["packed, apart: of NCCL's broadcast rate"]
+    assert (raw.how, raw.met) == ("160.0 / 180.0 ms", False)
+    assert (
+        found[f"packed, apart: one by one / {PACKED}"].met
+        and found[f"packed, colocated: one by one / {FLAT}"].ours == 10
+    )
+    assert found["packed, apart: memory, buckets"].ours == 2.0
+    apart["rows"][0]["wrong"] = 3
+    wrong = goals.judged({"meta": {"bucket": 10}, "cases": [apart]})
+    assert [j.goal for j in wrong if not j.met and "wrong" in j.goal] == ["packed, apart: wrong elements"]
+
+
+def test_hidden_gathers_are_judged_by_events_and_by_the_timeline():
+    overlap = {
+        "exposed_ms": {"blocking": 10.0, "depth 1": 1.5}, "hidden": {"depth 1": 0.85}, "received": [102, 0], "lacked": [100, 0],
+        "timeline": {"blocking": [{"exposed_ms": 9.0}, {"exposed_ms": 10.0}], "depth 1": [{"exposed_ms": 2.5}, {"exposed_ms": 1.0}]},
+    }  # fmt: skip
+    exact = {"model": "fp32", "steps": 50, "ways": ["a", "b"], "differ": ["b"]}
+    found = {j.goal: j for j in goals.judged([{"ranks": 2, "overlap": overlap, "exact": [exact]}])}
+    assert {k.removeprefix("layer-wise, 2 ranks: "): (j.ours, j.met) for k, j in found.items()} == {
+        "fp32, ways that differ": (1.0, False),
+        "hidden, by events": (0.85, True),
+        "hidden, by the timeline, overlap": (0.75, False),
+        "bytes planned / lacked, overlap": (1.02, True),
+    }
+
+
+def test_results_are_found_however_they_are_nested():
+    one, other = transport(floor=1.0, peer=1.0), [{"ranks": 2}]
+    found = list(goals.results({"a day": {"first": one, "more": [other]}, "note": "text"}))
+    assert found == [("a day: first", one), ("a day: more: 0", other)]
+
+
+@pytest.mark.parametrize("step", goals.STEPS, ids=lambda s: s.name)
+def test_every_step_is_a_command_that_its_benchmark_accepts(step, monkeypatch):
+    name, *given_ = shlex.split(step.command)
+
+    class Parsed(Exception):
+        pass
+
+    parse = argparse.ArgumentParser.parse_args
+
+    def stop(self, *a, **kw):
+        raise Parsed(parse(self, *a, **kw))
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", stop)
+    monkeypatch.setattr(sys, "argv", [name, *given_, "--out", "x.json"])
+    with pytest.raises(Parsed):
+        import_module(f"benchmarks.{name}").main()
+
+
+@pytest.mark.parametrize("gpus", [1, 2, 4, 8])
+def test_steps_for_so_many_gpus_show_what_only_so_many_can(gpus):
+    names = [s.name for s in goals.fitting(gpus)]
+    assert {1: "one", 2: "pair", 4: "transport", 8: "transport8"}[gpus] in names
+    assert not {1: {"pair"}, 2: {"session4b", "one"}, 4: {"transport8", "pair"}, 8: {"transport"}}[gpus] & set(names)
+
+
+@pytest.fixture
+def behind():
+    """As in a process that a shell started with "&"."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_a_run_goes_on_where_the_last_one_stopped_and_begins_nothing_that_cannot_end(
+    tmp_path, monkeypatch, capsys, behind
+):
+    (tmp_path / "benchmarks").mkdir()
+    (tmp_path / "benchmarks" / "__init__.py").write_text("")
+    (tmp_path / "benchmarks" / "fake.py").write_text(
+        "import os, sys, time\n"
+        "what, out = sys.argv[1], sys.argv[-1]\n"
+        "if what == 'bad': raise SystemExit('no such GPU')\n"
+        "open(out, 'w').write('{}')\n"
+        "again = os.path.exists(out.replace('.json', '.part.json'))\n"
+        "try: time.sleep(60 if what == 'stuck' and not again else 0)\n"
+        "except KeyboardInterrupt: raise SystemExit('its engines are ended')\n"
+    )
+    seconds = {"a": 30, "bad": 30, "stuck": 8, "long": 900, "b": 30}
+    steps = tuple(goals.Step(n, 1, s, f"fake {n}") for n, s in seconds.items())
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(goals, "STEPS", steps)
+    out = tmp_path / "out"
+    assert goals.run(out, 1, minutes=5) == ["long"]
+    told = capsys.readouterr().out
+    assert "bad: exit code 1" in told and "no such GPU" in told
+    assert "stuck: not over after 8 s" in told and "its engines are ended" in told
+    assert sorted(f.name for f in out.glob("*.json")) == ["a.json", "b.json", "stuck.part.json"]
+    assert goals.run(out, 1, minutes=60) == [] and (out / "stuck.json").exists()
+    told = capsys.readouterr().out
+    assert all(f"benchmarks.fake {n} " in told for n in ("long", "bad", "stuck")) and "benchmarks.fake a " not in told
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 60), st.integers(1, 9))
+def test_every_destination_gets_its_bytes_once_and_destinations_take_turns(destinations, sources, nbytes, piece):
+    out = copies(destinations, sources, nbytes, piece)
+    share = -(-nbytes // sources)
+    for destination in range(destinations):
+        got = Counter((c.source, c.at + i) for c in out if c.destination == destination for i in range(c.nbytes))
+        assert sum(got.values()) == nbytes and set(got.values()) == {1}
+        assert all(at < share for _, at in got)
+    assert all(0 < c.nbytes <= piece for c in out)
+    if nbytes >= sources * sources:  # else some sources have nothing
+        assert [c.destination for c in out[:destinations]] == list(range(destinations))
+        assert len({c.source for c in out[:destinations]}) == min(destinations, sources)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_the_floor_is_measured_and_what_was_copied_compared(tmp_path):
+    last = torch.cuda.device_count() - 1
+    command = [sys.executable, "-m", "benchmarks.gpu_floor", *f"--sources {last} 0 --destinations 0".split()]
+    out = tmp_path / "floor.json"
+    subprocess.run([*command, "--gib", "0.6", "--repeats", "3", "--out", str(out)], cwd=ROOT, check=True, timeout=120)
+    found = json.loads(out.read_text())
+    assert found["wrong"] == 0 and len(found["ms"]) == 3 and found["gb_per_s"] > 1

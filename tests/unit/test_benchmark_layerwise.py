@@ -1,0 +1,163 @@
+"""benchmarks.layerwise_gpu: how it reads a profiler's timeline, keeps figures of stopped runs, and judges a rank's death."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmarks import layerwise_gpu
+from benchmarks.lib.layerwise_dead import Dead, Survivor, Use
+from benchmarks.lib.layerwise_launch import keep, run
+from benchmarks.lib.layerwise_net import Timeline, timeline, uncovered
+from benchmarks.lib.layerwise_results import Overlap, flat, table
+from benchmarks.lib.layerwise_step import Step, parsed
+from tests.support.proc import ROOT
+
+SPANS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 8)).map(lambda x: (x[0], x[0] + x[1])), max_size=12)
+
+
+@given(SPANS, SPANS)
+def test_what_is_uncovered_is_what_counting_points_gives(spans, cover):
+    points = lambda those: {t for a, b in those for t in range(a, b)}  # noqa: E731
+    assert uncovered(spans, cover) == len(points(spans) - points(cover))
+
+
+def test_a_gather_is_told_from_reductions_and_other_kernels(tmp_path):
+    kernel = lambda name, ts, dur: {"cat": "kernel", "name": name, "ts": ts, "dur": dur}  # noqa: E731
+    events = [
+        kernel("ncclDevKernel_Broadcast_RING_LL(ncclDevKernelArgsStorage<4096ul>)", 0.0, 1000.0),
+        kernel("gemm", 500.0, 2000.0),
+        kernel("ncclDevKernel_Broadcast_RING_LL(ncclDevKernelArgsStorage<4096ul>)", 2400.0, 600.0),
+        kernel("ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)", 5000.0, 900.0),
+        {"cat": "cpu_op", "name": "nccl:broadcast", "ts": 0.0, "dur": 9000.0},
+    ]
+    (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": events}))
+    seen = timeline(tmp_path / "trace.json")
+    assert (seen.gather_ms, seen.exposed_ms) == (1.6, 1.0)
+    copy = lambda ts, stream, way: dict(  # noqa: E731
+        kernel(f"Memcpy {way} (Device -> Device)", ts, 400.0), cat="gpu_memcpy", args={"stream": stream}
+    )
+    computing = events[1] | {"args": {"stream": 7}}
+    copied = [
+        computing,
+        copy(300.0, 20, "PtoP"),
+        copy(4000.0, 21, "DtoD"),
+        copy(8000.0, 7, "DtoD"),
+        copy(9000.0, 22, "DtoH"),
+    ]
+    (tmp_path / "copied.json").write_text(json.dumps({"traceEvents": copied}))
+    seen = timeline(tmp_path / "copied.json")
+    assert (seen.gather_ms, seen.exposed_ms) == (0.8, 0.6)  # 300 to 500 and 4000 to 4400 are exposed
+    (tmp_path / "none.json").write_text(json.dumps({"traceEvents": events[1:2]}))
+    with pytest.raises(ValueError, match="gemm"):
+        timeline(tmp_path / "none.json")
+
+
+def test_one_step_in_which_a_host_stood_still_is_no_figure(monkeypatch):
+    """The other rank's signal waits for that host: a mean would say 5 ms where the other steps have 1.6."""
+    steps = [Timeline(7.5, 1.6), Timeline(14.0, 8.4), Timeline(7.6, 1.7)]
+    monkeypatch.setattr(Step, "_profiled_step", lambda choose, name, number: steps[number])
+    assert Step._profiled(Step, lambda: None, "depth 1") == Timeline(7.6, 1.7, (1.6, 8.4, 1.7))
+    monkeypatch.setattr(Step, "_profiled_step", lambda choose, name, number: None)
+    assert math.isnan(Step._profiled(Step, lambda: None, "depth 1").exposed_ms)
+
+
+def test_figures_are_kept_part_by_part_and_number_by_number(tmp_path):
+    out = tmp_path / "new" / "results.json"
+    keep(out, {"ranks": 2, "skipped": {}, "seconds": {"exact": 1.0}, "exact": [1]})
+    keep(out, {"ranks": 4, "skipped": {"megatron": "absent"}, "seconds": {}})
+    keep(out, {"ranks": 2, "skipped": {}, "seconds": {"dead": 2.0}, "dead": [2]})
+    two, four = json.loads(out.read_text())
+    assert two == {"ranks": 2, "skipped": {}, "seconds": {"exact": 1.0, "dead": 2.0}, "exact": [1], "dead": [2]}
+    assert four["skipped"] == {"megatron": "absent"}
+    assert [p.name for p in out.parent.iterdir()] == ["results.json"]
+
+
+@pytest.mark.parametrize(
+    "code, seconds, may_die, said",
+    [
+        ("pass", 60, (), ""),
+        ("import os, sys; sys.exit(os.environ['RANK'] == '1')", 60, (), "a rank failed"),
+        ("import os, sys; sys.exit(os.environ['RANK'] == '1')", 60, (1,), ""),
+        ("import time; time.sleep(600)", 0.5, (), "not done within"),
+        ("import os, time; time.sleep(600 * (os.environ['RANK'] == '1'))", 60, (1,), ""),
+    ],
+)
+def test_ranks_are_ended_and_what_went_wrong_is_said(code, seconds, may_die, said):
+    found = run([sys.executable, "-c", code], 2, seconds, frozenset(may_die))
+    assert found.startswith(said) if said else found == ""
+
+
+@pytest.mark.parametrize(
+    "package, said", [("", "not importable"), ("raise SystemError('broken')", "could not be asked")]
+)
+def test_what_cannot_run_and_was_asked_for_is_said_before_anything_runs(tmp_path, package, said):
+    """Otherwise device minutes are spent before the row turns out to be missing."""
+    (tmp_path / "megatron").mkdir()
+    (tmp_path / "megatron" / "__init__.py").write_text(package)
+    out = tmp_path / "results.json"
+    command = [sys.executable, "-m", "benchmarks.layerwise_gpu", "--toy", "--ranks", "2", "--out", str(out)]
+    done = subprocess.run(
+        [*command, "--parts", "exact", "pull", "megatron"],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 2 and said in done.stdout and not out.exists(), done.stdout + done.stderr
+    assert layerwise_gpu.PARTS[-2:] == ("megatron", "dead")
+
+
+LINKS = """GPU 0: NVIDIA H200 (UUID: GPU-1)
+    Link 0: Data Tx: 9 KiB
+    Link 0: Data Rx: 3 KiB
+    Link 17: Data Tx: 9 KiB
+    Link 17: Data Rx: 4 KiB
+"""
+
+
+@pytest.mark.parametrize("text, found", [(LINKS, 7 * 1024), (LINKS.replace("KiB", "N/A"), None), ("", None)])
+def test_what_links_counted_is_the_sum_of_all_or_unknown(text, found):
+    assert parsed(text) == found
+
+
+@pytest.mark.parametrize("travelled, said", [((), "not available"), ((1010, 0), "at most 1.01000 of what is lacked")])
+def test_a_plan_of_bytes_is_told_from_what_links_counted(travelled, said):
+    times = {"none": 1.0, "blocking": 3.0, "depth 1": 2.0}
+    spread = dict.fromkeys(times, (1.0, 2.0))
+    x = Overlap("xfer", 2, 1, 1, (0, 1000), times, spread, times, (1000, 0), (1000, 0), travelled, {})
+    text = "\n".join(table({"ranks": 2, "skipped": {}, "overlap": flat(x)}))
+    assert "by plan: received / lacked" in text and said in text
+
+
+def survivor(rank: int, error: str = "DeadlineExceeded", **more) -> Survivor:
+    facts = dict(
+        freed_s=8.1, loss=float("nan"), uses=(Use("step", error, "text"),), device_computes=True, wrong_bytes=0
+    )
+    return Survivor(rank, **(facts | more))
+
+
+@pytest.mark.parametrize(
+    "seen, missing, wrong",
+    [
+        (survivor(0), (), ""),
+        (survivor(0, error="PeerLost", loss=None), (), ""),
+        (survivor(0, error=""), (), "step: no error"),
+        (survivor(0, error="RuntimeError"), (), "step: RuntimeError"),
+        (survivor(0, freed_s=30.0), (), "30.0 s"),
+        (survivor(0, loss=2.5), (), "gave 2.5"),
+        (survivor(0, device_computes=False), (), "does not compute"),
+        (survivor(0, wrong_bytes=4), (), "4 bytes"),
+        (survivor(0), (1,), "rank 1: no result"),
+    ],
+)
+def test_a_death_was_told_only_if_nobody_hung_or_went_on(seen, missing, wrong):
+    assert wrong in (verdict := Dead("killed", 3, 8.0, (seen,), missing).verdict) and bool(verdict) is bool(wrong)

@@ -1,0 +1,54 @@
+"""Every benchmark prints its help on any machine, pages name only benchmarks that exist, and small ones run."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+
+from tests.support.proc import PATIENCE, ROOT
+
+NAMES = sorted(p.stem for p in (ROOT / "benchmarks").glob("*.py") if p.stem != "__init__")
+HELP = """
+import runpy, sys
+for name in sys.argv[1:]:
+    sys.argv = [name, "--help"]
+    try: runpy.run_module(f"benchmarks.{name}", run_name="__main__", alter_sys=True)
+    except SystemExit as e: print("@", name, e.code)
+"""
+
+
+def run(*words: str) -> str:
+    done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True, timeout=120 * PATIENCE)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+def test_every_benchmark_prints_its_help_without_gpu_triton_or_engine():
+    told = dict(zip(NAMES, re.split(r"^@ \w+ 0$", run("-c", HELP, *NAMES), flags=re.M)))
+    assert len(NAMES) > 10
+    for name, text in told.items():
+        doc = (ROOT / "benchmarks" / f"{name}.py").read_text().split('"""')[1]
+        assert f"usage: python -m benchmarks.{name} " in text and doc.strip() in text, (name, text)
+
+
+def test_pages_name_only_benchmarks_that_exist():
+    pages = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/**/*.*"), *ROOT.glob("xfer/**/*.py")]
+    named = {
+        n for p in pages if p.suffix in (".md", ".py") for n in re.findall(r"-m benchmarks\.([a-z]\w*)", p.read_text())
+    }
+    assert named - {"lib"} == {*NAMES}
+
+
+def test_the_rendezvous_is_measured_with_simulated_clients():
+    size = "--trainers 2 --replicas 2 --workers 2 --processes 1 --refits 2".split()
+    found = json.loads(run("-m", "benchmarks.coordinator", *size, "--tree", str(ROOT), "--json"))
+    assert found["xfer"] == str(ROOT) and found["participants"] == 6
+    assert (found["replicas_committed"], found["replicas_committed_after_losses"]) == (2, 1)
+
+
+def test_a_message_between_two_processes_is_timed(tmp_path):
+    run("-m", "benchmarks.wake", "--rests", "0", "--repeats", "20", "--out", str(tmp_path / "wake.json"))
+    rows = json.loads((tmp_path / "wake.json").read_text())["rows"]
+    assert len(rows) == 2 and all(0 < r["median_us"] < 1e6 for r in rows)
