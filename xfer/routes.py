@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
 from importlib.metadata import entry_points
@@ -102,8 +102,6 @@ class Direct:
         return trainer
 
     def options(self, options: Options, source: Source) -> Options:
-        from dataclasses import replace
-
         site = self._site(options.trainers, options.replicas)
         return replace(
             options,
@@ -161,9 +159,7 @@ class Packed:
         return packed_source(trainer, self.bucket_bytes, colocated=self.colocated)
 
     def options(self, options: Options, source: Source) -> Options:
-        from dataclasses import replace
-
-        return replace(options, route="packed", bucket_bytes=self.bucket_bytes, colocated=self.colocated)
+        return replace(options, route="packed", bucket_bytes=self.bucket_bytes, colocated=self.colocated, gathers=True)
 
     def side(self, source: Source, drop: Sequence[str]) -> NewTrainerSide:
         from xfer.packed.sides import PackedTrainer

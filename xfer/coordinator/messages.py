@@ -41,8 +41,6 @@ Seconds = Annotated[float, Meta(ge=0.0, lt=1e9)]
 Blob = Annotated[bytes, Meta(max_length=MAX_FRAME)]
 Digest = Annotated[bytes, Meta(max_length=32)]
 """Digest of a layout or of a roll: 32 hexadecimal digits; empty for none."""
-Route = Annotated[str, Meta(pattern="^(direct|packed)$")]
-"""direct: each byte goes from where it lies to where it belongs. packed: whole tensors travel in buckets."""
 Holds = Annotated[str, Meta(pattern="^(whole|mix|nothing)$")]
 """Weights of a worker: of one version; of two versions, after a failed refit; or only the random ones of its start."""
 StoreKey = Annotated[str, Meta(max_length=256)]
@@ -121,7 +119,7 @@ class Welcome(WireMessage):
     replicas: Count
     drop: Annotated[tuple[Name, ...], Meta(max_length=4096)] = ()
     site: Blob = b""
-    route: Route = "direct"
+    route: Name = "direct"
     session: Name = ""
     hold_s: Seconds = 0.0
 

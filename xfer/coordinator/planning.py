@@ -195,7 +195,7 @@ class Planning:
     def release(self, client: Client, number: int) -> None:
         """A trainer is about to free its storages: every process that reads them unmaps them, then the trainer is told.
 
-        Workers read trainers' storages; on the packed route trainers read each other's too. The next refit opens the
+        Workers read trainers' storages; where trainers gather they read each other's too. The next refit opens the
         routes again.
         """
         self.let_go.add(client)
@@ -220,8 +220,8 @@ class Planning:
     def unmap(self, r: Replica) -> None:
         """Ask the ranks that read others' memory for this replica to close their routes."""
         r.reopen = True
-        packed = self.coordinator.options.route == "packed"
-        for c in self.coordinator.domain(r) if packed else r.workers.values():
+        gathers = self.coordinator.options.gathers
+        for c in self.coordinator.domain(r) if gathers else r.workers.values():
             self._close(c, r.index)
 
     def _close(self, client: Client, replica: int) -> None:

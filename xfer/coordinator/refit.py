@@ -208,7 +208,7 @@ class Refit:
                 relays.look_again(self, part)
         if begun:
             # Trainers after workers, and the trainer of this process last: its threads would take the interpreter from the coordinator.
-            together = tuple(part.replica.index for part in begun) if co.options.route == "packed" else ()
+            together = tuple(part.replica.index for part in begun) if co.options.gathers else ()
             broadcast([co.trainers[i] for i in sorted(co.trainers, reverse=True)], self.go(begun, together))
 
     def go(self, parts: Sequence[ReplicaRefit], together: tuple[int, ...] = (), tells: bool = False) -> m.Go:
@@ -242,14 +242,14 @@ class Refit:
     def _all_there(self, able: list[ReplicaRefit]) -> bool:
         """Whether replicas that can begin do so now: no other one can still come, or they have waited long enough.
 
-        On the packed route one gather of the weights feeds all that begin together. In a large job one `Go` tells a
+        Where trainers gather, one gather of the weights feeds all that begin together. In a large job one `Go` tells a
         trainer of all of them.
         """
         co = self.coordinator
-        packed = co.options.route == "packed"
-        if len(able) == len(self.arming) or not (packed or co.hold_s):
+        gathers = co.options.gathers
+        if len(able) == len(self.arming) or not (gathers or co.hold_s):
             return True
-        if packed:
+        if gathers:
             self._go_at = max(self.ready_at, *(part.armed_at for part in able)) + TOGETHER_S
         elif not self._go_at:
             self._go_at = co.now + co.hold_s
@@ -261,7 +261,7 @@ class Refit:
 
     def advance_soon(self) -> None:
         """A replica is out of this refit, and others may have waited for it. For use inside of `advance`."""
-        if self.coordinator.options.route == "packed" or self.coordinator.options.relay:
+        if self.coordinator.options.gathers or self.coordinator.options.relay:
             self.coordinator.soon(self.advance)
 
     # ---- failing

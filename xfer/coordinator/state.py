@@ -166,6 +166,7 @@ class Options:
     host_pull: bool = False
     relay: bool = False
     colocated: bool = False
+    gathers: bool = False  # one gather of the weights feeds all replicas that begin together
 
 
 def told(o: Options) -> tuple[tuple[str, str], ...]:

@@ -80,7 +80,6 @@ class EngineModel:
         self._tensors: Mapping[str, torch.Tensor] = {}
         self._lock: Lock | None = None
         self._kept: LeftAlone | None = None  # of an engine that may sleep
-        self._stale_binding = False
         dummy = getattr(vllm_config.load_config, "load_format", "auto") == "dummy"
         self._holds: Literal["whole", "mix", "nothing"] = "nothing" if dummy else "whole"
 
@@ -139,7 +138,7 @@ class EngineModel:
             self._layout = layout = replace(layout, tensors=self._lock.bound(layout.tensors))
         else:
             self._lock = None
-        self._tensors, self._stale_binding = layout.tensors, False
+        self._tensors = layout.tensors
         return layout
 
     @property
@@ -157,8 +156,6 @@ class EngineModel:
         """Whether the bindings still hold. "moved": call `rebind`; "changed": read and plan again. Costs microseconds.
         Unsupported while the engine sleeps, when that cost it parameters that it was to keep, and when a forward has made
         tensors where no refit reaches them.
-
-        Choosing a lock moves a storage too, namely into scratch.
         """
         state = self._live.check() if self._live is not None else "changed"
         if self._live is not None:
@@ -167,7 +164,7 @@ class EngineModel:
                 self._kept.check(self._live)
         if state != "changed":
             self._copies.check()
-        return "moved" if state == "same" and self._stale_binding else state
+        return state
 
     def rebind(self) -> Mapping[str, torch.Tensor]:
         """The binding table at the present addresses. RebindError, naming each difference, if the layout is another
@@ -179,7 +176,7 @@ class EngineModel:
         if self._lock is not None:
             self._lock.moved_to(tensors[self._lock.root])
             tensors = self._lock.bound(tensors)
-        self._tensors, self._stale_binding = tensors, False
+        self._tensors = tensors
         return tensors
 
     def _twin(self, watch: Watch) -> torch.nn.Module:
@@ -315,7 +312,7 @@ class EngineModel:
                 "no small tensor of this model turns every output NaN, so a torn engine could not be told from another",
                 ["candidates: vectors that fill a storage of their own and that every refit writes"],
             )
-        self._lock, self._stale_binding = lock, True
+        self._lock = lock
         if self._holds != "whole":
             lock.engage()
         return lock.root

@@ -162,11 +162,10 @@ class WorkerSession:
                 continue
             self._raise_failed(message)
             break
-        self._lock_name = (
-            self.model.choose_lock()
-        )  # after everyone is known to be alive: it runs the model's own collectives
+        lock = self.model.choose_lock()  # not sooner: it runs the model's own collectives, so all workers must be alive
+        self.side.rebind()  # from now on refits write the scratch of the lock in place of its live storage
         self.joined = True
-        logger.info("xfer: %s has joined %s, locked by %s", self._party.label, self.rendezvous, self._lock_name)
+        logger.info("xfer: %s has joined %s, locked by %s", self._party.label, self.rendezvous, lock)
 
     def _raise_failed(self, message: m.Message) -> None:
         if isinstance(message, m.Failed):

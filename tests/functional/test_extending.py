@@ -1,0 +1,65 @@
+"""docs/extending.md is true: an engine in one file that edits nothing of xfer is refitted, and a route is found by its name."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import xfer
+from tests.support.tiny_engine import HIDDEN, WIDTH, Engine
+from xfer import routes
+from xfer.errors import Unsupported
+from xfer.testing.ports import free_port
+
+TOKEN = "token of the tiny engine"
+
+
+class Trained(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.gate, self.up = (
+            nn.RMSNorm(HIDDEN),
+            nn.Linear(HIDDEN, WIDTH, False),
+            nn.Linear(HIDDEN, WIDTH, False),
+        )
+        self.down = nn.Linear(WIDTH, HIDDEN, False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * self.norm.weight
+        return self.down(self.gate(x) * self.up(x))
+
+
+def test_an_engine_in_one_file_computes_what_its_trainer_does():
+    trained, engine, at = Trained(), Engine(), f"tcp://127.0.0.1:{free_port()}"
+    for a in engine.adapters:
+        nn.init.ones_(a.model.norm), nn.init.normal_(a.model.fused), nn.init.normal_(a.model.down)
+    controller = xfer.serve(engine, at, TOKEN, deadline_s=30.0)
+    route = xfer.Direct(cache_dir=None)
+    with xfer.connect(xfer.TensorTrainer(trained), at, TOKEN, deadline_s=30.0, route=route) as session, controller:
+        for version in (1, 2):
+            with torch.no_grad():
+                for p in trained.parameters():
+                    p.normal_()
+            report = session.refit(verify=True)
+            assert report.committed == 1 and report.version == version and report.verified
+            x = torch.randn(4, HIDDEN)
+            torch.testing.assert_close(sum(a.model(x) for a in engine.adapters), trained(x))
+            halves = [a.model.fused[: WIDTH // 2] for a in engine.adapters]
+            assert torch.equal(torch.cat(halves), trained.gate.weight), "bit for bit"
+
+
+def test_a_route_of_another_package_is_found_by_its_entry_point(monkeypatch):
+    class Point:
+        name, value = "tubes", "tests.functional.test_extending:Tubes"
+
+    monkeypatch.setattr(routes, "entry_points", lambda group: [Point] if group == "xfer.routes" else [])
+    assert isinstance(routes.worker_side("tubes", "adapter", None, 0, 1), Tubes)
+    with pytest.raises(Unsupported, match="'pipes', which is not installed here") as caught:
+        routes.worker_side("pipes", "adapter", None, 0, 1)
+    assert caught.value.violations == ("routes in this environment: direct, packed, tubes",)
+
+
+class Tubes:
+    def __init__(self, adapter, client, replica, index):
+        assert (adapter, client, replica, index) == ("adapter", None, 0, 1)
