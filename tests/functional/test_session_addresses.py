@@ -104,7 +104,7 @@ def test_a_name_that_has_no_address_at_all_is_said_to_be_unknown(named):
     "address", ["tcp://::1:29600", "tcp://[::1:29600", "tcp://::1]:29600", "tcp://[one]:29600", "tcp://[]:29600"]
 )
 def test_an_ipv6_address_stands_in_brackets(address):
-    with pytest.raises(XferError, match="is no name of a host"):
+    with pytest.raises(XferError, match="is not a host name"):
         xfer.serve(ToyEngine(1), rendezvous=address, token=TOKEN)
     seen = CliRunner().invoke(app, ["status", address, "--token", TOKEN])
-    assert seen.exit_code == 1 and "is no name of a host" in seen.output, seen.output
+    assert seen.exit_code == 1 and "is not a host name" in seen.output, seen.output

@@ -99,7 +99,7 @@ def test_each_kind_of_process_writes_what_it_noted(module, who, tmp_path, monkey
     """In production each is a process of its own, here all are one: so only one kind writes at a time."""
 
     class Silent:
-        ASIDE_S = timeline.ASIDE_S
+        ASIDE_S, HUB, mark = timeline.ASIDE_S, timeline.HUB, staticmethod(timeline.mark)
 
         @staticmethod
         def write(attempt, session="", wait_s=0.0):

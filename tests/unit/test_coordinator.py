@@ -243,6 +243,36 @@ TestCoordinator.settings = settings(
 )
 
 
+def test_engines_serve_until_trainers_are_about_to_be_ready():
+    """Armed at the first call, they would wait as long as trainers drain and look at their storages. How long that takes the refit
+    before tells; trainers that are quicker than then wait for no timer, and after a refit that failed engines are armed at once."""
+    job = Job(trainers=2, replicas=1, workers=2)
+    job.settle()
+    (engine,) = job.engines
+
+    def idle(seconds: int, dead: bool = False) -> int:
+        """A refit whose trainers are ready after so many seconds: for how many of them the engine did not serve."""
+        for t in job.trainers:
+            t.slow = True
+            t.call(None, False, DEADLINE_S)
+        job.run()
+        waited = 0
+        for _ in range(seconds):
+            waited += not engine.serving
+            job.pass_time(1.0)
+            job.run()
+        for t in job.trainers:
+            t.fail("a gather failed", t.attempt) if dead else t.ready()
+        job.settle()
+        assert [x.committed for t in job.trainers for x in t.outcome.outcomes] == [not dead] * 2
+        return waited
+
+    job.refit()
+    assert idle(5) == 5 and idle(5) == 0 and idle(5) == 0
+    assert idle(0) == 0 and idle(3) == 3
+    assert idle(2, dead=True) == 0 and idle(2) == 2
+
+
 def test_every_phase_ends_and_no_decision_is_taken_back():
     """The table that the docs print: from every phase OVER can be reached, and nothing leads back behind the decision."""
     after = {a: {b for x, b, _ in TRANSITIONS if x is a} for a in Phase}

@@ -11,14 +11,13 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
-from xfer.coordinator.timers import Timers
 
 from tests.support.cluster_model import Job, Process, specs
 from xfer.coordinator import deadlines
 from xfer.coordinator import messages as m
 from xfer.coordinator.commit import Phase
 from xfer.coordinator.coordinator import Coordinator
-from xfer.coordinator.events import Connected, Received, Send, Unproven
+from xfer.coordinator.events import Connected, Received, Send, Timers, Unproven
 from xfer.coordinator.packing import pack_specs
 from xfer.coordinator.state import Options, ReplicaPhase, differences, told
 from xfer.errors import LayoutError, PlanMismatch

@@ -111,6 +111,7 @@ class ReplicaRefit:
     committed: set[int] = field(default_factory=set)
     stopped: dict[int, bool] = field(default_factory=dict)  # worker -> whether live bytes were written
     told: bool = False  # its controller was sent Arm
+    told_at: float = 0.0
     error: XferError | None = None
     armed_at: float = 0.0
     decided_at: float = 0.0
@@ -152,7 +153,7 @@ class ReplicaRefit:
         r = self.replica
         free = r.controller is not None and not r.unsettled and not r.phase.before_ready
         if self.phase is Phase.ARMING and not self.told and free:
-            self.told = True
+            self.told, self.told_at = True, self.refit.coordinator.now
             r.controller.send(m.Arm(self.refit.number, self.refit.armed_s))
 
     def arrived(self, client: Client, msg: m.Armed) -> None:
@@ -458,7 +459,7 @@ class ReplicaRefit:
         s, ok, refit, r, t = self.said, self.error is None, self.refit, self.replica, self.totals
         per_worker = tuple(t.bytes_in[i] for i in sorted(r.workers) if i in t.bytes_in)
         phases = (
-            ("arm", max(0.0, self.armed_at - refit.began) if self.armed_at else 0.0),
+            ("arm", max(0.0, self.armed_at - max(refit.began, self.told_at)) if self.armed_at else 0.0),
             ("plan", r.plan_s),
             ("link", r.link_s),
             ("pack", t.pack_s),

@@ -26,6 +26,8 @@ it beyond their deadline: the replica takes part in refits again when its engine
 APART_S = 2.0
 """Seconds that data-parallel workers in the update call wait for the others before the call is made again. They double with every
 such call of a refit."""
+ARM_AHEAD_S = 0.002
+"""Seconds by which engines are to be armed before the last trainer is ready, judging by the refit before."""
 TOGETHER_S = 5.0
 """Seconds that replicas which could begin wait for others. On the packed route all replicas of one gather begin together; in a relay
 chain a replica begins after the one before it."""

@@ -13,7 +13,7 @@ from xfer import logs
 from xfer.coordinator import exports, relays
 from xfer.coordinator import messages as m
 from xfer.coordinator.commit import Phase, ReplicaRefit
-from xfer.coordinator.deadlines import TOGETHER_S
+from xfer.coordinator.deadlines import ARM_AHEAD_S, TOGETHER_S
 from xfer.coordinator.messages import Label
 from xfer.coordinator.state import ReplicaPhase, broadcast
 from xfer.errors import DeadlineExceeded, EngineLost, PlanMismatch, ProtocolError, VerificationError, XferError
@@ -58,6 +58,7 @@ class Refit:
         self._owing: dict[int, set[Client]] = {}  # by replica: ReplicaRefit.owing
         self._undrained = 0  # how many of `parts` may be read from
         self._to_tell: list[int] = []  # replicas for which trainers are not told Drained yet
+        self._arm_at = self.began + (0.0 if prepared else coordinator.refits.arm_after)
 
     # ---- going forward
 
@@ -79,6 +80,8 @@ class Refit:
             elif r.phase is ReplicaPhase.FAILED and r.complete:
                 r.stale = True
             self.arm(r)
+        if self._arm_at > self.coordinator.now:
+            self.coordinator.at(self._arm_at, self._arm_all, of=self)
         self._set_deadline(self.deadline_s)
 
     def moved_on(self, part: ReplicaRefit) -> None:
@@ -87,8 +90,22 @@ class Refit:
         self.open -= part.over
 
     def arm(self, replica: Replica) -> None:
-        """Arm a replica, if nothing is in the way any more."""
-        self.parts[replica.index].arm()
+        """Arm a replica if nothing is in the way, unless trainers are expected to need longer to be ready than its engine to arm."""
+        co = self.coordinator
+        if co.now >= self._arm_at or len(self.drained) == co.options.trainers:
+            self.parts[replica.index].arm()
+
+    def _arm_all(self) -> None:
+        for part in self.parts.values():
+            self.arm(part.replica)
+
+    def arm_after(self) -> float:
+        """Seconds between the first call and Arm with which all engines of this refit would have armed shortly before the last
+        trainer was ready. An engine that is armed earlier does not serve meanwhile, and gains nothing. 0.0 if some did not arm."""
+        took = [part.armed_at - part.told_at for part in self.parts.values() if part.told]
+        if not self.ready_at or not took or min(took) < 0.0:
+            return 0.0
+        return max(0.0, self.ready_at - self.began - max(took) - ARM_AHEAD_S)
 
     def _set_deadline(self, seconds: float) -> None:
         self.until = self.began + seconds
@@ -127,6 +144,7 @@ class Refit:
             self._compare_samples()
             for r in co.replicas.values():
                 co.plan_if_complete(r)  # a replica that joins is planned from what trainers have now
+            self._arm_all()
             self.advance()
 
     def _compare_samples(self) -> None:

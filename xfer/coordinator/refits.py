@@ -37,6 +37,7 @@ class Refits:
         self.finished: dict[int, m.Outcome] = {}
         self._prepared = self._label = self._ended = 0
         self._waiting: list[_Waiting] = []
+        self.arm_after = 0.0  # seconds from the first call of a refit to Arm, as the refit before would have had it
 
     # ---- labels
 
@@ -164,6 +165,7 @@ class Refits:
         """The running refit is over. It calls this once, when every replica has settled."""
         co = self.coordinator
         co.timers.drop(co.refit)
+        self.arm_after = co.refit.arm_after()
         co.refit = None
         self.finished[outcome.attempt] = outcome
         # Keys under which trainers met in the refit before. Those of this one may still be asked for.
