@@ -15,25 +15,31 @@ OVERLAPPED = ["qwen3-dp4", "qwen3-pp2-vpp2-align", "qwen3_moe-ep2"]
 CASES = [*OVERLAPPED, "qwen3_moe-pp2-no-overlap"]
 
 
+def cases(names: list[str]):
+    """Dense and expert data parallelism in every run, pipelines in slow ones."""
+    wide = [pytest.param(n, marks=pytest.mark.slow) if "pp2" in n else n for n in names]
+    return pytest.mark.parametrize("case", wide)
+
+
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory):
     return seen_in_launches("drains", tmp_path_factory.mktemp("megatron-drain"))
 
 
-@pytest.mark.parametrize("case", OVERLAPPED)
+@cases(OVERLAPPED)
 def test_without_drain_a_refit_ships_stale_parameters(seen, case):
     """If this fails, Megatron has changed and the other tests here prove nothing."""
     assert seen(case)["without"]["wrong"]
 
 
-@pytest.mark.parametrize("case", CASES)
+@cases(CASES)
 def test_drained_parameters_are_the_optimizers(seen, case):
     for when in ("drained", "at_end"):
         x = seen(case)[when]
         assert (x["wrong"], x["missing"], x["unknown"]) == ([], [], []), when
 
 
-@pytest.mark.parametrize("case", CASES)
+@cases(CASES)
 def test_a_rank_that_drains_alone_waits_for_its_peers_and_not_beyond_its_deadline(seen, case):
     """Nothing interrupts a gather, so it goes on until the peers call too; then every parameter is right."""
     x = seen(case)
@@ -41,7 +47,7 @@ def test_a_rank_that_drains_alone_waits_for_its_peers_and_not_beyond_its_deadlin
     assert (x["late"]["wrong"], x["late"]["missing"], x["late"]["unknown"]) == ([], [], [])
 
 
-@pytest.mark.parametrize("case", CASES)
+@cases(CASES)
 def test_draining_leaves_training_bit_for_bit_alone(seen, case):
     x = seen(case)
     assert x["losses"] == x["undisturbed"]
@@ -55,7 +61,7 @@ def test_the_toy_trainer_really_learns(seen):
     assert x["losses"][-1] < 0.4 * x["losses"][0]
 
 
-@pytest.mark.parametrize("family", ["qwen3", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["qwen3", pytest.param("deepseek_v3", marks=pytest.mark.slow)])
 def test_context_parallel_ranks_train_the_same_model(seen, family):
     """So what a refit reads from them came out of a real forward and backward."""
     x = seen(f"{family}-context-parallel")

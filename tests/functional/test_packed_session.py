@@ -296,11 +296,13 @@ def test_a_loader_that_does_not_know_a_name():
 HOST = RuntimeError(
     "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried"
 )
-OUT_OF_MEMORY = [torch.OutOfMemoryError("tried to allocate 1 GiB"), MemoryError(), HOST]
+DEVICE = torch.OutOfMemoryError("tried to allocate 1 GiB")
+"""All errors that say so: tests/unit/test_packed_reached.py."""
 
 
-@pytest.mark.parametrize("colocated", [False, True], ids=["broadcast", "shared memory"])
-@pytest.mark.parametrize("error", OUT_OF_MEMORY, ids=["device", "python", "host"])
+@pytest.mark.parametrize(
+    ("error", "colocated"), [(DEVICE, False), (HOST, True)], ids=["device, broadcast", "host, shared memory"]
+)
 def test_a_worker_that_runs_out_of_memory(error, colocated, monkeypatch):
     def fail(worker, name, tensor):
         if worker == 0 and name == "layers.1.w":
@@ -319,15 +321,14 @@ def test_a_worker_that_runs_out_of_memory(error, colocated, monkeypatch):
         torn(w, results, e.RefitFailed, "ran out of memory while it finished what it had loaded")
 
 
-@pytest.mark.parametrize("error", OUT_OF_MEMORY, ids=["device", "python", "host"])
-def test_a_worker_without_room_for_buckets_says_so_before_a_byte_changes(error, monkeypatch):
+def test_a_worker_without_room_for_buckets_says_so_before_a_byte_changes(monkeypatch):
     with PackedWorld(trainers=2, workers=1) as w:
         good(w.refit(1))
         theirs, real = w.engines[0].sessions[0]._lane_.plane._buffers, Buffers.take
 
         def take(self, *a):
             if self is theirs:
-                raise error
+                raise MemoryError
             return real(self, *a)
 
         monkeypatch.setattr(Buffers, "take", take)
@@ -364,7 +365,7 @@ def test_a_worker_that_fails_between_buckets_holds_up_no_other_replica(fault):  
         right(w, 3)
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("replicas", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_rank_that_gave_up_still_takes_part_in_the_gather_and_later_ones_stay_in_step(replicas):
     """Its call had raised before the coordinator let it go. The gather is one for all, and ranks count gathers."""
     with PackedWorld(trainers=2, replicas=replicas) as w:

@@ -332,8 +332,17 @@ def test_a_call_on_some_ranks_only_ends_at_the_deadline_and_names_the_others(b):
 # ---- failures in the middle: nobody gets an answer from a mix
 
 
+SLOW = pytest.mark.slow  # test_session_protocol.py and test_session_deaths.py have every point, with stand-ins
+
+
 @pytest.mark.parametrize(
-    "fault", ["trainer:1:moving:raise@1", "worker:1:moving:raise@1", "worker:0:wave:raise@1", "worker:0:done:raise@1"]
+    "fault",
+    [
+        "trainer:1:moving:raise@1",
+        "worker:0:wave:raise@1",
+        pytest.param("worker:1:moving:raise@1", marks=SLOW),
+        pytest.param("worker:0:done:raise@1", marks=SLOW),
+    ],
 )
 def test_a_rank_that_raises_in_the_middle(b, fault):
     who, index, point, _ = fault.split(":")
@@ -366,7 +375,7 @@ def test_a_checksum_that_differs_is_never_committed(b, who):
     b.repaired()
 
 
-@pytest.mark.parametrize("who", ["trainer:1", "worker:1"])
+@pytest.mark.parametrize("who", ["worker:1", pytest.param("trainer:1", marks=SLOW)])
 def test_a_rank_that_hangs_in_the_middle(b, who):
     (b.t if who.startswith("trainer") else b.a).fault(f"{who}:moving:hang@1")
     failed(b.fail(deadline_s=3.0), "DeadlineExceeded", f"{who.replace(':', ' ')}: still moving", within=3.0 + GRACE_S)
@@ -428,17 +437,14 @@ def test_a_torn_engine_stays_torn_when_the_next_refit_fails_before_it_moves_a_by
 # ---- processes that die
 
 
-POINTS = {"plan": 1, "link": 0, "enter": 2, "moving": 0, "wave": 1, "done": 2}
-"""Where a trainer dies, and which one in every run but for plans; the other ranks too in slow ones. 0 takes the rendezvous with it."""
+POINTS = ("plan", "link", "enter", "moving", "wave", "done")
+DIES = {("enter", 2), ("moving", 0)}
+"""Where a trainer dies in every run, and which one; all ranks at all points in slow ones. 0 takes the rendezvous with it."""
 
 
 @pytest.mark.parametrize(
     ("point", "rank"),
-    [
-        pytest.param(p, r, marks=[] if POINTS[p] == r and p != "plan" else pytest.mark.slow)
-        for p in POINTS
-        for r in range(3)
-    ],
+    [pytest.param(p, r, marks=[] if (p, r) in DIES else SLOW) for p in POINTS for r in range(3)],
 )
 def test_a_trainer_that_is_killed_is_named_and_the_job_can_start_again(b, point, rank):
     """The engine outlives its trainers: at their restart it joins them and the first refit makes it whole."""

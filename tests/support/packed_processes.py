@@ -5,15 +5,15 @@ Hub, lanes, feeds, links, shared memory and torch's collectives among the traine
 
 from __future__ import annotations
 
+import functools
 import os
-import threading
 import time
 from datetime import timedelta
 from pathlib import Path
 
 from tests.support.packed_world import Knobs, PackedTaker, ToyStream
 from tests.support.world import TOKEN, ToySource
-from tests.support.world_processes import ProcessWorld, _controller, _serve
+from tests.support.world_processes import ProcessWorld, _controller, _serve_trainer, _worker
 from xfer.testing.ports import free_port
 
 LIMIT = 512
@@ -54,96 +54,33 @@ def _trainer(conn, rank: int, world: int, env: dict) -> None:
     from xfer.packed.source import PackedSource
     from xfer.routes import Packed
 
-    stream, session = Stream(ToySource(rank, world), Knobs()), None
+    stream = Stream(ToySource(rank, world), Knobs())
 
-    def connect(rendezvous: str, replicas: int, deadline_s: float, meeting: int, colocated: bool):
-        nonlocal session
-        if session is not None:
-            session.close()
+    def made(rendezvous: str, meeting: int, colocated: bool, **args):
         if dist.is_initialized():
             dist.destroy_process_group()
         dist.init_process_group(
             "gloo", init_method=f"tcp://127.0.0.1:{meeting}", rank=rank, world_size=world,
             timeout=timedelta(seconds=COLLECTIVE_S),
         )  # fmt: skip
-        source = PackedSource(stream, LIMIT, True, colocated)
-        session = trainer_session(
-            source, rendezvous, TOKEN, replicas=replicas, deadline_s=deadline_s, 
-            route=Packed(bucket_bytes=LIMIT, colocated=colocated),
-        )  # fmt: skip
-        try:
-            session.open(True)
-        except BaseException:
-            session.close()
-            raise
-
-    def set_version(version: int):
-        stream.version = version
+        source, route = PackedSource(stream, LIMIT, True, colocated), Packed(bucket_bytes=LIMIT, colocated=colocated)
+        return trainer_session(source, rendezvous, TOKEN, **args, route=route)
 
     def arrange(**what):
         for name, value in what.items():
             setattr(stream, name, value)
 
-    def refit(**options):
-        r = session.refit(
-            **{"version": None, "verify": True, "wait": "commit", "min_replicas": None, "deadline_s": None} | options
-        )
-        return {"version": r.version, "committed": [o.committed for o in r.outcomes]}
-
-    _serve(conn, {"connect": connect, "set": set_version, "arrange": arrange, "refit": refit})
+    _serve_trainer(conn, made, set=lambda version: arrange(version=version), arrange=arrange)
 
 
-def _worker(conn, engine, rank: int, world: int, env: dict) -> None:
-    os.environ.update(env)
-    from xfer.participants.worker import WorkerSession
-    from xfer.routes import worker_side
-
-    taker, session = PackedTaker(rank, world, ToySource(0, 1).shapes, Knobs()), None
-    busy = threading.Lock()
-
-    def init(info: dict):
-        nonlocal session
-        if session is not None:
-            session.close()
-        session = WorkerSession(
-            taker,
-            worker_side,
-            info["replica"],
-            rank,
-            world,
-            info["rendezvous"],
-            info["token"],
-            info["deadline_s"],
-            info["open"],
-        )
-        session.join()
-
-    def update(info: dict):
-        session.receive(info["attempt"], info["deadline_s"])
-
-    def exclusively(call):
-        def run(**args):
-            with busy:
-                call(**args)
-
-        return run
-
-    def holds(versions: list[int]):
-        return {
-            "whole": [v for v in versions if not taker.wrong(v)],
-            "nan": bool(taker.live["norm"].isnan().all()),
-            "idle": not busy.locked(),
-        }
-
-    calls = {"init": exclusively(init), "update": exclusively(update)}
-    threading.Thread(target=_serve, args=(engine, calls), daemon=True).start()
-    _serve(conn, {"holds": holds})
+def _taker(rank: int, world: int) -> PackedTaker:
+    return PackedTaker(rank, world, ToySource(0, 1).shapes, Knobs())
 
 
 class PackedProcessWorld(ProcessWorld):
     """See ProcessWorld. `colocated`: buffers are mapped instead of broadcast."""
 
-    mains = (_trainer, _worker, _controller)
+    mains = (_trainer, functools.partial(_worker, make=_taker), _controller)
 
     def __init__(self, folder: Path, *, colocated: bool = False, **how):
         self.colocated = colocated

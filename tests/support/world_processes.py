@@ -13,12 +13,17 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tests.support.world import TOKEN, ToyEngine, ToySource, ToyTaker
 from xfer.testing.ports import free_port
+
+if TYPE_CHECKING:
+    from xfer.participants.trainer import TrainerSession
 
 HOST_PULL = "XFER_TEST_HOST_PULL"
 """In the environment: workers read the trainers' memory themselves, as on GPUs, and routes are opened by exchange."""
@@ -49,29 +54,20 @@ def _serve(conn: Connection, commands: dict) -> None:
 # ---- in the processes
 
 
-def _trainer(conn: Connection, rank: int, world: int, env: dict) -> None:
-    os.environ.update(env)
-    from tests.support.world import trainer_session
+def _serve_trainer(conn: Connection, made: Callable[..., TrainerSession], **more: Callable) -> None:
+    """`made` gives the session of a `connect`; `more`: what else the test may ask for."""
+    session: TrainerSession | None = None
 
-    source, session = ToySource(rank, world), None
-
-    def connect(rendezvous: str, replicas: int, deadline_s: float):
+    def connect(**args):
         nonlocal session
         if session is not None:
             session.close()
-        session = trainer_session(
-            source, rendezvous, TOKEN, replicas=replicas, deadline_s=deadline_s, bucket_bytes=4096, drop=(), narrow=(),
-            cache_dir=None, host_pull=HOST_PULL in os.environ, relay=RELAY in os.environ,
-        )  # fmt: skip
+        session = made(**args)
         try:
             session.open(True)
         except BaseException:
             session.close()
             raise
-
-    def change():  # other strides each time, same values: only a new plan reads it rightly
-        w = source.params["layers.0.w"]
-        source.params["layers.0.w"] = w.t().contiguous().t() if w.is_contiguous() else w.contiguous()
 
     def refit(**options):
         r = session.refit(
@@ -83,57 +79,63 @@ def _trainer(conn: Connection, rank: int, world: int, env: dict) -> None:
             "errors": [f"{type(o.error).__name__}: {o.error}" if o.error else "" for o in r.outcomes],
         }
 
-    _serve(conn, {"connect": connect, "set": source.set, "change": change, "refit": refit})
+    _serve(conn, {"connect": connect, "refit": refit, **more})
 
 
-def _worker(conn: Connection, engine: Connection, rank: int, world: int, env: dict) -> None:
+def _trainer(conn: Connection, rank: int, world: int, env: dict) -> None:
+    os.environ.update(env)
+    from tests.support.world import trainer_session
+
+    source, direct = ToySource(rank, world), dict(host_pull=HOST_PULL in os.environ, relay=RELAY in os.environ)
+
+    def made(rendezvous: str, **args):
+        return trainer_session(source, rendezvous, TOKEN, **args, **direct)
+
+    def change():  # other strides each time, same values: only a new plan reads it rightly
+        w = source.params["layers.0.w"]
+        source.params["layers.0.w"] = w.t().contiguous().t() if w.is_contiguous() else w.contiguous()
+
+    _serve_trainer(conn, made, set=source.set, change=change)
+
+
+def _worker(
+    conn: Connection,
+    engine: Connection,
+    rank: int,
+    world: int,
+    env: dict,
+    make: Callable[[int, int], ToyTaker] = ToyTaker,
+) -> None:
     """`conn`: the test's; `engine`: the controller's calls."""
     os.environ.update(env)
     from xfer.participants.worker import WorkerSession
     from xfer.routes import worker_side
 
-    taker, session = ToyTaker(rank, world), None
+    taker, session, busy = make(rank, world), None, threading.Lock()
 
     def init(info: dict):
         nonlocal session
-        if session is not None:
-            session.close()
-        session = WorkerSession(
-            taker,
-            worker_side,
-            info["replica"],
-            rank,
-            world,
-            info["rendezvous"],
-            info["token"],
-            info["deadline_s"],
-            info["open"],
-        )
-        session.join()
+        with busy:
+            if session is not None:
+                session.close()
+            where = info["rendezvous"], info["token"], info["deadline_s"], info["open"]
+            session = WorkerSession(taker, worker_side, info["replica"], rank, world, *where)
+            session.join()
 
     def update(info: dict):
-        session.receive(info["attempt"], info["deadline_s"])
+        with busy:
+            session.receive(info["attempt"], info["deadline_s"])
 
     def holds(versions: list[int]):
+        lane = session._lane_ if session is not None else None
         return {
             "whole": [v for v in versions if not taker.wrong(v)],
             "nan": bool(taker.live["norm"].isnan().all()),
             "idle": not busy.locked(),
-            "mapped": session is not None and session._lane_ is not None and session._lane_.plane._routed is not None,
+            "mapped": lane is not None and getattr(lane.plane, "_routed", None) is not None,
         }
 
-    busy = threading.Lock()
-
-    def exclusively(call):
-        def run(**args):
-            with busy:
-                call(**args)
-
-        return run
-
-    threading.Thread(
-        target=_serve, args=(engine, {"init": exclusively(init), "update": exclusively(update)}), daemon=True
-    ).start()
+    threading.Thread(target=_serve, args=(engine, {"init": init, "update": update}), daemon=True).start()
     _serve(conn, {"holds": holds})
 
 

@@ -162,3 +162,17 @@ def test_engines_that_offload_weights_are_told_by_what_vllm_will_do_and_all_sett
         with pytest.raises(Unsupported, match="weight offloading") as e:
             refuse_offloaded(config)
         assert [v.split("=")[0] for v in e.value.violations] == names
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("tried to allocate 1 GiB"),
+        MemoryError(),
+        RuntimeError(
+            "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried"
+        ),
+    ],
+)
+def test_every_way_in_which_memory_runs_out_is_known(error):
+    assert out_of_memory(error) and not out_of_memory(RuntimeError("something else"))
