@@ -29,15 +29,15 @@ with Trainer(args.model, tp=2, pp=2, ep=2, etp=1, distopt=True, overlap=True, lr
     # ------------------------------------------------------------------------------------------------------------------
     import xfer
 
-    refit = xfer.connect(
+    session = xfer.connect(
         trainer=xfer.MegatronTrainer(trainer.chunks, trainer.bridge),
         rendezvous=args.rendezvous,
         token=os.environ["XFER_TOKEN"],
     )
-    emit("connected", rank=dist.get_rank(), plan=refit.explain() if dist.get_rank() == 0 else "")
+    emit("connected", rank=dist.get_rank(), plan=session.explain() if dist.get_rank() == 0 else "")
     for step in range(1, args.steps + 1):
         loss = trainer.step()
-        report = xfer.nccl_xfer_refit(refit, verify=True)
+        report = xfer.nccl_xfer_refit(session, verify=True)
         # --------------------------------------------------------------------------------------------------------------
         if dist.get_rank() == 0:
             emit(
@@ -53,4 +53,4 @@ with Trainer(args.model, tp=2, pp=2, ep=2, etp=1, distopt=True, overlap=True, lr
     trainer.export(args.export)
     emit("exported", rank=dist.get_rank())
     dist.barrier()
-    refit.close()
+    session.close()

@@ -17,7 +17,7 @@ from xfer.participants.controller import Controller
 
 
 class Replicas:
-    """`controllers`: those of `Refit.controllers`, in the order of `urls`."""
+    """`controllers`: those of `Session.controllers`, in the order of `urls`."""
 
     def __init__(self, urls: Sequence[str], controllers: Sequence[Controller], rendezvous: str, token: str):
         self.urls, self.rendezvous, self._token = tuple(urls), rendezvous, token

@@ -87,15 +87,15 @@ def main() -> None:
     with Trainer(model, **layout, **more) as trainer:
         if chief:
             wait_healthy(args.serve)
-        refit = xfer.connect(  # xfer
+        session = xfer.connect(  # xfer
             trainer=xfer.MegatronTrainer(trainer.chunks, trainer.bridge),  # xfer
             rendezvous=args.rendezvous, token=token, replicas=len(urls), engines=args.serve,  # xfer
         )  # xfer  # fmt: skip
-        replicas = Replicas(args.serve, refit.controllers, args.rendezvous, token) if chief and args.serve else None
+        replicas = Replicas(args.serve, session.controllers, args.rendezvous, token) if chief and args.serve else None
         if replicas is not None:
             rollout.version_of = lambda i: replicas.controllers[i].version
         # Engines begin without weights, or with those of an earlier start.
-        report = xfer.nccl_xfer_refit(refit, version=version(start), verify=args.verify)  # xfer
+        report = xfer.nccl_xfer_refit(session, version=version(start), verify=args.verify)  # xfer
         for step in range(start, args.steps):
             began = time.monotonic()
             batch, reward = None, 0.0
@@ -111,7 +111,9 @@ def main() -> None:
             seen = grpo.step(trainer, grpo.shared(batch, task.prompt_tokens), micro_batches=args.micro_batches)
             if replicas is not None:
                 replicas.rejoin()
-            report = xfer.nccl_xfer_refit(refit, version=version(step + 1), verify=args.verify, min_replicas=1)  # xfer
+            report = xfer.nccl_xfer_refit(
+                session, version=version(step + 1), verify=args.verify, min_replicas=1
+            )  # xfer
             if chief:
                 seconds = (report.seconds, time.monotonic() - began, report.transfer_s, report.outage_s)
                 row = Row(step, version(step), reward, seen.error, seen.kl, seen.worst, *seconds)
@@ -122,7 +124,7 @@ def main() -> None:
                 save(trainer, args.save, step + 1)
         if replicas is not None:
             replicas.close()
-        refit.close()  # xfer
+        session.close()  # xfer
 
 
 def save(trainer: Trainer, folder: Path, step: int) -> None:

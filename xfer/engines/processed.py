@@ -15,7 +15,7 @@ from xfer.errors import Unsupported
 
 _AS_LOADED = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod")
 _MOE_AS_LOADED = ("TRITON", "BATCHED_TRITON")
-_ELSE = "or have vLLM's own loader make them from whole tensors: connect(route='packed')"
+_ELSE = "or have vLLM's own loader make them from whole tensors: connect(route=xfer.Packed())"
 
 
 def refuse_processed(model: torch.nn.Module, prefix: str = "") -> None:

@@ -87,7 +87,7 @@ class PackedModel:
         if engine.draft is not None or getattr(engine.vllm_config, "speculative_config", None) is not None:
             bad.append("a drafter is a second model that the loader does not reach")
         if bad:
-            raise Unsupported('this engine cannot be refitted over route="packed"', bad)
+            raise Unsupported("the packed route cannot refit this engine", bad)
         self._live, self._plain_scales = Storages(engine.model), None
         engine._refuse_asleep(self._live)
         specs = self._wanted(catalog.specs)

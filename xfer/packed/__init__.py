@@ -2,7 +2,7 @@
 `load_weights`.
 
 For engines that cannot be traced, colocated engines that want whole tensors, and as the classic baseline. It shares the
-session (versions, commit, errors, reports) with the direct route and is chosen by `xfer.connect(route="packed")`.
+session (versions, commit, errors, reports) with the direct route and is chosen by `xfer.connect(route=xfer.Packed())`.
 
     wire      what is said about a bucket, and how what was said is checked
     plan      which tensors go into which bucket, from sizes alone

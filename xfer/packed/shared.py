@@ -176,7 +176,7 @@ class SharedArrivals:
             if set(self._roots) != {0, 1} or any(r.numel() < longest for r in self._roots.values()):
                 raise Unsupported(
                     "the trainers' buffers cannot be mapped by this worker, so it is not colocated with them",
-                    [*self._mapping._why.values(), "connect() without colocated=True broadcasts the buckets"],
+                    [*self._mapping._why.values(), "Packed() without colocated=True broadcasts the buckets"],
                 )
             self._own = Buffers(0 if self._near else 1, self._device)
             if not self._near:
@@ -265,5 +265,5 @@ def _opened(slot: Slot) -> int:
             os.close(fd)
         raise Unsupported(
             "the trainers' shared memory cannot be opened by this worker, so it is not colocated with them",
-            [f"{path}: {e}", "connect() without colocated=True broadcasts the buckets"],
+            [f"{path}: {e}", "Packed() without colocated=True broadcasts the buckets"],
         ) from None

@@ -207,13 +207,13 @@ def packed_source(trainer: object, limit: int, packed: bool = True, colocated: b
         stream = trainer
     else:
         raise Unsupported(
-            f'route="packed" cannot read a {type(trainer).__name__}',
+            f"the packed route cannot read a {type(trainer).__name__}",
             ["give a MegatronTrainer, a TensorTrainer, or an object like xfer.packed.source.Stream"],
         )
     here, there = (stream.rank, stream.world), agree.ranks()
     if here != there:
         raise Unsupported(
-            'route="packed" gathers over the default group of torch.distributed, which is not these trainers',
+            "the packed route gathers over the default group of torch.distributed, which is not these trainers",
             [f"trainer {here[0]} of {here[1]}: rank {there[0]} of {there[1]} there; use the direct route"],
         )
     return PackedSource(stream, limit, packed, colocated)

@@ -84,7 +84,7 @@ class RefitReport:
     """Result of `nccl_xfer_refit` on one trainer rank. `rank`: that rank; seconds are wall time.
 
     kept_bytes: live bytes of all workers that refits leave as they are, by `keep=` or because they are buffers that no
-    checkpoint fills; `Refit.explain()` lists them.
+    checkpoint fills; `Session.explain()` lists them.
 
     pending: it returned at `wait="sources"`, so `outcomes` is empty: nobody knew them yet. before: what became of the refit
     before this one, where that was such a call; its `seconds` end when it was asked for, in this one.

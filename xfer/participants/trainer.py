@@ -360,7 +360,7 @@ class TrainerSession:
         self.has_told(b"", self.side.inventory)
 
     def release(self) -> None:
-        """See `Refit.release`."""
+        """See `Session.release`."""
         with self._busy.alone("release()", self._party.label):
             self._release()
 

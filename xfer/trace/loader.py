@@ -18,7 +18,7 @@ from xfer.trace.settle import Ledger, settle
 from xfer.trace.traced import Traced
 from xfer.trace.watch import PythonData, Watch, framework_line, missing_values, storage_key
 
-PACKED = "connect(route='packed') needs no layout"
+PACKED = "connect(route=xfer.Packed()) needs no layout"
 """What to do where one cannot be read."""
 Loader = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
 

@@ -72,7 +72,7 @@ class TensorTrainer:
     What trains is what has `requires_grad`: if all of that is named by connect's `drop=`, refits would change nothing and connect refuses.
 
     A checkpoint tensor gets the dtype that the trainer holds it in. Where that is wider than the engine's (fp32 masters
-    of a bf16 model) `xfer.connect(narrow=...)` must allow the cast.
+    of a bf16 model) `xfer.Direct(narrow=...)` must allow the cast.
     """
 
     reads_together = False

@@ -34,7 +34,7 @@ def weight_source(trainer: object, bucket_bytes: int = BUCKET_BYTES):
     except ImportError as e:
         raise Unsupported(
             "weight_source() needs vLLM 0.26 or later in the trainer's environment",
-            [f"{e}", "install it there, or connect(route='packed'), which needs no vLLM beside the trainer"],
+            [f"{e}", "install it there, or connect(route=xfer.Packed()), which needs no vLLM beside the trainer"],
         ) from e
 
     class XferSource(WeightSource):
