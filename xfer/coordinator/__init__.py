@@ -7,7 +7,7 @@ and does not import torch, so a test can drive it with a fake clock through any 
     messages     all control messages and their coding
     events       events, effects and timers
     coordinator  membership, and the handler of each message
-    state        clients, replicas and their phases, the options of the job, who is admitted
+    state        clients, replicas and their phases, the options of the job, the rules of admission
     planning     how a replica gets a plan and a data link; how trainers take their storages back
     layouts      which rank needs which layout, each sent once (packing: their coding)
     refits       the queue of refits: prepared, running, finished

@@ -120,7 +120,7 @@ class ReplicaRefit:
     verified: bool = False
     readers: dict[int, m.Reader] = field(default_factory=dict)  # workers that may read trainers' storages
     drained: bool = False  # no worker reads trainers' storages, nor will; trainers are told
-    brought: dict[int, int] = field(default_factory=dict)  # worker -> last complete part of its pull (relays.py)
+    ready_parts: dict[int, int] = field(default_factory=dict)  # worker -> last complete part of its pull (relays.py)
     waits: bool = False  # for the replica before it in a relay chain, with a timer set to look again
     epoch: int = 0  # of the routes that it moves by
     why_until: float = 0.0  # its error says that a connection closed; the reason may come until then
@@ -214,7 +214,7 @@ class ReplicaRefit:
         """A worker is done: it reads no trainer's storage any more, and others may read all of its bytes."""
         self.totals.bytes_in.setdefault(worker, 0)
         self.readers.pop(worker, None)
-        relays.brought(self.refit, self, worker, relays.ALL_PARTS)
+        relays.part_ready(self.refit, self, worker, relays.ALL_PARTS)
 
     def decide(self) -> None:
         """Every rank is done: commit, if the checksums agree."""
@@ -316,7 +316,7 @@ class ReplicaRefit:
         co, r = self.refit.coordinator, self.replica
         r.relink = True
         if r.phase.opening:
-            r.phase, r.error = ReplicaPhase.FAILED, error  # planned anew by the next refit
+            r.phase, r.error = ReplicaPhase.FAILED, error  # the next refit plans again
         broadcast(co.domain(r), m.Abort(r.index, self.refit.number, r.epoch, m.WireError.of(error, "rendezvous")))
 
     def worker_stopped(self, client: Client, msg: m.Stopped) -> None:

@@ -185,12 +185,12 @@ class Coordinator:
     def _hello(self, client: Client, h: m.Hello) -> None:
         o = self.options
         if self._over_for(h):
-            return self._turn_away(client, m.DialAgain())
+            return self._send_away(client, m.DialAgain())
         replica = self.replicas.get(h.replica)
         if h.role == "worker" and replica is not None and replica.controller is None:
             # Its controller was told why nothing can join here, and has left. The worker is told the same.
             if (why := self.failure or replica.error) is not None:
-                return self._turn_away(client, m.Refused(m.WireError.of(why, "rendezvous"), self.session))
+                return self._send_away(client, m.Refused(m.WireError.of(why, "rendezvous"), self.session))
         if bad := hello_violations(h, o, self.trainers, self.replicas):
             return self._refuse(client, h, bad)
         client.introduce(h)
@@ -248,7 +248,7 @@ class Coordinator:
         missed = before is not None and h.role == "trainer" and h.index in before.missing and h.after != before.session
         return before if missed else None
 
-    def _turn_away(self, client: Client, answer: m.Refused | m.DialAgain) -> None:
+    def _send_away(self, client: Client, answer: m.Refused | m.DialAgain) -> None:
         client.send(answer)
         client.left = True
         self.at(self.now + REFUSED_S, client.close)
@@ -257,14 +257,14 @@ class Coordinator:
         if bad == differences(h, self.options) and (before := self._late_for(h)) is not None:
             why = f"it came late to the session before this one, and was told why that failed: {before.error.message}"
             self.rejected.refused(h, [f"{h.role} {h.index} (host {h.host}, pid {h.pid}): {why}"])
-            return self._turn_away(client, m.Refused(before.error, before.session))
+            return self._send_away(client, m.Refused(before.error, before.session))
         error = HandshakeError(
             "the rendezvous refused this process",
             [f"{h.role} {h.index} (host {h.host}, pid {h.pid}): {b}" for b in bad],
         )
         self.rejected.refused(h, error.violations)
-        self._turn_away(client, m.Refused(m.WireError.of(error, "rendezvous"), self.session))
-        # It belongs to this job and cannot take part: the others would wait for it in vain.
+        self._send_away(client, m.Refused(m.WireError.of(error, "rendezvous"), self.session))
+        # It belongs to this job and cannot take part: others would wait for it until their deadline.
         if bad == differences(h, self.options) or (h.role == "worker" and h.index >= h.size):
             replica = self.replicas.get(h.replica)
             if h.role == "trainer":
@@ -476,7 +476,7 @@ class Coordinator:
             return self.take_changes(client, msg)  # that refit is over; the worker leaves it at its own deadline
         self.refit.handle(client, msg)
 
-    def _for_refit(self, client: Client, msg: m.Brought | m.Committed | m.Stopped | m.Settled) -> None:
+    def _for_refit(self, client: Client, msg: m.PartReady | m.Committed | m.Stopped | m.Settled) -> None:
         if self.refit is not None and msg.attempt == self.refit.number:  # else the answer comes too late
             self.refit.handle(client, msg)
 
@@ -516,7 +516,7 @@ _RULES: dict[type, tuple[tuple[str, ...], _Handler]] = {
     m.Enter: (_TRAINER, lambda co, client, msg: co.refits.enter(client, msg)),
     m.Ready: (_TRAINER, lambda co, client, msg: co.refits.ready(client, msg)),
     m.Armed: (_WORKER, Coordinator._armed),
-    m.Brought: (_WORKER, Coordinator._for_refit),
+    m.PartReady: (_WORKER, Coordinator._for_refit),
     m.Done: (_DOMAIN, Coordinator._done),
     m.Committed: (_WORKER, Coordinator._for_refit),
     m.Stopped: (_WORKER, Coordinator._for_refit),

@@ -374,7 +374,7 @@ class Go(WireMessage):
     """Coordinator -> ranks: move version `version` to these replicas now. A rank gets one `Go` for all replicas that begin together.
 
     `epochs`: of the links, in the order of `replicas`. `together`, to trainers on the packed route: the replicas that are fed
-    from one gather of the weights. `tells`, to workers: say `Brought`, since others read from you.
+    from one gather of the weights. `tells`, to workers: say `PartReady`, since others read from you.
     """
 
     attempt: Count
@@ -400,7 +400,7 @@ class Go(WireMessage):
             yield replica, msgspec.structs.replace(self, replicas=(replica,), epochs=(epoch,))
 
 
-class Brought(WireMessage):
+class PartReady(WireMessage):
     """Worker -> coordinator: of what I pull in this refit, all parts up to `part` are here.
 
     Coordinator -> worker of the replica behind it: you may read them. `replica`: that of the worker that sends or hears it.
@@ -430,7 +430,7 @@ class Checksum(Record):
 
 
 class RouteBytes(Record):
-    """Bytes that one route brought, and the seconds it took. Routes run beside each other."""
+    """Bytes that one route moved, and its seconds. Routes run beside each other."""
 
     route: Name
     nbytes: Bytes64
@@ -692,7 +692,7 @@ class StatusReply(WireMessage):
 Message = (
     Hello | Welcome | Refused | DialAgain | Specs | CatalogMsg | InventoryMsg | RollAsk | Roll | LayoutsAsk | Layouts | LayoutAsk | Layout
     | PlanInputs | Planned | OpenLink | LinkOpen | Found | ReplicaReady
-    | Prepare | Enter | Ready | Arm | Armed | CallAgain | Go | Brought | Progress | Done | Drained | Commit | Decided | Committed
+    | Prepare | Enter | Ready | Arm | Armed | CallAgain | Go | PartReady | Progress | Done | Drained | Commit | Decided | Committed
     | Abort | Stopped | Settle | Settled | Failed | Release | CloseRoutes | RoutesClosed | Released
     | Outcome | Leave | Ping | Pong | StoreSet | StoreGet | StoreAdd | StoreCheck | StoreReply | StatusAsk | StatusReply
 )  # fmt: skip

@@ -158,15 +158,15 @@ class Refit:
             why = "trainers hold different bytes of one tensor; nothing was moved"
             self.fail(VerificationError(why, [*bad, exports.HOLDERS_ADVICE]))
 
-    def handle(self, client: Client, msg: m.Armed | m.Brought | m.Committed | m.Stopped | m.Settled) -> None:
+    def handle(self, client: Client, msg: m.Armed | m.PartReady | m.Committed | m.Stopped | m.Settled) -> None:
         """A process of a replica said something about this refit."""
         h = client.hello
         part = self.parts[h.replica]
         phase, readers = part.phase, len(part.readers)
         if isinstance(msg, m.Armed):
             part.arrived(client, msg)
-        elif isinstance(msg, m.Brought):
-            relays.brought(self, part, h.index, msg.part)
+        elif isinstance(msg, m.PartReady):
+            relays.part_ready(self, part, h.index, msg.part)
         elif isinstance(msg, m.Committed):
             part.installed(h.index)
         elif isinstance(msg, m.Stopped):

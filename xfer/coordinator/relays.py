@@ -147,13 +147,13 @@ def began(refit: Refit, part: ReplicaRefit) -> None:
     if part.replica.follows:
         ahead = refit.parts[part.replica.before[0]]
         for w in part.replica.follows:
-            if w in ahead.brought:
-                _tell(refit, part, w, ahead.brought[w])
+            if w in ahead.ready_parts:
+                _tell(refit, part, w, ahead.ready_parts[w])
 
 
-def brought(refit: Refit, part: ReplicaRefit, worker: int, last: int) -> None:
+def part_ready(refit: Refit, part: ReplicaRefit, worker: int, last: int) -> None:
     """A worker has all parts of its pull up to `last`: tell the worker that reads from it."""
-    part.brought[worker] = max(last, part.brought.get(worker, -1))
+    part.ready_parts[worker] = max(last, part.ready_parts.get(worker, -1))
     if not refit.coordinator.options.relay:
         return
     for other in refit.parts.values():
@@ -167,7 +167,7 @@ def fallen(refit: Refit, part: ReplicaRefit, error: XferError) -> None:
         return
     for other in refit.parts.values():
         if other.moving and _behind(part, other):
-            if any(part.brought.get(w) != ALL_PARTS for w in other.replica.follows):
+            if any(part.ready_parts.get(w) != ALL_PARTS for w in other.replica.follows):
                 other.fail(
                     PeerLost(
                         f"replica {other.replica.index} takes its weights from replica {part.replica.index}, which failed",
@@ -192,4 +192,4 @@ def _behind(part: ReplicaRefit, other: ReplicaRefit) -> bool:
 def _tell(refit: Refit, part: ReplicaRefit, worker: int, last: int) -> None:
     client = part.replica.workers.get(worker)
     if client is not None:
-        client.send(m.Brought(part.replica.index, refit.number, last))
+        client.send(m.PartReady(part.replica.index, refit.number, last))

@@ -1,4 +1,4 @@
-"""What the coordinator knows: clients, replicas and their phases, and the options of the job; and who is admitted.
+"""What the coordinator knows: clients, replicas and their phases, the options of the job, and the rules of admission.
 
 Nothing here decides a refit.
 """
@@ -58,11 +58,11 @@ class ReplicaPhase(Enum):
     """How far a replica is on its way into refits:
 
     ABSENT   -> JOINING                      its controller says hello
-    JOINING  -> PLANNING                     all layouts of its domain are known
+    JOINING  -> PLANNING                     the layouts of all its ranks are known
     PLANNING -> LINKING -> READY             all digests are equal; all links are open
     PLANNING -> READY                        nothing can be linked now: the next refit plans and links
     READY    -> PLANNING, LINKING            a layout or a storage changed
-    JOINING, PLANNING, LINKING, READY -> FAILED   an error or a deadline; the next refit plans anew
+    JOINING, PLANNING, LINKING, READY -> FAILED   an error or a deadline; the next refit plans again
     any      -> LOST                         one of its processes is gone; a new controller joins as JOINING
     """
 

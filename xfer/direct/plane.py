@@ -108,7 +108,7 @@ class DirectPlane:
     def expect(self, go: m.Go) -> None:
         pass
 
-    def part_ready(self, ready: m.Brought) -> None:
+    def part_ready(self, ready: m.PartReady) -> None:
         routed = self._routed
         if routed is not None and routed.place is not None:
             routed.place.steps.there(ready.attempt, ready.part)
@@ -246,7 +246,7 @@ class DirectPlane:
         stop.check()  # a `stop` that came meanwhile has seen no routes
 
     def _say_part_ready(self, attempt: int, part: int) -> None:
-        self.party.try_send(m.Brought(self.replica, attempt, part))
+        self.party.try_send(m.PartReady(self.replica, attempt, part))
 
     # ---- run
 

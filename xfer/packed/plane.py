@@ -158,7 +158,7 @@ class PackedPlane:
         if self.pump is not None:
             self.pump.enter(go.attempt, go.together or (self.replica,))
 
-    def part_ready(self, ready: m.Brought) -> None:
+    def part_ready(self, ready: m.PartReady) -> None:
         pass
 
     def stop(self) -> None:

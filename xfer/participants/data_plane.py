@@ -118,7 +118,7 @@ class DataPlane(Protocol):
     def run(self, go: m.Go, stop: Stop, until: float, progress: Progress) -> m.Moved:
         """Move the bytes of one refit by monotonic time `until`. Returns what to tell with `Done`."""
 
-    def part_ready(self, ready: m.Brought) -> None:
+    def part_ready(self, ready: m.PartReady) -> None:
         """The worker before this one in a relay chain has these parts."""
 
     def stop(self) -> None:

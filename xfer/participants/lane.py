@@ -112,7 +112,7 @@ class Lane:
             # Inside the lock, or the lane could call itself idle in between.
             self._queue.put((message, self._stop, self._stop.stopped()))
 
-    def part_ready(self, ready: m.Brought) -> None:
+    def part_ready(self, ready: m.PartReady) -> None:
         self.plane.part_ready(ready)
 
     def cancel(self, error: XferError, epoch: int | None) -> None:

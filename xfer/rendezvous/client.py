@@ -64,7 +64,7 @@ class LanePort(Protocol):
 
     def post(self, message: m.Message) -> None: ...
     def cancel(self, error: XferError, epoch: int | None) -> None: ...
-    def part_ready(self, ready: m.Brought) -> None: ...
+    def part_ready(self, ready: m.PartReady) -> None: ...
     def let_go(self) -> None: ...
     def close(self) -> None: ...
 
@@ -291,7 +291,7 @@ class RendezvousClient:
             lane.cancel(message.error.error(), message.epoch)
         return True
 
-    def _brought(self, message: m.Brought) -> None:
+    def _part_ready(self, message: m.PartReady) -> None:
         lane = self.lanes.get(message.replica)
         if lane is not None:
             lane.part_ready(message)
@@ -339,7 +339,7 @@ class RendezvousClient:
         m.Roll: lambda self, message: self.shelf.take(message),
         m.Layouts: lambda self, message: self.shelf.take(message),
         m.Abort: _abort,
-        m.Brought: _brought,
+        m.PartReady: _part_ready,
         m.Drained: _drained,
         m.PlanInputs: _post,
         m.OpenLink: _post,
