@@ -228,16 +228,6 @@ def test_arguments_that_cannot_work_are_refused_and_cost_one_call():
         right(w, 3)
 
 
-def test_one_rank_alone_with_a_bad_argument_is_told_to_the_others_at_once():
-    with World(trainers=3) as w:
-        good(w.refit(1))
-        t0 = time.monotonic()
-        out = w.on_all(lambda i: w.sessions[i].refit(version="x" * 300 if i == 1 else "two"))
-        failed(out, e.XferError, w, 10, t0, "trainer 1")
-        good(w.refit(3))
-        right(w, 3)
-
-
 @pytest.mark.parametrize("more", [{}, dict(verify=np.bool_(True), version=np.int64(7)), dict(verify=1, deadline_s=30)])
 def test_arguments_of_kinds_that_python_takes_for_equal_are_taken(more):
     with World(trainers=2) as w:

@@ -153,21 +153,6 @@ def test_a_rank_that_hangs_while_bytes_move_ends_at_the_deadline(fault):
         right(w, 3)
 
 
-def test_one_replica_fails_and_the_other_goes_on(fault):
-    with World(trainers=2, replicas=2) as w:
-        good(w.refit(1))
-        w.engines[1].fail["start"] = RuntimeError("the engine refused")
-        out = w.refit(2, min_replicas=1)
-        report = good(out)
-        assert [o.committed for o in report.outcomes] == [True, False] and "the engine refused" in str(
-            report.outcomes[1].error
-        )
-        right(w, 2, [0])
-        right(w, 1, [1])
-        good(w.refit(3))
-        right(w, 3)
-
-
 def test_what_became_of_a_refit_whose_caller_did_not_wait_stands_in_the_next_report():
     """A replica that is missing for a long time would be seen by nobody, and a logger drew zeros for what was not known."""
     with World(trainers=2, replicas=2) as w:

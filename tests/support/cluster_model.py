@@ -23,6 +23,7 @@ from xfer.coordinator.coordinator import Coordinator
 from xfer.coordinator.deadlines import CALL_GRACE_S, HOLD_S, SETTLE_GRACE_S, STOP_GRACE_S
 from xfer.coordinator.events import Close, Connected, Disconnected, Event, Received, Send, Tick
 from xfer.coordinator.packing import pack_specs
+from xfer.coordinator.relays import ALL_PARTS
 from xfer.coordinator.state import Options
 from xfer.errors import PeerLost, PlanMismatch, XferError
 from xfer.trace.catalog import Catalog
@@ -109,6 +110,10 @@ class Lane:
     plan: str = ""
     planned_from: bytes = b""
     broken: bool = False  # the communicator: an abort while it was used breaks it for good
+    source: int = 0  # in a relay chain: the worker, by its connection, that this one reads from
+    brought: int = 0  # the last refit of which that one has said that it has all bytes
+    waits: m.Go | None = None  # for that word
+    done: int = 0
 
     def hear(self, message: m.Message) -> None:
         o = self.owner
@@ -122,8 +127,17 @@ class Lane:
             o.todo.append(lambda: self._opened(message))
         elif isinstance(message, m.Go):
             o.todo.append(lambda: self._begin(message, self.epoch))
+        elif isinstance(message, m.Brought):
+            self.brought = message.attempt if message.part == ALL_PARTS else self.brought
         elif isinstance(message, m.CloseRoutes):
             o.todo.append(lambda: o.say(m.RoutesClosed(self.replica)))
+        self.go_on()
+
+    def go_on(self) -> None:
+        """What waits for the worker before it goes on when that one has all bytes, or ends with the refit."""
+        if self.waits is not None and (self.cancelled or self.brought == self.waits.attempt):
+            go, self.waits = self.waits, None
+            self.owner.todo.append(lambda: self._end(go))
 
     def _opened(self, message: m.PlanInputs | m.OpenLink) -> None:
         o = self.owner
@@ -144,6 +158,9 @@ class Lane:
             o.fail(
                 "its layout is not the one that the plan was made from", 0, self.replica, message.epoch, PlanMismatch
             )
+        elif o.role == "worker" and message.relay:
+            self.source = int(message.before or b"0")
+            o.say(m.LinkOpen(self.replica, message.epoch, b"%d" % o.number, bool(self.source)))
         else:
             o.say(m.LinkOpen(self.replica, message.epoch))
 
@@ -162,6 +179,9 @@ class Lane:
         self.owner.todo.append(lambda: self._end(go))
 
     def _end(self, go: m.Go) -> None:
+        if self.source and self.brought != go.attempt and not self.cancelled:
+            self.waits = go
+            return
         self.moving = 0
         fault = self.owner.job.faults.pop((self.owner, m.Go), None)
         if self.cancelled:
@@ -171,6 +191,7 @@ class Lane:
             return self.owner.fail("bytes could not be moved", go.attempt, self.replica, self.epoch)
         sums = self.owner.sums(go) if go.verify else ()
         self.owner.done(go)
+        self.done = go.attempt
         self.owner.moved(go.attempt, m.Moved(self.replica, 1, 1, 0.0, 0.0, 0.0, 0.0, sums))
 
 
@@ -325,9 +346,10 @@ class Worker(Process):
         if message is None:
             self.connected = False
             self.lane.cancelled = "the connection ended"
+            self.lane.go_on()
             if self.receiving:
                 self._give_up("the connection ended")
-        elif isinstance(message, m.PlanInputs | m.OpenLink | m.Go | m.Abort | m.CloseRoutes):
+        elif isinstance(message, m.PlanInputs | m.OpenLink | m.Go | m.Brought | m.Abort | m.CloseRoutes):
             self.lane.hear(message)
             if isinstance(message, m.Abort):
                 self._for_main(message)
@@ -387,6 +409,7 @@ class Worker(Process):
         attempt = self.receiving
         self.fail(why, attempt, self.replica)
         self.lane.cancelled = self.lane.cancelled or why
+        self.lane.go_on()
         self.say(m.Stopped(self.replica, attempt, self.content == WRITING, not self.lane.moving))
         self._leave(failed=True)
 
@@ -395,10 +418,14 @@ class Worker(Process):
         self.engine.returned(self, failed)
 
     def begun(self, go: m.Go) -> None:
-        self.job.check_reads(self, go)
+        if not self.lane.source:
+            self.job.check_reads(self, go)
         self.content = WRITING
 
-    def done(self, go: m.Go) -> None: ...
+    def done(self, go: m.Go) -> None:
+        if self.lane.source:
+            (source,) = [p for p in self.job.processes if p.number == self.lane.source]
+            assert source.lane.done == go.attempt, "a worker has bytes that the one before it in the chain has not"
 
     def sums(self, go: m.Go) -> tuple[m.Checksum, ...]:
         wrong = self.job.faults.pop((self, m.Checksum), None)
