@@ -1,5 +1,5 @@
 """What a process's GPU did between two moments, and what its threads asked of CUDA, by torch's profiler. Used by
-scripts/profile_gpu_refit.py, in trainers and in vLLM's workers."""
+benchmarks/profile_refit.py, in trainers and in vLLM's workers."""
 
 from __future__ import annotations
 

@@ -52,3 +52,11 @@ def test_a_message_between_two_processes_is_timed(tmp_path):
     run("-m", "benchmarks.wake", "--rests", "0", "--repeats", "20", "--out", str(tmp_path / "wake.json"))
     rows = json.loads((tmp_path / "wake.json").read_text())["rows"]
     assert len(rows) == 2 and all(0 < r["median_us"] < 1e6 for r in rows)
+
+
+def test_links_to_results_lead_to_a_heading():
+    headings = re.findall(r"^#+ (.+)$", (ROOT / "benchmarks/RESULTS.md").read_text(), re.M)
+    there = {re.sub(r"[^\w -]", "", h).lower().replace(" ", "-") for h in headings}
+    pages = [ROOT / "README.md", *ROOT.glob("docs/*.md")]
+    linked = {a for p in pages for a in re.findall(r"benchmarks/RESULTS\.md#([\w-]+)", p.read_text())}
+    assert linked and linked <= there

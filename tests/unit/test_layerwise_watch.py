@@ -1,6 +1,6 @@
 """Deadlines over NCCL without a GPU: what the watching thread tells, what a wire makes of it, and that everybody hears of it.
 
-Where NCCL and the device would be are threads here. What they really do: `dead` of scripts/bench_layerwise_gpu.py.
+Where NCCL and the device would be are threads here. What they really do: `dead` of benchmarks/layerwise_gpu.py.
 """
 
 from __future__ import annotations

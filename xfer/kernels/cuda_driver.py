@@ -193,7 +193,7 @@ class Copies:
 
     runs: (to, from, bytes). boxes: (to, from, pitch there, pitch here, bytes of a row, rows). Addresses and bytes; pitches up to
     2 GiB. The memory is the caller's to keep. An engine does not pause between the runs of a batch, as it does between copies of a
-    stream (scripts/bench_gpu_wire.py). A driver before CUDA 12.8 has no batches and takes runs one by one.
+    stream (benchmarks/RESULTS.md). A driver before CUDA 12.8 has no batches and takes runs one by one.
     """
 
     BATCH = 256

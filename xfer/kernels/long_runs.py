@@ -2,7 +2,7 @@
 
 Loads by multiprocessors level off at 94 % of what a copy engine gets over NVLink. A GPU reads from others by one engine, which
 carries out one copy after the other, whatever streams they are on. So it brings all of one sender before it turns to the next:
-takers that begin with different senders then never share one (docs/results/gpu_2026-11-26_four.md). Not here: tiles and kernels
+takers that begin with different senders then never share one (benchmarks/RESULTS.md). Not here: tiles and kernels
 (triton_impl.py), the driver's calls (cuda_driver.py), whose storages these are and how a pull is stopped (transport/peer.py).
 """
 

@@ -3,7 +3,7 @@
 Where trainer and engine share a GPU a sum after the copies reads as many bytes from memory as the copies did. Here tiles of copies,
 by where they write, and tiles of sums stand in one queue, a sum some way behind the copies that it needs. Programs take both from a
 counter, so what a sum waits for was begun before it, by programs that wait for nothing: no program waits for one that does not run.
-Measured in docs/results/gpu_2026-11-23_cache.md. Not here: tables of tiles (tiles.py, checksum_triton.py), what a checksum is
+Measured in benchmarks/RESULTS.md. Not here: tables of tiles (tiles.py, checksum_triton.py), what a checksum is
 (checksum.py), all that goes into no such launch (triton_impl.py).
 """
 

@@ -13,7 +13,7 @@ are ordinary device memory, opened by CUDA IPC: on its own GPU a worker loads st
 message first. Either way two buffers are exported, whatever the number of tensors, and nothing is pickled.
 
 The words travel over a link of CPU memory, since NCCL refuses ranks that share a GPU. The CUDA half is run on GPUs only, by
-scripts/bench_packed_gpu.py and tests/functional/test_gpu_refit.py. Not here: who opens the link and when (lane.py).
+benchmarks/packed_gpu.py and tests/functional/test_gpu_refit.py. Not here: who opens the link and when (lane.py).
 """
 
 from __future__ import annotations

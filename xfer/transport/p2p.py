@@ -26,9 +26,9 @@ DEPTH = 2
 """Buffers per direction: one travels while the other is packed or unpacked. More of them gained nothing."""
 
 STEP_BYTES = {"cpu": 16 << 20, "cuda": 240 << 20}
-"""Most wire bytes of a pair in a step. On CPUs shorter steps wait more often and longer ones gain nothing
-(scripts/bench_wire.py); on GPUs each group of messages costs NCCL about
-0.1 ms, so they have to be long; what a rank stages in a wave is bounded by the plan (`WAVE_BYTES`)."""
+"""Most wire bytes of a pair in a step. On CPUs shorter steps wait more often and longer ones gain nothing. On GPUs each
+group of messages costs NCCL about 0.1 ms, so that steps have to be long. The plan bounds what a rank stages in a wave
+(`WAVE_BYTES`)."""
 
 WAVE_BYTES = {"cpu": 0, "cuda": 252 << 20}
 """For the plan: most wire bytes of a rank in a wave, so that its two buffers a direction stay under 512 MiB; 0: the

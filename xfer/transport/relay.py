@@ -7,7 +7,7 @@ watches a stuck taker can write it and let it go. Numbers only grow, over all ru
 
 What the caller sees to: all takers run together, and none begins its next run, frees or sleeps before all have ended this
 one (their storages are being read); if one's run raises, no later one has a whole version, and all open anew. So takers of a
-relay commit together or not at all. No session does that yet: relays are run by scripts/bench_gpu.py and tests.
+relay commit together or not at all. No session does that yet: relays are run by benchmarks/gpu.py and tests.
 Not here: which row is in which part (plan/relay.py), pulls in one go (peer.py).
 """
 
