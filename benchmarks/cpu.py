@@ -40,8 +40,8 @@ from pathlib import Path
 
 from benchmarks.lib import command
 from benchmarks.lib.cpu_ranks import MARK, TRAINERS, WORKERS, config, cut_dim
-from xfer.testing import toy
-from xfer.testing.ports import free_port
+from examples.common import toy
+from examples.common.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -38,8 +38,8 @@ from pathlib import Path
 import torch
 
 from benchmarks.lib import command
+from examples.common import toy
 from tests.support.gpu_job import Job, config
-from xfer.testing import toy
 
 QWEN3_4B = dict(
     vocab_size=151936, hidden_size=2560, intermediate_size=9728, num_hidden_layers=36, num_attention_heads=32,
@@ -290,7 +290,7 @@ class Bench:
         torch.cuda.empty_cache()
         self.say("checkpoint written, bytes", (job.folder / "model.safetensors").stat().st_size)
         te = importlib.util.find_spec("transformer_engine") is not None
-        self.say("TransformerEngine", "installed" if te else "not installed: its stand-in, xfer/testing/te_twin.py")
+        self.say("TransformerEngine", "installed" if te else "not installed: its stand-in, examples/common/te_twin.py")
         job.start_trainers(self.trainers_on())
         layout = dict(tp=self.args.tp, distopt=True, bucket_size=40_000_000, lr=1e-4)
         job.good("megatron", "built", timeout=240, folder=str(job.folder), layout=layout)

@@ -231,11 +231,11 @@ def trace_engine(name: str, rank: int) -> dict:
     clock = Clock()
     import torch
 
+    from xfer.cli.layouts.vllm import rank_of
     from xfer.engines.hf_spec import canonical_specs
     from xfer.engines.meta_model import make_meta_model
     from xfer.engines.vllm_layout import EngineModel
     from xfer.plan.inventory import engine_inventory
-    from xfer.testing.world_vllm import rank_of
 
     config, _, workers, _ = ROWS[name]
     hf = json.loads((CONFIGS / f"{config}.json").read_text())
@@ -258,29 +258,20 @@ def trace_engine(name: str, rank: int) -> dict:
 
 def trace_trainer(name: str, rank: int) -> dict:
     """Read one Megatron-Core rank's layout by Bridge's own export; parameters are untouched memory."""
-    from xfer.testing import megatron_cpu
-
-    megatron_cpu.install()
     clock = Clock()
-    import torch
-
+    from xfer.cli.layouts.megatron import chunks_of, import_bridge, rank_of, write_no_parameter
     from xfer.plan.inventory import trainer_inventory
-    from xfer.testing.te_everywhere import import_bridge
-    from xfer.testing.world_megatron import Build, chunks_of, playing
     from xfer.trainers.megatron import MegatronTrainer
 
     config, sizes, _, _ = ROWS[name]
     of, catalog = TrainerParallel(**sizes), Model.named(config).catalog()
-    build = Build(
-        of, distopt=False, provider=dict(perform_initialization=False, **_uneven(Model.named(config), of, rank))
-    )
     bridge_class = clock("imports", import_bridge)
-    with playing(build, rank):
+    write_no_parameter()
+    with rank_of(of, rank):
         from transformers import AutoConfig
 
         bridge = bridge_class.from_hf_config(AutoConfig.from_pretrained(_folder(config)))
-        torch.nn.init.normal_ = torch.nn.init.xavier_uniform_ = lambda t, *a, **k: t  # touch no byte
-        chunks = clock("(model)", lambda: chunks_of(bridge, build))
+        chunks = clock("(model)", lambda: chunks_of(bridge, of, _uneven(Model.named(config), of, rank)))
         source = MegatronTrainer(chunks, bridge, hf_names=[s.name for s in catalog.specs])
         layout = clock("trace", source.read)
         inventory = clock(

@@ -22,8 +22,8 @@ from benchmarks.lib import command
 from benchmarks.lib.layouts import ROWS, Model, engine, trainer
 from xfer.cli.describe import HOST, LOCAL, NIC, NVLINK
 from xfer.cli.html import page, seconds
+from xfer.cli.layouts.processes import classes
 from xfer.cli.plan_report import Header, Report, make_plans, make_report
-from xfer.cli.tracing import classes
 from xfer.mesh.parallel import EngineParallel, TrainerParallel
 from xfer.plan.explain import size
 from xfer.plan.fabric import Fabric, Site

@@ -15,8 +15,8 @@ import torch
 
 from benchmarks.gpu_session import MODELS
 from benchmarks.lib import command
+from examples.common import toy
 from tests.support.gpu_job import Job, config
-from xfer.testing import toy
 
 
 def table(who: str, seen: dict) -> None:

@@ -22,4 +22,4 @@ done
 cd "$(dirname "$0")/.."
 scripts/setup.sh all
 export CUDA_VISIBLE_DEVICES= # the same everywhere: both environments are those of a machine without a GPU
-exec .venvs/engine/bin/python examples/demo/run.py ${options[@]+"${options[@]}"}
+exec .venvs/engine/bin/python -m examples.demo.run ${options[@]+"${options[@]}"}

@@ -2,7 +2,7 @@
 compare them.
 
 A number that somebody has to raise is forgotten one day. Not here: what they are compared for (plan/subplan.py), and what is
-kept on disk under them (plan/cache.py, cli/tracing.py).
+kept on disk under them (plan/cache.py, cli/layouts).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @cache
 def digest_of(*parts: str) -> str:
-    """Of xfer's version and all Python files of these packages and modules of it ("plan", "cli/trace_child.py"), 16 hexadecimal
+    """Of xfer's version and all Python files of these packages and modules of it ("plan", "cli/describe.py"), 16 hexadecimal
     digits.
 
     Of a package that was installed without its sources only the version is in it: bytecode names the Python that it is for and

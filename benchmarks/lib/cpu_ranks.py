@@ -40,7 +40,7 @@ def commands() -> Iterable[dict]:
 
 def config(layers: int) -> dict:
     """A Qwen3 config: 100 MB per layer in bf16, and 262 MB of embedding and head."""
-    from xfer.testing import toy
+    from examples.common import toy
 
     return toy.config(
         "qwen3", num_hidden_layers=layers, hidden_size=2048, intermediate_size=6144, num_attention_heads=16,
@@ -168,7 +168,7 @@ class Trainer:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.tensor import DTensor, Replicate, Shard
 
-        from xfer.testing import toy
+        from examples.common import toy
 
         self.rank, self.dist, self.refit = rank, dist, None
         self.specs = toy.specs(config(layers))
@@ -283,7 +283,7 @@ class Worker:
     """Mixed into vLLM's worker: `self` is the worker. Both workers answer each call at once."""
 
     def bench_open(self, path: str, layers: int, bucket: int) -> dict:
-        from xfer.testing import toy
+        from examples.common import toy
 
         session = self.weight_transfer_engine.session
         lane, rank = session._lane_, TRAINERS + self.weight_transfer_engine.worker_rank()
@@ -303,7 +303,9 @@ class Worker:
 
     def bench_scramble(self) -> None:
         """Fill everything that a refit writes with noise."""
-        self.weight_transfer_engine.session.model.scramble(1)
+        from tests.support.engine_bytes import scramble
+
+        scramble(self.weight_transfer_engine.session.model, 1)
 
     def bench_raw(self) -> dict:
         return self.bench_raw_.run()

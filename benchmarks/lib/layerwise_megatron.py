@@ -20,7 +20,7 @@ def unavailable(cuda: bool) -> str | None:
     """Why Megatron's gather cannot run here, None if it can. Call it before anything of Megatron is imported."""
     try:
         if not cuda:
-            from xfer.testing import megatron_cpu
+            from examples.common import megatron_cpu
 
             megatron_cpu.install()
             dist.all_gather = _uneven

@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 
-from events import emit
+from examples.demo.events import emit
 
 PROMPTS = [[5, 6, 7, 8], [100, 101, 102, 103], [40, 41, 42, 43, 44]]
 

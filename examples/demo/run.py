@@ -1,6 +1,6 @@
 """Starts the demo's processes and draws what they say. Trainer and engine live in different virtual environments.
 
-    python run.py --trainer-python PY --engine-python PY [--steps 5]
+    python -m examples.demo.run --trainer-python PY --engine-python PY [--steps 5]        # from the repository's root
 
 Exit code 0 only if every refit was verified and, at the end, the live engine and a fresh engine that loaded Megatron-Bridge's
 exported checkpoint have the same bytes in every parameter and generate the same tokens with the same logprobs.
@@ -18,12 +18,12 @@ import threading
 import time
 from pathlib import Path
 
-from events import parse
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from xfer.testing.ports import free_port
+from examples.common.ports import free_port
+from examples.demo.events import parse
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
@@ -43,7 +43,7 @@ class Process:
             stderr=self._log,
             text=True,
             env=env,
-            cwd=HERE,
+            cwd=ROOT,
             start_new_session=True,
         )
         threading.Thread(target=self._read, args=(events,), daemon=True).start()
@@ -138,7 +138,7 @@ class Show:
 def write_model(folder: Path) -> None:
     import json
 
-    from xfer.testing import toy
+    from examples.common import toy
 
     cfg = json.loads((HERE / "config.json").read_text())
     folder.mkdir(parents=True)
@@ -158,7 +158,7 @@ def main() -> int:
     parser.add_argument("--plan", action="store_true", help="print what moves where")
     args = parser.parse_args()
     console = Console(width=None if sys.stdout.isatty() else 110)
-    work = Path(args.work)
+    work = Path(args.work).absolute()
     shutil.rmtree(work, ignore_errors=True)
     write_model(work / "model")
     common = {
@@ -175,7 +175,15 @@ def main() -> int:
     try:
         engine = Process(
             "engine",
-            [args.engine_python, "engine.py", "--model", str(work / "model"), "--rendezvous", rendezvous],
+            [
+                args.engine_python,
+                "-m",
+                "examples.demo.engine",
+                "--model",
+                str(work / "model"),
+                "--rendezvous",
+                rendezvous,
+            ],
             common,
             work,
             events,
@@ -196,7 +204,8 @@ def main() -> int:
                     f"trainer{rank}",
                     [
                         args.trainer_python,
-                        "trainer.py",
+                        "-m",
+                        "examples.demo.trainer",
                         "--model",
                         str(work / "model"),
                         "--export",
@@ -241,7 +250,14 @@ def main() -> int:
                         procs.append(
                             Process(
                                 "fresh",
-                                [args.engine_python, "engine.py", "--model", str(work / "export"), "--check"],
+                                [
+                                    args.engine_python,
+                                    "-m",
+                                    "examples.demo.engine",
+                                    "--model",
+                                    str(work / "export"),
+                                    "--check",
+                                ],
                                 common,
                                 work,
                                 events,

@@ -6,7 +6,7 @@ The ten lines that a training loop needs are between the two rulers; everything 
 import argparse
 import os
 
-from events import emit
+from examples.demo.events import emit
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--model", required=True)
@@ -17,11 +17,11 @@ args = parser.parse_args()
 
 import torch.distributed as dist  # noqa: E402
 
-from xfer.testing import megatron_cpu  # noqa: E402
+from examples.common import megatron_cpu  # noqa: E402
 
 megatron_cpu.install()  # Megatron without a GPU; on a cluster this line does not exist
 dist.init_process_group("gloo")
-from xfer.testing.train_loop import Task, Trainer  # noqa: E402
+from examples.common.train_loop import Task, Trainer  # noqa: E402
 
 with Trainer(args.model, tp=2, pp=2, ep=2, etp=1, distopt=True, overlap=True, lr=5e-3) as trainer:
     trainer.task = Task(vocab=16, micro_batches=8)  # count upwards modulo 16: learned in a handful of steps

@@ -8,8 +8,8 @@ vocabulary is vocab_size=151936; random weights then never draw a token that mea
 
 import sys
 
+from examples.common import toy
 from examples.grpo.task import VOCAB
-from xfer.testing import toy
 
 SIZES = dict(
     vocab_size=VOCAB,

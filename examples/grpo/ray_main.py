@@ -34,13 +34,13 @@ class TrainerRank:
 
     def __init__(self, rank: int, world: int):
         os.environ.update(RANK=str(rank), LOCAL_RANK="0", WORLD_SIZE=str(world))
-        from xfer.testing import megatron_cpu
+        from examples.common import megatron_cpu
 
         megatron_cpu.install()
 
     def address(self) -> tuple[str, int, int]:
         """Of this rank's host, with two free ports: torch's and the rendezvous'."""
-        from xfer.testing.ports import free_port
+        from examples.common.ports import free_port
 
         return ray.util.get_node_ip_address(), free_port(), free_port()
 
@@ -48,7 +48,7 @@ class TrainerRank:
         import torch.distributed as dist
 
         import xfer
-        from xfer.testing.train_loop import Trainer
+        from examples.common.train_loop import Trainer
 
         host, port, rendezvous = address
         os.environ.update(MASTER_ADDR=host, MASTER_PORT=str(port))

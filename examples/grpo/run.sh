@@ -78,7 +78,7 @@ esac
 on_trainer() { env PYTHONPATH="$trainer_path" "${trainer_env[@]}" "$@"; }
 on_engine() { exec env PYTHONPATH="$engine_path" "${engine_env[@]}" "$@"; }
 export XFER_TOKEN=${XFER_TOKEN:-$(od -An -N16 -tx1 /dev/urandom | tr -d ' \n')}
-port() { on_trainer "$trainer" -c 'from xfer.testing.ports import free_port; print(free_port())'; }
+port() { on_trainer "$trainer" -c 'from examples.common.ports import free_port; print(free_port())'; }
 rendezvous=tcp://127.0.0.1:$(port)
 on_trainer "$trainer" -m examples.grpo.model "$kind" "$work/model" "$dtype" ${changes[@]+"${changes[@]}"}
 

@@ -16,18 +16,18 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from xfer.testing import megatron_cpu
+from examples.common import megatron_cpu
 
 megatron_cpu.install()  # Megatron without a GPU; where there is one this does nothing
 
 import xfer  # noqa: E402
+from examples.common.train_loop import Trainer  # noqa: E402
 from examples.grpo import grpo  # noqa: E402
 from examples.grpo.client import RolloutClient, ServeClient  # noqa: E402
 from examples.grpo.gate import Gate, Row  # noqa: E402
 from examples.grpo.replicas import Replicas, wait_healthy  # noqa: E402
 from examples.grpo.samples import require_version  # noqa: E402
 from examples.grpo.task import SortDigits  # noqa: E402
-from xfer.testing.train_loop import Trainer  # noqa: E402
 
 BUCKETS = {True: 40_000_000, False: 50_000}
 """Parameters in one bucket of gradients, with a GPU and without: a small model on a CPU has several buckets, too."""

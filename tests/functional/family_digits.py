@@ -12,20 +12,19 @@ import sys
 import traceback
 from pathlib import Path
 
-from xfer.testing import megatron_cpu
+from tests.support.one_process_megatron import Build, bridge_of, chunks_of, import_bridge
 
-megatron_cpu.install()
+import_bridge()
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
 
+from examples.common import megatron_cpu  # noqa: E402
 from tests.support.families import FAMILIES, Family, register  # noqa: E402
 from tests.support.family_trainer import paint  # noqa: E402
+from tests.support.one_process import random_weights  # noqa: E402
 from xfer.errors import LayoutError  # noqa: E402
-from xfer.testing.te_everywhere import import_bridge  # noqa: E402
-from xfer.testing.world import random_weights  # noqa: E402
-from xfer.testing.world_megatron import Build, bridge_of, chunks_of  # noqa: E402
 from xfer.trace.fragment import TensorSpec  # noqa: E402
 from xfer.trainers.megatron import MegatronTrainer  # noqa: E402
 
@@ -50,7 +49,6 @@ def differs(family: Family, folder: Path) -> dict[str, list[str]]:
 
 def main() -> None:
     folder = Path(sys.argv[1])
-    import_bridge()
     register()
     rank, _ = megatron_cpu.init_world()
     specs = json.loads((folder / "specs.json").read_text())

@@ -13,16 +13,16 @@ import sys
 import traceback
 from pathlib import Path
 
-from xfer.testing import megatron_cpu, toy
+from examples.common import megatron_cpu, toy
 
 megatron_cpu.install()
 
 import torch  # noqa: E402
 
+from examples.common.train_loop import Trainer, build_chunks  # noqa: E402
 from tests.functional.megatron_worker import region  # noqa: E402
 from xfer.errors import XferError  # noqa: E402
 from xfer.mesh.box import Box, whole  # noqa: E402
-from xfer.testing.train_loop import Trainer, build_chunks  # noqa: E402
 from xfer.trainers.megatron import MegatronTrainer  # noqa: E402
 
 CASES = {}

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
+from examples.common.ports import free_port
 from tests.support import forge
 from tests.support.proc import PATIENCE, environment
-from xfer.testing.ports import free_port
 
 HERE = Path(__file__).resolve().parent
 

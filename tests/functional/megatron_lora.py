@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from xfer.testing import megatron_cpu
+from examples.common import megatron_cpu
 
 megatron_cpu.install()
 megatron_cpu.import_bridge()
@@ -19,9 +19,9 @@ import torch.distributed as dist  # noqa: E402
 from megatron.bridge.peft.canonical_lora import CanonicalLoRA  # noqa: E402
 from megatron.bridge.peft.dora import DoRA  # noqa: E402
 
+from examples.common.train_loop import Trainer  # noqa: E402
 from tests.functional.megatron_worker import Json, checkpoint, compare, gathered, held, run, truth  # noqa: E402
 from xfer.errors import XferError  # noqa: E402
-from xfer.testing.train_loop import Trainer  # noqa: E402
 from xfer.trainers.megatron import MegatronTrainer  # noqa: E402
 
 ADAPTERS = dict(dim=4, alpha=6, lora_B_init_method="xavier")

@@ -16,16 +16,16 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from xfer.testing import megatron_cpu, toy
+from examples.common import megatron_cpu, toy
 
 megatron_cpu.install()
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
+from examples.common.train_loop import Trainer  # noqa: E402
 from xfer.errors import XferError  # noqa: E402
 from xfer.participants.drain import Drain  # noqa: E402
-from xfer.testing.train_loop import Trainer  # noqa: E402
 from xfer.trace.traced import TrainerLayout  # noqa: E402
 from xfer.trainers.megatron import MegatronTrainer  # noqa: E402
 

@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 
 from benchmarks.lib import layouts
+from examples.common import toy
 from tests.support.families import FAMILIES
 from tests.support.proc import PATIENCE, PYTHON, ROOT
 from xfer.mesh.parallel import EngineParallel, TrainerParallel
 from xfer.plan.fabric import Fabric, Site
-from xfer.testing import toy
 from xfer.transport.p2p import WAVE_BYTES
 
 pytestmark = pytest.mark.skipif(

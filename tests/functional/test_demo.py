@@ -17,13 +17,12 @@ pytestmark = pytest.mark.skipif(
 
 def test_the_demo_ends_with_a_live_engine_that_equals_a_fresh_one(tmp_path):
     """And says without a terminal what it is at: its table can only be printed at the end."""
-    command = [sys.executable, ROOT / "examples/demo/run.py", "--steps", "2", "--work", tmp_path / "demo"]
+    command = [sys.executable, "-m", "examples.demo.run", "--steps", "2", "--work", tmp_path / "demo"]
     for side in ("trainer", "engine"):
         command += [f"--{side}-python", PYTHON[side]]
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
     came: list[tuple[float, str]] = []
     with open(tmp_path / "errors", "w+") as errors:
-        demo = subprocess.Popen([*map(str, command)], env=env, stdout=subprocess.PIPE, stderr=errors, text=True)
+        demo = subprocess.Popen([*map(str, command)], cwd=ROOT, stdout=subprocess.PIPE, stderr=errors, text=True)
         late = threading.Timer(420 * PATIENCE, demo.terminate)  # it then ends what it started
         late.start()
         came += [(time.monotonic(), line) for line in demo.stdout]

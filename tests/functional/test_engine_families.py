@@ -44,13 +44,15 @@ def names():
 
 @pytest.mark.parametrize("family, parallel", LAYOUTS)
 def test_a_layout_writes_what_vllm_loads(family, parallel, names):
+    from tests.support.engine_bytes import scramble
+    from tests.support.one_process import random_weights
+    from tests.support.one_process_vllm import CPU
+    from tests.support.replay import load
+    from xfer.cli.layouts.vllm import inventory_of, rank_of
     from xfer.engines.live import Storages
     from xfer.engines.meta_model import make_model
     from xfer.engines.vllm_layout import EngineModel
-    from xfer.testing.world import random_weights
-    from xfer.testing.world_vllm import CPU, inventory_of, rank_of
     from xfer.trace.catalog import Catalog
-    from xfer.trace.replay import load
 
     catalog, tensors = Catalog(names[family.name]), random_weights(names[family.name], 3)
     for rank in ranks(parallel):
@@ -59,7 +61,7 @@ def test_a_layout_writes_what_vllm_loads(family, parallel, names):
             model = EngineModel(config, live, CPU)
             layout = model.read(catalog)
             inventory_of(catalog, layout, rank)  # what a session publishes: every byte has a class, or this raises
-            model.scramble(5)
+            scramble(model, 5)
             got, want = Storages(live).tensors, Storages(reference).tensors
             assert got.keys() == want.keys()
             for name, noise in got.items():
@@ -76,9 +78,10 @@ def test_a_class_that_cannot_be_built_on_meta_is_refused_with_its_line(names, mo
     """Its constructor needs a value of a weight."""
     from vllm.model_executor.models.llama import LlamaMLP
 
+    from tests.support.one_process_vllm import CPU
+    from xfer.cli.layouts.vllm import rank_of
     from xfer.engines.meta_model import make_model
     from xfer.engines.vllm_layout import EngineModel
-    from xfer.testing.world_vllm import CPU, rank_of
     from xfer.trace.catalog import Catalog
 
     build = LlamaMLP.__init__
@@ -99,9 +102,10 @@ def test_a_class_that_cannot_be_built_on_meta_is_refused_with_its_line(names, mo
 
 def test_a_kind_of_warning_is_one_line(names, monkeypatch):
     """vLLM's loader warns of every tensor that has another dtype than its parameter."""
+    from tests.support.one_process_vllm import CPU
+    from xfer.cli.layouts.vllm import rank_of
     from xfer.engines.meta_model import make_model
     from xfer.engines.vllm_layout import EngineModel
-    from xfer.testing.world_vllm import CPU, rank_of
     from xfer.trace.catalog import Catalog
 
     olmo = next(f for f in FAMILIES if f.name == "OLMo2")

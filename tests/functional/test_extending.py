@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 import xfer
+from examples.common.ports import free_port
 from tests.support.tiny_engine import HIDDEN, WIDTH, Engine
 from xfer import routes
 from xfer.errors import Unsupported
-from xfer.testing.ports import free_port
 
 TOKEN = "token of the tiny engine"
 

@@ -9,10 +9,10 @@ import pytest
 pytestmark = pytest.mark.engine
 pytest.importorskip("vllm")
 
+from examples.common import toy  # noqa: E402
+from examples.common.ports import free_port  # noqa: E402
 from tests.support.proc import Family  # noqa: E402
 from tests.support.refit_job import Trainers, good  # noqa: E402
-from xfer.testing import toy  # noqa: E402
-from xfer.testing.ports import free_port  # noqa: E402
 
 
 class Launched:

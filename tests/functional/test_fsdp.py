@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
+from examples.common import toy
+from examples.common.ports import free_port
 from tests.support.proc import PYTHON, Family
-from xfer.testing import toy
-from xfer.testing.ports import free_port
 
 pytestmark = pytest.mark.skipif(
     not all(map(os.path.exists, PYTHON.values())), reason="scripts/setup.sh has not been run"

@@ -23,12 +23,12 @@ from pathlib import Path
 
 import pytest
 
+from examples.common.ports import free_port
 from examples.grpo.client import ServeClient
 from tests.support import gpu_shared
 from tests.support.gpu_engine import PROMPTS
 from tests.support.gpu_job import SHARED, Job, config, folded, gpus, site
 from tests.support.proc import PATIENCE, PYTHON, ROOT, environment
-from xfer.testing.ports import free_port
 
 pytest.importorskip("vllm")
 pytestmark = [

@@ -10,9 +10,9 @@ import time
 
 import pytest
 
+from examples.common.ports import free_port
 from tests.support.gpu_job import Job, config, gpus, site
 from tests.support.proc import PATIENCE
-from xfer.testing.ports import free_port
 
 pytest.importorskip("vllm")
 pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.skipif(gpus() < 1, reason="needs a GPU")]

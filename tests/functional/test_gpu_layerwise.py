@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import pytest
 
+from examples.common import toy
 from tests.functional.test_layerwise_megatron import resharded
 from tests.support.gpu_job import SHARED, gpus, megatron, site
 from tests.support.layerwise_ranks import Ranks
 from tests.support.proc import Family
-from xfer.testing import toy
 
 GPUS = gpus()
 pytestmark = [

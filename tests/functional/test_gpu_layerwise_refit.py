@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import pytest
 
+from examples.common import toy
 from tests.support.gpu_job import Job, check, config, gpus, megatron, site
 from tests.support.layerwise_ranks import Ranks
 from tests.support.proc import Family
-from xfer.testing import toy
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(gpus() < 1, reason="needs a GPU")]
 

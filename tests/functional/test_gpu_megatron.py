@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import pytest
 
+from examples.common import toy
 from tests.support.gpu_job import Job, config, gpus, megatron, nccl_host
-from xfer.testing import toy
 
 pytest.importorskip("vllm")
 pytestmark = [

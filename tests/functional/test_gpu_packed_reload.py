@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import pytest
 
+from examples.common import toy
 from tests.support.gpu_job import Job, config, gpus
-from xfer.testing import toy
 
 pytest.importorskip("vllm")
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(gpus() < 1, reason="needs a GPU")]

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import pytest
 
+from examples.common.ports import free_port
 from tests.support.gpu_job import Job, check, config, gpus, nccl_host
-from xfer.testing.ports import free_port
 
 pytest.importorskip("vllm")
 GPUS = gpus()

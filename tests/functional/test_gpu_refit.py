@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from examples.common.ports import free_port
 from tests.support.gpu_job import BESIDE, NO_HANDLES, SHARED, Engine, Job, check, config, gpus, host, nccl_host
 from tests.support.refit_job import until
-from xfer.testing.ports import free_port
 
 pytest.importorskip("vllm")
 GPUS = gpus()

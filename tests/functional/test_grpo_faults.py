@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from examples.common.ports import free_port
 from examples.grpo import model
 from tests.support.proc import PYTHON, Family
-from xfer.testing.ports import free_port
 
 pytestmark = [
     pytest.mark.slow,

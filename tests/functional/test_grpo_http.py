@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from examples.common.ports import free_port
 from examples.grpo import model
 from examples.grpo.replicas import healthy
 from tests.support.grpo_processes import Group, Steps, torchrun, until
 from tests.support.proc import PYTHON
-from xfer.testing.ports import free_port
 
 pytestmark = [
     pytest.mark.slow,

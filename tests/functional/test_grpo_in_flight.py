@@ -13,11 +13,11 @@ import pytest
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 pytest.importorskip("vllm")
 
+from examples.common.ports import free_port  # noqa: E402
 from examples.grpo.in_flight import InFlight  # noqa: E402
 from tests.support import small_vllm  # noqa: E402
 from tests.support.proc import PATIENCE, environment  # noqa: E402
 from tests.support.refit_job import Job, a_refit, good  # noqa: E402
-from xfer.testing.ports import free_port  # noqa: E402
 
 PROMPT, LONG, SHORT = [5, 6, 7, 8], 400, 60
 

@@ -18,13 +18,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from examples.common.ports import free_port
 from examples.grpo import gate, grpo, in_flight, summary
 from examples.grpo.client import RolloutClient, ServeClient
 from examples.grpo.samples import Sample, Span, require_version
 from examples.grpo.task import SortDigits
 from tests.support.proc import PATIENCE, ROOT
 from xfer.errors import DeadlineExceeded, EngineLost, LayoutError, Unsupported, XferError
-from xfer.testing.ports import free_port
 
 
 def sample(prompt, tokens, logprobs=None, spans=None):

@@ -8,9 +8,9 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from examples.common import toy
 from tests.support.layerwise_ranks import Ranks, Standing, content
 from tests.support.proc import Family
-from xfer.testing import toy
 
 pytestmark = pytest.mark.trainer
 

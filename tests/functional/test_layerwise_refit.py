@@ -8,10 +8,10 @@ import os
 
 import pytest
 
+from examples.common import toy
+from examples.common.ports import free_port
 from tests.support.layerwise_ranks import Ranks
 from tests.support.proc import PYTHON, Family
-from xfer.testing import toy
-from xfer.testing.ports import free_port
 
 pytestmark = [
     pytest.mark.slow,

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from examples.common.ports import free_port
 from tests.support.proc import PATIENCE, ROOT, environment
-from xfer.testing.ports import free_port
 
 pytestmark = [pytest.mark.trainer, pytest.mark.slow]
 

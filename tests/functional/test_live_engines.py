@@ -21,12 +21,12 @@ import pytest
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 pytest.importorskip("vllm")
 
+from examples.common import toy  # noqa: E402
+from examples.common.ports import free_port  # noqa: E402
 from tests.support import checkpoints  # noqa: E402
 from tests.support.families import FAMILIES  # noqa: E402
 from tests.support.proc import Child, Family  # noqa: E402
 from xfer.engines.hf_spec import canonical_specs  # noqa: E402
-from xfer.testing import toy  # noqa: E402
-from xfer.testing.ports import free_port  # noqa: E402
 from xfer.trace.fragment import TensorSpec  # noqa: E402
 
 TOKEN = "live engines token"

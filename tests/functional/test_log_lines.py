@@ -12,12 +12,12 @@ import pytest
 from typer.testing import CliRunner
 
 import xfer
+from examples.common.ports import free_port
 from tests.functional.test_versions import Job, good, job
 from tests.support.connect import flat_connect
 from tests.support.world import TOKEN, ToyEngine, ToySource, World, until_true
 from xfer import logs
 from xfer.cli import app
-from xfer.testing.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 

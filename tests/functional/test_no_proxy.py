@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 import xfer
+from examples.common.ports import free_port
 from examples.grpo.client import RolloutClient
 from examples.grpo.replicas import healthy
 from tests.support.connect import flat_connect
 from tests.support.world import TOKEN, ToyEngine, ToySource
-from xfer.testing.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from examples.common import toy
+from examples.common.ports import free_port
 from tests.functional.test_refit_e2e import Stage, differ, on_all
 from tests.support.proc import PYTHON
-from xfer.testing import toy
-from xfer.testing.ports import free_port
 
 pytestmark = pytest.mark.skipif(
     not all(Path(p).exists() for p in PYTHON.values()), reason="scripts/setup.sh has not been run"

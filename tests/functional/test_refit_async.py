@@ -12,10 +12,10 @@ pytestmark = pytest.mark.engine
 pytest.importorskip("vllm")
 
 import xfer  # noqa: E402
+from examples.common.ports import free_port  # noqa: E402
 from tests.support import small_vllm  # noqa: E402
 from tests.support.proc import environment  # noqa: E402
 from tests.support.refit_job import Job, a_refit, good  # noqa: E402
-from xfer.testing.ports import free_port  # noqa: E402
 
 PROMPTS = [[5, 6, 7, 8], list(range(10, 60)), [100, 3, 90, 17] * 12]
 LONG = 100

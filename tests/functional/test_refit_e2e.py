@@ -17,11 +17,11 @@ from pathlib import Path
 import pytest
 from safetensors.torch import save_file
 
+from examples.common import toy
+from examples.common.ports import free_port
 from tests.support.proc import PYTHON
 from tests.support.refit_stage import Stage, differ, two_refits_are_fresh_loads
 from tests.support.refit_stage import on_all as on_all  # for test_packed_refit.py
-from xfer.testing import toy
-from xfer.testing.ports import free_port
 
 pytestmark = pytest.mark.skipif(
     not all(Path(p).exists() for p in PYTHON.values()), reason="scripts/setup.sh has not been run"

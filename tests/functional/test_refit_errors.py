@@ -16,9 +16,9 @@ import torch
 pytestmark = pytest.mark.engine
 pytest.importorskip("vllm")
 
+from examples.common import toy  # noqa: E402
+from examples.common.ports import free_port  # noqa: E402
 from tests.support.refit_job import GRACE_S, Job, failed, good, until  # noqa: E402
-from xfer.testing import toy  # noqa: E402
-from xfer.testing.ports import free_port  # noqa: E402
 
 FP32 = "model.layers.2.self_attn.q_norm.weight"
 

@@ -16,9 +16,9 @@ import pytest
 pytestmark = pytest.mark.engine
 pytest.importorskip("vllm")
 
+from examples.common.ports import free_port  # noqa: E402
 from tests.support.proc import PYTHON, environment  # noqa: E402
 from tests.support.refit_job import Job, a_refit, good, until  # noqa: E402
-from xfer.testing.ports import free_port  # noqa: E402
 
 PROMPTS = [[5, 6, 7, 8], list(range(10, 60)), [100, 3, 90, 17] * 12]
 LONG = 100

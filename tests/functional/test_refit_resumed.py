@@ -8,11 +8,11 @@ import pytest
 pytestmark = pytest.mark.engine
 pytest.importorskip("vllm")
 
+from examples.common import toy  # noqa: E402
+from examples.common.ports import free_port  # noqa: E402
 from tests.support import checkpoints  # noqa: E402
 from tests.support.proc import PATIENCE, Family  # noqa: E402
 from xfer.engines.hf_spec import canonical_specs  # noqa: E402
-from xfer.testing import toy  # noqa: E402
-from xfer.testing.ports import free_port  # noqa: E402
 
 TOKEN = "token of resumed engines"
 

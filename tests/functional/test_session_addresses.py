@@ -9,12 +9,12 @@ import pytest
 from typer.testing import CliRunner
 
 import xfer
+from examples.common.ports import free_port
 from tests.support.connect import flat_connect
 from tests.support.proc import PATIENCE
 from tests.support.world import TOKEN, ToyEngine, ToySource, World
 from xfer.cli import app
 from xfer.errors import HandshakeError, XferError
-from xfer.testing.ports import free_port
 
 NAME = "trainer-0.test"
 V4, V6 = "127.0.0.1", "::1"

@@ -10,11 +10,11 @@ import time
 import pytest
 
 import xfer
+from examples.common.ports import free_port
 from tests.support.connect import flat_connect
 from tests.support.proc import PATIENCE
 from tests.support.world import TOKEN, ToyEngine, ToySource, World
 from xfer import errors as e
-from xfer.testing.ports import free_port
 
 OTHER = {"bucket_bytes": 1 << 16}
 """Arguments that differ between the first and the second call. All ranks must agree on them, as on route="packed"."""

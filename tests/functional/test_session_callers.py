@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 
 import xfer
+from examples.common.ports import free_port
 from tests.support.connect import flat_connect
 from tests.support.world import TOKEN, ToyEngine, ToySource, World, failed, good, right, trainer_session, until_true
 from xfer import errors as e
 from xfer.coordinator import messages as m
 from xfer.participants.trainer import TrainerSession
 from xfer.rendezvous.channel import Channel
-from xfer.testing.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -13,10 +13,10 @@ import time
 
 import pytest
 
+from examples.common.ports import free_port
 from tests.support.proc import PATIENCE
 from tests.support.world_processes import CONT, KILL, ProcessWorld, until
 from xfer.coordinator.deadlines import CALL_GRACE_S
-from xfer.testing.ports import free_port
 
 FAR = 20.0
 """Deadline of a refit that must end long before it."""

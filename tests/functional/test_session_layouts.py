@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from examples.common.ports import free_port
 from tests.support.world import TOKEN, ToySource, World, trainer_session
 from xfer.errors import HandshakeError, LayoutError, XferError
 from xfer.plan.fabric import Fabric, Site
-from xfer.testing.ports import free_port
 
 G = 10**9
 

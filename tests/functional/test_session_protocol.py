@@ -11,6 +11,7 @@ import time
 import pytest
 import torch
 
+from examples.common.ports import free_port
 from tests.support.world import TOKEN, ToyEngine, ToySource, World, failed, good, right, trainer_session, until_true
 from xfer import errors as e
 from xfer.coordinator import messages as m
@@ -20,7 +21,6 @@ from xfer.participants import faults
 from xfer.rendezvous.channel import dial
 from xfer.rendezvous.client import RendezvousClient
 from xfer.rendezvous.server import Server
-from xfer.testing.ports import free_port
 from xfer.transport.p2p import P2P
 
 

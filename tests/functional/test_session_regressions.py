@@ -11,6 +11,7 @@ import time
 import pytest
 import torch
 
+from examples.common.ports import free_port
 from tests.support.world import (
     TOKEN,
     ToyEngine,
@@ -30,7 +31,6 @@ from xfer.participants.lane import Lane
 from xfer.plan.inventory import trainer_inventory
 from xfer.rendezvous.client import RendezvousClient
 from xfer.rendezvous.server import GREETERS, Server
-from xfer.testing.ports import free_port
 from xfer.trace.catalog import Catalog
 from xfer.trace.fragment import Fragment, TensorSpec
 from xfer.trace.traced import Traced

@@ -11,11 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.golden import golden
 from tests.support.row_worlds import Heap
 from tests.support.threads import MemoryStore, all_good, run_ranks
 from xfer.errors import CoverageError, LayoutError
 from xfer.trace.fragment import Fill, Fragment, TensorSpec
-from xfer.transport.golden import golden
 from xfer.transport.group import open_group
 
 EXAMPLES = int(os.environ.get("XFER_EXAMPLES", "200"))
@@ -132,7 +132,7 @@ def test_holders_that_disagree_in_dtype_are_refused(links):
 def test_the_oracle_imports_nothing_that_it_judges():
     import ast
 
-    import xfer.transport.golden as module
+    import tests.support.golden as module
 
     tree = ast.parse(open(module.__file__).read())
     names = {n.module for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)} | {

@@ -9,11 +9,11 @@ import pytest
 from typer.testing import CliRunner
 
 import xfer
+from examples.common.ports import free_port
 from tests.support.connect import flat_connect
 from tests.support.world import TOKEN, ToyEngine, ToySource, World
 from xfer.cli import app
 from xfer.errors import EngineLost, RefitFailed, XferError
-from xfer.testing.ports import free_port
 
 
 class Job:

@@ -15,8 +15,8 @@ import torch
 pytestmark = pytest.mark.engine
 pytest.importorskip("vllm")
 
+from examples.common import toy  # noqa: E402
 from xfer.engines.handles import OfflineLLM  # noqa: E402
-from xfer.testing import toy  # noqa: E402
 
 HERE = Path(__file__).resolve().parent
 PROMPTS = [[5, 6, 7, 8, 9], list(range(10, 50)), [100, 3, 150, 17] * 12]
@@ -195,9 +195,9 @@ def a_torn_engine_answers_nan(llm, truth):
 
 def noise_and_a_load_by_layout(llm, one, two, truth):
     """Every byte but the kept ones is overwritten; the layout alone brings both checkpoints back."""
-    kept = rpc(llm, "xfer_call", "checksum_kept")
-    rpc(llm, "xfer_call", "scramble", 3)
-    assert rpc(llm, "xfer_call", "checksum_kept") == kept
+    kept = rpc(llm, "xfer_kept")
+    rpc(llm, "xfer_scramble", 3)
+    assert rpc(llm, "xfer_kept") == kept
     rpc(llm, "xfer_call", "engage_lock")
     rpc(llm, "xfer_load", two)
     assert all(math.isnan(p) for _, logprobs in answers(llm) for p in logprobs)
@@ -207,7 +207,7 @@ def noise_and_a_load_by_layout(llm, one, two, truth):
     assert other != truth and not any(math.isnan(p) for _, logprobs in other for p in logprobs)
     rpc(llm, "xfer_load", one)
     rpc(llm, "xfer_call", "release_lock")
-    assert answers(llm) == truth and rpc(llm, "xfer_call", "checksum_kept") == kept
+    assert answers(llm) == truth and rpc(llm, "xfer_kept") == kept
 
 
 def identity_of_storages(llm):

@@ -17,18 +17,19 @@ pytestmark = pytest.mark.engine
 pytest.importorskip("vllm")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
+from examples.common import toy  # noqa: E402
 from tests.support import checkpoints  # noqa: E402
+from tests.support.engine_bytes import scramble  # noqa: E402
 from tests.support.families import FAMILIES  # noqa: E402
+from tests.support.replay import load  # noqa: E402
 from xfer.engines import vllm_cpu  # noqa: E402
 from xfer.engines.hf_spec import canonical_specs, checkpoint_specs  # noqa: E402
 from xfer.engines.meta_model import fake_rank, make_config, make_model  # noqa: E402
 from xfer.engines.vllm_layout import EngineModel  # noqa: E402
 from xfer.errors import LayoutError, Unsupported  # noqa: E402
 from xfer.plan.inventory import Inventory, engine_inventory  # noqa: E402
-from xfer.testing import toy  # noqa: E402
 from xfer.trace.catalog import Catalog  # noqa: E402
 from xfer.trace.fragment import TensorSpec  # noqa: E402
-from xfer.trace.replay import load  # noqa: E402
 
 CPU = torch.device("cpu")
 #        family, tp, pp, dp, ep, rank
@@ -89,7 +90,7 @@ def refitted(config, live, folder, tensors, catalog=None, draft=None, **options)
         reads=layout.traced.reads,
     )
     assert Inventory.from_bytes(made.to_bytes()).digest() == made.digest()  # what a session publishes of it
-    model.scramble(5)
+    scramble(model, 5)
     load(layout.traced, tensors, model.tensors)
     model.run_recipes()
     return layout
@@ -117,7 +118,7 @@ def test_dropping_one_fragment_is_seen(folders):
     with rank_of(folder) as (config, live, reference):
         model = EngineModel(config, live, CPU)
         layout = model.read(Catalog(checkpoint_specs(folder)))
-        model.scramble(5)
+        scramble(model, 5)
         load(replace(layout.traced, fragments=layout.traced.fragments[:-1]), tensors, model.tensors)
         reference.load_weights(tensors.items())
         got, want = parameters(live), parameters(reference)
@@ -325,7 +326,7 @@ def test_unit_norms_that_a_sleep_took_are_named(monkeypatch):
     with rank_of(GEMMA4) as (config, live, _):
         model = EngineModel(config, live, CPU)
         model.read(catalog)
-        model.scramble(5)  # what refits write anew may be lost
+        scramble(model, 5)  # what refits write anew may be lost
         assert model.check() == "same"
         live.model.layers[1].self_attn.v_norm.weight.data.zero_()
         with pytest.raises(Unsupported, match="did it sleep at level 2") as error:

@@ -5,13 +5,14 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
+from tests.support.engine_bytes import checksum_kept, scramble
+from tests.support.replay import load
 from xfer.engines.hf_spec import checkpoint_specs
 from xfer.engines.live import common, union
 from xfer.engines.vllm_layout import EngineModel
 from xfer.errors import XferError
 from xfer.plan.intervals import difference, size
 from xfer.trace.catalog import Catalog
-from xfer.trace.replay import load
 
 
 class Probe:
@@ -64,6 +65,12 @@ class Probe:
         """Write the checkpoint into live storage by the layout alone, as a refit would."""
         layout = self.xfer.layout
         load(layout.traced, load_file(f"{folder}/model.safetensors"), self.xfer.tensors)
+
+    def xfer_scramble(self, seed):
+        scramble(self.xfer, seed)
+
+    def xfer_kept(self):
+        return checksum_kept(self.xfer)
 
     def xfer_call(self, method, *args):
         out = getattr(self.xfer, method)(*args)

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from xfer.testing.world import random_weights
+from tests.support.one_process import random_weights
 from xfer.trace.fragment import TensorSpec
 
 

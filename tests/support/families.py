@@ -453,10 +453,10 @@ _WITH_CODE_OF_THEIR_OWN = {"nemotron_h": "NemotronHForCausalLM"}
 
 def register() -> None:
     """transformers 4 does not know these families."""
-    from xfer.testing.te_everywhere import stand_in_config
+    from xfer.cli.layouts.megatron import make_known
 
     for kind, architecture in _WITH_CODE_OF_THEIR_OWN.items():
-        stand_in_config(kind, architecture)
+        make_known({"model_type": kind, "architectures": [architecture]})
 
 
 def register_configs() -> None:

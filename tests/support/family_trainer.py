@@ -20,12 +20,11 @@ from safetensors.torch import save_file
 
 from tests.support import architectures
 from tests.support.families import FAMILIES, register
+from tests.support.one_process import random_weights
+from tests.support.one_process_megatron import Build, Checkpoint, Whole, bridge_of, chunks_of, import_bridge, trainers
 from tests.support.proc import PYTHON, ROOT, commands, emit, environment
 from xfer.errors import LayoutError
 from xfer.mesh.parallel import TrainerParallel
-from xfer.testing.te_everywhere import import_bridge
-from xfer.testing.world import random_weights
-from xfer.testing.world_megatron import Build, Checkpoint, Whole, bridge_of, chunks_of, playing, trainers
 from xfer.trace.fragment import TensorSpec
 from xfer.trace.slots import bare
 from xfer.trainers.bridge_export import hf_config, model_bridge_of
@@ -73,7 +72,7 @@ WORK = tempfile.TemporaryDirectory()
 def one_rank(folder, whole, provider):
     """(bridge, chunks) of the whole model, with its weights."""
     build = Build(TrainerParallel(world=1), distopt=False, provider=provider)
-    with playing(build, 0):
+    with build.playing(0):
         bridge = bridge_of(folder)
         chunks = chunks_of(bridge, build)
         with torch.no_grad():

@@ -48,7 +48,7 @@ def imports_torch() -> None:
 
 
 def imports_megatron() -> None:
-    from xfer.testing import megatron_cpu
+    from examples.common import megatron_cpu
 
     megatron_cpu.install()
     megatron_cpu.import_bridge()
@@ -63,13 +63,12 @@ def imports_vllm() -> None:
 
 IMPORTS = {"torch": imports_torch, "megatron": imports_megatron, "vllm": imports_vllm}
 OF = {
-    **dict.fromkeys(("megatron_main", "layerwise_megatron", "family_trainer"), "megatron"),
-    **dict.fromkeys(
-        ("megatron_worker", "megatron_hazards", "megatron_lora", "family_digits", "packed_bridge"), "megatron"
-    ),
+    **dict.fromkeys(("megatron_main", "layerwise_megatron"), "megatron"),
+    **dict.fromkeys(("megatron_worker", "megatron_hazards", "megatron_lora", "packed_bridge"), "megatron"),
     **dict.fromkeys(("vllm_main", "refit_engine", "live_main", "resumed_main", "external_main"), "vllm"),
 }
-"""What a module or script would import first. Those not named import torch, if anything."""
+"""What a module or script would import first. Those not named import torch, if anything. Scripts that build Megatron as
+`xfer plan` does (family_trainer, family_digits, world_trainer) declare GPU packages before they import it."""
 
 
 class Forged:

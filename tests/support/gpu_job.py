@@ -15,10 +15,10 @@ from pathlib import Path
 
 import torch
 
+from examples.common import toy
+from examples.common.ports import free_port
 from tests.support import gpu_shared, proc
 from tests.support.proc import ROOT, Child, Family
-from xfer.testing import toy
-from xfer.testing.ports import free_port
 
 for _side in proc.PYTHON:
     if not os.path.exists(proc.PYTHON[_side]):
@@ -124,7 +124,7 @@ class Engine:
 
 
 class Job:
-    """`config`: an HF config of a family of xfer.testing.toy."""
+    """`config`: an HF config of a family of examples.common.toy."""
 
     def __init__(self, work: Path, config: dict):
         self.work, self.config, self.token = Path(work), config, secrets.token_hex(16)

@@ -12,9 +12,11 @@ import time
 
 import torch
 
+from tests.support import engine_bytes
 from tests.support.gpu_profile import Profile
 from tests.support.gpu_values import names, value
 from tests.support.gpu_watch import Watch
+from xfer.engines.vllm_layout import EngineModel
 
 DERIVED = ("W_UV", "W_UK_T")
 
@@ -66,8 +68,8 @@ class Probe:
     def xfer_scramble(self, seed):
         """Noise in every live byte that a refit must write. Answers a checksum of what is kept."""
         model = self.weight_transfer_engine.session.model
-        if hasattr(model, "scramble"):
-            model.scramble(seed)
+        if isinstance(model, EngineModel):
+            engine_bytes.scramble(model, seed)
         else:  # packed route: the engine's own loader writes every parameter
             noise = torch.Generator(self.device).manual_seed(seed)
             for p in self.model_runner.get_model().parameters():
@@ -91,7 +93,7 @@ class Probe:
 
     def xfer_kept(self):
         model = self.weight_transfer_engine.session.model
-        return model.checksum_kept() if hasattr(model, "checksum_kept") else ""
+        return engine_bytes.checksum_kept(model) if isinstance(model, EngineModel) else ""
 
     def xfer_digests(self):
         """Of the bytes of every live parameter, whatever vLLM has made of it."""

@@ -177,7 +177,7 @@ class Plain:
 
 class Megatron:
     def __init__(self, folder: str, layout: dict):
-        from xfer.testing.train_loop import Trainer
+        from examples.common.train_loop import Trainer
 
         if not dist.is_initialized():
             dist.init_process_group("nccl")

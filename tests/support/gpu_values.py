@@ -7,11 +7,11 @@ from math import sqrt
 
 import torch
 
-from xfer.testing import toy
+from examples.common import toy
 
 
 def names(config: dict) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
-    """(name, shape, dtype) of every tensor of the checkpoint of an HF config (families of xfer.testing.toy)."""
+    """(name, shape, dtype) of every tensor of the checkpoint of an HF config (families of examples.common.toy)."""
     return [(n, tuple(s), d) for n, s, d in toy.specs(config)]
 
 

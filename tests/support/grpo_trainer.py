@@ -9,20 +9,20 @@ import os
 import torch
 import torch.distributed as dist
 
+from examples.common import megatron_cpu
 from tests.support.connect import flat_connect
 from tests.support.proc import PATIENCE, emit, obey
-from xfer.testing import megatron_cpu
 
 megatron_cpu.install()
 dist.init_process_group("gloo")
 
 import xfer  # noqa: E402
+from examples.common.train_loop import Trainer  # noqa: E402
 from examples.grpo import grpo  # noqa: E402
 from examples.grpo.client import RolloutClient  # noqa: E402
 from examples.grpo.samples import require_version  # noqa: E402
 from examples.grpo.task import SortDigits  # noqa: E402
 from xfer.errors import XferError  # noqa: E402
-from xfer.testing.train_loop import Trainer  # noqa: E402
 
 TASK = SortDigits()
 CHIEF = dist.get_rank() == 0

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import torch
 
+from examples.common import megatron_cpu
 from tests.support.connect import flat_connect
 from tests.support.gpu_job import nccl_host
 from tests.support.proc import emit, obey
-from xfer.testing import megatron_cpu
 
 megatron_cpu.install()
 if torch.cuda.is_available():
@@ -26,8 +26,8 @@ if torch.cuda.is_available():
     torch.use_deterministic_algorithms(True)  # or two runs differ by the order in which atomics add
 megatron_cpu.init_world()
 
+from examples.common.train_loop import Task, Trainer, build_chunks  # noqa: E402
 from xfer.layerwise.megatron import MegatronLayerWise, muon_and_adam  # noqa: E402
-from xfer.testing.train_loop import Task, Trainer, build_chunks  # noqa: E402
 
 
 class LayerWise(Trainer):

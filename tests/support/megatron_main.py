@@ -8,15 +8,15 @@ import os
 
 import torch.distributed as dist
 
+from examples.common import megatron_cpu
 from tests.support.connect import flat_connect
 from tests.support.proc import emit, obey
-from xfer.testing import megatron_cpu
 
 megatron_cpu.install()
 dist.init_process_group("gloo")
 
 import xfer  # noqa: E402
-from xfer.testing.train_loop import Trainer  # noqa: E402
+from examples.common.train_loop import Trainer  # noqa: E402
 
 
 class Rank:

@@ -17,18 +17,18 @@ import time
 from pathlib import Path
 from unittest import mock
 
-from xfer.testing import megatron_cpu, toy
+from examples.common import megatron_cpu, toy
 
 megatron_cpu.install()
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
+from examples.common.train_loop import Trainer  # noqa: E402
 from tests.support.packed_tensors import placed  # noqa: E402
 from xfer.errors import RebindError  # noqa: E402
 from xfer.packed import agree  # noqa: E402
 from xfer.packed.source import PackedSource  # noqa: E402
-from xfer.testing.train_loop import Trainer  # noqa: E402
 from xfer.trainers.bridge_stream import BridgeStream  # noqa: E402
 from xfer.trainers.megatron import MegatronTrainer  # noqa: E402
 from xfer.trainers.traced_stream import TracedStream  # noqa: E402
@@ -385,9 +385,6 @@ def ran_short(source: PackedSource) -> str:
 
 
 def fused(folder: Path) -> None:
-    from xfer.testing.te_everywhere import import_bridge
-
-    import_bridge()
     if dist.get_rank() == 0:
         from transformers import AutoConfig, AutoModelForCausalLM
 

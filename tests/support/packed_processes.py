@@ -11,10 +11,10 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
+from examples.common.ports import free_port
 from tests.support.packed_world import Knobs, PackedTaker, ToyStream
 from tests.support.world import TOKEN, ToySource
 from tests.support.world_processes import ProcessWorld, _controller, _serve_trainer, _worker
-from xfer.testing.ports import free_port
 
 LIMIT = 512
 """Bytes of a bucket: some buckets for the small tensors of the world."""

@@ -15,10 +15,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from examples.common.gloo_end import settle_at_exit
 from xfer.packed.buffer import Buffers, Unpacker
 from xfer.packed.source import PackedSource
 from xfer.packed.tensors import TensorStream
-from xfer.testing.gloo_end import settle_at_exit
 from xfer.trainers.dtensor import TensorTrainer
 
 LIMIT = 1024

@@ -19,10 +19,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from examples.common import toy
 from tests.support.connect import flat_connect
 from tests.support.proc import commands, emit
 from xfer.errors import RebindError, XferError
-from xfer.testing import toy
 from xfer.trace.slots import local as held
 from xfer.trainers.dtensor import TensorTrainer
 

@@ -15,9 +15,9 @@ import traceback
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from examples.common.gloo_end import settle_at_exit
+from examples.common.ports import free_port
 from tests.support import forge
-from xfer.testing.gloo_end import settle_at_exit
-from xfer.testing.ports import free_port
 
 ROOT = forge.ROOT
 MARK = "@xfer "

@@ -13,10 +13,10 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from examples.common import toy
+from examples.common.ports import free_port
 from tests.support.proc import PATIENCE, Child, Family
 from xfer.coordinator.deadlines import CALL_GRACE_S
-from xfer.testing import toy
-from xfer.testing.ports import free_port
 
 GRACE_S = CALL_GRACE_S + 5.0 * PATIENCE
 """What may be added to a refit's deadline: what the session promises, and some seconds of a busy machine."""

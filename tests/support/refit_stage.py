@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+from examples.common.ports import free_port
 from tests.support.proc import Child, Family, stop_all
-from xfer.testing.ports import free_port
 
 
 class Stage:

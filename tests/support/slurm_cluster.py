@@ -18,8 +18,8 @@ import subprocess
 import time
 from pathlib import Path
 
+from examples.common.ports import free_port
 from tests.support.proc import PATIENCE
-from xfer.testing.ports import free_port
 
 PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "srun", "sinfo", "scontrol")
 

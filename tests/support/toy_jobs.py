@@ -9,8 +9,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from examples.common.ports import free_port
 from tests.support.proc import PATIENCE, ROOT, environment
-from xfer.testing.ports import free_port
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """What functional tests ask of a live vLLM worker beside xfer's own calls (`worker_extension_cls`), by method name."""
 
-from tests.support import memory
+from tests.support import engine_bytes, memory
 
 
 class Probe:
@@ -9,11 +9,11 @@ class Probe:
     def xfer_scramble(self, seed):
         """Noise in every live byte that no refit may leave out. Answers a checksum of what is kept."""
         model = self.weight_transfer_engine.session.model
-        model.scramble(seed)
-        return model.checksum_kept()
+        engine_bytes.scramble(model, seed)
+        return engine_bytes.checksum_kept(model)
 
     def xfer_kept(self):
-        return self.weight_transfer_engine.session.model.checksum_kept()
+        return engine_bytes.checksum_kept(self.weight_transfer_engine.session.model)
 
     def xfer_who(self, word):
         """An answer of this very call: the word, and who says it."""

@@ -14,13 +14,13 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from examples.common.ports import free_port
 from xfer.coordinator.state import Options
 from xfer.engines.layout import EngineLayout
 from xfer.participants.controller import Controller
 from xfer.participants.trainer import TrainerSession
 from xfer.participants.worker import WorkerSession
 from xfer.routes import Direct, Route, worker_side
-from xfer.testing.ports import free_port
 from xfer.trace.fragment import Fill, Fragment, Root, Span, TensorSpec
 from xfer.trace.traced import Traced
 from xfer.trace.traced import TrainerLayout as ToyLayout

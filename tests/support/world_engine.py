@@ -18,14 +18,14 @@ from tests.support import torchvision
 
 torchvision.install()
 
+from tests.support.one_process import Job, Trainers, by_golden, random_weights  # noqa: E402
+from tests.support.one_process_vllm import Worker, workers  # noqa: E402
 from tests.support.proc import commands, emit  # noqa: E402
 from xfer.engines.hf_spec import canonical_specs, checkpoint_specs  # noqa: E402
 from xfer.mesh.parallel import EngineParallel  # noqa: E402
 from xfer.plan.inventory import Inventory  # noqa: E402
 from xfer.plan.options import PlanOptions  # noqa: E402
 from xfer.plan.planner import plan_replica  # noqa: E402
-from xfer.testing.world import Job, Trainers, by_golden, random_weights  # noqa: E402
-from xfer.testing.world_vllm import Worker, workers  # noqa: E402
 
 GPUS = 8
 """Of a host."""
@@ -130,9 +130,6 @@ def _alike(w: Worker) -> list[str]:
 
 
 def main() -> None:
-    from xfer.engines import vllm_cpu
-
-    vllm_cpu.install()
     for command in commands():
         try:
             do = command.pop("do")

@@ -19,8 +19,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from examples.common.ports import free_port
 from tests.support.world import TOKEN, ToyEngine, ToySource, ToyTaker
-from xfer.testing.ports import free_port
 
 if TYPE_CHECKING:
     from xfer.participants.trainer import TrainerSession

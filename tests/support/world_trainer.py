@@ -9,12 +9,11 @@ import traceback
 
 import torch
 
+from tests.support.one_process import Trainers, random_weights
+from tests.support.one_process_megatron import Build, Whole, import_bridge, trainers
 from tests.support.proc import commands, emit
 from xfer.engines.hf_spec import checkpoint_specs
 from xfer.mesh.parallel import TrainerParallel
-from xfer.testing.te_everywhere import import_bridge
-from xfer.testing.world import Trainers, random_weights
-from xfer.testing.world_megatron import Build, Whole, trainers
 
 
 def row(folder: str, world: str, parallel: dict, provider: dict, versions: int, every: bool = False) -> dict:

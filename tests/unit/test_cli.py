@@ -12,13 +12,14 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from xfer.cli import app, tracing
+from xfer.cli import app
 from xfer.cli.describe import describe
 from xfer.cli.examples import FOLDER
+from xfer.cli.layouts import processes
 from xfer.cli.plan import HELP
 from xfer.coordinator import messages as m
 from xfer.errors import HandshakeError, XferError
-from xfer.plan.fabric_file import read_fabric
+from xfer.plan.fabric_file import read_site
 from xfer.rendezvous import client as party
 from xfer.routes import default_cache_dir
 
@@ -150,7 +151,7 @@ def test_what_no_message_could_carry_is_a_mistake_of_the_call(tmp_path, value, s
         done = xfer("plan", str(tmp_path / name))
         assert done.exit_code == 2 and said in done.output
         with pytest.raises(XferError, match=said):
-            read_fabric(tmp_path / name)
+            read_site(tmp_path / name)
     (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
     for names in (value, f'{{"{value[1:-1]}": "x"}}') if "ud800" in value else (value,):
         (tmp_path / "model.safetensors.index.json").write_text(f'{{"weight_map": {names}}}')
@@ -179,7 +180,7 @@ def test_an_interpreter_that_is_none_is_a_mistake_of_the_call(tmp_path):
 
 def test_one_variable_says_where_everything_is_kept(tmp_path, monkeypatch):
     monkeypatch.setenv("XFER_CACHE", str(tmp_path))
-    assert tracing.cache_folder().parent == Path(default_cache_dir()) == tmp_path
+    assert processes.cache_folder().parent == Path(default_cache_dir()) == tmp_path
 
 
 @pytest.mark.parametrize("file", ["docs/plan.md", "docs/plan_predictions.md", "--help"])

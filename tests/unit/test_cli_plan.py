@@ -19,14 +19,15 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from benchmarks.lib.layouts import Model, engine, trainer
-from xfer.cli import app, plan_report, tracing
+from xfer.cli import app, plan_report
 from xfer.cli import plan as plan_command
 from xfer.cli.describe import ASSUMED, describe
 from xfer.cli.examples import FOLDER
 from xfer.cli.html import page, seconds, short, ticks
+from xfer.cli.layouts import processes as tracing
+from xfer.cli.layouts.child import Task
+from xfer.cli.layouts.processes import Tracer, _Processes, classes
 from xfer.cli.plan_report import Header, Kept, Report, make_plans, make_report
-from xfer.cli.trace_child import Task
-from xfer.cli.tracing import Tracer, _Processes, classes
 from xfer.errors import XferError
 from xfer.mesh.parallel import EngineParallel, TrainerParallel
 from xfer.plan.explain import size

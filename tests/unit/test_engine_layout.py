@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from tests.support.replay import load
 from xfer.engines import live as lv
 from xfer.engines import vllm_cpu
 from xfer.engines.asleep import LeftAlone
@@ -24,7 +25,6 @@ from xfer.errors import LayoutError, RebindError, Unsupported, XferError
 from xfer.plan.inventory import SCRATCH
 from xfer.trace.fragment import TensorSpec
 from xfer.trace.loader import trace_loader
-from xfer.trace.replay import load
 
 EXAMPLES = int(os.environ.get("XFER_EXAMPLES", "200"))
 CPU = torch.device("cpu")

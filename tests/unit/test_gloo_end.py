@@ -8,7 +8,7 @@ import pytest
 STARVED = """
 import os, sys, weakref
 import torch, torch.distributed as dist
-from xfer.testing import gloo_end
+from examples.common import gloo_end
 
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 for thread in os.listdir("/proc/self/task"):

@@ -8,7 +8,7 @@ import pytest
 GATHERS = """
 import os, sys, time
 import torch, torch.distributed as dist
-from xfer.testing.gloo_threads import one_thread_each
+from examples.common.gloo_threads import one_thread_each
 
 one_thread_each()
 one_thread_each()

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.row_worlds import dense, row
+from tests.support.sums import checksum_rows
 from xfer.errors import LayoutError
 from xfer.kernels import checksum
-from xfer.kernels.checksum import checksum_rows
 from xfer.plan.checksum import added
 from xfer.plan.program import DTYPE_CODE, MAX_DIMS, ROW, Op
 

@@ -20,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.row_worlds import apply_rows, byte_starts, random_rows, row
+from tests.support.sums import checksum_rows
 from tests.unit.test_kernels_checksum import fragments, random_tensor
 from xfer.kernels import checksum
 from xfer.kernels.bulk import Shape
@@ -222,8 +223,8 @@ def test_offsets_and_strides_beyond_32_bits(src, dst, far):
                 one, np.zeros(1, np.int64), 1, [live[end]], end, [checksum.placed(one[0], end, shapes)]
             )
             fast.launch()
-            left = checksum.checksum_rows(one[fast.odd], [live[end]], end, shapes)
-            assert added(fast.values()[0], left) == checksum.checksum_rows(one, [live[end]], end, shapes)
+            left = checksum_rows(one[fast.odd], [live[end]], end, shapes)
+            assert added(fast.values()[0], left) == checksum_rows(one, [live[end]], end, shapes)
         fill = one.copy()
         fill["op"], fill["src_dtype"], fill["fill"] = Op.FILL, fill["dst_dtype"], 0x40404040
         bound(fill, [live["again"]], "dst", [live["again"]]).fill()
@@ -312,12 +313,12 @@ def test_checksums_equal_the_twins_number(seed, parts, narrow, tile):
         rows["dst_dtype"], rows["op"] = DTYPE_CODE["bfloat16"], Op.CAST
     shapes, roots = [tuple(value.shape)], [r.to(DEVICE) for r in roots]
     slot = rng.integers(0, 2, len(rows))
-    want = [checksum.checksum_rows(rows[slot == k], [r.cpu() for r in roots], "src", shapes) for k in range(2)]
+    want = [checksum_rows(rows[slot == k], [r.cpu() for r in roots], "src", shapes) for k in range(2)]
     where = [checksum.placed(r, "src", shapes) for r in rows]
     fast = module.TritonSums(rows, slot, 2, roots, "src", where, tile)
     for _ in range(2):
         fast.launch()
-        left = [checksum.checksum_rows(rows[(slot == k) & fast.odd], roots, "src", shapes) for k in range(2)]
+        left = [checksum_rows(rows[(slot == k) & fast.odd], roots, "src", shapes) for k in range(2)]
         assert list(map(added, fast.values(), left)) == want
 
 
@@ -350,12 +351,12 @@ def test_checksums_of_whole_groups_equal_the_twins_number(seed, dtype, narrow, t
             one["dst_dtype"], one["op"] = DTYPE_CODE["bfloat16"], Op.CAST
         rows.append(one)
     rows, shapes = np.concatenate(rows), [(high, wide)]
-    want = checksum.checksum_rows(rows, [data], "src", shapes)
+    want = checksum_rows(rows, [data], "src", shapes)
     roots = [data.to(DEVICE)]
     where = [checksum.placed(r, "src", shapes) for r in rows]
     fast = module.TritonSums(rows, np.zeros(2, np.int64), 1, roots, "src", where, tile)
     fast.launch()
-    left = checksum.checksum_rows(rows[fast.odd], roots, "src", shapes)
+    left = checksum_rows(rows[fast.odd], roots, "src", shapes)
     assert added(fast.values()[0], left) == want
 
 
@@ -415,7 +416,7 @@ def test_copies_that_sum_leave_the_same_bytes_and_the_same_number(seed, dtype, b
     copies, sums = np.concatenate(copies), np.concatenate(sums)
     sources, live, want = ([flat(x) for x in xs] for xs in (src, dst, dst))
     TorchRows(copies, want, "local", sources).copy()
-    number = checksum.checksum_rows(sums, [t.cpu() for t in want], "dst", shapes)
+    number = checksum_rows(sums, [t.cpu() for t in want], "dst", shapes)
     both = lent(sums, live, shapes, tile=4)
     with patch.object(tiles, "SMALL_TILE", 128), patch.multiple(summed, BEHIND=behind, MOST=int(rng.choice([2, 64]))):
         rows = bound(copies, live, "local", sources, summed=both)
@@ -424,7 +425,7 @@ def test_copies_that_sum_leave_the_same_bytes_and_the_same_number(seed, dtype, b
             t.copy_(flat(was))
         rows.copy()
         both.launch()
-        left = checksum.checksum_rows(sums[both.odd], live, "dst", shapes)
+        left = checksum_rows(sums[both.odd], live, "dst", shapes)
         assert all(map(torch.equal, live, want)) and added(both.values()[0], left) == number
 
 
@@ -444,7 +445,7 @@ def test_copies_that_sum_can_be_stopped():
     abort.zero_()
     rows.copy()
     assert torch.equal(live, source)
-    assert sums.values() == [checksum.checksum_rows(some, [live], "dst", [(n,)])]
+    assert sums.values() == [checksum_rows(some, [live], "dst", [(n,)])]
     with pytest.raises(RuntimeError, match="lent to another kernel already"):
         bound(some, [live], "local", [source], summed=sums)
 
@@ -464,7 +465,7 @@ def test_copies_that_sum_are_stopped_at_any_moment():
     rows.copy()
     torch.cuda.synchronize()
     want, stopped = sums.values(), 0
-    assert want == [checksum.checksum_rows(some, [live], "dst", [(n,)])]
+    assert want == [checksum_rows(some, [live], "dst", [(n,)])]
     for _ in range(60):
         live.zero_()
         torch.cuda.synchronize()

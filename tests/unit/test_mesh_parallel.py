@@ -2,15 +2,12 @@
 
 import os
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from xfer.errors import LayoutError
-from xfer.mesh import EngineParallel, MeshInfo, Replicate, Shard, TrainerParallel
-from xfer.mesh.parallel import expert_dim, usual_layout
-from xfer.trace.fragment import TensorSpec
+from xfer.mesh import EngineParallel, MeshInfo, TrainerParallel
 
 EXAMPLES = int(os.environ.get("XFER_EXAMPLES", 200))
 
@@ -179,21 +176,3 @@ def test_all_faults_of_a_parallelism_come_at_once():
     with pytest.raises(LayoutError) as e:
         EngineParallel(tp=0, dp=True)
     assert len(e.value.violations) == 2
-
-
-def test_experts_are_told_by_structure_alone():
-    p = TrainerParallel(world=16, tp=2, pp=2, ep=4, etp=2)
-    grouped = TensorSpec("model.layers.3.mlp.experts.*.up_proj.weight", (8, 32, 16), "bfloat16")
-    lone = TensorSpec("model.layers.3.mlp.experts.up_proj.weight", (8, 32, 16), "bfloat16")
-    assert expert_dim(grouped) == 0 and expert_dim(lone) is None
-    mesh, placements = usual_layout(grouped, p, 1, stage=1, rank_offset=100)
-    assert mesh.axes == ("edp", "ep", "etp") and placements == (Replicate(), Shard(0), Shard(1))
-    assert mesh.ranks.ravel().tolist() == list(range(108, 116))
-    mesh, placements = usual_layout(lone, p, -1)
-    assert mesh == p.dense() and placements == (Replicate(), Replicate(), Replicate(), Shard(2))
-    assert np.all([q == Replicate() for q in usual_layout(lone, p)[1]])
-    engine = EngineParallel(tp=2, dp=2, ep=True)
-    assert usual_layout(grouped, engine, 1)[1] == (Replicate(), Shard(0), Shard(1))
-    for spec, dim in [(grouped, 0), (grouped, -3), (lone, 3)]:
-        with pytest.raises(LayoutError, match="tp_dim"):
-            usual_layout(spec, p, dim)

@@ -2,9 +2,12 @@
 
 import ast
 import importlib.metadata as md
+import os
 import re
+import shutil
 import subprocess
 import sys
+import zipfile
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -34,7 +37,7 @@ def test_import_is_quick_and_touches_nothing_heavy():
         "from xfer import nccl_xfer_refit, connect, serve\n"
         "more = [m for m in ('megatron', 'vllm', 'transformers') if m in sys.modules]\n"
         "import torch, torch.distributed as d\n"
-        "import xfer.participants.trainer, xfer.participants.worker, xfer.transport.p2p, xfer.transport.golden, xfer.trainers.megatron\n"
+        "import xfer.participants.trainer, xfer.participants.worker, xfer.transport.p2p, tests.support.golden, xfer.trainers.megatron\n"
         "more += [m for m in ('megatron', 'vllm', 'transformers') if m in sys.modules]\n"
         "print(s, heavy, more, d.is_initialized(), torch.cuda.is_initialized())"
     )
@@ -75,6 +78,68 @@ def test_every_file_of_the_package_is_in_its_wheel():
     lost = [p for p in files if not (p.parent / "__init__.py").exists()]
     lost += [p for p in files if p.suffix != ".py" and not any(fnmatchcase(str(p), x) for x in patterns)]
     assert len(files) > 200 and lost == []
+
+
+def test_the_wheel_is_the_package_and_works_without_tests_and_examples(tmp_path):
+    """Built as pip builds it, unpacked, and run from a folder that has nothing else of this repository."""
+    pytest.importorskip("setuptools", minversion="77")
+    source, site = tmp_path / "source", tmp_path / "site"
+    shutil.copytree(ROOT / "xfer", source / "xfer", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    build = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "-q",
+        "--no-deps",
+        "--no-build-isolation",
+        "--no-index",
+        "-w",
+        str(tmp_path),
+    ]
+    subprocess.run([*build, str(source)], check=True, timeout=120)
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(site)
+    folders = {p.name for p in site.iterdir()}
+    assert "xfer" in folders and all(n == "xfer" or n.endswith(".dist-info") for n in folders), folders
+
+    def files(root: Path) -> set[str]:
+        return {str(p.relative_to(root)) for p in root.rglob("*") if p.is_file() and "__pycache__" not in p.parts}
+
+    assert files(site / "xfer") == files(ROOT / "xfer")
+    code = (
+        "import runpy, sys; sys.argv = ['xfer', 'plan', '--help']\n"
+        "import xfer.cli, xfer.cli.layouts.processes\n"
+        "assert xfer.__file__.startswith(sys.path[1]), xfer.__file__\n"
+        "try: runpy.run_module('xfer', run_name='__main__')\n"
+        "except SystemExit as e: assert not e.code, e.code\n"
+        "print([m for m in sys.modules if m.partition('.')[0] in ('tests', 'examples', 'benchmarks')])"
+    )
+    env = {**os.environ, "PYTHONPATH": str(site)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, env=env, timeout=120
+    )
+    assert done.returncode == 0 and done.stdout.splitlines()[-1] == "[]", done.stdout[-400:] + done.stderr[-400:]
+
+
+def test_no_module_of_the_package_imports_tests_examples_or_benchmarks():
+    found = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in (ROOT / "xfer").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for name in ([node.module or ""] if isinstance(node, ast.ImportFrom) else [a.name for a in node.names])
+        if name.partition(".")[0] in ("tests", "examples", "benchmarks")
+    ]
+    assert found == []
+
+
+def test_only_the_command_line_imports_the_layouts_of_xfer_plan():
+    outside = [p for p in (ROOT / "xfer").rglob("*.py") if "cli" not in p.relative_to(ROOT / "xfer").parts]
+    assert [str(p) for p in outside if "xfer.cli" in p.read_text() and p.name != "__main__.py"] == []
 
 
 @pytest.mark.parametrize("adapter", [xfer.TensorTrainer, xfer.MegatronTrainer, xfer.LayerWiseTrainer])

@@ -25,7 +25,7 @@ from xfer.mesh.parallel import EngineParallel, TrainerParallel
 from xfer.plan.balance import Demand, balance
 from xfer.plan.draft import make_draft
 from xfer.plan.fabric import Fabric, Host, Nic, Site
-from xfer.plan.fabric_file import parse, read_fabric, read_site, read_toml
+from xfer.plan.fabric_file import parse, read_site, read_toml
 from xfer.plan.flow import Flow
 from xfer.plan.planner import Drafts, PlanOptions, plan_replica
 
@@ -414,7 +414,7 @@ def test_a_fabric_is_read_from_toml_and_json(tmp_path):
     (tmp_path / "f.toml").write_text(FILE)
     (tmp_path / "f.json").write_text(json.dumps(read_toml(FILE)))
     site = read_site(tmp_path / "f.toml")
-    assert site == read_site(tmp_path / "f.json") and site.fabric == read_fabric(tmp_path / "f.json")
+    assert site == read_site(tmp_path / "f.json")
     assert site.fabric.hosts[0] == TWO.hosts[0] and site.fabric.cross_rail == "spine"
     assert site.fabric.hosts[1:] == tuple(
         replace(h, name=n)
@@ -422,8 +422,9 @@ def test_a_fabric_is_read_from_toml_and_json(tmp_path):
     )
     assert site.trainers == (0, 1, 2, 3)
     assert site.replicas == ((4, 5, 6, 7), (8, 9, 10, 11), (12, 13, 14, 15))
-    (tmp_path / "g.json").write_text(json.dumps({k: v for k, v in read_toml(FILE).items() if k != "ranks"}))
-    assert read_fabric(tmp_path / "g.json") == site.fabric
+    alone = {k: v for k, v in read_toml(FILE).items() if k != "ranks"}
+    assert parse(alone) == (site.fabric, None)
+    (tmp_path / "g.json").write_text(json.dumps(alone))
     with pytest.raises(XferError, match="ranks"):
         read_site(tmp_path / "g.json")
 
@@ -466,7 +467,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path):
     (tmp_path / "x.json").write_text("{")
     for path in (tmp_path / "x.json", tmp_path / "none.json"):
         with pytest.raises(XferError, match=path.name):
-            read_fabric(path)
+            read_site(path)
     (tmp_path / "list.json").write_text("[1]")
     with pytest.raises(XferError, match="unknown key"):
-        read_fabric(tmp_path / "list.json")
+        read_site(tmp_path / "list.json")

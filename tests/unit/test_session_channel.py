@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from examples.common.ports import free_port
 from tests.support.proc import PATIENCE
 from xfer.coordinator import messages as m
 from xfer.coordinator.events import Disconnected, Received, Unproven
@@ -16,7 +17,6 @@ from xfer.coordinator.state import Options
 from xfer.errors import DeadlineExceeded, HandshakeError, PeerLost
 from xfer.rendezvous import channel as c
 from xfer.rendezvous.server import Server
-from xfer.testing.ports import free_port
 
 TOKEN = "a token for tests"
 

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.row_worlds import row
+from tests.support.sums import checksum_rows
 from xfer.direct.early import FIRST, EarlySums, first_storages, whole_storages
-from xfer.kernels.checksum import checksum_rows
 from xfer.plan.program import Op, row_wire_bytes
 from xfer.plan.relay import in_parts
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tests.support.row_worlds import row
+from tests.support.sums import checksum_rows
 from xfer.direct.sums import SourceSums
-from xfer.kernels.checksum import checksum_rows
 
 
 def whole(value: torch.Tensor, **columns):

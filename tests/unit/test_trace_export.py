@@ -21,12 +21,15 @@ from hypothesis import strategies as st
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.support.plan_worlds import Side, World, execute
+from tests.support.replay import export, storage_bytes, trace_export
 from tests.support.trace_maps import element_map
 from xfer.errors import LayoutError, Unsupported
 from xfer.plan.planner import PlanOptions, plan_replica
-from xfer.trace import Catalog, ExportWatch, Fragment, Span, TensorSpec, objects_stay_home, trace_export, twin
+from xfer.trace.catalog import Catalog
+from xfer.trace.collectives import objects_stay_home
+from xfer.trace.export import ExportWatch, twin
+from xfer.trace.fragment import Fragment, Span, TensorSpec
 from xfer.trace.probe import export_fragments, numbers
-from xfer.trace.replay import export, storage_bytes
 
 EXAMPLES = int(os.environ.get("XFER_EXAMPLES", "200"))
 SHAPES = {"qkv": (8, 6), "fc": (4, 6), "bias": (4,)}

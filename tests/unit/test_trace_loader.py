@@ -14,11 +14,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.replay import load as load_into
+from tests.support.replay import storage_bytes
 from tests.support.trace_maps import addresses
 from xfer.errors import LayoutError, Unsupported
-from xfer.trace import TensorSpec, trace_loader
-from xfer.trace.replay import load as load_into
-from xfer.trace.replay import storage_bytes
+from xfer.trace.fragment import TensorSpec
+from xfer.trace.loader import trace_loader
 from xfer.trace.watch import PythonData, Watch
 
 EXAMPLES = int(os.environ.get("XFER_EXAMPLES", "200"))

@@ -16,10 +16,11 @@ import torch.distributed as dist
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from tests.support.replay import trace_export
 from tests.unit.test_trace_export import EXAMPLES, one_rank
 from xfer.errors import Unsupported
-from xfer.trace import ExportWatch, trace_export
-from xfer.trace.replay import byte_region
+from xfer.trace.export import ExportWatch
+from xfer.trace.traced import byte_region
 from xfer.trainers.computed import Computed
 
 OUT, IN, RANK = 12, 8, 4

@@ -12,11 +12,26 @@ from hypothesis import strategies as st
 from tests.support.trace_maps import element_map
 from tests.unit.test_trace_loader import COMPUTES, SPECS, Toy, steps, storage_as
 from xfer.errors import LayoutError, Unsupported
-from xfer.trace import TensorSpec, trace_loader
-from xfer.trace.probe import NOT_MOVED, OFFSET_BITS, Digits, decode, export_fragments, load_fragments, numbers
+from xfer.trace.boxes import boxes, merge
+from xfer.trace.fragment import TensorSpec
+from xfer.trace.loader import trace_loader
+from xfer.trace.probe import NOT_MOVED, OFFSET_BITS, Digits, decode, export_fragments, numbers
 
 EXAMPLES = int(os.environ.get("XFER_EXAMPLES", "200"))
 DTYPES = ["float8_e4m3fn", "float8_e5m2", "bfloat16", "float16", "float32", "uint8", "int8", "int32", "int64"]
+
+
+def load_fragments(root: str, ids, dtype: str, specs: dict[int, TensorSpec]) -> list:
+    """Engine side: checkpoint tensors were numbered, `ids` is what a whole storage holds, seen as flat elements of
+    `dtype`.
+
+    `specs`: id -> checkpoint tensor. Elements that are `NOT_MOVED` are left out: fills, computed values, bytes not
+    written.
+    """
+    out = []
+    for at, number, of in decode(ids):
+        out += boxes(specs[number], of, at.scaled(getattr(torch, dtype).itemsize), root, dtype)
+    return merge(out)
 
 
 def probe(program: list, digits: Digits) -> tuple[list, Toy]:

@@ -14,9 +14,10 @@ from math import prod
 import pytest
 import torch
 
-from xfer.trace import Catalog, Traced, trace_loader
-from xfer.trace.loader import named_storages
-from xfer.trace.replay import load, storage_bytes
+from tests.support.replay import load, storage_bytes
+from xfer.trace.catalog import Catalog
+from xfer.trace.loader import named_storages, trace_loader
+from xfer.trace.traced import Traced
 from xfer.trace.watch import Watch
 
 pytestmark = pytest.mark.engine

@@ -80,7 +80,7 @@ def test_without_a_process_group_the_calls_that_are_missing_are_named():
 
 def megatrons_own_groups() -> None:
     """In a process of its own: Megatron-Core must not have been imported before the CPU's stand-ins are there."""
-    from xfer.testing import megatron_cpu
+    from examples.common import megatron_cpu
 
     megatron_cpu.install()
     from megatron.core import parallel_state

@@ -22,6 +22,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.support.memory import Watched
+from tests.support.one_process import Job
 from xfer import Declared, MeshInfo, TensorTrainer
 from xfer.errors import LayoutError, RebindError, Unsupported
 from xfer.mesh.placement import Segmented, from_dtensor
@@ -30,7 +31,6 @@ from xfer.packed.source import PackedSource
 from xfer.packed.tensors import TensorStream
 from xfer.plan.inventory import engine_inventory, trainer_inventory
 from xfer.plan.planner import PlanOptions, plan_replica
-from xfer.testing.world import Job
 from xfer.trace.catalog import Catalog
 from xfer.trace.declared import declared_fragments
 from xfer.trace.fragment import Fragment, Root, Span

@@ -115,8 +115,8 @@ def _plan(
 ) -> Report:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+    from xfer.cli.layouts.processes import Tracer, cache_folder
     from xfer.cli.plan_report import Header, make_plans, make_report
-    from xfer.cli.tracing import Tracer, cache_folder
     from xfer.errors import XferError
     from xfer.transport.p2p import WAVE_BYTES
 

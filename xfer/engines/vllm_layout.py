@@ -385,27 +385,6 @@ class EngineModel:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def checksum_kept(self) -> str:
-        """Of the bytes that no refit may change; equal before and after one."""
-        digest = hashlib.blake2b(digest_size=16)
-        for k in self.layout.kept:
-            digest.update(f"{k.root}:{k.start}:{k.stop}".encode())
-            digest.update(self._tensors[k.root][k.start : k.stop].cpu().numpy().tobytes())
-        return digest.hexdigest()
-
-    def scramble(self, seed: int) -> None:
-        """For tests: noise in every live byte that is not kept, so that whatever a refit leaves out shows."""
-        kept: dict[str, list[tuple[int, int]]] = {}
-        for k in self.layout.kept:
-            kept.setdefault(k.root, []).append((k.start, k.stop))
-        for number, root in enumerate(self._live.roots):
-            storage = self._live.tensors[root.name]
-            saved = [(a, b, storage[a:b].clone()) for a, b in kept.get(root.name, ())]
-            noise = torch.Generator(storage.device).manual_seed(seed * 1_000_003 + number)
-            storage.random_(0, 256, generator=noise)
-            for a, b, was in saved:
-                storage[a:b].copy_(was)
-
 
 class EmptyIsZero(TorchFunctionMode):
     """Inside, memory that torch hands out uninitialised is zero.

@@ -46,21 +46,19 @@ PLUS = (0x3C6EF372, 0xA54FF53A)
 """Different, so that no bits count nothing in both sums."""
 
 
-def checksum_rows(rows: np.ndarray, roots: Sequence[torch.Tensor], side: str, shapes: Sequence[Sequence[int]]) -> int:
-    """The checksum, 0 <= c < 2**64, of `rows` (dtype ROW) as they lie in this rank's storages.
-
-    side: "src" reads the rows' sources and converts them to the destination dtype first, "dst" reads destinations.
-    shapes[t]: shape of canonical tensor t, at most MAX_DIMS dims. FILL rows have no canonical place and count nothing.
-    LayoutError when a row lies outside its storage. One device synchronisation, at the end.
-    """
-    return Sums.of_one(rows, roots, side, shapes).values()[0]
-
-
 class Sums:
     """Checksums of several sets of rows, bound once: all Python per row happens here, `values` may be called again and
     again. On CUDA one kernel reads everything (checksum_triton.py), as on the CPU torch does.
 
-    slot[i]: the set of row i, 0..slots-1. Other arguments and errors: as for `checksum_rows`.
+    Args:
+        rows: dtype ROW. FILL rows have no place in a checkpoint tensor and count nothing.
+        slot: the set of row i, 0..slots-1.
+        roots: this rank's storages, flat uint8 tensors.
+        side: "src" reads the rows' sources and converts them to the destination's dtype first, "dst" reads destinations.
+        shapes: shapes[t] is the shape of checkpoint tensor t, at most MAX_DIMS dims.
+
+    Raises:
+        LayoutError: a row lies outside its storage.
     """
 
     def __init__(self, rows: np.ndarray, slot: np.ndarray, slots: int, roots, side: str, shapes, *, lent: bool = False):

@@ -16,7 +16,6 @@ import numpy as np
 
 from xfer.errors import LayoutError
 from xfer.mesh.mesh_info import MeshInfo
-from xfer.mesh.placement import Placement, Replicate, Shard
 
 MEGATRON_ORDER = "tp-cp-ep-dp-pp"
 """Megatron-Core's default: fastest first. Dense meshes skip ep; expert meshes skip cp (tp: etp, dp: edp)."""
@@ -128,6 +127,13 @@ class EngineParallel:
         return MeshInfo(("pp", "ep", "etp"), stages[:, :, None] if self.ep else stages[:, None, :])
 
 
+def place_of(parallel: Parallel, rank: int) -> dict[str, int]:
+    """Coordinates of a rank on the axes that cut tensors: pp, tp, ep and etp. Ranks of one place hold the same."""
+    dense, expert = parallel.dense(), parallel.expert()
+    at = {a: int(i) for m in (dense, expert) for a, i in zip(m.axes, m.coordinate(rank))}
+    return {a: at[a] for a in ("pp", "tp", "ep", "etp")}
+
+
 def _sizes(parallel: object, fields: Sequence[str]) -> list[str]:
     given = {f: getattr(parallel, f) for f in fields}
     return [f"{f} is {n!r}, must be an integer >= 1" for f, n in given.items() if n is not None and not _is_size(n)]
@@ -135,38 +141,3 @@ def _sizes(parallel: object, fields: Sequence[str]) -> list[str]:
 
 def _is_size(n: object) -> bool:
     return isinstance(n, int) and not isinstance(n, bool) and n >= 1
-
-
-class Named(Protocol):
-    """What is needed of a TensorSpec (which lives right of this package)."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-
-def expert_dim(spec: Named) -> int | None:
-    """The expert dim of a grouped canonical tensor: 0 when a component of its name is `*`, else None."""
-    return 0 if "*" in spec.name.split(".") and spec.shape else None
-
-
-def usual_layout(
-    spec: Named, parallel: Parallel, tp_dim: int | None = None, *, stage: int | None = None, rank_offset: int = 0
-) -> tuple[MeshInfo, tuple[Placement, ...]]:
-    """Mesh and placements of `spec`: experts over `ep`, dim `tp_dim` over `tp` or `etp`, everything else replicated.
-
-    `tp_dim` counts in `spec.shape` (expert dim included); None: no tensor parallelism. `stage`: the pipeline stage that
-    holds the tensor; None: all do. Negative `tp_dim` counts from the end.
-    """
-    experts = expert_dim(spec)
-    mesh = (parallel.dense if experts is None else parallel.expert)(rank_offset)
-    if stage is not None:
-        mesh = mesh.at(pp=stage)
-    cut = {} if experts is None else {"ep": experts}
-    if tp_dim is not None:
-        dim = tp_dim % len(spec.shape) if -len(spec.shape) <= tp_dim < len(spec.shape) else -1
-        if dim == -1 or dim == experts:
-            raise LayoutError(f"{spec.name}: tp_dim {tp_dim} is no dim of {spec.shape} that tensor parallelism can cut")
-        cut["tp" if experts is None else "etp"] = dim
-    return mesh, tuple(Shard(cut[a]) if a in cut else Replicate() for a in mesh.axes)

@@ -38,11 +38,6 @@ _PLACE = re.compile(r"([^:]+)(?::(.*))?")
 _SOME = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
 
 
-def read_fabric(path: str | Path) -> Fabric:
-    """The fabric of a file, whoever sits on it. XferError with every violation."""
-    return _read(path)[0]
-
-
 def read_site(path: str | Path) -> Site:
     """The fabric of a file and its `[ranks]`. XferError with every violation."""
     fabric, ranks = _read(path)

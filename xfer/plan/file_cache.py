@@ -1,7 +1,7 @@
 """Bytes in a folder by name, where losing them only costs time: whatever is odd about a file, it is as if it were not there.
 
 Several processes may share a folder: files are written beside and renamed into place, and a reader sees a whole file or
-none. What the bytes mean is the caller's (cache.py, cli/tracing.py).
+none. What the bytes mean is the caller's (cache.py, cli/layouts).
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ export (xfer/trainers).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -137,18 +137,3 @@ class ExportWatch(Watch):
 
 def _plain(t: torch.Tensor) -> bool:
     return type(t) is torch.Tensor and t.device.type == "meta" and t.is_contiguous()
-
-
-@torch.no_grad()
-def trace_export(watch: ExportWatch, stream: Iterable[tuple[str, torch.Tensor]]) -> Traced:
-    """Run `stream` to its end inside `watch`, noting every (name, tensor), and return what this rank holds.
-
-    If the stream raises, that is one more error beside the others, and LayoutError carries them all.
-    """
-    try:
-        with watch:
-            for name, tensor in stream:
-                watch.note_export(name, tensor)
-    except Exception as e:
-        watch.errors.append(f"the export raised {type(e).__name__}: {e}")
-    return watch.result()

@@ -132,19 +132,6 @@ def export_fragments(spec: TensorSpec, ids: torch.Tensor, roots: Mapping[int, tu
     return merge(out)
 
 
-def load_fragments(root: str, ids: torch.Tensor, dtype: str, specs: Mapping[int, TensorSpec]) -> list[Fragment]:
-    """Engine side: checkpoint tensors were numbered, `ids` is what a whole storage holds, seen as flat elements of
-    `dtype`.
-
-    `specs`: id -> checkpoint tensor. Elements that are `NOT_MOVED` are left out: fills, computed values, bytes not
-    written.
-    """
-    out: list[Fragment] = []
-    for at, number, of in decode(ids):
-        out += boxes(specs[number], of, at.scaled(getattr(torch, dtype).itemsize), root, dtype)
-    return merge(out)
-
-
 def _fits(spec: TensorSpec, ids: torch.Tensor) -> None:
     if tuple(ids.shape) != spec.shape:
         raise LayoutError(f"{spec.name}: came out with shape {list(ids.shape)}, expected {list(spec.shape)}")

@@ -91,8 +91,6 @@ class Recipe:
 
     def apply(self, lookup: Callable[[str], torch.Tensor], roots: Mapping[str, torch.Tensor]) -> None:
         """Evaluate and write. `roots`: target name -> tensor whose storage bytes begin where the traced one's did."""
-        from xfer.trace.replay import byte_region
-
         value = self.evaluate(lookup)
         byte_region(roots[self.target], self.offset, self.shape, self.strides, self.dtype).copy_(value)
 
@@ -148,3 +146,15 @@ class TrainerLayout:
     roots: tuple[Root, ...]
     tensors: Mapping[str, torch.Tensor]
     trained: frozenset[str] = frozenset()
+
+
+def byte_region(t: torch.Tensor, offset: int, shape: Ints, strides: Ints, dtype: str) -> torch.Tensor:
+    """A strided region of the storage of `t`; offset and strides in bytes, whole elements of `dtype`. Strides >= 0."""
+    import torch
+
+    kind = getattr(torch, dtype)
+    size = kind.itemsize
+    if offset % size or any(s % size for n, s in zip(shape, strides) if n > 1):
+        raise ValueError(f"region at byte {offset} with strides {strides} is not made of whole {dtype} elements")
+    flat = torch.empty(0, dtype=kind, device=t.device).set_(t.untyped_storage())
+    return flat.as_strided(shape, tuple(s // size for s in strides), offset // size)

@@ -24,8 +24,8 @@ import torch
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
-from xfer.testing.gloo_end import settle_at_exit
-from xfer.testing.gloo_threads import one_thread_each
+from examples.common.gloo_end import settle_at_exit
+from examples.common.gloo_threads import one_thread_each
 
 CPU = torch.device("cpu")
 _installed = False

@@ -101,8 +101,10 @@ class TELinear(torch.nn.Module):
 
 
 class _GroupedLinear(torch.nn.Module):
-    """weight0 … weight{n-1}, one per local expert, cut over expert-TP along `cut`. The token dispatcher
-    communicates."""
+    """weight{i} and, with `bias`, bias{i} for each local expert, cut over expert-TP along `cut`.
+
+    The bias of a row-parallel layer is whole on every rank. The token dispatcher communicates.
+    """
 
     cut: int
 
@@ -110,9 +112,9 @@ class _GroupedLinear(torch.nn.Module):
         self, num_gemms, input_size, output_size, *, config, init_method, bias, is_expert=True, pg_collection, **_
     ):
         super().__init__()
-        if bias or not is_expert:
-            raise NotImplementedError("grouped linear twin with bias, or outside experts")
-        self.config, self.num_gemms, self.use_bias, self.groups = config, num_gemms, False, pg_collection
+        if not is_expert:
+            raise NotImplementedError("grouped linear twin outside experts")
+        self.config, self.num_gemms, self.use_bias, self.groups = config, num_gemms, bias, pg_collection
         self._tp_group, shards = pg_collection.expt_tp, pg_collection.expt_tp.size()
         explicit = pg_collection.ep.size() > 1 or shards > 1  # Megatron cuts then, and tells TE nothing of it
         shape = [output_size, input_size]
@@ -125,25 +127,33 @@ class _GroupedLinear(torch.nn.Module):
             with torch.no_grad():
                 init_method(weight)
             self.register_parameter(f"weight{i}", weight)
+            if bias:
+                self.register_parameter(
+                    f"bias{i}", torch.nn.Parameter(torch.zeros(shape[0], dtype=config.params_dtype))
+                )
 
     def forward(self, x, m_splits):
+        if self.use_bias:
+            raise NotImplementedError("grouped linear twin with a bias can be built, but not run")
         parts = torch.split(x, m_splits)
         return torch.cat([F.linear(p, getattr(self, f"weight{i}")) for i, p in enumerate(parts)]), None
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
         out, n = {}, self.num_gemms
         first, total = self.groups.ep.rank() * n, self.groups.ep.size() * n
+        cuts = {"weight": self.cut, **({"bias": 0} if self.cut == 0 else {})}
         for i in range(n):
-            shard = make_sharded_tensors_for_checkpoint(
-                {"weight": getattr(self, f"weight{i}")},
+            made = make_sharded_tensors_for_checkpoint(
+                {kind: getattr(self, f"{kind}{i}") for kind in ("weight", "bias")[: 1 + self.use_bias]},
                 prefix,
-                {"weight": self.cut},
+                cuts,
                 (*sharded_offsets, (len(sharded_offsets), first + i, total)),
                 tp_group=self.groups.expt_tp,
                 dp_cp_group=(metadata or {}).get("dp_cp_group"),
-            )[f"{prefix}weight"]
-            shard.replica_id = (*shard.replica_id[:2], self.groups.expt_dp.rank())
-            out[f"{prefix}weight{i}"] = shard
+            )
+            for name, shard in made.items():
+                shard.replica_id = (*shard.replica_id[:2], self.groups.expt_dp.rank())
+                out[f"{name}{i}"] = shard
         return out
 
 
@@ -242,7 +252,7 @@ def install() -> None:
     from megatron.core.models.gpt import gpt_layer_specs
     from megatron.core.transformer import multi_latent_attention as mla
 
-    from xfer.testing.megatron_cpu import has_transformer_engine, name_te_kernels
+    from examples.common.megatron_cpu import has_transformer_engine, name_te_kernels
 
     if has_transformer_engine():
         raise RuntimeError("TransformerEngine is installed: use it, not its stand-ins")

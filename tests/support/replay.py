@@ -1,31 +1,22 @@
-"""Traces applied to real tensors, slowly and obviously: for tests, for a golden path, for seeing that a trace is right.
+"""Traces taken from a stream, and applied to real tensors slowly and obviously.
 
 No plan, no transport: one side's fragments, full checkpoint tensors and that side's storages, all in this process.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 
-from xfer.trace.fragment import Fragment, Ints
-from xfer.trace.traced import Traced
+from xfer.trace.export import ExportWatch
+from xfer.trace.fragment import Fragment
+from xfer.trace.traced import Traced, byte_region
 
 
 def storage_bytes(t: torch.Tensor) -> torch.Tensor:
     """The whole storage of `t` as a flat uint8 tensor."""
     return torch.empty(0, dtype=torch.uint8, device=t.device).set_(t.untyped_storage())
-
-
-def byte_region(t: torch.Tensor, offset: int, shape: Ints, strides: Ints, dtype: str) -> torch.Tensor:
-    """A strided region of the storage of `t`; offset and strides in bytes, whole elements of `dtype`. Strides >= 0."""
-    kind = getattr(torch, dtype)
-    size = kind.itemsize
-    if offset % size or any(s % size for n, s in zip(shape, strides) if n > 1):
-        raise ValueError(f"region at byte {offset} with strides {strides} is not made of whole {dtype} elements")
-    flat = torch.empty(0, dtype=kind, device=t.device).set_(t.untyped_storage())
-    return flat.as_strided(shape, tuple(s // size for s in strides), offset // size)
 
 
 def _region(f: Fragment, root: torch.Tensor, base: int = 0) -> tuple[torch.Tensor, tuple[int, ...]]:
@@ -67,3 +58,18 @@ def export(traced: Traced, roots: Mapping[str, torch.Tensor], tensors: Mapping[s
         _box(f, tensors[f.tensor]).copy_(region.flip(flipped))
     for r in traced.recipes:
         r.apply(lambda name: roots[name], tensors)
+
+
+@torch.no_grad()
+def trace_export(watch: ExportWatch, stream: Iterable[tuple[str, torch.Tensor]]) -> Traced:
+    """Run `stream` to its end inside `watch`, noting every (name, tensor), and return what this rank holds.
+
+    If the stream raises, that is one more error beside the others, and LayoutError carries them all.
+    """
+    try:
+        with watch:
+            for name, tensor in stream:
+                watch.note_export(name, tensor)
+    except Exception as e:
+        watch.errors.append(f"the export raised {type(e).__name__}: {e}")
+    return watch.result()

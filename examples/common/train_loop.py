@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from xfer.testing import megatron_cpu
+from examples.common import megatron_cpu
 
 
 @dataclass(frozen=True)
@@ -224,7 +224,7 @@ def build_chunks(
 def make_provider(bridge, *, load: bool, **provider: object):
     """Bridge's provider of these chunks. Raises what Megatron's own check of a configuration raises."""
     if not megatron_cpu.has_transformer_engine():
-        from xfer.testing import te_twin
+        from examples.common import te_twin
 
         te_twin.install()
     p = bridge.to_megatron_provider(load_weights=load)

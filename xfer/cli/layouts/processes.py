@@ -26,9 +26,9 @@ from typing import Any
 import msgspec
 
 from xfer.cli.describe import EngineSide, TrainerSide
-from xfer.cli.trace_child import FRAMEWORKS, NAMES, Task, Traced
+from xfer.cli.layouts.child import FRAMEWORKS, NAMES, Task, Traced
 from xfer.errors import DeadlineExceeded, ProtocolError, XferError, from_wire
-from xfer.mesh.parallel import EngineParallel, TrainerParallel
+from xfer.mesh.parallel import Parallel, place_of
 from xfer.plan.file_cache import FileCache
 from xfer.plan.inventory import Inventory
 from xfer.routes import default_cache_dir
@@ -49,8 +49,8 @@ ENVIRONMENT = {
 }  # fmt: skip
 READ_BY_FRAMEWORKS = ("VLLM_", "NVTE_", "XFER_CPU_RESIDENT")
 """How names of variables begin that this process was given, its children inherit, and a layout may depend on."""
-ROOT = Path(__file__).resolve().parents[1]
-CODE = ("mesh", "trace", "plan", "trainers", "engines", "testing", "cli/trace_child.py")
+ROOT = Path(__file__).resolve().parents[2]
+CODE = ("mesh", "trace", "plan", "trainers", "engines", "cli/layouts")
 READERS = digest_of(*CODE)
 """The part of xfer that reads layouts: one that is read otherwise now is another layout."""
 KEEPS = has_sources(*CODE)
@@ -60,7 +60,7 @@ sys.path[:] = [p for p in sys.path if p]
 spec = importlib.util.spec_from_file_location("xfer", sys.argv[1] + "/__init__.py", submodule_search_locations=[sys.argv[1]])
 sys.modules["xfer"] = module = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(module)
-from xfer.cli.trace_child import main
+from xfer.cli.layouts.child import main
 sys.exit(main(sys.argv[2:]))
 """
 """Both sides run this very xfer, whatever is installed beside the framework; nothing else of this environment is shown
@@ -228,15 +228,11 @@ class Tracer:
             self._cache.put(key, msgspec.msgpack.encode((catalog.to_bytes(), [i.to_bytes() for i in inventories])))
 
 
-def classes(parallel: TrainerParallel | EngineParallel, ranks: int) -> list[int]:
-    """Class of each rank, numbered by first appearance: ranks at one place on the axes that cut tensors hold the same."""
-    dense, expert = parallel.dense(), parallel.expert()
+def classes(parallel: Parallel, ranks: int) -> list[int]:
+    """Class of each rank, numbered by first appearance. Ranks of one class hold the same."""
     number: dict[tuple[int, ...], int] = {}
-    out = []
-    for rank in range(ranks):
-        at = {a: int(i) for m in (dense, expert) for a, i in zip(m.axes, m.coordinate(rank))}
-        out.append(number.setdefault(tuple(at[a] for a in ("pp", "tp", "ep", "etp")), len(number)))
-    return out
+    places = (tuple(place_of(parallel, rank).values()) for rank in range(ranks))
+    return [number.setdefault(place, len(number)) for place in places]
 
 
 def cache_folder() -> Path:

@@ -6,22 +6,20 @@ would publish (EngineModel), and what a refit must leave in it is what its own `
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
-from xfer.engines import vllm_cpu
+from tests.support.one_process import Storages, first_difference
+from xfer.cli.layouts.vllm import inventory_of, rank_of
 from xfer.engines.layout import EngineLayout, run_recipes
 from xfer.engines.live import Storages as Tree
-from xfer.engines.meta_model import fake_rank, make_config, make_model
+from xfer.engines.meta_model import make_model
 from xfer.engines.vllm_layout import EngineModel
-from xfer.mesh.parallel import EngineParallel
-from xfer.plan.inventory import Inventory, engine_inventory
-from xfer.testing.world import Storages, first_difference
+from xfer.mesh.parallel import EngineParallel, place_of
+from xfer.plan.inventory import Inventory
 from xfer.trace.catalog import Catalog
 
 CPU = torch.device("cpu")
@@ -78,7 +76,7 @@ def workers(
     made: dict[tuple[int, ...], Worker] = {}
     out = []
     for rank in range(parallel.world):
-        place = _place(parallel, rank)
+        place = tuple(place_of(parallel, rank).values())
         if place not in made:
             made[place] = worker(folder, parallel, rank, catalog, versions, **options)
         first = made[place]
@@ -109,74 +107,3 @@ def worker(
             empty = {r.name: torch.zeros(r.nbytes, dtype=torch.uint8) for r in inventory.roots}
             truth.append(tuple(tree.get(r.name, empty[r.name]).clone() for r in inventory.roots))
     return Worker(inventory, layout, tuple(layout.tensors[r.name] for r in inventory.roots), tuple(truth))
-
-
-@contextmanager
-def rank_of(
-    hf_config: str | Path | Mapping, parallel: EngineParallel, rank: int, **options: object
-) -> Iterator[object]:
-    """The VllmConfig of one rank, inside vLLM's groups as that rank sees them. `hf_config`: a folder, or its config."""
-    vllm_cpu.install()
-    _build_ungated_experts()
-    _build_sparse_attention()
-    hf_config = hf_config if isinstance(hf_config, Mapping) else str(hf_config)
-    config = make_config(hf_config, tp=parallel.tp, pp=parallel.pp, dp=parallel.dp, ep=parallel.ep, **options)
-    with fake_rank(config, rank):
-        yield config
-
-
-@functools.cache
-def _build_ungated_experts() -> None:
-    """vLLM has no CPU kernel for experts without a gate, and says so when it builds them. They are never run here, and
-    the layout of their weights is the same on all platforms."""
-    from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
-    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
-
-    CPUUnquantizedExperts._supports_no_act_and_mul = staticmethod(lambda: True)
-    CPUUnquantizedExperts._supports_activation = staticmethod(lambda activation: True)
-    check = FusedMoEConfig.__post_init__
-
-    def checked(self) -> None:
-        try:
-            check(self)
-        except NotImplementedError:  # the last thing that it looks at
-            if self.is_act_and_mul:
-                raise
-
-    FusedMoEConfig.__post_init__ = checked
-
-
-@functools.cache
-def _build_sparse_attention() -> None:
-    """vLLM has no sparse attention for the CPU (DeepSeek-V3.2, GLM-5), and says so when it builds such a layer. It is never
-    run here, and which attention runs changes no weight's layout."""
-    from vllm.platforms.cpu import CpuPlatform
-
-    choose = CpuPlatform.get_attn_backend_cls.__func__
-
-    def chosen(cls, selected_backend, attn_selector_config, **more):
-        return choose(cls, selected_backend, attn_selector_config._replace(use_sparse=False), **more)
-
-    CpuPlatform.get_attn_backend_cls = classmethod(chosen)
-
-
-def inventory_of(catalog: Catalog, layout: EngineLayout, rank: int) -> Inventory:
-    """As a worker's session publishes it."""
-    return engine_inventory(
-        catalog,
-        rank=rank,
-        host="",
-        roots=layout.roots,
-        fragments=layout.traced.fragments,
-        fills=layout.traced.fills,
-        footprint=layout.footprint,
-        kept=layout.kept,
-        staged=layout.staged,
-        reads=layout.traced.reads,
-    )
-
-
-def _place(parallel: EngineParallel, rank: int) -> tuple[int, ...]:
-    dense, expert = parallel.dense(), parallel.expert()
-    at = {a: int(i) for m in (dense, expert) for a, i in zip(m.axes, m.coordinate(rank))}
-    return tuple(at[a] for a in ("pp", "tp", "ep", "etp"))

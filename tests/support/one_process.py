@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from tests.support.golden import golden
 from xfer.errors import LayoutError
 from xfer.kernels import bind
 from xfer.plan.inventory import Inventory
@@ -24,7 +25,6 @@ from xfer.plan.program import ROW, Op, Program
 from xfer.plan.subplan import SubPlan
 from xfer.trace.catalog import Catalog
 from xfer.trace.fragment import TensorSpec
-from xfer.transport.golden import golden
 
 Storages = tuple[torch.Tensor, ...]
 """Flat uint8 tensors over whole storages, in the order of an inventory's roots."""

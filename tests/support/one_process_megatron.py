@@ -8,21 +8,20 @@ if xfer read a layout wrongly, what it moves would be wrong bytes.
 
 from __future__ import annotations
 
-import contextlib
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
+from examples.common import megatron_cpu
+from tests.support.one_process import Trainers
+from xfer.cli.layouts import gpu_packages, megatron
 from xfer.errors import LayoutError
-from xfer.mesh.parallel import TrainerParallel
+from xfer.mesh.parallel import TrainerParallel, place_of
 from xfer.plan.inventory import trainer_inventory
-from xfer.testing import megatron_cpu
-from xfer.testing.te_everywhere import import_bridge
-from xfer.testing.world import Trainers
 from xfer.trace.catalog import Catalog
 from xfer.trainers.bridge_export import CheckpointNames, hf_config, model_bridge_of
 
@@ -32,79 +31,54 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Build:
-    """How trainer ranks are built: sizes, whether parameters lie in the distributed optimizer's buffers, and fields of
-    Bridge's model provider (uneven stages and the like)."""
+    """How trainer ranks are built.
+
+    Attributes:
+        parallel: sizes.
+        distopt: whether parameters lie in the buffers of Megatron's distributed optimizer.
+        provider: fields of Bridge's model provider (uneven stages and the like).
+    """
 
     parallel: TrainerParallel
     distopt: bool = True
     provider: Mapping[str, object] = field(default_factory=dict)
 
-    def place(self, rank: int) -> dict[str, int]:
-        """Coordinates of a rank on the axes that cut tensors. Ranks of one place hold the same."""
-        p = self.parallel
-        dense, expert = ({a: int(i) for a, i in zip(m.axes, m.coordinate(rank))} for m in (p.dense(), p.expert()))
-        return {"pp": dense["pp"], "tp": dense["tp"], "ep": expert["ep"], "etp": expert["etp"]}
+    def playing(self, rank: int) -> AbstractContextManager[None]:
+        """Inside, this process is `rank` of that job."""
+        return megatron.rank_of(self.parallel, rank)
 
 
 # ---- a rank
 
 
+def import_bridge() -> type:
+    """Returns AutoBridge, in a process in which optimizers, too, can be built without a GPU. Must come first."""
+    gpu_packages.declare()
+    # `sharded_state_dict` of grouped experts asks TransformerEngine for its state of fp8, of which there is none.
+    grouped = gpu_packages.GroupedLinear
+    grouped.get_extra_state = lambda layer: torch.empty(0, dtype=torch.uint8)
+    grouped.fp8, grouped.fp8_calibration, grouped.fp8_meta = False, False, {"fp8_checkpoint": False}
+    megatron_cpu.install()
+    return megatron.import_bridge()
+
+
 def bridge_of(folder: str | Path):
     """A new AutoBridge for the checkpoint in `folder`."""
-    # Megatron leaves the attention backend of one model in the environment, and refuses another in the next.
-    for name in [n for n in os.environ if n.startswith("NVTE_")]:
-        del os.environ[name]
     return import_bridge().from_hf_pretrained(str(folder), trust_remote_code=False)
 
 
 def chunks_of(bridge, build: Build) -> list[torch.nn.Module]:
-    """Model chunks of the rank that this process plays; weights as Megatron initialises them."""
-    from xfer.testing.train_loop import build_chunks
+    """Model chunks of the rank that this process plays; their memory is uninitialised."""
+    if not build.distopt:
+        return megatron.chunks_of(bridge, build.parallel, build.provider)
+    from megatron.core.distributed import DistributedDataParallelConfig
 
-    ddp = dict(use_distributed_optimizer=True, bucket_size=50_000) if build.distopt else None
-    return build_chunks(bridge, load=False, ddp=ddp, **_fields(build))
-
-
-def check(bridge, build: Build) -> None:
-    """Raises what Megatron refuses of this configuration, before a rank is built."""
-    from xfer.testing.train_loop import make_provider
-
-    with playing(build, 0):
-        from megatron.core.transformer.transformer_block import get_num_layers_to_build
-
-        provider = make_provider(bridge, load=False, **_fields(build))
-        get_num_layers_to_build(provider, 0 if build.parallel.vpp else None, 0)
-
-
-def _fields(build: Build) -> dict[str, object]:
-    p = build.parallel
-    return dict(
-        tensor_model_parallel_size=p.tp,
-        pipeline_model_parallel_size=p.pp,
-        virtual_pipeline_model_parallel_size=p.vpp,
-        expert_model_parallel_size=p.ep,
-        expert_tensor_parallel_size=p.etp,
-        context_parallel_size=1,
-    ) | dict(build.provider)
-
-
-@contextlib.contextmanager
-def playing(build: Build, rank: int) -> Iterator[None]:
-    """Inside, this process is `rank` of that job. LayoutError when Megatron places it otherwise than xfer's meshes."""
-    import_bridge()
-    from megatron.core import parallel_state as ps
-
-    p = build.parallel
-    with megatron_cpu.fake_world(rank, p.world, tp=p.tp, pp=p.pp, vpp=p.vpp, ep=p.ep, etp=p.etp, cp=p.cp):
-        place = {
-            "pp": ps.get_pipeline_model_parallel_rank(),
-            "tp": ps.get_tensor_model_parallel_rank(),
-            "ep": ps.get_expert_model_parallel_rank(),
-            "etp": ps.get_expert_tensor_parallel_rank(),
-        }
-        if place != build.place(rank):
-            raise LayoutError(f"trainer {rank}: Megatron places it at {place}, xfer's mesh at {build.place(rank)}")
-        yield
+    provider = megatron.make_provider(bridge, build.parallel, build.provider)
+    return provider.provide_distributed_model(
+        ddp_config=DistributedDataParallelConfig(use_distributed_optimizer=True, bucket_size=50_000),
+        data_parallel_random_init=False,
+        bf16=provider.params_dtype == torch.bfloat16,
+    )
 
 
 # ---- weights, without xfer
@@ -129,7 +103,7 @@ class Whole:
     def imported(cls, folder: str | Path, tensors: Mapping[str, torch.Tensor], provider: Mapping = {}) -> Whole:
         """Bridge imports the checkpoint into a model of one rank."""
         build = Build(TrainerParallel(world=1), distopt=False, provider=provider)
-        with playing(build, 0):
+        with build.playing(0):
             bridge = bridge_of(folder)
             chunks = chunks_of(bridge, build)
             _nan(chunks)
@@ -229,12 +203,12 @@ def trainers(
     from xfer.trainers.megatron import MegatronTrainer
 
     number: dict[tuple[int, ...], int] = {}
-    places = ((r,) if every else tuple(build.place(r).values()) for r in range(build.parallel.world))
+    places = ((r,) if every else tuple(place_of(build.parallel, r).values()) for r in range(build.parallel.world))
     class_of = [number.setdefault(place, len(number)) for place in places]
     found, storages = [], [[] for _ in weights]
     for c in range(len(number)):
         rank = class_of.index(c)
-        with playing(build, rank):
+        with build.playing(rank):
             bridge = bridge_of(folder)
             chunks = chunks_of(bridge, build)
             trainer = MegatronTrainer(chunks, bridge)

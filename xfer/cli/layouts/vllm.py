@@ -1,0 +1,84 @@
+"""The layout of any worker of a vLLM replica, read in one process, with vLLM built for CPUs or for GPUs."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from xfer.engines.meta_model import fake_rank, make_config
+from xfer.plan.inventory import Inventory, engine_inventory
+
+if TYPE_CHECKING:
+    from xfer.engines.layout import EngineLayout
+    from xfer.mesh.parallel import EngineParallel
+    from xfer.trace.catalog import Catalog
+
+
+@contextmanager
+def rank_of(hf_config: str | Mapping, parallel: EngineParallel, rank: int, **options: object) -> Iterator[object]:
+    """Yields the VllmConfig of one worker, inside vLLM's groups as that worker sees them.
+
+    Args:
+        hf_config: a folder with config.json, or its contents.
+        parallel: sizes of one replica.
+        rank: of the worker, in vLLM's order.
+        options: further EngineArgs.
+    """
+    _build_as_on_gpus()
+    config = make_config(hf_config, tp=parallel.tp, pp=parallel.pp, dp=parallel.dp, ep=parallel.ep, **options)
+    with fake_rank(config, rank):
+        yield config
+
+
+def inventory_of(catalog: Catalog, layout: EngineLayout, rank: int) -> Inventory:
+    """The inventory that a live worker of that rank would publish, without its host."""
+    return engine_inventory(
+        catalog,
+        rank=rank,
+        host="",
+        roots=layout.roots,
+        fragments=layout.traced.fragments,
+        fills=layout.traced.fills,
+        footprint=layout.footprint,
+        kept=layout.kept,
+        staged=layout.staged,
+        reads=layout.traced.reads,
+        recipes=(r.digest() for r in layout.traced.recipes),
+    )
+
+
+@functools.cache
+def _build_as_on_gpus() -> None:
+    """On its CPU platform, lets vLLM build the layers that it builds on GPUs.
+
+    There vLLM has one kind of experts, which packs weights after loading and needs a gate, and no sparse attention. No
+    such layer runs here, and which kernel runs does not change how the loader fills weights. Experts get the Triton
+    backend, which keeps weights as they were loaded; an engine on GPUs needs it for refits, too.
+    """
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as method
+    from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
+    from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend, backend_to_kernel_cls
+    from vllm.platforms.cpu import CpuPlatform
+
+    triton = UnquantizedMoeBackend.TRITON
+    method.select_unquantized_moe_backend = lambda moe_config: (triton, backend_to_kernel_cls(triton)[0])
+    check, choose = FusedMoEConfig.__post_init__, CpuPlatform.get_attn_backend_cls.__func__
+
+    def checked(self) -> None:
+        try:
+            check(self)
+        except NotImplementedError:  # experts without a gate: the last thing that vLLM checks
+            if self.is_act_and_mul:
+                raise
+
+    def chosen(cls, selected_backend, attn_selector_config, **more):
+        return choose(cls, selected_backend, attn_selector_config._replace(use_sparse=False), **more)
+
+    FusedMoEConfig.__post_init__ = checked
+    CpuPlatform.get_attn_backend_cls = classmethod(chosen)
