@@ -25,7 +25,7 @@ import torch.distributed as dist  # noqa: E402
 
 from examples.common.train_loop import Trainer  # noqa: E402
 from xfer.errors import XferError  # noqa: E402
-from xfer.participants.drain import Drain  # noqa: E402
+from xfer.participants.drain import begin_drain  # noqa: E402
 from xfer.trace.traced import TrainerLayout  # noqa: E402
 from xfer.trainers.megatron import MegatronTrainer  # noqa: E402
 
@@ -225,10 +225,10 @@ def drains(folder: Path, family: str, keywords: Json) -> Json | None:
 
 def drain_late(source: MegatronTrainer) -> bool:
     """Rank 0 drains and the others do not; then they do. Whether rank 0 was done before."""
-    alone = Drain(source, f"trainer {source.rank}") if source.rank == 0 else None
+    alone = begin_drain(source, f"trainer {source.rank}") if source.rank == 0 else None
     ended = alone is not None and alone.wait(time.monotonic() + 1.0, lambda: False, 0.0)
     dist.barrier()  # not of the group that gathers
-    if not (alone or Drain(source, f"trainer {source.rank}")).wait(time.monotonic() + 60.0, lambda: False, 0.0):
+    if not (alone or begin_drain(source, f"trainer {source.rank}")).wait(time.monotonic() + 60.0, lambda: False, 0.0):
         raise RuntimeError("gathers do not end although all ranks have called")
     dist.barrier()
     return ended

@@ -16,9 +16,9 @@ import torch.distributed as dist
 
 from tests.support.gpu_job import BESIDE, NO_HANDLES, nccl_host
 from tests.support.gpu_ranks import spawn
+from xfer.background import BackgroundCall
 from xfer.errors import XferError
 from xfer.kernels.cuda_driver import Graph
-from xfer.transport.group import Aside
 from xfer.transport.nccl import NcclLink, quiet
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -131,7 +131,7 @@ def test_an_abort_inside_a_group_of_messages_takes_nothing_from_the_next_communi
             new._pg.eager_connect_single_device(device)
             new._pg.broadcast([torch.zeros(1, device=device)]).wait()
 
-        assert Aside(connect).wait(20) is None
+        assert BackgroundCall(connect).wait(time.monotonic() + 20)
         return new
 
     def moves(link: NcclLink, value: int) -> bool:

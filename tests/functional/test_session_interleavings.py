@@ -340,11 +340,12 @@ class Meets(ToySource):
 @pytest.mark.parametrize("agree", [True, False])
 def test_a_rank_that_looks_when_its_attempt_is_over_does_as_the_others_did(monkeypatch, agree):
     """Whether all go on to gather. The coordinator had forgotten that, so it waited to the deadline; and a gather would wait for it."""
-    wait = computing.Meeting._wait
+    appears = computing.Meeting._appears
 
     def late(meeting, *a):
-        wait(meeting, *a)
+        found = appears(meeting, *a)
         until_true(meeting._over)
+        return found
 
     with World(trainers=2, sources=[Meets(i, 2) for i in range(2)], deadline_s=15.0) as w:
         good(w.refit(1))
@@ -352,7 +353,7 @@ def test_a_rank_that_looks_when_its_attempt_is_over_does_as_the_others_did(monke
             s.digest, s.breaks, s.went_on = "same" if agree else f"of {s.rank}", bool(s.rank), False
         began = time.monotonic()
         with monkeypatch.context() as patch:
-            patch.setattr(computing.Meeting, "_wait", late)
+            patch.setattr(computing.Meeting, "_appears", late)
             out = w.refit(2)
         assert time.monotonic() - began < 10
         assert all("boom" in str(r) if agree else "would gather different" in str(r) for r in out), out

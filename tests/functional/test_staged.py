@@ -16,12 +16,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed import HashStore
 
 from tests.support.world import SHAPES, ToyLayout, ToySource, World, flat, until_true
 from tests.unit.test_trace_owned import IN, OUT, Meeting, Merge, computed, full_tensors
 from xfer import errors as e
 from xfer.coordinator.deadlines import CALL_GRACE_S
-from xfer.participants.computing import _GONE, Over
 from xfer.participants.computing import Meeting as SessionMeeting
 from xfer.participants.refit import RefitCall
 from xfer.trace.traced import Traced
@@ -222,7 +222,7 @@ def test_who_hears_from_another_rank_that_it_gave_up_is_told_why_as_that_one_is(
     def hears_by_that_only(meeting, store, me: int, until: float, over) -> None:
         init(meeting, store, me, time.monotonic() if ends != "an error" and me == 0 else until, over)
         if me == 1:
-            meeting._waiting = meeting._plain
+            meeting._waiting = meeting._store
 
     with World(trainers=3, sources=[Meets(i, 3) for i in range(3)]) as w:
         ok(w.refit(1))
@@ -254,7 +254,7 @@ def test_what_an_interrupted_call_was_computing_is_waited_for_by_the_next(monkey
         source.go_on.clear()
 
         def interrupted(call: RefitCall) -> bool:
-            if source.inside.is_set() and threading.current_thread().name != "xfer-aside":
+            if source.inside.is_set() and threading.current_thread().name != "xfer-background":
                 raise KeyboardInterrupt
             return is_over(call)
 
@@ -295,7 +295,7 @@ def test_a_call_that_is_interrupted_as_it_begins_something_leaves_nothing_that_n
             return step(*a)
 
         def interrupted(thread) -> None:
-            asides.extend([thread] * (thread.name == "xfer-aside"))
+            asides.extend([thread] * (thread.name == "xfer-background"))
             if thread not in asides or len(asides) <= (what == "compute"):  # a drain comes first
                 return start(thread)
             if begins:
@@ -326,116 +326,14 @@ def test_a_call_that_is_interrupted_as_it_begins_something_leaves_nothing_that_n
         assert not any(t.wrong(4) for t in w.engines[0].takers)
 
 
-class Keys:
-    """The rendezvous' store, in this process."""
-
-    def __init__(self):
-        self.values, self.changed = {}, threading.Condition()
-
-    def client(self, cancelled=lambda: False):
-        return Client(self, cancelled)
-
-
-class Client:
-    def __init__(self, keys: Keys, cancelled):
-        self.keys, self.cancelled = keys, cancelled
-
-    def set(self, key, value):
-        with self.keys.changed:
-            self.keys.values[key] = value.encode()
-            self.keys.changed.notify_all()
-
-    def get(self, key):
-        return self.wait([key], None) or self.keys.values[key]
-
-    def add(self, key, amount):
-        with self.keys.changed:
-            value = int(self.keys.values.get(key, b"0")) + amount
-            self.keys.values[key] = str(value).encode()
-            return value
-
-    def check(self, keys):
-        return all(k in self.keys.values for k in keys)
-
-    def wait(self, keys, timeout):
-        until = time.monotonic() + (10 if timeout is None else timeout.total_seconds())
-        with self.keys.changed:
-            while keys[0] not in self.keys.values:
-                if self.cancelled():
-                    raise e.PeerLost("cancelled")
-                if time.monotonic() > until:
-                    raise e.DeadlineExceeded("late")
-                self.keys.changed.wait(0.002)
-
-
-@settings(max_examples=40, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40), st.booleans()), min_size=2, max_size=4))
-def test_either_all_ranks_go_on_to_gather_or_none_does(ranks):
-    """`ranks`: per rank, when it comes, how long it waits, and whether its attempt is over by then (in ms)."""
-    keys, ends = Keys(), [None] * len(ranks)
-
-    def come(i: int, delay: int, patience: int, ends_early: bool) -> None:
-        time.sleep(delay / 1000)
-        until = time.monotonic() + patience / 1000
-        over = (lambda: time.monotonic() > until) if ends_early else (lambda: False)
-        try:
-            SessionMeeting(keys.client, i, until + 1000 * ends_early, over)(tuple(range(len(ranks))), "same")
-            ends[i] = "on"
-        except (e.DeadlineExceeded, Over) as error:
-            ends[i] = type(error).__name__
-
-    threads = [threading.Thread(target=come, args=(i, *r)) for i, r in enumerate(ranks)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join(15)
-    assert None not in ends and (set(ends) == {"on"} or "on" not in ends), ends
-
-
-@pytest.mark.parametrize("leave", [1, 2, 3])
-def test_ranks_that_give_up_after_the_last_one_came_go_on_with_it(leave):
-    """They look while it reads what each would gather: a second one that gave up once took itself for the first to leave."""
-    keys, ends, give_up, ranks = Keys(), [None] * 4, threading.Event(), (0, 1, 2, 3)
-
-    def count() -> int:
-        return next((int(v) for k, v in list(keys.values.items()) if k.endswith("/n")), 0)
-
-    class Last(Client):
-        def get(self, key):
-            give_up.set()
-            until_true(lambda: count() == 4 - leave * _GONE)
-            return super().get(key)
-
-    def come(i: int, client, over) -> None:
-        try:
-            SessionMeeting(lambda cancelled=lambda: False: client(keys, cancelled), i, time.monotonic() + 20, over)(
-                ranks, "same"
-            )
-            ends[i] = "on"
-        except (e.DeadlineExceeded, Over) as error:
-            ends[i] = type(error).__name__
-
-    threads = [
-        threading.Thread(target=come, args=(i, Client, give_up.is_set if i < leave else lambda: False))
-        for i in (0, 1, 2)
-    ]
-    for t in threads:
-        t.start()
-    until_true(lambda: count() == 3)
-    come(3, Last, lambda: False)
-    for t in threads:
-        t.join(15)
-    assert ends == ["on"] * 4
-
-
 @settings(max_examples=40, deadline=None)
 @given(st.integers(2, 4), st.lists(st.sampled_from(["", "0", "1"]), min_size=1, max_size=4))
 def test_every_meeting_of_the_same_ranks_compares_what_they_would_gather(world, differs):
     """Process groups may have the same ranks. `differs`: for each meeting, which rank has another digest."""
-    keys, ends, ranks = Keys(), [None] * world, tuple(range(world))
+    store, ends, ranks = HashStore(), [None] * world, tuple(range(world))
 
     def come(i: int) -> None:
-        meet, passed = SessionMeeting(keys.client, i, time.monotonic() + 5, lambda: False), 0
+        meet, passed = SessionMeeting(lambda **_: store, i, time.monotonic() + 5, lambda: False), 0
         try:
             for number, odd in enumerate(differs):
                 meet(ranks, f"{number} of {i}" if odd == str(i) else f"{number}")

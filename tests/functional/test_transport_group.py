@@ -20,6 +20,7 @@ import torch.distributed as dist
 from tests.support.proc import PATIENCE
 from tests.support.row_worlds import row
 from tests.support.threads import MemoryStore, all_good, run_ranks
+from xfer import background
 from xfer.errors import DeadlineExceeded, PeerLost
 from xfer.plan.program import Program
 from xfer.transport import group
@@ -121,20 +122,6 @@ def test_after_an_abort_no_byte_arrives_in_live_storage():
     assert int(live.count_nonzero()) == 0 and int(flood.count_nonzero()) == at
 
 
-def test_a_call_that_comes_back_as_it_is_left_behind_is_not_kept(monkeypatch):
-    go_on = threading.Event()
-
-    class Left(set):
-        def add(self, thread) -> None:
-            go_on.set()
-            thread.join(20)
-            super().add(thread)
-
-    monkeypatch.setattr(group.Aside, "left", Left())
-    assert isinstance(group.Aside(lambda: go_on.wait(20)).wait(0.05), TimeoutError)
-    assert go_on.is_set() and not group.Aside.left
-
-
 @pytest.mark.parametrize("fails", [False, True])
 def test_whoever_aborts_a_communicator_knows_whether_its_kernels_have_ended(fails):
     """NCCL's own abort takes its time; a double of it, since there is no GPU here. The first caller need not wait for it, later
@@ -224,7 +211,7 @@ def test_a_communicator_that_was_being_made_when_the_caller_gave_up_is_not_conne
     before = set(threading.enumerate())
     with pytest.raises(Aborted):
         NcclLink(None, 0, 2, 20.0, torch.device("cpu"), ("trainer 0", "worker 0"), making.is_set)
-    (left,) = [t for t in threading.enumerate() if t not in before and t.name == "xfer-link"]
+    (left,) = [t for t in threading.enumerate() if t not in before and t.name == "xfer-background"]
     go_on.set()
     left.join(20)
     assert not left.is_alive() and seen == ["aborted"]
@@ -267,7 +254,7 @@ def test_what_ends_a_post_leaves_no_group_of_this_thread_open(raises, monkeypatc
         link._pg = pg
         return link
 
-    monkeypatch.setattr("xfer.transport.nccl._POSTED_S", 0.2)
+    monkeypatch.setattr("xfer.transport.nccl.POSTED_S", 0.2)
     pg, word = Grouped(), torch.zeros(8, dtype=torch.uint8)
     link, start = over(pg), pg._start_coalescing
 
@@ -322,9 +309,9 @@ def test_a_link_that_is_being_opened_can_be_given_up():
     with pytest.raises(Aborted, match="cancelled"):
         open_group(MemoryStore(2.0 * PATIENCE), 0, 2, 2.0 * PATIENCE, cancelled=given_up.is_set)
     assert 0.2 < time.monotonic() - t0 < 1.5 * PATIENCE
-    (left,) = group.Aside.left
+    (left,) = background._given_up
     left.join(20.0)  # the thread that was left behind ends by itself
-    assert not left.is_alive() and not group.Aside.left
+    assert not left.is_alive() and not background._given_up
 
 
 def test_a_store_that_raises_passes_its_error_on():

@@ -114,7 +114,7 @@ def closed_beside_a_rank_that_failed():
         pair.owners.close()
     except XferError as e:
         said = type(e).__name__
-    open_ = [w for w in (who.wire for who in pair.owners._peers) if w is not None and w._backend is not None]
+    open_ = [w for w in (who.wire for who in pair.owners._peers) if w is not None and not w._closed]
     return [said, len(open_), [len(x._mapping.roots) for x in pair.owners.gather.pulls.values()]]
 
 

@@ -80,7 +80,7 @@ def test_who_has_something_against_it_says_so_in_its_own_words_and_the_others_in
 def test_a_rank_that_does_not_come_is_named_by_the_deadline():
     store = HashStore()
     seen = asked(store, 3, lambda r, ranks: None if r == 1 else ranks.meet(), deadline_s=0.3)
-    assert all(type(e) is DeadlineExceeded and "waited for rank 1" in str(e) for e in (seen[0], seen[2])), seen
+    assert all(type(e) is DeadlineExceeded and "waiting for rank 1" in str(e) for e in (seen[0], seen[2])), seen
     assert asked(store, 3, steps({})) == ["done"] * 3
 
 
@@ -117,7 +117,7 @@ def test_a_store_that_is_gone_is_a_typed_error():
 
     ranks = Together("save", "", 1.0, HashStore(), 0, 2)
     ranks._store = Gone()
-    with pytest.raises(PeerLost, match="store is gone"), ranks.telling():
+    with pytest.raises(PeerLost, match="store in which ranks meet is gone"), ranks.telling():
         ranks.meet()
 
 

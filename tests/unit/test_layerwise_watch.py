@@ -23,6 +23,8 @@ from xfer.layerwise import LayerWiseOptimizer, ParamGather, ParamGroup, pulls
 from xfer.layerwise import wire as wires
 from xfer.layerwise.megatron import MegatronLayerWise
 from xfer.layerwise.watch import Watch
+from xfer.transport import nccl as nccl_links
+from xfer.transport.nccl import NcclLink
 
 
 class Device:
@@ -151,9 +153,11 @@ def wire(monkeypatch):
 
     def make(deadline_s: float) -> wires.Wire:
         w = wires.Wire.__new__(wires.Wire)  # its own __init__ needs a device
+        w._link = NcclLink(None, 0, 1, 1.0, torch.device("cpu"), ("rank 0",))
+        w._link._pg = Nccl()
         w.rank, w.size, w.device, w.lost, w._who = 0, 2, torch.device("cuda", 0), None, "rank 0"
-        w.behind, w._starting = [], threading.Lock()
-        w._deadline_s, w._backend, w._notes, w._spare = deadline_s, Nccl(), Stream(), Stream()
+        w.behind, w._closed = [], False
+        w.deadline_s, w._notes, w._spare = deadline_s, Stream(), Stream()
         w._note, w._numbers, w._seen = Note(), torch.arange(4, dtype=torch.int32), 0
         w._read = w._note.word.numpy()
         w._watch = Watch(deadline_s, w._arrived, w._expire)
@@ -166,15 +170,16 @@ def test_bytes_that_do_not_come_become_nans_before_the_gather_is_aborted_and_eve
     w = wire(1.5 * PATIENCE)
     mine, theirs, here = (torch.ones(8, dtype=torch.bfloat16) for _ in range(3))
     bytes_of = lambda t: t.view(torch.uint8)  # noqa: E731
+    nccl = w._link._pg
     w.broadcasts([(1, bytes_of(here))], lambda: "bucket 0")
-    w._backend.works[0].arrived.set()
+    nccl.works[0].arrived.set()
     w._notes.synchronize()
     began = time.monotonic()
     w.broadcasts([(0, bytes_of(mine)), (1, bytes_of(theirs))], lambda: "bucket 1")
     w.broadcasts([(1, bytes_of(theirs))], lambda: "bucket 2")
-    assert w._backend.aborted.wait(30 * PATIENCE) and time.monotonic() - began >= 1.5 * PATIENCE
+    assert nccl.aborted.wait(30 * PATIENCE) and time.monotonic() - began >= 1.5 * PATIENCE
     assert torch.equal(mine, torch.ones_like(mine)) and torch.equal(here, torch.ones_like(here))
-    assert theirs.isnan().all() and w._backend.at_abort[2].view(torch.bfloat16).isnan().all()
+    assert theirs.isnan().all() and nccl.at_abort[2].view(torch.bfloat16).isnan().all()
     for use in (w.check, lambda: w.broadcasts([(1, bytes_of(theirs))], lambda: "")):
         with pytest.raises(DeadlineExceeded, match="bucket 1") as e:
             use()
@@ -185,7 +190,7 @@ def test_bytes_that_do_not_come_become_nans_before_the_gather_is_aborted_and_eve
 
 def test_numbers_go_around(wire):
     w, t = wire(30.0 * PATIENCE), torch.zeros(8, dtype=torch.uint8)
-    nccl = w._backend
+    nccl = w._link._pg
     for i in range(11):  # of which the word in memory tells four apart
         w.broadcasts([(1, t)], lambda: "bucket")
         nccl.works[-1].arrived.set()
@@ -201,9 +206,9 @@ def test_an_abort_waits_for_a_group_of_messages_that_is_being_started_but_not_fo
     """A group that is closed over a communicator that was freed meanwhile may crash the process."""
     late = 1.0 * PATIENCE
     for patience, aborted_within in ((30 * PATIENCE, False), (0.05, True)):
-        monkeypatch.setattr(wires, "_POSTED_S", patience)
+        monkeypatch.setattr(nccl_links, "POSTED_S", patience)
         w, seen = wire(late), []
-        nccl, theirs = w._backend, torch.ones(8, dtype=torch.bfloat16)
+        nccl, theirs = w._link._pg, torch.ones(8, dtype=torch.bfloat16)
         w.broadcasts([(1, torch.zeros(8, dtype=torch.uint8))], lambda: "bucket 0")
         end = nccl._end_coalescing
 
@@ -221,43 +226,30 @@ def test_an_abort_waits_for_a_group_of_messages_that_is_being_started_but_not_fo
 def test_nothing_is_started_once_a_wire_is_lost(wire):
     """Also when it is lost just behind the look at it."""
     w = wire(30.0 * PATIENCE)
-    nccl, said = w._backend, DeadlineExceeded("late", ["bucket 0"], where="rank 0")
+    nccl, said = w._link._pg, DeadlineExceeded("late", ["bucket 0"], where="rank 0")
 
-    def alive() -> Nccl:
+    def group() -> Nccl:
         w.lost = said
         return nccl
 
-    w._alive = alive
+    w._link._group = group
     with pytest.raises(DeadlineExceeded, match="late"):
         w.broadcasts([(1, torch.zeros(8, dtype=torch.uint8))], lambda: "bucket 1")
     assert not nccl.works and not nccl.tensors and not w._watch.missing()
     w.close()
 
 
-def test_a_communicator_that_is_made_after_its_rank_gave_up_is_not_connected(monkeypatch):
-    """The last rank comes after the deadline, and lets the thread go on that nobody waits for any more."""
-    come, seen = threading.Event(), queue.Queue()
-
-    class Group:
-        Options = lambda: SimpleNamespace(config=SimpleNamespace())  # noqa: E731
-
-        def __init__(self, *_):
-            self.abort = lambda: seen.put("aborted")
-
-        def eager_connect_single_device(self, device) -> None:
-            seen.put("connects")
-            raise RuntimeError("a peer is gone")
-
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    monkeypatch.setattr(wires, "_name", lambda *_: "name" if come.wait(30 * PATIENCE) else "")
-    monkeypatch.setattr(dist, "ProcessGroupNCCL", Group, raising=False)
-    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", dist.HashStore)
+def test_a_rank_that_gave_up_before_the_name_was_told_opens_no_link(monkeypatch):
+    """The last rank comes after the deadline, and lets the call go on for whose result nobody waits any more."""
+    come, told = threading.Event(), threading.Event()
+    monkeypatch.setattr(wires, "_name", lambda *_: come.wait(30 * PATIENCE) and told.set() or "name")
+    monkeypatch.setattr(wires, "open_group", lambda *_, **__: pytest.fail("a link was opened"))
     for name, value in (("get_rank", 0), ("get_world_size", 2), ("get_process_group_ranks", [0, 1])):
         monkeypatch.setattr(dist, name, lambda *_, value=value: value)
     with pytest.raises(DeadlineExceeded, match="did not all meet"):
-        wires.Wire.over(object(), torch.device("cuda", 0), 0.2)
+        wires.Wire.over(object(), torch.device("cpu"), 0.2)
     come.set()
-    assert seen.get(timeout=30 * PATIENCE) == "aborted"
+    assert told.wait(30 * PATIENCE)
 
 
 class Event:
@@ -328,14 +320,15 @@ def test_what_is_copied_behind_a_gather_that_was_aborted_is_made_nans_too(wire):
     """The copies go on when nothing holds them any more."""
     w, behind = wire(1.5 * PATIENCE), Stream()  # time for all that is queued here to be queued before the abort
     word, theirs, mine = torch.zeros(1, dtype=torch.int32), torch.ones(8, dtype=torch.bfloat16), torch.zeros(8)
-    w._backend.allreduce = lambda tensors: w._backend._end_coalescing()
+    nccl = w._link._pg
+    nccl.allreduce = lambda tensors: nccl._end_coalescing()
     w._spare.wait_stream = lambda stream: stream.synchronize()
     w.behind = [behind]
     work = w.meet(lambda: "the sign", [theirs.view(torch.uint8)], word)
     with on(behind):
         work.wait()
     behind.todo.put(lambda: theirs.fill_(3.0))
-    assert w._backend.aborted.wait(30 * PATIENCE)
+    assert nccl.aborted.wait(30 * PATIENCE)
     w.close()
     assert theirs.isnan().all() and not mine.any()
 

@@ -524,6 +524,7 @@ _RULES: dict[type, tuple[tuple[str, ...], _Handler]] = {
     m.StoreSet: (_DOMAIN, lambda co, client, msg: co.store.set(msg, co.prefix(client))),
     m.StoreGet: (_DOMAIN, lambda co, client, msg: co.store.get(client, msg, co.prefix(client))),
     m.StoreAdd: (_DOMAIN, lambda co, client, msg: co.store.add(client, msg, co.prefix(client))),
+    m.StoreCompareSet: (_DOMAIN, lambda co, client, msg: co.store.compare_set(client, msg, co.prefix(client))),
     m.StoreCheck: (_DOMAIN, lambda co, client, msg: co.store.check(client, msg, co.prefix(client))),
 }
 """By message: the roles that may send it, and its handler. All other messages are sent by the coordinator only."""

@@ -41,6 +41,12 @@ class KeyValues:
         self._put(msg.key, str(value).encode())
         client.send(m.StoreReply(msg.call, str(value).encode()))
 
+    def compare_set(self, client: Client, msg: m.StoreCompareSet, prefix: str) -> None:
+        m.check_store_key(msg.key, prefix)
+        if msg.key not in self._values:
+            self._put(msg.key, msg.value)
+        client.send(m.StoreReply(msg.call, self._values[msg.key]))
+
     def check(self, client: Client, msg: m.StoreCheck, prefix: str) -> None:
         for key in msg.keys:
             m.check_store_key(key, prefix)

@@ -654,6 +654,14 @@ class StoreAdd(WireMessage):
     amount: Annotated[int, Meta(gt=-(1 << 31), lt=1 << 31)]
 
 
+class StoreCompareSet(WireMessage):
+    """Sets the key if it does not exist. Answered with the value that the key then has."""
+
+    call: Count
+    key: StoreKey
+    value: StoreValue
+
+
 class StoreCheck(WireMessage):
     call: Count
     keys: Annotated[tuple[StoreKey, ...], Meta(max_length=65536)]
@@ -694,7 +702,7 @@ Message = (
     | PlanInputs | Planned | OpenLink | LinkOpen | Found | ReplicaReady
     | Prepare | Enter | Ready | Arm | Armed | CallAgain | Go | PartReady | Progress | Done | Drained | Commit | Decided | Committed
     | Abort | Stopped | Settle | Settled | Failed | Release | CloseRoutes | RoutesClosed | Released
-    | Outcome | Leave | Ping | Pong | StoreSet | StoreGet | StoreAdd | StoreCheck | StoreReply | StatusAsk | StatusReply
+    | Outcome | Leave | Ping | Pong | StoreSet | StoreGet | StoreAdd | StoreCompareSet | StoreCheck | StoreReply | StatusAsk | StatusReply
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()

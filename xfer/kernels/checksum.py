@@ -31,7 +31,7 @@ from xfer.errors import LayoutError
 from xfer.kernels.bits import INTEGERS
 from xfer.kernels.strided import bounds
 from xfer.kernels.torch_impl import Space, TorchRows, torch_dtype
-from xfer.plan.checksum import added
+from xfer.plan.checksum import added, joined
 from xfer.plan.program import DTYPES, ITEMSIZE, MAX_DIMS, Op
 
 CHUNK = 1 << 18
@@ -196,7 +196,7 @@ class _Mixer:
         self.factors = torch.tensor(FACTORS, dtype=torch.int64).to(torch.int32).to(self.device)  # wraps
 
     def values(self) -> list[int]:
-        return [(high % _HALF) << 32 | low % _HALF for low, high in self.totals.tolist()]
+        return [joined(low, high) for low, high in self.totals.tolist()]
 
     def add(self, slot: int, own: str, final: str, root: int, where: Placed) -> None:
         """Cuts the outermost dim until a part fits into a chunk."""

@@ -19,6 +19,7 @@ import triton.language as tl
 
 from xfer.kernels.checksum import FACTORS, GROUP, MIXES, PLUS, Placed, _signed
 from xfer.kernels.triton_impl import _BITS, _TL, CASTS, _aligned, _to_bfloat16, multiprocessors
+from xfer.plan.checksum import joined
 from xfer.plan.program import DTYPES, ITEMSIZE
 
 if TYPE_CHECKING:  # it needs what is here
@@ -218,7 +219,7 @@ class TritonSums:
 
     def values(self) -> list[int]:
         """Of the last launch, 0 <= v < 2**64. One device synchronisation."""
-        return [(a % (1 << 32)) | (b % (1 << 32)) << 32 for a, b in self._out.tolist()]
+        return [joined(low, high) for low, high in self._out.tolist()]
 
     def lend(self, order: Callable[[np.ndarray, int], Order]) -> tuple[Lent, Order] | None:
         """The largest table of whole groups that are read as they lie goes to another kernel, for good and once. order: of (tiles, bytes

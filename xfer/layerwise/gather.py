@@ -1,11 +1,11 @@
-"""After a step, owners hold new parameters and all others the ones of the step before: this brings them over, bucket by bucket.
+"""Brings the parameters that owners have stepped to all other ranks, bucket by bucket.
 
-`ParamGather` keeps the state of every bucket, and starts and finishes their gathers. It never decides who owns what
-(ownership.py), how bytes lie (shares.py), or when a module needs them (hooks.py).
+`ParamGather` keeps the state of every bucket, and starts and finishes the gathers. Which rank owns a parameter is decided in
+ownership.py, where its bytes are in shares.py, and when a module needs it in hooks.py.
 
-A gather is one broadcast per owner, of just what that rank owns of the bucket: no padding to the largest, no rank receives
-what it has. Over NCCL the broadcasts of a bucket are one grouped call (which is also what torch makes of an all-gather of
-uneven sizes); over gloo they are asynchronous broadcasts beside each other.
+A gather is one broadcast per owner, of exactly what that rank owns of the bucket: nothing is padded to the largest owner, and no rank
+receives what it has. Over NCCL the broadcasts of a bucket are one grouped call (as torch does for an all-gather of uneven
+sizes); over gloo they are asynchronous broadcasts beside each other.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
+from xfer.agreement import Agreement
 from xfer.errors import DeadlineExceeded, LayoutError, PeerLost, PlanMismatch, StaleWeights, XferError
 from xfer.layerwise.pulls import Pulls, start_in_order
 from xfer.layerwise.shares import Share, refuse_astray
@@ -26,10 +27,10 @@ from xfer.layerwise.wire import ON_ALL_RANKS, Wire
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Peers:
-    """The ranks among which parameters are owned, and a communicator of our own over them.
+    """The ranks among which parameters are owned, and a wire of their own.
 
-    Of our own, because others' collectives on theirs come in an order that we do not know. `ranks`: global, in the order of
-    ranks within the group; `rank`: this one's, within the group. wire: None for a rank without peers.
+    The process groups of the training code cannot be used: its collectives come in an order that is not known here. ranks: global,
+    in the order of the group; rank: this one, within the group. wire: None for a rank without peers.
     """
 
     name: str
@@ -57,31 +58,30 @@ class Peers:
 
     @classmethod
     def alone(cls, name: str) -> Peers:
-        """A process without peers: nothing is ever gathered."""
+        """For a process without peers, which gathers nothing."""
         return cls(name, None, (0,), 0)
 
     def agree(self, digest: bytes, what: str, mend: str) -> None:
-        """PlanMismatch, on all ranks, unless all of them have the same 32-byte digest. PeerLost or DeadlineExceeded when a rank
-        does not say its own."""
+        """Raises the same error on all ranks unless all of them have the same digest.
+
+        Args:
+            what: What the digest is of; once per wire.
+            mend: What to do where it differs.
+
+        Raises:
+            PlanMismatch: Ranks differ. PeerLost, DeadlineExceeded: A rank does not come.
+        """
         if self.wire is None:
             return
+        meeting = Agreement(self.wire.store, what, self.rank, range(self.size), lambda r: f"rank {self.ranks[r]}")
         try:
-            theirs = self.wire.all_gather(torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(self.device))
-        except RuntimeError as e:
-            if not _of_the_wire(e):
-                raise
-            late = "imed out" in str(e) or "imeout" in str(e)
-            raise (DeadlineExceeded if late else PeerLost)(
-                f"{self.name}: ranks did not all say {what}",
-                [f"ranks {list(self.ranks)}: build the optimizer on all of them ({_first_line(e)})"],
-            ) from e
-        differ = [r for r, t in zip(self.ranks, theirs) if not torch.equal(t, theirs[0])]
-        self.wire.check()
-        if differ:
-            raise PlanMismatch(
-                f"{self.name}: ranks disagree about {what}",
-                [f"rank {r} differs from rank {self.ranks[0]}: {mend} on both" for r in differ],
-            )
+            meeting.meet(time.monotonic() + self.wire.deadline_s, digest.hex())
+        except PlanMismatch as e:
+            lines = [f"{line}: {mend} on both" for line in e.violations]
+            raise PlanMismatch(f"{self.name}: ranks disagree about {what}", lines) from None
+        except (DeadlineExceeded, PeerLost) as e:
+            lines = [f"{line}: build the optimizer on ranks {list(self.ranks)}" for line in e.violations]
+            raise type(e)(f"{self.name}: ranks did not all say {what}", lines) from None
 
     @property
     def device(self) -> torch.device:
@@ -90,8 +90,8 @@ class Peers:
 
 
 class State(enum.Enum):
-    """Of a bucket on this rank. STALE: owners have newer parameters. IN_FLIGHT: bytes may arrive at any moment. CURRENT: every
-    parameter is that of the last step."""
+    """The state of a bucket on this rank. STALE: owners have newer parameters. IN_FLIGHT: bytes may arrive at any moment. CURRENT: all
+    parameters are those of the last step."""
 
     STALE = "stale"
     IN_FLIGHT = "in flight"
@@ -108,11 +108,11 @@ class Bucket:
     state: State = State.CURRENT
     works: list[dist.Work] = field(default_factory=list)
     runs: list[tuple[Share, torch.Tensor]] = field(default_factory=list)
-    """What is sent or received aside, for parameters without a home."""
+    """Buffers that are sent or received in place of parameters without a home."""
     landed: tuple[torch.cuda.Stream, torch.cuda.Event] | None = None
-    """On GPUs: the stream that waited for the bytes, and where in it they are all here. No other stream has waited."""
+    """On GPUs: the only stream that waited for the bytes, and an event behind that wait."""
     versions: list[int] = field(default_factory=list)
-    """Of its parameters, when the owners had stepped: as autograd counts what is written to them."""
+    """autograd's version counters of its parameters, from when the owners had stepped."""
 
     def now(self) -> list[int]:
         return [m.param._version for s in self.shares for m in s.members]
@@ -127,10 +127,10 @@ class Bucket:
 class GatherStats:
     """Sums over all gathers of this rank since construction or `reset`.
 
-    received: bytes that other ranks' runs have, by plan: parameters and what aligns them. lacked: bytes of the parameters that
-    other ranks own. What really travels the kernel or the links count, not this. waited_s: seconds that
-    this process spent waiting for bytes (over NCCL, only launching waits: see a profiler's timeline for those). unexpected:
-    buckets needed before others that were expected first.
+    received: planned bytes of other ranks' runs: parameters and their padding. lacked: bytes of the parameters that
+    other ranks own. Neither counts what really travels. waited_s: seconds that this process spent waiting for bytes (over NCCL, only
+    launching waits: see a profiler's timeline for the waits themselves). unexpected: buckets needed before others that were
+    expected first.
     """
 
     received: int = 0
@@ -293,8 +293,8 @@ class ParamGather:
         self.stats.waited_s += time.monotonic() - began
 
     def follow(self, bucket: Bucket) -> None:
-        """For a bucket that is CURRENT: the current stream waits for its bytes too, if it was another one that did. Not in the
-        capture of a graph, which begins behind all that the device had to do, and may not wait for what is outside of it."""
+        """For a bucket that is CURRENT: makes the current stream wait for its bytes, if another stream did so far. Not while a graph is
+        captured: the capture begins behind all earlier work of the device and may not wait for anything outside of it."""
         if bucket.landed is None:
             return
         stream, event = bucket.landed
@@ -304,8 +304,8 @@ class ParamGather:
         here.wait_event(event)
 
     def drain(self) -> None:
-        """Finish everything, in order. All gathers are started before the first is waited for. Collective in as much as
-        anything is not finished; leaves gradients alone."""
+        """Finishes all gathers, in order. Starts all of them before it waits for the first. Collective unless everything is
+        finished already."""
         self.check()
         if not self._pending:
             return
@@ -315,8 +315,8 @@ class ParamGather:
             self.finish_param_sync(b, skip_next_bucket_dispatch=True)
 
     def meet(self) -> None:
-        """After `drain`, before parameters are written: no rank copies them out of this rank's memory any more. All ranks drain and
-        meet; those that only read need not."""
+        """After `drain`, before parameters are written: waits until no rank copies them out of this rank's memory any more. All ranks
+        drain and meet; code that only reads need not."""
         self.check()
         for pulls in self.pulls.values():
             self.guarded(pulls.meet, "the sign that all ranks have copied")
@@ -343,7 +343,7 @@ class ParamGather:
                 depth -= 1
 
     def _start_rest(self) -> None:
-        """All broadcasts that nobody has started, each group's in its order."""
+        """Starts all broadcasts that are left, each group's in its order."""
         for b in self.order:
             if b.state is State.STALE and not self._is_copied(b):
                 self.guarded(lambda b=b: self._launch(b), b.label())
@@ -352,7 +352,7 @@ class ParamGather:
         return b.peers.name in self.pulls and b is not next(x for x in self.order if x.peers is b.peers)
 
     def _launch_copies(self) -> None:
-        """All that is left of them, in the order of use."""
+        """Starts all copies that are left, in the order of use."""
         left = [b for b in self.order if b.state is State.STALE and self._is_copied(b)]
         if left:
             self.guarded(lambda: self._copy(left), left[0].label())
@@ -367,7 +367,7 @@ class ParamGather:
         self._end_copies({b.peers.name for b in buckets}, on_host=False)
 
     def _end_copies(self, names: Iterable[str], on_host: bool) -> None:
-        """Of those groups whose last copy of this step was just queued, or made by this process."""
+        """Ends the copies of those groups whose last copy of this step was just queued, or made by this process."""
         for name in sorted(names):
             pulls, done = self.pulls[name], (State.CURRENT,) if on_host else (State.IN_FLIGHT, State.CURRENT)
             if (pulls.stream is None) == on_host and all(
@@ -416,7 +416,8 @@ class ParamGather:
             self._end_copies([b.peers.name], on_host=True)
 
     def _refuse_written(self, b: Bucket) -> None:
-        """Whoever clips parameters after a step, say: what was sent before then lands on top, on some ranks and not on others."""
+        """Refuses parameters that were written after the step, by clipping for example: the bytes of the gather overwrite that on some
+        ranks and not on others."""
         names = [m.name for s in b.shares for m in s.members]
         if bad := [n for n, was, is_ in zip(names, b.versions, b.now()) if was != is_]:
             raise StaleWeights(
@@ -429,11 +430,11 @@ class ParamGather:
             )
 
     def refuse_astray(self) -> None:
-        """RebindError for parameters that are no longer where they are sent from or received."""
+        """RebindError for parameters that are no longer in the memory that is sent from or received into."""
         refuse_astray((s for b in self.buckets for s in b.shares), self.label)
 
     def check(self) -> None:
-        """Raises what made the gather unusable: here, or over NCCL on the thread that watches for what is late."""
+        """Raises the error that made the gather unusable: raised here, or over NCCL found by the thread that watches deadlines."""
         if self.broken is None:
             for wire in self._wires:
                 if wire.lost is not None:
@@ -442,8 +443,8 @@ class ParamGather:
             raise self.broken
 
     def guarded(self, call, what: str) -> None:
-        """Whatever a collective raises becomes a typed error, and the last word of this gather. What is not the wire's (memory that ran
-        out, a user's own optimizer) is raised as it is; but others wait for this rank then, so it is the last word as well."""
+        """Runs `call`. An error of a collective becomes a typed error, which this gather raises from then on. Any other error (out of
+        memory, a user's own optimizer) is raised as it is; the other ranks wait for this one then, so the gather is unusable, too."""
         began = time.monotonic()
         try:
             call()
@@ -475,7 +476,7 @@ class ParamGather:
 
 
 def _of_the_wire(e: BaseException) -> bool:
-    """Errors of NCCL and of stores have a class; gloo's are plain RuntimeErrors, and say where in gloo, or what."""
+    """Whether it is an error of a collective: NCCL's and stores' errors have a class; gloo's are RuntimeErrors with typical words."""
     words = ("gloo", "onnection", "imed out", "imeout")
     return isinstance(e, dist.DistError) or type(e) is RuntimeError and any(w in str(e) for w in words)
 

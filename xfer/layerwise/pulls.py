@@ -1,23 +1,23 @@
-"""Gathers among ranks of one host without a kernel: each rank copies what others own straight out of their memory into its own.
+"""Gathers among ranks of one host without a kernel: each rank copies the parameters of other owners out of their memory.
 
-Broadcasts of NCCL run on multiprocessors, and hold them while they wait for each other; the forward that they hide behind has
-fewer then. Here only one small sum per step goes over the wire, as the sign that all owners have stepped. Behind it
-each rank has its copies queued, by copy engines over NVLink, all buckets at once in the order of use, on one stream: a GPU reads
-from others with one engine, which empties one stream before it looks at the next (seen on H200s), and one alone reads at full rate.
-What does slow it down is several ranks at one owner; so within a few buckets each rank begins with another owner.
+NCCL's broadcasts occupy multiprocessors, also while they wait for each other, which the forward that hides them then lacks.
+Here only one small sum per step goes over the wire, as the sign that all owners have stepped. Each rank queues its copies behind
+it, by copy engines over NVLink, all buckets at once in the order of use, on one stream: a GPU reads from others with one
+engine, which empties one stream before it looks at the next (seen on H200s), and one rank alone reads at full rate. Several ranks
+that read from one owner slow each other down, so within a few buckets each rank begins with another owner.
 
     owner steps -> begin: the small sum -> every rank copies from owners -> another small sum -> drain, meet -> owner steps
 
-An owner may write again when all have copied, which the second sum says; who writes parameters outside of `step()` waits for it by
-`meet`. `step()` need not: it sums the norm of all gradients over these ranks after its own drain.
+The second sum says that all ranks have copied and the owner may write again. Code that writes parameters outside of `step()` waits
+for it by `meet`. `step()` need not: after its own drain it sums the norm of all gradients over these ranks.
 
-On CPUs the kernel copies (process_vm_readv), when bytes are waited for. What is mapped how is transport/peer.py's and peer_host.py's.
+On CPUs the kernel copies (process_vm_readv) when bytes are waited for. How memory is mapped: transport/peer.py and peer_host.py.
 """
 
 from __future__ import annotations
 
 import math
-import threading
+import time
 from collections.abc import Iterator, Sequence
 from collections.abc import Mapping as Table
 from contextlib import nullcontext
@@ -25,11 +25,11 @@ from contextlib import nullcontext
 import torch
 import torch.distributed as dist
 
-from xfer.errors import DeadlineExceeded, PeerLost
+from xfer.background import BackgroundCall
 from xfer.layerwise.shares import Share
 from xfer.layerwise.wire import Wire
 from xfer.transport import peer, peer_host
-from xfer.transport.group import Aside
+from xfer.transport.group import opened
 from xfer.transport.routes import any_rank, exchange_over_store
 
 _NUMBERS = 1 << 16  # times any number of ranks of one host within int32
@@ -38,7 +38,7 @@ FIRST_WINDOW = 2
 
 
 class Pulls:
-    """One rank's copies from the other ranks of a wire. Made by `open_pulls`. stream: for all groups of the rank; None on a CPU."""
+    """One rank's copies from the other ranks of a wire. Made by `open_pulls`. stream: shared by all groups of the rank; None on a CPU."""
 
     def __init__(
         self,
@@ -68,15 +68,15 @@ class Pulls:
             wire.behind = [stream]
 
     def record(self) -> None:
-        """For torch's allocator: whoever drops the model while copies are queued, its memory is nobody else's before they have
-        ended."""
+        """Tells torch's allocator which memory the copies use: if the model is dropped while copies are queued, its memory is not
+        reused before they have ended."""
         if self.stream is not None:
             scalars = [t for some in (self._factor, self._one, self._nan) for t in some.values()]
             for t in (self._sign, self._over, self._came, *scalars, *self._others):
                 t.record_stream(self.stream)
 
     def begin(self) -> None:
-        """This rank's owned parameters are those of the new step (on its current stream). Once per step, on all ranks."""
+        """Says that this rank's owned parameters are those of the new step (on its current stream). Once per step, on all ranks."""
         # Another number in every step: an aborted sum adds up what lay in NCCL's buffers from the step before.
         self._number = self._number % _NUMBERS + 1
         self._sign.fill_(self._number)
@@ -90,11 +90,11 @@ class Pulls:
                     torch.where(self._came, self._one[dtype], self._nan[dtype], out=factor)
 
     def wanted(self, shares: Sequence[Share]) -> list[Share]:
-        """Of these, what others own."""
+        """Those of `shares` that other ranks own."""
         return [s for s in shares if s.owner != self._wire.rank and s.nbytes]
 
     def turn(self, share: Share) -> int:
-        """When this rank reads from the share's owner: at any turn each rank reads from another one."""
+        """The turn at which this rank reads from the owner: at any turn each rank reads from another owner."""
         return (share.owner - self._wire.rank) % self._wire.size
 
     def copy(self, share: Share) -> None:
@@ -102,8 +102,8 @@ class Pulls:
         share.home.copy_(self._mapping.roots[share.owner][self._numbers[id(share)]], non_blocking=True)
 
     def seal(self, shares: Sequence[Share]) -> None:
-        """On the current stream, behind a bucket's copies: where the sum was aborted, and so let them go, an element of each parameter
-        becomes NaN. A forward that was launched already must not give numbers then: nobody knows what its weights were."""
+        """On the current stream, behind a bucket's copies: if the sum was aborted, and so released them, an element of each parameter
+        becomes NaN. A forward that was launched already must not give numbers then, because its weights are not known."""
         firsts: dict[torch.dtype, list[torch.Tensor]] = {}
         for share in shares:
             for first in self._firsts.get(id(share), ()):
@@ -112,7 +112,7 @@ class Pulls:
             torch._foreach_mul_(some, self._factor[dtype])  # one kernel; by 1 it changes no number
 
     def read(self, shares: Sequence[Share]) -> None:
-        """On a CPU: wait for the owners, and copy."""
+        """On a CPU: waits for the owners, and copies."""
         if self._all_stepped is not None:
             self._all_stepped.wait()
             self._all_stepped = None
@@ -120,25 +120,25 @@ class Pulls:
             self._mapping.read_into(s.owner, self._numbers[id(s)], s.home)
 
     def end(self) -> None:
-        """This rank's copies of the step are queued (on a CPU: made). Once per step, on all ranks."""
+        """Says that this rank's copies of the step are queued (on a CPU: made). Once per step, on all ranks."""
         with torch.cuda.stream(self.stream) if self.stream is not None else nullcontext():
             self._all_copied = self._wire.meet(lambda: "the sign that all ranks have copied", (), self._over)
 
     def meet(self) -> None:
-        """No rank copies out of this rank's memory any more: on GPUs for what the current stream does next; on CPUs it waits
+        """Waits until no rank copies out of this rank's memory any more: on GPUs the current stream waits; on CPUs this call waits
         until the others have drained."""
         if self._all_copied is not None:
             self._all_copied.wait()
             self._all_copied = None
 
     def unmap(self) -> None:
-        """Let go of others' memory, once this rank's copies have left the device."""
+        """Unmaps the others' memory once this rank's copies have left the device."""
         if self.stream is not None:
             self.stream.synchronize()
         self._mapping.close()
 
     def part(self) -> None:
-        """After `unmap`, and before anybody's memory is freed: all ranks have unmapped. Collective, and waits on the host."""
+        """After `unmap` and before any memory is freed: waits on the host until all ranks have unmapped. Collective."""
         self._wire.all_reduce(self._over)
         if self.stream is not None:
             torch.cuda.current_stream(self._wire.device).synchronize()
@@ -148,8 +148,8 @@ class Pulls:
 def start_in_order(
     buckets: Sequence[tuple[Pulls, Sequence[Share]]], behind: Sequence[dist.Work] = ()
 ) -> list[_Copied | _Reads]:
-    """Queue the copies of what others own of each bucket, given in the order of use; what is returned, one for each, is waited for
-    as a work of a collective. behind: what is needed before any of them, and so has the wire for itself."""
+    """Queues the copies of each bucket's parameters that others own. buckets: in the order of use. behind: works that are needed before
+    any copy, and so have the wire for themselves. Returns one object per bucket, which is waited for like a collective's work."""
     if not buckets or buckets[0][0].stream is None:
         return [_Reads(pulls, pulls.wanted(shares)) for pulls, shares in buckets]
     stream, works = buckets[0][0].stream, [_Copied() for _ in buckets]
@@ -170,7 +170,7 @@ def start_in_order(
 
 
 def windows(n: int) -> Iterator[range]:
-    """Places 0 to n - 1, cut where ranks may no longer go through what is before in orders of their own."""
+    """Places 0 to n - 1 in windows; within a window each rank may have an order of its own."""
     start, size = 0, FIRST_WINDOW
     while start < n:
         yield range(start, min(start + size, n))
@@ -178,13 +178,13 @@ def windows(n: int) -> Iterator[range]:
 
 
 class _Copied:
-    """A bucket's copies on a stream; of one that lacks nothing, none."""
+    """A bucket's copies on a stream; there are none if this rank owns all of it."""
 
     def __init__(self) -> None:
         self._event: torch.cuda.Event | None = None
 
     def record(self) -> None:
-        """The last of them was queued."""
+        """Called when the last copy was queued."""
         self._event = torch.cuda.Event()
         self._event.record()
 
@@ -206,42 +206,32 @@ class _Reads:
 def open_pulls(
     wire: Wire, shares: Sequence[Share], deadline_s: float, stream: torch.cuda.Stream | None
 ) -> Pulls | None:
-    """None, on all ranks, where some rank cannot read all that others own: another host, memory that cannot be mapped
-    (expandable segments), parameters that did not settle into runs. Collective over the wire.
+    """Maps what the other ranks of the wire own. Collective over the wire.
 
-    shares: of all buckets of the wire's ranks, in the same order on all. stream: on which to copy, on GPUs.
-    DeadlineExceeded or PeerLost when a rank does not come.
+    Args:
+        shares: Of all buckets of the wire's ranks, in the same order on all.
+        deadline_s: Seconds to wait for the other ranks.
+        stream: On which to copy, on GPUs.
+
+    Returns:
+        None, on all ranks, where some rank cannot read all that others own: on another host, in memory that cannot be mapped
+        (expandable segments), or with parameters that did not settle into runs.
+
+    Raises:
+        DeadlineExceeded, PeerLost: A rank did not come.
     """
-
-    made: list[Pulls | None] = []
-    gone, deciding = threading.Event(), threading.Lock()
-
-    def meet() -> None:
-        if wire.device.type == "cuda":
-            torch.cuda.set_device(wire.device)  # of this thread
-        opened = _open(wire, shares, stream)
-        with deciding:
-            if not gone.is_set():
-                return made.append(opened)
-        if opened is not None:  # nobody waits any more, and others' memory would stay mapped
-            opened.unmap()
-
-    aside = Aside(meet)  # the store's deadline is somebody else's
-    try:
-        error = aside.wait(deadline_s)
-    finally:
-        with deciding:
-            gone.set()
-    if made:  # perhaps in the last moment
-        return made[0]
-    if isinstance(error, RuntimeError | TimeoutError):
-        late = isinstance(error, TimeoutError) or "imeout" in str(error) or "imed out" in str(error)
-        raise (DeadlineExceeded if late else PeerLost)(
-            "ranks of one host did not all say where their parameters lie",
-            [f"build the optimizer on all of them, with one route ({str(error).splitlines()[0][:160]})"],
-            where=f"rank {wire.rank} of {wire.size}",
-        ) from error
-    raise error
+    call = BackgroundCall(  # the deadline of the store is not ours
+        lambda: _open(wire, shares, stream),
+        wire.device,
+        undo=lambda made: made is not None and made.unmap(),  # or others' memory would stay mapped
+    )
+    return opened(
+        call,
+        time.monotonic() + deadline_s,
+        "ranks of one host did not all say where their parameters lie",
+        f"rank {wire.rank} of {wire.size}",
+        advice="build the optimizer on all of them, with one route",
+    )
 
 
 def _open(wire: Wire, shares: Sequence[Share], stream: torch.cuda.Stream | None) -> Pulls | None:

@@ -1,10 +1,10 @@
-"""Deadlines of what is on its way over NCCL, where no wait blocks the host: a thread looks whether it has arrived, and does
-something about it when it has not in time.
+"""Deadlines of collectives over NCCL, where no wait blocks the host: a thread looks whether they have arrived, and calls back when one
+is late.
 
-A kernel that waits for a rank that is gone holds every later operation of its stream, so the process hangs in whatever
-call of the user's next asks the device for a value. Only another thread can then free it, and one that has not to ask the
-device either. What arrived is therefore read from a number in host memory. Who writes it, and what freeing means, is
-wire.py's to say; this file knows numbers and times only.
+A kernel that waits for a rank that is gone holds every later operation of its stream, so the process hangs in the next call
+that asks the device for a value. Only another thread can then free it, and that thread may not ask the device either. So it
+reads from a number in host memory how many collectives have arrived. wire.py writes that number and frees the process; this file
+knows only numbers and times.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ POLL_S = 0.05
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Post:
-    """One collective. number: of the first it is 1. what: describes it, when somebody asks. until: a time.monotonic() value.
-    received: flat uint8, where bytes of others arrive."""
+    """One collective. number: 1 for the first. what: describes it in an error. until: a time.monotonic() value. received: flat uint8
+    tensors in which bytes of other ranks arrive."""
 
     number: int
     what: Callable[[], str]
@@ -32,9 +32,14 @@ class Post:
 
 
 class Watch:
-    """deadline_s: for each collective, from its start. arrived: how many have come to their end; they end in the order of
-    their starts. expire: called once, on the watching thread, with all that have not arrived when one of them is late;
-    nothing is watched after that."""
+    """Watches collectives from a thread of its own.
+
+    Args:
+        deadline_s: Seconds from the start of a collective to its end.
+        arrived: Returns how many have ended; they end in the order in which they started.
+        expire: Called once, on the watching thread, with all collectives that have not arrived when one of them is late. Nothing
+            is watched after that.
+    """
 
     def __init__(self, deadline_s: float, arrived: Callable[[], int], expire: Callable[[list[Post]], None]):
         self._deadline_s, self._arrived, self._expire = deadline_s, arrived, expire
@@ -47,7 +52,7 @@ class Watch:
         self._thread.start()
 
     def post(self, what: Callable[[], str], received: Sequence[torch.Tensor] = ()) -> Post:
-        """To be called before the collective is started, for that may block as well."""
+        """Call it before the collective starts, because the start may block as well."""
         with self._change:
             self._posted += 1
             post = Post(self._posted, what, time.monotonic() + self._deadline_s, received)
@@ -57,12 +62,12 @@ class Watch:
         return post
 
     def missing(self) -> list[Post]:
-        """What was posted and had not arrived when somebody last looked."""
+        """The collectives that were posted and had not arrived at the last look."""
         with self._change:
             return list(self._posts)
 
     def close(self) -> None:
-        """Watch no more. `expire` is not called afterwards, and has returned if it was called."""
+        """Stops watching. `expire` is not called afterwards, and has returned if it was called."""
         with self._change:
             self._closed = True
             self._change.notify()

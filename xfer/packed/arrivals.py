@@ -18,6 +18,7 @@ from xfer.errors import DeadlineExceeded
 from xfer.packed.ahead import OneAhead
 from xfer.packed.buffer import Buffers, wire_sum
 from xfer.packed.wire import Message
+from xfer.plan.checksum import added
 from xfer.transport.group import Link
 
 GRACE_S = 5.0
@@ -123,5 +124,5 @@ class Arrivals:
 
     def _arrived(self, number: int, data: torch.Tensor) -> None:
         if self._verify:
-            self.total = (self.total + wire_sum(data, number)) % (1 << 64)
+            self.total = added(self.total, wire_sum(data, number))
         self._here.put(data)

@@ -45,6 +45,7 @@ from xfer.packed.wire import (
 from xfer.participants import faults
 from xfer.participants.data_plane import PlanFacts, Progress, Stop
 from xfer.participants.lane import labels_of
+from xfer.plan.checksum import added
 from xfer.rendezvous.client import RendezvousClient
 from xfer.rendezvous.store import RendezvousStore
 from xfer.trace.catalog import Catalog
@@ -353,7 +354,7 @@ class PackedPlane:
             began = time.perf_counter()
             nbytes += data.numel()
             if go.verify:
-                total = (total + feed.sum_of(number, until, self._why)) % (1 << 64)
+                total = added(total, feed.sum_of(number, until, self._why))
             if self._shared:
                 announce(link, number, self._mine, until, device)
                 wait_done(link, number, self._mine, until)  # the next is being packed meanwhile

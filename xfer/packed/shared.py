@@ -30,6 +30,7 @@ import torch
 from xfer.errors import ProtocolError, Unsupported
 from xfer.packed.buffer import Buffers, wire_sum
 from xfer.packed.wire import Message
+from xfer.plan.checksum import added
 from xfer.transport import peer
 from xfer.transport.group import Link
 
@@ -214,7 +215,7 @@ class SharedArrivals:
             self._done()
         self.seconds += time.perf_counter() - began
         if self._verify:
-            self.total = (self.total + wire_sum(data, number)) % (1 << 64)
+            self.total = added(self.total, wire_sum(data, number))
         return data
 
     def _map(self, fd: int, nbytes: int) -> torch.Tensor:

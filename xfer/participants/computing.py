@@ -1,10 +1,8 @@
 """What a trainer computes before it is ready (merged adapters), together with other trainer ranks where it must.
 
-A collective that one rank does not join holds the others for ever, and one that is left alone pairs with the next, of
-other data. So ranks that are about to gather from each other meet first, at the rendezvous: each says that it is there
-and what it will gather, and none begins before all have. A rank that gives up says so in one step with looking whether
-all are there: either all go on, or none does. One that stops after they met holds the others inside a collective; so all
-this runs aside, and the caller waits by his deadline. Not here: what is computed and gathered, and why (trainers/computed.py).
+Ranks that are about to gather from each other agree first (xfer/agreement.py), at the rendezvous and on what they will gather:
+either all of them go on, or none does. A rank that stops after they met blocks the others inside a collective, so all this is a
+background call with a deadline. What is computed and gathered, and why: trainers/computed.py.
 """
 
 from __future__ import annotations
@@ -18,9 +16,10 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
+from xfer.agreement import Agreement
+from xfer.background import BackgroundCall
 from xfer.coordinator.deadlines import SILENCE_S, STOP_GRACE_S
 from xfer.errors import DeadlineExceeded, PlanMismatch, XferError
-from xfer.participants.drain import Aside
 from xfer.plan.inventory import SCRATCH
 from xfer.rendezvous.store import RendezvousStore
 
@@ -28,12 +27,6 @@ if TYPE_CHECKING:
     from xfer.participants.trainer import Computes, Source
     from xfer.rendezvous.client import RendezvousClient
     from xfer.trace.traced import TrainerLayout
-
-_GONE = 1 << 20
-"""More than any group has ranks: a count from which this was taken, however often, is never full again, and still tells
-by its remainder how many have come."""
-_LEFT = "left: "
-"""Begins what a rank that gave up says to the others of its meeting; what differs begins otherwise."""
 
 
 def scratch_bytes(layout: TrainerLayout) -> int:
@@ -58,7 +51,7 @@ def compute(
     attempt: int,
     until: float,
     over: Callable[[], bool],
-    begun: Callable[[Aside[bool]], None],
+    begun: Callable[[BackgroundCall[bool]], None],
 ) -> float:
     """Bring what the export computes up to date, in scratch. Returns seconds. Raises as `Meeting`; Unfinished at `until`.
 
@@ -81,11 +74,12 @@ def compute(
             torch.cuda.synchronize(source.device)
         return True
 
-    aside = Aside(work, source.device, party.label, "what the export computes could not be brought up to date", begun)
-    # Who waits at the rendezvous gives up at `until`, asks the coordinator who has not come, and says so: it is not what goes on.
-    if not aside.wait(until + SILENCE_S, over, STOP_GRACE_S):
+    failure = "what the export computes could not be brought up to date"
+    call = BackgroundCall(work, source.device, party.label, failure, begun)
+    # A rank that waits at the rendezvous gives up at `until` and then asks the coordinator who has not come: that takes a little longer.
+    if not call.wait(until + SILENCE_S, over, STOP_GRACE_S):
         raise Unfinished
-    if not aside.result:
+    if not call.result:
         raise Over
     return time.perf_counter() - began
 
@@ -99,48 +93,50 @@ class Unfinished(Exception):
 
 
 class Meeting:
-    """One attempt's. `store`: under a prefix of this attempt; `over`: whether the attempt has ended.
+    """Meetings of one attempt.
 
-    Ranks may meet more than once, since several process groups may have the same ones (tensor-parallel ones of experts and of
-    all else); they do so in one order, so a number tells the meetings apart.
+    Ranks may meet more than once, since several process groups may have the same ranks (tensor-parallel ones of experts and of
+    all else). They do so in one order, so a number tells the meetings apart.
+
+    Args:
+        store: Makes a store under a prefix of this attempt; `cancelled` is asked while it waits.
+        me: This rank.
+        until: A time.monotonic() value.
+        over: Whether the attempt has ended.
     """
 
     def __init__(self, store: Callable[..., RendezvousStore], me: int, until: float, over: Callable[[], bool]):
-        self._plain, self._waiting = store(), store(cancelled=over)
+        self._store, self._waiting = store(), store(cancelled=over)
         self._me, self._until, self._over = me, until, over
         self._met: Counter[tuple[int, ...]] = Counter()
 
     def __call__(self, ranks: tuple[int, ...], digest: str) -> None:
-        """Returns when all `ranks` have called with this `digest`. DeadlineExceeded names who has not; PlanMismatch,
-        on all of them, when digests differ; Over."""
+        """Returns on all `ranks` once all have called with this `digest`, or raises on all of them.
+
+        Raises:
+            DeadlineExceeded: Names the ranks that have not come. PlanMismatch: Digests differ. Over: The attempt has ended.
+        """
         self._met[ranks] += 1
         at = hashlib.blake2b(repr((ranks, self._met[ranks])).encode(), digest_size=8).hexdigest()
-        count, go, said = f"{at}/n", f"{at}/go", [f"{at}/d{r}" for r in ranks]
-        self._plain.set(f"{at}/d{self._me}", digest)
-        if self._plain.add(count, 1) == len(ranks):
-            theirs = {r: self._plain.get(k).decode() for r, k in zip(ranks, said, strict=True)}
-            self._plain.set(go, "" if len(set(theirs.values())) == 1 else repr(theirs))
-        else:
-            self._wait(count, go, ranks, said)
-        why = self._plain.get(go).decode()
-        if why.startswith(_LEFT):
-            # It may have heard of the attempt's end a moment before this rank looks, which has heard of that by now: the
-            # coordinator tells all of an outcome before it takes in what any of them makes of it.
-            raise self._given_up([why.removeprefix(_LEFT)])
-        if why:
-            raise PlanMismatch("trainer ranks would gather different tensors from each other; nothing was moved", [why])
-
-    def _wait(self, count: str, go: str, ranks: tuple[int, ...], said: list[str]) -> None:
+        hashed = hashlib.blake2b(digest.encode(), digest_size=16).hexdigest()
         try:
-            self._waiting.wait([go], timedelta(seconds=max(0.0, self._until - time.monotonic())))
-        except XferError:
-            if self._plain.add(count, -_GONE) % _GONE >= len(ranks):
-                return  # all have come, and the last one says so; or the first to leave does, if that was before
-            missing = [f"trainer {r}" for r, k in zip(ranks, said, strict=True) if not self._plain.check([k])]
-            self._plain.set(go, f"{_LEFT}trainer {self._me} has given up waiting for {', '.join(missing)}")
-            raise self._given_up([f"waiting for {who}" for who in missing]) from None
+            Agreement(self._store, at, self._me, ranks, "trainer {}".format, self._appears).meet(self._until, hashed)
+        except DeadlineExceeded as e:
+            # Another rank may have heard of the end of the attempt a moment before this one looks. This one has heard of it by now: the
+            # coordinator tells all ranks the outcome before it reads their answers.
+            if self._over():
+                raise Over from None
+            raise DeadlineExceeded(
+                "trainer ranks compute exported tensors together, and not all have come", e.violations
+            ) from None
+        except PlanMismatch as e:
+            raise PlanMismatch(
+                "trainer ranks would gather different tensors from each other; nothing was moved", e.violations
+            ) from None
 
-    def _given_up(self, why: list[str]) -> Exception:
-        if self._over():
-            return Over()
-        return DeadlineExceeded("trainer ranks compute exported tensors together, and not all have come", why)
+    def _appears(self, store: object, key: str, until: float, over: object) -> bool:
+        try:
+            self._waiting.wait([key], timedelta(seconds=max(0.0, until - time.monotonic())))
+        except XferError:  # also once the attempt is over
+            return False
+        return True

@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from xfer.background import LOOK_S, BackgroundCall
 from xfer.coordinator import messages as m
 from xfer.coordinator.deadlines import CALL_GRACE_S, STOP_GRACE_S
 from xfer.errors import DeadlineExceeded, PeerLost, XferError
 from xfer.participants import computing, faults, readers
 from xfer.participants.arguments import Call
-from xfer.participants.drain import LOOK_S, Aside, Drain
+from xfer.participants.drain import begin_drain
 from xfer.participants.report import RefitReport, ReplicaOutcome
 from xfer.participants.timeline import mark
 
@@ -142,8 +143,8 @@ class RefitCall:
     def _computed(self) -> float:
         session = self.session
 
-        def begun(aside: Aside[bool]) -> None:
-            session.computing = aside
+        def begun(call: BackgroundCall[bool]) -> None:
+            session.computing = call
 
         try:
             return computing.compute(
@@ -170,22 +171,19 @@ class RefitCall:
         naming who has not called, when one is still running then: it goes on by itself, and the next call waits for it first."""
         session = self.session
 
-        def begun(drain: Aside[None]) -> None:
+        def begun(drain: BackgroundCall[None]) -> None:
             session.drain = drain
 
         if not self._gathers_ended():
             raise self._late("a gather of an earlier refit has not ended, and reads what would be looked at now")
         if (left := session.computing) is not None:
-            with contextlib.suppress(XferError):  # likewise: that call has told it
-                left.wait(self.until, self._is_over, STOP_GRACE_S)
-            if not left.over:
+            if not left.ended(self.until, self._is_over, STOP_GRACE_S):  # that call has told its error
                 raise self._late("what an earlier refit was to compute has not ended, and writes where this one would")
             session.computing = None
         if session.drain is not None and not session.drain.over:
-            with contextlib.suppress(XferError):  # of a call that has had its error
-                session.drain.wait(self.until, self._is_over, STOP_GRACE_S)
+            session.drain.ended(self.until, self._is_over, STOP_GRACE_S)  # that call has told its error
         if session.drain is None or session.drain.over:
-            Drain(session.source, self.label, begun)
+            begin_drain(session.source, self.label, begun)
             if session.drain.wait(self.until, self._is_over, STOP_GRACE_S):
                 return not self._is_over()
         raise self._late(

@@ -17,6 +17,7 @@ from typing import Protocol
 import torch
 
 from xfer import logs
+from xfer.background import BackgroundCall
 from xfer.coordinator import messages as m
 from xfer.coordinator.deadlines import STOP_GRACE_S, TOLD_S
 from xfer.coordinator.packing import pack_specs, unpack_one
@@ -25,7 +26,7 @@ from xfer.errors import DeadlineExceeded, RebindError, XferError
 from xfer.participants import computing, timeline
 from xfer.participants.arguments import Labels, checked_call
 from xfer.participants.data_plane import NewTrainerSide
-from xfer.participants.drain import Aside, refuse_running
+from xfer.participants.drain import refuse_running
 from xfer.participants.entry import Entry
 from xfer.participants.lane import Lane
 from xfer.participants.refit import RefitCall
@@ -102,8 +103,8 @@ class TrainerSession:
         )  # specs and inventory that the coordinator knows; None: it owes a catalog
         self._released = False
         self._releases = 0  # number of releases begun
-        self.drain: Aside[None] | None = None  # of the last call; may run longer than that
-        self.computing: Aside[bool] | None = None  # while it runs, maybe after its call
+        self.drain: BackgroundCall[None] | None = None  # of the last call; may run longer than that
+        self.computing: BackgroundCall[bool] | None = None  # while it runs, maybe after its call
         settings = (*told(options), *data_plane(self.device))
         if source.rank == 0:
             noted = partial(timeline.mark, timeline.HUB)
@@ -198,7 +199,7 @@ class TrainerSession:
                 for x in list(self._party.inbox.queue)
             )
 
-        reading = Aside(self.source.read, self.device, self._party.label, "the layout could not be read")
+        reading = BackgroundCall(self.source.read, self.device, self._party.label, "the layout could not be read")
         if reading.wait(until, pointless, STOP_GRACE_S):
             return reading.result
         # The coordinator's deadline is ours, and it knows who is missing.

@@ -1,7 +1,8 @@
 """torch's `Store` over the authenticated control connection, so that communicators meet without an open key-value port.
 
-It has what ProcessGroupGloo and ProcessGroupNCCL use: set, get, add, check, wait, delete. Values are addresses and NCCL ids
-of a few hundred bytes. The coordinator checks each key against this client's prefix (`messages.check_store_key`).
+It has what ProcessGroupGloo, ProcessGroupNCCL and agreements use: set, get, add, check, wait, delete, and a compare-and-set.
+Values are addresses and NCCL ids of a few hundred bytes. The coordinator checks each key against this client's prefix
+(`messages.check_store_key`).
 """
 
 from __future__ import annotations
@@ -100,6 +101,13 @@ class RendezvousStore(Store):
 
     def add(self, key: str, amount: int) -> int:
         return int(self._ask(lambda c: m.StoreAdd(c, self._prefix + key, amount), f"store counter {key!r}").value)
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        """Sets the key if it does not exist, and returns the value that it then has. Only for `expected` "", as torch says that."""
+        if expected:
+            raise ValueError("only a key that does not exist can be compared and set")
+        data = desired.encode()
+        return self._ask(lambda c: m.StoreCompareSet(c, self._prefix + key, data), f"store key {key!r}").value
 
     def check(self, keys: Sequence[str]) -> bool:
         return self._ask(lambda c: m.StoreCheck(c, tuple(self._prefix + k for k in keys)), "store check").flag

@@ -1,15 +1,15 @@
 """Links: xfer's own process groups, with deadlines, names for peers, and an abort that works from another thread.
 
-`open_group` builds the group directly, so torch's default group, its registry and its settings are untouched and
-several links can exist side by side: gloo for CPU storages, NCCL for CUDA. Only bytes travel, so every dtype does.
-Not here: what is sent when (p2p.py), who owns the store and when a link is replaced (session/).
+`open_group` builds the group directly, so torch's default group, its registry and its settings stay untouched and
+several links can exist side by side: gloo for CPU tensors, NCCL for CUDA tensors. Messages and broadcasts carry bytes, so every
+dtype travels. What is sent when is decided elsewhere: p2p.py for refits, packed/ for buckets, layerwise/wire.py for gathers.
 
 Facts of gloo that shape this file (seen on torch 2.13, each pinned by a test):
 - A wait that expires closes all connections of the group. So there is no polling by short waits: a wait gets all the
   time that is left, and `abort` is one deliberate 1 ms wait for a message that nobody sends.
 - `ProcessGroup.abort()` does not free a blocked `recv().wait()`; that deliberate wait does, in milliseconds.
 - Nothing frees a thread that is inside the constructor of a group, where it waits for a peer that has published its
-  address and died. So groups are made on a thread of their own, which is left alone when the caller is cancelled.
+  address and died. So groups are made in background calls, which are given up when the caller is cancelled.
 - A connection is closed under the lock under which its bytes are read, so when `abort` has returned no byte of a
   message that was posted before can arrive any more. This is what makes receiving straight into live storage safe.
 - Collectives on tensors that are not contiguous deliver wrong bytes without an error. Hence `bytes_of`.
@@ -17,19 +17,19 @@ Facts of gloo that shape this file (seen on torch 2.13, each pinned by a test):
 
 from __future__ import annotations
 
-import atexit
 import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
-from torch.distributed import Store
+from torch.distributed import ProcessGroup, Store
 
-from xfer.ending import wait_for_all
+from xfer.background import BackgroundCall
 from xfer.errors import DeadlineExceeded, PeerLost, XferError
 
+T = TypeVar("T")
 Outgoing = tuple[torch.Tensor, int, int]
 """(contiguous tensor, peer rank, tag)"""
 
@@ -37,29 +37,35 @@ _POISON_TAG = 0x7FFFFF01
 _TICK = timedelta(milliseconds=1)
 _POLL_S = 20e-6
 ABORT_S = 10.0
-"""How long `Link.abort` waits, unless told otherwise, for what was under way."""
+"""How long `Link.abort` waits by default for the operations that were under way."""
+_LAST_S = 1.0
+"""gloo's own timeout of an opening comes first, because its error says more."""
 _EXPIRED, _CLOSED_HERE = "Timed out", "Application timeout caused pair closure"
 
 
 class Aborted(PeerLost):
-    """The link was aborted by this process, from `abort()` or because its run was cancelled."""
+    """This process aborted the link, by `abort()` or because its run was cancelled."""
 
 
 class Pending(Protocol):
-    """One message (gloo) or one group of messages (NCCL) on its way."""
+    """One message (gloo) or one group of messages (NCCL) that is under way."""
 
     peer: int
 
     def wait(self, deadline: float) -> None:
-        """Returns when the message is complete. `deadline`: a time.monotonic() value.
+        """Returns when the message is complete. On CUDA it makes the current stream wait and returns at once; the deadline
+        is then that of `Link.finish`.
 
-        CUDA: makes the current stream wait and returns at once; `Link.finish` has the deadline.
-        DeadlineExceeded, PeerLost or Aborted otherwise; the link is of no further use then.
+        Args:
+            deadline: A time.monotonic() value.
+
+        Raises:
+            DeadlineExceeded, PeerLost, Aborted: The link cannot be used any more.
         """
 
 
 def from_rank(root: int):
-    """Options of a broadcast that is begun and waited for later; on GPUs that is one beside the current stream, not in it."""
+    """Options of a broadcast that is waited for later. On GPUs it then runs on NCCL's stream, not on the current one."""
     from torch.distributed import BroadcastOptions
 
     options = BroadcastOptions()
@@ -70,7 +76,7 @@ def from_rank(root: int):
 def wait_for_stream(
     device: torch.device, deadline: float, where: str, stopped: Callable[[], bool] = lambda: False
 ) -> None:
-    """Returns when all that the current stream was given is done. Polls, so that an abort and the deadline are seen whatever the
+    """Returns when the current stream has done all its work. Polls, so that an abort and the deadline are seen whatever the
     device does."""
     event = torch.cuda.Event()
     event.record(torch.cuda.current_stream(device))
@@ -83,7 +89,7 @@ def wait_for_stream(
 
 
 class Arrived:
-    """What needs no waiting."""
+    """A message that is complete already."""
 
     peer = -1
 
@@ -92,23 +98,23 @@ class Arrived:
 
 
 class Link(Protocol):
-    """One rank's end of a private group of processes. Implementations inherit `send` and `recv`."""
+    """One rank's end of a private group of processes. Implementations inherit `send`, `recv` and `broadcast`."""
 
     rank: int
     size: int
     labels: tuple[str, ...]
     device: torch.device
     grouped: bool
-    """Whether the messages of a step must be posted by one call (NCCL) instead of receives first, then sends (gloo)."""
+    """Whether the messages of a step must be posted by one call (NCCL), instead of receives first and then sends (gloo)."""
 
     def post(self, receives: Sequence[Outgoing], sends: Sequence[Outgoing]) -> tuple[list[Pending], list[Pending]]:
-        """Starts messages, receives first, and returns at once. Messages of a pair with one tag match in order."""
+        """Starts messages, receives first, and returns at once. Messages of a pair of ranks with one tag match in order."""
 
     def warm(self, peers: Sequence[int]) -> None:
-        """Makes what connections to `peers` are not made yet. Collective among them: each names the other."""
+        """Connects to those of `peers` that are not connected yet. Collective among them: each names the other."""
 
     def send(self, tensor: torch.Tensor, dst: int, tag: int, deadline: float) -> None:
-        """One message, and the wait until `tensor` may be written again."""
+        """Sends one message, and returns when `tensor` may be written again."""
         self.post((), [(tensor, dst, tag)])[1][0].wait(deadline)
         self.finish(deadline)
 
@@ -117,32 +123,40 @@ class Link(Protocol):
         self.finish(deadline)
 
     def finish(self, deadline: float) -> None:
-        """Returns when all that was enqueued on the current stream is done. Nothing to do on the CPU."""
+        """Returns when the current stream has done all its work. On the CPU there is nothing to wait for."""
 
     def begin_broadcast(self, tensor: torch.Tensor, root: int, deadline: float) -> Pending:
-        """`tensor` (contiguous) of rank `root` into that of all ranks. Returns at once; `wait` of what is returned ends, also on
-        GPUs, when nothing of it is under way here. Those that are begun come one after the other."""
+        """Starts to copy the bytes of rank `root` into the `tensor` (contiguous) of every rank, and returns at once. Broadcasts
+        run one after the other. `wait` on the result returns, on GPUs too, when no rank's bytes move here any more."""
 
     def broadcast(self, tensor: torch.Tensor, root: int, deadline: float) -> None:
-        """`begin_broadcast`, and the wait for it."""
+        """`begin_broadcast` and the wait for it."""
         self.begin_broadcast(tensor, root, deadline).wait(deadline)
 
-    def abort(self, seconds: float = ABORT_S) -> None:
-        """Frees everything that is blocked on this link, in any thread, and makes it useless. Never blocks for long.
+    def start(self, collective: Callable[[ProcessGroup], T]) -> T:
+        """Gives torch's process group to `collective`, which starts something over it, and returns what that returns. An abort
+        comes before this or after it, never in between. For callers that have deadlines of their own.
 
-        When it has returned, no byte of any message will be written into local memory any more, whoever called it first;
+        Raises:
+            Aborted: The link is aborted or closed.
+        """
+
+    def abort(self, seconds: float = ABORT_S) -> None:
+        """Frees everything that is blocked on this link, in any thread, and makes the link useless. Never blocks for long.
+
+        When it has returned, no byte of any message is written into local memory any more, whichever thread aborted first;
         unless that took longer than `seconds`, or failed: ask `drained`.
         """
 
     def drained(self, seconds: float = 0.0) -> bool:
-        """False: it was aborted, and `seconds` later what was under way may still read and write this rank's memory."""
+        """False if the link was aborted and, `seconds` later, its messages may still read and write this rank's memory."""
         return True
 
     def close(self) -> None:
-        """Lets go of connections. Messages that are complete here still reach their takers."""
+        """Closes the connections. Messages that are complete here still reach their receivers."""
 
     def blame(self, pending: Sequence[Pending]) -> list[str]:
-        """After a failure: one line per peer that had not delivered, or had closed its connection."""
+        """After a failure: one line for each peer that had not delivered, or had closed its connection."""
 
 
 def open_group(
@@ -153,11 +167,20 @@ def open_group(
     device: torch.device | str = "cpu",
     labels: Sequence[str] = (),
     cancelled: Callable[[], bool] = lambda: False,
+    **nccl: int | bool,
 ) -> Link:
-    """Joins `size` ranks that meet at `store` (one prefix per group) within `timeout` seconds.
+    """Opens a link among `size` ranks. Collective.
 
-    labels: names of the ranks for errors, e.g. "trainer 2", "engine 0 worker 1". cancelled: asked while waiting, and
-    Aborted raised once it says so. DeadlineExceeded when not all came.
+    Args:
+        store: Where the ranks meet, with a prefix of this group's own.
+        timeout: Seconds within which all ranks must come.
+        device: Where the tensors of this rank are: NCCL for CUDA, gloo otherwise.
+        labels: Names of the ranks for errors, e.g. "trainer 2" or "engine 0 worker 1".
+        cancelled: Asked while waiting.
+        nccl: Options of `NcclLink`, ignored on the CPU.
+
+    Raises:
+        DeadlineExceeded: Not all ranks came in time. PeerLost: A rank is gone. Aborted: `cancelled()` said so.
     """
     names = tuple(labels) or tuple(f"rank {i}" for i in range(size))
     if not 0 <= rank < size or len(names) != size:
@@ -166,65 +189,50 @@ def open_group(
     if device.type == "cuda":
         from xfer.transport.nccl import NcclLink
 
-        return NcclLink(store, rank, size, timeout, device, names, cancelled)
+        return NcclLink(store, rank, size, timeout, device, names, cancelled, **nccl)
     return GlooLink(store, rank, size, timeout, names, cancelled)
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor as flat uint8, sharing memory. ValueError when it is not contiguous: gloo would send wrong bytes."""
+    """The tensor as flat uint8, over the same memory. ValueError if it is not contiguous: gloo would send wrong bytes."""
     if not tensor.is_contiguous():
         raise ValueError(f"only contiguous tensors travel, not shape {tuple(tensor.shape)} strides {tensor.stride()}")
     return tensor.detach().view(-1).view(torch.uint8)
 
 
-class Aside:
-    """A call that nothing can free, on a thread of its own. It touches no byte of a model, so it may be left behind.
-    `value`: what it gave."""
+def opened(
+    call: BackgroundCall[T],
+    until: float,
+    message: str,
+    where: str,
+    cancelled: Callable[[], bool] = lambda: False,
+    advice: str = "",
+) -> T:
+    """The result of a call that opens something together with other ranks, or an error in xfer's words.
 
-    left: set[threading.Thread] = set()
+    Args:
+        call: Is given up if it has not returned at `until` (a time.monotonic() value) or once `cancelled()`.
+        message: What did not happen, e.g. "not all of 2 ranks opened the link within 5 s".
+        where: The label of this rank.
+        advice: What to do about it; becomes the error's violation.
 
-    def __init__(self, call: Callable[[], object]):
-        self.value: object = None
-        self._call, self._over = call, threading.Event()
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="xfer-link", daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        try:
-            self.value = self._call()
-        except BaseException as e:
-            self._error = e
-        self._call = None  # what it holds goes before anybody goes on
-        self._over.set()
-        Aside.left.discard(self._thread)
-
-    def wait(
-        self, seconds: float, cancelled: Callable[[], bool] = lambda: False, where: str = ""
-    ) -> BaseException | None:
-        """None when it came back, else its error; TimeoutError or Aborted when it was left behind."""
-        until = time.monotonic() + seconds
-        while not self._over.wait(min(0.05, max(0.0, until - time.monotonic()))):
-            if cancelled():
-                gave_up = Aborted("cancelled while the link was being opened", where=where)
-            elif time.monotonic() >= until:
-                gave_up = TimeoutError("no answer in time")
-            else:
-                continue
-            Aside.left.add(self._thread)
-            if self._over.is_set():  # meanwhile, and has perhaps taken itself out before it was put in
-                Aside.left.discard(self._thread)
-            return gave_up
-        return self._error
-
-
-@atexit.register
-def _end_asides() -> None:
-    wait_for_all(thread.join for thread in list(Aside.left))
+    Raises:
+        DeadlineExceeded: It took too long. PeerLost: Another rank, or the store, is gone. Aborted: It was cancelled.
+    """
+    try:
+        return call.take(until, cancelled)
+    except (RuntimeError, TimeoutError) as e:
+        if not call.over and cancelled():
+            raise Aborted("cancelled while the link was being opened", where=where) from None
+        late = isinstance(e, TimeoutError) or "imed out" in str(e) or "imeout" in str(e)
+        kind, said = DeadlineExceeded if late else PeerLost, _first_line(e)
+        if advice:
+            raise kind(message, [f"{advice} ({said})"], where=where) from e
+        raise kind(f"{message}: {said}", where=where) from e
 
 
 class GlooLink(Link):
-    """See `Link`. Connections between all pairs exist when the constructor returns."""
+    """A link over gloo; see `Link`. All pairs of ranks are connected when the constructor returns."""
 
     grouped = False
 
@@ -245,20 +253,9 @@ class GlooLink(Link):
             return
         from torch.distributed import ProcessGroupGloo
 
-        try:
-            make = Aside(lambda: ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout)))
-            # gloo has the timeout for each of its waits, and so comes first.
-            if (error := make.wait(3 * timeout, cancelled, labels[rank])) is not None:
-                raise error
-            self._pg = make.value
-        except XferError:
-            raise
-        except (RuntimeError, TimeoutError) as e:
-            late = isinstance(e, TimeoutError) or "imed out" in str(e) or "imeout" in str(e)
-            kind = DeadlineExceeded if late else PeerLost
-            raise kind(
-                f"not all of {size} ranks opened the link within {timeout:g} s: {_first_line(e)}", where=labels[rank]
-            ) from e
+        make = BackgroundCall(lambda: ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout)))
+        late = f"not all of {size} ranks opened the link within {timeout:g} s"
+        self._pg = opened(make, time.monotonic() + timeout + _LAST_S, late, labels[rank], cancelled)
 
     # ---- messages
 
@@ -287,8 +284,8 @@ class GlooLink(Link):
         except RuntimeError as e:
             raise self.error(e, root, "a broadcast of") from e
 
-    def finish(self, deadline: float) -> None:
-        pass
+    def start(self, collective: Callable[[ProcessGroup], T]) -> T:
+        return collective(self._group())
 
     # ---- the end
 
@@ -298,7 +295,7 @@ class GlooLink(Link):
             pg = self._pg
         if pg is None:
             return
-        # One expired wait closes every connection of the context; the other peers are tried in case that ever changes.
+        # One wait that expires closes every connection of the context; the other peers are tried in case that ever changes.
         for peer in range(self.size):
             if peer == self.rank:
                 continue
@@ -321,7 +318,7 @@ class GlooLink(Link):
         return [out[peer] for peer in sorted(out, key=lambda r: ("closed" not in out[r], r))]
 
     def error(self, e: RuntimeError, peer: int, what: str) -> XferError:
-        """gloo's words in ours."""
+        """The error in xfer's words."""
         text, who = str(e), self.labels[self.rank]
         if self._aborted.is_set():
             return Aborted(f"stopped here while waiting for {what} {self.labels[peer]}", where=who)
@@ -345,7 +342,7 @@ class _GlooPending:
     __slots__ = ("link", "work", "peer", "verb", "data")
 
     def __init__(self, link: GlooLink, work, peer: int, verb: str, data: torch.Tensor):
-        # `data` is held: gloo keeps an address only.
+        # gloo keeps only an address, so `data` is held here.
         self.link, self.work, self.peer, self.verb, self.data = link, work, peer, verb, data
 
     def wait(self, deadline: float) -> None:
@@ -358,7 +355,7 @@ class _GlooPending:
             raise self.link.error(RuntimeError(_CLOSED_HERE), self.peer, f"{self.data.numel()} bytes {self.verb}")
 
     def fate(self) -> str | None:
-        """On an aborted link, where waits return at once: None when complete, else what became of the message."""
+        """None if the message is complete, otherwise what became of it. On an aborted link, where waits return at once."""
         try:
             self.work.wait(_TICK)
         except RuntimeError as e:

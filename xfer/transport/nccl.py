@@ -1,8 +1,8 @@
-"""The link over NCCL: a communicator of xfer's own, for storages on CUDA devices.
+"""The link over NCCL: a communicator of xfer's own, for tensors on CUDA devices.
 
-torch's watchdog and its teardown of the process are switched off for this group only: a rank that is late is the
-session's to judge, and a failed refit must leave the trainer alive. So nothing here waits on the host without a
-deadline, and expiry aborts the communicator. See group.py for what a link promises.
+torch's watchdog, and the end of the process that it brings about, are switched off for this group only: whether a rank is late
+is decided by xfer's own deadlines, and a failed refit must leave the trainer alive. So nothing here waits on the host without a
+deadline, and a deadline that passes aborts the communicator. See group.py for what a link promises.
 """
 
 from __future__ import annotations
@@ -16,19 +16,21 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 
 import torch
-from torch.distributed import Store
+from torch.distributed import ProcessGroup, Store, Work
 
-from xfer.errors import DeadlineExceeded, PeerLost, XferError
+from xfer.background import BackgroundCall
+from xfer.errors import PeerLost, XferError
 from xfer.transport.group import (
     ABORT_S,
     Aborted,
     Arrived,
-    Aside,
     Link,
     Outgoing,
     Pending,
+    T,
     bytes_of,
     from_rank,
+    opened,
     wait_for_stream,
 )
 
@@ -37,18 +39,24 @@ _QUIET = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # a watchdog that sees an error leaves the process alone
     "TORCH_NCCL_ENABLE_MONITORING": "0",  # and no monitor ends the process when the watchdog is held up
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
-    # By torch's source a watchdog that sees an error stands five times this long, 75 s by default, with the lock that every post needs.
-    # Seen on an H200: a sender that did not stop in 5 s, and does with 0.
+    # In torch's source a watchdog that sees an error waits five times this long, 75 s by default, with the lock that every post needs.
+    # Seen on an H200: a sender that did not stop within 5 s, and does with 0.
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
     "TORCH_NCCL_BLOCKING_WAIT": "0",  # Work.wait makes the stream wait, not the host
 }
-_POSTED_S = 1.0
-"""So long an abort lets a group of messages that is being posted end: closing a group over a freed communicator may crash."""
+POSTED_S = 1.0
+"""How long an abort lets a post end: closing a group of messages over a communicator that was freed may crash the process."""
 _environment = threading.Lock()
 
 
 class NcclLink(Link):
-    """See `Link`. `post` makes one group of a step's messages; a wait is a wait of the current stream."""
+    """A link over NCCL; see `Link`. `post` makes one group of the messages of a step; a wait is a wait of the current stream.
+
+    Args:
+        blocking: NCCL's calls return when the GPU has its work. Otherwise NCCL works on a thread of its own, and an abort also
+            frees a rank that waits for others inside such a call.
+        max_ctas: Most thread blocks that one collective may take from the GPU; None leaves that to NCCL.
+    """
 
     grouped = True
 
@@ -61,54 +69,70 @@ class NcclLink(Link):
         device: torch.device,
         labels: tuple[str, ...],
         cancelled: Callable[[], bool] = lambda: False,
+        *,
+        blocking: bool = False,
+        max_ctas: int | None = None,
     ):
         self.rank, self.size, self.labels, self.device = rank, size, labels, device
         self._aborted = threading.Event()
         self._timeout, self._warm = timeout, set[int]()
-        self._pg = None
-        self._lock, self._posting, self._end = threading.Lock(), threading.Lock(), None
+        self._pg: ProcessGroup | None = None
+        self._end: BackgroundCall[None] | None = None
+        self._lock = threading.Lock()
+        self.posting = threading.Lock()
+        """Held while something is posted."""
         if size == 1:
             return
         from torch.distributed import ProcessGroupNCCL
 
         options = ProcessGroupNCCL.Options()
-        options._timeout = timedelta(days=30)  # deadlines are ours; this one must never be the first
-        options.config.blocking = 0
-        # A thread begins on the device's default stream, where the trainer computes: the first word would wait for all that is
-        # under way there, which may wait for a peer that is late, and what is given to it next would wait for the word.
+        options._timeout = timedelta(days=30)  # xfer has deadlines of its own; this one must never be the first
+        if not blocking:
+            options.config.blocking = 0
+        if max_ctas is not None:
+            options.config.max_ctas = max_ctas
+        # On the default stream of the device, where the trainer computes, the first word would wait for all work that is under way
+        # there, which may wait for a peer that is late, and what comes next would wait for the word.
         self._stream = torch.cuda.Stream(device)
         with torch.cuda.stream(self._stream):
             word = torch.zeros(1, dtype=torch.uint8, device=device)
 
         def connect() -> None:
-            torch.cuda.set_device(device)
             with quiet():
                 pg = ProcessGroupNCCL(store, rank, size, options)
             with self._lock:
                 late = self._aborted.is_set()
                 self._pg = None if late else pg
-            if late:  # it was not there yet when the caller gave up: nothing would end what it waits for
+            if late:  # the caller gave up when there was nothing to abort yet
                 pg.abort()
                 raise Aborted("given up while the link was being opened", where=labels[rank])
             # All ranks at once: a communicator made by the first messages would need every rank to have some.
             pg.eager_connect_single_device(device)
-            with torch.cuda.stream(self._stream):
-                self.broadcast(word, 0, time.monotonic() + timeout)
+            self.broadcast(word, 0, time.monotonic() + timeout)
 
-        error = Aside(connect).wait(timeout, cancelled)
-        if error is None:
-            return
-        self.abort()
-        if isinstance(error, XferError):
-            raise error
-        kind = DeadlineExceeded if isinstance(error, TimeoutError) else PeerLost
-        raise kind(
-            f"not all of {size} ranks opened the link within {timeout:g} s: {error}", where=labels[rank]
-        ) from error
+        self.host_call(connect, f"not all of {size} ranks opened the link within {timeout:g} s", cancelled)
+
+    def host_call(
+        self, call: Callable[[], object], message: str, cancelled: Callable[[], bool] = lambda: False
+    ) -> None:
+        """Runs a call in which NCCL waits on the host for other ranks, on a stream of this link. Aborts the link, and raises as
+        `opened`, if the call fails or does not return within the link's timeout."""
+
+        def on_own_stream() -> None:
+            torch.cuda.set_device(self.device)
+            with torch.cuda.stream(self._stream):
+                call()
+
+        until = time.monotonic() + self._timeout
+        try:
+            opened(BackgroundCall(on_own_stream), until, message, self.labels[self.rank], cancelled)
+        except BaseException:
+            self.abort()
+            raise
 
     def warm(self, peers: Sequence[int]) -> None:
-        """One byte each way. NCCL connects a pair at its first messages and waits on the host for the other to come; so
-        that must not happen in a refit, where a peer that stays away has to be seen by `finish`.
+        """See `Link`. One byte goes each way: NCCL connects a pair at its first messages, and waits on the host for the other
+        rank. That must not happen in a refit, where `finish` has to notice a peer that stays away.
         """
         new = [p for p in peers if p not in self._warm]
         if not new:
@@ -117,25 +141,13 @@ class NcclLink(Link):
             into, out = torch.zeros(2, len(new), 16, dtype=torch.uint8, device=self.device)
         until = time.monotonic() + self._timeout
 
-        def meet() -> None:
-            torch.cuda.set_device(self.device)
-            with torch.cuda.stream(self._stream):
-                pending, _ = self.post(
-                    [(into[i], p, 0) for i, p in enumerate(new)], [(out[i], p, 0) for i, p in enumerate(new)]
-                )
-                pending[0].wait(until)
-                self.finish(until)
+        def connect() -> None:
+            receives, sends = ([(t[i], p, 0) for i, p in enumerate(new)] for t in (into, out))
+            self.post(receives, sends)[0][0].wait(until)
+            self.finish(until)
 
-        error = Aside(meet).wait(self._timeout)
-        if error is not None:
-            self.abort()
-            if isinstance(error, XferError):
-                raise error
-            kind = DeadlineExceeded if isinstance(error, TimeoutError) else PeerLost
-            names = [self.labels[p] for p in new]
-            raise kind(
-                f"no connection to all of {names} within {self._timeout:g} s: {error}", where=self.labels[self.rank]
-            )
+        names = [self.labels[p] for p in new]
+        self.host_call(connect, f"no connection to all of {names} within {self._timeout:g} s")
         self._warm.update(new)
 
     def post(self, receives: Sequence[Outgoing], sends: Sequence[Outgoing]) -> tuple[list[Pending], list[Pending]]:
@@ -158,14 +170,15 @@ class NcclLink(Link):
         work = self._posted(lambda pg: pg.broadcast([data], from_rank(root)))  # torch makes a group of one, too
         return _NcclBroadcast(self, work, root, [data])
 
-    def _posted(self, post: Callable):
-        """What `post` gives of the process group, before an abort or not at all."""
-        with self._posting:
-            pg = self._group()
-            try:
-                return post(pg)
-            except RuntimeError as e:
-                raise self._error(e) from e
+    def start(self, collective: Callable[[ProcessGroup], T]) -> T:
+        with self.posting:
+            return collective(self._group())
+
+    def _posted(self, post: Callable[[ProcessGroup], Work]) -> Work:
+        try:
+            return self.start(post)
+        except RuntimeError as e:
+            raise self._error(e) from e
 
     def finish(self, deadline: float) -> None:
         wait_for_stream(self.device, deadline, self.labels[self.rank], self._aborted.is_set)
@@ -175,20 +188,23 @@ class NcclLink(Link):
         with self._lock:
             pg, self._pg = self._pg, None
             if pg is not None:
-                self._end = Aside(lambda: self._stop(pg))
+                self._end = BackgroundCall(lambda: self._stop(pg))
         self.drained(seconds)
 
     def drained(self, seconds: float = 0.0) -> bool:
-        # ncclCommAbort returns when the communicator's kernels have left the device: no byte is written afterwards. One
-        # that fails has said nothing about them.
+        # ncclCommAbort returns when the communicator's kernels have left the device: no byte is written afterwards. If it fails,
+        # nothing is known about them.
         end = self._end
-        return end is None or end.wait(seconds) is None
+        if end is not None and not end.ended(time.monotonic() + seconds):
+            end.give_up()
+            return False
+        return end is None or end.error is None
 
-    def _stop(self, pg) -> None:
-        if self._posting.acquire(
-            timeout=_POSTED_S
-        ):  # one that began has ended; one that is stuck is freed all the same
-            self._posting.release()
+    def _stop(self, pg: ProcessGroup) -> None:
+        if self.posting.acquire(
+            timeout=POSTED_S
+        ):  # a post that began has ended; one that is stuck is aborted all the same
+            self.posting.release()
         try:
             pg.abort()
         except RuntimeError as e:
@@ -199,7 +215,7 @@ class NcclLink(Link):
         self.abort()
 
     def blame(self, pending: Sequence[Pending]) -> list[str]:
-        return []  # NCCL does not tell which peer it waits for; the control connection does
+        return []  # NCCL does not say which peer it waits for; the control connection does
 
     def _error(self, e: RuntimeError) -> XferError:
         who = self.labels[self.rank]
@@ -239,8 +255,11 @@ class _NcclBroadcast(_NcclPending):
 
 
 def together(pg, post: Callable[[], None]):
-    """What `post` gives to `pg` (a ProcessGroupNCCL), as one group: its work. Closed whatever `post` raises: a group is the thread's, not
-    the communicator's, so one left open would swallow, without an error, all that this thread posts over any other from then on."""
+    """The work of everything that `post` starts over `pg` (a ProcessGroupNCCL), as one group.
+
+    The group is closed whatever `post` raises. NCCL's groups belong to a thread, not to a communicator: a group that stays open
+    would swallow, without an error, everything that this thread posts over any communicator from then on.
+    """
     pg._start_coalescing()
     try:
         post()
@@ -253,7 +272,7 @@ def together(pg, post: Callable[[], None]):
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """torch reads these when a group is made; other groups of the process keep what their owner set."""
+    """Sets torch's variables for a group that is made inside. Other groups of the process keep the values of their owner."""
     with _environment:
         before = {k: os.environ.get(k) for k in _QUIET}
         os.environ.update(_QUIET)

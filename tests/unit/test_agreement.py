@@ -1,0 +1,178 @@
+"""Agreement of ranks: either all go on or none does, whatever the order in which ranks come, look, give up, refuse and die.
+
+Ranks are threads that take turns: a schedule decides which rank makes its next call of the store, so there is no clock here. With
+torch's stores and polling: test_layerwise_together.py; over the rendezvous: tests/functional/test_staged.py.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed import HashStore
+
+from xfer.agreement import Agreement
+from xfer.errors import DeadlineExceeded, PlanMismatch, RebindError, XferError
+
+EXAMPLES = int(os.environ.get("XFER_EXAMPLES", "150"))
+
+
+class Died(BaseException):
+    pass
+
+
+@dataclass
+class Turns:
+    """Lets one of `n` threads at a time go on to its next call."""
+
+    n: int
+    dead: set[int] = field(default_factory=set)
+    over: set[int] = field(default_factory=set)
+
+    def __post_init__(self):
+        self.go = [threading.Semaphore(0) for _ in range(self.n)]
+        self.back = threading.Semaphore(0)
+
+    def pause(self, rank: int) -> None:
+        self.back.release()
+        self.go[rank].acquire()
+        if rank in self.dead:
+            raise Died
+
+    def step(self, rank: int) -> None:
+        self.go[rank].release()
+        assert self.back.acquire(timeout=20)
+
+
+class Store:
+    """One rank's view of a store; each call takes a turn."""
+
+    def __init__(self, store: HashStore, turns: Turns, rank: int):
+        self._store, self._turns, self._rank = store, turns, rank
+
+    def __getattr__(self, name: str):
+        def call(*arguments):
+            self._turns.pause(self._rank)
+            return getattr(self._store, name)(*arguments)
+
+        return call
+
+
+def looks(store: Store, key: str, until: float, over) -> bool:
+    """`until`: how often the rank looks before it gives up."""
+    return any(store.check([key]) for _ in range(int(until)))
+
+
+@dataclass(frozen=True)
+class Rank:
+    """patience: how often it looks. digest: on what it wants to agree. refuses: it fails instead of coming. dies_at: before its
+    so-manieth call, or never."""
+
+    patience: int = 5
+    digest: str = "a"
+    refuses: bool = False
+    dies_at: int = 1000
+
+
+def run(ranks: list[Rank], choose) -> list[object]:
+    """By rank "on", its error, or None if it died. choose(alive): which rank goes on."""
+    turns, shared, ends = Turns(len(ranks)), HashStore(), [None] * len(ranks)
+
+    def come(r: int) -> None:
+        turns.go[r].acquire()
+        agreement = Agreement(Store(shared, turns, r), "meeting", r, range(len(ranks)), appears=looks)
+        try:
+            if ranks[r].refuses:
+                ends[r] = error = RebindError("moved", [f"rank {r}: moved"])
+                agreement.refuse(error)
+            else:
+                agreement.meet(ranks[r].patience, ranks[r].digest)
+                ends[r] = "on"
+        except XferError as e:
+            ends[r] = e
+        except Died:
+            ends[r] = None
+        turns.over.add(r)
+        turns.back.release()
+
+    threads = [threading.Thread(target=come, args=(r,), daemon=True) for r in range(len(ranks))]
+    for t in threads:
+        t.start()
+    steps = [0] * len(ranks)
+    while alive := [r for r in range(len(ranks)) if r not in turns.over]:
+        r = choose(alive)
+        if steps[r] == ranks[r].dies_at:
+            turns.dead.add(r)
+        steps[r] += 1
+        turns.step(r)
+    for t in threads:
+        t.join(20)
+    return ends
+
+
+RANKS = st.builds(
+    Rank,
+    patience=st.integers(0, 8),
+    digest=st.sampled_from(["a", "a", "a", "b"]),
+    refuses=st.integers(0, 9).map(lambda n: n == 0),
+    dies_at=st.one_of(st.just(1000), st.just(1000), st.integers(1, 8)),
+)
+
+
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(st.lists(RANKS, min_size=1, max_size=4), st.data())
+def test_either_all_ranks_go_on_or_none_does_and_all_hear_the_same(ranks, data):
+    ends = run(ranks, lambda alive: data.draw(st.sampled_from(alive)))
+    came = [end for rank, end in zip(ranks, ends, strict=True) if end is not None and not rank.refuses]
+    errors = {(type(e), e.message, e.violations) for e in came if e != "on"}
+    assert not errors or "on" not in came, ends
+    assert len(errors) <= 1, "one reason"
+    if any(rank.refuses for rank in ranks) or len({rank.digest for rank in ranks}) > 1:
+        assert "on" not in came
+
+
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(st.integers(1, 4), st.data())
+def test_all_go_on_where_nobody_gives_up(n, data):
+    """Each rank has one turn in each round."""
+    turns: list[int] = []
+
+    def choose(alive: list[int]) -> int:
+        while not turns or turns[-1] not in alive:
+            turns[:] = turns[:-1] or data.draw(st.permutations(range(n)))
+        return turns.pop()
+
+    assert run([Rank(patience=20)] * n, choose) == ["on"] * n
+
+
+def test_a_rank_that_does_not_come_is_named():
+    ends = run([Rank(), Rank(dies_at=0), Rank()], min)
+    assert all(
+        isinstance(e, DeadlineExceeded) and e.violations == ("waiting for rank 1", "waiting for rank 2")
+        for e in ends[::2]
+    )
+
+
+def test_ranks_with_different_digests_are_named():
+    turn = itertools.count()
+    ends = run([Rank(), Rank(), Rank(digest="b")], lambda alive: alive[next(turn) % len(alive)])
+    assert all(isinstance(e, PlanMismatch) and e.violations == ("rank 2: differs from rank 0",) for e in ends)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_the_first_word_stands(first):
+    shared = HashStore()
+    meetings = [Agreement(shared, "meeting", r, range(2)) for r in range(2)]
+    words = [meetings[r].refuse(RebindError(f"of rank {r}")) for r in (first, 1 - first)]
+    assert words == [f"RebindError\nof rank {first}"] * 2
+
+
+def test_nothing_is_left_of_the_ranks_that_came():
+    shared = HashStore()
+    Agreement(shared, "meeting", 0, [0]).meet(0.0, "a")
+    assert shared.num_keys() == 3, "the word, the counter and the digest"

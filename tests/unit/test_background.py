@@ -1,0 +1,115 @@
+"""Background calls: deadlines, what happens to a result that comes too late, errors."""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+
+import pytest
+import torch
+
+from xfer import background
+from xfer.background import BackgroundCall
+from xfer.errors import LayoutError, XferError
+
+
+def in_(seconds: float) -> float:
+    return time.monotonic() + seconds
+
+
+def raises(error: BaseException):
+    def call():
+        raise error
+
+    return call
+
+
+def test_a_call_returns_its_result_without_gradients_and_says_how_long_it_took():
+    x = torch.ones(1, requires_grad=True)
+    call = BackgroundCall(lambda: (time.sleep(0.05), x * 2)[1])
+    result = call.take(in_(20))
+    assert call.over and not result.requires_grad and call.seconds >= 0.05 and not background._given_up
+
+
+def test_errors_are_raised_where_the_call_is_waited_for_and_wrapped_if_asked():
+    own, foreign = LayoutError("odd"), ValueError("boom")
+    with pytest.raises(LayoutError) as e:
+        BackgroundCall(raises(own), None, "trainer 3", "it failed").wait(in_(20))
+    assert e.value is own and own.where == "trainer 3"
+    with pytest.raises(XferError, match="it failed: ValueError: boom") as e:
+        BackgroundCall(raises(foreign), None, "trainer 3", "it failed").wait(in_(20))
+    assert e.value.where == "trainer 3" and e.value.__cause__ is foreign
+    call = BackgroundCall(raises(foreign))
+    assert call.ended(in_(20)) and call.error is foreign
+    with pytest.raises(ValueError, match="boom"):
+        call.take(in_(20))
+
+
+def test_waiting_ends_by_the_deadline_or_soon_after_it_makes_no_sense():
+    go_on = threading.Event()
+    call, began = BackgroundCall(lambda: go_on.wait(20)), time.monotonic()
+    assert not call.wait(in_(0.1)) and not call.wait(in_(20), lambda: True, 0.2)
+    assert 0.3 <= time.monotonic() - began < 10 and not call.over
+    go_on.set()
+    assert call.wait(in_(20)) and call.result is True
+
+
+@pytest.mark.parametrize("cancelled", [False, True])
+def test_a_result_that_comes_when_nobody_waits_is_undone(cancelled):
+    go_on, undone = threading.Event(), []
+    call = BackgroundCall(lambda: go_on.wait(20) and "made", undo=undone.append)
+    with pytest.raises(TimeoutError):
+        call.take(in_(20 if cancelled else 0.1), lambda: cancelled)
+    assert call._thread in background._given_up and not undone
+    go_on.set()
+    call._thread.join(20)
+    assert undone == ["made"] and not background._given_up
+
+
+def test_a_result_that_comes_at_the_last_moment_is_taken_or_undone_but_never_both():
+    for _ in range(200):
+        undone = []
+        call = BackgroundCall(lambda: time.sleep(0.001) or "made", undo=undone.append)
+        try:
+            taken = [call.take(in_(0.001))]
+        except TimeoutError:
+            taken = []
+        call._thread.join(20)
+        assert taken + undone == ["made"]
+    assert not background._given_up
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_an_interrupt_while_the_thread_starts_leaves_a_call_that_can_be_waited_for(monkeypatch, when):
+    start, known, ran = threading.Thread.start, [], threading.Event()
+
+    def interrupted(thread) -> None:
+        if thread.name == "xfer-background":
+            if when == "after":
+                start(thread)
+                assert ran.wait(20)
+            raise KeyboardInterrupt
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        BackgroundCall(ran.set, register=known.append)
+    monkeypatch.undo()
+    (call,) = known
+    assert call.ended(in_(20)) and ran.is_set() == (when == "after")
+    if when == "before":
+        start(call._thread)  # the system may still get to it
+        call._thread.join(20)
+        assert not ran.is_set()
+
+
+def test_what_the_call_holds_is_freed_when_it_is_over():
+    class Held:
+        def call(self) -> None: ...
+
+    held = Held()
+    seen, call = weakref.ref(held), BackgroundCall(held.call)
+    assert call.wait(in_(20))
+    del held
+    assert seen() is None
