@@ -20,6 +20,6 @@ while [ $# -gt 0 ]; do
   esac
 done
 cd "$(dirname "$0")/.."
-scripts/setup.sh all
+scripts/setup.sh trainer engine
 export CUDA_VISIBLE_DEVICES= # the same everywhere: both environments are those of a machine without a GPU
 exec .venvs/engine/bin/python -m examples.demo.run ${options[@]+"${options[@]}"}

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Sets up both environments if needed and runs the tests that need no GPU. One environment cannot hold both frameworks, so
+# Sets up the environments if needed, checks style, types and the site, and runs the tests that need no GPU. One environment cannot
+# hold both frameworks, so
 # tests are run where their marker says: `engine` in .venvs/engine, everything else in .venvs/trainer. Triton, whose interpreter
 # runs the kernels, comes with vLLM.
 #   scripts/test.sh              all but the wide matrix
@@ -46,9 +47,17 @@ run() { # environment, processes, marker expression
   [ $rc -eq 5 ] && rc=0 # no test of this marker under this path
   [ $rc -eq 0 ] || status=1
 }
-echo "== lint"
-.venvs/trainer/bin/ruff check . || status=1
-echo "lines of Python in xfer/: $(find xfer -name '*.py' -exec cat {} + | wc -l)"
+timed() { # a check, with its seconds
+  local began=$SECONDS
+  "$@" || status=1
+  echo "$1: $((SECONDS - began)) s"
+}
+style() { .venvs/trainer/bin/ruff check . && .venvs/trainer/bin/ruff format --check .; }
+types() { .venvs/trainer/bin/python -m tests.support.house --types; }
+site() { NO_MKDOCS_2_WARNING=1 .venvs/docs/bin/mkdocs build --strict -q; }
+layout() { .venvs/trainer/bin/python -m tests.support.house; }
+echo "== style, types, site, layout"
+for check in style types site layout; do timed $check; done
 echo "== trainer environment: $(versions trainer)"
 run trainer "$jobs" "not engine and not gpu$and_slow"
 echo "== engine environment: $(versions engine)"
@@ -57,4 +66,5 @@ run engine 0 "engine and not gpu$and_slow"
 echo "== kernels for GPUs, in Triton's interpreter"
 where="tests/unit/test_kernels_triton.py tests/unit/test_packed_placing.py"
 TRITON_INTERPRET=1 XFER_EXAMPLES=12 run engine 0 "not gpu$and_slow"
+echo "scripts/test.sh: $((SECONDS / 60)) min $((SECONDS % 60)) s, status $status"
 exit $status

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-__version__ = "0.1.0"
+__version__ = "0.3.0"
 
 _HOME = {
     "connect": "xfer.api", "serve": "xfer.api", "nccl_xfer_refit": "xfer.api", "Session": "xfer.api",

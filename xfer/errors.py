@@ -89,7 +89,8 @@ def _one_line(lines: Sequence[str]) -> str:
         re.sub(r"\d+", "", subject): subject for subject in reversed(subjects)
     }  # one tensor of each name, whatever its layer
     others = list(dict.fromkeys([subjects[0], *reversed(unlike.values()), *subjects]))[1:]
-    shown, chars = [], len(subjects[0])
+    shown: list[str] = []
+    chars = len(subjects[0])
     for subject in others:
         chars += len(subject)
         if len(shown) + 1 >= EXAMPLES and chars > EXAMPLE_CHARS:

@@ -54,7 +54,7 @@ def export(traced: Traced, roots: Mapping[str, torch.Tensor], tensors: Mapping[s
     """
     for f in traced.fragments:
         root = roots[f.root]
-        region, flipped = _region(f, root, root.storage_offset() * root.element_size())
+        region, flipped = _region(f, root, int(root.storage_offset()) * root.element_size())
         _box(f, tensors[f.tensor]).copy_(region.flip(flipped))
     for r in traced.recipes:
         r.apply(lambda name: roots[name], tensors)

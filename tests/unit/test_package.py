@@ -12,6 +12,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 import pytest
+import yaml
 
 import xfer
 from xfer import errors
@@ -27,6 +28,49 @@ def test_the_core_needs_only_torch_numpy_and_small_pure_packages():
     names = sorted(re.findall(r'"([A-Za-z0-9_.-]+?)[<>=~!]', deps))
     assert names == ["msgspec", "numpy", "rich", "tomli", "torch", "typer"]
     assert "tomli>=2,<3; python_version < '3.11'" in deps, "newer Pythons have it as tomllib"
+
+
+def test_the_version_stands_in_one_place():
+    """`xfer.__version__`, from which setuptools makes the wheel's; the change log begins with it."""
+    setup = read_toml((ROOT / "pyproject.toml").read_text())
+    project = setup["project"]
+    assert project["name"] == "xfer-refit" and "version" not in project and project["dynamic"] == ["version"]
+    assert setup["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "xfer.__version__"}
+    assert md.version("xfer-refit") == xfer.__version__, "an older installation: run scripts/setup.sh"
+    newest = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    assert newest and newest[1] == xfer.__version__
+    # Another project of that name on the package index had 0.2.9: a lower number here would look like an update there.
+    assert tuple(map(int, xfer.__version__.split("."))) > (0, 2, 9)
+
+
+def test_install_commands_name_the_distribution():
+    """`pip install xfer` would install another project."""
+    pages = [
+        *ROOT.glob("*.md"),
+        *(ROOT / "docs").rglob("*.md"),
+        *(ROOT / "examples").rglob("*.*"),
+        *(ROOT / "scripts").rglob("*.*"),
+    ]
+    files = [p for p in [*pages, *(ROOT / "xfer").rglob("*.py")] if p.is_file() and p.suffix != ".pyc"]
+    wrong = re.compile(r"""(?:pip3?|uv)\s+(?:install|add)\b[^\n`]*["'\s](xfer)(?![\w./-])""")
+    assert wrong.search("pip install 'xfer[vllm]'") and not wrong.search('pip install "xfer-refit[vllm] @ git+URL"')
+    assert [f"{p}: {found[0]}" for p in files if (found := wrong.search(p.read_text(errors="replace")))] == []
+
+
+def test_files_for_other_tools_are_read_by_them():
+    """Workflows, hooks and the site's settings are YAML, and the commands that they run exist."""
+    files = [*ROOT.glob(".github/workflows/*.yml"), ROOT / ".pre-commit-config.yaml", ROOT / "mkdocs.yml"]
+    read = {p.name: yaml.safe_load(p.read_text()) for p in files}
+    assert {"ci.yml", "docs.yml", "release.yml"} < read.keys()
+    jobs = {f"{name}: {j}": job for name, flow in read.items() for j, job in flow.get("jobs", {}).items()}
+    runs = [step["run"] for job in jobs.values() for step in job["steps"] if "run" in step]
+    assert ".ci/run" in runs and all("timeout-minutes" in job for job in jobs.values())
+    hooks = [hook["entry"] for repo in read[".pre-commit-config.yaml"]["repos"] for hook in repo["hooks"]]
+    ours = [c.split()[0] for c in (*runs, *hooks) if c.startswith((".ci", "scripts"))]
+    assert len(ours) > 2 and [c for c in ours if not os.access(ROOT / c, os.X_OK)] == []
+    pages = yaml.safe_dump(read["mkdocs.yml"]["nav"])
+    missing = [p.name for p in (ROOT / "docs").glob("*.md") if p.name not in pages]
+    assert missing == [], "give each page a place in mkdocs.yml"
 
 
 def test_import_is_quick_and_touches_nothing_heavy():

@@ -30,6 +30,9 @@ STUCK = (
 )
 
 
+UNKNOWN = XferError("no error was recorded")
+
+
 class Phase(Enum):
     """Phase of one replica in one refit. `TRANSITIONS` lists the moves between them."""
 
@@ -154,7 +157,7 @@ class ReplicaRefit:
         free = r.controller is not None and not r.unsettled and not r.phase.before_ready
         if self.phase is Phase.ARMING and not self.told and free:
             self.told, self.told_at = True, self.refit.coordinator.now
-            r.controller.send(m.Arm(self.refit.number, self.refit.armed_s))
+            r.tell(m.Arm(self.refit.number, self.refit.armed_s))
 
     def arrived(self, client: Client, msg: m.Armed) -> None:
         """A worker is inside its receive call."""
@@ -191,7 +194,7 @@ class ReplicaRefit:
             return
         self.calls += 1
         self.astray = set(range(r.size)) - self.armed
-        r.controller.send(m.CallAgain(number))
+        r.tell(m.CallAgain(number))
         broadcast([r.workers[w] for w in self.armed if w in r.workers], m.CallAgain(number))
         self.armed.clear()
         self.unread.clear()
@@ -236,7 +239,7 @@ class ReplicaRefit:
         if self.phase is Phase.COMMITTING and len(self.committed) == self.replica.size:
             self.to(Phase.SETTLING)
             self._settle_timers()
-            self.replica.controller.send(m.Commit(self.replica.index, self.refit.number, self.refit.version))
+            self.replica.tell(m.Commit(self.replica.index, self.refit.number, self.refit.version))
 
     def settled(self, msg: m.Settled) -> None:
         """The controller says what its engine serves."""
@@ -363,7 +366,7 @@ class ReplicaRefit:
         self.to(Phase.SETTLING)
         self._settle_timers()
         # The controller knows what the engine held before: a replica that had no weights yet does not hold a mix now.
-        controller.send(m.Settle(self.refit.number, dirty, m.WireError.of(self.error, "rendezvous")))
+        controller.send(m.Settle(self.refit.number, dirty, m.WireError.of(self.error or UNKNOWN, "rendezvous")))
 
     def _settle_timers(self) -> None:
         co, r, refit = self.refit.coordinator, self.replica, self.refit
@@ -424,6 +427,7 @@ class ReplicaRefit:
         who += [
             f"replica {r.index} worker {w}: it cannot read what trainers exported so far: {a.unread.message}"
             for w, a in sorted(self.unread.items())
+            if a.unread is not None
         ]
         ahead = relays.ahead(refit, self)
         if ahead is not None:
@@ -451,7 +455,8 @@ class ReplicaRefit:
     def _holder_violations(self) -> list[str]:
         """Tensors of which trainers hold different bytes, by the digests of a verified refit."""
         held = self.totals.held
-        lines = exports.differences(held, self.refit.coordinator.catalog) if held else []
+        catalog = self.refit.coordinator.catalog
+        lines = exports.differences(held, catalog) if held and catalog is not None else []
         return [*lines, exports.HOLDERS_ADVICE] if lines else []
 
     def outcome(self) -> m.OutcomeMsg:
@@ -485,7 +490,7 @@ class ReplicaRefit:
             phases=phases,
             verified=self.verified,
             dirty=self.dirty and not ok,
-            error=None if ok else m.WireError.of(self.error, "rendezvous"),
+            error=None if ok else m.WireError.of(self.error or UNKNOWN, "rendezvous"),
             routes=tuple(t.routes[k] for k in sorted(t.routes)),
             readers=tuple(self.readers.values()),
         )

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from typing import Any
 
 from xfer import logs
 from xfer.coordinator import failures, relays
@@ -24,6 +25,7 @@ from xfer.coordinator.planning import Planning
 from xfer.coordinator.refit import Refit
 from xfer.coordinator.refits import Refits
 from xfer.coordinator.state import (
+    STRANGER,
     Client,
     Ended,
     Options,
@@ -155,19 +157,21 @@ class Coordinator:
 
     def _receive(self, client: Client, msg: m.Message) -> None:
         try:
-            if client.hello is None:
+            if client.hello is STRANGER:
                 if not isinstance(msg, m.Hello):
                     raise ProtocolError(f"{type(msg).__name__} before hello")
                 return self._hello(client, msg)
-            kind, h = type(msg), client.hello
+            kind: type[m.WireMessage] = type(msg)
+            h = client.hello
             senders, handler = _RULES.get(kind, ((), None))
-            if h.role not in senders:
+            if handler is None or h.role not in senders:
                 raise ProtocolError(f"{client.label} may not send {kind.__name__}")
             if kind in _OF_REPLICAS:
-                if msg.replica not in self.replicas and kind is not m.Failed:
-                    raise ProtocolError(f"{client.label} speaks of replica {msg.replica}, which does not exist")
-                if h.role == "worker" and msg.replica != h.replica:
-                    raise ProtocolError(f"{client.label} speaks for replica {msg.replica}")
+                replica = msg.replica  # type: ignore[union-attr]  # these kinds have one
+                if replica not in self.replicas and kind is not m.Failed:
+                    raise ProtocolError(f"{client.label} speaks of replica {replica}, which does not exist")
+                if h.role == "worker" and replica != h.replica:
+                    raise ProtocolError(f"{client.label} speaks for replica {replica}")
             if kind in _OF_MEMBERS and not self._is_member(client):
                 return None  # its replica was lost, and another process may have its number by now
             return handler(self, client, msg)
@@ -231,7 +235,7 @@ class Coordinator:
         replica.dirty = replica.dirty or h.holds != "whole"
         self.refits.had(h.version)
         session = any(c.hello.session_open for c in replica.workers.values())
-        replica.controller.send(m.Found(len(replica.workers), replica.holds, session))
+        replica.tell(m.Found(len(replica.workers), replica.holds, session))
         if replica.phase is ReplicaPhase.FAILED and replica.error is not None:
             client.send(m.Failed(m.WireError.of(replica.error, "rendezvous"), replica=replica.index))
         elif self.catalog is not None:
@@ -287,7 +291,7 @@ class Coordinator:
         self.store.drop(client)
         self.planning.departed(client)
         h = client.hello
-        if h is None or h.role == "observer":
+        if h.role == "observer":
             return
         lost = PeerLost(
             f"{client.label} (host {h.host}, pid {h.pid}) {'has left' if client.left else f'is gone: {reason}'}",
@@ -452,7 +456,8 @@ class Coordinator:
                 broadcast(self._respecified, m.CatalogMsg(self.packed_catalog, self.generation))
             self._respecified = set()
         except XferError as e:
-            self.refit.fail(e)
+            if self.refit is not None:
+                self.refit.fail(e)
 
     def plan_if_complete(self, replica: Replica) -> None:
         """Plan a replica that joins, or that is making a plan which became stale, once all layouts that it needs are known."""
@@ -495,9 +500,9 @@ class Coordinator:
 _TRAINER, _WORKER, _CONTROLLER = ("trainer",), ("worker",), ("controller",)
 _DOMAIN, _ALL = ("trainer", "worker"), ("trainer", "worker", "controller", "observer")
 _OF_MEMBERS = frozenset({m.InventoryMsg, m.Armed, m.Planned, m.LinkOpen, m.Failed, m.Settled})
-_Handler = Callable[[Coordinator, Client, m.Message], None]
+_Handler = Callable[[Coordinator, Client, Any], None]  # of the message that is its key
 
-_RULES: dict[type, tuple[tuple[str, ...], _Handler]] = {
+_RULES: dict[type[m.WireMessage], tuple[tuple[str, ...], _Handler]] = {
     m.Leave: (_ALL, Coordinator._leave),
     m.Ping: (_ALL, lambda co, client, msg: client.send(m.Pong())),
     m.StatusAsk: (_ALL, lambda co, client, msg: client.send(status(co))),

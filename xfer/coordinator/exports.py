@@ -85,8 +85,8 @@ def _line(names: Sequence[str], groups: Sequence[Sequence[int]]) -> str:
 
 
 def _some(ranks: Iterable[int]) -> str:
-    ranks = [str(r) for r in ranks]
-    return ", ".join(ranks[:8]) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    names = [str(r) for r in ranks]
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
 
 def refuse_untrained(trained: Iterable[str], drop: Sequence[str]) -> None:

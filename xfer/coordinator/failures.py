@@ -39,7 +39,7 @@ def heard(co: Coordinator, client: Client, msg: m.Failed) -> None:
     concerned = refit is not None and refit.concerns(replica)
     if not trainer and not msg.attempt and joining:  # in a refit, the replica's part in it has failed
         _cannot_join(co, client, replica, error, concerned)
-    if concerned:
+    if refit is not None and concerned:
         refit.fail(error, [replica], by=client)
     elif trainer and not msg.attempt and replica.controller is None:  # its process was to control this replica
         replica.error = error

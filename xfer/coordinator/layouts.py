@@ -53,7 +53,8 @@ class LayoutExchange:
     def roll(self, inventories: Sequence[bytes], hosts: Sequence[str], keep: int) -> bytes:
         """Make the roll of these ranks and return its digest. The latest `keep` rolls are kept."""
         digest = roll_digest(inventories, hosts)
-        self._rolls[digest] = self._rolls.pop(digest, None) or m.Roll(digest, tuple(inventories), tuple(hosts))
+        self._rolls.setdefault(digest, m.Roll(digest, tuple(inventories), tuple(hosts)))
+        self._rolls.move_to_end(digest)
         while len(self._rolls) > keep:
             old, _ = self._rolls.popitem(last=False)
             self._packed.pop(old, None)

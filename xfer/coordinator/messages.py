@@ -61,7 +61,7 @@ def _plain(text: str) -> str:
     return text.encode("utf-8", "replace").decode()
 
 
-class WireError(Record):
+class WireError(Record, frozen=True):
     """An `XferError` as plain strings."""
 
     kind: Name
@@ -72,12 +72,11 @@ class WireError(Record):
     @classmethod
     def of(cls, error: BaseException, where: str) -> WireError:
         """Encode an error. A foreign exception becomes an XferError that names its class. Long texts are cut."""
-        if isinstance(error, XferError):
-            kind, message, violations, at = error.to_wire()
-        else:
-            kind, message, violations, at = "XferError", f"{type(error).__name__}: {error}", (), ""
-        kind, message, at, *violations = (_plain(t) for t in (kind, message, at or where, *violations))
-        return cls(kind[:256], message[:60000], tuple(v[:8000] for v in violations), at[:256])
+        if not isinstance(error, XferError):
+            error = XferError(f"{type(error).__name__}: {error}")
+        kind, message, violations, at = error.to_wire()
+        kind, message, at, *lines = (_plain(t) for t in (kind, message, at or where, *violations))
+        return cls(kind[:256], message[:60000], tuple(v[:8000] for v in lines), at[:256])
 
     def error(self) -> XferError:
         return from_wire(self.kind, self.message, self.violations, self.where)
@@ -86,7 +85,7 @@ class WireError(Record):
 # ---- introduction
 
 
-class Hello(WireMessage):
+class Hello(WireMessage, frozen=True):
     """Client -> coordinator: the first message of every client.
 
     `index`: trainer rank, or worker rank inside its replica; 0 for others. `after`: the last session at this rendezvous
@@ -107,7 +106,7 @@ class Hello(WireMessage):
     after: Name = ""
 
 
-class Welcome(WireMessage):
+class Welcome(WireMessage, frozen=True):
     """Coordinator -> client: the hello is accepted.
 
     `drop`: globs of checkpoint tensors that no engine takes. `site`: hosts and links (plan/fabric.py), empty if unknown.
@@ -124,59 +123,59 @@ class Welcome(WireMessage):
     hold_s: Seconds = 0.0
 
 
-class Refused(WireMessage):
+class Refused(WireMessage, frozen=True):
     """Coordinator -> client: this process cannot take part. `session`: the session that refuses a hello."""
 
     error: WireError
     session: Name = ""
 
 
-class DialAgain(WireMessage):
+class DialAgain(WireMessage, frozen=True):
     """Coordinator -> client, in answer to its hello: you left this session and it has failed. Dial again for the next one."""
 
 
-class Leave(WireMessage):
+class Leave(WireMessage, frozen=True):
     """Client -> coordinator: I leave on purpose."""
 
 
-class Ping(WireMessage):
+class Ping(WireMessage, frozen=True):
     """Client -> coordinator: are you alive? Sent by clients that have waited past a deadline of the coordinator."""
 
 
-class Pong(WireMessage):
+class Pong(WireMessage, frozen=True):
     """Coordinator -> client. Everything that was due to this client before has been sent before it."""
 
 
 # ---- layouts, plans and links (layouts.py and planning.py tell the order)
 
 
-class Specs(WireMessage):
+class Specs(WireMessage, frozen=True):
     """Trainer -> coordinator: the checkpoint tensors that this rank exports, as an encoded partial catalog."""
 
     catalog: Blob
 
 
-class CatalogMsg(WireMessage):
+class CatalogMsg(WireMessage, frozen=True):
     """Coordinator -> trainers, workers: the union of the specs of all trainers."""
 
     catalog: Blob
     generation: Count
 
 
-class InventoryMsg(WireMessage):
+class InventoryMsg(WireMessage, frozen=True):
     """Trainer or worker -> coordinator: the digest of its layout. Ranks that need the layout ask for it."""
 
     inventory: Digest
     generation: Count
 
 
-class RollAsk(WireMessage):
+class RollAsk(WireMessage, frozen=True):
     """Rank -> coordinator: send me this `Roll`."""
 
     roll: Digest
 
 
-class Roll(WireMessage):
+class Roll(WireMessage, frozen=True):
     """Coordinator -> rank: the trainers, or the workers of a replica, in rank order. `roll`: digest of the other fields."""
 
     roll: Digest
@@ -184,33 +183,33 @@ class Roll(WireMessage):
     hosts: Annotated[tuple[Name, ...], Meta(max_length=65536)]
 
 
-class LayoutsAsk(WireMessage):
+class LayoutsAsk(WireMessage, frozen=True):
     """Rank -> coordinator: send me the layouts of this roll, once all of them are here."""
 
     roll: Digest
 
 
-class Layouts(WireMessage):
+class Layouts(WireMessage, frozen=True):
     """Coordinator -> rank: the layouts that a roll names, each once, in order of first appearance (packing.py)."""
 
     roll: Digest
     packed: Blob
 
 
-class LayoutAsk(WireMessage):
+class LayoutAsk(WireMessage, frozen=True):
     """Coordinator -> one rank that announced this layout: send it."""
 
     inventory: Digest
 
 
-class Layout(WireMessage):
+class Layout(WireMessage, frozen=True):
     """Trainer or worker -> coordinator: the layout that was asked for (packing.py)."""
 
     inventory: Digest
     packed: Blob
 
 
-class PlanInputs(WireMessage):
+class PlanInputs(WireMessage, frozen=True):
     """Coordinator -> ranks: plan this replica from the layouts that two rolls name.
 
     `turn`: the place of this replica among `replicas` where sources take turns. Replicas of one layout share it if they
@@ -229,7 +228,7 @@ class PlanInputs(WireMessage):
     deadline_s: Seconds = 600.0
 
 
-class Planned(WireMessage):
+class Planned(WireMessage, frozen=True):
     """Rank -> coordinator: my plan has this digest; `bytes_in` and `bytes_out` are what this rank receives and sends."""
 
     replica: Count
@@ -240,7 +239,7 @@ class Planned(WireMessage):
     bytes_out: Bytes64 = 0
 
 
-class OpenLink(WireMessage):
+class OpenLink(WireMessage, frozen=True):
     """Coordinator -> ranks: all digests agree. Open the data link of this epoch and the routes over it.
 
     `fresh` False: the last link stands, and only the routes are opened again, since storages moved. `workers`: of the
@@ -257,7 +256,7 @@ class OpenLink(WireMessage):
     before: Blob = b""
 
 
-class LinkOpen(WireMessage):
+class LinkOpen(WireMessage, frozen=True):
     """Rank -> coordinator: my link and routes are open.
 
     From a worker of a relay chain, `hand` is what the next replica may read of it (transport/relay_place.py) and `follows`
@@ -270,7 +269,7 @@ class LinkOpen(WireMessage):
     follows: bool = False
 
 
-class Found(WireMessage):
+class Found(WireMessage, frozen=True):
     """Coordinator -> controller: what the workers that have come so far said about their engine.
 
     Unless it `holds` one whole version, the engine may not serve before its next commit, even if it does not join.
@@ -281,7 +280,7 @@ class Found(WireMessage):
     session_open: bool = False
 
 
-class ReplicaReady(WireMessage):
+class ReplicaReady(WireMessage, frozen=True):
     """Coordinator -> ranks, controller: this replica takes part in refits from now on.
 
     It has a plan and a link, unless there was nothing to link to or its plan is of an older layout. Then the next refit
@@ -296,13 +295,13 @@ class ReplicaReady(WireMessage):
 # ---- one refit
 
 
-class Prepare(WireMessage):
+class Prepare(WireMessage, frozen=True):
     """Trainer -> coordinator: arm the engines early."""
 
     attempt: Count
 
 
-class Enter(WireMessage):
+class Enter(WireMessage, frozen=True):
     """Trainer -> coordinator: nccl_xfer_refit() was called with these arguments.
 
     It is sent before anything that may wait for other ranks, so that the coordinator's deadline runs and its error can name
@@ -316,7 +315,7 @@ class Enter(WireMessage):
     deadline_s: Seconds
 
 
-class Ready(WireMessage):
+class Ready(WireMessage, frozen=True):
     """Trainer -> coordinator: my gathers have ended and my storages hold the version.
 
     `specs`: only if the exports of this rank changed; its layout then follows the new catalog. `inventory`: only if its
@@ -338,14 +337,14 @@ class Ready(WireMessage):
     unsent: Annotated[tuple[Text, ...], Meta(max_length=8)] = ()
 
 
-class Arm(WireMessage):
+class Arm(WireMessage, frozen=True):
     """Coordinator -> controller: pause the engine and make its workers enter the receive call."""
 
     attempt: Count
     deadline_s: Seconds
 
 
-class Armed(WireMessage):
+class Armed(WireMessage, frozen=True):
     """Worker -> coordinator: I am inside the receive call.
 
     `inventory`: empty unless the layout changed. `unread`: why no layout could be made from the catalog of `generation`;
@@ -361,7 +360,7 @@ class Armed(WireMessage):
     in_step: bool = False
 
 
-class CallAgain(WireMessage):
+class CallAgain(WireMessage, frozen=True):
     """Coordinator -> armed worker: return from the update call; nothing of this refit comes to you in it.
 
     Coordinator -> controller: pause the engine once more and call update again.
@@ -370,7 +369,7 @@ class CallAgain(WireMessage):
     attempt: Count
 
 
-class Go(WireMessage):
+class Go(WireMessage, frozen=True):
     """Coordinator -> ranks: move version `version` to these replicas now. A rank gets one `Go` for all replicas that begin together.
 
     `epochs`: of the links, in the order of `replicas`. `together`, to trainers on the packed route: the replicas that are fed
@@ -400,7 +399,7 @@ class Go(WireMessage):
             yield replica, msgspec.structs.replace(self, replicas=(replica,), epochs=(epoch,))
 
 
-class PartReady(WireMessage):
+class PartReady(WireMessage, frozen=True):
     """Worker -> coordinator: of what I pull in this refit, all parts up to `part` are here.
 
     Coordinator -> worker of the replica behind it: you may read them. `replica`: that of the worker that sends or hears it.
@@ -411,7 +410,7 @@ class PartReady(WireMessage):
     part: Count
 
 
-class Progress(WireMessage):
+class Progress(WireMessage, frozen=True):
     """Trainer or worker -> coordinator: how far a transfer is. Shown by `xfer status` and in timeout errors."""
 
     replica: Count
@@ -422,14 +421,14 @@ class Progress(WireMessage):
     bytes_planned: Bytes64
 
 
-class Checksum(Record):
+class Checksum(Record, frozen=True):
     """Sum over the bytes that go to worker `worker`, mod 2**64, little-endian."""
 
     worker: Count
     value: Annotated[bytes, Meta(min_length=8, max_length=8)]
 
 
-class RouteBytes(Record):
+class RouteBytes(Record, frozen=True):
     """Bytes that one route moved, and its seconds. Routes run beside each other."""
 
     route: Name
@@ -437,7 +436,7 @@ class RouteBytes(Record):
     seconds: Seconds
 
 
-class Moved(Record):
+class Moved(Record, frozen=True):
     """What one rank did for one replica in a refit. Times are wall seconds.
 
     `held`, of a trainer in a verified refit: digests of bytes that other trainers hold too (exports.py).
@@ -461,7 +460,7 @@ class Moved(Record):
         return not some and self.pack_s + self.wire_s + self.unpack_s + self.verify_s < 1e-3
 
 
-class Done(WireMessage):
+class Done(WireMessage, frozen=True):
     """Rank -> coordinator: my part for these replicas is done. A worker reads no storage of a trainer any more.
 
     `moved`: an entry for each of the replicas for which there is something to report.
@@ -472,7 +471,7 @@ class Done(WireMessage):
     moved: Annotated[tuple[Moved, ...], Meta(max_length=65536)] = ()
 
 
-class Drained(WireMessage):
+class Drained(WireMessage, frozen=True):
     """Coordinator -> trainers: no worker of these replicas reads your storages in this refit any more, nor will.
 
     What the trainer's own lanes still send, the trainer knows itself.
@@ -483,7 +482,7 @@ class Drained(WireMessage):
     replicas: Counts
 
 
-class Commit(WireMessage):
+class Commit(WireMessage, frozen=True):
     """Coordinator -> workers, controller: install and serve `version`."""
 
     replica: Count
@@ -491,7 +490,7 @@ class Commit(WireMessage):
     version: Label
 
 
-class Decided(WireMessage):
+class Decided(WireMessage, frozen=True):
     """Coordinator -> controller: workers were told to install.
 
     The update call is about to return, and the controller may prepare what follows it. It may serve only after `Commit`,
@@ -501,14 +500,14 @@ class Decided(WireMessage):
     attempt: Count
 
 
-class Committed(WireMessage):
+class Committed(WireMessage, frozen=True):
     """Worker -> coordinator: the new version lies in live storage, and the lock is released."""
 
     replica: Count
     attempt: Count
 
 
-class Abort(WireMessage):
+class Abort(WireMessage, frozen=True):
     """Coordinator -> ranks: this refit, or planning epoch, is over for this replica."""
 
     replica: Count
@@ -517,7 +516,7 @@ class Abort(WireMessage):
     error: WireError
 
 
-class Stopped(WireMessage):
+class Stopped(WireMessage, frozen=True):
     """Worker -> coordinator, after an abort: nothing of this refit will be written any more.
 
     `dirty`: bytes of live storage were written. `drained` False: a kernel of mine may go on reading trainers' storages.
@@ -529,7 +528,7 @@ class Stopped(WireMessage):
     drained: bool = True
 
 
-class Settle(WireMessage):
+class Settle(WireMessage, frozen=True):
     """Coordinator -> controller, after an abort: resume if clean, stay paused if dirty."""
 
     attempt: Count
@@ -537,7 +536,7 @@ class Settle(WireMessage):
     error: WireError
 
 
-class Settled(WireMessage):
+class Settled(WireMessage, frozen=True):
     """Controller -> coordinator: the refit is over for the engine. `version`: what it serves now, None if it is paused."""
 
     attempt: Count
@@ -547,7 +546,7 @@ class Settled(WireMessage):
     phases: Annotated[tuple[tuple[Name, Seconds], ...], Meta(max_length=32)] = ()
 
 
-class Failed(WireMessage):
+class Failed(WireMessage, frozen=True):
     """Any process -> coordinator: I raised. Coordinator -> any process: this is why.
 
     `replica`: the only replica that is concerned; -1 for all. `epoch`: of the plan, link or Go that a lane worked on; 0 if
@@ -565,7 +564,7 @@ class Failed(WireMessage):
         return wait or self.replica < 0
 
 
-class Reader(Record):
+class Reader(Record, frozen=True):
     """A worker that may still read trainers' storages."""
 
     label: Name
@@ -573,7 +572,7 @@ class Reader(Record):
     pid: Count
 
 
-class OutcomeMsg(Record):
+class OutcomeMsg(Record, frozen=True):
     """The result of one replica in one refit. `participants/report.py` explains the clocks of the seconds."""
 
     replica: Count
@@ -592,7 +591,7 @@ class OutcomeMsg(Record):
     readers: Annotated[tuple[Reader, ...], Meta(max_length=65536)] = ()  # they began and did not say that they ended
 
 
-class Outcome(WireMessage):
+class Outcome(WireMessage, frozen=True):
     """Coordinator -> trainers: the refit is over everywhere.
 
     `void`: it was prepared and nobody called in time; a call that comes for it goes on with the next number.
@@ -605,7 +604,7 @@ class Outcome(WireMessage):
     void: bool = False
 
 
-class Release(WireMessage):
+class Release(WireMessage, frozen=True):
     """Trainer -> coordinator: my storages are about to be freed; make every process unmap them. Answered by `Released`.
 
     `number` differs in every release of this trainer, since the answer to one that was given up may come when routes are
@@ -615,19 +614,19 @@ class Release(WireMessage):
     number: Count
 
 
-class CloseRoutes(WireMessage):
+class CloseRoutes(WireMessage, frozen=True):
     """Coordinator -> worker, and trainer on the packed route: unmap the trainers' storages. Answered by `RoutesClosed`."""
 
     replica: Count
 
 
-class RoutesClosed(WireMessage):
+class RoutesClosed(WireMessage, frozen=True):
     """Rank -> coordinator: done."""
 
     replica: Count
 
 
-class Released(WireMessage):
+class Released(WireMessage, frozen=True):
     """Coordinator -> trainer: no process has your storages mapped any more."""
 
     number: Count
@@ -636,25 +635,25 @@ class Released(WireMessage):
 # ---- the store in which communicators meet
 
 
-class StoreSet(WireMessage):
+class StoreSet(WireMessage, frozen=True):
     key: StoreKey
     value: StoreValue
 
 
-class StoreGet(WireMessage):
+class StoreGet(WireMessage, frozen=True):
     """Answered when the key exists."""
 
     call: Count
     key: StoreKey
 
 
-class StoreAdd(WireMessage):
+class StoreAdd(WireMessage, frozen=True):
     call: Count
     key: StoreKey
     amount: Annotated[int, Meta(gt=-(1 << 31), lt=1 << 31)]
 
 
-class StoreCompareSet(WireMessage):
+class StoreCompareSet(WireMessage, frozen=True):
     """Sets the key if it does not exist. Answered with the value that the key then has."""
 
     call: Count
@@ -662,12 +661,12 @@ class StoreCompareSet(WireMessage):
     value: StoreValue
 
 
-class StoreCheck(WireMessage):
+class StoreCheck(WireMessage, frozen=True):
     call: Count
     keys: Annotated[tuple[StoreKey, ...], Meta(max_length=65536)]
 
 
-class StoreReply(WireMessage):
+class StoreReply(WireMessage, frozen=True):
     call: Count
     value: StoreValue = b""
     flag: bool = True
@@ -676,11 +675,11 @@ class StoreReply(WireMessage):
 # ---- observers
 
 
-class StatusAsk(WireMessage):
+class StatusAsk(WireMessage, frozen=True):
     """Any process -> coordinator, as `xfer status` does."""
 
 
-class PartyStatus(Record):
+class PartyStatus(Record, frozen=True):
     label: Name
     host: Name
     phase: Name
@@ -689,7 +688,7 @@ class PartyStatus(Record):
     bytes_planned: Bytes64 = 0
 
 
-class StatusReply(WireMessage):
+class StatusReply(WireMessage, frozen=True):
     attempt: Count
     state: Text
     waiting_for: Annotated[tuple[Name, ...], Meta(max_length=65536)]

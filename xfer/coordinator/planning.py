@@ -55,7 +55,16 @@ class Planning:
         ]
         turn = relays.turn(rolls[1], o.replicas) if o.relay else replica.index
         inputs = m.PlanInputs(
-            replica.index, replica.epoch, *rolls, turn, o.replicas, o.drop, o.narrow, o.bucket_bytes, o.deadline_s
+            replica.index,
+            replica.epoch,
+            rolls[0],
+            rolls[1],
+            turn,
+            o.replicas,
+            o.drop,
+            o.narrow,
+            o.bucket_bytes,
+            o.deadline_s,
         )
         broadcast(domain, inputs)
 
@@ -213,7 +222,7 @@ class Planning:
         for r in co.replicas.values():
             self.unmap(r)
         for c in co.clients:  # workers of lost replicas, too: they live on and keep their mappings
-            if c.hello is not None and c.hello.role == "worker":
+            if c.hello.role == "worker":
                 self._close(c, c.hello.replica)
         self._answer_releases()
 

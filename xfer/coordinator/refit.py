@@ -154,7 +154,7 @@ class Refit:
         """
         co = self.coordinator
         told = {i: r.sample for i, r in self.drained.items() if r.sample and r.generation == co.generation}
-        if told and (bad := exports.differences(told, co.catalog)):
+        if told and co.catalog is not None and (bad := exports.differences(told, co.catalog)):
             why = "trainers hold different bytes of one tensor; nothing was moved"
             self.fail(VerificationError(why, [*bad, exports.HOLDERS_ADVICE]))
 
@@ -240,7 +240,7 @@ class Refit:
         if part.phase is not Phase.ARMING or not r.size or len(part.armed) < r.size:
             return False
         # Trainers have said what they export now. A worker whose catalog is older is reading the newer one.
-        if now := [a.unread for a in part.unread.values() if a.generation == co.generation]:
+        if now := [a.unread for a in part.unread.values() if a.unread is not None and a.generation == co.generation]:
             part.fail(now[0].error())
         elif r.phase.before_ready:
             pass

@@ -83,24 +83,26 @@ class Refits:
             )
             return client.send(_failed(msg, late))
         if running is not None and running.number < msg.attempt:
-            return self._wait(client, msg, came)
+            return self._wait(client, msg, came, running)
         left = msg.deadline_s - (co.now - came)
         if running is None and left <= 0:
             outcome = self._too_late(msg)
             self.use_up(outcome)
             return client.send(outcome)
         self._begin(msg.attempt, left)
-        if not co.refit.abandoned:  # else its outcome is about to come, and the trainer calls for the next one
+        if (
+            co.refit is not None and not co.refit.abandoned
+        ):  # else its outcome is about to come, and the trainer calls for the next one
             co.refit.enter(client, msg)
 
-    def _wait(self, client: Client, msg: m.Enter, came: float) -> None:
+    def _wait(self, client: Client, msg: m.Enter, came: float, running: Refit) -> None:
         """Keep a call until the running refit is undone.
 
         A rank that calls again has left the running refit by itself: it gave up on a silent coordinator, or was
         interrupted. So every replica that is not decided in that refit ends now. Ranks that hear of that end first and
         then call find this call waiting, or begun.
         """
-        co, running = self.coordinator, self.coordinator.refit
+        co = self.coordinator
         self._waiting.append(_Waiting(client, msg, came))
         co.at(came + msg.deadline_s, lambda: self._give_up(msg), of=msg)
         running.called = True
@@ -165,7 +167,8 @@ class Refits:
         """The running refit is over. It calls this once, when every replica has settled."""
         co = self.coordinator
         co.timers.drop(co.refit)
-        self.arm_after = co.refit.arm_after()
+        if co.refit is not None:
+            self.arm_after = co.refit.arm_after()
         co.refit = None
         self.finished[outcome.attempt] = outcome
         # Keys under which trainers met in the refit before. Those of this one may still be asked for.

@@ -107,18 +107,24 @@ def held_up_by(refit: Refit, part: ReplicaRefit) -> ReplicaRefit | None:
     return None
 
 
+def _before(refit: Refit, part: ReplicaRefit) -> ReplicaRefit | None:
+    """The replica that this one reads from; None if it reads from trainers only."""
+    before = part.replica.before
+    return refit.parts[before[0]] if part.replica.follows and before is not None else None
+
+
 def may_begin(refit: Refit, part: ReplicaRefit) -> bool:
     """Whether the replica that this one reads from has begun."""
-    return not part.replica.follows or not refit.parts[part.replica.before[0]].arming
+    before = _before(refit, part)
+    return before is None or not before.arming
 
 
 def ahead(refit: Refit, part: ReplicaRefit) -> ReplicaRefit | None:
     """For reports: return the replica that keeps this one from beginning although all of its workers are armed."""
     if len(part.armed) < part.replica.size or not refit.coordinator.options.relay:
         return None
-    if not may_begin(refit, part):
-        return refit.parts[part.replica.before[0]]
-    return held_up_by(refit, part)
+    before = _before(refit, part)
+    return before if before is not None and before.arming else held_up_by(refit, part)
 
 
 def look_again(refit: Refit, part: ReplicaRefit) -> None:
@@ -144,8 +150,8 @@ def tells(refit: Refit, part: ReplicaRefit) -> bool:
 
 def began(refit: Refit, part: ReplicaRefit) -> None:
     """This replica was told to go: tell it which parts are ready in the replica before it."""
-    if part.replica.follows:
-        ahead = refit.parts[part.replica.before[0]]
+    ahead = _before(refit, part)
+    if ahead is not None:
         for w in part.replica.follows:
             if w in ahead.ready_parts:
                 _tell(refit, part, w, ahead.ready_parts[w])

@@ -15,6 +15,9 @@ from xfer.coordinator.events import Close, Effect, Send
 from xfer.coordinator.messages import Label
 from xfer.errors import XferError
 
+STRANGER = m.Hello("observer", 0, 0, 0, "", 0)
+"""Stands for the hello of a connection that has not sent one. It takes part in nothing."""
+
 
 @dataclass(eq=False)
 class Client:
@@ -22,7 +25,7 @@ class Client:
 
     number: int
     outbox: list[Effect] = field(repr=False)
-    hello: m.Hello | None = None
+    hello: m.Hello = STRANGER
     label: str = "a client without hello"
     left: bool = False
     closed: bool = False
@@ -113,6 +116,11 @@ class Replica:
     hands: dict[int, bytes] = field(default_factory=dict)  # worker -> what the next of a relay chain may read of it
     before: tuple[int, int] | None = None  # index and epoch of the replica that its routes were opened behind
     follows: set[int] = field(default_factory=set)  # workers that read from that replica
+
+    def tell(self, message: m.Message) -> None:
+        """Send it to the controller, if that is connected."""
+        if self.controller is not None:
+            self.controller.send(message)
 
     def processes(self) -> list[Client]:
         """Return the workers, and the controller if it is connected."""

@@ -60,7 +60,7 @@ def _named(kind: str, numbers: list[int]) -> str:
 def status(co: Coordinator) -> m.StatusReply:
     parties = []
     for c in sorted(co.clients, key=lambda c: c.label):
-        if c.hello is None or c.hello.role == "observer":
+        if c.hello.role == "observer":
             continue
         p = c.progress
         phase = co.refit.phase_of(c) if co.refit else "idle"

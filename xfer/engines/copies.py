@@ -176,7 +176,7 @@ class _Watch:
     def _contain(self, value: Any, depth: int = DEPTH) -> None:
         if depth and isinstance(value, _CONTAINERS):
             if not isinstance(value, tuple):  # which another one would have to replace
-                (self._dicts if isinstance(value, dict) else self._lists).append(value)
+                self._dicts.append(value) if isinstance(value, dict) else self._lists.append(value)
             for x in value.values() if isinstance(value, dict) else value:
                 if _has_room(x, depth - 1):
                     self._contain(x, depth - 1)

@@ -43,7 +43,7 @@ def canonical_specs(config: str | os.PathLike | Mapping, dtype: str | None = Non
     for all.
     """
     if not isinstance(config, Mapping):
-        config = json.loads((Path(config) / "config.json").read_text())
+        return _of_json(json.dumps(json.loads((Path(config) / "config.json").read_text()), sort_keys=True), dtype)
     return _of_json(json.dumps(dict(config), sort_keys=True), dtype)
 
 

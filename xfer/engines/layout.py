@@ -197,7 +197,7 @@ def _places(
 
 
 def _targets(traced: Traced) -> set[str]:
-    return {x.root for x in (*traced.fragments, *traced.fills)} | {r.target for r in traced.recipes}
+    return {f.root for f in traced.fragments} | {f.root for f in traced.fills} | {r.target for r in traced.recipes}
 
 
 def _relocated(traced: Traced, places: Mapping[str, tuple[str, int]]) -> Traced:

@@ -185,6 +185,7 @@ def pairs(a: Ranges) -> list[tuple[int, int]]:
 def written(fragments: Iterable[Fragment], fills: Iterable[Fill]) -> dict[str, Ranges]:
     """Bytes that fragments and fills write, by root."""
     regions: dict[str, list[tuple[int, Ints, Ints, int]]] = {}
-    for x in (*fragments, *fills):
+    both: Iterable[Fragment | Fill] = (*fragments, *fills)
+    for x in both:
         regions.setdefault(x.root, []).append((x.offset, x.extent, x.strides, ITEMSIZE[x.dtype]))
     return {root: covered(r, root) for root, r in regions.items()}

@@ -49,7 +49,7 @@ def refuse_part(vllm_config: Any) -> None:
     A refit pauses an engine between two batches. Here every process has its own batches and its own pause, so one could wait in an
     all-reduce for another that is paused already.
     """
-    parallel = getattr(vllm_config, "parallel_config", None)
+    parallel: Any = getattr(vllm_config, "parallel_config", None)
     if getattr(parallel, "distributed_executor_backend", None) == "external_launcher" and parallel.world_size > 1:
         raise Unsupported(
             f"this LLM holds one worker of an engine of {parallel.world_size} processes, and reaches no other "

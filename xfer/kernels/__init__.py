@@ -31,9 +31,11 @@ class BoundRows(Protocol):
 
     nbytes: int
     """Length that a wire buffer needs: end of the last row."""
-    scratch_bytes: int
-    """Kept beside buffers: on CPUs for casts of values that are not aligned to their own size, which no usual plan has; on GPUs
-    for the kernels' tables of tiles, too."""
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Kept beside buffers: on CPUs for casts of values that are not aligned to their own size, which no usual plan has; on
+        GPUs for the kernels' tables of tiles, too."""
 
     def prepare(self, buffer: torch.Tensor) -> None:
         """Builds the views of `buffer` now instead of in the first call with it."""

@@ -160,7 +160,7 @@ class SummedCopies:
         """Of the tables."""
         return sum(t.nbytes for t in (self.tiles, self._queue, self._needs, self._words, self._lent.tiles))
 
-    def run(self, src: torch.Tensor, dst: torch.Tensor, abort: torch.Tensor, entries: int | None = None) -> None:
+    def run(self, src: torch.Tensor, dst: torch.Tensor, abort: torch.Tensor | None, entries: int | None = None) -> None:
         """src, dst: addresses of the storages. abort: as of `TritonRows`; where it stopped this, sums mean nothing. On the current
         stream, and when the device has done with the sums of the run before, which this clears. entries: 0 compiles and loads."""
         self._words.zero_()

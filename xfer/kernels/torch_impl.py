@@ -125,6 +125,7 @@ class TorchRows:
         wire = Space(buffer) if buffer is not None else None
         for move in self._moves:
             right = wire if move.right_root == WIRE else self._roots[move.right_root]
+            assert right is not None  # only `copy` and `fill` have no buffer, and their rows no wire
             self._add(out, move, self._left[move.left_root], right)
         return out
 

@@ -220,7 +220,8 @@ class TritonRows:
         self._twin = TorchRows(rows[odd], roots, side, src_roots) if odd.any() else None
         wired = rows[rows["op"] != Op.FILL] if side != "local" else rows[:0]
         self.nbytes = int((wired["wire"] + row_wire_bytes(wired)).max(initial=0))
-        self._moves, boxes = moves(rows[plain], side), []
+        self._moves = moves(rows[plain], side)
+        boxes: list[list[long_runs.Box]] = []
         if side == "local" and self._device.type == "cuda":
             self._moves, boxes = long_runs.divided(self._moves, copied, turns or Turns())
         self._engine = long_runs.CopyEngine(boxes, left, roots, self._device) if boxes else None
@@ -258,18 +259,18 @@ class TritonRows:
         return tables + (self._twin.scratch_bytes if self._twin else 0)
 
     def pack(self, buffer: torch.Tensor) -> None:
-        if (wire := self._through("src", buffer)) is None:
-            return self._loose.pack(buffer)
-        self._run(self._launches, self._left, wire)
-        if self._twin:
-            self._twin.pack(buffer)
+        wire = self._through("src", buffer)
+        if wire is not None:
+            self._run(self._launches, self._left, wire)
+        if other := self._twin if wire is not None else self._loose:
+            other.pack(buffer)
 
     def unpack(self, buffer: torch.Tensor) -> None:
-        if (wire := self._through("dst", buffer)) is None:
-            return self._loose.unpack(buffer)
-        self._run(self._launches, wire, self._left)
-        if self._twin:
-            self._twin.unpack(buffer)
+        wire = self._through("dst", buffer)
+        if wire is not None:
+            self._run(self._launches, wire, self._left)
+        if other := self._twin if wire is not None else self._loose:
+            other.unpack(buffer)
 
     def copy(self, kernels: Callable[[], object] | None = None) -> None:
         """kernels: launches what `move` does in another way."""
@@ -294,7 +295,7 @@ class TritonRows:
         if self._twin:
             self._twin.fill()
 
-    def _run(self, launches: Sequence[_Launch | SummedCopies], src: torch.Tensor | None, dst: torch.Tensor) -> None:
+    def _run(self, launches: Sequence[_Launch | SummedCopies], src: torch.Tensor, dst: torch.Tensor) -> None:
         # Triton launches on the thread's current device, which in a fresh thread is device 0.
         with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
             for launch in launches:
@@ -394,10 +395,10 @@ class TritonRows:
                 odd[i] |= int(r["wire"]) % ITEMSIZE[travels] != 0
         return ~odd, odd
 
-    def _bind_fills(self, rows: np.ndarray, roots: Sequence[torch.Tensor]) -> tuple[list[_Launch], torch.Tensor | None]:
+    def _bind_fills(self, rows: np.ndarray, roots: Sequence[torch.Tensor]) -> tuple[list[_Launch], torch.Tensor]:
         """A fill converts one element that lies in a small table to itself, with source strides of 0."""
         if self.side == "src" or not len(rows):
-            return [], None
+            return [], self._bases([])
         self._constant = torch.from_numpy(np.ascontiguousarray(rows["fill"]).view(np.int64).copy()).to(self._device)
         kinds: dict[int, list[Move]] = {}
         for k, r in enumerate(rows):

@@ -199,7 +199,7 @@ class MeshInfo:
     @classmethod
     def line(cls, axis: str, ranks: Iterable[int]) -> MeshInfo:
         """A mesh of one axis."""
-        return cls((axis,), [*ranks])
+        return cls((axis,), np.array([*ranks]))
 
     @classmethod
     def grid(cls, rank_offset: int = 0, **sizes: int) -> MeshInfo:

@@ -77,18 +77,27 @@ class TrainerParallel:
             raise LayoutError("this is no Megatron-Core parallelism", wrong)
 
     @property
+    def _dp(self) -> int:
+        """`dp`, which is known once this has been checked."""
+        return self.world // (self.tp * self.cp * self.pp) if self.dp is None else self.dp
+
+    @property
+    def _etp(self) -> int:
+        return self.tp if self.etp is None else self.etp
+
+    @property
     def edp(self) -> int:
         """Replicas of each expert shard."""
-        return self.world // (self.etp * self.ep * self.pp)
+        return self.world // (self._etp * self.ep * self.pp)
 
     def dense(self, rank_offset: int = 0) -> MeshInfo:
         """Axes pp, dp, cp, tp (slowest first in Megatron's default order)."""
-        sizes = {"tp": self.tp, "cp": self.cp, "dp": self.dp, "pp": self.pp}
+        sizes = {"tp": self.tp, "cp": self.cp, "dp": self._dp, "pp": self.pp}
         return MeshInfo.grid(rank_offset, **{a: sizes[a] for a in self._slowest_first() if a in sizes})
 
     def expert(self, rank_offset: int = 0) -> MeshInfo:
         """Axes pp, edp, ep, etp (slowest first in Megatron's default order)."""
-        sizes = {"tp": ("etp", self.etp), "ep": ("ep", self.ep), "dp": ("edp", self.edp), "pp": ("pp", self.pp)}
+        sizes = {"tp": ("etp", self._etp), "ep": ("ep", self.ep), "dp": ("edp", self.edp), "pp": ("pp", self.pp)}
         return MeshInfo.grid(rank_offset, **dict(sizes[a] for a in self._slowest_first() if a in sizes))
 
     def _slowest_first(self) -> list[str]:

@@ -100,7 +100,7 @@ class PlacementRecord(msgspec.Struct, frozen=True, array_like=True):
 
     def placement(self) -> Placement:
         """LayoutError when this is no placement (records come over a socket)."""
-        kinds = {k.__name__: k for k in KINDS}
+        kinds: dict[str, type[Placement]] = {k.__name__: k for k in KINDS}
         if self.kind not in kinds:
             raise LayoutError(f"no placement is called {self.kind!r}: known are {list(kinds)}")
         try:
@@ -138,9 +138,9 @@ def checked(
         if not -len(shape) <= p.dim < len(shape):
             wrong.append(f"{where}: the tensor of shape {tuple(shape)} has no dim {p.dim}")
             continue
-        p = _with_dim(p, p.dim % len(shape))
-        wrong += [f"{where}: {w}" for w in _faults(p, shape[p.dim], size)]
-        out.append(p)
+        dim = p.dim % len(shape)
+        out.append(_with_dim(p, dim))
+        wrong += [f"{where}: {w}" for w in _faults(out[-1], shape[dim], size)]
     if wrong:
         raise LayoutError(f"{name} cannot be placed so on {mesh!r}", wrong)
     return tuple(out)

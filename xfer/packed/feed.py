@@ -92,6 +92,7 @@ class Feed:
 
     def plan(self, until: float, cancelled: Callable[[], XferError | None]) -> BucketPlan:
         self._wait(lambda: self._plan is not None, until, cancelled, "the trainers to agree on what they send")
+        assert self._plan is not None
         return self._plan
 
     def take(self, number: int, until: float, cancelled: Callable[[], XferError | None]) -> torch.Tensor:

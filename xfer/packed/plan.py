@@ -7,6 +7,7 @@ referred to, so a plan outlives offloading, reloading and replaced parameters; w
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -117,8 +118,7 @@ def _refuse(units: Sequence[Sequence[TaskSize]]) -> None:
     tensors = [t for unit in units for task in unit for t in task.tensors]
     if unknown := [f"{t.name}: dtype {t.dtype}" for t in tensors if t.dtype not in ITEMSIZE]:
         raise Unsupported("tensors of dtypes that cannot be packed", unknown)
-    seen: set[str] = set()
-    if twice := sorted({t.name for t in tensors if t.name in seen or seen.add(t.name)}):
+    if twice := sorted(name for name, n in Counter(t.name for t in tensors).items() if n > 1):
         raise LayoutError("tensors that would be sent twice", twice)
     if not tensors:
         raise LayoutError("the trainers export no tensor at all")

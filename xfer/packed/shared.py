@@ -84,7 +84,8 @@ class SharedBuffers(Buffers):
         self.place = place or place_of(device)
         self._shared: list[Slot] = []
         self._files: list[int] = []
-        self._offer, self._export = b"", None
+        self._offer = b""
+        self._export: peer.Export | None = None
 
     def reserve(self, longest: int) -> None:
         if self._offer and all(s.numel() >= longest for s in self._slots):
@@ -93,8 +94,8 @@ class SharedBuffers(Buffers):
         made = [self._make(max(longest, 1)) for _ in self._slots]
         self._slots = made
         if self.device.type == "cuda":
-            self._export = peer.Export(0, made, self.device)
-            self._offer = msgspec.msgpack.encode(Offer(cuda=self._export.to_bytes(), place=self.place))
+            self._export = export = peer.Export(0, made, self.device)
+            self._offer = msgspec.msgpack.encode(Offer(cuda=export.to_bytes(), place=self.place))
         else:
             self._offer = msgspec.msgpack.encode(Offer(tuple(self._shared), place=self.place))
 
@@ -158,7 +159,7 @@ class SharedArrivals:
             raise ProtocolError(f"an offer of shared buffers: {e}") from None
         self._near = self._offer.place == (place or place_of(device))
         self._files: list[int] = []
-        self._mapping = None
+        self._mapping: peer.Mapping | None = None
         self._mapped: mmap.mmap | None = None
         try:
             self._open()
@@ -171,13 +172,13 @@ class SharedArrivals:
         if (self._device.type == "cuda") != bool(self._offer.cuda):
             raise Unsupported("colocated trainers and engines must both be on CPUs or both on GPUs")
         if self._offer.cuda:
-            self._mapping = peer.Mapping(0, self._device)
-            self._mapping.open(self._offer.cuda, 0, (0, 1))
-            self._roots = self._mapping.roots.get(0, {})
+            self._mapping = mapping = peer.Mapping(0, self._device)
+            mapping.open(self._offer.cuda, 0, (0, 1))
+            self._roots = mapping.roots.get(0, {})
             if set(self._roots) != {0, 1} or any(r.numel() < longest for r in self._roots.values()):
                 raise Unsupported(
                     "the trainers' buffers cannot be mapped by this worker, so it is not colocated with them",
-                    [*self._mapping._why.values(), "Packed() without colocated=True broadcasts the buckets"],
+                    [*mapping._why.values(), "Packed() without colocated=True broadcasts the buckets"],
                 )
             self._own = Buffers(0 if self._near else 1, self._device)
             if not self._near:

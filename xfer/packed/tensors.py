@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 import torch
@@ -27,6 +27,9 @@ from xfer.packed.places import Copy, HeldBox, Round
 from xfer.packed.plan import BucketPlan, Group, TaskSize
 from xfer.packed.wire import Message
 from xfer.trace.fragment import Fragment, TensorSpec
+
+if TYPE_CHECKING:
+    from xfer.transport import peer
 
 _Told = tuple[list[int], list[int], list[int], str, int, int, list[int]]
 """A fragment: origin, extent, steps, dtype, number of the storage, byte offset, byte strides."""
@@ -74,7 +77,8 @@ class TensorStream:
         self.source = source
         self.rank, self.world, self.device = source.rank, source.world, source.device
         self.assembles, self.round_bytes, self.programs = self.rank == 0, ROUND_BYTES, PROGRAMS
-        self.pulls, self.trained = False, frozenset()
+        self.pulls = False
+        self.trained: frozenset[str] = frozenset()
         self.collectives = 0  # messages from other ranks, in the last message that was put together
         self._specs: dict[str, TensorSpec] = {}
         self._mine: dict[str, list[Fragment]] = {}
@@ -87,7 +91,8 @@ class TensorStream:
         self._slots: dict[str, list[torch.Tensor]] = {}
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self._last = _Made()
-        self._export = self._mapping = None
+        self._export: peer.Export | None = None
+        self._mapping: peer.Mapping | None = None
         self._let_go = False
 
     def drain(self) -> None:
@@ -186,8 +191,8 @@ class TensorStream:
         from xfer.transport.peer import MAX_OFFER_BYTES, Export
 
         try:
-            self._export = Export(self.rank, [self._roots[name] for name in roots], self.device)
-            offer = self._export.to_bytes()
+            self._export = export = Export(self.rank, [self._roots[name] for name in roots], self.device)
+            offer = export.to_bytes()
         except (RuntimeError, XferError):
             return b""
         return offer if len(offer) <= MAX_OFFER_BYTES else b""
@@ -237,11 +242,11 @@ class TensorStream:
     def _mapped(self, said: Sequence[_Rank]) -> dict[int, dict[int, torch.Tensor]]:
         from xfer.transport.peer import Mapping as Mapped
 
-        self._mapping = Mapped(self.rank, self.device)
+        self._mapping = mapping = Mapped(self.rank, self.device)
         for rank, x in enumerate(said):
             if rank != self.rank:
-                self._mapping.open(x.offer, rank, range(len(x.roots)))
-        return self._mapping.roots
+                mapping.open(x.offer, rank, range(len(x.roots)))
+        return mapping.roots
 
     # ---- messages
 

@@ -170,7 +170,7 @@ def messages_of(request: BucketRequest, limit: int = 0) -> tuple[Message, ...]:
         length = at if request.nbytes is None else request.nbytes
         if at > length:
             bad.append(f"its last tensor ends at byte {at} of a buffer of {length}")
-        found = (Message(tuple(parts), length),)
+        found: tuple[Message, ...] = (Message(tuple(parts), length),)
     else:
         found = tuple(Message((p,), p.size) for p in parts)
     bad += [f"a message of {x.nbytes} bytes, the limit is {limit}" for x in found if limit and x.nbytes > limit]

@@ -116,7 +116,7 @@ def _fill(load: np.ndarray, units: int, cost: int) -> np.ndarray:
     return out
 
 
-def hand_out(holders: tuple[int, ...], amount: np.ndarray, takers: list[tuple[int, int]]) -> list[Share]:
+def hand_out(holders: Sequence[int], amount: np.ndarray, takers: list[tuple[int, int]]) -> list[Share]:
     """Takers in order take from holders in order: few senders a taker, and few takers a sender."""
     out = []
     at, left = 0, int(amount[0]) if len(amount) else 0

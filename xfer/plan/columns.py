@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from xfer.errors import ProtocolError
+
+if TYPE_CHECKING:
+    from numpy.typing import DTypeLike
 
 MAX_BYTES = 1 << 30
 """Largest encoded inventory or plan that is looked at. (A DeepSeek-V3 inventory of one rank is below 1 MiB.)"""
@@ -22,11 +26,11 @@ overflow.
 """
 
 
-def pack(array: np.ndarray, dtype: str) -> bytes:
+def pack(array: np.ndarray, dtype: DTypeLike) -> bytes:
     return np.ascontiguousarray(array, dtype).tobytes()
 
 
-def unpack(raw: bytes, dtype: str, rows: int, width: int = 0, *, what: str = "column") -> np.ndarray:
+def unpack(raw: bytes | memoryview, dtype: DTypeLike, rows: int, width: int = 0, *, what: str = "column") -> np.ndarray:
     """A read-only array of `rows` entries (of `width` numbers each when width > 0). ProtocolError when the length is
     another.
 
@@ -77,7 +81,7 @@ def digest(parts: Iterable[bytes | memoryview | str | np.ndarray]) -> str:
         if isinstance(part, str):
             part = part.encode()
         elif isinstance(part, np.ndarray):
-            part = np.ascontiguousarray(part)  # hashed where it lies
-        h.update((part.nbytes if isinstance(part, np.ndarray) else len(part)).to_bytes(8, "little"))
+            part = np.ascontiguousarray(part).data  # hashed where it lies
+        h.update((part.nbytes if isinstance(part, memoryview) else len(part)).to_bytes(8, "little"))
         h.update(part)
     return h.hexdigest()

@@ -10,7 +10,7 @@ before this.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -212,12 +212,15 @@ def _footprint(catalog: Catalog, taker: Class) -> tuple[list[str], ByteClasses]:
         at = base[root]
         return iv.Bytes(at + start, at + stop, np.arange(len(root)))
 
+    def constants_in(root: str) -> Callable[[int], str]:
+        return lambda _: f"{taker.who}: constants in {root}"
+
     t = inv.table
     number = inv.root_numbers() if inv.fills else {}
     fills = []
     for f in inv.fills:
-        one = (np.array([v]) for v in (f.offset, f.extent, f.strides, ITEMSIZE[f.dtype]))
-        fills.append(iv.runs(*one, lambda _, f=f: f"{taker.who}: constants in {f.root}"))
+        region = np.array([f.offset]), np.array([f.extent]), np.array([f.strides]), np.array([ITEMSIZE[f.dtype]])
+        fills.append(iv.runs(*region, constants_in(f.root)))
     starts = base[t.root] + t.offset if len(t) else t.offset
     written = iv.runs(
         *(starts, t.extent, t.strides, ITEM[t.dtype]),
@@ -238,12 +241,13 @@ def _footprint(catalog: Catalog, taker: Class) -> tuple[list[str], ByteClasses]:
     live = iv.union(*_columns(named))
     aliased = int((named.stop - named.start).sum()) - iv.size(live)
 
-    bad = []
+    bad: list[str] = []
     twice = iv.overlaps(every)
     covered = iv.union(*_columns(every))
     if not len(twice) and all(map(np.array_equal, covered, live)):
         # The usual case: the claims are apart, and all together they are the live bytes.
-        return bad, ByteClasses(iv.size(live), *(iv.size(_columns(c)) for c in claims), aliased, 0, 0)
+        n_written, n_filled, n_staged, n_kept = (iv.size(_columns(c)) for c in claims)
+        return bad, ByteClasses(iv.size(live), n_written, n_filled, n_staged, n_kept, aliased, 0, 0)
     where = _Where(inv, base)
     if len(twice):
         for i, (a, b) in enumerate(zip(*iv.union(twice.start, twice.stop))):
@@ -276,7 +280,9 @@ def _footprint(catalog: Catalog, taker: Class) -> tuple[list[str], ByteClasses]:
     first, end = inv.scratch_roots()
     roots = where.roots(stray[0])
     in_scratch = int((stray[1] - stray[0])[(roots >= first) & (roots < end)].sum())
-    return bad, ByteClasses(iv.size(live), *in_live, aliased, in_scratch, iv.size(stray) - in_scratch)
+    n_written, n_filled, n_staged, n_kept = in_live
+    elsewhere = iv.size(stray) - in_scratch
+    return bad, ByteClasses(iv.size(live), n_written, n_filled, n_staged, n_kept, aliased, in_scratch, elsewhere)
 
 
 class _Where:

@@ -200,7 +200,8 @@ def _stream(
     align = np.minimum(nbytes & -nbytes, options.align_bytes)
     piece_class = dst.class_of_row()[pieces.want]
     sets: dict[tuple[tuple[int, ...], bool], int] = {}
-    parts, keys = [], []
+    parts: list[np.ndarray] = []
+    keys: list[np.ndarray] = []
     for (c, _), takers in sorted(takers_of.items()):
         mine = np.flatnonzero(piece_class == c)
         near = [sets.setdefault(nearest(h, takers[0], hosts), len(sets)) for h in holders_of]
@@ -293,8 +294,8 @@ def _facts(
     workers = np.bincount(dst_cls, minlength=len(dst_inv)).tolist()
     reasons: dict[str, int] = defaultdict(int)
     for inv, n in zip(dst_inv, workers):
-        for k in inv.kept:
-            reasons[k.reason] += n * (k.stop - k.start)
+        for kept in inv.kept:
+            reasons[kept.reason] += n * (kept.stop - kept.start)
     sizes = padded_shapes(catalog).prod(axis=1).tolist()
     return Facts(
         tensors=len(catalog.tensors),

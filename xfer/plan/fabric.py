@@ -168,7 +168,11 @@ class Links:
     @classmethod
     def of(cls, f: Fabric) -> Links:
         host, island, nic, rail = (np.full(f.gpus, -1, np.int64) for _ in range(4))
-        port, local, bridge, nic_rate, names = [], [], [], [], ([], [], [])
+        port: list[float] = []
+        local: list[float] = []
+        bridge: list[float] = []
+        nic_rate: list[float] = []
+        names: tuple[list[str], list[str], list[str]] = ([], [], [])
         rails = sorted({n.rail for h in f.hosts for n in h.nics})
         number_of = {r: i for i, r in enumerate(rails)}
         first = 0

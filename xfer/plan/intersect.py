@@ -291,7 +291,7 @@ def _atomised(
     """Cuts the clashing boxes against each other; the others are atoms already. Plain Python: layouts in which senders
     replicate a tensor *and* cut it differently are rare and small."""
     done: list[tuple[int, Box, dict[int, int]]] = []
-    for i in np.flatnonzero(~clashing):
+    for i in np.flatnonzero(~clashing).tolist():
         done.append((int(tensor[i]), _box(origin[i], extent[i]), _holders(i, bounds, rows, cls)))
     hard = np.flatnonzero(clashing)
     for t in np.unique(tensor[hard]):
@@ -313,7 +313,7 @@ def _atomised(
     flat = np.array([e for held in entries for e in held], np.int64).reshape(-1, 2)
     return _atoms(
         np.array([t for t, _, _ in done], np.int32),
-        *(np.array([getattr(b, side) for _, b, _ in done], np.int64) for side in ("origin", "extent")),
+        np.array([b.origin for _, b, _ in done], np.int64), np.array([b.extent for _, b, _ in done], np.int64),
         np.concatenate([[0], np.cumsum([len(e) for e in entries])]), flat[:, 1], flat[:, 0],
     )  # fmt: skip
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from itertools import starmap
 from math import prod
 from operator import ge
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
 import numpy as np
@@ -125,7 +125,8 @@ class Inventory:
     def scratch_roots(self) -> tuple[int, int]:
         """The roots of scratch: roots[first:end], since roots are sorted by name."""
         end = SCRATCH[:-1] + chr(ord(SCRATCH[-1]) + 1)
-        return tuple(bisect_left(self.roots, name, key=lambda r: r.name) for name in (SCRATCH, end))
+        first, stop = (bisect_left(self.roots, name, key=lambda r: r.name) for name in (SCRATCH, end))
+        return first, stop
 
     def to_bytes(self) -> bytes:
         return msgspec.msgpack.encode(_Envelope(self.rank, self.host, self.content()))
@@ -237,7 +238,7 @@ class _Content(msgspec.Struct, forbid_unknown_fields=True, array_like=True):
     root_bytes: bytes
     count: int
     dims: int  # columns of box and strides that are sent; the ones in front are all padding
-    columns: tuple[bytes, bytes, bytes, bytes, bytes, bytes, bytes]
+    columns: Annotated[tuple[bytes, ...], msgspec.Meta(min_length=7, max_length=7)]  # as _WIRE says
     fills: list[_FillWire]
     footprint: _Spans
     kept: _Spans
@@ -331,11 +332,11 @@ def _decode_table(body: _Content, size: np.ndarray) -> FragmentTable:
         else col.unpack(b, d, n, w, what=name)
         for i, (b, d, w, name) in enumerate(zip(body.columns, _WIRE, width, names))
     ]
-    for array, low, high, name in zip(
+    for array, least, limit, name in zip(
         raw, (0, 0, 0, -col.MAX_VALUE, 0, 1, -col.MAX_VALUE),
         (2**31, len(size), len(DTYPES), col.MAX_VALUE, col.MAX_VALUE, col.MAX_VALUE, col.MAX_VALUE), names,
     ):  # fmt: skip
-        col.in_range(array, low, high, name)
+        col.in_range(array, least, limit, name)
     extent, strides = raw[5:]
     # In floats first: hostile extents and strides must not wrap around int64 and come out as something harmless.
     reach = ((extent - 1.0) * np.abs(strides.astype(float))).sum(axis=1)
@@ -346,7 +347,7 @@ def _decode_table(body: _Content, size: np.ndarray) -> FragmentTable:
     boxes = [np.full((n, MAX_DIMS), v, np.int64) for v in (0, 1, 0)]
     for wide, narrow in zip(boxes, raw[4:]):
         wide[:, MAX_DIMS - body.dims :] = narrow
-    table = FragmentTable(*raw[:4], *boxes)
+    table = FragmentTable(raw[0], raw[1], raw[2], raw[3], *boxes)
     low, high = table.bounds()
     if len(table) and ((low < 0) | (high > size[table.root])).any():
         raise ProtocolError("inventory: a fragment lies outside its storage")
@@ -392,18 +393,21 @@ def _decode_runs(raw: bytes) -> tuple[tuple[int, int], ...]:
 
 def _misfits(inv: Inventory) -> Iterator[str]:
     room, known = inv.root_sizes(), inv._memo.spans  # what was decoded has its columns already, and its storages exist
-    for what, items in (("footprint", inv.footprint), ("kept", inv.kept), ("staged", inv.staged)):
+    named: dict[Literal["footprint", "kept", "staged"], Sequence[Span] | Sequence[Kept]] = {
+        "footprint": inv.footprint, "kept": inv.kept, "staged": inv.staged
+    }  # fmt: skip
+    for what, items in named.items():
         strange = [s for s in items if s.root not in inv.root_numbers()] if what not in known else []
         yield from (f"{s.root}: {what} bytes {s.start}..{s.stop} outside a storage of None bytes" for s in strange)
         if items and not strange:
             root, start, stop = inv.spans(what)
-            for i in np.flatnonzero((start < 0) | (start > stop) | (stop > room[root])):
+            for i in np.flatnonzero((start < 0) | (start > stop) | (stop > room[root])).tolist():
                 s = items[i]
                 yield f"{s.root}: {what} bytes {s.start}..{s.stop} outside a storage of {room[root[i]]} bytes"
     size = {r.name: r.nbytes for r in inv.roots} if inv.fills else {}
     if inv.side == "engine" and len(inv.table):  # stride 0 is fine where bytes are read, not where they are written
         t = inv.table
-        for i in np.flatnonzero(t.extent.prod(axis=1) * ITEM[t.dtype] > room[t.root]):
+        for i in np.flatnonzero(t.extent.prod(axis=1) * ITEM[t.dtype] > room[t.root]).tolist():
             yield f"{inv.roots[t.root[i]].name}: a fragment of more elements than its storage has room for"
     for f in inv.fills:
         reach = [(n - 1) * s for n, s in zip(f.extent, f.strides)]  # Python ints: no overflow

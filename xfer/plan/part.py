@@ -44,7 +44,7 @@ class Part:
         return msgspec.msgpack.encode(
             _Wire(
                 PLANNER, self.key, self.digest, self.trainers, self.workers, p.rank, p.waves, len(p.rows),
-                col.pack(p.rows, ROW), self.summary, len(self.shared), col.pack(self.shared, ROW),
+                memoryview(col.pack(p.rows, ROW)), self.summary, len(self.shared), memoryview(col.pack(self.shared, ROW)),
             )
         )  # fmt: skip
 

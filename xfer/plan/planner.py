@@ -32,7 +32,7 @@ __all__ = ["Drafts", "PlanOptions", "PlanSummary", "SubPlan", "key_of", "plan_ke
 
 def key_of(catalog: str, sources: Sequence[str], takers: Sequence[str], options: PlanOptions) -> str:
     """Digest of everything a plan depends on, from the digests of the catalog and of each rank's inventory."""
-    parts = [f"plan by {PLANNER}", catalog, options.to_bytes()]
+    parts: list[str | bytes] = [f"plan by {PLANNER}", catalog, options.to_bytes()]
     for side in (sources, takers):
         parts += [str(len(side)), *side]
     return col.digest(parts)

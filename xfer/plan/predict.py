@@ -175,8 +175,10 @@ class _Messages:
         return cls(src, dst, lane[src], lane[dst], wave, nbytes, lane)
 
     def take(self, rows: np.ndarray) -> _Messages:
-        columns = (getattr(self, n)[rows] for n in self.__slots__[:-1])
-        return _Messages(*columns, self.gpu_of_lane)
+        return _Messages(
+            self.src[rows], self.dst[rows], self.src_gpu[rows], self.dst_gpu[rows], self.wave[rows], self.nbytes[rows],
+            self.gpu_of_lane,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -82,7 +82,10 @@ def in_parts(rows: np.ndarray, count: int) -> np.ndarray:
     first = np.searchsorted(edges, end - nbytes, "right")
     last = np.searchsorted(edges, end, "left")  # the part in which a row's last byte lies
     whole = first == last
-    row, into, begin, stop = [], [], [], []
+    row: list[int] = []
+    into: list[int] = []
+    begin: list[int] = []
+    stop: list[int] = []
     for i in np.flatnonzero(~whole).tolist():
         item = int(min(ITEM[rows["src_dtype"][i]], ITEM[rows["dst_dtype"][i]]))
         start, size = int(end[i] - nbytes[i]), int(nbytes[i]) // item

@@ -228,7 +228,7 @@ class RendezvousClient:
             except PeerLost as e:
                 gone = e
             self.channel.join(EXIT_S)  # until all that the coordinator sent before the end is read
-        raise self._failed.error() if self._failed is not None else self.lost or gone
+        raise self._failed.error() if self._failed is not None else self.lost or gone or PeerLost("no coordinator")
 
     def try_send(self, message: m.Message, seconds: float = SEND_S) -> None:
         """Send a message if the coordinator still listens."""
@@ -300,7 +300,7 @@ class RendezvousClient:
         self.drained.update(dict.fromkeys(message.replicas, message.attempt))
         self.named = (message.attempt, message.version)
 
-    def _post(self, message: m.PlanInputs | m.OpenLink) -> None:
+    def _post(self, message: m.PlanInputs | m.OpenLink | m.CloseRoutes) -> None:
         lane = self.on_lane(message.replica)
         if lane is not None:
             lane.post(message)

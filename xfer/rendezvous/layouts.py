@@ -10,6 +10,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from xfer.coordinator import messages as m
@@ -69,7 +70,7 @@ class Shelf:
                 self._packed[message.roll] = message.packed
             self._came.notify_all()
             own = self._own.get(message.inventory) if isinstance(message, m.LayoutAsk) else None
-        if own is not None:
+        if own is not None and isinstance(message, m.LayoutAsk):
             self._send(m.Layout(message.inventory, pack([own.content()])))
 
     # ---- on a lane's thread
@@ -108,12 +109,13 @@ class Shelf:
         if options.site is None:
             options = replace(options, hosts=(*sides[0].hosts, *sides[1].hosts))
         digests = [[d.decode() for d in s.inventories] for s in sides]
-        part = cache.get(key_of(catalog.digest(), *digests, options), rank) if cache is not None else None
+        key = key_of(catalog.digest(), digests[0], digests[1], options)
+        part = cache.get(key, rank) if cache is not None else None
         self.exchange_s[p.replica], self.cached[p.replica] = time.perf_counter() - t0, part is not None
         if part is None:
-            inventories = self._both_sides(sides, until, check)
+            sources, takers = self._both_sides(sides, until, check)
             self.exchange_s[p.replica] = time.perf_counter() - t0
-            part = Part.of(self._drafts.plan(catalog, *inventories, options), rank)
+            part = Part.of(self._drafts.plan(catalog, sources, takers, options), rank)
         return part, (*sides[0].inventories, *sides[1].inventories)
 
     def _forget_others(self, p: m.PlanInputs) -> None:
@@ -130,7 +132,9 @@ class Shelf:
     ) -> list[m.Roll]:
         """Wait for both rolls. `early`: ask for their layouts, too, since no cache can have the plan."""
         with self._came:
-            asks = {m.RollAsk(r): lambda r=r: r in self._rolls for r in rolls}
+            asks: dict[m.RollAsk | m.LayoutsAsk, Callable[[], bool]] = {
+                m.RollAsk(r): partial(self._rolls.__contains__, r) for r in rolls
+            }
             if early:
                 asks |= self._layouts_of(rolls)
             self._wait(asks, until, check)
@@ -155,7 +159,10 @@ class Shelf:
         return sides
 
     def _layouts_of(self, rolls: Iterable[bytes]) -> dict[m.RollAsk | m.LayoutsAsk, Callable[[], bool]]:
-        return {m.LayoutsAsk(r): lambda r=r: r in self._layouts or r in self._packed for r in rolls}
+        def known(roll: bytes) -> bool:
+            return roll in self._layouts or roll in self._packed
+
+        return {m.LayoutsAsk(r): partial(known, r) for r in rolls}
 
     def _wait(
         self, asks: Mapping[m.RollAsk | m.LayoutsAsk, Callable[[], bool]], until: float, check: Callable[[], None]

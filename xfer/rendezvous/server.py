@@ -204,7 +204,12 @@ class Server:
     def _readable(self, listener: socket.socket) -> asyncio.Future[None]:
         """Done when a client dials. `loop.sock_accept` would accept by itself, and lose the connection if it were cancelled then."""
         ready = self.loop.create_future()
-        self.loop.add_reader(listener, lambda: ready.done() or ready.set_result(None))
+
+        def came() -> None:
+            if not ready.done():
+                ready.set_result(None)
+
+        self.loop.add_reader(listener, came)
         ready.add_done_callback(lambda _: self.loop.remove_reader(listener))
         return ready
 

@@ -96,8 +96,11 @@ class RendezvousStore(Store):
         data = value.encode() if isinstance(value, str) else bytes(value)
         self._channel.send(m.StoreSet(self._prefix + key, data))
 
+    def _get(self, key: str, seconds: float | None = None) -> bytes:
+        return self._ask(lambda c: m.StoreGet(c, self._prefix + key), f"store key {key!r}", seconds).value
+
     def get(self, key: str) -> bytes:
-        return self._ask(lambda c: m.StoreGet(c, self._prefix + key), f"store key {key!r}").value
+        return self._get(key)
 
     def add(self, key: str, amount: int) -> int:
         return int(self._ask(lambda c: m.StoreAdd(c, self._prefix + key, amount), f"store counter {key!r}").value)
@@ -114,11 +117,7 @@ class RendezvousStore(Store):
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         for key in keys:
-            self._ask(
-                lambda c, key=key: m.StoreGet(c, self._prefix + key),
-                f"store key {key!r}",
-                None if timeout is None else timeout.total_seconds(),
-            )
+            self._get(key, None if timeout is None else timeout.total_seconds())
 
     def delete_key(self, key: str) -> bool:
         return False  # the coordinator deletes all keys of an epoch

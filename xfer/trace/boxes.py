@@ -190,7 +190,8 @@ def _merge_dim(rows: list[tuple], k: int) -> list[tuple]:
             continue
         t, root, dt, o0, o1, e0, e1, s0, s1 = key
         group.sort(key=lambda r: (r[3][k], r[6]))
-        lo = size = step = at = None
+        lo: int | None = None
+        size = step = at = 0  # of the run that begins at `lo`
         for r in group:
             o, e, s, offset = r[3][k], r[4][k], r[5][k], r[6]
             if lo is not None and lo + size == o:

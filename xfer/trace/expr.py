@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from hashlib import blake2b
+from typing import Any
 
 import torch
 
@@ -253,12 +254,12 @@ def strided(t: torch.Tensor, r: Region) -> torch.Tensor:
     return t.as_strided(r.shape, r.strides, t.storage_offset() + r.offset)
 
 
-def evaluate(expr: Expr, lookup: Lookup, device: torch.device, peers: Peers | None = None) -> torch.Tensor:
+def evaluate(expr: Expr | Literal, lookup: Lookup, device: torch.device, peers: Peers | None = None) -> torch.Tensor:
     """Run `expr` on real tensors. `lookup`: source name -> full tensor laid out as the meta tensor that was traced;
     `peers`: what other ranks hold, needed where the expression reads `Foreign` data."""
-    memo: dict[int, object] = {}
+    memo: dict[int, torch.Tensor] = {}
 
-    def value(x: object) -> object:
+    def value(x: Any) -> Any:  # an operator's argument: an expression becomes a tensor, containers are searched
         if isinstance(x, Operand | Call):
             if id(x) not in memo:
                 memo[id(x)] = assemble(x) if isinstance(x, Operand) else run(x)

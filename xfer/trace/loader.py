@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from typing import cast
 
 import torch
 
@@ -60,7 +61,7 @@ def trace_loader(
             watch.add_destination(name, t)
     try:
         with PythonData(), watch:
-            (load or model.load_weights)(iter(tensors.items()))
+            (load or cast(Callable[..., object], model.load_weights))(iter(tensors.items()))
     except Exception as e:
         if (cause := missing_values(e)) is not None:
             raise Unsupported(

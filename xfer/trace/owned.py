@@ -31,8 +31,8 @@ def own_parts(piece: Piece) -> list[Piece]:
     for index in _mine(base, piece.src):  # counted in the row-major order of the piece
         whole = contiguous(piece.src.shape)
         src, dst = _same(index, whole, piece.src), _same(index, whole, piece.dst)
-        cut = _restricted(piece.origin, src) if src is not None and dst is not None else None
-        if cut is None:
+        cut = _restricted(piece.origin, src) if src is not None else None
+        if cut is None or dst is None:
             return [piece]
         out.append(Piece(cut, contiguous(dst.shape), dst, piece.chain))
     return out
@@ -69,11 +69,18 @@ def _alike(call: Call) -> list[Operand]:
 
 def _only_call(x: Operand) -> Call | None:
     """The call whose whole result `x` is, element for element."""
-    if len(x.pieces) != 1 or not isinstance(x.pieces[0].origin, Call):
+    if len(x.pieces) != 1:
         return None
     p = x.pieces[0]
     plain = p.chain == (x.dtype,) and p.src == p.dst == contiguous(p.dst.shape)
-    return p.origin if plain and x.view == contiguous(x.view.shape) and x.size == x.view.size == p.dst.size else None
+    return (
+        p.origin
+        if isinstance(p.origin, Call)
+        and plain
+        and x.view == contiguous(x.view.shape)
+        and x.size == x.view.size == p.dst.size
+        else None
+    )
 
 
 def _mine(base: Operand, src: Region) -> list[Region]:
@@ -127,7 +134,7 @@ def _cut(x: Operand, where: Region) -> Operand:
     for part in parts:
         p = x.pieces[part.piece] if part.piece >= 0 else None
         chain = join(p.chain, (x.dtype,)) if p is not None else None
-        if chain is None:
+        if p is None or chain is None:
             pieces.append(Piece(Undefined("never written"), part.src, part.dst, (x.dtype,)))
         else:
             pieces.append(Piece(p.origin, part.src.shifted(p.src.offset), part.dst, chain))

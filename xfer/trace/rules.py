@@ -248,10 +248,10 @@ def _one_index(watch: Watch, x: torch.Tensor, indices: list) -> tuple[torch.Tens
 
 def _rows(watch: Watch, index: torch.Tensor, x: torch.Tensor, dim: int) -> np.ndarray:
     """A 1-D index of known values as row numbers >= 0. IndexError for rows that the dim does not have."""
-    if index.device.type == "meta":
-        index = watch.value(index)
-    if index is None or index.dim() > 1 or not x.dim():
+    known = watch.value(index) if index.device.type == "meta" else index
+    if known is None or known.dim() > 1 or not x.dim():
         raise NoRule
+    index = known
     if index.dtype in (torch.bool, torch.uint8):
         if index.dtype == torch.uint8 or index.dim() != 1 or len(index) != x.shape[dim]:
             raise NoRule

@@ -143,9 +143,10 @@ class Ledger:
             what = not_given(p.origin.tensor)
             self.errors.append(f"{target}: {p.dst.size} elements at {p.dst.offset}: written from {what}")
         elif isinstance(p.origin, Constant):
-            self._fill(target, p, dtype)
+            self._fill(target, p, p.origin, dtype)
         elif isinstance(p.origin, Operand | Call):
             for part in self._share(p):
+                assert isinstance(part.origin, Operand | Call)  # a part of one
                 self._recipe(target, part, part.origin, part.src, part.chain, dtype)
             for x in walk(p.origin):
                 if isinstance(x, Source):
@@ -189,11 +190,11 @@ class Ledger:
         if self.canonical_is_source:
             self.specs[source] = self.given[source]
 
-    def _fill(self, target: str, p: Piece, dtype: torch.dtype) -> None:
+    def _fill(self, target: str, p: Piece, origin: Constant, dtype: torch.dtype) -> None:
         if not self.canonical_is_source:
             self.errors.append(f"{target}: {p.dst.size} elements are a constant that no parameter holds")
             return
-        value = converted(p.origin.tensor((), torch.device("cpu")), p.chain)
+        value = converted(origin.tensor((), torch.device("cpu")), p.chain)
         bits = value.reshape(1).view(torch.uint8).numpy().tobytes()
         r = p.dst.scaled(dtype.itemsize)
         shape, strides = coalesce(r.shape, r.strides)

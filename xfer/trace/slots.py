@@ -10,11 +10,11 @@ returns.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, repeat
-from math import prod
 from operator import gt, is_
+from typing import Literal, overload
 
 import torch
 
@@ -28,12 +28,19 @@ class Slot:
     among the slots that are read together."""
 
     name: str
-    table: dict[str, torch.Tensor | None]
+    table: Mapping[str, torch.Tensor | None]
     key: str
 
     def get(self) -> torch.Tensor | None:
         """What lies there now."""
         return self.table.get(self.key)
+
+    def tensor(self) -> torch.Tensor:
+        """What lies there now. RebindError if nothing does."""
+        found = self.table.get(self.key)
+        if found is None:
+            raise RebindError("a tensor has gone", [f"{self.name}: no longer in its module"])
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +85,10 @@ def tensors_of(tree: torch.nn.Module, seen: set[int]) -> Iterator[tuple[str, dic
                     yield path, table, key
 
 
+@overload
+def local(tensor: torch.Tensor) -> torch.Tensor: ...
+@overload
+def local(tensor: torch.Tensor | None) -> torch.Tensor | None: ...
 def local(tensor: torch.Tensor | None) -> torch.Tensor | None:
     """Of a DTensor the part that this process holds, any other tensor itself. By attribute, since `to_local()` makes
     another object at every call."""
@@ -162,7 +173,7 @@ class Slots:
         binding, self._known = self._read()
         return binding
 
-    def check(self) -> str:
+    def check(self) -> Literal["same", "moved", "changed"]:
         """ "same": every address that `bind` returned still holds. "moved": same layout, other addresses: `bind` again.
         "changed": another layout, or another module tree: the layout has to be read again.
 
@@ -195,9 +206,11 @@ class Slots:
         names: dict[int, str] = {}  # storage -> root, which is called after the first slot found in it
         roots: list[Root] = []
         tensors: dict[str, torch.Tensor] = {}
-        contents, storages, devices = [], [], {}
+        contents: list[tuple] = []
+        storages: list[tuple] = []
+        devices: dict[str, torch.device] = {}
         for slot in self.slots:
-            t = local(slot.get())
+            t = local(slot.tensor())
             storage = t.untyped_storage()
             root = names.get(storage._cdata) if storage.nbytes() else ""
             if root is None:
@@ -208,7 +221,7 @@ class Slots:
             size = t.element_size()
             strides = tuple(s * size for s in t.stride())
             dtype = str(t.dtype).removeprefix("torch.")
-            places[slot.name] = Place(root, t.storage_offset() * size, tuple(t.shape), strides, dtype)
+            places[slot.name] = Place(root, int(t.storage_offset()) * size, tuple(t.shape), strides, dtype)
             if self._hold and t.is_meta:
                 contents.append((slot.table, slot.key, None, (t.shape, t.stride()), t.dtype))
             elif self._hold:
@@ -225,14 +238,15 @@ class Slots:
         was_on, was = (self._known.devices, self._known.places) if self._known else ({}, {})
         bad = []
         for slot in self.slots:
-            t = local(slot.get())
-            if t is None:
+            whole = slot.get()
+            t = local(whole)
+            if whole is None or t is None:
                 bad.append(f"{slot.name}: no longer in its module")
             elif not self._empty and (
                 t.device.type == "meta"
                 or (t.numel() and not t.untyped_storage().nbytes())
                 # Offloaders also set `data` to an empty tensor. A part of a DTensor may well have none in another layout.
-                or (not slot.get().numel() and slot.name in was and prod(was[slot.name].shape))
+                or (not whole.numel() and slot.name in was and 0 not in was[slot.name].shape)
             ):
                 bad.append(f"{slot.name}: has no bytes (offloaded?): bring the parameters back before the refit")
             elif was_on.get(slot.name, t.device) != t.device:
@@ -307,15 +321,16 @@ def _seats_without_slots(modules: Iterable[torch.nn.Module]) -> tuple[tuple[list
     keys) that hold what an earlier place does. The one is filled, the other's tie is broken, and it is another
     layout."""
     first: dict[int, tuple[dict, str]] = {}
-    unfilled, tied = ([], []), ([], [], [], [])
+    unfilled: tuple[list, list] = ([], [])
+    tied: tuple[list, list, list, list] = ([], [], [], [])
     for module in modules:
         for table, transient in ((module._parameters, ()), (module._buffers, module._non_persistent_buffers_set)):
             for key, tensor in table.items():
                 if key in transient:
                     continue
-                if tensor is None:
-                    seats, seat = unfilled, (table, key)
-                else:
+                seats: tuple[list, ...] = unfilled
+                seat: tuple[object, ...] = table, key
+                if tensor is not None:
                     earlier, name = first.setdefault(id(tensor), (table, key))
                     if earlier is table and name == key:
                         continue

@@ -72,7 +72,7 @@ def storage_key(t: torch.Tensor) -> int:
 
 
 def region(t: torch.Tensor) -> Region:
-    return Region(t.storage_offset(), tuple(t.shape), tuple(t.stride()))
+    return Region(int(t.storage_offset()), tuple(t.shape), tuple(t.stride()))
 
 
 def tensors_among(*arguments: Iterable[object]) -> Iterator[torch.Tensor]:
@@ -121,7 +121,7 @@ class PythonData(TorchFunctionMode):
     meta before an operator runs; inside, they become a tensor on the CPU that is copied to meta, or an index of known values.
     A numpy array is made of a copy on the CPU."""
 
-    _READ = frozenset({torch.Tensor.numpy, torch.Tensor.__array__})
+    _READ = frozenset(getattr(torch.Tensor, name) for name in ("numpy", "__array__"))
     _MAKE = frozenset({torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor})
     _INDEX = frozenset({torch.Tensor.__getitem__, torch.Tensor.__setitem__})
 
@@ -156,7 +156,9 @@ class Watch(TorchDispatchMode):
     def __init__(self, sources: Mapping[str, torch.Tensor] = MappingProxyType({}), built: Watch | None = None):
         super().__init__()
         before = built.stores if built is not None else {}
-        self.stores = {k: replace(s, pieces=[*s.pieces], built=len(s.pieces)) for k, s in before.items()}
+        self.stores: dict[int, Store] = {
+            k: replace(s, pieces=[*s.pieces], built=len(s.pieces)) for k, s in before.items()
+        }
         self.ops: Counter[str] = Counter()
         self.gathers: list[Gathered] = []
         for name, t in sources.items():
@@ -216,8 +218,9 @@ class Watch(TorchDispatchMode):
         written = {id(x) for x in tree_leaves(rules.written_by(func, args, kwargs))}
 
         def real(a: object) -> object:
-            known = isinstance(a, torch.Tensor) and a.device.type == "meta" and id(a) not in written
-            value = self.value(a) if known else None
+            if not isinstance(a, torch.Tensor) or a.device.type != "meta" or id(a) in written:
+                return a
+            value = self.value(a)
             return a if value is None else value
 
         args, kwargs = tree_map(real, (args, kwargs))
@@ -309,9 +312,11 @@ class Watch(TorchDispatchMode):
         near = tuple(p for p in store.pieces if r.size and p.dst.meets(r))
         size = max([p.dst.last + 1 for p in near] + [r.last + 1 if r.size else 0])
         # Each run of what is computed would see other bytes where nothing was written, however little of it that is.
-        whole = covers(tuple(p.dst for p in near), r) if near else False
-        why = "read where nothing was written" if whole is False else "too scattered to say that all of it was written"
-        unwritten = () if whole else (undefined(f"{store.name} is {why}", r, t.dtype),)
+        written = covers(tuple(p.dst for p in near), r) if near else False
+        why = (
+            "read where nothing was written" if written is False else "too scattered to say that all of it was written"
+        )
+        unwritten = () if written else (undefined(f"{store.name} is {why}", r, t.dtype),)
         return Operand(unwritten + near, size, r, t.dtype)
 
     def value(self, t: torch.Tensor) -> torch.Tensor | None:
@@ -331,7 +336,8 @@ class Watch(TorchDispatchMode):
             expr = self.operand(t)
             if any(isinstance(x, Source | Foreign | Undefined) for x in walk(expr)):
                 return None
-            return evaluate(expr, {}.__getitem__, torch.device("cpu"))
+            known: dict[str, torch.Tensor] = {}
+            return evaluate(expr, known.__getitem__, torch.device("cpu"))
         except Exception:  # an operator that the CPU lacks, say: then its result is not known
             return None
 
@@ -350,7 +356,7 @@ def _torch_dispatch(self: Watch, func, types, args=(), kwargs=None):
 
 # Set afterwards, since what a class body calls by this name torch wraps, to keep Dynamo out: two more calls for each
 # operator of a trace. Nothing is compiled here without it either: code that is compiled runs eagerly under such a mode.
-Watch.__torch_dispatch__ = _torch_dispatch
+Watch.__torch_dispatch__ = _torch_dispatch  # type: ignore[assignment, method-assign]
 
 
 def needs_values(error: BaseException) -> bool:

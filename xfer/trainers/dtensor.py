@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Union
 
 import torch
 
-from xfer.errors import LayoutError, RebindError, Unsupported
+from xfer.errors import LayoutError, RebindError, Unsupported, XferError
 from xfer.kernels.cuda_driver import unmapped
 from xfer.mesh.mesh_info import MeshInfo
 from xfer.mesh.placement import Placement, Replicate, from_dtensor, from_torch
@@ -150,7 +150,10 @@ class TensorTrainer:
         slots = Slots([self._module] if self._module is not None else [], found, unmapped=unmapped)
         bound = slots.bind()
         refuse_elsewhere(found, device, f"trainer {self.rank}")
-        specs, fragments, wrong, kind = [], [], [], LayoutError
+        specs: list[TensorSpec] = []
+        fragments: list[Fragment] = []
+        wrong: list[str] = []
+        kind: type[XferError] = LayoutError
         unknown = self._declared.keys() - {s.name for s in found}
         wrong += [f"{name}: a layout is declared for it, but there is no such tensor" for name in sorted(unknown)]
         for slot in found:
@@ -166,7 +169,7 @@ class TensorTrainer:
         if wrong:
             raise kind(f"trainer {self.rank}: it cannot be told where these tensors lie", wrong)
         self._slots, self._specs, self._names, self._device = slots, _specs(found), set(self._given), device
-        trained = frozenset(s.name for s in found if s.get().requires_grad)
+        trained = frozenset(s.name for s in found if s.tensor().requires_grad)
         return TrainerLayout(Traced(tuple(sorted(specs)), tuple(fragments)), bound.roots, bound.tensors, trained)
 
     def check(self) -> str:
@@ -253,14 +256,15 @@ class TensorTrainer:
             raise Unsupported(f"trainer {self.rank}: tensors that cannot be read", bad)
 
     def _fragments(self, slot: Slot, place: Place) -> tuple[TensorSpec, tuple[Fragment, ...]]:
-        tensor, declared = slot.get(), self._declared.get(slot.name)
+        tensor, declared = slot.tensor(), self._declared.get(slot.name)
+        placements: tuple[Placement, ...]
         if _specs([slot])[0] is not None:
             if declared is not None:
                 raise LayoutError("a layout is declared for it, but it is a DTensor, which has its own")
             shape, (mesh, placements) = tuple(tensor.shape), from_dtensor(tensor)
         elif declared is not None:
-            mesh = declared.mesh
-            mesh = mesh if isinstance(mesh, MeshInfo) else MeshInfo.from_device_mesh(mesh)
+            given = declared.mesh
+            mesh = given if isinstance(given, MeshInfo) else MeshInfo.from_device_mesh(given)
             shape, placements = tuple(declared.shape), from_torch(declared.placements)
         else:
             shape, mesh, placements = place.shape, MeshInfo.line("whole", [self._me]), (Replicate(),)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from operator import is_
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -216,7 +216,7 @@ class MegatronTrainer:
         name."""
         if self._slots is None:
             raise KeyError(name)
-        return self._slots.by_name[name].get().detach()
+        return self._slots.by_name[name].tensor().detach()
 
     @property
     def computed(self) -> Computed | None:
@@ -448,7 +448,7 @@ def _all_gather(group: dist.ProcessGroup, mine: torch.Tensor) -> list[torch.Tens
     return slots
 
 
-def _bucket_groups(chunk: torch.nn.Module) -> list:
+def _bucket_groups(chunk: Any) -> list:
     """Megatron's bucket groups whose gathers may be pending; none unless the distributed optimizer overlaps them."""
     while chunk is not None and not hasattr(chunk, "bucket_groups"):
         chunk = getattr(chunk, "module", None)
@@ -507,7 +507,7 @@ def _cut(f: Fragment, shape: tuple[int, ...]) -> Fragment | None:
 
 def _trained(traced: Traced, slots: Iterable[Slot]) -> frozenset[str]:
     """Exported tensors that lie in, or are computed from, a parameter that requires grad."""
-    grad = {slot.name for slot in slots if slot.get().requires_grad}
+    grad = {slot.name for slot in slots if slot.tensor().requires_grad}
     held = {f.tensor for f in traced.fragments if f.root in grad}
     return frozenset(held | {r.target for r in traced.recipes if not grad.isdisjoint(r.sources)})
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from xfer.errors import DeadlineExceeded, PlanMismatch, XferError
-from xfer.kernels import BoundRows, bind
+from xfer.kernels import BoundRows, Side, bind
 from xfer.plan.program import Program
 from xfer.transport.group import Aborted, Link, Outgoing, Pending
 from xfer.transport.steps import Part, Step, steps
@@ -347,7 +347,7 @@ def _messages(part: Part, roots: Sequence[torch.Tensor], buffer: torch.Tensor) -
 
 
 def _bound(
-    part: Part, roots: Sequence[torch.Tensor], side: str, buffer: torch.Tensor
+    part: Part, roots: Sequence[torch.Tensor], side: Side, buffer: torch.Tensor
 ) -> tuple[BoundRows, torch.Tensor]:
     rows = bind(part.rows, roots, side, programs=BESIDE_WIRE)
     rows.prepare(buffer)

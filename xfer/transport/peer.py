@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import msgspec
 import numpy as np
@@ -105,10 +105,13 @@ class Taken(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=
     readable: tuple[Readable, ...]
 
 
-_decoders = {kind: msgspec.msgpack.Decoder(kind) for kind in (Offer, Taken)}  # once: see plan/inventory.py
+_T = TypeVar("_T", Offer, Taken)
+_decoders: dict[type, msgspec.msgpack.Decoder] = {
+    kind: msgspec.msgpack.Decoder(kind) for kind in (Offer, Taken)
+}  # once: see plan/inventory.py
 
 
-def _decode(data: bytes, kind: type, rank: int):
+def _decode(data: bytes, kind: type[_T], rank: int) -> _T:
     if len(data) > MAX_OFFER_BYTES:
         raise ProtocolError(f"{kind.__name__} of rank {rank} has {len(data)} bytes, at most {MAX_OFFER_BYTES} are read")
     try:
@@ -333,9 +336,9 @@ class PullStats:
 class Gate(Protocol):
     """What stands between the waves of a pull. Called in order, on the stream that the pull is launched on."""
 
-    def before(self, wave: int, stream: torch.cuda.Stream) -> None: ...
+    def before(self, wave: int, stream: torch.cuda.Stream | None) -> None: ...
 
-    def after(self, wave: int, stream: torch.cuda.Stream) -> None: ...
+    def after(self, wave: int, stream: torch.cuda.Stream | None) -> None: ...
 
     def poll(self) -> None:
         """Called again and again while a pull is waited for, and once when all of it is here; not of one that was stopped."""

@@ -48,7 +48,8 @@ def exchange_over_store(store, rank: int, size: int, name: str = "peer") -> Exch
             store.set(f"{name}/{turn}/{rank}/{i}", struct.pack("<I", len(pieces)) + piece)
         out = {}
         for r in ranks:
-            got, count = [], 1
+            got: list[bytes] = []
+            count = 1
             while len(got) < count:
                 value = bytes(store.get(f"{name}/{turn}/{r}/{len(got)}"))
                 count = struct.unpack("<I", value[:4])[0]
@@ -90,10 +91,14 @@ def any_rank(yes: bool, rank: int, size: int, exchange: Exchange) -> bool:
 class PeerKind(Protocol):
     """How ranks read each other's storages: the classes of peer.py, or a test's double with the same calls."""
 
-    Export: type
-    Mapping: type
-    Pull: type
-    takes: Callable[[np.ndarray], np.ndarray]
+    @property
+    def Export(self) -> type: ...
+    @property
+    def Mapping(self) -> type: ...
+    @property
+    def Pull(self) -> type: ...
+    @property
+    def takes(self) -> Callable[[np.ndarray], np.ndarray]: ...
 
 
 PEERS: dict[str, PeerKind] = {"cuda": peer, **({"cpu": peer_host} if sys.platform == "linux" else {})}

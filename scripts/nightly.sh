@@ -1,0 +1,21 @@
+#!/usr/bin/env bash
+# Everything that needs no GPU: what CI runs and the wide matrix, the other Pythons, and a run of the demo. Hours on two cores.
+#   scripts/nightly.sh          PYTHON=python3.11 to choose the interpreter of the environments
+set -uo pipefail
+case ${1:-} in
+  "") ;;
+  -h | --help) sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p;}' "$0"; exit ;;
+  *) echo "scripts/nightly.sh $*: takes no options" >&2; exit 2 ;;
+esac
+cd "$(dirname "$0")/.."
+failed=()
+steps=("scripts/test.sh --slow" scripts/demo.sh)
+for python in python3.10 python3.12 python3.13; do
+  ! command -v $python >/dev/null || steps+=("scripts/pythons.sh $python")
+done
+for step in "${steps[@]}"; do
+  echo "== $step"
+  # shellcheck disable=SC2086
+  bash $step || failed+=("$step")
+done
+[ ${#failed[@]} -eq 0 ] || { printf 'failed: %s\n' "${failed[@]}"; exit 1; }

@@ -1,0 +1,369 @@
+"""How xfer is laid out, measured on its source text. Prints the table of what the layout is to be, with today's figures.
+
+    python -m tests.support.house            the table; type errors as the last --types counted them
+    python -m tests.support.house --types    run mypy; fail if a package has more errors than are left to it
+
+Reads syntax trees only and imports nothing of xfer. tests/unit/test_architecture.py holds what must not get worse.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import statistics
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+CONTROL = ("coordinator", "rendezvous", "participants")
+LAYERS: tuple[tuple[str, ...], ...] = (
+    ("__version__", "errors", "logs", "ending", "sources"),
+    ("mesh",),
+    ("trace",),
+    ("plan",),
+    ("kernels",),
+    ("transport",),
+    ("coordinator",),
+    ("rendezvous",),
+    ("participants",),
+    ("direct", "packed"),
+    ("routes",),
+    ("layerwise",),
+    ("engines", "trainers"),
+    ("testing",),
+    ("dtensor", "dtensor_claims", "api"),
+    ("cli", "__init__", "__main__"),
+)
+"""Top-level modules and packages of xfer, lowest first. Each may import what stands before it, and itself. Of two packages in one
+line none may import the other; modules in one line may."""
+
+
+@dataclass(frozen=True)
+class Import:
+    """`source` imports `target`, both full names of modules of xfer. `typing_only`: under `if TYPE_CHECKING`."""
+
+    source: str
+    target: str
+    line: int
+    typing_only: bool
+
+    @property
+    def packages(self) -> tuple[str, str]:
+        return package_of(self.source), package_of(self.target)
+
+    def __str__(self) -> str:
+        return f"{self.source}:{self.line} imports {self.target}"
+
+
+def package_of(module: str) -> str:
+    """First part of a name below `xfer`."""
+    return module.split(".")[1] if "." in module else "__init__"
+
+
+def level(package: str) -> int:
+    """Place of a package in `LAYERS`; -1 if it has none."""
+    return next((i for i, names in enumerate(LAYERS) if package in names), -1)
+
+
+@cache
+def modules() -> dict[str, tuple[Path, ast.Module]]:
+    """Full name -> path and syntax tree, of all modules of xfer."""
+    found = {}
+    for path in sorted((ROOT / "xfer").rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        found[name] = path, ast.parse(path.read_text(), str(path))
+    return found
+
+
+def targets(node: ast.AST, known: set[str]) -> list[str]:
+    """Modules of xfer that an import statement loads."""
+    if isinstance(node, ast.Import):
+        return [a.name for a in node.names if a.name in known]
+    if not isinstance(node, ast.ImportFrom) or not node.module or node.module.split(".")[0] != "xfer":
+        return []
+    return [full if (full := f"{node.module}.{a.name}") in known else node.module for a in node.names]
+
+
+@cache
+def imports() -> tuple[Import, ...]:
+    """All imports between modules of xfer, also those inside functions."""
+    found, known = [], set(modules())
+    for name, (_, tree) in modules().items():
+        checked = [n for n in ast.walk(tree) if isinstance(n, ast.If) and "TYPE_CHECKING" in ast.unparse(n.test)]
+        typing_only = {id(x) for n in checked for s in n.body for x in ast.walk(s)}
+        for node in ast.walk(tree):
+            for target in dict.fromkeys(targets(node, known)):
+                line = getattr(node, "lineno", 0)
+                found.append(
+                    Import(name, "xfer.__version__" if target == "xfer" else target, line, id(node) in typing_only)
+                )
+    return tuple(found)
+
+
+def against_the_flow() -> list[Import]:
+    """Imports of a higher layer, or of another package of the same layer. Those for type checkers are left out."""
+    return [
+        i for i in imports()
+        if not i.typing_only and (here := level(i.packages[0])) <= (there := level(i.packages[1]))
+        and i.packages[0] != i.packages[1] and (here < there or (ROOT / "xfer" / i.packages[0]).is_dir())
+    ]  # fmt: skip
+
+
+def circles() -> list[list[str]]:
+    """Sets of modules that import each other, directly or around (Tarjan's strongly connected components)."""
+    graph: dict[str, set[str]] = defaultdict(set)
+    for i in imports():
+        if not i.typing_only and i.source != i.target:
+            graph[i.source].add(i.target)
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[list[str]] = []
+
+    def visit(name: str) -> None:
+        index[name] = low[name] = len(index)
+        stack.append(name)
+        for other in sorted(graph[name]):
+            if other not in index:
+                visit(other)
+                low[name] = min(low[name], low[other])
+            elif other in stack:
+                low[name] = min(low[name], index[other])
+        if low[name] == index[name]:
+            at = stack.index(name)
+            members = stack[at:]
+            del stack[at:]
+            if len(members) > 1:
+                found.append(sorted(members))
+
+    for name in sorted(modules()):
+        if name not in index:
+            visit(name)
+    return found
+
+
+def classes() -> Iterator[tuple[str, ast.ClassDef]]:
+    """(module, class) for all classes of xfer, those inside functions and classes too."""
+    for name, (_, tree) in modules().items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                yield name, node
+
+
+def repeated_names() -> dict[str, list[str]]:
+    """Name -> the modules that define a class of it, for names with more than one. A leading underscore does not count."""
+    places: dict[str, list[str]] = defaultdict(list)
+    for module, node in classes():
+        places[node.name.lstrip("_")].append(module)
+    return {name: where for name, where in sorted(places.items()) if len(where) > 1}
+
+
+def inherited_across_packages() -> dict[str, str]:
+    """ "module.Class" -> "module.Base" where the base lies in another package and is no Protocol, ABC or exception."""
+    defined = {f"{module}.{node.name}": node for module, node in classes()}
+    found = {}
+    for module, node in classes():
+        _, tree = modules()[module]
+        names = {}
+        for n in ast.walk(tree):
+            if isinstance(n, ast.ImportFrom) and n.module and n.module.startswith("xfer"):
+                names.update({a.asname or a.name: f"{n.module}.{a.name}" for a in n.names})
+        for base in node.bases:
+            first, *rest = ast.unparse(base).split("[")[0].split(".")
+            full = ".".join([names.get(first, first), *rest])
+            if full not in defined or package_of(full) in (package_of(module), "errors"):
+                continue
+            kinds = {ast.unparse(b).split("[")[0].split(".")[-1] for b in defined[full].bases}
+            if not kinds & {"Protocol", "ABC"}:
+                found[f"{module}.{node.name}"] = full
+    return found
+
+
+def branches(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Branches as ruff's PLR0912 counts them: if and elif and else, loops and their else, handlers, finally, cases."""
+    total = 0
+
+    def body(nodes: list[ast.stmt]) -> None:
+        for n in nodes:
+            visit(n)
+
+    def visit(n: ast.stmt) -> None:
+        nonlocal total
+        if isinstance(n, ast.If):
+            total += 1
+            body(n.body)
+            if n.orelse:
+                total += not (len(n.orelse) == 1 and isinstance(n.orelse[0], ast.If))
+                body(n.orelse)
+        elif isinstance(n, ast.For | ast.AsyncFor | ast.While):
+            total += 1 + bool(n.orelse)
+            body([*n.body, *n.orelse])
+        elif isinstance(n, ast.Try):
+            total += len(n.handlers) + bool(n.orelse) + bool(n.finalbody)
+            body([*n.body, *(s for h in n.handlers for s in h.body), *n.orelse, *n.finalbody])
+        elif isinstance(n, ast.With | ast.AsyncWith):
+            body(n.body)
+        elif isinstance(n, ast.Match):
+            total += len(n.cases)
+            body([s for c in n.cases for s in c.body])
+
+    body(function.body)
+    return total
+
+
+def most_branches(packages: tuple[str, ...] = CONTROL) -> list[tuple[int, str]]:
+    """(branches, "module.function") of the functions of some packages, most first."""
+    return sorted(
+        (
+            (branches(n), f"{name}.{n.name}")
+            for name, (_, tree) in modules().items() if package_of(name) in packages
+            for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)
+        ),
+        reverse=True,
+    )  # fmt: skip
+
+
+def bare_states() -> set[str]:
+    """Strings with which the control plane compares an attribute called phase, state or status."""
+    found = set()
+    for name, (_, tree) in modules().items():
+        if package_of(name) not in CONTROL:
+            continue
+        for n in ast.walk(tree):
+            if isinstance(n, ast.Compare) and re.search(r"(phase|state|status)$", ast.unparse(n.left)):
+                consts = [c for right in n.comparators for c in ast.walk(right) if isinstance(c, ast.Constant)]
+                found |= {f"{ast.unparse(n.left)} {c.value!r}" for c in consts if isinstance(c.value, str)}
+    return found
+
+
+def lines_of(paths: list[Path]) -> int:
+    return sum(len(p.read_text().splitlines()) for p in paths)
+
+
+# ---- types
+
+MYPY_LEFT = {
+    "participants": 73, "testing": 72, "layerwise": 64, "packed": 59, "cli": 34, "direct": 22, "engines": 21, "trainers": 15,
+    "dtensor": 11, "transport": 10, "api": 6, "routes": 3, "dtensor_claims": 3,
+}  # fmt: skip
+"""Errors that mypy may still find in a package. In a package that is not listed it may find none: a fixed one leaves this list."""
+MYPY_SAID = ROOT / "build/mypy.txt"
+
+
+def mypy_counts(said: str) -> dict[str, int]:
+    """Errors by package, from what mypy printed."""
+    packages = re.findall(r"^xfer/(\w+)[^:]*:\d+: error", said, re.M)
+    return {p: packages.count(p) for p in sorted(set(packages))}
+
+
+def check_types() -> int:
+    """Run mypy as pyproject.toml says. Print the errors of packages that have more than MYPY_LEFT. Exit status."""
+    done = subprocess.run([sys.executable, "-m", "mypy"], cwd=ROOT, capture_output=True, text=True)
+    MYPY_SAID.parent.mkdir(exist_ok=True)
+    MYPY_SAID.write_text(done.stdout)
+    if not re.search(r"^(Found \d+ error|Success)", done.stdout, re.M):
+        print(done.stdout, done.stderr)
+        return 1
+    counts = mypy_counts(done.stdout)
+    more = {p for p, n in counts.items() if n > MYPY_LEFT.get(p, 0)}
+    for line in done.stdout.splitlines():
+        if (found := re.match(r"xfer/(\w+)", line)) and found[1] in more:
+            print(line)
+    print(
+        f"mypy: {mypy_row(done.stdout)}; more than MYPY_LEFT (tests/support/house.py) in: {', '.join(sorted(more)) or 'none'}"
+    )
+    return 1 if more else 0
+
+
+# ---- the table
+
+NOUNS = re.compile(r"_*(\w*Refits?|RefitCall|Calls?|Attempts?|Run|Visit|Feed|\w*Outcome(Msg)?)")
+"""Names of classes that mean one refit, or a part of it."""
+FAILING = re.compile(r"_?(fail|failed|failed_early|lose|lost|torn|abort|give_up)(_\w+)?")
+"""Names of functions of the coordinator by which a refit fails."""
+
+
+def rows(mypy: str) -> Iterator[tuple[str, str, str]]:
+    """(what, today, target) for each row. `mypy`: what it printed, "" if it has not run."""
+    control = [path for name, (path, _) in modules().items() if package_of(name) in CONTROL]
+    yield "control plane: lines / modules", f"{lines_of(control):,} / {len(control)}", "<= 4,900 / about 21"
+    yield "import circles / imports against the flow", f"{len(circles())} / {len(against_the_flow())}", "<= 3 / 0"
+    pairs = [("participants", "packed"), ("participants", "engines"), ("engines", "packed")]
+    counts = [len({i.target for i in imports() if i.packages == pair}) for pair in pairs]
+    yield "participants -> packed, participants -> engines, engines -> packed", ", ".join(map(str, counts)), "0"
+    coordinator = [tree for name, (_, tree) in modules().items() if package_of(name) == "coordinator"]
+    functions = [n.name for t in coordinator for n in ast.walk(t) if isinstance(n, ast.FunctionDef)]
+    failing = [n for n in functions if FAILING.fullmatch(n)]
+    yield (
+        "functions by which a refit fails; bare state strings",
+        f"{len(failing)}; {len(bare_states())}",
+        "one `fail`; 0",
+    )
+    most, where = most_branches()[0]
+    yield "most branches of one control-plane function", f"{most} ({where.removeprefix('xfer.')})", "<= 12"
+    yield "class names that mean several things", str(len(repeated_names())), "<= 5"
+    nouns = sorted({n.name for m, n in classes() if package_of(m) in (*CONTROL, "api") and NOUNS.fullmatch(n.name)})
+    yield "nouns for one refit", f"{len(nouns)} ({', '.join(nouns)})", "3"
+    yield "mypy errors", mypy_row(mypy), "0 in mesh, plan, the control plane; < 100 elsewhere"
+    tests = [*(ROOT / "tests/functional").glob("test_session*.py"), *(ROOT / "tests/unit").glob("test_session*.py")]
+    tests += [*(ROOT / "tests/unit").glob("test_coordinator*.py"), ROOT / "tests/support/cluster_model.py"]
+    yield "tests of the protocol: lines", f"{lines_of([t for t in tests if t.exists()]):,}", "<= 2,500"
+    yield "minutes of CI on 2 cores", "the last line of scripts/test.sh", "<= 15"
+    connect = next(n for n in modules()["xfer.api"][1].body if isinstance(n, ast.FunctionDef) and n.name == "connect")
+    parameters = [*connect.args.args, *connect.args.kwonlyargs]
+    top = next(
+        n.value for n in modules()["xfer"][1].body
+        if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "__all__"
+    )  # fmt: skip
+    names = ast.literal_eval(top)
+    yield (
+        "`connect()` parameters / names in `xfer`",
+        f"{len(parameters)} / {len(names)}",
+        "about 9 / about 9 (+ layerwise, + tensor level)",
+    )
+    yield "docstrings that had to be read twice (sample of 50)", "judged by readers", "0"
+    yield "commit subjects, last 50: median / longest", subjects(), "<= 60 / 72"
+    results = [p for p in (ROOT / "docs/results").rglob("*") if p.is_file()]
+    size = sum(p.stat().st_size for p in results) / 1e6
+    yield "docs/results", f"{len(results)} files, {size:.1f} MB", "one page of current figures"
+    package = [path for path, _ in modules().values()]
+    yield "lines / modules of xfer", f"{lines_of(package):,} / {len(package)}", "about 27,000 / 120"
+
+
+def mypy_row(said: str) -> str:
+    if not said:
+        return "not counted yet: --types"
+    counts = mypy_counts(said)
+    return f"{sum(counts.values())}" + (f" ({', '.join(f'{p} {n}' for p, n in counts.items())})" if counts else "")
+
+
+def subjects() -> str:
+    """Lengths of the subjects of commits that are no merges."""
+    log = subprocess.run(
+        ["git", "log", "-50", "--no-merges", "--format=%s"], cwd=ROOT, capture_output=True, text=True, timeout=30
+    )
+    lengths = [len(s) for s in log.stdout.splitlines()]
+    return f"{statistics.median(lengths):.0f} / {max(lengths)}" if lengths else "no history here"
+
+
+def main() -> int:
+    if sys.argv[1:] == ["--types"]:
+        return check_types()
+    if sys.argv[1:]:
+        print(__doc__)
+        return 2
+    table = [("what", "today", "target"), *rows(MYPY_SAID.read_text() if MYPY_SAID.exists() else "")]
+    widths = [max(len(r[k]) for r in table) for k in (0, 2)]
+    for what, today, target in table:
+        print(f"{what:{widths[0]}} | {target:{widths[1]}} | {today}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
