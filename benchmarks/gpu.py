@@ -32,16 +32,15 @@ from torch.distributed import PrefixStore, TCPStore
 
 from benchmarks.lib import command
 from benchmarks.lib.layouts import MODELS, Model, View, all_ways, engine, overlap, trainer
+from benchmarks.lib.relay import open_relay, relay
 from xfer.kernels.bulk import Shape
 from xfer.kernels.long_runs import NOTHING, Rule
 from xfer.mesh.parallel import EngineParallel, TrainerParallel
 from xfer.plan.planner import PlanOptions, plan_replica
 from xfer.plan.program import Program
-from xfer.plan.relay import relay
 from xfer.transport.group import open_group
 from xfer.transport.p2p import P2P, STEP_BYTES, WAVE_BYTES
 from xfer.transport.peer import Pull
-from xfer.transport.relay import open_relay
 from xfer.transport.routes import NoLink, exchange_over_store, open_routes
 
 PIECE, MESSAGE = 256 << 20, 1 << 30

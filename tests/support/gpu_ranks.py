@@ -15,16 +15,15 @@ import torch
 import torch.multiprocessing as mp
 from torch.distributed import HashStore, TCPStore
 
+from benchmarks.lib.relay import open_relay, relay
 from examples.common.ports import free_port
 from tests.support.row_worlds import apply_world, fresh_sources, random_world, row
 from xfer.errors import XferError
 from xfer.kernels import cuda_driver, long_runs
 from xfer.plan.program import Program
-from xfer.plan.relay import relay
 from xfer.transport.group import open_group
 from xfer.transport.p2p import P2P
 from xfer.transport.peer import Export, Mapping, Pull
-from xfer.transport.relay import open_relay
 from xfer.transport.routes import NoLink, exchange_over_link, exchange_over_store, open_routes
 
 

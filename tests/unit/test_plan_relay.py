@@ -7,10 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.lib.relay import relay
 from tests.support.row_worlds import apply_world, random_world
 from xfer.errors import PlanMismatch
 from xfer.plan.program import Op, Program, row_wire_bytes
-from xfer.plan.relay import GRAIN, relay
+from xfer.plan.relay import GRAIN
 
 
 def one_taker(seed: int, senders: int, rows: int):

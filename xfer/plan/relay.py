@@ -1,55 +1,27 @@
-"""Relays: takers of one layout that stand in a row, so that each byte leaves the trainers once.
+"""Relay chains: takers of one layout, each of which pulls from the one before it, so that each byte leaves the trainers once.
 
-k replicas that all pull from one trainer share its way out, so each waits k times as long as one alone would. In a relay the
-bytes of one taker are cut into `parts`. The first taker pulls part after part from the trainers, the second pulls each part
-out of the first's storage one wave later, and so on. Everybody reads from one GPU and is read by one, so every way is used
-whole, and all of it takes (parts + k - 1) / parts of what one copy takes.
+k replicas that all pull from one trainer share its outgoing bandwidth, so each takes k times as long as one alone. In a chain the
+bytes of one taker are cut into parts. The first taker pulls part after part from the trainers, and the second pulls each part out
+of the first one's storage one wave later, and so on. Each GPU is read by one other and reads from one, so all bandwidth is used,
+and the chain takes (parts + k - 1) / parts times as long as one copy.
 
-The other way, in which each taker pulls another share from the trainer and the rest from all others, needs one wave more
-instead of k - 1, and every taker mapped by every other. Measured alike (seven takers of 61 GB on H200s: 187 ms against 189
-of this one, where one copy takes 155 and a pull of it 163): what holds both is a GPU that gives and takes at once.
+In the alternative each taker pulls another share from the trainer and the rest from all other takers. That needs one wave more
+instead of k - 1, and every taker must map every other. Both took as long (seven takers of 61 GB on H200s: 187 ms, and 189 for
+the chain, where one copy takes 155 and a pull of it 163), because both are limited by a GPU that is read while it reads.
 
-Only rows are known here. That a part is complete before the next taker reads it is the transport's business
-(transport/relay.py, transport/relay_place.py), and who stands before whom is the session's.
+This module knows only rows. transport/relay_place.py makes sure that a part is complete before the next taker reads it, and
+coordinator/relays.py decides which taker stands before which.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
-from xfer.errors import PlanMismatch
-from xfer.plan.program import ITEM, Op, Program, row_wire_bytes
+from xfer.plan.program import ITEM, Op, row_wire_bytes
 from xfer.plan.subplan import cut_rows
 
 GRAIN = 512
 """Parts begin at multiples of so many elements of a row, so that few tiles lose their alignment."""
-
-
-def relay(rows: np.ndarray, takers: Sequence[int], parts: int) -> list[Program]:
-    """The programs by which `takers` (joint ranks, one per replica, inventories equal) refit themselves in a row.
-
-    rows: what one taker receives from ranks that are not among `takers`, and its fills; `dst` is one number throughout.
-    Each returned program has only rows of its own taker, in `parts + len(takers) - 1` waves: number j's part p is its wave
-    p + j. `wire` is 0, for all of it is pulled. ValueError for less than one part; PlanMismatch for rows that cannot be
-    relayed.
-    """
-    if parts < 1:
-        raise ValueError(f"a relay needs at least one part, not {parts}")
-    if wrong := sorted({*rows["dst"][rows["dst"] != rows["dst"][:1]].tolist()}):
-        raise PlanMismatch("rows of one taker are relayed, these are of several", [f"also of rank {r}" for r in wrong])
-    if inner := sorted(set(rows["src"].tolist()) & set(takers)):
-        raise PlanMismatch("relayed rows come from outside", [f"rank {r} is both sender and taker" for r in inner])
-    fills, moved = rows[rows["op"] == Op.FILL], rows[rows["op"] != Op.FILL]
-    pieces = in_parts(moved, parts)
-    out = []
-    for j, taker in enumerate(takers):
-        mine, constant = handed_on(pieces, takers[j - 1]) if j else pieces.copy(), fills.copy()
-        mine["dst"], constant["dst"] = taker, taker
-        mine["wave"] += j
-        out.append(Program(taker, parts + len(takers) - 1, np.concatenate([constant, mine])))
-    return out
 
 
 def handed_on(rows: np.ndarray, before: int) -> np.ndarray:

@@ -1,14 +1,12 @@
-"""Runs a relay (plan/relay.py) on the GPUs of one host: the first taker pulls from the trainers, each other one from the
-taker before it, part after part.
+"""A relay chain below the session, for benchmarks and tests on the GPUs of one host: all parts are launched at once, and no host stands
+between two of them. The session's own is xfer/transport/relay_place.py.
 
-Everything is launched at once; no host stands between two parts. A taker that has a part writes its number into a word in the
-next taker's memory; before it pulls the part, the next one's stream waits for that word *in its own memory*, so that whoever
-watches a stuck taker can write it and let it go. Numbers only grow, over all runs.
+A taker that has a part writes its number into a word in the next taker's memory. Before the next one pulls the part, its stream
+waits for that word *in its own memory*, so that whoever watches a stuck taker can write it and free the taker. Numbers only grow, over
+all runs.
 
-What the caller sees to: all takers run together, and none begins its next run, frees or sleeps before all have ended this
-one (their storages are being read); if one's run raises, no later one has a whole version, and all open anew. So takers of a
-relay commit together or not at all. No session does that yet: relays are run by benchmarks/gpu.py and tests.
-Not here: which row is in which part (plan/relay.py), pulls in one go (peer.py).
+The caller makes sure that all takers run together, and that none begins its next run, frees memory or sleeps before all have
+ended this one, because their storages are being read. If the run of one raises, no later one has a whole version, and all open anew.
 """
 
 from __future__ import annotations
@@ -17,15 +15,42 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import pairwise
 
+import numpy as np
 import torch
 
-from xfer.errors import Unsupported
+from xfer.errors import PlanMismatch, Unsupported
 from xfer.kernels import cuda_driver as driver
 from xfer.kernels.long_runs import READ_TOO
 from xfer.plan.program import Op, Program
+from xfer.plan.relay import handed_on, in_parts
 from xfer.transport.group import Aborted
 from xfer.transport.peer import Export, Mapping, Pull, PullStats
 from xfer.transport.routes import Exchange, any_rank
+
+
+def relay(rows: np.ndarray, takers: Sequence[int], parts: int) -> list[Program]:
+    """The programs by which `takers` (joint ranks, one per replica, inventories equal) refit themselves in a row.
+
+    rows: what one taker receives from ranks that are not among `takers`, and its fills; `dst` is one number throughout.
+    Each returned program has only rows of its own taker, in `parts + len(takers) - 1` waves: number j's part p is its wave
+    p + j. `wire` is 0, for all of it is pulled. ValueError for less than one part; PlanMismatch for rows that cannot be
+    relayed.
+    """
+    if parts < 1:
+        raise ValueError(f"a relay needs at least one part, not {parts}")
+    if wrong := sorted({*rows["dst"][rows["dst"] != rows["dst"][:1]].tolist()}):
+        raise PlanMismatch("rows of one taker are relayed, these are of several", [f"also of rank {r}" for r in wrong])
+    if inner := sorted(set(rows["src"].tolist()) & set(takers)):
+        raise PlanMismatch("relayed rows come from outside", [f"rank {r} is both sender and taker" for r in inner])
+    fills, moved = rows[rows["op"] == Op.FILL], rows[rows["op"] != Op.FILL]
+    pieces = in_parts(moved, parts)
+    out = []
+    for j, taker in enumerate(takers):
+        mine, constant = handed_on(pieces, takers[j - 1]) if j else pieces.copy(), fills.copy()
+        mine["dst"], constant["dst"] = taker, taker
+        mine["wave"] += j
+        out.append(Program(taker, parts + len(takers) - 1, np.concatenate([constant, mine])))
+    return out
 
 
 class Relay:
@@ -125,7 +150,7 @@ def open_relay(
 ) -> Relay | Sending:
     """Collective over all ranks, `labels` naming them: takers, and all others as senders.
 
-    program: of `plan.relay.relay`; on a sender its rows do not matter. roots: as for `P2P`, equally many on all takers. how: for
+    program: of `relay`; on a sender its rows do not matter. roots: as for `P2P`, equally many on all takers. how: for
     `TritonRows`.
     Unsupported, on all ranks, where a taker cannot map something: then bytes have to go by the usual routes.
     """
