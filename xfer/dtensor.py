@@ -1,35 +1,37 @@
-"""`xferdtensor`: moves one tensor from any mesh and placements to any other, over a torch ProcessGroup.
+"""`xferdtensor`: moves one tensor from any mesh and placements to any other, in the ranks of a torch process group.
 
-Every rank says what it knows (meshes, placements, its local tensors), all hear it, all compute the same plan with
-the planner that refits use, agree on its digest, and run it over point-to-point messages. A layout seen before costs
-one small collective before the bytes move. Not here: what follows from what ranks say (dtensor_claims.py), and
-anything about models, engines, versions or commits.
+Every rank describes the sides that it knows: mesh, placements, its local tensors. All ranks hear all descriptions,
+compute the same plan with the planner of refits, and compare its digest. Then they open routes as a refit does
+(transport/routes.py) and run the plan: on CUDA a destination maps the sources' memory and reads it, NCCL carries what
+cannot be mapped; gloo carries CPU tensors. A call whose layouts and tensors were seen before only moves bytes.
+Not here: the rules that descriptions have to follow (dtensor_claims.py); how ranks meet, and what they keep between calls
+(dtensor_routes.py); models, engines, versions, commits.
 """
 
 from __future__ import annotations
 
-import hashlib
 import math
 import socket
-import threading
 import time
-from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Union
 
 import msgspec
 import numpy as np
 import torch
 
-from xfer.dtensor_claims import SIDES, SOURCE, TAKER, Claim, Layout, Local, Side, decode, layouts
-from xfer.errors import DeadlineExceeded, LayoutError, PlanMismatch, ProtocolError, Unsupported, XferError, from_wire
+from xfer.dtensor_claims import DESTINATION, SIDES, SOURCE, Claim, Layout, Local, Side, decode, layouts
+from xfer.dtensor_routes import HEAD, GroupState, digest, place_of, state_of
+from xfer.errors import LayoutError, PlanMismatch, Unsupported, XferError, from_wire
 from xfer.mesh.mesh_info import MeshInfo
 from xfer.mesh.placement import Placement, PlacementRecord, from_dtensor, from_torch
 from xfer.plan.program import ROW, Program
 from xfer.trace.declared import declared_fragments
 from xfer.trace.fragment import Root, TensorSpec
-from xfer.transport.group import GlooLink
+from xfer.transport.group import wait_for_stream
+from xfer.transport.p2p import WAVE_BYTES
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -39,14 +41,11 @@ if TYPE_CHECKING:
 
     from xfer.plan.subplan import SubPlan
     from xfer.trace.fragment import Fragment
-    from xfer.transport.group import Link, Outgoing, Pending
 
 Ints = tuple[int, ...]
 Mesh = Union["MeshInfo", "DeviceMesh", None]
 Placements = Union[Sequence[Union[Placement, "TorchPlacement"]], None]  # noqa: UP007 (see mesh/placement.py)
 NAME = "tensor"
-CACHED_LAYOUTS = 64
-MAX_CLAIM_BYTES = 64 << 20
 
 
 def xferdtensor(
@@ -60,40 +59,103 @@ def xferdtensor(
     *,
     global_shape: Sequence[int] | None = None,
     narrow: bool = False,
+    peer: bool | None = None,
     timeout: float = 300.0,
 ) -> None:
-    """Fills every destination rank's `dst_tensor` with its part of the tensor that the source ranks hold. In place.
+    """Fills `dst_tensor` of every destination rank with its part of the tensor that the source ranks hold.
 
-    Collective over `group` (default: the default group); the ranks in meshes are ranks of that group, from 0. The
-    meshes may be equal, overlap, or share no rank, and differ in every way. Each rank passes its local tensor for each
-    side that it is in and None for a side that it is not in. Local tensors may have any strides; a destination may not
-    overlap itself, nor the source of the same process. What a rank of both meshes already holds is copied locally.
+    Collective over all ranks of `group`, also those that are in neither mesh. Ranks in meshes are ranks of that group,
+    from 0. The two meshes may be equal, overlap or share no rank, and may differ in every way. A rank copies locally
+    what it holds of both sides. When the call returns, this rank's destination is complete, and no other rank reads
+    this rank's source any more.
 
-    A mesh is a MeshInfo or a DeviceMesh (whose global ranks are translated to the group's); placements are xfer's or
-    torch's, mixed at will. Where the ranks of a side pass DTensors, that side's mesh and placements may be None, on
-    ranks that are not in it too. `global_shape` may be left out: local shapes add up to it. dtypes are those of the
-    tensors; `narrow` allows a cast that loses bits (float32 to bfloat16).
+    Ranks meet by small all-gathers over `group` (on the CPU where the group can do that, else on the GPU). The bytes
+    do not travel over `group`: on CUDA a destination maps the source's memory (CUDA IPC) and reads it, and what cannot
+    be mapped goes over a NCCL communicator of xfer's own, which the ranks open at the group's store when they first
+    need it. CPU tensors go over a gloo group of xfer's own. All tensors of a call lie on one kind of device.
 
-    Raises on *all* ranks of the group, before anything moves: LayoutError (all violations) when layouts and tensors do
-    not fit, PlanMismatch when ranks describe different transfers, CoverageError for a cast that was not asked for,
-    Unsupported (pending sums, tensor subclasses, more than 6 dims); and DeadlineExceeded after `timeout` seconds, after
-    which the group should not be used again.
+    Kept between calls, for each group: a link, and the routes of the last 1,024 combinations of layouts (meshes,
+    placements, shapes, dtypes, strides) and, on CUDA, source storages. The first call with a combination plans and
+    opens routes, which takes milliseconds (a second if it opens a link); later ones exchange 40 bytes and move the
+    tensor. A destination may lie elsewhere in every call. CUDA forbids freeing memory that another process has mapped,
+    so routes hold such a source until some calls after its last other reference is gone. They hold nothing else of the
+    caller. `forget` closes all of it.
+
+    Args:
+        src_tensor: This rank's local tensor of the source, or a DTensor; None on ranks outside `src_mesh`. Any strides.
+            Up to 6 dims, any dtype of `xfer.plan.program.DTYPES`.
+        src_mesh: Mesh of the source: a MeshInfo in ranks of `group`, or a DeviceMesh. None with a DTensor; then ranks
+            outside the mesh may pass None too.
+        src_placements: One placement per mesh axis, of xfer or of torch. None with a DTensor.
+        dst_tensor: As `src_tensor`, for the destination; written in place. It may not overlap itself, nor the source
+            of the same process.
+        dst_mesh: As `src_mesh`.
+        dst_placements: As `src_placements`.
+        group: Process group; the default group when None.
+        global_shape: Shape of the whole tensor. None: the local shapes add up to it.
+        narrow: Allows a cast that loses bits (float32 to bfloat16). Other casts follow the dtype of `dst_tensor`.
+        peer: Whether destinations may read sources' memory themselves. None: on CUDA only. On the CPU they need a
+            kernel that allows `process_vm_readv`.
+        timeout: Seconds for the whole call.
+
+    Raises:
+        LayoutError: Layouts and tensors do not fit; with all violations.
+        PlanMismatch: Ranks describe different transfers, or compute different plans.
+        CoverageError: The transfer needs a cast that `narrow` does not allow.
+        Unsupported: Pending sums, tensor subclasses, more than 6 dims; or no route for some bytes: NCCL refuses ranks
+            that share a GPU.
+        PeerLost: Another rank failed or died while bytes moved; destinations hold a mix of old and new.
+        DeadlineExceeded: `timeout` passed. If ranks did not meet, `group` has a collective under way that never ends.
+
+        The first four are raised on all ranks, before any byte moves, and the group can be used again. After an error
+        the next call opens routes anew.
     """
-    group = group if group is not None else torch.distributed.group.WORLD
-    deadline = time.monotonic() + timeout
-    me, world = group.rank(), group.size()
+    state, deadline = state_of(group), time.monotonic() + timeout
     given = (src_tensor, src_mesh, src_placements), (dst_tensor, dst_mesh, dst_placements)
     failure: Exception | None = None
+    src = dst = None
+    source = 0, 0
     try:
-        (source, src), (taker, dst) = (_describe(what, *g, global_shape, group) for what, g in zip(SIDES, given))
-        _refuse_overlap(src, dst)
-        claim = Claim(me, world, socket.gethostname(), bool(narrow), (source, taker))
-    except Exception as e:  # told to the others before it is raised: they would wait for this rank
+        (one, src), (other, dst) = (_describe(what, *g, global_shape, state.group) for what, g in zip(SIDES, given))
+        _refuse_pair(src, dst)
+        claim = Claim(state.rank, socket.gethostname(), bool(narrow), peer, (one, other))
+        if src is not None and (src.is_cuda if peer is None else peer):
+            source = place_of(src)
+            if src.is_cuda and not torch.cuda.current_stream(src.device).query():  # other ranks read it from now on
+                wait_for_stream(src.device, deadline, state.labels[state.rank])
+    except Exception as e:  # tell the others before raising: they wait for this rank
         failure = e
         told = e if isinstance(e, XferError) else XferError(f"{type(e).__name__}: {e}")
-        claim = Claim(me, world, socket.gethostname(), error=told.to_wire())
-    move = _agree(claim, failure, group, deadline)
-    _run(move, group, (src, dst), deadline)
+        claim = Claim(state.rank, socket.gethostname(), error=told.to_wire())
+    device = next((t.device for t in (dst, src) if t is not None), torch.device("cpu"))
+    key = b""
+    try:
+        key = state.meet(claim, source, deadline)
+        move = _agree(claim, failure, state, deadline) if key not in state.routes else None
+        with torch.no_grad(), torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            if move is not None:
+                state.open_routes(key, move.program, move.device, move.peer, src, deadline)
+            state.run(key, src, dst, deadline)
+    except BaseException as e:
+        state.fail(key, e, src, dst)
+        raise
+
+
+def forget(group: ProcessGroup | None = None, *, timeout: float = 300.0) -> None:
+    """Closes all that `xferdtensor` keeps for a group: plans, routes, mapped memory, the link.
+
+    Collective over `group`. When it returns, no rank has memory of another one mapped.
+
+    Args:
+        group: Process group; the default group when None.
+        timeout: Seconds.
+
+    Raises:
+        DeadlineExceeded: Not all ranks of the group came in time.
+    """
+    state = state_of(group)
+    state.drop()
+    state.exchange(bytes(HEAD.size), time.monotonic() + timeout)
 
 
 # ---- what one rank says
@@ -107,8 +169,11 @@ def _describe(
     shape: Sequence[int] | None,
     group: ProcessGroup,
 ) -> tuple[Side, torch.Tensor | None]:
+    """What this rank says of one side, and its local tensor. LayoutError, Unsupported when that cannot be moved."""
     from torch.distributed.tensor import DTensor
 
+    found_mesh: MeshInfo | None
+    found: tuple[Placement, ...] | None
     shape = None if shape is None else tuple(int(n) for n in shape)
     if isinstance(tensor, DTensor):
         found_mesh, found = from_dtensor(tensor)
@@ -121,7 +186,7 @@ def _describe(
             )
         if shape not in (None, tuple(tensor.shape)):
             raise LayoutError(f"the {what} is a DTensor of shape {tuple(tensor.shape)}, global_shape says {shape}")
-        # torch hands out DTensors on ranks outside their mesh too; what they hold there is nothing.
+        # torch makes DTensors on ranks outside their mesh too; they hold nothing there.
         shape, tensor = tuple(tensor.shape), _settled(tensor) if group.rank() in found_mesh else None
     else:
         if (mesh is None) != (placements is None):
@@ -154,14 +219,14 @@ def _local(what: str, tensor: torch.Tensor) -> Local:
         shape=tuple(tensor.shape),
         dtype=str(tensor.dtype).removeprefix("torch."),
         strides=tuple(s * item for s in tensor.stride()),
-        offset=tensor.storage_offset() * item,
+        offset=int(tensor.storage_offset()) * item,
         storage=tensor.untyped_storage().nbytes(),
         device=tensor.device.type,
     )
 
 
 def _overlaps_itself(tensor: torch.Tensor) -> bool:
-    """Whether two indices may mean one element. Says yes, too, to comb-like interleavings that nobody makes by hand."""
+    """Whether two indices may name one element. Also true of some interleaved strides under which none do."""
     if tensor.layout != torch.strided or not tensor.numel():
         return False
     reach = 0
@@ -183,12 +248,12 @@ def _settled(tensor: DTensor) -> torch.Tensor:
 
 
 def _mesh(mesh: MeshInfo | DeviceMesh, group: ProcessGroup) -> MeshInfo:
-    """In ranks of `group`, which a MeshInfo has from the caller."""
+    """`mesh` in ranks of `group`. A MeshInfo is written in those already, a DeviceMesh in global ranks."""
     return mesh if isinstance(mesh, MeshInfo) else _in_group(MeshInfo.from_device_mesh(mesh), group)
 
 
 def _in_group(mesh: MeshInfo, group: ProcessGroup) -> MeshInfo:
-    """`mesh`, of global ranks, in ranks of `group`."""
+    """`mesh`, given in global ranks, in ranks of `group`."""
     if group is torch.distributed.group.WORLD:
         return mesh
     try:
@@ -206,11 +271,17 @@ def _in_group(mesh: MeshInfo, group: ProcessGroup) -> MeshInfo:
     return MeshInfo(mesh.axes, np.vectorize(number.__getitem__, otypes=[np.int64])(mesh.ranks))
 
 
-def _refuse_overlap(src: torch.Tensor | None, dst: torch.Tensor | None) -> None:
-    """Rows run in no particular order, so a destination must not share bytes with the source of the same process. By
-    addresses: two storages may be of one memory (`from_numpy`)."""
-    if src is None or dst is None or src.device != dst.device:
+def _refuse_pair(src: torch.Tensor | None, dst: torch.Tensor | None) -> None:
+    """Source and destination of one process lie on one device and share no bytes: rows run in no particular order.
+
+    Compares addresses, since two storages may be of one memory (`from_numpy`).
+    """
+    if src is None or dst is None or src.device.type != dst.device.type:  # all ranks compare types of device
         return
+    if src.device != dst.device:
+        raise LayoutError(
+            f"the source of this rank is on {src.device}, its destination on {dst.device}: use one device"
+        )
     (a, b), (c, d) = _reach(src), _reach(dst)
     if max(a, c) < min(b, d):
         raise LayoutError(
@@ -227,52 +298,50 @@ def _reach(t: torch.Tensor) -> tuple[int, int]:
     return t.data_ptr(), t.data_ptr() + (last + 1) * t.element_size()
 
 
-# ---- what all ranks make of it
+# ---- what all ranks compute
 
 
 @dataclass(frozen=True)
 class Move:
-    """One rank's share of an agreed transfer. It holds no tensor and no group, so it can be kept."""
+    """One rank's share of an agreed transfer. It holds no tensor, no address and no group.
+
+    Attributes:
+        digest: 16 bytes, equal on all ranks.
+        program: Rows that this rank sends and receives, in ranks of the group.
+        device: Type of device of all local tensors: "cpu" or "cuda".
+        peer: Whether destinations may read sources' memory themselves.
+    """
 
     digest: bytes
     program: Program
-    device: str  # type of device of all local tensors
+    device: str
+    peer: bool
 
 
-def _agree(claim: Claim, failure: Exception | None, group: ProcessGroup, deadline: float) -> Move:
-    """The same plan on every rank, or the same kind of error on every rank."""
-    said = msgspec.msgpack.encode(claim)
-    known = _KEPT.get(said) if claim.error is None else None
-    heads = _exchange(group, (known.digest if known else _NONE) + len(said).to_bytes(8, "little"), deadline)
-    if known and all(h[:16] == known.digest for h in heads):
-        return known
-    sizes = [int.from_bytes(h[16:], "little") for h in heads]
-    if max(sizes) > MAX_CLAIM_BYTES:
-        raise ProtocolError(f"a rank describes its side in {max(sizes)} bytes, at most {MAX_CLAIM_BYTES} are read")
-    padded = _exchange(group, said.ljust(max(sizes), b"\0"), deadline)
-    claims = [decode(rank, data[:n]) for rank, (data, n) in enumerate(zip(padded, sizes))]
+def _agree(claim: Claim, failure: Exception | None, state: GroupState, deadline: float) -> Move:
+    """This rank's share of the plan that all ranks have. Raises `failure`, or the same kind of error on every rank."""
+    claims = [decode(rank, data) for rank, data in enumerate(state.gather(msgspec.msgpack.encode(claim), deadline))]
     if failure is not None:
         raise failure
     _raise_told(claims)
 
-    # From here on all ranks compute the same from the same input; the last exchange proves that they did.
-    digest = _NONE
+    # From here on all ranks compute the same from the same input; the next exchange proves that they did.
+    digest = bytes(16)
     try:
         move = _plan(claims, claim.rank)
         digest = move.digest
     except Exception as e:
         failure = e
-    heads = _exchange(group, digest, deadline)
+    digests = state.exchange(digest, deadline)
     if failure is not None:
         raise failure
-    if any(h != digest for h in heads):
+    if any(d != digest for d in digests):
         lines = [
-            f"rank {r}: {h.hex() if h != _NONE else 'could not plan, see its own error'}" for r, h in enumerate(heads)
+            f"rank {r}: {d.hex() if any(d) else 'could not plan, see its own error'}" for r, d in enumerate(digests)
         ]
         raise PlanMismatch(
             "ranks computed different plans from the same descriptions: do all run the same xfer?", lines
         )
-    _KEPT.put(said, move)
     return move
 
 
@@ -289,33 +358,38 @@ def _plan(claims: Sequence[Claim], me: int) -> Move:
     from xfer.plan.planner import PlanOptions, plan_replica
     from xfer.trace.catalog import Catalog
 
-    source, taker, shape = layouts(claims)
+    source, destination, shape = layouts(claims)
     spec = TensorSpec(NAME, shape, source.locals[0][1].dtype)
-    device = source.locals[0][1].device
-    ranks = np.array([*source.ranks, *taker.ranks])
-    identity = hashlib.blake2b(msgspec.msgpack.encode((source.ranks, taker.ranks, shape)), digest_size=16)
+    device, peer = source.locals[0][1].device, claims[0].peer
+    peer = device == "cuda" if peer is None else peer
+    identity = digest(msgspec.msgpack.encode((source.ranks, destination.ranks, shape)))
     if not math.prod(shape):
-        return Move(identity.digest(), Program(me, 0, np.zeros(0, ROW)), device)
+        return Move(identity, Program(me, 0, np.zeros(0, ROW)), device, peer)
     catalog = Catalog((spec,))
-    fragments = [[_fragments(spec, layout, rank, local) for rank, local in layout.locals] for layout in (source, taker)]
-    sources = [
+    fragments = [
+        [_fragments(spec, layout, rank, local) for rank, local in layout.locals] for layout in (source, destination)
+    ]
+    held = [
         trainer_inventory(catalog, rank=i, host=claims[rank].host, roots=[Root(NAME, local.storage)], fragments=f)
         for i, ((rank, local), f) in enumerate(zip(source.locals, fragments[SOURCE]))
     ]
-    # No footprint: a destination may be a view with foreign bytes between its own. That every element of it is written,
-    # and written once, follows from the boxes of the layout and from the planner's proof about fragments.
-    takers = [
+    # No footprint: a destination may be a view with foreign bytes between its own. The boxes of the layout and the
+    # planner's proof about fragments show that every element of it is written, and written once.
+    wanted = [
         engine_inventory(
             catalog, rank=i, host=claims[rank].host, roots=[Root(NAME, local.storage)], fragments=f, footprint=()
         )
-        for i, ((rank, local), f) in enumerate(zip(taker.locals, fragments[TAKER]))
+        for i, ((rank, local), f) in enumerate(zip(destination.locals, fragments[DESTINATION]))
     ]
-    # A process that holds what it wants should take it from itself, which is worth more than to prefer its host.
-    overlap = set(source.ranks) & set(taker.ranks)
-    hosts = tuple(int(r) if overlap else claims[r].host for r in ranks)
-    plan = plan_replica(catalog, sources, takers, PlanOptions(hosts=hosts, narrow=(NAME,) if claims[0].narrow else ()))
-    identity.update(plan.digest.encode())
-    return Move(identity.digest(), _program(plan, source.ranks, taker.ranks, me), device)
+    # A process that holds what it needs copies it locally; that is worth more than a source on its host.
+    overlap = set(source.ranks) & set(destination.ranks)
+    hosts = tuple(r if overlap else claims[r].host for r in (*source.ranks, *destination.ranks))
+    wave = WAVE_BYTES[device]  # messages as large as a wave: few large rows travel faster than many small ones
+    options = PlanOptions(hosts=hosts, narrow=(NAME,) if claims[0].narrow else ())
+    options = replace(options, bucket_bytes=wave, wave_bytes=wave) if wave else options
+    plan = plan_replica(catalog, held, wanted, options)
+    program = _program(plan, source.ranks, destination.ranks, me)
+    return Move(digest(identity, plan.digest.encode()), program, device, peer)
 
 
 def _fragments(spec: TensorSpec, layout: Layout, rank: int, local: Local) -> tuple[Fragment, ...]:
@@ -326,103 +400,16 @@ def _fragments(spec: TensorSpec, layout: Layout, rank: int, local: Local) -> tup
     )
 
 
-def _program(plan: SubPlan, sources: Ints, takers: Ints, me: int) -> Program:
-    """The rows that rank `me` of the group sends, takes, or both, with ranks of the group in their columns."""
+def _program(plan: SubPlan, sources: Ints, destinations: Ints, me: int) -> Program:
+    """The rows that rank `me` of the group sends, receives, or both, with ranks of the group in their columns."""
     parts = []
     joint = sources.index(me) if me in sources else -1
     if joint >= 0:
         parts.append(plan.program(joint).rows)
-    if me in takers:
-        rows = plan.program(len(sources) + takers.index(me)).rows
-        parts.append(rows[rows["src"] != joint])  # what it sends to itself is among its sends already
+    if me in destinations:
+        rows = plan.program(len(sources) + destinations.index(me)).rows
+        parts.append(rows[rows["src"] != joint])  # rows to itself are among its sends already
     rows = np.concatenate(parts) if parts else np.zeros(0, ROW)
-    number = np.array([*sources, *takers], np.int32)
+    number = np.array([*sources, *destinations], np.int32)
     rows["src"], rows["dst"] = number[rows["src"]], number[rows["dst"]]
     return Program(me, plan.waves, rows[np.lexsort((rows["wire"], rows["dst"], rows["src"], rows["wave"]))])
-
-
-def _run(move: Move, group: ProcessGroup, tensors: Sequence[torch.Tensor | None], deadline: float) -> None:
-    """Moves the bytes. Bound anew for each call: nothing kept between calls may keep the caller's tensors alive."""
-    from xfer.transport.p2p import P2P
-
-    source, taker = ([] if t is None else [_bytes_under(t)] for t in tensors)
-    P2P(_link(group, move.device), move.program, taker, src_roots=source).run(deadline)
-
-
-def _bytes_under(t: torch.Tensor) -> torch.Tensor:
-    """The whole storage of a tensor as flat uint8."""
-    return torch.empty(0, dtype=torch.uint8, device=t.device).set_(t.untyped_storage())
-
-
-# ---- over the caller's group
-
-
-def _link(group: ProcessGroup, device: str) -> Link:
-    """A link of the transport over a group that belongs to somebody else."""
-    if device != "cpu":
-        raise Unsupported(f"tensors on {device}: only CPU tensors can be moved over a group of the caller's so far")
-    if "cpu" not in {d.type for d in group._device_types}:
-        raise Unsupported("CPU tensors need a group with a CPU backend (gloo)")
-    return _BorrowedGloo(group)
-
-
-class _BorrowedGloo(GlooLink):
-    """Point-to-point messages of the caller's gloo group, on tags that a caller is unlikely to use at the same time."""
-
-    FIRST_TAG = 1 << 24
-
-    def __init__(self, group: ProcessGroup):
-        self.rank, self.size, self.device = group.rank(), group.size(), torch.device("cpu")
-        self.labels = tuple(f"rank {r}" for r in range(self.size))
-        self._aborted, self._lock = threading.Event(), threading.Lock()
-        self._pg = group._get_backend(self.device)
-
-    def post(self, receives: Sequence[Outgoing], sends: Sequence[Outgoing]) -> tuple[list[Pending], list[Pending]]:
-        return super().post(*([(t, peer, tag + self.FIRST_TAG) for t, peer, tag in some] for some in (receives, sends)))
-
-
-def _exchange(group: ProcessGroup, data: bytes, deadline: float) -> list[bytes]:
-    """What every rank says, by rank; all must say equally many bytes. DeadlineExceeded when some do not come."""
-    device = _meeting_device(group)
-    mine = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
-    everyone = [torch.empty_like(mine) for _ in range(group.size())]
-    work = group.allgather([everyone], [mine])
-    pause = 1e-5
-    while not work.is_completed():
-        if time.monotonic() > deadline:
-            where = f"rank {group.rank()}"
-            raise DeadlineExceeded("not all ranks of the group entered xferdtensor in time", where=where)
-        time.sleep(pause)
-        pause = min(2 * pause, 1e-3)  # soon for peers that are there, cheap for peers that are late
-    work.wait()
-    return [bytes(t.cpu().numpy()) for t in everyone]
-
-
-def _meeting_device(group: ProcessGroup) -> torch.device:
-    """Where small collectives of this group can run: on the CPU if the group can do that."""
-    kinds = {d.type for d in group._device_types}
-    return torch.device("cpu" if "cpu" in kinds or not kinds else kinds.pop())
-
-
-class _Kept:
-    """The moves used last, by what this rank said. No hit can be wrong: ranks compare digests before they run one."""
-
-    def __init__(self, most: int):
-        self.most = most
-        self.moves: OrderedDict[bytes, Move] = OrderedDict()
-
-    def get(self, said: bytes) -> Move | None:
-        move = self.moves.get(said)
-        if move is not None:
-            self.moves.move_to_end(said)
-        return move
-
-    def put(self, said: bytes, move: Move) -> None:
-        self.moves[said] = move
-        self.moves.move_to_end(said)
-        while len(self.moves) > self.most:
-            self.moves.popitem(last=False)
-
-
-_NONE = bytes(16)
-_KEPT = _Kept(CACHED_LAYOUTS)

@@ -1,7 +1,7 @@
-"""What ranks say about a transfer of one tensor, as plain records, and what follows from it: two layouts, or an error.
+"""Claims: what each rank says about a transfer of one tensor. Together they give two layouts, or an error.
 
-Pure: no process group, no tensor. Every rank runs this on the same claims, so every rank comes to the same end. Not
-here: how a rank finds out what to say, how claims travel (dtensor.py).
+No process group and no tensor is used here. Every rank runs this on the same claims, so every rank gets the same
+layouts or the same error. Not here: how a rank makes its claim, and how claims travel (dtensor.py).
 """
 
 from __future__ import annotations
@@ -19,44 +19,75 @@ from xfer.mesh.placement import Interleaved, Placement, PlacementRecord, Replica
 from xfer.mesh.slices import local_shape
 
 Ints = tuple[int, ...]
-SOURCE, TAKER = 0, 1
+SOURCE, DESTINATION = 0, 1
 SIDES = ("source", "destination")
 
 
 class Local(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A local tensor in its storage: sizes in elements, the rest in bytes."""
+    """A local tensor in its storage.
+
+    Attributes:
+        shape: Elements per dim.
+        dtype: Name in torch, e.g. "bfloat16".
+        strides: Bytes per dim.
+        offset: Bytes from the beginning of the storage to the first element.
+        storage: Bytes of the whole storage.
+        device: Type of device only: "cpu", "cuda".
+    """
 
     shape: Ints
     dtype: str
     strides: Ints
     offset: int
     storage: int
-    device: str  # type only: "cpu", "cuda"
+    device: str
 
 
 class Side(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What a rank knows of one side; None for what it does not."""
+    """What one rank knows of the source or of the destination; None for what it does not know.
+
+    Attributes:
+        mesh: Mesh, in ranks of the group.
+        placements: One per mesh axis.
+        shape: Shape of the whole tensor.
+        local: The rank's own part; None on ranks outside the mesh.
+    """
 
     mesh: MeshRecord | None = None
     placements: tuple[PlacementRecord, ...] | None = None
-    shape: Ints | None = None  # global
+    shape: Ints | None = None
     local: Local | None = None
 
 
 class Claim(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """All that a rank says about a transfer, or the error that kept it from saying it."""
+    """All that a rank says about a transfer.
+
+    Attributes:
+        rank: Rank in the group.
+        host: Name of the host; sources on the destination's host are preferred.
+        narrow: Whether a cast may lose bits.
+        peer: Whether destinations may read sources' memory themselves; None: where that is usual for the device.
+        sides: Source and destination.
+        error: The error that the rank met while it described its sides (`XferError.to_wire`); it describes none then.
+    """
 
     rank: int
-    world: int
     host: str
     narrow: bool = False
+    peer: bool | None = None
     sides: tuple[Side, Side] = (Side(), Side())
     error: tuple[str, str, tuple[str, ...], str] | None = None
 
 
 @dataclass(frozen=True)
 class Layout:
-    """One side as all ranks see it. `locals` has the local tensor of every rank in the mesh, by rank ascending."""
+    """The source or the destination, as all ranks see it.
+
+    Attributes:
+        mesh: Mesh, in ranks of the group.
+        placements: One per mesh axis.
+        locals: (rank, local tensor) of every rank in the mesh, by rank ascending.
+    """
 
     mesh: MeshInfo
     placements: tuple[Placement, ...]
@@ -68,8 +99,20 @@ class Layout:
 
 
 def layouts(claims: Sequence[Claim]) -> tuple[Layout, Layout, Ints]:
-    """Both sides and the global shape. PlanMismatch or LayoutError with all violations, the same on all ranks."""
+    """What the claims of all ranks say together.
+
+    Args:
+        claims: One per rank of the group, by rank; none with an error.
+
+    Returns:
+        Source, destination, and the shape of the whole tensor.
+
+    Raises:
+        PlanMismatch: Ranks say different things of one side, or of `narrow` or `peer`; with all differences.
+        LayoutError: The sides do not fit their meshes, their tensors or each other; with all violations.
+    """
     different = _different("narrow", [(c.rank, c.narrow) for c in claims])
+    different += _different("peer", [(c.rank, c.peer) for c in claims])
     for i, what in enumerate(SIDES):
         for part in ("mesh", "placements", "shape"):
             different += _different(f"the {what}'s {part}", _said(claims, i, part))
@@ -103,15 +146,16 @@ def layouts(claims: Sequence[Claim]) -> tuple[Layout, Layout, Ints]:
     wrong += [f"{line}; all tensors of a transfer must be on one kind of device" for line in kinds]
     if wrong:
         raise LayoutError("this transfer cannot be made", wrong)
-    return found[SOURCE], found[TAKER], shapes[SIDES[SOURCE]]
+    return found[SOURCE], found[DESTINATION], shapes[SIDES[SOURCE]]
 
 
 def _said(claims: Sequence[Claim], side: int, part: str) -> list[tuple[int, Any]]:
-    """(rank, value) of all ranks that know `part` of a side."""
+    """(rank, value) of every rank that knows `part` (an attribute of Side) of a side."""
     return [(c.rank, v) for c in claims if (v := getattr(c.sides[side], part)) is not None]
 
 
 def _different(what: str, said: list[tuple[int, object]]) -> list[str]:
+    """One line if not all ranks say the same, else none."""
     by_value: dict[bytes, tuple[object, list[int]]] = {}
     for rank, value in said:
         by_value.setdefault(msgspec.msgpack.encode(value), (value, []))[1].append(rank)
@@ -127,12 +171,12 @@ def _text(value: object) -> str:
         if isinstance(value, tuple) and value and isinstance(value[0], PlacementRecord):
             return str([p.placement() for p in value])
     except LayoutError as e:
-        return f"nonsense ({e.message})"
+        return f"an invalid description ({e.message})"
     return str(list(value)) if isinstance(value, tuple) else str(value)
 
 
 def _absent(what: str, mesh: MeshInfo, locals_: Sequence[Local | None]) -> list[str]:
-    """Whether just the ranks in the mesh brought a tensor."""
+    """Ranks in the mesh without a tensor, ranks outside it with one, and ranks of the mesh that the group does not have."""
     wrong = [
         f"{what}: the mesh has rank {r}, the group has ranks 0..{len(locals_) - 1}"
         for r in mesh.ranks.ravel()
@@ -147,7 +191,7 @@ def _absent(what: str, mesh: MeshInfo, locals_: Sequence[Local | None]) -> list[
 
 
 def _misfits(what: str, layout: Layout, shape: Ints) -> list[str]:
-    """Local tensors that have another shape than the layout gives their rank. LayoutError when it gives none."""
+    """Local tensors whose shape is not the one that the layout gives their rank. LayoutError if placements do not fit `shape`."""
     placements = checked(shape, layout.mesh, layout.placements, what)
     wrong = []
     for rank, local in layout.locals:
@@ -161,7 +205,7 @@ def _misfits(what: str, layout: Layout, shape: Ints) -> list[str]:
 
 
 def _global_shape(layout: Layout) -> Ints:
-    """The global shape that local shapes add up to. Where they contradict the layout, _misfits will tell."""
+    """The global shape that local shapes add up to. `_misfits` reports those that contradict the layout."""
     shape_of = {rank: local.shape for rank, local in layout.locals}
     dims = max(map(len, shape_of.values()))
     out = []
@@ -176,15 +220,15 @@ def _global_shape(layout: Layout) -> Ints:
     return tuple(out)
 
 
-_claim = msgspec.msgpack.Decoder(Claim)  # once: see plan/inventory.py
+_claim = msgspec.msgpack.Decoder(Claim)  # made once: making one takes longer than decoding with it
 
 
 def decode(rank: int, data: bytes) -> Claim:
-    """The claim of `rank`. ProtocolError when it is none."""
+    """The claim that `rank` sent. ProtocolError if the bytes are no claim, or one of another rank."""
     try:
         claim = _claim.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as e:
-        raise ProtocolError(f"rank {rank} sent what is no description of a transfer: {e}") from None
+        raise ProtocolError(f"rank {rank} sent no claim: {e}") from None
     if claim.rank != rank:
         raise ProtocolError(f"rank {rank} calls itself rank {claim.rank}")
     return claim

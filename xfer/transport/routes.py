@@ -293,13 +293,15 @@ def open_link(
     labels: Sequence[str],
     cancelled: Callable[[], bool] = lambda: False,
     refused: Sequence[str] = (),
+    exchange: Exchange | None = None,
 ) -> Link:
     """Collective. gloo on the CPU, NCCL on CUDA. Unsupported, on all ranks, where ranks of one host share a GPU:
-    NCCL would refuse to meet there, and does not say so everywhere. refused: why not all is pulled, of this rank's pairs."""
+    NCCL would refuse to meet there, and does not say so everywhere. refused: why not all is pulled, of this rank's pairs.
+    exchange: where ranks compare their devices; None: over `store`."""
     if device.type == "cuda":
         # NCCL compares GPUs among ranks of one host only, and hosts by this name where it is given.
         mine = f"{os.environ.get('NCCL_HOSTID', '')} {peer.uuid_of(device)}"
-        exchange = exchange_over_store(store, rank, size, "device")
+        exchange = exchange or exchange_over_store(store, rank, size, "device")
         said = exchange("\n".join((mine, *refused[:1])).encode(), range(size) if rank == 0 else ())
         devices, _, reasons = zip(*(x.decode().partition("\n") for x in said.values())) if said else ((), (), ())
         shared = len(set(devices)) < len(devices)
