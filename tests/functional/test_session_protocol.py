@@ -12,9 +12,12 @@ import pytest
 import torch
 
 from examples.common.ports import free_port
+from tests.support.proc import PATIENCE
 from tests.support.world import TOKEN, ToyEngine, ToySource, World, failed, good, right, trainer_session, until_true
 from xfer import errors as e
+from xfer.coordinator import deadlines
 from xfer.coordinator import messages as m
+from xfer.coordinator.coordinator import _RULES, Coordinator
 from xfer.coordinator.deadlines import CALL_GRACE_S
 from xfer.coordinator.state import Options
 from xfer.participants import faults
@@ -49,6 +52,24 @@ def test_three_refits_in_a_row_each_give_the_new_weights():
         per_worker = sum(torch.Size(s).numel() // (2 if len(s) > 1 else 1) for s in w.shapes.values()) * 2
         for o in report.outcomes:  # exactly the bytes of the written class
             assert o.bytes_per_worker == (per_worker, per_worker) and o.bytes_moved == 2 * per_worker
+
+
+def test_in_a_large_job_a_rank_says_done_once_for_all_replicas(monkeypatch):
+    monkeypatch.setattr(deadlines, "HOLD_PAIRS", 1)
+    monkeypatch.setattr(deadlines, "HOLD_S", 5.0 * PATIENCE)
+    said, done = [], Coordinator._done
+    monkeypatch.setitem(
+        _RULES, m.Done, (("trainer", "worker"), lambda co, c, x: said.append((c.label, x)) or done(co, c, x))
+    )
+    with World(trainers=3, workers=2, replicas=2) as w:
+        for v in (1, 2):
+            said.clear()
+            assert good(w.refit(v)).committed == 2
+            right(w, v)
+            assert sorted(label for label, _ in said if label.startswith("trainer")) == [
+                f"trainer {i}" for i in range(3)
+            ]
+            assert all(sorted(x.replicas) == [0, 1] for label, x in said if label.startswith("trainer"))
 
 
 def test_an_engine_that_moved_its_storage_or_changed_its_layout_is_replanned():

@@ -357,7 +357,7 @@ class Worker(Process):
             self._for_main(message)
 
     def _for_main(self, message: m.Message) -> None:
-        if self.receiving or not (self.joined or self.kept_out):
+        if not self.inbox and (self.receiving or not (self.joined or self.kept_out)):
             self._take(message)
         else:
             self.inbox.append(message)

@@ -211,7 +211,8 @@ class Refit:
         co = self.coordinator
         if co.refit is not self or len(self.drained) < co.options.trainers:
             return
-        if co.now < self._go_at and co.hold_s and not all(len(p.armed) == p.replica.size for p in self.arming.values()):
+        held = co.now < self._go_at and not co.options.gathers
+        if held and not all(len(p.armed) == p.replica.size for p in self.arming.values()):
             return  # a timer is set
         able = [part for part in list(self.arming.values()) if self._able(part)]
         if not able or not self._all_there(able):
