@@ -12,6 +12,7 @@ from tests.functional.test_session_routes import peers  # noqa: F401
 from tests.support import cpu_peer
 from tests.support.memory import Watched
 from tests.support.packed_world import PackedWorld
+from tests.support.proc import PATIENCE
 from tests.support.world import SHAPES, ToyEngine, ToySource, World, good, right, until_true
 from xfer import Declared, MeshInfo, TensorTrainer
 from xfer.coordinator import messages as m
@@ -158,14 +159,14 @@ def test_an_answer_to_a_release_that_was_given_up_is_none_to_the_next(monkeypatc
 
 def test_a_release_that_was_given_up_while_a_replica_was_planned_closes_nothing_of_a_later_refit(monkeypatch):
     plan, post, go_on, asked = Lane._plan, Lane.post, threading.Event(), []
-    with World(trainers=1, workers=1, replicas=2, deadline_s=5.0) as w:
+    with World(trainers=1, workers=1, replicas=2) as w:
         good(w.refit(1))
         coordinator = w.sessions[0]._server.coordinator
         w.controllers[1].close()
         for s in w.engines[1].sessions:
             s.close()
         until_true(lambda: coordinator.replicas[1].phase.value == "lost")
-        monkeypatch.setattr(Lane, "_plan", lambda lane, x: (lane._role == "trainer" or go_on.wait(5), plan(lane, x)))
+        monkeypatch.setattr(Lane, "_plan", lambda lane, x: (lane._role == "trainer" or go_on.wait(60), plan(lane, x)))
         monkeypatch.setattr(Lane, "post", lambda lane, x: (asked.append(x), post(lane, x)))
         w.engines[1] = ToyEngine(1)
         w.controllers[1] = w.serve(w.engines[1], 1)
@@ -175,9 +176,10 @@ def test_a_release_that_was_given_up_while_a_replica_was_planned_closes_nothing_
         w.sessions[0].deadline_s = 0.3
         with pytest.raises(DeadlineExceeded, match="unmap"):
             w.sessions[0].release()
-        good(w.refit(2, min_replicas=1, deadline_s=2.0))
+        w.sessions[0].deadline_s = w.deadline_s
+        good(w.refit(2, min_replicas=1, deadline_s=2.0 * PATIENCE))  # the replica that joins is waited for so long
         go_on.set()
-        w.controllers[1].wait_ready(5.0)
+        w.controllers[1].wait_ready(20.0)
         time.sleep(0.2)
         assert not any(isinstance(x, m.CloseRoutes) for x in asked)
         assert good(w.refit(3)).committed == 2

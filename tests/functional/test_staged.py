@@ -103,7 +103,7 @@ def test_a_plan_digest_covers_what_is_computed(world):
     """The same fragments and roots, another factor: another inventory, and so another plan key and digest."""
 
     def announced(session):
-        return session._party.shelf._own[session.inventory()]
+        return session._party.shelf._own[session.side.inventory]
 
     mine = announced(world.sessions[0])
     assert mine.recipes and mine.recipes != announced(world.sessions[1]).recipes

@@ -230,6 +230,7 @@ class ToyEngine:
         self.label = ""
         self.paused = self.open = self.in_step = False
         self.fail: dict[str, Exception] = {}
+        self._joining = threading.Lock()
 
     def _did(self, what: str) -> None:
         self.log.append(what)
@@ -266,6 +267,12 @@ class ToyEngine:
         return len(self.takers)
 
     def init(self, info, timeout):
+        with self._joining:  # as an engine's core carries out one call after the other
+            for s in self.sessions:
+                s.close()
+            self._init(info)
+
+    def _init(self, info):
         self.sessions = [
             WorkerSession(
                 t,
