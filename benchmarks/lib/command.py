@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import platform
+import shlex
 import sys
 import time
 from typing import Any
@@ -23,7 +24,7 @@ def facts(name: str, **more: Any) -> dict[str, Any]:
 
     gpus = torch.cuda.device_count()
     found = {
-        "command": " ".join(["python -m", f"benchmarks.{name}", *sys.argv[1:]]), "date": time.strftime("%Y-%m-%d"),
+        "command": shlex.join(["python", "-m", f"benchmarks.{name}", *sys.argv[1:]]), "date": time.strftime("%Y-%m-%d"),
         "python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda, "gpus": gpus,
     }  # fmt: skip
     if gpus:

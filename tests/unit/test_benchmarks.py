@@ -42,10 +42,10 @@ def test_pages_name_only_benchmarks_that_exist():
 
 
 def test_the_rendezvous_is_measured_with_simulated_clients():
-    size = "--trainers 2 --replicas 2 --workers 2 --processes 1 --refits 2".split()
+    size = "--trainers 2 --replicas 3 --workers 2 --processes 1 --refits 2".split()
     found = json.loads(run("-m", "benchmarks.coordinator", *size, "--tree", str(ROOT), "--json"))
-    assert found["xfer"] == str(ROOT) and found["participants"] == 6
-    assert (found["replicas_committed"], found["replicas_committed_after_losses"]) == (2, 1)
+    assert found["xfer"] == str(ROOT) and found["participants"] == 8
+    assert (found["replicas_committed"], found["replicas_committed_after_losses"]) == (3, 1)
 
 
 def test_a_message_between_two_processes_is_timed(tmp_path):
