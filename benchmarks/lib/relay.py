@@ -1,16 +1,18 @@
-"""A relay chain below the session, for benchmarks and tests on the GPUs of one host: all parts are launched at once, and no host stands
-between two of them. The session's own is xfer/transport/relay_place.py.
+"""A relay chain without a session, on the GPUs of one host, for benchmarks: part after part, ordered on the device.
 
-A taker that has a part writes its number into a word in the next taker's memory. Before the next one pulls the part, its stream
-waits for that word *in its own memory*, so that whoever watches a stuck taker can write it and free the taker. Numbers only grow, over
-all runs.
+The first taker pulls from the trainers, each other one from the taker before it. Everything is launched at once; no host
+stands between two parts. A taker that has a part writes its number into a word in the next taker's memory; before it pulls
+the part, the next one's stream waits for that word *in its own memory*, so that a stuck taker can be freed by writing it.
+Numbers only grow, over all runs.
 
-The caller makes sure that all takers run together, and that none begins its next run, frees memory or sleeps before all have
-ended this one, because their storages are being read. If the run of one raises, no later one has a whole version, and all open anew.
+The caller makes sure that all takers run together, and that none begins its next run, frees or sleeps before all have ended
+this one, because their storages are being read. If one taker's run raises, no later one has a whole version, and all open
+anew. Sessions relay by transport/relay_place.py.
 """
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import pairwise
@@ -51,6 +53,20 @@ def relay(rows: np.ndarray, takers: Sequence[int], parts: int) -> list[Program]:
         mine["wave"] += j
         out.append(Program(taker, parts + len(takers) - 1, np.concatenate([constant, mine])))
     return out
+
+
+def stream_write(stream: torch.cuda.Stream, pointer: int, value: int) -> None:
+    """The stream writes a 32-bit word, own or mapped, when all before it is done and to be seen by everybody."""
+    driver._call("cuStreamWriteValue32_v2", ctypes.c_void_p(stream.cuda_stream), *_word(pointer, value))
+
+
+def stream_wait_at_least(stream: torch.cuda.Stream, pointer: int, value: int) -> None:
+    """The stream goes on once the 32-bit word is `value` or past it, counted around."""
+    driver._call("cuStreamWaitValue32_v2", ctypes.c_void_p(stream.cuda_stream), *_word(pointer, value))
+
+
+def _word(pointer: int, value: int) -> tuple:
+    return ctypes.c_uint64(pointer), ctypes.c_uint32(value & 0xFFFFFFFF), ctypes.c_uint(0)  # 0: at least; with a fence
 
 
 class Relay:
@@ -104,11 +120,11 @@ class Relay:
 
     def before(self, wave: int, stream: torch.cuda.Stream) -> None:
         if self._place:
-            driver.stream_wait_at_least(stream, self.word.data_ptr(), self._number(wave - self._place))
+            stream_wait_at_least(stream, self.word.data_ptr(), self._number(wave - self._place))
 
     def after(self, wave: int, stream: torch.cuda.Stream) -> None:
         if self._next is not None:
-            driver.stream_write(stream, self._next, self._number(wave - self._place))
+            stream_write(stream, self._next, self._number(wave - self._place))
 
     def poll(self) -> None:
         pass

@@ -6,6 +6,7 @@ import os
 import threading
 import time
 import traceback
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
@@ -21,10 +22,31 @@ from tests.support.row_worlds import apply_world, fresh_sources, random_world, r
 from xfer.errors import XferError
 from xfer.kernels import cuda_driver, long_runs
 from xfer.plan.program import Program
-from xfer.transport.group import open_group
+from xfer.transport.group import Link, open_group
 from xfer.transport.p2p import P2P
 from xfer.transport.peer import Export, Mapping, Pull
-from xfer.transport.routes import NoLink, exchange_over_link, exchange_over_store, open_routes
+from xfer.transport.routes import Exchange, NoLink, exchange_over_store, open_routes
+
+
+def exchange_over_link(link: Link, seconds: float) -> Exchange:
+    """Over a link that is open already, where there is no store: everyone gets everything."""
+
+    def exchange(data: bytes, ranks: Iterable[int] = ()) -> dict[int, bytes]:
+        until = time.monotonic() + seconds
+        out = {}
+        for r in range(link.size):
+            length = torch.tensor([len(data)], dtype=torch.int64).to(link.device)
+            link.broadcast(length, r, until)
+            n = int(length.item())
+            body = torch.empty(n, dtype=torch.uint8)
+            if r == link.rank and n:
+                body = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            body = body.to(link.device)
+            link.broadcast(body, r, until)
+            out[r] = data if r == link.rank else bytes(body.cpu().numpy())
+        return out
+
+    return exchange
 
 
 def soon(seconds: float = 60.0) -> float:

@@ -1,7 +1,7 @@
-"""Two sides and a fabric as a person writes them down, checked: all that is wrong with them comes in one error.
+"""Reads and checks the description of two sides and a fabric; one error lists every mistake.
 
-A side is text, "CONFIG key=value …", or a table of a TOML or JSON file; both become the same dataclasses. Nothing of a
-framework is imported and nothing is traced here.
+A side is text, "CONFIG key=value …", or a table of a TOML or JSON file; both become the same dataclasses. No framework is
+imported here.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from xfer.cli.examples import FOLDER, MODELS
 from xfer.errors import XferError
 from xfer.mesh.parallel import EngineParallel, TrainerParallel
 from xfer.plan.fabric import Fabric, Site
-from xfer.plan.fabric_file import parse, read_toml
+from xfer.plan.fabric_file import parse, read_data
 from xfer.plan.plain_data import TOO_DEEP, unfit
 
 MOST_RANKS = 1 << 14
-"""Of a side; a mesh of more would only take long to refuse."""
+"""Most ranks of a side. A larger mesh would take long to build, only to be refused."""
 SIZES = {"trainer": ("world", "tp", "pp", "vpp", "cp", "dp", "ep", "etp"), "engine": ("tp", "pp", "dp", "replicas")}
 KEYS = {
     "trainer": ("config", *SIZES["trainer"], "order", "provider"),
@@ -39,14 +39,18 @@ THEIR_NAMES = {
         "enable_expert_parallel": "ep",
     },
 }  # fmt: skip
-"""What Megatron-Core and vLLM call these."""
+"""Megatron-Core's and vLLM's names of the same sizes."""
 HOST, NVLINK, NIC, LOCAL = 8, 396 * 10**9, 48_500_000_000, 1600 * 10**9
 ASSUMED = f"assumed, as none was given: hosts of {HOST} GPUs, NVLink {NVLINK / 1e9:g} GB/s, one NIC of {NIC / 1e9:g} GB/s per GPU"
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """A Hugging Face config. `names`: of the checkpoint's tensors, where files beside it say; no byte of them is read."""
+    """A Hugging Face config.
+
+    Attributes:
+        names: of the checkpoint's tensors, if an index or safetensors headers lie beside the config; else None.
+    """
 
     path: Path
     content: Mapping[str, Any] = field(hash=False)
@@ -54,7 +58,7 @@ class Config:
 
     @property
     def title(self) -> str:
-        """What a person would call it."""
+        """Name of the model for people: folder or file, and architecture."""
         of = self.path.parent.resolve().name if self.path.name == "config.json" else self.path.stem
         kinds = self.content.get("architectures")
         kind = kinds[0] if isinstance(kinds, list) and kinds else self.content.get("model_type", "")
@@ -63,7 +67,7 @@ class Config:
 
 @dataclass(frozen=True, slots=True)
 class TrainerSide:
-    """`provider`: fields of Bridge's model provider, e.g. how many layers the last stage has."""
+    """The trainers. `provider`: fields of Bridge's model provider, e.g. how many layers the last stage has."""
 
     config: Config
     parallel: TrainerParallel
@@ -78,8 +82,14 @@ class TrainerSide:
 
 @dataclass(frozen=True, slots=True)
 class EngineSide:
-    """`parallel`: of one replica. `keep`: as xfer.serve takes it; `drop`, `narrow`: as xfer.connect does. `args`: further
-    EngineArgs of vLLM."""
+    """The engines.
+
+    Attributes:
+        parallel: sizes of one replica.
+        keep: as xfer.serve takes it.
+        drop, narrow: as xfer.connect takes them.
+        args: further EngineArgs of vLLM.
+    """
 
     config: Config
     parallel: EngineParallel
@@ -97,7 +107,7 @@ class EngineSide:
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """What is to be planned. `fabric`: where the links come from, in words."""
+    """A refit to plan. `fabric`: where the links come from, in words."""
 
     trainer: TrainerSide
     engine: EngineSide
@@ -108,8 +118,15 @@ class Described:
 def describe(
     trainer: str | None = None, engine: str | None = None, fabric: str | None = None, file: str | None = None
 ) -> Described:
-    """The two descriptions and a fabric's file, or a file that holds all three; what is given beside it replaces its
-    part. XferError with every mistake of all of them.
+    """Reads the two descriptions and a fabric's file, or one file that holds all three.
+
+    Args:
+        trainer, engine: "CONFIG key=value …"; replaces the file's table.
+        fabric: path of a TOML or JSON file; replaces the file's fabric.
+        file: path of a TOML or JSON file with all three.
+
+    Raises:
+        XferError: every mistake in all of them.
     """
     bad: list[str] = []
     whole: Mapping[str, Any] = {}
@@ -165,7 +182,7 @@ def describe(
 
 
 def _text(text: str, side: str, bad: list[str]) -> dict[str, Any]:
-    """ "CONFIG tp=2 provider.x=3" as the table that a file would have."""
+    """Turns "CONFIG tp=2 provider.x=3" into the table that a file would have."""
     try:
         words = shlex.split(text)
     except ValueError as e:
@@ -195,7 +212,7 @@ def _text(text: str, side: str, bad: list[str]) -> dict[str, Any]:
 
 
 def _value(text: str) -> Any:
-    """As JSON where it is that (4, 0.5, true), else the word itself."""
+    """The value of a JSON literal (4, 0.5, true), else the word itself."""
     try:
         return json.loads(text)
     except ValueError:
@@ -244,7 +261,7 @@ def _sizes(table: Mapping[str, Any], side: str, bad: list[str]) -> dict[str, int
 
 
 def _trainer(table: Mapping[str, Any], bad: list[str]) -> TrainerParallel | None:
-    """None after a mistake; those sizes that are some are tried all the same, since they may not fit each other."""
+    """None after a mistake. The sizes that are right are still checked against each other."""
     known = len(bad)
     _known(table, "trainer", bad)
     sizes = _sizes(table, "trainer", bad)
@@ -291,7 +308,7 @@ def _globs(table: Mapping[str, Any], key: str) -> tuple[str, ...]:
 
 
 def _configs(tables: Mapping[str, Mapping], bases: Mapping[str, Path], bad: list[str]) -> dict[str, Config]:
-    """A side without a config has the other's."""
+    """Config of each side. A side without one has the other's."""
     paths = {}
     for side, table in tables.items():
         value = table.get("config")
@@ -364,7 +381,7 @@ Ranks = tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]
 
 
 def _fabric(source: Any, base: Path, bad: list[str]) -> tuple[Fabric | None, Ranks | None, str]:
-    """Links, places and where they come from; no links where none are given, or after a mistake."""
+    """Returns links, places and where they come from; no links if none are given, or after a mistake."""
     if source is None:
         return None, None, ASSUMED
     known = len(bad)
@@ -412,22 +429,11 @@ def _path(base: Path, text: str, what: str, bad: list[str]) -> Path | None:
 
 def _load(path: Path, bad: list[str]) -> Mapping[str, Any]:
     try:
-        text = path.read_text()
-        if path.suffix == ".json":
-            data = json.loads(text)
-        else:
-            data = read_toml(text)
-        if why := unfit(data):
-            bad.append(f"{path}: {why}")
-            return {}
-    except RecursionError:
-        bad.append(f"{path}: {TOO_DEEP}")
-    except OSError as e:
-        bad.append(f"{path} cannot be read: {e.strerror}")
-    except ValueError as e:
-        bad.append(f"{path} cannot be read as {'JSON' if path.suffix == '.json' else 'TOML'}: {e}")
-    else:
-        if isinstance(data, dict):
-            return data
+        data = read_data(path)
+    except XferError as e:
+        bad.append(e.message)
+        return {}
+    if not isinstance(data, dict):
         bad.append(f"{path}: a table is needed")
-    return {}
+        return {}
+    return data

@@ -1,7 +1,7 @@
-"""A plan's report as one HTML file to look at: timeline, links, traffic, bytes. No script, no network, light and dark.
+"""Draws a plan's report as one HTML file: timeline, links, traffic, bytes. It needs no script and no network.
 
-Every text that comes from outside goes through `esc`; the page forbids scripts and anything that would be fetched, so that
-not even a mistake there could do harm. Numbers are the report's; here they only get positions and colours.
+All text from outside goes through `esc`. The page's content policy forbids scripts and fetches, so a missed escape does no
+harm either.
 """
 
 from __future__ import annotations
@@ -93,13 +93,13 @@ def seconds(s: float) -> str:
 
 
 def short(text: str, most: int) -> str:
-    """The middle is what may go: numbers stand at the ends of names."""
+    """Cuts the middle out of a long name: numbers stand at its ends."""
     half = (most - 1) // 2
     return text if len(text) <= most else f"{text[: most - 1 - half]}…{text[-half:]}"
 
 
 def ticks(end: float, most: int = 8) -> list[float]:
-    """0 and further round numbers up to `end`."""
+    """Round numbers from 0 up to `end`."""
     if end <= 0:
         return [0.0]
     raw = end / most

@@ -1,7 +1,7 @@
 """`xfer plan`: what a refit would move and how long it would take, without a GPU and without weights.
 
-Here: arguments, progress and printing. Descriptions are describe.py's, layouts tracing.py's, numbers plan_report.py's, the
-page html.py's.
+This module has the arguments, the progress bar and the tables. describe.py reads descriptions, layouts/ the layouts,
+plan_report.py computes the numbers, and html.py draws the page.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from xfer.cli.plan_report import Report
 
 WRONG, REFUSED = 2, 1
-"""Exit codes: the description or an option has mistakes; what it describes cannot be refitted."""
+"""Exit codes: mistakes in the description or an option; a refit that is refused."""
 MOST_LINKS = 8
 PREDICTED = (
     "All seconds are predicted. Those of traffic between hosts (NICs, rails, waves) were never compared with a measurement; inside one "
@@ -72,7 +72,7 @@ def plan_refit(
         typer.Option(help='folder of layouts traced before; "" for none; default: in $XFER_CACHE or ~/.cache/xfer'),
     ] = None,
 ) -> None:
-    """See HELP."""
+    """Runs `xfer plan`; HELP describes it."""
     from rich.console import Console
 
     from xfer.cli.describe import describe
@@ -165,7 +165,7 @@ def _plan(
 
 
 def show(r: Report, console: Console) -> None:
-    """Everything that a person wants to know first."""
+    """Prints the tables of a report."""
     from rich.table import Table
     from rich.text import Text
 
@@ -227,19 +227,19 @@ def show(r: Report, console: Console) -> None:
 
 
 def plain(text: str) -> str:
-    """Without what a terminal would obey."""
+    """`text` without control characters."""
     return "".join(c if c.isprintable() or c == "\n" else "?" for c in text)
 
 
 def say(console: Console, text: str, style: str = "") -> None:
-    """Prints text that others wrote: to the letter, and nothing in it is a command."""
+    """Prints text literally: neither markup nor control characters in it have an effect."""
     from rich.text import Text
 
     console.print(Text(plain(text), style=style), soft_wrap=True)
 
 
 def _closed(path: Path) -> str:
-    """Why no file can be written there, told before the minutes that a plan may take; empty where nothing is against it."""
+    """Why no file can be written there; "" if one can. Asked before a plan is made, which may take minutes."""
     try:
         if path.is_dir():
             return "it is a folder"

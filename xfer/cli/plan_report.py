@@ -1,6 +1,6 @@
-"""A plan of a whole refit as data: every number that `xfer plan` prints, draws or writes, computed once and in one place.
+"""A plan of a whole refit as data: all numbers that `xfer plan` prints, draws or writes, computed once.
 
-Sums over sub-plans and a prediction, nothing else. How it is printed is plan.py's, how it is drawn html.py's.
+The numbers are sums over sub-plans, and a prediction. plan.py prints them, html.py draws them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LINKS_KEPT = 24
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What was planned, in words. `notes`: what the reader must know of how it was."""
+    """What was planned, in words. `notes`: how it was planned."""
 
     model: str
     trainer: str
@@ -40,7 +40,7 @@ class Header:
 
 @dataclass(frozen=True, slots=True)
 class Most:
-    """The rank with most bytes of a refit, and the mean over its side."""
+    """The rank that moves most bytes in a refit, and the mean over its side."""
 
     rank: str
     nbytes: int
@@ -49,7 +49,7 @@ class Most:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """Bytes that a refit leaves alone for one reason, over all workers: in how many tensors, and the largest of them."""
+    """Bytes of all workers that a refit leaves alone for one reason, and the largest tensor among them."""
 
     why: str
     nbytes: int
@@ -82,7 +82,7 @@ class Kind:
 
 @dataclass(frozen=True, slots=True)
 class Wave:
-    """When its first message begins and its last one ends, in seconds after the first byte; wire bytes."""
+    """Begin of a wave's first message and end of its last, in seconds after the first byte; bytes on the wire."""
 
     begin: float
     end: float
@@ -141,8 +141,13 @@ def make_plans(
     narrow: Sequence[str] = (),
     told: Callable[[int], None] = lambda done: None,
 ) -> list[SubPlan]:
-    """The sub-plan of each replica of the site, with the options that a session would give. Raises what plan_replica
-    raises.
+    """Plans each replica of the site with the options that a session would give.
+
+    Args:
+        told: called with the number of replicas planned so far.
+
+    Raises:
+        XferError: as plan_replica.
     """
     drafts, plans = Drafts(), []
     for r in range(len(site.replicas)):
@@ -156,7 +161,7 @@ def make_plans(
 
 
 def make_report(header: Header, catalog: Catalog, plans: Sequence[SubPlan], site: Site) -> Report:
-    """Of one refit of all replicas at once."""
+    """Computes the report of one refit of all replicas at once."""
     p, summaries = predict(plans, site), [x.summary for x in plans]
     first = summaries[0]
     out = np.sum([s.bytes_out for s in summaries], axis=0)
@@ -202,7 +207,7 @@ def make_report(header: Header, catalog: Catalog, plans: Sequence[SubPlan], site
 
 
 def _kept(plans: Sequence[SubPlan]) -> tuple[Kept, ...]:
-    """A plan's reasons begin with the tensor's name; those that differ only there are one."""
+    """Adds up kept bytes by reason. A plan's reasons begin with the tensor's name, which is cut off."""
     found: dict[str, dict[str, int]] = {}
     for x in plans:
         for reason, n in x.summary.kept:
@@ -213,7 +218,7 @@ def _kept(plans: Sequence[SubPlan]) -> tuple[Kept, ...]:
 
 
 def _kinds(p: Prediction) -> tuple[Kind, ...]:
-    """Links by kind, in the order in which Links numbers them; kinds without a byte are left out."""
+    """Links by kind, in the order of Links; kinds that carry no byte are left out."""
     out = []
     for name, begin, end in _ranges(p.links):
         if p.link_bytes[begin:end].any():

@@ -126,20 +126,6 @@ def close_handle(pointer: int, device: torch.device) -> None:
         _call("cuIpcCloseMemHandle", ctypes.c_uint64(pointer))
 
 
-def stream_write(stream: torch.cuda.Stream, pointer: int, value: int) -> None:
-    """The stream writes a 32-bit word, own or mapped, when all before it is done and to be seen by everybody."""
-    _call("cuStreamWriteValue32_v2", ctypes.c_void_p(stream.cuda_stream), *_word(pointer, value))
-
-
-def stream_wait_at_least(stream: torch.cuda.Stream, pointer: int, value: int) -> None:
-    """The stream goes on once the 32-bit word is `value` or past it, counted around."""
-    _call("cuStreamWaitValue32_v2", ctypes.c_void_p(stream.cuda_stream), *_word(pointer, value))
-
-
-def _word(pointer: int, value: int) -> tuple:
-    return ctypes.c_uint64(pointer), ctypes.c_uint32(value & 0xFFFFFFFF), ctypes.c_uint(0)  # 0: at least; with a fence
-
-
 class Graph:
     """What `work` gives to `stream`, recorded once and launched as one; nothing of it may wait for the host, allocate or
     use another stream. Recording does not run it, and other threads may use the device meanwhile. DriverError when it

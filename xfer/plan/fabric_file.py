@@ -40,7 +40,8 @@ _SOME = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
 
 def read_site(path: str | Path) -> Site:
     """The fabric of a file and its `[ranks]`. XferError with every violation."""
-    fabric, ranks = _read(path)
+    data = read_data(path)
+    fabric, ranks = parse(data if isinstance(data, dict) else {"": data}, str(path))
     if ranks is None:
         raise XferError(
             f"{path}: [ranks] is needed here: who sits where", ['e.g. trainers = ["a"], replicas = [["b"]]']
@@ -67,19 +68,27 @@ def parse(data: Mapping[str, Any], what: str = "fabric") -> tuple[Fabric, tuple 
     return fabric, ranks
 
 
-def _read(path: str | Path) -> tuple[Fabric, tuple | None]:
-    path = Path(path)
+def read_data(path: str | Path) -> Any:
+    """Contents of a JSON file, or of a TOML file if its name does not end in .json.
+
+    Raises:
+        XferError: the file cannot be read, or holds what cannot be planned with.
+    """
+    path, why = Path(path), ""
+    kind = "JSON" if path.suffix == ".json" else "TOML"
     try:
         text = path.read_text()
-        data = json.loads(text) if path.suffix == ".json" else read_toml(text)
+        data = json.loads(text) if kind == "JSON" else read_toml(text)
         why = unfit(data)
     except RecursionError:
         why = TOO_DEEP
-    except (OSError, ValueError) as e:  # both decoders' errors are ValueErrors
+    except OSError as e:
+        raise XferError(f"{path} cannot be read: {e.strerror}") from None
+    except ValueError as e:  # both decoders' errors are ValueErrors
         why = str(e)
     if why:
-        raise XferError(f"{path}: cannot be read as {'JSON' if path.suffix == '.json' else 'TOML'}: {why}")
-    return parse(data if isinstance(data, dict) else {"": data}, str(path))
+        raise XferError(f"{path} cannot be read as {kind}: {why}")
+    return data
 
 
 def read_toml(text: str) -> dict:

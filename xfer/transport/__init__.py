@@ -1,1 +1,1 @@
-"""Bytes between processes: links (group.py), a program run over one (steps.py, p2p.py), and the oracle (golden.py)."""
+"""Bytes between processes: links (group.py), and a program that runs over them (steps.py, p2p.py)."""

@@ -5,7 +5,7 @@ Who hears what from whom is the session's (coordinator/relays.py); here are the 
 has mapped of the one before, and the gate at which its pull waits for parts. Hosts stand between two parts, not words in each
 other's memory: the news of a part takes some 0.3 ms, and once in a refit, for the part before is still being pulled
 when it comes. So nothing on a device ever waits for another process, and what this works with is whatever a pull works with.
-Which row is in which part: plan/relay.py.
+plan/relay.py decides which row is in which part.
 """
 
 from __future__ import annotations

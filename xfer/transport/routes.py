@@ -60,27 +60,6 @@ def exchange_over_store(store, rank: int, size: int, name: str = "peer") -> Exch
     return exchange
 
 
-def exchange_over_link(link: Link, seconds: float) -> Exchange:
-    """Over a link that is open already, where there is no store: everyone gets everything."""
-
-    def exchange(data: bytes, ranks: Iterable[int] = ()) -> dict[int, bytes]:
-        until = time.monotonic() + seconds
-        out = {}
-        for r in range(link.size):
-            length = torch.tensor([len(data)], dtype=torch.int64).to(link.device)
-            link.broadcast(length, r, until)
-            n = int(length.item())
-            body = torch.empty(n, dtype=torch.uint8)
-            if r == link.rank and n:
-                body = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-            body = body.to(link.device)
-            link.broadcast(body, r, until)
-            out[r] = data if r == link.rank else bytes(body.cpu().numpy())
-        return out
-
-    return exchange
-
-
 def any_rank(yes: bool, rank: int, size: int, exchange: Exchange) -> bool:
     """Whether some rank says yes; the same answer on all. Two rounds through rank 0."""
     said = exchange(b"1" if yes else b"0", range(size) if rank == 0 else ())

@@ -1,8 +1,8 @@
-"""Layouts of both sides by the frameworks' own code: which Python to ask, processes that trace, and what they found before.
+"""Finds each framework's Python, starts the processes that read layouts there, and keeps what they read on disk.
 
-The two frameworks share no environment, so each side is traced by trace_child.py in a process of its own Python. Ranks
-that hold the same are traced once. What comes back is inventories in their wire form, checked as if they had come over a
-network; they are kept on disk by everything that they depend on.
+The two frameworks share no environment, so child.py reads each side's layouts in processes of that side's Python. Ranks
+that hold the same are read once. The processes answer with inventories in their wire form, which are checked as if they
+had come over a network. Layouts are kept under a digest of everything that they depend on.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind", "PYTHONUNBUFFERED": "1",
 }  # fmt: skip
 READ_BY_FRAMEWORKS = ("VLLM_", "NVTE_", "XFER_CPU_RESIDENT")
-"""How names of variables begin that this process was given, its children inherit, and a layout may depend on."""
+"""Prefixes of inherited environment variables that a layout may depend on."""
 ROOT = Path(__file__).resolve().parents[2]
 CODE = ("mesh", "trace", "plan", "trainers", "engines", "cli/layouts")
 READERS = digest_of(*CODE)
-"""The part of xfer that reads layouts: one that is read otherwise now is another layout."""
+"""Digest of the code that reads layouts. Other code may read another layout."""
 KEEPS = has_sources(*CODE)
 BOOT = """
 import importlib.util, sys
@@ -63,10 +63,10 @@ spec.loader.exec_module(module)
 from xfer.cli.layouts.child import main
 sys.exit(main(sys.argv[2:]))
 """
-"""Both sides run this very xfer, whatever is installed beside the framework; nothing else of this environment is shown
-to that Python, whose packages have other versions, and nothing of the current folder, which may be a framework's checkout."""
+"""Runs this xfer in the other Python, whatever xfer is installed there. The other Python sees no other package of this
+environment, since its own have other versions, and nothing of the current folder, which may be a framework's checkout."""
 SILENCE_S = 1800.0
-"""Seconds that a side's processes may take for their next word: they speak after each rank, and the largest takes minutes."""
+"""Most seconds between two lines of a side's processes. They write one after each rank; the largest ranks take minutes."""
 ASKED_S = 120.0
 KEPT_BYTES = 2 << 30
 SUFFIX = ".xferside"
@@ -75,7 +75,13 @@ _MAGIC = b"xferside\x02"
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """Inventories of all ranks, in rank order; equal ranks share one. `classes`: how many were traced."""
+    """Layouts of one side.
+
+    Attributes:
+        catalog: the checkpoint tensors that the trainers export.
+        ranks: inventories of all ranks, in rank order.
+        classes: number of different ranks, each of which was read once.
+    """
 
     catalog: Catalog
     ranks: tuple[Inventory, ...]
@@ -83,8 +89,13 @@ class Side:
 
 
 class Tracer:
-    """`pythons`: side -> interpreter, where the caller named one. `jobs`: processes per side. `cache`: folder of what
-    was traced before, or None.
+    """Reads the layouts of both sides.
+
+    Args:
+        pythons: side -> interpreter; None: look for one.
+        jobs: processes per side.
+        cache: folder of layouts read before, or None.
+        progress: called as ranks are read.
     """
 
     def __init__(
@@ -101,7 +112,11 @@ class Tracer:
         self._versions: dict[str, dict[str, str]] = {}
 
     def look(self) -> None:
-        """Find both interpreters. XferError that names each side without one."""
+        """Finds both interpreters.
+
+        Raises:
+            XferError: names each side that has none.
+        """
         bad = []
         for side in FRAMEWORKS:
             try:
@@ -113,9 +128,12 @@ class Tracer:
             raise XferError("layouts are read by the frameworks' own code, and it was not found", bad)
 
     def trace(self, trainer: TrainerSide, engine: EngineSide) -> tuple[Side, Side]:
-        """Layouts of the trainers, and of one replica's workers; other replicas are equal.
+        """Returns the layouts of the trainers and of one replica's workers; other replicas are equal.
 
-        Both frameworks check their descriptions, at the same time, before any rank is traced. XferError with what they refuse.
+        Both frameworks check their descriptions, at the same time, before any rank is read.
+
+        Raises:
+            XferError: what the frameworks refuse.
         """
         t, e = trainer.parallel, engine.parallel
         sizes = {k: getattr(t, k) for k in ("world", "tp", "pp", "vpp", "cp", "ep", "etp", "order")}
@@ -133,7 +151,10 @@ class Tracer:
             return sources, self._layouts(sides[1], sources.catalog, sides[1:])
 
     def _layouts(self, of: _Processes, catalog: Catalog | None, unchecked: Sequence[_Processes]) -> Side:
-        """Of one side: kept from before, or traced once nothing of `unchecked` is refused. `catalog`: for the engine's side."""
+        """Layouts of one side: those on disk, or newly read once all descriptions of `unchecked` are accepted.
+
+        The engine's side needs the trainers' `catalog`.
+        """
         key = self._key(of.task, of.class_of, catalog)
         found = self._kept(key)
         if found is None:
@@ -147,7 +168,7 @@ class Tracer:
         return Side(catalog, tuple(inventories[c].at(rank) for rank, c in enumerate(of.class_of)), len(inventories))
 
     def _traced(self, of: _Processes, catalog: Catalog | None) -> tuple[Catalog, list[Inventory]]:
-        """By processes of which the first has checked the description."""
+        """Reads one side's layouts. The first of its processes has checked the description already."""
         side, firsts, done, names = of.task.side, of.firsts, 0, []
         children = of.start_all()
         if catalog is not None:
@@ -181,7 +202,7 @@ class Tracer:
         return catalog, [Inventory.from_bytes((of.work / f"{side}.{r}").read_bytes()) for r in firsts]
 
     def _names(self, task: Task, work: Path) -> list[str]:
-        """The checkpoint's tensors by the engine's transformers, which is younger than the trainer's."""
+        """Names of the checkpoint's tensors, by the engine's transformers, which is newer than the trainer's."""
         said: Queue = Queue()
         child = _Child(self._found["engine"], msgspec.structs.replace(task, side=NAMES), work, said)
         try:
@@ -197,8 +218,8 @@ class Tracer:
     # ---- on disk
 
     def _key(self, task: Task, class_of: list[int], catalog: Catalog | None) -> str:
-        """Digest of all that a trace depends on: both frameworks' versions, what their processes find in their environment
-        and xfer's own source among it."""
+        """Digest of everything that a layout depends on, such as the frameworks' versions, their environment variables and
+        xfer's source."""
         given = {
             k: v for k, v in _environment(task.side).items() if k in ENVIRONMENT or k.startswith(READ_BY_FRAMEWORKS)
         }
@@ -213,7 +234,7 @@ class Tracer:
         return hashlib.blake2b("\0".join(parts).encode(), digest_size=16).hexdigest()
 
     def _kept(self, key: str) -> tuple[Catalog, list[Inventory]] | None:
-        """What an earlier call found; None for whatever is odd about the file."""
+        """What an earlier call read; None if it is not there or cannot be decoded."""
         body = self._cache.get(key) if self._cache is not None else None
         if body is None:
             return None
@@ -243,8 +264,10 @@ def cache_folder() -> Path:
 
 
 class _Processes(AbstractContextManager):
-    """The processes that check and trace one side, in one folder; they end with the context. `class_of`: class of each rank, of
-    which the first rank is traced."""
+    """The processes of one side, which share one folder and end with the context.
+
+    The first rank of each class is read; `class_of` is the class of each rank.
+    """
 
     def __init__(self, python: str, task: Task, class_of: list[int], jobs: int):
         self.python, self.task, self.class_of = python, task, class_of
@@ -258,7 +281,7 @@ class _Processes(AbstractContextManager):
         self._ends.close()
 
     def start_one(self) -> None:
-        """The process that checks the description, and traces with the others."""
+        """Starts the process that checks the description; it reads layouts later, like the others."""
         if not self._children:
             self._start()
 
@@ -293,7 +316,7 @@ class _Processes(AbstractContextManager):
 
 
 def _check(sides: Sequence[_Processes]) -> None:
-    """By both frameworks at the same time, since they take seconds to import. XferError with what each of them refuses."""
+    """Both frameworks check at the same time, since they take seconds to import. Raises what they refuse together."""
     for side in sides:
         side.start_one()
     refused = []
@@ -310,7 +333,7 @@ def _check(sides: Sequence[_Processes]) -> None:
 
 
 class _Child:
-    """One process that traces; its lines arrive in `said` as (number, line), and (number, None) when it is gone."""
+    """One process. Its lines arrive in `said` as (number, line), and as (number, None) when the process has ended."""
 
     def __init__(self, python: str, task: Task, work: Path, said: Queue):
         self.ready, self._task = False, task
@@ -347,7 +370,7 @@ class _Child:
         )
 
     def stop(self) -> None:
-        """Whatever it was told to do is on disk or not wanted any more."""
+        """Kills the process. Its results are on disk, or not wanted any more."""
         self._process.kill()
         self._process.wait()
         self._reader.join(5)
@@ -357,13 +380,18 @@ class _Child:
 
 
 def _environment(side: str) -> dict[str, str]:
-    """Of a process that traces this side's ranks. Trainers' are built in memory that must not be a GPU's."""
+    """Environment of this side's processes. Trainers are built on the CPU, so a GPU is hidden from them."""
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if side == "trainer" else {}
     return {**os.environ, **ENVIRONMENT, **hidden}
 
 
 def _heard(said: Queue, what: str, state: str) -> tuple[int, dict[str, Any] | None]:
-    """The next word of a child: (number, line), line None when it is gone. Raises what the child raised, and DeadlineExceeded."""
+    """Returns a child's next line as (number, line); line is None when the child has ended.
+
+    Raises:
+        XferError: what the child raised.
+        DeadlineExceeded: no line came in time.
+    """
     try:
         number, line = said.get(timeout=SILENCE_S)
     except Empty:
