@@ -20,8 +20,8 @@ from benchmarks.lib.layouts import Layout, Model
 from xfer import kernels
 from xfer.packed import places
 from xfer.packed.lockstep import Lockstep
-from xfer.packed.plan import Group, TaskSize
-from xfer.packed.wire import Message
+from xfer.packed.plan import GatherGroup, TaskSize
+from xfer.packed.wire import PackedMessage
 from xfer.trace.fragment import Fragment, TensorSpec
 from xfer.trace.traced import Traced, TrainerLayout
 from xfer.trainers.bridge_stream import ROUND_BYTES
@@ -100,7 +100,7 @@ class GatheredStream:
     def build(self) -> tuple[TaskSize, ...]:
         return tuple(TaskSize(i, tuple(t.held)) for i, t in enumerate(self.tasks))
 
-    def tensors(self, group: Group) -> Iterator[tuple[str, torch.Tensor]]:
+    def tensors(self, group: GatherGroup) -> Iterator[tuple[str, torch.Tensor]]:
         tasks = [self.tasks[i] for i in group.positions]
         if not self.together:
             for t in tasks:
@@ -174,7 +174,7 @@ class Rows:
     """A loader that is planned for all messages and copies each in one launch. made: the number of tables bound so far."""
 
     def __init__(
-        self, layout: Layout, storages: Sequence[torch.Tensor], messages: Sequence[Message], programs: int | None
+        self, layout: Layout, storages: Sequence[torch.Tensor], messages: Sequence[PackedMessage], programs: int | None
     ):
         self.made = 0
         self._storages, self._messages, self._programs = storages, messages, programs

@@ -49,7 +49,7 @@ def test_a_layout_writes_what_vllm_loads(family, parallel, names):
     from tests.support.one_process_vllm import CPU
     from tests.support.replay import load
     from xfer.cli.layouts.vllm import inventory_of, rank_of
-    from xfer.engines.live import Storages
+    from xfer.engines.live import LiveStorages
     from xfer.engines.meta_model import make_model
     from xfer.engines.vllm_layout import EngineModel
     from xfer.trace.catalog import Catalog
@@ -62,7 +62,7 @@ def test_a_layout_writes_what_vllm_loads(family, parallel, names):
             layout = model.read(catalog)
             inventory_of(catalog, layout, rank)  # what a session publishes: every byte has a class, or this raises
             scramble(model, 5)
-            got, want = Storages(live).tensors, Storages(reference).tensors
+            got, want = LiveStorages(live).tensors, LiveStorages(reference).tensors
             assert got.keys() == want.keys()
             for name, noise in got.items():
                 want[name].copy_(noise)

@@ -157,14 +157,14 @@ def test_what_is_sent_goes_to_every_replica_and_what_is_read_is_handed_on(monkey
 
 
 def test_a_worker_that_cannot_read_from_the_one_before_reads_from_the_trainers(monkeypatch, caplog):
-    mapped = relay_place.Place._map
+    mapped = relay_place.RelayPlace._map
 
     def refused(self, before, outside, wanted):
         mapped(self, before, outside, wanted)
         self.why = "refused by the test"
 
     with monkeypatch.context() as patch:
-        patch.setattr(relay_place.Place, "_map", refused)
+        patch.setattr(relay_place.RelayPlace, "_map", refused)
         with row_of(2) as w:
             report = good(w.refit(1))
             right(w, 1)

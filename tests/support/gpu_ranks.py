@@ -125,7 +125,7 @@ def agree(got, want) -> None:
 def worlds(rank, size, store, device, *, route: str, seeds: list[int], long_bytes: int = 0, batches: bool = True):
     """Random programs, twice each with new sources. long_bytes: from which on a copy engine takes runs, and boxes of rows. batches:
     whether the driver knows them. Returns (pulled bytes, p2p bytes, runs and boxes that copy engines were given)."""
-    runs, boxes, kind = [], [], cuda_driver.Copies
+    runs, boxes, kind = [], [], cuda_driver.CopyBatch
 
     class Counted(kind):
         def __init__(self, *some):
@@ -133,7 +133,7 @@ def worlds(rank, size, store, device, *, route: str, seeds: list[int], long_byte
             runs.extend(some[0])
             boxes.extend(some[1])
 
-    cuda_driver.Copies = Counted
+    cuda_driver.CopyBatch = Counted
     if not batches:
         cuda_driver._batch_call = lambda: None
     if long_bytes:

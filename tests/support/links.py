@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 from hypothesis import strategies as st
 
-from xfer.plan.balance import Demand, Share
+from xfer.plan.balance import Demand, SenderShare
 from xfer.plan.fabric import Fabric, Host, Nic, Site
 
 UNIT = 512
@@ -45,7 +45,7 @@ def least_busiest(site: Site, demands: Sequence[Demand]) -> float:
     return linprog(goal, below, np.zeros(len(links)), equal, units, method="highs").fun / 1e6
 
 
-def seconds(site: Site, demands: Sequence[Demand], shares: Sequence[Sequence[Share]]) -> np.ndarray:
+def seconds(site: Site, demands: Sequence[Demand], shares: Sequence[Sequence[SenderShare]]) -> np.ndarray:
     """float64 [links]: what `shares` (one list per replica) put on each link."""
     links, load = site.fabric.links, np.zeros(len(site.fabric.links), np.int64)
     for gpus, mine in zip(site.replicas, shares, strict=True):

@@ -15,7 +15,7 @@ import torch
 from tests.support.one_process import Storages, first_difference
 from xfer.cli.layouts.vllm import inventory_of, rank_of
 from xfer.engines.layout import EngineLayout, run_recipes
-from xfer.engines.live import Storages as Tree
+from xfer.engines.live import LiveStorages as Tree
 from xfer.engines.meta_model import make_model
 from xfer.engines.vllm_layout import EngineModel
 from xfer.mesh.parallel import EngineParallel, place_of

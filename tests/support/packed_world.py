@@ -18,7 +18,7 @@ from tests.support.world import TOKEN, ToyEngine, ToySource, ToyTaker, World, tr
 from xfer.engines.vllm_loader import PackedModel
 from xfer.errors import LayoutError
 from xfer.packed import agree
-from xfer.packed.plan import Group, TaskSize
+from xfer.packed.plan import GatherGroup, TaskSize
 from xfer.packed.source import PackedSource
 from xfer.routes import Packed
 from xfer.trace.fragment import TensorSpec
@@ -82,7 +82,7 @@ class ToyStream:
         self.builds += 1
         return tuple(TaskSize(i, (s,)) for i, s in enumerate(self.specs()))
 
-    def tensors(self, group: Group) -> Iterator[tuple[str, torch.Tensor]]:
+    def tensors(self, group: GatherGroup) -> Iterator[tuple[str, torch.Tensor]]:
         for spec in group.tensors:
             t = ToySource.value(spec.name, spec.shape, self.version).to(getattr(torch, spec.dtype))
             yield self.knobs.exported(spec.name, t) if self.knobs.exported else (spec.name, t)

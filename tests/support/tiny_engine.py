@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from xfer.engines.layout import read_layout
-from xfer.engines.live import Storages
+from xfer.engines.live import LiveStorages
 from xfer.engines.lock import choose
 from xfer.participants.worker import WorkerSession
 from xfer.routes import worker_side
@@ -56,8 +56,8 @@ class Adapter:  # ---- the worker's half
     def read(self, catalog):
         with torch.device("meta"):
             twin = Model(self.rank, self.world)
-        self.live = Storages(self.model)
-        self.layout = read_layout(self.live, Storages(twin), trace_loader(twin, catalog.specs), device=self.device)
+        self.live = LiveStorages(self.model)
+        self.layout = read_layout(self.live, LiveStorages(twin), trace_loader(twin, catalog.specs), device=self.device)
         return self.layout
 
     def check(self) -> str:

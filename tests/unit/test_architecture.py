@@ -23,7 +23,13 @@ INHERITED_ACROSS_PACKAGES = {
 }
 BRANCHES: dict[str, int] = {}
 """Functions of the control plane with more than 12 branches, and with how many."""
-REPEATED_NAMES: dict[str, str] = {}
+REPEATED_NAMES = {
+    "Export": "one interface for GPUs (peer) and for host memory (peer_host); transport/routes.py takes the module",
+    "Mapping": "as Export",
+    "Pull": "as Export",
+    "Layout": "a message, and one side of an xferdtensor call: to be renamed with its rewrite",
+    "Kept": "bytes that a refit leaves alone, and xferdtensor's cache: goes with its rewrite",
+}
 """Names of several classes, and why each is right."""
 
 

@@ -25,9 +25,9 @@ from xfer.cli.describe import ASSUMED, describe
 from xfer.cli.examples import FOLDER
 from xfer.cli.html import page, seconds, short, ticks
 from xfer.cli.layouts import processes as tracing
-from xfer.cli.layouts.child import Task
+from xfer.cli.layouts.child import TraceTask
 from xfer.cli.layouts.processes import Tracer, _Processes, classes
-from xfer.cli.plan_report import Header, Kept, Report, make_plans, make_report
+from xfer.cli.plan_report import Header, KeptTotal, Report, make_plans, make_report
 from xfer.errors import XferError
 from xfer.mesh.parallel import EngineParallel, TrainerParallel
 from xfer.plan.explain import size
@@ -329,7 +329,7 @@ def test_kept_bytes_name_the_largest_tensor():
         return SimpleNamespace(summary=SimpleNamespace(kept=kept))
 
     a, b = plan(("a: frozen", 5), ("b: frozen", 4), ("c: a buffer", 1)), plan(("b: frozen", 4))
-    assert plan_report._kept([a, b]) == (Kept("a buffer", 1, 1, "c"), Kept("frozen", 13, 2, "b"))
+    assert plan_report._kept([a, b]) == (KeptTotal("a buffer", 1, 1, "c"), KeptTotal("frozen", 13, 2, "b"))
 
 
 def test_terminals_obey_no_name(small):
@@ -415,7 +415,7 @@ def test_a_hostile_name_is_only_text(small):
     link = replace(r.busiest[0], name=evil)
     matrix = replace(r.matrix, rows=(evil, *r.matrix.rows[1:]), columns=(evil, *r.matrix.columns[1:]))
     kinds = tuple(replace(k, links=(evil, *k.links[1:])) for k in r.kinds)
-    kept = (Kept(evil, 1, 1, evil),)
+    kept = (KeptTotal(evil, 1, 1, evil),)
     hostile = replace(
         r, header=Header(evil, evil, evil, evil, (evil,)), busiest=(link,), matrix=matrix, kinds=kinds, kept=kept,
         casts=(evil,), dropped=(evil,),
@@ -482,8 +482,8 @@ def test_a_key_tells_descriptions_versions_and_catalogs_apart():
     catalog, *_ = job(**SMALL)
     tracer = Tracer({})
     tracer._versions = {"engine": {"vllm": "1"}}
-    task = Task("engine", 0, CONFIG, {"tp": 2}, [], {})
-    other = Task("engine", 0, CONFIG, {"tp": 2}, [], {}, keep=["x"])
+    task = TraceTask("engine", 0, CONFIG, {"tp": 2}, [], {})
+    other = TraceTask("engine", 0, CONFIG, {"tp": 2}, [], {}, keep=["x"])
     keys = [tracer._key(task, [0, 1], catalog), tracer._key(task, [0, 1], None), tracer._key(other, [0, 1], catalog)]
     keys.append(tracer._key(task, [0, 0], catalog))
     again = tracer._key(task, [0, 1], catalog)
@@ -498,7 +498,7 @@ def test_a_key_tells_environments_apart_that_tracing_processes_may_read(monkeypa
     tracer._versions = {"engine": {"vllm": "1"}}
 
     def key():
-        return tracer._key(Task("engine", 0, CONFIG, {"tp": 2}, [], {}), [0, 1], catalog)
+        return tracer._key(TraceTask("engine", 0, CONFIG, {"tp": 2}, [], {}), [0, 1], catalog)
 
     keys = [key()]
     monkeypatch.setenv("A_VARIABLE_OF_NOBODY", "1")
@@ -567,7 +567,7 @@ def program(folder: Path, text: str) -> str:
 
 
 def processes(python: str, side: str, ranks: int, jobs: int = 1) -> _Processes:
-    return _Processes(python, Task(side, 0, CONFIG, {"tp": ranks}, [], {}), list(range(ranks)), jobs)
+    return _Processes(python, TraceTask(side, 0, CONFIG, {"tp": ranks}, [], {}), list(range(ranks)), jobs)
 
 
 def test_a_process_that_dies_is_an_error_with_its_last_words(tmp_path):

@@ -14,7 +14,7 @@ from torch import nn
 
 from xfer.engines.asleep import LeftAlone
 from xfer.engines.copies import Copies, attributes
-from xfer.engines.live import Storages
+from xfer.engines.live import LiveStorages
 from xfer.errors import Unsupported
 
 
@@ -143,7 +143,7 @@ def watched(net, twin, keep=()):
     caches = lambda: [m.kv_cache.untyped_storage()._cdata for m in net.layers]  # noqa: E731
     copies = Copies([("", net)], attributes([("", twin)]), keep=keep, exempt=caches)
     copies.look()
-    live = Storages(net)
+    live = LiveStorages(net)
     alone = LeftAlone(live, (), copies.constants())
     return lambda: alone.check(live)
 

@@ -17,7 +17,7 @@ from xfer.engines import live as lv
 from xfer.engines import vllm_cpu
 from xfer.engines.asleep import LeftAlone
 from xfer.engines.layout import joined, read_layout, refuse_kept_in_vain, renamed, run_recipes
-from xfer.engines.live import Storages
+from xfer.engines.live import LiveStorages
 from xfer.engines.lock import candidates, choose
 from xfer.engines.processed import refuse_processed
 from xfer.engines.vllm_layout import EmptyIsZero
@@ -84,7 +84,9 @@ def built(**kw):
 
 
 def read(net, twin, given=None, keep=()):
-    return read_layout(Storages(net), Storages(twin), trace_loader(twin, given or specs()), keep=keep, device=CPU)
+    return read_layout(
+        LiveStorages(net), LiveStorages(twin), trace_loader(twin, given or specs()), keep=keep, device=CPU
+    )
 
 
 def checkpoint(given):
@@ -152,7 +154,7 @@ def test_what_is_to_be_kept_under_the_checkpoints_names_is_refused_where_the_eng
 ):
     """They would be written in every refit, as if nobody had asked."""
     net, twin = built()
-    ask = dict(own=Storages(net).slots, twin=Storages(twin), traced=trace_loader(twin, specs()), whole=whole)
+    ask = dict(own=LiveStorages(net).slots, twin=LiveStorages(twin), traced=trace_loader(twin, specs()), whole=whole)
     if refused:
         with pytest.raises(LayoutError) as error:
             refuse_kept_in_vain(keep, **ask)
@@ -166,7 +168,7 @@ def test_what_is_to_be_kept_under_a_name_of_the_checkpoint_is_not_said_to_be_kep
     net, twin = built()
     with pytest.raises(LayoutError) as error:
         refuse_kept_in_vain(
-            ("q",), Storages(net).slots, Storages(twin), trace_loader(twin, specs("k", "v")), whole=True
+            ("q",), LiveStorages(net).slots, LiveStorages(twin), trace_loader(twin, specs("k", "v")), whole=True
         )
     assert error.value.violations[0].endswith(
         "it lies in qkv, of which the trainers send a part, and what they send is written"
@@ -192,7 +194,7 @@ def test_kept_parameters_that_a_sleep_took_are_seen_and_what_refits_or_vllm_brin
     net, twin = (n.to(dtype) for n in built())
     given = [TensorSpec(s.name, s.shape, str(dtype).removeprefix("torch.")) for s in specs()]
     layout = read(net, twin, given, keep=("no*", "inner_norm", "qkv"))
-    live = Storages(net)
+    live = LiveStorages(net)
     kept = LeftAlone(live, layout.kept)
     saved = {n: p.detach().clone() for n, p in net.named_parameters()}
     load(layout.traced, checkpoint(given), layout.tensors)
@@ -212,7 +214,7 @@ def test_buffers_that_only_a_drafter_has_are_seen_when_a_sleep_took_them_and_tho
     (net, twin), (draft, its_twin) = built(), built()
     draft.register_buffer("shared", net.rope[:4])
     its_twin.register_buffer("shared", twin.rope[:4])
-    live, both = Storages(net, draft=draft), Storages(twin, draft=its_twin)
+    live, both = LiveStorages(net, draft=draft), LiveStorages(twin, draft=its_twin)
     traced = joined(trace_loader(twin, specs()), renamed(trace_loader(its_twin, specs()), lv.DRAFT))
     layout = read_layout(live, both, traced, device=CPU)
     assert {k.root for k in layout.kept} == {"rope", "draft.rope"}
@@ -372,7 +374,7 @@ def test_what_attention_computed_for_itself_is_refused_and_what_it_shares_is_not
 
 def test_a_storage_that_moves_is_rebound_and_a_layout_that_changes_is_not():
     net, twin = built(tied=True)
-    live = Storages(net)
+    live = LiveStorages(net)
     assert live.check() == "same"
     net.norm.data = net.norm.data.clone()
     assert live.check() == "moved"
@@ -385,7 +387,7 @@ def test_a_storage_that_moves_is_rebound_and_a_layout_that_changes_is_not():
         lambda: net.add_module("late", nn.Linear(2, 2)),
         lambda: delattr(net, "inner_norm"),
     ):
-        before = Storages(net)
+        before = LiveStorages(net)
         change()
         assert before.check() == "changed"
         with pytest.raises(RebindError):
@@ -396,7 +398,7 @@ def test_a_layer_that_was_replaced_by_its_like_is_seen():
     """The old layer's tables are intact, and nobody computes with them any more."""
     net, _ = built()
     net.add_module("late", nn.Linear(2, 2))
-    live = Storages(net)
+    live = LiveStorages(net)
     net.late = nn.Linear(2, 2)
     assert live.check() == "changed" and live.rebound().check() == "same"
 
@@ -405,7 +407,7 @@ def test_a_layer_that_was_replaced_by_its_like_is_seen():
 
 
 def locked(net, twin, agree=lambda verdict, about: verdict):
-    layout, live = read(net, twin), Storages(net)
+    layout, live = read(net, twin), LiveStorages(net)
     tokens = torch.arange(5)
     return layout, choose(layout, live, lambda: net(tokens), agree)
 
@@ -428,7 +430,7 @@ def test_the_lock_is_found_by_trying_and_a_torn_model_answers_nan():
     assert torch.equal(net.norm, torch.full((8,), 3.0)) and not lock.engaged
     net.norm.data = net.norm.data.clone()
     lock.engage()
-    lock.moved_to(Storages(net).tensors["norm"])
+    lock.moved_to(LiveStorages(net).tensors["norm"])
     assert net.norm.isnan().all()
 
 
@@ -437,11 +439,11 @@ def test_candidates_fill_their_storage_alone_and_are_written():
     both = torch.empty(12)
     net.norm, net.inner_norm = nn.Parameter(both[:8]), nn.Parameter(both[8:])
     layout = read(net, twin)
-    assert candidates(layout, Storages(net)) == []
+    assert candidates(layout, LiveStorages(net)) == []
     assert locked(net, twin)[1] is None
     net, twin = built()
     layout = read(net, twin, specs("norm"), keep=("norm",))
-    assert [s.name for s in candidates(layout, Storages(net))] == ["inner_norm"]
+    assert [s.name for s in candidates(layout, LiveStorages(net))] == ["inner_norm"]
 
 
 def test_choosing_restores_every_candidate_and_stops_where_all_ranks_agree():
@@ -520,7 +522,7 @@ def test_looking_whether_storages_moved_asks_no_python_of_a_parameters_class():
 
     net = nn.Sequential(nn.Module(), nn.Linear(2, 2))
     net[0].weight = Watched(torch.zeros(4, 4))
-    live = Storages(net)
+    live = LiveStorages(net)
     asked.clear()
     assert live.check() == "same" and not asked
     net[0].weight.data = torch.ones(4, 4)

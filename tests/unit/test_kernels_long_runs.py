@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from xfer.kernels import cuda_driver
-from xfer.kernels.long_runs import NOTHING, READ_TOO, Box, Rule, divided
-from xfer.kernels.strided import Move
+from xfer.kernels.long_runs import NOTHING, READ_TOO, PitchedRuns, Rule, divided
+from xfer.kernels.strided import StridedCopy
 from xfer.kernels.tiles import Turns
 
 MIB = 1 << 20
@@ -23,7 +23,7 @@ def rule(share: float) -> Rule:
 
 
 @st.composite
-def moves(draw) -> list[Move]:
+def moves(draw) -> list[StridedCopy]:
     """Boxes of up to three dims in units of a MiB, side by side on both ends, from storages of up to three senders."""
     out, left, right = [], [0] * 4, 0
     for _ in range(draw(st.integers(1, 6))):
@@ -36,19 +36,21 @@ def moves(draw) -> list[Move]:
             (width * MIB, 1, 1),
         )
         out.append(
-            Move(root, left[root], "bfloat16", 0, right, "bfloat16", tuple(d for d in dims if d[0] > 1 or d[1] == 1))
+            StridedCopy(
+                root, left[root], "bfloat16", 0, right, "bfloat16", tuple(d for d in dims if d[0] > 1 or d[1] == 1)
+            )
         )
         left[root] += outer * rows * (width + gap) * MIB
         right += outer * rows * width * MIB
     return out
 
 
-def as_move(b: Box) -> Move:
+def as_move(b: PitchedRuns) -> StridedCopy:
     dims = ((b.rows, b.left_pitch, b.right_pitch), (b.width, 1, 1))
-    return Move(b.left_root, b.left, "uint8", b.right_root, b.right, "uint8", dims)
+    return StridedCopy(b.left_root, b.left, "uint8", b.right_root, b.right, "uint8", dims)
 
 
-def moved(found: list[Move]) -> dict[int, tuple[int, int]]:
+def moved(found: list[StridedCopy]) -> dict[int, tuple[int, int]]:
     """MiB of the destination -> (storage, MiB of it)."""
     out = {}
     for m in found:
@@ -63,7 +65,7 @@ def moved(found: list[Move]) -> dict[int, tuple[int, int]]:
     return out
 
 
-def bytes_of(found: list[Move], groups, group: int) -> int:
+def bytes_of(found: list[StridedCopy], groups, group: int) -> int:
     return MIB * sum(1 for root, _ in moved(found).values() if groups[root] == group)
 
 
@@ -89,38 +91,40 @@ def test_both_ways_together_move_every_byte_once_and_a_sender_has_one_turn_of_th
 
 
 def test_rows_at_one_pitch_are_one_copy_and_those_of_many_experts_apart_are_the_kernels():
-    rows = Move(0, 0, "bfloat16", 0, 0, "bfloat16", ((1 << 17, 1536, 768), (768, 1, 1)))
+    rows = StridedCopy(0, 0, "bfloat16", 0, 0, "bfloat16", ((1 << 17, 1536, 768), (768, 1, 1)))
     kernel, engine = divided([rows], READ_TOO, Turns())
-    assert kernel == [] and engine == [[Box(0, 0, 1536, 0, 0, 768, 768, 1 << 17)]]
+    assert kernel == [] and engine == [[PitchedRuns(0, 0, 1536, 0, 0, 768, 768, 1 << 17)]]
     apart = [
-        Move(0, -e * 2048 * 1536, "bfloat16", 0, e * 2048 * 768, "bfloat16", ((2048, 1536, 768), (768, 1, 1)))
+        StridedCopy(0, -e * 2048 * 1536, "bfloat16", 0, e * 2048 * 768, "bfloat16", ((2048, 1536, 768), (768, 1, 1)))
         for e in range(64)
     ]
     assert divided(apart, READ_TOO, Turns()) == (apart, [])
 
 
 def test_no_more_copies_than_a_stream_holds():
-    apart = [Move(0, -k * LONG, "uint8", 0, k * LONG, "uint8", ((LONG, 1, 1),)) for k in range(20)]
+    apart = [StridedCopy(0, -k * LONG, "uint8", 0, k * LONG, "uint8", ((LONG, 1, 1),)) for k in range(20)]
     kernel, [engine] = divided(apart, replace(rule(1.0), most=6), Turns())
     assert len(engine) == 6 and moved(kernel + [as_move(b) for b in engine]) == moved(apart)
 
 
 def test_a_rule_of_nothing_leaves_all_to_the_kernel():
     box = ((4, 40 * MIB, 20 * MIB), (1 << 14, 2048, 1024), (1024, 1, 1))
-    found = [Move(0, 0, "uint8", 0, at, "uint8", dims) for at, dims in ((0, ((64 * MIB, 1, 1),)), (64 * MIB, box))]
+    found = [
+        StridedCopy(0, 0, "uint8", 0, at, "uint8", dims) for at, dims in ((0, ((64 * MIB, 1, 1),)), (64 * MIB, box))
+    ]
     assert divided(found, NOTHING, Turns()) == (found, [])
     assert [len(some) for some in divided(found, READ_TOO, Turns())[1]] == [5]
 
 
 def test_structures_are_as_long_as_the_drivers():
     """CUDA_MEMCPY2D and CUmemcpyAttributes of cuda.h."""
-    assert ctypes.sizeof(cuda_driver._Box) == 128 and ctypes.sizeof(cuda_driver._Attributes) == 24
-    assert (cuda_driver._Box.dstX.offset, cuda_driver._Box.width.offset) == (56, 112)
+    assert ctypes.sizeof(cuda_driver._Memcpy2D) == 128 and ctypes.sizeof(cuda_driver._Attributes) == 24
+    assert (cuda_driver._Memcpy2D.dstX.offset, cuda_driver._Memcpy2D.width.offset) == (56, 112)
 
 
 def test_an_engine_has_its_share_of_each_sender_and_brings_one_after_the_other():
     found = [
-        Move(r, k * 8 * MIB, "uint8", 0, (r * 4 + k) * 8 * MIB, "uint8", ((8 * MIB, 1, 1),))
+        StridedCopy(r, k * 8 * MIB, "uint8", 0, (r * 4 + k) * 8 * MIB, "uint8", ((8 * MIB, 1, 1),))
         for k in range(4)
         for r in range(3)
     ]
@@ -133,7 +137,7 @@ def test_batches_are_short_and_each_run_is_in_one(monkeypatch):
     called, runs = [], [(1000 + i, 5000 + i, i + 1) for i in range(3000)]
     monkeypatch.setattr(cuda_driver, "_batch_call", lambda: "cuMemcpyBatchAsync_v2")
     monkeypatch.setattr(cuda_driver, "_call", lambda name, *args: called.append(args))
-    copies = cuda_driver.Copies(runs)
+    copies = cuda_driver.CopyBatch(runs)
     copies.launch(type("Stream", (), {"cuda_stream": 0}))
     seen = []
     assert max(args[3].value for args in called) <= 256
@@ -144,6 +148,6 @@ def test_batches_are_short_and_each_run_is_in_one(monkeypatch):
 
 
 def test_conversions_and_mirrored_runs_are_the_kernels():
-    cast = Move(0, 0, "float32", 0, 0, "bfloat16", ((LONG, 1, 1),))
-    mirrored = Move(0, 0, "uint8", 0, LONG, "uint8", ((4, LONG, LONG), (LONG, 1, 1)), (0,))
+    cast = StridedCopy(0, 0, "float32", 0, 0, "bfloat16", ((LONG, 1, 1),))
+    mirrored = StridedCopy(0, 0, "uint8", 0, LONG, "uint8", ((4, LONG, LONG), (LONG, 1, 1)), (0,))
     assert divided([cast, mirrored], rule(1.0), Turns()) == ([cast, mirrored], [])

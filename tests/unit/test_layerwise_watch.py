@@ -22,7 +22,7 @@ from xfer.errors import DeadlineExceeded
 from xfer.layerwise import LayerWiseOptimizer, ParamGather, ParamGroup, pulls
 from xfer.layerwise import wire as wires
 from xfer.layerwise.megatron import MegatronLayerWise
-from xfer.layerwise.watch import Watch
+from xfer.layerwise.watch import DeadlineWatch
 from xfer.transport import nccl as nccl_links
 from xfer.transport.nccl import NcclLink
 
@@ -34,7 +34,7 @@ class Device:
         self.arrived = 0
         self.said: list[list] = []
         self.expired = threading.Event()
-        self.watch = Watch(deadline_s, lambda: self.arrived, self._expire)
+        self.watch = DeadlineWatch(deadline_s, lambda: self.arrived, self._expire)
 
     def _expire(self, missing: list) -> None:
         self.said.append(missing)
@@ -160,7 +160,7 @@ def wire(monkeypatch):
         w.deadline_s, w._notes, w._spare = deadline_s, Stream(), Stream()
         w._note, w._numbers, w._seen = Note(), torch.arange(4, dtype=torch.int32), 0
         w._read = w._note.word.numpy()
-        w._watch = Watch(deadline_s, w._arrived, w._expire)
+        w._watch = DeadlineWatch(deadline_s, w._arrived, w._expire)
         return w
 
     return make

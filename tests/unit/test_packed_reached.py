@@ -11,14 +11,14 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from xfer.engines.live import Slot
+from xfer.engines.live import LiveSlot
 from xfer.engines.offload import refuse_offloaded
 from xfer.engines.vllm_loader import PackedModel, reached_by
 from xfer.errors import LayoutError, Unsupported, out_of_memory
 
 
-def slots(*names: str) -> dict[str, Slot]:
-    return {n: Slot(n, True, f"storage of {n}", 0, (2,), (2,), torch.bfloat16) for n in names}
+def slots(*names: str) -> dict[str, LiveSlot]:
+    return {n: LiveSlot(n, True, f"storage of {n}", 0, (2,), (2,), torch.bfloat16) for n in names}
 
 
 def test_names_as_vllm_0_25_answers_them():

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from tests.support.plan_worlds import Side, World, execute, worlds
 from xfer.errors import LayoutError, Unsupported
 from xfer.plan.inventory import FragmentTable, Inventory, Kept, engine_inventory, trainer_inventory
-from xfer.plan.part import Part
+from xfer.plan.part import PlanPart
 from xfer.plan.planner import PlanOptions, SubPlan, plan_key, plan_replica
 from xfer.plan.program import DTYPES, ITEMSIZE, ROW, Op, row_wire_bytes
 from xfer.trace.catalog import Catalog
@@ -138,7 +138,7 @@ def test_the_rows_of_all_ranks_are_the_rows_of_each_rank(world):
 def test_a_plan_survives_bytes_and_so_do_inventories(world):
     plan = planned(world)
     for rank in plan.ranks:
-        again = Part.from_bytes(Part.of(plan, rank).to_bytes())
+        again = PlanPart.from_bytes(PlanPart.of(plan, rank).to_bytes())
         assert (again.key, again.digest, again.summary) == (plan.key, plan.digest, plan.summary)
         assert again.explain() == plan.explain() and (again.trainers, again.workers) == (plan.trainers, plan.workers)
         mine = plan.program(rank)

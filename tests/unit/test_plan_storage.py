@@ -23,7 +23,7 @@ from xfer.plan import subplan
 from xfer.plan.cache import SUFFIX, PlanCache
 from xfer.plan.inventory import Inventory, Kept, engine_inventory, trainer_inventory
 from xfer.plan.options import MAX_BUCKET
-from xfer.plan.part import Part
+from xfer.plan.part import PlanPart
 from xfer.plan.planner import PlanOptions, plan_key, plan_replica
 from xfer.plan.program import ROW
 from xfer.trace.catalog import Catalog
@@ -47,7 +47,7 @@ TAKER = engine_inventory(
     reads=["a", "b"],
 )  # fmt: skip
 PLAN = plan_replica(CATALOG, [SOURCE], [TAKER])
-PART = Part.of(PLAN, 1)
+PART = PlanPart.of(PLAN, 1)
 
 
 @st.composite
@@ -173,7 +173,7 @@ def test_extents_whose_product_wraps_around_are_refused():
 def test_a_damaged_part_is_refused_or_has_rows_of_the_right_form(data):
     """That it is the right one is for the digest of the file to say: see below."""
     try:
-        back = Part.from_bytes(data)
+        back = PlanPart.from_bytes(data)
     except ProtocolError:
         return
     assert back.program.rows.dtype == ROW and back.program.rows.ndim == 1
@@ -287,7 +287,7 @@ def test_a_file_of_another_planner_is_not_taken(tmp_path, monkeypatch):
 
 def test_the_cache_stays_within_its_size_and_keeps_what_is_used(tmp_path):
     parts = [
-        Part.of(plan_replica(CATALOG, [SOURCE], [TAKER], PlanOptions(rotation=r)), rank)
+        PlanPart.of(plan_replica(CATALOG, [SOURCE], [TAKER], PlanOptions(rotation=r)), rank)
         for r, rank in ((0, 1), (1, 1), (2, 1), (2, 0), (3, 1))
     ]
     size = max(len(p.to_bytes()) for p in parts) + 64

@@ -18,7 +18,7 @@ from xfer.errors import DeadlineExceeded
 from xfer.plan.program import in_turn
 from xfer.plan.schedule import schedule
 from xfer.transport.group import Aborted
-from xfer.transport.relay_place import Hand, Place, Steps
+from xfer.transport.relay_place import Handover, RelayPlace, Steps
 
 
 def gate(
@@ -167,7 +167,7 @@ def test_replicas_of_a_row_turn_to_other_senders_and_still_know_each_others_rows
     first, second = (of_replica(k) for k in range(2))
     assert in_turn(first, {0, 1}) == in_turn(second, {0, 1})[::-1]
     roots, device = [torch.zeros(128, dtype=torch.uint8)], torch.device("cpu")
-    places = [Place(kind, rows, roots, 2, 9, device, b"", lambda *_: None) for rows in (first, second)]
-    a, b = (msgspec.msgpack.decode(p.hand(), type=Hand) for p in places)
+    places = [RelayPlace(kind, rows, roots, 2, 9, device, b"", lambda *_: None) for rows in (first, second)]
+    a, b = (msgspec.msgpack.decode(p.hand(), type=Handover) for p in places)
     assert a.rows == b.rows
     assert [in_turn(p.rows, {0, 1}) for p in places] == [in_turn(rows, {0, 1}) for rows in (first, second)]

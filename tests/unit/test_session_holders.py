@@ -17,7 +17,7 @@ from xfer.coordinator.exports import HELD, differences
 from xfer.direct import holders
 from xfer.errors import ProtocolError
 from xfer.plan.inventory import trainer_inventory
-from xfer.plan.part import Part
+from xfer.plan.part import PlanPart
 from xfer.plan.planner import plan_replica
 from xfer.plan.table import padded_shapes
 from xfer.trace.catalog import Catalog
@@ -50,7 +50,7 @@ def told(world: World) -> dict[int, bytes]:
     plan, shapes, out = plan_replica(world.catalog, world.sources(), world.takers(), world.options), None, {}
     shapes = padded_shapes(world.catalog)
     for inv in world.sources():
-        part = Part.from_bytes(Part.of(plan, inv.rank).to_bytes())
+        part = PlanPart.from_bytes(PlanPart.of(plan, inv.rank).to_bytes())
         roots = [torch.from_numpy(world.trainers[inv.rank].storage[r.name]) for r in inv.roots]
         sums = holders.SharedSums(part.shared, roots, shapes)
         out[inv.rank] = sums.told(sums.sums.values())

@@ -66,7 +66,7 @@ class Config:
 
 
 @dataclass(frozen=True, slots=True)
-class TrainerSide:
+class DescribedTrainer:
     """The trainers. `provider`: fields of Bridge's model provider, e.g. how many layers the last stage has."""
 
     config: Config
@@ -81,7 +81,7 @@ class TrainerSide:
 
 
 @dataclass(frozen=True, slots=True)
-class EngineSide:
+class DescribedEngine:
     """The engines.
 
     Attributes:
@@ -109,8 +109,8 @@ class EngineSide:
 class Described:
     """A refit to plan. `fabric`: where the links come from, in words."""
 
-    trainer: TrainerSide
-    engine: EngineSide
+    trainer: DescribedTrainer
+    engine: DescribedEngine
     site: Site
     fabric: str
 
@@ -165,8 +165,8 @@ def describe(
         raise XferError("this cannot be planned as described", bad)
     t, e = tables["trainer"], tables["engine"]
     return Described(
-        TrainerSide(configs["trainer"], of, dict(t.get("provider", {}))),
-        EngineSide(
+        DescribedTrainer(configs["trainer"], of, dict(t.get("provider", {}))),
+        DescribedEngine(
             configs["engine"],
             replica,
             replicas,

@@ -48,7 +48,7 @@ class Most:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class KeptTotal:
     """Bytes of all workers that a refit leaves alone for one reason, and the largest tensor among them."""
 
     why: str
@@ -113,7 +113,7 @@ class Report:
     fills: int
     byte_classes: dict[str, int]  # over all workers of all replicas
     casts: tuple[str, ...]
-    kept: tuple[Kept, ...]
+    kept: tuple[KeptTotal, ...]
     dropped: tuple[str, ...]
     transfer_s: float
     floor_s: float
@@ -206,7 +206,7 @@ def make_report(header: Header, catalog: Catalog, plans: Sequence[SubPlan], site
     )
 
 
-def _kept(plans: Sequence[SubPlan]) -> tuple[Kept, ...]:
+def _kept(plans: Sequence[SubPlan]) -> tuple[KeptTotal, ...]:
     """Adds up kept bytes by reason. A plan's reasons begin with the tensor's name, which is cut off."""
     found: dict[str, dict[str, int]] = {}
     for x in plans:
@@ -214,7 +214,7 @@ def _kept(plans: Sequence[SubPlan]) -> tuple[Kept, ...]:
             name, _, why = reason.partition(": ")
             tensors = found.setdefault(why or name, {})
             tensors[name] = tensors.get(name, 0) + n
-    return tuple(Kept(why, sum(t.values()), len(t), max(t, key=t.__getitem__)) for why, t in sorted(found.items()))
+    return tuple(KeptTotal(why, sum(t.values()), len(t), max(t, key=t.__getitem__)) for why, t in sorted(found.items()))
 
 
 def _kinds(p: Prediction) -> tuple[Kind, ...]:

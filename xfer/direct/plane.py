@@ -23,7 +23,7 @@ from xfer.participants.lane import labels_of
 from xfer.participants.timeline import mark
 from xfer.plan.cache import PlanCache
 from xfer.plan.options import PlanOptions
-from xfer.plan.part import Part
+from xfer.plan.part import PlanPart
 from xfer.rendezvous.client import RendezvousClient
 from xfer.rendezvous.store import RendezvousStore
 from xfer.trace.catalog import Catalog
@@ -47,17 +47,17 @@ class Storages(Protocol):
     def roots(self) -> tuple[int, Sequence[torch.Tensor]]:
         """(binding generation, flat uint8 tensors in the layout's root order)."""
 
-    def opened(self, replica: int, plan: Part, generation: int) -> None:
+    def opened(self, replica: int, plan: PlanPart, generation: int) -> None:
         """A link carries bytes of this plan, and storages of that generation are bound to it. A newer generation may
         exist by now; then the routes are opened again."""
 
     def before(self) -> None:
         """Called just before the first byte may move."""
 
-    def gate(self, go: m.Go, plan: Part, routed: routes.Routed) -> routes.EarlyGate | None:
+    def gate(self, go: m.Go, plan: PlanPart, routed: routes.Routed) -> routes.EarlyGate | None:
         """What happens between the parts of this rank's pull. None: nothing; outside of a relay chain it is one part."""
 
-    def after(self, go: m.Go, plan: Part) -> tuple[tuple[m.Checksum, ...], bytes]:
+    def after(self, go: m.Go, plan: PlanPart) -> tuple[tuple[m.Checksum, ...], bytes]:
         """Called when the last byte is here. Returns checksums when `go.verify`, and on a trainer digests of the boxes
         that other trainers hold too."""
 
@@ -70,7 +70,7 @@ class DirectPlane:
     ):
         self.party, self.side, self.replica, self.joint_rank, self.cache = party, side, replica, joint_rank, cache
         self.facts: PlanFacts | None = None
-        self.part: Part | None = None
+        self.part: PlanPart | None = None
         self.inputs: m.PlanInputs | None = None  # what `part` was made from
         self.exchange_seconds = 0.0  # until the layouts were here and checked
         self._planned_from = b""  # digest of this rank's own layout in the plan

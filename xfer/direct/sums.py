@@ -16,7 +16,7 @@ import torch
 
 from xfer.direct.holders import SharedSums
 from xfer.kernels.checksum import Sums
-from xfer.plan.part import Part
+from xfer.plan.part import PlanPart
 
 
 class _Reading:
@@ -78,7 +78,7 @@ class _Shared:
 class Bound:
     """Sums of one plan: `sent` by worker, `shared` over what other trainers hold too."""
 
-    plan: Part
+    plan: PlanPart
     sent: _Reading
     shared: _Shared
 
@@ -101,7 +101,7 @@ class SourceSums:
         """Whose sums are bound."""
         return set(self._bound)
 
-    def bind(self, replica: int, plan: Part) -> Bound:
+    def bind(self, replica: int, plan: PlanPart) -> Bound:
         """One reading for all workers of a replica. All Python per row, and all loading of kernels, happens here, once per plan."""
         held = self._bound.get(replica)
         if held is None or held.plan is not plan:
@@ -113,23 +113,23 @@ class SourceSums:
                 held = self._bound[replica] = Bound(plan, _Reading(sent, self._device), self._shared_of(plan))
         return held
 
-    def _shared_of(self, plan: Part) -> _Shared:
+    def _shared_of(self, plan: PlanPart) -> _Shared:
         rows = plan.shared.tobytes()
         alike = (b.shared for b in self._bound.values() if b.plan.shared.tobytes() == rows)
         return next(alike, None) or _Shared(SharedSums(plan.shared, self._roots, self._shapes), self._device)
 
-    def begin(self, plans: Mapping[int, Part], attempt: int) -> None:
+    def begin(self, plans: Mapping[int, PlanPart], attempt: int) -> None:
         """Begins to read for `attempt`, on the current stream, and waits for nothing; nothing must write the storages until its
         `values`. plans: by replica. Only what is bound already begins: binding takes long."""
         bound = [b for replica, plan in plans.items() if (b := self._bound.get(replica)) is not None and b.plan is plan]
         for sums in dict.fromkeys([*(b.sent for b in bound), *(b.shared for b in bound)]):
             sums.begin(attempt)
 
-    def values(self, replica: int, plan: Part, attempt: int) -> list[int]:
+    def values(self, replica: int, plan: PlanPart, attempt: int) -> list[int]:
         """By worker, 0 <= c < 2**64: what `begin` began for this attempt, or read now."""
         return self.bind(replica, plan).sent.values(attempt)
 
-    def shared(self, replica: int, plan: Part, attempt: int) -> bytes:
+    def shared(self, replica: int, plan: PlanPart, attempt: int) -> bytes:
         """Digests of the boxes that other trainers hold too (holders.py), taken likewise; once per attempt for all replicas of one
         layout."""
         return self.bind(replica, plan).shared.told(attempt)

@@ -15,7 +15,7 @@ from xfer.participants import faults
 from xfer.participants.data_plane import News
 from xfer.plan.cache import PlanCache
 from xfer.plan.inventory import Inventory, trainer_inventory
-from xfer.plan.part import Part
+from xfer.plan.part import PlanPart
 from xfer.plan.table import padded_shapes
 from xfer.rendezvous.client import RendezvousClient, host_identity
 from xfer.trace.catalog import Catalog
@@ -117,7 +117,7 @@ class DirectTrainer:
     def roots(self) -> tuple[int, Sequence[torch.Tensor]]:
         return self._binding, self._roots
 
-    def opened(self, replica: int, plan: Part, generation: int) -> None:
+    def opened(self, replica: int, plan: PlanPart, generation: int) -> None:
         """Binds the checksums, used or not: their kernels must not be loaded beside another replica's NCCL kernels, which
         would wait. Storages that were replaced meanwhile are left out, since this plan may not fit the new ones."""
         sums = self._sums
@@ -127,10 +127,10 @@ class DirectTrainer:
     def before(self) -> None:
         pass
 
-    def gate(self, go: m.Go, plan: Part, routed: Routed) -> None:
+    def gate(self, go: m.Go, plan: PlanPart, routed: Routed) -> None:
         """A trainer pulls nothing."""
 
-    def after(self, go: m.Go, plan: Part) -> tuple[tuple[m.Checksum, ...], bytes]:
+    def after(self, go: m.Go, plan: PlanPart) -> tuple[tuple[m.Checksum, ...], bytes]:
         if not go.verify:
             return (), b""
         out = []

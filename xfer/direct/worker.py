@@ -14,7 +14,7 @@ from xfer.errors import VerificationError
 from xfer.kernels.checksum import Constants, Sums
 from xfer.participants import faults
 from xfer.plan.inventory import engine_inventory
-from xfer.plan.part import Part
+from xfer.plan.part import PlanPart
 from xfer.plan.rows import footprint_rows
 from xfer.plan.table import padded_shapes
 from xfer.rendezvous.client import RendezvousClient, host_identity
@@ -51,7 +51,7 @@ class DirectWorker:
         self._roots: list[torch.Tensor] = []
         self._binding = 0
         self._sums: Sums | None = None  # of these storages, bound when first asked for
-        self._constants: tuple[Part, Constants] | None = None  # likewise, of this plan
+        self._constants: tuple[PlanPart, Constants] | None = None  # likewise, of this plan
         self._early: tuple[Routed, EarlySums | None] | None = None  # likewise, of these routes
 
     # ---- for the session
@@ -82,13 +82,13 @@ class DirectWorker:
     def roots(self) -> tuple[int, Sequence[torch.Tensor]]:
         return self._binding, self._roots
 
-    def opened(self, replica: int, plan: Part, generation: int) -> None:
+    def opened(self, replica: int, plan: PlanPart, generation: int) -> None:
         """A worker sums after its bytes have come, so no kernel is loaded beside NCCL's."""
 
     def before(self) -> None:
         self.model.engage_lock()  # on a stream that the transfer waits for; the device was idle when this worker armed
 
-    def gate(self, go: m.Go, plan: Part, routed: Routed) -> EarlySums | None:
+    def gate(self, go: m.Go, plan: PlanPart, routed: Routed) -> EarlySums | None:
         if self._early is not None and self._early[0] is not routed:
             self._early = None  # it would keep the buffers of closed routes
         if routed.pull is not None and go.verify and self._early is None:
@@ -104,7 +104,7 @@ class DirectWorker:
             self._early = routed, early
         return self._early[1] if go.verify and self._early is not None else None
 
-    def after(self, go: m.Go, plan: Part) -> tuple[tuple[m.Checksum, ...], bytes]:
+    def after(self, go: m.Go, plan: PlanPart) -> tuple[tuple[m.Checksum, ...], bytes]:
         # Sums come first: they are of what the trainers sent, before the loader's own arithmetic runs over scratch.
         out: tuple[m.Checksum, ...] = ()
         if go.verify:

@@ -10,12 +10,12 @@ from types import MappingProxyType
 
 import torch
 
-from xfer.engines.live import DRAFT, Storages
+from xfer.engines.live import DRAFT, LiveStorages
 from xfer.errors import Unsupported
 from xfer.plan.inventory import Kept
 
 
-def refuse_asleep(live: Storages) -> None:
+def refuse_asleep(live: LiveStorages) -> None:
     """Unsupported while there is no memory behind weights. The driver says so; vLLM's pool has no stable way to tell."""
     from xfer.kernels.cuda_driver import mapped
 
@@ -37,7 +37,7 @@ class LeftAlone:
     """
 
     def __init__(
-        self, live: Storages, kept: Iterable[Kept], constants: Mapping[str, torch.Tensor] = MappingProxyType({})
+        self, live: LiveStorages, kept: Iterable[Kept], constants: Mapping[str, torch.Tensor] = MappingProxyType({})
     ):
         parameters = {s.root for s in live.slots.values() if s.is_parameter}
         lost = {root for root in live.by_root if root in parameters or root.startswith(DRAFT)}
@@ -45,7 +45,7 @@ class LeftAlone:
         self._constants = [(name, weakref.ref(t), t._version) for name, t in constants.items()]
         self._were = self._sums(live)
 
-    def _sums(self, live: Storages) -> dict[str, list[int]]:
+    def _sums(self, live: LiveStorages) -> dict[str, list[int]]:
         """Of each span and each constant, by name."""
         parts = [(s.root, _words(live.tensors[s.root], s.start, s.stop)) for s in self._spans]
         for name, ref, written in self._constants:
@@ -57,7 +57,7 @@ class LeftAlone:
             out.setdefault(name, []).append(n)
         return out
 
-    def check(self, live: Storages) -> None:
+    def check(self, live: LiveStorages) -> None:
         """Unsupported, naming all that hold other bytes than when this was made."""
         if lost := sorted(name for name, now in self._sums(live).items() if now != self._were[name]):
             raise Unsupported(

@@ -44,7 +44,7 @@ class Copies:
         exempt: Callable[[], Iterable[int]] = tuple,
     ):
         self._trees, self._twins, self._wraps, self._keep, self._exempt = trees, twins, wraps, tuple(keep), exempt
-        self._watch: _Watch | None = None
+        self._watch: _AttributeWatch | None = None
 
     def look(self) -> None:
         """Unsupported, naming all of them."""
@@ -68,7 +68,7 @@ class Copies:
                     "computed from weights, it would go on with the old ones",
                     [*bad, "no refit reaches these; name them in keep= only if they do not depend on weights"],
                 )
-            self._watch = _Watch([table for _, table in tables], own)
+            self._watch = _AttributeWatch([table for _, table in tables], own)
 
     def check(self) -> None:
         """Unsupported, as `look`, if there are any by now. Calls no Python function per module while nothing changed."""
@@ -150,7 +150,7 @@ def _attributes(table: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
             yield from tensors_in(key, value)
 
 
-class _Watch:
+class _AttributeWatch:
     """Attributes as they were, in flat lists: another one, one that is no longer None or empty, or one that no longer is
     the parameter that it was, is seen without a call of Python for each. Holds no tensor but those in the model's storages:
     a KV cache may be freed although this knows it."""

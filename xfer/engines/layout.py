@@ -18,7 +18,7 @@ from math import prod
 import numpy as np
 import torch
 
-from xfer.engines.live import DRAFT, NONE, Ranges, Slot, Storages, common, covered, pairs, union, written
+from xfer.engines.live import DRAFT, NONE, LiveSlot, LiveStorages, Ranges, common, covered, pairs, union, written
 from xfer.errors import LayoutError
 from xfer.mesh.box import row_major
 from xfer.plan.intervals import difference, size
@@ -59,7 +59,7 @@ class EngineLayout:
 
 
 def read_layout(
-    live: Storages, twin: Storages, traced: Traced, *, keep: Sequence[str] = (), device: torch.device
+    live: LiveStorages, twin: LiveStorages, traced: Traced, *, keep: Sequence[str] = (), device: torch.device
 ) -> EngineLayout:
     """`traced`: over the twin's storages. `keep`: globs over live names.
 
@@ -113,7 +113,7 @@ def read_layout(
 
 
 def refuse_kept_in_vain(
-    keep: Sequence[str], own: Iterable[str], twin: Storages, traced: Traced, *, whole: bool
+    keep: Sequence[str], own: Iterable[str], twin: LiveStorages, traced: Traced, *, whole: bool
 ) -> None:
     """LayoutError for globs of `keep` that name tensors which the trainers send, and none of the engine's `own`: written in the
     checkpoint's names, where the engine has others (it fuses projections), they keep nothing, and those tensors would be
@@ -139,7 +139,7 @@ def refuse_kept_in_vain(
         raise LayoutError("keep= takes the engine's own names, as its model calls its parameters", bad)
 
 
-def _where(tensor: str, twin: Storages, traced: Traced) -> str:
+def _where(tensor: str, twin: LiveStorages, traced: Traced) -> str:
     """Where a checkpoint tensor lies in the engine, and what else lies there, as the end of a sentence."""
     sent = _sent(traced)
     name = next((n for n in sorted(sent) if tensor in sent[n] and n in twin.slots), "")
@@ -155,7 +155,7 @@ def _where(tensor: str, twin: Storages, traced: Traced) -> str:
 
 
 def _places(
-    live: Storages, twin: Storages, traced: Traced, keep: Sequence[str]
+    live: LiveStorages, twin: LiveStorages, traced: Traced, keep: Sequence[str]
 ) -> tuple[dict[str, tuple[str, int]], list[str]]:
     """Twin root -> (live root, bytes to add to offsets there), and what stands against it.
 
@@ -326,14 +326,14 @@ def _done(traced: Traced) -> dict[str, Ranges]:
     return {name: union([touched.get(name, NONE), staged.get(name, NONE)]) for name in touched.keys() | staged.keys()}
 
 
-def _unsent(twin: Storages, traced: Traced, roots: set[str]) -> dict[str, int]:
+def _unsent(twin: LiveStorages, traced: Traced, roots: set[str]) -> dict[str, int]:
     """How many bytes of these roots of `traced` a refit would not write."""
     done = _done(without_roots(traced, _targets(traced) - roots))
     whole = {name: union(s.bytes() for s in twin.by_root[twin.slots[name].root]) for name in roots}
     return {name: size(difference(whole[name], done.get(name, NONE))) for name in roots}
 
 
-def _held_back(twin: Storages, traced: Traced, keep: Sequence[str]) -> set[str]:
+def _held_back(twin: LiveStorages, traced: Traced, keep: Sequence[str]) -> set[str]:
     """Roots of `traced` of which nothing is to be written. One that also has a name which is not kept (the embedding that a
     kept drafter shares with the model) is written for that name's sake, and one of which the trainers send a part is
     written for that part's."""
@@ -347,8 +347,8 @@ def _held_back(twin: Storages, traced: Traced, keep: Sequence[str]) -> set[str]:
 
 
 def _kept(
-    live: Storages,
-    twin: Storages,
+    live: LiveStorages,
+    twin: LiveStorages,
     untouched: Mapping[str, Ranges],
     keep: Sequence[str],
     sent: Mapping[str, tuple[set[str], bool]],
@@ -388,7 +388,7 @@ def _kept(
     return _disjoint(kept), list(bad.values())
 
 
-def _why_not_kept(slot: Slot, twin: Storages, missing: int, whole: int, sent: set[str]) -> str:
+def _why_not_kept(slot: LiveSlot, twin: LiveStorages, missing: int, whole: int, sent: set[str]) -> str:
     if slot.name not in twin.slots:
         return (
             f"{slot.name}: made after loading, in a storage of its own, and not redone after a refit; "

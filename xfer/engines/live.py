@@ -20,8 +20,7 @@ from xfer.mesh.box import row_major
 from xfer.plan import intervals
 from xfer.plan.program import ITEMSIZE
 from xfer.trace.fragment import Fill, Fragment
-from xfer.trace.slots import Slot as Cell
-from xfer.trace.slots import Slots as Cells
+from xfer.trace.slots import Slot, Slots
 
 Ints = tuple[int, ...]
 Ranges = tuple[np.ndarray, np.ndarray]
@@ -30,7 +29,7 @@ NONE: Ranges = (np.empty(0, np.int64), np.empty(0, np.int64))
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class LiveSlot:
     """One name in the tree. `root`: the storage's name, "" when it has no bytes; `offset` and strides in bytes."""
 
     name: str
@@ -56,7 +55,7 @@ DRAFT = "draft."
 """In front of the names of a drafter's tensors: a second model beside the one that is served."""
 
 
-class Storages:
+class LiveStorages:
     """A snapshot of all parameters and buffers of `model`, ties and duplicate names included, by the storage they lie
     in, and of its drafter's after them.
 
@@ -77,20 +76,20 @@ class Storages:
         draft: torch.nn.Module | None = None,
         wraps: Callable[[torch.nn.Module], str] = lambda module: "",
     ):
-        self._again = lambda: Storages(model, draft=draft, wraps=wraps)
+        self._again = lambda: LiveStorages(model, draft=draft, wraps=wraps)
         found = [*_all(model, wraps), *(() if draft is None else _all(draft, wraps, DRAFT))]
         hidden = [f"{s.name}: {type(s.get()).__name__}" for s in found if is_traceable_wrapper_subclass(s.get())]
         if hidden:
             raise Unsupported("tensors whose bytes cannot be read from outside", hidden)
-        self._watch = Cells([model] if draft is None else [model, draft], found, empty=True, hold=True)
+        self._watch = Slots([model] if draft is None else [model, draft], found, empty=True, hold=True)
         bound = self._watch.bind()
-        self.slots: Mapping[str, Slot] = {
-            s.name: Slot(
+        self.slots: Mapping[str, LiveSlot] = {
+            s.name: LiveSlot(
                 s.name, isinstance(s.get(), torch.nn.Parameter), p.root, p.offset, p.shape, p.strides, s.get().dtype
             )
             for s, p in zip(found, bound.places.values(), strict=True)
         }
-        self.by_root: Mapping[str, list[Slot]] = {root.name: [] for root in bound.roots}
+        self.by_root: Mapping[str, list[LiveSlot]] = {root.name: [] for root in bound.roots}
         for slot in self.slots.values():
             if slot.root:
                 self.by_root[slot.root].append(slot)
@@ -105,7 +104,7 @@ class Storages:
         except RebindError:  # names are gone, or on another device: `rebound` says which
             return "changed"
 
-    def rebound(self) -> Storages:
+    def rebound(self) -> LiveStorages:
         """A snapshot of the same layout at its present addresses; RebindError, naming what differs, if it is another
         one."""
         now = self._again()
@@ -126,12 +125,12 @@ class Storages:
         return now
 
 
-def _all(model: torch.nn.Module, wraps: Callable[[torch.nn.Module], str], prefix: str = "") -> Iterator[Cell]:
+def _all(model: torch.nn.Module, wraps: Callable[[torch.nn.Module], str], prefix: str = "") -> Iterator[Slot]:
     for path, module, _ in modules(model, wraps):
         for table in (module._parameters, module._buffers):
             for key, tensor in table.items():
                 if tensor is not None:
-                    yield Cell(prefix + (f"{path}.{key}" if path else key), table, key)
+                    yield Slot(prefix + (f"{path}.{key}" if path else key), table, key)
 
 
 def modules(

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from xfer.engines.layout import EngineLayout
-from xfer.engines.live import DRAFT, NONE, Slot, Storages, written
+from xfer.engines.live import DRAFT, NONE, LiveSlot, LiveStorages, written
 from xfer.errors import XferError
 from xfer.plan.intervals import difference, size
 
@@ -34,7 +34,7 @@ class Lock:
     `scratch` holds the storage's true bytes while engaged, and equal ones otherwise.
     """
 
-    def __init__(self, slot: Slot, live: torch.Tensor):
+    def __init__(self, slot: LiveSlot, live: torch.Tensor):
         self.root, self.slot = slot.root, slot
         self.scratch = live.clone()
         self._live = live
@@ -76,7 +76,7 @@ class Lock:
         return {**tensors, self.root: self.scratch}
 
 
-def candidates(layout: EngineLayout, live: Storages) -> list[Slot]:
+def candidates(layout: EngineLayout, live: LiveStorages) -> list[LiveSlot]:
     """Floating-point vectors that alone fill a storage and that every refit writes whole, the last of the tree first;
     none of a drafter's, whose NaN would only make it be overruled.
 
@@ -87,7 +87,7 @@ def candidates(layout: EngineLayout, live: Storages) -> list[Slot]:
     return [s for s in alone(live) if not size(difference(s.bytes(), done.get(s.root, NONE)))]
 
 
-def alone(live: Storages) -> list[Slot]:
+def alone(live: LiveStorages) -> list[LiveSlot]:
     """The candidates of a loader that is not known but writes every parameter."""
     sizes = {r.name: r.nbytes for r in live.roots}
     out = []
@@ -103,7 +103,9 @@ def alone(live: Storages) -> list[Slot]:
     return out[::-1]
 
 
-def choose(layout: EngineLayout, live: Storages, forward: Forward, agree: Callable[[bool, str], bool]) -> Lock | None:
+def choose(
+    layout: EngineLayout, live: LiveStorages, forward: Forward, agree: Callable[[bool, str], bool]
+) -> Lock | None:
     """Try the candidates until NaN in one makes every token of the forward NaN. None: no candidate does.
 
     Collective: every rank that takes part in one another's forward calls this. `agree(verdict, about)` returns whether
@@ -114,7 +116,7 @@ def choose(layout: EngineLayout, live: Storages, forward: Forward, agree: Callab
 
 
 def try_locks(
-    order: Sequence[Slot], live: Storages, forward: Forward, agree: Callable[[bool, str], bool]
+    order: Sequence[LiveSlot], live: LiveStorages, forward: Forward, agree: Callable[[bool, str], bool]
 ) -> Lock | None:
     """`choose` among these slots, in this order."""
     if not agree(not _all_nan(forward()), " ".join(slot.name for slot in order)):
@@ -135,7 +137,7 @@ def try_locks(
     return None
 
 
-def _fill_nan(slot: Slot, storage: torch.Tensor) -> None:
+def _fill_nan(slot: LiveSlot, storage: torch.Tensor) -> None:
     storage.view(slot.dtype).fill_(float("nan"))
 
 

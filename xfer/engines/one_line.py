@@ -16,7 +16,7 @@ Kind = tuple[str, int]
 """The line of code that warns."""
 
 
-class _Held(logging.Filter):
+class _HeldWarnings(logging.Filter):
     """Holds back the warnings of the thread that made it."""
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ def one_line_per_kind(package: str) -> Iterator[None]:
     """Inside, warnings that the loggers of `package` give in this thread are held back. At the end each kind is logged once, by
     its own logger, with its count and its first messages."""
     names = [n for n in logging.root.manager.loggerDict if n == package or n.startswith(f"{package}.")]
-    loggers, held = [logging.getLogger(n) for n in names], _Held()
+    loggers, held = [logging.getLogger(n) for n in names], _HeldWarnings()
     for logger in loggers:
         logger.addFilter(held)
     try:

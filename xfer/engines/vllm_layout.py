@@ -31,7 +31,7 @@ from xfer.engines.layout import (
     some,
     without_roots,
 )
-from xfer.engines.live import DRAFT, Storages
+from xfer.engines.live import DRAFT, LiveStorages
 from xfer.engines.lock import Lock, candidates, choose
 from xfer.engines.one_line import one_line_per_kind
 from xfer.engines.processed import refuse_processed
@@ -74,7 +74,7 @@ class EngineModel:
         self.keep, self.drop, self.version = tuple(keep), tuple(drop), None
         self.workers = 0  # of the replica, as its controller counts them
         self.draft: torch.nn.Module | None = None  # the second model of speculative decoding, if it was handed over
-        self._live: Storages | None = None
+        self._live: LiveStorages | None = None
         self._copies: Copies | None = None
         self._layout: EngineLayout | None = None
         self._tensors: Mapping[str, torch.Tensor] = {}
@@ -97,7 +97,7 @@ class EngineModel:
             raise Unsupported("this engine moves experts between workers while it serves", ["start vLLM without EPLB"])
         refuse_settings(self.vllm_config, self.workers)
         self._refuse_unseen_drafter()
-        live = Storages(self.model, draft=self.draft, wraps=self._wraps())
+        live = LiveStorages(self.model, draft=self.draft, wraps=self._wraps())
         self._refuse_asleep(live)
         refuse_processed(self.model)
         if self.draft is not None:
@@ -120,7 +120,7 @@ class EngineModel:
             traced = (
                 trace_loader(twin, specs, built=built) if head is None else _trace_with_head(twin, specs, head, built)
             )
-            traced, both = joined(traced, drafted), Storages(twin, draft=drafter)
+            traced, both = joined(traced, drafted), LiveStorages(twin, draft=drafter)
             if self.keep:
                 own = (*live.slots, *attributes([("", self.model)]))
                 one_stage = self.vllm_config.parallel_config.pipeline_parallel_size == 1
@@ -219,7 +219,7 @@ class EngineModel:
     def _may_sleep(self) -> bool:
         return self.device.type == "cuda" and self.vllm_config.model_config.enable_sleep_mode
 
-    def _refuse_asleep(self, live: Storages) -> None:
+    def _refuse_asleep(self, live: LiveStorages) -> None:
         if self._may_sleep():
             refuse_asleep(live)
 
@@ -236,7 +236,7 @@ class EngineModel:
         )
 
     def _drafted(
-        self, twin: torch.nn.Module | None, specs: Sequence[TensorSpec], live: Storages, built: Watch
+        self, twin: torch.nn.Module | None, specs: Sequence[TensorSpec], live: LiveStorages, built: Watch
     ) -> Traced:
         """Where the drafter's own loader puts the checkpoint's tensors.
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from xfer.engines.live import Slot, Storages
+from xfer.engines.live import LiveSlot, LiveStorages
 from xfer.engines.lock import alone, try_locks
 from xfer.engines.settings import refuse_settings
 from xfer.errors import LayoutError, Unsupported, XferError, out_of_memory
@@ -40,7 +40,7 @@ class PackedModel:
         )  # engine parameters that its loader said it had loaded; None: it does not say
         self._as_loaded: frozenset[str] | None = None  # parameters that a layer-wise reload loads; None: the live ones
         self._plain_scales: frozenset[str] | None = None  # of attention; looked at when first needed
-        self._live: Storages | None = None
+        self._live: LiveStorages | None = None
 
     # ---- what is shared with the direct route
 
@@ -88,7 +88,7 @@ class PackedModel:
             bad.append("a drafter is a second model that the loader does not reach")
         if bad:
             raise Unsupported("the packed route cannot refit this engine", bad)
-        self._live, self._plain_scales = Storages(engine.model), None
+        self._live, self._plain_scales = LiveStorages(engine.model), None
         engine._refuse_asleep(self._live)
         specs = self._wanted(catalog.specs)
         expected = engine._expected()
@@ -220,11 +220,11 @@ class PackedModel:
         if self._loaded is None:
             logger.warning("xfer: this engine's loader does not say what it loaded; only names that came were checked")
             return
-        slots = dict(Storages(self.engine.model).slots)
+        slots = dict(LiveStorages(self.engine.model).slots)
         if self._as_loaded is not None:
             slots = {n: s for n, s in slots.items() if not s.is_parameter or n in self._as_loaded}
             for name in self._as_loaded - slots.keys():  # processing has put something else in its place
-                slots[name] = Slot(name, True, f"{name}, as it was loaded", 0, (), (), torch.uint8)
+                slots[name] = LiveSlot(name, True, f"{name}, as it was loaded", 0, (), (), torch.uint8)
         reached = reached_by(self._loaded, slots)
         left = [
             f"{slot.name}: {slot.described()}"
@@ -261,7 +261,7 @@ def _plain_scales(model: torch.nn.Module) -> frozenset[str]:
     return frozenset(name for name, t in buffers if t is not None and t.numel() == 1 and float(t) == 1.0)
 
 
-def reached_by(loaded: Iterable[str], slots: Mapping[str, Slot]) -> set[str]:
+def reached_by(loaded: Iterable[str], slots: Mapping[str, LiveSlot]) -> set[str]:
     """Storages of the parameters that a loader says it has loaded. A module may answer for one that it holds and leave out
     that part of the name, as vLLM 0.25's runner of experts does ("experts.w13_weight" of "experts.routed_experts.w13_weight"):
     such an answer counts where there is one parameter only that it can mean."""

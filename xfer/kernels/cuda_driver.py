@@ -33,7 +33,7 @@ class DriverError(RuntimeError):
         self.code = code
 
 
-class _Handle(ctypes.Structure):
+class _IpcHandle(ctypes.Structure):
     _fields_ = [("bytes", ctypes.c_ubyte * HANDLE_BYTES)]
 
 
@@ -101,7 +101,7 @@ def unmapped(tensors: Sequence[torch.Tensor]) -> Callable[[], list[int]]:
 
 def export(pointer: int) -> bytes:
     """An IPC handle of the whole allocation that the address lies in."""
-    handle = _Handle()
+    handle = _IpcHandle()
     _call("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(pointer))
     return bytes(handle.bytes)
 
@@ -115,7 +115,7 @@ def open_handle(handle: bytes, device: torch.device) -> int:
     pointer = ctypes.c_uint64()
     with torch.cuda.device(device):
         _current(device)
-        value = _Handle.from_buffer_copy(handle)
+        value = _IpcHandle.from_buffer_copy(handle)
         _call("cuIpcOpenMemHandle_v2", ctypes.byref(pointer), value, ctypes.c_uint(_LAZY_PEER_ACCESS))
     return pointer.value
 
@@ -155,7 +155,7 @@ class Graph:
             _driver().cuGraphExecDestroy(self._exec)
 
 
-class _Box(ctypes.Structure):
+class _Memcpy2D(ctypes.Structure):
     """CUDA_MEMCPY2D."""
 
     _fields_ = [
@@ -174,7 +174,7 @@ class _Attributes(ctypes.Structure):
     _fields_ = [("order", ctypes.c_int), ("places", ctypes.c_int * 4), ("flags", ctypes.c_uint)]
 
 
-class Copies:
+class CopyBatch:
     """Copies between device memory, own or mapped, in any order: `launch` gives all to a stream, in few calls.
 
     runs: (to, from, bytes). boxes: (to, from, pitch there, pitch here, bytes of a row, rows). Addresses and bytes; pitches up to
@@ -190,7 +190,7 @@ class Copies:
         self._to, self._from = ((ctypes.c_uint64 * n)(*(r[k] for r in runs)) for k in (0, 1))
         self._bytes = (ctypes.c_size_t * n)(*(r[2] for r in runs))
         self._boxes = [
-            _Box(
+            _Memcpy2D(
                 srcType=_UNIFIED, srcDevice=source, srcPitch=source_pitch,
                 dstType=_UNIFIED, dstDevice=to, dstPitch=pitch, width=width, rows=rows,
             )
@@ -231,7 +231,7 @@ def _current(device: torch.device) -> None:
 @cache
 def _driver() -> ctypes.CDLL:
     lib = ctypes.CDLL("libcuda.so.1")
-    lib.cuIpcOpenMemHandle_v2.argtypes = [ctypes.c_void_p, _Handle, ctypes.c_uint]
+    lib.cuIpcOpenMemHandle_v2.argtypes = [ctypes.c_void_p, _IpcHandle, ctypes.c_uint]
     return lib
 
 

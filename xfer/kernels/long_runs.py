@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 
 from xfer.kernels import cuda_driver as driver
-from xfer.kernels.strided import Move
+from xfer.kernels.strided import StridedCopy
 from xfer.kernels.tiles import Turns
 
 _MAX_PITCH = (1 << 31) - 1
@@ -51,7 +51,7 @@ READ_TOO = Rule(1.0)
 NOTHING = Rule(0.0)
 
 
-class Box(NamedTuple):
+class PitchedRuns(NamedTuple):
     """`rows` runs of `width` bytes, `pitch` apart on either end. Offsets in bytes."""
 
     left_root: int
@@ -68,7 +68,9 @@ class Box(NamedTuple):
         return self.width * self.rows
 
 
-def divided(found: Sequence[Move], rule: Rule, turns: Turns) -> tuple[list[Move], list[list[Box]]]:
+def divided(
+    found: Sequence[StridedCopy], rule: Rule, turns: Turns
+) -> tuple[list[StridedCopy], list[list[PitchedRuns]]]:
     """(for the kernel, for a copy engine by sender, in their turn): the largest boxes of each sender, up to the rule's share of its
     bytes. Senders `turns.beside` are on the taker's own GPU and the kernel's. Both together move what `found` does; a box may be
     cut in two.
@@ -77,8 +79,8 @@ def divided(found: Sequence[Move], rule: Rule, turns: Turns) -> tuple[list[Move]
         return list(found), []
     groups = turns.groups or [0] * (1 + max((m.left_root for m in found), default=0))
     room: dict[int, float] = {}  # of each sender, bytes that the engine may still have
-    boxes: list[tuple[Box, Move]] = []
-    kernel: list[Move] = []
+    boxes: list[tuple[PitchedRuns, StridedCopy]] = []
+    kernel: list[StridedCopy] = []
     for m in found:
         group = groups[m.left_root]
         away = group not in turns.beside
@@ -88,7 +90,7 @@ def divided(found: Sequence[Move], rule: Rule, turns: Turns) -> tuple[list[Move]
             boxes += [(b, m) for b in some]
         else:
             kernel.append(m)
-    engine: dict[int, list[Box]] = {}
+    engine: dict[int, list[PitchedRuns]] = {}
     for box, m in sorted(boxes, key=lambda x: x[0].nbytes, reverse=True):
         group = groups[box.left_root]
         first, rest = _cut(box, int(room[group]), rule)
@@ -100,7 +102,7 @@ def divided(found: Sequence[Move], rule: Rule, turns: Turns) -> tuple[list[Move]
     return kernel, [engine[group] for group in sorted(engine)]
 
 
-def _boxes(m: Move, rule: Rule) -> Iterator[Box]:
+def _boxes(m: StridedCopy, rule: Rule) -> Iterator[PitchedRuns]:
     """The move as boxes for an engine, or none."""
     if m.left_dtype != m.right_dtype or m.mirrored or not m.dims or m.dims[-1][1:] != (1, 1):
         return
@@ -114,10 +116,10 @@ def _boxes(m: Move, rule: Rule) -> Iterator[Box]:
         return
     for at in product(*(range(n) for n, _, _ in outer)):
         a, b = (sum(i * d[k] for i, d in zip(at, outer)) for k in (1, 2))
-        yield Box(m.left_root, m.left + a, pitch[0], m.right_root, m.right + b, pitch[1], width, rows)
+        yield PitchedRuns(m.left_root, m.left + a, pitch[0], m.right_root, m.right + b, pitch[1], width, rows)
 
 
-def _cut(box: Box, room: int, rule: Rule) -> tuple[Box | None, Box | None]:
+def _cut(box: PitchedRuns, room: int, rule: Rule) -> tuple[PitchedRuns | None, PitchedRuns | None]:
     """(at most `room` bytes of the box, the rest)."""
     if box.nbytes <= room:
         return box, None
@@ -133,7 +135,7 @@ def _cut(box: Box, room: int, rule: Rule) -> tuple[Box | None, Box | None]:
     return box._replace(rows=n), box._replace(left=left, right=right, rows=box.rows - n)
 
 
-def _move(box: Box, m: Move) -> Move:
+def _move(box: PitchedRuns, m: StridedCopy) -> StridedCopy:
     run = (box.width, 1, 1)
     dims = ((box.rows, box.left_pitch, box.right_pitch), run) if box.rows > 1 else (run,)
     return m._replace(left=box.left, right=box.right, dims=dims)
@@ -145,18 +147,18 @@ class CopyEngine:
 
     def __init__(
         self,
-        turns: Sequence[Sequence[Box]],
+        turns: Sequence[Sequence[PitchedRuns]],
         left: Sequence[torch.Tensor],
         right: Sequence[torch.Tensor],
         device: torch.device,
     ):
-        def places(b: Box) -> tuple[int, int]:
+        def places(b: PitchedRuns) -> tuple[int, int]:
             return right[b.right_root].data_ptr() + b.right, left[b.left_root].data_ptr() + b.left
 
-        def copies(boxes: Sequence[Box]) -> driver.Copies:
+        def copies(boxes: Sequence[PitchedRuns]) -> driver.CopyBatch:
             runs = [(*places(b), b.width) for b in boxes if b.rows == 1]
             wide = [(*places(b), b.right_pitch, b.left_pitch, b.width, b.rows) for b in boxes if b.rows > 1]
-            return driver.Copies(runs, wide)
+            return driver.CopyBatch(runs, wide)
 
         self._copies = [copies(boxes) for boxes in turns]
         self._device, self._stream = device, torch.cuda.Stream(device)

@@ -25,7 +25,7 @@ PEEL_LIMIT = 4096
 Dim = tuple[int, int, int]
 
 
-class Move(NamedTuple):
+class StridedCopy(NamedTuple):
     """`dims`: (extent, left stride, right stride), outermost first. Offsets and strides in bytes, strides >= 0.
 
     When the dtypes are equal the innermost dims count *bytes* (the element is a dim of its own, already joined with
@@ -52,10 +52,10 @@ def wire_strides(extent: list[int], item: int) -> list[int]:
     return [*accumulate(reversed(extent[1:]), int.__mul__, initial=item)][::-1]
 
 
-def moves(rows: np.ndarray, side: str) -> list[Move]:
+def moves(rows: np.ndarray, side: str) -> list[StridedCopy]:
     """The copies that move `rows` (FILL rows are passed over), in the rows' order before joining."""
     rows = rows[rows["op"] != Op.FILL]
-    out: list[Move] = []
+    out: list[StridedCopy] = []
     columns = ("src_dtype", "dst_dtype", "src_root", "dst_root", "wire", "src_offset", "dst_offset")
     scalars = [rows[c].tolist() for c in columns]
     arrays = [rows[c].tolist() for c in ("extent", "src_strides", "dst_strides")]
@@ -92,7 +92,7 @@ def contiguous(rows: np.ndarray, end: str) -> np.ndarray:
     return dense
 
 
-def _simplest(left: tuple, right: tuple, extent: list[int]) -> list[Move]:
+def _simplest(left: tuple, right: tuple, extent: list[int]) -> list[StridedCopy]:
     (lroot, loff, ltype, lstrides), (rroot, roff, rtype, rstrides) = left, right
     if 0 in extent:
         return []
@@ -112,18 +112,18 @@ def _simplest(left: tuple, right: tuple, extent: list[int]) -> list[Move]:
     if ltype == rtype:
         dims.append((ITEMSIZE[ltype], 1, 1))
     if not backwards:
-        return [Move(lroot, loff, ltype, rroot, roff, rtype, _coalesce(dims))]
+        return [StridedCopy(lroot, loff, ltype, rroot, roff, rtype, _coalesce(dims))]
     if prod(dims[d][0] for d in backwards) > PEEL_LIMIT:
         for d in backwards:
             n, a, b = dims[d]
             roff, dims[d] = roff + (n - 1) * b, (n, a, -b)
-        return [Move(lroot, loff, ltype, rroot, roff, rtype, tuple(dims), tuple(backwards))]
+        return [StridedCopy(lroot, loff, ltype, rroot, roff, rtype, tuple(dims), tuple(backwards))]
     starts = [(loff, roff)]
     for d in backwards:
         n, a, b = dims[d]
         starts = [(x + i * a, y + i * b) for x, y in starts for i in range(n)]
     rest = _coalesce([dim for d, dim in enumerate(dims) if d not in backwards])
-    return [Move(lroot, x, ltype, rroot, y, rtype, rest) for x, y in starts]
+    return [StridedCopy(lroot, x, ltype, rroot, y, rtype, rest) for x, y in starts]
 
 
 def _coalesce(dims: list[Dim]) -> tuple[Dim, ...]:
@@ -136,10 +136,10 @@ def _coalesce(dims: list[Dim]) -> tuple[Dim, ...]:
     return tuple(out)
 
 
-def _join_all(found: list[Move]) -> list[Move]:
+def _join_all(found: list[StridedCopy]) -> list[StridedCopy]:
     # A second pass joins what the first one built (pairs of pairs); it ends when a pass joins nothing.
     while True:
-        out: list[Move] = []
+        out: list[StridedCopy] = []
         for move in found:
             joined = _join(out[-1], move) if out else None
             if joined is None:
@@ -151,7 +151,7 @@ def _join_all(found: list[Move]) -> list[Move]:
         found = out
 
 
-def _join(p: Move, c: Move) -> Move | None:
+def _join(p: StridedCopy, c: StridedCopy) -> StridedCopy | None:
     """One move that does the work of `p` and then `c`, or None."""
     if (p.left_root, p.right_root, p.left_dtype, p.right_dtype) != (
         c.left_root,

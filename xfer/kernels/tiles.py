@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from xfer.kernels.strided import WIRE, Move
+from xfer.kernels.strided import WIRE, StridedCopy
 
 COLUMNS = 8
 """int64 words of a tile: from root | to root << 32, from offset, to offset, width | rows << 32, from and to strides of
@@ -46,7 +46,7 @@ class End:
     aligned: Sequence[int]
 
 
-def plain_tables(moves: Sequence[Move], left: End, right: End, *, backwards: bool) -> list[Table]:
+def plain_tables(moves: Sequence[StridedCopy], left: End, right: End, *, backwards: bool) -> list[Table]:
     """Tables of moves whose two dtypes are equal, one per unit. backwards: right to left (unpacking)."""
     if not moves:
         return []
@@ -90,9 +90,9 @@ def plain_tables(moves: Sequence[Move], left: End, right: End, *, backwards: boo
     return out
 
 
-def cast_tables(moves: Sequence[Move], items: dict[str, int], *, backwards: bool) -> list[Table]:
+def cast_tables(moves: Sequence[StridedCopy], items: dict[str, int], *, backwards: bool) -> list[Table]:
     """Tables of moves that convert, one per pair of dtypes. Every value has to lie at a multiple of its own size."""
-    kinds: dict[tuple[str, str], list[Move]] = {}
+    kinds: dict[tuple[str, str], list[StridedCopy]] = {}
     for m in moves:
         kinds.setdefault((m.left_dtype, m.right_dtype), []).append(m)
     out = []

@@ -15,7 +15,7 @@ import torch
 
 from xfer.errors import LayoutError
 from xfer.kernels.bits import INTEGERS
-from xfer.kernels.strided import WIRE, Move, bounds, moves
+from xfer.kernels.strided import WIRE, StridedCopy, bounds, moves
 from xfer.plan.program import DTYPES, ITEMSIZE, Op, row_wire_bytes
 
 Copies = tuple[list[torch.Tensor], list[torch.Tensor]]
@@ -129,7 +129,7 @@ class TorchRows:
             self._add(out, move, self._left[move.left_root], right)
         return out
 
-    def _add(self, out: _Phases, m: Move, left: Space, right: Space) -> None:
+    def _add(self, out: _Phases, m: StridedCopy, left: Space, right: Space) -> None:
         lstrides, rstrides = [a for _, a, _ in m.dims], [b for _, _, b in m.dims]
         if m.left_dtype == m.right_dtype:
             unit = _unit(m, left, right)
@@ -209,7 +209,7 @@ class _Phases:
             torch._foreach_copy_(*after)
 
 
-def _unit(m: Move, left: Space, right: Space) -> int:
+def _unit(m: StridedCopy, left: Space, right: Space) -> int:
     """The widest integer that can carry a plain move: it divides the inner run and every offset and stride."""
     if not m.dims or m.dims[-1][1:] != (1, 1):
         return 1

@@ -21,7 +21,7 @@ import triton.language as tl
 
 from xfer.kernels import bulk, long_runs
 from xfer.kernels.checksum import Sums
-from xfer.kernels.strided import Move, moves
+from xfer.kernels.strided import StridedCopy, moves
 from xfer.kernels.tiles import COLUMNS, End, Table, Turns, cast_tables, interleaved, plain_tables
 from xfer.kernels.torch_impl import TorchRows
 from xfer.kernels.torch_impl import _check as check_rows
@@ -221,7 +221,7 @@ class TritonRows:
         wired = rows[rows["op"] != Op.FILL] if side != "local" else rows[:0]
         self.nbytes = int((wired["wire"] + row_wire_bytes(wired)).max(initial=0))
         self._moves = moves(rows[plain], side)
-        boxes: list[list[long_runs.Box]] = []
+        boxes: list[list[long_runs.PitchedRuns]] = []
         if side == "local" and self._device.type == "cuda":
             self._moves, boxes = long_runs.divided(self._moves, copied, turns or Turns())
         self._engine = long_runs.CopyEngine(boxes, left, roots, self._device) if boxes else None
@@ -327,8 +327,8 @@ class TritonRows:
 
     def _tables(self, right: End) -> list[Table]:
         backwards = self.side == "dst"
-        plain: list[Move] = [m for m in self._moves if m.left_dtype == m.right_dtype]
-        cast: list[Move] = [m for m in self._moves if m.left_dtype != m.right_dtype]
+        plain: list[StridedCopy] = [m for m in self._moves if m.left_dtype == m.right_dtype]
+        cast: list[StridedCopy] = [m for m in self._moves if m.left_dtype != m.right_dtype]
         found = plain_tables(plain, self._left_end, right, backwards=backwards)
         found += cast_tables(cast, ITEMSIZE, backwards=backwards)
         if self._turns is not None:
@@ -400,7 +400,7 @@ class TritonRows:
         if self.side == "src" or not len(rows):
             return [], self._bases([])
         self._constant = torch.from_numpy(np.ascontiguousarray(rows["fill"]).view(np.int64).copy()).to(self._device)
-        kinds: dict[int, list[Move]] = {}
+        kinds: dict[int, list[StridedCopy]] = {}
         for k, r in enumerate(rows):
             item = ITEMSIZE[DTYPES[r["dst_dtype"]]]
             if 0 in r["extent"].tolist():
@@ -408,7 +408,7 @@ class TritonRows:
             dims = tuple((int(n), 0, int(s)) for n, s in zip(r["extent"], r["dst_strides"]) if n != 1)
             name = _BITS[item]
             kinds.setdefault(item, []).append(
-                Move(0, 8 * k, name, int(r["dst_root"]), int(r["dst_offset"]), name, dims)
+                StridedCopy(0, 8 * k, name, int(r["dst_root"]), int(r["dst_offset"]), name, dims)
             )
         found = [t for _, some in sorted(kinds.items()) for t in cast_tables(some, ITEMSIZE, backwards=False)]
         return self._load(found), self._bases([self._constant])

@@ -56,7 +56,7 @@ Ints = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class ParameterBox:
     """Box `origin`/`extent` of tensor `key` of `shape`; it lies in a parameter from element `offset` on, with `strides` in
     elements. padding: of the rows that follow `key`'s own instead; `shape` is then theirs, all together."""
 
@@ -312,7 +312,7 @@ def _plain(value: object) -> bool:
 
 def _pieces(
     optimizer: LayerWiseOptimizer, source: Source | None, wrong: list[str], refuse: Callable[[], None]
-) -> dict[str, tuple[Piece, ...]]:
+) -> dict[str, tuple[ParameterBox, ...]]:
     """By canonical name; what cannot be named is added to `wrong`. `refuse`: what is there already, on all ranks."""
     tensors = _tensors(optimizer)
     odd = [n for n, t in tensors.items() if not t.is_contiguous()]
@@ -326,9 +326,10 @@ def _pieces(
             if peers.size != world
         ]
         return {
-            n: (Piece(n, tuple(t.shape), (0,) * t.dim(), tuple(t.shape), 0, _rowwise(t)),) for n, t in tensors.items()
+            n: (ParameterBox(n, tuple(t.shape), (0,) * t.dim(), tuple(t.shape), 0, _rowwise(t)),)
+            for n, t in tensors.items()
         }
-    found: dict[str, list[Piece]] = {n: [] for n in tensors}
+    found: dict[str, list[ParameterBox]] = {n: [] for n in tensors}
     try:
         _read_pieces(source, tensors, found, wrong)
     except XferError as e:  # told to all ranks, who are about to meet
@@ -349,7 +350,7 @@ def _pieces(
 
 
 def _read_pieces(
-    source: Source, tensors: Mapping[str, torch.Tensor], found: dict[str, list[Piece]], wrong: list[str]
+    source: Source, tensors: Mapping[str, torch.Tensor], found: dict[str, list[ParameterBox]], wrong: list[str]
 ) -> None:
     """Into `found`: the boxes of the checkpoint's tensors that the adapter sees in these tensors of this rank."""
     layout = source.read()
@@ -370,19 +371,21 @@ def _read_pieces(
             wrong.append(f"{f.tensor}: lies in {name} in a way that checkpoints cannot name")
             continue
         strides = tuple(s // size for s in f.strides)
-        found[name].append(Piece(f.tensor, shapes[f.tensor], f.origin, f.extent, (address - start) // size, strides))
+        found[name].append(
+            ParameterBox(f.tensor, shapes[f.tensor], f.origin, f.extent, (address - start) // size, strides)
+        )
 
 
 def _rowwise(p: torch.Tensor) -> Ints:
     return tuple(torch.empty(p.shape, device="meta").stride())
 
 
-def _view(tensor: torch.Tensor, p: Piece) -> torch.Tensor:
+def _view(tensor: torch.Tensor, p: ParameterBox) -> torch.Tensor:
     """The piece's part of a tensor that is shaped as the parameter; strides are those of a contiguous parameter."""
     return tensor.as_strided(p.extent, p.strides, tensor.storage_offset() + p.offset)
 
 
-def _add(tensors: dict[str, Boxes], p: Piece, field: str, view: torch.Tensor) -> None:
+def _add(tensors: dict[str, Boxes], p: ParameterBox, field: str, view: torch.Tensor) -> None:
     key = p.stored(field)
     have = tensors[key].boxes if key in tensors else []
     tensors[key] = Boxes(p.shape, view.dtype, [*have, (p.origin, view)])
@@ -402,7 +405,7 @@ class _Wanted:
                 continue
             self._fields.setdefault(name, []).append(field)
 
-    def whole(self, pieces: tuple[Piece, ...], field: str, tensor: torch.Tensor) -> None:
+    def whole(self, pieces: tuple[ParameterBox, ...], field: str, tensor: torch.Tensor) -> None:
         for p in pieces:
             md = self.known.get(p.stored(field))
             if p.padding:
@@ -414,7 +417,7 @@ class _Wanted:
             else:
                 _add(self.tensors, p, field, _view(tensor, p))
 
-    def _padding(self, p: Piece, field: str, md: object, view: torch.Tensor) -> None:
+    def _padding(self, p: ParameterBox, field: str, md: object, view: torch.Tensor) -> None:
         self.blank.append(view)
         if not isinstance(md, TensorStorageMetadata) or tuple(md.size[1:]) != p.shape[1:]:
             return  # saved where nothing was padded
@@ -423,7 +426,7 @@ class _Wanted:
             have = replace(p, shape=tuple(md.size), extent=(rows, *p.extent[1:]))
             _add(self.tensors, have, field, view[:rows])
 
-    def state(self, pieces: tuple[Piece, ...], target: torch.Tensor) -> dict[str, torch.Tensor]:
+    def state(self, pieces: tuple[ParameterBox, ...], target: torch.Tensor) -> dict[str, torch.Tensor]:
         """Room for the optimizer's state of one parameter."""
         out = {}
         for field in sorted({f for p in pieces for f in self._fields.get(p.key, ()) if f != PARAM}):

@@ -49,7 +49,7 @@ class Hooks:
         self._all_covered = 0  # the last version that was finished as a whole, on purpose
         self._reads: dict[int, list[int]] = {}  # id(module) -> ids of the parameters that it reads
         self._running: list[torch.nn.Module] = []
-        self._modes: list[_Watch] = []
+        self._modes: list[_OperandWatch] = []
         self._handles = []
         self._of_module: dict[int, list] = {}
         for root in roots:
@@ -138,7 +138,7 @@ class Hooks:
 
     def _enter(self, root: torch.nn.Module, args) -> None:
         if (self.learning or self.guard == "always") and not self._modes:
-            mode = _Watch(self._read_unannounced)
+            mode = _OperandWatch(self._read_unannounced)
             mode.__enter__()
             self._modes.append(mode)
             self._owner = root
@@ -202,7 +202,7 @@ class Hooks:
             self.gather.follow(self._bucket_of[key])
 
 
-class _Watch(TorchDispatchMode):
+class _OperandWatch(TorchDispatchMode):
     """Calls `read` with every tensor that an operation is given."""
 
     def __init__(self, read: Callable[[torch.Tensor], None]):

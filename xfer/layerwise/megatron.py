@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from xfer.errors import Unsupported
-from xfer.layerwise.checkpoint import Piece
+from xfer.layerwise.checkpoint import ParameterBox
 from xfer.layerwise.gather import Peers
 from xfer.layerwise.groups import Owned, ParamGroup
 from xfer.layerwise.muon import Muon
@@ -96,7 +96,7 @@ class MegatronLayerWise(LayerWiseOptimizer):
         expert = not getattr(o.param, "allreduce", True)
         return id(o.param) in self._cut or expert or mpu.get_tensor_model_parallel_rank() == 0
 
-    def padding(self, pieces: Mapping[str, tuple[Piece, ...]]) -> dict[str, Piece]:
+    def padding(self, pieces: Mapping[str, tuple[ParameterBox, ...]]) -> dict[str, ParameterBox]:
         """Last rows of embeddings and heads, cut over the tensor-parallel ranks together with the vocabulary's own. Rank 0 of
         them has some of those always, so it knows the name; others may have padding only."""
         names = {id(p): name for name, p in self.named}
@@ -111,13 +111,13 @@ class MegatronLayerWise(LayerWiseOptimizer):
                 said = _told(said, group, 0, device)
             if not said or dim:
                 continue
-            whole = msgspec.json.decode(said, type=Piece)
+            whole = msgspec.json.decode(said, type=ParameterBox)
             rows, width = p.shape[0], p[0].numel()
             own = min(max(whole.shape[0] - rank * rows, 0), rows)
             lie = sum(x.extent[0] for x in mine) == own and all(x.offset < own * width for x in mine)
             if own == rows or not lie or whole.shape[1:] != tuple(p.shape[1:]):
                 continue  # nothing is padded, or not at its end
-            found[name] = Piece(
+            found[name] = ParameterBox(
                 whole.key,
                 (rows * size - whole.shape[0], *p.shape[1:]),
                 (rank * rows + own - whole.shape[0], *[0] * (p.dim() - 1)),
@@ -128,7 +128,7 @@ class MegatronLayerWise(LayerWiseOptimizer):
             )
         return found
 
-    def copied(self, pieces: Mapping[str, tuple[Piece, ...]]) -> dict[str, tuple[Piece, ...]]:
+    def copied(self, pieces: Mapping[str, tuple[ParameterBox, ...]]) -> dict[str, tuple[ParameterBox, ...]]:
         """A tied embedding is trained on the first stage, where the checkpoint knows it, and on the last one, equally; there it
         lies in the same boxes."""
         from megatron.core import parallel_state as mpu
@@ -139,7 +139,7 @@ class MegatronLayerWise(LayerWiseOptimizer):
         first = mpu.is_pipeline_first_stage(ignore_virtual=True)
         said = msgspec.json.encode(pieces[mine[0]]) if first else b""
         said = _told(said, mpu.get_embedding_group(), 0, self._trained[0][1].device)
-        return {} if first else {mine[0]: msgspec.json.decode(said, type=tuple[Piece, ...])}
+        return {} if first else {mine[0]: msgspec.json.decode(said, type=tuple[ParameterBox, ...])}
 
     def _refuse_outside(self, dense: Peers, rest: Sequence[Peers]) -> None:
         """Norms are summed over all ranks, so groups of experts may lie as they like."""

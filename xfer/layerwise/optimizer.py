@@ -27,7 +27,7 @@ from xfer.layerwise.shares import known_elsewhere, movable, overlapping, settle_
 from xfer.trainers.pending import announce, forget
 
 if TYPE_CHECKING:
-    from xfer.layerwise.checkpoint import Piece
+    from xfer.layerwise.checkpoint import ParameterBox
 
 Reduce = Literal["done", "to_owners"]
 Route = Literal["auto", "broadcast", "pull"]
@@ -270,11 +270,11 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
         """Whether the gradient is this rank's to count in the norm."""
         return True
 
-    def padding(self, pieces: Mapping[str, tuple[Piece, ...]]) -> dict[str, Piece]:
+    def padding(self, pieces: Mapping[str, tuple[ParameterBox, ...]]) -> dict[str, ParameterBox]:
         """The rows of parameters with which a vocabulary is padded, by name. Collective. pieces: as for `copied`."""
         return {}
 
-    def copied(self, pieces: Mapping[str, tuple[Piece, ...]]) -> dict[str, tuple[Piece, ...]]:
+    def copied(self, pieces: Mapping[str, tuple[ParameterBox, ...]]) -> dict[str, tuple[ParameterBox, ...]]:
         """Where parameters lie in the checkpoint of which nothing on this rank says so, by name. Collective.
 
         pieces: of all parameters, what is known here.

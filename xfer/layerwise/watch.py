@@ -31,7 +31,7 @@ class Post:
     received: Sequence[torch.Tensor]
 
 
-class Watch:
+class DeadlineWatch:
     """Watches collectives from a thread of its own.
 
     Args:

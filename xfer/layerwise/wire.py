@@ -23,7 +23,7 @@ import torch.distributed as dist
 from xfer.background import BackgroundCall
 from xfer.errors import DeadlineExceeded, PeerLost, Unsupported, XferError
 from xfer.layerwise.shares import NAN_BYTE
-from xfer.layerwise.watch import Post, Watch
+from xfer.layerwise.watch import DeadlineWatch, Post
 from xfer.transport import nccl
 from xfer.transport.group import Aborted, Link, from_rank, open_group, opened
 
@@ -56,7 +56,7 @@ class Wire:
         """Streams that wait for collectives of this wire and then write the bytes that these were to bring."""
         self._link, self._closed, self.deadline_s = link, False, deadline_s
         self._who = f"rank {dist.get_rank()}"
-        self._watch: Watch | None = None
+        self._watch: DeadlineWatch | None = None
         if self.device.type != "cuda":
             return
         # Two streams: the one that notes arrivals waits for them, and the one that writes NaNs must not.
@@ -65,7 +65,7 @@ class Wire:
         self._note = torch.zeros(1, dtype=torch.int32, pin_memory=True)
         self._read, self._seen = self._note.numpy(), 0
         torch.cuda.synchronize(self.device)
-        self._watch = Watch(deadline_s, self._arrived, self._expire)
+        self._watch = DeadlineWatch(deadline_s, self._arrived, self._expire)
 
     @classmethod
     def over(

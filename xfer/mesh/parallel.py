@@ -139,7 +139,7 @@ class EngineParallel:
 def place_of(parallel: Parallel, rank: int) -> dict[str, int]:
     """Coordinates of a rank on the axes that cut tensors: pp, tp, ep and etp. Ranks of one place hold the same."""
     dense, expert = parallel.dense(), parallel.expert()
-    at = {a: int(i) for m in (dense, expert) for a, i in zip(m.axes, m.coordinate(rank))}
+    at = {a: int(i) for m in (dense, expert) for a, i in zip(m.axes, m.coordinate(rank) or ())}
     return {a: at[a] for a in ("pp", "tp", "ep", "etp")}
 
 

@@ -17,7 +17,7 @@ import torch
 from xfer.errors import DeadlineExceeded
 from xfer.packed.ahead import OneAhead
 from xfer.packed.buffer import Buffers, wire_sum
-from xfer.packed.wire import Message
+from xfer.packed.wire import PackedMessage
 from xfer.plan.checksum import added
 from xfer.transport.group import Link
 
@@ -60,7 +60,7 @@ class Arrivals:
     def __init__(
         self,
         link: Link,
-        messages: Sequence[Message],
+        messages: Sequence[PackedMessage],
         buffers: Buffers,
         until: float,
         device: torch.device,

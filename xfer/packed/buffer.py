@@ -14,8 +14,8 @@ import torch
 from xfer.errors import PlanMismatch, ProtocolError
 from xfer.kernels.bits import copy_bits
 from xfer.kernels.checksum import mix, mix_int
-from xfer.packed.plan import Group
-from xfer.packed.wire import Message, Part, nbytes_of
+from xfer.packed.plan import GatherGroup
+from xfer.packed.wire import BucketPart, PackedMessage, nbytes_of
 from xfer.trace.fragment import TensorSpec
 
 
@@ -35,7 +35,7 @@ class Buffers:
 
     def __init__(self, count: int, device: torch.device):
         self.device, self._slots = device, [torch.empty(0, dtype=torch.uint8, device=device) for _ in range(count)]
-        self._views: dict[tuple[int, int], tuple[Message, list[torch.Tensor | None]]] = {}
+        self._views: dict[tuple[int, int], tuple[PackedMessage, list[torch.Tensor | None]]] = {}
         self._plan: object = None
 
     def take(self, number: int, nbytes: int, longest: int = 0) -> torch.Tensor:
@@ -52,7 +52,7 @@ class Buffers:
         if plan is not self._plan:
             self._views, self._plan = {}, plan
 
-    def views(self, message: Message, data: torch.Tensor) -> list[torch.Tensor | None]:
+    def views(self, message: PackedMessage, data: torch.Tensor) -> list[torch.Tensor | None]:
         """See `views`; made once for each message and buffer, since a model has tens of thousands of tensors and torch
         needs a microsecond for each view."""
         key = id(message), data.data_ptr()
@@ -77,7 +77,7 @@ class Buffers:
         self._slots = [torch.empty(0, dtype=torch.uint8, device=self.device) for _ in self._slots]
 
 
-def views(message: Message, data: torch.Tensor) -> list[torch.Tensor | None]:
+def views(message: PackedMessage, data: torch.Tensor) -> list[torch.Tensor | None]:
     """The message's tensors over its bytes; None for parts of tensors, and where bytes are not aligned for their dtype."""
     out: list[torch.Tensor | None] = []
     for part in message.parts:
@@ -100,11 +100,11 @@ class Packer:
     their message is filled.
     """
 
-    def __init__(self, group: Group, buffer, filled, views=views):
+    def __init__(self, group: GatherGroup, buffer, filled, views=views):
         self._group, self._buffer, self._filled, self._view = group, buffer, filled, views
         self._parts = [(m, i, p) for m in group.messages for i, p in enumerate(m.parts)]
         self._next = self._tensor = 0
-        self._open: tuple[Message, torch.Tensor, list[torch.Tensor | None]] | None = None
+        self._open: tuple[PackedMessage, torch.Tensor, list[torch.Tensor | None]] | None = None
         self._copies: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
         self._waiting = 0
 
@@ -176,7 +176,7 @@ class Unpacker:
         self._partial: dict[str, tuple[torch.Tensor, int]] = {}
         self.done: set[str] = set()
 
-    def take(self, message: Message, data: torch.Tensor) -> list[tuple[TensorSpec, torch.Tensor]]:
+    def take(self, message: PackedMessage, data: torch.Tensor) -> list[tuple[TensorSpec, torch.Tensor]]:
         """Tensors that are complete with this message: views of `data`, or tensors of their own where they came in parts.
 
         ProtocolError, with all violations: `data` is shorter than the message, a tensor came before.
@@ -196,7 +196,7 @@ class Unpacker:
                 out.append((part.spec, tensor))
         return out
 
-    def _joined(self, part: Part, piece: torch.Tensor) -> torch.Tensor | None:
+    def _joined(self, part: BucketPart, piece: torch.Tensor) -> torch.Tensor | None:
         whole, filled = self._partial.pop(part.spec.name, (None, 0))
         if whole is None:
             whole = torch.empty(nbytes_of(part.spec), dtype=torch.uint8, device=self._device)

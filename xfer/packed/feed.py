@@ -20,10 +20,10 @@ import torch.distributed as dist
 from xfer.errors import DeadlineExceeded, PeerLost, XferError
 from xfer.packed.arrivals import own_stream, recorded
 from xfer.packed.buffer import Buffers, Packer, wire_sum
-from xfer.packed.plan import BucketPlan, Group
+from xfer.packed.plan import BucketPlan, GatherGroup
 from xfer.packed.shared import SharedBuffers
 from xfer.packed.source import PackedSource
-from xfer.packed.wire import Message
+from xfer.packed.wire import PackedMessage
 
 PATIENCE_S = 5.0
 """Seconds in which a rank that was told to stop hears from the coordinator why."""
@@ -56,7 +56,7 @@ class Feed:
         self._live: dict[int, int] = {}  # replica -> messages that it has done with
         self._came: set[int] = set()
         self._plan: BucketPlan | None = None
-        self._ready: dict[int, tuple[Message, torch.Tensor, torch.cuda.Event | None]] = {}
+        self._ready: dict[int, tuple[PackedMessage, torch.Tensor, torch.cuda.Event | None]] = {}
         self._error: BaseException | None = None
         self._patience = 0.0  # monotonic time before which the error is not this rank's to tell
 
@@ -230,7 +230,7 @@ class Feed:
         if not source.go_on(self._error is not None):
             self._told_to_stop()
 
-    def _gather_group(self, group: Group, plan: BucketPlan) -> None:
+    def _gather_group(self, group: GatherGroup, plan: BucketPlan) -> None:
         if self._source.writes:
             return self._place_group(group, plan)
         packer = None
@@ -246,7 +246,7 @@ class Feed:
         if packer is not None and self._error is None:
             packer.close()
 
-    def _place_group(self, group: Group, plan: BucketPlan) -> None:
+    def _place_group(self, group: GatherGroup, plan: BucketPlan) -> None:
         for message in group.messages:
             data = None
             if self._sends and self._error is None:
@@ -258,7 +258,7 @@ class Feed:
             if data is not None:
                 self._filled(message, data)
 
-    def _buffer(self, message: Message, longest: int) -> torch.Tensor:
+    def _buffer(self, message: PackedMessage, longest: int) -> torch.Tensor:
         """The next buffer, once every replica that is still there has done with what it holds."""
         old = self._number - self._buffers.count
         with self._news:
@@ -267,7 +267,7 @@ class Feed:
             self._ready.pop(old, None)
         return self._buffers.take(self._number, message.nbytes, longest)
 
-    def _filled(self, message: Message, data: torch.Tensor) -> None:
+    def _filled(self, message: PackedMessage, data: torch.Tensor) -> None:
         event = recorded(data.device)
         with self._news:
             if self._live:

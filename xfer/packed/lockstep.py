@@ -52,11 +52,11 @@ class _Walker:
     error: BaseException | None = None
 
 
-class _Hand:
+class _JobThread:
     """A thread that does one job after the other; a model has thousands of calls, and starting a thread for each costs more
     than what it does. Hands that are hung in a job are never asked again."""
 
-    _idle: list[_Hand] = []
+    _idle: list[_JobThread] = []
     _lock = threading.Lock()
 
     def __init__(self) -> None:
@@ -97,7 +97,7 @@ class Lockstep:
             for name in _REPLACED:
                 setattr(dist, name, self._replacement(name))
             for w in walkers:
-                _Hand.do(lambda w=w: self._walk(w))
+                _JobThread.do(lambda w=w: self._walk(w))
                 self._advance(w)
             while any(not w.over for w in walkers):
                 self._meet([w.wish for w in walkers if w.wish is not None])

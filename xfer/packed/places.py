@@ -15,7 +15,7 @@ from math import prod
 import numpy as np
 
 from xfer.errors import Unsupported
-from xfer.packed.wire import Message, Part
+from xfer.packed.wire import BucketPart, PackedMessage
 from xfer.plan.intersect import cut_range
 from xfer.plan.program import DTYPE_CODE, ITEMSIZE, MAX_DIMS, ROW, Op
 from xfer.trace.fragment import Fragment, Ints
@@ -47,12 +47,12 @@ class Copy:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class GivenBox:
     """One box of one part of a message, and the rank that gives it. `fragment`: in that rank's storages."""
 
     rank: int
     fragment: Fragment
-    part: Part
+    part: BucketPart
 
     @property
     def nbytes(self) -> int:
@@ -76,7 +76,7 @@ class Round:
     """What goes to `target` at once. sections[r]: where the bytes that rank r sends begin at the target, and how many."""
 
     target: int
-    pieces: tuple[tuple[int, Piece], ...]  # with the byte in its rank's section
+    pieces: tuple[tuple[int, GivenBox], ...]  # with the byte in its rank's section
     sections: Mapping[int, tuple[int, int]]
 
     @property
@@ -93,7 +93,7 @@ def dense(shape: Ints, item: int) -> Ints:
     return tuple(reversed(out))
 
 
-def pieces(message: Message, held: Mapping[str, Sequence[HeldBox]], target: int) -> list[Piece]:
+def pieces(message: PackedMessage, held: Mapping[str, Sequence[HeldBox]], target: int) -> list[GivenBox]:
     """Everything that `message` is put together from on rank `target`: from its own storages what it has itself, of what
     several others have, each in turn."""
     out, turn = [], 0
@@ -106,11 +106,11 @@ def pieces(message: Message, held: Mapping[str, Sequence[HeldBox]], target: int)
                 rank, turn = some[turn % len(some)], turn + 1
             f = one.by[rank]
             found = [f] if ranges is None else [clip(f, *box) for box in ranges]
-            out += [Piece(rank, x, part) for x in found if x is not None and all(x.extent)]
+            out += [GivenBox(rank, x, part) for x in found if x is not None and all(x.extent)]
     return out
 
 
-def _ranges(part: Part) -> list[tuple[Ints, Ints]]:
+def _ranges(part: BucketPart) -> list[tuple[Ints, Ints]]:
     item = ITEMSIZE[part.spec.dtype]
     shape = part.spec.shape
     found = cut_range([0] * len(shape), [*shape], part.start // item, (part.start + part.size) // item)
@@ -155,10 +155,10 @@ def smaller(f: Fragment, most: int) -> Iterator[Fragment]:
         yield from smaller(part, most)
 
 
-def rounds(found: Iterable[Piece], target: int, most: int) -> list[Round]:
+def rounds(found: Iterable[GivenBox], target: int, most: int) -> list[Round]:
     """What the others send `target`, at most about `most` bytes at a time; the same on all ranks."""
     out: list[Round] = []
-    some: list[Piece] = []
+    some: list[GivenBox] = []
     used = 0
     for piece in found:
         if piece.rank == target:
@@ -173,7 +173,7 @@ def rounds(found: Iterable[Piece], target: int, most: int) -> list[Round]:
     return [*out, _round(some, target)] if some else out
 
 
-def _round(some: Sequence[Piece], target: int) -> Round:
+def _round(some: Sequence[GivenBox], target: int) -> Round:
     size: dict[int, int] = {}
     placed = []
     for p in some:

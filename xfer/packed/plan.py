@@ -15,7 +15,7 @@ from functools import cached_property
 import msgspec
 
 from xfer.errors import LayoutError, Unsupported
-from xfer.packed.wire import Manifest, Message, Part, digest, encode, nbytes_of, plain_request, request_of
+from xfer.packed.wire import BucketPart, Manifest, PackedMessage, digest, encode, nbytes_of, plain_request, request_of
 from xfer.plan.program import ITEMSIZE
 from xfer.trace.fragment import TensorSpec
 
@@ -35,19 +35,19 @@ class TaskSize:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class GatherGroup:
     """Tasks that are gathered in one call, and the messages that their tensors fill."""
 
     positions: tuple[int, ...]
     tensors: tuple[TensorSpec, ...]
-    messages: tuple[Message, ...]
+    messages: tuple[PackedMessage, ...]
 
 
 @dataclass(frozen=True)
 class BucketPlan:
     """`limit`: bytes that no message exceeds; `packed` False: one message per tensor, as senders did before packing."""
 
-    groups: tuple[Group, ...]
+    groups: tuple[GatherGroup, ...]
     limit: int
     packed: bool = True
 
@@ -124,30 +124,30 @@ def _refuse(units: Sequence[Sequence[TaskSize]]) -> None:
         raise LayoutError("the trainers export no tensor at all")
 
 
-def _group(tasks: Sequence[TaskSize], limit: int, packed: bool) -> Group:
+def _group(tasks: Sequence[TaskSize], limit: int, packed: bool) -> GatherGroup:
     tensors = tuple(t for task in tasks for t in task.tensors)
-    messages: list[Message] = []
-    parts: list[Part] = []
+    messages: list[PackedMessage] = []
+    parts: list[BucketPart] = []
     at = 0
 
     def close() -> None:
         nonlocal at
         if parts:
-            messages.append(Message(tuple(parts), parts[-1].offset + parts[-1].size))
+            messages.append(PackedMessage(tuple(parts), parts[-1].offset + parts[-1].size))
         parts.clear()
         at = 0
 
     for spec in tensors:
         if not packed:
-            messages.append(Message((Part(spec, 0, nbytes_of(spec), 0),), nbytes_of(spec)))
+            messages.append(PackedMessage((BucketPart(spec, 0, nbytes_of(spec), 0),), nbytes_of(spec)))
             continue
         for start, size in _cuts(spec, limit):
             if parts and at + size > limit:
                 close()
-            parts.append(Part(spec, start, size, at))
+            parts.append(BucketPart(spec, start, size, at))
             at = _padded(at + size)
     close()
-    return Group(tuple(t.position for t in tasks), tensors, tuple(messages))
+    return GatherGroup(tuple(t.position for t in tasks), tensors, tuple(messages))
 
 
 def _cuts(spec: TensorSpec, limit: int) -> list[tuple[int, int]]:

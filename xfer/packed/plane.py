@@ -34,7 +34,7 @@ from xfer.packed.shared import MAX_OFFER, SharedArrivals, announce, exporters_of
 from xfer.packed.wire import (
     MAX_MANIFEST,
     Exporters,
-    Message,
+    PackedMessage,
     checked,
     decode_exporters,
     decode_manifest,
@@ -64,7 +64,7 @@ OVER_S = 2.0
 """Seconds in which a gather that nobody needs any more ends, when nothing hangs."""
 
 
-class Side(Protocol):
+class PackedRank(Protocol):
     """One rank of a session: the trainer's or worker's side that made this plane."""
 
     role: str
@@ -112,7 +112,7 @@ class PackedPlane:
     def __init__(
         self,
         party: RendezvousClient,
-        side: Side,
+        side: PackedRank,
         replica: int,
         *,
         pump: Pump | None = None,
@@ -131,7 +131,7 @@ class PackedPlane:
         # Colocated: an exporter's workers on the link; on a worker its exporter.
         self._mine: tuple[int, ...] = ()
         self._opened = False  # also where this rank needs no link: asking again would wait for ranks that have one
-        self._messages: tuple[Message, ...] = ()
+        self._messages: tuple[PackedMessage, ...] = ()
         self._buffers = Buffers(2, side.device) if loader is not None else None
 
     @property
@@ -464,7 +464,7 @@ class PackedPlane:
             why = [f"{type(e).__name__}: {e}"[:500], advice]
             raise RefitFailed(f"this worker ran out of memory while it {what}", why, where=self.party.label) from e
 
-    def _announced(self, go: m.Go, until: float) -> tuple[Message, ...]:
+    def _announced(self, go: m.Go, until: float) -> tuple[PackedMessage, ...]:
         """What will come; checked against what the trainers said that they export, before a byte of the model changes."""
         words = self._hear(torch.zeros(_HEADER, dtype=torch.int64), until).tolist()
         magic, count, size, longest, attempt, high, low, shared = words

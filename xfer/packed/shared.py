@@ -29,7 +29,7 @@ import torch
 
 from xfer.errors import ProtocolError, Unsupported
 from xfer.packed.buffer import Buffers, wire_sum
-from xfer.packed.wire import Message
+from xfer.packed.wire import PackedMessage
 from xfer.plan.checksum import added
 from xfer.transport import peer
 from xfer.transport.group import Link
@@ -56,7 +56,7 @@ def nearest(place: str, exporters: Sequence[str]) -> int:
     return exporters.index(place) if place in exporters else 0
 
 
-class Slot(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class SharedBuffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One shared buffer on a CPU: file descriptor `fd` of process `pid`, whose memory is called `name`."""
 
     pid: int
@@ -65,15 +65,15 @@ class Slot(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     nbytes: int
 
 
-class Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class BufferOffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Buffers in the order of their use. `cuda`: an offer of transport/peer.py instead. `place`: of the exporter."""
 
-    slots: tuple[Slot, ...] = ()
+    slots: tuple[SharedBuffer, ...] = ()
     cuda: bytes = b""
     place: str = ""
 
 
-_offers = msgspec.msgpack.Decoder(Offer)
+_offers = msgspec.msgpack.Decoder(BufferOffer)
 
 
 class SharedBuffers(Buffers):
@@ -82,7 +82,7 @@ class SharedBuffers(Buffers):
     def __init__(self, count: int, device: torch.device, place: str = ""):
         super().__init__(count, device)
         self.place = place or place_of(device)
-        self._shared: list[Slot] = []
+        self._shared: list[SharedBuffer] = []
         self._files: list[int] = []
         self._offer = b""
         self._export: peer.Export | None = None
@@ -95,9 +95,9 @@ class SharedBuffers(Buffers):
         self._slots = made
         if self.device.type == "cuda":
             self._export = export = peer.Export(0, made, self.device)
-            self._offer = msgspec.msgpack.encode(Offer(cuda=export.to_bytes(), place=self.place))
+            self._offer = msgspec.msgpack.encode(BufferOffer(cuda=export.to_bytes(), place=self.place))
         else:
-            self._offer = msgspec.msgpack.encode(Offer(tuple(self._shared), place=self.place))
+            self._offer = msgspec.msgpack.encode(BufferOffer(tuple(self._shared), place=self.place))
 
     @property
     def offer(self) -> bytes:
@@ -121,7 +121,7 @@ class SharedBuffers(Buffers):
         fd = os.memfd_create(name, os.MFD_CLOEXEC)
         self._files.append(fd)
         os.ftruncate(fd, nbytes)
-        self._shared.append(Slot(os.getpid(), fd, name, nbytes))
+        self._shared.append(SharedBuffer(os.getpid(), fd, name, nbytes))
         return torch.frombuffer(mmap.mmap(fd, nbytes), dtype=torch.uint8)
 
 
@@ -147,7 +147,7 @@ class SharedArrivals:
     """A worker's half, with the face of arrivals.Arrivals. `exporter`: its rank on the link; `place`: the worker's."""
 
     def __init__(
-        self, link: Link, messages: Sequence[Message], offer: bytes, until: float, device: torch.device, verify: bool,
+        self, link: Link, messages: Sequence[PackedMessage], offer: bytes, until: float, device: torch.device, verify: bool,
         *, exporter: int = 0, place: str = "",
     ):  # fmt: skip
         self.seconds, self.total = 0.0, 0
@@ -199,7 +199,7 @@ class SharedArrivals:
     def take(self) -> torch.Tensor:
         self._number += 1
         number = self._number
-        message: Message = self._messages[number]
+        message: PackedMessage = self._messages[number]
         began = time.perf_counter()
         word = torch.full((1,), -1, dtype=torch.int64)
         self._link.recv(word, self._exporter, _THERE, self._until)
@@ -250,7 +250,7 @@ class SharedArrivals:
         return True
 
 
-def _opened(slot: Slot) -> int:
+def _opened(slot: SharedBuffer) -> int:
     """A descriptor for the sender's buffer. Unsupported where it cannot be opened: another host, user or pid namespace."""
     path = f"/proc/{int(slot.pid)}/fd/{int(slot.fd)}"
     fd = -1

@@ -1,6 +1,6 @@
 """A trainer of the packed route, as a session sees it: what it exports, whether that is still so, and one gather of it.
 
-`PackedSource` wraps a `Stream`, which is a framework's half (megatron.py, tensors.py). It keeps the bucket plan and knows
+`PackedSource` wraps a `WeightStream`, which is a framework's half (megatron.py, tensors.py). It keeps the bucket plan and knows
 when it and the framework's own task objects are stale: whatever `check` finds changed on any rank is rebuilt on all ranks
 at the beginning of the next gather.
 """
@@ -16,13 +16,13 @@ import torch
 
 from xfer.errors import Unsupported
 from xfer.packed import agree
-from xfer.packed.plan import ALIGN, BucketPlan, Group, TaskSize, make_plan
-from xfer.packed.wire import Message
+from xfer.packed.plan import ALIGN, BucketPlan, GatherGroup, TaskSize, make_plan
+from xfer.packed.wire import PackedMessage
 from xfer.trace.fragment import TensorSpec
 from xfer.trace.traced import Traced, TrainerLayout
 
 
-class Stream(Protocol):
+class WeightStream(Protocol):
     """What a trainer framework gives. Methods marked collective are called by all trainer ranks in step."""
 
     rank: int
@@ -40,20 +40,20 @@ class Stream(Protocol):
     def build(self) -> tuple[TaskSize, ...]:
         """Collective. Task objects made anew; what each of them exports, the same on all ranks."""
 
-    def tensors(self, group: Group) -> Iterator[tuple[str, torch.Tensor]]:
+    def tensors(self, group: GatherGroup) -> Iterator[tuple[str, torch.Tensor]]:
         """Collective. What the tasks of one group export, whole, in the plan's order. On ranks that do not assemble
         tensors may be None."""
 
 
-class WritingStream(Stream, Protocol):
+class WritingStream(WeightStream, Protocol):
     """A stream that puts messages together where they are sent from (tensors.py), where `writes` is true."""
 
     writes: bool
     assembles: bool
     round_bytes: int
 
-    def prepare(self, plan: BucketPlan, buffer: Callable[[int, Message], torch.Tensor] | None) -> None: ...
-    def place(self, message: Message, data: torch.Tensor | None) -> None: ...
+    def prepare(self, plan: BucketPlan, buffer: Callable[[int, PackedMessage], torch.Tensor] | None) -> None: ...
+    def place(self, message: PackedMessage, data: torch.Tensor | None) -> None: ...
     def forget(self) -> None: ...
 
 
@@ -68,7 +68,7 @@ class PackedSource:
 
     reads_together = False
 
-    def __init__(self, stream: Stream, limit: int, packed: bool = True, colocated: bool = False):
+    def __init__(self, stream: WeightStream, limit: int, packed: bool = True, colocated: bool = False):
         self.stream, self.limit, self.packed, self.colocated = stream, limit, packed, colocated
         self.rank, self.world, self.device = stream.rank, stream.world, stream.device
         self.plan: BucketPlan | None = None
@@ -166,7 +166,7 @@ class PackedSource:
         """Between two groups: whether no rank has to stop. All ranks stop at the same group."""
         return not agree.any_rank(stop, self.plan.fingerprint, self.device)
 
-    def tensors(self, group: Group) -> Iterator[tuple[str, torch.Tensor]]:
+    def tensors(self, group: GatherGroup) -> Iterator[tuple[str, torch.Tensor]]:
         """Where it does not come to its end, the framework may have kept a part of the group, which must not get into the next gather
         (Bridge: experts that wait to be stacked)."""
         whole = False
@@ -177,11 +177,11 @@ class PackedSource:
             if not whole:
                 self.doubt()
 
-    def prepare(self, buffer: Callable[[int, Message], torch.Tensor] | None) -> None:
+    def prepare(self, buffer: Callable[[int, PackedMessage], torch.Tensor] | None) -> None:
         """See WritingStream; once per gather, before its first message."""
         self.stream.prepare(self.plan, buffer)
 
-    def place(self, message: Message, data: torch.Tensor | None) -> None:
+    def place(self, message: PackedMessage, data: torch.Tensor | None) -> None:
         self.stream.place(message, data)
 
     def forget(self) -> None:
@@ -202,7 +202,7 @@ def packed_source(trainer: object, limit: int, packed: bool = True, colocated: b
     if isinstance(trainer, PackedSource):
         return trainer
     if hasattr(trainer, "stream"):
-        stream: Stream = trainer.stream()
+        stream: WeightStream = trainer.stream()
     elif all(hasattr(trainer, name) for name in ("read", "check", "build", "tensors", "drain")):
         stream = trainer
     else:

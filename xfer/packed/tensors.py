@@ -24,8 +24,8 @@ from xfer.errors import LayoutError, PlanMismatch, Unsupported, XferError
 from xfer.packed import agree, places
 from xfer.packed.buffer import Unpacker
 from xfer.packed.places import Copy, HeldBox, Round
-from xfer.packed.plan import BucketPlan, Group, TaskSize
-from xfer.packed.wire import Message
+from xfer.packed.plan import BucketPlan, GatherGroup, TaskSize
+from xfer.packed.wire import PackedMessage
 from xfer.trace.fragment import Fragment, TensorSpec
 
 if TYPE_CHECKING:
@@ -250,7 +250,7 @@ class TensorStream:
 
     # ---- messages
 
-    def prepare(self, plan: BucketPlan, buffer: Callable[[int, Message], torch.Tensor] | None) -> None:
+    def prepare(self, plan: BucketPlan, buffer: Callable[[int, PackedMessage], torch.Tensor] | None) -> None:
         """Before the first message of a gather: all tables are made and kernels loaded, since to load one beside NCCL's can
         hang the host. `buffer`: where each message will be put together, on ranks that assemble."""
         number = 0
@@ -259,12 +259,12 @@ class TensorStream:
                 self._way(message).bind(buffer(number, message) if buffer is not None else None)
                 number += 1
 
-    def place(self, message: Message, data: torch.Tensor | None) -> None:
+    def place(self, message: PackedMessage, data: torch.Tensor | None) -> None:
         """Collective where ranks do not pull. Fills `data`, on this thread's stream; None on ranks that do not assemble, or
         that have no use for the message any more."""
         self.collectives = self._way(message).run(data)
 
-    def tensors(self, group: Group) -> Iterator[tuple[str, torch.Tensor | None]]:
+    def tensors(self, group: GatherGroup) -> Iterator[tuple[str, torch.Tensor | None]]:
         """Whole tensors of their own, for who packs them himself; None on ranks that do not assemble."""
         unpacker, most, before = Unpacker(self.device), 0, self._last
         longest = max((x.nbytes for x in group.messages), default=0)
@@ -286,7 +286,7 @@ class TensorStream:
         if not self.assembles:
             yield from ((spec.name, None) for spec in group.tensors)
 
-    def _way(self, message: Message) -> _Way:
+    def _way(self, message: PackedMessage) -> _Way:
         found = self._ways.get(id(message))
         if found is None or found.message is not message:
             found = self._ways[id(message)] = _Way(self, message)
@@ -392,7 +392,7 @@ class _Leg:
 class _Way:
     """How one message is put together, and this rank's part in that."""
 
-    def __init__(self, stream: TensorStream, message: Message):
+    def __init__(self, stream: TensorStream, message: PackedMessage):
         self.message, self._s = message, stream
         numbers, most = stream._numbers, stream.round_bytes
         self._legs: list[_Leg] = []

@@ -71,7 +71,7 @@ class Exporters(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class BucketPart:
     """Bytes `start <= b < start + size` of a contiguous tensor, at byte `offset` of a message."""
 
     spec: TensorSpec
@@ -85,10 +85,10 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
+class PackedMessage:
     """One buffer on the wire: its parts in order, and its length in bytes."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[BucketPart, ...]
     nbytes: int
 
 
@@ -133,7 +133,7 @@ def digest(data: bytes) -> bytes:
     return hashlib.blake2b(data, digest_size=16).digest()
 
 
-def messages_of(request: BucketRequest, limit: int = 0) -> tuple[Message, ...]:
+def messages_of(request: BucketRequest, limit: int = 0) -> tuple[PackedMessage, ...]:
     """What will arrive for this request. ProtocolError with every violation: lists of unequal length, a dtype that is
     unknown, a size that is not the shape's, parts that overlap or leave their buffer, messages over `limit` bytes
     (0: no limit)."""
@@ -165,21 +165,21 @@ def messages_of(request: BucketRequest, limit: int = 0) -> tuple[Message, ...]:
         if offset < at:
             bad.append(f"{name}: begins at byte {offset} of its buffer, where the tensor before it ends at {at}")
         at = offset + size if request.is_packed else 0
-        parts.append(Part(spec, start, size, offset))
+        parts.append(BucketPart(spec, start, size, offset))
     if request.is_packed:
         length = at if request.nbytes is None else request.nbytes
         if at > length:
             bad.append(f"its last tensor ends at byte {at} of a buffer of {length}")
-        found: tuple[Message, ...] = (Message(tuple(parts), length),)
+        found: tuple[PackedMessage, ...] = (PackedMessage(tuple(parts), length),)
     else:
-        found = tuple(Message((p,), p.size) for p in parts)
+        found = tuple(PackedMessage((p,), p.size) for p in parts)
     bad += [f"a message of {x.nbytes} bytes, the limit is {limit}" for x in found if limit and x.nbytes > limit]
     if bad:
         raise ProtocolError("a request for a bucket does not fit itself", bad)
     return found
 
 
-def checked(manifest: Manifest, expected: Mapping[str, TensorSpec]) -> tuple[Message, ...]:
+def checked(manifest: Manifest, expected: Mapping[str, TensorSpec]) -> tuple[PackedMessage, ...]:
     """All messages of a refit. ProtocolError, with every violation, unless they bring each of `expected` exactly once,
     byte for byte, and nothing else."""
     messages = [x for b in manifest.buckets for x in messages_of(b, manifest.limit)]
@@ -217,7 +217,7 @@ def _covers(ranges: Sequence[tuple[int, int]], nbytes: int) -> bool:
     return at == nbytes
 
 
-def request_of(message: Message) -> BucketRequest:
+def request_of(message: PackedMessage) -> BucketRequest:
     """The request that announces one packed message."""
     split = any(not p.whole for p in message.parts)
     return BucketRequest(

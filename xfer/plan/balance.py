@@ -36,7 +36,7 @@ class Demand:
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class SenderShare:
     """Units `begin <= u < end` of demand number `demand` are sent by `sender`."""
 
     demand: int
@@ -45,7 +45,7 @@ class Share:
     end: int
 
 
-def balance(demands: Sequence[Demand], senders: int) -> list[Share]:
+def balance(demands: Sequence[Demand], senders: int) -> list[SenderShare]:
     """Shares, sorted by (demand, begin), that divide each demand completely. The same input gives the same shares."""
     pools: dict[tuple[tuple[int, ...], int], list[int]] = defaultdict(list)
     for i, d in enumerate(demands):
@@ -116,7 +116,7 @@ def _fill(load: np.ndarray, units: int, cost: int) -> np.ndarray:
     return out
 
 
-def hand_out(holders: Sequence[int], amount: np.ndarray, takers: list[tuple[int, int]]) -> list[Share]:
+def hand_out(holders: Sequence[int], amount: np.ndarray, takers: list[tuple[int, int]]) -> list[SenderShare]:
     """Takers in order take from holders in order: few senders a taker, and few takers a sender."""
     out = []
     at, left = 0, int(amount[0]) if len(amount) else 0
@@ -127,6 +127,6 @@ def hand_out(holders: Sequence[int], amount: np.ndarray, takers: list[tuple[int,
                 at += 1
                 left = int(amount[at])
             n = min(units - done, left)
-            out.append(Share(demand, holders[at], done, done + n))
+            out.append(SenderShare(demand, holders[at], done, done + n))
             done, left = done + n, left - n
     return out

@@ -10,7 +10,7 @@ import os
 
 from xfer.errors import ProtocolError
 from xfer.plan.file_cache import FileCache
-from xfer.plan.part import Part
+from xfer.plan.part import PlanPart
 from xfer.plan.subplan import CODE
 from xfer.sources import has_sources
 
@@ -25,18 +25,18 @@ class PlanCache:
     def __init__(self, directory: str | os.PathLike[str], max_bytes: int = 1 << 30):
         self._files = FileCache(directory, SUFFIX, _MAGIC, max_bytes)
 
-    def get(self, key: str, rank: int) -> Part | None:
+    def get(self, key: str, rank: int) -> PlanPart | None:
         """The part of these inputs, or None where there is no whole one of this version, these inputs and this rank."""
         body = self._files.get(_name(key, rank)) if KEEPS else None
         if body is None:
             return None
         try:
-            part = Part.from_bytes(body)
+            part = PlanPart.from_bytes(body)
         except ProtocolError:  # of another version of the planner
             return None
         return part if (part.key, part.program.rank) == (key, rank) else None
 
-    def put(self, part: Part) -> bool:
+    def put(self, part: PlanPart) -> bool:
         """Whether the part was stored; that it could not be is no error."""
         return KEEPS and self._files.put(_name(part.key, part.program.rank), part.to_bytes())
 

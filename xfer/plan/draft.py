@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Stream:
+class PieceStream:
     """All pieces of all classes of takers, one behind the other, and the groups they form: equal class of takers on one
     host, equal set of useful holders.
     """
@@ -74,7 +74,7 @@ class Draft:
     fill_rows: np.ndarray
     atoms: Atoms
     place: np.ndarray
-    stream: Stream
+    stream: PieceStream
     facts: Facts
 
 
@@ -187,7 +187,7 @@ def _stream(
     dst_cls: np.ndarray,
     trainers: int,
     options: PlanOptions,
-) -> Stream:
+) -> PieceStream:
     hosts = () if options.site is not None else options.host_numbers()  # with a site all holders are candidates
     ranks_of = [tuple(np.flatnonzero(src_cls == c).tolist()) for c in range(int(src_cls.max(initial=-1)) + 1)]
     holders_of = [tuple(sorted(r for c in members for r in ranks_of[c])) for members in atoms.signatures]
@@ -235,7 +235,7 @@ def _stream(
     heads = np.flatnonzero(fresh)
     chosen = list(sets)
     blocks = [tuple(t) for _, t in sorted(takers_of.items())]
-    return Stream(
+    return PieceStream(
         pieces.atom[piece], pieces.want[piece], nbytes[piece], np.cumsum(nbytes[piece]) - nbytes[piece],
         np.append(heads, len(piece)), [chosen[h][0] for h in holder_set[heads]],
         [options.remote_cost if chosen[h][1] else 1 for h in holder_set[heads]],
@@ -265,7 +265,7 @@ def _fill_rows(inventories: Sequence[Inventory]) -> tuple[np.ndarray, np.ndarray
 
 def _facts(
     catalog: Catalog,
-    stream: Stream,
+    stream: PieceStream,
     dst: Stack,
     dst_cls: np.ndarray,
     dst_inv: Sequence[Inventory],

@@ -51,7 +51,7 @@ def read_site(path: str | Path) -> Site:
 
 def parse(data: Mapping[str, Any], what: str = "fabric") -> tuple[Fabric, tuple | None]:
     """As the file, from its parsed contents: (fabric, (trainers, replicas) or None)."""
-    r = _Reader(what)
+    r = _TableReader(what)
     r.known(data, "", {"spine", "cross_rail", "host", "ranks"})
     hosts: list[Host] = []
     for i, entry in enumerate(r.items(data, "host")):
@@ -101,7 +101,7 @@ def read_toml(text: str) -> dict:
 
 
 @dataclass
-class _Reader:
+class _TableReader:
     """Takes values out of parsed tables and collects what is wrong with them."""
 
     what: str
@@ -144,7 +144,7 @@ class _Reader:
         return ()
 
 
-def _hosts(r: _Reader, entry: Mapping, where: str, before: int) -> Iterator[Host]:
+def _hosts(r: _TableReader, entry: Mapping, where: str, before: int) -> Iterator[Host]:
     r.known(entry, where, {"names", "count", "gpus", "nvlink", "islands", "bridge", "local", "nic", "nics"})
     where += "."
     if ("names" in entry) == ("count" in entry):
@@ -177,14 +177,14 @@ def _hosts(r: _Reader, entry: Mapping, where: str, before: int) -> Iterator[Host
         yield Host(name, islands, nvlink, nics, bridge, local)
 
 
-def _nic(r: _Reader, entry: Mapping, where: str) -> Nic:
+def _nic(r: _TableReader, entry: Mapping, where: str) -> Nic:
     r.known(entry, where, {"gpus", "rate", "rail"})
     where += "."
     gpus = r.numbers(entry.get("gpus"), f"{where}gpus")
     return Nic(gpus, r.rate(entry, "rate", where), r.integer(entry, "rail", where, 0, 65535, 0))
 
 
-def _ranks(r: _Reader, table: Any, fabric: Fabric) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
+def _ranks(r: _TableReader, table: Any, fabric: Fabric) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
     if not isinstance(table, Mapping):
         r.bad.append("ranks: a table is needed")
         return (), ()
@@ -200,7 +200,7 @@ def _ranks(r: _Reader, table: Any, fabric: Fabric) -> tuple[tuple[int, ...], tup
     return trainers, tuple(_gpus(r, v, f"ranks.replicas[{i}]", first) for i, v in enumerate(replicas))
 
 
-def _gpus(r: _Reader, places: Any, where: str, first: Mapping[str, tuple[int, int]]) -> tuple[int, ...]:
+def _gpus(r: _TableReader, places: Any, where: str, first: Mapping[str, tuple[int, int]]) -> tuple[int, ...]:
     """ "a:0-2,5" -> GPU numbers of the whole fabric."""
     if not isinstance(places, list) or not all(isinstance(p, str) for p in places):
         r.bad.append(f'{where}: {places!r}: a list of places such as "{next(iter(first))}:0-3" is needed')

@@ -19,7 +19,7 @@ from xfer.plan.subplan import PLANNER, SubPlan
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Part:
+class PlanPart:
     """`key` and `digest` are the sub-plan's, and with them equal on all of its ranks. `shared`: see `SubPlan.shared`."""
 
     key: str
@@ -31,7 +31,7 @@ class Part:
     shared: np.ndarray
 
     @classmethod
-    def of(cls, plan: SubPlan, rank: int) -> Part:
+    def of(cls, plan: SubPlan, rank: int) -> PlanPart:
         """ValueError for a rank that is not in the plan."""
         program, shared = plan.program(rank), plan.shared(rank)
         return cls(plan.key, plan.digest, plan.trainers, plan.workers, program, plan.summary, shared)
@@ -42,14 +42,14 @@ class Part:
     def to_bytes(self) -> bytes:
         p = self.program
         return msgspec.msgpack.encode(
-            _Wire(
+            _PlanPartRecord(
                 PLANNER, self.key, self.digest, self.trainers, self.workers, p.rank, p.waves, len(p.rows),
                 memoryview(col.pack(p.rows, ROW)), self.summary, len(self.shared), memoryview(col.pack(self.shared, ROW)),
             )
         )  # fmt: skip
 
     @classmethod
-    def from_bytes(cls, data: bytes | memoryview) -> Part:
+    def from_bytes(cls, data: bytes | memoryview) -> PlanPart:
         """ProtocolError unless `data` has the form of what `to_bytes` of this version wrote. That its content is
         unchanged is the caller's to compare: the digest in it is of tables that are not. The rows are a view of `data`.
         """
@@ -63,7 +63,7 @@ class Part:
         return cls(w.key, w.digest, w.trainers, w.workers, Program(w.rank, w.waves, rows), w.summary, shared)
 
 
-class _Wire(msgspec.Struct, forbid_unknown_fields=True, array_like=True):
+class _PlanPartRecord(msgspec.Struct, forbid_unknown_fields=True, array_like=True):
     version: str
     key: str
     digest: str
@@ -78,4 +78,4 @@ class _Wire(msgspec.Struct, forbid_unknown_fields=True, array_like=True):
     shared: memoryview
 
 
-_wire = msgspec.msgpack.Decoder(_Wire)  # once: see inventory.py
+_wire = msgspec.msgpack.Decoder(_PlanPartRecord)  # once: see inventory.py

@@ -182,7 +182,7 @@ class _Messages:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Wire:
+class _WireTimes:
     pack: float
     wire: float
     unpack: float
@@ -191,7 +191,7 @@ class _Wire:
     span: np.ndarray
 
 
-def _wire(m: _Messages, links: Links, local: np.ndarray, costs: Costs) -> _Wire:
+def _wire(m: _Messages, links: Links, local: np.ndarray, costs: Costs) -> _WireTimes:
     lanes = len(m.gpu_of_lane)
     packed, busy, before, unpacked = (np.zeros(lanes) for _ in range(4))  # `before`: busy, one wave earlier
     path = links.paths(m.src_gpu, m.dst_gpu)
@@ -222,7 +222,7 @@ def _wire(m: _Messages, links: Links, local: np.ndarray, costs: Costs) -> _Wire:
         first = float(begin.min()) if first is None else first
     first = first or 0.0
     last, end = float(busy.max(initial=0.0)), float(unpacked.max(initial=0.0))
-    return _Wire(first, last - first, max(0.0, end - last), max(end, last), lockstep, span)
+    return _WireTimes(first, last - first, max(0.0, end - last), max(end, last), lockstep, span)
 
 
 def _over(nbytes, rate):

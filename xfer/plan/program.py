@@ -76,7 +76,7 @@ def wire_dtype(src: str, dst: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
+class WaveMessage:
     """All rows of one (sender, taker, wave): one contiguous run of `nbytes` wire bytes, rows in wire order."""
 
     wave: int
@@ -97,10 +97,10 @@ class Program:
     waves: int
     rows: np.ndarray
 
-    def sends(self) -> Iterator[Message]:
+    def sends(self) -> Iterator[WaveMessage]:
         return _messages(self.rows[(self.rows["src"] == self.rank) & (self.rows["dst"] != self.rank)])
 
-    def receives(self) -> Iterator[Message]:
+    def receives(self) -> Iterator[WaveMessage]:
         return _messages(
             self.rows[(self.rows["dst"] == self.rank) & (self.rows["src"] != self.rank) & (self.rows["op"] != Op.FILL)]
         )
@@ -128,7 +128,7 @@ def in_turn(rows: np.ndarray, senders: set[int]) -> list[int]:
     return sorted(senders, key=lambda a: (turn.get(a, 0), a))
 
 
-def _messages(rows: np.ndarray) -> Iterator[Message]:
+def _messages(rows: np.ndarray) -> Iterator[WaveMessage]:
     if not len(rows):
         return
     key = np.stack([rows["wave"], rows["src"], rows["dst"]], axis=1)
@@ -137,4 +137,4 @@ def _messages(rows: np.ndarray) -> Iterator[Message]:
     for lo, hi in zip([0, *cuts.tolist()], [*cuts.tolist(), len(rows)]):
         part = rows[lo:hi]
         end = int((part["wire"] + nbytes[lo:hi]).max())
-        yield Message(int(part["wave"][0]), int(part["src"][0]), int(part["dst"][0]), end, part)
+        yield WaveMessage(int(part["wave"][0]), int(part["src"][0]), int(part["dst"][0]), end, part)

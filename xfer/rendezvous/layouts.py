@@ -20,7 +20,7 @@ from xfer.errors import DeadlineExceeded, ProtocolError
 from xfer.plan.cache import PlanCache
 from xfer.plan.inventory import Inventory
 from xfer.plan.options import PlanOptions
-from xfer.plan.part import Part
+from xfer.plan.part import PlanPart
 from xfer.plan.planner import Drafts, key_of
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ class Shelf:
         options: PlanOptions,
         cache: PlanCache | None,
         check: Callable[[], None],
-    ) -> tuple[Part, tuple[bytes, ...]]:
+    ) -> tuple[PlanPart, tuple[bytes, ...]]:
         """Plan one rank's part.
 
         A part that is not in the cache is not put there either, since it is not known yet whether all ranks agree on it.
@@ -115,7 +115,7 @@ class Shelf:
         if part is None:
             sources, takers = self._both_sides(sides, until, check)
             self.exchange_s[p.replica] = time.perf_counter() - t0
-            part = Part.of(self._drafts.plan(catalog, sources, takers, options), rank)
+            part = PlanPart.of(self._drafts.plan(catalog, sources, takers, options), rank)
         return part, (*sides[0].inventories, *sides[1].inventories)
 
     def _forget_others(self, p: m.PlanInputs) -> None:

@@ -30,7 +30,7 @@ MAX_PARTS = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class CopiedRegion:
     """Elements at `dst` come from `src` of the origin of piece number `piece`; -1: nothing was ever written there.
 
     `src` is relative to the piece's own source offset. Both regions have one shape.
@@ -105,7 +105,9 @@ def rewrite(inner: Region, mate: Region, outer: Region, outer_mate: Region) -> t
 
 
 @lru_cache(maxsize=1 << 16)
-def trace_back(read: Region, dst: Region, pieces: tuple[Written, ...], disjoint: bool) -> tuple[Part, ...] | None:
+def trace_back(
+    read: Region, dst: Region, pieces: tuple[Written, ...], disjoint: bool
+) -> tuple[CopiedRegion, ...] | None:
     """Where the elements of `read` (of a scratch) come from, written as parts of `dst`, which has the shape of `read`.
 
     Later pieces win over earlier ones. `disjoint`: the pieces are known not to overlap. None: not a few strided terms.
@@ -114,7 +116,7 @@ def trace_back(read: Region, dst: Region, pieces: tuple[Written, ...], disjoint:
         where, strides = pieces[i]
         hit = rewrite(read, dst, where, _source(where, strides))
         if hit is not None:
-            return (Part(i, *hit),)
+            return (CopiedRegion(i, *hit),)
         if read.meets(where):
             break
     if disjoint and sum(where.size for where, _ in pieces) == read.size:
@@ -123,7 +125,7 @@ def trace_back(read: Region, dst: Region, pieces: tuple[Written, ...], disjoint:
             hit = rewrite(where, _source(where, strides), read, dst)
             if hit is None:
                 break
-            parts.append(Part(i, hit[1], hit[0]))
+            parts.append(CopiedRegion(i, hit[1], hit[0]))
         else:
             return tuple(parts)
     return blocks(read, dst, pieces)
@@ -152,7 +154,7 @@ def _addresses(r: Region) -> Region:
     return Region(r.offset, *coalesce(*zip(*dims))) if dims else Region(r.offset, (), ())
 
 
-def blocks(read: Region, dst: Region, pieces: Sequence[Written]) -> tuple[Part, ...] | None:
+def blocks(read: Region, dst: Region, pieces: Sequence[Written]) -> tuple[CopiedRegion, ...] | None:
     """The general way; see the module's text. None beyond `MAX_BLOCKS` or `MAX_PARTS`."""
     painted = _paint(read, dst, pieces)
     if painted is None:
@@ -160,12 +162,12 @@ def blocks(read: Region, dst: Region, pieces: Sequence[Written]) -> tuple[Part, 
     owner, source, target, unit = painted
     order = np.argsort(owner, kind="stable")
     cuts = np.flatnonzero(np.diff(owner[order])) + 1
-    parts: list[Part] = []
+    parts: list[CopiedRegion] = []
     for group in np.split(order, cuts):
         i = int(owner[group[0]])
         known = i >= 0 and pieces[i][1] is not None
         for d, s in fold(target[group], source[group], unit, 1 if known else 0):
-            parts.append(Part(i, d, s))
+            parts.append(CopiedRegion(i, d, s))
             if len(parts) > MAX_PARTS:
                 return None
     return tuple(parts)

@@ -25,7 +25,7 @@ Chain = tuple[torch.dtype, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class NamedTensor:
     """A tensor that was given by name: checkpoint tensor on the engine's side, parameter on the trainer's."""
 
     name: str
@@ -89,7 +89,7 @@ class Literal:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Call:
+class OperatorResult:
     """Result number `output` of one operator. `mutates`: argument 0 is changed in place and is the result."""
 
     op: torch._ops.OpOverload
@@ -99,8 +99,8 @@ class Call:
     mutates: bool = False
 
 
-Expr = Operand | Call
-Origin = Source | Foreign | Constant | Undefined | Literal | Operand | Call
+Expr = Operand | OperatorResult
+Origin = NamedTensor | Foreign | Constant | Undefined | Literal | Operand | OperatorResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,15 +185,15 @@ def walk(node: object) -> Iterator[object]:
         x = todo.pop()
         if isinstance(x, Piece):
             x = x.origin
-        if isinstance(x, Operand | Call):
+        if isinstance(x, Operand | OperatorResult):
             if id(x) in seen:
                 continue
             seen.add(id(x))
-        if isinstance(x, Source | Foreign | Constant | Undefined | Operand | Call | Literal):
+        if isinstance(x, NamedTensor | Foreign | Constant | Undefined | Operand | OperatorResult | Literal):
             yield x
         if isinstance(x, Operand):
             todo += reversed(x.pieces)
-        elif isinstance(x, Call):
+        elif isinstance(x, OperatorResult):
             todo += [*reversed(list(x.kwargs.values())), *reversed(x.args)]
         elif isinstance(x, tuple | list):
             todo += reversed(x)
@@ -208,7 +208,7 @@ def describe(node: object) -> str:
         return f"{r.offset}:{list(r.shape)}:{list(r.strides)}"
 
     def text(x: object) -> str:
-        if isinstance(x, Operand | Call):
+        if isinstance(x, Operand | OperatorResult):
             if id(x) not in names:
                 body = operand(x) if isinstance(x, Operand) else call(x)
                 names[id(x)] = f"%{len(lines)}"
@@ -217,7 +217,7 @@ def describe(node: object) -> str:
         if isinstance(x, Piece):
             chain = ">".join(map(dtype_name, x.chain))
             return f"{region(x.dst)} <- {text(x.origin)}[{region(x.src)}] {chain}"
-        if isinstance(x, Source):
+        if isinstance(x, NamedTensor):
             return repr(x.name)
         if isinstance(x, Foreign) and x.gathered is not None:
             return f"slot {x.slot} of {x.gathered.size} of {text(x.gathered.mine)}"
@@ -233,7 +233,7 @@ def describe(node: object) -> str:
         pieces = "; ".join(map(text, x.pieces))
         return f"{dtype_name(x.dtype)} {region(x.view)} of {x.size} {{{pieces}}}"
 
-    def call(x: Call) -> str:
+    def call(x: OperatorResult) -> str:
         kw = "".join(f", {k}={text(v)}" for k, v in sorted(x.kwargs.items()))
         return f"{x.op}({', '.join(map(text, x.args))}{kw})[{x.output}]"
 
@@ -260,7 +260,7 @@ def evaluate(expr: Expr | Literal, lookup: Lookup, device: torch.device, peers: 
     memo: dict[int, torch.Tensor] = {}
 
     def value(x: Any) -> Any:  # an operator's argument: an expression becomes a tensor, containers are searched
-        if isinstance(x, Operand | Call):
+        if isinstance(x, Operand | OperatorResult):
             if id(x) not in memo:
                 memo[id(x)] = assemble(x) if isinstance(x, Operand) else run(x)
             return memo[id(x)]
@@ -276,7 +276,7 @@ def evaluate(expr: Expr | Literal, lookup: Lookup, device: torch.device, peers: 
         first = x.pieces[0]
         if (
             len(x.pieces) == 1
-            and isinstance(first.origin, Source)
+            and isinstance(first.origin, NamedTensor)
             and first.chain == (x.dtype,)
             and first.src == first.dst
         ):
@@ -291,9 +291,9 @@ def evaluate(expr: Expr | Literal, lookup: Lookup, device: torch.device, peers: 
     def put(into: torch.Tensor, origin: Origin, src: Region, chain: Chain) -> None:
         if isinstance(origin, Constant):
             x = origin.tensor(src.shape, device)
-        elif isinstance(origin, Source):
+        elif isinstance(origin, NamedTensor):
             x = strided(reseen(lookup(origin.name), chain[0]), src)
-        elif isinstance(origin, Operand | Call | Literal):
+        elif isinstance(origin, Operand | OperatorResult | Literal):
             x = strided(value(origin).contiguous().reshape(-1), src)
         elif isinstance(origin, Foreign) and origin.gathered is not None and peers is not None:
             x = strided(peers(origin.gathered)[origin.slot], src)
@@ -301,7 +301,7 @@ def evaluate(expr: Expr | Literal, lookup: Lookup, device: torch.device, peers: 
             raise RuntimeError(f"cannot evaluate data of {origin}")
         into.copy_(reseen(converted(x, chain), into.dtype))
 
-    def run(x: Call) -> torch.Tensor:
+    def run(x: OperatorResult) -> torch.Tensor:
         args, kwargs = value(x.args), {k: value(v) for k, v in x.kwargs.items()}
         if x.mutates:
             args = (args[0].clone(), *args[1:])

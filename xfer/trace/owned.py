@@ -17,13 +17,13 @@ import torch
 
 from xfer.errors import Unsupported
 from xfer.trace.compose import rewrite, trace_back
-from xfer.trace.expr import Call, Foreign, Operand, Piece, Source, Undefined, join, peers_needed
+from xfer.trace.expr import Foreign, NamedTensor, Operand, OperatorResult, Piece, Undefined, join, peers_needed
 from xfer.trace.view import Region, contiguous
 
 
 def own_parts(piece: Piece) -> list[Piece]:
     """`piece`, computed with data of other ranks, cut to what this rank answers for. Its parts are disjoint."""
-    assert isinstance(piece.origin, Call)
+    assert isinstance(piece.origin, OperatorResult)
     base = _base(piece.origin)
     if base is None:
         return [piece]
@@ -47,10 +47,10 @@ def missing_peers(node: object) -> bool:
 # ---- whose elements
 
 
-def _base(call: Call) -> Operand | None:
+def _base(call: OperatorResult) -> Operand | None:
     """The argument, seen through elementwise operators, that consists of this rank's and other ranks' data alone."""
     for x in _alike(call):
-        if all(isinstance(p.origin, Source | Foreign) for p in x.pieces):
+        if all(isinstance(p.origin, NamedTensor | Foreign) for p in x.pieces):
             return x
         inner = _only_call(x)
         if inner is not None and (found := _base(inner)) is not None:
@@ -58,7 +58,7 @@ def _base(call: Call) -> Operand | None:
     return None
 
 
-def _alike(call: Call) -> list[Operand]:
+def _alike(call: OperatorResult) -> list[Operand]:
     """Tensor arguments that have an element for each of the result's: those of the largest shape."""
     if torch.Tag.pointwise not in call.op.tags or call.mutates or call.output:
         return []
@@ -67,7 +67,7 @@ def _alike(call: Call) -> list[Operand]:
     return [x for x in operands if x.view.shape == tuple(shape)]
 
 
-def _only_call(x: Operand) -> Call | None:
+def _only_call(x: Operand) -> OperatorResult | None:
     """The call whose whole result `x` is, element for element."""
     if len(x.pieces) != 1:
         return None
@@ -75,7 +75,7 @@ def _only_call(x: Operand) -> Call | None:
     plain = p.chain == (x.dtype,) and p.src == p.dst == contiguous(p.dst.shape)
     return (
         p.origin
-        if isinstance(p.origin, Call)
+        if isinstance(p.origin, OperatorResult)
         and plain
         and x.view == contiguous(x.view.shape)
         and x.size == x.view.size == p.dst.size
@@ -92,13 +92,13 @@ def _mine(base: Operand, src: Region) -> list[Region]:
     parts = trace_back(read, contiguous(read.shape), tuple(p.geometry for p in base.pieces), False)
     if parts is None:
         return [contiguous(src.shape)]
-    return [part.dst for part in parts if part.piece >= 0 and isinstance(base.pieces[part.piece].origin, Source)]
+    return [part.dst for part in parts if part.piece >= 0 and isinstance(base.pieces[part.piece].origin, NamedTensor)]
 
 
 # ---- the same operators on fewer elements
 
 
-def _restricted(call: Call, where: Region) -> Call | None:
+def _restricted(call: OperatorResult, where: Region) -> OperatorResult | None:
     """`call` for the elements `where` of its row-major result only; None when it cannot be said for an argument."""
     alike = _alike(call)
     if not alike:
@@ -115,7 +115,7 @@ def _restricted(call: Call, where: Region) -> Call | None:
         return memo[id(x)]
 
     try:
-        return Call(call.op, tuple(map(cut, call.args)), {k: cut(v) for k, v in call.kwargs.items()})
+        return OperatorResult(call.op, tuple(map(cut, call.args)), {k: cut(v) for k, v in call.kwargs.items()})
     except Unsupported:
         return None
 

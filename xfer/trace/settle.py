@@ -16,13 +16,13 @@ from xfer.errors import LayoutError, Unsupported
 from xfer.trace.boxes import boxes, merge, split_of
 from xfer.trace.compose import blocks
 from xfer.trace.expr import (
-    Call,
     Constant,
     Foreign,
     Literal,
+    NamedTensor,
     Operand,
+    OperatorResult,
     Piece,
-    Source,
     Undefined,
     converted,
     dtype_name,
@@ -124,7 +124,7 @@ class Ledger:
         """
         mine = False
         for p in pieces:
-            self.computes |= isinstance(p.origin, Operand | Call)
+            self.computes |= isinstance(p.origin, Operand | OperatorResult)
             if _elsewhere(p):
                 continue
             mine = True
@@ -144,18 +144,18 @@ class Ledger:
             self.errors.append(f"{target}: {p.dst.size} elements at {p.dst.offset}: written from {what}")
         elif isinstance(p.origin, Constant):
             self._fill(target, p, p.origin, dtype)
-        elif isinstance(p.origin, Operand | Call):
+        elif isinstance(p.origin, Operand | OperatorResult):
             for part in self._share(p):
-                assert isinstance(part.origin, Operand | Call)  # a part of one
+                assert isinstance(part.origin, Operand | OperatorResult)  # a part of one
                 self._recipe(target, part, part.origin, part.src, part.chain, dtype)
             for x in walk(p.origin):
-                if isinstance(x, Source):
+                if isinstance(x, NamedTensor):
                     self._read(x.name)
         else:
             self._fragment(target, p, dtype, spec)
 
     def _fragment(self, target: str, p: Piece, dtype: torch.dtype, spec: TensorSpec | None) -> None:
-        assert isinstance(p.origin, Source)
+        assert isinstance(p.origin, NamedTensor)
         source = p.origin.name
         given = self.given[source]
         chain = simplify(p.chain)
@@ -202,10 +202,12 @@ class Ledger:
 
     def _share(self, p: Piece) -> list[Piece]:
         """What this rank answers for of something computed: less than all of it where ranks computed it together."""
-        together = isinstance(p.origin, Call) and any(isinstance(x, Foreign) for x in walk(p.origin))
+        together = isinstance(p.origin, OperatorResult) and any(isinstance(x, Foreign) for x in walk(p.origin))
         return own_parts(p) if together else [p]
 
-    def _recipe(self, target: str, p: Piece, expr: Operand | Call, part: Region, chain, dtype: torch.dtype) -> None:
+    def _recipe(
+        self, target: str, p: Piece, expr: Operand | OperatorResult, part: Region, chain, dtype: torch.dtype
+    ) -> None:
         leaves = list(walk(expr))
         lost = sorted({x.why for x in leaves if isinstance(x, Undefined)})
         if lost:
@@ -240,10 +242,10 @@ class Ledger:
 
 def _elsewhere(p: Piece) -> bool:
     """Whether the piece is another rank's business: its data, or something computed from nothing but its data."""
-    if not isinstance(p.origin, Operand | Call):
+    if not isinstance(p.origin, Operand | OperatorResult):
         return isinstance(p.origin, Foreign)
     kinds = {type(x) for x in walk(p.origin)}
-    return Foreign in kinds and Source not in kinds
+    return Foreign in kinds and NamedTensor not in kinds
 
 
 def spec_of(name: str, t: torch.Tensor) -> TensorSpec:

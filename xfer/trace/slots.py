@@ -44,7 +44,7 @@ class Slot:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class SlotPlace:
     """Where a slot's tensor lies: `offset` and `strides` in bytes from the start of storage `root`."""
 
     root: str
@@ -59,7 +59,7 @@ class Binding:
     """`places` by slot name, `roots` in the order of `tensors`; each tensor is flat uint8 over a whole storage (a
     view)."""
 
-    places: dict[str, Place]
+    places: dict[str, SlotPlace]
     roots: tuple[Root, ...]
     tensors: dict[str, torch.Tensor]
 
@@ -153,7 +153,7 @@ class Slots:
     ):
         self.slots, self._empty, self._hold, self._unmapped = tuple(slots), empty, hold, unmapped
         self.by_name = {slot.name: slot for slot in self.slots}
-        self._known: _Reading | None = None
+        self._known: _SlotReading | None = None
         # A module replaced in the tree leaves its slots behind, intact and dead: so the edges are compared as well. What is needed
         # for that lies in flat lists: at every refit the interpreter finds a model's objects cold, and each costs time.
         modules = [module for tree in trees for module in tree.modules()]
@@ -200,9 +200,9 @@ class Slots:
             and all(map(is_, map(dict.get, *self._tied[:2]), map(dict.get, *self._tied[2:])))
         )
 
-    def _read(self) -> tuple[Binding, _Reading]:
+    def _read(self) -> tuple[Binding, _SlotReading]:
         self._refuse_absent()
-        places: dict[str, Place] = {}
+        places: dict[str, SlotPlace] = {}
         names: dict[int, str] = {}  # storage -> root, which is called after the first slot found in it
         roots: list[Root] = []
         tensors: dict[str, torch.Tensor] = {}
@@ -221,7 +221,7 @@ class Slots:
             size = t.element_size()
             strides = tuple(s * size for s in t.stride())
             dtype = str(t.dtype).removeprefix("torch.")
-            places[slot.name] = Place(root, int(t.storage_offset()) * size, tuple(t.shape), strides, dtype)
+            places[slot.name] = SlotPlace(root, int(t.storage_offset()) * size, tuple(t.shape), strides, dtype)
             if self._hold and t.is_meta:
                 contents.append((slot.table, slot.key, None, (t.shape, t.stride()), t.dtype))
             elif self._hold:
@@ -229,7 +229,7 @@ class Slots:
             else:
                 contents.append((slot.table, slot.key, weakref.ref(t), t.data_ptr(), t.dtype, t.shape, t.stride()))
             devices[slot.name] = t.device
-        kind, unmapped = _Held if self._hold else _Reading, self._unmapped(tuple(tensors.values()))
+        kind, unmapped = _HeldReading if self._hold else _SlotReading, self._unmapped(tuple(tensors.values()))
         reading = kind(places, tuple(roots), contents, storages, devices, unmapped)
         reading.refuse_unmapped()
         return Binding(places, tuple(roots), tensors), reading
@@ -256,12 +256,12 @@ class Slots:
 
 
 @dataclass(frozen=True, slots=True)
-class _Reading:
-    """What one `bind` saw. `contents`: (table, key, weak tensor, address, dtype, shape, stride) of every slot (`_Held`: less);
+class _SlotReading:
+    """What one `bind` saw. `contents`: (table, key, weak tensor, address, dtype, shape, stride) of every slot (`_HeldReading`: less);
     `storages`: (table, key, address, bytes) of every root, of a slot in it; `devices` by slot name; `unmapped`: asks which roots,
     by number, have no memory behind them now."""
 
-    places: dict[str, Place]
+    places: dict[str, SlotPlace]
     roots: tuple[Root, ...]
     contents: list[tuple]
     storages: list[tuple]
@@ -296,7 +296,7 @@ class _Reading:
         return True
 
 
-class _Held(_Reading):
+class _HeldReading(_SlotReading):
     """`contents`: (table, key, alias, address, dtype). An alias holds its storage, so to be set to the same place of it says
     all but whether the storage was resized, which gives it another address, and the dtype. On the meta device there is no place:
     (table, key, None, (shape, stride), dtype)."""

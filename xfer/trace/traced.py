@@ -52,9 +52,9 @@ class Recipe:
     @cached_property
     def sources(self) -> tuple[str, ...]:
         """Names that the expression reads, sorted."""
-        from xfer.trace.expr import Source, walk
+        from xfer.trace.expr import NamedTensor, walk
 
-        return tuple(sorted({x.name for x in walk(self.expr) if isinstance(x, Source)}))
+        return tuple(sorted({x.name for x in walk(self.expr) if isinstance(x, NamedTensor)}))
 
     @cached_property
     def foreign(self) -> bool:
@@ -73,9 +73,9 @@ class Recipe:
     @cached_property
     def ops(self) -> tuple[str, ...]:
         """Operators of the expression, sorted, each once."""
-        from xfer.trace.expr import Call, walk
+        from xfer.trace.expr import OperatorResult, walk
 
-        return tuple(sorted({str(x.op) for x in walk(self.expr) if isinstance(x, Call)}))
+        return tuple(sorted({str(x.op) for x in walk(self.expr) if isinstance(x, OperatorResult)}))
 
     def evaluate(self, lookup: Callable[[str], torch.Tensor], peers: Peers | None = None) -> torch.Tensor:
         """The value for the region, of `shape` and `dtype`, from real full source tensors (with the traced strides) and

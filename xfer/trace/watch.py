@@ -34,15 +34,15 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from xfer.trace.compose import covers, spans_disjoint, trace_back
 from xfer.trace.expr import (
-    Call,
     Constant,
     Foreign,
     Gathered,
     Literal,
+    NamedTensor,
     Operand,
+    OperatorResult,
     Origin,
     Piece,
-    Source,
     Undefined,
     evaluate,
     join,
@@ -162,7 +162,7 @@ class Watch(TorchDispatchMode):
         self.ops: Counter[str] = Counter()
         self.gathers: list[Gathered] = []
         for name, t in sources.items():
-            self.add_source(Source(name), name, t)
+            self.add_source(NamedTensor(name), name, t)
 
     # ---- storages ---------------------------------------------------------------------------------------------------
 
@@ -334,19 +334,19 @@ class Watch(TorchDispatchMode):
     def _evaluated(self, t: torch.Tensor) -> torch.Tensor | None:
         try:
             expr = self.operand(t)
-            if any(isinstance(x, Source | Foreign | Undefined) for x in walk(expr)):
+            if any(isinstance(x, NamedTensor | Foreign | Undefined) for x in walk(expr)):
                 return None
             known: dict[str, torch.Tensor] = {}
             return evaluate(expr, known.__getitem__, torch.device("cpu"))
         except Exception:  # an operator that the CPU lacks, say: then its result is not known
             return None
 
-    def call(self, func, args: tuple, kwargs: dict, output: int = 0, mutates: bool = False) -> Call:
+    def call(self, func, args: tuple, kwargs: dict, output: int = 0, mutates: bool = False) -> OperatorResult:
         def leaf(a: object) -> object:
             return self.operand(a) if isinstance(a, torch.Tensor) else a
 
         args, kwargs = tree_map(leaf, (tuple(args), dict(kwargs)))
-        return Call(func, args, kwargs, output, mutates)
+        return OperatorResult(func, args, kwargs, output, mutates)
 
 
 def _torch_dispatch(self: Watch, func, types, args=(), kwargs=None):

@@ -149,7 +149,7 @@ class Cursor(list):
         return self[self.at]
 
 
-class Export:
+class BridgeExport:
     """Iterates (task, checkpoint tensor name, tensor) over `stream_weights_megatron_to_hf` (so that the families' hooks
     run) with each task's weight replaced by `weights[i]`, and adapters as `adapters` has them. A task that raises is
     noted in `failed` (global parameter name -> what it raised) and skipped, so that in the end all the names that

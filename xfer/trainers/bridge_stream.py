@@ -23,14 +23,14 @@ from xfer.kernels.cuda_driver import unmapped
 from xfer.packed import agree
 from xfer.packed.buffer import dtype_name
 from xfer.packed.lockstep import Lockstep
-from xfer.packed.plan import Group, TaskSize
+from xfer.packed.plan import GatherGroup, TaskSize
 from xfer.packed.wire import nbytes_of
 from xfer.trace.collectives import objects_stay_home
 from xfer.trace.export import ExportWatch, twin
 from xfer.trace.fragment import TensorSpec
 from xfer.trace.slots import Slot, Slots, walk
 from xfer.trainers.bridge_export import (
-    Export,
+    BridgeExport,
     Scales,
     factor_tasks,
     forget_names,
@@ -89,7 +89,7 @@ class BridgeStream:
                 {slot_of[id(x.param_weight)].name: w for x, w in zip((*tasks, *factors), twins, strict=True)}
             )
             theirs = with_factors(adapters, twins[len(tasks) :])
-            export = Export(bridge, t.chunks, names, tasks, twins[: len(tasks)], theirs)
+            export = BridgeExport(bridge, t.chunks, names, tasks, twins[: len(tasks)], theirs)
             seen, found, merged = _Followed(t.chunks), {}, _Merged(watch, tasks, slot_of)
             with watch:
                 for task, name, tensor in export:
@@ -169,7 +169,7 @@ class BridgeStream:
         self._by_position = {task.position: task for task in out}
         return out
 
-    def tensors(self, group: Group) -> Iterator[tuple[str, torch.Tensor]]:
+    def tensors(self, group: GatherGroup) -> Iterator[tuple[str, torch.Tensor]]:
         tasks = [self._tasks[i] for i in group.positions]
         with mock.patch.object(self._model_bridge, "build_adapter_conversion_tasks", self._given, create=True):
             if self.together and dist.is_initialized():
@@ -183,7 +183,7 @@ class BridgeStream:
                 rows = self._wanted.get(name)
                 yield name, tensor[:rows] if rows is not None and tensor.shape[0] > rows else tensor
 
-    def _in_lockstep(self, group: Group, tasks: list) -> Iterator[tuple[str, torch.Tensor]]:
+    def _in_lockstep(self, group: GatherGroup, tasks: list) -> Iterator[tuple[str, torch.Tensor]]:
         """In rounds of a bounded size, since all tensors of a round exist at once beside the buffers they come through."""
         planned = [self._by_position[i] for i in group.positions]
         sizes = [sum(map(nbytes_of, p.tensors)) for p in planned]

@@ -44,7 +44,7 @@ class Exchange:
 
 
 @dataclass(frozen=True, slots=True)
-class _Step:
+class _RecipeStep:
     recipe: Recipe
     offset: int
     nbytes: int
@@ -61,13 +61,13 @@ class Computed:
     def __init__(self, traced: Traced, device: torch.device, limit: int | None = None):
         self.traced, self._device = traced, device
         specs = {s.name: s for s in traced.specs}
-        self._steps: list[_Step] = []
+        self._steps: list[_RecipeStep] = []
         self.nbytes = 0
         name, fragments = SCRATCH + "computed", []
         for r in traced.recipes:
             item = getattr(torch, r.dtype).itemsize
             size = prod(r.shape) * item
-            self._steps.append(_Step(r, self.nbytes, size))
+            self._steps.append(_RecipeStep(r, self.nbytes, size))
             where = Region(r.offset // item, r.shape, tuple(s // item for s in r.strides))
             lies = contiguous(r.shape).scaled(item).shifted(self.nbytes)
             fragments += boxes(specs[r.target], where, lies, name, r.dtype)

@@ -23,7 +23,7 @@ from xfer.mesh.placement import Placement, Replicate, from_dtensor, from_torch
 from xfer.mesh.slices import local_shape
 from xfer.trace.declared import declared_fragments
 from xfer.trace.fragment import Fragment, TensorSpec
-from xfer.trace.slots import Place, Slot, Slots, device_of, local, refuse_elsewhere, tensors_of
+from xfer.trace.slots import Slot, SlotPlace, Slots, device_of, local, refuse_elsewhere, tensors_of
 from xfer.trace.traced import Traced, TrainerLayout
 from xfer.trainers.pending import drain_over
 
@@ -255,7 +255,7 @@ class TensorTrainer:
         if bad:
             raise Unsupported(f"trainer {self.rank}: tensors that cannot be read", bad)
 
-    def _fragments(self, slot: Slot, place: Place) -> tuple[TensorSpec, tuple[Fragment, ...]]:
+    def _fragments(self, slot: Slot, place: SlotPlace) -> tuple[TensorSpec, tuple[Fragment, ...]]:
         tensor, declared = slot.tensor(), self._declared.get(slot.name)
         placements: tuple[Placement, ...]
         if _specs([slot])[0] is not None:

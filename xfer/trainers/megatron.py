@@ -28,8 +28,8 @@ from xfer.trace.slots import Binding, Slot, Slots, bare, device_of, refuse_elsew
 from xfer.trace.traced import Traced, TrainerLayout
 from xfer.trainers.bridge_export import (
     AdapterTasks,
+    BridgeExport,
     CheckpointNames,
-    Export,
     Scales,
     factor_tasks,
     hf_config,
@@ -260,7 +260,7 @@ class MegatronTrainer:
         slots = [slot_of[id(t.param_weight)] for t in (*tasks, *factors)]
         twins = [twin(t.param_weight) for t in (*tasks, *factors)]
         theirs = with_factors(adapters, twins[len(tasks) :])
-        export = Export(model_bridge, self.chunks, names, tasks, twins[: len(tasks)], theirs)
+        export = BridgeExport(model_bridge, self.chunks, names, tasks, twins[: len(tasks)], theirs)
         watch = ExportWatch({slot.name: t for slot, t in zip(slots, twins, strict=True)})
         seen = _Followed(self.chunks)
         with watch:

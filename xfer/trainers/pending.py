@@ -28,14 +28,14 @@ class Gathers(Protocol):
 _known: list[weakref.ref[Gathers]] = []  # in the order in which they were made, which all ranks share
 
 
-class _LeftAlone(threading.local):
+class _IgnoredTensors(threading.local):
     """Of a thread, not of the process: a drain runs on one of its own, and may be left behind there while other adapters read."""
 
     def __init__(self) -> None:
         self.ids: list[int] = []
 
 
-_left_alone = _LeftAlone()
+_left_alone = _IgnoredTensors()
 
 
 def announce(gathers: Gathers) -> None:
@@ -62,14 +62,14 @@ def drain_over(tensors: Iterable[torch.Tensor]) -> None:
     known = [g for g in (r() for r in _known) if g is not None and id(g) not in _left_alone.ids]
     if not known:
         return
-    with _Reads() as reads:
+    with _ReadRecorder() as reads:
         memory = ({t.untyped_storage().data_ptr() for t in tensors} | reads.memory) - {0}  # of what has no bytes
     for gathers in known:
         if any(p.untyped_storage().data_ptr() in memory for _, p in gathers.named):
             gathers.drain(to_write=False)
 
 
-class _Reads(TorchDispatchMode):
+class _ReadRecorder(TorchDispatchMode):
     """Notes the memory of every plain tensor that operations are given. Others are nobody's to gather."""
 
     def __init__(self) -> None:

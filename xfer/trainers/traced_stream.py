@@ -14,9 +14,9 @@ import torch
 
 from xfer.errors import LayoutError, RebindError, Unsupported
 from xfer.packed import agree
-from xfer.packed.plan import BucketPlan, Group, TaskSize
+from xfer.packed.plan import BucketPlan, GatherGroup, TaskSize
 from xfer.packed.tensors import TensorStream
-from xfer.packed.wire import Message
+from xfer.packed.wire import PackedMessage
 from xfer.trace.collectives import objects_stay_home
 from xfer.trace.fragment import TensorSpec
 from xfer.trace.slots import Slots, refuse_elsewhere, walk
@@ -173,11 +173,11 @@ class TracedStream:
         self.parts.forget()
         return self.export.build()
 
-    def tensors(self, group: Group) -> Iterator[tuple[str, torch.Tensor | None]]:
+    def tensors(self, group: GatherGroup) -> Iterator[tuple[str, torch.Tensor | None]]:
         return (self.parts if self.writes else self.export).tensors(group)
 
-    def prepare(self, plan: BucketPlan, buffer: Callable[[int, Message], torch.Tensor] | None) -> None:
+    def prepare(self, plan: BucketPlan, buffer: Callable[[int, PackedMessage], torch.Tensor] | None) -> None:
         self.parts.prepare(plan, buffer)
 
-    def place(self, message: Message, data: torch.Tensor | None) -> None:
+    def place(self, message: PackedMessage, data: torch.Tensor | None) -> None:
         self.parts.place(message, data)

@@ -20,7 +20,7 @@ from xfer.errors import DeadlineExceeded, PlanMismatch, XferError
 from xfer.kernels import BoundRows, Side, bind
 from xfer.plan.program import Program
 from xfer.transport.group import Aborted, Link, Outgoing, Pending
-from xfer.transport.steps import Part, Step, steps
+from xfer.transport.steps import PairExchange, Step, steps
 
 DEPTH = 2
 """Buffers per direction: one travels while the other is packed or unpacked. More of them gained nothing."""
@@ -339,7 +339,7 @@ def _buffers(nbytes: int, device: torch.device) -> list[torch.Tensor]:
     return [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(DEPTH)]
 
 
-def _messages(part: Part, roots: Sequence[torch.Tensor], buffer: torch.Tensor) -> list[Outgoing]:
+def _messages(part: PairExchange, roots: Sequence[torch.Tensor], buffer: torch.Tensor) -> list[Outgoing]:
     return [
         ((buffer if p.root < 0 else roots[p.root])[p.offset : p.offset + p.nbytes], part.peer, p.tag)
         for p in part.pieces
@@ -347,7 +347,7 @@ def _messages(part: Part, roots: Sequence[torch.Tensor], buffer: torch.Tensor) -
 
 
 def _bound(
-    part: Part, roots: Sequence[torch.Tensor], side: Side, buffer: torch.Tensor
+    part: PairExchange, roots: Sequence[torch.Tensor], side: Side, buffer: torch.Tensor
 ) -> tuple[BoundRows, torch.Tensor]:
     rows = bind(part.rows, roots, side, programs=BESIDE_WIRE)
     rows.prepare(buffer)

@@ -59,7 +59,7 @@ def uuid_of(device: torch.device) -> str:
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
-class Shared(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+class SharedAllocation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
     """One allocation: an IPC handle and what it is; `base` is of use in the same process only."""
 
     handle: bytes
@@ -68,7 +68,7 @@ class Shared(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like
     identity: int
 
 
-class Place(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+class StoragePlace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
     """Where a storage lies: allocation number and byte offset. allocation -1: it cannot be mapped, for `reason`."""
 
     allocation: int
@@ -85,9 +85,9 @@ class Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=
     pid: int
     process: bytes
     nonce: bytes
-    probe: Shared | None
-    allocations: tuple[Shared, ...]
-    places: tuple[Place, ...]
+    probe: SharedAllocation | None
+    allocations: tuple[SharedAllocation, ...]
+    places: tuple[StoragePlace, ...]
     device: str = ""  # UUID of the GPU; host memory has none
 
 
@@ -133,7 +133,7 @@ class Export:
         # Is there when the call returns. Nothing waits for the device: a kernel there may wait for another replica's peer.
         self._probe = torch.frombuffer(bytearray(self._nonce), dtype=torch.uint8).to(device)
         self._allocations: dict[int, int] = {}  # identity -> number
-        self._shared: list[Shared] = []
+        self._shared: list[SharedAllocation] = []
         self._expandable: list[tuple[int, int]] | None = (
             None  # torch's own, (begin, end); asked for where a handle is missing
         )
@@ -170,24 +170,24 @@ class Export:
                     out.append(f"storage {i}: offered as allocation {shared.identity}, is now {now}")
         return out
 
-    def _place(self, t: torch.Tensor) -> Place:
+    def _place(self, t: torch.Tensor) -> StoragePlace:
         n = t.numel()
         if not n:
-            return Place(-1, 0, 0, "empty")
+            return StoragePlace(-1, 0, 0, "empty")
         try:
             found = driver.allocation(t.data_ptr())
             if not found.exportable:
-                return Place(-1, 0, n, self._why_no_handle(t.data_ptr()))
+                return StoragePlace(-1, 0, n, self._why_no_handle(t.data_ptr()))
             number = self._allocations.get(found.identity)
             if number is None:
-                shared = Shared(driver.export(found.base), found.base, found.nbytes, found.identity)
+                shared = SharedAllocation(driver.export(found.base), found.base, found.nbytes, found.identity)
                 number = self._allocations[found.identity] = len(self._shared)
                 self._shared.append(shared)
         except driver.DriverError as e:
-            return Place(-1, 0, n, str(e))
+            return StoragePlace(-1, 0, n, str(e))
         if t.data_ptr() + n > found.base + found.nbytes:
-            return Place(-1, 0, n, "it spans several allocations")
-        return Place(number, t.data_ptr() - found.base, n)
+            return StoragePlace(-1, 0, n, "it spans several allocations")
+        return StoragePlace(number, t.data_ptr() - found.base, n)
 
     def _why_no_handle(self, address: int) -> str:
         """Both kinds are virtual memory to the driver; torch knows its own."""
@@ -257,7 +257,7 @@ class Mapping:
         for pointer in opened.values():
             driver.close_handle(pointer, self.device)
 
-    def _tensor(self, offer: Offer, place: Place) -> torch.Tensor:
+    def _tensor(self, offer: Offer, place: StoragePlace) -> torch.Tensor:
         if not 0 <= place.allocation < len(offer.allocations):
             raise ProtocolError(f"rank {offer.rank} names allocation {place.allocation}, which it does not offer")
         shared = offer.allocations[place.allocation]
@@ -333,7 +333,7 @@ class PullStats:
     seconds: float
 
 
-class Gate(Protocol):
+class WaveGate(Protocol):
     """What stands between the waves of a pull. Called in order, on the stream that the pull is launched on."""
 
     def before(self, wave: int, stream: torch.cuda.Stream | None) -> None: ...
@@ -356,7 +356,7 @@ class Pull:
         mapping: Mapping,
         roots: Sequence[torch.Tensor],
         *,
-        gate: Gate | None = None,
+        gate: WaveGate | None = None,
         read_too: bool = False,
         summed: Sums | None = None,
         **how,

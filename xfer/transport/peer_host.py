@@ -28,7 +28,7 @@ from xfer.kernels.torch_impl import _check as check_rows
 from xfer.plan.program import ITEM, MAX_DIMS, Op, row_wire_bytes
 from xfer.transport import peer
 from xfer.transport.group import Aborted
-from xfer.transport.peer import NONCE_BYTES, Offer, Place, PullStats, Shared
+from xfer.transport.peer import NONCE_BYTES, Offer, PullStats, SharedAllocation, StoragePlace
 
 SHORTEST = 512
 """Bytes that have to lie together on both ends; the kernel is told of every such run."""
@@ -56,8 +56,10 @@ class Export:
         self._probe = torch.frombuffer(bytearray(secrets.token_bytes(NONCE_BYTES)), dtype=torch.uint8)
         some = (*roots, self._probe)
         self.offer = Offer(
-            peer.WIRE_VERSION, rank, *peer.this_process(), bytes(self._probe.numpy()), Shared(b"", self._probe.data_ptr(), NONCE_BYTES, 0),
-            tuple(Shared(b"", t.data_ptr(), t.numel(), 0) for t in some), tuple(Place(i, 0, t.numel()) for i, t in enumerate(some)),
+            peer.WIRE_VERSION, rank, *peer.this_process(), bytes(self._probe.numpy()),
+            SharedAllocation(b"", self._probe.data_ptr(), NONCE_BYTES, 0),
+            tuple(SharedAllocation(b"", t.data_ptr(), t.numel(), 0) for t in some),
+            tuple(StoragePlace(i, 0, t.numel()) for i, t in enumerate(some)),
         )  # fmt: skip
         _allow()
 
@@ -125,14 +127,14 @@ class Pull:
         mapping: Mapping,
         roots: Sequence[torch.Tensor],
         *,
-        gate: peer.Gate | None = None,
+        gate: peer.WaveGate | None = None,
         read_too: bool = False,  # makes no difference here
         summed: object = None,  # nor does this: sums are taken between the parts
     ):
         check_rows(rows, "dst", roots, roots)  # the kernel would write wherever it is told to
         self._stopped, self._gate = False, gate
         self._roots = roots  # held: their addresses are in the tables
-        self._parts: dict[int, list[_Call]] = {}  # by wave; one without a gate
+        self._parts: dict[int, list[_KernelCall]] = {}  # by wave; one without a gate
         for wave in sorted(set(rows["wave"].tolist())) if gate is not None else [0]:
             part = rows if gate is None else rows[rows["wave"] == wave]
             self._parts[wave] = [c for a in sorted(set(part["src"].tolist())) for c in _calls(part, a, mapping, roots)]
@@ -185,7 +187,7 @@ class Pull:
 
 
 @dataclass(frozen=True, slots=True)
-class _Call:
+class _KernelCall:
     """One call into the kernel; iovecs are (address, bytes), int64 [n, 2]."""
 
     sender: int
@@ -195,12 +197,12 @@ class _Call:
     nbytes: int
 
 
-def _calls(rows: np.ndarray, sender: int, mapping: Mapping, roots: Sequence[torch.Tensor]) -> Iterator[_Call]:
+def _calls(rows: np.ndarray, sender: int, mapping: Mapping, roots: Sequence[torch.Tensor]) -> Iterator[_KernelCall]:
     mine, known = rows[rows["src"] == sender], mapping.roots.get(sender, {})
     if unknown := sorted({*mine["src_root"].tolist()} - known.keys()):
         raise RebindError(f"{len(unknown)} storages are not mapped", [f"rank {sender}, storage {i}" for i in unknown])
     for local, remote, nbytes in _batches(mine, known, roots):
-        yield _Call(sender, mapping.pids[sender], local, remote, nbytes)
+        yield _KernelCall(sender, mapping.pids[sender], local, remote, nbytes)
 
 
 def _batches(rows: np.ndarray, known: dict[int, tuple[int, int]], roots: Sequence[torch.Tensor]):

@@ -34,18 +34,18 @@ _POLL_S, _WAIT_S = 100e-6, 5e-3
 """Between two looks at parts that are on their way to the device, and where none is: news of a part wakes at once."""
 
 
-class Hand(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+class Handover(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
     """What a worker lets the next one read. `rows`: digest of the rows and parts that it pulls; `offer`: a `peer.Offer`."""
 
     rows: bytes
     offer: bytes
 
 
-_decoder = msgspec.msgpack.Decoder(Hand)
+_decoder = msgspec.msgpack.Decoder(Handover)
 
 
 class Steps:
-    """The gate (`peer.Gate`) of a pull in a row. say(run, part): all parts up to this one are here."""
+    """The gate (`peer.WaveGate`) of a pull in a row. say(run, part): all parts up to this one are here."""
 
     def __init__(self, follows: bool, say: Callable[[int, int], None]):
         self.follows, self._say = follows, say
@@ -54,7 +54,7 @@ class Steps:
         self._coming: deque[tuple[int, torch.cuda.Event]] = deque()
         self._events: dict[int, torch.cuda.Event] = {}
         self._run, self._until, self._tells, self._over = 0, 0.0, False, False
-        self.beside: peer.Gate | None = None  # told of each part, too, in the pulls to come
+        self.beside: peer.WaveGate | None = None  # told of each part, too, in the pulls to come
         self._cancelled: Callable[[], bool] = lambda: False
 
     def there(self, run: int, part: int) -> None:
@@ -111,7 +111,7 @@ class Steps:
             self._news.notify_all()
 
 
-class Place:
+class RelayPlace:
     """Made each time that routes are opened; closed with them.
 
     pulled: rows that this worker pulls from trainers (dtype ROW). outside: a rank number that nobody of the domain has, the same in
@@ -150,7 +150,7 @@ class Place:
         self.steps = Steps(self.follows, say)
 
     def hand(self) -> bytes:
-        return msgspec.msgpack.encode(Hand(self._digest, self._export.to_bytes()))
+        return msgspec.msgpack.encode(Handover(self._digest, self._export.to_bytes()))
 
     def pull(self, mapping: Any) -> Any:
         """The bound pull, from the worker before this one, else through `mapping` from the trainers."""

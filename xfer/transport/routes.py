@@ -25,7 +25,7 @@ from xfer.plan.program import Op, Program, row_wire_bytes
 from xfer.transport import peer, peer_host
 from xfer.transport.group import ABORT_S, Link, open_group, wait_for_stream
 from xfer.transport.p2p import P2P, TransferStats
-from xfer.transport.relay_place import Place
+from xfer.transport.relay_place import RelayPlace
 
 Exchange = Callable[[bytes, Iterable[int]], dict[int, bytes]]
 """Gives this rank's bytes to whoever asks for them, and brings those of the ranks named. All ranks call it in the same
@@ -114,7 +114,7 @@ class RoutePlan:
         return "\n".join([*lines, *(f"not pulled: {r}" for r in self.refused)])
 
 
-class EarlyGate(peer.Gate, Protocol):
+class EarlyGate(peer.WaveGate, Protocol):
     """What happens between the parts of a pull, and which rows are in which. `within`: what the kernel of the first part may sum."""
 
     within: Sums | None
@@ -137,7 +137,7 @@ class Routed:
         plan: RoutePlan,
         pulled: np.ndarray,
         roots: Sequence[torch.Tensor],
-        place: Place | None = None,
+        place: RelayPlace | None = None,
     ):
         self.link, self.p2p, self.pull, self.mapping, self.export, self.plan = link, p2p, pull, mapping, export, plan
         self.pulled, self._roots, self.place = pulled, roots, place
@@ -316,7 +316,7 @@ class Ways:
         roots: Sequence[torch.Tensor],
         *,
         src_roots=None,
-        place: Place | None = None,
+        place: RelayPlace | None = None,
         **p2p_options: int,
     ) -> Routed:
         """Binds both routes. Collective when p2p has new pairs to connect."""
@@ -337,11 +337,13 @@ class Ways:
         device: torch.device,
         before: bytes,
         say: Callable[[int, int], None],
-    ) -> Place | None:
+    ) -> RelayPlace | None:
         """This worker's place in a row of replicas (relay_place.py), for `over`. None where ranks cannot read each other's storages."""
         kind = PEERS.get(device.type) if self.export is not None or len(self.pulled) else None
         return (
-            Place(kind, self.pulled, roots, self.rest.rank, outside, device, before, say) if kind is not None else None
+            RelayPlace(kind, self.pulled, roots, self.rest.rank, outside, device, before, say)
+            if kind is not None
+            else None
         )
 
 

@@ -16,14 +16,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from xfer.kernels.strided import contiguous
-from xfer.plan.program import ITEM, Message, Program, row_wire_bytes
+from xfer.plan.program import ITEM, Program, WaveMessage, row_wire_bytes
 
 ALIGN = 64
 """Messages begin at multiples of this in a buffer: whole cache lines, and any element is aligned."""
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class StepMessage:
     """One message: `nbytes` from or to byte `offset` of storage `root`, or of the step's buffer (root -1)."""
 
     tag: int
@@ -33,14 +33,14 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class PairExchange:
     """All that one pair of ranks exchanges in one direction in one step.
 
     `rows` go through the step's buffer, `wire` is their offset in it. `peer`: the other rank.
     """
 
     peer: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[StepMessage, ...]
     rows: np.ndarray
 
     @property
@@ -51,8 +51,8 @@ class Part:
 @dataclass(frozen=True, slots=True)
 class Step:
     wave: int
-    sends: tuple[Part, ...]
-    receives: tuple[Part, ...]
+    sends: tuple[PairExchange, ...]
+    receives: tuple[PairExchange, ...]
     send_buffer: int  # bytes
     receive_buffer: int
 
@@ -75,9 +75,9 @@ def steps(program: Program, step_bytes: int, direct_bytes: int) -> list[Step]:
     return out
 
 
-def _by_step(messages: Iterator[Message], end: str, step_bytes: int, direct_bytes: int) -> dict:
+def _by_step(messages: Iterator[WaveMessage], end: str, step_bytes: int, direct_bytes: int) -> dict:
     """(wave, position) -> (parts, buffer bytes). `end`: the end of the rows that is here."""
-    out: dict[tuple[int, int], tuple[list[Part], int]] = {}
+    out: dict[tuple[int, int], tuple[list[PairExchange], int]] = {}
     tags: dict[int, int] = {}
     for message in messages:
         peer = message.dst if end == "src" else message.src
@@ -90,7 +90,7 @@ def _by_step(messages: Iterator[Message], end: str, step_bytes: int, direct_byte
 
 def _part(
     peer: int, rows: np.ndarray, end: str, direct_bytes: int, used: int, tags: dict[int, int]
-) -> tuple[Part, int]:
+) -> tuple[PairExchange, int]:
     """Rows that are messages of their own ("alone") and one message of all others, in this order on both ends."""
     nbytes = row_wire_bytes(rows)
     own = {e: ITEM[rows[f"{e}_dtype"]] for e in ("src", "dst")}
@@ -109,21 +109,21 @@ def _part(
         # of their sizes, so that elements stay aligned whichever of them are left.
         total = int(size.sum())
         together["wire"] = used + np.cumsum(size) - size
-        pieces.append(Piece(tag, total, -1, used))
+        pieces.append(StepMessage(tag, total, -1, used))
         buffered.append(together)
         used, tag = _up(used + total), tag + 1
     for i in np.flatnonzero(alone).tolist():
         if dense[end][i]:
-            pieces.append(Piece(tag, int(nbytes[i]), int(rows[f"{end}_root"][i]), int(rows[f"{end}_offset"][i])))
+            pieces.append(StepMessage(tag, int(nbytes[i]), int(rows[f"{end}_root"][i]), int(rows[f"{end}_offset"][i])))
         else:
             row = rows[i : i + 1].copy()
             row["wire"] = used
-            pieces.append(Piece(tag, int(nbytes[i]), -1, used))
+            pieces.append(StepMessage(tag, int(nbytes[i]), -1, used))
             buffered.append(row)
             used = _up(used + int(nbytes[i]))
         tag += 1
     tags[peer] = tag
-    return Part(peer, tuple(pieces), np.concatenate(buffered) if buffered else rows[:0]), used
+    return PairExchange(peer, tuple(pieces), np.concatenate(buffered) if buffered else rows[:0]), used
 
 
 def _portions(rows: np.ndarray, step_bytes: int) -> Iterator[np.ndarray]:

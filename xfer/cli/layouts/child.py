@@ -1,6 +1,6 @@
 """Reads layouts of some ranks of one side, in a process of that side's framework; processes.py starts it.
 
-    python -m xfer.cli.layouts.child TASK        # TASK: a file that holds a `Task`
+    python -m xfer.cli.layouts.child TASK        # TASK: a file that holds a `TraceTask`
 
 The framework first checks the description, which takes a second after its import. Then the process waits until it is
 told to go on, and plays one rank after the other: Megatron-Core's ranks on memory that is never written, vLLM's on meta
@@ -32,7 +32,7 @@ NAMES = "names"
 """Side of a task that reads no layout: this Python's transformers names the checkpoint's tensors."""
 
 
-class Task(msgspec.Struct, forbid_unknown_fields=True):
+class TraceTask(msgspec.Struct, forbid_unknown_fields=True):
     """What one process does.
 
     Attributes:
@@ -57,7 +57,7 @@ class Task(msgspec.Struct, forbid_unknown_fields=True):
     names: list[str] | None = None
 
 
-class Traced(msgspec.Struct, array_like=True):
+class TracedRank(msgspec.Struct, array_like=True):
     """The checkpoint tensors that one trainer rank exports, as an encoded catalog."""
 
     rank: int
@@ -68,7 +68,7 @@ def main(argv: Sequence[str]) -> int:
     path, told = Path(argv[0]), Queue()
     say = _take_stdout()
     Thread(target=_listen, args=(told,), daemon=True).start()
-    task = msgspec.msgpack.decode(path.read_bytes(), type=Task)
+    task = msgspec.msgpack.decode(path.read_bytes(), type=TraceTask)
     try:
         {"trainer": read_trainer, "engine": read_engine, NAMES: name_tensors}[task.side](task, path.parent, say, told)
     except Exception as e:
@@ -104,7 +104,7 @@ def _listen(told: Queue) -> None:
     os._exit(3)
 
 
-def _folder(task: Task, work: Path) -> str:
+def _folder(task: TraceTask, work: Path) -> str:
     """A folder that holds the config and nothing that could be taken for weights."""
     folder = work / f"{task.side}{task.number}.config"
     folder.mkdir(exist_ok=True)
@@ -112,7 +112,7 @@ def _folder(task: Task, work: Path) -> str:
     return str(folder)
 
 
-def _each(task: Task, say: Callable[..., None]) -> Iterator[int]:
+def _each(task: TraceTask, say: Callable[..., None]) -> Iterator[int]:
     for rank in task.ranks:
         began = time.monotonic()
         yield rank
@@ -123,7 +123,7 @@ def _each(task: Task, say: Callable[..., None]) -> Iterator[int]:
 # ---- trainers
 
 
-def read_trainer(task: Task, work: Path, say: Callable[..., None], told: Queue) -> None:
+def read_trainer(task: TraceTask, work: Path, say: Callable[..., None], told: Queue) -> None:
     from xfer.cli.layouts import megatron
     from xfer.mesh.parallel import TrainerParallel
     from xfer.plan.inventory import trainer_inventory
@@ -151,7 +151,7 @@ def read_trainer(task: Task, work: Path, say: Callable[..., None], told: Queue) 
             layout = MegatronTrainer(chunks, bridge, hf_names=names).read()
             found.append((rank, layout.roots, layout.traced))
         del bridge, chunks, layout
-    specs = [Traced(rank, Catalog(tuple(sorted(traced.specs))).to_bytes()) for rank, _, traced in found]
+    specs = [TracedRank(rank, Catalog(tuple(sorted(traced.specs))).to_bytes()) for rank, _, traced in found]
     (work / f"trainer{task.number}.specs").write_bytes(msgspec.msgpack.encode(specs))
     say(specs=True)
     # The parent answers with the union of the catalogs of all processes of this side.
@@ -168,7 +168,7 @@ def read_trainer(task: Task, work: Path, say: Callable[..., None], told: Queue) 
         (work / f"trainer.{rank}").write_bytes(made.to_bytes())
 
 
-def _names(task: Task, say: Callable[..., None], told: Queue) -> list[str]:
+def _names(task: TraceTask, say: Callable[..., None], told: Queue) -> list[str]:
     """Names of the checkpoint's tensors; the parent is asked for those of a family that this transformers lacks."""
     from xfer.cli.layouts.megatron import is_known
 
@@ -180,20 +180,20 @@ def _names(task: Task, say: Callable[..., None], told: Queue) -> list[str]:
     return told.get()["names"]
 
 
-def _named_by_transformers(task: Task) -> list[str]:
+def _named_by_transformers(task: TraceTask) -> list[str]:
     from xfer.engines.hf_spec import canonical_specs
 
     return [s.name for s in canonical_specs(task.config)]
 
 
-def name_tensors(task: Task, work: Path, say: Callable[..., None], told: Queue) -> None:
+def name_tensors(task: TraceTask, work: Path, say: Callable[..., None], told: Queue) -> None:
     say(names=_named_by_transformers(task))
 
 
 # ---- engines
 
 
-def read_engine(task: Task, work: Path, say: Callable[..., None], told: Queue) -> None:
+def read_engine(task: TraceTask, work: Path, say: Callable[..., None], told: Queue) -> None:
     import torch
 
     from xfer.cli.layouts.vllm import inventory_of, rank_of

@@ -28,7 +28,7 @@ TE_VERSION = "2.9.0"
 """The oldest TransformerEngine that Megatron-Core 0.16 asks for; it decides which arguments Megatron-Core passes."""
 
 
-class _Linear(torch.nn.Module):
+class _LinearBase(torch.nn.Module):
     """What linear layers have in common: sizes of one rank, and marks of parameters.
 
     TransformerEngine marks every weight as cut over ranks: along dim 1 in a row-parallel layer, else along dim 0, even
@@ -75,7 +75,7 @@ def _mark_cut(parameter: torch.nn.Parameter, dim: int) -> None:
     parameter.tensor_model_parallel, parameter.partition_dim, parameter.partition_stride = True, dim, 1
 
 
-class Linear(_Linear):
+class Linear(_LinearBase):
     """Parameters `weight` [out, in] and, with `bias`, `bias` [out]."""
 
     def __init__(self, *sizes: int, **options: object):
@@ -93,7 +93,7 @@ class LayerNormLinear(Linear):
             self._add_norm("layer_norm_bias")
 
 
-class GroupedLinear(_Linear):
+class GroupedLinear(_LinearBase):
     """One `weight{i}` [out, in] and, with `bias`, one `bias{i}` [out] for each expert."""
 
     def __init__(self, num_gemms: int, *sizes: int, **options: object):

@@ -25,8 +25,8 @@ from typing import Any
 
 import msgspec
 
-from xfer.cli.describe import EngineSide, TrainerSide
-from xfer.cli.layouts.child import FRAMEWORKS, NAMES, Task, Traced
+from xfer.cli.describe import DescribedEngine, DescribedTrainer
+from xfer.cli.layouts.child import FRAMEWORKS, NAMES, TracedRank, TraceTask
 from xfer.errors import DeadlineExceeded, ProtocolError, XferError, from_wire
 from xfer.mesh.parallel import Parallel, place_of
 from xfer.plan.file_cache import FileCache
@@ -74,7 +74,7 @@ _MAGIC = b"xferside\x02"
 
 
 @dataclass(frozen=True, slots=True)
-class Side:
+class TracedSide:
     """Layouts of one side.
 
     Attributes:
@@ -127,7 +127,7 @@ class Tracer:
         if bad:
             raise XferError("layouts are read by the frameworks' own code, and it was not found", bad)
 
-    def trace(self, trainer: TrainerSide, engine: EngineSide) -> tuple[Side, Side]:
+    def trace(self, trainer: DescribedTrainer, engine: DescribedEngine) -> tuple[TracedSide, TracedSide]:
         """Returns the layouts of the trainers and of one replica's workers; other replicas are equal.
 
         Both frameworks check their descriptions, at the same time, before any rank is read.
@@ -138,10 +138,12 @@ class Tracer:
         t, e = trainer.parallel, engine.parallel
         sizes = {k: getattr(t, k) for k in ("world", "tp", "pp", "vpp", "cp", "ep", "etp", "order")}
         names = None if trainer.config.names is None else list(trainer.config.names)
-        for_trainer = Task("trainer", 0, dict(trainer.config.content), sizes, [], dict(trainer.provider), names=names)
+        for_trainer = TraceTask(
+            "trainer", 0, dict(trainer.config.content), sizes, [], dict(trainer.provider), names=names
+        )
         sizes = {k: v for k, v in asdict(e).items() if k != "pcp"}
         globs = {"keep": list(engine.keep), "drop": list(engine.drop)}
-        for_engine = Task("engine", 0, dict(engine.config.content), sizes, [], dict(engine.args), **globs)
+        for_engine = TraceTask("engine", 0, dict(engine.config.content), sizes, [], dict(engine.args), **globs)
         with ExitStack() as stack:
             sides = [
                 stack.enter_context(_Processes(self._found.get(task.side, ""), task, classes(p, p.world), self._jobs))
@@ -150,7 +152,7 @@ class Tracer:
             sources = self._layouts(sides[0], None, sides)
             return sources, self._layouts(sides[1], sources.catalog, sides[1:])
 
-    def _layouts(self, of: _Processes, catalog: Catalog | None, unchecked: Sequence[_Processes]) -> Side:
+    def _layouts(self, of: _Processes, catalog: Catalog | None, unchecked: Sequence[_Processes]) -> TracedSide:
         """Layouts of one side: those on disk, or newly read once all descriptions of `unchecked` are accepted.
 
         The engine's side needs the trainers' `catalog`.
@@ -165,7 +167,9 @@ class Tracer:
             self._keep(key, *found)
         catalog, inventories = found
         self._progress(of.task.side, len(inventories), len(inventories))
-        return Side(catalog, tuple(inventories[c].at(rank) for rank, c in enumerate(of.class_of)), len(inventories))
+        return TracedSide(
+            catalog, tuple(inventories[c].at(rank) for rank, c in enumerate(of.class_of)), len(inventories)
+        )
 
     def _traced(self, of: _Processes, catalog: Catalog | None) -> tuple[Catalog, list[Inventory]]:
         """Reads one side's layouts. The first of its processes has checked the description already."""
@@ -201,7 +205,7 @@ class Tracer:
             raise ProtocolError(f"the {side}'s processes were done before they had said what they export")
         return catalog, [Inventory.from_bytes((of.work / f"{side}.{r}").read_bytes()) for r in firsts]
 
-    def _names(self, task: Task, work: Path) -> list[str]:
+    def _names(self, task: TraceTask, work: Path) -> list[str]:
         """Names of the checkpoint's tensors, by the engine's transformers, which is newer than the trainer's."""
         said: Queue = Queue()
         child = _Child(self._found["engine"], msgspec.structs.replace(task, side=NAMES), work, said)
@@ -217,7 +221,7 @@ class Tracer:
 
     # ---- on disk
 
-    def _key(self, task: Task, class_of: list[int], catalog: Catalog | None) -> str:
+    def _key(self, task: TraceTask, class_of: list[int], catalog: Catalog | None) -> str:
         """Digest of everything that a layout depends on, such as the frameworks' versions, their environment variables and
         xfer's source."""
         given = {
@@ -269,7 +273,7 @@ class _Processes(AbstractContextManager):
     The first rank of each class is read; `class_of` is the class of each rank.
     """
 
-    def __init__(self, python: str, task: Task, class_of: list[int], jobs: int):
+    def __init__(self, python: str, task: TraceTask, class_of: list[int], jobs: int):
         self.python, self.task, self.class_of = python, task, class_of
         self.firsts = [class_of.index(c) for c in range(max(class_of) + 1)]
         self._jobs, self._said, self._ends = jobs, Queue(), ExitStack()
@@ -335,7 +339,7 @@ def _check(sides: Sequence[_Processes]) -> None:
 class _Child:
     """One process. Its lines arrive in `said` as (number, line), and as (number, None) when the process has ended."""
 
-    def __init__(self, python: str, task: Task, work: Path, said: Queue):
+    def __init__(self, python: str, task: TraceTask, work: Path, said: Queue):
         self.ready, self._task = False, task
         job, self._log = work / f"{task.side}{task.number}.job", work / f"{task.side}{task.number}.log"
         job.write_bytes(msgspec.msgpack.encode(task))
@@ -404,7 +408,7 @@ def _heard(said: Queue, what: str, state: str) -> tuple[int, dict[str, Any] | No
 def _union(work: Path, children: int) -> Catalog:
     parts = []
     for n in range(children):
-        parts += msgspec.msgpack.decode((work / f"trainer{n}.specs").read_bytes(), type=list[Traced])
+        parts += msgspec.msgpack.decode((work / f"trainer{n}.specs").read_bytes(), type=list[TracedRank])
     parts.sort(key=lambda t: t.rank)
     return Catalog.union((f"trainer {t.rank}", Catalog.from_bytes(t.specs).specs) for t in parts)
 
