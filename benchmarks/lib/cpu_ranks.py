@@ -97,18 +97,20 @@ def links(path: str, rank: int):
 
 def first_plan(lane) -> dict:
     """Seconds of the session's first plan: the exchange of layouts, and the planning after it."""
-    return dict(exchange_s=lane.exchange_seconds, plan_s=lane.plan_seconds - lane.exchange_seconds)
+    exchange = lane.plane.exchange_seconds
+    return dict(exchange_s=exchange, plan_s=lane._planned_s - exchange)
 
 
 def plan_again(lane, link) -> dict:
     """Plan again from scratch, on all ranks at once, from layouts that all have, as awex plans."""
     from xfer.plan.planner import Drafts
 
-    shelf = lane.party.shelf
+    plane = lane.plane
+    shelf = plane.party.shelf
     shelf._drafts = Drafts()
     meet(link)
     clock = Clock()
-    shelf.plan(lane.inputs, lane.joint_rank, lane.side.catalog(), lane.options(lane.inputs), None, lambda: None)
+    shelf.plan(plane.inputs, plane.joint_rank, plane.side.catalog, plane.options(plane.inputs), None, lambda: None)
     return clock.read()
 
 
@@ -200,15 +202,20 @@ class Trainer:
                 part = flat[i : i + len(noise)]
                 part.copy_(noise.roll(at)[: len(part)])
 
-    def connect(self, **options) -> dict:
+    def connect(self, rendezvous: str, token: str, host_pull: bool) -> dict:
         import xfer
 
         t0 = time.perf_counter()
-        self.refit = xfer.connect(
-            trainer=xfer.TensorTrainer(lambda: self.parameters), cache_dir=None, deadline_s=300.0, **options
-        )
+        route = xfer.Direct(cache_dir=None, host_pull=host_pull)
+        source = xfer.TensorTrainer(lambda: self.parameters)
+        self.refit = xfer.connect(source, rendezvous, token, route=route, deadline_s=300.0)
+        moved = sum(self.lane.plane.part.summary.bytes_in)
+        return dict(seconds=time.perf_counter() - t0, bytes=moved, **first_plan(self.lane))
+
+    @property
+    def lane(self):
         (lane,) = self.refit._session._party.lanes.values()
-        return dict(seconds=time.perf_counter() - t0, bytes=sum(lane.plan.summary.bytes_in), **first_plan(lane))
+        return lane
 
     def ours(self, verify: bool) -> dict:
         import xfer
@@ -220,12 +227,10 @@ class Trainer:
 
     def open(self, path: str) -> None:
         self.link, self.few = links(path, self.rank)
-        (lane,) = self.refit._session._party.lanes.values()
-        self.raw = Raw.of(self.link, lane.plan.program)
+        self.raw = Raw.of(self.link, self.lane.plane.part.program)
 
     def plan(self) -> dict:
-        (lane,) = self.refit._session._party.lanes.values()
-        return plan_again(lane, self.link)
+        return plan_again(self.lane, self.link)
 
     def usual(self) -> dict:
         """Gather on every trainer rank (DTensor.full_tensor, as exports do), pack on the first, broadcast."""
@@ -288,7 +293,7 @@ class Worker:
         session = self.weight_transfer_engine.session
         lane, rank = session._lane_, TRAINERS + self.weight_transfer_engine.worker_rank()
         self.bench_link, self.bench_few = links(path, rank)
-        self.bench_raw_ = Raw.of(self.bench_link, lane.plan.program)
+        self.bench_raw_ = Raw.of(self.bench_link, lane.plane.part.program)
         self.bench_buckets = buckets(toy.specs(config(layers)), bucket)
         self.bench_buffer = torch.empty(max(b[-1][3] for b in self.bench_buckets), dtype=torch.uint8)
         return first_plan(lane)
