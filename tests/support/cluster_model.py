@@ -127,7 +127,7 @@ class Lane:
             o.todo.append(lambda: self._opened(message))
         elif isinstance(message, m.Go):
             o.todo.append(lambda: self._begin(message, self.epoch))
-        elif isinstance(message, m.Brought):
+        elif isinstance(message, m.PartReady):
             self.brought = message.attempt if message.part == ALL_PARTS else self.brought
         elif isinstance(message, m.CloseRoutes):
             o.todo.append(lambda: o.say(m.RoutesClosed(self.replica)))
@@ -349,7 +349,7 @@ class Worker(Process):
             self.lane.go_on()
             if self.receiving:
                 self._give_up("the connection ended")
-        elif isinstance(message, m.PlanInputs | m.OpenLink | m.Go | m.Brought | m.Abort | m.CloseRoutes):
+        elif isinstance(message, m.PlanInputs | m.OpenLink | m.Go | m.PartReady | m.Abort | m.CloseRoutes):
             self.lane.hear(message)
             if isinstance(message, m.Abort):
                 self._for_main(message)
