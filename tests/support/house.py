@@ -23,6 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CONTROL = ("coordinator", "rendezvous", "participants")
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("__version__", "errors", "logs", "ending", "sources"),
+    ("background", "agreement"),
     ("mesh",),
     ("trace",),
     ("plan",),
@@ -35,8 +36,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("routes",),
     ("layerwise",),
     ("engines", "trainers"),
-    ("testing",),
-    ("dtensor", "dtensor_claims", "api"),
+    ("dtensor", "dtensor_claims", "dtensor_routes", "api"),
     ("cli", "__init__", "__main__"),
 )
 """Top-level modules and packages of xfer, lowest first. Each may import what stands before it, and itself. Of two packages in one
@@ -250,7 +250,8 @@ def lines_of(paths: list[Path]) -> int:
 
 MYPY_LEFT = {
     "participants": 73, "layerwise": 65, "packed": 59, "cli": 49, "direct": 23, "engines": 19, "trainers": 15,
-    "dtensor": 12, "transport": 9, "api": 6, "background": 3, "dtensor_claims": 3, "routes": 3,
+    "transport": 8, "api": 6, "background": 3, "dtensor_claims": 3, "routes": 3, "dtensor": 2,
+    "dtensor_routes": 1,
 }  # fmt: skip
 """Errors that mypy may still find in a package. In a package that is not listed it may find none: a fixed one leaves this list."""
 MYPY_SAID = ROOT / "build/mypy.txt"
