@@ -68,7 +68,10 @@ class DirectWorker:
         self._bind(layout.tensors)
 
     def rebind(self) -> None:
-        self._bind(self.model.rebind())
+        """Storages that are held here cannot be replaced at their addresses, so equal addresses are the same storages."""
+        tensors = self.model.rebind()
+        if [tensors[n].data_ptr() for n in self._names] != [r.data_ptr() for r in self._roots]:
+            self._bind(tensors)
 
     def _bind(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self._roots, self._sums, self._constants, self._early = [tensors[n] for n in self._names], None, None, None
