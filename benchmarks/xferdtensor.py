@@ -32,6 +32,7 @@ import torch.multiprocessing as mp
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from benchmarks.lib import command
 from xfer.dtensor import forget, xferdtensor
 from xfer.mesh import MeshInfo
 from xfer.mesh.placement import from_torch
@@ -196,7 +197,7 @@ def main(rank: int, args: argparse.Namespace, folder: str) -> None:
 
 
 def parse() -> argparse.Namespace:
-    about = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    about = command.parser("xferdtensor", __doc__)
     about.add_argument("--gpus", type=int, default=2, help="processes, one per GPU")
     about.add_argument("--mib", type=int, nargs="+", default=[1024, 1], help="MiB of the whole tensor")
     about.add_argument("--repeats", type=int, default=10)

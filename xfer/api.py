@@ -168,7 +168,7 @@ def connect(
             call it again, at once and with other arguments.
     """
     from xfer.coordinator.state import Options
-    from xfer.engines.handles import handle_for
+    from xfer.engines.choose_handle import handle_for
     from xfer.participants import arguments as check
     from xfer.participants.controller import Controller
     from xfer.participants.trainer import TrainerSession
@@ -249,7 +249,7 @@ def serve(
         XferError: With all arguments that cannot work.
         Unsupported: No engine can be reached through such an object.
     """
-    from xfer.engines.handles import handle_for, wrong_options
+    from xfer.engines.choose_handle import handle_for, wrong_options
     from xfer.participants import arguments as check
     from xfer.participants.controller import Controller
 

@@ -19,7 +19,7 @@ pytest.importorskip("vllm")
 
 from examples.common import toy  # noqa: E402
 from examples.common.ports import free_port  # noqa: E402
-from xfer.engines.handles import handle_for  # noqa: E402
+from xfer.engines.choose_handle import handle_for  # noqa: E402
 from xfer.errors import EngineLost, Unsupported  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]

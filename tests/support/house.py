@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CONTROL = ("coordinator", "rendezvous", "participants")
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("__version__", "errors", "logs", "ending", "sources"),
-    ("background", "agreement"),
+    ("background", "agreement", "pending"),
     ("mesh",),
     ("trace",),
     ("plan",),

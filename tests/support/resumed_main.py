@@ -19,7 +19,7 @@ from collections import Counter
 import xfer
 from tests.support import small_vllm
 from tests.support.proc import PATIENCE, commands, emit
-from xfer.engines.handles import handle_for
+from xfer.engines.choose_handle import handle_for
 
 UPDATE = {"attempt": 1, "deadline_s": 5.0}
 LATER = 1

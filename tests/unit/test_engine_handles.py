@@ -17,10 +17,12 @@ from hypothesis import strategies as st
 
 import xfer
 from tests.support.proc import PATIENCE
+from xfer.engines.choose_handle import handle_for
 from xfer.engines.gate import Gate
-from xfer.engines.handles import AsyncEngine, EngineHandle, OfflineLLM, handle_for
+from xfer.engines.handles import AsyncEngine, OfflineLLM
 from xfer.engines.remote import CallableEngine, HttpEngine
 from xfer.errors import DeadlineExceeded, EngineLost, Unsupported, XferError
+from xfer.participants.engine import EngineHandle
 
 T = 5.0
 

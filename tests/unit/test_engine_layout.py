@@ -336,7 +336,9 @@ def test_processed_weights_are_refused_by_module(monkeypatch):
     with pytest.raises(Unsupported) as error:
         refuse_processed(net)
     assert [v.split(":")[0] for v in error.value.violations] == ["fp8", "swapped"]
-    assert all("connect(route='packed')" in v for v in error.value.violations), "where such an engine can be refitted"
+    assert all("connect(route=xfer.Packed())" in v for v in error.value.violations), (
+        "where such an engine can be refitted"
+    )
 
 
 def test_what_attention_computed_for_itself_is_refused_and_what_it_shares_is_not():

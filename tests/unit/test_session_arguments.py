@@ -10,7 +10,8 @@ import torch
 import xfer
 from tests.support.connect import flat_connect
 from tests.support.world import TOKEN, ToyEngine, ToySource
-from xfer.engines.handles import AsyncEngine, OfflineLLM, handle_for
+from xfer.engines.choose_handle import handle_for
+from xfer.engines.handles import AsyncEngine, OfflineLLM
 from xfer.engines.remote import CallableEngine, HttpEngine
 from xfer.errors import HandshakeError, XferError
 from xfer.participants.controller import Controller

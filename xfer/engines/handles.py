@@ -15,7 +15,6 @@ the HTTP and actor handles' wire formats (remote.py), whose turn an in-process e
 from __future__ import annotations
 
 import asyncio
-import inspect
 import logging
 import threading
 import time
@@ -33,7 +32,7 @@ from xfer.engines.call_thread import CallThread
 from xfer.engines.gate import Gate
 from xfer.engines.settings import refuse_part, refuse_unreached
 from xfer.errors import DeadlineExceeded, EngineLost, Unsupported, XferError
-from xfer.participants.engine import ASK_S, EngineHandle
+from xfer.participants.engine import ASK_S
 
 logger = logging.getLogger("xfer")
 PauseMode = Literal["keep", "wait", "abort"]
@@ -476,7 +475,7 @@ class AsyncEngine(Handle):
 
     def refuse_own_loop(self, call: str) -> None:
         """Unsupported on the thread of the engine's loop: what waits there for the engine waits for itself."""
-        if _running_loop() is self._loop:
+        if running_loop() is self._loop:
             raise Unsupported(
                 f"{self.name}: {call} would block the engine's own event loop",
                 ["run it in another thread, e.g. await asyncio.to_thread(controller.wait_ready)"],
@@ -538,59 +537,8 @@ class AsyncEngine(Handle):
         return await calls[call]()
 
 
-def _running_loop() -> asyncio.AbstractEventLoop | None:
+def running_loop() -> asyncio.AbstractEventLoop | None:
     try:
         return asyncio.get_running_loop()
     except RuntimeError:
         return None
-
-
-def handle_for(engine: Any, *, loop: asyncio.AbstractEventLoop | None = None, **options: Any) -> EngineHandle:
-    """The handle that fits `engine`: a handle already, a URL, an `AsyncLLM` (with its `loop`), an `LLM`, or a
-    forwarder. `options`: of that handle's class (`name`; `pause_mode`, `headers`; what a forwarder lacks).
-
-    Unsupported: the object offers none of these interfaces; the violations say what it lacks.
-    """
-    from xfer.engines.remote import CallableEngine, HttpEngine
-
-    if isinstance(engine, Handle):
-        return engine
-    if isinstance(engine, str):
-        return HttpEngine(engine, **options)
-    if asyncio.iscoroutinefunction(getattr(engine, "pause_generation", None)):
-        loop = loop or _running_loop()
-        if loop is None:
-            raise Unsupported(
-                "an AsyncLLM needs its event loop", ["pass loop=…, or call this from a coroutine of that loop"]
-            )
-        return AsyncEngine(engine, loop, **options)
-    if hasattr(engine, "llm_engine"):
-        return OfflineLLM(engine, **options)
-    return engine if isinstance(engine, EngineHandle) else CallableEngine(engine, **options)
-
-
-def wrong_options(engine: object, options: Mapping[str, object]) -> list[str]:
-    """One line per option that the handle of this engine does not take. `loop` goes with any: who has one need not ask."""
-    kind = _handle_class(engine)
-    takes = {"loop", *list(inspect.signature(kind).parameters)[1:]} if kind else set()
-    whose = f"of {kind.__name__}" if kind else f"here: {type(engine).__name__} is a handle, made with its own"
-    return [
-        f"{name}={value!r}: no option {whose}" + (f"; there are {', '.join(sorted(takes))}" if kind else "")
-        for name, value in options.items()
-        if name not in takes
-    ]
-
-
-def _handle_class(engine: object) -> type | None:
-    """What `handle_for` will make of this engine; None where it is a handle already."""
-    from xfer.engines.remote import CallableEngine, HttpEngine
-
-    if isinstance(engine, str):
-        return HttpEngine
-    if isinstance(engine, Handle):
-        return None
-    if inspect.iscoroutinefunction(getattr(engine, "pause_generation", None)):
-        return AsyncEngine
-    if hasattr(engine, "llm_engine"):
-        return OfflineLLM
-    return None if isinstance(engine, EngineHandle) else CallableEngine

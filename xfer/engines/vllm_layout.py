@@ -8,12 +8,10 @@ twin, what names the checkpoint should have, and how to run a forward. What is r
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -36,6 +34,7 @@ from xfer.engines.lock import Lock, candidates, choose
 from xfer.engines.one_line import one_line_per_kind
 from xfer.engines.processed import refuse_processed
 from xfer.engines.settings import refuse_settings
+from xfer.engines.vllm_checks import all_agree, matches, refuse_other_family
 from xfer.errors import LayoutError, Unsupported, XferError
 from xfer.trace.fragment import TensorSpec
 from xfer.trace.loader import trace_loader
@@ -107,7 +106,7 @@ class EngineModel:
         twin, drafter = self._twin(built), self._twin_drafter(built)
         copies = self._made_since(twin, drafter)
         copies.look()
-        specs = tuple(s for s in catalog.specs if not _matches(s.name, self.drop))
+        specs = tuple(s for s in catalog.specs if not matches(s.name, self.drop))
         drafted = self._drafted(drafter, specs, live, built)
         drafters = set(drafted.reads) - {s.name for s in expected or ()}  # both models may read the embedding
         mine = tuple(s for s in specs if s.name not in drafters)
@@ -115,7 +114,7 @@ class EngineModel:
         absent: list[str] = []
         if expected is not None:
             ours = [s for s in expected if head is None or s != head.spec]
-            absent = _refuse_other_family(mine, ours, self.vllm_config.model_config.model, may_lack=bool(self.keep))
+            absent = refuse_other_family(mine, ours, self.vllm_config.model_config.model, may_lack=bool(self.keep))
         try:
             traced = (
                 trace_loader(twin, specs, built=built) if head is None else _trace_with_head(twin, specs, head, built)
@@ -127,7 +126,7 @@ class EngineModel:
                 refuse_kept_in_vain(self.keep, own, both, traced, whole=one_stage)
             layout = read_layout(live, both, traced, keep=self.keep, device=self.device)
         except LayoutError as e:
-            if absent := [n for n in absent if not _matches(n, self.keep)]:
+            if absent := [n for n in absent if not matches(n, self.keep)]:
                 e.violations = (*e.violations, f"not in the trainers' checkpoint, but in the engine's: {some(absent)}")
             raise
         self._live, self._layout, self._copies = live, layout, copies
@@ -225,7 +224,7 @@ class EngineModel:
 
     def _refuse_unseen_drafter(self) -> None:
         config = getattr(self.vllm_config, "speculative_config", None)
-        if config is None or config.draft_model_config is None or self.draft is not None or _matches(DRAFT, self.keep):
+        if config is None or config.draft_model_config is None or self.draft is not None or matches(DRAFT, self.keep):
             return
         raise Unsupported(
             f"this engine has a drafter ({config.method}), a second model that nobody handed over to xfer",
@@ -248,7 +247,7 @@ class EngineModel:
         try:
             traced = renamed(trace_loader(twin, specs, built=built), DRAFT)
         except (LayoutError, Unsupported) as e:
-            if _matches(DRAFT, self.keep):  # it has a checkpoint of its own, of which nothing is to be written
+            if matches(DRAFT, self.keep):  # it has a checkpoint of its own, of which nothing is to be written
                 return Traced((), ())
             raise LayoutError(
                 f"the loader of this engine's drafter does not take what the trainers export: {e.message}",
@@ -306,7 +305,7 @@ class EngineModel:
         if not get_pp_group().is_last_rank:
             return ""
         with torch.no_grad():  # not inference_mode: what it makes could not be written outside
-            lock = choose(self.layout, self._live, self.forward, _all_agree)
+            lock = choose(self.layout, self._live, self.forward, all_agree)
         if lock is None:
             raise XferError(
                 "no small tensor of this model turns every output NaN, so a torn engine could not be told from another",
@@ -429,52 +428,3 @@ def _trace_with_head(twin: torch.nn.Module, specs: Sequence[TensorSpec], head: _
         casts=tuple(replace(c, tensor=sources[0]) if c.tensor == head.spec.name else c for c in traced.casts),
         reads=tuple(n for n in traced.reads if n != head.spec.name),
     )
-
-
-def _refuse_other_family(
-    given: Sequence[TensorSpec], expected: Sequence[TensorSpec], model: str, *, may_lack: bool = False
-) -> list[str]:
-    """LayoutError with both sides' names when the trainers' checkpoint is not one of the engine's model.
-
-    `may_lack`: parts of the model may be frozen, so a tensor that the trainers lack is no error by itself; whether it is
-    needed is told by the bytes that nothing writes. Returns the names of those.
-    """
-    ours, theirs = {s.name: s.shape for s in expected}, {s.name: s.shape for s in given}
-    lines = [
-        f"{n}: in the trainers' checkpoint, unknown to the engine's model" for n in sorted(theirs.keys() - ours.keys())
-    ]
-    absent = sorted(ours.keys() - theirs.keys())
-    if not may_lack:
-        lines += [f"{n}: needed by the engine's model, not in the trainers' checkpoint" for n in absent]
-    lines += [
-        f"{n}: {list(theirs[n])} from the trainers, {list(ours[n])} by the engine's config"
-        for n in sorted(ours.keys() & theirs.keys())
-        if tuple(theirs[n]) != tuple(ours[n])
-    ]
-    if lines:
-        raise LayoutError(f"the trainers' model and the engine's ({model}) are families that do not match", lines)
-    return absent
-
-
-def _matches(name: str, patterns: Sequence[str]) -> bool:
-    return any(fnmatchcase(name, p) for p in patterns)
-
-
-def _all_agree(verdict: bool, about: str) -> bool:
-    """And over all ranks that take part in this rank's forward: its tensor-parallel and data-parallel groups.
-
-    XferError, on all of them alike, when they are not asking about the same thing.
-    """
-    from vllm.distributed.parallel_state import get_dp_group, get_tp_group
-
-    number = int.from_bytes(hashlib.blake2b(about.encode(), digest_size=7).digest(), "big")
-    least = torch.tensor([int(verdict), number, -number], dtype=torch.int64)
-    for group in (get_tp_group(), get_dp_group()):
-        if group.world_size > 1:
-            torch.distributed.all_reduce(least, op=torch.distributed.ReduceOp.MIN, group=group.cpu_group)
-    said, low, minus_high = least.tolist()
-    if low != -minus_high:
-        raise XferError(
-            "the workers of this engine see different models, so they cannot choose a lock together", [f"here: {about}"]
-        )
-    return bool(said)

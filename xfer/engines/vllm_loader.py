@@ -18,6 +18,7 @@ import torch
 from xfer.engines.live import LiveSlot, LiveStorages
 from xfer.engines.lock import alone, try_locks
 from xfer.engines.settings import refuse_settings
+from xfer.engines.vllm_checks import all_agree, matches, refuse_other_family
 from xfer.errors import LayoutError, Unsupported, XferError, out_of_memory
 from xfer.trace.fragment import TensorSpec
 
@@ -73,7 +74,6 @@ class PackedModel:
         """Whether this engine can take what the trainers export. LayoutError with every name that only one side has,
         where transformers knows the engine's config; Unsupported for what whole tensors cannot do."""
         from xfer.engines.processed import refuse_processed
-        from xfer.engines.vllm_layout import _refuse_other_family
 
         engine = self.engine
         refuse_settings(engine.vllm_config, engine.workers)
@@ -95,7 +95,7 @@ class PackedModel:
         if expected is not None:
             head = engine._untied_head(engine.model, specs, expected)
             ours = [s for s in expected if head is None or s != head.spec]
-            _refuse_other_family(specs, ours, engine.vllm_config.model_config.model)
+            refuse_other_family(specs, ours, engine.vllm_config.model_config.model)
             if head is not None and not torch._C._is_alias_of(head.weight, head.embedding):
                 raise LayoutError(
                     "this engine's checkpoint has a head of its own, which loaders fill from no other tensor",
@@ -120,9 +120,7 @@ class PackedModel:
         return {}
 
     def _wanted(self, specs: Sequence[TensorSpec]) -> list[TensorSpec]:
-        from xfer.engines.vllm_layout import _matches
-
-        return [s for s in specs if not _matches(s.name, self.drop)]
+        return [s for s in specs if not matches(s.name, self.drop)]
 
     # ---- the lock
 
@@ -130,13 +128,11 @@ class PackedModel:
         """See EngineModel.choose_lock. Any small vector will do, since a refit that leaves one out does not commit."""
         from vllm.distributed.parallel_state import get_pp_group
 
-        from xfer.engines.vllm_layout import _all_agree
-
         engine = self.engine
         if engine._lock is None and get_pp_group().is_last_rank:
             vectors = [s for s in alone(self._live) if s.is_parameter]
             with torch.no_grad():
-                engine._lock = try_locks(vectors, self._live, engine.forward, _all_agree)
+                engine._lock = try_locks(vectors, self._live, engine.forward, all_agree)
             if engine._lock is None:
                 raise XferError(
                     "no small tensor of this model turns every output NaN, so a torn engine could not be told from another",

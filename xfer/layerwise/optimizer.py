@@ -24,7 +24,7 @@ from xfer.layerwise.hooks import Guard, Hooks
 from xfer.layerwise.ownership import Item, Ownership, assign, bytes_cost, cut, elementwise_cost, newton_schulz_cost
 from xfer.layerwise.pulls import Pulls, open_pulls
 from xfer.layerwise.shares import known_elsewhere, movable, overlapping, settle_in
-from xfer.trainers.pending import announce, forget
+from xfer.pending import announce, forget
 
 if TYPE_CHECKING:
     from xfer.layerwise.checkpoint import ParameterBox

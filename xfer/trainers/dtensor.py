@@ -21,11 +21,11 @@ from xfer.kernels.cuda_driver import unmapped
 from xfer.mesh.mesh_info import MeshInfo
 from xfer.mesh.placement import Placement, Replicate, from_dtensor, from_torch
 from xfer.mesh.slices import local_shape
+from xfer.pending import drain_over
 from xfer.trace.declared import declared_fragments
 from xfer.trace.fragment import Fragment, TensorSpec
 from xfer.trace.slots import Slot, SlotPlace, Slots, device_of, local, refuse_elsewhere, tensors_of
 from xfer.trace.traced import Traced, TrainerLayout
-from xfer.trainers.pending import drain_over
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

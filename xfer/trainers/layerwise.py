@@ -15,10 +15,10 @@ import numpy as np
 import torch
 
 from xfer.errors import LayoutError, StaleWeights, Unsupported, XferError
+from xfer.pending import left_alone
 from xfer.trace.fragment import Fragment
 from xfer.trace.slots import local
 from xfer.trace.traced import Traced, TrainerLayout
-from xfer.trainers.pending import left_alone
 
 if TYPE_CHECKING:
     from xfer.layerwise import LayerWiseOptimizer

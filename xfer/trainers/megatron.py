@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from xfer.errors import LayoutError, RebindError, Unsupported
 from xfer.kernels.cuda_driver import unmapped
+from xfer.pending import drain_over
 from xfer.trace.boxes import relocate
 from xfer.trace.collectives import objects_stay_home
 from xfer.trace.export import ExportWatch, twin
@@ -42,7 +43,6 @@ from xfer.trainers.bridge_export import (
 from xfer.trainers.bridge_probe import Probed, probe_export
 from xfer.trainers.computed import Computed
 from xfer.trainers.hf_index import read_headers
-from xfer.trainers.pending import drain_over
 
 if TYPE_CHECKING:
     from xfer.trainers.traced_stream import TracedStream
