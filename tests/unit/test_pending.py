@@ -6,7 +6,7 @@ import threading
 
 import torch
 
-from xfer.trainers import pending
+from xfer import pending
 
 
 class Gathers:
