@@ -1,12 +1,12 @@
-"""The public face: connect once per trainer rank, serve once per engine replica, refit after every optimizer step.
+"""The public functions: connect once per trainer rank, serve once per engine replica, refit after every optimizer step.
 
     session = xfer.connect(xfer.MegatronTrainer(model_chunks, bridge), "tcp://10.0.0.1:29600")
     for step in range(steps):
         train_step()
         report = session.refit()                 # or xfer.nccl_xfer_refit(session)
 
-Trainers and engines prove the same token, from $XFER_TOKEN or `token=`. What happens underneath is in participants/; this
-module checks arguments and puts the parts together.
+Trainers and engines prove the same token, from $XFER_TOKEN or `token=`. This module checks arguments and puts together the
+parts of participants/.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger("xfer")
 DEADLINE_S = 600.0
 TOKEN = "XFER_TOKEN"
-"""Environment variable that is read where no token is given."""
+"""Environment variable with the token, read if none is given."""
 
 
 class Session:
     """A connected trainer rank, made by `connect`. Also a context manager that closes itself.
 
     Attributes:
-        controllers: Of the engines that were given to `connect`, on trainer rank 0.
+        controllers: On trainer rank 0, the controllers of the engines that were given to `connect`; else empty.
     """
 
     def __init__(self, session: TrainerSession, controllers: Sequence[Controller]):
@@ -47,7 +47,7 @@ class Session:
 
     @property
     def version(self) -> int | str | None:
-        """The last version that this rank saw committed, in the type that it was given; None before the first."""
+        """The last version that this rank saw committed, in the type that the caller gave; None before the first."""
         return self._session.version
 
     def refit(
@@ -59,64 +59,67 @@ class Session:
         min_replicas: int | None = None,
         deadline_s: float | None = None,
     ) -> RefitReport:
-        """Move this trainer's current weights into every engine replica. Every trainer rank calls it, right after `step()`,
-        with equal arguments, from one thread at a time.
+        """Move this trainer's current weights into every engine replica.
+
+        Every trainer rank calls it right after `step()`, with equal arguments, from one thread at a time.
 
         Args:
-            version: Label that the engines report from then on. It comes back in the type that it has here: a number as int, a
-                text as str. Engines keep it as text, so 1 and "1" are one label to them. A number must be above all that this
-                session has committed; a text must not be the last one again. A call that raised used no label up, even if
-                some replicas committed it: make it again under the same label, before training on. Default: the number after
-                the highest that a connected engine has had: 1, 2, 3, …, and none twice when trainers restart.
-            verify: Compare checksums of what was sent and of what lies in the engines, and of all trainers that hold the same
-                box of a tensor, before the commit. (Until a session's first commit, some bytes of each tensor are compared in
-                any case.)
-            wait: "commit" returns when the replicas serve the version. "sources" returns as soon as this rank's storage is no
-                longer read; the next call raises the outcome, or has it in its report's `before`.
+            version: Label that the engines report from then on. Reports return it in the type that it has here: a number as
+                int, a text as str. Engines keep it as text, so 1 and "1" are the same label to them. A number must be higher
+                than all that this session has committed; a text must differ from the last label. A call that raised uses no
+                label, even if some replicas committed it: call again with the same label before the next training step.
+                Default: the number after the highest that a connected engine has had: 1, 2, 3, …, without repetition when
+                trainers restart.
+            verify: Before the commit, compare checksums of the sent bytes with those of the engines, and checksums of all
+                trainers that hold the same box of a tensor. (Until a session's first commit, some bytes of each tensor are
+                compared in any case.)
+            wait: "commit" returns when the replicas serve the version. "sources" returns as soon as this rank's storages are
+                no longer read; the next call raises the outcome's error, or has the outcome in its report's `before`.
             min_replicas: Raise only if fewer replicas committed. Default: all.
-            deadline_s: Seconds from the call on. Default: that of `connect`.
+            deadline_s: Seconds from the call to the deadline. Default: `deadline_s` of `connect`.
 
         Returns:
-            What became of each replica, with seconds and bytes.
+            The outcome on each replica, with seconds and bytes.
 
         Raises:
-            XferError: The typed error of what went wrong (`xfer.errors`), on every rank, at the latest
-                `CALL_GRACE_S` (coordinator/deadlines.py) seconds after the deadline. The trainer can go on, and a later refit
-                repairs.
+            XferError: The refit failed. Every rank raises a typed error (`xfer.errors`), at the latest `CALL_GRACE_S`
+                (coordinator/deadlines.py) seconds after the deadline. The trainer can continue, and a later refit repairs
+                the engines.
         """
         return self._session.refit(
             version=version, verify=verify, wait=wait, min_replicas=min_replicas, deadline_s=deadline_s
         )
 
     def prepare(self) -> None:
-        """Arm the engines for the next refit now: for loops that know that no request will be waiting.
+        """Pause the engines for the next refit now: for loops that know that no request will wait.
 
-        They serve again at the deadline of `connect` when no rank calls before. One that does has that deadline at most.
+        If no rank calls `refit`, the engines serve again after `deadline_s` of `connect`. A refit ends by that time at the
+        latest.
         """
         self._session.prepare()
 
     def release(self) -> None:
-        """Call before this rank frees, offloads or replaces its weights. Not collective.
+        """Release this rank's weights; call it before the rank frees, offloads or replaces them. Not collective.
 
-        Returns when no engine has them mapped and xfer holds no reference to them. The next refit finds them again, wherever
-        they are then. Needed on GPUs only, where engines map the trainers' memory: freeing it under them is undefined, and
-        keeps its pages.
+        Returns when no engine has them mapped and xfer holds no reference to them. The next refit finds them again at their
+        new addresses. Needed on GPUs only, where engines map the trainers' memory: to free mapped memory is undefined and
+        does not return its pages.
 
         Raises:
-            DeadlineExceeded: A transfer of this rank still runs, or a worker did not unmap in time.
+            DeadlineExceeded: A transfer of this rank still runs, or a worker has not unmapped in time.
             PeerLost: The rendezvous is gone.
         """
         self._session.release()
 
     def explain(self) -> str:
-        """What moves where, per replica, for a person to read."""
+        """Describe which bytes move by which route, per replica, for a person to read."""
         return self._session.explain()
 
     def close(self) -> None:
-        """Leave the rendezvous. Engines keep serving what they have; trainer rank 0 leaving ends it for everyone.
+        """Leave the rendezvous. Engines keep serving their weights. If trainer rank 0 leaves, the session ends for all.
 
-        A call of this session after it is Unsupported; closing twice is not. After `wait="sources"` it first waits for what
-        became of that refit, within its bound, and raises it.
+        After `wait="sources"` this first waits for the outcome of that refit, within its bound, and raises its error. A later
+        call of this session raises Unsupported, except `close`, which does nothing.
         """
         try:
             self._session.settle()
@@ -134,7 +137,7 @@ class Session:
         except XferError as e:
             if error is None:
                 raise
-            logger.error("xfer: the last refit failed, too: %s", e)  # the error that is raised says more
+            logger.error("xfer: the last refit failed, too: %s", e)  # the error that is being raised says more
 
 
 def connect(
@@ -152,16 +155,19 @@ def connect(
     """Join the rendezvous as one trainer rank. Every rank of the trainer calls this with equal arguments.
 
     Args:
-        trainer: What this rank's weights are: a `MegatronTrainer`, `TensorTrainer` or `LayerWiseTrainer`.
+        trainer: This rank's weights: a `MegatronTrainer`, `TensorTrainer` or `LayerWiseTrainer`.
         rendezvous: "tcp://HOST:PORT". Trainer rank 0 listens there; HOST must reach it from every trainer and engine host. An
-            IPv6 address stands in brackets.
+            IPv6 address needs brackets.
         token: Secret of at least 8 characters, the same on all processes of the job. Default: $XFER_TOKEN.
-        engines: Engines or URLs that trainer rank 0 itself controls, in place of `serve` calls elsewhere.
+        engines: Engines or URLs that trainer rank 0 itself controls, instead of `serve` calls elsewhere.
         replicas: Number of engine replicas that will join (each calls `serve`). Default: `len(engines)`, else 1.
-        route: `Direct(...)` or `Packed(...)`. Engines follow the trainers' choice.
+        route: `Direct(...)` or `Packed(...)`. Engines use the trainers' route.
         drop: Globs of checkpoint tensors that engines do not take. They must not name all tensors that require grad.
-        deadline_s: Seconds for connecting and, unless given there, for each refit. Every wait inside ends by it.
-        wait: Return only when every replica has a plan. With False, `serve` may come later in this same thread.
+        deadline_s: Seconds for connecting, and for each refit that has no deadline of its own. Every wait inside ends by it.
+        wait: Return only when every replica has a plan. With False, this thread may call `serve` later.
+
+    Returns:
+        The session of this rank.
 
     Raises:
         LayoutError, CoverageError, Unsupported, HandshakeError, PlanMismatch, DeadlineExceeded, PeerLost: All ranks may then
@@ -187,10 +193,11 @@ def connect(
         bad.append(f"route={route!r}: xfer.Direct(...) or xfer.Packed(...)")
     else:
         bad += route.wrong(trainer if known else None, check.whole(count) or 0)
-    if bad:
+    number = check.whole(count)
+    if bad or token is None or number is None:
         raise XferError("connect() was called with arguments that cannot work", bad)
     source = route.source(trainer)
-    options = Options(source.world, check.whole(count), float(deadline_s), 0, tuple(drop))
+    options = Options(source.world, number, float(deadline_s), 0, tuple(drop))
     session = TrainerSession(source, rendezvous, token, route.options(options, source), route.side(source, tuple(drop)))
     controllers: list[Controller] = []
     try:
@@ -199,7 +206,7 @@ def connect(
             try:
                 made = Controller(handle_for(e), rendezvous, token, replica=i, deadline_s=options.deadline_s, tell=tell)
                 controllers.append(made)
-            except Exception as error:  # told first, or the others would only hear that this rank has left
+            except Exception as error:  # tell it first; the others would otherwise learn only that this rank has left
                 session.cannot_join(i, True, error)
                 raise
         session.open(wait)
@@ -223,31 +230,30 @@ def serve(
     """Put one engine replica under xfer's control and return at once. Refits happen when the trainers call.
 
     Args:
-        engine: An in-process `LLM`, an `AsyncLLM`, a URL, or any object that forwards vLLM's weight-transfer calls. It must
-            have been started with `weight_transfer_config={"backend": "xfer"}`. With an in-process `LLM` generate inside
+        engine: An in-process `LLM`, an `AsyncLLM`, a URL, or any object that forwards vLLM's weight-transfer calls. Start it
+            with `weight_transfer_config={"backend": "xfer"}`. With an in-process `LLM` generate inside
             `with controller.serving() as llm:` only.
         rendezvous: As for `connect`.
         token: As for `connect`. Default: $XFER_TOKEN.
         replica: This engine's number, from 0. `connect(replicas=N)` waits for N of them.
-        keep: Globs of engine parameters, by the names that vLLM's model gives them ("*vision_model*"), that stay as they are.
-            Of one that the trainers send in part (q of a fused qkv_proj) that part is written, and only the rest stays.
-        engine_rendezvous: The rendezvous as the engine's workers see it, where that differs from this process's view.
+        keep: Globs of engine parameters that stay as they are, by the names in vLLM's model ("*vision_model*"). If the
+            trainers send a part of such a parameter (q of a fused qkv_proj), that part is written and the rest stays.
+        engine_rendezvous: The rendezvous as the engine's workers reach it, if that differs from this process's.
         deadline_s: Seconds for joining.
-        **handle_options: By kind of engine. `name`: of any, as errors and logs call it. `pause_mode`: of an `AsyncLLM` or a
-            URL, what a refit does with requests under way, as in vLLM: "keep" (the default) freezes them and goes on under
-            the new weights, "wait" lets them end before, "abort" ends them. `loop`: of an `AsyncLLM`, its event loop; not
-            needed in a coroutine of that loop. `in_order`: of one that is wrapped, whether its calls are carried out in the
-            order in which they were made (engines/handles.py). `headers`: of a URL, sent with every request, e.g.
-            {"Authorization": "Bearer …"}. `workers`, `pause`, `resume`, `reset_prefix_cache`: of an object that forwards
-            calls, what it lacks itself (`CallableEngine`).
+        **handle_options: Options by kind of engine. Any engine: `name`, for errors and logs. `AsyncLLM` or URL: `pause_mode`,
+            what a refit does with running requests, as in vLLM: "keep" (the default) freezes them and continues them with
+            the new weights, "wait" finishes them first, "abort" ends them. `AsyncLLM`: `loop`, its event loop, not needed in
+            a coroutine of that loop; for a wrapped one `in_order`, whether it carries out calls in the order in which they
+            are made (engines/handles.py). URL: `headers` of every request, e.g. {"Authorization": "Bearer …"}. An object
+            that forwards calls: `workers`, `pause`, `resume`, `reset_prefix_cache`, if it lacks them (`CallableEngine`).
 
     Returns:
-        The replica's controller. `wait_ready()` raises what kept the replica from joining; `wait_version()` waits for its
-        first weights. It is a context manager that closes itself.
+        The replica's controller. `wait_ready()` raises the error of a replica that could not join; `wait_version()` waits for
+        its first weights. It is a context manager that closes itself.
 
     Raises:
-        XferError: With all arguments that cannot work.
-        Unsupported: No engine can be reached through such an object.
+        XferError: Some arguments cannot work; it names all of them.
+        Unsupported: xfer cannot reach an engine through such an object.
     """
     from xfer.engines.choose_handle import handle_for, wrong_options
     from xfer.participants import arguments as check
@@ -261,13 +267,14 @@ def serve(
     modes = check.wrong_pause_mode(handle_options["pause_mode"]) if "pause_mode" in handle_options else []
     others = {k: v for k, v in handle_options.items() if not modes or k != "pause_mode"}
     bad += modes + wrong_options(engine, others)
-    if bad:
+    number = check.whole(replica)
+    if bad or token is None or number is None:
         raise XferError("serve() was called with arguments that cannot work", bad)
     return Controller(
         handle_for(engine, **handle_options),
         rendezvous,
         token,
-        replica=check.whole(replica),
+        replica=number,
         deadline_s=float(deadline_s),
         keep=tuple(keep),
         engine_rendezvous=engine_rendezvous,
@@ -283,5 +290,14 @@ def nccl_xfer_refit(
     min_replicas: int | None = None,
     deadline_s: float | None = None,
 ) -> RefitReport:
-    """`session.refit(...)`: see there."""
+    """Call `session.refit(...)`, which documents the arguments, the result and the errors.
+
+    Args:
+        session: The session of this rank, from `connect`.
+        version: See `Session.refit`, as for the others.
+        verify: See there.
+        wait: See there.
+        min_replicas: See there.
+        deadline_s: See there.
+    """
     return session.refit(version=version, verify=verify, wait=wait, min_replicas=min_replicas, deadline_s=deadline_s)

@@ -1,10 +1,10 @@
-"""The routes by which weights travel, as `connect(route=...)` takes them. A route is chosen here and nowhere else.
+"""The routes of `connect(route=...)`, by which weights move. Only this module chooses a route.
 
-    Direct   each byte goes from where it lies to where it belongs
-    Packed   whole checkpoint tensors in buckets, loaded by the engine's own loader
+    Direct   moves each byte from its source storage to its destination storage
+    Packed   moves whole checkpoint tensors in buckets; the engine's own loader loads them
 
-A route of another package is an object with the methods of `Route`; the engines' workers find its half by the entry point
-group `xfer.routes` (docs/extending.md).
+A route of another package is an object with the methods of `Route`. The engines' workers find their side of it by the entry
+point group `xfer.routes` (docs/extending.md).
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from xfer.participants import arguments as check
 
 if TYPE_CHECKING:
     from xfer.coordinator.state import Options
+    from xfer.packed.source import PackedSource
     from xfer.participants.data_plane import NewTrainerSide
     from xfer.participants.trainer import Source
     from xfer.participants.worker import WorkerSide
@@ -33,41 +34,52 @@ BUCKET_BYTES = {"cpu": 64 << 20, "cuda": 240 << 20}
 
 @runtime_checkable
 class Route(Protocol):
-    """What `connect` asks of a route."""
+    """A route, as `connect` uses it."""
 
     def wrong(self, trainer: Source | None, replicas: int) -> list[str]:
-        """One line for each option that cannot work with this trainer and number of replicas. None: they are wrong themselves."""
+        """Return one line for each option that cannot work.
+
+        Args:
+            trainer: The trainer's adapter; None if it cannot work itself.
+            replicas: Number of replicas.
+        """
 
     def source(self, trainer: Source) -> Source:
-        """The trainer's adapter as this route reads it."""
+        """Return the trainer's adapter as this route reads it."""
 
     def options(self, options: Options, source: Source) -> Options:
-        """`options` with what the coordinator has to know of this route. Equal on all trainer ranks."""
+        """Return `options` with this route's own, for the coordinator. Equal on all trainer ranks."""
 
     def side(self, source: Source, drop: Sequence[str]) -> NewTrainerSide:
-        """Makes this trainer rank's side."""
+        """Return a function that makes this trainer rank's side.
+
+        Args:
+            source: The adapter, from `source`.
+            drop: Globs of checkpoint tensors that engines do not take.
+        """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Direct:
-    """Each byte goes from where it lies to where it belongs, by peer mapping where a destination can map the source's memory,
-    else over NCCL, or gloo on CPUs.
+    """Moves each byte from its source storage to its destination storage: by peer mapping if the destination can map the
+    source's memory, else over NCCL, or gloo on CPUs.
 
     Attributes:
         bucket_bytes: Largest message. A rank that sends or receives messages keeps two buffers of about that size for each
             direction, beside the model; a rank that is only read from keeps none. Default: 64 MiB on CPUs, 240 MiB on GPUs.
-        narrow: Globs of checkpoint tensors that the engine may hold in a dtype which loses bits both of the trainer's and of
-            the checkpoint's (fp32 as bf16, bf16 as fp16).
-        cache_dir: Folder where plans are kept between runs. None: nowhere. Default: $XFER_CACHE, else `xfer` in the user's
-            cache folder.
-        fabric: A file with hosts, links, rates and which rank sits where (plan/fabric_file.py), or the `Site` itself. Sources
-            are then chosen for time over links. Default: a source on the destination's host goes first, by host name.
-        host_pull: Weights in host memory only: engine workers on a trainer's host read its memory themselves, where the
-            kernel lets them, instead of having it sent. Weights on GPUs are read so wherever they can be.
-        relay: Replicas of one layout on one host form a chain. Each reads from the one before it what it would read from the
-            trainers, part by part as it arrives. For few trainers and many replicas, which otherwise share the trainers'
-            outgoing links. A replica waits for the one before it, and fails if that one fails while both move bytes. Only
-            what is read is relayed, not what is sent.
+        narrow: Globs of checkpoint tensors that the engine may hold in a dtype that loses bits both of the trainer's and of
+            the checkpoint's dtype (fp32 as bf16, bf16 as fp16).
+        cache_dir: Folder for plans, which later runs use again. None: no folder. Default: $XFER_CACHE, else `xfer` in the
+            user's cache folder.
+        fabric: A file with hosts, links, rates and the place of each rank (plan/fabric_file.py), or the `Site` itself. The
+            plan then chooses sources by time over links. Default: it prefers a source on the destination's host, by host
+            name.
+        host_pull: For weights in host memory: engine workers on a trainer's host read its memory themselves if the kernel
+            allows it, so that the trainer sends nothing. Weights on GPUs are read so wherever possible.
+        relay: Replicas of one layout on one host form a relay chain. Each reads from the one before it, part by part as it
+            arrives, what it would otherwise read from the trainers. For few trainers and many replicas, which otherwise
+            share the trainers' outgoing links. A replica waits for the one before it, and fails if that one fails while
+            both move bytes. Only reads are relayed; messages are not.
     """
 
     bucket_bytes: int | None = None
@@ -117,7 +129,8 @@ class Direct:
         from xfer.direct.trainer import DirectTrainer
 
         where = default_cache_dir() if self.cache_dir == "default" else self.cache_dir
-        return partial(DirectTrainer, index=source.rank, device=source.device, cache_dir=where, drop=drop)
+        cache_dir = None if where is None else os.fspath(where)
+        return partial(DirectTrainer, index=source.rank, device=source.device, cache_dir=cache_dir, drop=drop)
 
     def _site(self, trainers: int, replicas: int) -> Site | None:
         if self.fabric is None:
@@ -127,7 +140,7 @@ class Direct:
 
         if not isinstance(self.fabric, str | os.PathLike | Site):
             raise XferError(f"{self.fabric!r} is neither a file nor a Site")
-        site = self.fabric if isinstance(self.fabric, Site) else read_site(self.fabric)
+        site = self.fabric if isinstance(self.fabric, Site) else read_site(os.fspath(self.fabric))
         placed = len(site.trainers), len(site.replicas)
         if placed != (trainers, replicas):
             raise XferError(
@@ -138,11 +151,11 @@ class Direct:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packed:
-    """Whole checkpoint tensors are gathered over the trainers in buckets, trainer rank 0 broadcasts each bucket, and the
-    engine's own loader takes it in. For engines that cannot be traced (docs/packed.md). No storage is read in place.
+    """Gathers whole checkpoint tensors over the trainers in buckets. Trainer rank 0 broadcasts each bucket, and the engine's
+    own loader loads it. For engines that cannot be traced (docs/packed.md). No storage is read in place.
 
     Attributes:
-        bucket_bytes: Largest message, and largest buffer. Every rank that has buffers has two.
+        bucket_bytes: Largest message and largest buffer. A rank has two buffers or none.
         colocated: The engines' workers are on the trainers' host and map the trainers' two buffers (shared memory, CUDA IPC)
             instead of receiving them.
     """
@@ -153,7 +166,7 @@ class Packed:
     def wrong(self, trainer: Source | None, replicas: int) -> list[str]:
         return check.wrong_bucket(self.bucket_bytes)
 
-    def source(self, trainer: Source) -> Source:
+    def source(self, trainer: Source) -> PackedSource:
         from xfer.packed.source import packed_source
 
         return packed_source(trainer, self.bucket_bytes, colocated=self.colocated)
@@ -164,7 +177,7 @@ class Packed:
     def side(self, source: Source, drop: Sequence[str]) -> NewTrainerSide:
         from xfer.packed.sides import PackedTrainer
 
-        return partial(PackedTrainer, source)
+        return partial(PackedTrainer, self.source(source))
 
 
 def default_cache_dir() -> str:
@@ -177,7 +190,14 @@ _WORKERS = {"direct": "xfer.direct.worker:DirectWorker", "packed": "xfer.packed.
 
 
 def worker_side(name: str, adapter: Any, client: RendezvousClient, replica: int, index: int) -> WorkerSide:
-    """The half of one engine worker for the route that the trainers chose.
+    """Make one engine worker's side of the route that the trainers chose.
+
+    Args:
+        name: The route's name.
+        adapter: The engine framework's adapter on this worker.
+        client: The worker's connection.
+        replica: Number of its replica.
+        index: Rank of the worker in its replica.
 
     Raises:
         Unsupported: No installed package has a route of that name.

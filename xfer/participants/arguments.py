@@ -1,5 +1,8 @@
-"""Arguments of the public calls, checked before a word is sent: what one rank gets wrong is told in its own error, and
-never reaches a socket as a message that the other end must take for an attack."""
+"""Checks of the arguments of the public calls, before anything is sent.
+
+A wrong argument raises an error on its own rank. It never reaches a socket, where the other end would reject it as a malformed
+message. The functions `wrong_*` return one line per argument that cannot work, so that one error names all of them.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import math
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import SupportsFloat, SupportsIndex
 
 from xfer.errors import HandshakeError, XferError
 from xfer.plan.options import MAX_BUCKET
@@ -14,7 +18,7 @@ from xfer.rendezvous.channel import check_token, parse_address
 
 LABEL_CHARS = 256
 OWN_LABELS = "xfer:"
-"""What labels that xfer itself gives to engines begin with."""
+"""Prefix of the labels that xfer itself gives to engines."""
 LARGEST_NUMBER = 1 << 62
 LONGEST_S = 1e8
 PAUSE_MODES = ("keep", "wait", "abort")
@@ -22,20 +26,25 @@ PAUSE_MODES = ("keep", "wait", "abort")
 
 @dataclass(frozen=True, slots=True)
 class Labels:
-    """The labels that a session's refits have used up. A call that raised used none: it may be made again under its label.
+    """The labels that a session's refits have used. A call that raised uses no label: it may be made again with the same one.
 
-    last: of the last refit; number: the highest number. Equal on all ranks, which get equal outcomes.
+    Equal on all ranks, since they get equal outcomes.
+
+    Attributes:
+        last: Label of the last refit; None before the first.
+        number: The highest label that is a number; None if there is none.
     """
 
     last: int | str | None = None
     number: int | None = None
 
     def after(self, label: int | str) -> Labels:
+        """Return the labels after a refit with this label."""
         number = self.number if isinstance(label, str) else max(label, label if self.number is None else self.number)
         return Labels(label, number)
 
     def wrong(self, label: int | str) -> list[str]:
-        """One line when this label is no new one: two sets of weights would have one name."""
+        """Return one line if this label is not new: two sets of weights would have the same name."""
         if str(label) == str(self.last):  # as engines compare them, which keep labels as text
             return [f"version={label!r}: the last refit committed {self.last!r}; each version takes a label of its own"]
         if self.number is not None and not isinstance(label, str) and label <= self.number:
@@ -46,8 +55,15 @@ class Labels:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """`nccl_xfer_refit`'s arguments. `version`: None where the coordinator is to number it. `want`: replicas that must commit;
-    `seconds`: the deadline, from the call on."""
+    """Checked arguments of `nccl_xfer_refit`.
+
+    Attributes:
+        version: The label; None if the coordinator chooses a number.
+        verify: Whether checksums are compared.
+        wait: "commit" or "sources".
+        want: Number of replicas that must commit.
+        seconds: Seconds from the call to the deadline.
+    """
 
     version: int | str | None
     verify: bool
@@ -66,10 +82,25 @@ def checked_call(
     default_s: float,
     used: Labels,
 ) -> Call:
-    """XferError, with all of them, when there are arguments that cannot work. `used`: labels of earlier refits."""
+    """Check the arguments of `nccl_xfer_refit`.
+
+    Args:
+        version: See `nccl_xfer_refit`, as for the next four.
+        verify: See there.
+        wait: See there.
+        min_replicas: See there.
+        deadline_s: See there.
+        replicas: Number of replicas of the session.
+        default_s: Deadline if `deadline_s` is None.
+        used: Labels of earlier refits.
+
+    Raises:
+        XferError: Some arguments cannot work; it names all of them.
+    """
     bad: list[str] = []
     label = _label(version, bad)
     bad += used.wrong(label) if label is not None else []
+    verified = False
     try:
         verified = bool(verify)
     except Exception:
@@ -81,31 +112,29 @@ def checked_call(
         bad.append(
             f"min_replicas={min_replicas!r}: a whole number from 0 to {replicas}, the replicas that connect() was told"
         )
-    if deadline_s is not None:
+    limit = default_s if deadline_s is None else seconds(deadline_s)
+    if limit is None:
         bad += wrong_seconds("deadline_s", deadline_s)
-    if bad:
+    if bad or want is None or limit is None or not isinstance(wait, str):
         raise XferError("nccl_xfer_refit() was called with arguments that cannot work", bad)
-    return Call(label, verified, wait, want, default_s if deadline_s is None else float(deadline_s))
+    return Call(label, verified, wait, want, limit)
 
 
 def wrong_seconds(name: str, value: object) -> list[str]:
-    """One line when `value` is no deadline."""
-    try:
-        good = 0 < float(value) <= LONGEST_S and math.isfinite(float(value))
-    except (TypeError, ValueError):
-        good = False
+    """Return one line if `value` is no deadline."""
+    good = seconds(value) is not None
     return [] if good else [f"{name}={value!r}: seconds, more than 0 and at most {LONGEST_S:.0f}"]
 
 
 def wrong_globs(name: str, value: Sequence[str]) -> list[str]:
-    """One line per pattern that no message could carry."""
+    """Return one line for each pattern that no message can carry."""
     if not _listed(value):
         return [f"{name}={value!r}: a list of patterns"]
     return [f"{name}: {v!r} is not a text of 1 to {LABEL_CHARS} characters" for v in value if not _sendable(v)]
 
 
 def wrong_whole(name: str, value: object, least: int, most: int = (1 << 31) - 1) -> list[str]:
-    """One line when `value` is no whole number from `least` to what a message could carry."""
+    """Return one line if `value` is no whole number from `least` to `most`, by default the largest in a message."""
     number = whole(value)
     if number is not None and least <= number <= most:
         return []
@@ -113,8 +142,8 @@ def wrong_whole(name: str, value: object, least: int, most: int = (1 << 31) - 1)
     return [f"{name}={value!r}: a whole number, at {f'most {most}' if beyond else f'least {least}'}"]
 
 
-def wrong_meeting(token: object, *rendezvous: object) -> list[str]:
-    """One line for each of these with which nobody could meet. The token is not shown."""
+def wrong_meeting(token: str | None, *rendezvous: str) -> list[str]:
+    """Return one line for each of these that allows no connection. The token is not shown."""
     bad = ["token: none is given, and XFER_TOKEN is not set"] if token is None else []
     checks = [(check_token, token)] if token is not None else []
     for check, value in (*checks, *((parse_address, r) for r in rendezvous)):
@@ -126,7 +155,7 @@ def wrong_meeting(token: object, *rendezvous: object) -> list[str]:
 
 
 def wrong_trainer(trainer: object) -> list[str]:
-    """One line when `trainer` is no adapter; a model is the usual mistake."""
+    """Return one line if `trainer` is no adapter; a model is the usual mistake."""
     if all(hasattr(trainer, name) for name in ("rank", "world", "device", "read")):
         return []
     return [
@@ -136,16 +165,17 @@ def wrong_trainer(trainer: object) -> list[str]:
 
 
 def wrong_engines(engines: object) -> list[str]:
-    """One line when `engines` is one engine, or none at all."""
+    """Return one line if `engines` is no list, for example one engine."""
     return [] if _listed(engines) else [f"engines={engines!r}: a list of engines, also where there is one"]
 
 
 def wrong_pause_mode(mode: object) -> list[str]:
+    """Return one line if `mode` is none of vLLM's pause modes."""
     return [] if mode in PAUSE_MODES else [f"pause_mode={mode!r}: {', '.join(map(repr, PAUSE_MODES))}"]
 
 
 def wrong_bucket(value: object) -> list[str]:
-    """One line when `value` is no size of a message."""
+    """Return one line if `value` is no size of a message."""
     return wrong_whole("bucket_bytes", value, 1 << 12, MAX_BUCKET)
 
 
@@ -154,7 +184,7 @@ def _listed(value: object) -> bool:
 
 
 def _label(version: object, bad: list[str]) -> int | str | None:
-    """In the caller's type: whole numbers of any kind as int, text as str."""
+    """Return a label as an int (whole numbers of any type) or as a str; None if it cannot work, with a line in `bad`."""
     if version is None:
         return None
     label = version if isinstance(version, str) else whole(version)
@@ -184,8 +214,21 @@ def _sendable(text: object) -> bool:
 
 
 def whole(value: object) -> int | None:
-    """`value` as an int where it is one of any kind, else None."""
+    """Return `value` as an int if it is a whole number of any type, else None."""
+    if not isinstance(value, SupportsIndex):
+        return None
     try:
         return int(operator.index(value))
     except TypeError:
         return None
+
+
+def seconds(value: object) -> float | None:
+    """Return `value` as a float if it is a deadline in seconds, else None."""
+    if not isinstance(value, str | SupportsFloat | SupportsIndex):
+        return None
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        return None
+    return number if 0 < number <= LONGEST_S and math.isfinite(number) else None

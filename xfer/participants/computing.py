@@ -1,8 +1,8 @@
-"""What a trainer computes before it is ready (merged adapters), together with other trainer ranks where it must.
+"""Computes exported tensors before a trainer rank is ready (merged adapters), together with other trainer ranks if needed.
 
-Ranks that are about to gather from each other agree first (xfer/agreement.py), at the rendezvous and on what they will gather:
-either all of them go on, or none does. A rank that stops after they met blocks the others inside a collective, so all this is a
-background call with a deadline. What is computed and gathered, and why: trainers/computed.py.
+Before ranks gather from each other they agree at the rendezvous on what they gather (xfer/agreement.py): either all of them
+continue, or none does. A rank that stops after the agreement blocks the others inside a collective, so all this is a background
+call with a deadline. What is computed and gathered, and why: trainers/computed.py.
 """
 
 from __future__ import annotations
@@ -30,15 +30,17 @@ if TYPE_CHECKING:
 
 
 def scratch_bytes(layout: TrainerLayout) -> int:
-    """What the results of a trainer's recipes take on this rank, for as long as the layout lasts."""
+    """Bytes of a layout's computed tensors on this rank. They are allocated as long as the layout is used."""
     return sum(r.nbytes for r in layout.roots if r.name.startswith(SCRATCH))
 
 
 def explain(layout: TrainerLayout, who: str) -> str:
-    """One line for people, "" where nothing is computed."""
+    """One line for a person to read; empty if nothing is computed. `who`: label of this rank."""
     recipes = layout.traced.recipes
+    if not recipes:
+        return ""
     ops = sorted({op for r in recipes for op in r.ops})
-    return recipes and (
+    return (
         f"{who} computes {len(recipes)} parts of exported tensors before each refit, into "
         f"{scratch_bytes(layout):,} bytes of scratch: {', '.join(ops)}"
     )
@@ -53,9 +55,24 @@ def compute(
     over: Callable[[], bool],
     begun: Callable[[BackgroundCall[bool]], None],
 ) -> float:
-    """Bring what the export computes up to date, in scratch. Returns seconds. Raises as `Meeting`; Unfinished at `until`.
+    """Update the computed tensors, in scratch.
 
-    begun: is given what runs before it does: whatever ends the wait for it, an interruption too, it may go on.
+    Args:
+        source: The trainer's adapter; a `Computes` if its layout has recipes or gathers.
+        layout: The layout in use.
+        party: This rank's connection.
+        attempt: Number of the refit attempt.
+        until: A time.monotonic() value.
+        over: Whether the attempt has ended.
+        begun: Is given the background call before it starts: the call may outlast this function, also after an interrupt.
+
+    Returns:
+        Seconds.
+
+    Raises:
+        Over: The attempt has ended.
+        Unfinished: The background call still runs at `until`.
+        DeadlineExceeded, PlanMismatch: See `Meeting`.
     """
     if not layout.traced.recipes and not layout.traced.gathers:
         return 0.0
@@ -76,7 +93,7 @@ def compute(
 
     failure = "what the export computes could not be brought up to date"
     call = BackgroundCall(work, source.device, party.label, failure, begun)
-    # A rank that waits at the rendezvous gives up at `until` and then asks the coordinator who has not come: that takes a little longer.
+    # A rank that waits at the rendezvous gives up at `until` and then asks the coordinator which ranks are missing.
     if not call.wait(until + SILENCE_S, over, STOP_GRACE_S):
         raise Unfinished
     if not call.result:
@@ -85,21 +102,21 @@ def compute(
 
 
 class Over(Exception):
-    """The attempt has ended meanwhile; its outcome tells why."""
+    """The attempt has ended; its outcome says why."""
 
 
 class Unfinished(Exception):
-    """What was begun goes on: it reads parameters and writes scratch."""
+    """The computation still runs: it reads parameters and writes scratch."""
 
 
 class Meeting:
-    """Meetings of one attempt.
+    """Agreements of one attempt.
 
-    Ranks may meet more than once, since several process groups may have the same ranks (tensor-parallel ones of experts and of
-    all else). They do so in one order, so a number tells the meetings apart.
+    The same ranks may agree more than once, since several process groups may have the same ranks (the tensor-parallel groups of
+    experts and of the other layers). All ranks do so in the same order, so a number identifies each agreement.
 
     Args:
-        store: Makes a store under a prefix of this attempt; `cancelled` is asked while it waits.
+        store: Makes a store under a prefix of this attempt; its waits end when `cancelled` returns True.
         me: This rank.
         until: A time.monotonic() value.
         over: Whether the attempt has ended.
@@ -111,10 +128,12 @@ class Meeting:
         self._met: Counter[tuple[int, ...]] = Counter()
 
     def __call__(self, ranks: tuple[int, ...], digest: str) -> None:
-        """Returns on all `ranks` once all have called with this `digest`, or raises on all of them.
+        """Return on all `ranks` once all have called with this `digest`, or raise on all of them.
 
         Raises:
-            DeadlineExceeded: Names the ranks that have not come. PlanMismatch: Digests differ. Over: The attempt has ended.
+            DeadlineExceeded: Some ranks have not called; it names them.
+            PlanMismatch: The digests differ.
+            Over: The attempt has ended.
         """
         self._met[ranks] += 1
         at = hashlib.blake2b(repr((ranks, self._met[ranks])).encode(), digest_size=8).hexdigest()
@@ -122,8 +141,8 @@ class Meeting:
         try:
             Agreement(self._store, at, self._me, ranks, "trainer {}".format, self._appears).meet(self._until, hashed)
         except DeadlineExceeded as e:
-            # Another rank may have heard of the end of the attempt a moment before this one looks. This one has heard of it by now: the
-            # coordinator tells all ranks the outcome before it reads their answers.
+            # Another rank may have received the end of the attempt just before this one. This rank has it by now: the
+            # coordinator sends the outcome to all ranks before it reads their answers.
             if self._over():
                 raise Over from None
             raise DeadlineExceeded(

@@ -1,7 +1,7 @@
-"""The controller of one replica: the only one that talks to the engine. Pause, start, update, finish, caches, resume.
+"""The controller of one replica, the only part of xfer that calls the engine: pause, start, update, finish, caches, resume.
 
-It lives where the engine's handle lives, on a thread of its own; `update` blocks the engine until the decision and so runs
-on another. Only this class resumes an engine that it paused, and never one that is dirty.
+It runs in the process of the engine's handle, on a thread of its own. `update` blocks the engine until the decision and so
+runs on another thread. Only the controller resumes an engine that it paused, and it resumes none whose bytes are of two versions.
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from enum import Enum, auto
+from typing import Any
 
 from xfer import logs
 from xfer.coordinator import messages as m
@@ -29,20 +31,42 @@ UPDATE_GRACE_S = 5.0
 MIXED = "xfer:mixed"
 """Version text that an engine carries while its bytes may be of two versions."""
 PAUSED = "xfer:paused"
-"""Version text of an engine that we have paused and not written: while it joins, or until its first weights come."""
-_HELD = {MIXED: "mix", PAUSED: "nothing"}
-_AS_BEFORE = object()
+"""Version text of an engine that xfer has paused and not written: while it joins, or until its first weights come."""
+_HELD: dict[str | None, m.Holds] = {MIXED: "mix", PAUSED: "nothing"}
 UNKNOWN = "xfer:unknown"
-"""What an engine is called after a refit that came to nothing, when its label before that is not known."""
+"""Version text of an engine after a failed refit that wrote nothing, if its label before that is not known."""
+
+
+class _Unchanged(Enum):
+    """Default of `Controller._set`'s `version`, for which None is a value: the engine serves nothing."""
+
+    VERSION = auto()
 
 
 class _ClosedError(Exception):
-    """Its owner closed the controller."""
+    """The owner has closed the controller."""
 
 
 class Controller:
-    """Made by `xfer.serve`. `version`: what the replica serves, in the type that the trainers gave it, or None; `error`: why it
-    serves nothing, or None."""
+    """The controller of one replica; `xfer.serve` makes it. Also a context manager that closes itself.
+
+    Args:
+        handle: The engine, as `engines.choose_handle.handle_for` makes it.
+        rendezvous: "tcp://HOST:PORT".
+        token: The job's secret.
+        replica: The replica's number.
+        deadline_s: Seconds for joining, and the default of the waits below.
+        engine_rendezvous: The rendezvous as the engine's workers reach it, if that differs.
+        keep: Globs of engine parameters that stay as they are.
+        tell: Called with the error that ends this controller before it meets the coordinator, which then cannot be told.
+
+    Attributes:
+        version: The version that the replica serves, in the type that the trainers gave it; None if it serves none.
+        error: Why the replica serves nothing; None if it serves.
+        torn: Whether the engine holds bytes that must not be served. The next commit repairs it.
+        lost: Why no refit will come, since the trainers are gone; None while they are there. A whole version is still served.
+        refits: Number of committed refits.
+    """
 
     def __init__(
         self,
@@ -56,26 +80,19 @@ class Controller:
         keep: tuple[str, ...] = (),
         tell: Callable[[XferError], None] | None = None,
     ):
-        """
-        Args:
-            handle: The engine, as `engines.handles.handle_for` makes one of whatever the caller has.
-            keep: Globs of engine parameters that stay as they are.
-            engine_rendezvous: The rendezvous as the engine's workers see it, where that differs.
-            tell: Called with the error that ended this controller before it met the coordinator, which then cannot be told.
-        """
         self.handle = handle
         self.rendezvous, self.replica, self.deadline_s = rendezvous, replica, deadline_s
         self._token, self._keep, self._engine_rendezvous = token, keep, engine_rendezvous or rendezvous
         self._tell = tell
         self.version: int | str | None = None
         self.error: XferError | None = None
-        self.torn = False  # what lies in the engine is not to be served; the next commit mends it
-        self.lost: XferError | None = None  # the trainers are gone: no refit will come; a whole `version` is served on
+        self.torn = False
+        self.lost: XferError | None = None
         self.refits = 0
-        self._label: str | None = None  # the engine's own, outside of refits
-        self._unheard: m.Settle | None = None  # a decision that we made up, since the coordinator was gone
-        self._kept_from: XferError | None = None  # joining
-        self._held = False  # its engine is paused while it joins
+        self._label: str | None = None  # the engine's own label, outside of refits
+        self._unheard: m.Settle | None = None  # a decision that this controller made, since the coordinator was gone
+        self._kept_from: XferError | None = None  # why the replica could not join
+        self._held = False  # whether the engine is paused so that the replica can join
         self._doing = "asking its engine how many workers it has"
         self._workers = 0
         self._ready, self._closing = threading.Event(), threading.Event()
@@ -104,7 +121,16 @@ class Controller:
         self.close()
 
     def wait_ready(self, timeout_s: float | None = None) -> None:
-        """Until the replica takes part in refits; raises what kept it from that. Not on an AsyncLLM's own loop."""
+        """Wait until the replica takes part in refits. Not on an AsyncLLM's own loop.
+
+        Args:
+            timeout_s: Seconds. Default: the controller's `deadline_s`.
+
+        Raises:
+            DeadlineExceeded: The replica is not ready in time.
+            Unsupported: The controller is closed, or the thread runs the engine's own loop.
+            XferError: The reason why the replica could not join.
+        """
         self._may_wait("wait_ready")
         self._refuse_closed("wait_ready()")
         if not self._ready.wait(self.deadline_s if timeout_s is None else timeout_s):
@@ -120,17 +146,28 @@ class Controller:
         self.handle.refuse_own_loop(call)
 
     def wait_version(self, version: int | str | None = None, timeout_s: float | None = None) -> int | str:
-        """Until the replica serves `version`, or any that a refit brought; gives it in the type that the trainers gave it (1 and
-        "1" are one label to wait for). For owners of an engine that was started without weights. `timeout_s`: default the
-        connection's deadline. DeadlineExceeded; what ended this replica, as soon as it has: no refit will come. Unsupported once
-        this was closed. Not on an AsyncLLM's own loop."""
+        """Wait until the replica serves a version. For owners of an engine that starts without weights. Not on an AsyncLLM's
+        own loop.
+
+        Args:
+            version: The version to wait for; 1 and "1" are the same. Default: any that a refit brings.
+            timeout_s: Seconds. Default: the controller's `deadline_s`.
+
+        Returns:
+            The version, in the type that the trainers gave it.
+
+        Raises:
+            DeadlineExceeded: The replica does not serve it in time.
+            Unsupported: The controller is closed, or the thread runs the engine's own loop.
+            XferError: The reason why no refit will come, as soon as there is one.
+        """
         self._may_wait("wait_version")
         self._refuse_closed("wait_version()")
 
         def there() -> bool:
             return self.version is not None and (version is None or str(version) == str(self.version))
 
-        def over() -> XferError | None:  # a torn replica, or one without weights yet, is mended by the next refit
+        def over() -> XferError | None:  # the next refit repairs a torn replica, or one without weights yet
             if self._closing.is_set():
                 return self._closed(f"was closed before {awaited} came")
             return self._kept_from or (self.lost if self.torn or self.error is None else self.error)
@@ -139,7 +176,7 @@ class Controller:
         seconds = self.deadline_s if timeout_s is None else timeout_s
         with self._changed:
             self._changed.wait_for(lambda: there() or over() is not None, seconds)
-            if there():
+            if self.version is not None and there():
                 return self.version
             if (ended := over()) is not None:
                 raise ended
@@ -158,20 +195,24 @@ class Controller:
             raise self._closed(f"was closed by its owner: no {call} any more")
 
     def _why(self) -> str:
-        """For a wait that came to nothing: what this controller knows."""
+        """What this controller knows; quoted in timeout errors."""
         return "have all trainer ranks called xfer.connect()?" if self.error is None else f"meanwhile {self.error}"
 
     @contextmanager
-    def serving(self, *, force: bool = False):
-        """The engine, with refits held off while inside. Needed for an in-process `LLM`, which has no pause of its own.
+    def serving(self, *, force: bool = False) -> Iterator[Any]:
+        """Hold off refits inside the context, and yield the engine. Needed for an in-process `LLM`, which has no pause.
 
-        Raises EngineLost while the replica holds bytes of two versions, or only the random ones of load_format="dummy"
-        (see `wait_version`), Unsupported once this controller was closed: refits by a later one would not wait. `force=True`
-        enters all the same (the second lock then makes the engine answer NaN).
+        Args:
+            force: Enter in spite of the errors below. The NaN lock then makes the engine answer NaN.
+
+        Raises:
+            EngineLost: The replica holds bytes of two versions, or only the random ones of load_format="dummy" (see
+                `wait_version`).
+            Unsupported: The controller is closed: refits by a later controller would not wait.
         """
         self._refuse(force)
         with self.handle.hold():
-            self._refuse(force)  # a refit may have failed while we waited for our turn
+            self._refuse(force)  # a refit may have failed during the wait
             yield self.handle.engine
 
     def _refuse(self, force: bool) -> None:
@@ -183,6 +224,7 @@ class Controller:
             )
 
     def close(self) -> None:
+        """Leave the session. The engine keeps its weights and, if it serves, continues to serve."""
         self._closing.set()
         if self._party is not None:
             self._party.close()
@@ -192,34 +234,33 @@ class Controller:
         if self._held:
             with suppress(Unsupported):
                 self._may_wait("close")
-                self._thread.join(STOP_GRACE_S)  # or the process may end with an engine paused that only joined
+                # Otherwise the process may end before it resumes an engine that it paused to join.
+                self._thread.join(STOP_GRACE_S)
 
     # ---- its own thread
 
     def _work(self) -> None:
         try:
             with logs.while_waiting(lambda: f"replica {self.replica}: {self._doing}"):
-                self._join()
-            self._serve()
+                party = self._join()
+            self._serve(party)
         except Exception as e:
             self._kept_from = None if isinstance(e, _ClosedError) else self._down(e)
         finally:
             if self._party is not None:
-                self._party.close()  # else the coordinator would keep this replica's place for a controller that does nothing
+                self._party.close()  # else the coordinator would keep the replica's place for a controller that has ended
             self._ready.set()
             with self._changed:
                 self._changed.notify_all()
 
-    def _serve(self) -> None:
+    def _serve(self, party: RendezvousClient) -> None:
         while not self._closing.is_set():
             try:
-                message = self._party.take(
-                    (m.Arm, m.Failed, m.ReplicaReady), time.monotonic() + 3600.0, "the next refit"
-                )
+                message = party.take((m.Arm, m.Failed, m.ReplicaReady), time.monotonic() + 3600.0, "the next refit")
                 if isinstance(message, m.Arm):
                     with quick_turns():
-                        lost = self._refit(message)
-                    timeline.write(message.attempt, self._party.welcome.session)
+                        lost = self._refit(party, message)
+                    timeline.write(message.attempt, party.welcome.session)
                     for failed in lost:
                         self._lose(failed.error.error(), failed.replica < 0, failed.left)
                 elif isinstance(message, m.Failed):
@@ -238,15 +279,19 @@ class Controller:
                 return
 
     def _lose(self, error: XferError, whole: bool, left: bool = False) -> None:
-        """The trainers are gone (`whole`: this replica is not), or one of this replica's workers is. left: on purpose."""
+        """Note that the trainers are gone, or a worker of this replica.
+
+        Args:
+            error: Why.
+            whole: The trainers are gone and this replica is whole; else one of its workers is gone.
+            left: The trainers left on purpose.
+        """
         news = self.lost is None
         if whole:
             with self._changed:
                 self.lost = error
                 self._changed.notify_all()
-        if (
-            whole and self.version is not None and self.error is None
-        ):  # trainers come and go; one whole version is served on
+        if whole and self.version is not None and self.error is None:  # trainers come and go; the version is served on
             if news:
                 how = logging.INFO if left else logging.WARNING
                 why = error.message if left else error.line()
@@ -265,20 +310,25 @@ class Controller:
         self._set(error=error)
         return error
 
-    def _set(self, error: XferError | None = None, torn: bool | None = None, version: object = _AS_BEFORE) -> None:
-        """In one step: who waits for a version tells by `torn` whether `error` is for good. `torn` None: as before."""
+    def _set(
+        self,
+        error: XferError | None = None,
+        torn: bool | None = None,
+        version: int | str | None | _Unchanged = _Unchanged.VERSION,
+    ) -> None:
+        """Set the state in one step: `wait_version` sees by `torn` whether `error` is final. `torn` None: unchanged."""
         with self._changed:
             self.error, self.torn = error, self.torn if torn is None else torn
-            if version is not _AS_BEFORE:
+            if not isinstance(version, _Unchanged):
                 self.version = version
             self._changed.notify_all()
 
-    def _join(self) -> None:
+    def _join(self) -> RendezvousClient:
         self._workers = workers = self.handle.workers(self.deadline_s)
         self._unless_closed()
         self._doing = f"no answer from {self.rendezvous}; has trainer rank 0 called xfer.connect()?"
         try:
-            self._party = RendezvousClient(
+            self._party = party = RendezvousClient(
                 self.rendezvous, self._token, "controller", size=workers, replica=self.replica, deadline_s=self.deadline_s,
                 given_up=self._closing.is_set,
             )  # fmt: skip
@@ -292,33 +342,33 @@ class Controller:
         found = self.handle.get_version(self.deadline_s)
         self._label = UNKNOWN if found in (MIXED, PAUSED) else found
         held = self._held = self.handle.ranks_in_step(SETTLE_GRACE_S)
-        self._unless_closed()  # who closes it later waits for what follows
+        self._unless_closed()  # a later `close` waits for the rest of this function
         try:
             if held:
                 if (
                     found != MIXED
-                ):  # before it pauses: of a pause that ends after this controller, a later one knows so whose it is
+                ):  # before the pause: if this controller dies in it, the next one sees that xfer paused
                     self.handle.set_version(PAUSED, SETTLE_GRACE_S)
                 self.handle.pause(self.deadline_s)
-            if found != MIXED:  # else who died in a refit has handed it over, and vLLM's session may be open
+            if found != MIXED:  # else a controller that died in a refit has done this, and vLLM's session may be open
                 self.handle.hand_over_drafter(self.deadline_s)
-            # Returns when every worker has joined or given up; why it gave up is on our own channel.
+            # Returns when every worker has joined or given up; the reason for giving up comes by the coordinator.
             self.handle.init({
                 "rendezvous": self._engine_rendezvous, "token": self._token, "replica": self.replica, "workers": workers,
                 "deadline_s": self.deadline_s, "keep": list(self._keep),
             }, self.deadline_s + STOP_GRACE_S)  # fmt: skip
             until = time.monotonic() + STOP_GRACE_S
-            message = self._party.take((m.ReplicaReady, m.Failed), until, "the replica's plan")
+            message = party.take((m.ReplicaReady, m.Failed), until, "the replica's plan")
             if isinstance(message, m.Failed):
                 self._kept_from = message.error.error()
         except Exception as e:
-            with suppress(XferError):  # of two errors the first one counts
-                self._met(found, held)
+            with suppress(XferError):  # the first error counts
+                self._met(party, found, held)
             if self._closing.is_set():
                 raise _ClosedError from e
             raise
-        self._met(found, held)
-        self._kept_from = self._kept_from or self._failed_since()
+        self._met(party, found, held)
+        self._kept_from = self._kept_from or self._failed_since(party)
         if self._kept_from is not None:
             self._set(error=self._kept_from)
         else:
@@ -326,23 +376,31 @@ class Controller:
             logger.info("xfer: replica %d is ready at %s, with %s", self.replica, self.rendezvous, these)
         self._held = False
         self._ready.set()
+        return party
 
-    def _failed_since(self) -> XferError | None:
-        """A worker may find no lock after the plan: it says so and returns from init, behind the word that the replica is ready."""
-        self._party.catch_up(SILENCE_S)
-        said = [x for x in list(self._party.inbox.queue) if isinstance(x, m.Failed) and x.replica == self.replica]
+    def _failed_since(self, party: RendezvousClient) -> XferError | None:
+        """The error of a worker after ReplicaReady: a worker may find no lock, and then fails and returns from init."""
+        party.catch_up(SILENCE_S)
+        said = [x for x in list(party.inbox.queue) if isinstance(x, m.Failed) and x.replica == self.replica]
         return said[0].error.error() if said else None
 
     def _unless_closed(self) -> None:
         if self._closing.is_set():
             raise _ClosedError
 
-    def _met(self, label: str | None, held: bool) -> None:
-        """What an earlier controller left behind: a session of vLLM's, a pause and a label, bytes that may not serve. Also when
-        joining failed. `held`: we paused the engine to join."""
-        said = self._party.found or m.Found()
+    def _met(self, party: RendezvousClient, label: str | None, held: bool) -> None:
+        """Take over what an earlier controller left: vLLM's update session, a pause and a label, bytes that must not be served.
+
+        Called also when joining failed.
+
+        Args:
+            party: The connection.
+            label: The engine's label before joining.
+            held: Whether this controller paused the engine to join.
+        """
+        said = party.found or m.Found()
         holds = said.holds
-        if said.workers < self._workers:  # the others may hold what the label says, or what an open session left
+        if said.workers < self._workers:  # for the other workers the label counts, or that a session is open
             unheard = "mix" if label is None and said.session_open else _HELD.get(label, "whole")
             holds = max(holds, unheard, key=("whole", "nothing", "mix").index)
         if said.session_open:
@@ -373,35 +431,37 @@ class Controller:
         self._keep_out(EngineLost(f"replica {self.replica} {holds} a mix of two versions", [why]))
 
     def _keep_out(self, error: XferError) -> None:
-        """Nobody is served until a commit. Stays paused; for an in-process LLM, which waits at a gate, `serving()` refuses."""
+        """Keep the engine from serving until a commit. It stays paused; an in-process LLM has no pause, and `serving()`
+        refuses it."""
         self._set(error, torn=True, version=None)
         try:
             self.handle.stay_paused()
         except XferError as e:
             logger.error("xfer: replica %d: %s", self.replica, e)
 
-    def _refit(self, arm: m.Arm) -> list[m.Failed]:
-        """One attempt. Returns what arrived meanwhile about lost trainers or workers, to be told after it."""
-        mark(self._party.label, "told to arm")
-        visit = _Visit(self, arm)
+    def _refit(self, party: RendezvousClient, arm: m.Arm) -> list[m.Failed]:
+        """Run one attempt. Returns the messages about lost trainers or workers that arrived during it."""
+        mark(party.label, "told to arm")
+        visit = _Visit(self.handle, party, self.replica, arm)
         visit.open()
-        decision, lost = self._decision(arm, visit)
+        decision, lost = self._decision(party, arm, visit)
+        committed = isinstance(decision, m.Commit)
         try:
-            committed = visit.close(decision)
-            if committed:
+            visit.close(decision)
+            if isinstance(decision, m.Commit):
                 self.refits += 1
                 self._label = str(decision.version)
                 self._set(torn=False, version=decision.version)
-            elif visit.touched and isinstance(decision, m.Settle) and decision.dirty:
+            elif visit.touched and decision.dirty:
                 self._tear(str(decision.error.error()), known=decision is not self._unheard)
-                self._party.try_send(m.Settled(arm.attempt, None, False, 0.0, visit.phases))
+                party.try_send(m.Settled(arm.attempt, None, False, 0.0, visit.phases))
                 return lost
-            if self.torn:  # as before this attempt, which wrote nothing
+            if self.torn and self.error is not None:  # as before this attempt, which wrote nothing
                 self._keep_out(self.error)
-                self._party.try_send(m.Settled(arm.attempt, None, False, 0.0, visit.phases))
+                party.try_send(m.Settled(arm.attempt, None, False, 0.0, visit.phases))
                 return lost
             visit.resume(None if committed else self._label)
-            mark(self._party.label, "its engine serves")
+            mark(party.label, "its engine serves")
             if committed:
                 logger.info(
                     "xfer: replica %d serves version %r, outage %.1f ms",
@@ -411,20 +471,23 @@ class Controller:
                 )
             if not committed and self.error is not None and self.version is not None:
                 self._set()
-            # The engine serves by now; should the trainers be gone, that is no reason to stop it.
-            self._party.try_send(m.Settled(arm.attempt, self.version, True, visit.seconds, visit.phases))
+            # The engine serves: it must not stop if the trainers are gone, so this send raises nothing.
+            party.try_send(m.Settled(arm.attempt, self.version, True, visit.seconds, visit.phases))
         except Exception as e:
             error = e if isinstance(e, XferError) else EngineLost(f"replica {self.replica}: {type(e).__name__}: {e}")
             logger.error("xfer: replica %d could not be brought back: %s", self.replica, error)
             self._keep_out(error)
-            self._party.try_send(m.Settled(arm.attempt, None, False, 0.0, visit.phases))
+            party.try_send(m.Settled(arm.attempt, None, False, 0.0, visit.phases))
         return lost
 
-    def _decision(self, arm: m.Arm, visit: _Visit) -> tuple[m.Commit | m.Settle, list[m.Failed]]:
-        due, lost = time.monotonic() + arm.deadline_s, []
+    def _decision(
+        self, party: RendezvousClient, arm: m.Arm, visit: _Visit
+    ) -> tuple[m.Commit | m.Settle, list[m.Failed]]:
+        """Wait for the decision. Returns it, and the messages about lost trainers or workers that came before it."""
+        due, lost = time.monotonic() + arm.deadline_s, list[m.Failed]()
         try:
             while True:
-                message = self._party.take(
+                message = party.take(
                     (m.Commit, m.Settle, m.Failed, m.Decided, m.CallAgain),
                     due + STOP_GRACE_S + SETTLE_GRACE_S,
                     "the decision",
@@ -440,25 +503,29 @@ class Controller:
                 else:
                     return message, lost
         except XferError as e:
-            # No word from the coordinator: the workers presume an abort, but whether they had begun to write is not known here.
-            self._unheard = m.Settle(arm.attempt, True, m.WireError.of(e, self._party.label))
+            # The coordinator is silent: the workers assume an abort, but they may have begun to write.
+            self._unheard = m.Settle(arm.attempt, True, m.WireError.of(e, party.label))
             return self._unheard, lost
 
 
 class _Visit:
-    """One attempt's calls to the engine: pause, start, update; after the decision finish, caches, resume."""
+    """One attempt's calls to the engine: pause, start, update; after the decision finish, caches, resume.
 
-    def __init__(self, controller: Controller, arm: m.Arm):
-        self.c, self.arm, self.handle = controller, arm, controller.handle
-        self.touched = False  # an update session was opened; before that only the pause has to be undone
+    Attributes:
+        touched: Whether an update session was opened; before that only the pause has to be undone.
+    """
+
+    def __init__(self, handle: EngineHandle, party: RendezvousClient, replica: int, arm: m.Arm):
+        self.handle, self.arm = handle, arm
+        self._party, self._replica = party, replica
+        self.touched = False
         self._update: threading.Thread | None = None
         self._raised: list[BaseException] = []
         self._unwound: Exception | None = None
         self._info = {"attempt": arm.attempt, "deadline_s": arm.deadline_s}
         self._decided = False
-        self._after: queue.SimpleQueue[bool] = (
-            queue.SimpleQueue()
-        )  # for the thread in `update`: whether to call it again
+        # For the thread that calls `update`: whether to call it again.
+        self._after: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._phases: list[tuple[str, float]] = []
         self._began = self._clock = time.perf_counter()
 
@@ -468,11 +535,12 @@ class _Visit:
 
     @property
     def seconds(self) -> float:
-        """Since the pause was sent."""
+        """Seconds since the pause was sent."""
         return time.perf_counter() - self._began
 
     def open(self) -> None:
-        """Up to the blocking update call, which goes on in a thread. What fails is told to the coordinator; nothing is raised."""
+        """Pause the engine, open the session and start the blocking update call on a thread. Raises nothing: errors go to the
+        coordinator."""
         try:
             self.handle.ask_paused(self.arm.deadline_s)
             self._began = self._clock = time.perf_counter()
@@ -488,20 +556,20 @@ class _Visit:
             self._fail(e)
 
     def call_again(self) -> None:
-        """Workers were told to return from `update`, which is then called again."""
+        """Call `update` again after the workers, which were told to, have returned from it."""
         logger.warning(
             "xfer: replica %d: its data-parallel ranks did not come together, as if somebody had resumed the engine during the refit; "
-            "it is paused again", self.c.replica,
+            "it is paused again", self._replica,
         )  # fmt: skip
         self._after.put(True)
 
     def _decide(self) -> None:
-        """An update that returns now is not early."""
+        """Note that the refit is decided: an update call that returns now is not early."""
         self._decided = True
         self._after.put(False)
 
     def wind_up(self) -> None:
-        """The workers are installing: everything up to serving, while the coordinator hears from them. `close` raises what fails."""
+        """Finish the update while the workers install and the coordinator collects their answers. `close` raises the error."""
         try:
             self._decide()
             if self._update is not None and self._update.is_alive() and not self._raised:
@@ -510,16 +578,18 @@ class _Visit:
         except Exception as e:
             self._unwound = e
 
-    def close(self, decision: m.Commit | m.Settle) -> bool:
-        """Whether the engine now holds what was decided. EngineLost: it does not, though all workers were told to."""
-        commit = isinstance(decision, m.Commit)
+    def close(self, decision: m.Commit | m.Settle) -> None:
+        """Carry out the decision.
+
+        Raises:
+            EngineLost: The engine does not hold the version that was committed, or a worker did not return.
+        """
         if self._unwound is not None:
             raise self._unwound
         if not self._decided:
-            self._wind_up(commit)
-        if commit:
+            self._wind_up(isinstance(decision, m.Commit))
+        if isinstance(decision, m.Commit):
             self.handle.set_version(str(decision.version), SETTLE_GRACE_S)
-        return commit
 
     def _wind_up(self, commit: bool) -> None:
         self._decide()
@@ -527,11 +597,11 @@ class _Visit:
         if update is not None:
             update.join(timeout=STOP_GRACE_S * 2)
             if update.is_alive():
-                raise EngineLost(f"replica {self.c.replica}: an engine worker did not return from its update call")
+                raise EngineLost(f"replica {self._replica}: an engine worker did not return from its update call")
         self._phase("update")
         if commit and (self._raised or update is None):
             why = [str(e) for e in self._raised] or ["it was never made"]
-            raise EngineLost(f"replica {self.c.replica}: its update call failed while the refit was committed", why)
+            raise EngineLost(f"replica {self._replica}: its update call failed while the refit was committed", why)
         if self.touched:
             self.handle.finish(None, SETTLE_GRACE_S)
             self._phase("finish")
@@ -540,7 +610,7 @@ class _Visit:
             self._phase("reset_caches")
 
     def resume(self, label: str | None) -> None:
-        """Serve again, under the label that it had before if one is given."""
+        """Resume the engine, under this label if one is given."""
         if self.touched and label is not None:
             self.handle.set_version(label, SETTLE_GRACE_S)
         self.handle.resume(SETTLE_GRACE_S)
@@ -554,19 +624,18 @@ class _Visit:
                 if not self._after.get(timeout=UPDATE_GRACE_S):
                     return
                 self.handle.pause(arm.deadline_s)
-        except queue.Empty:  # e.g. the workers' plug-in is of another version and refused
-            why = f"replica {self.c.replica}: the engine's update call returned before the refit was decided"
+        except queue.Empty:  # for example, the workers' plug-in has another version and refused
+            why = f"replica {self._replica}: the engine's update call returned before the refit was decided"
             self._fail(EngineLost(why, ["see the engine workers' logs"]))
         except BaseException as e:
             self._fail(e)
 
     def _fail(self, e: BaseException) -> None:
         self._raised.append(e)
-        party = self.c._party
-        party.try_send(m.Failed(m.WireError.of(e, party.label), self.arm.attempt, self.c.replica))
+        self._party.try_send(m.Failed(m.WireError.of(e, self._party.label), self.arm.attempt, self._replica))
 
     def _phase(self, name: str) -> None:
         now = time.perf_counter()
         self._phases.append((name, now - self._clock))
         self._clock = now
-        mark(self.c._party.label, f"{name} is over")
+        mark(self._party.label, f"{name} is over")

@@ -1,7 +1,7 @@
 """The interfaces between a session and a route. The direct route and the packed route are two implementations.
 
-    TrainerSide   one per trainer session: what this rank offers to every replica
-    WorkerSide    one per worker session (participants/worker.py): what this worker takes
+    TrainerSide   one per trainer session: this rank's storages, for all replicas
+    WorkerSide    one per worker session (participants/worker.py): this worker's storages
     DataPlane     one per lane, made by a side: plan, open and run one replica's transfers
 
 The session speaks the protocol (messages, phases, deadlines). The route moves bytes. Neither looks inside the other.
@@ -25,26 +25,31 @@ if TYPE_CHECKING:
 
 
 class Stop:
-    """Tells running work to end. One per epoch of a lane; set from any thread."""
+    """Tells running work to end. One per epoch of a lane; set from any thread.
+
+    Attributes:
+        error: The reason to stop; None: continue.
+    """
 
     def __init__(self) -> None:
         self.error: XferError | None = None
 
     def stopped(self) -> bool:
+        """Whether the work has to stop."""
         return self.error is not None
 
     def check(self) -> None:
-        """Raises the error that the work was stopped with, if it was."""
+        """Raise the error, if the work has to stop."""
         if self.error is not None:
             raise self.error
 
 
 @dataclass(frozen=True, slots=True)
 class PlanFacts:
-    """What a session has to know of a plan. Bytes are those of one refit.
+    """Facts of a plan that a session needs. Bytes are those of one refit.
 
     Attributes:
-        digest: Equal on all ranks of the replica's domain, or nothing moves.
+        digest: Must be equal on all ranks of the replica's domain; else nothing moves.
         labels: Names of all ranks of the domain: trainers, then the replica's workers.
         bytes_in: Bytes that this rank receives or reads.
         bytes_out: Bytes that this rank sends, or that others read from it.
@@ -66,7 +71,7 @@ class PlanFacts:
 
 @dataclass(frozen=True, slots=True)
 class News:
-    """What a trainer rank tells of its bytes when it is ready; see `Ready` in coordinator/messages.py."""
+    """Facts about a trainer rank's bytes that it sends with `Ready` (coordinator/messages.py has the fields)."""
 
     sample: bytes = b""
     sends: bool = True
@@ -80,113 +85,139 @@ Progress = Callable[[int, int], None]
 class DataPlane(Protocol):
     """One rank's transfers to or from one replica.
 
-    `make_plan`, `open`, `run` and `close_routes` run one at a time, on the lane's thread; `stop`, `expect` and
-    `part_ready` may come from other threads. All but `stop` and `expect` may block, and raise what `stop` was set with.
+    `make_plan`, `open`, `run` and `close_routes` run one at a time, on the lane's thread; other threads may call `stop`,
+    `expect` and `part_ready`. All but `stop` and `expect` may block. A stopped call raises the error of its `Stop`.
+
+    Attributes:
+        facts: Facts of the last plan; None before the first.
     """
 
     facts: PlanFacts | None
-    """Of the last plan; None before the first."""
 
     @property
     def extra_bytes(self) -> int:
-        """Bytes of buffers that this plane holds beside the model."""
+        """Bytes of buffers that this plane holds beside the model's weights."""
 
     @property
     def read_by_others(self) -> bool:
-        """Whether destinations read this rank's storages by themselves over the present routes."""
+        """Whether destinations pull from this rank's storages over the present routes."""
 
     @property
     def drained(self) -> bool:
-        """False while work of this rank that was stopped may go on reading or writing on the device."""
+        """False while stopped work of this rank may still read or write on the device."""
 
     @property
     def unmapped(self) -> bool:
-        """Whether all that `unmap` was called for is unmapped."""
+        """Whether nothing is mapped any more after `unmap`."""
 
     def make_plan(self, inputs: m.PlanInputs, stop: Stop) -> PlanFacts:
-        """Plan this rank's part. Closes the link of the plan before."""
+        """Plan this rank's part. Closes the link of the previous plan."""
 
     def open(self, order: m.OpenLink, stop: Stop) -> m.LinkOpen:
-        """Open the link of an epoch and the routes over it. Collective over the domain. Returns the answer to `order`."""
+        """Open the link of an epoch and the routes over it, and return the answer to `order`. Collective over the domain."""
 
     def agreed(self) -> None:
-        """All ranks have the same plan, and the link is open: the plan may be kept for later runs."""
+        """Note that all ranks have the same plan and the link is open. The plan may be cached for later runs."""
 
     def expect(self, go: m.Go) -> None:
-        """A `Go` has arrived. Called in the order of arrival, which is the same on all ranks, before `run`."""
+        """Note that a `Go` has arrived. Called before `run`, in the order of arrival, which is the same on all ranks."""
 
     def run(self, go: m.Go, stop: Stop, until: float, progress: Progress) -> m.Moved:
-        """Move the bytes of one refit by monotonic time `until`. Returns what to tell with `Done`."""
+        """Move the bytes of one refit.
+
+        Args:
+            go: The order; its attempt and options.
+            stop: Set when the transfer has to end.
+            until: Monotonic time of the deadline.
+            progress: Is called with (wave or bucket, bytes so far) while bytes move.
+
+        Returns:
+            The facts to send with `Done`.
+        """
 
     def part_ready(self, ready: m.PartReady) -> None:
-        """The worker before this one in a relay chain has these parts."""
+        """Note that the previous worker of the relay chain has these parts."""
 
     def stop(self) -> None:
-        """Free whatever blocks in `open` or `run`. Returns at once."""
+        """Free a blocked `open` or `run`. Returns at once."""
 
     def wait_still(self, seconds: float) -> bool:
-        """Whether, within `seconds`, nothing of this rank is read or written by an aborted link or a gather any more."""
+        """Wait up to `seconds` until no aborted link and no gather uses this rank's storages. Returns whether that is so."""
 
     def unmap(self) -> None:
-        """Let go of what this rank has mapped of others. What still reads stays mapped until it has ended: see `drained`."""
+        """Unmap the storages of other ranks. Storages that a pull still reads stay mapped until it has ended (`drained`)."""
 
     def close_routes(self) -> None:
-        """As `unmap`, on the coordinator's order, which trainers wait for."""
+        """Unmap as `unmap` does, on the coordinator's order. Trainers wait for it."""
 
     def forget(self) -> None:
-        """Let go of this rank's own storages. Only while idle, after every destination has unmapped them."""
+        """Drop the references to this rank's own storages. Called only while idle, after every destination has unmapped
+        them."""
 
     def close(self) -> None:
         """Close link and routes."""
 
     def moved(self) -> bool:
-        """Whether the routes were opened for storages that lie elsewhere now. Then all ranks open them again."""
+        """Whether storages have other addresses than when the routes were opened. All ranks then open them again."""
 
     def explain(self) -> str:
-        """What goes which way, for a person to read."""
+        """Describe which bytes take which route, for a person to read."""
 
 
 class TrainerSide(Protocol):
-    """What one trainer rank offers. Calls come from the thread that is in the session's call, but for `plane`."""
+    """One trainer rank's part of a route. The thread in the session's call makes all calls, except of `plane`.
+
+    Attributes:
+        inventory: Digest of this rank's layout, for the coordinator; empty before the first `read`.
+    """
 
     inventory: bytes
-    """Digest of this rank's layout as the coordinator is to know it; empty before the first `read`."""
 
     def read(self, catalog: Catalog, layout: TrainerLayout) -> None:
-        """Take over a layout that was read, under a catalog; sets `inventory`."""
+        """Take a layout under a catalog, and set `inventory`."""
 
     def forget_layout(self) -> None:
-        """The layout changed and the catalog does not fit it yet: nothing can be read from this rank until `read`."""
+        """Forget the layout, which does not fit the catalog: nothing can be read from this rank until `read`."""
 
     def rebind(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """The same layout lies at other addresses."""
+        """Use these tensors of the same layout, which have other addresses."""
 
     def plane(self, replica: int) -> DataPlane:
-        """A new data plane to one replica."""
+        """Make a data plane to one replica."""
 
     def wait_still(self, seconds: float) -> bool:
-        """Whether, within `seconds`, no earlier refit reads what the next call is about to look at."""
+        """Wait up to `seconds` until no earlier refit reads the storages that the next call checks. Returns whether that is
+        so."""
 
     def news(self, committed: bool) -> News:
-        """What to tell with `Ready`, read from storages that hold the version. `committed`: the session has a version."""
+        """Return the facts to send with `Ready`, from storages that hold the new weights.
+
+        Args:
+            committed: Whether the session has committed a version before.
+        """
 
     def begin_sums(self, attempt: int, idle: Iterable[int]) -> None:
-        """Begin this attempt's checksums on the current stream. `idle`: replicas whose lanes run nothing."""
+        """Begin this attempt's checksums on the current stream.
+
+        Args:
+            attempt: Number of the attempt.
+            idle: Replicas whose lanes run nothing.
+        """
 
     def warn(self, lines: Sequence[str]) -> tuple[str, ...]:
-        """`lines` of an error, preceded by what the caller must not do while something of a failed refit goes on."""
+        """Return the `lines` of an error, after lines that say what the caller must not do while a failed refit still runs."""
 
     def keep_alive(self) -> None:
-        """Somebody may still read this rank's storages: they must not be freed, whatever the trainer drops."""
+        """Keep this rank's storages allocated, even if the trainer drops them: a worker may still read them."""
 
     def let_go_kept(self) -> None:
-        """Free what `keep_alive` kept."""
+        """Free the storages of `keep_alive`."""
 
     def release(self) -> None:
-        """Hold none of the trainer's storages until the next `read` or `rebind`."""
+        """Drop all references to the trainer's storages until the next `read` or `rebind`."""
 
     def close(self) -> None:
-        """Wait until the device reads nothing for this side any more."""
+        """Wait until the device reads nothing for this side."""
 
 
 NewTrainerSide = Callable[["RendezvousClient"], TrainerSide]

@@ -1,13 +1,12 @@
-"""What a source does together with other ranks, run in the background so that it cannot keep its caller.
+"""Drains of a source, run in the background so that they cannot block the caller.
 
-A drain ends, with parameter gathers in flight, when all data-parallel peers call too, and nothing interrupts a collective.
-What to tell whom is decided in trainer.py and refit.py.
+With parameter gathers in flight, a drain ends only when all data-parallel peers call too, and nothing interrupts a collective.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from xfer.background import BackgroundCall
 from xfer.errors import DeadlineExceeded
@@ -17,12 +16,18 @@ if TYPE_CHECKING:
     from xfer.participants.trainer import Source
 
 
-def refuse_running(some: Iterable[BackgroundCall | None], until: float, label: str) -> None:
-    """DeadlineExceeded when one of these still runs at monotonic `until`: it reads or writes what its rank is about to let go of."""
+def refuse_running(some: Iterable[BackgroundCall[Any] | None], until: float, label: str) -> None:
+    """Raise DeadlineExceeded if one of these calls still runs at monotonic `until`: it uses storages that the caller frees next.
+
+    Args:
+        some: Background calls of this rank.
+        until: A time.monotonic() value.
+        label: This rank, for the error.
+    """
     for call in some:
         if call is not None and not call.ended(until):
             raise DeadlineExceeded(
-                "what an earlier refit began has not ended, and uses this rank's parameters",
+                "a background call of an earlier refit has not ended, and uses this rank's parameters",
                 ["other ranks take part in it, and one has not done its part yet: call again when it has"],
                 where=label,
             )
@@ -31,6 +36,8 @@ def refuse_running(some: Iterable[BackgroundCall | None], until: float, label: s
 def begin_drain(
     source: Source, label: str, register: Callable[[BackgroundCall[None]], None] = lambda _: None
 ) -> BackgroundCall[None]:
+    """Start a drain of `source`. `register`: is given the call before it starts."""
+
     def drain() -> None:
         faults.point("trainer", source.rank, "drain")
         source.drain()

@@ -1,5 +1,6 @@
-"""The way into a trainer rank's session: for one thread at a time, and for nobody once it was closed. Who comes then is not told that a
-peer is gone, for which one would call again: it is its own process that has left.
+"""Admits calls to a trainer rank's session: one thread at a time, and none after `close`.
+
+A call after `close` raises Unsupported, not PeerLost: no peer is gone, so calling again would not help.
 """
 
 from __future__ import annotations
@@ -12,11 +13,18 @@ from xfer.errors import Unsupported
 
 
 class Entry:
+    """Admits one call at a time.
+
+    Attributes:
+        closed: Whether the session is closed. A call that is inside then ends with its connection.
+    """
+
     def __init__(self) -> None:
-        self.closed = False  # whoever is inside by then finds out by the connection's end
+        self.closed = False
         self._inside = threading.Lock()
 
     def refuse_closed(self, call: str, where: str) -> None:
+        """Raise Unsupported if the session is closed. `call` and `where` (this rank) are quoted in the error."""
         if self.closed:
             raise Unsupported(
                 f"{call} was called after this session was closed, on this rank itself",
@@ -28,6 +36,7 @@ class Entry:
 
     @contextmanager
     def alone(self, call: str, where: str) -> Iterator[None]:
+        """Admit one call. Raises Unsupported if the session is closed or another thread is inside."""
         self.refuse_closed(call, where)
         with self.if_free() as free:
             if not free:
@@ -40,7 +49,7 @@ class Entry:
 
     @contextmanager
     def if_free(self) -> Iterator[bool]:
-        """Whether no call was inside; then none comes in."""
+        """Yield whether no call was inside; if so, none is admitted until the end of the context."""
         free = self._inside.acquire(blocking=False)
         try:
             yield free

@@ -4,12 +4,12 @@ XFER_FAULT_FILE is set.
     XFER_FAULT="worker:1:moving:kill"       role : rank : point : action, several separated by commas
     XFER_FAULT="trainer:2:enter:hang@2"     @N: only at the Nth time this point is passed (default: every time)
 
-Actions: kill (SIGKILL to itself), stop (SIGSTOP to itself, until somebody sends SIGCONT), hang (sleeps for
-XFER_FAULT_HANG_S, default 3600 s), raise (RuntimeError), digest and checksum (the caller asks `wants` and corrupts its
-own value). Points: see the callers of `point` and `wants`.
+Actions: kill (SIGKILL to itself), stop (SIGSTOP to itself, until a SIGCONT), hang (sleep for XFER_FAULT_HANG_S, default
+3600 s), raise (RuntimeError), digest and checksum (the caller asks `wants` and corrupts its own value). Points: see the
+callers of `point` and `wants`.
 
-XFER_FAULT_FILE names a file whose text stands for XFER_FAULT's and is read anew at every point, so that a test can
-fault a process that runs already. Passes are counted anew whenever the file was written.
+XFER_FAULT_FILE names a file whose text replaces XFER_FAULT. It is read at every point, so that a test can inject a fault into a
+running process. Counting starts again whenever the file is written.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from collections import Counter
 _passed: Counter[str] = Counter()
 _written = 0
 _passing = threading.Lock()
-"""Lanes of several replicas pass points in threads of their own: each pass has a number, no two the same, and while this process is
-being stopped or killed, which the kernel does to its threads one after another, no other thread gets past a point."""
+"""Held during a pass. Lanes of several replicas pass points on threads of their own, and each pass needs its own number. The kernel
+stops or kills the threads of a process one after another: the lock keeps the other threads from passing a point meanwhile."""
 
 
 def _text() -> str:
@@ -44,7 +44,7 @@ def _text() -> str:
 
 
 def _actions(role: str, rank: int, where: str) -> list[str]:
-    """Of this pass. Called with `_passing` held."""
+    """Count a pass of this point and return the actions that are set for it. The caller holds `_passing`."""
     text = _text()
     if not text:
         return []
@@ -60,18 +60,19 @@ def _actions(role: str, rank: int, where: str) -> list[str]:
 
 
 def wants(role: str, rank: int, where: str) -> bool:
-    """True when a fault of any kind is set for this point."""
+    """Count a pass of this point and return whether a fault of any kind is set for it."""
     with _passing:
         return bool(_actions(role, rank, where))
 
 
 def point(role: str, rank: int, where: str) -> None:
+    """Count a pass of this point and carry out the actions that are set for it."""
     with _passing:
         actions = _actions(role, rank, where)
         for action in actions:
             if action in ("kill", "stop"):
                 os.kill(os.getpid(), signal.SIGKILL if action == "kill" else signal.SIGSTOP)
-                time.sleep(0.5)  # the kernel may stop this thread last of all: it must not get past this point before
+                time.sleep(0.5)  # the kernel may stop this thread last: it must not pass the point before
     for action in actions:
         if action == "hang":
             time.sleep(float(os.environ.get("XFER_FAULT_HANG_S", "3600")))

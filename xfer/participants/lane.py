@@ -1,9 +1,9 @@
-"""A lane: one rank's part in one replica, on a thread of its own. The same for trainers and workers, whatever the route.
+"""A lane: one rank's part in one replica, on a thread of its own. It is the same for trainers and workers and for all routes.
 
     PlanInputs -> Planned      OpenLink -> LinkOpen      Go -> Done      CloseRoutes -> RoutesClosed      or Failed
 
-A trainer has a lane per replica, so that a replica that hangs or dies delays no other one. A worker has one lane. A lane
-decides nothing: it gives each message to its `DataPlane`, sends the answer, and stops when it is told to (`cancel`).
+A trainer has a lane per replica, so that a replica that hangs or dies delays no other replica. A worker has one lane. A lane
+decides nothing: it passes each message to its `DataPlane`, sends the answer, and stops on `cancel`.
 """
 
 from __future__ import annotations
@@ -33,21 +33,20 @@ logger = logging.getLogger("xfer")
 PROGRESS_S = 0.5
 """Seconds between two progress messages of a running transfer."""
 GO_GRACE_S = 2.0
-"""Seconds beyond a refit's deadline in which a transfer goes on: the coordinator's own deadline comes first, since it
-knows which rank is late."""
+"""Seconds by which a transfer may outlast the refit's deadline: the coordinator gives up first, since it knows which rank is
+late."""
 LOOK_S = 0.05
-"""Seconds between two looks at whether stopped work has left the device."""
+"""Seconds between two checks whether stopped work has left the device."""
 
 
 _running: weakref.WeakSet[Lane] = weakref.WeakSet()
-os.register_at_fork(
-    after_in_child=_running.clear
-)  # a forked process has no such threads, and the links are its parent's
+# A forked process has none of these threads, and the links belong to its parent.
+os.register_at_fork(after_in_child=_running.clear)
 
 
 @atexit.register
 def _stop_all() -> None:
-    """Ends the lanes of a process that exits without closing its session."""
+    """End the lanes of a process that exits without closing its session."""
     lanes = list(_running)
     for lane in lanes:
         lane.stop()
@@ -55,11 +54,25 @@ def _stop_all() -> None:
 
 
 _UNMAP = object()
-"""To the lane's thread: unmap, once what runs has ended."""
+"""Item for the lane's thread: unmap after the work before it."""
 
 
 class Lane:
-    """One rank's part in one replica. All methods may be called from any thread."""
+    """One rank's part in one replica. All methods may be called from any thread.
+
+    Args:
+        party: The rank's connection.
+        role: "trainer" or "worker".
+        index: Trainer rank, or worker rank in its replica.
+        device: Device of the weights.
+        replica: Number of the replica.
+        plane: Moves the bytes.
+
+    Attributes:
+        done_attempt: The last attempt whose transfer has succeeded on this rank.
+        go_attempt: The last attempt with a Go message.
+        read_attempt: The last attempt in which destinations read this rank's storages by themselves.
+    """
 
     def __init__(
         self, party: RendezvousClient, role: str, index: int, device: torch.device, replica: int, plane: DataPlane
@@ -67,20 +80,20 @@ class Lane:
         self.party, self.replica, self.plane = party, replica, plane
         self._role, self._index, self._device = role, index, device
         self.done_attempt = 0
-        self.go_attempt = 0  # the last attempt that a Go came for
-        self.read_attempt = 0  # the last of those in which destinations read this rank's storages by themselves
+        self.go_attempt = 0
+        self.read_attempt = 0
         self._go_epoch = 0
-        self._given_up: tuple[int, XferError | None] = 0, None  # the last attempt that must not begin any more, and why
-        self._queue: queue.SimpleQueue = queue.SimpleQueue()
+        self._given_up: tuple[int, XferError | None] = 0, None  # no attempt up to this one may begin, and why
+        # (message or _UNMAP, its Stop, whether it was stopped before it was queued); None ends the thread.
+        self._queue: queue.SimpleQueue[tuple[object, Stop, bool] | None] = queue.SimpleQueue()
         self._idle, self._still = threading.Event(), threading.Event()  # nothing runs; no refit runs
         self._moves = 0  # number of Go messages that wait or run
         self._idle.set()
         self._still.set()
         self._ended = False
-        self._epoch, self._stop = 0, Stop()  # of the newest message
-        self._now = self._stop  # of the message that runs
-        self._deadline_s = 0.0  # of planning and linking, as the coordinator says with the plan
-        self._planned_s = 0.0  # seconds that the last plan took
+        self._epoch, self._stop = 0, Stop()  # the newest epoch, and its Stop
+        self._now = self._stop  # the Stop of the running message
+        self._planned_s = 0.0  # seconds of the last planning
         self._logged = ""  # digest of the plan that was logged last
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._work, name=f"xfer-lane-{replica}", daemon=True)
@@ -91,15 +104,17 @@ class Lane:
 
     @property
     def facts(self) -> PlanFacts | None:
+        """Facts of the last plan; None before the first."""
         return self.plane.facts
 
     def post(self, message: m.Message) -> None:
+        """Queue a message for the lane's thread."""
         with self._lock:
             if self._ended:
-                return  # no thread would make it idle again
+                return  # no thread would set it idle again
             self._idle.clear()
             if isinstance(message, m.PlanInputs | m.OpenLink) and message.epoch != self._epoch:
-                # What still runs of the old epoch must not take the new one's Stop for leave to go on.
+                # Work of the old epoch that still runs must end, and not continue under the new epoch's Stop.
                 self._stop.error = self._stop.error or PeerLost(f"replica {self.replica}: another epoch has begun")
                 self._epoch, self._stop = message.epoch, Stop()
             if isinstance(message, m.Go):
@@ -109,14 +124,20 @@ class Lane:
                 self.go_attempt, self._go_epoch = message.attempt, self._epoch
                 if self.plane.read_by_others:
                     self.read_attempt = message.attempt
-            # Inside the lock, or the lane could call itself idle in between.
+            # Inside the lock; otherwise the lane could set itself idle in between.
             self._queue.put((message, self._stop, self._stop.stopped()))
 
     def part_ready(self, ready: m.PartReady) -> None:
+        """Pass on that the previous worker of the relay chain has some parts."""
         self.plane.part_ready(ready)
 
     def cancel(self, error: XferError, epoch: int | None) -> None:
-        """Stop what runs, and free a blocked transfer. `epoch` None: whatever the epoch."""
+        """Stop running work and free a blocked transfer.
+
+        Args:
+            error: The reason, which the work raises.
+            epoch: Do nothing if a newer epoch has begun. None: stop the work of any epoch.
+        """
         with self._lock:
             if epoch is not None and epoch < self._epoch:
                 return
@@ -125,36 +146,44 @@ class Lane:
         self.plane.stop()
 
     def give_up(self, attempt: int, error: XferError) -> bool:
-        """Begin nothing of this attempt any more, and stop what has begun, without telling anybody.
+        """Begin no more work of this attempt, and stop the work that has begun. Sends nothing.
 
-        A plan or a link goes on: it may be of a replica that joins, whose processes wait for it.
+        Planning and linking continue: they may be for a replica that joins, whose processes wait for it.
+
+        Args:
+            attempt: Number of the attempt.
+            error: The reason.
 
         Returns:
-            Whether the attempt had begun here.
+            Whether the attempt had begun on this lane.
         """
         with self._lock:
             self._given_up, began, epoch = (attempt, error), self.go_attempt >= attempt, self._go_epoch
         if began:
-            self.cancel(error, epoch)  # a newer epoch has stopped what began already
+            self.cancel(error, epoch)  # if a newer epoch has begun, it has stopped this work
         return began
 
     def let_go(self) -> None:
-        """Nothing will move any more: a worker unmaps the trainers' storages once what runs has ended."""
+        """Unmap the trainers' storages, on a worker, after running work has ended: no refit will follow."""
         with self._lock:
             self._unmap_next()
 
     def _unmap_next(self) -> None:
-        """A worker's mappings may be memory of a process that is gone, whose successor needs it."""
+        """Queue an unmap on a worker: its mappings may hold memory of a dead process, which that process's successor needs."""
         if self._role == "worker" and not self._ended:
             self._idle.clear()
             self._queue.put((_UNMAP, self._stop, False))
 
     def wait_idle(self, seconds: float, moved: bool = False) -> bool:
-        """Whether, within `seconds`, nothing of the lane runs any more: it reads and writes no byte, except by a pull that
-        did not leave the device (`drained`).
+        """Wait until the lane runs nothing. It then reads and writes no byte, except by a pull that has not left the device
+        (`drained`).
 
         Args:
-            moved: Wait only for what refits began. A plan or link of an engine that joins reads nothing and may take long.
+            seconds: How long to wait.
+            moved: Wait only for work of refits. Planning and linking for an engine that joins reads nothing and may take long.
+
+        Returns:
+            Whether the lane became idle in time.
         """
         until = time.monotonic() + seconds
         if not (self._still if moved else self._idle).wait(seconds):
@@ -163,30 +192,32 @@ class Lane:
 
     @property
     def free_attempt(self) -> int:
-        """The last attempt that went through and in which nobody reads this rank's storages any more."""
-        done = self.done_attempt  # the present routes may be another engine's
+        """The last attempt that succeeded and whose destinations have finished reading this rank's storages."""
+        done = self.done_attempt  # the present routes may belong to another engine
         return min(done, self.party.drained.get(self.replica, 0)) if self.read_attempt >= done else done
 
     @property
     def gave_up(self) -> bool:
-        """Whether it was told to stop, perhaps by this rank alone: the coordinator does not know then that the link broke."""
+        """Whether the lane was stopped. If this rank alone stopped it, the coordinator does not know that the link broke."""
         return self._stop.stopped()
 
     def close(self) -> None:
+        """Stop the lane and close its plane."""
         self.stop()
         self.join(5.0)
         self.plane.close()
 
     def stop(self) -> None:
-        """Free what blocks; the thread ends after that."""
+        """Free blocked work and end the thread."""
         closed = PeerLost("closed")
         self.cancel(closed, None)
         with self._lock:
-            self._stop.error = self._stop.error or closed  # of an epoch that began since
+            self._stop.error = self._stop.error or closed  # if a new epoch has begun since `cancel`
             self._ended = True
             self._queue.put(None)
 
     def join(self, seconds: float) -> None:
+        """Wait for the end of the thread."""
         self._thread.join(timeout=seconds)
 
     # ---- the lane's own thread
@@ -229,7 +260,13 @@ class Lane:
             self.plane.unmap()
 
     def _failed(self, message: object, e: Exception, refused: bool) -> None:
-        """Tell the coordinator, unless it knows: it cancels by an error of its own. `refused`: cancelled before it was queued."""
+        """Tell the coordinator of an error, unless it knows: when it cancels, it has sent the error itself.
+
+        Args:
+            message: The message that failed.
+            e: Its error.
+            refused: Whether the message was cancelled before it was queued.
+        """
         go, cancelled = isinstance(message, m.Go), self._now.error
         own = go and e is not cancelled and not isinstance(e, PeerLost)  # a PeerLost may be another rank's fault
         if cancelled is None or go and (refused or own):
@@ -240,7 +277,6 @@ class Lane:
     def _plan(self, inputs: m.PlanInputs) -> None:
         faults.point(self._role, self._index, "plan")
         began = time.perf_counter()
-        self._deadline_s = inputs.deadline_s
         facts = self.plane.make_plan(inputs, self._now)
         self._planned_s = time.perf_counter() - began
         digest = facts.digest
@@ -261,7 +297,7 @@ class Lane:
         self._log_planned(self._planned_s + time.perf_counter() - began)
 
     def _log_planned(self, seconds: float) -> None:
-        """Once for each plan, on trainer 0."""
+        """Log each plan once, on trainer 0."""
         facts = self._planned()
         if self._role == "trainer" and self._index == 0 and self._logged != facts.digest:
             self._logged = facts.digest
@@ -299,13 +335,13 @@ class Lane:
 
     def _close_routes(self) -> None:
         self.plane.close_routes()
-        while not self.plane.unmapped:  # what is being read stays mapped, and nobody is told otherwise
+        while not self.plane.unmapped:  # storages that are still read stay mapped, and RoutesClosed waits for them
             if self._ended or self._now is not self._stop:
-                return  # routes are opened anew; whoever still wants them closed asks again
+                return  # routes are being opened again; a trainer that still needs them closed asks again
             time.sleep(LOOK_S)
         self.party.send(m.RoutesClosed(self.replica))
 
 
 def labels_of(trainers: Sequence[int], replica: int, workers: int) -> tuple[str, ...]:
-    """Names of a domain's ranks: these trainers, then the workers of one replica."""
+    """Return the labels of a domain's ranks: these trainers, then the workers of one replica."""
     return (*(f"trainer {i}" for i in trainers), *(f"replica {replica} worker {i}" for i in range(workers)))

@@ -1,8 +1,8 @@
-"""Who may still read a trainer's storages after a refit that failed, and how a trainer learns that they have ended.
+"""Finds the workers that may still read a trainer's storages after a failed refit.
 
-A worker that pulls says `Done`, or `Stopped` once its pull was drained. One that says neither has died or lost its
-connection; a dead process reads nothing, a living one may. Here is the look for that. Not here: what a trainer does
-with the answer (trainer.py), which readers are suspected (coordinator/commit.py).
+A worker that pulls sends `Done`, or `Stopped` once its pull is drained. A worker that sends neither has died or lost its
+connection. A dead process reads nothing; a living one may still read. Not here: what a trainer does with the answer (refit.py),
+which readers are suspected (coordinator/commit.py).
 """
 
 from __future__ import annotations
@@ -15,14 +15,21 @@ from xfer.rendezvous.client import host_identity
 from xfer.transport.peer import DRAIN_S
 
 GRACE_S = DRAIN_S + 1.0
-"""A worker that lost its connection stops its pull by itself within `DRAIN_S`; a killed one takes less to end."""
+"""Seconds to wait: a worker that lost its connection stops its pull by itself within `DRAIN_S`; a killed one ends sooner."""
 
 
 def still_reading(readers: Sequence[m.Reader], seconds: float | None = None) -> list[str]:
-    """Labels of readers that are not known to be dead after `seconds` (default GRACE_S).
+    """Wait until these readers are dead.
 
-    Only processes of this host are known: a pull does not leave a host. Hosts are told apart as everywhere in xfer, by
-    `host_identity()`, so containers that share a name but not their process ids must set XFER_HOST.
+    Only processes of this host can be checked, which is enough: a pull does not leave a host. As everywhere in xfer,
+    `host_identity()` identifies a host, so containers that share a name but not their process ids must set XFER_HOST.
+
+    Args:
+        readers: The suspected workers.
+        seconds: How long to wait. Default: GRACE_S.
+
+    Returns:
+        One line for each reader that may still be alive.
     """
     until = time.monotonic() + (GRACE_S if seconds is None else seconds)
     left = list(readers)
@@ -40,4 +47,4 @@ def _alive(pid: int) -> bool:
             state = f.read().rsplit(b")", 1)[1].split()[0]
     except OSError:
         return False
-    return state not in (b"Z", b"X")  # a zombie has no memory any more, and no context on a device
+    return state not in (b"Z", b"X")  # a zombie has no memory and no device context

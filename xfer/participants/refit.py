@@ -2,7 +2,7 @@
 
     Enter -> drain -> re-read what moved -> compute -> Ready -> (the lanes move bytes) -> Outcome
 
-What a rank holds and how it got connected is in trainer.py, of which each call is given the session.
+The session, which is the state of a rank between refits, is in trainer.py.
 """
 
 from __future__ import annotations
@@ -32,35 +32,44 @@ if TYPE_CHECKING:
 logger = logging.getLogger("xfer")
 
 _LAST_S = 1.0
-"""Seconds, within the bound, that a rank which was told nothing keeps for stopping its own lanes."""
+"""Seconds of the bound that a rank without an outcome keeps for stopping its own lanes."""
 
 
 class RefitCall:
-    """`finish` may come later than `run`, in the next call or when the session is closed."""
+    """One refit. `finish` may come later than `run`: in the next call, or when the session is closed.
+
+    Args:
+        session: The rank's session.
+        call: The checked arguments.
+
+    Attributes:
+        number: Number of the present attempt.
+        until: Monotonic time of the deadline.
+        ends: Monotonic time by which the call raises or returns.
+    """
 
     def __init__(self, session: TrainerSession, call: Call):
         self.session, self.party, self.call = session, session.party, call
         self.began, self.until = time.perf_counter(), time.monotonic() + call.seconds
         self.ends = self.until + CALL_GRACE_S
         self.number = 0
-        self._entered = self._told = (
-            False  # whether the coordinator knows of this attempt; whether its outcome was asked for
-        )
-        self._may_be_read = False  # workers are let go by the coordinator before this rank is
+        self._entered = False  # whether the coordinator knows of this attempt
+        self._told = False  # whether this rank has waited for the outcome
+        self._may_be_read = False  # whether workers may have begun to read this rank's storages
 
     @property
     def label(self) -> str:
         return self.party.label
 
     def run(self) -> RefitReport:
+        """Run the refit until its outcome, or until this rank's storages are free with `wait="sources"`."""
         try:
             with self._naming_gathers():
                 return self._run()
         except Exception:
             raise
-        except (
-            BaseException
-        ) as e:  # KeyboardInterrupt, say: whoever catches it goes on with the weights, so this refit must not
+        except BaseException as e:
+            # KeyboardInterrupt, for example. The caller may catch it and change the weights, so this refit must stop.
             if self._entered:
                 why = self._untold(PeerLost(f"nccl_xfer_refit() was interrupted: {type(e).__name__}", where=self.label))
                 if not getattr(why, "drained", True):
@@ -75,12 +84,12 @@ class RefitCall:
                 self.session.pending = self
                 return self._report(self._version(), (), pending=True)
             outcome = self._outcome()
-            if not outcome.void:  # else this one was prepared and given up before anybody called
+            if not outcome.void:  # else the attempt was prepared and given up before a rank called
                 return self._conclude(outcome)
 
     @contextlib.contextmanager
     def _naming_gathers(self) -> Iterator[None]:
-        """An error says first what the caller must not do while something of this refit goes on."""
+        """Make an error say first what the caller must not do while a part of this refit still runs."""
         try:
             yield
         except XferError as e:
@@ -97,17 +106,17 @@ class RefitCall:
             faults.point("trainer", session.index, "enter")
             self.party.send(m.Enter(self.number, call.version, call.verify, call.want, call.seconds))
             self._entered = True
-            if self._made_whole():
+            if (drain := self._drained()) is not None:
                 mark(self.label, "drained")
                 specs, inventory = session.refresh()
                 mark(self.label, "looked at its storages")
                 lanes = list(self.session.lanes.values())
                 rebound = any([lane.plane.moved() for lane in lanes])
                 broken = tuple(lane.replica for lane in lanes if lane.gave_up)
-                seconds = session.drain.seconds + self._computed()
+                seconds = drain.seconds + self._computed()
                 news = session.side.news(session.version is not None)
                 if session.device.type == "cuda":
-                    # Copies that a source makes when it is looked at (a callable's) are on this thread's stream, lanes on theirs.
+                    # Copies that a source makes when it is checked (of a callable) run on this thread's stream; lanes have others.
                     torch.cuda.current_stream(session.device).synchronize()
                     if call.verify:
                         session.begin_sums(self.number)
@@ -129,13 +138,13 @@ class RefitCall:
                 )
                 session.has_told(specs, inventory)
         except computing.Over:
-            pass  # the outcome is here already
+            pass  # the outcome is in the inbox
         except Exception as e:
             error = e if isinstance(e, XferError) else XferError(f"{type(e).__name__}: {e}", where=self.label)
             self.party.try_send(m.Failed(m.WireError.of(error, self.label), self.number))
             if self._entered and not self._told:
                 with contextlib.suppress(XferError):
-                    self._outcome()  # or the next call could come while this attempt is still being undone
+                    self._outcome()  # else the next call could come while this attempt is still being undone
             if error is e:
                 raise
             raise error from e
@@ -153,46 +162,57 @@ class RefitCall:
         except computing.Unfinished:
             raise self._late(
                 "what this rank's export computes was not there in time: other ranks take part in it, and one has not done its part; "
-                "it goes on waiting, so do not train before it ended"
+                "the computation still waits for it, so do not train before it has ended"
             ) from None
         finally:
             if session.computing is not None and session.computing.over:
-                session.computing = None  # what it raised holds all that its frames do
+                session.computing = None  # its error would keep alive all objects of its frames
 
     def _is_over(self) -> bool:
-        """Whether the outcome is here, or none will ever come."""
+        """Whether the outcome is in the inbox, or none will come."""
         return any(
             isinstance(x, XferError) or isinstance(x, m.Outcome) and x.attempt == self.number
             for x in list(self.party.inbox.queue)
         )
 
-    def _made_whole(self) -> bool:
-        """Drains, after gathers and computations that an earlier call left. False: the attempt was over before that. DeadlineExceeded,
-        naming who has not called, when one is still running then: it goes on by itself, and the next call waits for it first."""
+    def _drained(self) -> BackgroundCall[None] | None:
+        """Drain the source, after the gathers and computations that an earlier call left running.
+
+        Returns:
+            The drain; None if the attempt was over first.
+
+        Raises:
+            DeadlineExceeded: A gather, a computation or the drain still runs. Names the ranks that have not called. It
+                continues in the background, and the next call waits for it first.
+        """
         session = self.session
 
         def begun(drain: BackgroundCall[None]) -> None:
             session.drain = drain
 
         if not self._gathers_ended():
-            raise self._late("a gather of an earlier refit has not ended, and reads what would be looked at now")
+            raise self._late(
+                "a gather of an earlier refit has not ended, and reads the storages that this refit would check"
+            )
         if (left := session.computing) is not None:
-            if not left.ended(self.until, self._is_over, STOP_GRACE_S):  # that call has told its error
-                raise self._late("what an earlier refit was to compute has not ended, and writes where this one would")
+            if not left.ended(self.until, self._is_over, STOP_GRACE_S):  # the earlier call has raised its error
+                raise self._late(
+                    "a computation of an earlier refit has not ended, and writes the scratch that this one needs"
+                )
             session.computing = None
         if session.drain is not None and not session.drain.over:
-            session.drain.ended(self.until, self._is_over, STOP_GRACE_S)  # that call has told its error
+            session.drain.ended(self.until, self._is_over, STOP_GRACE_S)  # the earlier call has raised its error
         if session.drain is None or session.drain.over:
-            begin_drain(session.source, self.label, begun)
-            if session.drain.wait(self.until, self._is_over, STOP_GRACE_S):
-                return not self._is_over()
+            drain = begin_drain(session.source, self.label, begun)
+            if drain.wait(self.until, self._is_over, STOP_GRACE_S):
+                return None if self._is_over() else drain
         raise self._late(
             "this rank's parameters were not made whole in time: gathers that were in flight wait for other ranks; "
-            "they go on waiting, so do not train before they ended"
+            "they still wait, so do not train before they have ended"
         )
 
     def _gathers_ended(self) -> bool:
-        """Waits as for a drain: a look lets go of tables and mappings that a gather works with."""
+        """Wait for gathers as for a drain: `refresh` frees tables and mappings that a gather uses."""
         until, told = self.until, False
         while not self.session.side.wait_still(max(0.0, min(LOOK_S, until - time.monotonic()))):
             now = time.monotonic()
@@ -203,7 +223,7 @@ class RefitCall:
         return True
 
     def _late(self, why: str) -> DeadlineExceeded:
-        try:  # the coordinator's deadline is ours, and it knows who has not called
+        try:  # the coordinator has the same deadline and knows which ranks have not called
             told = [o.error.error() for o in self._outcome().outcomes if o.error is not None]
         except XferError as e:
             told = [e]
@@ -213,7 +233,7 @@ class RefitCall:
     # ---- waiting
 
     def _wait_for_sources(self) -> bool:
-        """True when this rank's storage is no longer read; False when the outcome says more than that."""
+        """Return True when this rank's storages are no longer read, False when the outcome is there first or time is up."""
 
         def free() -> bool:
             return all(self._unread(r) for r in range(self.session.replicas))
@@ -230,16 +250,18 @@ class RefitCall:
                 if isinstance(message, m.CatalogMsg):
                     self._answer(message)
                 else:
-                    self.party.inbox.put(message)  # looked at in the next round
+                    self.party.inbox.put(message)  # for the next round
         return True
 
     def _unread(self, replica: int) -> bool:
-        """Whether this replica reads nothing of this rank in this attempt any more. A lane alone cannot tell: one that is
-        idle may not have begun, and a replica that is still joining has none yet."""
+        """Whether this replica has finished reading this rank's storages in this attempt.
+
+        The lane alone does not show that: an idle lane may not have begun, and a replica that is joining has no lane yet.
+        """
         lane = self.session.lanes.get(replica)
         if lane is not None and lane.free_attempt >= self.number:
             return True
-        # Idle after that word: a Go of this attempt would have been posted to the lane before it.
+        # Idle is enough after Drained: a Go of this attempt would have been posted to the lane before it.
         return self.party.drained.get(replica, 0) >= self.number and (lane is None or lane.wait_idle(0.0))
 
     def _outcome(self) -> m.Outcome:
@@ -258,15 +280,19 @@ class RefitCall:
                 self._answer(message)
             elif isinstance(message, m.Outcome) and message.attempt == self.number:
                 return message
-            # Failed: the outcome that follows tells it per replica; older outcomes belong to attempts that ended early here
+            # Ignored: Failed, since the outcome that follows has each replica's error, and outcomes of earlier attempts.
 
     def _untold(self, e: XferError) -> XferError:
-        """The coordinator is gone or silent: stop by ourselves, and say whether somebody may still read our storages."""
-        # A coordinator whose process was stopped reads all this when it goes on: it must not run the refit without us then.
+        """Stop the lanes without the coordinator, which is gone or silent.
+
+        Returns:
+            The error for the caller. It has drained=False if a worker may still read this rank's storages.
+        """
+        # If the coordinator's process is only stopped, it reads this later and must not run the refit without this rank.
         self.party.try_send(m.Failed(m.WireError.of(e, self.label), self.number), _LAST_S)
         lanes = list(self.session.lanes.values())
         stopped = self._idle([lane for lane in lanes if lane.give_up(self.number, e)])
-        # What a stopped lane sends nobody reads any more; what takers pull they may.
+        # Nobody receives from a stopped lane, but destinations may still pull.
         if stopped and not (
             self._may_be_read
             and any(
@@ -279,16 +305,17 @@ class RefitCall:
         return PeerLost(f"{e.message}; {why}", e.violations, where=self.label, drained=False)
 
     def _pulled(self, lane: Lane) -> bool:
-        """Whether takers read from this rank in this attempt. The lane's present routes may be of an engine that came after it began."""
+        """Whether destinations read from this rank in this attempt. The lane's present routes may belong to an engine that
+        joined after the attempt began."""
         return lane.read_attempt >= self.number
 
     def _idle(self, lanes: Sequence[Lane]) -> bool:
-        """Whether these come to rest, in the time that stopping takes and within the call's bound."""
+        """Whether these lanes become idle within the grace for stopping and within the call's bound."""
         until = min(time.monotonic() + STOP_GRACE_S, max(self.ends, time.monotonic() + _LAST_S))
         return all([lane.wait_idle(max(0.0, until - time.monotonic()), moved=True) for lane in lanes])
 
     def _answer(self, message: m.CatalogMsg) -> None:
-        """A new catalog, or the same one again for a rank whose exports changed."""
+        """Answer a new catalog, or the same one again after this rank's exports changed."""
         try:
             self.session.follow(message)
         except Exception as e:
@@ -297,8 +324,8 @@ class RefitCall:
     # ---- coming out
 
     def finish(self) -> RefitReport:
-        """Wait for the outcome and report it; raises what became of it. It may have come while nobody asked, and if not, the
-        coordinator is still given the time to answer."""
+        """Wait for the outcome and report it, or raise its error. The coordinator gets at least CALL_GRACE_S from now on to
+        answer."""
         self.ends = max(self.ends, time.monotonic() + CALL_GRACE_S)
         with self._naming_gathers():
             return self._conclude(self._outcome())
@@ -306,7 +333,7 @@ class RefitCall:
     def _conclude(self, outcome: m.Outcome) -> RefitReport:
         if outcome.error is not None:
             raise outcome.error.error()
-        # Others plan and link for replicas that join: that reads nothing, and may take long.
+        # Other lanes plan and link for replicas that join: they read nothing and may take long.
         if not self._idle([lane for lane in list(self.session.lanes.values()) if lane.go_attempt >= self.number]):
             self.session.side.keep_alive()
             raise PeerLost(
@@ -316,13 +343,13 @@ class RefitCall:
             )
         self._quarantine_if_read(outcome)
         report = self._report(outcome.version, tuple(ReplicaOutcome.of(o) for o in outcome.outcomes))
-        if report.committed:  # by some; for fewer than were wanted the call raises
+        if report.committed:  # if fewer replicas than wanted committed, the call raises below
             self.session.version = outcome.version
         report.raise_unless(self.call.want)
         return report
 
     def _quarantine_if_read(self, outcome: m.Outcome) -> None:
-        """PeerLost(drained=False) when a worker may still read this rank's storages; they are kept alive then."""
+        """Keep this rank's storages alive and raise PeerLost(drained=False) if a worker may still read them."""
         some = [
             r
             for o in outcome.outcomes
@@ -340,22 +367,24 @@ class RefitCall:
             )
 
     def _version(self) -> int | str | None:
-        """What the coordinator calls this refit, when there is no outcome yet."""
+        """The label of this refit before its outcome is known."""
         attempt, version = self.party.named
         return version if attempt == self.number else self.call.version
 
     def _report(
         self, version: int | str | None, outcomes: tuple[ReplicaOutcome, ...], pending: bool = False
     ) -> RefitReport:
-        planes = [lane.plane for lane in list(self.session.lanes.values()) if lane.facts is not None]
+        planned = [
+            (lane.plane, facts) for lane in list(self.session.lanes.values()) if (facts := lane.facts) is not None
+        ]
         return RefitReport(
             self.session.index,
             version,
             time.perf_counter() - self.began,
             outcomes,
-            sum(plane.facts.bytes_out for plane in planes),
-            sum(plane.facts.broadcast_bytes for plane in planes),
-            sum(plane.extra_bytes for plane in planes) + computing.scratch_bytes(self.session.layout),
-            sum(plane.facts.kept_bytes for plane in planes),
+            sum(facts.bytes_out for _, facts in planned),
+            sum(facts.broadcast_bytes for _, facts in planned),
+            sum(plane.extra_bytes for plane, _ in planned) + computing.scratch_bytes(self.session.layout),
+            sum(facts.kept_bytes for _, facts in planned),
             pending,
         )

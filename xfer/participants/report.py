@@ -1,4 +1,4 @@
-"""What a refit tells its caller: versions, bytes, and seconds on three clocks that are never mixed.
+"""The report of a refit: versions, bytes, and seconds on three clocks that are never mixed.
 
 transfer   last trainer ready and all workers armed -> decision        (coordinator's clock; a new plan and link are part of it)
 outage     pause sent -> resume acknowledged, as requests see it        (controller's clock)
@@ -17,8 +17,13 @@ from xfer.plan.explain import size
 
 @dataclass(frozen=True, slots=True)
 class RouteTaken:
-    """What one route ("peer", "nccl", "gloo") brought to all workers of a replica. `seconds`: of the slowest of them;
-    routes run beside each other."""
+    """The bytes that one route brought to all workers of a replica. Routes run concurrently.
+
+    Attributes:
+        route: "peer", "nccl", "gloo" or "relay".
+        bytes: Bytes of all workers.
+        seconds: Seconds of the slowest worker.
+    """
 
     route: str
     bytes: int
@@ -31,7 +36,23 @@ class RouteTaken:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaOutcome:
-    """What became of one replica. `version`: what it serves now, None when it serves nothing."""
+    """The outcome of a refit on one replica.
+
+    Attributes:
+        replica: Its number.
+        committed: Whether it committed this refit.
+        serving: Whether its engine serves.
+        version: The version that it serves now; None if it serves nothing.
+        transfer_s: Seconds on the transfer clock.
+        outage_s: Seconds on the outage clock.
+        bytes_moved: Bytes that all its workers received.
+        bytes_per_worker: The same by worker.
+        phases: (name, seconds) of the calls to its engine.
+        verified: Whether checksums were compared and equal.
+        dirty: Whether it holds bytes of two versions.
+        error: Why it did not commit; None if it did.
+        routes: Bytes by route.
+    """
 
     replica: int
     committed: bool
@@ -62,6 +83,7 @@ class ReplicaOutcome:
 
     @classmethod
     def of(cls, o: m.OutcomeMsg) -> ReplicaOutcome:
+        """Decode the coordinator's message."""
         return cls(
             o.replica,
             o.committed,
@@ -81,16 +103,22 @@ class ReplicaOutcome:
 
 @dataclass(frozen=True, slots=True)
 class RefitReport:
-    """Result of `nccl_xfer_refit` on one trainer rank. `rank`: that rank; seconds are wall time.
+    """Result of `nccl_xfer_refit` on one trainer rank.
 
-    kept_bytes: live bytes of all workers that refits leave as they are, by `keep=` or because they are buffers that no
-    checkpoint fills; `Session.explain()` lists them.
-
-    pending: it returned at `wait="sources"`, so `outcomes` is empty: nobody knew them yet. before: what became of the refit
-    before this one, where that was such a call; its `seconds` end when it was asked for, in this one.
-
-    version: its label, in the type that the caller gave it; a number where the caller gave none. None in a report that is pending,
-    where this rank has not heard yet which number it got.
+    Attributes:
+        rank: The trainer rank.
+        version: The label, in the type that the caller gave it; a number if the caller gave none. None in a pending report
+            if this rank does not know the number yet.
+        seconds: Wall time of the call.
+        outcomes: The outcome on each replica; empty in a pending report.
+        bytes_sent: Bytes that this rank sent, or that others read from it.
+        broadcast_bytes: Bytes that the replicas would receive if every worker got every tensor whole.
+        extra_bytes: Bytes of buffers that this rank holds beside the model.
+        kept_bytes: Live bytes of all workers that refits leave as they are, by `keep=` or because they are buffers that no
+            checkpoint fills; `Session.explain()` lists them.
+        pending: Whether the call returned at `wait="sources"`, before the outcomes were known.
+        before: The report of the refit before this one, if that call was pending. Its `seconds` end when this call asked
+            for it.
     """
 
     rank: int
@@ -126,35 +154,43 @@ class RefitReport:
 
     @property
     def transfer_s(self) -> float:
+        """Seconds on the transfer clock of the slowest replica."""
         return max((o.transfer_s for o in self.outcomes), default=0.0)
 
     @property
     def outage_s(self) -> float:
+        """Seconds on the outage clock of the slowest replica."""
         return max((o.outage_s for o in self.outcomes), default=0.0)
 
     @property
     def gb_per_s(self) -> float:
-        """Gigabytes (1e9 bytes) a second over the slowest replica's transfer clock; 0 when nothing was moved."""
+        """Gigabytes (1e9 bytes) per second over the slowest replica's transfer clock; 0 if nothing was moved."""
         return self.bytes / self.transfer_s / 1e9 if self.transfer_s else 0.0
 
     def routes(self) -> str:
-        """One line per replica: which route carried which bytes at what rate, all its workers together."""
+        """One line per replica with the bytes and the rate of each route, over all its workers."""
         return "\n".join(
             f"replica {o.replica}: {'; '.join(map(str, o.routes)) or 'nothing came over a wire'}" for o in self.outcomes
         )
 
     @property
     def committed(self) -> int:
+        """Number of replicas that committed."""
         return sum(o.committed for o in self.outcomes)
 
     @property
     def verified(self) -> bool:
-        """Of every replica that committed, and there is one."""
+        """Whether some replica committed, and all that did compared checksums."""
         return self.committed > 0 and all(o.verified for o in self.outcomes if o.committed)
 
     def flatten(self, prefix: str = "xfer/") -> dict[str, float]:
-        """Scalars for a logger. What is not known yet when a call returns at `wait="sources"` is left out, and told by the next
-        report with "before/" in front of its name."""
+        """Return scalars for a logger.
+
+        A report of `wait="sources"` has no outcomes yet: the next report includes them with "before/" in front of the name.
+
+        Args:
+            prefix: Beginning of all names.
+        """
         out = {
             "call_s": self.seconds, "broadcast_bytes": float(self.broadcast_bytes), "bytes_sent": float(self.bytes_sent),
             "kept_bytes": float(self.kept_bytes),
@@ -175,7 +211,7 @@ class RefitReport:
         return {prefix + k: v for k, v in out.items()}
 
     def raise_unless(self, min_replicas: int) -> None:
-        """The typed error when too few replicas committed: the common type of all causes, else RefitFailed."""
+        """Raise if fewer than `min_replicas` committed: the common type of all causes, else RefitFailed."""
         if self.pending or self.committed >= min_replicas:
             return
         errors = [o.error for o in self.outcomes if o.error is not None]

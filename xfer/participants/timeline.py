@@ -1,8 +1,10 @@
-"""Where the time of a refit goes, if asked for: with XFER_TIMELINE=FOLDER in its environment every process notes moments of each
-refit in memory and writes them into a file of its own there, after the engine serves again. `xfer timeline FOLDER` shows them.
+"""Timelines, which show how the time of a refit is spent.
 
-Without it a moment costs one call. Clocks are the host's monotonic one, so moments of one host can be compared. Not here:
-what is noted (where it happens: coordinator, lane.py, refit.py, worker.py, controller.py), the seconds of every report (report.py).
+With XFER_TIMELINE=FOLDER in its environment, a process notes moments of each refit in memory. It writes them into a file of its
+own in that folder after the engine serves again. `xfer timeline FOLDER` shows them. Without the variable a moment costs one call.
+
+Times are of the host's monotonic clock, so only moments of the same host can be compared. Not here: the calls of `mark` (in the
+coordinator, lane.py, refit.py, worker.py, controller.py) and the seconds of every report (report.py).
 """
 
 from __future__ import annotations
@@ -29,12 +31,21 @@ _moments: deque[tuple[float, str, str]] | None = deque() if os.environ.get(VARIA
 
 HUB = "coordinator"
 ASIDE_S = 0.2
-"""After which a worker writes: by then its engine has dropped its caches and serves."""
+"""Seconds after which a worker writes: by then its engine has dropped its caches and serves."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Moment:
-    """`at`: seconds, of the host's clock."""
+    """One moment of a refit.
+
+    Attributes:
+        at: Seconds of the host's monotonic clock.
+        who: Label of the participant, e.g. "trainer 0".
+        what: What happened.
+        host: The host's identity.
+        attempt: Number of the refit attempt.
+        session: The coordinator's name of the session.
+    """
 
     at: float
     who: str
@@ -45,22 +56,27 @@ class Moment:
 
 
 def mark(who: str, what: str) -> None:
+    """Note a moment, now, if a timeline is wanted."""
     kept = _moments
     if kept is not None:
         kept.append((time.monotonic(), who, what))
 
 
 def write(attempt: int, session: str = "", wait_s: float = 0.0) -> None:
-    """What was noted since the last time, as of this attempt. A folder that cannot be written is said once, and no refit's fault.
+    """Write the moments that were noted since the last call.
 
-    session: the coordinator's name for it.
-    wait_s: return at once, and write that many seconds later, in a thread that this process does not end before.
+    If the folder cannot be written, this logs one warning and stops the timeline; the refit does not fail.
+
+    Args:
+        attempt: The attempt that the moments belong to.
+        session: The coordinator's name of the session.
+        wait_s: If not 0, return at once and write that many seconds later, on a thread that the process waits for at its exit.
     """
     noted, kept = [], _moments
     while kept:
         try:
             noted.append(kept.popleft())
-        except IndexError:  # another thread of this process has taken the last
+        except IndexError:  # another thread of this process has taken the last one
             break
     if noted and wait_s:
         threading.Timer(wait_s, _put, (attempt, session, noted)).start()
@@ -84,9 +100,8 @@ def _put(attempt: int, session: str, noted: list[tuple[float, str, str]]) -> Non
                 folder / f"{host_identity()}-{os.getpid()}.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666
             )
             try:
-                if os.write(to, line) < len(
-                    line
-                ):  # one call: whoever reads meanwhile, or kills us, seldom meets half a line
+                # One call, so that a concurrent reader, or a kill, seldom leaves half a line.
+                if os.write(to, line) < len(line):
                     raise OSError("the last line was written in part only; is the disk full?")
             finally:
                 os.close(to)
@@ -96,9 +111,14 @@ def _put(attempt: int, session: str, noted: list[tuple[float, str, str]]) -> Non
 
 
 def read(folder: Path, note: Callable[[str], None] = _log.warning) -> Iterator[Moment]:
-    """All moments in a folder, in no order. XferError naming the file, and the line, that is not one of `write`.
+    """Yield all moments in a folder, in no order.
 
-    note: told of a last line that is there in part only: it is being written, or whoever wrote it is gone. It is left out.
+    Args:
+        folder: A folder of files that `write` made.
+        note: Called with a message about an incomplete last line, which is left out: its writer is still writing, or has ended.
+
+    Raises:
+        XferError: A file, or a line of it, is not from `write`; it names them.
     """
     for file in sorted(folder.glob("*.jsonl")):
         try:
@@ -133,8 +153,15 @@ def _no_timeline(file: Path, line: int, e: Exception) -> XferError:
 
 
 def of_session(moments: Iterable[Moment], session: str | None = None) -> tuple[list[Moment], list[str]]:
-    """Moments of one session, by default the last that was opened, and the names of all: a job that was started again numbers its
-    refits from one again. session: how its name begins; of several such it is the last."""
+    """Select the moments of one session: a job that was restarted numbers its refits from 1 again.
+
+    Args:
+        moments: Moments of any sessions.
+        session: Beginning of the session's name; the last of several such sessions counts. Default: the last session.
+
+    Returns:
+        The moments of that session, and the names of all sessions.
+    """
     found = list(moments)
     names = sorted({x.session for x in found})
     wanted = [n for n in names if n.startswith(session or "")]
@@ -143,8 +170,16 @@ def of_session(moments: Iterable[Moment], session: str | None = None) -> tuple[l
 
 @dataclass(frozen=True, slots=True, order=True)
 class Typical:
-    """One moment over many refits: `at`, `least` and `most` seconds after the first moment of its refit on that host (median and
-    extremes), in `count` of them."""
+    """One moment over many refits, in seconds after the first moment of its refit on that host.
+
+    Attributes:
+        at: The median.
+        who: Label of the participant.
+        what: What happened.
+        least: The minimum.
+        most: The maximum.
+        count: Number of refits with this moment.
+    """
 
     at: float
     who: str
@@ -155,7 +190,7 @@ class Typical:
 
 
 def typical(moments: Iterable[Moment], skip: int = 0) -> dict[str, list[Typical]]:
-    """All refits but the first `skip`, by host and in order. A moment that a refit has twice counts as two."""
+    """Summarize all refits but the first `skip`, by host and in order. If a refit has a moment twice, these are two moments."""
     found = list(moments)
     wanted = sorted({x.attempt for x in found})[skip:]
     out: dict[str, dict[tuple[str, str, int], list[float]]] = {}
@@ -175,7 +210,7 @@ def typical(moments: Iterable[Moment], skip: int = 0) -> dict[str, list[Typical]
 
 
 def of_attempt(moments: Iterable[Moment], attempt: int | None = None) -> dict[str, list[Moment]]:
-    """Moments of one attempt, by default the last, by host and in order. Hosts' clocks are their own."""
+    """Return the moments of one attempt, by default the last, by host and in order. Each host has its own clock."""
     found = list(moments)
     attempt = max((x.attempt for x in found), default=0) if attempt is None else attempt
     out: dict[str, list[Moment]] = {}

@@ -1,7 +1,7 @@
-"""The trainer's half: connect once, then one `refit` per optimizer step, on every trainer rank.
+"""The trainer's part of a session: connect once, then one `refit` per optimizer step, on every trainer rank.
 
-Trainer rank 0 hosts the coordinator. Every rank: reads its own layout, publishes what it exports, and keeps one lane per replica.
-What Megatron or FSDP is, is known only to the `Source` that was passed in.
+Trainer rank 0 hosts the coordinator. Every rank reads its own layout, publishes the tensors that it exports, and keeps one lane
+per replica. Only the `Source` that the caller passes in depends on Megatron or FSDP.
 """
 
 from __future__ import annotations
@@ -41,34 +41,45 @@ logger = logging.getLogger("xfer")
 
 
 class Source(Protocol):
-    """A trainer framework's adapter on one rank. It may have a `let_go()`: hold none of the trainer's tensors until the next look."""
+    """A trainer framework's adapter on one rank.
+
+    It may have a method `let_go()`, which drops its references to the trainer's tensors until the next `check`.
+
+    Attributes:
+        rank: This trainer rank.
+        world: Number of trainer ranks.
+        reads_together: Whether `read` needs all ranks at once. It is then called when they connect and never again.
+    """
 
     rank: int
     world: int
     reads_together: bool
-    """Whether `read` needs all ranks at once. Then it is called when they connect and never again."""
 
     @property
     def device(self) -> torch.device: ...
 
     def drain(self) -> None:
-        """Finish every parameter gather in flight. On return what this rank offers lies in memory, whichever stream wrote it."""
+        """Finish every parameter gather in flight. On return this rank's exported bytes are in memory, whichever stream
+        wrote them."""
 
-    def read(self) -> TrainerLayout: ...
+    def read(self) -> TrainerLayout:
+        """Read the layout of the exported tensors on this rank."""
 
     def check(self) -> str:
-        """ "same", "moved" (same layout, other addresses) or "changed"."""
+        """Return "same", "moved" (same layout, other addresses) or "changed"."""
 
-    def rebind(self) -> Mapping[str, torch.Tensor]: ...
+    def rebind(self) -> Mapping[str, torch.Tensor]:
+        """Return the tensors of the layout, by name, at their present addresses."""
 
 
 class Computes(Source, Protocol):
-    """One whose layouts may have recipes or gathers."""
+    """A source whose layouts may have recipes or gathers."""
 
     def compute(self, meet: Callable[[tuple[int, ...], str], None]) -> None:
-        """Fill the scratch among the roots from the present parameters; called where the layout has recipes or gathers.
+        """Fill the scratch tensors among the roots from the present parameters. Called if the layout has recipes or gathers.
 
-        Call `meet(ranks, digest)` before gathering from those trainer ranks: see participants/computing.py.
+        Args:
+            meet: The source calls `meet(ranks, digest)` before it gathers from those trainer ranks (participants/computing.py).
         """
 
 
@@ -77,40 +88,49 @@ class TrainerSession:
 
     Args:
         source: The trainer framework's adapter.
-        options: What `connect` was called with; equal on all trainer ranks.
-        new_side: Makes the route's half of this rank.
+        rendezvous: "tcp://HOST:PORT"; rank 0 listens there.
+        token: The job's secret.
+        options: The arguments of `connect`; equal on all trainer ranks.
+        new_side: Makes this rank's side of the route.
+
+    Attributes:
+        version: The last version that a replica committed; None before the first.
+        attempt: Number of the last refit attempt.
+        generation: Number of the catalog in use.
+        pending: A call that returned before its outcome was known.
+        drain: The last call's drain, which may run longer than the call.
+        computing: What the last call computes, while it runs, perhaps after the call.
+        lanes: Lanes by replica. A lane is made when its first message comes.
     """
 
     def __init__(self, source: Source, rendezvous: str, token: str, options: Options, new_side: NewTrainerSide):
         self.source, self.index, self.device = source, source.rank, source.device
         self.rendezvous, self.deadline_s, self.replicas = rendezvous, options.deadline_s, options.replicas
         self.attempt = 0
-        self.version: int | str | None = None  # the last that some replica committed
+        self.version: int | str | None = None
         self._labels = Labels()
         self._server: Server | None = None
         self._until, self._open = time.monotonic() + self.deadline_s, False
         self._catalog: Catalog | None = None
         self.generation = 0
         self._relay = options.relay
-        self.pending: RefitCall | None = None  # returned before its outcome was known
-        self._before: RefitReport | None = None  # its report, until the next one has told it
+        self.pending: RefitCall | None = None
+        self._before: RefitReport | None = None  # report of a pending call, until the next report includes it
         self._busy = Entry()
-        self._stale = False  # a layout was being read again and that did not end well
+        self._stale = False  # the last attempt to read the layout again failed
         self._specs = b""
-        self._told: tuple[bytes, bytes | None] = (
-            b"",
-            b"",
-        )  # specs and inventory that the coordinator knows; None: it owes a catalog
+        # Specs and inventory that the coordinator knows. None: the coordinator answers the specs with a catalog first.
+        self._told: tuple[bytes, bytes | None] = (b"", b"")
         self._released = False
         self._releases = 0  # number of releases begun
-        self.drain: BackgroundCall[None] | None = None  # of the last call; may run longer than that
-        self.computing: BackgroundCall[bool] | None = None  # while it runs, maybe after its call
+        self.drain: BackgroundCall[None] | None = None
+        self.computing: BackgroundCall[bool] | None = None
         settings = (*told(options), *data_plane(self.device))
         if source.rank == 0:
             noted = partial(timeline.mark, timeline.HUB)
             self._server = Server(rendezvous, token, replace(options, settings=settings), noted, short_sleeps)
         try:
-            # One of the ranks that dial speaks for all; once trainer 0 listens, it says which are missing.
+            # One rank logs for all that dial. Once trainer 0 listens, it logs which ranks are missing.
             knocking = logs.while_waiting(
                 lambda: f"trainer 1: no answer from {rendezvous}; has trainer rank 0 called xfer.connect()?"
             )
@@ -129,7 +149,7 @@ class TrainerSession:
                 self._server.close()
             raise
         self.side = new_side(self._party)
-        self.lanes: dict[int, Lane] = {}  # by replica; a lane is made when its first message comes
+        self.lanes: dict[int, Lane] = {}
         self._party.lanes, self._party.on_lane = self.lanes, self._lane
 
     @property
@@ -144,7 +164,11 @@ class TrainerSession:
     # ---- connecting
 
     def open(self, wait: bool) -> None:
-        """Publish the layout; with `wait`, until every replica has a plan and a link."""
+        """Publish the layout.
+
+        Args:
+            wait: Return only when every replica has a plan and a link.
+        """
         until = time.monotonic() + self.deadline_s
         try:
             self.layout = self._read_together(until, wait) if self.source.reads_together else self.source.read()
@@ -154,41 +178,49 @@ class TrainerSession:
         self._specs = self._own_specs()
         self._party.send(m.Specs(self._specs))
         self.has_told(self._specs, b"")
-        message = self._party.take(
+        first = self._party.take(
             (m.CatalogMsg, m.Failed), until + TOLD_S, "the catalog: other trainer ranks have not connected yet",
             match=lambda x: isinstance(x, m.CatalogMsg) or x.ends(wait),
         )  # fmt: skip
-        self._raise_failed(message)
-        self._take_catalog(message)
+        if isinstance(first, m.Failed):
+            raise first.error.error()
+        self._take_catalog(first)
         self._tell_inventory()
         if wait:
             ready: set[int] = set()
             while len(ready) < self.replicas:
                 missing = sorted(set(range(self.replicas)) - ready)
                 try:
+                    # Rank 0 gives up first: it knows which clients were rejected.
                     message = self._party.take(
                         (m.ReplicaReady, m.Failed, m.CatalogMsg),
-                        until
-                        if self._server is not None
-                        else until + TOLD_S,  # the coordinator's rank knows who was turned away
+                        until if self._server is not None else until + TOLD_S,
                         f"replicas {missing} have not joined; is xfer.serve() running for them?",
                     )
-                except DeadlineExceeded as e:  # told first, or the others would only hear that this rank has left
+                except DeadlineExceeded as e:
+                    # Send the error before this rank leaves; otherwise the others would learn only that it has left.
                     e.violations += tuple(self._server.rejected()) if self._server is not None else ()
                     self._party.try_send(m.Failed(m.WireError.of(e, self._party.label)))
                     raise
                 if isinstance(message, m.CatalogMsg):
                     self._take_catalog(message)
                     self._tell_inventory()
-                    continue
-                self._raise_failed(message)
-                ready.add(message.replica)
+                elif isinstance(message, m.Failed):
+                    raise message.error.error()
+                else:
+                    ready.add(message.replica)
         self._open = True
         if self._server is not None:
             self._server.coordinator.opening = False
 
-    def cannot_join(self, replica: int, fatal: bool, error: XferError) -> None:
-        """A controller of this process never met the coordinator: its replica will not come. `fatal`: all ranks are waiting for it."""
+    def cannot_join(self, replica: int, fatal: bool, error: BaseException) -> None:
+        """Tell the coordinator that a replica will not join, because its controller in this process never reached it.
+
+        Args:
+            replica: The replica's number.
+            fatal: Whether all ranks wait for this replica, so that the session fails.
+            error: The controller's error.
+        """
         said = m.WireError.of(error, f"replica {replica} controller")
         self._party.try_send(m.Failed(said, replica=-1 if fatal else replica))
 
@@ -200,27 +232,23 @@ class TrainerSession:
             )
 
         reading = BackgroundCall(self.source.read, self.device, self._party.label, "the layout could not be read")
-        if reading.wait(until, pointless, STOP_GRACE_S):
+        if reading.wait(until, pointless, STOP_GRACE_S) and reading.result is not None:
             return reading.result
-        # The coordinator's deadline is ours, and it knows who is missing.
+        # The coordinator has the same deadline and knows which ranks are missing.
         self._party.wait_for(pointless, time.monotonic() + TOLD_S)
         if pointless():
             now = time.monotonic()
-            self._raise_failed(
-                self._party.take((m.Failed,), now + TOLD_S, "who does not take part", lambda x: x.ends(wait))
-            )
+            raise self._party.take(
+                (m.Failed,), now + TOLD_S, "the names of ranks that do not take part", lambda x: x.ends(wait)
+            ).error.error()
         raise DeadlineExceeded(
             "layouts are read by all ranks together (probe=), and not all took part",
             ["call xfer.connect() on every trainer rank, with the same probe="],
             where=self._party.label,
         )
 
-    def _raise_failed(self, message: m.Message) -> None:
-        if isinstance(message, m.Failed):
-            raise message.error.error()
-
     def _tell_inventory(self) -> None:
-        # If the coordinator has closed meanwhile, the reason is in the inbox already; a send that raises would hide it.
+        # If the coordinator has closed, the inbox has the reason; an error of this send would hide it.
         self._party.try_send(m.InventoryMsg(self.side.inventory, self.generation))
         self.has_told(b"", self.side.inventory)
 
@@ -241,7 +269,7 @@ class TrainerSession:
     # ---- refitting
 
     def begin_sums(self, attempt: int) -> None:
-        """Of what this rank will send, before it says that it is ready. Lanes that are at something else sum later."""
+        """Begin the checksums of this rank's bytes before it reports ready. Busy lanes compute theirs later."""
         self.side.begin_sums(attempt, [r for r, lane in list(self.lanes.items()) if lane.wait_idle(0.0)])
 
     def prepare(self) -> None:
@@ -267,7 +295,7 @@ class TrainerSession:
                     replicas=self.replicas, default_s=self.deadline_s, used=self._labels,
                 )  # fmt: skip
             except XferError as e:
-                # This call is used up by that, here as on the other ranks, which hear of it: attempts stay in step.
+                # The failed call uses up an attempt here and, by this message, on the other ranks: numbers stay equal.
                 e.where = e.where or self._party.label
                 self._party.try_send(m.Failed(m.WireError.of(e, self._party.label), self.next_attempt()))
                 raise
@@ -280,38 +308,44 @@ class TrainerSession:
                     timeline.write(self.attempt, self._party.welcome.session)
 
     def next_attempt(self) -> int:
+        """Advance to the next attempt number, past attempts that were prepared and given up."""
         self.attempt += 1
         while self.attempt in self._party.void:
             self.attempt += 1
         return self.attempt
 
     def _finish_pending(self) -> None:
-        """The outcome of a call that returned when its sources were free."""
+        """Wait for the outcome of a call that returned when its sources were free."""
         pending, self.pending = self.pending, None
         if pending is not None:
             self._before = self._let_go(pending.finish())
 
     def _let_go(self, report: RefitReport) -> RefitReport:
-        """Of what was kept alive, once all replicas hold a later version: no worker takes part in a refit while a pull of its
-        own is left over (lane.py). And of the label, which no later refit may have."""
+        """Log a report, note its label as used, and free storages that an earlier failed refit kept alive.
+
+        They are free once all replicas hold a later version: no worker takes part in a refit while a pull of its own is left
+        over (lane.py).
+        """
         if self.index == 0 and not report.pending:
             logger.log(logging.INFO if report.committed == self.replicas else logging.WARNING, "xfer: %s", report)
-        if report.committed:
+        if report.committed and report.version is not None:
             self._labels = self._labels.after(report.version)
         if report.committed == self.replicas and all(lane.plane.drained for lane in self.lanes.values()):
             self.side.let_go_kept()
         return report
 
     def refresh(self) -> tuple[bytes, bytes]:
-        """Re-read what a framework has moved since the last refit. Returns (specs, inventory), each empty where the coordinator was
-        told of it (`has_told`).
+        """Read again what the framework has moved since the last refit.
 
-        The adapter remembers what it was last asked for, so whatever fails here must be read again by the next call; and
-        what was read must be told by the next call where this one ends before it could.
+        The adapter compares with its last look, so the next call must read again if this one fails. The next call must also
+        tell the coordinator what this call read but could not tell.
+
+        Returns:
+            (specs, inventory), each empty if the coordinator knows it (`has_told`).
         """
         state = "changed" if self._stale else self.source.check()
         if state == "same" and self._released:
-            state = "moved"  # or not; its storages were let go of
+            state = "moved"  # perhaps not, but the storages were released
         if state != "same":
             self._stale = True
             self._released = False
@@ -324,7 +358,7 @@ class TrainerSession:
         specs, inventory = self._told
         own = self.side.inventory
         if self._specs != specs:
-            return self._specs, b""  # the inventory follows the coordinator's answer: the catalog may have changed
+            return self._specs, b""  # the coordinator answers with a catalog, on which the inventory depends
         return b"", b"" if inventory in (None, own) else own
 
     def _read_again(self) -> None:
@@ -336,13 +370,13 @@ class TrainerSession:
             )
         self.layout = self.source.read()
         self._specs = self._own_specs()
-        if self._specs == self._told[0] and self._told[1] is not None:
+        if self._specs == self._told[0] and self._told[1] is not None and self._catalog is not None:
             self.side.read(self._catalog, self.layout)
         else:
             self.side.forget_layout()
 
     def has_told(self, specs: bytes, inventory: bytes) -> None:
-        """What the coordinator has heard from this rank, empty for nothing."""
+        """Note the specs and the inventory that were sent to the coordinator; empty for not sent."""
         self._told = specs or self._told[0], None if specs else inventory or self._told[1]
 
     def _own_specs(self) -> bytes:
@@ -350,11 +384,9 @@ class TrainerSession:
         return pack_specs(catalog.to_bytes(), self.layout.trained)
 
     def follow(self, message: m.CatalogMsg) -> None:
-        """A new catalog, or the same one again for a rank whose exports changed: answer with the inventory over it."""
-        self._stale, self._told = (
-            True,
-            (self._told[0], b""),
-        )  # what the coordinator owed is here, whatever becomes of the answer
+        """Take a new catalog, or the same one again after this rank's exports changed, and answer with the inventory."""
+        # The coordinator's answer has come, even if this rank's answer to it fails.
+        self._stale, self._told = True, (self._told[0], b"")
         self._take_catalog(message)
         self._stale = False
         self._party.send(m.InventoryMsg(self.side.inventory, self.generation))
@@ -374,21 +406,17 @@ class TrainerSession:
         refuse_running((self.drain, self.computing), until, self._party.label)
         self._releases += 1
         self._party.send(m.Release(self._releases))
-        kept = []
+        kept: list[m.Outcome | m.Failed] = []
         try:
-            while not isinstance(
-                message := self._party.take(
-                    (m.Released, m.Outcome, m.Failed),
-                    until,
-                    "every worker to unmap",
-                    lambda x: not isinstance(x, m.Released) or x.number == self._releases,
-                ),
-                m.Released,
-            ):
-                kept.append(message)
+            while True:
+                message = self._party.take((m.Released, m.Outcome, m.Failed), until, "every worker to unmap")
+                if not isinstance(message, m.Released):
+                    kept.append(message)
+                elif message.number == self._releases:
+                    break
         finally:
-            for message in kept:  # of a refit that returned early, or a replica that is gone: for the next call
-                self._party.inbox.put(message)
+            for other in kept:  # about a refit that returned early, or a replica that is gone: for the next call
+                self._party.inbox.put(other)
         for lane in list(self.lanes.values()):
             lane.plane.forget()
         self.side.release()
@@ -398,26 +426,30 @@ class TrainerSession:
             self.source.let_go()
 
     def explain(self) -> str:
+        """See `Session.explain`."""
         self._busy.refuse_closed("explain()", self._party.label)
         lanes = [
             f"replica {r}\n{lane.plane.explain()}" for r, lane in sorted(self.lanes.items()) if lane.facts is not None
         ]
         if self._relay:
             lanes.append(
-                "replicas of one layout stand in a row: what is pulled here, only the first of them pulls from trainers; "
-                "the others read it from the one before (`relay` in a report's routes)"
+                "replicas of one layout form a relay chain: only the first one pulls from trainers; "
+                "each of the others reads from the one before it (`relay` in a report's routes)"
             )
         return "\n\n".join(filter(None, [*lanes, computing.explain(self.layout, self._party.label)]))
 
     def settle(self) -> None:
-        """Wait for what an earlier call left running, within that call's bound; raises what became of it. Before the
-        rendezvous goes: engines that lose it in the middle of a refit must not serve."""
+        """Wait for the outcome of an earlier call, within that call's bound, and raise its error.
+
+        This comes before the rendezvous closes: an engine that loses it in the middle of a refit must not serve.
+        """
         with self._busy.if_free() as free:
-            if free:  # else another thread hangs in a call, and closing is what frees it
+            if free:  # else another thread hangs in a call, and closing frees it
                 self._finish_pending()
 
     def close(self) -> None:
-        """`settle`, and leave, whatever that raises. Nothing in a process that was forked from the one that connected."""
+        """Call `settle`, then leave the session even if that raises. Does nothing in a forked child of the process that
+        connected."""
         if self._party.channel.theirs:
             return
         try:
@@ -427,6 +459,6 @@ class TrainerSession:
             self._party.close()
             if self._server is not None:
                 self._server.wait_left(self.index)
-                time.sleep(0.05)  # let the others' goodbyes arrive before the socket goes
+                time.sleep(0.05)  # let the Leave messages of the others arrive before the socket closes
                 self._server.close(0.0 if self._open else min(self._until, time.monotonic() + STOP_GRACE_S))
-            self.side.close()  # last: it raises what became of the device
+            self.side.close()  # last: it may raise an error of the device

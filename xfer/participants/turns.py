@@ -1,9 +1,8 @@
-"""Threads that take turns more often while a refit runs, and that sleep no longer than they ask for.
+"""Makes threads switch more often while a refit runs, and sleep no longer than they ask for.
 
-A thread that computes in Python keeps the interpreter for 5 ms when another wants it. The coordinator lives in trainer 0's process, so
-every message of a refit that arrives while that rank looks through its storages would wait so long, and a refit has a dozen of
-them one behind the other. And Linux lets a sleep end late by the thread's timer slack (prctl(2)), which is more than the bytes of
-a small refit need. Nothing else is known here.
+A thread that computes in Python keeps the interpreter for 5 ms when another thread wants it. The coordinator runs in trainer 0's
+process, so each message that arrives while that rank checks its storages would wait as long, and a refit has a dozen messages in
+sequence. And Linux may end a sleep late, by the thread's timer slack (prctl(2)), which is longer than a small refit moves bytes.
 """
 
 from __future__ import annotations
@@ -25,7 +24,8 @@ _before = 0.0
 
 @contextmanager
 def quick_turns() -> Iterator[None]:
-    """Inside, `sys.setswitchinterval` is at most `INTERVAL_S`; afterwards what it was. Any number of threads may be inside."""
+    """Set the interpreter's switch interval to at most `INTERVAL_S` seconds inside the context, and restore it afterwards. Any
+    number of threads may be inside."""
     global _inside, _before
     with _lock:
         _inside += 1
@@ -42,7 +42,7 @@ def quick_turns() -> Iterator[None]:
 
 
 def short_sleeps() -> bool:
-    """This thread's sleeps are rounded up by `SLACK_NS` and no more. Linux only; False elsewhere."""
+    """Set this thread's timer slack to `SLACK_NS`. Returns whether that worked; it does on Linux only."""
     if sys.platform != "linux":
         return False
-    return ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, ctypes.c_ulong(SLACK_NS)) == 0
+    return bool(ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, ctypes.c_ulong(SLACK_NS)) == 0)

@@ -1,7 +1,8 @@
-"""The engine worker's half: join once, then one `receive` per refit, inside the engine's own call.
+"""The engine worker's part of a session: join once, then one `receive` per refit, inside the engine's own call.
 
-Nothing here raises into the engine and nothing hangs past its deadline: vLLM reads its workers' replies in rank order and
-stops at the first failure, after which every later answer belongs to the wrong call. Outcomes travel on xfer's own channel.
+No call here raises into the engine, and none takes longer than its deadline: vLLM reads its workers' replies in rank order
+and stops at the first failure, after which every later answer belongs to the wrong call. Outcomes travel on xfer's own
+channel.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -30,25 +32,29 @@ logger = logging.getLogger("xfer")
 
 
 class Adapter(Protocol):
-    """An engine framework's adapter on one worker; `engines/vllm_layout.py` has the one for vLLM. A route's side asks
-    more of it."""
+    """An engine framework's adapter on one worker; `engines/vllm_layout.py` has the one for vLLM. The sides of the routes
+    need more methods of it.
+
+    Attributes:
+        drop: Globs of checkpoint tensors that this engine does not take.
+        version: Label of the last refit that was installed, by any connection. The adapter keeps it for a session.
+    """
 
     device: torch.device
     drop: tuple[str, ...]
-    """Globs of checkpoint tensors that this engine does not take."""
     version: Label
-    """Label of the last refit that was installed, whatever connection brought it. The adapter keeps it for a session."""
 
     @property
     def holds(self) -> m.Holds:
-        """Which weights lie in the model, whatever connection brought them. Only "whole" ones may serve."""
+        """Which weights the model has, from any connection. The engine may serve only "whole" ones."""
 
 
 class Model(Protocol):
-    """The live model of one worker, as a session commands it: an adapter itself, or a route's view of one."""
+    """The live model of one worker, as a session uses it: an adapter itself, or a route's view of one."""
 
     def check(self) -> str:
-        """ "same", "moved" (same layout, other addresses) or "changed". Raises where kept weights are lost."""
+        """Return "same", "moved" (same layout, other addresses) or "changed". Raises if weights that stay as they are
+        (`keep=`) are lost."""
 
     def choose_lock(self) -> str:
         """Find the tensor whose NaN makes every output NaN. All workers of the replica call this together."""
@@ -59,27 +65,49 @@ class Model(Protocol):
 
 
 class WorkerSide(Protocol):
-    """What one engine worker takes by a route."""
+    """One engine worker's part of a route.
+
+    Attributes:
+        inventory: Digest of this worker's layout, for the coordinator; empty before the first `read`.
+    """
 
     model: Model
     inventory: bytes
-    """Digest of this worker's layout as the coordinator is to know it; empty before the first `read`."""
 
     def read(self, catalog: Catalog) -> None:
-        """Read the live layout under a catalog; sets `inventory`."""
+        """Read the live layout under a catalog and set `inventory`."""
 
     def rebind(self) -> None:
-        """The same layout lies at other addresses."""
+        """Use the new addresses of the same layout."""
 
     def plane(self, joint_rank: int) -> DataPlane:
-        """The data plane of this worker, whose rank in the domain is `joint_rank`."""
+        """Make the data plane of this worker, whose rank in the domain is `joint_rank`."""
 
 
 NewWorkerSide = Callable[[str, Any, RendezvousClient, int, int], WorkerSide]
-"""(route's name, adapter, client, replica, worker rank) -> that route's side."""
+"""(route name, adapter, client, replica, worker rank) -> the worker's side of that route."""
 
 
 class WorkerSession:
+    """One engine worker's membership in a session.
+
+    Args:
+        adapter: The engine framework's adapter.
+        new_side: Makes the side of the route that the trainers chose.
+        replica: Number of the worker's replica.
+        worker_rank: The worker's rank in its replica.
+        workers: Number of workers of the replica.
+        rendezvous: "tcp://HOST:PORT".
+        token: The job's secret.
+        deadline_s: Seconds for joining.
+        session_open: Whether the engine has an update session open that an earlier controller began.
+        in_step: Whether workers of this replica, or of others, wait for this one in every step of the engine.
+
+    Attributes:
+        error: The last error; None if there was none.
+        joined: Whether `join` succeeded.
+    """
+
     role = "worker"
 
     def __init__(
@@ -95,13 +123,8 @@ class WorkerSession:
         session_open: bool = False,
         in_step: bool = False,
     ):
-        """
-        Args:
-            new_side: Makes the side of the route that the trainers chose.
-            session_open: The engine has an update session open that an earlier controller began.
-            in_step: Workers of this replica, or of others, wait for this one in every step of the engine.
-        """
-        self.adapter, self._new_side, self.side = adapter, new_side, None
+        self.adapter, self._new_side = adapter, new_side
+        self._side: WorkerSide | None = None
         self.replica, self.index, self.size = replica, worker_rank, workers
         self.rendezvous, self.deadline_s = rendezvous, deadline_s
         self._token, self._session_open, self._in_step = token, session_open, in_step
@@ -110,31 +133,44 @@ class WorkerSession:
         self._party: RendezvousClient | None = None
         self._lane_: Lane | None = None
         self._catalog: Catalog | None = None
-        self._told = b""  # the inventory that the coordinator heard of last
+        self._told = b""  # the inventory that the coordinator knows
         self._generation = 0
-        self._stale = False  # a layout was being read again and that did not end well
+        self._stale = False  # the last attempt to read the layout again failed
         self.joined = False
+
+    @property
+    def side(self) -> WorkerSide:
+        """This worker's side of the route.
+
+        Raises:
+            PeerLost: The worker has not met the coordinator, which knows the route.
+        """
+        if self._side is None:
+            raise self._never_joined()
+        return self._side
 
     @property
     def model(self) -> Model:
         return self.side.model
 
+    def _never_joined(self) -> XferError:
+        return self.error or PeerLost("this worker never joined")
+
     # ---- joining
 
     def join(self) -> None:
-        """Connect, read the live layout, publish it, wait for a plan and a link. Returns normally whatever happens."""
+        """Connect, read the live layout, publish it, and wait for a plan and a link. Raises nothing: see the module."""
         try:
             self._join()
         except Exception as e:
             self._fail(e)
             if self._party is not None:
-                self._party.catch_up(
-                    SILENCE_S
-                )  # when this has returned the controller asks the coordinator, which must have heard of it
+                # The controller asks the coordinator when this has returned: the coordinator must know of the failure.
+                self._party.catch_up(SILENCE_S)
 
     def _join(self) -> None:
         until = time.monotonic() + self.deadline_s
-        self._party = RendezvousClient(
+        self._party = party = RendezvousClient(
             self.rendezvous,
             self._token,
             "worker",
@@ -147,56 +183,55 @@ class WorkerSession:
             session_open=self._session_open,
             version=self.adapter.version,
         )
-        self._party.on_lane = self._lane
-        self.side = self._new_side(self._party.welcome.route, self.adapter, self._party, self.replica, self.index)
-        self.adapter.drop = (*self.adapter.drop, *self._party.welcome.drop)
-        first = self._party.take((m.CatalogMsg, m.Failed), until, "the catalog: trainers have not connected yet")
-        self._raise_failed(first)
-        self._read(first)
+        party.on_lane = partial(self._lane, party)
+        self._side = self._new_side(party.welcome.route, self.adapter, party, self.replica, self.index)
+        self.adapter.drop = (*self.adapter.drop, *party.welcome.drop)
+        first = party.take((m.CatalogMsg, m.Failed), until, "the catalog: trainers have not connected yet")
+        if isinstance(first, m.Failed):
+            raise first.error.error()
+        self._read(party, first)
         while True:
-            message = self._party.take(
+            message = party.take(
                 (m.ReplicaReady, m.Failed, m.CatalogMsg), until, "a plan: another rank is still reading its layout"
             )
-            if isinstance(message, m.CatalogMsg):
-                self._read(message)
-                continue
-            self._raise_failed(message)
-            break
-        lock = self.model.choose_lock()  # not sooner: it runs the model's own collectives, so all workers must be alive
-        self.side.rebind()  # from now on refits write the scratch of the lock in place of its live storage
+            if isinstance(message, m.Failed):
+                raise message.error.error()
+            if isinstance(message, m.ReplicaReady):
+                break
+            self._read(party, message)
+        # Not earlier: this runs the model's own collectives, which need all workers alive.
+        lock = self.model.choose_lock()
+        self.side.rebind()  # from now on refits write the lock's scratch instead of its live storage
         self.joined = True
-        logger.info("xfer: %s has joined %s, locked by %s", self._party.label, self.rendezvous, lock)
+        logger.info("xfer: %s has joined %s, locked by %s", party.label, self.rendezvous, lock)
 
-    def _raise_failed(self, message: m.Message) -> None:
-        if isinstance(message, m.Failed):
-            raise message.error.error()
-
-    def _read(self, message: m.CatalogMsg) -> None:
+    def _read(self, party: RendezvousClient, message: m.CatalogMsg) -> None:
         faults.point("worker", self.index, "read")
         self._catalog, self._generation = Catalog.from_bytes(unpack_one(message.catalog, "catalog")), message.generation
-        self._publish()
-        # If nobody is there, the inbox says why.
-        self._party.try_send(m.InventoryMsg(self.side.inventory, message.generation))
+        self._publish(self._catalog)
+        # If the coordinator is gone, the inbox has the reason.
+        party.try_send(m.InventoryMsg(self.side.inventory, message.generation))
         self._told = self.side.inventory
 
-    def _publish(self) -> None:
+    def _publish(self, catalog: Catalog) -> None:
         self._stale = True
-        self.side.read(self._catalog)
+        self.side.read(catalog)
         self._stale = False
 
-    def _lane(self, replica: int) -> Lane | None:
+    def _lane(self, party: RendezvousClient, replica: int) -> Lane | None:
         if replica != self.replica:
             return None
         if self._lane_ is None:
-            plane = self.side.plane(self._party.welcome.trainers + self.index)
-            self._lane_ = Lane(self._party, "worker", self.index, self.device, replica, plane)
-            self._party.lanes = {replica: self._lane_}
+            plane = self.side.plane(party.welcome.trainers + self.index)
+            self._lane_ = Lane(party, "worker", self.index, self.device, replica, plane)
+            party.lanes = {replica: self._lane_}
         return self._lane_
 
-    def _fail(self, e: BaseException, attempt: int = 0) -> None:
+    def _fail(self, e: BaseException, attempt: int = 0) -> XferError:
         error = self._noted(e)
         if self._party is not None:
             self._party.try_send(m.Failed(m.WireError.of(error, self._party.label), attempt, self.replica))
+        return error
 
     def _noted(self, e: BaseException) -> XferError:
         self.error = e if isinstance(e, XferError) else XferError(f"{type(e).__name__}: {e}")
@@ -206,33 +241,40 @@ class WorkerSession:
     # ---- receiving
 
     def receive(self, attempt: int, deadline_s: float) -> None:
-        """One refit attempt, from armed to decided. Returns normally, by the deadline, whatever happens."""
+        """Run one refit attempt, from armed to decided.
+
+        Returns by the deadline and raises nothing: see the module.
+
+        Args:
+            attempt: Number of the attempt.
+            deadline_s: Seconds until the coordinator decides at the latest.
+        """
         try:
             with quick_turns():
                 self._receive(attempt, deadline_s)
         except Exception as e:
-            self._fail(e, attempt)
+            error = self._fail(e, attempt)
             lane = self._lane_
             if lane is not None:
-                lane.cancel(self.error, None)
+                lane.cancel(error, None)
                 lane.wait_idle(STOP_GRACE_S)
             if self._party is not None:
                 self._party.try_send(self._stopped(attempt))
         if self._party is not None:
-            timeline.write(
-                attempt, self._party.welcome.session, wait_s=timeline.ASIDE_S
-            )  # the engine waits for this call to return
+            # Later, on another thread: the engine waits for this call to return.
+            timeline.write(attempt, self._party.welcome.session, wait_s=timeline.ASIDE_S)
 
     def _receive(self, attempt: int, deadline_s: float) -> None:
-        if self._party is None or not self.joined:
-            raise self.error or PeerLost("this worker never joined")
-        party, due = self._party, time.monotonic() + deadline_s
+        party, lane = self._party, self._lane_
+        if party is None or lane is None or not self.joined:
+            raise self._never_joined()
+        due = time.monotonic() + deadline_s
         mark(party.label, "in update")
         self.model.synchronize()
         mark(party.label, "its device is idle")
-        inventory, unread = self._refresh()
+        inventory, unread = self._refresh(party)
         faults.point("worker", self.index, "arm")
-        rebound = self._lane_.plane.moved()
+        rebound = lane.plane.moved()
         mark(party.label, "looked at its storages: armed")
         party.send(m.Armed(attempt, inventory, self._generation, rebound, unread, self._in_step))
         if unread is None:
@@ -245,16 +287,16 @@ class WorkerSession:
                 due=due,
             )
             if isinstance(message, m.CatalogMsg):
-                self._read(message)
+                self._read(party, message)
             elif isinstance(message, m.Failed):
-                self._raise_failed(message)
+                raise message.error.error()
             elif message.attempt != attempt:
                 continue  # an answer to an earlier attempt
             elif isinstance(message, m.CallAgain):
                 return
             elif isinstance(message, m.Commit):
                 faults.point("worker", self.index, "commit")
-                self._lane_.wait_idle(STOP_GRACE_S)
+                lane.wait_idle(STOP_GRACE_S)
                 self.model.release_lock()
                 self.model.synchronize()
                 self.adapter.version = message.version
@@ -262,8 +304,7 @@ class WorkerSession:
                 party.send(m.Committed(self.replica, attempt))
                 return
             else:
-                lane = self._lane_
-                if lane is not None and not lane.wait_idle(STOP_GRACE_S):
+                if not lane.wait_idle(STOP_GRACE_S):
                     raise DeadlineExceeded("the transfer of this worker did not stop after an abort")
                 party.send(self._stopped(attempt))
                 return
@@ -272,29 +313,28 @@ class WorkerSession:
         lane = self._lane_
         return m.Stopped(self.replica, attempt, self.adapter.holds == "mix", lane is None or lane.plane.drained)
 
-    def _refresh(self) -> tuple[bytes, m.WireError | None]:
-        """The inventory, where the coordinator has not heard of it: also what an attempt read that ended before it
-        could tell. Or why there is
-        none: that ends the attempt only if trainers bring nothing newer, which they may have sent before this or not."""
-        state = (
-            self.model.check()
-        )  # always: kept weights that are lost it refuses, and `read` would take them as they lie
+    def _refresh(self, party: RendezvousClient) -> tuple[bytes, m.WireError | None]:
+        """Bring the layout up to date.
+
+        Returns:
+            The inventory, empty if the coordinator knows it, and the error if the layout cannot be read. Such an error ends
+            the attempt only if trainers publish no newer catalog; their catalog may come before or after this.
+        """
+        state = self.model.check()  # in any case: it refuses lost kept weights, which `read` would accept
         if self._stale:
             state = "changed"
-        newer = (
-            self._party.newest(m.CatalogMsg) if self._stale else None
-        )  # what could not be read before has been replaced
+        newer = party.newest(m.CatalogMsg) if self._stale else None  # replaces the catalog that could not be read
         try:
             if newer is not None:
-                self._read(newer)
+                self._read(party, newer)
             elif state == "moved":
                 self._stale = True
                 self.side.rebind()
                 self._stale = False
-            elif state != "same":
-                self._publish()
+            elif state != "same" and self._catalog is not None:
+                self._publish(self._catalog)
         except Exception as e:
-            return b"", m.WireError.of(self._noted(e), self._party.label)
+            return b"", m.WireError.of(self._noted(e), party.label)
         return self.side.inventory if self.side.inventory != self._told else b"", None
 
     def close(self) -> None:

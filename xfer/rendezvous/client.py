@@ -14,7 +14,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import ClassVar, Protocol, TypeVar
+from typing import ClassVar, Protocol, TypeVar, overload
 
 import torch
 
@@ -29,6 +29,10 @@ from xfer.rendezvous.layouts import Shelf
 from xfer.rendezvous.store import Replies
 
 M = TypeVar("M")
+M2 = TypeVar("M2")
+M3 = TypeVar("M3")
+M4 = TypeVar("M4")
+M5 = TypeVar("M5")
 AGAIN_S = 0.05
 """Seconds until a client dials again after a failed session told it to."""
 _left: dict[tuple[str, str], str] = {}
@@ -371,6 +375,43 @@ class RendezvousClient:
             for x in found:
                 inbox.queue.remove(x)
         return found[-1] if found else None
+
+    # Overloads for several types: from a tuple of types mypy would infer their base class, not their union.
+
+    @overload
+    def take(
+        self, kinds: tuple[type[M]], until: float, what: str, match: Callable[[M], bool] = ..., due: float | None = ...
+    ) -> M: ...
+
+    @overload
+    def take(
+        self,
+        kinds: tuple[type[M], type[M2]],
+        until: float,
+        what: str,
+        match: Callable[[M | M2], bool] = ...,
+        due: float | None = ...,
+    ) -> M | M2: ...
+
+    @overload
+    def take(
+        self,
+        kinds: tuple[type[M], type[M2], type[M3]],
+        until: float,
+        what: str,
+        match: Callable[[M | M2 | M3], bool] = ...,
+        due: float | None = ...,
+    ) -> M | M2 | M3: ...
+
+    @overload
+    def take(
+        self,
+        kinds: tuple[type[M], type[M2], type[M3], type[M4], type[M5]],
+        until: float,
+        what: str,
+        match: Callable[[M | M2 | M3 | M4 | M5], bool] = ...,
+        due: float | None = ...,
+    ) -> M | M2 | M3 | M4 | M5: ...
 
     def take(
         self,
