@@ -1,13 +1,13 @@
-"""Agreement of ranks: either all of them go on from here with one digest, or none does and each hears why.
+"""Agreement of ranks: either all of them go on from here with one digest, or none does and each raises the reason.
 
 A collective that one rank does not join blocks the others, and one that is left alone pairs with the next, of other data. So
-ranks agree before they enter it, over a store: a rank that fails waits for nobody, and the others do not wait for it.
+ranks agree before they enter it, over a store: a rank that fails does not wait, and the others do not wait for it.
 
 One word in the store decides, and the rank that writes it first (compare-and-set): that all ranks are here, that two differ,
 that one has failed, or that one has waited long enough. A counter only tells the last rank that it is the last.
 
-Not agreements, because every rank is known to come and each needs what the others say: the small collectives of `packed/agree.py`,
-`any_rank` and the exchanges of `transport/routes.py`, and those of engines among their own workers.
+The small collectives of `packed/agree.py`, `any_rank` and the exchanges of `transport/routes.py`, and those of engines among their
+own workers are no agreements: every rank is known to come, and each needs the data of the others.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _POLL_S, _SLOWEST_S = 0.001, 0.1
 
 
 class Words(Protocol):
-    """What an agreement needs of a store: torch's stores have it, and `rendezvous/store.py`."""
+    """The methods of a store that an agreement calls. torch's stores and `rendezvous/store.py` have them."""
 
     def set(self, key: str, value: str) -> None: ...
     def add(self, key: str, amount: int) -> int: ...
-    def check(self, keys: Sequence[str]) -> bool: ...
+    def check(self, keys: list[str]) -> bool: ...
     def get(self, key: str) -> bytes: ...
     def compare_set(self, key: str, expected: str, desired: str) -> bytes: ...
     def delete_key(self, key: str) -> bool: ...
@@ -57,9 +57,9 @@ class Agreement:
 
     Args:
         store: Where they meet.
-        name: Of this meeting, never used before in this store.
-        rank: This one, of `ranks`.
-        ranks: All that must come.
+        name: Name of this meeting, never used before in this store.
+        rank: Number of this rank, one of `ranks`.
+        ranks: All ranks that must come.
         label: The name of a rank in errors.
         appears: Waits until a key is in the store; called as `poll`.
     """
@@ -105,7 +105,7 @@ class Agreement:
 
     def _word(self, until: float, digest: str, over: Callable[[], bool]) -> str:
         store, here, word = self._store, self._key(self._rank), self._key("word")
-        store.set(here, "here")  # tells who is missing
+        store.set(here, "here")  # shows which ranks are missing
         if digest:
             theirs, first = store.compare_set(self._key("digest"), "", f"{digest} {self._rank}").decode().split(" ")
             if theirs != digest:

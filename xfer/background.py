@@ -3,7 +3,7 @@
 Nothing interrupts a collective, the constructor of a communicator or a call into a driver. A peer that does not come would
 block the caller for good, so such a call runs here and the caller waits with a deadline.
 
-These modules also use threads and are not background calls: a loop with state that runs as long as its owner
+These modules also use threads, for something else than a background call: a loop with state that runs as long as its owner
 (`participants/lane.py`, `participants/controller.py`, `direct/late.py`, `packed/feed.py`, `packed/arrivals.py`,
 `layerwise/watch.py`, `rendezvous/`), many calls in order on one thread (`engines/call_thread.py`), and calls that take turns
 (`packed/lockstep.py`). `packed/ahead.py` has no thread: it starts one broadcast before it waits for the previous one.
@@ -27,7 +27,8 @@ T = TypeVar("T")
 LOOK_S = 0.05
 """Seconds between two looks at whether waiting still makes sense."""
 _given_up: set[threading.Thread] = set()
-"""Threads that nobody waits for before the interpreter ends: one that came back from C++ after that would end the process."""
+"""Threads whose callers gave up. The interpreter joins them before it ends, because a thread that returns from C++ later would crash
+the process."""
 
 
 def _never() -> bool:
@@ -43,12 +44,11 @@ class BackgroundCall(Generic[T]):
             that kernels it launches are queued behind the caller's.
         where: Where an error happened, e.g. "trainer 3".
         failure: The message of the XferError that replaces any other error of the call. Empty: errors stay as they are.
-        register: Is given this object before the call starts. An interrupt can hit the caller while the thread starts;
-            whatever was registered by then can still be waited for.
-        undo: Is given the result if the caller gave up before the call returned.
+        register: Called with this object before the call starts. An interrupt can hit the caller while the thread starts;
+            the caller can still wait for an object that is registered.
+        undo: Called with the result if the caller gave up before the call returned.
 
     Attributes:
-        result: What the call returned; None until then.
         error: What the call raised; None otherwise.
         seconds: How long the call took; 0.0 until it is over.
     """
@@ -63,7 +63,7 @@ class BackgroundCall(Generic[T]):
         *,
         undo: Callable[[T], object] = lambda _: None,
     ):
-        self.result: T | None = None
+        self._returned: list[T] = []  # empty until the call has returned
         self.error: BaseException | None = None
         self.seconds = 0.0
         self._call, self._undo, self._where, self._failure = call, undo, where, failure
@@ -89,18 +89,23 @@ class BackgroundCall(Generic[T]):
                 if self._stream is not None:
                     inside.enter_context(torch.cuda.device(self._device))
                     inside.enter_context(torch.cuda.stream(self._stream))
-                self.result = self._call()
+                self._returned.append(self._call())
         except BaseException as e:
             self.error = e
-        self._call = None  # what it holds is freed before the caller goes on
+        del self._call  # frees what it holds before the caller goes on
         self.seconds = time.perf_counter() - self._began
         with self._ending:
             self._over.set()
         try:
             if self._given_up and self.error is None:
-                self._undo(self.result)
+                self._undo(self._returned[0])
         finally:
             _given_up.discard(self._thread)
+
+    @property
+    def result(self) -> T | None:
+        """What the call returned; None until then."""
+        return self._returned[0] if self._returned else None
 
     @property
     def over(self) -> bool:
@@ -112,8 +117,8 @@ class BackgroundCall(Generic[T]):
 
         Args:
             until: A time.monotonic() value.
-            pointless: Whether waiting makes no sense any more; asked every LOOK_S seconds.
-            grace_s: Seconds for which to wait all the same once it makes none.
+            pointless: Whether waiting makes no sense any more; called every LOOK_S seconds.
+            grace_s: Seconds to wait all the same after that.
 
         Returns:
             Whether the call is over.
@@ -139,7 +144,7 @@ class BackgroundCall(Generic[T]):
         return True
 
     def take(self, until: float, cancelled: Callable[[], bool] = _never) -> T:
-        """The result, or the error of the call. Gives up at `until`, once `cancelled()`, and when interrupted.
+        """Returns the result, or raises the error of the call. Gives up at `until`, once `cancelled()`, and when interrupted.
 
         Raises:
             TimeoutError: The call was given up.
@@ -151,10 +156,10 @@ class BackgroundCall(Generic[T]):
         if self._given_up:
             raise TimeoutError("no answer in time")
         self.wait(until)
-        return self.result
+        return self._returned[0]
 
     def give_up(self) -> None:
-        """Nobody takes the result any more: `undo` gets it when the call returns. No effect once the call is over."""
+        """Drops the result: `undo` gets it when the call returns. No effect once the call is over."""
         with self._ending:
             if not self._over.is_set():
                 self._given_up = True

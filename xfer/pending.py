@@ -1,6 +1,8 @@
-"""Which layer-wise optimizers of this process may still lack parameters, so that an adapter that was told of none finishes their
-gathers before bytes leave. Knows no adapter and no optimizer: whoever gathers says so, whoever reads asks. Modules hold who
-says so, not the optimizer: what is on its way when an optimizer is dropped is on its way all the same.
+"""The gathers of this process that may still lack parameters. A trainer's adapter finishes them before it sends bytes.
+
+This module knows no adapter and no optimizer. Code that gathers parameters calls `announce`; code that reads them calls
+`drain_over`. Only weak references are kept. The model's modules hold the announced object, because gathers that have started go on
+after their optimizer is dropped.
 """
 
 from __future__ import annotations
@@ -17,19 +19,26 @@ from torch.utils._pytree import tree_leaves
 
 
 class Gathers(Protocol):
-    """`named`: (name, parameter) of all that is gathered. `drain`: bring every one of them here; collective over the ranks
-    among which they are gathered, and nothing when they are here. to_write: and wait until they may be changed, too."""
+    """Gathers that can be finished."""
 
-    named: Sequence[tuple[str, torch.Tensor]]
+    @property
+    def named(self) -> Sequence[tuple[str, torch.Tensor]]:
+        """(name, parameter) of all gathered parameters."""
 
-    def drain(self, to_write: bool = True) -> None: ...
+    def drain(self, to_write: bool = True) -> None:
+        """Finishes the gathers. Collective over the ranks among which they run; does nothing if all parameters are here.
+
+        Args:
+            to_write: Also wait until the parameters may be changed.
+        """
 
 
-_known: list[weakref.ref[Gathers]] = []  # in the order in which they were made, which all ranks share
+_known: list[weakref.ref[Gathers]] = []  # in the order of creation, the same on all ranks
 
 
 class _IgnoredTensors(threading.local):
-    """Of a thread, not of the process: a drain runs on one of its own, and may be left behind there while other adapters read."""
+    """Ids of the gathers that this thread leaves alone. A drain runs on a thread of its own, and other adapters may read while it is
+    stuck there."""
 
     def __init__(self) -> None:
         self.ids: list[int] = []
@@ -39,16 +48,18 @@ _left_alone = _IgnoredTensors()
 
 
 def announce(gathers: Gathers) -> None:
+    """Adds gathers that `drain_over` finishes from now on."""
     _known[:] = [r for r in _known if r() is not None] + [weakref.ref(gathers)]
 
 
 def forget(gathers: Gathers) -> None:
+    """Removes gathers that `announce` added."""
     _known[:] = [r for r in _known if r() not in (None, gathers)]
 
 
 @contextmanager
 def left_alone(gathers: Gathers) -> Iterator[None]:
-    """For an adapter that reads only what is here already."""
+    """Inside, `drain_over` skips these gathers. For an adapter that reads only parameters that are here already."""
     _left_alone.ids.append(id(gathers))
     try:
         yield
@@ -57,20 +68,23 @@ def left_alone(gathers: Gathers) -> Iterator[None]:
 
 
 def drain_over(tensors: Iterable[torch.Tensor]) -> None:
-    """Finish the gathers of whatever lies in the memory of one of these tensors, or is read while they are made (copies in another
-    dtype): those were made of old values perhaps, so make them again. Collective, as `Gathers.drain`."""
+    """Finishes all gathers whose parameters lie in the memory of these tensors or are read while `tensors` is iterated (copies in
+    another dtype, for example). Such copies may have old values, so the caller makes them again. Collective, as `Gathers.drain`.
+    """
     known = [g for g in (r() for r in _known) if g is not None and id(g) not in _left_alone.ids]
     if not known:
         return
     with _ReadRecorder() as reads:
-        memory = ({t.untyped_storage().data_ptr() for t in tensors} | reads.memory) - {0}  # of what has no bytes
+        memory = ({t.untyped_storage().data_ptr() for t in tensors} | reads.memory) - {
+            0
+        }  # the address of empty tensors
     for gathers in known:
         if any(p.untyped_storage().data_ptr() in memory for _, p in gathers.named):
             gathers.drain(to_write=False)
 
 
 class _ReadRecorder(TorchDispatchMode):
-    """Notes the memory of every plain tensor that operations are given. Others are nobody's to gather."""
+    """Records the memory of every plain tensor that an operation reads. Tensor subclasses are never gathered."""
 
     def __init__(self) -> None:
         super().__init__()

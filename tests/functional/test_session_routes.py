@@ -87,7 +87,7 @@ def test_host_memory_is_read_by_the_workers_themselves(monkeypatch):
             report = good(w.refit(version))
             right(w, version)
             assert by_route(report) == {"peer": report.bytes} and report.bytes > 0
-        assert "pulled by the taker" in w.sessions[0].explain()
+        assert "pulled by the destination" in w.sessions[0].explain()
     monkeypatch.setattr(peer_host, "SHORTEST", 1 << 20)
     with World(2, 2) as w:
         for version in (1, 2):
@@ -109,7 +109,7 @@ def test_everything_is_pulled_and_the_report_says_so(shape):
             assert "peer: " in report.routes() and "GB/s" in report.routes()
             assert report.flatten()["xfer/route/peer_bytes"] == report.bytes
         assert epochs(w) == [1] * replicas, "nothing moved, so nothing is opened twice"
-        assert "pulled by the taker" in w.sessions[0].explain()
+        assert "pulled by the destination" in w.sessions[0].explain()
         assert all(isinstance(s._party.lanes[0].plane._link, routes.NoLink) for s in w.sessions), "nobody needs a link"
 
 

@@ -286,7 +286,10 @@ def test_copies_out_of_owners_memory_begin_when_all_have_stepped_and_are_waited_
     shares = [SimpleNamespace(owner=r, nbytes=8, home=Home(-1.0), members=()) for r in (0, 1, 2, 1)]
     theirs = {1: {0: Home(10.0), 1: Home(11.0)}, 2: {0: Home(20.0)}}
     numbers = {id(s): n for s, n in zip(shares, (0, 0, 0, 1))}
-    mapping = SimpleNamespace(roots=theirs, close=lambda: asked.append("closed"))
+    mapping = SimpleNamespace(
+        read_into=lambda rank, root, into: into.copy_(theirs[rank][root], non_blocking=True),
+        close=lambda: asked.append("closed"),
+    )
     p = pulls.Pulls(w, None, mapping, numbers, shares, Stream())
     assert w.behind == [p.stream]
     p.begin()

@@ -1,16 +1,16 @@
-"""Checkpoints by parameter: each owner writes its whole parameters and their optimizer state under the checkpoint's names,
-and any other layout reads from them what it needs, box by box. No flat buffer is ever written.
+"""Checkpoints by parameter: each owner writes its whole parameters and their optimizer state under the checkpoint's names, and any
+other layout reads the boxes that it needs. No flat buffer is ever written.
 
     save(optimizer, folder)                                  plain torch: every parameter under its own name
     save(optimizer, folder, MegatronTrainer(chunks, bridge)) Megatron: under the names of the Hugging Face checkpoint
 
-The second form needs no code per layout: where the boxes of a rank lie in its parameters is what the trainer's adapter reads
-for refits anyway, and state that has a parameter's shape is cut like the parameter. What nobody owns (frozen parameters, persistent
-buffers) is stored too. Files are torch.distributed.checkpoint's, of which `.metadata` comes last: a folder without it is no
-checkpoint. Hyperparameters lie beside them in `layerwise.json`. Which rank owns what is not stored.
+The second form needs no code per layout. The trainer's adapter reads the boxes of a rank's parameters for refits anyway, and state
+of a parameter's shape is cut like the parameter. Tensors without an owner (frozen parameters, persistent buffers) are stored too.
+Files are those of torch.distributed.checkpoint. It writes `.metadata` last, so a folder without it is no checkpoint.
+Hyperparameters are in `layerwise.json` beside them. The owners are not stored.
 
-Rows with which a vocabulary is padded have no name there, and how many there are depends on the layout. They are written beside the
-tensor that they pad, as `<name>/padding/<field>`, and read as far as both layouts have them; what only the new one has becomes zeros.
+Rows that pad a vocabulary have no checkpoint name, and their number depends on the layout. They are written beside the tensor that
+they pad, as `<name>/padding/<field>`, and read as far as both layouts have them. Rows that only the new layout has become zeros.
 """
 
 from __future__ import annotations
@@ -50,15 +50,23 @@ if TYPE_CHECKING:
 logger = logging.getLogger("xfer")
 FORMAT = 1
 PARAM = "param"
-"""Field under which a parameter itself is saved: its fp32 master where it has one."""
+"""Field of the parameter itself, or of its fp32 master if it has one."""
 
 Ints = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class ParameterBox:
-    """Box `origin`/`extent` of tensor `key` of `shape`; it lies in a parameter from element `offset` on, with `strides` in
-    elements. padding: of the rows that follow `key`'s own instead; `shape` is then theirs, all together."""
+    """A box of a checkpoint tensor, and its place in a parameter.
+
+    Attributes:
+        key: Name of the checkpoint tensor.
+        shape: Its shape.
+        origin, extent: The box in it.
+        offset: First element of the box in the parameter.
+        strides: Strides of the box in the parameter, in elements.
+        padding: If True, the box is one of the rows that pad `key`, and `shape` is the shape of all these rows.
+    """
 
     key: str
     shape: Ints
@@ -69,21 +77,28 @@ class ParameterBox:
     padding: bool = False
 
     def stored(self, field: str) -> str:
-        """Under which name the checkpoint has a field of it."""
+        """The name of a field of it in the checkpoint."""
         return f"{self.key}/padding/{field}" if self.padding else f"{self.key}/{field}"
 
 
 def save(optimizer: LayerWiseOptimizer, folder: str | Path, source: Source | None = None) -> None:
-    """Write parameters, persistent buffers and optimizer state into `folder`. Collective over all ranks. Right after `step()`
-    nothing has to be gathered: owners write what they own. A checkpoint that is there already is gone as soon as the first byte is
-    written; take another folder to keep it until this one is whole.
+    """Writes parameters, persistent buffers and optimizer state into `folder`. Collective over all ranks.
 
-    source: adapter that says where the checkpoint's tensors lie in this rank's parameters; None: each parameter is
-    whole on its owner, under its canonical name, which can only be where all ranks hold the same parameters. Unsupported
-    lists parameters of which that is not so, parameters of which `source` names only a part, and optimizer state that is
-    neither as its parameter is shaped nor a single number, and hyperparameters that are tensors of more than one. Those that are no
-    numbers, words or lists of them are not saved, which a warning says. XferError, on all ranks, when files cannot be written; after a
-    step or a gather that broke off, what that raised. What one rank alone raises, the others raise too.
+    Right after `step()` nothing has to be gathered, since owners write their own parameters. A checkpoint in `folder` is lost as soon
+    as the first byte is written; use another folder to keep it. Hyperparameters that are no numbers, strings or lists of them
+    are not saved, with a warning. If one rank raises an error, the others raise it too.
+
+    Args:
+        optimizer: The optimizer to save.
+        folder: A folder that all ranks can write to.
+        source: The trainer's adapter, which finds the checkpoint tensors in this rank's parameters. None: each parameter is whole
+            on its owner, under its own name, which needs all ranks to hold the same parameters.
+
+    Raises:
+        Unsupported: Lists parameters that not all ranks hold although `source` is None, parameters that `source` names only in
+            part, optimizer state that has neither its parameter's shape nor a single number, and hyperparameters that are tensors of
+            several numbers.
+        XferError: Files cannot be written, on all ranks. After a step or a gather that failed: its error.
     """
     ranks = Together.over_all("checkpoint.save", optimizer.label, optimizer.gather.deadline_s)
     with ranks.telling():
@@ -91,7 +106,7 @@ def save(optimizer: LayerWiseOptimizer, folder: str | Path, source: Source | Non
 
 
 def _save(optimizer: LayerWiseOptimizer, folder: str | Path, source: Source | None, ranks: Together) -> None:
-    optimizer.gather.check()  # of a step that broke off, some parameters are there
+    optimizer.gather.check()  # a step that failed may have written some parameters
     ranks.meet()
     tensors: dict[str, Boxes] = {}
     wrong: list[str] = []
@@ -105,7 +120,7 @@ def _save(optimizer: LayerWiseOptimizer, folder: str | Path, source: Source | No
         for field, tensor in scalars.items():
             for p in pieces[name]:
                 if p.padding and len(pieces[name]) == 1:
-                    continue  # a part that is all padding; others say it for the tensor
+                    continue  # this rank has only padding; other ranks write the number
                 tensors[f"{p.key}/{field}"] = Boxes((), tensor.dtype, [((), tensor.detach())])
     live = dist.is_initialized()
     first = not live or dist.get_rank() == 0
@@ -115,16 +130,24 @@ def _save(optimizer: LayerWiseOptimizer, folder: str | Path, source: Source | No
         _begin(Path(folder), json.dumps({"format": FORMAT, "groups": groups}, indent=1), wrong)
     ranks.refuse(wrong, f"{folder} cannot be written", XferError)
     with _typed(f"{folder} could not be written", optimizer.label):
-        # What several ranks hold is the lowest one's: buffers may differ, and DDP, too, takes those of its first rank.
+        # The lowest rank writes a tensor that several ranks hold: buffers may differ, and DDP takes those of its first rank, too.
         planner = dcp.DefaultSavePlanner(dedup_save_to_lowest_rank=True)
         dcp.save(dict(tensors), checkpoint_id=str(folder), planner=planner, no_dist=not live)
 
 
 def load(optimizer: LayerWiseOptimizer, folder: str | Path, source: Source | None = None) -> None:
-    """Read what `save` wrote, at whatever layout, and bring everybody's parameters up to date. Collective over all ranks.
+    """Reads what `save` wrote, from any layout, and updates the parameters of all ranks. Collective over all ranks.
 
-    LayoutError lists parameters that the checkpoint does not have or has in another shape, and says what `folder` lacks where
-    nobody, or nobody to the end, saved into it. What one rank alone raises, the others raise too.
+    If one rank raises an error, the others raise it too.
+
+    Args:
+        optimizer: The optimizer to load into.
+        folder: The folder that was given to `save`.
+        source: As of `save`.
+
+    Raises:
+        LayoutError: Lists parameters that the checkpoint lacks or has in another shape, or the files that `folder` lacks.
+        XferError: Files cannot be read, on all ranks.
     """
     ranks = Together.over_all("checkpoint.load", optimizer.label, optimizer.gather.deadline_s)
     with ranks.telling():
@@ -162,10 +185,9 @@ def _load(optimizer: LayerWiseOptimizer, folder: str | Path, source: Source | No
         ):
             dcp.load(dict(wanted.tensors), storage_reader=reader, no_dist=not dist.is_initialized())
         for group, was in zip(optimizer.param_groups, groups):
-            group.update(
-                {k: _restored(group.get(k), v) for k, v in was.items()}
-            )  # a scheduler's, too: it is made later
-        for o in optimizer.owned:  # where numbers lie depends on what groups say by now
+            # with the values that a scheduler sets, because it may be built later
+            group.update({k: _restored(group.get(k), v) for k, v in was.items()})
+        for o in optimizer.owned:  # after the groups, which determine the device of numbers
             inner = optimizer.inner[o.group]
             inner.state[o.target] = placed(inner, o.target, states[o.name])
             if o.target is not o.param:
@@ -177,8 +199,8 @@ def _load(optimizer: LayerWiseOptimizer, folder: str | Path, source: Source | No
 def placed(
     inner: torch.optim.Optimizer, target: torch.nn.Parameter, state: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """A parameter's state, with single numbers where torch's own `load_state_dict` would put them: fused and capturable kernels
-    read `step` on the parameter's device, all others on the host."""
+    """A parameter's state, with single numbers on the device where torch's own `load_state_dict` would put them: fused and capturable
+    kernels read `step` on the parameter's device, all others on the host."""
     mine = [group for group in inner.param_groups if any(p is target for p in group["params"])]
     groups = [{**group, "params": [id(target)]} for group in mine]
     out = dict(state)
@@ -193,7 +215,7 @@ def placed(
 
 
 def _begin(folder: Path, text: str, wrong: list[str]) -> None:
-    """From here on what was saved there is no checkpoint any more: it would be loaded with some of the new bytes."""
+    """Begins a checkpoint. An older one in the folder becomes invalid, since it would be loaded with some of the new bytes."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / ".metadata").unlink(missing_ok=True)
@@ -203,12 +225,12 @@ def _begin(folder: Path, text: str, wrong: list[str]) -> None:
 
 
 def _opened(reader: dcp.FileSystemReader, folder: Path, wrong: list[str]) -> tuple[Mapping[str, object], list[dict]]:
-    """What is stored, by name, and the options of its parameter groups; or why there is nothing, added to `wrong`."""
+    """The stored tensors, by name, and the options of the parameter groups. Adds an error to `wrong` if there is no checkpoint."""
     try:
         known = reader.read_metadata().state_dict_metadata
         stored = json.loads((folder / "layerwise.json").read_text())
         form, groups = stored.get("format"), stored.get("groups", [])
-    except Exception as e:  # the reader is torch's, and what it raises over half a file is its own affair
+    except Exception as e:  # torch's reader raises many types over a damaged file
         wrong.append(
             f"no checkpoint, or one that was not saved to its end ({type(e).__name__}: {e}); load another folder"
         )
@@ -221,7 +243,7 @@ def _opened(reader: dcp.FileSystemReader, folder: Path, wrong: list[str]) -> tup
 
 @contextmanager
 def _typed(message: str, where: str) -> Iterator[None]:
-    """All ranks raise what torch's checkpoints say that any of them raised, which is no Exception there."""
+    """Raises an XferError for torch's CheckpointException, which has the errors of all ranks and is no Exception."""
     try:
         yield
     except CheckpointException as e:
@@ -233,21 +255,21 @@ def _typed(message: str, where: str) -> Iterator[None]:
 
 
 def _tensors(optimizer: LayerWiseOptimizer) -> dict[str, torch.Tensor]:
-    """By canonical name: all parameters, and the persistent buffers that have memory of their own."""
+    """All parameters, and the persistent buffers that have memory of their own, by name."""
     out: dict[str, torch.Tensor] = dict(optimizer.named)
     memory, seen = {p.untyped_storage().data_ptr() for p in out.values()}, {id(p) for p in out.values()}
     for i, module in enumerate(optimizer.modules):
         for path, table, key in tensors_of(module, seen):
-            name = bare(f"{path}.{key}" if path else key)
-            if table[key].untyped_storage().data_ptr() not in memory:
-                out[name if len(optimizer.modules) == 1 else f"{i}:{name}"] = table[key]
+            name, t = bare(f"{path}.{key}" if path else key), table[key]
+            if t is not None and t.untyped_storage().data_ptr() not in memory:
+                out[name if len(optimizer.modules) == 1 else f"{i}:{name}"] = t
     return out
 
 
 def _held(
     optimizer: LayerWiseOptimizer, wrong: list[str]
 ) -> Iterator[tuple[str, dict[str, torch.Tensor], dict[str, torch.Tensor]]]:
-    """(name, tensors shaped as the parameter, single numbers) of all that this rank saves."""
+    """(name, tensors of the parameter's shape, single numbers) of all that this rank saves."""
     for name, t in _tensors(optimizer).items():
         if name not in optimizer.owner:
             yield name, {PARAM: t.detach()}, {}
@@ -267,7 +289,7 @@ def _held(
 
 
 def _written(group: Mapping[str, object], name: str, wrong: list[str], warn: bool) -> dict[str, object]:
-    """What is stored of a parameter group's hyperparameters. What cannot be, of the numbers, is added to `wrong`."""
+    """The hyperparameters of a parameter group that are stored. Adds tensors that cannot be stored to `wrong`."""
     out = {}
     for key, given in group.items():
         value = _number(given)
@@ -279,22 +301,23 @@ def _written(group: Mapping[str, object], name: str, wrong: list[str], warn: boo
             wrong.append(f"{name}: {key} has a tensor that is not one number; keep it in the state of parameters")
         elif warn:
             logger.warning(
-                "xfer: %s: %s is a %s, which is not saved; who loads has what the optimizer is built with",
+                "xfer: %s: %s is a %s, which is not saved; after a load it has the value with which the optimizer was built",
                 name, key, type(given).__name__,
             )  # fmt: skip
     return out
 
 
 def _number(value: object) -> object:
-    """Numbers that are tensors, or NumPy's, as Python's; all else as it is."""
+    """Converts numbers that are tensors or NumPy's into Python's, also in lists. Returns other values unchanged."""
     if isinstance(value, list | tuple):
         return [_number(v) for v in value]
-    one = isinstance(value, torch.Tensor) and value.numel() == 1
-    return value.item() if one or isinstance(value, np.generic) else value
+    if isinstance(value, np.generic) or isinstance(value, torch.Tensor) and value.numel() == 1:
+        return value.item()
+    return value
 
 
 def _restored(now: object, was: object) -> object:
-    """A hyperparameter as it was, in the tensor that the group has for it: learning rates of captured graphs are read there."""
+    """The saved value `was`. If the group has a tensor for it, the value is written there, where captured graphs read learning rates."""
     if isinstance(was, list):
         into = now if isinstance(now, list | tuple) and len(now) == len(was) else [None] * len(was)
         return tuple(map(_restored, into, was))
@@ -313,7 +336,7 @@ def _plain(value: object) -> bool:
 def _pieces(
     optimizer: LayerWiseOptimizer, source: Source | None, wrong: list[str], refuse: Callable[[], None]
 ) -> dict[str, tuple[ParameterBox, ...]]:
-    """By canonical name; what cannot be named is added to `wrong`. `refuse`: what is there already, on all ranks."""
+    """The boxes of all parameters and buffers, by name. Adds errors to `wrong`; `refuse` raises those so far, on all ranks."""
     tensors = _tensors(optimizer)
     odd = [n for n, t in tensors.items() if not t.is_contiguous()]
     wrong += [f"{n}: not contiguous; make it so before the optimizer is built" for n in odd]
@@ -332,9 +355,9 @@ def _pieces(
     found: dict[str, list[ParameterBox]] = {n: [] for n in tensors}
     try:
         _read_pieces(source, tensors, found, wrong)
-    except XferError as e:  # told to all ranks, who are about to meet
+    except XferError as e:  # all ranks raise it at their next meeting
         wrong += [e.message, *e.violations]
-    refuse()  # before groups of ranks tell each other what only some know
+    refuse()  # before ranks exchange boxes that only some of them know
     for name, piece in optimizer.padding({n: tuple(x) for n, x in found.items()}).items():
         found[name].append(piece)
     for name, pieces in optimizer.copied({n: tuple(x) for n, x in found.items()}).items():
@@ -352,7 +375,7 @@ def _pieces(
 def _read_pieces(
     source: Source, tensors: Mapping[str, torch.Tensor], found: dict[str, list[ParameterBox]], wrong: list[str]
 ) -> None:
-    """Into `found`: the boxes of the checkpoint's tensors that the adapter sees in these tensors of this rank."""
+    """Adds to `found` the boxes of the checkpoint tensors that the adapter finds in these tensors of this rank."""
     layout = source.read()
     if layout.traced.recipes or layout.traced.gathers:
         wrong.append("tensors that are computed while exporting (adapters) have no optimizer state")
@@ -364,7 +387,7 @@ def _read_pieces(
         address = base[f.root] + f.offset
         i = bisect_right(starts, address) - 1
         if i < 0 or address >= at[i][0] + at[i][2].numel() * at[i][2].element_size():
-            continue  # nothing of the module's
+            continue  # not in a tensor of the module
         start, name, p = at[i]
         size = p.element_size()
         if f.steps or min((*f.strides, 0)) < 0:
@@ -381,7 +404,7 @@ def _rowwise(p: torch.Tensor) -> Ints:
 
 
 def _view(tensor: torch.Tensor, p: ParameterBox) -> torch.Tensor:
-    """The piece's part of a tensor that is shaped as the parameter; strides are those of a contiguous parameter."""
+    """The box `p` of a contiguous tensor of the parameter's shape."""
     return tensor.as_strided(p.extent, p.strides, tensor.storage_offset() + p.offset)
 
 
@@ -392,7 +415,7 @@ def _add(tensors: dict[str, Boxes], p: ParameterBox, field: str, view: torch.Ten
 
 
 class _Wanted:
-    """What this rank is going to read. blank: what is to be zeros before."""
+    """The tensors that this rank reads. blank: views that are zeroed before."""
 
     def __init__(self, known: Mapping[str, object], wrong: list[str]):
         self.known, self.wrong = known, wrong
@@ -420,14 +443,14 @@ class _Wanted:
     def _padding(self, p: ParameterBox, field: str, md: object, view: torch.Tensor) -> None:
         self.blank.append(view)
         if not isinstance(md, TensorStorageMetadata) or tuple(md.size[1:]) != p.shape[1:]:
-            return  # saved where nothing was padded
+            return  # nothing was padded where it was saved
         rows = min(p.extent[0], md.size[0] - p.origin[0])
         if rows > 0:
             have = replace(p, shape=tuple(md.size), extent=(rows, *p.extent[1:]))
             _add(self.tensors, have, field, view[:rows])
 
     def state(self, pieces: tuple[ParameterBox, ...], target: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Room for the optimizer's state of one parameter."""
+        """Allocates the optimizer state of one parameter, and adds it to the tensors to read."""
         out = {}
         for field in sorted({f for p in pieces for f in self._fields.get(p.key, ()) if f != PARAM}):
             md = self.known.get(f"{pieces[0].key}/{field}")
@@ -437,23 +460,27 @@ class _Wanted:
                 )
                 continue
             if len(md.size):
-                stepped = self.known.get(
-                    f"{pieces[0].key}/{PARAM}"
-                )  # a master then, or none, and here the other way round
-                like = stepped is not None and md.properties.dtype == stepped.properties.dtype
+                # One of the two layouts may have a master, and the other may step the parameter itself.
+                stepped = self.known.get(f"{pieces[0].key}/{PARAM}")
+                like = isinstance(stepped, TensorStorageMetadata) and md.properties.dtype == stepped.properties.dtype
                 dtype = target.dtype if like else md.properties.dtype
                 out[field] = torch.zeros(target.shape, dtype=dtype, device=target.device)
                 self.whole(pieces, field, out[field])
-            else:  # of fused parameters all have the same
+            else:  # all boxes of a fused parameter have the same number
                 out[field] = torch.zeros((), dtype=md.properties.dtype)
                 self.tensors[f"{pieces[0].key}/{field}"] = Boxes((), md.properties.dtype, [((), out[field])])
         return out
 
 
 class Boxes(torch.Tensor):
-    """The boxes that one rank has of a tensor of `shape`, in the form that torch.distributed.checkpoint writes and reads.
+    """The boxes of one tensor on one rank, in the form that torch.distributed.checkpoint writes and reads.
 
-    boxes: (origin, view of the live memory). A tensor by type only: it has no memory and no operations.
+    It is a tensor by type only: it has no memory and no operations.
+
+    Args:
+        shape: Shape of the whole tensor.
+        dtype: Its dtype.
+        boxes: (origin, view of the live memory) of each box.
     """
 
     boxes: list[tuple[Ints, torch.Tensor]]
@@ -471,7 +498,7 @@ class Boxes(torch.Tensor):
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         raise NotImplementedError(f"{func}: a list of boxes is only saved and loaded")
 
-    def __repr__(self, **_) -> str:
+    def __repr__(self, *, tensor_contents=None):  # torch's signature
         return f"Boxes({tuple(self.shape)}, {[(o, tuple(v.shape)) for o, v in self.boxes]})"
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
@@ -490,6 +517,6 @@ class Boxes(torch.Tensor):
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
         for origin, view in self.boxes:
-            if tuple(index.offset) == tuple(origin):
+            if index.offset == torch.Size(origin):
                 return view
         raise ValueError(f"{index}: not among {self!r}")

@@ -1,10 +1,10 @@
 """Brings the parameters that owners have stepped to all other ranks, bucket by bucket.
 
-`ParamGather` keeps the state of every bucket, and starts and finishes the gathers. Which rank owns a parameter is decided in
-ownership.py, where its bytes are in shares.py, and when a module needs it in hooks.py.
+`ParamGather` keeps the state of every bucket, and starts and finishes the gathers. ownership.py chooses the owner of a parameter,
+shares.py the place of its bytes, and hooks.py the time at which a module needs it.
 
-A gather is one broadcast per owner, of exactly what that rank owns of the bucket: nothing is padded to the largest owner, and no rank
-receives what it has. Over NCCL the broadcasts of a bucket are one grouped call (as torch does for an all-gather of uneven
+A gather is one broadcast per owner, of exactly that owner's part of the bucket: nothing is padded to the largest owner, and no rank
+receives its own part. Over NCCL the broadcasts of a bucket are one grouped call (as torch does for an all-gather of uneven
 sizes); over gloo they are asynchronous broadcasts beside each other.
 """
 
@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from xfer.agreement import Agreement
 from xfer.errors import DeadlineExceeded, LayoutError, PeerLost, PlanMismatch, StaleWeights, XferError
-from xfer.layerwise.pulls import Pulls, start_in_order
+from xfer.layerwise.pulls import Pulls, Waitable, start_in_order
 from xfer.layerwise.shares import Share, refuse_astray
 from xfer.layerwise.wire import ON_ALL_RANKS, Wire
 
@@ -29,8 +29,13 @@ from xfer.layerwise.wire import ON_ALL_RANKS, Wire
 class Peers:
     """The ranks among which parameters are owned, and a wire of their own.
 
-    The process groups of the training code cannot be used: its collectives come in an order that is not known here. ranks: global,
-    in the order of the group; rank: this one, within the group. wire: None for a rank without peers.
+    The process groups of the training code cannot be used, because the order of its collectives is not known here.
+
+    Attributes:
+        name: Name of the group in errors.
+        wire: None for a rank without peers.
+        ranks: Global ranks, in the order of the group.
+        rank: This rank's number within the group.
     """
 
     name: str
@@ -51,22 +56,23 @@ class Peers:
         deadline_s: float,
         max_ctas: int | None = None,
     ) -> Peers:
-        """Over the ranks of `group` (None: the default group); see `Wire.over`. Collective over them."""
+        """Makes the peers of the ranks of `group` (None: the default group); see `Wire.over`. Collective over them."""
         ranks = tuple(dist.get_process_group_ranks(group if group is not None else dist.group.WORLD))
         mine = ranks.index(dist.get_rank())
         return cls(name, Wire.over(group, device, deadline_s, max_ctas) if len(ranks) > 1 else None, ranks, mine)
 
     @classmethod
     def alone(cls, name: str) -> Peers:
-        """For a process without peers, which gathers nothing."""
+        """Makes the peers of a process without others, which gathers nothing."""
         return cls(name, None, (0,), 0)
 
     def agree(self, digest: bytes, what: str, mend: str) -> None:
         """Raises the same error on all ranks unless all of them have the same digest.
 
         Args:
-            what: What the digest is of; once per wire.
-            mend: What to do where it differs.
+            digest: Digest to compare.
+            what: Describes it in errors; used once per wire.
+            mend: What to do if ranks differ.
 
         Raises:
             PlanMismatch: Ranks differ. PeerLost, DeadlineExceeded: A rank does not come.
@@ -83,6 +89,12 @@ class Peers:
             lines = [f"{line}: build the optimizer on ranks {list(self.ranks)}" for line in e.violations]
             raise type(e)(f"{self.name}: ranks did not all say {what}", lines) from None
 
+    def connected(self) -> Wire:
+        """The wire. Raises an XferError for a rank without peers."""
+        if self.wire is None:
+            raise XferError(f"{self.name}: this rank has no peers, so it cannot exchange anything with them")
+        return self.wire
+
     @property
     def device(self) -> torch.device:
         """Where tensors of this group's collectives lie."""
@@ -90,8 +102,10 @@ class Peers:
 
 
 class State(enum.Enum):
-    """The state of a bucket on this rank. STALE: owners have newer parameters. IN_FLIGHT: bytes may arrive at any moment. CURRENT: all
-    parameters are those of the last step."""
+    """The state of a bucket on this rank.
+
+    STALE: owners have newer parameters. IN_FLIGHT: bytes may arrive at any moment. CURRENT: all parameters are those of the last step.
+    """
 
     STALE = "stale"
     IN_FLIGHT = "in flight"
@@ -106,18 +120,20 @@ class Bucket:
     peers: Peers
     shares: tuple[Share, ...]
     state: State = State.CURRENT
-    works: list[dist.Work] = field(default_factory=list)
+    works: Sequence[Waitable] = field(default_factory=list)
     runs: list[tuple[Share, torch.Tensor]] = field(default_factory=list)
     """Buffers that are sent or received in place of parameters without a home."""
     landed: tuple[torch.cuda.Stream, torch.cuda.Event] | None = None
     """On GPUs: the only stream that waited for the bytes, and an event behind that wait."""
     versions: list[int] = field(default_factory=list)
-    """autograd's version counters of its parameters, from when the owners had stepped."""
+    """autograd's version counters of its parameters, at the time of the step."""
 
     def now(self) -> list[int]:
+        """autograd's present version counters of its parameters."""
         return [m.param._version for s in self.shares for m in s.members]
 
     def label(self) -> str:
+        """The bucket and its state, for errors."""
         first = self.shares[0].members[0].name
         owners = sorted({self.peers.ranks[s.owner] for s in self.shares})
         return f"bucket {self.index} of {self.peers.name} ({first} …, owned by ranks {owners}): {self.state.value}"
@@ -127,10 +143,12 @@ class Bucket:
 class GatherStats:
     """Sums over all gathers of this rank since construction or `reset`.
 
-    received: planned bytes of other ranks' runs: parameters and their padding. lacked: bytes of the parameters that
-    other ranks own. Neither counts what really travels. waited_s: seconds that this process spent waiting for bytes (over NCCL, only
-    launching waits: see a profiler's timeline for the waits themselves). unexpected: buckets needed before others that were
-    expected first.
+    Attributes:
+        received: Planned bytes of other ranks' runs: parameters and their padding.
+        lacked: Planned bytes of the parameters that other ranks own.
+        waited_s: Seconds that this process waited for bytes. Over NCCL it only launches waits; a profiler's timeline shows the waits
+            themselves.
+        unexpected: Buckets that were needed before others that were expected first.
     """
 
     received: int = 0
@@ -146,18 +164,23 @@ class GatherStats:
 class ParamGather:
     """The gathers of one rank.
 
-    buckets: in the order of registration, equal on all peers. overlap: False gathers everything at once in `begin`.
-    prefetch_depth: buckets that are on their way beyond the one that is needed, at least 1; over all groups together.
-    blank: what is stale is made NaNs in `begin`. pulls: by name of peers, those whose buckets are copied out of the owners'
-    memory, all at once; but the first bucket of use, which everybody needs at the same moment, is broadcast. wires: on which
-    something travels without which nothing may be stepped, beside those of buckets.
-
-    Each bucket is gathered exactly once per step, and those of one group in one order on all of its ranks, whatever
+    Each bucket is gathered exactly once per step, and the buckets of one group in one order on all of its ranks, whatever
     forwards do. So ranks that run their modules in different orders, or one more forward than others, still match. But a
     broadcast needs all of them: a rank that asks for parameters (a forward, state_dict()) waits until the others ask too,
-    or step, and to the deadline if they wait for that rank somewhere else.
+    or step. If they wait for that rank elsewhere, it waits until the deadline.
 
-    Where a wait holds the process (over gloo) and there are several groups, the first wait of a forward starts all that is left.
+    If a wait blocks the process (over gloo) and there are several groups, the first wait of a forward starts all gathers that are left.
+
+    Args:
+        buckets: In the order of registration, equal on all peers.
+        overlap: If False, `begin` gathers everything at once.
+        prefetch_depth: Buckets that are on their way beyond the one that is needed, over all groups together; at least 1.
+        deadline_s: Seconds of every wait for peers, for errors.
+        label: This rank, in errors.
+        blank: Whether `begin` overwrites stale parameters by NaNs.
+        pulls: By name of peers. The buckets of these peers are copied out of the owners' memory, all at once. Only the first bucket
+            of use, which all ranks need at the same moment, is broadcast.
+        wires: Wires beside those of the buckets. If one of them is lost, this gather is unusable, too.
     """
 
     def __init__(
@@ -182,21 +205,21 @@ class ParamGather:
         self._at = {b.index: i for i, b in enumerate(self.order)}
         self.pulls = dict(pulls or {})
         self._pending = 0  # buckets that are not CURRENT
-        self._ahead = 0  # of `order`, how many are on their way while owners still step others
-        # Groups have no common order. Over gloo a wait holds the process: a rank that skips a module of one group, and waits for another
-        # group's bucket, would not start what its peers of the first one wait for, and never reach what it waits for itself.
+        self._ahead = 0  # buckets at the start of `order` that travel while owners still step others
+        # Groups have no common order, and over gloo a wait blocks the process. A rank that skips a module of one group and waits for a
+        # bucket of another group would not start the gather for which its peers of the first group wait: a deadlock.
         self._held_up_by_others = len({id(b.peers) for b in self.buckets}) > 1 and any(
             b.peers.device.type == "cpu" for b in self.buckets
         )
         self.broken: XferError | None = None
-        """What made the gather unusable."""
+        """The error that made the gather unusable."""
         self._kept: list[torch.Tensor] = []  # memory that a broken gather may still write
         self._wires = list(dict.fromkeys(w for w in (*(b.peers.wire for b in self.buckets), *wires) if w is not None))
 
     # ---- order
 
     def learn(self, used: Sequence[int]) -> None:
-        """From now on expect buckets in this order: indices as first used here, those that were not used last.
+        """Sets the order in which buckets are expected. used: indices in the order of first use here; other buckets come last.
 
         Collective over every group with more than one rank: its buckets come in the order of its first rank. The groups' orders
         are then merged as this rank uses them.
@@ -211,7 +234,7 @@ class ParamGather:
         for key, chain in chains.items():
             peers = chain[0].peers
             order = torch.tensor([b.index for b in mine if b.peers is peers], dtype=torch.int64, device=peers.device)
-            self.guarded(lambda o=order, p=peers: p.wire.broadcast(o, 0), "the order of buckets")
+            self.guarded(lambda o=order, p=peers: p.connected().broadcast(o, 0), "the order of buckets")
             agreed[key] = iter(order.tolist())
             self.check()
         self.order = [self.buckets[next(agreed[id(b.peers)])] for b in mine]
@@ -220,9 +243,14 @@ class ParamGather:
     # ---- one step
 
     def begin_ahead(self, stepped: Callable[[Bucket], bool]) -> None:
-        """Owners still step, but for the buckets of which `stepped` is true, the same ones on all ranks: of the first `prefetch_depth`
-        in the order of use, those that are broadcast start, so what everybody needs first travels while others are stepped.
-        `begin` must come after it. Before the owners write, `drain()` must have been called."""
+        """Starts broadcasts of buckets that are stepped already, while owners still step others.
+
+        Only the first `prefetch_depth` buckets in the order of use start, which all ranks need first. `drain()` must have been called
+        before the owners write, and `begin` must follow.
+
+        Args:
+            stepped: Whether the parameters of a bucket are stepped; the same on all ranks.
+        """
         for b in self.order[self._ahead : self.prefetch_depth]:
             if not self.overlap or self._is_copied(b) or not stepped(b):
                 return
@@ -232,8 +260,8 @@ class ParamGather:
             self.start_param_sync(b)
 
     def begin(self) -> None:
-        """The owners have stepped: all that others hold is stale. Starts the first gathers, or does all of them without
-        `overlap`. Before the owners write, `drain()` must have been called."""
+        """Marks all buckets as stale, after the owners have stepped. Starts the first gathers; without `overlap` it finishes all.
+        `drain()` must have been called before the owners write."""
         self.check()
         ahead, self._ahead = self._ahead, 0
         rest = [b for b in self.buckets if self._at[b.index] >= ahead]
@@ -251,7 +279,7 @@ class ParamGather:
             for b in self.order:
                 if b.peers.name in self.pulls and not self._is_copied(b):
                     self.start_param_sync(b)
-            self._launch_copies()  # nothing that computes is held up by them
+            self._launch_copies()  # they delay no computation
         else:
             self.drain()
 
@@ -261,7 +289,7 @@ class ParamGather:
         return self._pending == 0
 
     def start_param_sync(self, bucket: Bucket) -> None:
-        """Start the bucket's gather, and before it those of its group that come first. Nothing if it was started."""
+        """Starts the bucket's gather, after the earlier ones of its group. Does nothing if it was started."""
         self.check()
         if bucket.state is not State.STALE:
             return
@@ -270,12 +298,16 @@ class ParamGather:
                 self.guarded(lambda b=b: self._launch(b), b.label())
 
     def finish_param_sync(self, bucket: Bucket, skip_next_bucket_dispatch: bool = False) -> None:
-        """Returns when the bucket's parameters are those of the last step (over NCCL: for whatever the current stream does
-        next). Starts its gather if nobody has, and unless `skip_next_bucket_dispatch`, first of all the next buckets',
-        so that they travel meanwhile. Nothing if it was finished.
+        """Returns when the bucket's parameters are those of the last step (over NCCL: for later work of the current stream).
 
-        PeerLost or DeadlineExceeded when a peer does not take part; the gather is then unusable, and every later
-        call raises the same.
+        Starts its gather if it was not started. Does nothing if it was finished.
+
+        Args:
+            bucket: The bucket.
+            skip_next_bucket_dispatch: If False, also starts the gathers of the next buckets before it waits.
+
+        Raises:
+            PeerLost, DeadlineExceeded: A peer does not take part. The gather is unusable, and every later call raises the same.
         """
         self.check()
         if bucket.state is State.CURRENT:
@@ -293,8 +325,8 @@ class ParamGather:
         self.stats.waited_s += time.monotonic() - began
 
     def follow(self, bucket: Bucket) -> None:
-        """For a bucket that is CURRENT: makes the current stream wait for its bytes, if another stream did so far. Not while a graph is
-        captured: the capture begins behind all earlier work of the device and may not wait for anything outside of it."""
+        """Makes the current stream wait for the bytes of a CURRENT bucket, if only another stream has waited so far. Not while a graph is
+        captured: the capture begins behind all earlier work of the device and may not wait for work outside of it."""
         if bucket.landed is None:
             return
         stream, event = bucket.landed
@@ -333,7 +365,7 @@ class ParamGather:
         b.versions = b.now()
 
     def _prefetch(self, at: int, depth: int) -> None:
-        """Start gathers until `depth` buckets from place `at` on are on their way."""
+        """Starts gathers until `depth` buckets from place `at` on are on their way."""
         for b in self.order[at:]:
             if depth == 0:
                 return
@@ -378,7 +410,7 @@ class ParamGather:
     def _launch(self, b: Bucket) -> None:
         if self._is_copied(b):
             return self._copy([b])
-        b.works = b.peers.wire.broadcasts(self._moves(b), b.label)
+        b.works = b.peers.connected().broadcasts(self._moves(b), b.label)
         b.state = State.IN_FLIGHT
 
     def _moves(self, b: Bucket) -> list[tuple[int, torch.Tensor]]:
@@ -430,7 +462,7 @@ class ParamGather:
             )
 
     def refuse_astray(self) -> None:
-        """RebindError for parameters that are no longer in the memory that is sent from or received into."""
+        """Raises RebindError for parameters that are no longer in the memory that gathers use."""
         refuse_astray((s for b in self.buckets for s in b.shares), self.label)
 
     def check(self) -> None:
@@ -452,9 +484,9 @@ class ParamGather:
             self.broken = e
             raise
         except BaseException as e:
-            if self.broken is not None:  # it was said within
+            if self.broken is not None:  # a call inside has set it
                 raise
-            self.check()  # an abort may have made it
+            self.check()  # an abort may have caused this error
             took = time.monotonic() - began
             self._kept += [run for b in self.buckets for _, run in b.runs]
             if not _of_the_wire(e):

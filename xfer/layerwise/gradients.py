@@ -1,7 +1,4 @@
-"""Gradients on their way to the owners: reduced there if nobody has reduced them yet, and their norm.
-
-Knows parameters, owners and groups; steps nothing.
-"""
+"""Reduces gradients to the owners of their parameters, and computes their norm. Steps nothing."""
 
 from __future__ import annotations
 
@@ -16,7 +13,10 @@ from xfer.layerwise.gather import Bucket, Peers
 
 @dataclass(slots=True, eq=False)
 class _Sum:
-    """What goes to one owner: this rank's `flat` gradients of `params`, and on the owner room for the others'."""
+    """One sum of gradients on one owner.
+
+    flat: this rank's gradients of `params`. others: on the owner, buffers for the gradients of other ranks, by rank.
+    """
 
     peers: Peers
     owner: int
@@ -27,10 +27,10 @@ class _Sum:
 
 
 def reduce_to_owners(buckets: Sequence[Bucket]) -> None:
-    """The mean of every gradient over its group, on its owner; other ranks' gradients become None.
+    """Gives each owner the mean of its parameters' gradients over their group. On other ranks the gradients become None.
 
-    Summed in fp32 for 16-bit gradients. A parameter that had a gradient on some ranks only counts zeros for the others, as in
-    DDP; one that had none anywhere has none. Every byte goes to one rank only.
+    16-bit gradients are summed in fp32. Ranks without a gradient for a parameter count as zeros, as in DDP; if no rank has one, the
+    owner has none either. Each rank sends a gradient to its owner only.
     """
     sums = []
     for peers in {id(b.peers): b.peers for b in buckets}.values():
@@ -50,9 +50,10 @@ def reduce_to_owners(buckets: Sequence[Bucket]) -> None:
 def _started(peers: Peers, shares: Sequence) -> list[_Sum]:
     params = [(s.owner, m.param) for s in shares for m in s.members]
     has = torch.tensor([p.grad is not None for _, p in params], dtype=torch.int32, device=peers.device)
-    peers.wire.all_reduce(has)
+    wire = peers.connected()
+    wire.all_reduce(has)
     counts = has.tolist()
-    peers.wire.check()
+    wire.check()
     by_owner: dict[tuple[int, torch.dtype], list[torch.nn.Parameter]] = {}
     for (owner, p), n in zip(params, counts):
         if n:
@@ -62,12 +63,14 @@ def _started(peers: Peers, shares: Sequence) -> list[_Sum]:
         s = _Sum(peers, owner, those, torch.cat([_grad(p).reshape(-1) for p in those]), {}, [])
         out.append(s)
         if s.flat.is_cuda:
-            s.works.append(peers.wire.reduce(s.flat, owner))
-        elif owner == peers.rank:  # summed here, in the order of ranks: gloo's reduce waits for itself
+            s.works.append(wire.reduce(s.flat, owner))
+        elif (
+            owner == peers.rank
+        ):  # summed here, in the order of ranks: several reductions of gloo's wait for each other
             s.others = {r: torch.empty_like(s.flat) for r in range(peers.size) if r != owner}
-            s.works += [peers.wire.receive(t, r) for r, t in s.others.items()]
+            s.works += [wire.receive(t, r) for r, t in s.others.items()]
         else:
-            s.works.append(peers.wire.send(s.flat, owner))
+            s.works.append(wire.send(s.flat, owner))
     return out
 
 

@@ -1,5 +1,5 @@
-"""What a layer-wise optimizer is told of parameters, and what it says of those that a rank owns. No step and no gather: see
-optimizer.py.
+"""Groups of parameters as a user gives them to a layer-wise optimizer, and the parameters that a rank owns. See optimizer.py for the
+step.
 """
 
 from __future__ import annotations
@@ -20,12 +20,16 @@ Cost = Literal["newton_schulz", "elementwise", "bytes"]
 class ParamGroup:
     """Parameters that one kind of optimizer updates.
 
-    optimizer: a torch optimizer class, or anything that makes one of a list of one parameter group and `options`; its
-    attribute `targets`, if it has one, is first called with (fp32 master, parameter) for each that has a master. `refuses`, if it
-    has that one, is called with (name, parameter) of all, on every rank and before anything else, and says what it cannot update, a
-    line each: making the optimizer is the owners' alone, and too late to refuse. cost: of
-    an update, by which owners are balanced: "newton_schulz" for Muon, "elementwise" for Adam and the like, "bytes" to
-    balance memory (then give it to all groups), or a function of a parameter's shape.
+    Attributes:
+        params: The parameters.
+        optimizer: A torch optimizer class, or a function that makes an optimizer from a list of one parameter group and `options`.
+            If it has an attribute `targets`, that is first called with (fp32 master, parameter) for each parameter with a master.
+            If it has an attribute `refuses`, that is called with a list of (name, parameter), on every rank and before anything
+            else, and returns one line for each parameter that it cannot update. Only owners make the optimizer, which is too late
+            for such an error.
+        options: Keyword arguments of `optimizer`.
+        cost: Cost of an update, by which owners are balanced: "newton_schulz" for Muon, "elementwise" for Adam and similar ones,
+            "bytes" to balance memory (then in all groups), or a function of a parameter's shape.
     """
 
     params: Iterable[torch.nn.Parameter]
@@ -36,7 +40,7 @@ class ParamGroup:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Owned:
-    """A parameter that this rank steps. `target`: what the inner optimizer sees, the parameter itself or its fp32 master.
+    """A parameter that this rank steps. `target`: the tensor that the inner optimizer updates, the parameter itself or its fp32 master.
     `group`: index of its ParamGroup."""
 
     name: str
@@ -46,8 +50,8 @@ class Owned:
 
 
 def named(modules: Sequence[torch.nn.Module]) -> Iterable[tuple[str, torch.nn.Parameter]]:
-    """(canonical name, parameter), each parameter once, under its first name: dotted, without wrappers' "module.", and with
-    the number of the module before it if there are several."""
+    """(name, parameter) of each parameter once, under its first name: dotted, without wrappers' "module.", and prefixed with the
+    number of the module if there are several."""
     seen: set[int] = set()
     for i, module in enumerate(modules):
         for name, p in module.named_parameters():
@@ -58,8 +62,11 @@ def named(modules: Sequence[torch.nn.Module]) -> Iterable[tuple[str, torch.nn.Pa
 
 @dataclass(frozen=True, slots=True)
 class Trains:
-    """What is trained, by ids: parameters by name, parameters by group of every inner optimizer, and the groups themselves as inner
-    optimizers have them and as users see them."""
+    """The trained parameters, by id.
+
+    params: name -> parameter. grouped: parameters of each group of the inner optimizers. stepped: the groups of the inner optimizers.
+    seen: the groups that users see.
+    """
 
     params: dict[str, int]
     grouped: list[list[int]]
@@ -79,7 +86,7 @@ class Trains:
         )
 
     def refuse_other(self, now: Trains, who: str) -> None:
-        """Is everything still as it was given to owners? LayoutError with all that is not."""
+        """Raises a LayoutError that lists all differences between the parameters that were given to owners and those of now."""
         if now == self:
             return
         was, is_ = self.params, now.params

@@ -1,11 +1,11 @@
-"""Forward pre-hooks that finish a bucket just before a module reads it, and what notices a module that no hook warned us of.
+"""Forward pre-hooks that finish a bucket just before a module reads it, and checks that find reads without a hook.
 
-In the first forward nothing is stale yet, so it is watched: which bucket is used when (the order in which later gathers are
-started), and which parameters a module reads although they are registered elsewhere (a tied head, an absorbed
-projection): its hook then waits for those too. Afterwards a parameter that gets a gradient although no hook asked for it is
-an error in the backward, before the optimizer can step on it. A read without a gradient, or of a parameter that its own module
-asks for too, is none: so with `guard="nan"`, the default, the gather leaves NaNs where old values would be, and `guard="always"`
-goes on watching every operation.
+In the first forward nothing is stale yet, so it is watched. It shows the order in which buckets are used, in which later gathers
+start, and the parameters that a module reads although they are registered elsewhere (a tied head, an absorbed projection): its
+hook then waits for those too. Afterwards, a parameter that gets a gradient although no hook asked for it is an error in the
+backward, before the optimizer can step on it. A read without a gradient, or of a parameter that its own module asks for too, is
+not found that way. So with `guard="nan"`, the default, the gather leaves NaNs in place of old values, and `guard="always"` watches
+every operation of every forward.
 """
 
 from __future__ import annotations
@@ -23,12 +23,18 @@ Guard = Literal["first", "always", "nan"]
 
 
 class Hooks:
-    """Hooks on all modules of `roots` (each a tree whose forward is called; stages of a pipeline, for example).
+    """Hooks on all modules of some trees.
 
-    params: (canonical name, parameter) of all that is gathered. bucket_of: id(parameter) -> its bucket. masters: id(parameter) ->
-    the fp32 copy that is stepped for it.
+    The modules hold this object, and this object holds all that a gather needs. So gathers that have started end also without the
+    optimizer.
 
-    The modules hold this object, and it all that a gather needs: what is on its way arrives also without the optimizer.
+    Args:
+        roots: Modules whose forward is called, the stages of a pipeline, for example.
+        params: (name, parameter) of all trained parameters.
+        bucket_of: id(parameter) -> its bucket.
+        gather: Finishes the buckets.
+        guard: See `LayerWiseOptimizer`.
+        masters: id(parameter) -> the fp32 copy that is stepped for it.
     """
 
     def __init__(
@@ -46,7 +52,7 @@ class Hooks:
         self.learning = True
         self._bucket_of, self._name = bucket_of, {id(p): name for name, p in params}
         self._covered: dict[int, int] = {}  # id(parameter) -> last version for which a hook finished it
-        self._all_covered = 0  # the last version that was finished as a whole, on purpose
+        self._all_covered = 0  # the last version that `drain` finished
         self._reads: dict[int, list[int]] = {}  # id(module) -> ids of the parameters that it reads
         self._running: list[torch.nn.Module] = []
         self._modes: list[_OperandWatch] = []
@@ -57,7 +63,7 @@ class Hooks:
                 if id(module) in self._reads:  # roots share it
                     continue
                 self._reads[id(module)] = [id(p) for p in module._parameters.values() if id(p) in bucket_of]
-                # Of any of them may somebody ask for the state.
+                # state_dict() may be called on any module.
                 self._handles.append(module.register_state_dict_pre_hook(self._before_state))
                 self._handles.append(module.register_load_state_dict_pre_hook(self._before_load))
                 self._handles.append(module.register_load_state_dict_post_hook(self._after_load))
@@ -72,30 +78,33 @@ class Hooks:
                 self._handles.append(p.register_post_accumulate_grad_hook(self._after_gradient))
 
     def remove(self) -> None:
-        """Drop every hook. What is in flight stays so: drain before."""
+        """Removes every hook. Does not finish gathers: call `drain` first."""
         for h in (*self._handles, *(h for pair in self._of_module.values() for h in pair)):
             h.remove()
         self._handles.clear()
         self._of_module.clear()
 
     def drain(self, to_write: bool = False) -> None:
-        """Finish everything; whoever reads parameters outside of hooked modules may do so until the next step. to_write: they
-        are to be changed, on all ranks."""
+        """Finishes all gathers. Until the next step, parameters may be read outside of hooked modules.
+
+        Args:
+            to_write: Also wait until the parameters may be changed, on all ranks.
+        """
         self.gather.drain()
         if to_write:
             self.gather.meet()
         self._all_covered = self.gather.version
 
     def written(self, params: Iterable[torch.Tensor | None]) -> None:
-        """Somebody may have written these: the masters of those that are no longer their masters, rounded, become what they are."""
+        """Copies parameters that code may have written into their fp32 masters, where they differ from the rounded masters."""
         for p in params:
             master = self._masters.get(id(p))
-            if master is not None and not torch.equal(master.detach().to(p.dtype), p.detach()):
+            if p is not None and master is not None and not torch.equal(master.detach().to(p.dtype), p.detach()):
                 with torch.no_grad():
                     master.copy_(p)
 
     def __deepcopy__(self, memo: dict) -> Hooks:
-        """A copy of a module is an ordinary module: nobody owns its parameters, so these hooks have nothing to do there."""
+        """Hooks that do nothing. A copy of a module is an ordinary module, whose parameters have no owners."""
         self.gather.check()
         if not self.gather.settled:
             raise StaleWeights(
@@ -108,7 +117,7 @@ class Hooks:
         return idle
 
     def stop_learning(self) -> None:
-        """The first step has come: buckets have their order, and modules without a parameter need no hook any more."""
+        """Ends the watched forward, at the first step. Buckets have their order now, and modules without a parameter need no hook."""
         self.learning = False
         if self.guard == "always":
             return
@@ -149,7 +158,7 @@ class Hooks:
             self._running.clear()
 
     def need(self, params: Iterable[int]) -> None:
-        """Finish the buckets of these parameters (by id) and remember that somebody asked for them."""
+        """Finishes the buckets of these parameters (by id), and notes that a hook asked for them."""
         gather, version = self.gather, self.gather.version
         gather.check()
         capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
@@ -166,11 +175,11 @@ class Hooks:
                     )
                 gather.finish_param_sync(bucket)
             else:
-                gather.follow(bucket)  # modules run beside each other, on streams of their own
+                gather.follow(bucket)  # another module may have finished it on another stream
             self._covered[p] = version
 
     def _after_gradient(self, p: torch.nn.Parameter) -> None:
-        """In the backward: was the forward that used `p` one that had asked for it?"""
+        """Runs in the backward. Raises StaleWeights if the forward used `p` and no hook had asked for it."""
         self.gather.check()
         version = self.gather.version
         if version == self._all_covered or self._covered.get(id(p)) == version or not self.gather.overlap:
@@ -187,7 +196,7 @@ class Hooks:
     # ---- watching
 
     def _read_unannounced(self, tensor: torch.Tensor) -> None:
-        """An operation reads `tensor` in a watched forward."""
+        """Called for each tensor that an operation reads in a watched forward."""
         key = id(tensor)
         if key not in self._bucket_of:
             return
@@ -197,13 +206,13 @@ class Hooks:
             if self._covered.get(key) != self.gather.version:
                 self.need([key])
         elif self._bucket_of[key].state is not State.CURRENT:
-            self.need([key])  # late, and yet in time: the operation has not run
+            self.need([key])  # in time: the operation has not run yet
         else:
             self.gather.follow(self._bucket_of[key])
 
 
 class _OperandWatch(TorchDispatchMode):
-    """Calls `read` with every tensor that an operation is given."""
+    """Calls `read` with every tensor operand of every operation."""
 
     def __init__(self, read: Callable[[torch.Tensor], None]):
         super().__init__()

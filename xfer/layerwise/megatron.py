@@ -1,14 +1,15 @@
-"""Layer-wise optimizers for Megatron-Core models, as Megatron builds them: nothing of it is patched.
+"""Layer-wise optimizers for Megatron-Core models. Nothing of Megatron is patched.
 
-Megatron's DDP reduces gradients and its schedules run forwards; owners are over its data-parallel groups (with context
-parallel; experts over theirs), hooks sit on its modules, and `overlap_param_gather` of its DDP config turns the
-asynchronous gather on. The distributed optimizer is not used and has to be off.
+Megatron's DDP reduces gradients, and its schedules run forwards. Owners are ranks of its data-parallel groups (with context
+parallel; experts have groups of their own). The hooks are on its modules, and `overlap_param_gather` of its DDP config turns on
+the asynchronous gather. The distributed optimizer is not used and must be off.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
+from typing import Protocol, cast
 
 import msgspec
 import torch
@@ -23,14 +24,17 @@ from xfer.layerwise.optimizer import LayerWiseOptimizer
 
 
 class MegatronLayerWise(LayerWiseOptimizer):
-    """In place of Megatron's optimizer: `step()` gives (updated, norm of the gradients, None), and `scale_loss` is what
-    the schedule multiplies the loss with.
+    """Replaces Megatron's optimizer: `step()` returns (updated, norm of the gradients, None), and the schedule calls `scale_loss`.
 
-    chunks: model chunks under Megatron's DistributedDataParallel, one per virtual pipeline stage. groups: default
-    `muon_and_adam(chunks)`. overlap: default their ddp_config.overlap_param_gather. loss_scale: a constant one, for fp16.
-    Other options as for LayerWiseOptimizer; so gradients are clipped only with `clip_grad=`, where Megatron's default is 1.0.
-    Needs the model-parallel groups to exist. Gradients must be complete when `step()` is called, as after Megatron's
-    finalize_model_grads.
+    Megatron's model-parallel groups must exist. Gradients must be complete when `step()` is called, as after Megatron's
+    finalize_model_grads. Gradients are clipped only with `clip_grad=`, while Megatron's default is 1.0.
+
+    Args:
+        chunks: Model chunks under Megatron's DistributedDataParallel, one per virtual pipeline stage.
+        groups: Parameter groups. Default: `muon_and_adam(chunks)`.
+        overlap: Default: the chunks' ddp_config.overlap_param_gather.
+        loss_scale: A constant factor of the loss, for fp16.
+        options: Other options of LayerWiseOptimizer.
     """
 
     def __init__(
@@ -44,7 +48,7 @@ class MegatronLayerWise(LayerWiseOptimizer):
     ):
         from megatron.core import parallel_state as mpu
 
-        _refuse(chunks)
+        overlaps = _overlaps(chunks)
         self.loss_scale = loss_scale
         self._cut = cut_parameters(chunks)
         dense = mpu.get_data_parallel_group(with_context_parallel=True)
@@ -54,25 +58,31 @@ class MegatronLayerWise(LayerWiseOptimizer):
             muon_and_adam(chunks) if groups is None else groups,
             process_group=dense,
             group_of=lambda name, p: dense if getattr(p, "allreduce", True) else experts,
-            overlap=chunks[0].ddp_config.overlap_param_gather if overlap is None else overlap,
+            overlap=overlaps if overlap is None else overlap,
             reduce="done",
             **options,
         )
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss, multiplied by the loss scale."""
         return loss * self.loss_scale
 
     def get_loss_scale(self) -> torch.Tensor:
+        """The loss scale, [1], on the parameters' device."""
         return torch.tensor([self.loss_scale], device=self._device)
 
-    def step(self, closure: Callable[[], torch.Tensor] | None = None) -> tuple[bool, float, None]:
-        """Collective over all ranks. See LayerWiseOptimizer.step."""
+    def step(self, closure: Callable[[], float] | None = None) -> tuple[bool, float | None, None]:
+        """Steps, as `LayerWiseOptimizer.step`. Collective over all ranks.
+
+        Returns:
+            (whether parameters were updated, norm of the gradients before clipping, None), as Megatron's optimizers.
+        """
         super().step(closure, grad_scale=self.loss_scale)
         return not self.skipped, self.grad_norm, None
 
     def _collect(self) -> None:
         for o in self.owned:
-            o.target.grad = o.param.main_grad.to(o.target.dtype)
+            o.target.grad = cast(_Marks, o.param).main_grad.to(o.target.dtype)
 
     def _after_step(self) -> None:
         for o in self.owned:
@@ -82,7 +92,7 @@ class MegatronLayerWise(LayerWiseOptimizer):
         mine = mine.to(self._trained[0][1].device)
         work = dist.all_reduce(mine, async_op=True)
         if mine.is_cuda:
-            work.wait()  # torch's own watchdog has the deadline of Megatron's groups
+            work.wait()  # torch's watchdog applies the deadline of Megatron's groups
         else:
             work.wait(timedelta(seconds=self.gather.deadline_s))
         return mine
@@ -97,8 +107,8 @@ class MegatronLayerWise(LayerWiseOptimizer):
         return id(o.param) in self._cut or expert or mpu.get_tensor_model_parallel_rank() == 0
 
     def padding(self, pieces: Mapping[str, tuple[ParameterBox, ...]]) -> dict[str, ParameterBox]:
-        """Last rows of embeddings and heads, cut over the tensor-parallel ranks together with the vocabulary's own. Rank 0 of
-        them has some of those always, so it knows the name; others may have padding only."""
+        """The last rows of embeddings and heads, which are cut over the tensor-parallel ranks together with the vocabulary's rows.
+        Rank 0 always has rows of the vocabulary, so it knows the name and tells it the others, which may have padding only."""
         names = {id(p): name for name, p in self.named}
         found = {}
         for p in {id(p): p for chunk in self.modules for p in _vocabulary(chunk)}.values():
@@ -129,8 +139,8 @@ class MegatronLayerWise(LayerWiseOptimizer):
         return found
 
     def copied(self, pieces: Mapping[str, tuple[ParameterBox, ...]]) -> dict[str, tuple[ParameterBox, ...]]:
-        """A tied embedding is trained on the first stage, where the checkpoint knows it, and on the last one, equally; there it
-        lies in the same boxes."""
+        """The boxes of a tied embedding on the last stage. It is trained there and on the first stage, equally, and lies in the same boxes
+        as on the first stage, where an adapter finds it in the checkpoint."""
         from megatron.core import parallel_state as mpu
 
         mine = [name for name, p in self.named if _on_two_stages(p)]
@@ -142,7 +152,7 @@ class MegatronLayerWise(LayerWiseOptimizer):
         return {} if first else {mine[0]: msgspec.json.decode(said, type=tuple[ParameterBox, ...])}
 
     def _refuse_outside(self, dense: Peers, rest: Sequence[Peers]) -> None:
-        """Norms are summed over all ranks, so groups of experts may lie as they like."""
+        """Accepts all groups of experts, since norms are summed over all ranks."""
 
 
 def muon_and_adam(
@@ -156,42 +166,79 @@ def muon_and_adam(
     wd_mult: float = 1.0,
     adam_wd_mult: float = 0.0,
 ) -> list[ParamGroup]:
-    """Muon for matrices inside the layers, Adam for all else: embeddings, the head, vectors. Momentum of matrices that tensor
-    parallel ranks share is gathered, so that the update does not depend on their number.
+    """Muon for matrices inside the layers, and AdamW for embeddings, the head and vectors.
 
-    min_lr, adam_min_lr: how far Megatron's OptimizerParamScheduler takes the rates down; it has one greatest and one least rate for
-    all groups that say nothing, and these two must differ. wd_mult, adam_wd_mult: of its weight decay. Without it there is none.
+    The momentum of matrices that are cut over tensor-parallel ranks is gathered, so that the update does not depend on their number.
+
+    Args:
+        chunks: The model chunks.
+        lr, momentum: Learning rate and momentum of Muon.
+        adam_lr: Learning rate of AdamW.
+        min_lr, adam_min_lr: Lowest rates to which Megatron's OptimizerParamScheduler goes. It has one highest and one lowest rate
+            for all groups without their own, but these two groups need different ones.
+        wd_mult, adam_wd_mult: Factors of the scheduler's weight decay. Without the scheduler there is no weight decay.
     """
-    matrices, rest, cut = [], [], cut_parameters(chunks)
+    cut = cut_parameters(chunks)
+    matrices: list[torch.nn.Parameter] = []
+    rest: list[torch.nn.Parameter] = []
     for chunk in chunks:
         outside = {id(p) for p in _vocabulary(chunk)}
         for p in chunk.parameters():
             if not p.requires_grad:
                 continue
             (matrices if p.dim() == 2 and id(p) not in outside else rest).append(p)
-    masters: dict[int, int] = {}
-
-    def muon(groups, **options):
-        own = scheduled(groups, lr, min_lr, wd_mult)
-        return Muon(own, pieces=lambda p: cut.get(masters.get(id(p), id(p))), **options)
 
     def adam(groups, **options):
-        return torch.optim.AdamW(scheduled(groups, adam_lr, adam_min_lr, adam_wd_mult), **options)
+        return torch.optim.AdamW(_scheduled(groups, adam_lr, adam_min_lr, adam_wd_mult), **options)
 
-    def scheduled(groups: list[dict], most: float, least: float, decay: float) -> list[dict]:
-        return [{**g, "max_lr": most, "min_lr": least, "wd_mult": decay} for g in groups]
-
-    # The inner optimizer sees masters, which carry no attributes: it is told whose they are.
-    muon.targets = lambda target, param: masters.__setitem__(id(target), id(param))
-    muon.refuses = Muon.refuses
+    muon = _MuonOfPieces(cut, lambda groups: _scheduled(groups, lr, min_lr, wd_mult))
     return [
         ParamGroup(matrices, muon, {"lr": lr, "momentum": momentum}, cost="newton_schulz"),
         ParamGroup(rest, adam, {"lr": adam_lr, "weight_decay": 0.0, "foreach": False}),
     ]
 
 
+def _scheduled(groups: list[dict], most: float, least: float, decay: float) -> list[dict]:
+    return [{**g, "max_lr": most, "min_lr": least, "wd_mult": decay} for g in groups]
+
+
+class _MuonOfPieces:
+    """Makes a Muon for parameters of which some are cut over tensor-parallel ranks; see `ParamGroup.optimizer`."""
+
+    refuses = staticmethod(Muon.refuses)
+
+    def __init__(self, cut: Mapping[int, tuple[dist.ProcessGroup, int]], scheduled: Callable[[list[dict]], list[dict]]):
+        self._cut, self._scheduled = cut, scheduled
+        self._masters: dict[int, int] = {}  # id(master) -> id(parameter)
+        self.__qualname__ = "muon"  # ranks compare it
+
+    def targets(self, target: torch.nn.Parameter, param: torch.nn.Parameter) -> None:
+        """Notes the parameter of a master. The inner optimizer sees masters, which do not say how they are cut."""
+        self._masters[id(target)] = id(param)
+
+    def __call__(self, groups: list[dict], **options) -> Muon:
+        pieces = lambda p: self._cut.get(self._masters.get(id(p), id(p)))  # noqa: E731
+        return Muon(self._scheduled(groups), pieces=pieces, **options)
+
+
+class _Marks(Protocol):
+    """Attributes that Megatron gives to some parameters."""
+
+    main_grad: torch.Tensor
+    is_embedding_or_output_parameter: bool
+    shared_embedding: bool
+    partition_dim: int
+
+
+class _DdpConfig(Protocol):
+    """The options of Megatron's DistributedDataParallelConfig that matter here."""
+
+    use_distributed_optimizer: bool
+    overlap_param_gather: bool
+
+
 def _told(said: bytes, group: dist.ProcessGroup, rank: int, device: torch.device) -> bytes:
-    """What that rank of the group says. Collective over it."""
+    """Broadcasts the bytes `said` of one rank of the group. Collective over the group."""
     source, speaks = dist.get_global_rank(group, rank), group.rank() == rank
     size = torch.tensor([len(said)], dtype=torch.int64, device=device)
     dist.broadcast(size, source, group=group)
@@ -204,7 +251,7 @@ def _told(said: bytes, group: dist.ProcessGroup, rank: int, device: torch.device
 
 
 def _vocabulary(chunk: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
-    """Parameters of embeddings and of the head: told by their modules, and by the mark that Megatron gives both."""
+    """Parameters of embeddings and of the head. Their modules' classes show them, and the mark that Megatron gives both."""
     from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
 
     for module in chunk.modules():
@@ -214,25 +261,25 @@ def _vocabulary(chunk: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
 
 def _marked(p: torch.nn.Parameter) -> bool:
     try:
-        return p.is_embedding_or_output_parameter  # Megatron's mark, not a name
+        return cast(_Marks, p).is_embedding_or_output_parameter  # Megatron's mark, not a name
     except AttributeError:
         return False
 
 
 def _on_two_stages(p: torch.nn.Parameter) -> bool:
     try:
-        return p.shared_embedding  # Megatron's mark on both
+        return cast(_Marks, p).shared_embedding  # Megatron's mark on both
     except AttributeError:
         return False
 
 
 def cut_parameters(chunks: Sequence[torch.nn.Module]) -> dict[int, tuple[dist.ProcessGroup, int]]:
-    """id(parameter) -> (tensor-parallel group, dim) of those of which this rank holds a part.
+    """id(parameter) -> (tensor-parallel group, dim) of the parameters of which this rank holds a part.
 
-    Megatron's own layers are told by their class: they mark their weights only when they initialize them, which Bridge,
-    about to load a checkpoint, tells them not to do. Of other layers' marks only that there are some is believed:
-    TransformerEngine marks every weight of a linear layer, also those that all ranks hold whole, and knows nothing of
-    experts' cuts, which Megatron makes. Megatron says what is cut where when it describes the layer for a checkpoint.
+    Megatron's own layers are found by their class. They mark their weights only when they initialize them, and Bridge switches
+    that off before it loads a checkpoint. For other layers a mark only means that the layer may be cut: TransformerEngine marks
+    every weight of a linear layer, also those that all ranks hold whole, and does not know how Megatron cuts experts. The cut
+    dim is read from Megatron's description of the layer for its checkpoints.
     """
     from megatron.core import parallel_state as mpu
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
@@ -240,13 +287,13 @@ def cut_parameters(chunks: Sequence[torch.nn.Module]) -> dict[int, tuple[dist.Pr
     found: dict[int, tuple[dist.ProcessGroup, int]] = {}
     for chunk in chunks:
         for module in chunk.modules():
-            own = isinstance(module, ColumnParallelLinear | RowParallelLinear | VocabParallelEmbedding)
-            said = None if own else _described(module)
+            own = ColumnParallelLinear | RowParallelLinear | VocabParallelEmbedding
+            said = None if isinstance(module, own) else _described(module)
             for name, p in module.named_parameters(recurse=False):
-                if own and p.dim() == 2:  # its one matrix; a bias of it is marked in any case
+                if isinstance(module, own) and p.dim() == 2:  # its one matrix; its bias is always marked
                     found[id(p)] = module.tp_group, int(isinstance(module, RowParallelLinear))
                 elif getattr(p, "tensor_model_parallel", False):
-                    dim = said[name] if said is not None and name in said else p.partition_dim
+                    dim = said[name] if said is not None and name in said else cast(_Marks, p).partition_dim
                     group = getattr(module, "_tp_group", None)  # Megatron's over TransformerEngine's layers
                     if group is None:
                         expert = not getattr(p, "allreduce", True)
@@ -259,29 +306,30 @@ def cut_parameters(chunks: Sequence[torch.nn.Module]) -> dict[int, tuple[dist.Pr
 
 
 def _described(module: torch.nn.Module) -> dict[str, int | None] | None:
-    """Of a layer with marked parameters: along which dim each is cut, None for not at all, as Megatron describes the layer for
-    its own checkpoints. None for layers that it does not describe."""
+    """name -> the dim along which a marked parameter of the layer is cut, or None if it is whole. From Megatron's description of the
+    layer for its checkpoints. None for layers without marked parameters or without a description."""
     from megatron.core import parallel_state as mpu
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
     marked = [n for n, p in module.named_parameters(recurse=False) if getattr(p, "tensor_model_parallel", False)]
-    if not marked or not hasattr(module, "sharded_state_dict"):
+    describe = getattr(module, "sharded_state_dict", None)
+    if not marked or describe is None:
         return None
-    described = module.sharded_state_dict(
-        metadata={"dp_cp_group": mpu.get_data_parallel_group(with_context_parallel=True)}
-    )
+    described = describe(metadata={"dp_cp_group": mpu.get_data_parallel_group(with_context_parallel=True)})
     out = {}
     for name in marked:
         if isinstance(x := described.get(name), ShardedTensor):
-            own = x.axis_fragmentations[x.prepend_axis_num :]  # before these: which expert, which layer
+            own = x.axis_fragmentations[x.prepend_axis_num :]  # dims before these number the expert and the layer
             out[name] = next((dim for dim, n in enumerate(own) if n > 1), None)
     return out
 
 
-def _refuse(chunks: Sequence[torch.nn.Module]) -> None:
+def _overlaps(chunks: Sequence[torch.nn.Module]) -> bool:
+    """Whether the chunks' DDP configs set overlap_param_gather. Raises Unsupported for chunks that cannot be stepped."""
     bad = []
-    for i, chunk in enumerate(chunks):
-        config = getattr(chunk, "ddp_config", None)
+    configs: list[_DdpConfig | None] = [getattr(chunk, "ddp_config", None) for chunk in chunks]
+    overlaps = bool(configs) and configs[0] is not None and configs[0].overlap_param_gather
+    for i, config in enumerate(configs):
         if config is None:
             bad.append(f"chunk {i}: not under Megatron's DistributedDataParallel, whose gradient buffers are read")
             continue
@@ -289,7 +337,8 @@ def _refuse(chunks: Sequence[torch.nn.Module]) -> None:
             bad.append(f"chunk {i}: use_distributed_optimizer cuts parameters into bytes; switch it off")
         if getattr(config, "use_megatron_fsdp", False):
             bad.append(f"chunk {i}: Megatron-FSDP keeps no whole parameter; use DistributedDataParallel")
-        if config.overlap_param_gather != chunks[0].ddp_config.overlap_param_gather:
+        if configs[0] is not None and config.overlap_param_gather != overlaps:
             bad.append(f"chunk {i}: overlap_param_gather is not as on chunk 0; give all chunks one config")
     if bad:
         raise Unsupported("these chunks cannot have a layer-wise optimizer", bad)
+    return overlaps

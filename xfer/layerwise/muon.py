@@ -1,12 +1,13 @@
 """Muon: momentum, made orthogonal by Newton-Schulz steps (K. Jordan's quintic iteration), for matrices.
 
-A small reference of our own, so that the rest of this package can be tested and tried; any torch optimizer that looks at
-one parameter at a time works as well. Nothing here knows about owners.
+A small reference implementation. Any torch optimizer that updates one parameter at a time works in its place. Nothing here knows about
+owners.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import overload
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,7 @@ from xfer.errors import Unsupported
 from xfer.layerwise.ownership import NEWTON_SCHULZ_STEPS
 
 QUINTIC = (3.4445, -4.7750, 2.0315)
-"""Coefficients of X <- aX + b(XX')X + c(XX')²X, as published with Muon: singular values end near 1, and get there fast."""
+"""Coefficients of X <- aX + b(XX')X + c(XX')²X, as published with Muon: singular values converge near 1 in a few steps."""
 
 Pieces = Callable[[torch.nn.Parameter], "tuple[dist.ProcessGroup, int] | None"]
 
@@ -23,9 +24,16 @@ Pieces = Callable[[torch.nn.Parameter], "tuple[dist.ProcessGroup, int] | None"]
 def newton_schulz(
     matrix: torch.Tensor, steps: int = NEWTON_SCHULZ_STEPS, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """[…, rows, columns], any floating dtype -> the same shape and dtype, all singular values near 1 (0.7 to 1.2).
+    """Makes matrices nearly orthogonal.
 
-    dtype: to compute in; default the matrix's own, or fp32 for 16-bit ones on a CPU, which has no fast 16-bit products.
+    Args:
+        matrix: [..., rows, columns], any floating dtype.
+        steps: Number of iterations.
+        dtype: Dtype of the computation. Default: the matrix's, or fp32 for 16-bit matrices on a CPU, which has no fast 16-bit
+            products.
+
+    Returns:
+        A tensor of the same shape and dtype, with all singular values near 1 (0.7 to 1.2).
     """
     if dtype is None:
         dtype = torch.float32 if matrix.device.type == "cpu" and matrix.dtype.itemsize < 4 else matrix.dtype
@@ -42,15 +50,18 @@ def newton_schulz(
 
 
 class Muon(torch.optim.Optimizer):
-    """Parameters of two dims, or of more, which are then batches of matrices (their last two dims).
+    """Updates parameters of at least two dims; more dims are a batch of matrices (the last two dims).
 
-    lr: the root-mean-square of an update is about 0.2 lr, like AdamW's, whatever the shape. weight_decay: decoupled.
-    pieces: for matrices of which this rank holds a part only (tensor parallel): parameter -> (process group, dim that is
-    cut evenly, in rank order), None for whole ones. The momentum is then gathered over that group, so that the update is that
-    of the whole matrix; all its ranks must step the same parameters in the same order.
-    compute_dtype: of the Newton-Schulz steps, see `newton_schulz`; bf16 is much faster on GPUs, and what is usual there.
+    Args:
+        lr: Learning rate. The root-mean-square of an update is about 0.2 lr, as with AdamW, for any shape.
+        weight_decay: Decoupled weight decay.
+        pieces: For matrices of which this rank holds a part (tensor parallel): parameter -> (process group, dim that is cut
+            evenly, in rank order), None for whole ones. The momentum is then gathered over that group, so that the update is that
+            of the whole matrix. All ranks of the group must step the same parameters in the same order.
+        compute_dtype: Dtype of the Newton-Schulz steps, see `newton_schulz`; bf16 is much faster on GPUs, and usual there.
 
-    Unsupported lists parameters with fewer than two dims: leave those to another optimizer.
+    Raises:
+        Unsupported: Some parameters have fewer than two dims; give them to another optimizer.
     """
 
     def __init__(
@@ -70,7 +81,7 @@ class Muon(torch.optim.Optimizer):
 
     @staticmethod
     def refuses(params: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
-        """Of these (name, parameter), what is wrong with those that cannot be updated."""
+        """One line for each (name, parameter) that Muon cannot update."""
         return [
             f"{name} of shape {tuple(p.shape)}: Muon updates matrices; give it to another optimizer, such as Adam"
             for name, p in params
@@ -84,8 +95,20 @@ class Muon(torch.optim.Optimizer):
             self.param_groups.pop()
             raise Unsupported("Muon updates matrices", flat)
 
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
     @torch.no_grad()
-    def step(self, closure: Callable[[], torch.Tensor] | None = None) -> torch.Tensor | None:
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Updates all parameters that have a gradient.
+
+        Args:
+            closure: Called first, with gradients enabled; computes the loss and the gradients.
+
+        Returns:
+            The result of `closure`.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -93,16 +116,16 @@ class Muon(torch.optim.Optimizer):
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
-                    self._update(p, group)
+                    self._update(p, p.grad, group)
         return loss
 
-    def _update(self, p: torch.nn.Parameter, group: dict) -> None:
+    def _update(self, p: torch.nn.Parameter, grad: torch.Tensor, group: dict) -> None:
         state = self.state[p]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(p)
         m = state["momentum_buffer"]
-        m.mul_(group["momentum"]).add_(p.grad)
-        seen = p.grad.add(m, alpha=group["momentum"]) if group["nesterov"] else m
+        m.mul_(group["momentum"]).add_(grad)
+        seen = grad.add(m, alpha=group["momentum"]) if group["nesterov"] else m
         piece = self._pieces(p) if self._pieces is not None else None
         how = group["steps"], self._dtype
         update = newton_schulz(seen, *how) if piece is None else _of_whole(seen, *how, *piece)
@@ -117,8 +140,8 @@ class Muon(torch.optim.Optimizer):
 def _of_whole(
     part: torch.Tensor, steps: int, dtype: torch.dtype | None, group: dist.ProcessGroup, dim: int
 ) -> torch.Tensor:
-    """This rank's part of the whole matrix's update. Fused rows come in another order than in the whole matrix; the
-    iteration commutes with that."""
+    """This rank's part of the update of the whole matrix. Fused rows are in another order than in the whole matrix; the
+    iteration commutes with that permutation."""
     part = part.contiguous()
     parts = [torch.empty_like(part) for _ in range(group.size())]
     dist.all_gather(parts, part, group=group)

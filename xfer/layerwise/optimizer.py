@@ -1,8 +1,8 @@
-"""`LayerWiseOptimizer`: any torch optimizers, each stepping only the parameters that this rank owns; everybody else gets
-them while the next forward runs. For plain torch modules, with or without DDP.
+"""`LayerWiseOptimizer`: torch optimizers that step only the parameters that this rank owns. The other ranks receive them while the next
+forward runs. For plain torch modules, with or without DDP.
 
-What Megatron-Core has of its own (gradient buffers, expert groups, norms over tensor-parallel ranks) is in megatron.py,
-which builds on the same core here. State goes to and comes from disk in checkpoint.py.
+megatron.py adds the parts that Megatron-Core has of its own (gradient buffers, expert groups, norms over tensor-parallel ranks).
+checkpoint.py writes and reads the state.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args, overload
 
 import torch
 import torch.distributed as dist
@@ -34,39 +34,48 @@ Route = Literal["auto", "broadcast", "pull"]
 
 
 class LayerWiseOptimizer(torch.optim.Optimizer):
-    """Whole parameters on one data-parallel rank each; asynchronous gather of the others' after every step.
+    """Gives each parameter to one data-parallel rank, which steps it, and gathers the others asynchronously after every step.
 
-    module: any module, plain or under DistributedDataParallel; or several, such as the stages of a pipeline. groups: every
-    trainable parameter in exactly one; they step in the order in which the module has their parameters. All ranks of
-    `process_group` (default: all) hold the same parameters, with equal values.
-
-    group_of: canonical name, parameter -> the process group over which that parameter is replicated (experts), None for
-    `process_group`. Only its ranks need to pass it.
-    overlap: False gathers at the end of `step()`, with the same results.
-    prefetch_depth: buckets fetched ahead of the one in use. bucket_bytes: size of a bucket.
-    reduce: "done" when gradients are the same on all ranks before `step()` (DDP does that); "to_owners" to average
-    them there, which sends each gradient to one rank only. Default: by whether the module is under DDP.
-    masters: owners keep fp32 copies of 16-bit parameters, and step those.
-    clip_grad: greatest norm of all gradients together. memory_cap: most bytes of parameters per owner.
-    rehome: let parameters be moved into runs of memory by owner, so that gathers need no copies. Objects, shapes and
-    values stay; views that were taken before go stale (those that modules hold are found).
-    guard: what a read gives that no hook announces (see hooks.py). "nan": NaN, since what other owners have stepped is overwritten
-    by NaNs, one write of it a step; "first": the old values, for nothing; "always": the new ones, with every operation watched.
-    deadline_s: of every wait for peers. Over NCCL, where no wait blocks, a thread aborts what is late by then: parameters that
-    were to be received become NaNs, the device goes on, and every later call raises DeadlineExceeded.
-    max_ctas: most thread blocks that NCCL may take from computing for one gather. route: "pull" copies parameters out of
-    their owners' memory where all ranks of a group are on one host and can map it (see pulls.py), and broadcasts elsewhere;
-    "auto" is "pull" on GPUs, where copies take nothing from computing, and "broadcast" on CPUs, where they do.
-
-    `param_groups` are the inner optimizers' own, for learning-rate schedulers. Parameters that need no gradient have no
+    `param_groups` are those of the inner optimizers, for learning-rate schedulers. Parameters that need no gradient have no
     owner and are never sent. Between `step()` and a forward, parameters of other owners are old: read them inside
-    forwards, or `drain()` first, on all ranks. So does `state_dict()` of modules: like a forward after a step it is for all ranks.
+    forwards, or call `drain()` first, on all ranks. `state_dict()` of a module drains, so after a step all ranks must call it, like a
+    forward.
 
-    LayoutError and Unsupported list everything that does not fit, before any parameter is touched.
+    Args:
+        module: Any module, plain or under DistributedDataParallel, or several, such as the stages of a pipeline.
+        groups: Every trainable parameter in exactly one group. Groups step in the order of their parameters in the module.
+        process_group: All its ranks hold the same parameters, with equal values. Default: all ranks.
+        group_of: (name, parameter) -> the process group over which that parameter is replicated (experts), None for
+            `process_group`. Only ranks of such groups need to pass it.
+        overlap: If False, `step()` gathers at its end, with the same results.
+        prefetch_depth: Buckets fetched ahead of the one in use.
+        bucket_bytes: Size of a bucket.
+        reduce: "done" if gradients are equal on all ranks before `step()` (DDP does that); "to_owners" to average them, which
+            sends each gradient to one rank only. Default: "done" if all modules are under DDP, else "to_owners".
+        masters: Owners keep fp32 copies of 16-bit parameters, and step those.
+        clip_grad: Greatest norm of all gradients together.
+        memory_cap: Most bytes of parameters per owner.
+        rehome: Move parameters into runs of memory by owner, so that gathers need no copies. Objects, shapes and values stay;
+            views that were taken before go stale. Parameters of which a module holds a view are not moved.
+        guard: The value of a read that no hook announces (see hooks.py). "nan": NaN, because each step overwrites the old values of
+            other owners by NaNs; "first": the old value, at no cost; "always": the new value, because every operation is watched.
+        deadline_s: Seconds of every wait for peers. Over NCCL, where no wait blocks, a thread aborts late collectives:
+            parameters that were to be received become NaNs, the device goes on, and every later call raises DeadlineExceeded.
+        max_ctas: Most thread blocks that NCCL may take from the GPU for one gather.
+        route: "pull" copies parameters out of their owners' memory if all ranks of a group are on one host and can map it (see
+            pulls.py), and broadcasts otherwise. "auto" is "pull" on GPUs, where copies take nothing from computing, and
+            "broadcast" on CPUs, where they do.
+
+    Raises:
+        LayoutError, Unsupported: Lists everything that does not fit, before any parameter is changed.
     """
 
+    found_inf: torch.Tensor
+    grad_scale: torch.Tensor
+    """Both are set by torch's GradScaler, before it calls `step`."""
     _step_supports_amp_scaling = True
-    """So torch's GradScaler calls `step` on every rank, which then refuses it: it looks at what a rank owns, and scales that, only."""
+    """Makes torch's GradScaler call `step` on every rank, which then refuses it. A GradScaler checks and unscales only
+    the gradients that a rank owns."""
 
     def __init__(
         self,
@@ -89,7 +98,8 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
         route: Route = "auto",
     ):
         self.modules = [module] if isinstance(module, torch.nn.Module) else list(module)
-        self.clip_grad, self.grad_norm, self.skipped = clip_grad, None, False
+        self.clip_grad, self.skipped = clip_grad, False
+        self.grad_norm: float | None = None
         live = dist.is_available() and dist.is_initialized()
         self.label = f"rank {dist.get_rank()}" if live else "rank 0"
         under_ddp = [isinstance(m, torch.nn.parallel.DistributedDataParallel) for m in self.modules]
@@ -120,26 +130,36 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
                 prefetch_depth=prefetch_depth,
                 deadline_s=deadline_s,
                 label=self.label,
-                blank=guard == "nan" and overlap,  # else all is here before anybody can read
+                blank=guard == "nan" and overlap,  # without overlap, all is here before any read
                 pulls=self._pulls(buckets, deadline_s) if self._may_pull(route) else None,
                 wires=[who.wire for who in self._peers if who.wire is not None],
             )
             bucket_of = {id(m.param): b for b in buckets for s in b.shares for m in s.members}
-            masters = {id(o.param): o.target for o in self.owned if o.target is not o.param}
-            self.hooks = Hooks(self.modules, self._trained, bucket_of, self.gather, guard, masters)
+            copies = {id(o.param): o.target for o in self.owned if o.target is not o.param}
+            self.hooks = Hooks(self.modules, self._trained, bucket_of, self.gather, guard, copies)
             self._trains = Trains.now(self.modules, self.inner, self.param_groups)
-            self._stepped: torch.cuda.Event | None = None  # behind the last write of what this rank owns
-            announce(self.hooks)  # refits of these parameters, by whatever adapter, finish gathers first
+            self._stepped: torch.cuda.Event | None = None  # behind the last write of this rank's parameters
+            announce(self.hooks)  # adapters finish these gathers before a refit reads
             undo.pop_all()
 
     # ---- the step
 
+    @overload
+    def step(self, closure: None = None, *, grad_scale: float = 1.0) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float], *, grad_scale: float = 1.0) -> float: ...
     @torch.no_grad()
-    def step(self, closure: Callable[[], torch.Tensor] | None = None, *, grad_scale: float = 1.0):
-        """Step what this rank owns, and start the first gathers. Collective.
+    def step(self, closure: Callable[[], float] | None = None, *, grad_scale: float = 1.0) -> float | None:
+        """Steps the parameters that this rank owns, and starts the first gathers. Collective.
 
-        grad_scale: what the loss had been multiplied by (fp16). If any gradient of any rank is not finite, then no rank
-        steps, `skipped` is True, and parameters stay. Returns what `closure` returned, or None.
+        If a gradient of any rank is not finite, no rank steps, `skipped` is True, and parameters stay.
+
+        Args:
+            closure: Called first, with gradients enabled; computes the loss and the gradients.
+            grad_scale: The factor by which the loss was multiplied (fp16).
+
+        Returns:
+            The result of `closure`.
         """
         self._refuse_scaler()
         loss = None
@@ -149,12 +169,12 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
         self._trains.refuse_other(Trains.now(self.modules, self.inner, self.param_groups), self.label)
         self.gather.refuse_astray()
         self._settle_order()
-        self.gather.drain()  # owners may not write what is still being sent
-        self.gather.guarded(lambda: self._step(grad_scale), "the step of what this rank owns")
+        self.gather.drain()  # owners must not write bytes that are still being sent
+        self.gather.guarded(lambda: self._step(grad_scale), "the step of the parameters of this rank")
         return loss
 
     def _step(self, grad_scale: float) -> None:
-        """Wherever it breaks off, in memory that runs out or in Muon's own gathers, other ranks may be ahead."""
+        """The step itself. If it fails anywhere (out of memory, Muon's own gathers), other ranks may be ahead."""
         self._collect()
         self.skipped = not self._scale_and_clip(grad_scale)
         if not self.skipped:
@@ -163,6 +183,7 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
         self._after_step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's, for all parameters and not only those of this rank."""
         for _, p in self._trained:
             if set_to_none:
                 p.grad = None
@@ -172,17 +193,20 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
                 p.grad.requires_grad_(False).zero_()  # a view of DDP's buckets cannot be detached
 
     def drain(self, to_write: bool = True) -> None:
-        """Bring every parameter here now: before reading, saving or changing them outside of a forward. Collective: by broadcasts,
-        so no rank returns before all have called it, or stepped.
+        """Brings all parameters here now. Call it before you read, save or change them outside of a forward.
 
-        to_write: also wait until no other rank copies out of this rank's memory, for which who only reads has no use.
+        Collective: with broadcasts no rank returns before all ranks have called it, or stepped.
+
+        Args:
+            to_write: Also wait until no other rank copies out of this rank's memory. Not needed to read.
         """
         self.hooks.drain(to_write)
 
     def synchronize(self, masters: bool = True) -> None:
-        """After parameters of owners were written from outside: others receive what the owners hold. Collective.
+        """Sends the owners' parameters to the other ranks, after code outside of this optimizer wrote them. Collective.
 
-        masters: those of parameters that were written become what these are; False for who wrote them too.
+        Args:
+            masters: Copy parameters that were written into their fp32 masters. False if the masters were written too.
         """
         self.gather.drain()
         if masters:
@@ -191,21 +215,26 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
         self.drain(to_write=False)
 
     def wait_for_owned(self) -> None:
-        """Returns when what this rank owns has the bytes of the last step, wherever that was queued; gathers go on meanwhile, for
-        they only read it. Nobody writes it again before the next `step()`. Raises what made the gather unusable."""
+        """Returns when the parameters of this rank have the bytes of the last step, on whatever stream it was queued.
+
+        Gathers go on meanwhile, since they only read these parameters. The next write is that of the next `step()`. Raises the
+        error that made the gather unusable, if there is one.
+        """
         self.gather.check()
         if self._stepped is not None:
             self._stepped.synchronize()
 
     def owns(self, name: str) -> bool:
-        """Whether this rank is where the parameter of that canonical name is stepped."""
+        """Whether this rank steps the parameter of that name."""
         peers, owner = self.owner[name]
         return peers.rank == owner
 
     def close(self) -> None:
-        """Drain, drop all hooks and let go of connections; the module is an ordinary one again. Collective. After a gather
-        that failed, or without a rank that is gone, it lets go of connections all the same, and raises that failure; hooks stay,
-        so whoever uses the module, or refits from it, hears of it too."""
+        """Drains, removes all hooks and closes the connections. The module is an ordinary one again. Collective.
+
+        After a gather that failed, or without a rank that is gone, it closes the connections and raises the failure. The hooks
+        stay then, so that every use of the module, and every refit from it, raises the failure too.
+        """
         with ExitStack() as ends:
             ends.callback(self._let_go)
             for pulls in self._opened:
@@ -220,7 +249,7 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
             self.gather.guarded(pulls.part, "the sign that all ranks have unmapped")
 
     def _let_go(self) -> None:
-        """Of all that was opened, whatever one of them raises."""
+        """Closes everything that was opened, also if one of them raises."""
         with ExitStack() as ends:
             for peers in self._peers:
                 if peers.wire is not None:
@@ -230,6 +259,7 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
         self._opened.clear()
 
     def add_param_group(self, param_group: dict) -> None:
+        """Raises Unsupported once the optimizer is built."""
         if hasattr(self, "gather"):
             raise Unsupported(
                 "a parameter group was added to a layer-wise optimizer",
@@ -239,6 +269,7 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def state_dict(self) -> dict:
+        """Raises Unsupported; see `xfer.layerwise.checkpoint`."""
         raise Unsupported(
             "state_dict() of a layer-wise optimizer would hold this rank's part only",
             ["use xfer.layerwise.checkpoint.save and load, which write by parameter and load at any layout"],
@@ -246,12 +277,13 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
         )
 
     def load_state_dict(self, state_dict: dict) -> None:
+        """Raises Unsupported; see `xfer.layerwise.checkpoint`."""
         self.state_dict()
 
-    # ---- what Megatron does its own way
+    # ---- overridden for Megatron
 
     def _collect(self) -> None:
-        """Put the owners' gradients where the inner optimizers look for them."""
+        """Puts the owners' gradients where the inner optimizers read them."""
         if self._reduce == "to_owners":
             self.gather.guarded(lambda: reduce_to_owners(self.gather.buckets), "gradients on their way to their owners")
         for o in self.owned:
@@ -259,7 +291,7 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
                 o.target.grad = None if o.param.grad is None else o.param.grad.to(o.target.dtype)
 
     def _total(self, mine: torch.Tensor) -> torch.Tensor:
-        """Sum over all ranks of what each adds for the gradients that it owns: every gradient is in it once."""
+        """Sums `mine`, a value of the gradients that a rank owns, over all ranks. Every gradient counts once."""
         dense = self._peers[0]
         mine = mine.to(dense.device)
         if dense.wire is not None:
@@ -267,22 +299,23 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
         return mine
 
     def _counts(self, o: Owned) -> bool:
-        """Whether the gradient is this rank's to count in the norm."""
+        """Whether this rank counts the gradient in the norm."""
         return True
 
     def padding(self, pieces: Mapping[str, tuple[ParameterBox, ...]]) -> dict[str, ParameterBox]:
-        """The rows of parameters with which a vocabulary is padded, by name. Collective. pieces: as for `copied`."""
+        """The rows that pad a vocabulary, by name of the parameter. Collective. pieces: as of `copied`."""
         return {}
 
     def copied(self, pieces: Mapping[str, tuple[ParameterBox, ...]]) -> dict[str, tuple[ParameterBox, ...]]:
-        """Where parameters lie in the checkpoint of which nothing on this rank says so, by name. Collective.
+        """The boxes of parameters that no adapter on this rank finds in the checkpoint, by name. Collective.
 
-        pieces: of all parameters, what is known here.
+        Args:
+            pieces: The boxes that are known here, by name of the parameter.
         """
         return {}
 
     def _after_step(self) -> None:
-        """Let go of gradients that only the inner optimizers needed."""
+        """Frees gradients that only the inner optimizers needed."""
         for o in self.owned:
             if o.target is not o.param:
                 o.target.grad = None
@@ -290,9 +323,9 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
     # ---- details
 
     def _refuse_scaler(self) -> None:
-        """Of torch's GradScaler, which says by two attributes that it is there, and would take them away after the step."""
+        """Refuses torch's GradScaler, which sets two attributes before it calls `step`."""
         if getattr(self, "found_inf", None) is not None:
-            del self.found_inf, self.grad_scale
+            del self.found_inf, self.grad_scale  # the scaler removes them only after a step that returns
             raise Unsupported(
                 "a GradScaler steps a layer-wise optimizer: ranks would not skip the same steps, and gradients of other owners stay scaled",
                 [
@@ -303,8 +336,8 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
             )
 
     def _update(self) -> None:
-        """The inner optimizers' steps, in the module's order of what they have, the same on all ranks whose steps gather among each
-        other (Muon's pieces). What a forward uses first travels while others step."""
+        """Steps the inner optimizers, in the module's order of their parameters. The order is the same on all ranks, since steps may
+        gather among ranks (Muon's pieces). Buckets that a forward uses first travel while other parameters are stepped."""
         left = list(self._turns)
         while left:
             i = left.pop(0)
@@ -318,13 +351,13 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
                 )
 
     def _begin(self) -> None:
-        """What this rank owns was written, on the current stream."""
+        """Starts the gathers, after the parameters of this rank were written on the current stream."""
         if self._device.type == "cuda":
             self._stepped = torch.cuda.current_stream(self._device).record_event()
         self.gather.begin()
 
     def _refuse(self, *options: tuple[str, object, object]) -> None:
-        """options: (name, what was given, the Literal of what may be), beside those of groups."""
+        """Raises a LayoutError that lists all that does not fit. options: (name, given value, Literal of the possible values)."""
         costs = [(f"group {i}: cost", g.cost, Cost) for i, g in enumerate(self._groups) if not callable(g.cost)]
         bad = [
             f"{what}={given!r}: there is {', '.join(map(repr, get_args(known)))}"
@@ -362,7 +395,7 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
             raise LayoutError("this module cannot have a layer-wise optimizer", bad, where=self.label)
 
     def _meet(self, process_group, group_of, like: Callable[..., Peers] | None) -> dict[str, Peers]:
-        """Peers of every trained parameter, by name. like: makes them of a name and a group; None without processes to meet."""
+        """The peers of every trained parameter, by name. like: makes peers from a name and a group; None without a process group."""
         if like is None:
             self._peers.append(Peers.alone("dense"))
             return {name: self._peers[0] for name, _ in self._trained}
@@ -371,11 +404,11 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
         made: dict[tuple[int, ...], Peers] = {}
 
         def make(name: str, group) -> None:
-            self._peers.append(like(name, group))  # at once: what is open is closed if the next one fails
+            self._peers.append(like(name, group))  # at once, so that it is closed if the next one fails
             made[ranks(group)] = self._peers[-1]
 
         make("dense", process_group)
-        # Larger groups first: which are made is the same on all of their ranks, and so is their order.
+        # Larger groups first: all ranks of a group make the same groups in the same order.
         others = {ranks(g): g for g in chosen.values() if g is not None}
         for key in sorted(others, key=lambda k: (-len(k), k)):
             if key not in made:
@@ -415,10 +448,12 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
             self.owner |= {name: (who, r) for name, r in table.owner}
 
     def _cost(self, p: torch.nn.Parameter) -> float:
-        cost = self._groups[self._group_at[id(p)]].cost
+        cost, shape = self._groups[self._group_at[id(p)]].cost, tuple(p.shape)
+        if callable(cost):
+            return cost(shape)
         if cost == "bytes":
             return bytes_cost(p.numel() * p.element_size())
-        return {"newton_schulz": newton_schulz_cost, "elementwise": elementwise_cost}.get(cost, cost)(tuple(p.shape))
+        return newton_schulz_cost(shape) if cost == "newton_schulz" else elementwise_cost(shape)
 
     def _buckets(self, peers: dict[str, Peers], bucket_bytes: int, rehome: bool) -> list[Bucket]:
         fixed = known_elsewhere(self.modules, [p for _, p in self.named])
@@ -428,7 +463,7 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
                 continue
             those = [(i, name, p) for i, (name, p) in enumerate(self._trained) if peers[name] is who]
             parts = cut([p.numel() * p.element_size() for _, _, p in those], bucket_bytes)
-            lie = f"{parts} {[movable(p, rehome, fixed) for _, _, p in those]}"  # gloo ends a process that is sent too much
+            lie = f"{parts} {[movable(p, rehome, fixed) for _, _, p in those]}"  # gloo ends a process that receives too many bytes
             who.agree(
                 hashlib.sha256(lie.encode()).digest(),
                 "which parameters lie together",
@@ -440,7 +475,7 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
                     _, name, p = those[i]
                     owned.setdefault(self.owner[name][1], []).append((name, p))
                 found.append((those[part.start][0], who, owned))
-        found.sort(key=lambda f: f[0])  # interleaved as the module has them
+        found.sort(key=lambda f: f[0])  # in the order of the module, across groups
         return [
             Bucket(i, who, tuple(settle_in(owned, move=rehome, fixed=fixed))) for i, (_, who, owned) in enumerate(found)
         ]
@@ -478,7 +513,7 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
         )
 
     def _scale_and_clip(self, grad_scale: float) -> bool:
-        """Whether all gradients of all ranks are finite; `grad_norm` is their norm before clipping."""
+        """Unscales and clips the gradients. Returns whether those of all ranks are finite. `grad_norm` is their norm before clipping."""
         grads = [o.target.grad for o in self.owned if o.target.grad is not None]
         if grad_scale != 1.0 and grads:
             torch._foreach_mul_(grads, 1.0 / grad_scale)
@@ -486,13 +521,13 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
         mine = squares((o.target.grad for o in self.owned if o.target.grad is not None and self._counts(o)), device)
         holder: list[torch.Tensor] = []
         self.gather.guarded(lambda: holder.append(self._total(mine)), "the norm of all gradients")
-        self.grad_norm = holder[0].sqrt().item()
-        self.gather.check()  # nothing is stepped on a sum that was aborted
+        self.grad_norm = norm = holder[0].sqrt().item()
+        self.gather.check()  # no step uses a sum that was aborted
         if not torch.isfinite(holder[0]).item():
             return False
-        if self.clip_grad is not None and self.grad_norm > self.clip_grad:
+        if self.clip_grad is not None and norm > self.clip_grad:
             if grads:
-                torch._foreach_mul_(grads, self.clip_grad / (self.grad_norm + 1e-6))
+                torch._foreach_mul_(grads, self.clip_grad / (norm + 1e-6))
         return True
 
     def _settle_order(self) -> None:

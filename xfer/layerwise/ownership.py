@@ -1,7 +1,7 @@
-"""Who owns which parameter: a pure function of names, shapes and costs, the same on every rank.
+"""Gives each parameter an owner, by a pure function of names, shapes and costs that has the same result on every rank.
 
-`assign` gives each parameter of one data-parallel group to one rank of it; `cut` puts parameters into buckets. Neither
-knows a tensor, a process group or a framework. What is gathered when, and how, is in gather.py.
+`assign` gives each parameter of a data-parallel group to one rank of the group; `cut` puts parameters into buckets. Neither uses
+tensors, process groups or a framework. See gather.py for the gathers.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from xfer.errors import LayoutError
 NEWTON_SCHULZ_STEPS = 5
 
 FLOPS_PER_BYTE = 200
-"""What moving a byte of device memory costs beside a multiplication: about the ratio of the two rates of an H100 in bf16. Only
-relative costs matter, and only where matrices and elementwise updates are weighed against each other."""
+"""Cost of moving a byte of device memory, in floating-point operations: about the ratio of the two rates of an H100 in bf16. It only
+matters where matrices and elementwise updates are balanced against each other."""
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One parameter of a group. `cost`: of its update, in any unit that all items share. `nbytes`: as it lies on a rank."""
+    """One parameter of a group. `cost`: cost of its update, in a unit that all items share. `nbytes`: its size on a rank."""
 
     name: str
     nbytes: int
@@ -33,7 +33,7 @@ class Item:
 class Ownership:
     """The owner of every parameter of one group of `size` ranks.
 
-    owner: (name, rank within the group), sorted by name. cost, nbytes: what each rank owns, by rank.
+    owner: (name, rank within the group), sorted by name. cost, nbytes: sums over the parameters of each rank.
     """
 
     size: int
@@ -46,19 +46,24 @@ class Ownership:
         return tuple(name for name, r in self.owner if r == rank)
 
     def digest(self) -> bytes:
-        """32 bytes; equal on two ranks if and only if every owner is."""
+        """32 bytes; equal on two ranks if and only if all owners are equal."""
         text = "\n".join([str(self.size), *(f"{r} {name}" for name, r in self.owner)])
         return hashlib.sha256(text.encode()).digest()
 
 
 def assign(items: Iterable[Item], size: int, *, memory_cap: int | None = None) -> Ownership:
-    """Costliest first, each to the rank that has least so far: no rank has more than the mean and one item.
+    """Gives items to ranks, the costliest first, each to the rank with the least cost so far. No rank has more than the mean plus one item.
 
-    Equal costs go by bytes, then by name, and equal ranks by owned bytes, then by number, so the order in which items
-    come does not matter. A rank may own nothing.
+    Items of equal cost are ordered by bytes, then by name, and ranks of equal cost by owned bytes, then by number. So the order of
+    `items` does not matter. A rank may own nothing.
 
-    memory_cap: most bytes that one rank may own. LayoutError lists the parameters for which no rank has room, and names
-    that come twice.
+    Args:
+        items: The parameters of one group.
+        size: Number of ranks of the group.
+        memory_cap: Most bytes that one rank may own.
+
+    Raises:
+        LayoutError: Lists the parameters for which no rank has room, and names that occur twice.
     """
     if size < 1:
         raise LayoutError(f"a group of {size} ranks cannot own parameters")
@@ -86,7 +91,7 @@ def assign(items: Iterable[Item], size: int, *, memory_cap: int | None = None) -
 
 
 def cut(sizes: Sequence[int], bucket_bytes: int) -> list[range]:
-    """Consecutive parameters of these bytes as buckets: one is closed as soon as it has `bucket_bytes`."""
+    """Cuts consecutive parameters of these sizes in bytes into buckets. A bucket ends as soon as it has `bucket_bytes`."""
     if bucket_bytes < 1:
         raise LayoutError(f"bucket_bytes is {bucket_bytes}; a bucket has at least one byte")
     out, first, filled = [], 0, 0
@@ -104,13 +109,13 @@ def cut(sizes: Sequence[int], bucket_bytes: int) -> list[range]:
 
 
 def elementwise_cost(shape: Sequence[int]) -> float:
-    """Of an update like Adam's: it reads and writes some 16 bytes per element and hardly computes."""
+    """Cost of an update like Adam's, which reads and writes some 16 bytes per element and computes little."""
     return 16.0 * FLOPS_PER_BYTE * prod(shape)
 
 
 def newton_schulz_cost(shape: Sequence[int]) -> float:
-    """Of Muon's update: floating-point operations of its Newton-Schulz steps, cubic in the short side, and the traffic of an
-    elementwise update. Leading dims of more than two are a batch of matrices; fewer than two have no such steps."""
+    """Cost of Muon's update: the floating-point operations of its Newton-Schulz steps, cubic in the short side, and the traffic of an
+    elementwise update. Dims before the last two are a batch of matrices; a tensor of fewer than two dims has no such steps."""
     if len(shape) < 2:
         return elementwise_cost(shape)
     *batch, a, b = shape
@@ -120,5 +125,5 @@ def newton_schulz_cost(shape: Sequence[int]) -> float:
 
 
 def bytes_cost(nbytes: int) -> float:
-    """For balancing memory and not time."""
+    """Cost that balances memory instead of time."""
     return float(nbytes)

@@ -21,6 +21,7 @@ import time
 from collections.abc import Iterator, Sequence
 from collections.abc import Mapping as Table
 from contextlib import nullcontext
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -34,25 +35,35 @@ from xfer.transport.routes import any_rank, exchange_over_store
 
 _NUMBERS = 1 << 16  # times any number of ranks of one host within int32
 FIRST_WINDOW = 2
-"""Buckets among which a rank may begin with any owner, at first; twice as many each time, as what is needed later can wait longer."""
+"""Buckets of the first window, within which a rank may begin with any owner. Each next window is twice as long, since its buckets are
+needed later."""
+
+
+class Waitable(Protocol):
+    """Bytes that are on their way: a collective's work, or copies."""
+
+    def wait(self) -> object:
+        """Returns when the bytes are here; on GPUs makes the current stream wait for them."""
 
 
 class Pulls:
-    """One rank's copies from the other ranks of a wire. Made by `open_pulls`. stream: shared by all groups of the rank; None on a CPU."""
+    """One rank's copies from the other ranks of a wire, made by `open_pulls`. stream: shared by all groups of the rank; None on a CPU."""
 
     def __init__(
         self,
         wire: Wire,
-        export: peer.Export,
-        mapping: peer.Mapping,
+        export: peer.Export | peer_host.Export,
+        mapping: peer.Mapping | peer_host.Mapping,
         numbers: Table[int, int],
         shares: Sequence[Share],
         stream: torch.cuda.Stream | None,
     ):
         self._wire, self._mapping, self._numbers = wire, mapping, numbers
-        self._export = export  # holds what others know us by
-        self._others = [s.home for s in shares if s.owner != wire.rank and s.nbytes]
-        self._all_stepped = self._all_copied = None
+        self._export = export  # holds the memory that others have mapped
+        self._homes = {id(s): s.home for s in shares if s.home is not None}
+        self._others = [s.home for s in shares if s.home is not None and s.owner != wire.rank and s.nbytes]
+        self._all_stepped: dist.Work | None = None
+        self._all_copied: dist.Work | None = None
         self.stream = stream
         self._number, self._sign = 0, torch.zeros(1, dtype=torch.int32, device=wire.device)
         self._over = torch.zeros_like(self._sign)
@@ -77,14 +88,15 @@ class Pulls:
 
     def begin(self) -> None:
         """Says that this rank's owned parameters are those of the new step (on its current stream). Once per step, on all ranks."""
-        # Another number in every step: an aborted sum adds up what lay in NCCL's buffers from the step before.
+        # Another number in every step: an aborted sum may add up words of the step before, which are in NCCL's buffers.
         self._number = self._number % _NUMBERS + 1
         self._sign.fill_(self._number)
         self._all_copied = None
-        self._all_stepped = self._wire.meet(lambda: "the sign that all owners have stepped", self._others, self._sign)
+        stepped = self._wire.meet(lambda: "the sign that all owners have stepped", self._others, self._sign)
+        self._all_stepped = stepped
         if self.stream is not None:  # so copies also come after this rank's last reads of what they overwrite
             with torch.cuda.stream(self.stream):
-                self._all_stepped.wait()
+                stepped.wait()
                 torch.eq(self._sign[0], self._wire.size * self._number, out=self._came)
                 for dtype, factor in self._factor.items():
                     torch.where(self._came, self._one[dtype], self._nan[dtype], out=factor)
@@ -98,11 +110,11 @@ class Pulls:
         return (share.owner - self._wire.rank) % self._wire.size
 
     def copy(self, share: Share) -> None:
-        """On the current stream."""
-        share.home.copy_(self._mapping.roots[share.owner][self._numbers[id(share)]], non_blocking=True)
+        """Copies a share on the current stream; on a CPU at once."""
+        self._mapping.read_into(share.owner, self._numbers[id(share)], self._homes[id(share)])
 
     def seal(self, shares: Sequence[Share]) -> None:
-        """On the current stream, behind a bucket's copies: if the sum was aborted, and so released them, an element of each parameter
+        """Runs on the current stream, behind a bucket's copies: if the sum was aborted, and so released them, an element of each parameter
         becomes NaN. A forward that was launched already must not give numbers then, because its weights are not known."""
         firsts: dict[torch.dtype, list[torch.Tensor]] = {}
         for share in shares:
@@ -112,12 +124,12 @@ class Pulls:
             torch._foreach_mul_(some, self._factor[dtype])  # one kernel; by 1 it changes no number
 
     def read(self, shares: Sequence[Share]) -> None:
-        """On a CPU: waits for the owners, and copies."""
+        """Waits for the owners, and copies. On a CPU only."""
         if self._all_stepped is not None:
             self._all_stepped.wait()
             self._all_stepped = None
         for s in shares:
-            self._mapping.read_into(s.owner, self._numbers[id(s)], s.home)
+            self.copy(s)
 
     def end(self) -> None:
         """Says that this rank's copies of the step are queued (on a CPU: made). Once per step, on all ranks."""
@@ -145,14 +157,19 @@ class Pulls:
         self._wire.check()
 
 
-def start_in_order(
-    buckets: Sequence[tuple[Pulls, Sequence[Share]]], behind: Sequence[dist.Work] = ()
-) -> list[_Copied | _Reads]:
-    """Queues the copies of each bucket's parameters that others own. buckets: in the order of use. behind: works that are needed before
-    any copy, and so have the wire for themselves. Returns one object per bucket, which is waited for like a collective's work."""
+def start_in_order(buckets: Sequence[tuple[Pulls, Sequence[Share]]], behind: Sequence[Waitable] = ()) -> list[Waitable]:
+    """Queues the copies of each bucket's parameters that others own.
+
+    Args:
+        buckets: In the order of use.
+        behind: Works that are needed before any copy, and so have the wire for themselves.
+
+    Returns:
+        One object per bucket, which is waited for like a collective's work.
+    """
     if not buckets or buckets[0][0].stream is None:
         return [_Reads(pulls, pulls.wanted(shares)) for pulls, shares in buckets]
-    stream, works = buckets[0][0].stream, [_Copied() for _ in buckets]
+    stream, copies = buckets[0][0].stream, [_Copied() for _ in buckets]
     with torch.cuda.stream(stream):
         for work in behind:
             work.wait()
@@ -165,8 +182,8 @@ def start_in_order(
                 pulls.copy(share)
                 if last[i] == at:
                     pulls.seal(wanted[i])
-                    works[i].record()
-    return works
+                    copies[i].record()
+    return [*copies]
 
 
 def windows(n: int) -> Iterator[range]:
@@ -194,7 +211,7 @@ class _Copied:
 
 
 class _Reads:
-    """Copies that are made when somebody waits for them."""
+    """Copies that `wait` makes."""
 
     def __init__(self, pulls: Pulls, shares: Sequence[Share]):
         self._pulls, self._shares = pulls, shares
@@ -220,10 +237,15 @@ def open_pulls(
     Raises:
         DeadlineExceeded, PeerLost: A rank did not come.
     """
+
+    def unmap(made: Pulls | None) -> None:  # or others' memory would stay mapped
+        if made is not None:
+            made.unmap()
+
     call = BackgroundCall(  # the deadline of the store is not ours
         lambda: _open(wire, shares, stream),
         wire.device,
-        undo=lambda made: made is not None and made.unmap(),  # or others' memory would stay mapped
+        undo=unmap,
     )
     return opened(
         call,

@@ -1,8 +1,7 @@
-"""How the parameters of one bucket lie in memory: one contiguous run of bytes per owner, so that what travels is just what
-somebody owns, in the order it lies, and lands where it is used.
+"""The layout of a bucket's parameters in memory: one contiguous run of bytes per owner, which is sent and received as it lies.
 
-`settle_in` moves parameters into such runs (`home`); what cannot be moved goes through a run that is filled and emptied by
-copies (`staged`). Nothing here communicates; see gather.py.
+`settle_in` moves parameters into such runs (`home`). Parameters that cannot be moved are copied into and out of a temporary run
+(`staging`). Nothing here communicates; see gather.py.
 """
 
 from __future__ import annotations
@@ -17,15 +16,15 @@ from xfer.errors import RebindError
 from xfer.kernels.bits import copy_bits
 
 NAN_BYTE = 0xFF
-"""In every byte of a bf16, fp16, fp32 or fp64 number it makes a NaN."""
+"""A bf16, fp16, fp32 or fp64 number of such bytes is a NaN."""
 ALIGN = 64
-"""Parameters begin at multiples of this many bytes: kernels take aligned addresses only, or are slower without. At most 63 bytes
-per parameter travel for nothing."""
+"""Parameters begin at multiples of this many bytes, because some kernels need aligned addresses and others are faster with them. At
+most 63 bytes of padding per parameter travel."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Member:
-    """A parameter, under its canonical name, and where it lies in its share's run: `offset` in bytes. dtype: with which it settled in."""
+    """A parameter with its name and its `offset` in the share's run, in bytes. dtype: its dtype at `settle_in`."""
 
     name: str
     param: torch.nn.Parameter
@@ -39,9 +38,9 @@ class Member:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Share:
-    """What one rank owns of one bucket, in one run of `nbytes`.
+    """The parameters of one bucket and one owner, in one run of `nbytes`.
 
-    owner: rank within the bucket's group. home: flat uint8, the memory of the parameters themselves; None where they lie
+    owner: rank within the bucket's group. home: flat uint8, the memory of the parameters themselves; None if they lie
     elsewhere and are copied.
     """
 
@@ -52,8 +51,7 @@ class Share:
     home: torch.Tensor | None
 
     def staging(self, fill: bool) -> torch.Tensor:
-        """A run to send from (`fill`: with the parameters' present bytes) or to receive into, for parameters without a
-        home."""
+        """A run to send from or to receive into, for parameters without a home. fill: copy the parameters' bytes into it."""
         run = torch.empty(self.nbytes, dtype=torch.uint8, device=self.device)
         if fill:
             copy_bits([_view(run, m) for m in self.members], [m.param.detach() for m in self.members])
@@ -64,13 +62,13 @@ class Share:
         copy_bits([m.param.detach() for m in self.members], [_view(run, m) for m in self.members])
 
     def outdate(self) -> None:
-        """The parameters are about to be others: the backward of a forward that read these raises, as after any optimizer's write.
-        What arrives in a home autograd does not see."""
+        """Tells autograd that the parameters change, since it does not see bytes that arrive in a home. The backward of a forward that read
+        the old ones then raises, as after a write of any optimizer."""
         for m in self.members:
             torch.autograd.graph.increment_version(m.param)
 
     def blank(self) -> None:
-        """NaNs over the parameters' values."""
+        """Overwrites the parameters by NaNs."""
         if self.home is not None:
             self.home.fill_(NAN_BYTE)
             return
@@ -78,7 +76,7 @@ class Share:
             m.param.detach().fill_(float("nan"))
 
     def astray(self) -> list[str]:
-        """Names of parameters that no longer lie in their home, or as other bytes: somebody replaced their memory."""
+        """Names of parameters whose memory, dtype or device was replaced since `settle_in`."""
         cast = [m.name for m in self.members if m.param.dtype != m.dtype or m.param.device != self.device]
         if self.home is None or cast:
             return cast
@@ -89,11 +87,13 @@ class Share:
 def settle_in(
     owned: Mapping[int, Sequence[tuple[str, torch.nn.Parameter]]], *, move: bool, fixed: frozenset[int]
 ) -> list[Share]:
-    """Shares of one bucket, by owner: for each at most one with a home per device and one without.
+    """The shares of one bucket: for each owner and device at most one with a home and one without.
 
-    move: give parameters a home, by making their memory part of a run; their objects, shapes and values stay. fixed: ids of
-    parameters whose memory others know and that therefore stay where they are. Parameters whose strides are not those of
-    a contiguous tensor stay too.
+    Args:
+        owned: owner -> (name, parameter).
+        move: Give parameters a home, by making their memory part of a run. Objects, shapes and values stay. Parameters that are
+            not contiguous are not moved.
+        fixed: Ids of parameters that are not moved, because other tensors use their memory.
     """
     out = []
     for owner, members in sorted(owned.items()):
@@ -112,12 +112,12 @@ def settle_in(
 
 
 def movable(p: torch.nn.Parameter, move: bool, fixed: frozenset[int]) -> bool:
-    """Whether `settle_in` gives this parameter a home. Has to be the same on all ranks: runs with a home travel apart from others."""
+    """Whether `settle_in` gives this parameter a home. Must be equal on all ranks: runs with and without a home travel apart."""
     return move and id(p) not in fixed and p.is_contiguous()
 
 
 def known_elsewhere(trees: Iterable[torch.nn.Module], params: Iterable[torch.nn.Parameter]) -> frozenset[int]:
-    """Ids of parameters whose memory a buffer or an attribute of some module looks into as well: a tensor, or one in a list or dict."""
+    """Ids of parameters that share memory with a buffer or an attribute of some module: a tensor, or a tensor in a list or dict."""
     params = list(params)
     inside = Counter(p.untyped_storage()._cdata for p in params)
     shared, own = {storage for storage, n in inside.items() if n > 1}, {id(p) for p in params}
@@ -130,7 +130,7 @@ def known_elsewhere(trees: Iterable[torch.nn.Module], params: Iterable[torch.nn.
 
 
 def _tensors_in(held: list) -> Iterator[torch.Tensor]:
-    """Also those of lists and dicts within, which may hold each other."""
+    """All tensors in `held`, also in nested lists and dicts, which may contain each other."""
     left, seen = list(held), set()
     while left:
         x = left.pop()
@@ -142,7 +142,7 @@ def _tensors_in(held: list) -> Iterator[torch.Tensor]:
 
 
 def overlapping(params: Sequence[tuple[str, torch.nn.Parameter]]) -> list[str]:
-    """Violations: different parameters over the same bytes. (One parameter under several names is fine.)"""
+    """One line for each two parameters that share bytes. (One parameter under several names is fine.)"""
     spans = []
     for name, p in params:
         if p.numel():
@@ -158,8 +158,8 @@ def overlapping(params: Sequence[tuple[str, torch.nn.Parameter]]) -> list[str]:
 
 
 def refuse_astray(shares: Iterable[Share], who: str) -> None:
-    """RebindError for parameters whose memory was replaced (`model.to(…)`, `param.data = …`) since they settled in: what is
-    gathered would not reach them."""
+    """Raises RebindError for parameters whose memory was replaced since `settle_in` (`model.to(…)`, `param.data = …`). Gathers would not
+    reach them."""
     bad = [name for s in shares for name in s.astray()]
     if bad:
         raise RebindError(

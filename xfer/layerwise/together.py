@@ -1,4 +1,4 @@
-"""Calls that all ranks of a job make together, of which one alone may fail: then all raise, with the reason of that one.
+"""Calls that all ranks of a job make together. If one rank fails, all ranks raise its error.
 
 The ranks agree (xfer/agreement.py) over the store of torch's default group and not by a collective, which would wait by that group's
 own timeout.
@@ -32,7 +32,8 @@ class Together:
         self, what: str, where: str, deadline_s: float, store: dist.Store | None, rank: int = 0, size: int = 1
     ):
         self._what, self._where, self._deadline_s = what, where, deadline_s
-        self._rank, self._size, self._store, self._met = rank, size, None, 0
+        self._rank, self._size, self._met = rank, size, 0
+        self._store: dist.Store | None = None
         if store is not None:
             # Counted in the store and not here: it is as old on all ranks.
             number = store.add(f"{_PREFIX}/{rank}", 1)
@@ -40,7 +41,7 @@ class Together:
 
     @classmethod
     def over_all(cls, what: str, where: str, deadline_s: float) -> Together:
-        """Of the ranks of torch's default group."""
+        """A call of all ranks of torch's default group."""
         if not dist.is_initialized():
             return cls(what, where, deadline_s, None)
         store = dist.distributed_c10d._get_default_store()
@@ -52,7 +53,7 @@ class Together:
         if self._store is None:
             return
         try:
-            self._meeting(self._met).meet(time.monotonic() + self._deadline_s)
+            self._meeting(self._store, self._met).meet(time.monotonic() + self._deadline_s)
         except XferError as e:
             raise type(e)(f"{self._what}: {e.message}", e.violations, where=self._where) from None
         self._met += 1
@@ -65,7 +66,7 @@ class Together:
 
     @contextmanager
     def telling(self) -> Iterator[None]:
-        """Whatever is raised inside, the other ranks raise where they meet next."""
+        """Sends an error that is raised inside to the other ranks, which raise it at their next `meet`."""
         try:
             yield
         except BaseException as e:
@@ -73,10 +74,10 @@ class Together:
             kind, message, violations, _ = told.to_wire()
             mine = from_wire(kind, message, [f"rank {self._rank}: {line}" for line in violations], "")
             if self._store is not None:
-                with suppress(PeerLost):  # the store is gone, which the others notice as well
+                with suppress(PeerLost):  # the store is gone; the others notice that as well
                     for at in (self._met, self._met + 1):  # the first may be decided, by all but this rank
-                        self._meeting(at).refuse(mine)
+                        self._meeting(self._store, at).refuse(mine)
             raise
 
-    def _meeting(self, number: int) -> Agreement:
-        return Agreement(self._store, str(number), self._rank, range(self._size))
+    def _meeting(self, store: dist.Store, number: int) -> Agreement:
+        return Agreement(store, str(number), self._rank, range(self._size))

@@ -96,7 +96,7 @@ class Wire:
         try:
             # Blocking, as is NCCL's default: otherwise it starts a thread for each group of broadcasts.
             link = open_group(store, rank, size, deadline_s, device, labels, over, blocking=True, max_ctas=max_ctas)
-            if link.grouped:
+            if isinstance(link, nccl.NcclLink):
                 link.host_call(lambda: _load(link), "not all ranks took part in the first collectives", over)
         except (DeadlineExceeded, PeerLost) as e:
             kind = DeadlineExceeded if over() else type(e)
@@ -110,11 +110,11 @@ class Wire:
         if not moves:
             return []
         if not self._link.grouped:
-            return [self._start(lambda pg, t=t, o=owner: pg.broadcast([t], from_rank(o))) for owner, t in moves]
+            return [self._start(partial(_broadcast, owner=owner, tensor=t)) for owner, t in moves]
 
         def each(pg: dist.ProcessGroup) -> None:
             for owner, t in moves:
-                pg.broadcast([t], from_rank(owner))
+                _broadcast(pg, owner, t)
 
         # One launch, in which NCCL runs the broadcasts side by side.
         return [
@@ -151,7 +151,7 @@ class Wire:
         self._start(lambda pg: pg.allreduce([tensor]), lambda: "a sum over all ranks").wait()
 
     def broadcast(self, tensor: torch.Tensor, owner: int) -> None:
-        self._start(lambda pg: pg.broadcast([tensor], from_rank(owner)), lambda: f"what rank {owner} says").wait()
+        self._start(partial(_broadcast, owner=owner, tensor=tensor), lambda: f"what rank {owner} says").wait()
 
     # ---- deadlines over NCCL
 
@@ -193,7 +193,7 @@ class Wire:
         return self._seen
 
     def _expire(self, missing: list[Post]) -> None:
-        """Runs on the watch's thread. Sets `lost` first: a caller that the abort frees has to see it."""
+        """Runs on the watch's thread. Sets `lost` first: a caller that the abort frees must see it."""
         late = [p.what() for p in missing if p.until <= time.monotonic()]
         lost = DeadlineExceeded(
             f"ranks that own parameters together did not exchange them within {self.deadline_s:g} s: a peer has ended, "
@@ -205,11 +205,10 @@ class Wire:
             ],
             where=self._who,
         )
-        started = self._link.posting.acquire(timeout=nccl.POSTED_S)  # a start that is stuck is aborted all the same
-        self.lost = lost
-        if started:
-            self._link.posting.release()
-        missing = self._watch.missing()  # with what was posted meanwhile; from now on nothing is started
+        with self._link.no_post(nccl.POSTED_S):  # a start that is stuck is aborted all the same
+            self.lost = lost
+        if self._watch is not None:
+            missing = self._watch.missing()  # with what was posted meanwhile; from now on nothing is started
         _for_seconds(_SPOIL_S, lambda: self._spoil(missing))
         self._link.abort()
         if self.behind:  # these streams go on now, and nothing holds them
@@ -243,10 +242,14 @@ class Wire:
 
 
 def _for_seconds(seconds: float, call: Callable[[], None]) -> None:
-    """Lets `call` run in the background for so long, whatever becomes of it."""
+    """Runs `call` in the background and waits for it for at most `seconds`. Ignores its errors."""
     running = BackgroundCall(call)
     running.ended(time.monotonic() + seconds)
     running.give_up()
+
+
+def _broadcast(pg: dist.ProcessGroup, owner: int, tensor: torch.Tensor) -> dist.Work:
+    return pg.broadcast([tensor], from_rank(owner))
 
 
 def _load(link: nccl.NcclLink) -> None:
@@ -260,9 +263,10 @@ def _load(link: nccl.NcclLink) -> None:
 
 
 def _name(group: dist.ProcessGroup | None, rank: int) -> str:
-    """The same on all ranks of `group`, and never used before."""
+    """Draws a name that is the same on all ranks of `group` and was never used before. Collective."""
     on_cpu = "cpu:" in dist.get_backend_config(group)
     device = torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
     drawn = torch.frombuffer(bytearray(secrets.token_bytes(_NAME_BYTES)), dtype=torch.uint8).to(device)
-    dist.broadcast(drawn, dist.get_global_rank(group if group is not None else dist.group.WORLD, 0), group=group)
+    first = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)[0]
+    dist.broadcast(drawn, first, group=group)
     return bytes(drawn.tolist()).hex()

@@ -20,8 +20,9 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeVar, cast
 
 import torch
 from torch.distributed import ProcessGroup, Store
@@ -141,6 +142,10 @@ class Link(Protocol):
             Aborted: The link is aborted or closed.
         """
 
+    def no_post(self, seconds: float) -> AbstractContextManager[None]:
+        """Lets no post begin inside. Waits at most `seconds` for a post that has begun, and then lets it go on."""
+        return nullcontext()
+
     def abort(self, seconds: float = ABORT_S) -> None:
         """Frees everything that is blocked on this link, in any thread, and makes the link useless. Never blocks for long.
 
@@ -167,7 +172,9 @@ def open_group(
     device: torch.device | str = "cpu",
     labels: Sequence[str] = (),
     cancelled: Callable[[], bool] = lambda: False,
-    **nccl: int | bool,
+    *,
+    blocking: bool = False,
+    max_ctas: int | None = None,
 ) -> Link:
     """Opens a link among `size` ranks. Collective.
 
@@ -177,7 +184,7 @@ def open_group(
         device: Where the tensors of this rank are: NCCL for CUDA, gloo otherwise.
         labels: Names of the ranks for errors, e.g. "trainer 2" or "engine 0 worker 1".
         cancelled: Asked while waiting.
-        nccl: Options of `NcclLink`, ignored on the CPU.
+        blocking, max_ctas: Options of `NcclLink`, ignored on the CPU.
 
     Raises:
         DeadlineExceeded: Not all ranks came in time. PeerLost: A rank is gone. Aborted: `cancelled()` said so.
@@ -189,7 +196,7 @@ def open_group(
     if device.type == "cuda":
         from xfer.transport.nccl import NcclLink
 
-        return NcclLink(store, rank, size, timeout, device, names, cancelled, **nccl)
+        return NcclLink(store, rank, size, timeout, device, names, cancelled, blocking=blocking, max_ctas=max_ctas)
     return GlooLink(store, rank, size, timeout, names, cancelled)
 
 
@@ -248,12 +255,15 @@ class GlooLink(Link):
         self.rank, self.size, self.labels, self.device = rank, size, labels, torch.device("cpu")
         self._aborted = threading.Event()
         self._lock = threading.Lock()
-        self._pg = None
+        self._pg: ProcessGroup | None = None
         if size == 1:
             return
         from torch.distributed import ProcessGroupGloo
 
-        make = BackgroundCall(lambda: ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout)))
+        # torch's stubs give the messages of a backend to ProcessGroup only.
+        make = BackgroundCall(
+            lambda: cast(ProcessGroup, ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout)))
+        )
         late = f"not all of {size} ranks opened the link within {timeout:g} s"
         self._pg = opened(make, time.monotonic() + timeout + _LAST_S, late, labels[rank], cancelled)
 
@@ -287,6 +297,12 @@ class GlooLink(Link):
     def start(self, collective: Callable[[ProcessGroup], T]) -> T:
         return collective(self._group())
 
+    def warm(self, peers: Sequence[int]) -> None:
+        """Does nothing: all pairs are connected."""
+
+    def finish(self, deadline: float) -> None:
+        """Does nothing: a message is complete when its wait returns."""
+
     # ---- the end
 
     def abort(self, seconds: float = ABORT_S) -> None:
@@ -312,7 +328,7 @@ class GlooLink(Link):
     def blame(self, pending: Sequence[Pending]) -> list[str]:
         out: dict[int, str] = {}
         for p in pending:
-            fate = p.fate()
+            fate = p.fate() if isinstance(p, _GlooPending) else None
             if fate is not None and (p.peer not in out or "closed" in fate):
                 out[p.peer] = f"{self.labels[p.peer]}: {fate}"
         return [out[peer] for peer in sorted(out, key=lambda r: ("closed" not in out[r], r))]
@@ -355,7 +371,7 @@ class _GlooPending:
             raise self.link.error(RuntimeError(_CLOSED_HERE), self.peer, f"{self.data.numel()} bytes {self.verb}")
 
     def fate(self) -> str | None:
-        """None if the message is complete, otherwise what became of it. On an aborted link, where waits return at once."""
+        """None if the message is complete, otherwise a description of its failure. Only on an aborted link, where waits return at once."""
         try:
             self.work.wait(_TICK)
         except RuntimeError as e:

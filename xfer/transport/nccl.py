@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from typing import cast
 
 import torch
 from torch.distributed import ProcessGroup, Store, Work
@@ -40,7 +41,7 @@ _QUIET = {
     "TORCH_NCCL_ENABLE_MONITORING": "0",  # and no monitor ends the process when the watchdog is held up
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     # In torch's source a watchdog that sees an error waits five times this long, 75 s by default, with the lock that every post needs.
-    # Seen on an H200: a sender that did not stop within 5 s, and does with 0.
+    # Seen on an H200: a source did not stop within 5 s, and does with 0.
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
     "TORCH_NCCL_BLOCKING_WAIT": "0",  # Work.wait makes the stream wait, not the host
 }
@@ -102,7 +103,8 @@ class NcclLink(Link):
                 pg = ProcessGroupNCCL(store, rank, size, options)
             with self._lock:
                 late = self._aborted.is_set()
-                self._pg = None if late else pg
+                # torch's stubs give the messages of a backend to ProcessGroup only.
+                self._pg = None if late else cast(ProcessGroup, pg)
             if late:  # the caller gave up when there was nothing to abort yet
                 pg.abort()
                 raise Aborted("given up while the link was being opened", where=labels[rank])
@@ -183,6 +185,15 @@ class NcclLink(Link):
     def finish(self, deadline: float) -> None:
         wait_for_stream(self.device, deadline, self.labels[self.rank], self._aborted.is_set)
 
+    @contextmanager
+    def no_post(self, seconds: float) -> Iterator[None]:
+        held = self.posting.acquire(timeout=seconds)
+        try:
+            yield
+        finally:
+            if held:
+                self.posting.release()
+
     def abort(self, seconds: float = ABORT_S) -> None:
         self._aborted.set()
         with self._lock:
@@ -201,10 +212,8 @@ class NcclLink(Link):
         return end is None or end.error is None
 
     def _stop(self, pg: ProcessGroup) -> None:
-        if self.posting.acquire(
-            timeout=POSTED_S
-        ):  # a post that began has ended; one that is stuck is aborted all the same
-            self.posting.release()
+        with self.no_post(POSTED_S):
+            pass  # a post that began has ended; one that is stuck is aborted all the same
         try:
             pg.abort()
         except RuntimeError as e:

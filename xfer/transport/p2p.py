@@ -1,10 +1,9 @@
 """Runs one rank's program over a link: pack step k+1, wire step k, unpack step k-1, through a bounded double buffer.
 
 All Python per row happens in the constructor. A run posts the messages of a step, packs the next one while they
-travel and unpacks the one before; it allocates nothing. Long dense rows travel from or to storage without touching a
-buffer; that is safe because a run that ends early aborts its link before it returns, and after an abort no byte
-arrives (group.py). Not here: the cutting of programs into steps (steps.py), what the bytes mean, who decides that a
-run is over (session/).
+travel and unpacks the one before; it allocates nothing. Long dense rows travel from or to storage without a buffer. That is
+safe because a run that ends early aborts its link before it returns, and after an abort no byte arrives (group.py). Not here:
+cutting programs into steps (steps.py), and the decision that a refit is over (participants/).
 """
 
 from __future__ import annotations
@@ -23,27 +22,30 @@ from xfer.transport.group import Aborted, Link, Outgoing, Pending
 from xfer.transport.steps import PairExchange, Step, steps
 
 DEPTH = 2
-"""Buffers per direction: one travels while the other is packed or unpacked. More of them gained nothing."""
+"""Buffers per direction: one travels while the other is packed or unpacked. More buffers are not faster."""
 
 STEP_BYTES = {"cpu": 16 << 20, "cuda": 240 << 20}
 """Most wire bytes of a pair in a step. On CPUs shorter steps wait more often and longer ones gain nothing. On GPUs each
-group of messages costs NCCL about 0.1 ms, so that steps have to be long. The plan bounds what a rank stages in a wave
+group of messages costs NCCL about 0.1 ms, so steps must be long. The plan bounds the bytes that a rank stages in a wave
 (`WAVE_BYTES`)."""
 
 WAVE_BYTES = {"cpu": 0, "cuda": 252 << 20}
-"""For the plan: most wire bytes of a rank in a wave, so that its two buffers a direction stay under 512 MiB; 0: the
-planner's own."""
+"""For the plan: most wire bytes of a rank in a wave, so that its two buffers per direction stay under 512 MiB. 0: the planner's
+default."""
 
 DIRECT_BYTES = {"cpu": 128 << 10, "cuda": 240 << 20}
 """Shorter dense rows are packed: a message of its own costs more than their copy."""
 
 
 BESIDE_WIRE = 64
-"""Programs of a pack or unpack kernel on a GPU: enough to keep ahead of the wire, and NCCL's kernel keeps its rate."""
+"""Programs of a pack or unpack kernel on a GPU: enough to be faster than the wire, and few enough for NCCL's kernel to keep its
+rate."""
 
 
 @dataclass(frozen=True, slots=True)
 class PeerBytes:
+    """Wire bytes of a run from and to one other rank."""
+
     peer: int
     label: str
     bytes_in: int
@@ -52,9 +54,9 @@ class PeerBytes:
 
 @dataclass(frozen=True, slots=True)
 class TransferStats:
-    """Of one run. Bytes are wire bytes, local rows and fills not counted; `extra_bytes`: buffers beside the model.
+    """One run. Bytes are wire bytes; local rows and fills do not count. `extra_bytes`: buffers beside the model.
 
-    `pack_s`, `unpack_s`: in copies (CUDA: launching them). `wire_s`: blocked on messages. `seconds`: all of it.
+    `pack_s`, `unpack_s`: seconds in copies (CUDA: in launching them). `wire_s`: seconds blocked on messages. `seconds`: of the run.
     """
 
     bytes_in: int
@@ -70,12 +72,18 @@ class TransferStats:
 
 
 class P2P:
-    """A program bound to storages and a link. Warm: `run` may be called any number of times, by one thread at a time.
+    """A program bound to storages and a link. `run` may be called any number of times, by one thread at a time.
 
-    roots: flat uint8 tensors over the storages of this rank's inventory, in its order. src_roots: the sender's
-    storages of this same rank where it plays both roles with two inventories. step_bytes, direct_bytes: see steps.py;
-    equal on all ranks. PlanMismatch when the program is another rank's, LayoutError when it does not fit the
-    storages.
+    Args:
+        link: The link among the ranks of the plan.
+        program: The program of this rank.
+        roots: Flat uint8 tensors over the storages of this rank's inventory, in its order.
+        src_roots: The storages from which this rank sends, if it is source and destination with two inventories.
+        step_bytes, direct_bytes: See `steps`; equal on all ranks. None: `STEP_BYTES` and `DIRECT_BYTES`.
+
+    Raises:
+        PlanMismatch: The program is that of another rank.
+        LayoutError: The program does not fit the storages.
     """
 
     def __init__(
@@ -103,7 +111,7 @@ class P2P:
         ]
         self._local = bind(program.local(), roots, "local", src_roots=src_roots)
         self._fills = bind(program.fills(), roots, "dst")
-        # A rank that only lets others read has nothing to do here, and a stream costs it 70 MiB (measured).
+        # A rank whose storages are only read by others has nothing to do here, and a stream would cost it 70 MiB (measured).
         self.idle = not (plan or len(program.local()) or len(program.fills()))
         self._lanes = _Lanes(torch.device("cpu") if self.idle else link.device)
         bound = [self._local, self._fills, *(b for s in self._steps for b in s.bound())]
@@ -125,10 +133,14 @@ class P2P:
     ) -> TransferStats:
         """Moves every byte of the program once. Collective: all ranks of the link run their programs of the same plan.
 
-        deadline: a time.monotonic() value. cancelled: looked at before anything is posted or written; to free a run
-        that is blocked, call `link.abort()` as well. progress(wave, bytes in and out so far): after each step.
-        DeadlineExceeded, PeerLost, Aborted. The link is aborted then, and no byte will arrive any more, though on CUDA kernels that
-        unpack may still run (`drained`); the storages hold an unknown mix of old and new.
+        Args:
+            deadline: A time.monotonic() value.
+            cancelled: Called before anything is posted or written. To free a run that is blocked, call `link.abort()` as well.
+            progress: Called after each step with (wave, bytes in and out so far).
+
+        Raises:
+            DeadlineExceeded, PeerLost, Aborted: The link is aborted, and no more bytes arrive. On CUDA, kernels that unpack may
+                still run (`drained`). The storages hold an unknown mix of old and new values.
         """
         run = _Run(self, deadline, cancelled)
         try:
@@ -143,7 +155,7 @@ class P2P:
             raise
 
     def drained(self) -> bool:
-        """Whether what the last run launched has left the device. False may mean that it waits for an abort that has not ended."""
+        """Whether all work that the last run launched has left the device. It may wait for an abort that has not ended."""
         return self._lanes.over()
 
 
@@ -174,7 +186,7 @@ class _BoundStep:
 
 
 class _Run:
-    """What one run keeps: which messages are on their way, and the clocks."""
+    """The state of one run: the messages that are on their way, and its clocks."""
 
     def __init__(self, p2p: P2P, deadline: float, cancelled: Callable[[], bool]):
         self.p2p, self.deadline, self.cancelled = p2p, deadline, cancelled
@@ -219,7 +231,7 @@ class _Run:
         )  # fmt: skip
 
     def _post(self, k: int) -> None:
-        """Step k's messages: receives first, so that no sender has to be told to wait for us."""
+        """Posts the messages of step k. Receives come first, so that no source waits for this rank."""
         p2p, slot = self.p2p, k % DEPTH
         step = p2p._steps[k]
         with p2p._lanes.pack:
@@ -242,7 +254,7 @@ class _Run:
         self.pack_s += time.perf_counter() - t0
 
     def _take(self, j: int) -> None:
-        """Step j's messages into storage, each peer's as it has arrived."""
+        """Unpacks the messages of step j into storage, those of one peer after the other."""
         slot, step = j % DEPTH, self.p2p._steps[j]
         pending, at = self.receives[slot], 0
         with self.p2p._lanes.unpack:
@@ -262,7 +274,7 @@ class _Run:
         self.wave, self.done = step.wave, self.done + step.nbytes
 
     def _here(self) -> None:
-        """Rows that need no wire, while the first step travels."""
+        """Runs the rows that need no wire, while the first step travels."""
         with self.p2p._lanes.unpack:
             self.p2p._fills.fill()
             self.p2p._local.copy()
@@ -282,11 +294,11 @@ class _Run:
 
 
 class _Lanes:
-    """On CUDA one stream packs and posts, another unpacks, ordered by events; on the CPU calls are in order anyway.
+    """On CUDA, one stream that packs and posts and one that unpacks, ordered by events. On the CPU calls are in order anyway.
 
     torch hands out 32 streams of a device in turns, and a lane over NCCL takes five: these two, its own, its link's and NCCL's.
-    So from the seventh replica on, sooner once routes were opened anew, lanes of a trainer share streams: one whose peer hangs
-    then holds others up as well.
+    So from the seventh replica on, or sooner if routes were opened again, lanes of a trainer share streams. A lane whose peer hangs
+    then delays others as well.
     """
 
     def __init__(self, device: torch.device):
@@ -306,14 +318,14 @@ class _Lanes:
         return torch.cuda.stream(self._streams[1]) if self._cuda else nullcontext()
 
     def begin(self) -> None:
-        """After what the caller's stream was given before."""
+        """Orders both streams behind the earlier work of the caller's stream."""
         if self._cuda:
             self._left = []
             for s in self._streams:
                 s.wait_stream(torch.cuda.current_stream(self._device))
 
     def reuse(self, slot: int) -> None:
-        """The receive buffer of this slot may be written once it was unpacked."""
+        """Makes the current stream wait until the receive buffer of this slot has been unpacked."""
         if self._cuda:
             torch.cuda.current_stream(self._device).wait_event(self._taken[slot])
 
@@ -327,7 +339,7 @@ class _Lanes:
                 torch.cuda.current_stream(self._device).wait_stream(s)
 
     def left(self) -> None:
-        """What was launched goes on without being waited for."""
+        """Notes the work that was launched, without waiting for it. See `over`."""
         if self._cuda:
             self._left = [s.record_event() for s in self._streams]
 

@@ -1,15 +1,15 @@
-"""The peer route: a taker maps the senders' storages and pulls every row from its source to its final place, by one kernel and,
-beside it, copy engines for long runs and large boxes.
+"""The peer route: a destination maps the storages of its sources, and pulls every row to its final place. One kernel copies, and
+copy engines beside it copy long runs and large boxes.
 
-Inside one NVLink host. Senders make an `Offer` (typed bytes: handles of allocations, where storages lie in them, and a
-probe with a nonce); takers open what their rows need and answer which storages they can read (`Taken`). Both sides then
-cut the program alike with `split`: rows that a taker can pull itself, and the rest, which goes by p2p.
+It works within one NVLink host. A source makes an `Offer` (typed bytes: handles of allocations, the places of storages in them, and
+a probe with a nonce). A destination opens the storages that its rows need, and answers which ones it can read (`Taken`). Both then
+cut the program alike with `split`, into the rows that the destination pulls and the rest, which goes by p2p.
 
-Nothing is staged. The kernel looks at an abort word before every tile; copies that were launched go on to their end, which takes as
-long as their bytes do. A pull is waited for with a deadline; when `run` has returned or raised with `drained`, this process reads no
-sender's memory any more. A sender must not free, offload or rewrite a storage before its takers said so: after a pull ends for
-content, after `Mapping.close` for memory.
-Not here: who tells whom when (session/), p2p (p2p.py), the mix of both (routes.py).
+Nothing is staged. The kernel reads an abort word before every tile; copies that were launched run to their end. A pull is waited for
+with a deadline. When `finish` has returned or raised with `drained`, this process reads no memory of a source any more. A source
+must not rewrite a storage before the pulls of its destinations end, and must not free or offload it before they close their
+`Mapping`.
+Not here: messages between sources and destinations (participants/), p2p (p2p.py), the mix of both (routes.py).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import msgspec
 import numpy as np
@@ -37,30 +37,31 @@ WIRE_VERSION = 2
 NONCE_BYTES = 32
 MAX_OFFER_BYTES = 64 << 20
 DRAIN_S = 5.0
-"""How long an aborted pull may take to leave the device: each program finishes the tile that it holds, and copies that were
-launched come to their end."""
+"""Seconds that an aborted pull may take to leave the device: each program of the kernel finishes its tile, and launched copies run to
+their end."""
 BURST_BYTES = 0
-"""Of a sender's turn among the kernel's tiles. Long turns gain 4 % where all takers begin at once and each with another sender, and
-halve the rate where two begin with the same (measured on H200s). In turns of a tile no taker is in another's way for long."""
+"""Bytes that the kernel pulls from one source before it turns to the next; 0 is one tile. Long turns gain 4 % if all destinations begin
+at once and each with another source, and halve the rate if two begin with the same one (measured on H200s). With turns of one tile
+no destination blocks another for long."""
 _POLL_S = 20e-6
 _EAGER_S = 0.5e-3
-"""For so long a pull is asked without a sleep in between, only with turns for other threads: few bytes are here by then."""
+"""Seconds for which `finish` polls without a sleep and only yields to other threads: small pulls end within that time."""
 _STOP_S = 2e-3
 _TOKEN = secrets.token_bytes(16)
 
 
 def this_process() -> tuple[int, bytes]:
-    """Not kept: a child made by fork has another number."""
+    """(pid, token) of this process. Computed at each call, because a forked child has another pid."""
     return os.getpid(), _TOKEN
 
 
 def uuid_of(device: torch.device) -> str:
-    """Numbers of devices mean something else in every process."""
+    """The UUID of a GPU. Device numbers differ between processes."""
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
 class SharedAllocation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """One allocation: an IPC handle and what it is; `base` is of use in the same process only."""
+    """One allocation and its IPC handle. `base` is its address, valid in the same process only. `identity`: the driver's number of it."""
 
     handle: bytes
     base: int
@@ -69,7 +70,7 @@ class SharedAllocation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
 
 
 class StoragePlace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """Where a storage lies: allocation number and byte offset. allocation -1: it cannot be mapped, for `reason`."""
+    """Place of a storage: allocation number, byte offset and bytes. allocation -1: it cannot be mapped, for `reason`."""
 
     allocation: int
     offset: int
@@ -78,7 +79,7 @@ class StoragePlace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, arra
 
 
 class Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """What one rank lets others map. The probe is an allocation of its own that holds `nonce`."""
+    """The storages of one rank that others may map. `probe` is the allocation of a tensor that holds `nonce`."""
 
     version: int
     rank: int
@@ -92,13 +93,15 @@ class Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=
 
 
 class Readable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    """The storages of one source that a destination reads by itself."""
+
     rank: int
     roots: tuple[int, ...]
-    reason: str = ""  # why nothing, or not everything
+    reason: str = ""  # why not all storages can be read
 
 
 class Taken(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """Which storages of which senders one taker reads by itself."""
+    """The storages, by source, that one destination reads by itself."""
 
     version: int
     rank: int
@@ -106,6 +109,7 @@ class Taken(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=
 
 
 _T = TypeVar("_T", Offer, Taken)
+Root = TypeVar("Root")
 _decoders: dict[type, msgspec.msgpack.Decoder] = {
     kind: msgspec.msgpack.Decoder(kind) for kind in (Offer, Taken)
 }  # once: see plan/inventory.py
@@ -124,19 +128,18 @@ def _decode(data: bytes, kind: type[_T], rank: int) -> _T:
 
 
 class Export:
-    """A sender's storages as an offer. Holds the probe; storages stay the caller's."""
+    """Offers the storages of a source. Holds the probe; the caller holds the storages."""
 
     def __init__(self, rank: int, roots: Sequence[torch.Tensor], device: torch.device):
         self.rank = rank
         self._roots = roots
         self._nonce = secrets.token_bytes(NONCE_BYTES)
-        # Is there when the call returns. Nothing waits for the device: a kernel there may wait for another replica's peer.
+        # The copy is complete when the call returns, and waits for no stream: a kernel there may wait for another replica's peer.
         self._probe = torch.frombuffer(bytearray(self._nonce), dtype=torch.uint8).to(device)
         self._allocations: dict[int, int] = {}  # identity -> number
         self._shared: list[SharedAllocation] = []
-        self._expandable: list[tuple[int, int]] | None = (
-            None  # torch's own, (begin, end); asked for where a handle is missing
-        )
+        # torch's expandable segments, (begin, end); read where a handle is missing
+        self._expandable: list[tuple[int, int]] | None = None
         self._places = tuple(self._place(t) for t in roots)
         probe = self._place(self._probe)
         self._probe_at = (probe.allocation, probe.offset)
@@ -151,7 +154,7 @@ class Export:
         return msgspec.msgpack.encode(self.offer)
 
     def stale(self) -> list[str]:
-        """Storages that are not where the offer says any more: one line each. Cheap: asked at every refit."""
+        """One line for each storage that is no longer at the offered place. Cheap, because it is called at every refit."""
         out, asked = [], set()
         for i, (t, place) in enumerate(zip(self._roots, self._places)):
             if place.allocation < 0:
@@ -159,7 +162,7 @@ class Export:
             shared, at = self._shared[place.allocation], t.data_ptr()
             if at != shared.base + place.offset:
                 out.append(f"storage {i}: offered at {shared.base + place.offset:#x}, is now at {at:#x}")
-            elif place.allocation not in asked:  # one storage speaks for all that lie where they were in an allocation
+            elif place.allocation not in asked:  # one storage stands for all storages of an allocation
                 asked.add(place.allocation)
                 try:
                     now = driver.identity(at)
@@ -190,11 +193,11 @@ class Export:
         return StoragePlace(number, t.data_ptr() - found.base, n)
 
     def _why_no_handle(self, address: int) -> str:
-        """Both kinds are virtual memory to the driver; torch knows its own."""
+        """Tells expandable segments from other virtual memory. The driver cannot tell them apart; torch lists its own segments."""
         if self._expandable is None:
             try:
                 known = torch.cuda.memory_snapshot()
-            except RuntimeError:  # other allocators of torch's (cudaMallocAsync, pluggable ones) have none
+            except RuntimeError:  # torch's other allocators (cudaMallocAsync, pluggable ones) have no snapshot
                 known = []
             some = (s for s in known if s.get("is_expandable"))
             self._expandable = [(s["address"], s["address"] + s["total_size"]) for s in some]
@@ -203,18 +206,50 @@ class Export:
         return "its allocator, not torch's usual one, gives out no IPC handles (virtual memory, as that of a pool that sleeps)"
 
 
-class Mapping:
-    """What a taker has opened of the offers. `roots[rank][i]`: flat uint8 tensor over storage i of that sender."""
+class OpenedRoots(Generic[Root]):
+    """The storages of sources that a destination has opened.
+
+    Attributes:
+        roots: roots[rank][i] is storage i of that source, in the form that the route reads.
+        here: Ranks of the sources on the destination's own GPU.
+    """
 
     def __init__(self, rank: int, device: torch.device):
         self.rank, self.device = rank, device
-        self.roots: dict[int, dict[int, torch.Tensor]] = {}
-        self.here: set[int] = set()  # senders on the taker's own GPU
+        self.roots: dict[int, dict[int, Root]] = {}
+        self.here: set[int] = set()
         self._why: dict[int, str] = {}
+
+    def to_bytes(self) -> bytes:
+        """This destination's answer, a `Taken`."""
+        readable = tuple(
+            Readable(r, tuple(sorted(some)), self._why.get(r, "")) for r, some in sorted(self.roots.items())
+        )
+        return msgspec.msgpack.encode(Taken(WIRE_VERSION, self.rank, readable))
+
+    def why(self, rank: int) -> str:
+        """The reason why not all storages of a source could be opened, or ""."""
+        return self._why.get(rank, "")
+
+
+class Mapping(OpenedRoots[torch.Tensor]):
+    """Mapped storages. `roots[rank][i]`: flat uint8 tensor over storage i of that source."""
+
+    def __init__(self, rank: int, device: torch.device):
+        super().__init__(rank, device)
         self._opened: dict[bytes, int] = {}
 
     def open(self, data: bytes, rank: int, wanted: Sequence[int]) -> None:
-        """Opens storages `wanted` of sender `rank`; what cannot be is noted, not raised. ProtocolError on bad bytes."""
+        """Opens some storages of a source. A storage that cannot be mapped is no error: `why` has the reason.
+
+        Args:
+            data: The source's offer.
+            rank: The source.
+            wanted: Numbers of the storages.
+
+        Raises:
+            ProtocolError: `data` is no offer of that rank.
+        """
         offer = _decode(data, Offer, rank)
         found = self.roots.setdefault(rank, {})
         if offer.device == uuid_of(self.device):
@@ -240,18 +275,12 @@ class Mapping:
             except driver.DriverError as e:
                 self._why.setdefault(rank, f"storage {root}: {e}")
 
-    def to_bytes(self) -> bytes:
-        readable = tuple(
-            Readable(r, tuple(sorted(some)), self._why.get(r, "")) for r, some in sorted(self.roots.items())
-        )
-        return msgspec.msgpack.encode(Taken(WIRE_VERSION, self.rank, readable))
-
-    def why(self, rank: int) -> str:
-        """Why nothing, or not everything, of a sender could be opened."""
-        return self._why.get(rank, "")
+    def read_into(self, rank: int, root: int, into: torch.Tensor) -> None:
+        """Copies a whole storage into a tensor of as many bytes, on the current stream."""
+        into.copy_(self.roots[rank][root], non_blocking=True)
 
     def close(self) -> None:
-        """Unmaps. Only after the last pull was drained."""
+        """Unmaps all storages. Call it after the last pull was drained."""
         self.roots = {}
         opened, self._opened = self._opened, {}
         for pointer in opened.values():
@@ -273,7 +302,7 @@ class Mapping:
         return driver.tensor_at(base + place.offset, place.nbytes, self.device)
 
     def _befriend(self, pointer: int) -> None:
-        """Within one process torch enables access to a neighbour's memory at the first copy between the devices."""
+        """Enables access to the memory of another device. Within one process torch does that at the first copy between two devices."""
         for k in range(torch.cuda.device_count()):
             other = torch.device("cuda", k)
             if other != self.device and torch.cuda.can_device_access_peer(self.device, other):
@@ -281,7 +310,7 @@ class Mapping:
 
 
 def taken_roots(answers: Sequence[bytes]) -> dict[int, dict[int, frozenset[int]]]:
-    """By taker, by sender: the storages that the taker pulls from. answers[r]: `Mapping.to_bytes` of rank r or b""."""
+    """destination -> source -> the storages that the destination pulls from. answers[r]: `Mapping.to_bytes` of rank r, or b""."""
     out: dict[int, dict[int, frozenset[int]]] = {}
     for rank, data in enumerate(answers):
         if data:
@@ -291,7 +320,7 @@ def taken_roots(answers: Sequence[bytes]) -> dict[int, dict[int, frozenset[int]]
 
 
 def refusals(answers: Sequence[bytes], labels: Sequence[str], rank: int) -> list[str]:
-    """For the report: one line per pair with `rank` in it that cannot use this route for everything."""
+    """One line for each pair of `rank` and another rank that cannot use this route for all rows. For the report."""
     return [
         f"{labels[taker]} from {labels[r.rank]}: {r.reason}"
         for taker, data in enumerate(answers)
@@ -302,7 +331,7 @@ def refusals(answers: Sequence[bytes], labels: Sequence[str], rank: int) -> list
 
 
 def takes(rows: np.ndarray) -> np.ndarray:
-    """Which rows (bool array) a taker can pull where it can read their storages: here all."""
+    """The rows (bool array) that a destination can pull if it can read their storages: here all of them."""
     return np.ones(len(rows), bool)
 
 
@@ -311,7 +340,15 @@ def split(
     taken: dict[int, dict[int, frozenset[int]]],
     takes: Callable[[np.ndarray], np.ndarray] = takes,
 ) -> tuple[np.ndarray, Program]:
-    """(rows that this rank pulls, the program of all else). Every rank of the sub-plan cuts by the same answers."""
+    """Cuts a program into the rows that this rank pulls and a program of the rest.
+
+    Every rank of the sub-plan calls it with the same `taken`.
+
+    Args:
+        program: The program of this rank.
+        taken: See `taken_roots`.
+        takes: Which rows can be pulled if their storages can be read.
+    """
     rows = program.rows
     pulled = np.zeros(len(rows), bool)
     for taker, senders in taken.items():
@@ -325,7 +362,7 @@ def split(
 
 @dataclass(frozen=True, slots=True)
 class PullStats:
-    """`launch_s`: until the host had launched everything. `seconds`: until the last byte was here."""
+    """One pull. `launch_s`: seconds until the host had launched everything. `seconds`: until the last byte had arrived."""
 
     bytes_in: int
     by_sender: tuple[tuple[int, int], ...]
@@ -334,17 +371,17 @@ class PullStats:
 
 
 class WaveGate(Protocol):
-    """What stands between the waves of a pull. Called in order, on the stream that the pull is launched on."""
+    """Code that runs between the waves of a pull. Called in order, with the stream of the pull."""
 
     def before(self, wave: int, stream: torch.cuda.Stream | None) -> None: ...
 
     def after(self, wave: int, stream: torch.cuda.Stream | None) -> None: ...
 
     def poll(self) -> None:
-        """Called again and again while a pull is waited for, and once when all of it is here; not of one that was stopped."""
+        """Called repeatedly while a pull is waited for, and once when all of it has arrived. Not called for a pull that was stopped."""
 
     def open(self) -> None:
-        """The pull was stopped: lets go, from another stream, what `before` made wait."""
+        """Called when the pull is stopped: frees, from another stream, the stream that `before` made wait."""
 
 
 class Pull:
@@ -361,8 +398,17 @@ class Pull:
         summed: Sums | None = None,
         **how,
     ):
-        """One launch; with a gate, one for each wave that has rows. read_too: while it pulls, others read from this GPU. summed: as of
-        `TritonRows`, of what the first wave writes. how: `burst`, bytes of a sender's turn (kernels/tiles.py), and what else that takes."""
+        """Binds the rows.
+
+        Args:
+            rows: Rows that this rank pulls (dtype ROW).
+            mapping: The opened storages of the sources.
+            roots: Flat uint8 tensors over the storages of this rank.
+            gate: If given, the pull is one launch for each wave that has rows, and otherwise one launch.
+            read_too: Whether other ranks read from this GPU during the pull.
+            summed: As of `TritonRows`, for the rows of the first wave.
+            how: `burst`, bytes of a source's turn, and other options of `TritonRows`.
+        """
         if unknown := {(int(r["src"]), int(r["src_root"])) for r in rows} - _known(mapping):
             raise RebindError(
                 f"{len(unknown)} storages are not mapped", [f"rank {a}, storage {b}" for a, b in sorted(unknown)]
@@ -374,7 +420,9 @@ class Pull:
         self._stopped = False
         # Another priority is another channel to the device: behind a stream that waits for a word it would wait too.
         self._aside = torch.cuda.Stream(self.device, priority=-1)
-        self._abort.record_stream(self._aside)  # what stops a pull may land after it ended, and this was let go of
+        self._abort.record_stream(
+            self._aside
+        )  # the copy that stops a pull may land after its end, when this tensor was freed
         self._gate = gate
         self._waves = [0] if gate is None else sorted(set(rows["wave"].tolist()))
         parts = [rows] if gate is None else [rows[rows["wave"] == w] for w in self._waves]
@@ -387,11 +435,11 @@ class Pull:
         self._launches = [self._recorded(k) for k in range(len(self._waves))]
 
     def _recorded(self, k: int) -> Callable[[], None]:
-        """What launches part `k`, recorded as one where it can be: from Python each launch costs some 0.1 ms. Not where torch's
-        own kernels take part, which may allocate."""
+        """A function that launches part `k`. Its kernels are recorded as one graph where that is possible, since each launch from
+        Python costs some 0.1 ms. torch's own kernels may allocate, so a part with such kernels is not recorded."""
         bound, cleared = self._bound[k], self._abort if self._gate is None else None
 
-        def kernels() -> None:  # does not hold this pull: what nothing holds any more should free its memory at once
+        def kernels() -> None:  # holds no reference to this pull, so that a dropped pull frees its memory at once
             if cleared is not None:
                 cleared.zero_()
             bound.move()
@@ -434,12 +482,10 @@ class Pull:
         return sum(b.scratch_bytes for b in self._bound)
 
     def begin(self) -> None:
-        """Launches the pull after what the caller's stream was given before. When it raises, call `finish` all the same."""
+        """Launches the pull behind the earlier work of the caller's stream. If it raises, call `finish` all the same."""
         self._began = time.perf_counter()
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
-        if (
-            self._stopped
-        ):  # what stopped the last one must not stop this one, which would end without its bytes and without an error
+        if self._stopped:  # a late stop of the last pull would end this one without its bytes and without an error
             self._stream.wait_stream(self._aside)
         self._stopped = False
         with torch.cuda.stream(self._stream):
@@ -454,12 +500,12 @@ class Pull:
                     launch()
                     if self._gate is not None:
                         self._gate.after(wave, self._stream)
-            finally:  # where one could not be launched, what was is waited for
+            finally:  # if one launch fails, `finish` waits for the others
                 self._event.record()
                 self._launched = time.perf_counter()
 
     def stop(self) -> None:
-        """From any thread: the kernels leave after the tiles that they hold."""
+        """Stops the pull, from any thread. The kernels end after their current tiles."""
         self._stopped = True
         with torch.cuda.stream(self._aside):  # by a copy engine, which needs no room beside the running kernel
             self._abort.copy_(self._one, non_blocking=True)
@@ -467,12 +513,20 @@ class Pull:
                 self._gate.open()
 
     def over(self) -> bool:
-        """Whether what was begun has left the device: no sender's storage is read any more."""
+        """Whether the pull has left the device, so that it reads no storage of a source any more."""
         return self._event.query()
 
     def finish(self, deadline: float, cancelled: Callable[[], bool] = lambda: False, where: str = "") -> PullStats:
-        """Waits for the last byte. DeadlineExceeded or Aborted when that takes too long, after the pull was drained;
-        PeerLost(drained=False) when even that did not happen: the senders' storages may still be read then.
+        """Waits for the last byte.
+
+        Args:
+            deadline: A time.monotonic() value.
+            cancelled: Called repeatedly; True ends the pull.
+            where: Label of this rank in errors.
+
+        Raises:
+            DeadlineExceeded, Aborted: The pull was stopped, and is drained.
+            PeerLost: With drained=False. The pull did not leave the device, and may still read the sources' storages.
         """
         while not self._event.query():
             if self._gate is not None and not self._stopped:
@@ -481,7 +535,7 @@ class Pull:
             if late or cancelled():
                 until = time.monotonic() + DRAIN_S
                 while not self._event.query():
-                    self.stop()  # again and again: what begins late clears the word
+                    self.stop()  # repeatedly: a part that begins late clears the word
                     if time.monotonic() > until:
                         raise PeerLost("a pull does not leave the device", where=where, drained=False)
                     time.sleep(_STOP_S)

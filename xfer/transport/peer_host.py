@@ -1,9 +1,9 @@
-"""The peer route between processes of one host whose weights lie in host memory: takers read senders' memory themselves.
+"""The peer route for host memory: a destination reads the memory of source processes on the same host.
 
-The kernel copies (process_vm_readv): each byte once, from its source to its final place, columns of a matrix included, where
-a socket would copy it twice and a buffer a third time. Linux only, and only where the kernel lets one process read another
-(same user; containers and ptrace_scope may forbid it): a probe tells, and what cannot be read goes by p2p. The same calls and
-messages as peer.py, which does this for GPUs. Conversions and rows of scattered bytes go by p2p too (`takes`).
+The kernel copies each byte once (process_vm_readv), from its source to its final place, also for columns of a matrix. A socket
+would copy it twice, and a buffer a third time. It works on Linux where the kernel lets one process read another (same user;
+containers and ptrace_scope may forbid it). A probe finds that out; rows that cannot be read go by p2p, and so do conversions and
+rows of scattered bytes (`takes`). Calls and messages are those of peer.py, which does the same for GPUs.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from xfer.transport.group import Aborted
 from xfer.transport.peer import NONCE_BYTES, Offer, PullStats, SharedAllocation, StoragePlace
 
 SHORTEST = 512
-"""Bytes that have to lie together on both ends; the kernel is told of every such run."""
+"""Fewest bytes that must lie together on both ends. Each such run is an entry of the kernel's tables."""
 RUNS, BATCH_BYTES = 1024, 8 << 20
-"""Most runs (the kernel's own limit) and about the most bytes of a call. Between calls a pull can be stopped."""
+"""Most runs (the kernel's limit) and about the most bytes of one call. A pull can be stopped between calls."""
 
 
 def takes(rows: np.ndarray) -> np.ndarray:
-    """Which rows (bool array) a taker can read itself where it can read their storages."""
+    """The rows (bool array) that a destination can pull if it can read their storages."""
     run = ITEM[rows["dst_dtype"]]
     open_ = np.ones(len(rows), bool)
     for d in reversed(range(MAX_DIMS)):
@@ -49,7 +49,7 @@ def takes(rows: np.ndarray) -> np.ndarray:
 
 
 class Export:
-    """A sender's storages as an offer. Holds the probe and the storages, so that their addresses stay theirs."""
+    """Offers the storages of a source. Holds the probe and the storages, so that their addresses stay valid."""
 
     def __init__(self, rank: int, roots: Sequence[torch.Tensor], device: torch.device):
         self.rank, self._roots = rank, roots
@@ -67,18 +67,19 @@ class Export:
         return msgspec.msgpack.encode(self.offer)
 
     def stale(self) -> list[str]:
-        """None: `_roots` are held. That a parameter has another storage now, the session finds out."""
+        """Always empty, since `_roots` are held. The session finds out if a parameter has another storage."""
         return []
 
 
-class Mapping(peer.Mapping):
-    """What a taker may read of the offers. `roots[rank][i]`: (address, bytes) of storage i of that sender."""
+class Mapping(peer.OpenedRoots[tuple[int, int]]):
+    """Storages that a destination may read. `roots[rank][i]`: (address, bytes) of storage i of that source."""
 
     def __init__(self, rank: int, device: torch.device):
         super().__init__(rank, device)
         self.pids: dict[int, int] = {}
 
     def open(self, data: bytes, rank: int, wanted: Sequence[int]) -> None:
+        """As of `peer.Mapping`."""
         offer = peer._decode(data, Offer, rank)
         found = self.roots.setdefault(rank, {})
         if len(offer.places) != len(offer.allocations) or not offer.places:
@@ -99,7 +100,7 @@ class Mapping(peer.Mapping):
             found[root] = (offer.allocations[root].base, offer.allocations[root].nbytes)
 
     def read_into(self, rank: int, root: int, into: torch.Tensor) -> None:
-        """All of that storage, into a contiguous tensor of as many bytes. PeerLost when its process is gone."""
+        """Copies a whole storage into a contiguous tensor of as many bytes. Raises PeerLost if its process is gone."""
         address, n = self.roots[rank][root]
         if into.nbytes != n or not into.is_contiguous():
             raise ValueError(f"storage {root} of rank {rank} has {n} bytes, {into.nbytes} are asked for")
@@ -128,10 +129,10 @@ class Pull:
         roots: Sequence[torch.Tensor],
         *,
         gate: peer.WaveGate | None = None,
-        read_too: bool = False,  # makes no difference here
-        summed: object = None,  # nor does this: sums are taken between the parts
+        read_too: bool = False,  # no effect here
+        summed: object = None,  # no effect either: sums are taken between the parts
     ):
-        check_rows(rows, "dst", roots, roots)  # the kernel would write wherever it is told to
+        check_rows(rows, "dst", roots, roots)  # the kernel checks no addresses
         self._stopped, self._gate = False, gate
         self._roots = roots  # held: their addresses are in the tables
         self._parts: dict[int, list[_KernelCall]] = {}  # by wave; one without a gate
@@ -146,18 +147,22 @@ class Pull:
         self._stopped = False
 
     def stop(self) -> None:
-        """From any thread: ends after the call that runs."""
+        """Stops the pull after its current call, from any thread."""
         self._stopped = True
         if self._gate is not None:
             self._gate.open()
 
     def over(self) -> bool:
-        """As of peer.py's; here nothing is read outside `finish`."""
+        """As of `peer.Pull`. Always True: nothing is read outside `finish`."""
         return True
 
     def finish(self, deadline: float, cancelled: Callable[[], bool] = lambda: False, where: str = "") -> PullStats:
-        """Reads everything. DeadlineExceeded, Aborted; PeerLost when a sender's memory is gone. Nothing is read any more
-        when it returns or raises."""
+        """Reads all rows. Nothing is read any more when it returns or raises.
+
+        Raises:
+            DeadlineExceeded, Aborted: The pull was stopped.
+            PeerLost: The memory of a source is gone.
+        """
         began = time.perf_counter()
 
         def check() -> None:
@@ -188,7 +193,7 @@ class Pull:
 
 @dataclass(frozen=True, slots=True)
 class _KernelCall:
-    """One call into the kernel; iovecs are (address, bytes), int64 [n, 2]."""
+    """One call of process_vm_readv. local, remote: iovecs (address, bytes), int64 [n, 2]."""
 
     sender: int
     pid: int
@@ -206,8 +211,7 @@ def _calls(rows: np.ndarray, sender: int, mapping: Mapping, roots: Sequence[torc
 
 
 def _batches(rows: np.ndarray, known: dict[int, tuple[int, int]], roots: Sequence[torch.Tensor]):
-    """(local iovecs, remote iovecs, bytes) per call; an iovec is (address, bytes), int64 [n, 2]. Runs that continue each
-    other are one."""
+    """(local iovecs, remote iovecs, bytes) of each call; an iovec is (address, bytes), int64 [n, 2]. Adjacent runs are joined."""
     ends = []
     for move in moves(rows, "local"):
         dims = list(move.dims)
@@ -262,7 +266,7 @@ def _libc():
 
 
 def _read(pid: int, local: np.ndarray, remote: np.ndarray, nbytes: int) -> None:
-    """OSError when the kernel refuses, the process is gone or not all of it is mapped there."""
+    """Reads memory of another process. Raises OSError if the kernel refuses, the process is gone, or not all of it is mapped."""
     got = _libc().process_vm_readv(pid, local.ctypes.data, len(local), remote.ctypes.data, len(remote), 0)
     if got != nbytes:
         code = ctypes.get_errno() if got < 0 else errno.EFAULT
@@ -271,7 +275,7 @@ def _read(pid: int, local: np.ndarray, remote: np.ndarray, nbytes: int) -> None:
 
 @cache
 def _allow() -> None:
-    """Where the kernel lets only parents trace (Yama's ptrace_scope 1), this process says that others may read it. It is
-    said only by ranks that offer their memory."""
+    """Lets other processes read this one where the kernel lets only parents trace (Yama's ptrace_scope 1). Only ranks that offer their
+    memory call it."""
     if sys.platform == "linux":
         _libc().prctl(0x59616D61, ctypes.c_ulong(-1), 0, 0, 0)  # PR_SET_PTRACER, PR_SET_PTRACER_ANY

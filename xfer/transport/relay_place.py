@@ -1,11 +1,10 @@
-"""A worker's place in a row of replicas of one layout: the first pulls from the trainers, each other one from the worker before
-it, part after part, as it hears that a part is there.
+"""A worker's place in a relay chain, a sequence of replicas of one layout. The first worker pulls from the trainers; each other one
+pulls from the worker before it, part by part, as soon as it hears that a part is ready.
 
-Who hears what from whom is the session's (coordinator/relays.py); here are the storages that a worker lets the next one read, what it
-has mapped of the one before, and the gate at which its pull waits for parts. Hosts stand between two parts, not words in each
-other's memory: the news of a part takes some 0.3 ms, and once in a refit, for the part before is still being pulled
-when it comes. So nothing on a device ever waits for another process, and what this works with is whatever a pull works with.
-plan/relay.py decides which row is in which part.
+Here are the storages that a worker lets the next one read, its mapping of the worker before it, and the gate at which its pull waits
+for parts. The coordinator passes the news of parts on (coordinator/relays.py), and plan/relay.py decides which row is in which part.
+The news goes over hosts and not through words in GPU memory, so nothing on a device waits for another process. It takes some
+0.3 ms, but delays a refit only once, since a worker still pulls the previous part meanwhile.
 """
 
 from __future__ import annotations
@@ -28,14 +27,14 @@ from xfer.transport import peer
 from xfer.transport.group import Aborted
 
 PART_BYTES, MOST_PARTS = 256 << 20, 64
-"""Of what a worker pulls. With p parts the last of k replicas has everything (p + k - 1) / p times as late as the first; a part
-should take longer than the news of it."""
+"""Bytes of a part, and most parts of a pull. With p parts the last of k replicas takes (p + k - 1) / p times as long as the first. A
+part should take longer than its news."""
 _POLL_S, _WAIT_S = 100e-6, 5e-3
-"""Between two looks at parts that are on their way to the device, and where none is: news of a part wakes at once."""
+"""Seconds between two looks, if parts are on their way to the device, and if none is. News of a part ends the wait at once."""
 
 
 class Handover(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """What a worker lets the next one read. `rows`: digest of the rows and parts that it pulls; `offer`: a `peer.Offer`."""
+    """The storages that a worker lets the next one read. `rows`: digest of the rows and parts that it pulls; `offer`: a `peer.Offer`."""
 
     rows: bytes
     offer: bytes
@@ -45,40 +44,45 @@ _decoder = msgspec.msgpack.Decoder(Handover)
 
 
 class Steps:
-    """The gate (`peer.WaveGate`) of a pull in a row. say(run, part): all parts up to this one are here."""
+    """The gate (`peer.WaveGate`) of a pull in a relay chain.
+
+    Args:
+        follows: Whether the parts come from the worker before this one.
+        say: Called with (run, part) when all parts up to this one are ready here.
+    """
 
     def __init__(self, follows: bool, say: Callable[[int, int], None]):
         self.follows, self._say = follows, say
         self._news = threading.Condition()
-        self._there = (0, -1)  # what the one before has said: run, part
+        self._there = (0, -1)  # the last news of the worker before this one: run, part
         self._coming: deque[tuple[int, torch.cuda.Event]] = deque()
         self._events: dict[int, torch.cuda.Event] = {}
         self._run, self._until, self._tells, self._over = 0, 0.0, False, False
-        self.beside: peer.WaveGate | None = None  # told of each part, too, in the pulls to come
+        self.beside: peer.WaveGate | None = None  # another gate whose `after` is called, too
         self._cancelled: Callable[[], bool] = lambda: False
 
     def there(self, run: int, part: int) -> None:
-        """From any thread: the one before has all parts up to this one."""
+        """Takes the news that the worker before this one has all parts up to `part`. From any thread."""
         with self._news:
             self._there = max(self._there, (run, part))
             self._news.notify_all()
 
     def begin(self, run: int, until: float, cancelled: Callable[[], bool], tells: bool) -> None:
-        """Before each pull. until: monotonic. tells: whether somebody wants to hear of parts."""
+        """Call it before each pull. until: a time.monotonic() value. tells: whether to call `say`."""
         self._run, self._until, self._cancelled, self._tells, self._over = run, until, cancelled, tells, False
         self._coming.clear()
 
     # ---- the gate
 
     def before(self, wave: int, stream: Any) -> None:
-        """Waits until the one before has this part. Aborted, DeadlineExceeded."""
+        """Waits until the worker before this one has part `wave`. Raises Aborted or DeadlineExceeded."""
         while self.follows:
             with self._news:
                 run, part = self._there
                 if run == self._run and part >= wave:
                     return
                 if run > self._run:
-                    raise Aborted("the replica that this one takes its weights from is at a later refit")
+                    raise Aborted("the replica from which this one takes its weights is at a later refit")
                 self._news.wait(_POLL_S if self._coming else _WAIT_S)
             self.poll()
             if self._over or self._cancelled():
@@ -87,21 +91,21 @@ class Steps:
                 raise DeadlineExceeded(f"part {wave + 1} did not come from the replica before this one")
 
     def after(self, wave: int, stream: Any) -> None:
-        """stream None: the part is here. Else it is when what was given to the stream has been done."""
+        """Notes a part. It is ready now if `stream` is None, and otherwise when the stream has done its present work."""
         if self._tells and stream is None:
             self._say(self._run, wave)
         elif self._tells:
             event = self._events.setdefault(wave, torch.cuda.Event())
             event.record(stream)
             self._coming.append((wave, event))
-        if self.beside is not None:  # last: what it does takes time, and others wait for the news
+        if self.beside is not None:  # last, because it takes time and others wait for the news
             self.beside.after(wave, stream)
 
     def poll(self) -> None:
         last = -1
         while self._coming and self._coming[0][1].query():
             last = self._coming.popleft()[0]
-        stopped = self._over or self._cancelled()  # then parts leave the device without their bytes
+        stopped = self._over or self._cancelled()  # then parts end without their bytes
         if last >= 0 and not stopped:
             self._say(self._run, last)
 
@@ -112,11 +116,18 @@ class Steps:
 
 
 class RelayPlace:
-    """Made each time that routes are opened; closed with them.
+    """A worker's place. Made each time that routes are opened, and closed with them.
 
-    pulled: rows that this worker pulls from trainers (dtype ROW). outside: a rank number that nobody of the domain has, the same in
-    all replicas of the row. before: `hand()` of the worker before this one, empty for the first. `follows`: this worker takes
-    its parts from that one; if not, from the trainers, and `why` says what is in the way of it.
+    Args:
+        kind: The peer route, a `PeerKind`.
+        pulled: Rows that this worker pulls from trainers (dtype ROW).
+        outside: A rank number that no rank has, the same in all replicas of the chain.
+        before: `hand()` of the worker before this one; empty for the first.
+        say: See `Steps`.
+
+    Attributes:
+        follows: Whether this worker takes its parts from the worker before it. If not, it takes them from the trainers.
+        why: The reason why it cannot follow.
     """
 
     def __init__(
@@ -133,7 +144,7 @@ class RelayPlace:
         self._kind, self._roots = kind, roots
         rows = in_parts(pulled, max(1, min(MOST_PARTS, int(row_wire_bytes(pulled).sum()) // PART_BYTES)))
         alike = rows.copy()
-        alike["turn"] = 0  # replicas of a row begin with different senders
+        alike["turn"] = 0  # replicas of a chain begin with different sources
         self._digest = hashlib.blake2b(alike.tobytes(), digest_size=16).digest()
         written = set(rows["dst_root"].tolist())
         none = torch.empty(0, dtype=torch.uint8, device=device)
@@ -150,10 +161,11 @@ class RelayPlace:
         self.steps = Steps(self.follows, say)
 
     def hand(self) -> bytes:
+        """The `Handover` for the next worker."""
         return msgspec.msgpack.encode(Handover(self._digest, self._export.to_bytes()))
 
     def pull(self, mapping: Any) -> Any:
-        """The bound pull, from the worker before this one, else through `mapping` from the trainers."""
+        """The bound pull: from the worker before this one if it follows, otherwise through `mapping` from the trainers."""
         return self._kind.Pull(
             self.rows, self.mapping if self.follows else mapping, self._roots, gate=self.steps, read_too=True
         )
@@ -170,7 +182,7 @@ class RelayPlace:
         try:
             hand = _decoder.decode(before)
         except msgspec.MsgspecError as e:
-            raise ProtocolError(f"what the worker before this one offers cannot be read: {e}") from None
+            raise ProtocolError(f"the offer of the worker before this one cannot be decoded: {e}") from None
         if hand.rows != self._digest:
             self.why = "it pulls other rows from the trainers than the worker before it"
             return

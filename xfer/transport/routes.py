@@ -1,9 +1,9 @@
-"""The mix of routes that one rank uses for one program: what a taker can map it pulls, everything else goes by p2p.
+"""The mix of routes that one rank uses for one program: a destination pulls the rows whose storages it can map, and all other rows go
+by p2p.
 
-`find_ways`, `open_link` and `Ways.over` are collective: every rank of the sub-plan calls them in the same order. Which
-route a row takes is decided by opening a probe, never by host names; a link is opened only when some rank needs one,
-since NCCL alone costs hundreds of MiB. A `Routed` then runs like a `P2P`. Not here: the routes
-themselves (peer.py, p2p.py), who opens and closes them (session/).
+`find_ways`, `open_link` and `Ways.over` are collective: every rank of the sub-plan calls them in the same order. A probe decides the
+route of a row, never a host name. A link is opened only if some rank needs one, since NCCL alone costs hundreds of MiB. A
+`Routed` then runs like a `P2P`. Not here: the routes themselves (peer.py, p2p.py), and the code that opens and closes them (direct/).
 """
 
 from __future__ import annotations
@@ -28,23 +28,22 @@ from xfer.transport.p2p import P2P, TransferStats
 from xfer.transport.relay_place import RelayPlace
 
 Exchange = Callable[[bytes, Iterable[int]], dict[int, bytes]]
-"""Gives this rank's bytes to whoever asks for them, and brings those of the ranks named. All ranks call it in the same
-order."""
+"""Publishes this rank's bytes and returns those of the given ranks. All ranks call it in the same order."""
 
 PIECE_BYTES = 48 << 10
-"""Of a value that an exchange puts into a store; the coordinator's takes no larger ones than 64 KiB."""
+"""Most bytes of a value that an exchange puts into a store; the coordinator's store takes at most 64 KiB."""
 
 
 def exchange_over_store(store, rank: int, size: int, name: str = "peer") -> Exchange:
-    """Over a store with a prefix of this group's own. Values are cut into pieces that any store takes; only who needs a
-    value fetches it, so that a coordinator carries what pairs have to say to each other and no more."""
+    """An exchange over a store, which needs a prefix of this group's own. Values are cut into pieces that any store takes. A rank fetches
+    only the values that it names, which keeps the load of a coordinator low."""
     turn = 0
 
     def exchange(data: bytes, ranks: Iterable[int] = range(size)) -> dict[int, bytes]:
         nonlocal turn
         turn += 1
         pieces = [data[i : i + PIECE_BYTES] for i in range(0, len(data), PIECE_BYTES)] or [b""]
-        for i, piece in enumerate(pieces):  # each says how many there are, which also keeps it from being empty
+        for i, piece in enumerate(pieces):  # each one has their number, so that none is empty
             store.set(f"{name}/{turn}/{rank}/{i}", struct.pack("<I", len(pieces)) + piece)
         out = {}
         for r in ranks:
@@ -61,14 +60,14 @@ def exchange_over_store(store, rank: int, size: int, name: str = "peer") -> Exch
 
 
 def any_rank(yes: bool, rank: int, size: int, exchange: Exchange) -> bool:
-    """Whether some rank says yes; the same answer on all. Two rounds through rank 0."""
+    """Whether `yes` is true on some rank; the same result on all ranks. Two rounds through rank 0."""
     said = exchange(b"1" if yes else b"0", range(size) if rank == 0 else ())
     verdict = b"1" if b"1" in said.values() else b"0"
     return exchange(verdict, (0,))[0] == b"1"
 
 
 class PeerKind(Protocol):
-    """How ranks read each other's storages: the classes of peer.py, or a test's double with the same calls."""
+    """A way in which ranks read each other's storages: the classes of peer.py, or a test double with the same calls."""
 
     @property
     def Export(self) -> type: ...
@@ -81,12 +80,12 @@ class PeerKind(Protocol):
 
 
 PEERS: dict[str, PeerKind] = {"cuda": peer, **({"cpu": peer_host} if sys.platform == "linux" else {})}
-"""By device type. A kind of device that is not here has p2p only."""
+"""By device type. A device type that is not listed has p2p only."""
 
 
 @dataclass(frozen=True, slots=True)
 class RouteReport:
-    """Of the last run of one rank: wire bytes in by route, and each route's own seconds, which overlap."""
+    """The last run of one rank: incoming wire bytes and seconds by route. The times overlap."""
 
     pulled_bytes: int
     pull_s: float
@@ -96,8 +95,8 @@ class RouteReport:
 
 @dataclass(frozen=True, slots=True)
 class RoutePlan:
-    """What goes which way in every run of one rank: wire bytes in and out by route. `refused`: why not all is pulled,
-    of this rank's pairs."""
+    """Wire bytes in and out, by route, of every run of one rank. `refused`: for pairs of this rank, the reason why not all rows are
+    pulled."""
 
     pulled_in: int
     pulled_out: int
@@ -107,7 +106,7 @@ class RoutePlan:
 
     def explain(self) -> str:
         lines = [
-            f"{way}: {a:,} bytes pulled by the taker, {b:,} bytes sent (p2p)"
+            f"{way}: {a:,} bytes pulled by the destination, {b:,} bytes sent (p2p)"
             for way, a, b in (("in", self.pulled_in, self.p2p_in), ("out", self.pulled_out, self.p2p_out))
             if a or b
         ]
@@ -115,17 +114,23 @@ class RoutePlan:
 
 
 class EarlyGate(peer.WaveGate, Protocol):
-    """What happens between the parts of a pull, and which rows are in which. `within`: what the kernel of the first part may sum."""
+    """A gate that also cuts a pull into parts. `within`: sums that the kernel of the first part may take."""
 
     within: Sums | None
 
     def parts(self, pulled: np.ndarray) -> np.ndarray:
-        """The rows with the part that they belong to as their wave."""
+        """The rows, with the number of their part as their wave."""
 
 
 class Routed:
-    """Runs a program over both routes. Same calls as `P2P`; `report` says what went which way, `plan` what will. `pulled`: rows
-    that this rank pulls. `place`: in a row of replicas, where it has one; its gate has to be told of each run first."""
+    """Runs a program over both routes, with the calls of `P2P`.
+
+    Attributes:
+        report: Bytes and seconds by route of the last run.
+        plan: Bytes by route of every run.
+        pulled: Rows that this rank pulls.
+        place: Its place in a relay chain, or None. Call `place.steps.begin` before each run.
+    """
 
     def __init__(
         self,
@@ -145,33 +150,33 @@ class Routed:
         self.report = RouteReport(0, 0.0, 0, 0.0)
         self._gated: tuple[Any, Any] = None, None  # a gate, and the pull that was bound for it
         self._running = pull
-        self._ended: Callable[[], bool] = _yes  # whether the pull that ran last has left the device
+        self._ended: Callable[[], bool] = _yes  # whether the last pull has left the device
         self.closed = False
 
     @property
     def drained(self) -> bool:
-        """False: a pull of this rank may go on reading other ranks' storages, an aborted link this rank's own, or what came over it may
-        still be unpacked."""
+        """Whether all work of the last run has ended. If False, a pull may still read other ranks' storages, an aborted link may still
+        read this rank's, or received bytes may still be unpacked."""
         return self._ended() and self.link.drained() and self.p2p.drained()
 
     @property
     def near(self) -> bool:
-        """Whether all that this rank pulls lies on its own GPU."""
+        """Whether all rows that this rank pulls lie on its own GPU."""
         return len(self.pulled) > 0 and set(self.pulled["src"].tolist()) <= getattr(self.mapping, "here", set())
 
     @property
     def program(self) -> Program:
-        """What goes by p2p, and fills."""
+        """The rows that go by p2p, and the fills."""
         return self.p2p.program
 
     def stale(self) -> list[str]:
-        """Storages of this rank that others have mapped and that lie elsewhere now, or are new memory at the old
-        address: one line each. Then all ranks must open their routes again."""
+        """One line for each storage of this rank that others have mapped and that has moved, or is new memory at the old address. If there
+        is one, all ranks must open their routes again."""
         out = self.export.stale() if self.export is not None and self.plan.pulled_out else []
         return out + self.place.stale() if self.place is not None else out
 
     def stop(self) -> None:
-        """From another thread, beside `link.abort()`: ends a pull."""
+        """Ends a pull, from another thread. `link.abort()` ends the p2p part."""
         pull = self._running
         if pull is not None:
             pull.stop()
@@ -183,8 +188,12 @@ class Routed:
         progress: Callable[[int, int], None] = lambda wave, nbytes: None,
         gate: EarlyGate | None = None,
     ) -> TransferStats:
-        """As `P2P.run`. Returns, or raises, with this rank's pulls drained (see `Pull.finish`), or `drained` False. gate: pull
-        in its parts, and let it in between; with a place in a row the parts are that one's, and the gate is told of each."""
+        """As `P2P.run`. When it returns or raises, this rank's pulls are drained (see `Pull.finish`), or `drained` is False.
+
+        Args:
+            gate: Cuts the pull into parts and runs between them. In a relay chain the parts are those of `place`, and the gate is
+                called after each.
+        """
         t0 = time.perf_counter()
         if self.pull is None:
             stats = self._wired(deadline, cancelled, progress)
@@ -192,13 +201,13 @@ class Routed:
             return stats
         self._running = pull = self._pull_of(gate)
         self._ended = lambda: False
-        # Its pull waits for parts of the replica before, on the host; what is sent to it must not wait for that.
+        # The pull waits on the host for parts of the replica before this one. Messages to this rank must not wait for that.
         follows = self.place is not None and self.place.follows
         try:
-            stats = self._wired(deadline, cancelled, progress) if follows else None
+            wired = self._wired(deadline, cancelled, progress) if follows else None
             pull.begin()
-            progress(0, 0)  # now that bytes move: saying so costs what a message costs
-            stats = stats or self._wired(deadline, cancelled, progress)
+            progress(0, 0)  # after the start, since it costs as much as a message
+            stats = wired or self._wired(deadline, cancelled, progress)
         except BaseException:
             pull.stop()
             try:
@@ -206,7 +215,7 @@ class Routed:
             except XferError as e:
                 if not getattr(e, "drained", True):
                     self._ended = pull.over
-                    raise  # it says more than the first error: still being read
+                    raise  # it says more than the first error: the pull still reads
             self._ended = _yes
             raise
         pulled = self._finish_pull(pull, deadline, cancelled)
@@ -223,7 +232,7 @@ class Routed:
     def _wired(
         self, deadline: float, cancelled: Callable[[], bool], progress: Callable[[int, int], None]
     ) -> TransferStats:
-        """All that is not pulled. A rank that has nothing of it, over no link, does not even wait for its device."""
+        """Runs the rows that are not pulled. A rank without such rows and without a link does not wait for its device."""
         if self.p2p.idle and isinstance(self.link, NoLink):
             return TransferStats(0, 0, (), 0, 0, 0.0, 0.0, 0.0, 0.0, 0)
         return self.p2p.run(deadline, cancelled, progress)
@@ -251,9 +260,12 @@ class Routed:
         return pulled
 
     def close(self) -> bool:
-        """Unmaps the senders' memory: after that they may free it. The link stays the caller's. False, and nothing was done,
-        where not all is drained: unmapping would wait for the kernel that does not leave, and what that works with, its
-        tables and the buffers of messages, must stay. Hold this then, and call again."""
+        """Unmaps the sources' memory, which they may free afterwards. The caller closes the link.
+
+        Returns:
+            False, without having done anything, if not all is drained. Unmapping would wait for the kernel that does not end, and
+            the kernel's tables and the buffers of messages must stay. Keep this object then, and call again.
+        """
         if not self.drained:
             return False
         self.closed, self.pull, self._running, self._gated = True, None, None, (None, None)
@@ -274,9 +286,15 @@ def open_link(
     refused: Sequence[str] = (),
     exchange: Exchange | None = None,
 ) -> Link:
-    """Collective. gloo on the CPU, NCCL on CUDA. Unsupported, on all ranks, where ranks of one host share a GPU:
-    NCCL would refuse to meet there, and does not say so everywhere. refused: why not all is pulled, of this rank's pairs.
-    exchange: where ranks compare their devices; None: over `store`."""
+    """Opens a link: gloo on the CPU, NCCL on CUDA. Collective.
+
+    Args:
+        refused: As of `RoutePlan`; quoted in the error.
+        exchange: Through which ranks compare their devices; None: over `store`.
+
+    Raises:
+        Unsupported: On all ranks, if ranks of one host share a GPU. NCCL would refuse them, but not with an error on every rank.
+    """
     if device.type == "cuda":
         # NCCL compares GPUs among ranks of one host only, and hosts by this name where it is given.
         mine = f"{os.environ.get('NCCL_HOSTID', '')} {peer.uuid_of(device)}"
@@ -284,7 +302,7 @@ def open_link(
         said = exchange("\n".join((mine, *refused[:1])).encode(), range(size) if rank == 0 else ())
         devices, _, reasons = zip(*(x.decode().partition("\n") for x in said.values())) if said else ((), (), ())
         shared = len(set(devices)) < len(devices)
-        # Whoever's error is heard first, it says why.
+        # Every rank's error has the reasons.
         verdict = exchange("\n".join(("shared", *dict.fromkeys(reasons))).encode() if shared else b"", (0,))[0]
         if verdict:
             raise Unsupported(
@@ -301,7 +319,7 @@ def open_link(
 
 @dataclass(frozen=True, slots=True)
 class Ways:
-    """What this rank's program was split into, before a link is there. `wired`: whether any rank needs one."""
+    """The two parts of this rank's program, before a link is opened. `wired`: whether any rank needs a link."""
 
     pulled: np.ndarray
     rest: Program
@@ -338,7 +356,7 @@ class Ways:
         before: bytes,
         say: Callable[[int, int], None],
     ) -> RelayPlace | None:
-        """This worker's place in a row of replicas (relay_place.py), for `over`. None where ranks cannot read each other's storages."""
+        """This worker's place in a relay chain (relay_place.py), for `over`. None if ranks cannot read each other's storages."""
         kind = PEERS.get(device.type) if self.export is not None or len(self.pulled) else None
         return (
             RelayPlace(kind, self.pulled, roots, self.rest.rank, outside, device, before, say)
@@ -358,11 +376,15 @@ def find_ways(
     src_roots: Sequence[torch.Tensor] | None = None,
     allow_peer: bool = True,
 ) -> Ways:
-    """Collective: who can map what of whom. `roots`, `src_roots`: as for `P2P`. allow_peer False, on all ranks
-    alike: everything goes by p2p. Then, and where no kind of peer route is known for the device, nothing is exchanged."""
+    """Finds out which storages of its sources this rank can map, and splits the program. Collective.
+
+    Args:
+        roots, src_roots: As of `P2P`.
+        allow_peer: If False, on all ranks alike, all rows go by p2p. Then, and on devices without a peer route, nothing is exchanged.
+    """
     rank, kind = program.rank, PEERS.get(device.type) if allow_peer else None
     rows = program.rows[program.rows["op"] != Op.FILL]
-    if kind is None:  # of all ranks alike: a hello with another data plane is refused
+    if kind is None:  # on all ranks alike: the coordinator rejects a client with another data plane
         return Ways(rows[:0], program, _NoMapping(), None, _planned(program, program, ()), True)
     labels = tuple(labels) or tuple(f"rank {i}" for i in range(size))
     takers = sorted({*rows["dst"][(rows["src"] == rank) & (rows["dst"] != rank)].tolist()})
@@ -390,7 +412,7 @@ def find_ways(
 
 
 def open_routes(link: Link, program: Program, roots: Sequence[torch.Tensor], exchange: Exchange, **options) -> Routed:
-    """`find_ways` and then `over` a link that is there already."""
+    """`find_ways`, and then `Ways.over` a link that is open already."""
     src_roots = options.pop("src_roots", None)
     allow_peer = options.pop("allow_peer", True)
     ways = find_ways(
@@ -423,7 +445,7 @@ class _NoMapping:
 
 
 class NoLink(Link):
-    """For worlds in which everything is pulled: carries nothing."""
+    """The link of ranks that pull all rows: it carries nothing."""
 
     grouped = True
 

@@ -1,11 +1,11 @@
-"""A program cut into steps: what is posted together, what goes through a buffer and where, what needs none.
+"""Cuts a program into steps: the messages that are posted together, and the rows that go through a buffer.
 
-Both ends of a message cut it alike, because all they look at is in the row itself: its bytes, and whether it is one
-dense run on either end. Steps are numbered (wave, position in the wave), the same on all ranks, and every rank walks
-its own in that order. A rank waits only for messages of earlier steps before it posts the next one; so the earliest
-unfinished step of all can always be finished, and no set of programs can block itself.
+Both ends cut a message alike, because the cut depends only on the row itself: its bytes, and whether it is one dense run on
+either end. Steps are numbered (wave, position in the wave), the same on all ranks, and every rank runs its steps in that
+order. Before a rank posts a step it waits only for messages of earlier steps. So the earliest unfinished step of all ranks can
+always finish, and no set of programs can deadlock.
 
-Arithmetic on tables only. Not here: tensors, links (p2p.py).
+This module computes on tables only; see p2p.py for tensors and links.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from xfer.kernels.strided import contiguous
 from xfer.plan.program import ITEM, Program, WaveMessage, row_wire_bytes
 
 ALIGN = 64
-"""Messages begin at multiples of this in a buffer: whole cache lines, and any element is aligned."""
+"""Messages begin at multiples of this many bytes in a buffer, so that they fill whole cache lines and all elements are aligned."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +34,9 @@ class StepMessage:
 
 @dataclass(frozen=True, slots=True)
 class PairExchange:
-    """All that one pair of ranks exchanges in one direction in one step.
+    """The messages of one pair of ranks, in one direction, in one step.
 
-    `rows` go through the step's buffer, `wire` is their offset in it. `peer`: the other rank.
+    `rows` go through the step's buffer; their field `wire` is the offset in it. `peer`: the other rank.
     """
 
     peer: int
@@ -50,6 +50,8 @@ class PairExchange:
 
 @dataclass(frozen=True, slots=True)
 class Step:
+    """One step of one rank."""
+
     wave: int
     sends: tuple[PairExchange, ...]
     receives: tuple[PairExchange, ...]
@@ -60,9 +62,10 @@ class Step:
 def steps(program: Program, step_bytes: int, direct_bytes: int) -> list[Step]:
     """The steps of one rank. Both limits must be the same on all ranks.
 
-    step_bytes: most wire bytes of a pair in a step, and so the bound of buffers per peer; one element may exceed it.
-    direct_bytes: rows of at least so many bytes that are dense on one end are messages of their own, from or to the
-    storage.
+    Args:
+        program: The program of the rank.
+        step_bytes: Most wire bytes of a pair in a step, which bounds the buffers per peer. One element may exceed it.
+        direct_bytes: Fewest bytes of a row that is a message of its own, from or to the storage, if it is dense on one end.
     """
     if step_bytes < 1 or direct_bytes < 1:
         raise ValueError(f"step_bytes={step_bytes} and direct_bytes={direct_bytes} must be at least 1")
@@ -76,7 +79,7 @@ def steps(program: Program, step_bytes: int, direct_bytes: int) -> list[Step]:
 
 
 def _by_step(messages: Iterator[WaveMessage], end: str, step_bytes: int, direct_bytes: int) -> dict:
-    """(wave, position) -> (parts, buffer bytes). `end`: the end of the rows that is here."""
+    """(wave, position) -> (parts, buffer bytes). `end`: "src" or "dst", the end of the rows on this rank."""
     out: dict[tuple[int, int], tuple[list[PairExchange], int]] = {}
     tags: dict[int, int] = {}
     for message in messages:
@@ -91,7 +94,7 @@ def _by_step(messages: Iterator[WaveMessage], end: str, step_bytes: int, direct_
 def _part(
     peer: int, rows: np.ndarray, end: str, direct_bytes: int, used: int, tags: dict[int, int]
 ) -> tuple[PairExchange, int]:
-    """Rows that are messages of their own ("alone") and one message of all others, in this order on both ends."""
+    """One message of the short rows, and then one message for each row that is sent alone; in this order on both ends."""
     nbytes = row_wire_bytes(rows)
     own = {e: ITEM[rows[f"{e}_dtype"]] for e in ("src", "dst")}
     # In place only where the wire's dtype is the storage's own: see `wire_dtype`.
@@ -105,8 +108,8 @@ def _part(
     together = rows[~alone].copy()
     if len(together):
         size = nbytes[~alone]
-        # Dense, in wire order: what goes alone, or is pulled (routes.py), leaves no gap. The planner put rows by falling alignment
-        # of their sizes, so that elements stay aligned whichever of them are left.
+        # Dense, in wire order: rows that are sent alone or pulled (routes.py) leave no gap. The planner sorts rows by falling
+        # alignment of their sizes, so that the elements of any subset stay aligned.
         total = int(size.sum())
         together["wire"] = used + np.cumsum(size) - size
         pieces.append(StepMessage(tag, total, -1, used))
@@ -127,7 +130,7 @@ def _part(
 
 
 def _portions(rows: np.ndarray, step_bytes: int) -> Iterator[np.ndarray]:
-    """Consecutive rows of at most `step_bytes`; rows that do not fit are cut along their outermost dims."""
+    """Groups consecutive rows into portions of at most `step_bytes`. Longer rows are cut along their outermost dims."""
     nbytes = row_wire_bytes(rows)
     rows, nbytes = rows[nbytes > 0], nbytes[nbytes > 0]
     if (nbytes > step_bytes).any():
@@ -146,7 +149,7 @@ def _portions(rows: np.ndarray, step_bytes: int) -> Iterator[np.ndarray]:
 
 
 def _cut(row: np.ndarray, most: int) -> np.ndarray:
-    """One row as several of at most `most` wire bytes (or one element), in wire order."""
+    """Cuts one row into rows of at most `most` wire bytes (or one element), in wire order."""
     d = next((d for d, n in enumerate(row["extent"][0].tolist()) if n > 1), None)
     if d is None:
         return row
