@@ -38,7 +38,7 @@ from xfer.kernels.long_runs import NOTHING, Rule
 from xfer.mesh.parallel import EngineParallel, TrainerParallel
 from xfer.plan.planner import PlanOptions, plan_replica
 from xfer.plan.program import Program
-from xfer.transport.group import open_group
+from xfer.transport.links import open_group
 from xfer.transport.p2p import P2P, STEP_BYTES, WAVE_BYTES
 from xfer.transport.peer import Pull
 from xfer.transport.routes import NoLink, exchange_over_store, open_routes

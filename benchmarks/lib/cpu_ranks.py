@@ -87,7 +87,7 @@ def links(path: str, rank: int):
 
     They are xfer's own gloo groups, since vLLM's processes are not in the trainers' torch world.
     """
-    from xfer.transport.group import open_group
+    from xfer.transport.links import open_group
 
     store = FileStore(path, TRAINERS + WORKERS)
     everyone = open_group(PrefixStore("all", store), rank, TRAINERS + WORKERS, 120.0)

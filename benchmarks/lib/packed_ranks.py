@@ -29,7 +29,8 @@ from xfer.packed.shared import SharedArrivals, announce, wait_done
 from xfer.packed.source import PackedSource
 from xfer.packed.tensors import TensorStream
 from xfer.packed.wire import checked, decode_manifest
-from xfer.transport.group import Link, open_group
+from xfer.transport.group import Link
+from xfer.transport.links import open_group
 
 TRAINERS = WORKERS = 2
 SECONDS = 240.0

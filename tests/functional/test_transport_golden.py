@@ -16,7 +16,7 @@ from tests.support.row_worlds import Heap
 from tests.support.threads import MemoryStore, all_good, run_ranks
 from xfer.errors import CoverageError, LayoutError
 from xfer.trace.fragment import Fill, Fragment, TensorSpec
-from xfer.transport.group import open_group
+from xfer.transport.links import open_group
 
 EXAMPLES = int(os.environ.get("XFER_EXAMPLES", "200"))
 RANKS = 3

@@ -24,7 +24,8 @@ from xfer import background
 from xfer.errors import DeadlineExceeded, PeerLost
 from xfer.plan.program import Program
 from xfer.transport import group
-from xfer.transport.group import Aborted, open_group
+from xfer.transport.group import Aborted
+from xfer.transport.links import open_group
 from xfer.transport.nccl import NcclLink
 from xfer.transport.p2p import P2P
 
@@ -359,7 +360,7 @@ RANK = """
     from torch.distributed import FileStore, PrefixStore
     from tests.support.row_worlds import row
     from xfer.plan.program import Program
-    from xfer.transport.group import open_group
+    from xfer.transport.links import open_group
     from xfer.transport.p2p import P2P
 
     path, rank, fault, deadline = sys.argv[1], int(sys.argv[2]), sys.argv[3], float(sys.argv[4])

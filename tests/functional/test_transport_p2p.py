@@ -18,7 +18,8 @@ from tests.support.threads import MemoryStore, all_good, run_ranks
 from xfer.errors import PlanMismatch
 from xfer.plan.program import Op, Program, row_wire_bytes
 from xfer.transport import peer
-from xfer.transport.group import Aborted, open_group
+from xfer.transport.group import Aborted
+from xfer.transport.links import open_group
 from xfer.transport.p2p import P2P
 from xfer.transport.steps import steps
 

@@ -22,7 +22,8 @@ from tests.support.row_worlds import apply_world, fresh_sources, random_world, r
 from xfer.errors import XferError
 from xfer.kernels import cuda_driver, long_runs
 from xfer.plan.program import Program
-from xfer.transport.group import Link, open_group
+from xfer.transport.group import Link
+from xfer.transport.links import open_group
 from xfer.transport.p2p import P2P
 from xfer.transport.peer import Export, Mapping, Pull
 from xfer.transport.routes import Exchange, NoLink, exchange_over_store, open_routes

@@ -25,7 +25,8 @@ from xfer.errors import DeadlineExceeded, PeerLost, Unsupported, XferError
 from xfer.layerwise.shares import NAN_BYTE
 from xfer.layerwise.watch import DeadlineWatch, Post
 from xfer.transport import nccl
-from xfer.transport.group import Aborted, Link, from_rank, open_group, opened
+from xfer.transport.group import Aborted, Link, from_rank, opened
+from xfer.transport.links import open_group
 
 ON_ALL_RANKS = (
     "if all ranks are there: forwards, drain() and state_dict() after a step are for all of them; on one rank only, with the others "

@@ -23,7 +23,8 @@ from xfer.errors import Unsupported, XferError
 from xfer.kernels.checksum import Sums
 from xfer.plan.program import Op, Program, row_wire_bytes
 from xfer.transport import peer, peer_host
-from xfer.transport.group import ABORT_S, Link, open_group, wait_for_stream
+from xfer.transport.group import ABORT_S, Link, wait_for_stream
+from xfer.transport.links import open_group
 from xfer.transport.p2p import P2P, TransferStats
 from xfer.transport.relay_place import RelayPlace
 
