@@ -78,7 +78,7 @@ def tasks_of(m: Model, layouts: list[Layout]) -> list[Task]:
 
 
 class GatheredStream:
-    """An xfer.packed.source.Stream. together: the all-gathers of a round of tasks run as one, as BridgeStream runs them."""
+    """An xfer.packed.source.WeightStream. together: the all-gathers of a round of tasks run as one, as BridgeStream runs them."""
 
     everywhere = True
 

@@ -55,7 +55,7 @@ class Knobs:
 
 
 class ToyStream:
-    """Rank's half; see xfer.packed.source.Stream. Every tensor is exported whole on all ranks, as Bridge does."""
+    """Rank's half; see xfer.packed.source.WeightStream. Every tensor is exported whole on all ranks, as Bridge does."""
 
     everywhere = True
 

@@ -45,7 +45,7 @@ def refuse(why: str) -> list[int]:
 )
 def test_a_rank_that_cannot_tell_says_so_where_the_others_wait_for_it(others, make, kind, says):
     """It once raised before it came there, when what it had to tell could not be encoded."""
-    with pytest.raises(kind, match="trainer 0 could not tell what it exports") as e:
+    with pytest.raises(kind, match="trainer 0 failed to describe its exports") as e:
         agree.of_all_ranks(make, list[int], torch.device("cpu"))
     assert says in str(e.value) and len(others) == 2
 

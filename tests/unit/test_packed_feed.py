@@ -17,7 +17,7 @@ from xfer.trace.fragment import TensorSpec
 
 
 class Numbers:
-    """See source.Stream: tensor k is full of 10 * version + k, and fills a message."""
+    """See source.WeightStream: tensor k is full of 10 * version + k, and fills a message."""
 
     rank, world, device = 0, 1, torch.device("cpu")
 

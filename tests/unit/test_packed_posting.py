@@ -66,7 +66,7 @@ def test_a_round_leaves_collectives_of_its_group_alone_whatever_a_post_raises(gr
     stream = SimpleNamespace(rank=1, slots=lambda kind: [slot, slot])
     sections = {1: (0, 4)} if not target else {0: (0, 4), 2: (4, 4)}
     leg = _Leg(stream, SimpleNamespace(target=1 if target else 5, sections=sections), [])
-    monkeypatch.setattr(_Leg, "bind", lambda *_: SimpleNamespace(copy=lambda: None))
+    monkeypatch.setattr(_Leg, "_packing", lambda *_: SimpleNamespace(copy=lambda: None))
     wanted = [("from", [0, 1, 2, 3], 0), ("from", [4, 5, 6, 7], 2)] if target else [("to", [0, 1, 2, 3], 5)]
     raises = 0 < fails <= len(wanted)
     with monkeypatch.context() as patch:

@@ -30,7 +30,7 @@ MOMENTS = [
 
 
 class Kept:
-    """See source.Stream: tasks keep the parameter object of `build`, as a framework's do. `at`: what happens at a moment."""
+    """See source.WeightStream: tasks keep the parameter object of `build`, as a framework's do. `at`: what happens at a moment."""
 
     rank, world, device = 0, 1, torch.device("cpu")
 

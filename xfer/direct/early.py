@@ -1,9 +1,10 @@
-"""Checksums of a verified refit that begin while bytes still move: most storages are pulled first, and summed while the rest is.
+"""Checksums of a verified refit that begin while bytes still move, so that verification costs less time.
 
-Only where a pull brings all that a storage gets. In a row of replicas (transport/relay_place.py) a pull has its parts already: there
-what is whole when most parts are here is summed while the others come. On a CPU (tests' doubles pull so) sums are taken between the
-parts. Where all lies on the worker's own GPU, the kernel that copies sums what it has just written (kernels/summed_copies.py). What a
-checksum is: kernels/checksum.py; what pulls and calls this between its parts: transport/peer.py.
+The pull has two parts. The first part fills most storages, and their sums run while the second part arrives. Only storages that
+nothing but the pull writes take part. In a relay chain (transport/relay_place.py) the pull already has parts: storages that are whole
+once most parts have arrived are summed while the other parts arrive. On a CPU (test doubles pull there) the sums run between the
+parts. Where all sources lie on the worker's own GPU, the copying kernel sums what it writes (kernels/summed_copies.py).
+kernels/checksum.py defines the checksum; transport/peer.py runs the pull and calls the gate.
 """
 
 from __future__ import annotations
@@ -18,12 +19,21 @@ from xfer.plan.checksum import added
 from xfer.plan.program import Op, row_wire_bytes
 
 FIRST = 0.75
-"""Of the pulled bytes. Sums take less than a sixth of the time of a pull of the same bytes, so they have ended when the rest is here."""
+"""Share of the pulled bytes in the first part. A sum takes less than a sixth of the time of a pull of the same bytes, so it ends before
+the second part has arrived."""
 
 
 def first_storages(pulled: np.ndarray, others: np.ndarray, share: float = FIRST) -> np.ndarray:
-    """Numbers of this rank's storages to be pulled first (int64, rising): the largest, up to that share of the bytes, of those that
-    nothing but `pulled` writes; both are rows of this rank (dtype ROW)."""
+    """Choose the storages that are pulled first: the largest ones that nothing but `pulled` writes.
+
+    Args:
+        pulled: Rows (dtype ROW) that this rank pulls.
+        others: All other rows with this rank as destination.
+        share: Share of the pulled bytes that the result may hold, 0 to 1.
+
+    Returns:
+        Storage numbers, int64, ascending.
+    """
     nbytes, root = row_wire_bytes(pulled), pulled["dst_root"].astype(np.int64)
     total = np.zeros(int(root.max(initial=-1)) + 1, np.int64)
     np.add.at(total, root, nbytes)
@@ -37,9 +47,16 @@ def first_storages(pulled: np.ndarray, others: np.ndarray, share: float = FIRST)
 
 
 def whole_storages(pulled: np.ndarray, others: np.ndarray) -> tuple[int, np.ndarray]:
-    """Of rows that are pulled in parts (their waves): the part with which FIRST of the bytes are here, at the latest the last but
-    one, and numbers of the storages (int64, rising) that nothing writes after it and nothing but `pulled` at all. None for one
-    part."""
+    """Find the storages that are whole once the share FIRST of the bytes has arrived. A row's part is its `wave`.
+
+    Args:
+        pulled: Rows (dtype ROW) that this rank pulls in parts.
+        others: All other rows with this rank as destination.
+
+    Returns:
+        The part that completes the share, at most the last but one, and the numbers (int64, ascending) of the storages that only
+        `pulled` writes, and not after this part. With a single part: 0 and no storages.
+    """
     waves, which = np.unique(pulled["wave"], return_inverse=True)
     here = np.cumsum(np.bincount(which, row_wire_bytes(pulled), len(waves)))
     if len(waves) < 2 or not here[-1]:
@@ -51,20 +68,27 @@ def whole_storages(pulled: np.ndarray, others: np.ndarray) -> tuple[int, np.ndar
 
 
 def _written(rows: np.ndarray) -> np.ndarray:
-    """The storage that each row brings bytes to. Fills bring none, and no checksum counts them."""
+    """Return the destination storage of each row. Fills are left out: they bring no bytes, and no checksum counts them."""
     return rows["dst_root"][rows["op"] != Op.FILL]
 
 
 class EarlySums:
-    """The gate of a pull in two parts, wave 0 and 1, or what is told of the parts of a row, where `part` says with which of them the
-    storages `first` are whole. rows: all destination rows that count, as for `Sums` with side "dst". within: the kernel that pulls
-    `first` may take over their sums."""
+    """Gate of a pull: begins the sums of the storages `first` when the part that completes them has arrived.
+
+    Args:
+        rows: All destination rows that the checksum counts, as for `Sums` with side "dst".
+        roots: This rank's storages, flat uint8.
+        shapes: shapes[t] is the shape of checkpoint tensor t.
+        first: Numbers of the storages that are summed early.
+        part: Part after which `first` is whole: 0 for a pull in two parts, any part in a relay chain.
+        within: The kernel that pulls `first` may take over their sums.
+    """
 
     def __init__(
         self,
         rows: np.ndarray,
         roots: Sequence[torch.Tensor],
-        shapes: Sequence[Sequence[int]],
+        shapes: np.ndarray | Sequence[Sequence[int]],
         first: np.ndarray,
         part: int = 0,
         within: bool = False,
@@ -75,16 +99,16 @@ class EarlySums:
         self._rest = Sums.of_one(rows[~early], roots, "dst", shapes)
         self.within = self._first if within else None
         self._stream = torch.cuda.Stream(roots[0].device) if roots[0].is_cuda else None
-        self._known = 0  # without a stream: the sum of the first
+        self._known = 0  # on a CPU: the sum of `first`
 
     def parts(self, pulled: np.ndarray) -> np.ndarray:
-        """The rows with the part that they belong to as their wave."""
+        """Return a copy of the rows with the part of each row as its `wave`: 0 for `first`, else 1."""
         out = pulled.copy()
         out["wave"] = ~np.isin(out["dst_root"], self.first)
         return out
 
     def value(self) -> int:
-        """Once everything is here. As `Sums.values`."""
+        """Return the checksum of all rows, as `Sums.values`. Called when all bytes have arrived."""
         if self._stream is not None:
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
         self._rest.begin()
@@ -93,16 +117,16 @@ class EarlySums:
 
     # ---- the gate
 
-    def before(self, wave: int, stream: torch.cuda.Stream) -> None:
+    def before(self, wave: int, stream: torch.cuda.Stream | None) -> None:
         pass
 
-    def after(self, wave: int, stream: torch.cuda.Stream) -> None:
+    def after(self, wave: int, stream: torch.cuda.Stream | None) -> None:
         if wave != self._part:
             return
         if self._stream is None:
             self._known = self._first.values()[0]
         else:
-            self._stream.wait_stream(stream)
+            self._stream.wait_stream(stream or torch.cuda.current_stream(self._stream.device))
             with torch.cuda.stream(self._stream):
                 self._first.begin()
 

@@ -1,13 +1,14 @@
-"""Do trainer ranks that hold one box of a tensor hold the same bytes in it? Each rank hashes its own; the coordinator compares
-(coordinator/holders.py).
+"""Digests that show whether trainer ranks hold the same bytes in the same box of a tensor. Each rank hashes its own copy; the coordinator
+compares the digests (coordinator/holders.py).
 
-Senders are chosen per taker, so copies that have drifted apart reach the workers of one engine as different weights, and a
-checksum of what was sent cannot see it. Two digests, neither of which moves a byte of a tensor:
+The plan chooses a source per destination. If copies have drifted apart, the workers of one engine receive different weights, and a
+checksum of the bytes sent does not detect it. There are two digests, and neither moves a byte of a tensor:
 
-- `SharedSums`, with `verify=True`: every byte of the boxes that several trainers hold and some worker takes. The plan has cut boxes
-  that overlap, so that trainers which hold different cuts of one tensor are compared too.
-- `sample`, until the first commit of a session: some elements of every box, compared before a byte moves. There may be no plan by
-  then, so only equal boxes are compared. Not when a session connects: weights may be loaded or gathered after that.
+- `SharedSums`, with `verify=True`, covers every byte of the boxes that several trainers hold and some worker receives. The plan cuts
+  boxes that overlap, so trainers that hold different cuts of one tensor are compared too.
+- `sample`, until the first commit of a session, covers some elements of every box and is compared before a byte moves. At that time
+  there may be no plan, so only equal boxes are compared. It does not run when a session connects, because weights may be loaded or
+  gathered after that.
 """
 
 from __future__ import annotations
@@ -28,29 +29,44 @@ from xfer.plan.program import ITEM, MAX_DIMS
 from xfer.trace.catalog import Catalog
 
 SAMPLE = 1024
-"""Elements of a box that a sample looks at, at most. They lie evenly in every dim."""
+"""Most elements of a box that a sample reads. They are spread evenly over every dim."""
 
 
 class SharedSums:
-    """Checksums of what this rank shares with others. rows: see `SubPlan.shared`; other arguments: as of `Sums`."""
+    """Checksums of the boxes that this rank and other trainers hold.
 
-    def __init__(self, rows: np.ndarray, roots: Sequence[torch.Tensor], shapes: Sequence[Sequence[int]]):
+    Args:
+        rows: See `SubPlan.shared`.
+        roots: This rank's storages, flat uint8.
+        shapes: shapes[t] is the shape of checkpoint tensor t.
+    """
+
+    def __init__(self, rows: np.ndarray, roots: Sequence[torch.Tensor], shapes: np.ndarray | Sequence[Sequence[int]]):
         keys, slot = np.unique(np.stack([rows["tensor"], rows["dst"]], axis=1), axis=0, return_inverse=True)
         self._held = np.zeros(len(keys), HELD)
         self._held["tensor"], self._held["boxes"] = keys.T
         self.sums = Sums(rows, slot.reshape(-1), len(keys), roots, "src", shapes)
 
     def told(self, values: Sequence[int]) -> bytes:
-        """Entries (HELD) for the values of `sums`."""
+        """Return the entries (HELD, encoded) for the values of `sums`."""
         held = self._held.copy()
         held["digest"] = np.array(values, np.uint64)
         return held.tobytes()
 
 
 def sample(catalog: Catalog, inventory: Inventory, roots: Sequence[torch.Tensor], drop: Sequence[str]) -> bytes:
-    """Entries (HELD) for some elements of each box of this trainer, except of tensors that `drop` names: no engine takes those.
+    """Hash some elements of each box of this trainer. The same bytes give the same entry, whatever their strides.
 
-    The same bytes give the same entry, whatever their strides. One synchronization with the device.
+    Synchronizes once with the device.
+
+    Args:
+        catalog: The session's checkpoint tensors.
+        inventory: This trainer's layout.
+        roots: Its storages, flat uint8.
+        drop: Globs of checkpoint tensors that no engine takes. They are left out.
+
+    Returns:
+        Entries (HELD, encoded).
     """
     t, spaces, taken = inventory.table, [Space(r) for r in roots], sent(catalog, drop)
     runs = [slice(a, a + n) for a, n in zip(*(c.tolist() for c in col.runs(t.tensor))) if taken[t.tensor[a]]]
@@ -71,12 +87,12 @@ def sample(catalog: Catalog, inventory: Inventory, roots: Sequence[torch.Tensor]
 def _digest(*arrays: np.ndarray) -> int:
     h = hashlib.blake2b(digest_size=8)
     for a in arrays:
-        h.update(np.ascontiguousarray(a))
+        h.update(a.tobytes())
     return int.from_bytes(h.digest(), "little")
 
 
 def _spread(space: Space, item: int, offset: int, extent: np.ndarray, strides: np.ndarray) -> torch.Tensor:
-    """Flat uint8: at most SAMPLE elements of `item` bytes of a box, in canonical order."""
+    """Return at most SAMPLE elements of a box, in the order of the checkpoint tensor, as flat uint8. `item`: bytes of an element."""
     left, some, steps = SAMPLE, [1] * MAX_DIMS, [1] * MAX_DIMS
     for k, d in enumerate(np.argsort(extent, kind="stable").tolist()):
         n = int(extent[d])

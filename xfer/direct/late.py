@@ -1,5 +1,6 @@
-"""Routes that could not be closed yet: something of theirs has not left the device. They are held here, whatever becomes of their
-lane, since a kernel works with their tables and buffers and with what they have mapped; each has a thread that closes it once it can.
+"""Routes that cannot be closed yet, because a kernel on the device still uses their tables, buffers and mapped memory.
+
+This module holds them after their lane has ended. Each has a thread that closes it when the device has finished.
 """
 
 from __future__ import annotations
@@ -13,24 +14,29 @@ from xfer.transport import routes
 
 logger = logging.getLogger("xfer")
 LATE_S = 0.05
-"""Seconds between two looks at them."""
+"""Seconds between two attempts to close."""
 _held: dict[routes.Routed, tuple[tuple[str, int], threading.Thread]] = {}
 _exiting = threading.Event()
 
 
 def close_later(routed: routes.Routed, label: str, replica: int, device: torch.device) -> None:
+    """Hold the routes of `label`'s lane for `replica`, and close them in the background when they are drained."""
     closing = threading.Thread(target=_close, args=(routed, device), name="xfer-late", daemon=True)
     _held[routed] = (label, replica), closing
     closing.start()
 
 
 def held(label: str, replica: int) -> list[routes.Routed]:
-    """Those of this party's lane for this replica."""
+    """Return the held routes of `label`'s lane for `replica`."""
     return [r for r, (whose, _) in list(_held.items()) if whose == (label, replica)]
 
 
 def stop() -> list[threading.Thread]:
-    """The process ends: no more looks. Returns the threads, which end soon; one that is only being started cannot be joined."""
+    """Stop trying to close, because the process ends.
+
+    Returns:
+        The threads, which end within LATE_S. A thread that is only being started is left out: it cannot be joined.
+    """
     _exiting.set()
     return [thread for _, thread in list(_held.values()) if thread.is_alive()]
 
@@ -40,9 +46,9 @@ def _close(routed: routes.Routed, device: torch.device) -> None:
         torch.cuda.set_device(device)
     try:
         while not routed.close():
-            routed.stop()  # again and again: what begins late clears the word
+            routed.stop()  # each time: a pull that begins late clears the stop word
             if _exiting.wait(LATE_S):
                 return
-    except Exception as e:  # of the driver: this process can do no more about it
-        logger.error("xfer: %s: what was read cannot be unmapped: %s", _held[routed][0][0], e)
+    except Exception as e:  # a driver error, which this process cannot repair
+        logger.error("xfer: %s: memory of other ranks cannot be unmapped: %s", _held[routed][0][0], e)
     del _held[routed]

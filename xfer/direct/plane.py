@@ -1,7 +1,7 @@
-"""The direct route's data plane: each byte goes from where it lies to where it belongs, by the plan of one replica.
+"""The direct route's data plane: each byte goes straight from its source storage to its destination storage, by one replica's plan.
 
-Ranks exchange their layouts and plan alike (rendezvous' Shelf), find out which storages they can map of one another, open
-a link for the rest, and run the program. What differs between trainers and workers hangs behind `Storages`.
+All ranks exchange their layouts and compute the same plan (rendezvous/layouts.py). They test which storages they can map of one another,
+open a link for the rest, and run the program. `Storages` hides the differences between trainers and workers.
 """
 
 from __future__ import annotations
@@ -35,35 +35,54 @@ logger = logging.getLogger("xfer")
 
 
 class Storages(Protocol):
-    """One rank's storages, and what its side does before and after bytes move. Called on lanes' threads."""
+    """One rank's storages, and its work before and after bytes move. Lanes' threads call the methods.
+
+    Attributes:
+        role: "trainer" or "worker".
+        index: Rank among those of its role.
+        device: Where the storages lie.
+        catalog: The session's checkpoint tensors.
+        inventory: Digest of the layout that `roots` follows.
+    """
 
     role: str
     index: int
     device: torch.device
     catalog: Catalog
     inventory: bytes
-    """Digest of the layout that `roots` follows."""
 
     def roots(self) -> tuple[int, Sequence[torch.Tensor]]:
-        """(binding generation, flat uint8 tensors in the layout's root order)."""
+        """Return the binding generation and the storages, flat uint8, in the layout's order."""
 
     def opened(self, replica: int, plan: PlanPart, generation: int) -> None:
-        """A link carries bytes of this plan, and storages of that generation are bound to it. A newer generation may
-        exist by now; then the routes are opened again."""
+        """Called when a link for this plan is open and storages of `generation` are bound to it. If a newer generation exists by now,
+        the routes are opened again."""
 
     def before(self) -> None:
         """Called just before the first byte may move."""
 
     def gate(self, go: m.Go, plan: PlanPart, routed: routes.Routed) -> routes.EarlyGate | None:
-        """What happens between the parts of this rank's pull. None: nothing; outside of a relay chain it is one part."""
+        """Return the gate that is called between the parts of this rank's pull, or None. Without one, and outside a relay chain, the
+        pull has one part."""
 
     def after(self, go: m.Go, plan: PlanPart) -> tuple[tuple[m.Checksum, ...], bytes]:
-        """Called when the last byte is here. Returns checksums when `go.verify`, and on a trainer digests of the boxes
-        that other trainers hold too."""
+        """Called when the last byte has arrived.
+
+        Returns:
+            Checksums if `go.verify`, and on a trainer the digests of the boxes that other trainers hold too.
+        """
 
 
 class DirectPlane:
-    """See `DataPlane`."""
+    """Implements `DataPlane`.
+
+    Args:
+        party: Client of the rendezvous.
+        side: This rank's storages.
+        replica: The replica that the plane serves.
+        joint_rank: This rank in the replica's domain: trainers first, then workers.
+        cache: Where plans are kept between runs.
+    """
 
     def __init__(
         self, party: RendezvousClient, side: Storages, replica: int, joint_rank: int, cache: PlanCache | None = None
@@ -71,14 +90,14 @@ class DirectPlane:
         self.party, self.side, self.replica, self.joint_rank, self.cache = party, side, replica, joint_rank, cache
         self.facts: PlanFacts | None = None
         self.part: PlanPart | None = None
-        self.inputs: m.PlanInputs | None = None  # what `part` was made from
-        self.exchange_seconds = 0.0  # until the layouts were here and checked
+        self.inputs: m.PlanInputs | None = None  # inputs of `part`
+        self.exchange_seconds = 0.0  # time in which the layouts were exchanged and checked
         self._planned_from = b""  # digest of this rank's own layout in the plan
-        self._agreed = True  # all ranks agree on `part`, and it is in the cache
+        self._agreed = True  # all ranks agreed on `part`, and it is in the cache
         self._deadline_s = 0.0
         self._link: Link | None = None
         self._routed: routes.Routed | None = None
-        self._bound = -1  # binding generation that the routes were opened for
+        self._bound = -1  # binding generation of the routes
         self._stream: torch.cuda.Stream | None = None
         self._lock = threading.Lock()
 
@@ -119,7 +138,7 @@ class DirectPlane:
         if routed is not None:
             routed.stop()
         if link is not None:
-            link.abort(0.0)  # this may be the thread that reads for all lanes
+            link.abort(0.0)  # no wait: this may be the thread that receives messages for all lanes
 
     def wait_still(self, seconds: float) -> bool:
         link = self._link
@@ -130,8 +149,9 @@ class DirectPlane:
         return self._bound not in (-1, self.side.roots()[0]) or routed is not None and bool(routed.stale())
 
     def explain(self) -> str:
+        plan = self.part.explain() if self.part is not None else ""
         how = self._routed.plan.explain() if self._routed is not None else ""
-        return "\n".join(filter(None, [self.part.explain(), how]))
+        return "\n".join(filter(None, [plan, how]))
 
     def forget(self) -> None:
         with self._lock:
@@ -163,7 +183,7 @@ class DirectPlane:
         return self.facts
 
     def options(self, inputs: m.PlanInputs) -> PlanOptions:
-        """What every rank of the domain plans by, from what the coordinator told all of them."""
+        """Return the plan's options. They are equal on all ranks of the domain, because they follow from the coordinator's message."""
         site, cuda = self.party.site, self.side.device.type == "cuda"
         return PlanOptions(
             bucket_bytes=inputs.bucket_bytes,
@@ -172,12 +192,13 @@ class DirectPlane:
             rotation=inputs.turn,
             rotations=inputs.replicas,
             wave_bytes=max(WAVE_BYTES["cuda"], inputs.bucket_bytes) if cuda else 0,
-            **({"site": site, "replica": inputs.replica} if site is not None else {}),
+            site=site,
+            replica=inputs.replica if site is not None else 0,
         )
 
     def agreed(self) -> None:
-        if self.cache is not None and not self._agreed:
-            self.cache.put(self.part)  # not sooner: no link is opened unless the digests of all ranks are equal
+        if self.cache is not None and self.part is not None and not self._agreed:
+            self.cache.put(self.part)  # only now: a link opens only if the digests of all ranks are equal
         self._agreed = True
 
     # ---- open
@@ -185,7 +206,7 @@ class DirectPlane:
     def open(self, order: m.OpenLink, stop: Stop) -> m.LinkOpen:
         prefix = f"r{self.replica}/e{order.epoch}/"
         store = RendezvousStore(self.party.channel, self.party.replies, prefix, self._deadline_s, stop.stopped)
-        old = self._close_routes()  # kept until all destinations have unmapped: it holds this rank's old storages
+        old = self._close_routes()  # held until all destinations have unmapped: it keeps this rank's old storages alive
         if order.fresh:
             self.close()
         stop.check()
@@ -193,28 +214,29 @@ class DirectPlane:
             self._open_routes(store, order, stop)
         finally:
             if self._routed is None:
-                self._bound = -1  # or each refit from now on would open all other replicas' routes again
+                self._bound = -1  # otherwise each later refit would open all other replicas' routes again
         del old
-        place = self._routed.place
+        place = self._routed.place if self._routed is not None else None
         said = (place.hand(), place.follows) if place is not None else ()
         return m.LinkOpen(self.replica, order.epoch, *said)
 
     def _open_routes(self, store: RendezvousStore, order: m.OpenLink, stop: Stop) -> None:
-        """Collective over the domain, in the same order on all ranks."""
-        while self._bound != self.side.roots()[0]:  # else `moved` could be asked after a move that is not noted yet
+        """Open link and routes. Collective over the domain, in the same order on all ranks."""
+        while self._bound != self.side.roots()[0]:  # otherwise `moved` could miss a move that happens in between
             self._bound, roots = self.side.roots()
-        if self.side.inventory != self._planned_from:
+        part, facts = self.part, self.facts
+        if part is None or facts is None or self.side.inventory != self._planned_from:
             raise PlanMismatch(
                 "this rank's layout is not the one that the plan was made from; nothing was moved",
                 where=self.party.label,
             )
-        rank, labels, device = self.joint_rank, self.facts.labels, self.side.device
+        rank, labels, device = self.joint_rank, facts.labels, self.side.device
         exchange = routes.exchange_over_store(store, rank, len(labels), "routes")
         peers = device.type != "cpu" or order.host_pull
-        ways = routes.find_ways(self.part.program, len(labels), device, roots, exchange, labels, allow_peer=peers)
+        ways = routes.find_ways(part.program, len(labels), device, roots, exchange, labels, allow_peer=peers)
         if ways.wired and device.type == "cuda" and self.side.role == "trainer" and self._stream is None:
-            # For this thread from now on. On the default stream each lane would wait for all others, and the trainer's
-            # work for all of them. A rank whose bytes are all pulled needs none: a first stream costs a pool of memory.
+            # This thread uses the stream from now on. On the default stream each lane would wait for all others, and the
+            # trainer's work for all lanes. A rank whose bytes are all pulled needs no stream: the first one costs a memory pool.
             self._stream = torch.cuda.Stream(device)
             torch.cuda.set_stream(self._stream)
         place = None
@@ -242,8 +264,8 @@ class DirectPlane:
         with self._lock:
             self._routed = routed
         if ways.wired:
-            self.side.opened(self.replica, self.part, self._bound)
-        stop.check()  # a `stop` that came meanwhile has seen no routes
+            self.side.opened(self.replica, part, self._bound)
+        stop.check()  # a `stop` that was called meanwhile saw no routes
 
     def _say_part_ready(self, attempt: int, part: int) -> None:
         self.party.try_send(m.PartReady(self.replica, attempt, part))
@@ -252,21 +274,21 @@ class DirectPlane:
 
     def run(self, go: m.Go, stop: Stop, until: float, progress: Progress) -> m.Moved:
         stop.check()
-        routed, side = self._routed, self.side
+        routed, side, part = self._routed, self.side, self.part
 
         def moved(wave: int, nbytes: int) -> None:
             faults.point(side.role, side.index, "wave")
             progress(wave, nbytes)
 
-        if routed is None or self._bound != side.roots()[0]:
+        if routed is None or part is None or self._bound != side.roots()[0]:
             raise PlanMismatch(
-                "storages of this rank moved and the routes to them were not opened again; nothing was moved",
+                "storages of this rank moved, and the routes to them were not opened again; nothing was moved",
                 where=self.party.label,
             )
         if side.role == "worker" and not self.drained:
             raise PeerLost(
-                "what an earlier refit began has not left the device, and may still write here; nothing was moved",
-                ["refit again later, or start this engine anew"],
+                "work of an earlier refit is still on the device and may still write here; nothing was moved",
+                ["refit again later, or restart this engine"],
                 where=self.party.label,
                 drained=False,
             )
@@ -274,11 +296,11 @@ class DirectPlane:
         faults.point(side.role, side.index, "moving")
         if routed.place is not None:
             routed.place.steps.begin(go.attempt, until, stop.stopped, go.tells)
-        stats = routed.run(until, stop.stopped, moved, side.gate(go, self.part, routed))
+        stats = routed.run(until, stop.stopped, moved, side.gate(go, part, routed))
         began = time.perf_counter()
         mark(self.party.label, "bytes have moved")
         stop.check()
-        sums, held = side.after(go, self.part)
+        sums, held = side.after(go, part)
         return m.Moved(
             self.replica, stats.bytes_in, stats.bytes_out, stats.pack_s, stats.wire_s, stats.unpack_s,
             time.perf_counter() - began, sums, self._by_route(routed), held,
@@ -298,7 +320,11 @@ class DirectPlane:
     close_routes = unmap
 
     def _close_routes(self) -> routes.Routed | None:
-        """Unmap what this rank has mapped, later if it is being read. Returns the routes, which hold its own storages."""
+        """Unmap other ranks' memory, in the background if the device still reads it.
+
+        Returns:
+            The old routes, which keep this rank's own storages alive.
+        """
         with self._lock:
             old, self._routed, self._bound = self._routed, None, -1
         if old is not None and not old.close():

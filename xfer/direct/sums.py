@@ -1,8 +1,8 @@
-"""Checksums of what a trainer rank owes its replicas, over one binding of its storages. A new binding gets a new object.
+"""Checksums of the bytes that a trainer rank sends to its replicas. One object covers one binding of the storages.
 
-Where the device works by itself they begin before the rank is ready, while engines still pause: on a GPU that trainer and engine
-share, a sum beside the pull would take memory's rate from it. Not here: what a checksum is (kernels/checksum.py), a taker's own
-(early.py, worker.py), what digests of shared boxes are for (holders.py).
+On a GPU the sums begin before the rank is ready, while the engines still pause. If they ran beside the pull on a GPU that trainer and
+engine share, they would take memory bandwidth from it. kernels/checksum.py defines the checksum; early.py and worker.py compute the
+destination's; holders.py explains the digests of shared boxes.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from xfer.plan.part import PlanPart
 
 
 class _Reading:
-    """Sums, and the attempt for which they were begun last."""
+    """Sums that can begin ahead of their use, for one attempt."""
 
     def __init__(self, sums: Sums, device: torch.device):
         self.sums, self._device = sums, device
-        self._begun: tuple[int, torch.cuda.Event] | None = None  # the attempt, and when its sums will have ended
+        self._begun: tuple[int, torch.cuda.Event] | None = None  # the attempt, and the event after its sums
 
     def begin(self, attempt: int) -> None:
         if self._device.type != "cuda":
             return
         stream = torch.cuda.current_stream(self._device)
         if self._begun is not None:
-            stream.wait_event(self._begun[1])  # of an attempt that never asked: both write the same words
+            stream.wait_event(self._begun[1])  # an earlier attempt did not ask for its sums; both write the same words
         self.sums.begin()
         self._begun = attempt, stream.record_event()
 
@@ -50,14 +50,14 @@ class _Reading:
 
 
 class _Shared:
-    """Digests of one set of shared boxes, taken once per attempt, whoever asks."""
+    """Digests of one set of shared boxes, computed once per attempt for all replicas."""
 
     def __init__(self, sums: SharedSums, device: torch.device):
         self._sums, self._reading = sums, _Reading(sums.sums, device)
         self._lock, self._told = threading.Lock(), (0, b"")
 
     def begin(self, attempt: int) -> None:
-        if self._lock.acquire(blocking=False):  # else a lane is still at an earlier attempt
+        if self._lock.acquire(blocking=False):  # otherwise a lane still works on an earlier attempt
             try:
                 self._reading.begin(attempt)
             finally:
@@ -76,7 +76,13 @@ class _Shared:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Bound:
-    """Sums of one plan: `sent` by worker, `shared` over what other trainers hold too."""
+    """Sums of one plan.
+
+    Attributes:
+        plan: The plan.
+        sent: Sums of the bytes sent, one per worker.
+        shared: Digests of the boxes that other trainers hold too.
+    """
 
     plan: PlanPart
     sent: _Reading
@@ -84,13 +90,18 @@ class Bound:
 
 
 class SourceSums:
-    """index: this trainer rank. roots: its storages, flat uint8. shapes[t]: shape of canonical tensor t.
+    """Checksums of one trainer rank for all replicas.
 
-    `begin` is called by the thread that refits, `bind`, `values` and `shared` by a replica's lane; the two take turns, since a lane that
-    is not idle is left out. `end` by who gives up the storages, when no lane works with them.
+    The thread that refits calls `begin`; a replica's lane calls `bind`, `values` and `shared`. They take turns, because `begin` leaves
+    out lanes that are not idle. The thread that gives up the storages calls `end`, when no lane works with them.
+
+    Args:
+        index: This trainer rank.
+        roots: Its storages, flat uint8.
+        shapes: shapes[t] is the shape of checkpoint tensor t.
     """
 
-    def __init__(self, index: int, roots: Sequence[torch.Tensor], shapes: Sequence[Sequence[int]]):
+    def __init__(self, index: int, roots: Sequence[torch.Tensor], shapes: np.ndarray | Sequence[Sequence[int]]):
         self._index, self._roots, self._shapes = index, roots, shapes
         self._device = roots[0].device if roots else torch.device("cpu")
         self._bound: dict[int, Bound] = {}
@@ -98,11 +109,11 @@ class SourceSums:
 
     @property
     def replicas(self) -> set[int]:
-        """Whose sums are bound."""
+        """Replicas whose sums are bound."""
         return set(self._bound)
 
     def bind(self, replica: int, plan: PlanPart) -> Bound:
-        """One reading for all workers of a replica. All Python per row, and all loading of kernels, happens here, once per plan."""
+        """Prepare the sums of a replica, for all of its workers. Does all Python work per row and loads all kernels, once per plan."""
         held = self._bound.get(replica)
         if held is None or held.plan is not plan:
             rows = plan.program.rows
@@ -119,23 +130,28 @@ class SourceSums:
         return next(alike, None) or _Shared(SharedSums(plan.shared, self._roots, self._shapes), self._device)
 
     def begin(self, plans: Mapping[int, PlanPart], attempt: int) -> None:
-        """Begins to read for `attempt`, on the current stream, and waits for nothing; nothing must write the storages until its
-        `values`. plans: by replica. Only what is bound already begins: binding takes long."""
+        """Begin the sums of `attempt` on the current stream, without waiting. The storages must not be written until `values`.
+
+        Args:
+            plans: Plan of each replica. Sums that are not bound do not begin, because binding takes long.
+            attempt: The attempt.
+        """
         bound = [b for replica, plan in plans.items() if (b := self._bound.get(replica)) is not None and b.plan is plan]
-        for sums in dict.fromkeys([*(b.sent for b in bound), *(b.shared for b in bound)]):
-            sums.begin(attempt)
+        for b in bound:
+            b.sent.begin(attempt)
+        for shared in dict.fromkeys(b.shared for b in bound):
+            shared.begin(attempt)
 
     def values(self, replica: int, plan: PlanPart, attempt: int) -> list[int]:
-        """By worker, 0 <= c < 2**64: what `begin` began for this attempt, or read now."""
+        """Return one checksum per worker, 0 <= c < 2**64. Computes them now if `begin` did not begin them for this attempt."""
         return self.bind(replica, plan).sent.values(attempt)
 
     def shared(self, replica: int, plan: PlanPart, attempt: int) -> bytes:
-        """Digests of the boxes that other trainers hold too (holders.py), taken likewise; once per attempt for all replicas of one
-        layout."""
+        """Return the digests of the boxes that other trainers hold too (holders.py). Replicas of one layout share the computation."""
         return self.bind(replica, plan).shared.told(attempt)
 
     def end(self) -> None:
-        """Waits until nothing reads the storages for a sum any more."""
+        """Wait until no sum reads the storages."""
         for b in list(self._bound.values()):
             b.sent.end()
             b.shared.end()

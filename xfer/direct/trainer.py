@@ -1,4 +1,4 @@
-"""What one trainer rank offers on the direct route: its storages in place, their layout, and what it says of their bytes."""
+"""One trainer rank on the direct route: its storages in place, their layout, and checksums of their bytes."""
 
 from __future__ import annotations
 
@@ -24,10 +24,13 @@ from xfer.transport.routes import Routed
 
 
 class DirectTrainer:
-    """See `TrainerSide`; for its planes, `Storages`.
+    """Implements `TrainerSide`, and `Storages` for its planes.
 
     Args:
-        cache_dir: Folder where plans are kept between runs. None: they are not kept.
+        party: Client of the rendezvous.
+        index: This trainer rank.
+        device: Where its storages lie.
+        cache_dir: Directory where plans are kept between runs. None: they are not kept.
         drop: Globs of checkpoint tensors that no engine takes.
     """
 
@@ -37,7 +40,7 @@ class DirectTrainer:
         self, party: RendezvousClient, index: int, device: torch.device, cache_dir: str | None, drop: Sequence[str]
     ):
         self.index, self.device, self.inventory = index, device, b""
-        self.catalog: Catalog | None = None
+        self.catalog: Catalog  # set by `read`
         self._party, self._drop = party, tuple(drop)
         self._cache = PlanCache(cache_dir) if cache_dir else None
         self._unsent = Unsent(drop)
@@ -46,7 +49,7 @@ class DirectTrainer:
         self._roots: list[torch.Tensor] = []
         self._binding = 0
         self._sums = SourceSums(index, [], [])
-        self._kept: list[list[torch.Tensor]] = []  # storages that somebody may still read
+        self._kept: list[list[torch.Tensor]] = []  # storages that other ranks may still read
         self._planes: dict[int, DirectPlane] = {}
 
     # ---- for the session
@@ -73,7 +76,7 @@ class DirectTrainer:
     def rebind(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self._sums.end()
         self._roots = [tensors[name] for name in self._names]
-        self._binding += 1  # lanes read roots and number as they are set here: never old roots under a newer number
+        self._binding += 1  # after `_roots`: a lane must never read old storages with a newer number
         self._sums = SourceSums(self.index, self._roots, padded_shapes(self.catalog) if self._names else [])
 
     def plane(self, replica: int) -> DirectPlane:
@@ -84,8 +87,8 @@ class DirectTrainer:
         return True
 
     def news(self, committed: bool) -> News:
-        """A sample of the bytes until the first commit, for comparison with other ranks (holders.py); whether what is sent
-        has changed since the last refit, and what has changed and is not sent (unsent.py)."""
+        """Until the first commit, hash a sample of the bytes, to be compared with other ranks (holders.py). Also report whether the
+        sent tensors have changed since the last refit, and which changed tensors are not sent (unsent.py)."""
         if self._made is None or not self._roots:
             return News()
         sample = b"" if committed else holders.sample(self.catalog, self._made, self._roots, self._drop)
@@ -118,8 +121,8 @@ class DirectTrainer:
         return self._binding, self._roots
 
     def opened(self, replica: int, plan: PlanPart, generation: int) -> None:
-        """Binds the checksums, used or not: their kernels must not be loaded beside another replica's NCCL kernels, which
-        would wait. Storages that were replaced meanwhile are left out, since this plan may not fit the new ones."""
+        """Bind the checksums, even if no refit verifies: loading their kernels later, beside another replica's NCCL kernels, would
+        block. Storages that have been replaced meanwhile are left out, because the plan may not fit the new ones."""
         sums = self._sums
         if generation == self._binding:
             sums.bind(replica, plan)
@@ -128,7 +131,7 @@ class DirectTrainer:
         pass
 
     def gate(self, go: m.Go, plan: PlanPart, routed: Routed) -> None:
-        """A trainer pulls nothing."""
+        """Do nothing: a trainer does not pull."""
 
     def after(self, go: m.Go, plan: PlanPart) -> tuple[tuple[m.Checksum, ...], bytes]:
         if not go.verify:

@@ -1,4 +1,7 @@
-"""Has what a trainer sends changed since the last refit, and what trains and is not sent? coordinator/unsent.py says what for."""
+"""Detects tensors that train but are not sent: they change between refits while the sent tensors do not.
+
+coordinator/unsent.py uses the result to warn the caller.
+"""
 
 from __future__ import annotations
 
@@ -17,27 +20,37 @@ from xfer.trace.catalog import Catalog
 
 
 class Unsent:
-    """One trainer rank's half. It compares checksums only where tensors that require grad are not sent, and only until what is sent
-    has changed once, or two refits in a row have told that it has not."""
+    """Comparison on one trainer rank.
+
+    It computes checksums only if some tensors that require grad are not sent. It stops when the sent tensors have changed once, or
+    after TWICE reports of tensors that changed and are not sent.
+
+    Args:
+        drop: Globs of checkpoint tensors that no engine takes.
+    """
 
     def __init__(self, drop: Sequence[str]):
         self._drop = tuple(drop)
         self._kept: tuple[str, ...] = ()
-        self._sends = True  # something that trains
-        self._were: list[int] | None = None  # sums of what was sent, and of what was not and trains
+        self._sends = True  # whether a tensor that requires grad is sent
+        self._were: list[int] | None = None  # sums of the sent tensors, and of those that train and are not sent
         self._told = 0
         self._over = False
 
     def expect(self, trained: Iterable[str]) -> None:
-        """trained: checkpoint tensors of this rank that require grad."""
+        """Set the checkpoint tensors of this rank that require grad."""
         kept = {n for n in trained if matches(n, self._drop)}
         self._kept, self._sends = tuple(sorted(kept)), bool(set(trained) - kept)
 
     def look(
         self, catalog: Catalog, inventory: Inventory, roots: Sequence[torch.Tensor]
     ) -> tuple[bool, tuple[str, ...]]:
-        """Whether what this rank sends has changed since the last look, as far as it knows; and some of the tensors that train, have
-        changed since then, and are not sent. May read all bytes of this rank, and waits for them."""
+        """Compare with the last call. May read all bytes of this rank, and waits for that.
+
+        Returns:
+            False if the sent tensors are known not to have changed, and at most NAMED of the tensors that train, have changed, and
+            are not sent.
+        """
         if self._over or not self._kept:
             return self._sends, ()
         were, self._were = self._were, self._sums(catalog, inventory, roots)
@@ -51,7 +64,10 @@ class Unsent:
         return False, self._kept[:NAMED]
 
     def _sums(self, catalog: Catalog, inventory: Inventory, roots: Sequence[torch.Tensor]) -> list[int]:
-        """Of what is sent, and of what trains and is not. By canonical place: storages may have moved."""
+        """Return two checksums: of the sent tensors, and of those that train and are not sent.
+
+        Both count by place in the checkpoint tensor, because storages may have moved.
+        """
         trains = np.array([not set(self._kept).isdisjoint(catalog.members(t.name)) for t in catalog.tensors])
         rows, is_sent = footprint_rows(inventory), sent(catalog, self._drop)
         some = (is_sent | trains)[rows["tensor"]]

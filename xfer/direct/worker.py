@@ -1,4 +1,4 @@
-"""What one engine worker takes on the direct route: its live storages in place, locked while bytes move, and summed after."""
+"""One engine worker on the direct route: its live storages are written in place, locked while bytes move, and summed afterwards."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from xfer.transport.routes import Routed
 
 
 class LiveModel(Protocol):
-    """An engine framework's adapter on one worker; `engines/vllm_layout.py` has the one for vLLM."""
+    """An engine framework's adapter on one worker; see `engines/vllm_layout.py` for vLLM's."""
 
     device: torch.device
 
@@ -39,20 +39,27 @@ class LiveModel(Protocol):
 
 
 class DirectWorker:
-    """See `WorkerSide` in participants/worker.py; for its plane, `Storages`."""
+    """Implements `WorkerSide` (participants/worker.py), and `Storages` for its plane.
+
+    Args:
+        model: Adapter of the engine's model.
+        party: Client of the rendezvous.
+        replica: The engine's replica number.
+        index: Rank of this worker in its replica.
+    """
 
     role = "worker"
 
     def __init__(self, model: LiveModel, party: RendezvousClient, replica: int, index: int):
         self.model, self.device, self.index, self.inventory = model, model.device, index, b""
-        self.catalog: Catalog | None = None
+        self.catalog: Catalog  # set by `read`
         self._party, self._replica = party, replica
         self._names: list[str] = []
         self._roots: list[torch.Tensor] = []
         self._binding = 0
-        self._sums: Sums | None = None  # of these storages, bound when first asked for
-        self._constants: tuple[PlanPart, Constants] | None = None  # likewise, of this plan
-        self._early: tuple[Routed, EarlySums | None] | None = None  # likewise, of these routes
+        self._sums: Sums | None = None  # of these storages; bound at first use
+        self._constants: tuple[PlanPart, Constants] | None = None  # of this plan; bound at first use
+        self._early: tuple[Routed, EarlySums | None] | None = None  # of these routes; bound at first use
 
     # ---- for the session
 
@@ -68,7 +75,7 @@ class DirectWorker:
         self._bind(layout.tensors)
 
     def rebind(self) -> None:
-        """Storages that are held here cannot be replaced at their addresses, so equal addresses are the same storages."""
+        """Bind the storages again if they moved. Equal addresses mean equal storages, because this object keeps the old ones alive."""
         tensors = self.model.rebind()
         if [tensors[n].data_ptr() for n in self._names] != [r.data_ptr() for r in self._roots]:
             self._bind(tensors)
@@ -86,14 +93,14 @@ class DirectWorker:
         return self._binding, self._roots
 
     def opened(self, replica: int, plan: PlanPart, generation: int) -> None:
-        """A worker sums after its bytes have come, so no kernel is loaded beside NCCL's."""
+        """Do nothing: a worker sums after its bytes have arrived, so it loads no kernel beside NCCL's."""
 
     def before(self) -> None:
-        self.model.engage_lock()  # on a stream that the transfer waits for; the device was idle when this worker armed
+        self.model.engage_lock()  # on a stream that the transfer waits for; the device was idle when this worker was armed
 
     def gate(self, go: m.Go, plan: PlanPart, routed: Routed) -> EarlySums | None:
         if self._early is not None and self._early[0] is not routed:
-            self._early = None  # it would keep the buffers of closed routes
+            self._early = None  # otherwise it would keep the buffers of closed routes
         if routed.pull is not None and go.verify and self._early is None:
             rest = routed.program.rows
             others = rest[rest["dst"] == plan.program.rank]
@@ -108,7 +115,7 @@ class DirectWorker:
         return self._early[1] if go.verify and self._early is not None else None
 
     def after(self, go: m.Go, plan: PlanPart) -> tuple[tuple[m.Checksum, ...], bytes]:
-        # Sums come first: they are of what the trainers sent, before the loader's own arithmetic runs over scratch.
+        # Sums come first: they cover the bytes that the trainers sent, before the loader's arithmetic changes scratch storages.
         out: tuple[m.Checksum, ...] = ()
         if go.verify:
             value = self._sum() ^ int(faults.wants("worker", self.index, "checksum"))
@@ -116,7 +123,9 @@ class DirectWorker:
             if self._constants is None or self._constants[0] is not plan:
                 self._constants = plan, Constants(plan.program.rows, self._roots)
             if wrong := self._constants[1].wrong():
-                raise VerificationError(f"{wrong} constants (vocabulary padding) are not what the loader puts there")
+                raise VerificationError(
+                    f"{wrong} constants (vocabulary padding) differ from those that the loader writes"
+                )
         self.model.run_recipes()
         self.model.synchronize()
         return out, b""

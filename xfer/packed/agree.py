@@ -1,7 +1,7 @@
-"""The small collectives of the packed route among trainer ranks: one flag each, or one list of bytes.
+"""Small collectives of the packed route among trainer ranks: a flag, some numbers, or one value per rank.
 
-All go over torch.distributed's default group, which is the trainers' world; without it there is one rank. They are called
-only where every rank is known to come: after the session's *Go*, or in a loop that all ranks run alike.
+They use torch.distributed's default group, which holds all trainers; without it there is one rank. They run only where every
+rank takes part: after the session's *Go*, or in a loop that is the same on all ranks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 def ranks() -> tuple[int, int]:
-    """(rank, world) of this process in that group."""
+    """Return (rank, world size) of this process in the default group, or (0, 1) without one."""
     there = dist.is_available() and dist.is_initialized()
     return (dist.get_rank(), dist.get_world_size()) if there else (0, 1)
 
@@ -30,25 +30,28 @@ def alone() -> bool:
 
 
 def carried(device: torch.device) -> torch.device:
-    """Where that group's tensors lie: gloo carries the host's, and nothing of a GPU's has to be waited for there."""
+    """Return the device of tensors that the group carries: the CPU for gloo, so that nothing waits for a GPU."""
     return torch.device("cpu") if dist.get_backend() == "gloo" else device
 
 
 def largest(numbers: list[int], device: torch.device) -> list[int]:
-    """Of each position the largest that a rank gives; one all-reduce."""
+    """Return the largest value of all ranks at each position. One all-reduce."""
     told = torch.tensor(numbers, dtype=torch.int64, device=carried(device))
     dist.all_reduce(told, op=dist.ReduceOp.MAX)
     return told.tolist()
 
 
 def any_rank(flag: bool, fingerprint: bytes, device: torch.device) -> bool:
-    """Whether `flag` holds on some rank; one all-reduce of 24 bytes. PlanMismatch, on all ranks alike, when their
-    fingerprints differ."""
+    """Return whether `flag` is true on some rank. One all-reduce of 24 bytes.
+
+    Raises:
+        PlanMismatch: on all ranks, if their fingerprints differ and no flag is true.
+    """
     if alone():
         return flag
     number = int.from_bytes(fingerprint[:7].ljust(7, b"\0"), "big")
     said, high, minus_low = largest([int(flag), number, -number], device)
-    if high != -minus_low and not said:  # a rank that has just changed tells that by its flag, and all begin anew
+    if high != -minus_low and not said:  # a rank whose tensors changed sets its flag, and all ranks plan again
         raise PlanMismatch(
             "trainer ranks would send different buckets; nothing was moved",
             [f"here: {fingerprint.hex()}", "install the same packages on all ranks"],
@@ -57,17 +60,22 @@ def any_rank(flag: bool, fingerprint: bytes, device: torch.device) -> bool:
 
 
 def of_all_ranks(make: Callable[[], T], kind: type[T], device: torch.device) -> list[T]:
-    """What `make` gives on every rank, in rank order. By msgpack, decoded to exactly `kind`: torch's own object collectives
-    unpickle what comes out of sockets.
+    """Return the result of `make` of every rank, in rank order.
 
-    When `make` raises on some rank, every rank raises that: the same kind and words, with the rank's name. So a rank whose
-    own code fails leaves nobody alone in this collective.
+    Values travel as msgpack and are decoded to exactly `kind`, because torch's own object collectives unpickle bytes from
+    sockets. If `make` raises on some rank, it still takes part, and every rank raises the same error, which names the rank.
+
+    Args:
+        make: Returns this rank's value.
+        kind: Type of the value.
+        device: Device of this rank's tensors.
     """
     if alone():
         return [make()]
-    rank, failure, value = dist.get_rank(), None, msgspec.msgpack.encode(None)
+    rank, value = dist.get_rank(), msgspec.msgpack.encode(None)
+    failure: Exception | None = None
     try:
-        value = msgspec.msgpack.encode(make())  # what cannot be told is a failure, too
+        value = msgspec.msgpack.encode(make())  # a value that cannot be encoded is a failure, too
     except Exception as e:
         failure = e
     what = "" if failure is None else str(failure)[:4000].encode(errors="replace").decode()
@@ -82,15 +90,14 @@ def of_all_ranks(make: Callable[[], T], kind: type[T], device: torch.device) -> 
     padded = [torch.empty(max(sizes), dtype=torch.uint8, device=device) for _ in sizes]
     dist.all_gather(padded, filled.to(device))
     said = [
-        msgspec.msgpack.decode(bytes(p[:n].cpu().numpy()), type=tuple[kind | None, str, str])
+        msgspec.msgpack.decode(bytes(p[:n].cpu().numpy()), type=tuple[msgspec.Raw, str, str])
         for p, n in zip(padded, sizes, strict=True)
     ]
     for r, (_, name, text) in enumerate(said):
         if name:
-            known = getattr(errors, name, None)
-            own = isinstance(known, type) and issubclass(known, XferError)
-            raised = (known if own else XferError)(
-                f"trainer {r} could not tell what it exports: {text if own else f'{name}: {text}'}"
-            )
+            kind_of_error = getattr(errors, name, None)
+            if not (isinstance(kind_of_error, type) and issubclass(kind_of_error, XferError)):
+                kind_of_error, text = XferError, f"{name}: {text}"
+            raised = kind_of_error(f"trainer {r} failed to describe its exports: {text}")
             raise raised from (failure if r == rank else None)
-    return [value for value, _, _ in said]
+    return [msgspec.msgpack.decode(value, type=kind) for value, _, _ in said]

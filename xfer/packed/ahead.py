@@ -1,6 +1,4 @@
-"""Broadcasts one ahead: each message is given to the wire before the one before it is waited for, on both sides, so that the
-wire has no rest between them. What a message is, and what becomes of it, is the caller's.
-"""
+"""Broadcasts one ahead: each message begins before the previous one is waited for, so that the wire is never idle in between."""
 
 from __future__ import annotations
 
@@ -13,10 +11,15 @@ from xfer.transport.group import Link, Pending
 
 
 class OneAhead:
-    """Messages of rank 0 of `link`, in order. `arrived(number, data)` is called when nothing of a message is under way here any more.
+    """Broadcasts messages from rank 0 of `link`, in order. Used on both ends. `give` and `close` raise the link's errors.
 
-    until: time.monotonic() value, of every wait. seconds: in which the wire had some message, up to the last that arrived.
-    What the link raises comes from `give` or `close`.
+    Args:
+        link: The link.
+        until: Deadline of every wait, a time.monotonic() value.
+        arrived: Called with (number, data) when a message is complete on this rank.
+
+    Attributes:
+        seconds: Time during which a message was on the wire, up to the last complete one.
     """
 
     def __init__(self, link: Link, until: float, arrived: Callable[[int, torch.Tensor], object]):
@@ -26,13 +29,13 @@ class OneAhead:
         self._ended = 0.0
 
     def give(self, number: int, data: torch.Tensor) -> None:
-        """Begins this one, then waits for the one before."""
+        """Begin this message, then wait for the previous one."""
         now = number, data, self._link.begin_broadcast(data, 0, self._until), time.perf_counter()
         self.close()
         self._before = now
 
     def close(self) -> None:
-        """Waits for what is still under way."""
+        """Wait for the message that is under way."""
         before, self._before = self._before, None
         if before is None:
             return

@@ -1,7 +1,7 @@
-"""A worker's half of the broadcast: receives message k + 1 while the engine's loader takes in message k.
+"""A worker's half of the broadcast: it receives message k + 1 while the engine's loader reads message k.
 
-On GPUs messages arrive on a stream of their own, which waits for the loader's copies out of a buffer before that buffer is
-written again. Not here: buffers that are mapped instead (shared.py), what the messages mean (lane.py).
+On GPUs messages arrive on their own stream. Before a buffer is written again, the stream waits until the loader has copied
+out of it. shared.py has the counterpart for mapped buffers.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from xfer.plan.checksum import added
 from xfer.transport.group import Link
 
 GRACE_S = 5.0
-"""Seconds beyond the deadline in which a wait that the link should have ended must have ended."""
+"""Seconds beyond the deadline after which a wait here gives up. The link's own deadline should end it first."""
 
 
 _streams: dict[tuple[str, torch.device], torch.cuda.Stream] = {}
 
 
 def own_stream(device: torch.device, role: str) -> contextlib.AbstractContextManager:
-    """What this thread enqueues runs beside other threads' work, after all that the device was given before. Without it
-    all threads share one stream, and gathering, sending and loading wait for one another.
+    """Return a context in which this thread enqueues its work on a stream of its own, after all earlier work of the device.
 
-    One stream per `role` and device, for good: torch keeps freed memory for the stream on which it was first used.
+    Without it all threads share one stream, so that gathering, sending and loading wait for one another. There is one stream
+    per `role` and device, and it is reused, because torch keeps freed memory for the stream on which it was first used.
     """
     if device.type != "cuda":
         return contextlib.nullcontext()
@@ -43,7 +43,7 @@ def own_stream(device: torch.device, role: str) -> contextlib.AbstractContextMan
 
 
 def recorded(device: torch.device) -> torch.cuda.Event | None:
-    """An event after all that this thread's stream was given; None on CPUs."""
+    """Return an event after all work of this thread's stream; None on CPUs."""
     if device.type != "cuda":
         return None
     event = torch.cuda.Event()
@@ -52,9 +52,18 @@ def recorded(device: torch.device) -> torch.cuda.Event | None:
 
 
 class Arrivals:
-    """Receives messages one after the other on a thread of its own, as far ahead as there are buffers.
+    """Receives messages in order on a thread of its own, as far ahead as the number of buffers allows.
 
-    until: time.monotonic() value; nothing here waits longer than GRACE_S beyond it.
+    Args:
+        link: Link of the replica; rank 0 sends.
+        messages: The messages that will arrive.
+        buffers: Where they arrive.
+        until: Deadline, a time.monotonic() value. No wait lasts longer than GRACE_S beyond it.
+        device: The worker's device.
+        verify: Sum the messages.
+
+    Attributes:
+        total: Sum of all messages, if `verify`.
     """
 
     def __init__(
@@ -80,22 +89,22 @@ class Arrivals:
 
     @property
     def seconds(self) -> float:
-        """On the wire."""
+        """Seconds on the wire."""
         return self._wire.seconds
 
     def take(self) -> torch.Tensor:
-        """The next message; raises what the link raised."""
+        """Return the next message. Raises the link's error, if there is one."""
         found = self._within(self._here, "a bucket")
         if isinstance(found, BaseException):
             raise found
         return found
 
     def free(self) -> None:
-        """What `take` gave is not needed any more, once this thread's stream has done what it was given."""
+        """Release the message of `take`. Its buffer is reused once this thread's stream has done its present work."""
         self._free.put(recorded(self._device))
 
     def close(self) -> bool:
-        """False: the receiving thread did not end, and may still write to the buffers; they are not to be used again."""
+        """Stop receiving. Returns False if the thread did not end: it may still write to the buffers, which must not be reused."""
         self._stop = True
         self._free.put(None)
         self._thread.join(max(0.0, self._until - time.monotonic()) + GRACE_S)
@@ -112,7 +121,7 @@ class Arrivals:
         try:
             with own_stream(self._device, "receive"):
                 for number, message in enumerate(self._messages):
-                    event = self._within(self._free, "its loader to take a bucket in")
+                    event = self._within(self._free, "its loader to load a bucket")
                     if self._stop:
                         return
                     if event is not None:

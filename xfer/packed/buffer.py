@@ -1,7 +1,7 @@
-"""Copying tensors into messages and taking them out again: bytes only, so every dtype travels as it is.
+"""Packs tensors into messages and unpacks them. Only bytes are copied, so every dtype travels unchanged.
 
-Buffers are flat uint8 tensors that are reused; what is handed out of one is a view and dies with its next use, unless it
-was put together from several messages. Not here: what lies where (plan.py, wire.py), and how messages travel.
+Buffers are flat uint8 tensors that are reused. A tensor that comes out of a buffer is a view, valid until the buffer's next
+use, unless it was joined from several messages. plan.py and wire.py define the layout of messages.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ def dtype_name(t: torch.Tensor) -> str:
 
 
 def flat_bytes(t: torch.Tensor) -> torch.Tensor:
-    """The tensor as flat uint8; a copy only where it is not contiguous."""
+    """Return the tensor as flat uint8. It is copied only if it is not contiguous."""
     t = t.detach().contiguous()
-    # Not view(-1): torch calls a tensor of one element contiguous whatever its strides, and keeps those.
+    # Not view(-1): torch regards a tensor of one element as contiguous, whatever its strides, and keeps them.
     return t.as_strided((t.numel(),), (1,)).view(torch.uint8)
 
 
@@ -39,22 +39,28 @@ class Buffers:
         self._plan: object = None
 
     def take(self, number: int, nbytes: int, longest: int = 0) -> torch.Tensor:
-        """Buffer `number` modulo their count, cut to `nbytes`. `longest`: of the messages to come."""
+        """Return the first `nbytes` bytes of buffer `number` modulo the count.
+
+        Args:
+            number: Number of the message.
+            nbytes: Its length.
+            longest: Length of the longest message to come; a buffer that must grow grows to it.
+        """
         i = number % len(self._slots)
         if self._slots[i].numel() < nbytes:
-            self._views = {}  # they hold the old memory
-            self._slots[i] = torch.empty(0, dtype=torch.uint8, device=self.device)  # before the new one is made
+            self._views = {}  # views keep the old memory alive
+            self._slots[i] = torch.empty(0, dtype=torch.uint8, device=self.device)  # free the old memory first
             self._slots[i] = torch.empty(max(nbytes, longest), dtype=torch.uint8, device=self.device)
         return self._slots[i][:nbytes]
 
     def begin(self, plan: object) -> None:
-        """Messages are those of this plan from here on. Views of another one's are dropped: they would never be asked for."""
+        """Use messages of this plan from now on, and drop the views of another plan's messages."""
         if plan is not self._plan:
             self._views, self._plan = {}, plan
 
     def views(self, message: PackedMessage, data: torch.Tensor) -> list[torch.Tensor | None]:
-        """See `views`; made once for each message and buffer, since a model has tens of thousands of tensors and torch
-        needs a microsecond for each view."""
+        """As the function `views`, cached by message and buffer: a model has tens of thousands of tensors, and torch needs a
+        microsecond for each view."""
         key = id(message), data.data_ptr()
         found = self._views.get(key)
         if found is None or found[0] is not message:
@@ -62,7 +68,7 @@ class Buffers:
         return found[1]
 
     def reserve(self, longest: int) -> None:
-        """Called before a gather whose messages have at most so many bytes. These grow by themselves."""
+        """Called before a gather whose longest message has `longest` bytes. Does nothing: these buffers grow in `take`."""
 
     @property
     def count(self) -> int:
@@ -78,7 +84,7 @@ class Buffers:
 
 
 def views(message: PackedMessage, data: torch.Tensor) -> list[torch.Tensor | None]:
-    """The message's tensors over its bytes; None for parts of tensors, and where bytes are not aligned for their dtype."""
+    """Return the message's tensors as views of `data`. None for a part of a tensor, and for bytes not aligned for the dtype."""
     out: list[torch.Tensor | None] = []
     for part in message.parts:
         piece = data[part.offset : part.offset + part.size]
@@ -89,15 +95,19 @@ def views(message: PackedMessage, data: torch.Tensor) -> list[torch.Tensor | Non
 
 
 FLUSH_BYTES = 64 << 20
-"""Of tensors that wait to be copied by one call; they must stay alive until then."""
+"""Most bytes of tensors that wait to be copied by one call. They stay alive until then."""
 
 
 class Packer:
-    """Takes the tensors of one group in their order and fills its messages, one after the other.
+    """Fills the messages of one group, in order, from its tensors, in order.
 
-    `buffer(message)` gives the bytes to fill; `filled(message, bytes)` is called as soon as a message is complete.
-    `views`: Buffers.views of the buffers that are filled. Tensors are copied some at a time, so they must not change before
-    their message is filled.
+    Several tensors are copied by one call, so they must not change before their message is filled.
+
+    Args:
+        group: The group.
+        buffer: Returns the bytes to fill for a message.
+        filled: Called with (message, bytes) as soon as a message is complete.
+        views: `Buffers.views` of the filled buffers.
     """
 
     def __init__(self, group: GatherGroup, buffer, filled, views=views):
@@ -109,7 +119,7 @@ class Packer:
         self._waiting = 0
 
     def put(self, name: str, tensor: torch.Tensor) -> None:
-        """PlanMismatch when this is not the tensor that the plan has next."""
+        """Pack the next tensor. PlanMismatch if the plan has another tensor here."""
         want = self._group.tensors[self._tensor] if self._tensor < len(self._group.tensors) else None
         if (
             want is None
@@ -117,9 +127,9 @@ class Packer:
             or tensor.shape != want.shape
             or tensor.dtype is not getattr(torch, want.dtype)
         ):
-            planned = f"{want.name} {want.dtype}{list(want.shape)}" if want else "nothing more"
+            planned = f"{want.name} {want.dtype}{list(want.shape)}" if want else "no further tensor"
             raise PlanMismatch(
-                "the trainers export something else than what the buckets were planned from",
+                "the trainers export another tensor than the one that was planned",
                 [f"planned: {planned}; exported: {name} {dtype_name(tensor)}{list(tensor.shape)}"],
             )
         self._tensor += 1
@@ -151,24 +161,26 @@ class Packer:
             self._copy()
 
     def _copy(self) -> None:
-        """One call for many tensors: a call for each would take longer than the wire does."""
+        """Copy all waiting tensors by one call. One call per tensor would take longer than the wire."""
         with torch.no_grad():
             copy_bits(*self._copies)
         self._copies, self._waiting = ([], []), 0
 
     def close(self) -> None:
-        """PlanMismatch when tensors are missing."""
+        """Check that no tensor is missing, else PlanMismatch."""
         if missing := self._group.tensors[self._tensor :]:
             raise PlanMismatch(
-                "the trainers export less than what the buckets were planned from",
+                "the trainers export fewer tensors than were planned",
                 [f"{t.name}: planned and not exported" for t in missing],
             )
 
 
 class Unpacker:
-    """Takes messages in their order and hands out whole tensors. Holds what has come of a tensor that spans several.
+    """Takes messages in order and returns whole tensors. Keeps the parts of a tensor that spans several messages.
 
-    `views`: Buffers.views, where messages come in reused buffers.
+    Args:
+        device: Where joined tensors are made.
+        views: `Buffers.views`, if messages arrive in reused buffers.
     """
 
     def __init__(self, device: torch.device, views=views):
@@ -177,15 +189,23 @@ class Unpacker:
         self.done: set[str] = set()
 
     def take(self, message: PackedMessage, data: torch.Tensor) -> list[tuple[TensorSpec, torch.Tensor]]:
-        """Tensors that are complete with this message: views of `data`, or tensors of their own where they came in parts.
+        """Return the tensors that are complete with this message.
 
-        ProtocolError, with all violations: `data` is shorter than the message, a tensor came before.
+        Args:
+            message: The message.
+            data: Its bytes.
+
+        Returns:
+            Views of `data`. Tensors that arrived in parts have memory of their own.
+
+        Raises:
+            ProtocolError: `data` has another length than the message, or a tensor arrived before. Names all violations.
         """
-        bad = [f"{p.spec.name}: has come already" for p in message.parts if p.spec.name in self.done]
+        bad = [f"{p.spec.name}: arrived before" for p in message.parts if p.spec.name in self.done]
         if data.numel() != message.nbytes or data.dtype != torch.uint8:
-            bad.append(f"a message of {data.numel()} {dtype_name(data)}, {message.nbytes} bytes were announced")
+            bad.append(f"a message has {data.numel()} {dtype_name(data)}, but {message.nbytes} bytes were announced")
         if bad:
-            raise ProtocolError("a bucket is not what was announced", bad)
+            raise ProtocolError("a bucket differs from its announcement", bad)
         out = []
         for part, tensor in zip(message.parts, self._view(message, data), strict=True):
             if tensor is None:
@@ -202,8 +222,8 @@ class Unpacker:
             whole = torch.empty(nbytes_of(part.spec), dtype=torch.uint8, device=self._device)
         if part.start != filled:
             raise ProtocolError(
-                "a bucket is not what was announced",
-                [f"{part.spec.name}: byte {part.start} came after byte {filled}"],
+                "a bucket differs from its announcement",
+                [f"{part.spec.name}: byte {part.start} arrived after byte {filled}"],
             )
         whole[part.start : part.start + part.size].copy_(piece)
         filled += part.size
@@ -213,30 +233,30 @@ class Unpacker:
         return None
 
     def close(self, expected: Iterable[str]) -> None:
-        """ProtocolError naming every tensor that has not come whole."""
+        """Check that all `expected` tensors are complete, else ProtocolError with the name of each missing one."""
         missing = sorted(set(expected) - self.done)
         if missing:
-            raise ProtocolError("a refit ended before all tensors had come", [f"{n}: has not come" for n in missing])
+            raise ProtocolError("a refit ended before all tensors arrived", [f"{n}: did not arrive" for n in missing])
 
 
 def _viewed(piece: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
     dtype = getattr(torch, spec.dtype)
-    if piece.storage_offset() % dtype.itemsize:  # a sender that packs without padding
+    if piece.storage_offset() % dtype.itemsize:  # the source packs without padding
         piece = piece.clone()
     return piece.view(dtype).view(spec.shape)
 
 
 CHUNK = 1 << 22
-"""Words of a message that are summed at once: beside it a sum needs 16 bytes for each of these, on CPUs 24 (torch widens words
-aside), and no more."""
+"""Words of a message that are summed at once. A sum needs 16 bytes of memory per word of a chunk on GPUs, and 24 on CPUs, where
+torch makes a widened copy of the words."""
 
 
 def wire_sum(data: torch.Tensor, number: int) -> int:
-    """A sum over one message, modulo 2**64: words of 32 bits, weighted by their place and by the message's number.
+    """Sum one message modulo 2**64: words of 32 bits, weighted by their place and by the message's number.
 
-    Weights are mixed, odd, and twice as long as words. So a single wrong word always changes the sum; any other set of
-    changes passes with a chance of about one in 2**64, or in 2**33 where all of them are swaps of signs (the highest bits of
-    words: differences of 2**31 leave 33 bits).
+    Weights are mixed, odd 64-bit numbers, so a single wrong word always changes the sum. Any other set of changes passes with a
+    probability of about 2**-64, or 2**-33 if all of them flip signs (the highest bits of words: differences of 2**31 leave 33
+    bits).
     """
     n = data.numel() // 4 * 4
     weights = _weights(data.device, CHUNK)
@@ -252,8 +272,8 @@ def wire_sum(data: torch.Tensor, number: int) -> int:
 
 
 def warm_sum(device: torch.device) -> None:
-    """Loads what `wire_sum` needs, for whole chunks and for parts of one, before a message is on its way: to load a kernel
-    beside NCCL's can hang the host."""
+    """Load the kernels of `wire_sum`, for whole and partial chunks, before a message is on its way. Loading a kernel beside
+    NCCL's can hang the host."""
     wire_sum(torch.zeros(4 * CHUNK + 5, dtype=torch.uint8, device=device), 0)
 
 
@@ -263,7 +283,7 @@ def _weight(i: int) -> int:
 
 @cache
 def _weights(device: torch.device, count: int) -> torch.Tensor:
-    """Made on the CPU, so that they are there when this returns, whatever the stream."""
+    """Return the weights of `count` words. They are made on the CPU, so that they are complete for every stream."""
     out = torch.arange(1, count + 1, dtype=torch.int64)
     mix(out, torch.empty_like(out))
     return out.bitwise_or_(1).to(device)

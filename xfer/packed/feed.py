@@ -1,10 +1,9 @@
 """One gather of the trainers' weights for all replicas that begin together, overlapped with sending.
 
-A `Feed` is one such gather on one trainer rank, on a thread of its own: it packs bucket k + 1 while the lanes send bucket k,
-through two reused buffers. All trainer ranks gather, since that is collective; rank 0 packs and sends, and where workers map
-buffers, one rank of each GPU (shared.py). A replica that
-fails leaves, and the others go on; when none is left, all ranks stop at the same group. Not here: the wire (lane.py), what
-is gathered (source.py).
+A `Feed` is one gather on one trainer rank, on a thread of its own. It packs bucket k + 1 while the lanes send bucket k, through
+two reused buffers. All trainer ranks gather, because gathering is collective. Rank 0 packs and sends; if workers map buffers,
+one rank of each GPU does (shared.py). If a replica fails, it leaves and the others continue; if none is left, all ranks stop at
+the same group. plane.py has the wire, source.py the gathered tensors.
 """
 
 from __future__ import annotations
@@ -26,20 +25,33 @@ from xfer.packed.source import PackedSource
 from xfer.packed.wire import PackedMessage
 
 PATIENCE_S = 5.0
-"""Seconds in which a rank that was told to stop hears from the coordinator why."""
+"""Seconds that a rank which must stop waits for the coordinator to report the reason."""
 LOOK_S = 0.2
-"""Seconds between two looks at whether a lane was cancelled."""
+"""Seconds between two checks whether a lane was cancelled."""
 
 IN_STEP = (
-    "until it has ended run no collective of these trainers, so no training step either: it would be paired with the gather's; "
+    "until it ends, run no collective of these trainers, hence no training step: it would be paired with the gather's; "
     "nccl_xfer_refit() on all ranks waits for it"
 )
-"""Gathers run over the trainers' own groups, where a collective of one rank meets whatever the others are at."""
+"""Gathers use the trainers' own groups, where a collective of one rank pairs with whichever collective the others run."""
 
 
 class Feed:
-    """`replicas`: whose lanes will come. `over` is set when nothing of the trainer's is read any more; the last messages may
-    still be on their way then. `before`: the gather that has to be over first, and to have nothing in the buffers."""
+    """One gather on one trainer rank.
+
+    Args:
+        source: The weights.
+        buffers: Where buckets are packed.
+        replicas: Replicas whose lanes will join.
+        label: Name of this rank.
+        sends: Whether this rank packs and sends.
+        before: The previous gather, which must be over, and must have sent all that the buffers hold.
+
+    Attributes:
+        over: Set when the gather reads no weights any more. The last messages may still be on their way.
+        doing: Present activity of the gather; quoted in timeout errors.
+        seconds: Duration of the gather, including waits for the wire.
+    """
 
     def __init__(
         self, source: PackedSource, buffers: Buffers, replicas: tuple[int, ...], label: str, sends: bool,
@@ -47,23 +59,22 @@ class Feed:
     ):  # fmt: skip
         self.replicas, self.over = replicas, threading.Event()
         self.doing = "waits for the other replicas' lanes"
-        """What the gather is at, for who waits for it in vain."""
-        self.seconds = 0.0  # of the gather, waiting for the wire included
+        self.seconds = 0.0
         self._source, self._buffers, self._label = source, buffers, label
         self._sends, self._before = sends, before
         self._news, self._summing = threading.Condition(), threading.Lock()
-        self._sums: dict[int, int] = {}  # of messages, where they were asked for
-        self._live: dict[int, int] = {}  # replica -> messages that it has done with
+        self._sums: dict[int, int] = {}  # message -> its sum
+        self._live: dict[int, int] = {}  # replica -> number of messages that it has released
         self._came: set[int] = set()
         self._plan: BucketPlan | None = None
         self._ready: dict[int, tuple[PackedMessage, torch.Tensor, torch.cuda.Event | None]] = {}
         self._error: BaseException | None = None
-        self._patience = 0.0  # monotonic time before which the error is not this rank's to tell
+        self._patience = 0.0  # monotonic time until which this rank does not report the error itself
 
     # ---- for lanes
 
     def join(self, replica: int) -> None:
-        """The last one starts the gather."""
+        """Called by each replica's lane. The last one starts the gather."""
         with self._news:
             self._came.add(replica)
             self._live[replica] = 0
@@ -79,7 +90,7 @@ class Feed:
             self._news.notify_all()
 
     def wait_left(self, seconds: float = math.inf) -> bool:
-        """Whether nobody sends out of the buffers any more. Lanes leave by their own deadline."""
+        """Wait until no lane sends out of the buffers. Returns whether that is so. Lanes leave by their own deadline."""
         until = time.monotonic() + seconds
         with self._news:
             while self._live and time.monotonic() < until:
@@ -91,12 +102,13 @@ class Feed:
             self._news.notify_all()
 
     def plan(self, until: float, cancelled: Callable[[], XferError | None]) -> BucketPlan:
+        """Return the plan of this gather, when all trainers have agreed on it."""
         self._wait(lambda: self._plan is not None, until, cancelled, "the trainers to agree on what they send")
         assert self._plan is not None
         return self._plan
 
     def take(self, number: int, until: float, cancelled: Callable[[], XferError | None]) -> torch.Tensor:
-        """Bytes of message `number`; valid until `release`."""
+        """Return the bytes of message `number`. They are valid until `release`."""
         self._wait(lambda: number in self._ready, until, cancelled, f"bucket {number} to be gathered")
         _, data, filled = self._ready[number]
         if filled is not None:
@@ -104,12 +116,12 @@ class Feed:
         return data
 
     def sum_of(self, number: int, until: float, cancelled: Callable[[], XferError | None]) -> int:
-        """Of a message that was taken and not released yet; made once for all replicas, by the lane that asks first."""
+        """Return the sum of a message that was taken and not released. It is computed once for all replicas."""
         while not self._summing.acquire(timeout=LOOK_S):
             if (error := cancelled()) is not None:
                 raise error
             if time.monotonic() >= until:
-                raise DeadlineExceeded(f"no sum over bucket {number} in time", where=self._label)
+                raise DeadlineExceeded(f"timed out waiting for the sum of bucket {number}", where=self._label)
         try:
             if number not in self._sums:
                 self._sums[number] = wire_sum(self._ready[number][1], number)
@@ -123,7 +135,7 @@ class Feed:
             self._news.notify_all()
 
     def wait_over(self, until: float, cancelled: Callable[[], XferError | None]) -> None:
-        """Raises what went wrong on this rank."""
+        """Wait until the gather is over. Raises its error, if there is one."""
         self._wait(self.over.is_set, until, cancelled, "the trainers to gather their weights")
         self._wait(lambda: self._error is None, until, cancelled, "another trainer rank to say why it stopped")
 
@@ -140,7 +152,7 @@ class Feed:
                     raise PeerLost("the trainers stopped gathering", where=self._label)
                 if time.monotonic() >= until:
                     raise DeadlineExceeded(
-                        f"no end of waiting for {what}", [f"the gather of this rank {self.doing}"], where=self._label
+                        f"timed out waiting for {what}", [f"the gather of this rank {self.doing}"], where=self._label
                     )
                 self._news.wait(LOOK_S)
 
@@ -151,7 +163,8 @@ class Feed:
             return e
         what = f"the trainers' weights could not be gathered: {type(e).__name__}: {e}"
         if isinstance(e, dist.DistBackendError) or "onnection closed by peer" in str(e) or "onnection reset" in str(e):
-            return PeerLost(what, where=self._label)  # torch says no more; the rank that broke the collective does
+            # torch gives no reason; the rank that broke the collective reports it.
+            return PeerLost(what, where=self._label)
         return XferError(what, where=self._label)
 
     # ---- the gather's thread
@@ -159,11 +172,11 @@ class Feed:
     def _run(self) -> None:
         device = self._source.device
         if self._before is not None:
-            # As long as it takes, whoever has given up on this one meanwhile: all ranks run all gathers, in one order.
+            # Without a deadline, even if all lanes have left this gather: all ranks run all gathers, in the same order.
             self.doing = "waits for an earlier one, which has not ended"
             self._before.over.wait()
             if self._sends:
-                self.doing = "waits until all that an earlier one put into the same buffers was sent"
+                self.doing = "waits until the messages of an earlier one are sent from the same buffers"
                 self._before.wait_left()
             self._before = None
         began = time.perf_counter()
@@ -172,7 +185,7 @@ class Feed:
                 try:
                     self._gather()
                 finally:
-                    if device.type == "cuda":  # parameters are read until then
+                    if device.type == "cuda":  # until then parameters are read
                         torch.cuda.current_stream(device).synchronize()
         except BaseException as e:
             self._fail(e)
@@ -192,7 +205,8 @@ class Feed:
             self._news.notify_all()
 
     def _told_to_stop(self) -> None:
-        """Another rank has failed, or all replicas have. What it is comes by the coordinator; this rank only speaks if it does not."""
+        """Stop because another rank or all replicas have failed. The coordinator reports the reason; this rank's error is raised only
+        if no report arrives within PATIENCE_S."""
         if self._error is None:
             self._patience = time.monotonic() + PATIENCE_S
             self._stop(PeerLost("another trainer rank stopped gathering and has not said why", where=self._label))
@@ -210,9 +224,9 @@ class Feed:
                 self._plan = plan
                 self._news.notify_all()
             if source.writes:
-                self.doing = "makes tables of what goes where"
+                self.doing = "makes the tables of its copies"
                 source.prepare((lambda k, m: self._buffers.take(k, m.nbytes, longest)) if self._sends else None)
-        except Exception as e:  # the others hear of it at the first group
+        except Exception as e:  # the other ranks learn of it at the first group
             self._fail(e)
         self._number = 0
         for i, group in enumerate(plan.groups):
@@ -223,10 +237,10 @@ class Feed:
             self.doing = f"is in bucket group {i} of {len(plan.groups)}, which begins with {group.tensors[0].name}"
             try:
                 self._gather_group(group, plan)
-            except Exception as e:  # the others hear of it where they look next
+            except Exception as e:  # the other ranks learn of it at the next `go_on`
                 self._fail(e)
-        # Whoever failed in the last group says so; the others would take it for done.
-        self.doing = "waits for the other trainers to have done with the last bucket group"
+        # A rank that failed in the last group must report it, or the others would regard the gather as complete.
+        self.doing = "waits for the other trainers to finish the last bucket group"
         if not source.go_on(self._error is not None):
             self._told_to_stop()
 
@@ -236,7 +250,7 @@ class Feed:
         packer = None
         if self._sends:
             packer = Packer(group, lambda m: self._buffer(m, plan.buffer_bytes), self._filled, self._buffers.views)
-        # To its end even when packing fails: the other ranks are in the same collectives.
+        # The loop runs to its end even if packing fails, because the other ranks run the same collectives.
         for name, tensor in self._source.tensors(group):
             if packer is not None and self._error is None:
                 try:
@@ -254,12 +268,12 @@ class Feed:
                     data = self._buffer(message, plan.buffer_bytes)
                 except Exception as e:
                     self._fail(e)
-            self._source.place(message, data)  # also without a buffer: the other ranks are in the same messages
+            self._source.place(message, data)  # also without a buffer: the other ranks take part
             if data is not None:
                 self._filled(message, data)
 
     def _buffer(self, message: PackedMessage, longest: int) -> torch.Tensor:
-        """The next buffer, once every replica that is still there has done with what it holds."""
+        """Return the next buffer, when every remaining replica has released the message that it holds."""
         old = self._number - self._buffers.count
         with self._news:
             while any(done <= old for done in self._live.values()):
@@ -277,7 +291,12 @@ class Feed:
 
 
 class Pump:
-    """Of one trainer rank: makes one feed for each list of replicas that are told to go together."""
+    """Makes the feeds of one trainer rank: one for each set of replicas that begin together.
+
+    Args:
+        source: The weights.
+        label: Name of this rank.
+    """
 
     def __init__(self, source: PackedSource, label: str):
         self.source, self._label = source, label
@@ -290,7 +309,7 @@ class Pump:
 
     @property
     def exports(self) -> bool:
-        """Whether this rank packs. Lanes set it when they link, before the first gather: see shared.exporters_of."""
+        """Whether this rank packs. Lanes set it when they open a link, before the first gather; see shared.exporters_of."""
         return self._exports
 
     @exports.setter
@@ -299,15 +318,18 @@ class Pump:
         self.source.assemble(value)
 
     def forget(self) -> None:
-        """Lets go of the trainers' storages and of the buffers. Only while no gather runs and all was sent. Lanes of several
-        replicas are asked at once: on return all is let go of, by whichever came first."""
+        """Drop the trainers' storages and the buffers. Called only while no gather runs and everything is sent. Lanes of several
+        replicas may call it at once; on return everything is dropped."""
         with self._forgetting:
             self.source.forget()
             self._buffers.free()
 
     def enter(self, attempt: int, together: tuple[int, ...]) -> Feed:
-        """Called as Go comes, by the thread that reads what the coordinator says: gathers run one after another in the
-        order of Go, which is the same on all ranks. Lanes' own threads come to it in any order, as one may still be at something else."""
+        """Return the feed of an attempt, and make it on the first call.
+
+        The thread that receives the coordinator's messages calls this when Go arrives, so that gathers run in the order of Go,
+        which is the same on all ranks. Lanes' own threads may come in another order.
+        """
         with self._lock:
             key = (attempt, together)
             if key not in self._feeds:
@@ -318,26 +340,26 @@ class Pump:
             return self._feeds[key]
 
     def join(self, attempt: int, together: tuple[int, ...], replica: int) -> Feed:
-        """Called by the lanes of all replicas in `together`, of what was entered."""
+        """Join the feed of an attempt. Called by the lane of every replica in `together`."""
         feed = self.enter(attempt, together)
         feed.join(replica)
         return feed
 
     def wait_over(self, seconds: float) -> bool:
-        """Whether no gather of this rank runs any more."""
+        """Wait until no gather of this rank runs. Returns whether that is so."""
         with self._lock:
             last = self._last
         return last is None or last.over.wait(seconds)
 
     def wait_sent(self, seconds: float) -> bool:
-        """As `wait_over`, and whether all that was gathered has been sent: to other replicas, too, whose lanes may be slower."""
+        """As `wait_over`, and wait until all gathered messages are sent, also to other replicas, whose lanes may be slower."""
         until = time.monotonic() + seconds
         with self._lock:
             last = self._last
         return self.wait_over(seconds) and (last is None or last.wait_left(max(0.0, until - time.monotonic())))
 
     def with_gather(self, violations: Iterable[str]) -> tuple[str, ...]:
-        """These, after what a caller whose refit ended must know of a gather that did not; of one that ended since, nothing."""
+        """Return `violations`, preceded by a warning if a gather still runs. A warning about a gather that has ended is removed."""
         with self._lock:
             running = [feed for feed in self._feeds.values() if not feed.over.is_set()]
         lines = [f"a gather of this rank goes on: it {feed.doing}; {IN_STEP}" for feed in running[:1]]
@@ -350,7 +372,8 @@ class Pump:
 
     @property
     def offer(self) -> bytes:
-        """How workers of this host map the buffers; empty where they are not shared. Stable while a feed has a plan."""
+        """Encoded `BufferOffer` by which workers of this host map the buffers; empty if they are not shared. Stable while a feed has a
+        plan."""
         return self._buffers.offer if isinstance(self._buffers, SharedBuffers) else b""
 
     @property

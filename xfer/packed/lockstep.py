@@ -1,11 +1,11 @@
-"""Many calls that each run small collectives, run so that their collectives become a few large ones.
+"""Runs many calls so that their small collectives become a few large ones.
 
-A framework's export does the same little exchange for every parameter: who owns it, a broadcast over pipeline stages,
-gathers over tensor and expert parallel ranks. Here each parameter's export runs on a thread of its own, one at a time; at
-a collective it stands still until all others stand too, and then what they wait for is done in one collective per kind,
-process group and source. The framework's code is not changed and need not be known; what it receives is the same.
+A framework's export runs the same small collectives for every parameter: an exchange of its owner, a broadcast over pipeline
+stages, gathers over tensor and expert parallel ranks. Here each parameter's export runs on its own thread, one at a time. At a
+collective it pauses until all others have reached one. Then the waiting collectives are done by one collective per kind,
+process group and source. The framework's code is unchanged and receives the same results.
 
-All ranks must run the same calls in the same order, as they must without this. Not here: whose exports these are.
+All ranks must run the same calls in the same order, as they must without this module.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from functools import partial
+from typing import Generic, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,12 +28,19 @@ from xfer.packed.buffer import flat_bytes
 T = TypeVar("T")
 _here = threading.local()
 SECONDS = 600.0
-"""In which all calls of one `run` must have ended."""
+"""Deadline of all calls of one `run`."""
 
 
 @dataclass(eq=False)
 class _Wish:
-    """One collective that a call waits for. `key`: wishes of one key are done together."""
+    """One collective that a call waits for.
+
+    Attributes:
+        key: Wishes with equal keys are done by one collective.
+        do: Does a list of wishes.
+        arguments: Tensors or objects of this wish.
+        error: Raised in the call that waits.
+    """
 
     key: tuple
     do: Callable[[list[_Wish]], None]
@@ -41,20 +49,20 @@ class _Wish:
 
 
 @dataclass(eq=False)
-class _Walker:
-    """One call on its thread."""
+class _Walker(Generic[T]):
+    """One call on its thread. `result` holds its value after it has returned."""
 
-    call: Callable[[], object]
+    call: Callable[[], T]
     go: queue.SimpleQueue = field(default_factory=queue.SimpleQueue)
     wish: _Wish | None = None
     over: bool = False
-    result: object = None
+    result: list[T] = field(default_factory=list)
     error: BaseException | None = None
 
 
 class _JobThread:
-    """A thread that does one job after the other; a model has thousands of calls, and starting a thread for each costs more
-    than what it does. Hands that are hung in a job are never asked again."""
+    """A thread that runs jobs, one at a time. A model has thousands of calls, and starting a thread for each would cost more than
+    the call. A thread that hangs in a job is not reused."""
 
     _idle: list[_JobThread] = []
     _lock = threading.Lock()
@@ -66,8 +74,8 @@ class _JobThread:
     @classmethod
     def do(cls, job: Callable[[], None]) -> None:
         with cls._lock:
-            hand = cls._idle.pop() if cls._idle else None
-        (hand or cls())._jobs.put(job)
+            idle = cls._idle.pop() if cls._idle else None
+        (idle or cls())._jobs.put(job)
 
     def _work(self) -> None:
         while True:
@@ -77,27 +85,39 @@ class _JobThread:
 
 
 class Lockstep:
-    """`collectives`: how many were really run. `seconds`: for all calls together. One use."""
+    """Merges the collectives of several calls. One object serves one `run`.
+
+    Args:
+        device: Device of the trainer rank.
+        seconds: Time limit of all calls together.
+
+    Attributes:
+        collectives: Number of collectives that were run.
+    """
 
     def __init__(self, device: torch.device, seconds: float = SECONDS):
         self._device, self.collectives, self._seconds = device, 0, seconds
         self._until = 0.0
-        self._back: queue.SimpleQueue = queue.SimpleQueue()  # a walker stands or is over
+        self._back: queue.SimpleQueue = queue.SimpleQueue()  # one item when a walker pauses or ends
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         self._real = {name: getattr(dist, name) for name in _REPLACED}
 
     def run(self, calls: Sequence[Callable[[], T]]) -> list[T]:
-        """What the calls return, in their order. The first error of a call is raised after all others have ended.
+        """Run the calls. The first error of a call is raised after all others have ended.
 
-        DeadlineExceeded when a call neither ends nor comes to a collective in time; it is left behind, the others end.
+        Returns:
+            Results of the calls, in their order.
+
+        Raises:
+            DeadlineExceeded: a call neither ended nor reached a collective in time. Its thread is abandoned; the others end.
         """
-        walkers = [_Walker(c) for c in calls]
+        walkers = [_Walker[T](c) for c in calls]
         self._until = time.monotonic() + self._seconds
         try:
             for name in _REPLACED:
                 setattr(dist, name, self._replacement(name))
             for w in walkers:
-                _JobThread.do(lambda w=w: self._walk(w))
+                _JobThread.do(partial(self._walk, w))
                 self._advance(w)
             while any(not w.over for w in walkers):
                 self._meet([w.wish for w in walkers if w.wish is not None])
@@ -107,17 +127,17 @@ class Lockstep:
         finally:
             for name, real in self._real.items():
                 setattr(dist, name, real)
-            for w in walkers:  # after an error here: whoever still stands ends
+            for w in walkers:  # after an error, end the calls that still pause
                 if not w.over and w.wish is not None:
-                    w.wish.error = w.wish.error or PeerLost("the gather that this export belongs to was given up")
+                    w.wish.error = w.wish.error or PeerLost("the gather of this export was abandoned")
                     w.go.put(None)
         for w in walkers:
             if w.error is not None:
                 raise w.error
-        return [w.result for w in walkers]
+        return [r for w in walkers for r in w.result]
 
     def _advance(self, w: _Walker) -> None:
-        """Let one walker run to its next collective or its end; nobody else runs meanwhile."""
+        """Let one walker run to its next collective or its end. No other walker runs meanwhile."""
         w.wish = None
         w.go.put(None)
         try:
@@ -125,17 +145,17 @@ class Lockstep:
         except queue.Empty:
             raise DeadlineExceeded(
                 f"the framework's export neither ended nor came to a collective within {self._seconds:g} s",
-                ["it waits in something that is not one of " + ", ".join(f"torch.distributed.{n}" for n in _REPLACED)],
+                ["it waits in a call that is not one of " + ", ".join(f"torch.distributed.{n}" for n in _REPLACED)],
             ) from None
 
-    def _walk(self, w: _Walker) -> None:
+    def _walk(self, w: _Walker[T]) -> None:
         w.go.get()
         _here.walker, _here.lockstep = w, self
         try:
             if self._stream is not None:
-                torch.cuda.set_stream(self._stream)  # and its device; the thread is one of ours, for good
+                torch.cuda.set_stream(self._stream)  # also sets the device; only this module uses the thread
             with torch.no_grad():
-                w.result = w.call()
+                w.result.append(w.call())
         except BaseException as e:
             w.error = e
         _here.walker = _here.lockstep = None
@@ -143,7 +163,7 @@ class Lockstep:
         self._back.put(None)
 
     def _stand(self, wish: _Wish) -> None:
-        """On a walker's thread."""
+        """Pause the walker of this thread until its wish is done."""
         w = _here.walker
         w.wish = wish
         self._back.put(None)
@@ -163,7 +183,7 @@ class Lockstep:
                 for wish in together:
                     wish.error = e
 
-    # ---- torch.distributed's functions, as a walker sees them
+    # ---- replacements of torch.distributed's functions on walkers' threads
 
     def _replacement(self, name: str):
         real, make = self._real[name], getattr(self, f"_wish_{name}")
@@ -234,11 +254,12 @@ _REPLACED = ("broadcast", "all_gather", "all_gather_object", "broadcast_object_l
 
 
 def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Their bytes, one after another; a message of its own even for one tensor, since what it came from may be read."""
+    """Concatenate the tensors' bytes. Even a single tensor is copied, because its memory may be read meanwhile."""
     return torch.cat([flat_bytes(t) for t in tensors])
 
 
 def _apart(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+    """Copy concatenated bytes back into the tensors."""
     kinds = {t.dtype for t in tensors}
     if len(kinds) == 1 and all(t.is_contiguous() for t in tensors):
         pieces = flat.view(*kinds).split([t.numel() for t in tensors])

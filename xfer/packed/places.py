@@ -1,8 +1,8 @@
-"""Where the bytes of a message come from: boxes of tensors, as several ranks hold them, against the parts of a message.
+"""Maps the boxes of tensors that ranks hold to the parts of a message. Arithmetic only: no tensor, no process.
 
-A `Copy` takes a box from a storage to its place in a message; tables of them are what one kernel launch moves
-(xfer.kernels). Boxes that travel between ranks go in *rounds* of a bounded size, so that a rank that puts messages
-together needs little memory beside them. Arithmetic only: no tensor, no process. Not here: who sends (tensors.py).
+A `Copy` moves a box from a storage to its place in a message; one kernel launch runs a table of copies (xfer.kernels). Boxes
+travel between ranks in *rounds* of a bounded size, so that a rank that assembles messages needs little memory beside them.
+tensors.py runs the rounds.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from xfer.plan.program import DTYPE_CODE, ITEMSIZE, MAX_DIMS, ROW, Op
 from xfer.trace.fragment import Fragment, Ints
 
 STEP = 16
-"""Bytes. Boxes begin at multiples in what ranks send each other, so that kernels move words and never single bytes."""
+"""Bytes. In a round every box begins at a multiple, so that kernels move words and never single bytes."""
 
 Box = tuple[Ints, Ints, Ints]
 """Origin, extent, steps; see trace.fragment.Fragment."""
@@ -29,7 +29,12 @@ Box = tuple[Ints, Ints, Ints]
 
 @dataclass(frozen=True, slots=True)
 class HeldBox:
-    """One box of a tensor. `by`: where each rank that has it keeps it."""
+    """One box of a tensor.
+
+    Attributes:
+        box: The box.
+        by: Where each rank that holds the box keeps it.
+    """
 
     box: Box
     by: Mapping[int, Fragment]
@@ -37,7 +42,7 @@ class HeldBox:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """`fragment` of storage number `root` to byte `at` of a flat buffer, with byte strides `strides` and as `dtype` there."""
+    """Copy of `fragment` in storage number `root` to byte `at` of a flat buffer, with byte strides `strides` and dtype `dtype`."""
 
     root: int
     fragment: Fragment
@@ -48,7 +53,7 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class GivenBox:
-    """One box of one part of a message, and the rank that gives it. `fragment`: in that rank's storages."""
+    """One box of one part of a message, and the rank that provides it. `fragment` lies in that rank's storages."""
 
     rank: int
     fragment: Fragment
@@ -63,7 +68,12 @@ class GivenBox:
         return -(-self.nbytes // STEP) * STEP
 
     def copy(self, root: int, fragment: Fragment | None = None) -> Copy:
-        """To its place in the message; from `fragment` where its bytes lie elsewhere meanwhile."""
+        """Return the copy to the box's place in the message.
+
+        Args:
+            root: Number of the storage.
+            fragment: Where the bytes lie, if not in `self.fragment`.
+        """
         f, item = self.fragment, ITEMSIZE[self.part.spec.dtype]
         steps = dense(self.part.spec.shape, item)
         at = self.part.offset - self.part.start + sum(o * s for o, s in zip(f.origin, steps))
@@ -73,10 +83,16 @@ class GivenBox:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """What goes to `target` at once. sections[r]: where the bytes that rank r sends begin at the target, and how many."""
+    """Boxes that other ranks send to `target` at once.
+
+    Attributes:
+        target: The receiving rank.
+        pieces: The boxes, each with its first byte in the section of its rank.
+        sections: sections[r] is (first byte at the target, number of bytes) of what rank r sends.
+    """
 
     target: int
-    pieces: tuple[tuple[int, GivenBox], ...]  # with the byte in its rank's section
+    pieces: tuple[tuple[int, GivenBox], ...]
     sections: Mapping[int, tuple[int, int]]
 
     @property
@@ -85,7 +101,7 @@ class Round:
 
 
 def dense(shape: Ints, item: int) -> Ints:
-    """Byte strides of a row-major tensor."""
+    """Return the byte strides of a row-major tensor of `item`-byte elements."""
     out, at = [], item
     for n in reversed(shape):
         out.append(at)
@@ -94,8 +110,8 @@ def dense(shape: Ints, item: int) -> Ints:
 
 
 def pieces(message: PackedMessage, held: Mapping[str, Sequence[HeldBox]], target: int) -> list[GivenBox]:
-    """Everything that `message` is put together from on rank `target`: from its own storages what it has itself, of what
-    several others have, each in turn."""
+    """Return all boxes of `message` for rank `target`. A box that the target holds comes from its own storages; a box that
+    several other ranks hold comes from each of them in turn."""
     out, turn = [], 0
     for part in message.parts:
         ranges = None if part.whole else _ranges(part)
@@ -118,7 +134,7 @@ def _ranges(part: BucketPart) -> list[tuple[Ints, Ints]]:
 
 
 def clip(f: Fragment, origin: Ints, extent: Ints) -> Fragment | None:
-    """The part of `f` inside a box of its tensor; None where they do not meet."""
+    """Return the part of `f` inside a box of its tensor, or None if they do not intersect."""
     steps = f.steps or (1,) * len(f.extent)
     lows, counts = [], []
     for o, n, q, a, m in zip(f.origin, f.extent, steps, origin, extent):
@@ -136,7 +152,7 @@ def clip(f: Fragment, origin: Ints, extent: Ints) -> Fragment | None:
 
 
 def smaller(f: Fragment, most: int) -> Iterator[Fragment]:
-    """`f` in parts of at most `most` bytes, cut at the first dims; single elements are never cut."""
+    """Cut `f` along its first dims into parts of at most `most` bytes. Single elements are not cut."""
     if prod(f.extent) * ITEMSIZE[f.dtype] <= most or all(n == 1 for n in f.extent):
         yield f
         return
@@ -156,7 +172,7 @@ def smaller(f: Fragment, most: int) -> Iterator[Fragment]:
 
 
 def rounds(found: Iterable[GivenBox], target: int, most: int) -> list[Round]:
-    """What the others send `target`, at most about `most` bytes at a time; the same on all ranks."""
+    """Return the rounds by which other ranks send boxes to `target`, each of at most about `most` bytes. Equal on all ranks."""
     out: list[Round] = []
     some: list[GivenBox] = []
     used = 0
@@ -188,7 +204,7 @@ def _round(some: Sequence[GivenBox], target: int) -> Round:
 
 
 def sent(r: Round, rank: int, number: Mapping[str, int]) -> list[Copy]:
-    """From this rank's storages (`number`: by name) into its section, densely."""
+    """Return the copies from this rank's storages into its section, densely. `number`: numbers of the storages by name."""
     return [
         Copy(number[p.fragment.root], p.fragment, at, dense(p.fragment.extent, ITEMSIZE[p.fragment.dtype]), p.fragment.dtype)
         for at, p in r.pieces
@@ -197,7 +213,7 @@ def sent(r: Round, rank: int, number: Mapping[str, int]) -> list[Copy]:
 
 
 def landed(r: Round, root: int) -> list[Copy]:
-    """From where the sections arrived (storage number `root`) to their places in the message."""
+    """Return the copies from the received sections (storage number `root`) to their places in the message."""
     out = []
     for at, p in r.pieces:
         f = p.fragment
@@ -207,7 +223,8 @@ def landed(r: Round, root: int) -> list[Copy]:
 
 
 def table(copies: Sequence[Copy]) -> np.ndarray:
-    """Rows (dtype ROW) for xfer.kernels, side "local": destinations lie in storage 0. Unsupported for too many dims."""
+    """Return rows (dtype ROW) for xfer.kernels, side "local", with destinations in storage 0. Unsupported for more than MAX_DIMS
+    dims."""
     if deep := sorted({c.fragment.tensor for c in copies if len(c.fragment.extent) > MAX_DIMS}):
         raise Unsupported(f"tensors of more than {MAX_DIMS} dims cannot be packed", deep)
     out = np.zeros(len(copies), ROW)
@@ -230,7 +247,7 @@ def table(copies: Sequence[Copy]) -> np.ndarray:
 
 
 def held_wholly(shape: Ints, boxes: Iterable[Box]) -> bool:
-    """Whether boxes cover every element of a tensor. They may overlap; one with steps must not."""
+    """Return whether boxes cover every element of a tensor. They may overlap, unless one has steps other than 1."""
     return _covered(tuple(shape), tuple(sorted(boxes)))
 
 

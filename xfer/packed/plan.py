@@ -1,8 +1,8 @@
-"""Which tensors go into which bucket: an index structure, made once from names, dtypes and shapes.
+"""Assigns tensors to buckets, once, from names, dtypes and shapes.
 
-A *task* is what a framework exports in one go (one conversion task of Bridge, one parameter of a module); a *group* is the
-tasks that are gathered together; its tensors lie in one or several *messages* of at most `limit` bytes. No tensor is
-referred to, so a plan outlives offloading, reloading and replaced parameters; what it was made from is in its fingerprint.
+A *task* is one unit of a framework's export (a conversion task of Bridge, a parameter of a module). A *group* holds the tasks
+that are gathered together; its tensors fill one or several *messages* of at most `limit` bytes. A plan refers to no tensor, so
+it outlives offloading, reloading and replaced parameters. Its fingerprint covers its inputs.
 """
 
 from __future__ import annotations
@@ -20,14 +20,19 @@ from xfer.plan.program import ITEMSIZE
 from xfer.trace.fragment import TensorSpec
 
 ALIGN = 256
-"""Bytes. Every tensor begins at a multiple, so any dtype can be viewed in place, whatever lies before it."""
+"""Bytes. Every tensor begins at a multiple, so that it can be viewed in place with any dtype."""
 BUCKET_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
 class TaskSize:
-    """What task number `position` exports, in order. Tasks of one `key` (not None) must be exported in one call: some of
-    them may export nothing by themselves."""
+    """The tensors that one task exports.
+
+    Attributes:
+        position: Number of the task.
+        tensors: Its tensors, in the order of the export.
+        key: Tasks of one key (not None) must be exported in one call, because some of them may export nothing alone.
+    """
 
     position: int
     tensors: tuple[TensorSpec, ...]
@@ -45,7 +50,13 @@ class GatherGroup:
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """`limit`: bytes that no message exceeds; `packed` False: one message per tensor, as senders did before packing."""
+    """All buckets of a model.
+
+    Attributes:
+        groups: The groups, in order.
+        limit: Most bytes of a message.
+        packed: False: every tensor is a message of its own.
+    """
 
     groups: tuple[GatherGroup, ...]
     limit: int
@@ -53,14 +64,14 @@ class BucketPlan:
 
     @cached_property
     def manifest(self) -> bytes:
-        """Encoded; the same on all ranks that planned the same."""
+        """The encoded `Manifest`. It is equal on ranks with equal plans."""
         if not self.packed:
             return encode(Manifest(tuple(plain_request(g.tensors) for g in self.groups)))
         return encode(Manifest(tuple(request_of(x) for g in self.groups for x in g.messages), self.limit))
 
     @cached_property
     def fingerprint(self) -> bytes:
-        """16 bytes: of what is exported in which order in which buckets."""
+        """Digest, 16 bytes, of the exported tensors, their order and their buckets."""
         return digest(self.manifest + msgspec.msgpack.encode([g.positions for g in self.groups]))
 
     @property
@@ -69,24 +80,32 @@ class BucketPlan:
 
     @property
     def nbytes(self) -> int:
-        """On the wire, without padding."""
+        """Bytes of all tensors, without padding."""
         return sum(nbytes_of(t) for g in self.groups for t in g.tensors)
 
     @property
     def buffer_bytes(self) -> int:
-        """The longest message."""
+        """Bytes of the longest message."""
         return max((x.nbytes for g in self.groups for x in g.messages), default=0)
 
 
 def make_plan(tasks: Iterable[TaskSize], limit: int = BUCKET_BYTES, *, packed: bool = True) -> BucketPlan:
-    """Greedy by bytes, in task order: a group is closed before the task that would make it pass `limit`; tasks that share a
-    key are one unit and are never split over groups, at the place of the first of them.
+    """Fill groups greedily, in task order: a group ends before the task that would exceed `limit`.
 
-    A tensor longer than `limit` is cut at rows (at elements where one row is longer), so that the limit holds for every
-    message. Unsupported: dtypes of unknown size; LayoutError: a name that comes twice, nothing to send.
+    Tasks that share a key form one unit, at the position of the first of them, and stay in one group. A tensor longer than
+    `limit` is cut at rows, or at elements if a single row is longer, so that the limit holds for every message.
+
+    Args:
+        tasks: All tasks.
+        limit: Most bytes of a message, at least ALIGN.
+        packed: False: every tensor is a message of its own.
+
+    Raises:
+        Unsupported: a dtype's size is unknown.
+        LayoutError: a name appears twice, or there is nothing to send.
     """
     if limit < ALIGN:
-        raise ValueError(f"a bucket of {limit} bytes: at least {ALIGN}")
+        raise ValueError(f"a bucket of {limit} bytes is too small: at least {ALIGN} are needed")
     units = [unit for unit in _units(tasks) if any(task.tensors for task in unit)]
     _refuse(units)
     groups: list[list[TaskSize]] = []
@@ -117,11 +136,11 @@ def _units(tasks: Iterable[TaskSize]) -> list[list[TaskSize]]:
 def _refuse(units: Sequence[Sequence[TaskSize]]) -> None:
     tensors = [t for unit in units for task in unit for t in task.tensors]
     if unknown := [f"{t.name}: dtype {t.dtype}" for t in tensors if t.dtype not in ITEMSIZE]:
-        raise Unsupported("tensors of dtypes that cannot be packed", unknown)
+        raise Unsupported("tensors have dtypes that cannot be packed", unknown)
     if twice := sorted(name for name, n in Counter(t.name for t in tensors).items() if n > 1):
-        raise LayoutError("tensors that would be sent twice", twice)
+        raise LayoutError("tensors appear twice in the export", twice)
     if not tensors:
-        raise LayoutError("the trainers export no tensor at all")
+        raise LayoutError("the trainers export no tensor")
 
 
 def _group(tasks: Sequence[TaskSize], limit: int, packed: bool) -> GatherGroup:
@@ -151,7 +170,7 @@ def _group(tasks: Sequence[TaskSize], limit: int, packed: bool) -> GatherGroup:
 
 
 def _cuts(spec: TensorSpec, limit: int) -> list[tuple[int, int]]:
-    """(start, size) in bytes."""
+    """Return (start, size) of each part of a tensor, in bytes."""
     total = nbytes_of(spec)
     if total <= limit:
         return [(0, total)]

@@ -1,13 +1,14 @@
-"""One rank's part in one replica's refit of the packed route: trainer 0 broadcasts buckets, the replica's workers load them.
+"""The packed route's data plane: trainer 0 broadcasts buckets, the replica's workers load them.
 
-    sender   header (fixed size: how many messages, which manifest) | manifest, when this link has not had it | message 0, 1, …
-    worker   receives message k + 1 while the engine's loader takes in message k, through two buffers
-    others   gather with the sender (feed.py) and have no link
+    trainer 0       sends a header (fixed size: number of messages, digest of the manifest), the manifest if this link has not
+                    carried it, then messages 0, 1, …
+    workers         receive message k + 1 while the engine's loader reads message k, through two buffers
+    other trainers  gather with trainer 0 (feed.py) and have no link
 
-Colocated (shared.py), the link has one rank per exporter before the workers', in memory of the host: trainer 0 tells all of
-them the same header, and each exporter its own workers where its buffers are.
+With colocated engines (shared.py) the link is in host memory, and its first ranks are the exporters. Trainer 0 sends the header to
+all workers, and each exporter sends its workers the location of its buffers.
 
-The thread, its queue and how it is stopped are the direct route's (participants/lane.py); so are all messages to the coordinator.
+Both routes share the lane's thread and queue (participants/lane.py) and the messages to the coordinator.
 """
 
 from __future__ import annotations
@@ -57,15 +58,22 @@ logger = logging.getLogger("xfer")
 _MAGIC = 0x78666572
 _HEADER = 8  # int64 words
 _HEAD, _OFFER = 8, 9
-"""Tags of headers and offers where the link is shared memory's."""
+"""Tags of headers and offers on a link in host memory."""
 HEAR_S = 2.0
-"""Seconds in which a rank whose link broke hears why from the coordinator, before it reports that it broke."""
+"""Seconds that a rank whose link broke waits for the coordinator to report the reason, before it reports the broken link."""
 OVER_S = 2.0
-"""Seconds in which a gather that nobody needs any more ends, when nothing hangs."""
+"""Seconds within which a gather ends after its last replica has left, unless it hangs."""
 
 
 class PackedRank(Protocol):
-    """One rank of a session: the trainer's or worker's side that made this plane."""
+    """The trainer's or worker's side that made the plane.
+
+    Attributes:
+        role: "trainer" or "worker".
+        index: Rank among those of its role.
+        device: Its device.
+        catalog: The session's checkpoint tensors.
+    """
 
     role: str
     index: int
@@ -73,11 +81,11 @@ class PackedRank(Protocol):
     catalog: Catalog
 
     def counts_buffers(self, replica: int) -> bool:
-        """Whether this replica's plane counts the buffers that all planes of this rank share."""
+        """Return whether the plane of `replica` counts the buffers, which all planes of this rank share."""
 
 
 class Loader(Protocol):
-    """An engine framework's adapter on one worker; `engines/vllm_loader.py` has the one for vLLM."""
+    """An engine framework's adapter on one worker; see `engines/vllm_loader.py` for vLLM's."""
 
     device: torch.device
 
@@ -91,22 +99,30 @@ class Loader(Protocol):
     def begin(self, specs: Sequence[TensorSpec]) -> None: ...
 
     def load(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
-        """Takes a bucket in. Its tensors are views of a buffer that is used again after this returns."""
+        """Load a bucket. Its tensors are views of a buffer that is reused after this returns."""
 
     def finish(self) -> None:
-        """After the last bucket; LayoutError when parameters were left out."""
+        """Called after the last bucket. LayoutError if parameters were not loaded."""
 
     def abandon(self) -> None:
-        """The refit ends here: what was written stays, and the model must not be taken for whole."""
+        """End a failed refit. Weights that were written stay, so the model is not usable."""
 
 
-_abandoned: list[tuple[Link, Buffers]] = []  # held until what an aborted link received has left the device
+_abandoned: list[tuple[Link, Buffers]] = []  # held until the aborted link no longer writes to the buffers
 
 
 class PackedPlane:
-    """See `DataPlane`. It has a `pump` on trainers and a `loader` on workers."""
+    """Implements `DataPlane`.
 
-    drained = unmapped = True  # nothing is mapped, and a transfer ends only when nothing of it is on the device
+    Args:
+        party: Client of the rendezvous.
+        side: The side that made this plane.
+        replica: The replica that it serves.
+        pump: On trainers: this rank's gathers.
+        loader: On workers: the engine's adapter.
+    """
+
+    drained = unmapped = True  # nothing is mapped, and a transfer ends only when its work has left the device
     read_by_others = False
 
     def __init__(
@@ -120,19 +136,19 @@ class PackedPlane:
     ):
         self.party, self.side, self.replica, self.pump, self.loader = party, side, replica, pump, loader
         self.facts: PlanFacts | None = None
-        self._nbytes = self._tensors = self._workers = 0  # of the plan: of one copy of all checkpoint tensors
+        self._nbytes = self._tensors = self._workers = 0  # the first two: of one copy of all checkpoint tensors
         self._deadline_s = 0.0
         self._link: Link | None = None
-        self._stop = Stop()  # of what runs
+        self._stop = Stop()  # of the running refit
         self._lock = threading.Lock()
         self._feed: Feed | None = None
         self._told = b""  # digest of the manifest that this link has carried
         self._exporters = Exporters()
-        # Colocated: an exporter's workers on the link; on a worker its exporter.
+        # With colocated engines: ranks on the link of an exporter's workers, or of a worker's exporter.
         self._mine: tuple[int, ...] = ()
-        self._opened = False  # also where this rank needs no link: asking again would wait for ranks that have one
+        self._opened = False  # true also if this rank needs no link: opening again would wait for ranks that have one
         self._messages: tuple[PackedMessage, ...] = ()
-        self._buffers = Buffers(2, side.device) if loader is not None else None
+        self._buffers = Buffers(2 if loader is not None else 0, side.device)
 
     @property
     def sends(self) -> bool:
@@ -151,7 +167,7 @@ class PackedPlane:
 
     @property
     def extra_bytes(self) -> int:
-        if self.loader is not None:
+        if self.pump is None:
             return self._buffers.nbytes
         return self.pump.extra_bytes if self.side.counts_buffers(self.replica) else 0
 
@@ -171,7 +187,7 @@ class PackedPlane:
             feed.stir()
 
     def wait_still(self, seconds: float) -> bool:
-        """On trainers also that no gather reads parameters any more."""
+        """See `DataPlane`. On trainers, also wait until no gather reads parameters."""
         until, link = time.monotonic() + seconds, self._link
         if link is not None and not link.drained(seconds):
             return False
@@ -200,7 +216,7 @@ class PackedPlane:
 
     def close_routes(self) -> None:
         if self.pump is not None and not self.pump.wait_sent(self._deadline_s):
-            what = "a gather is still running, or being sent; nothing of it can be released"
+            what = "a gather still runs, or its messages are being sent; its memory cannot be released"
             raise DeadlineExceeded(what, where=self.party.label)
         self.forget()
 
@@ -227,7 +243,8 @@ class PackedPlane:
 
     def open(self, order: m.OpenLink, stop: Stop) -> m.LinkOpen:
         moved, self._workers = self._nbytes * order.workers, order.workers
-        self.facts = replace(self.facts, nbytes=moved, broadcast_bytes=moved)
+        if self.facts is not None:
+            self.facts = replace(self.facts, nbytes=moved, broadcast_bytes=moved)
         if order.fresh:
             self.close()
         if self._link is None and not self._opened:
@@ -242,7 +259,7 @@ class PackedPlane:
         prefix = f"r{self.replica}/e{order.epoch}/"
         store = RendezvousStore(self.party.channel, self.party.replies, prefix, self._deadline_s, stop.stopped)
         self._exporters = self._agree_exporters(store)
-        first = len(self._exporters.ranks) or 1  # of the workers' ranks on the link
+        first = len(self._exporters.ranks) or 1  # rank of worker 0 on the link
         if self.loader is not None:
             rank = first + self.side.index
             if self._shared:
@@ -262,10 +279,16 @@ class PackedPlane:
         )
         with self._lock:
             self._link, self._told = link, b""
-        stop.check()  # a `stop` that came meanwhile has seen no link to abort
+        stop.check()  # a `stop` that was called meanwhile saw no link to abort
+
+    def _linked(self) -> Link:
+        """Return the open link, else PeerLost."""
+        if self._link is None:
+            raise PeerLost("this rank has no open link; nothing was moved", where=self.party.label)
+        return self._link
 
     def _agree_exporters(self, store: RendezvousStore) -> Exporters:
-        """Trainer 0 tells all ranks, once per link."""
+        """Return the exporters. Trainer 0 chooses them and tells all ranks, once per link."""
         if self.pump is None:
             return decode_exporters(store.get("exporters"))
         if not self.pump.colocated:
@@ -287,26 +310,29 @@ class PackedPlane:
     # ---- refits
 
     def run(self, go: m.Go, stop: Stop, until: float, progress: Progress) -> m.Moved:
-        self._stop = stop
-        if self.pump is not None:
-            # Also when this lane was stopped meanwhile: the gather is one for all replicas, and all ranks take part.
-            self._feed = self.pump.join(go.attempt, go.together or (self.replica,), self.replica)
+        self._stop, pump = stop, self.pump
+        feed: Feed | None = None
+        if pump is not None:
+            # Also if this lane was stopped meanwhile: one gather serves all replicas, and all ranks take part.
+            self._feed = feed = pump.join(go.attempt, go.together or (self.replica,), self.replica)
         try:
             stop.check()
             faults.point(self.side.role, self.side.index, "moving")
-            if self.loader is not None:
-                return self._take_in(go, until, progress)
-            return self._give(go, until, progress)
+            if pump is not None and feed is not None:
+                return self._give(pump, feed, go, until, progress)
+            if self.loader is None:
+                raise TypeError("a packed plane needs a pump or a loader")
+            return self._take_in(self.loader, go, until, progress)
         except PeerLost:
-            # The rank that broke the link has a reason. It comes by the coordinator, and says more than a broken link.
+            # The rank that broke the link has a reason, which arrives from the coordinator and tells more than a broken link.
             heard = time.monotonic() + HEAR_S
             while not stop.stopped() and time.monotonic() < heard:
                 time.sleep(0.01)
             raise
         finally:
-            if (feed := self._feed) is not None:
+            if feed is not None:
                 feed.leave(self.replica)
-                # A gather that hangs in a collective of the framework must not delay what the lane has to tell.
+                # A gather that hangs in a collective of the framework must not delay the lane's report.
                 if not feed.over.wait(OVER_S):
                     logger.warning("xfer: %s has ended a refit while its gather %s", self.party.label, feed.doing)
                 self._feed = None
@@ -314,35 +340,34 @@ class PackedPlane:
     def _why(self) -> XferError | None:
         return self._stop.error
 
-    def _give(self, go: m.Go, until: float, progress: Progress) -> m.Moved:
-        """A trainer: gather with the others, and send what was gathered if that is this rank's part."""
-        feed = self._feed
+    def _give(self, pump: Pump, feed: Feed, go: m.Go, until: float, progress: Progress) -> m.Moved:
+        """On a trainer: gather with the others, and send the messages if this rank sends."""
         wire_s, nbytes, total = 0.0, 0, 0
         if self.sends:
             with own_stream(self.side.device, f"send {self.replica}"):
-                wire_s, nbytes, total = self._send(feed, go, until, progress)
+                wire_s, nbytes, total = self._send(pump, feed, go, until, progress)
         feed.wait_over(until, self._why)
         sums: tuple[m.Checksum, ...] = ()
         if go.verify and self.sends:
             total ^= int(faults.wants("trainer", self.side.index, "checksum"))
             workers = [r - len(self._exporters.ranks) for r in self._mine] if self._shared else range(self._workers)
             sums = tuple(m.Checksum(w, total.to_bytes(8, "little")) for w in workers)
-        source = self.pump.source
+        source = pump.source
         return m.Moved(
             self.replica, 0, nbytes, max(0.0, feed.seconds - source.built_s), wire_s, 0.0,
             source.agreed_s + source.built_s, sums,
         )  # fmt: skip
 
-    def _send(self, feed: Feed, go: m.Go, until: float, progress: Progress) -> tuple[float, int, int]:
-        """(seconds on the wire, bytes, sum over messages when verifying)."""
-        link, device = self._link, self.side.device
+    def _send(self, pump: Pump, feed: Feed, go: m.Go, until: float, progress: Progress) -> tuple[float, int, int]:
+        """Send all messages. Returns seconds on the wire, bytes, and the sum of the messages if `go.verify`."""
+        link, device = self._linked(), self.side.device
         if go.verify:
             warm_sum(device)
         plan = feed.plan(until, self._why)
         if self.side.index == 0:
-            self._announce(plan, go, until)
+            self._announce(link, plan, go, until)
         if self._shared:
-            offer = torch.frombuffer(bytearray(self.pump.offer), dtype=torch.uint8)
+            offer = torch.frombuffer(bytearray(pump.offer), dtype=torch.uint8)
             for worker in self._mine:
                 link.send(torch.tensor([offer.numel()]), worker, _OFFER, until)
                 link.send(offer, worker, _OFFER, until)
@@ -357,7 +382,7 @@ class PackedPlane:
                 total = added(total, feed.sum_of(number, until, self._why))
             if self._shared:
                 announce(link, number, self._mine, until, device)
-                wait_done(link, number, self._mine, until)  # the next is being packed meanwhile
+                wait_done(link, number, self._mine, until)  # the next message is packed meanwhile
                 seconds += time.perf_counter() - began
                 feed.release(number, self.replica)
             else:
@@ -366,42 +391,45 @@ class PackedPlane:
         wire.close()
         return seconds + wire.seconds, nbytes if self.side.index == 0 else 0, total
 
-    def _announce(self, plan: BucketPlan, go: m.Go, until: float) -> None:
-        """What comes, to all workers: the header, and the manifest if this link has not carried it."""
+    def _announce(self, link: Link, plan: BucketPlan, go: m.Go, until: float) -> None:
+        """Send the header to all workers, and the manifest if this link has not carried it."""
         known = self._told == digest(plan.manifest)
         size = 0 if known else len(plan.manifest)
         words = [_MAGIC, plan.messages, size, plan.buffer_bytes, go.attempt, *_words(digest(plan.manifest))]
-        self._tell(torch.tensor([*words, int(self._shared)], dtype=torch.int64), until)
+        self._tell(link, torch.tensor([*words, int(self._shared)], dtype=torch.int64), until)
         if not known:
-            self._tell(torch.frombuffer(bytearray(plan.manifest), dtype=torch.uint8), until)
+            self._tell(link, torch.frombuffer(bytearray(plan.manifest), dtype=torch.uint8), until)
             self._told = digest(plan.manifest)
 
-    def _tell(self, data: torch.Tensor, until: float) -> None:
+    def _tell(self, link: Link, data: torch.Tensor, until: float) -> None:
         if not self._shared:
-            return self._link.broadcast(data.to(self.side.device), 0, until)
-        for worker in range(len(self._exporters.ranks), self._link.size):
-            self._link.send(data, worker, _HEAD, until)
+            link.broadcast(data.to(self.side.device), 0, until)
+            return
+        for worker in range(len(self._exporters.ranks), link.size):
+            link.send(data, worker, _HEAD, until)
 
-    def _hear(self, data: torch.Tensor, until: float) -> torch.Tensor:
-        """Filled, on the CPU."""
+    def _hear(self, link: Link, data: torch.Tensor, until: float) -> torch.Tensor:
+        """Receive from trainer 0 as many bytes as `data` has. Returns them on the CPU."""
         if self._shared:
-            self._link.recv(data, 0, _HEAD, until)
+            link.recv(data, 0, _HEAD, until)
             return data
         data = data.to(self.side.device)
-        self._link.broadcast(data, 0, until)
+        link.broadcast(data, 0, until)
         return data.cpu()
 
     # ---- workers
 
-    def _take_in(self, go: m.Go, until: float, progress: Progress) -> m.Moved:
-        link, model = self._link, self.loader
+    def _take_in(self, model: Loader, go: m.Go, until: float, progress: Progress) -> m.Moved:
+        """On a worker: receive all messages and load them."""
+        link = self._linked()
         _abandoned[:] = [x for x in _abandoned if not x[0].drained()]
-        messages = self._announced(go, until)
+        messages = self._announced(link, go, until)
         self._buffers.begin(messages)
         specs = self.side.catalog.specs
         how = (until, self.side.device, go.verify)
         longest = max((x.nbytes for x in messages), default=0)
-        offer = self._offered(until) if self._shared else b""
+        offer = self._offered(link, until) if self._shared else b""
+        arrivals: Arrivals | SharedArrivals
         with self._memory_for(f"made room for buckets of {longest:,} bytes"):  # before a byte of the model changes
             if go.verify:
                 warm_sum(self.side.device)
@@ -411,7 +439,7 @@ class PackedPlane:
                 for i in range(min(self._buffers.count, len(messages))):
                     self._buffers.take(i, longest)
                 arrivals = Arrivals(link, messages, self._buffers, *how)
-        unpacker = Unpacker(self.side.device, *([] if self._shared else [self._buffers.views]))
+        unpacker = Unpacker(self.side.device) if self._shared else Unpacker(self.side.device, self._buffers.views)
         load_s, nbytes = 0.0, 0
         try:
             model.engage_lock()
@@ -437,13 +465,13 @@ class PackedPlane:
                 model.finish()
             load_s += time.perf_counter() - began
         except BaseException as e:
-            if not self._stop.stopped() and not isinstance(e, PeerLost):  # before the others see the link break
+            if not self._stop.stopped() and not isinstance(e, PeerLost):  # before other ranks see the broken link
                 self.party.try_send(m.Failed(m.WireError.of(e, self.party.label), go.attempt, self.replica))
-            link.abort()  # or the receiving thread would go on writing to buffers, and wait for what nobody sends
+            link.abort()  # otherwise the receiving thread would continue to write to buffers, and wait for more messages
             model.abandon()
             raise
         finally:
-            if not arrivals.close() or not link.drained():  # somebody may still write to them
+            if not arrivals.close() or not link.drained():  # the link may still write to the buffers
                 _abandoned.append((link, self._buffers))
                 self._buffers = Buffers(2, self.side.device)
         model.synchronize()
@@ -454,7 +482,7 @@ class PackedPlane:
 
     @contextlib.contextmanager
     def _memory_for(self, what: str) -> Iterator[None]:
-        """RefitFailed when this worker's memory does not suffice for it."""
+        """Turn an out-of-memory error into RefitFailed. `what`: what the worker did, in the past tense."""
         try:
             yield
         except Exception as e:
@@ -464,32 +492,33 @@ class PackedPlane:
             why = [f"{type(e).__name__}: {e}"[:500], advice]
             raise RefitFailed(f"this worker ran out of memory while it {what}", why, where=self.party.label) from e
 
-    def _announced(self, go: m.Go, until: float) -> tuple[PackedMessage, ...]:
-        """What will come; checked against what the trainers said that they export, before a byte of the model changes."""
-        words = self._hear(torch.zeros(_HEADER, dtype=torch.int64), until).tolist()
+    def _announced(self, link: Link, go: m.Go, until: float) -> tuple[PackedMessage, ...]:
+        """Receive the announcement of the messages, and check it against the catalog before a byte of the model changes."""
+        words = self._hear(link, torch.zeros(_HEADER, dtype=torch.int64), until).tolist()
         magic, count, size, longest, attempt, high, low, shared = words
         if magic != _MAGIC or attempt != go.attempt or not 0 <= size <= MAX_MANIFEST or shared != int(self._shared):
             raise ProtocolError(
-                "what came is not the beginning of this refit", [f"attempt {go.attempt} was to come; came {words}"]
+                "the header received does not belong to this refit",
+                [f"expected attempt {go.attempt}; received {words}"],
             )
         if size:
-            raw = bytes(self._hear(torch.zeros(size, dtype=torch.uint8), until).numpy())
+            raw = bytes(self._hear(link, torch.zeros(size, dtype=torch.uint8), until).numpy())
             self._messages = checked(decode_manifest(raw), specs_by_name(self.side.catalog.specs))
             self._told = digest(raw)
         if _words(self._told.ljust(16, b"\0")) != [high, low] or len(self._messages) != count:
-            raise ProtocolError("the sender refers to buckets that it has not announced here")
+            raise ProtocolError("the trainer refers to buckets that it has not announced here")
         if longest != max((x.nbytes for x in self._messages), default=0):
-            raise ProtocolError(f"the sender's longest message has {longest} bytes, none here has")
+            raise ProtocolError(f"the trainer's longest message has {longest} bytes, but no announced message has")
         return self._messages
 
-    def _offered(self, until: float) -> bytes:
-        """Where this worker's exporter has its buffers."""
+    def _offered(self, link: Link, until: float) -> bytes:
+        """Receive the `BufferOffer` of this worker's exporter."""
         length = torch.zeros(1, dtype=torch.int64)
-        self._link.recv(length, self._mine[0], _OFFER, until)
+        link.recv(length, self._mine[0], _OFFER, until)
         if not 0 < int(length) <= MAX_OFFER:
-            raise ProtocolError(f"an offer of {int(length)} bytes: 1 to {MAX_OFFER} are read")
+            raise ProtocolError(f"an offer of shared buffers has {int(length)} bytes; 1 to {MAX_OFFER} are allowed")
         offer = torch.zeros(int(length), dtype=torch.uint8)
-        self._link.recv(offer, self._mine[0], _OFFER, until)
+        link.recv(offer, self._mine[0], _OFFER, until)
         return bytes(offer.numpy())
 
 

@@ -1,19 +1,19 @@
-"""Colocated trainers and engines: buffers of whole tensors that the workers of the same host map instead of receiving them.
+"""Colocated trainers and engines: workers map the buffers of whole tensors on their host instead of receiving them.
 
-Every GPU on which a trainer rank holds whole tensors has one exporter, keyed by the GPU's UUID, since numbers of devices mean
-something else in each process: a worker maps the two buffers of the exporter on its own GPU, and trainer 0's where there is
-none. On CPUs nothing is told apart, and trainer 0 exports. Each exporter speaks with the workers that chose it:
+Every GPU on which a trainer rank holds whole tensors has one exporter. The key is the GPU's UUID, because device numbers differ
+between processes. A worker maps the two buffers of the exporter on its own GPU, or trainer 0's if there is none. All CPUs of a
+host count as one place, and trainer 0 exports there. Each exporter exchanges messages with the workers that chose it:
 
-    exporter  says "k is there" to its workers and waits for "k is done" from each, while message k + 1 is packed
-    worker    maps or copies message k, loads it, says "k is done"
+    exporter  announces message k to its workers and waits until each has done with it, while message k + 1 is packed
+    worker    maps or copies message k, loads it, reports that it has done with it
 
-On CPUs buffers are anonymous shared memory (memfd), opened through the exporter's process; a worker maps a message
-copy-on-write for as long as its loader reads it, so a loader that writes to what it is given harms nobody else. On GPUs they
-are ordinary device memory, opened by CUDA IPC: on its own GPU a worker loads straight from there, from another GPU it copies a
-message first. Either way two buffers are exported, whatever the number of tensors, and nothing is pickled.
+On CPUs buffers are anonymous shared memory (memfd), opened through the exporter's process. A worker maps a message copy-on-write
+while its loader reads it, so a loader that writes to its argument changes nothing for others. On GPUs buffers are ordinary device
+memory, opened by CUDA IPC: a worker on the same GPU loads straight from them, a worker on another GPU copies a message first. In
+both cases two buffers are exported, whatever the number of tensors, and nothing is pickled.
 
-The words travel over a link of CPU memory, since NCCL refuses ranks that share a GPU. The CUDA half is run on GPUs only, by
-benchmarks/packed_gpu.py and tests/functional/test_gpu_refit.py. Not here: who opens the link and when (lane.py).
+Announcements travel over a link of CPU memory, because NCCL refuses ranks that share a GPU. Only benchmarks/packed_gpu.py and
+tests/functional/test_gpu_refit.py run the CUDA half. plane.py opens the link.
 """
 
 from __future__ import annotations
@@ -36,28 +36,32 @@ from xfer.transport.group import Link
 
 MAX_OFFER = 1 << 16
 _THERE, _DONE = 6, 7
-"""Tags of an exporter's "there" and a worker's "done"."""
+"""Tags of an exporter's announcement and a worker's report."""
 _NAME = "xfer-"
 
 
 def place_of(device: torch.device) -> str:
-    """What a buffer is keyed by: the GPU's UUID, which all processes of a host see alike. All of a CPU is one place."""
+    """Return the key of a device: the GPU's UUID, which is the same in all processes of a host, or "cpu"."""
     return peer.uuid_of(device) if device.type == "cuda" else "cpu"
 
 
 def exporters_of(places: Sequence[str], everywhere: bool) -> list[int]:
-    """Trainer ranks that export, trainer 0 first: the first of each place; trainer 0 alone where the others have no whole
-    tensors (`everywhere` False). `places`: of all trainer ranks."""
+    """Choose the trainer ranks that export: the first rank of each place, trainer 0 first.
+
+    Args:
+        places: Place of every trainer rank.
+        everywhere: False: only trainer 0 has whole tensors, so it exports alone.
+    """
     return sorted({place: rank for rank, place in reversed(list(enumerate(places)))}.values()) if everywhere else [0]
 
 
 def nearest(place: str, exporters: Sequence[str]) -> int:
-    """Which of the exporters (their places) a worker maps: the one on its own GPU, else trainer 0's."""
+    """Return the index of the exporter that a worker at `place` maps: the one at the same place, else 0. `exporters`: places."""
     return exporters.index(place) if place in exporters else 0
 
 
 class SharedBuffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One shared buffer on a CPU: file descriptor `fd` of process `pid`, whose memory is called `name`."""
+    """One shared buffer on a CPU: file descriptor `fd` of process `pid`, with memory named `name`."""
 
     pid: int
     fd: int
@@ -66,7 +70,13 @@ class SharedBuffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class BufferOffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Buffers in the order of their use. `cuda`: an offer of transport/peer.py instead. `place`: of the exporter."""
+    """How to map an exporter's buffers.
+
+    Attributes:
+        slots: On CPUs: the buffers, in the order of their use.
+        cuda: On GPUs: an offer of transport/peer.py.
+        place: Place of the exporter.
+    """
 
     slots: tuple[SharedBuffer, ...] = ()
     cuda: bytes = b""
@@ -77,7 +87,7 @@ _offers = msgspec.msgpack.Decoder(BufferOffer)
 
 
 class SharedBuffers(Buffers):
-    """Buffers that others can map; see Buffers. They do not move while a gather runs: `reserve` before it."""
+    """Buffers that other processes can map. `reserve` allocates them before a gather, and they do not move while it runs."""
 
     def __init__(self, count: int, device: torch.device, place: str = ""):
         super().__init__(count, device)
@@ -107,8 +117,8 @@ class SharedBuffers(Buffers):
         return self._slots[number % len(self._slots)][:nbytes]
 
     def free(self) -> None:
-        """The memory goes when the last worker has let go of it too."""
-        self._export = None  # it holds the buffers
+        """Free the buffers. The memory is released when the last worker has unmapped it."""
+        self._export = None  # it keeps the buffers alive
         super().free()
         for fd in self._files:
             os.close(fd)
@@ -126,7 +136,7 @@ class SharedBuffers(Buffers):
 
 
 def announce(link: Link, number: int, workers: Sequence[int], until: float, device: torch.device) -> None:
-    """Exporter: message `number` lies in its buffer, written to the end. `workers`: their ranks on the link."""
+    """Exporter: tell `workers` (ranks on the link) that message `number` is complete in its buffer."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
     word = torch.tensor([number], dtype=torch.int64)
@@ -135,16 +145,27 @@ def announce(link: Link, number: int, workers: Sequence[int], until: float, devi
 
 
 def wait_done(link: Link, number: int, workers: Sequence[int], until: float) -> None:
-    """Exporter: until each of its workers has done with message `number`."""
+    """Exporter: wait until each of its workers has done with message `number`."""
     for worker in workers:
         word = torch.zeros(1, dtype=torch.int64)
         link.recv(word, worker, _DONE, until)
         if int(word) != number:
-            raise ProtocolError(f"{link.labels[worker]} says that it has done with bucket {int(word)}, not {number}")
+            raise ProtocolError(f"{link.labels[worker]} reports that it has done with bucket {int(word)}, not {number}")
 
 
 class SharedArrivals:
-    """A worker's half, with the face of arrivals.Arrivals. `exporter`: its rank on the link; `place`: the worker's."""
+    """A worker's half. It has the methods of arrivals.Arrivals.
+
+    Args:
+        link: Link of the replica.
+        messages: The messages that will arrive.
+        offer: Encoded `BufferOffer` of the exporter.
+        until: Deadline, a time.monotonic() value.
+        device: The worker's device.
+        verify: Sum the messages.
+        exporter: Rank of the exporter on the link.
+        place: The worker's place.
+    """
 
     def __init__(
         self, link: Link, messages: Sequence[PackedMessage], offer: bytes, until: float, device: torch.device, verify: bool,
@@ -156,7 +177,7 @@ class SharedArrivals:
         try:
             self._offer = _offers.decode(offer)
         except msgspec.MsgspecError as e:
-            raise ProtocolError(f"an offer of shared buffers: {e}") from None
+            raise ProtocolError(f"an offer of shared buffers cannot be read: {e}") from None
         self._near = self._offer.place == (place or place_of(device))
         self._files: list[int] = []
         self._mapping: peer.Mapping | None = None
@@ -186,14 +207,14 @@ class SharedArrivals:
             return
         for slot in self._offer.slots:
             if slot.nbytes < longest:
-                raise ProtocolError(f"a shared buffer of {slot.nbytes} bytes, the longest message has {longest}")
+                raise ProtocolError(f"a shared buffer has {slot.nbytes} bytes, but the longest message has {longest}")
             self._files.append(_opened(slot))
         if not self._files:
-            raise ProtocolError("an offer without buffers")
+            raise ProtocolError("an offer of shared buffers is empty")
 
     @property
     def extra_bytes(self) -> int:
-        """Of this worker's own, beside what it maps."""
+        """Bytes of this worker's own buffers, without mapped ones."""
         return self._own.nbytes if self._mapping is not None else 0
 
     def take(self) -> torch.Tensor:
@@ -204,7 +225,7 @@ class SharedArrivals:
         word = torch.full((1,), -1, dtype=torch.int64)
         self._link.recv(word, self._exporter, _THERE, self._until)
         if int(word) != number:
-            raise ProtocolError(f"the sender announces bucket {int(word)}, not {number}")
+            raise ProtocolError(f"the exporter announces bucket {int(word)}, not {number}")
         if self._mapping is None:
             data = self._map(self._files[number % len(self._files)], message.nbytes)
         elif self._near:
@@ -222,13 +243,13 @@ class SharedArrivals:
     def _map(self, fd: int, nbytes: int) -> torch.Tensor:
         if not nbytes:
             return torch.empty(0, dtype=torch.uint8)
-        # Private: what a loader writes to its argument stays here. A new mapping each time: a page that was written to
-        # would show its old bytes under the next message.
+        # The mapping is private: a loader's writes to its argument stay here. It is new each time: a page that was written to
+        # would keep its old bytes under the next message.
         self._mapped = mmap.mmap(fd, nbytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
         return torch.frombuffer(self._mapped, dtype=torch.uint8)
 
     def free(self) -> None:
-        """What `take` gave is not needed any more, once this thread's stream has done what it was given."""
+        """Release the message of `take`, after this thread's stream has done its present work."""
         if self._mapping is None:
             self._mapped = None  # unmapped with the last tensor over it
             self._done()
@@ -251,16 +272,16 @@ class SharedArrivals:
 
 
 def _opened(slot: SharedBuffer) -> int:
-    """A descriptor for the sender's buffer. Unsupported where it cannot be opened: another host, user or pid namespace."""
+    """Open the exporter's buffer and return a descriptor. Unsupported if it cannot be opened: another host, user or pid namespace."""
     path = f"/proc/{int(slot.pid)}/fd/{int(slot.fd)}"
     fd = -1
     try:
         at = os.readlink(path)
         if at != f"/memfd:{slot.name} (deleted)" or not slot.name.startswith(_NAME):
-            raise OSError(f"it is {at}")
+            raise OSError(f"it refers to {at}")
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         if os.fstat(fd).st_size < slot.nbytes:
-            raise OSError("it is shorter than was said")
+            raise OSError("it is shorter than announced")
         return fd
     except OSError as e:
         if fd >= 0:

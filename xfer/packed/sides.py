@@ -1,4 +1,4 @@
-"""What a trainer rank offers, and what a worker takes, on the packed route: whole tensors, wherever they lie at the time."""
+"""Trainer ranks and workers on the packed route. Whole tensors are read and loaded, so addresses of storages do not matter."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from xfer.trace.traced import TrainerLayout
 
 
 class Loads(Protocol):
-    """An engine framework's adapter on one worker, as far as this route asks."""
+    """The part of an engine framework's adapter that this route uses."""
 
     device: torch.device
 
@@ -25,13 +25,13 @@ class Loads(Protocol):
 
 
 class PackedTrainer:
-    """See `TrainerSide`. No storage is read in place, so there is nothing to bind, to keep alive or to sum ahead."""
+    """Implements `TrainerSide`. No storage is read in place, so there is nothing to bind, to keep alive or to sum ahead."""
 
     role = "trainer"
 
     def __init__(self, source: PackedSource, party: RendezvousClient):
         self.index, self.device, self.inventory = source.rank, source.device, b""
-        self.catalog: Catalog | None = None
+        self.catalog: Catalog  # set by `read`
         self._party, self.pump = party, Pump(source, party.label)
         self._replicas: set[int] = set()
 
@@ -77,14 +77,14 @@ class PackedTrainer:
 
 
 class PackedWorker:
-    """See `WorkerSide` in participants/worker.py."""
+    """Implements `WorkerSide` (participants/worker.py)."""
 
     role = "worker"
 
     def __init__(self, adapter: Loads, party: RendezvousClient, replica: int, index: int):
         self.model = self.loader = adapter.loader()
         self.device, self.index, self.inventory = adapter.device, index, b""
-        self.catalog: Catalog | None = None
+        self.catalog: Catalog  # set by `read`
         self._party, self._replica = party, replica
 
     def read(self, catalog: Catalog) -> None:

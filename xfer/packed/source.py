@@ -1,8 +1,8 @@
-"""A trainer of the packed route, as a session sees it: what it exports, whether that is still so, and one gather of it.
+"""One trainer rank of the packed route: its exported tensors, checks for changes, and gathers.
 
-`PackedSource` wraps a `WeightStream`, which is a framework's half (megatron.py, tensors.py). It keeps the bucket plan and knows
-when it and the framework's own task objects are stale: whatever `check` finds changed on any rank is rebuilt on all ranks
-at the beginning of the next gather.
+`PackedSource` wraps a `WeightStream`, the framework's half (tensors.py, trainers/). It keeps the bucket plan, and tracks when the
+plan and the framework's task objects are stale: if `check` finds a change on any rank, all ranks rebuild both at the beginning of
+the next gather.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Protocol
+from typing import Protocol, TypeGuard
 
 import torch
 
@@ -23,7 +23,13 @@ from xfer.trace.traced import Traced, TrainerLayout
 
 
 class WeightStream(Protocol):
-    """What a trainer framework gives. Methods marked collective are called by all trainer ranks in step."""
+    """A trainer framework's weights. All trainer ranks call the methods marked collective in the same order.
+
+    Attributes:
+        rank: This trainer rank.
+        world: Number of trainer ranks.
+        device: Where the weights lie.
+    """
 
     rank: int
     world: int
@@ -32,21 +38,27 @@ class WeightStream(Protocol):
     def drain(self) -> None: ...
 
     def read(self) -> tuple[TensorSpec, ...]:
-        """Checkpoint tensors of which this rank holds a part, by name. No collective."""
+        """Return the checkpoint tensors of which this rank holds a part. Not collective."""
 
     def check(self) -> str:
-        """ "same", "moved" or "changed" since `read` or the last `check`; RebindError for tensors without bytes."""
+        """Return "same", "moved" or "changed", compared with `read` or the last `check`. RebindError for tensors without bytes."""
 
     def build(self) -> tuple[TaskSize, ...]:
-        """Collective. Task objects made anew; what each of them exports, the same on all ranks."""
+        """Make new task objects. Collective. Returns the tensors that each of them exports, equal on all ranks."""
 
     def tensors(self, group: GatherGroup) -> Iterator[tuple[str, torch.Tensor]]:
-        """Collective. What the tasks of one group export, whole, in the plan's order. On ranks that do not assemble
-        tensors may be None."""
+        """Export the tasks of one group. Collective. Yields names and whole tensors, in the plan's order. On ranks that do not
+        assemble, tensors may be None."""
 
 
 class WritingStream(WeightStream, Protocol):
-    """A stream that puts messages together where they are sent from (tensors.py), where `writes` is true."""
+    """A stream that can assemble messages in the buffers that are sent (tensors.py).
+
+    Attributes:
+        writes: Whether it does, with the present weights.
+        assembles: Whether this rank assembles messages.
+        round_bytes: Most bytes that arrive at once at a rank that assembles.
+    """
 
     writes: bool
     assembles: bool
@@ -57,14 +69,24 @@ class WritingStream(WeightStream, Protocol):
     def forget(self) -> None: ...
 
 
+def _writes(stream: WeightStream) -> TypeGuard[WritingStream]:
+    return getattr(stream, "writes", False)
+
+
 BESIDE = 8
-"""Streams that write into buffers leave this part of a bucket for what they need beside it (tables, what arrives from
-other ranks), so that two buffers and all of that are no more than two buckets."""
+"""Streams that write into buffers leave one part in BESIDE of a bucket for tables and for bytes from other ranks, so that two
+buffers and all of these take no more memory than two buckets."""
 
 
 class PackedSource:
-    """See `Source` in participants/trainer.py. `limit`: bytes of a message; `packed` False: one message per tensor. `colocated`: the
-    engines' workers are on this host and map the buffers instead of receiving them (shared.py)."""
+    """Implements `Source` (participants/trainer.py).
+
+    Args:
+        stream: The framework's half.
+        limit: Most bytes of a message.
+        packed: False: every tensor is a message of its own.
+        colocated: The engines' workers are on this host and map the buffers instead of receiving messages (shared.py).
+    """
 
     reads_together = False
 
@@ -72,23 +94,24 @@ class PackedSource:
         self.stream, self.limit, self.packed, self.colocated = stream, limit, packed, colocated
         self.rank, self.world, self.device = stream.rank, stream.world, stream.device
         self.plan: BucketPlan | None = None
-        self.built = 0  # how often tasks were made anew
-        self.agreed_s = self.built_s = 0.0  # seconds of the last gather's check, and of rebuilding in it
+        self.built = 0  # number of rebuilds
+        self.agreed_s = self.built_s = 0.0  # seconds of the last gather's agreement, and of its rebuild
         self._stale = True
-        self._looking = threading.Lock()  # lanes let go of what another rank releases, while this rank's caller looks
+        self._looking = threading.Lock()  # a lane may `forget` while this rank's caller checks
         if hasattr(stream, "round_bytes"):
-            stream.round_bytes = max(1 << 20, limit // (2 * BESIDE))  # twice, and tables have as much again
+            # Two rounds take one half of the part, tables the other.
+            stream.round_bytes = max(1 << 20, limit // (2 * BESIDE))
         if colocated and hasattr(stream, "programs"):
-            stream.programs = None  # nobody broadcasts
+            stream.programs = None  # no broadcast runs beside the copies
 
     @property
     def writes(self) -> bool:
-        """Whether messages are put together by `place`, after a gather has begun; else `tensors` gives what to pack."""
-        return getattr(self.stream, "writes", False)
+        """Whether `place` assembles messages, once a gather has begun. If not, `tensors` yields the tensors to pack."""
+        return _writes(self.stream)
 
     @property
     def way(self) -> str:
-        """How the last gather brought tensors together; "" before the first."""
+        """How the last gather assembled tensors; "" before the first gather."""
         if self.plan is None:
             return ""
         if not self.writes:
@@ -101,29 +124,30 @@ class PackedSource:
         )
 
     def assemble(self, whole: bool) -> None:
-        """Whether this rank needs whole tensors; all ranks say so before a gather."""
-        if getattr(self.stream, "assembles", whole) != whole:
-            self.stream.assembles, self._stale = whole, True
+        """Set whether this rank needs whole tensors. All ranks call it before a gather."""
+        stream = self.stream
+        if hasattr(stream, "assembles") and stream.assembles != whole:
+            stream.assembles, self._stale = whole, True
 
     def drain(self) -> None:
         self.stream.drain()
 
     def read(self) -> TrainerLayout:
-        """Names only: no storage is read in place."""
+        """Read the tensors' names, shapes and dtypes. No storage is read in place."""
         with self._looking:
             self._stale = True
             specs = tuple(sorted(self.stream.read()))
             return TrainerLayout(Traced(specs, ()), (), {}, getattr(self.stream, "trained", frozenset()))
 
     def check(self) -> str:
-        """Task objects are stale from the first call on that is not "same", until a gather has made new ones."""
+        """Check for changes. After a result other than "same", task objects are stale until a gather has made new ones."""
         try:
             with self._looking:
                 state = self.stream.check()
         except BaseException:
             self._stale = True
             raise
-        if state != "same":  # never written back from what it was: a gather may have begun meanwhile
+        if state != "same":  # only ever set here: a gather may have begun meanwhile
             self._stale = True
         return state
 
@@ -131,44 +155,46 @@ class PackedSource:
         return {}
 
     def compute(self, meet: Callable[[tuple[int, ...], str], None]) -> None:
-        """Nothing: what is computed is computed while tensors are gathered."""
+        """Do nothing: computed tensors are computed during the gather."""
 
     # ---- one gather; collective over the trainer ranks
 
     def begin(self) -> BucketPlan:
-        """The one check of all ranks: tasks and plan are kept if they are fresh on every rank, else made anew on all."""
+        """Agree with all ranks: keep tasks and plan if they are fresh on every rank, else rebuild them on all ranks."""
         began = time.perf_counter()
-        old = self.plan.fingerprint if self.plan is not None else b""
-        stale = agree.any_rank(self._stale, old, self.device)
+        plan = self.plan
+        stale = agree.any_rank(self._stale, self._fingerprint, self.device)
         self.agreed_s, self.built_s = time.perf_counter() - began, 0.0
-        if stale:
+        if stale or plan is None:
             began = time.perf_counter()
-            self._stale = (
-                False  # before tasks are made: a look that comes meanwhile is of something newer than they are
-            )
+            self._stale = False  # before the rebuild, so that a `check` during it can set it again
             try:
                 tasks = self.stream.build()
                 longest = max(ALIGN, self.limit - self.limit // BESIDE) if self.writes else self.limit
-                self.plan = make_plan(tasks, longest, packed=self.packed)
-                agree.any_rank(False, self.plan.fingerprint, self.device)
+                self.plan = plan = make_plan(tasks, longest, packed=self.packed)
+                agree.any_rank(False, plan.fingerprint, self.device)
             except BaseException:
                 self._stale = True
                 raise
             self.built += 1
             self.built_s = time.perf_counter() - began
-        return self.plan
+        return plan
+
+    @property
+    def _fingerprint(self) -> bytes:
+        return self.plan.fingerprint if self.plan is not None else b""
 
     def doubt(self) -> None:
-        """A gather failed here, perhaps of something that no look can see: the next one makes tasks and plan anew."""
+        """Rebuild tasks and plan in the next gather. Called after a failed gather, whose cause `check` may not detect."""
         self._stale = True
 
     def go_on(self, stop: bool) -> bool:
-        """Between two groups: whether no rank has to stop. All ranks stop at the same group."""
-        return not agree.any_rank(stop, self.plan.fingerprint, self.device)
+        """Return whether the gather continues: no rank has set `stop`. Called between groups, so all ranks stop at the same one."""
+        return not agree.any_rank(stop, self._fingerprint, self.device)
 
     def tensors(self, group: GatherGroup) -> Iterator[tuple[str, torch.Tensor]]:
-        """Where it does not come to its end, the framework may have kept a part of the group, which must not get into the next gather
-        (Bridge: experts that wait to be stacked)."""
+        """As `WeightStream.tensors`. If the caller stops early, the next gather rebuilds: the framework may have kept a part of the
+        group (Bridge: experts that wait to be stacked)."""
         whole = False
         try:
             yield from self.stream.tensors(group)
@@ -178,42 +204,59 @@ class PackedSource:
                 self.doubt()
 
     def prepare(self, buffer: Callable[[int, PackedMessage], torch.Tensor] | None) -> None:
-        """See WritingStream; once per gather, before its first message."""
-        self.stream.prepare(self.plan, buffer)
+        """See `WritingStream`. Called once per gather, before its first message. Other streams have nothing to prepare."""
+        if self.plan is not None and _writes(self.stream):
+            self.stream.prepare(self.plan, buffer)
 
     def place(self, message: PackedMessage, data: torch.Tensor | None) -> None:
+        """See `WritingStream`."""
+        if not _writes(self.stream):
+            raise TypeError(f"a {type(self.stream).__name__} yields tensors and cannot place messages")
         self.stream.place(message, data)
 
     def forget(self) -> None:
-        """Lets go of storages and buffers; the next gather begins anew."""
+        """Drop storages and buffers. The next gather rebuilds tasks and plan."""
         with self._looking:
             self._stale = True
             if hasattr(self.stream, "forget"):
                 self.stream.forget()
 
     def let_go(self) -> None:
-        """As `forget`, also where no replica has come yet."""
+        """As `forget`, also before a replica has joined."""
         self.forget()
 
 
+def _is_stream(trainer: object) -> TypeGuard[WeightStream]:
+    return all(hasattr(trainer, name) for name in ("read", "check", "build", "tensors", "drain"))
+
+
 def packed_source(trainer: object, limit: int, packed: bool = True, colocated: bool = False) -> PackedSource:
-    """For the source that a caller gave to `connect`. Unsupported for kinds that give no whole tensors, and where the trainers
-    are not torch's default group, over which they gather."""
+    """Wrap the trainer that a caller gave to `connect`.
+
+    Args:
+        trainer: A `PackedSource`, an object with a method `stream`, or a `WeightStream`.
+        limit: Most bytes of a message.
+        packed: False: every tensor is a message of its own.
+        colocated: The engines' workers are on this host.
+
+    Raises:
+        Unsupported: the trainer yields no whole tensors, or torch's default group, over which trainers gather, is another one.
+    """
     if isinstance(trainer, PackedSource):
         return trainer
     if hasattr(trainer, "stream"):
         stream: WeightStream = trainer.stream()
-    elif all(hasattr(trainer, name) for name in ("read", "check", "build", "tensors", "drain")):
+    elif _is_stream(trainer):
         stream = trainer
     else:
         raise Unsupported(
             f"the packed route cannot read a {type(trainer).__name__}",
-            ["give a MegatronTrainer, a TensorTrainer, or an object like xfer.packed.source.Stream"],
+            ["give a MegatronTrainer, a TensorTrainer, or an object like xfer.packed.source.WeightStream"],
         )
     here, there = (stream.rank, stream.world), agree.ranks()
     if here != there:
         raise Unsupported(
-            "the packed route gathers over the default group of torch.distributed, which is not these trainers",
-            [f"trainer {here[0]} of {here[1]}: rank {there[0]} of {there[1]} there; use the direct route"],
+            "the packed route gathers over torch.distributed's default group, which differs from these trainers",
+            [f"trainer {here[0]} of {here[1]} is rank {there[0]} of {there[1]} there; use the direct route"],
         )
     return PackedSource(stream, limit, packed, colocated)

@@ -1,11 +1,10 @@
-"""Trainers whose tensors' places are known (FSDP2, HSDP, DTensors, plain modules, Megatron by its trace) in the packed route:
-messages are put together from the boxes that ranks hold, straight in the buffers that are sent.
+"""The packed route for trainers whose layout is known (FSDP2, HSDP, DTensors, plain modules, Megatron by its trace): messages are
+assembled from the boxes that ranks hold, straight in the buffers that are sent.
 
-What a framework's own `full_tensor()` does per parameter on every rank is done for a whole message here, by one kernel
-where the ranks' storages can be mapped (GPUs of one host), else by rounds of one message per rank, of a bounded size. Only
-ranks that assemble (trainer 0; with colocated engines one rank of each GPU) ever have whole tensors. It works for any
-source whose `read` tells fragments; boxes that several ranks hold come from each of them in turn. Not here: the arithmetic
-(places.py), buffers (feed.py).
+A framework's `full_tensor()` works per parameter and on every rank. This module assembles a whole message: by one kernel if ranks
+can map each other's storages (GPUs of one host), else by rounds of one message per rank, of a bounded size. Only ranks that
+assemble (trainer 0; with colocated engines one rank per GPU) ever have whole tensors. It works for every source whose `read`
+returns fragments. A box that several ranks hold comes from each of them in turn. places.py has the arithmetic, feed.py the buffers.
 """
 
 from __future__ import annotations
@@ -35,16 +34,16 @@ _Told = tuple[list[int], list[int], list[int], str, int, int, list[int]]
 """A fragment: origin, extent, steps, dtype, number of the storage, byte offset, byte strides."""
 ROUND_BYTES = 64 << 20
 PROGRAMS = 64
-"""Of the GPU's programs, for copies that run beside a broadcast: NCCL's kernels need multiprocessors of their own."""
+"""Most Triton programs of a copy that runs beside a broadcast: NCCL's kernels need multiprocessors of their own."""
 
 
 def on_gpu(device: torch.device) -> bool:
-    """Whether copies are Triton's: one launch each."""
+    """Return whether copies run in Triton, by one launch each."""
     return device.type == "cuda" and find_spec("triton") is not None
 
 
 class FragmentSource(Protocol):
-    """The part of session.trainer.Source that is used here."""
+    """The part of `Source` (participants/trainer.py) that this module uses."""
 
     rank: int
     world: int
@@ -57,7 +56,14 @@ class FragmentSource(Protocol):
 
 
 class _Rank(msgspec.Struct, array_like=True):
-    """What one rank says of itself. `roots`: of storages, by number; `offer`: how to map them, empty where they cannot be."""
+    """One rank's description of its weights.
+
+    Attributes:
+        tensors: Shape, dtype and fragments of each tensor, by name.
+        roots: Names of the storages, by number.
+        assembles: Whether the rank assembles messages.
+        offer: How to map the storages; empty if they cannot be mapped.
+    """
 
     tensors: dict[str, tuple[list[int], str, list[_Told]]]
     roots: list[str]
@@ -66,9 +72,19 @@ class _Rank(msgspec.Struct, array_like=True):
 
 
 class TensorStream:
-    """See source.Stream. `round_bytes`: most that arrives at once at a rank that assembles. `assembles`: set before
-    `build`. `pulls`: after it, whether ranks read each other's storages by themselves. `trained`: of what was read, the tensors
-    that require grad."""
+    """Implements `WritingStream` (source.py).
+
+    Args:
+        source: This trainer rank's weights.
+
+    Attributes:
+        assembles: Whether this rank assembles messages. Set before `build`.
+        round_bytes: Most bytes that arrive at once at a rank that assembles.
+        programs: Most Triton programs of a copy; None: no limit.
+        pulls: After `build`: whether ranks read each other's storages.
+        trained: Names of the tensors read that require grad.
+        collectives: Number of messages from other ranks in the last assembled message.
+    """
 
     everywhere = True
     writes = True
@@ -79,13 +95,13 @@ class TensorStream:
         self.assembles, self.round_bytes, self.programs = self.rank == 0, ROUND_BYTES, PROGRAMS
         self.pulls = False
         self.trained: frozenset[str] = frozenset()
-        self.collectives = 0  # messages from other ranks, in the last message that was put together
+        self.collectives = 0
         self._specs: dict[str, TensorSpec] = {}
         self._mine: dict[str, list[Fragment]] = {}
         self._roots: Mapping[str, torch.Tensor] = {}
         self._held: dict[str, list[HeldBox]] = {}
         self._targets: tuple[int, ...] = ()
-        self._numbers: dict[int, dict[str, int]] = {}  # by rank, by name: the number of a storage on an assembling rank
+        self._numbers: dict[int, dict[str, int]] = {}  # [rank][name]: number of the storage on a rank that assembles
         self._sources: list[torch.Tensor] = []  # by that number
         self._ways: dict[int, _Way] = {}  # by a message's id
         self._slots: dict[str, list[torch.Tensor]] = {}
@@ -109,12 +125,12 @@ class TensorStream:
         return tuple(self._specs.values())
 
     def expect(self, specs: Iterable[TensorSpec]) -> None:
-        """After `read`: tensors that all ranks together must have, whether this one has some of them or not."""
+        """Add tensors that all ranks together must hold, even if this rank holds no part. Called after `read`."""
         self._specs |= {s.name: s for s in specs}
 
     def check(self) -> str:
         state = self.source.check()
-        # New memory at an old address is not to be told by addresses, and who has mapped the old one goes on reading it.
+        # Addresses do not show new memory at an old address, and ranks that mapped the old memory would continue to read it.
         if state == "same" and (self._let_go or self._export is not None and self._export.stale()):
             state = "moved"
         if state == "moved":
@@ -123,7 +139,7 @@ class TensorStream:
         return state
 
     def forget(self) -> None:
-        """Lets go of all storages, this rank's and the others', and of buffers. The next refit finds them again."""
+        """Drop all storages, this rank's and the others', and the buffers. The next refit binds them again."""
         self._forget()
         if hasattr(self.source, "let_go"):
             self.source.let_go()
@@ -145,12 +161,14 @@ class TensorStream:
     def build(self) -> tuple[TaskSize, ...]:
         self._ways, self._slots, self._sources = {}, {}, []
         said = agree.of_all_ranks(self._own, _Rank, self.device)
-        bad, specs, held = [], {}, {}
+        bad: list[str] = []
+        specs: dict[str, TensorSpec] = {}
+        held: dict[str, dict[places.Box, dict[int, Fragment]]] = {}
         for rank, theirs in enumerate(said):
             for name, (shape, dtype, boxes) in theirs.tensors.items():
                 spec = specs.setdefault(name, TensorSpec(name, tuple(shape), dtype))
                 if (spec.shape, spec.dtype) != (tuple(shape), dtype):
-                    bad.append(f"{name}: trainer {rank} has {dtype}{shape}, another {spec.dtype}{list(spec.shape)}")
+                    bad.append(f"{name}: trainer {rank} has {dtype}{shape}, another has {spec.dtype}{list(spec.shape)}")
                 known = held.setdefault(name, {})
                 for origin, extent, steps, own, root, offset, strides in boxes:
                     box = (tuple(origin), tuple(extent), tuple(steps))
@@ -162,14 +180,14 @@ class TensorStream:
             if not places.held_wholly(spec.shape, held[name]):
                 bad.append(f"{name}: all ranks together do not hold all of its elements")
         if bad:
-            raise LayoutError("tensors that no rank holds whole, nor all together", bad)
+            raise LayoutError("the trainer ranks together do not hold all elements of some tensors", bad)
         self._held = {name: [HeldBox(box, by) for box, by in known.items()] for name, known in held.items()}
         self._targets = tuple(r for r, x in enumerate(said) if x.assembles)
         self._bind(said)
         return tuple(TaskSize(i, (specs[name],)) for i, name in enumerate(sorted(specs)))
 
     def _own(self) -> _Rank:
-        if self._let_go:  # since the last look, which may have come before another rank's `release()`
+        if self._let_go:  # another rank's `release()` may have come after the last check
             self._roots, self._let_go = self.source.rebind(), False
         roots = sorted({f.root for some in self._mine.values() for f in some})
         number = {name: i for i, name in enumerate(roots)}
@@ -198,7 +216,7 @@ class TensorStream:
         return offer if len(offer) <= MAX_OFFER_BYTES else b""
 
     def _bind(self, said: Sequence[_Rank]) -> None:
-        """Which storages this rank reads, by number: its own, and the others' where all that have to can map them."""
+        """Number the storages that this rank reads: its own, and the others' if every rank that assembles can map them."""
         mapped: dict[int, dict[int, torch.Tensor]] = {}
         self.pulls = self.world == 1 or all(x.offer for x in said)
         if self.pulls and self.world > 1:
@@ -223,13 +241,13 @@ class TensorStream:
             self._sources += some
 
     def _refuse_rounds(self, said: Sequence[_Rank]) -> None:
-        """Unsupported, on all ranks alike, where their group cannot send what lies on their devices: gloo would read a GPU's
-        address as the host's."""
+        """Raise Unsupported, on all ranks, if their group cannot send from their devices: gloo would read a GPU address as a host
+        address."""
         if self.device.type != "cuda" or self.world == 1 or dist.get_backend() != "gloo":
             return
         boxes = (box for some in self._held.values() for box in some)
         if all(t in box.by for box in boxes for t in self._targets):
-            return  # replicated: nothing has to be sent
+            return  # replicated: no rank has to send
         ranks = [r for r, x in enumerate(said) if not x.offer]
         raise Unsupported(
             "trainers cannot map each other's storages, and their default group is gloo, which cannot send from GPUs",
@@ -251,8 +269,13 @@ class TensorStream:
     # ---- messages
 
     def prepare(self, plan: BucketPlan, buffer: Callable[[int, PackedMessage], torch.Tensor] | None) -> None:
-        """Before the first message of a gather: all tables are made and kernels loaded, since to load one beside NCCL's can
-        hang the host. `buffer`: where each message will be put together, on ranks that assemble."""
+        """Make all tables and load all kernels before the first message of a gather: loading a kernel beside NCCL's can hang the
+        host.
+
+        Args:
+            plan: The buckets.
+            buffer: On ranks that assemble: returns the buffer of a message, from its number and itself.
+        """
         number = 0
         for group in plan.groups:
             for message in group.messages:
@@ -260,16 +283,16 @@ class TensorStream:
                 number += 1
 
     def place(self, message: PackedMessage, data: torch.Tensor | None) -> None:
-        """Collective where ranks do not pull. Fills `data`, on this thread's stream; None on ranks that do not assemble, or
-        that have no use for the message any more."""
+        """Assemble a message in `data`, on this thread's stream. Collective unless ranks pull. `data` is None on ranks that do not
+        assemble, or that no longer need the message."""
         self.collectives = self._way(message).run(data)
 
     def tensors(self, group: GatherGroup) -> Iterator[tuple[str, torch.Tensor | None]]:
-        """Whole tensors of their own, for who packs them himself; None on ranks that do not assemble."""
+        """Yield whole tensors with memory of their own, for callers that pack them. None on ranks that do not assemble."""
         unpacker, most, before = Unpacker(self.device), 0, self._last
         longest = max((x.nbytes for x in group.messages), default=0)
         if self.assembles and (self._scratch.device != self.device or self._scratch.numel() < longest):
-            self._ways = {}  # they hold the old one
+            self._ways = {}  # they keep the old scratch alive
             self._scratch = torch.empty(longest, dtype=torch.uint8, device=self.device)
         for message in group.messages:
             data = self._scratch[: message.nbytes] if self.assembles else None
@@ -278,9 +301,10 @@ class TensorStream:
             most = max(most, self.collectives)
             if data is None:
                 continue
-            before = _Made(data.clone())
-            for spec, t in unpacker.take(message, before.data):
-                before.follow(before.data)
+            copy = data.clone()
+            before = _Made(copy)
+            for spec, t in unpacker.take(message, copy):
+                before.follow(copy)
                 yield spec.name, t
         self.collectives, self._last = most, before
         if not self.assembles:
@@ -293,7 +317,7 @@ class TensorStream:
         return found
 
     def slots(self, kind: str) -> list[torch.Tensor]:
-        """Two buffers for what is sent ("out") or arrives ("in"): no round is longer."""
+        """Return the two buffers of rounds that are sent ("out") or arrive ("in"). No round is longer than a buffer."""
         if kind not in self._slots:
             room = -(-self.round_bytes // places.STEP) * places.STEP
             self._slots[kind] = [torch.empty(room, dtype=torch.uint8, device=self.device) for _ in range(2)]
@@ -308,7 +332,8 @@ class TensorStream:
 
         turns = None
         if sources is self._sources:
-            # One sender after the other. Each assembling rank begins with another one, and what lies on its own goes beside.
+            # Read from one rank after the other, each assembling rank beginning with a different one, and copy from this rank's
+            # own storages at the same time.
             count = len(self._numbers)
             first = self.rank + 1
             groups = tuple((i - first) % count for i, some in enumerate(self._numbers.values()) for _ in some)
@@ -318,7 +343,7 @@ class TensorStream:
 
 
 class _Made:
-    """Bytes that were made on this thread's stream. Who asks for tensors may do that on several streams in turn."""
+    """Bytes that were made on this thread's stream. A caller may use them on several streams in turn."""
 
     def __init__(self, data: torch.Tensor | None = None):
         self.data, self._event, self._streams = data, None, set()
@@ -327,7 +352,7 @@ class _Made:
             self._event, self._streams = stream.record_event(), {stream.cuda_stream}
 
     def follow(self, data: torch.Tensor | None) -> None:
-        """Makes this thread's stream wait until the bytes are made, where it is another one; `data` is used on it."""
+        """Make this thread's stream wait until the bytes are made, if it is another stream. The stream uses `data`."""
         if self._event is None or data is None:
             return
         stream = torch.cuda.current_stream(data.device)
@@ -338,66 +363,81 @@ class _Made:
 
 
 def _posted(data: Sequence[torch.Tensor], peers: Sequence[int], sends: bool) -> list:
-    """Messages of one round, begun together over the trainers' group. Not by torch's `batch_isend_irecv`, which notes its batch for the
-    whole process: while it is open, and for good when a post raises, collectives over that group do nothing in any thread."""
+    """Begin the messages of one round together, over the trainers' group.
+
+    torch's `batch_isend_irecv` is not used, because it registers its batch for the whole process: while the batch is open, and forever
+    if a post raises, collectives over that group do nothing in any thread.
+    """
     group = dist.group.WORLD
     backend = group._get_backend(data[0].device) if type(group) is dist.ProcessGroup else None
     if backend is None or not backend.supports_coalescing:
         return [(dist.isend if sends else dist.irecv)(t, peer) for t, peer in zip(data, peers, strict=True)]
     from xfer.transport.nccl import together
 
+    begin = getattr(backend, "send" if sends else "recv")  # torch's type stubs lack both methods
+
     def post() -> None:
         for t, peer in zip(data, peers, strict=True):
-            (backend.send if sends else backend.recv)([t], peer, 0)
+            begin([t], peer, 0)
 
     return [together(backend, post)]
 
 
 class _Leg:
-    """One round as this rank takes part in it: as its target, or as one that sends."""
+    """This rank's part in one round: it is the round's target, or it sends."""
 
     def __init__(self, stream: TensorStream, round: Round, found: Sequence[Copy]):
         self._s, self._round, self._found = stream, round, found
         self.target = round.target == stream.rank
         self._bound: dict[tuple[int, int], kernels.BoundRows] = {}  # by the destination's address and the slot
 
-    def bind(self, data: torch.Tensor | None, slot: int) -> kernels.BoundRows:
-        """What is launched before sending, or after arriving."""
-        s = self._s
-        key = (data.data_ptr() if self.target else 0, slot)
+    def bind(self, data: torch.Tensor | None, slot: int) -> None:
+        """Bind this rank's copies ahead of their use."""
+        if not self.target:
+            self._packing(slot)
+        elif data is not None:
+            self._placing(data, slot)
+
+    def _packing(self, slot: int) -> kernels.BoundRows:
+        """Return the copies that run before sending."""
+        if (0, slot) not in self._bound:
+            self._bound[0, slot] = self._s.bound(self._found, self._s._sources, self._s.slots("out")[slot])
+        return self._bound[0, slot]
+
+    def _placing(self, data: torch.Tensor, slot: int) -> kernels.BoundRows:
+        """Return the copies that run after receiving."""
+        key = data.data_ptr(), slot
         if key not in self._bound:
-            into = data if self.target else s.slots("out")[slot]
-            sources = s.slots("in")[slot : slot + 1] if self.target else s._sources
-            self._bound[key] = s.bound(self._found, sources, into)
+            self._bound[key] = self._s.bound(self._found, self._s.slots("in")[slot : slot + 1], data)
         return self._bound[key]
 
     def begin(self, slot: int) -> list:
-        """Starts the messages of this round."""
+        """Begin the messages of this round."""
         s, sections = self._s, self._round.sections
         if not self.target:
-            self.bind(None, slot).copy()
+            self._packing(slot).copy()
             return _posted([s.slots("out")[slot][: sections[s.rank][1]]], [self._round.target], sends=True)
         into = s.slots("in")[slot]
         return _posted([into[at : at + n] for at, n in sections.values()], list(sections), sends=False)
 
     def end(self, works: list, slot: int, data: torch.Tensor | None) -> int:
-        """Waits for them (on GPUs: makes the stream wait); how many arrived."""
+        """Wait for the messages (on GPUs: make the stream wait). Returns the number of messages that arrived."""
         for work in works:
             work.wait()
         if self.target and data is not None:
-            self.bind(data, slot).copy()
+            self._placing(data, slot).copy()
         return len(self._round.sections) if self.target else 0
 
 
 class _Way:
-    """How one message is put together, and this rank's part in that."""
+    """This rank's part in the assembly of one message."""
 
     def __init__(self, stream: TensorStream, message: PackedMessage):
         self.message, self._s = message, stream
         numbers, most = stream._numbers, stream.round_bytes
         self._legs: list[_Leg] = []
         self._own: list[Copy] = []
-        self._bound: dict[int, kernels.BoundRows] = {}  # by the buffer's address; they hold the buffer
+        self._bound: dict[int, kernels.BoundRows] = {}  # by the buffer's address; they keep the buffer alive
         for target in stream._targets:
             if stream.pulls and target != stream.rank:
                 continue
@@ -411,20 +451,27 @@ class _Way:
                 elif stream.rank in r.sections:
                     self._legs.append(_Leg(stream, r, places.sent(r, stream.rank, numbers[stream.rank])))
 
-    def bind(self, data: torch.Tensor | None) -> kernels.BoundRows | None:
+    def bind(self, data: torch.Tensor | None) -> None:
+        """Bind this rank's copies for the message in `data`; None if this rank does not assemble it."""
         for i, leg in enumerate(self._legs):
-            if not leg.target or data is not None:
-                leg.bind(data, i % 2)
-        if data is None:
-            return None
+            leg.bind(data, i % 2)
+        if data is not None:
+            self._bind_own(data)
+
+    def _bind_own(self, data: torch.Tensor) -> kernels.BoundRows:
         if data.data_ptr() not in self._bound:
             self._bound[data.data_ptr()] = self._s.bound(self._own, self._s._sources, data)
         return self._bound[data.data_ptr()]
 
     def run(self, data: torch.Tensor | None) -> int:
-        """How many messages came for it. Round k + 1 is on its way while round k is put into its places."""
+        """Assemble the message in `data`. Round k + 1 is on its way while round k is copied to its places.
+
+        Returns:
+            Number of messages that arrived from other ranks.
+        """
         if data is not None and data.numel():
-            self.bind(data).copy()
+            self.bind(data)
+            self._bind_own(data).copy()
         going: deque[tuple[_Leg, list, int]] = deque()
         came = 0
         for i, leg in enumerate(self._legs):

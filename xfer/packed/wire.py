@@ -1,10 +1,8 @@
-"""What is said about a bucket of tensors, and how that is checked before a byte of it is looked at.
+"""Descriptions of buckets of tensors, and their checks before a byte of a bucket is read.
 
-A `BucketRequest` names tensors and, when they are packed into one buffer, where each lies in it. Fields that a sender may
-not know have defaults and unknown ones are skipped, so senders that do not pack, older ones and newer ones are all
-understood. A `Manifest` is all requests of one plan; it travels once, and refits refer to it by its digest.
-
-Not here: which tensors go together (plan.py), the copying (buffer.py), who sends what when (lane.py).
+A `BucketRequest` names tensors and, if they are packed into one buffer, their places in it. Optional fields have defaults and
+unknown fields are skipped, so sources that do not pack, older ones and newer ones are all understood. A `Manifest` holds all
+requests of one plan. It travels once, and refits refer to it by its digest.
 """
 
 from __future__ import annotations
@@ -32,14 +30,17 @@ _Shape = Annotated[tuple[_Size, ...], Meta(max_length=16)]
 
 
 class BucketRequest(Struct, frozen=True):
-    """Tensors that come together. All lists are parallel.
+    """Tensors of one bucket. All lists are parallel.
 
-    names, dtypes, shapes: what each tensor is; dtypes are torch's names ("bfloat16"), shapes in elements.
-    sizes: bytes of each that are in this bucket. None: the sender does not pack, each tensor is a message of its own.
-    packed: one buffer holds them all. None, from senders that do not know the field: told by `sizes`.
-    offsets: byte of the buffer at which each begins. None: back to back, in order.
-    starts: byte of the tensor at which the part in this bucket begins, for tensors longer than a buffer. None: all whole.
-    nbytes: of the whole message. None: up to the end of the last tensor.
+    Attributes:
+        names: The tensors' names.
+        dtypes: torch's names of their dtypes ("bfloat16").
+        shapes: Their shapes, in elements.
+        sizes: Bytes of each tensor in this bucket. None: the source does not pack, and each tensor is a message of its own.
+        packed: Whether one buffer holds all tensors. None, from sources that do not know the field: true if `sizes` is given.
+        offsets: First byte of each tensor in the buffer. None: back to back, in order.
+        starts: First byte, in the tensor, of the part in this bucket; for tensors longer than a buffer. None: all whole.
+        nbytes: Bytes of the whole message. None: up to the end of the last tensor.
     """
 
     names: Annotated[tuple[_Name, ...], Meta(max_length=MAX_TENSORS)]
@@ -57,14 +58,14 @@ class BucketRequest(Struct, frozen=True):
 
 
 class Manifest(Struct, frozen=True):
-    """All buckets of a plan, in the order in which they are sent. `limit`: bytes that no message exceeds; 0: none."""
+    """All buckets of a plan, in the order in which they are sent. `limit`: most bytes of a message; 0: no limit."""
 
     buckets: Annotated[tuple[BucketRequest, ...], Meta(max_length=MAX_TENSORS)]
     limit: _Size = 0
 
 
 class Exporters(Struct, frozen=True, forbid_unknown_fields=True):
-    """Trainer ranks whose buffers workers map, trainer 0 first, and the place of each; none: messages are broadcast."""
+    """Trainer ranks whose buffers workers map, trainer 0 first, and the place of each. Empty: messages are broadcast."""
 
     ranks: tuple[int, ...] = ()
     places: tuple[str, ...] = ()
@@ -107,18 +108,18 @@ def encode(what: BucketRequest | Manifest | Exporters) -> bytes:
 
 
 def decode_request(data: bytes) -> BucketRequest:
-    """ProtocolError for what is not one request."""
+    """Decode one request, else ProtocolError."""
     return _decoded(_requests, data, "a request for a bucket")
 
 
 def decode_manifest(data: bytes) -> Manifest:
-    """ProtocolError for what is not one manifest."""
+    """Decode one manifest, else ProtocolError."""
     return _decoded(_manifests, data, "the list of buckets")
 
 
 def decode_exporters(data: bytes) -> Exporters:
-    """ProtocolError for what is not one such word."""
-    return _decoded(_exporters, data, "the trainers' word on who exports buffers")
+    """Decode one `Exporters`, else ProtocolError."""
+    return _decoded(_exporters, data, "the trainers' list of exporters")
 
 
 def _decoded(decoder, data: bytes, what: str):
@@ -129,14 +130,21 @@ def _decoded(decoder, data: bytes, what: str):
 
 
 def digest(data: bytes) -> bytes:
-    """16 bytes."""
+    """Return the 16-byte digest of `data`."""
     return hashlib.blake2b(data, digest_size=16).digest()
 
 
 def messages_of(request: BucketRequest, limit: int = 0) -> tuple[PackedMessage, ...]:
-    """What will arrive for this request. ProtocolError with every violation: lists of unequal length, a dtype that is
-    unknown, a size that is not the shape's, parts that overlap or leave their buffer, messages over `limit` bytes
-    (0: no limit)."""
+    """Return the messages of a request.
+
+    Args:
+        request: The request.
+        limit: Most bytes of a message; 0: no limit.
+
+    Raises:
+        ProtocolError: with every violation: lists of unequal length, an unknown dtype, a size that does not fit the shape, parts
+            that overlap or leave their buffer, messages over `limit` bytes.
+    """
     bad: list[str] = []
     n = len(request.names)
     for field in ("dtypes", "shapes", "sizes", "offsets", "starts"):
@@ -146,12 +154,12 @@ def messages_of(request: BucketRequest, limit: int = 0) -> tuple[PackedMessage, 
     if request.is_packed and request.sizes is None:
         bad.append("sizes: a packed bucket needs them")
     if bad:
-        raise ProtocolError("a request for a bucket does not fit itself", bad)
+        raise ProtocolError("a request for a bucket is inconsistent", bad)
     parts, at = [], 0
     for i, name in enumerate(request.names):
         dtype, shape = request.dtypes[i], tuple(request.shapes[i])
         if dtype not in ITEMSIZE:
-            bad.append(f"{name}: dtype {dtype!r} is unknown here; known are {', '.join(sorted(ITEMSIZE))}")
+            bad.append(f"{name}: dtype {dtype!r} is unknown; known dtypes are {', '.join(sorted(ITEMSIZE))}")
             continue
         spec = TensorSpec(name, shape, dtype)
         full = nbytes_of(spec)
@@ -159,39 +167,46 @@ def messages_of(request: BucketRequest, limit: int = 0) -> tuple[PackedMessage, 
         size = request.sizes[i] if request.sizes is not None else full
         offset = request.offsets[i] if request.offsets is not None and request.is_packed else at
         if request.starts is None and size != full:
-            bad.append(f"{name}: {size} bytes are announced, {dtype}{list(shape)} has {full}")
+            bad.append(f"{name}: {size} bytes are announced, but {dtype}{list(shape)} has {full}")
         elif start + size > full:
-            bad.append(f"{name}: bytes {start} to {start + size} are announced, {dtype}{list(shape)} has {full}")
+            bad.append(f"{name}: bytes {start} to {start + size} are announced, but {dtype}{list(shape)} has {full}")
         if offset < at:
-            bad.append(f"{name}: begins at byte {offset} of its buffer, where the tensor before it ends at {at}")
+            bad.append(f"{name}: begins at byte {offset} of its buffer, but the tensor before it ends at byte {at}")
         at = offset + size if request.is_packed else 0
         parts.append(BucketPart(spec, start, size, offset))
     if request.is_packed:
         length = at if request.nbytes is None else request.nbytes
         if at > length:
-            bad.append(f"its last tensor ends at byte {at} of a buffer of {length}")
+            bad.append(f"its last tensor ends at byte {at}, but its buffer has {length} bytes")
         found: tuple[PackedMessage, ...] = (PackedMessage(tuple(parts), length),)
     else:
         found = tuple(PackedMessage((p,), p.size) for p in parts)
-    bad += [f"a message of {x.nbytes} bytes, the limit is {limit}" for x in found if limit and x.nbytes > limit]
+    bad += [f"a message has {x.nbytes} bytes, but the limit is {limit}" for x in found if limit and x.nbytes > limit]
     if bad:
-        raise ProtocolError("a request for a bucket does not fit itself", bad)
+        raise ProtocolError("a request for a bucket is inconsistent", bad)
     return found
 
 
 def checked(manifest: Manifest, expected: Mapping[str, TensorSpec]) -> tuple[PackedMessage, ...]:
-    """All messages of a refit. ProtocolError, with every violation, unless they bring each of `expected` exactly once,
-    byte for byte, and nothing else."""
+    """Return all messages of a refit.
+
+    Args:
+        manifest: The trainers' buckets.
+        expected: All checkpoint tensors, by name.
+
+    Raises:
+        ProtocolError: with every violation, unless the messages bring every byte of `expected` exactly once, and nothing else.
+    """
     messages = [x for b in manifest.buckets for x in messages_of(b, manifest.limit)]
     bad: list[str] = []
     ranges: dict[str, list[tuple[int, int]]] = {}
     for part in (p for x in messages for p in x.parts):
         want = expected.get(part.spec.name)
         if want is None:
-            bad.append(f"{part.spec.name}: nobody announced a tensor of this name")
+            bad.append(f"{part.spec.name}: no tensor of this name was announced")
         elif (want.shape, want.dtype) != (part.spec.shape, part.spec.dtype):
             bad.append(
-                f"{want.name}: {part.spec.dtype}{list(part.spec.shape)} is coming, "
+                f"{want.name}: {part.spec.dtype}{list(part.spec.shape)} is in a bucket, but "
                 f"{want.dtype}{list(want.shape)} was announced"
             )
         ranges.setdefault(part.spec.name, []).append((part.start, part.start + part.size))
@@ -202,12 +217,12 @@ def checked(manifest: Manifest, expected: Mapping[str, TensorSpec]) -> tuple[Pac
         elif not _covers(found, nbytes_of(want)):
             bad.append(f"{name}: its parts do not make up its {nbytes_of(want)} bytes exactly once, in order")
     if bad:
-        raise ProtocolError("the buckets that were announced do not bring the model", bad)
+        raise ProtocolError("the announced buckets do not match the model", bad)
     return tuple(messages)
 
 
 def _covers(ranges: Sequence[tuple[int, int]], nbytes: int) -> bool:
-    if not nbytes:  # nothing of it tells a second one from a part
+    if not nbytes:  # an empty tensor must appear exactly once
         return ranges == [(0, 0)]
     at = 0
     for start, stop in ranges:
@@ -218,7 +233,7 @@ def _covers(ranges: Sequence[tuple[int, int]], nbytes: int) -> bool:
 
 
 def request_of(message: PackedMessage) -> BucketRequest:
-    """The request that announces one packed message."""
+    """Return the request that announces one packed message."""
     split = any(not p.whole for p in message.parts)
     return BucketRequest(
         names=tuple(p.spec.name for p in message.parts),
@@ -233,6 +248,6 @@ def request_of(message: PackedMessage) -> BucketRequest:
 
 
 def plain_request(specs: Sequence[TensorSpec]) -> BucketRequest:
-    """As a sender that does not pack announces tensors: one message each."""
+    """Return the request of a source that does not pack: one message per tensor."""
     names, dtypes, shapes = zip(*((s.name, s.dtype, s.shape) for s in specs)) if specs else ((), (), ())
     return BucketRequest(names, dtypes, shapes)

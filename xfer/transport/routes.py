@@ -466,6 +466,9 @@ class NoLink(Link):
     def begin_broadcast(self, tensor, root: int, deadline: float):
         raise RuntimeError("there is no link between these ranks")
 
+    def start(self, collective):
+        raise RuntimeError("there is no link between these ranks")
+
     def warm(self, peers) -> None:
         pass
 
