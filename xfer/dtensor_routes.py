@@ -90,7 +90,7 @@ class Routes:
 
 
 class GroupState:
-    """What the ranks of one process group keep between calls.
+    """State that the ranks of one process group keep between calls.
 
     All ranks add, use and remove entries in the same calls and in the same order, so an entry is there on all ranks or
     on none. A rank that fails drops everything, its `name` too; in the next call all ranks see that their names differ,
@@ -114,36 +114,37 @@ class GroupState:
             raise PeerLost("the process group was destroyed", where=self.labels[self.rank])
         return group
 
-    # ---- what ranks say to each other
+    # ---- messages between ranks
 
     def exchange(self, data: bytes, deadline: float) -> list[bytes]:
-        """As `exchange_in`. By its end all ranks have closed the routes that this one had closed before: it frees them."""
+        """Do the same as `exchange_in`. When it returns, all ranks have closed the routes that this rank closed before it, which
+        are then freed."""
         leaving = len(self._leaving)
         said = exchange_in(self.group, data, deadline)
         del self._leaving[:leaving]
         return said
 
     def some_rank(self, yes: bool, deadline: float) -> bool:
-        """Whether some rank says yes; the same answer on all ranks."""
+        """Return whether some rank passes True; equal on all ranks."""
         return any(any(said) for said in self.exchange(bytes([yes]), deadline))
 
     def gather(self, data: bytes, deadline: float) -> list[bytes]:
-        """What every rank says, by rank; any lengths."""
+        """Gather bytes of any length from every rank, by rank."""
         sizes = [int.from_bytes(n, "little") for n in self.exchange(len(data).to_bytes(8, "little"), deadline)]
         if max(sizes) > MAX_SAID_BYTES:
             raise ProtocolError(f"a rank sends {max(sizes)} bytes, at most {MAX_SAID_BYTES} are read")
         return [d[:n] for d, n in zip(self.exchange(data.ljust(max(*sizes, 1), b"\0"), deadline), sizes)]
 
     def meet(self, claim: Claim, source: tuple[int, int], deadline: float) -> bytes:
-        """Begins a call with all ranks.
+        """Begin a call with all ranks.
 
         Args:
-            claim: What this rank says.
+            claim: This rank's claim.
             source: Address and allocation of the storage that other ranks may read; zeros: none.
             deadline: A time.monotonic() value.
 
         Returns:
-            The key of this call's routes: of all ranks' claims and sources, equal on all ranks.
+            The key of this call's routes: a digest of all ranks' claims and sources, equal on all ranks.
         """
         gone = next((key for key in self._some() if self.routes[key].abandoned()), bytes(8))
         mine = digest(msgspec.msgpack.encode((claim, source)))
@@ -166,7 +167,7 @@ class GroupState:
     # ---- entries
 
     def _some(self) -> list[bytes]:
-        """Keys of the routes of the last call and of LOOKED_AT others, which are other ones in each call."""
+        """Keys of the routes of the last call and of LOOKED_AT others, in turn."""
         keys = [*self.routes]
         self._looked = (self._looked + LOOKED_AT) % max(1, len(keys))
         return [*keys[-1:], *keys[self._looked :][:LOOKED_AT]]
@@ -179,7 +180,7 @@ class GroupState:
             self._leaving.append(routes)
 
     def trim(self) -> None:
-        """Of routes with message buffers only those used last keep them."""
+        """Free message buffers of all routes but the last used ones."""
         total = 0
         for routes in reversed(self.routes.values()):
             if routes.routed is not None:
@@ -298,7 +299,7 @@ def place_of(t: torch.Tensor) -> tuple[int, int]:
 
 
 def state_of(group: ProcessGroup | None) -> GroupState:
-    """What is kept for a group (None: the default group)."""
+    """Return the state of a group (None: the default group)."""
     group = group if group is not None else torch.distributed.group.WORLD
     if group is None:
         raise Unsupported("there is no process group: call torch.distributed.init_process_group() first, or pass one")
@@ -321,11 +322,11 @@ def _store(group: ProcessGroup, prefix: str) -> Store:
 
 
 def exchange_in(group: ProcessGroup, data: bytes, deadline: float) -> list[bytes]:
-    """What every rank of the group says, by rank.
+    """Gather bytes from every rank of the group, by rank.
 
     Args:
         group: Process group.
-        data: What this rank says; equally many bytes on all ranks.
+        data: Bytes of this rank, equally many on all ranks.
         deadline: A time.monotonic() value.
 
     Raises:
@@ -362,8 +363,8 @@ def digest(*data: bytes) -> bytes:
 
 
 HEAD = struct.Struct("<8s8s8s16s")
-"""The first words of a rank in a call: the name of what it keeps, 8 random bytes, the beginning of the key of routes to be closed, a
+"""The first message of a rank in a call: the name of its state, 8 random bytes, the beginning of the key of routes to close, and a
 digest of its claim and source (zeros: from `forget`)."""
 _STATES: weakref.WeakKeyDictionary[ProcessGroup, GroupState] = weakref.WeakKeyDictionary()
 STUCK: list[tuple[Routes, torch.Tensor | None, torch.Tensor | None]] = []
-"""Held until the process ends: after a failure the device may still read and write these."""
+"""Kept until the process ends: after a failure the device may still read and write these."""

@@ -1,12 +1,13 @@
-"""The `xfer` command. Each subcommand imports what it needs when it is called, so that `--help` is quick.
+"""The `xfer` command: arguments and printing. Other packages compute what it prints.
 
-Here: arguments and printing. What is printed is computed by session/, plan/ and the adapters.
+Each subcommand imports its packages when it is called, so that `--help` is quick.
 """
 
 from __future__ import annotations
 
 import os
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -44,7 +45,7 @@ def status(
     watch: Annotated[float, typer.Option(help="repeat every so many seconds; 0: once")] = 0.0,
     timeout: Annotated[float, typer.Option(help="seconds to wait for the rendezvous")] = 10.0,
 ) -> None:
-    """Who is connected, who is doing what, and who is waited for."""
+    """Show the connected processes, their state, and the processes that are waited for."""
     from rich.console import Console
 
     from xfer.coordinator import messages as m
@@ -71,7 +72,7 @@ def status(
         say(console, str(e), "red")
         raise typer.Exit(1) from None
     except KeyboardInterrupt:
-        raise typer.Exit(0 if party is not None else 130) from None  # how one ends --watch
+        raise typer.Exit(0 if party is not None else 130) from None  # the usual end of --watch
     finally:
         if party is not None:
             party.close()
@@ -102,7 +103,7 @@ def timeline(
     skip: Annotated[int, typer.Option(help="with --median: refits at the start that do not count", min=0)] = 2,
     session: Annotated[str | None, typer.Option(help="how its name begins; default: the last one")] = None,
 ) -> None:
-    """Where the time of a refit went: run every process with XFER_TIMELINE=FOLDER, refit, look."""
+    """Show the time of each step of a refit. Run every process with XFER_TIMELINE=FOLDER, refit, then call this."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -118,6 +119,7 @@ def timeline(
     except XferError as e:
         say(console, str(e), "red")
         raise typer.Exit(1) from None
+    hosts: Mapping[str, Sequence[kept.Moment | kept.Typical]]
     hosts = kept.typical(moments, skip) if median else kept.of_attempt(moments, attempt)
     if not hosts:
         refits = len({x.attempt for x in moments})
@@ -129,19 +131,22 @@ def timeline(
         if sessions:
             say(console, "\n  ".join(("sessions in this folder:", *sessions)))
         raise typer.Exit(1)
-    for host, some in hosts.items():
-        title = f"medians on {host}" if median else f"refit {some[0].attempt} on {host}"
+    for host, found in hosts.items():
+        first = found[0]
+        title = f"refit {first.attempt} on {host}" if isinstance(first, kept.Moment) else f"medians on {host}"
         table = Table(title=Text(plain(title)), title_justify="left")
         numbers = ("ms", "since the last", *(("least", "most", "refits") if median else ()))
         for name in numbers:
             table.add_column(name, justify="right")
         for name in ("who", "what"):
             table.add_column(name)
-        for before, x in zip([some[0], *some], some):
-            row = [f"{(x.at - some[0].at) * 1e3:.2f}", f"{(x.at - before.at) * 1e3:.2f}"]
-            if median:
+        before = first
+        for x in found:
+            row = [f"{(x.at - first.at) * 1e3:.2f}", f"{(x.at - before.at) * 1e3:.2f}"]
+            if isinstance(x, kept.Typical):
                 row += [f"{x.least * 1e3:.2f}", f"{x.most * 1e3:.2f}", str(x.count)]
             table.add_row(*row, *(Text(plain(c)) for c in (x.who, x.what)))
+            before = x
         console.print(table)
     if len(sessions) > 1:
         say(console, "\n  ".join((f"of session {moments[0].session}; there are {len(sessions)}:", *sessions)))
@@ -152,7 +157,7 @@ app.command("plan", help=HELP)(plan_refit)
 
 @app.command()
 def version() -> None:
-    """Versions of xfer and of what it finds beside it."""
+    """Print the versions of xfer and of the packages that it uses."""
     import importlib.metadata as md
 
     import xfer

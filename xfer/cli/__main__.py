@@ -1,4 +1,4 @@
-"""`python -m xfer.cli` is the `xfer` command, too."""
+"""Makes `python -m xfer.cli` the same as the `xfer` command."""
 
 from xfer.cli import main
 

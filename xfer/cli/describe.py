@@ -16,7 +16,7 @@ from typing import Any
 
 from xfer.cli.examples import FOLDER, MODELS
 from xfer.errors import XferError
-from xfer.mesh.parallel import EngineParallel, TrainerParallel
+from xfer.mesh.parallel import MEGATRON_ORDER, EngineParallel, TrainerParallel
 from xfer.plan.fabric import Fabric, Site
 from xfer.plan.fabric_file import parse, read_data
 from xfer.plan.plain_data import TOO_DEEP, unfit
@@ -49,7 +49,7 @@ class Config:
     """A Hugging Face config.
 
     Attributes:
-        names: of the checkpoint's tensors, if an index or safetensors headers lie beside the config; else None.
+        names: Names of the checkpoint's tensors, if an index or safetensors headers lie beside the config; else None.
     """
 
     path: Path
@@ -75,7 +75,7 @@ class DescribedTrainer:
 
     def __str__(self) -> str:
         p = self.parallel
-        sizes = {"TP": p.tp, "PP": p.pp, "VPP": p.vpp or 1, "CP": p.cp, "EP": p.ep, "DP": p.dp}
+        sizes = {"TP": p.tp, "PP": p.pp, "VPP": p.vpp or 1, "CP": p.cp, "EP": p.ep, "DP": p.dp or 1}
         etp = f" ETP{p.etp}" if p.ep > 1 and p.etp != p.tp else ""
         return " ".join(f"{n}{v}" for n, v in sizes.items() if v > 1) + etp or "one rank"
 
@@ -86,9 +86,9 @@ class DescribedEngine:
 
     Attributes:
         parallel: sizes of one replica.
-        keep: as xfer.serve takes it.
-        drop, narrow: as xfer.connect takes them.
-        args: further EngineArgs of vLLM.
+        keep: See xfer.serve.
+        drop, narrow: See xfer.connect.
+        args: Further EngineArgs of vLLM.
     """
 
     config: Config
@@ -107,7 +107,7 @@ class DescribedEngine:
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """A refit to plan. `fabric`: where the links come from, in words."""
+    """A refit to plan. `fabric`: the source of the links, in words."""
 
     trainer: DescribedTrainer
     engine: DescribedEngine
@@ -161,7 +161,7 @@ def describe(
     site = None
     if of is not None and replica is not None and (links is not None or source is None):
         site = _site(links, ranks, words, (of.world, replicas, replica.world), bad)
-    if bad:
+    if bad or of is None or replica is None or site is None:
         raise XferError("this cannot be planned as described", bad)
     t, e = tables["trainer"], tables["engine"]
     return Described(
@@ -170,8 +170,10 @@ def describe(
             configs["engine"],
             replica,
             replicas,
-            *(_globs(e, k) for k in ("keep", "drop", "narrow")),
-            dict(e.get("args", {})),
+            keep=_globs(e, "keep"),
+            drop=_globs(e, "drop"),
+            narrow=_globs(e, "narrow"),
+            args=dict(e.get("args", {})),
         ),
         site,
         words,
@@ -220,7 +222,7 @@ def _value(text: str) -> Any:
 
 
 def _in_our_names(table: Mapping[str, Any], side: str, bad: list[str]) -> dict[str, Any]:
-    """The same table where the framework's own names of sizes, as options (with dashes) or as fields, are ours."""
+    """Replaces the framework's own names of sizes, as options (with dashes) or as fields, by xfer's."""
     out: dict[str, Any] = {}
     told: dict[str, str] = {}
     for name, value in table.items():
@@ -247,7 +249,7 @@ def _known(table: Mapping[str, Any], side: str, bad: list[str]) -> None:
 
 
 def _sizes(table: Mapping[str, Any], side: str, bad: list[str]) -> dict[str, int]:
-    """Those that are given and are sizes."""
+    """The sizes in the table that are valid."""
     out = {}
     for key in SIZES[side]:
         if key not in table:
@@ -261,7 +263,7 @@ def _sizes(table: Mapping[str, Any], side: str, bad: list[str]) -> dict[str, int
 
 
 def _trainer(table: Mapping[str, Any], bad: list[str]) -> TrainerParallel | None:
-    """None after a mistake. The sizes that are right are still checked against each other."""
+    """Returns None after a mistake. Valid sizes are still checked against each other."""
     known = len(bad)
     _known(table, "trainer", bad)
     sizes = _sizes(table, "trainer", bad)
@@ -272,7 +274,7 @@ def _trainer(table: Mapping[str, Any], bad: list[str]) -> TrainerParallel | None
     if len(bad) > known:
         sizes.pop("dp", None)  # the product of all sizes means nothing when one is not known
     try:
-        of = TrainerParallel(**sizes, **({"order": str(table["order"])} if "order" in table else {}))
+        of = TrainerParallel(order=str(table.get("order", MEGATRON_ORDER)), **sizes)
     except XferError as e:
         bad += [f"trainer: {v}" for v in e.violations]
     return of if len(bad) == known else None
@@ -308,7 +310,7 @@ def _globs(table: Mapping[str, Any], key: str) -> tuple[str, ...]:
 
 
 def _configs(tables: Mapping[str, Mapping], bases: Mapping[str, Path], bad: list[str]) -> dict[str, Config]:
-    """Config of each side. A side without one has the other's."""
+    """Config of each side. A side without one uses the other's."""
     paths = {}
     for side, table in tables.items():
         value = table.get("config")
@@ -324,11 +326,14 @@ def _configs(tables: Mapping[str, Mapping], bases: Mapping[str, Path], bad: list
         if not any("config" in t for t in tables.values()):
             bad.append('no config: begin a description with one, as in --trainer "path/to/config.json world=8"')
         return {}
-    read: dict[Path, Config | None] = {}
+    named_by: dict[Path, str] = {}  # the first side that names it
     for side, path in paths.items():
-        if path not in read:
-            read[path] = _config(path, side, bad)
-    if None in read.values():
+        named_by.setdefault(path, side)
+    read: dict[Path, Config] = {}
+    for path, side in named_by.items():
+        if (config := _config(path, side, bad)) is not None:
+            read[path] = config
+    if len(read) < len(named_by):
         return {}
     other = next(iter(paths.values()))
     return {side: read[paths.get(side, other)] for side in tables}
@@ -345,9 +350,9 @@ def _config(path: Path, side: str, bad: list[str]) -> Config | None:
     except RecursionError:
         bad.append(f"{side}: {file}: {TOO_DEEP}")
     except (OSError, UnicodeDecodeError) as e:
-        why = e.strerror if isinstance(e, OSError) else "it is no text"
+        reason = e.strerror if isinstance(e, OSError) else "it is no text"
         bad.append(
-            f"{side}: {file} cannot be read: {why}; a Hugging Face config.json, its folder, or one of {', '.join(MODELS)} is needed"
+            f"{side}: {file} cannot be read: {reason}; a Hugging Face config.json, its folder, or one of {', '.join(MODELS)} is needed"
         )
     except ValueError as e:
         bad.append(f"{side}: {file} is no JSON: {e}")
@@ -381,7 +386,7 @@ Ranks = tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]
 
 
 def _fabric(source: Any, base: Path, bad: list[str]) -> tuple[Fabric | None, Ranks | None, str]:
-    """Returns links, places and where they come from; no links if none are given, or after a mistake."""
+    """Returns links, places and their source; no links if none are given, or after a mistake."""
     if source is None:
         return None, None, ASSUMED
     known = len(bad)

@@ -256,8 +256,8 @@ def _matrix(plans: Sequence[SubPlan], site: Site, p: Prediction) -> Matrix:
             t = x.tables
             np.add.at(table, (t.share_src, t.share_dst - x.trainers + at), t.share_end - t.share_begin)
             at += x.workers
-        columns = [f"replica {r} worker {w}" for r, x in enumerate(plans) for w in range(x.workers)]
-        return _of("rank", table, [f"trainer {i}" for i in range(trainers)], columns)
+        workers_named = [f"replica {r} worker {w}" for r, x in enumerate(plans) for w in range(x.workers)]
+        return _of("rank", table, [f"trainer {i}" for i in range(trainers)], workers_named)
     host, names = site.fabric.links.host, [h.name for h in site.fabric.hosts]
     rows = np.unique(host[list(site.trainers)])
     columns = np.unique(host[[g for r in site.replicas for g in r]])

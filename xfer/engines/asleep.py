@@ -1,5 +1,6 @@
-"""What vLLM's sleep mode does to weights: it gives the memory behind them back and keeps their addresses. Plain torch and the
-driver; what is kept, and why, is layout.py's.
+"""Checks against vLLM's sleep mode, which releases the memory behind weights and keeps their addresses.
+
+This module uses plain torch and the CUDA driver. layout.py decides which bytes refits keep.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from xfer.plan.inventory import Kept
 
 
 def refuse_asleep(live: LiveStorages) -> None:
-    """Unsupported while there is no memory behind weights. The driver says so; vLLM's pool has no stable way to tell."""
+    """Raise Unsupported while weights have no memory. The driver tells; vLLM's pool has no stable interface for that."""
     from xfer.kernels.cuda_driver import mapped
 
     if gone := [name for name, t in live.tensors.items() if t.numel() and not mapped(t.data_ptr())]:
@@ -27,13 +28,17 @@ def refuse_asleep(live: LiveStorages) -> None:
 
 
 class LeftAlone:
-    """Sums over what refits leave alone and vLLM does not restore. After sleep(level=2) memory holds anything; refits write
-    the rest anew and vLLM restores the served model's buffers, but nothing restores parameters, plain attributes, or (before
-    vLLM 0.32) what only a drafter has. The sums are there to see that, not to tell any two contents apart, and are taken on
-    the device: an engine waits for them in every refit.
+    """Sums over the bytes that refits leave alone and vLLM does not restore.
 
-    `constants`: tensors by name that are neither parameters nor buffers (Copies.constants), all on the device of `live`.
-    They may be freed although this knows them, and one that torch has written since is no constant any more.
+    After sleep(level=2) the content of memory is arbitrary. Refits write most of it and vLLM restores the served model's
+    buffers, but nothing restores kept parameters, plain attributes or, before vLLM 0.32, buffers of a drafter. The sums detect
+    such a loss; they are no strong checksums. They run on the device, since the engine waits for them in every refit.
+
+    Args:
+        live: The storages of the model.
+        kept: Bytes that refits leave alone.
+        constants: Tensors by name that are neither parameters nor buffers (Copies.constants), all on the device of `live`.
+            They are not kept alive. A tensor that torch has written since is no longer checked.
     """
 
     def __init__(
@@ -46,7 +51,7 @@ class LeftAlone:
         self._were = self._sums(live)
 
     def _sums(self, live: LiveStorages) -> dict[str, list[int]]:
-        """Of each span and each constant, by name."""
+        """The sums of all spans and constants, by name."""
         parts = [(s.root, _words(live.tensors[s.root], s.start, s.stop)) for s in self._spans]
         for name, ref, written in self._constants:
             if (t := ref()) is not None and t._version == written:
@@ -58,7 +63,7 @@ class LeftAlone:
         return out
 
     def check(self, live: LiveStorages) -> None:
-        """Unsupported, naming all that hold other bytes than when this was made."""
+        """Raise Unsupported that names all tensors whose bytes have changed since this object was made."""
         if lost := sorted(name for name, now in self._sums(live).items() if now != self._were[name]):
             raise Unsupported(
                 "what no refit writes holds other bytes than when this engine joined: did it sleep at level 2?",
@@ -72,6 +77,6 @@ class LeftAlone:
 
 
 def _words(storage: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-    """As large ones as lie there, which are read faster."""
+    """These bytes as int32 if they are aligned, which the device reads faster, otherwise as uint8."""
     part = storage[start:stop]
     return part if start % 4 or stop % 4 else part.view(torch.int32)

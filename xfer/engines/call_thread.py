@@ -1,4 +1,4 @@
-"""Blocking calls in a thread of their own. What is called: handles.py, remote.py."""
+"""A thread that runs blocking calls. handles.py and remote.py use it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ from typing import Any
 
 
 class CallThread:
-    """One daemon thread that runs blocking calls in order. A call that never returns then holds up neither the caller,
-    who waits with a deadline, nor the end of the interpreter. It ends with its last user."""
+    """One daemon thread that runs blocking calls in order.
+
+    A call that never returns then blocks neither the caller, which waits with a deadline, nor the exit of the interpreter. The
+    thread ends when this object is garbage-collected.
+    """
 
     def __init__(self, name: str):
         self._todo: queue.SimpleQueue[tuple[Callable[[], Any], Future] | None] = queue.SimpleQueue()
@@ -30,6 +33,6 @@ def _run(todo: queue.SimpleQueue[tuple[Callable[[], Any], Future] | None]) -> No
         call, future = got
         try:
             future.set_result(call())
-        except BaseException as e:  # also SystemExit: it must reach the waiter, not end the thread
+        except BaseException as e:  # even SystemExit must reach the waiter and must not end the thread
             future.set_exception(e)
-        del got, call, future  # the engine is in them, and the next call may never come
+        del got, call, future  # they refer to the engine, and the next call may never come

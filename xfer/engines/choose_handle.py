@@ -1,4 +1,4 @@
-"""The handle that fits whatever a caller has of an engine."""
+"""Chooses the handle for an engine: a URL, an `LLM`, an `AsyncLLM`, an actor."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def handle_for(engine: Any, *, loop: asyncio.AbstractEventLoop | None = None, **
     Args:
         engine: A handle already, a URL, an `AsyncLLM`, an `LLM`, or an object that forwards vLLM's calls.
         loop: The event loop of an `AsyncLLM`. Default: the running one.
-        **options: Options of that handle's class (`name`; `pause_mode`, `headers`; what a forwarder lacks).
+        **options: Options of that handle's class (`name`, `pause_mode`, `headers`, methods that a forwarder does not have).
 
     Raises:
         Unsupported: The object offers none of these interfaces; the violations say what it lacks.

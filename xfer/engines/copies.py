@@ -1,8 +1,9 @@
-"""Tensors that a live model keeps as plain attributes, where no layout shows them: what they were computed from weights, a
-refit leaves as it was. Found by comparing with the fresh twin, and again, by a look that costs next to nothing, before
-every refit, since some are made at the first forward. Plain torch; what of it is vLLM's is told by vllm_layout.py.
+"""Finds tensors that a live model keeps as plain attributes, outside its parameters and buffers.
 
-Not here: parameters and buffers (live.py, layout.py), what quantization methods made of weights (processed.py).
+If such a tensor was computed from weights, a refit would leave it stale. The live model is compared with its fresh twin,
+and again before every refit, since the first forward may make tensors; that check is cheap. This module uses plain
+torch; vllm_layout.py has the part that knows vLLM. Parameters and buffers are in live.py and layout.py, the work of
+quantization methods in processed.py.
 """
 
 from __future__ import annotations
@@ -19,19 +20,25 @@ from xfer.engines.live import modules
 from xfer.errors import Unsupported
 
 DEPTH = 3
-"""Of lists, tuples and dicts in one another in which tensors are looked for."""
+"""Depth of nested lists, tuples and dicts in which tensors are searched."""
 _OWN = frozenset(vars(torch.nn.Module()))
 _CONTAINERS = (list, tuple, dict)
 Tree = tuple[str, torch.nn.Module]
-"""What the names of a model's tensors begin with ("" or live.DRAFT), and the model."""
+"""The prefix of a model's tensor names ("" or live.DRAFT), and the model."""
 
 
 class Copies:
-    """All floating-point tensors in attributes of modules, and of what computes their attention (`impl`), that lie in no
-    storage of the model and were not there when the twin was built, or lay in the twin's own parameters.
+    """Floating-point tensors in attributes of modules and of their attention implementations (`impl`).
 
-    `twins`: what `attributes` gave for the same trees of the twin, before its loader ran. `keep`: globs over live names.
-    `exempt`: further storages that are none of weights (KV caches), by `_cdata`, asked at every look.
+    Left out are tensors in a storage of the model, and tensors that the twin has too, unless the twin's lies in one of its
+    parameters or buffers.
+
+    Args:
+        trees: The live models.
+        twins: Result of `attributes` for the twins, before their loaders ran.
+        wraps: See LiveStorages.
+        keep: Globs over live names.
+        exempt: Returns further storages without weights (KV caches), by `_cdata`. Called at every `look`.
     """
 
     def __init__(
@@ -47,7 +54,7 @@ class Copies:
         self._watch: _AttributeWatch | None = None
 
     def look(self) -> None:
-        """Unsupported, naming all of them."""
+        """Raise Unsupported that names all of them, if there are any."""
         with torch._C.DisableTorchFunctionSubclass():
             own = storages(self._trees)
             theirs = own.union(self._exempt())
@@ -71,16 +78,16 @@ class Copies:
             self._watch = _AttributeWatch([table for _, table in tables], own)
 
     def check(self) -> None:
-        """Unsupported, as `look`, if there are any by now. Calls no Python function per module while nothing changed."""
+        """Do the same as `look`, but only if an attribute has changed. It calls no Python function per module."""
         if self._watch is None or not self._watch.same():
             self.look()
 
     def constants(self) -> dict[str, torch.Tensor]:
-        """The tensors that hold what a constructor put there (unit norms, scales), and those that `keep` names. As they are
-        neither parameters nor buffers, no refit writes them and no call of vLLM's restores them.
+        """Return the tensors that a constructor filled (unit norms, scales), and those that `keep` names.
 
-        What the model writes as it runs is no constant. torch counts how often a tensor is written in place, so a constant
-        has the count that it has in the twin.
+        They are neither parameters nor buffers, so no refit writes them and no call of vLLM restores them. A tensor that the
+        model writes while it runs is no constant: torch counts in-place writes, and a constant has the same count as in the
+        twin.
         """
         with torch._C.DisableTorchFunctionSubclass():
             exempt = storages(self._trees).union(self._exempt())
@@ -91,7 +98,7 @@ class Copies:
                 for names, key, t in found
                 if t.numel()
                 and t.untyped_storage()._cdata not in exempt
-                and not t.is_inference()  # made by a forward, and without such a count
+                and not t.is_inference()  # a forward made it, and it has no such count
                 and (t._version == self._twins.get(names[0] + key) or self._asked(names, key))
             }
 
@@ -100,15 +107,15 @@ class Copies:
 
 
 def attributes(trees: Sequence[Tree]) -> dict[str, int | None]:
-    """The names of all tensors in attributes of these models, and how often torch has written each in place; None for those
-    that lie in a storage of theirs."""
+    """Return the in-place write counts of all tensors in attributes of these models, by name; None for a tensor that lies in a
+    storage of the models."""
     own = storages(trees)
     found = ((names[0] + key, t) for names, table in _tables(trees) for key, t in _attributes(table))
     return {name: None if t.untyped_storage()._cdata in own else t._version for name, t in found}
 
 
 def storages(trees: Sequence[Tree]) -> set[int]:
-    """Of all parameters and buffers."""
+    """Return the storages of all parameters and buffers, by `_cdata`."""
     return {t.untyped_storage()._cdata for _, tree in trees for t in (*tree.parameters(), *tree.buffers())}
 
 
@@ -121,7 +128,7 @@ def tensors_in(name: str, value: Any, depth: int = DEPTH) -> Iterator[tuple[str,
 
 
 def variants(module: torch.nn.Module) -> Iterator[Any]:
-    """What computes an attention module's attention: no modules, so no layout shows what they hold."""
+    """Yield the attention implementations of a module. They are not modules, so no layout contains their tensors."""
     impl = getattr(module, "impl", None)
     yield from getattr(impl, "get_impl_variants", lambda: (impl,))()
 
@@ -129,8 +136,8 @@ def variants(module: torch.nn.Module) -> Iterator[Any]:
 def _tables(
     trees: Sequence[Tree], wraps: Callable[[torch.nn.Module], str] = lambda module: ""
 ) -> list[tuple[list[str], dict[str, Any]]]:
-    """What every module and attention implementation has as attributes, once, and all that stands before their names. A
-    wrapper's own are its adapters."""
+    """The attributes of every module and attention implementation, once each, with all prefixes of their names. Wrappers are
+    left out: their own tensors are adapters."""
     out: dict[int, tuple[list[str], dict[str, Any]]] = {}
     for prefix, tree in trees:
         for path, module, wrapper in modules(tree, wraps):
@@ -151,9 +158,11 @@ def _attributes(table: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 class _AttributeWatch:
-    """Attributes as they were, in flat lists: another one, one that is no longer None or empty, or one that no longer is
-    the parameter that it was, is seen without a call of Python for each. Holds no tensor but those in the model's storages:
-    a KV cache may be freed although this knows it."""
+    """A snapshot of attributes in flat lists, which compares without a Python call per attribute.
+
+    It detects a new attribute, one that is no longer None or empty, and one that is no longer the same parameter. It keeps no
+    tensors alive except those in the model's storages, so a KV cache can be freed.
+    """
 
     def __init__(self, tables: Sequence[dict[str, Any]], own: set[int]):
         self._tables, self._counts = tables, [*map(len, tables)]
@@ -175,7 +184,7 @@ class _AttributeWatch:
 
     def _contain(self, value: Any, depth: int = DEPTH) -> None:
         if depth and isinstance(value, _CONTAINERS):
-            if not isinstance(value, tuple):  # which another one would have to replace
+            if not isinstance(value, tuple):  # a tuple cannot change
                 self._dicts.append(value) if isinstance(value, dict) else self._lists.append(value)
             for x in value.values() if isinstance(value, dict) else value:
                 if _has_room(x, depth - 1):
@@ -194,7 +203,7 @@ class _AttributeWatch:
 
 
 def _has_room(value: Any, depth: int = DEPTH) -> bool:
-    """Nothing, or a container without tensors that is empty, or in which something is nothing or empty."""
+    """Whether a tensor could appear here: the value is None, or a container without tensors that is empty or has such a value."""
     if value is None:
         return True
     if not isinstance(value, _CONTAINERS) or not depth or any(True for _ in tensors_in("", value)):

@@ -1,4 +1,4 @@
-"""Who may use an in-process engine now: its owner's thread, or a refit. No engine is known here."""
+"""A lock for an in-process engine, which either a thread of its owner or a refit holds. It knows no engine."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from contextlib import contextmanager
 
 
 class Gate:
-    """Lets in either one user thread, which may enter again and again, or the controller, which no thread owns.
+    """A lock that one user thread holds, re-entrantly, or the controller, from any thread.
 
-    A controller that waits goes before users that are not in yet: one who generates in a loop must not starve refits.
-    One that stops waiting leaves no trace.
+    A waiting controller goes before waiting users, so that a user who generates in a loop does not starve refits. A
+    controller whose wait times out changes nothing.
     """
 
     _CONTROLLER = -1
@@ -25,7 +25,7 @@ class Gate:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Waits while the controller, or another thread, is in; not for a controller that lets users by."""
+        """Hold the gate as a user. Wait while another thread or the controller holds it, except after `let_by`."""
         me = threading.get_ident()
         mine = self._take(me)
         try:
@@ -35,22 +35,27 @@ class Gate:
                 self._drop(me)
 
     def close(self, timeout: float | None = None) -> bool:
-        """Waits until the user is out, then keeps users out until `open`. Re-entrant for the controller. False: the
-        user did not leave in `timeout` seconds, and the gate is as it was."""
+        """Hold the gate as the controller, until `open`. Re-entrant.
+
+        Args:
+            timeout: Seconds to wait for the user; None: no limit.
+
+        Returns:
+            Whether the controller holds the gate. If not, the user did not leave in time and the gate is unchanged.
+        """
         return self._take(self._CONTROLLER, timeout)
 
     def open(self) -> None:
         self._drop(self._CONTROLLER)
 
     def let_by(self) -> None:
-        """Users no longer wait for the controller, which may be in for good: what they came for is lost, and they are to
-        be told."""
+        """Let users pass while the controller holds the gate. The engine is lost then, and they must learn it."""
         with self._changed:
             self._lost = True
             self._changed.notify_all()
 
     def keep_out(self) -> None:
-        """The opposite; `close` does it, too."""
+        """Undo `let_by`. `close` does that too."""
         self._lost = False
 
     def _take(self, who: int, timeout: float | None = None) -> bool:
@@ -74,7 +79,7 @@ class Gate:
             if mine:
                 self._holder, self._depth = who, self._depth + 1
             else:
-                self._changed.notify_all()  # users waited for us
+                self._changed.notify_all()  # users waited for this controller
             return mine
 
     def _drop(self, who: int) -> None:

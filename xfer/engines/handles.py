@@ -1,15 +1,16 @@
-"""How a controller talks to one engine replica, whatever its handle is: LLM, AsyncLLM, a URL, an actor. No vLLM is
-imported.
+"""The calls of a controller to one engine replica: `LLM`, `AsyncLLM`, and the base class of all handles.
 
-Every call has a timeout and ends by it. vLLM itself has none: a worker stuck in a call blocks its engine for good, so a
-call that did not answer is *outstanding*; nothing new is sent until it ended, and errors name it. Nor does vLLM
-survive calls out of order: with more than one worker, a session started twice (or finished without a start) raises on
-all of them, the executor reads one reply, and from then on answers every call with the reply to the one before. So a
-handle keeps the state of the session itself and never sends what vLLM would refuse, as long as vLLM does what it was asked: what is
-sent ahead of an answer counts on that.
+Every call returns within its timeout. vLLM has no timeouts: a worker stuck in a call blocks its engine for good. A call
+without an answer is therefore *outstanding*: the handle sends nothing until that call ends, and errors name it.
 
-Not here: what a handle promises (interface.py), when to call what (session/), what happens inside a worker (vllm_worker.py),
-the HTTP and actor handles' wire formats (remote.py), whose turn an in-process engine is (gate.py).
+vLLM does not survive calls out of order. With more than one worker, an update session that is started twice, or
+finished without a start, raises on all workers; the executor reads one reply, and from then on answers every call with
+the reply to the call before it. A handle therefore tracks the state of the update session and never sends a call that
+vLLM would refuse. Calls that are sent ahead of an answer assume that the call before them succeeds.
+
+This module does not import vLLM. Not here: the interface of a handle (participants/engine.py), the order of calls in a
+refit (participants/), the worker's side (vllm_worker.py), HTTP and actors (remote.py), the lock of an in-process engine
+(gate.py).
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ PauseMode = Literal["keep", "wait", "abort"]
 
 @dataclass
 class _Outstanding:
-    """A call that was sent; `settled` applies its effect on the handle's state, once, when it has ended."""
+    """A call that was sent. When it has ended, `settled` applies its effect to the handle's state, once."""
 
     call: str
     future: Future
@@ -52,30 +53,38 @@ class _Outstanding:
 
 
 class Handle(ABC):
-    """Session state, deadlines and error texts of all handles; a subclass says how one call is sent."""
+    """State of the update session, deadlines and error texts of all handles. A subclass sends the calls."""
 
     _in_step = True
-    """Whether the engine may have data-parallel ranks that wait for one another in every step. True where nobody knows."""
+    """Whether the engine may have data-parallel ranks that wait for one another in every step. True if unknown."""
     in_order = False
-    """Whether the engine carries out calls in the order in which they were sent, each when the one before has ended. Then a call
-    may be sent before the one before is answered, which saves the time that answers take."""
+    """Whether the engine runs calls one after the other, in the order in which they were sent. If so, the handle may send a call
+    before the previous one is answered, which saves the latency of that answer."""
 
     def __init__(self, name: str):
         self.name = name
-        self._ahead: dict[str, Future] = {}  # calls that were sent before they were made
+        self._ahead: dict[str, Future] = {}  # calls that were sent early, by name
         self._open = False
-        self._paused = self._theirs = False  # by us; by somebody else before that
-        self._asked: bool | None = None  # what it said of that, if it was asked
+        self._paused = self._theirs = False  # paused by this handle; paused by another party before that
+        self._asked: bool | None = None  # the engine's answer to `is_paused`, if it was asked
         self._outstanding: _Outstanding | None = None
         self._turn = threading.RLock()  # one call at a time; compound calls hold it throughout
 
     @abstractmethod
     def _send(self, call: str, **args: Any) -> Future:
-        """Start one call and return at once; the future carries its result. Names of calls are those used below."""
+        """Start one call and return at once.
+
+        Args:
+            call: Name of the call, one of those used in this module.
+            **args: `info` (dict) of `init` and `update`, `text` of `set_version`.
+
+        Returns:
+            The result of the call, or its exception.
+        """
 
     @property
     def session_open(self) -> bool:
-        """Whether vLLM's update session is open, as far as the calls that ended tell."""
+        """Whether vLLM's update session is open, according to the calls that have ended."""
         return self._open
 
     def assume_open_session(self) -> None:
@@ -97,7 +106,7 @@ class Handle(ABC):
         return nullcontext()
 
     def refuse_own_loop(self, call: str) -> None:
-        """Before a wait for the engine. Only an engine that lives on an event loop has one."""
+        """Raise if the caller is about to wait on the engine's own event loop. Only `AsyncEngine` has one."""
         return None
 
     def stay_paused(self, timeout: float = ASK_S) -> None:
@@ -113,25 +122,28 @@ class Handle(ABC):
         self._call("init", timeout, info=dict(info))
 
     def pause(self, timeout: float) -> None:
-        # Also when our last pause still stands, as far as we know: who resumed a torn engine by force did not tell us.
+        # Pause again even if this handle's last pause should still hold: somebody may have resumed a torn engine by force.
         with self._sequence(timeout) as left:
             if self._asked is None:
                 self.ask_paused(left())
             self._call("pause", left(), done=self._now_paused, failed=lambda: setattr(self, "_asked", None))
 
     def ask_paused(self, timeout: float) -> None:
-        """Just before `pause`, while the engine still serves; `pause` asks itself where nobody did. Never sent ahead of its
-        answer: vLLM sends this question a turn of its loop later than a pause that was called after it. Not asked where the pause
-        is ours alone, be it one that a refit waited for in vain: the answer would be that."""
+        """Ask whether another party has paused the engine.
+
+        Call this just before `pause`, while the engine still serves; `pause` asks by itself otherwise. The question is never
+        sent ahead: vLLM sends it one turn of its loop later than a pause that was called after it. The handle does not ask
+        while the pause is its own alone, which includes a pause that timed out, since the answer would only show that pause.
+        """
         with self._sequence(timeout) as left:
             if self._paused and not self._theirs:
                 return
             said = self._is_paused(left())
-            self._asked = self._theirs if said is None else said  # an engine that cannot say so was not paused
-            self._theirs = self._theirs and self._asked  # whose it was may have ended it, and ours with it
+            self._asked = self._theirs if said is None else said  # an engine without an answer counts as not paused
+            self._theirs = self._theirs and self._asked  # its owner may have resumed it, which ends both pauses
 
     def _is_paused(self, timeout: float) -> bool | None:
-        """None: the engine cannot say."""
+        """Whether the engine is paused; None if it cannot tell."""
         try:
             said = self._call("is_paused", timeout)
         except (DeadlineExceeded, EngineLost):
@@ -155,13 +167,19 @@ class Handle(ABC):
                 self._call("resume", left(), done=lambda: setattr(self, "_paused", False))
 
     def _resumed(self, timeout: float) -> bool:
-        """Whether somebody else has ended our pause already, where a second resume can do harm. vLLM's data-parallel ranks can hang for
-        good when one comes (vLLM pull request 55229): ranks that have begun a step skip the all-reduce in which the others wait."""
+        """Whether another party has already resumed an engine for which a second resume is harmful.
+
+        A second resume can make vLLM's data-parallel ranks hang for good (vLLM pull request 55229): ranks that have begun a
+        step skip the all-reduce in which the others wait.
+        """
         return self._in_step and self._is_paused(timeout) is False
 
     def hand_over_drafter(self, timeout: float) -> bool:
-        """A vLLM or a forwarder without such calls has no drafter; a worker that has one all the same refuses by name when
-        it joins."""
+        """Give the workers their drafter by one empty draft update. Return whether the engine has a drafter.
+
+        A vLLM or a forwarder without these calls counts as one without a drafter. If its worker has one nevertheless, the
+        worker refuses to join and names it.
+        """
         if not all(self._call("has_drafter", timeout) or [False]):
             return False
         self.start_update(timeout, "start_draft")
@@ -172,7 +190,7 @@ class Handle(ABC):
         with self._sequence(timeout) as left:
             if self._open:
                 self._close_session(left())
-            self._ahead.clear()  # what a refit that ended otherwise did not come to call
+            self._ahead.clear()  # left over from a refit that failed before it made these calls
             after = {} if then is None else {"update": {"info": dict(then)}}
             self._call(call, left(), done=lambda: setattr(self, "_open", True), after=after)
 
@@ -180,11 +198,11 @@ class Handle(ABC):
         with self._sequence(timeout) as left:
             if not self._open:
                 raise XferError(f"{self.name}: update without an open session; call start_update first")
-            # When a worker's update_weights raises (xfer's own never does), vLLM closes the session by itself.
+            # vLLM closes the session by itself when a worker's update_weights raises. xfer's own never raises.
             self._call("update", left(), failed=lambda: setattr(self, "_open", False), info=dict(info))
 
     def finish_ahead(self) -> None:
-        # Of a text model that is all; the encoder's cache is reset when its turn comes.
+        # A text model needs no further reset. The encoder's cache is reset later, in its turn.
         for call in ("finish", "reset_prefix") if self.in_order and self._open else ():
             self._ahead[call] = self._send(call)
 
@@ -214,18 +232,18 @@ class Handle(ABC):
                     )
 
     def _cache_calls(self) -> tuple[str, ...]:
-        # Each is a round trip to the engine's process, while it does not serve. Not vLLM's cache of processed images: it holds
-        # nothing that weights computed, and a request that was processed before a reset would find its image gone, and fail.
+        # Each reset is a round trip while the engine does not serve. vLLM's cache of processed images is left alone: it holds
+        # nothing that weights computed, and a request that was processed before its reset would fail without its image.
         return ("reset_prefix",) if self.text_only else ("reset_prefix", "reset_encoder")
 
     def _close_session(self, timeout: float) -> None:
-        # An error in finish leaves vLLM's session open, and only another finish can close it. So it stays open here
-        # too, and the next start_update or finish tries again.
+        # An error in `finish` leaves vLLM's session open, and only another `finish` can close it. So the session stays open
+        # here too, and the next `start_update` or `finish` tries again.
         self._call("finish", timeout, done=lambda: setattr(self, "_open", False))
 
     @contextmanager
     def _sequence(self, timeout: float) -> Iterator[Callable[[], float]]:
-        """Exclusive use of the handle, with every earlier call ended; yields the seconds that are left."""
+        """Hold the handle exclusively, after every earlier call has ended. Yield a function that returns the seconds left."""
         deadline = time.monotonic() + timeout
 
         def left() -> float:
@@ -240,7 +258,7 @@ class Handle(ABC):
             self._turn.release()
 
     def _settle(self, timeout: float) -> None:
-        """Wait for a call that earlier ran into its timeout: until it ends, its effect is not known."""
+        """Wait for a call that timed out earlier. Its effect is unknown until it ends."""
         if self._outstanding is None:
             return
         try:
@@ -261,7 +279,16 @@ class Handle(ABC):
         after: Mapping[str, Mapping[str, Any]] | None = None,
         **args: Any,
     ) -> Any:
-        """after: calls with their arguments that will be made next, to be sent at once where that is all the same."""
+        """Send a call and wait for its result.
+
+        Args:
+            call: Name of the call.
+            timeout: Seconds.
+            done: Called when the call has succeeded, however late.
+            failed: Called when it has failed, however late.
+            after: Next calls and their arguments. They are sent at once if the engine runs calls in order.
+            **args: See `_send`.
+        """
         with self._sequence(timeout) as left:
             future = self._ahead.pop(call, None) or self._send(call, **args)
             for other, its in (after or {}).items() if self.in_order else ():
@@ -285,7 +312,7 @@ class Handle(ABC):
         if isinstance(error, XferError):
             return error
         text = f"{self.name}: {call} failed: {type(error).__name__}: {error}"
-        # By name: the class is vLLM's, which the controller's process need not have.
+        # Compared by name: the class is vLLM's, and the controller's process need not have vLLM.
         if type(error).__name__ == "EngineDeadError" or isinstance(error, ConnectionError):
             return EngineLost(text)
         return DeadlineExceeded(text) if isinstance(error, TimeoutError) else XferError(text)
@@ -300,7 +327,7 @@ def _reads_text_only(vllm_config: Any) -> bool:
 
 
 def _if_there(engine: Any, method: str) -> Callable[..., Any]:
-    """A method for the engine's own label of its weights. vLLM 0.25 has none: there the controller's `version` is it."""
+    """A method that vLLM 0.25 does not have, such as those for its label of the weights; one that does nothing in its place."""
     return getattr(engine, method, None) or (lambda *args: None)
 
 
@@ -314,12 +341,12 @@ def _if_there_async(engine: Any, method: str) -> Callable[..., Awaitable[Any]]:
 class OfflineLLM(Handle):
     """vLLM's synchronous `LLM` in this process.
 
-    It has no pause, and must not be used by two threads at once: its owner generates inside `hold()`, and a refit waits
-    for its turn at that gate and keeps it from `pause` to `resume`.
+    An `LLM` has no pause, and two threads must not use it at once. Its owner therefore generates inside `hold()`, which
+    enters a gate; a refit holds that gate from `pause` to `resume`.
     """
 
     in_order = True  # one thread makes all calls
-    _in_step = False  # the gate is not vLLM's pause
+    _in_step = False  # a pause closes the gate and does not reach vLLM
 
     def __init__(self, llm: Any, name: str = "LLM"):
         refuse_part(getattr(llm.llm_engine, "vllm_config", None))
@@ -335,23 +362,25 @@ class OfflineLLM(Handle):
         return _reads_text_only(self._llm.llm_engine.vllm_config)
 
     def hold(self) -> AbstractContextManager[None]:
-        """`with handle.hold(): llm.generate(…)`. Re-entrant in a thread; waits while a refit is under way."""
+        """Use it as `with handle.hold(): llm.generate(…)`. It waits during a refit, and a thread may enter it again."""
         return self._gate.entered()
 
     def assume_paused(self) -> None:
-        """It has no pause; an earlier controller's gate is not this one's."""
+        """Do nothing: an `LLM` has no pause, and each handle has a gate of its own."""
 
     def ask_paused(self, timeout: float) -> None:
-        """Its gate is ours alone."""
+        """Do nothing: no other party can close this handle's gate."""
 
     def stay_paused(self, timeout: float = ASK_S) -> None:
-        """Opens the gate: an owner who waits there could never be told that the engine is lost. Who holds it must
-        ask. At once, too, where a call does not return and the gate cannot be left."""
+        """Open the gate, at once even while a call does not return.
+
+        An owner that waits at the gate could otherwise never learn that the engine is lost. Code that enters it has to ask.
+        """
         self._gate.let_by()
         self.resume(timeout)
 
     def pause(self, timeout: float) -> None:
-        # Not a call that can be left outstanding: an owner who stays too long must not be shut out when he leaves.
+        # This is not a call that may stay outstanding: after a timeout the gate must not close behind the owner.
         with self._sequence(timeout) as left:
             if self._paused:
                 self._gate.keep_out()
@@ -397,22 +426,23 @@ class OfflineLLM(Handle):
 
 
 class PauseTurns:
-    """Pauses and resumes of one `AsyncLLM` with data-parallel ranks, by its owner and by refits: one call at a time.
+    """Serializes pauses and resumes of one `AsyncLLM` with data-parallel ranks, both its owner's and those of refits.
 
-    Each rank carries out a call between two steps of its own. If two calls overlap, or an engine that is not paused is resumed, one
-    rank can wait in the all-reduce of a resume while another waits for it in a step, and neither ends. So the engine object gets two
-    methods in place of its own: they wait for calls before them, and a resume first asks whether the engine is paused.
+    Each rank runs a call between two steps of its own. If two calls overlap, or if an engine is resumed that is not paused, one
+    rank can wait in the all-reduce of a resume while another waits for it in a step, and neither returns. This class therefore
+    replaces two methods of the engine object: the new ones wait for earlier calls, and a resume first asks whether the engine is
+    paused.
     """
 
     def __init__(self, engine: Any):
         self._lock = asyncio.Lock()
-        self._engine = weakref.ref(engine)  # which ends its processes when nothing refers to it any more
+        self._engine = weakref.ref(engine)  # an AsyncLLM ends its processes when it is garbage-collected
         engine.pause_generation, engine.resume_generation = self.of(self.pause), self.of(self._resume)
         engine.xfer_pause_turns = self
 
     @classmethod
     def on(cls, engine: Any) -> PauseTurns:
-        """Those of an earlier handle, if there was one."""
+        """Return the object that an earlier handle made for this engine, or a new one."""
         return vars(engine).get("xfer_pause_turns") or cls(engine)
 
     def of(self, call: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[None]]:
@@ -421,17 +451,23 @@ class PauseTurns:
                 await call(*args, **how)
 
         async def in_turn(*args: Any, **how: Any) -> None:
-            await asyncio.shield(alone(*args, **how))  # a caller that gives up does not end what the ranks do
+            await asyncio.shield(alone(*args, **how))  # the ranks go on although the caller was cancelled
 
         return in_turn
 
-    async def pause(self, *args: Any, **how: Any) -> None:
-        """The engine's own method, out of turn."""
+    def _alive(self) -> Any:
         engine = self._engine()
+        if engine is None:
+            raise EngineLost("this AsyncLLM was garbage-collected")
+        return engine
+
+    async def pause(self, *args: Any, **how: Any) -> None:
+        """Call the engine's own method, without waiting for a turn."""
+        engine = self._alive()
         await type(engine).pause_generation(engine, *args, **how)
 
     async def _resume(self, *args: Any, **how: Any) -> None:
-        engine = self._engine()
+        engine = self._alive()
         if await _if_there_async(engine, "is_paused")() is not False:
             await type(engine).resume_generation(engine, *args, **how)
 
@@ -448,8 +484,16 @@ class AsyncEngine(Handle):
         name: str = "AsyncLLM",
         in_order: bool | None = None,
     ):
-        """in_order: whether calls are carried out in the order in which they were made. Default: where they are vLLM's own, which
-        send before they wait, to an engine core that reads one queue; what wraps them may do otherwise."""
+        """Make a handle.
+
+        Args:
+            engine: The `AsyncLLM`.
+            loop: Its event loop.
+            pause_mode: `mode` of vLLM's `pause_generation`.
+            name: Its name in errors and logs.
+            in_order: Whether the engine runs calls in the order in which they were made. Default: True if the methods are
+                vLLM's own, which send before they wait, to an engine core that reads one queue. A wrapper's methods may differ.
+        """
         refuse_part(getattr(engine, "vllm_config", None))
         super().__init__(name)
         self._engine, self._loop, self._mode = engine, loop, pause_mode
@@ -471,10 +515,10 @@ class AsyncEngine(Handle):
         return self._in_step
 
     def _resumed(self, timeout: float) -> bool:
-        return False  # a resume in turn asks itself
+        return False  # PauseTurns asks before it resumes
 
     def refuse_own_loop(self, call: str) -> None:
-        """Unsupported on the thread of the engine's loop: what waits there for the engine waits for itself."""
+        """Raise Unsupported on the thread of the engine's event loop, where a wait for the engine would never end."""
         if running_loop() is self._loop:
             raise Unsupported(
                 f"{self.name}: {call} would block the engine's own event loop",
@@ -488,8 +532,11 @@ class AsyncEngine(Handle):
         return asyncio.run_coroutine_threadsafe(self._now(call, **args), self._loop)
 
     def _pause(self) -> Callable[..., Awaitable[None]]:
-        """vLLM's `pause_generation` sleeps for 20 ms at its end, so that callers see last outputs before it returns, "not required for
-        correctness". Here these come while weights move, so the engine core is called without that."""
+        """The call that pauses, without the 20 ms that vLLM's `pause_generation` sleeps at its end.
+
+        vLLM sleeps so that callers see the last outputs before it returns, which is "not required for correctness". In a refit
+        these outputs arrive while weights move, so this calls the engine core directly.
+        """
         core = getattr(self._engine, "engine_core", None) if self._is_vllms("pause_generation") else None
         pause = getattr(core, "pause_scheduler_async", None)
         if self._turns is None:
@@ -497,7 +544,7 @@ class AsyncEngine(Handle):
         return self._turns.of(pause or self._turns.pause)
 
     async def _reset_prefix(self) -> Any:
-        """Whether every data-parallel rank did. vLLM 0.25 gives the first one's answer only."""
+        """Reset the prefix cache. Return whether every data-parallel rank did; vLLM 0.25 returns the first rank's answer only."""
         core = getattr(self._engine, "engine_core", None) if self._is_vllms("reset_prefix_cache") else None
         ask, ranks = getattr(core, "_call_utility_async", None), getattr(core, "core_engines", ())
         if ask is None or len(ranks) < 2:
@@ -512,7 +559,7 @@ class AsyncEngine(Handle):
         rpc = engine.collective_rpc
         calls: dict[str, Callable[[], Awaitable[Any]]] = {
             "init": lambda: rpc("init_weight_transfer_engine", kwargs={"init_info": info}),
-            # Caches are not dropped here but after the commit, when what they hold is known to be of old weights.
+            # Caches are dropped after the commit, when all of their content is known to come from old weights.
             "is_paused": lambda: _if_there_async(engine, "is_paused")(),
             "pause": lambda: self._pause()(mode=self._mode, clear_cache=False),
             "resume": engine.resume_generation,

@@ -1,13 +1,12 @@
-"""Canonical tensors of a Hugging Face model: name, shape and dtype of every checkpoint tensor, nothing allocated or
-read.
+"""Checkpoint tensors of a Hugging Face model: names, shapes and dtypes. No tensor is allocated or read.
 
-Two sources. `checkpoint_specs` reads the headers of the safetensors files in a folder: exact, dtypes included.
-`canonical_specs` asks transformers (4 or 5) to build its own model of a config on meta and to name it as a
-checkpoint would; dtypes are then the config's for every tensor, though some checkpoints keep a few in float32.
-torch and transformers are imported when called.
+There are two sources. `checkpoint_specs` reads the headers of the safetensors files in a folder, which is exact.
+`canonical_specs` lets transformers (4 or 5) build its own model of a config on meta, with the names of a checkpoint. All
+tensors then have the config's dtype, although some checkpoints keep a few in float32. torch and transformers are
+imported when a function is called.
 
-Ask before the first vLLM model is built in a process: vLLM's Transformers backend patches transformers' classes for
-good.
+Call `canonical_specs` before the first vLLM model is built in a process: vLLM's Transformers backend patches
+transformers' classes for good.
 """
 
 from __future__ import annotations
@@ -37,10 +36,11 @@ _SAFETENSORS = {
 
 
 def canonical_specs(config: str | os.PathLike | Mapping, dtype: str | None = None) -> tuple[TensorSpec, ...]:
-    """Specs of the model that `config` (a folder with config.json, or its contents) describes, sorted by name.
+    """Return the checkpoint tensors of a config's model, sorted by name. Tied tensors appear once, under the first name.
 
-    `dtype`: of every tensor; default the config's own, else bfloat16. Of tensors that the model ties, the first stands
-    for all.
+    Args:
+        config: A folder with config.json, or its contents.
+        dtype: Dtype of every tensor. Default: the config's, else bfloat16.
     """
     if not isinstance(config, Mapping):
         return _of_json(json.dumps(json.loads((Path(config) / "config.json").read_text()), sort_keys=True), dtype)
@@ -60,7 +60,7 @@ def _of_json(config: str, dtype: str | None) -> tuple[TensorSpec, ...]:
     keyword = "dtype" if int(transformers.__version__.split(".")[0]) >= 5 else "torch_dtype"
     named = getattr(transformers, str((given.get("architectures") or [""])[0]), None)
     with torch.device("meta"):
-        if named is not None:  # also what is no plain language model: a tower beside one
+        if named is not None:  # this includes models that are not plain language models
             model = named._from_config(hf, **{keyword: getattr(torch, kind)})
         else:
             model = transformers.AutoModelForCausalLM.from_config(hf, **{keyword: getattr(torch, kind)})
@@ -76,7 +76,7 @@ def _of_json(config: str, dtype: str | None) -> tuple[TensorSpec, ...]:
 
 
 def _once_each(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Without the names of tensors that came before under another one: ties, which a checkpoint holds once."""
+    """Drop further names of tied tensors, which a checkpoint holds once."""
     first: dict[tuple, str] = {}
     for name, t in state.items():
         first.setdefault((t.untyped_storage()._cdata, t.storage_offset(), t.shape), name)
@@ -84,9 +84,10 @@ def _once_each(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def checkpoint_specs(folder: str | os.PathLike) -> tuple[TensorSpec, ...]:
-    """Specs of every tensor in the folder's *.safetensors files, from their headers alone, sorted by name.
+    """Return the tensors in a folder's *.safetensors files, read from their headers and sorted by name.
 
-    LayoutError for a folder without such files, a dtype that xfer does not know, or a tensor in two files.
+    Raises:
+        LayoutError: The folder has no such files, a dtype is unknown, or two files have the same tensor.
     """
     files = sorted(Path(folder).glob("*.safetensors"))
     if not files:

@@ -1,10 +1,10 @@
-"""A live engine model compared with its traced twin: what a refit writes, byte for byte, and what it leaves alone.
+"""Compares a live engine model with its traced twin: which bytes a refit writes, and which it leaves alone.
 
-The twin is the same model class on the meta device, in the same parallel groups, whose own loader has been traced: it
-tells where each canonical element goes *in the twin*. Here that is carried over to the live storages, and every byte of
-the live model gets one class: written, filled, staged (computed by the loader), or kept. Aliases need no class of their
-own: names that share a storage share its bytes. What has no class is an error that lists every name. Plain torch;
-vLLM's side is vllm_layout.py.
+The twin is the same model class on the meta device, in the same parallel groups. The trace of its own loader gives the
+place of each element of a checkpoint tensor *in the twin*. This module maps these places to the live storages and gives
+every byte of the live model one class: written, filled, staged (computed by the loader) or kept. Aliases need no class:
+names that share a storage share its bytes. Bytes without a class are an error that lists every name. This module uses
+plain torch; vllm_layout.py has the part that knows vLLM.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ GUIDE = "docs/guide.md, 'Weights that refits leave alone',"
 
 @dataclass(frozen=True, eq=False)
 class EngineLayout:
-    """What one worker's model offers to a refit. Nothing in it changes; storages that move make new `tensors`
-    elsewhere.
+    """The layout of one worker's model for refits. It is immutable; a storage that moves does not change `tensors` here.
 
-    roots      the live storages, and one "scratch/<name>" per checkpoint tensor that the loader computes with; by name
-    tensors    root name -> flat uint8 tensor over the whole storage
-    traced     fragments, fills and recipes over these roots
-    footprint  every byte of every live parameter and buffer, disjoint, by root
-    kept       bytes that no refit touches, and why
-    staged     bytes that recipes write
-    aliases    (name, storage's name) of live tensors that lie in a storage called after another tensor
+    Attributes:
+        roots: The live storages, and one "scratch/<name>" per checkpoint tensor that the loader computes with, by name.
+        tensors: Root name -> flat uint8 tensor over the whole storage.
+        traced: Fragments, fills and recipes over these roots.
+        footprint: Every byte of every live parameter and buffer, disjoint, by root.
+        kept: Bytes that no refit writes, with reasons.
+        staged: Bytes that recipes write.
+        aliases: (name, storage's name) of live tensors in a storage that is named after another tensor.
     """
 
     roots: tuple[Root, ...]
@@ -61,15 +61,22 @@ class EngineLayout:
 def read_layout(
     live: LiveStorages, twin: LiveStorages, traced: Traced, *, keep: Sequence[str] = (), device: torch.device
 ) -> EngineLayout:
-    """`traced`: over the twin's storages. `keep`: globs over live names.
+    """Map a traced loader to the live storages and classify every byte.
 
-    A storage in which every name is kept stays as it is where the trainers send nothing of it or all of it: a tower is
-    not written even if they have one. Where they send a part (q of a fused q, k and v), that part is written and only
+    If every name in a storage is kept and the trainers send nothing or all of that storage, it stays as it is: a kept tower
+    is not written even if the trainers have one. If they send a part (q of a fused q, k and v), that part is written and
     the rest stays. Each reason in `kept` names what the trainers send of that tensor.
 
-    Raises one LayoutError with every name whose live place cannot be told from the twin's, and every live parameter
-    byte that the loader leaves untouched and nobody asked to keep: a model refitted by half must be impossible to
-    report as done.
+    Args:
+        live: The live model.
+        twin: Its twin on the meta device.
+        traced: Trace of the twin's loader, over the twin's storages.
+        keep: Globs over live names.
+        device: Where to allocate scratch.
+
+    Raises:
+        LayoutError: It lists every name whose live place does not follow from the twin's, or every live parameter with
+            bytes that the loader leaves untouched and that `keep` does not name. A refit of half a model must fail.
     """
     sent, held = _sent(traced), _held_back(twin, traced, keep)
     if stale := sorted(held & sent.keys()):
@@ -81,7 +88,7 @@ def read_layout(
     places, violations = _places(live, twin, traced, keep)
     if violations:
         raise LayoutError("the live model does not lie in memory as its class lays it out when it is built", violations)
-    # A trace names a storage after some tensor in it, which need not be the one that this module names it after.
+    # The trace may name a storage after another tensor in it than this module does.
     traced = _relocated(traced, {name: places[twin.slots[name].root] for name in _targets(traced)})
     scratch, scratch_fragments = _scratch(traced)
     footprint = {root: union(s.bytes() for s in slots) for root, slots in live.by_root.items()}
@@ -115,12 +122,22 @@ def read_layout(
 def refuse_kept_in_vain(
     keep: Sequence[str], own: Iterable[str], twin: LiveStorages, traced: Traced, *, whole: bool
 ) -> None:
-    """LayoutError for globs of `keep` that name tensors which the trainers send, and none of the engine's `own`: written in the
-    checkpoint's names, where the engine has others (it fuses projections), they keep nothing, and those tensors would be
-    written. One that names nothing at all is told in the log: what it names may be made by the first forward.
+    """Refuse globs of `keep` that match checkpoint tensors but no tensor of the engine.
 
-    `traced`: over the twin's storages. `whole`: this worker's names are all that the engine has; without it nothing is refused,
-    since other pipeline stages have more.
+    Such a glob uses the checkpoint's names where the engine has others, for example because it fuses projections. It would
+    keep nothing, and a refit would write those tensors. A glob that matches nothing is logged only: the first forward may
+    make its tensor.
+
+    Args:
+        keep: The globs.
+        own: The engine's names on this worker.
+        twin: The twin.
+        traced: Trace over the twin's storages.
+        whole: Whether this worker has all names of the engine. Otherwise nothing is refused, since other pipeline stages
+            have more names.
+
+    Raises:
+        LayoutError: It lists the globs.
     """
     own, bad = list(own), []
     for pattern in keep:
@@ -140,7 +157,7 @@ def refuse_kept_in_vain(
 
 
 def _where(tensor: str, twin: LiveStorages, traced: Traced) -> str:
-    """Where a checkpoint tensor lies in the engine, and what else lies there, as the end of a sentence."""
+    """The engine's tensor that holds a checkpoint tensor, and what else it holds, as the end of a sentence."""
     sent = _sent(traced)
     name = next((n for n in sorted(sent) if tensor in sent[n] and n in twin.slots), "")
     if not name:
@@ -157,10 +174,13 @@ def _where(tensor: str, twin: LiveStorages, traced: Traced) -> str:
 def _places(
     live: LiveStorages, twin: LiveStorages, traced: Traced, keep: Sequence[str]
 ) -> tuple[dict[str, tuple[str, int]], list[str]]:
-    """Twin root -> (live root, bytes to add to offsets there), and what stands against it.
+    """Map each storage of the twin that the loader writes to a live one.
 
-    Every parameter of the twin must be there alive with shape, dtype and strides, and so must every buffer in a storage
-    that the loader writes; what lies together in a twin storage that the loader writes must lie together alive.
+    Every parameter of the twin, and every buffer in a storage that the loader writes, must be in the live model with the
+    same shape, dtype and strides. Tensors that share such a storage in the twin must share one in the live model.
+
+    Returns:
+        Twin root -> (live root, bytes to add to offsets), and one line per violation.
     """
     targets = {twin.slots[name].root for name in _targets(traced) if name in twin.slots}
     places: dict[str, tuple[str, int]] = {}
@@ -172,7 +192,7 @@ def _places(
             continue
         alive = live.slots.get(slot.name)
         if alive is None:
-            # A parameter that the loader does not write and that post-load code removed has no bytes to be wrong.
+            # Code after the load may have removed a parameter that the loader does not write. It has no bytes to check.
             if loaded:
                 bad.append(f"{slot.name}: written by the loader, but not in the live model")
             continue
@@ -205,13 +225,13 @@ def _relocated(traced: Traced, places: Mapping[str, tuple[str, int]]) -> Traced:
         root, by = places[x.root]
         return replace(x, root=root, offset=x.offset + by)
 
-    def moved(f: Fragment) -> Fragment:  # `replace` would be most of what this takes: there are tens of thousands
+    def moved(f: Fragment) -> Fragment:  # `replace` is too slow for tens of thousands of fragments
         root, by = places[f.root]
         return Fragment(f.tensor, f.origin, f.extent, root, f.offset + by, f.strides, f.dtype, f.steps)
 
     return replace(
         traced,
-        # Twin storages may be one live storage (a head tied again after loading): equal writes are one write.
+        # Two twin storages may be one live storage (a head that is tied after loading). Equal writes are then one write.
         fragments=tuple(dict.fromkeys(map(moved, traced.fragments))),
         fills=tuple(dict.fromkeys(map(move, traced.fills))),
         recipes=tuple(
@@ -225,7 +245,7 @@ def _relocated(traced: Traced, places: Mapping[str, tuple[str, int]]) -> Traced:
 
 
 def renamed(traced: Traced, prefix: str) -> Traced:
-    """The same with `prefix` before every root's name."""
+    """Return the trace with `prefix` before the name of every root."""
 
     def named(x):
         return replace(x, root=prefix + x.root)
@@ -240,7 +260,7 @@ def renamed(traced: Traced, prefix: str) -> Traced:
 
 
 def without_roots(traced: Traced, roots: Container[str]) -> Traced:
-    """Without what is written to these storages; what was read stays read."""
+    """Return the trace without the writes to these storages. `reads` is unchanged."""
 
     def rest(items):
         return tuple(x for x in items if x.root not in roots)
@@ -252,7 +272,7 @@ def without_roots(traced: Traced, roots: Container[str]) -> Traced:
 
 
 def joined(a: Traced, b: Traced) -> Traced:
-    """Of two models that load the same checkpoint tensors into storages of their own. `unread`: by neither."""
+    """Join the traces of two models with storages of their own. `unread` then lists the tensors that neither reads."""
     if not (b.specs or b.reads or b.unread):
         return a
     return Traced(
@@ -274,7 +294,7 @@ def scratch_name(tensor: str) -> str:
 
 
 def _scratch(traced: Traced) -> tuple[tuple[Root, ...], tuple[Fragment, ...]]:
-    """A whole checkpoint tensor in scratch for each one that a recipe reads, and the fragment that brings it there."""
+    """One storage in scratch per checkpoint tensor that a recipe reads, and the fragment that writes it there whole."""
     specs: dict[str, TensorSpec] = {s.name: s for s in traced.specs}
     roots, fragments = [], []
     for name in sorted({n for r in traced.recipes for n in r.sources}):
@@ -295,7 +315,12 @@ def _staged(recipes: Iterable[Recipe]) -> dict[str, Ranges]:
 
 
 def run_recipes(layout: EngineLayout, tensors: Mapping[str, torch.Tensor]) -> None:
-    """The loader's own arithmetic, from scratch into `tensors` (root name -> flat uint8), after the wire."""
+    """Run the loader's own arithmetic from scratch into the live storages, after the transfer.
+
+    Args:
+        layout: The layout with the recipes.
+        tensors: The binding table: root name -> flat uint8 tensor.
+    """
     if not layout.traced.recipes:
         return
     specs = {s.name: s for s in layout.traced.specs}
@@ -311,7 +336,7 @@ def run_recipes(layout: EngineLayout, tensors: Mapping[str, torch.Tensor]) -> No
 
 
 def _sent(traced: Traced) -> dict[str, set[str]]:
-    """Root -> the checkpoint tensors that reach it."""
+    """Root -> the checkpoint tensors that are written to it."""
     out: dict[str, set[str]] = {}
     for f in traced.fragments:
         out.setdefault(f.root, set()).add(f.tensor)
@@ -327,16 +352,18 @@ def _done(traced: Traced) -> dict[str, Ranges]:
 
 
 def _unsent(twin: LiveStorages, traced: Traced, roots: set[str]) -> dict[str, int]:
-    """How many bytes of these roots of `traced` a refit would not write."""
+    """Number of bytes of each of these roots of `traced` that a refit would not write."""
     done = _done(without_roots(traced, _targets(traced) - roots))
     whole = {name: union(s.bytes() for s in twin.by_root[twin.slots[name].root]) for name in roots}
     return {name: size(difference(whole[name], done.get(name, NONE))) for name in roots}
 
 
 def _held_back(twin: LiveStorages, traced: Traced, keep: Sequence[str]) -> set[str]:
-    """Roots of `traced` of which nothing is to be written. One that also has a name which is not kept (the embedding that a
-    kept drafter shares with the model) is written for that name's sake, and one of which the trainers send a part is
-    written for that part's."""
+    """Roots of `traced` that a refit must not write.
+
+    A root is written if one of its names is not kept (the embedding that a kept drafter shares with the model), or if the
+    trainers send only a part of it.
+    """
     asked = {
         name
         for name in _targets(traced) & twin.slots.keys()
@@ -353,13 +380,13 @@ def _kept(
     keep: Sequence[str],
     sent: Mapping[str, tuple[set[str], bool]],
 ) -> tuple[tuple[Kept, ...], list[str]]:
-    """Bytes that stay, with reasons, and the names whose bytes may not.
+    """The bytes that stay, with reasons, and one line per name whose bytes must not stay.
 
-    A byte stays when a name that covers it was given by the caller, or when only buffers that the class itself makes
-    cover it: those hold no checkpoint values (rotary tables, attention scales). A buffer that only the live model has
-    was computed after loading, perhaps from weights, and would go stale unseen.
+    A byte stays if `keep` names a tensor that covers it, or if only buffers cover it that the class itself makes: these
+    hold no checkpoint values (rotary tables, attention scales). A buffer that only the live model has was computed after
+    loading, perhaps from weights, and would become stale unnoticed.
 
-    `sent`: live name -> the checkpoint tensors that reach its storage, and whether they are held back all the same.
+    `sent`: live name -> the checkpoint tensors that are written to its storage, and whether `keep` holds them back.
     """
     kept: list[Kept] = []
     bad: dict[str, str] = {}
@@ -408,7 +435,7 @@ def some(names: Iterable[str], most: int = 3) -> str:
 
 
 def _disjoint(kept: list[Kept]) -> tuple[Kept, ...]:
-    """One reason per byte: the first name in the order of storage and byte."""
+    """Keep one reason per byte, that of the first name in the order of storage and byte."""
     out: list[Kept] = []
     seen: dict[str, Ranges] = {}
     for k in sorted(kept, key=lambda k: (k.root, k.start, k.stop, k.reason)):

@@ -1,8 +1,7 @@
-"""A module tree seen as storages: which named tensor lies where, what moved since, and which bytes a set of writes
-covers.
+"""The storages of a module tree: the place of each named tensor, storages that moved, and the bytes that writes cover.
 
-Plain torch; nothing of vLLM, of canonical tensors or of plans. The engine side reads two trees with it, the live model
-and its twin on the meta device, and compares them (layout.py).
+This module uses plain torch and knows nothing of vLLM, checkpoint tensors or plans. The engine side reads two trees with
+it, the live model and its twin on the meta device, and compares them (layout.py).
 """
 
 from __future__ import annotations
@@ -24,13 +23,23 @@ from xfer.trace.slots import Slot, Slots
 
 Ints = tuple[int, ...]
 Ranges = tuple[np.ndarray, np.ndarray]
-"""int64 [N] starts and stops of byte ranges, in rising order and not touching, as in plan/intervals.py."""
+"""int64 [N] starts and stops of byte ranges, in rising order, with gaps between them, as in plan/intervals.py."""
 NONE: Ranges = (np.empty(0, np.int64), np.empty(0, np.int64))
 
 
 @dataclass(frozen=True, slots=True)
 class LiveSlot:
-    """One name in the tree. `root`: the storage's name, "" when it has no bytes; `offset` and strides in bytes."""
+    """One named tensor of the tree.
+
+    Attributes:
+        name: Its name.
+        is_parameter: Whether it is a parameter; otherwise it is a buffer.
+        root: Name of its storage; "" if it has no bytes.
+        offset: Bytes from the beginning of the storage.
+        shape: Elements per dim.
+        strides: Bytes per dim.
+        dtype: Its dtype.
+    """
 
     name: str
     is_parameter: bool
@@ -41,32 +50,38 @@ class LiveSlot:
     dtype: torch.dtype
 
     def bytes(self) -> Ranges:
-        """Exactly the bytes of its elements."""
+        """Return the bytes of its elements, without gaps between them."""
         return covered([(self.offset, self.shape, self.strides, self.dtype.itemsize)], self.name)
 
     def described(self) -> str:
-        """Shape, strides (in elements) and dtype in words."""
+        """Return shape, strides (in elements, if not row-major) and dtype as text."""
         strides = tuple(s // self.dtype.itemsize for s in self.strides)
         plain = all(n == 1 or s == p for n, s, p in zip(self.shape, strides, row_major(self.shape), strict=True))
         return f"{self.shape}{'' if plain else f' strides {strides}'} {str(self.dtype).removeprefix('torch.')}"
 
 
 DRAFT = "draft."
-"""In front of the names of a drafter's tensors: a second model beside the one that is served."""
+"""Prefix of the names of a drafter's tensors. A drafter is a second model beside the one that is served."""
 
 
 class LiveStorages:
-    """A snapshot of all parameters and buffers of `model`, ties and duplicate names included, by the storage they lie
-    in, and of its drafter's after them.
+    """A snapshot of all parameters and buffers of a model by storage, ties and duplicate names included.
 
-    `wraps`: which child of a module, if any, it only wraps ("base_layer" of an adapter's layer): that child's tensors
-    are named as if they were its own, which is what they were when the model was built.
+    Args:
+        model: The model.
+        draft: Its drafter. The drafter's tensors follow the model's.
+        wraps: Returns the name of the child that a module only wraps ("base_layer" of an adapter's layer), or "". The
+            child's tensors get the names that they had before they were wrapped.
 
-    `slots`: by name, in the order of the tree; `by_root`: those of each storage. `roots`: sorted by name; a storage is
-    called after the first name found in it. `tensors`: root name -> flat uint8 tensor over the whole storage. It keeps
-    the storage alive, so an address in it cannot come to mean another tensor behind our back.
+    Attributes:
+        slots: Tensors by name, in the order of the tree.
+        by_root: Tensors of each storage.
+        roots: Storages, sorted by name. The name of a storage is the first name found in it.
+        tensors: Root name -> flat uint8 tensor over the whole storage. It keeps the storage alive, so that its address
+            cannot be reused for another tensor.
 
-    Raises Unsupported for tensors that hide their storage (wrapper subclasses), naming all.
+    Raises:
+        Unsupported: Tensors hide their storage (wrapper subclasses). It names all of them.
     """
 
     def __init__(
@@ -97,16 +112,22 @@ class LiveStorages:
         self.tensors = {root.name: bound.tensors[root.name] for root in self.roots}
 
     def check(self) -> Literal["same", "moved", "changed"]:
-        """Compare the tree with this snapshot. "moved": every name is still there with shape, dtype and place within
-        its storage, but some storage is another one."""
+        """Compare the tree with this snapshot.
+
+        Returns:
+            "same"; "moved": each name has the same shape, dtype and place in its storage, but some storage is new; "changed".
+        """
         try:
             return self._watch.check()
-        except RebindError:  # names are gone, or on another device: `rebound` says which
+        except RebindError:  # tensors are missing or on another device; `rebound` names them
             return "changed"
 
     def rebound(self) -> LiveStorages:
-        """A snapshot of the same layout at its present addresses; RebindError, naming what differs, if it is another
-        one."""
+        """Return a snapshot of the same layout at its present addresses.
+
+        Raises:
+            RebindError: The layout has changed. It names each difference.
+        """
         now = self._again()
         lines = [f"{n}: gone" for n in self.slots.keys() - now.slots.keys()]
         lines += [f"{n}: new" for n in now.slots.keys() - self.slots.keys()]
@@ -117,7 +138,7 @@ class LiveStorages:
                     f"{name}: was {was.described()} at byte {was.offset} of {was.root or 'nothing'}, "
                     f"now {now_is.described()} at byte {now_is.offset} of {now_is.root or 'nothing'}"
                 )
-        if not lines:  # then the storages have the same names, but one may have another size
+        if not lines:  # the storages have the same names, but one may have another size
             for a, b in zip(self.roots, now.roots, strict=True):
                 lines += [f"{a.name}: a storage of {a.nbytes} bytes, now {b.nbytes}"] if a != b else []
         if lines:
@@ -136,8 +157,8 @@ def _all(model: torch.nn.Module, wraps: Callable[[torch.nn.Module], str], prefix
 def modules(
     model: torch.nn.Module, wraps: Callable[[torch.nn.Module], str] = lambda module: ""
 ) -> Iterator[tuple[str, torch.nn.Module, bool]]:
-    """(path, module, whether it only wraps another) of each; one that is wrapped has the path of its wrapper."""
-    shown, wrapped = {"": ""}, {"": wraps(model)}  # what a path is called, and which child it only wraps
+    """Yield (path, module, whether it only wraps another) of each module. A wrapped module has the path of its wrapper."""
+    shown, wrapped = {"": ""}, {"": wraps(model)}  # by path: the path to show, and the child that is wrapped
     for path, module in model.named_modules(remove_duplicate=False):
         if path:
             parent, _, child = path.rpartition(".")
@@ -151,8 +172,15 @@ def modules(
 
 
 def covered(regions: Iterable[tuple[int, Ints, Ints, int]], storage: str) -> Ranges:
-    """The bytes of strided regions (offset, extent, strides, bytes of an element), all in bytes, of one storage. Unsupported,
-    naming `storage`, where they are too scattered to be told apart."""
+    """Return the bytes that strided regions of one storage cover.
+
+    Args:
+        regions: (offset in bytes, extent in elements, strides in bytes, bytes of an element).
+        storage: Name of the storage, for the error.
+
+    Raises:
+        Unsupported: The regions are too scattered to list their bytes.
+    """
     regions = [r for r in regions if all(r[1])]
     if not regions:
         return NONE
@@ -182,7 +210,7 @@ def pairs(a: Ranges) -> list[tuple[int, int]]:
 
 
 def written(fragments: Iterable[Fragment], fills: Iterable[Fill]) -> dict[str, Ranges]:
-    """Bytes that fragments and fills write, by root."""
+    """Return the bytes that fragments and fills write, by root."""
     regions: dict[str, list[tuple[int, Ints, Ints, int]]] = {}
     both: Iterable[Fragment | Fill] = (*fragments, *fills)
     for x in both:

@@ -1,12 +1,12 @@
-"""The second lock: while a refit is open, one small tensor that every token passes through holds NaN in the live model.
+"""The NaN lock: while a refit is open, one small tensor that every token depends on holds NaN in the live model.
 
-Pausing the engine is the first lock, and vLLM lets anyone undo it. An engine that is resumed by force between the first
-byte and the commit then answers NaN and not plausible nonsense. The tensor is found by trying, not by name: NaN in it
-must turn the model's own forward into NaN at every token.
+The first lock is the pause of the engine, but anyone can resume vLLM. An engine that is resumed by force between the
+first byte and the commit then answers NaN instead of plausible nonsense. The tensor is found by test and not by name:
+NaN in it must turn the model's own forward into NaN at every token.
 
-The refit writes the tensor's new bytes to scratch, which stands in for its storage in the binding table; the commit
-copies them over. Checksums read the same table, so they see the new value and never the NaN. Plain torch; how to run a
-forward of vLLM is vllm_layout.py's.
+The refit writes the tensor's new bytes to scratch, which replaces its storage in the binding table; the commit copies
+them to the live storage. Checksums read the same table, so they see the new value and never the NaN. This module uses
+plain torch; vllm_layout.py runs vLLM's forward.
 """
 
 from __future__ import annotations
@@ -21,17 +21,19 @@ from xfer.errors import XferError
 from xfer.plan.intervals import difference, size
 
 MAX_BYTES = 1 << 20
-"""A lock is copied once per commit, inside the outage; a vector of the model's width is some KiB."""
+"""Largest lock. It is copied once per commit, while the engine is paused. A vector of the model's width is some KiB."""
 
 Forward = Callable[[], Sequence[torch.Tensor]]
-"""A dummy forward: tensors of [tokens, …], every one of which later code adds to or multiplies with the token's
-state."""
+"""A dummy forward. Later code adds each returned tensor [tokens, …] to the token's state, or multiplies the state with it."""
 
 
 class Lock:
-    """Live bytes of one storage, and the scratch that refits write instead.
+    """One live storage, and the scratch that refits write in its place.
 
-    `scratch` holds the storage's true bytes while engaged, and equal ones otherwise.
+    Attributes:
+        root: Name of the storage.
+        slot: The tensor that fills it.
+        scratch: Flat uint8. While the lock is engaged it holds the true bytes of the storage, otherwise a copy of them.
     """
 
     def __init__(self, slot: LiveSlot, live: torch.Tensor):
@@ -45,20 +47,25 @@ class Lock:
         return self._engaged
 
     def engage(self) -> None:
-        """Before the first write. Again after an abort it changes nothing: the live bytes are NaN already."""
+        """Fill the live tensor with NaN, before the first write. After an aborted refit this changes nothing."""
         if not self._engaged:
             self.scratch.copy_(self._live)
             self._engaged = True
         _fill_nan(self.slot, self._live)
 
     def release(self) -> None:
-        """At the commit, after the last write: install what scratch holds."""
+        """Copy scratch to the live storage, at the commit, after the last write."""
         self._live.copy_(self.scratch)
         self._engaged = False
 
     def capture(self) -> None:
-        """After a loader has written the live bytes themselves (packed route): they are the true ones, to be installed by
-        the commit, and NaN until then. XferError when the loader left the tensor as it was."""
+        """Save the live bytes that a loader wrote (packed route) in scratch and fill the tensor with NaN again.
+
+        The commit installs them.
+
+        Raises:
+            XferError: The loader did not write the tensor.
+        """
         if not self._live.view(self.slot.dtype).isfinite().any():
             raise XferError(f"{self.slot.name} holds no number after loading: the loader did not write it")
         self.scratch.copy_(self._live)
@@ -66,29 +73,29 @@ class Lock:
         _fill_nan(self.slot, self._live)
 
     def moved_to(self, live: torch.Tensor) -> None:
-        """The storage has another address now."""
+        """Use `live`: the same storage at a new address."""
         self._live = live
         if self._engaged:
             _fill_nan(self.slot, live)
 
     def bound(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The binding table of a refit: `tensors` with scratch for the locked storage."""
+        """Return the binding table of a refit: `tensors` with scratch in place of the locked storage."""
         return {**tensors, self.root: self.scratch}
 
 
 def candidates(layout: EngineLayout, live: LiveStorages) -> list[LiveSlot]:
-    """Floating-point vectors that alone fill a storage and that every refit writes whole, the last of the tree first;
-    none of a drafter's, whose NaN would only make it be overruled.
+    """Return floating-point vectors that fill a storage alone and that every refit writes whole, the last of the tree first.
 
-    The later in the model, the less is computed on NaN when somebody does resume a torn engine: routers and index
-    kernels come before the last norm, and what they do with NaN is not for us to find out on a live GPU.
+    The order matters if somebody resumes a torn engine: the later the lock, the fewer kernels run on NaN. Routers and index
+    kernels come before the last norm, and their behaviour on NaN is unknown. Vectors of a drafter are left out: the served
+    model would only overrule its NaN.
     """
     done = written(layout.traced.fragments, layout.traced.fills)
     return [s for s in alone(live) if not size(difference(s.bytes(), done.get(s.root, NONE)))]
 
 
 def alone(live: LiveStorages) -> list[LiveSlot]:
-    """The candidates of a loader that is not known but writes every parameter."""
+    """Return the candidates for a loader that was not traced and writes every parameter."""
     sizes = {r.name: r.nbytes for r in live.roots}
     out = []
     for slot in live.slots.values():
@@ -106,11 +113,22 @@ def alone(live: LiveStorages) -> list[LiveSlot]:
 def choose(
     layout: EngineLayout, live: LiveStorages, forward: Forward, agree: Callable[[bool, str], bool]
 ) -> Lock | None:
-    """Try the candidates until NaN in one makes every token of the forward NaN. None: no candidate does.
+    """Try the candidates until NaN in one of them makes every token of the forward NaN.
 
-    Collective: every rank that takes part in one another's forward calls this. `agree(verdict, about)` returns whether
-    all of them said True, and raises where they speak of different things, so that they stop together. XferError when
-    the model answers NaN before anything was tried, as then no test can tell.
+    Collective over all ranks that share a forward.
+
+    Args:
+        layout: Layout of the live model.
+        live: Its storages.
+        forward: The dummy forward.
+        agree: `agree(verdict, about)` returns whether all ranks said True. It raises if `about` differs between ranks, so
+            that they stop together.
+
+    Returns:
+        The lock; None if no candidate passes.
+
+    Raises:
+        XferError: The model answers NaN already, so no test can tell.
     """
     return try_locks(candidates(layout, live), live, forward, agree)
 
@@ -118,7 +136,7 @@ def choose(
 def try_locks(
     order: Sequence[LiveSlot], live: LiveStorages, forward: Forward, agree: Callable[[bool, str], bool]
 ) -> Lock | None:
-    """`choose` among these slots, in this order."""
+    """Do the same as `choose` for these slots, in this order."""
     if not agree(not _all_nan(forward()), " ".join(slot.name for slot in order)):
         raise XferError(
             "the engine answers NaN with the weights it has, so no lock can be tested",
@@ -142,5 +160,5 @@ def _fill_nan(slot: LiveSlot, storage: torch.Tensor) -> None:
 
 
 def _all_nan(outputs: Sequence[torch.Tensor]) -> bool:
-    """Every token carries NaN throughout, in at least one of the outputs."""
+    """Whether at least one output is NaN in every element."""
     return any(t.numel() > 0 and bool(t.isnan().all()) for t in outputs)

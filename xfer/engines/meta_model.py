@@ -1,8 +1,8 @@
-"""vLLM's own model class built on meta, for tracing: in a live worker, or for any rank of any layout in one process.
+"""Builds vLLM's own model class on meta, for tracing: in a live worker, or for any rank of any layout in one process.
 
-In a worker the process groups are real and `make_meta_model(vllm_config)` is all. Elsewhere `fake_rank` lets vLLM's
-own group arithmetic run with groups that know who is in them and cannot communicate. vLLM is imported when a
-function is called.
+In a worker the process groups are real, and `make_meta_model(vllm_config)` is enough. Elsewhere `fake_rank` runs vLLM's
+own group arithmetic with groups that know their members and cannot communicate. vLLM is imported when a function is
+called.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import copy
 import json
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
@@ -24,17 +24,33 @@ from xfer.errors import Unsupported
 from xfer.trace.loader import PACKED
 from xfer.trace.watch import PythonData, Watch, framework_line
 
+if TYPE_CHECKING:
+    from vllm.sequence import IntermediateTensors
+
+    class VllmModel(torch.nn.Module):
+        """The methods of a vLLM model class that xfer calls beside those of a module."""
+
+        def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str] | None: ...
+
+        def make_empty_intermediate_tensors(
+            self, batch_size: int, dtype: torch.dtype, device: torch.device
+        ) -> IntermediateTensors: ...
+
 
 def make_config(hf_config: str | Mapping, *, tp: int = 1, pp: int = 1, dp: int = 1, ep: bool = False, **extra: Any):
-    """The VllmConfig that an engine would have: no weights and no tokenizer are looked for.
+    """Return the VllmConfig of an engine, without weights or tokenizer.
 
-    `hf_config`: a folder with config.json, or its contents. `extra`: further EngineArgs.
+    Args:
+        hf_config: A folder with config.json, or its contents.
+        tp, pp, dp: Sizes of the parallel groups.
+        ep: Whether experts are parallel.
+        **extra: Further EngineArgs.
     """
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.models import registry
 
     if not isinstance(hf_config, str):
-        folder = tempfile.mkdtemp(prefix="xfer-config-")  # vLLM reads it again later, so it stays
+        folder = tempfile.mkdtemp(prefix="xfer-config-")  # not removed: vLLM reads it again later
         (Path(folder) / "config.json").write_text(json.dumps(dict(hf_config)))
         hf_config = folder
     options = dict(
@@ -51,23 +67,25 @@ def make_config(hf_config: str | Mapping, *, tp: int = 1, pp: int = 1, dp: int =
         distributed_executor_backend="mp",
         disable_log_stats=True,
     )
-    # vLLM looks at a model class in a process of its own, so that CUDA stays untouched in this one; here that costs
-    # seconds per family and protects nothing.
+    # vLLM inspects a model class in a subprocess, to keep CUDA uninitialised in this one. That costs seconds per family and is
+    # not needed here.
     here = mock.patch.object(registry, "_run_in_subprocess", lambda look: look())
     with here, mock.patch.dict("os.environ", VLLM_CPU_KVCACHE_SPACE="1", VLLM_CPU_CI_ENV="1"):
         return EngineArgs(**{**options, **extra}).create_engine_config()
 
 
-def make_meta_model(vllm_config, watch: Watch | None = None) -> torch.nn.Module:
-    """The model that vLLM would serve under `vllm_config` on this rank, every parameter on meta. Groups must be set.
+def make_meta_model(vllm_config, watch: Watch | None = None) -> VllmModel:
+    """Return the model that vLLM would serve on this rank, with every parameter on meta. Groups must be set.
 
-    `watch`: notes the constants that the constructor computes; `trace_loader` takes it as `built`.
+    Args:
+        vllm_config: The engine's configuration.
+        watch: Records the constants that the constructor computes; `trace_loader` takes it as `built`.
     """
     return make_model(vllm_config, "meta", watch=watch)
 
 
-def make_meta_drafter(vllm_config, watch: Watch | None = None) -> torch.nn.Module:
-    """The drafter that vLLM would load beside that model: as its own proposers do, with the drafter's model config."""
+def make_meta_drafter(vllm_config, watch: Watch | None = None) -> VllmModel:
+    """Return the drafter that vLLM would load beside that model, built with the drafter's model config as vLLM's proposers do."""
     spec = vllm_config.speculative_config
     if spec.moe_backend is not None:
         from vllm.config.utils import replace
@@ -77,10 +95,11 @@ def make_meta_drafter(vllm_config, watch: Watch | None = None) -> torch.nn.Modul
     return make_model(vllm_config, "meta", spec.draft_model_config, watch)
 
 
-def make_model(vllm_config, device: str, model_config=None, watch: Watch | None = None) -> torch.nn.Module:
-    """As `make_meta_model`, on any device; uninitialised storage. A model that is already live is left untouched.
+def make_model(vllm_config, device: str, model_config=None, watch: Watch | None = None) -> VllmModel:
+    """Return the same model as `make_meta_model` on any device, uninitialised. It leaves a live model untouched.
 
-    Unsupported, naming the line of vLLM, when a class cannot be built on meta.
+    Raises:
+        Unsupported: The class cannot be built on meta. It names the line of vLLM.
     """
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.layers import rotary_embedding
@@ -89,7 +108,7 @@ def make_model(vllm_config, device: str, model_config=None, watch: Watch | None 
 
     config = copy.copy(vllm_config)
     compilation = config.compilation_config = copy.copy(vllm_config.compilation_config)
-    compilation.static_forward_context = {}  # layers register here by name, and a second one of that name is refused
+    compilation.static_forward_context = {}  # layers register here by name, and vLLM refuses a second one of that name
     if hasattr(compilation, "static_all_moe_layers"):
         compilation.static_all_moe_layers = []
     with contextlib.ExitStack() as stack:
@@ -100,7 +119,7 @@ def make_model(vllm_config, device: str, model_config=None, watch: Watch | None 
             stack.enter_context(watch or Watch())
         stack.enter_context(torch.device(device))
         stack.enter_context(_registries_kept())
-        # A cache of the process: tensors on meta would be served to its next real model.
+        # This cache is global: the next real model of the process would get meta tensors from it.
         stack.enter_context(mock.patch.object(rotary_embedding, "_ROPE_DICT", {}))
         try:
             model = initialize_model(config, **({} if model_config is None else {"model_config": model_config}))
@@ -118,8 +137,8 @@ def make_model(vllm_config, device: str, model_config=None, watch: Watch | None 
 
 @contextlib.contextmanager
 def _registries_kept() -> Iterator[None]:
-    """Dicts of vLLM's modules in which layers put themselves when they are built, so that an op of the live model finds them by name
-    (HpcRopeNorm): afterwards they hold what they held."""
+    """Restore the global dicts of vLLM's modules in which layers register, so that ops of the live model still find its layers
+    by name (HpcRopeNorm)."""
     before = [(registry, dict(registry)) for registry in _registries()]
     try:
         yield
@@ -141,7 +160,7 @@ def _registries() -> Iterator[dict]:
 
 
 def _all_to_meta(model: torch.nn.Module) -> None:
-    """The Transformers backend names a device for a few of its parameters; they keep class and loader attributes."""
+    """Move the few parameters to meta for which the Transformers backend sets a device. They keep class and attributes."""
     for module in model.modules():
         for name, p in list(module._parameters.items()):
             if p is not None and p.device.type != "meta":
@@ -155,10 +174,10 @@ def _all_to_meta(model: torch.nn.Module) -> None:
 
 @contextlib.contextmanager
 def fake_rank(vllm_config, rank: int) -> Iterator[None]:
-    """Inside, this process is `rank` of the layout: vLLM's order DP x PP x TP, TP fastest. Nothing can communicate.
+    """Make this process `rank` of the layout: vLLM's order DP x PP x TP, TP fastest. Groups cannot communicate.
 
-    vLLM's `initialize_model_parallel` runs itself, only the construction of a group is replaced, so that rank order is
-    vLLM's. Module state is put back afterwards; not for use where vLLM's groups are live.
+    vLLM's own `initialize_model_parallel` runs and only the construction of a group is replaced, so the rank order is vLLM's.
+    The module's state is restored afterwards. Do not use this while vLLM's groups are live.
     """
     from vllm.config import set_current_vllm_config
     from vllm.distributed import parallel_state
@@ -195,7 +214,7 @@ def fake_rank(vllm_config, rank: int) -> Iterator[None]:
 
 
 def _is_group_slot(name: str, value: object, parallel_state: Any) -> bool:
-    """Module globals such as _TP: annotated `GroupCoordinator | None`, or the node count that goes with them."""
+    """Whether a module global holds a group, such as _TP (annotated `GroupCoordinator | None`), or the node count."""
     kind = str(getattr(parallel_state, "__annotations__", {}).get(name, ""))
     return name == "_NODE_COUNT" or (name.startswith("_") and "GroupCoordinator" in kind and not callable(value))
 

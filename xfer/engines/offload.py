@@ -1,5 +1,6 @@
-"""vLLM's weight offloading: layers whose weights lie in host memory between forwards, outside the module tree. What a refit
-writes to the tree there is overwritten by the next forward, so such engines are refused. Here is only how they are told.
+"""Refuses vLLM's weight offloading, which keeps the weights of layers in host memory between forwards.
+
+That memory is outside the module tree: the next forward would overwrite what a refit writes to the tree.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from xfer.errors import Unsupported
 
 
 def refuse_offloaded(vllm_config: Any) -> None:
-    """Unsupported, naming each setting that keeps weights elsewhere."""
+    """Raise Unsupported that names each setting by which weights are offloaded."""
     config = getattr(vllm_config, "offload_config", None)
     if config is None:  # vLLM before it had one
         found = {"cpu_offload_gb": getattr(vllm_config.cache_config, "cpu_offload_gb", 0)}

@@ -1,5 +1,6 @@
-"""What a framework logs while xfer runs its code: one line per kind of warning. vLLM's loaders warn once per tensor, and a trace
-runs a loader that ran before.
+"""Shortens the warnings of a framework's code that xfer runs to one line per kind.
+
+vLLM's loaders warn once per tensor, and a trace runs a loader that has run before.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ class _HeldWarnings(logging.Filter):
 
 @contextlib.contextmanager
 def one_line_per_kind(package: str) -> Iterator[None]:
-    """Inside, warnings that the loggers of `package` give in this thread are held back. At the end each kind is logged once, by
-    its own logger, with its count and its first messages."""
+    """Hold back this thread's warnings from the loggers of `package`. At the end each kind is logged once, with its count and its
+    first messages."""
     names = [n for n in logging.root.manager.loggerDict if n == package or n.startswith(f"{package}.")]
     loggers, held = [logging.getLogger(n) for n in names], _HeldWarnings()
     for logger in loggers:

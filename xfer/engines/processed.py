@@ -1,5 +1,6 @@
-"""What vLLM did to weights after loading them, told from a live model: weights that lie otherwise than they were loaded, and what
-attention computed from them for itself. Not here: other tensors outside of parameters and buffers (copies.py).
+"""Refuses live models that vLLM processed after loading: a new layout of weights, or tensors that attention computed from them.
+
+copies.py finds other tensors outside parameters and buffers.
 """
 
 from __future__ import annotations
@@ -19,10 +20,13 @@ _ELSE = "or have vLLM's own loader make them from whole tensors: connect(route=x
 
 
 def refuse_processed(model: torch.nn.Module, prefix: str = "") -> None:
-    """Unsupported, naming every module whose live weights may be laid out otherwise than they were loaded.
+    """Refuse modules whose live weights may have another layout than the loaded ones.
 
-    Some post-load processing keeps shape and dtype (FlashInfer swaps the halves of w13), so no look at the result can
-    tell; the methods that are known to leave weights alone are listed, and all others refused.
+    Some processing keeps shape and dtype (FlashInfer swaps the halves of w13), so the result does not show it. This function
+    therefore accepts only the methods that are known to leave weights alone.
+
+    Raises:
+        Unsupported: It names every such module.
     """
     bad: list[str] = []
     for name, module in model.named_modules():
@@ -50,8 +54,10 @@ def refuse_processed(model: torch.nn.Module, prefix: str = "") -> None:
 
 
 def _copies_in_attention(model: torch.nn.Module) -> list[str]:
-    """Attention implementations that keep a tensor of their own which they computed after loading (FlashInfer: sinks in
-    fp32). They are no modules, so no layout shows it, and a refit of the parameter would leave the copy as it was."""
+    """One line per tensor that an attention implementation computed after loading and keeps (FlashInfer: sinks in fp32).
+
+    An implementation is not a module, so no layout contains the tensor, and a refit of the parameter would not change it.
+    """
     own = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())}
     bad = []
     for name, module in model.named_modules():

@@ -1,7 +1,6 @@
-"""Handles of engines that live in another process: an HTTP server in development mode, or any object that forwards
-calls.
+"""Handles of engines in another process: an HTTP server in development mode, or any object that forwards calls.
 
-What a handle promises is in interface.py; here is only how each call looks on the wire.
+This module holds the wire format of each call. participants/engine.py has the interface of a handle.
 """
 
 from __future__ import annotations
@@ -21,18 +20,26 @@ from xfer.errors import EngineLost, Unsupported, XferError
 from xfer.participants.engine import ASK_S
 
 _STRAGGLER_S = 3600.0
-"""How long a request may stay unanswered on its socket. Callers wait by their own, shorter timeouts; hanging up earlier
-would not stop the call in the engine, only leave us not knowing when it ended."""
+"""Longest wait for the answer to a request, on its socket. Callers have shorter timeouts of their own. Closing the socket
+earlier would not stop the call in the engine, and its end would stay unknown."""
 _AGAIN_S = 0.5
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-"""Uses no proxy, whatever `http_proxy` says: `init` carries the job's token, over http:// in clear."""
+"""Ignores `http_proxy`: `init` carries the job's token, which http:// sends in clear."""
 
 
 class HttpEngine(Handle):
     """`vllm serve … --weight-transfer-config '{"backend": "xfer"}'`, started with VLLM_SERVER_DEV_MODE=1.
 
-    `headers`: sent with every request, e.g. {"Authorization": "Bearer …"}. Requests go straight to the server and never
-    through a proxy, whatever the environment says.
+    Requests go straight to the server and never through a proxy, even if the environment names one.
+
+    Args:
+        url: "http://host:port".
+        pause_mode: `mode` of vLLM's `/pause`.
+        headers: Sent with every request, e.g. {"Authorization": "Bearer …"}.
+        name: Its name in errors and logs. Default: the URL.
+
+    Raises:
+        Unsupported: `url` is no such URL, or has a user or password in it.
     """
 
     def __init__(
@@ -43,7 +50,7 @@ class HttpEngine(Handle):
         headers: Mapping[str, str] | None = None,
         name: str | None = None,
     ):
-        if "@" in url:  # not shown: it would be in errors, logs, names of threads
+        if "@" in url:  # the error must not quote it: errors and logs would then show the password
             raise Unsupported(
                 "an engine URL with a user or password in it",
                 ['pass them as headers=, e.g. {"Authorization": "Basic …"}'],
@@ -62,7 +69,7 @@ class HttpEngine(Handle):
         return self._url
 
     def workers(self, timeout: float = ASK_S) -> int:
-        """The first question of all: a server that does not listen yet, because it still loads its model, is waited for."""
+        """Return the number of workers. This is the first call to a server, so it retries while the server loads its model."""
         until = time.monotonic() + timeout
         while True:
             try:
@@ -105,8 +112,11 @@ class HttpEngine(Handle):
         return calls[call]()
 
     def _has_drafter(self) -> list[bool]:
-        """By the server's own list of routes: asking a vLLM for what its workers do not have would leave their answers
-        out of step. A server that hides the list is taken to have none; its workers then refuse a drafter by name."""
+        """Return whether each worker has a drafter, according to the server's own list of routes.
+
+        A call that the workers do not have would leave vLLM's answers out of step, so the list is read first. A server that
+        hides the list counts as one without a drafter; its workers then refuse a drafter and name it.
+        """
         try:
             routes = self._ask("GET", "/openapi.json").get("paths", {})
         except Unsupported:
@@ -117,7 +127,14 @@ class HttpEngine(Handle):
         return [answer in (True, "True") for answer in asked["results"]]  # the route turns answers into text
 
     def _ask(self, method: str, path: str, body: Any = None, *, optional: bool = False) -> dict[str, Any]:
-        """`optional`: a route that older servers do not have; nothing happens there, and the answer is empty."""
+        """Send a request and return the JSON of its answer.
+
+        Args:
+            method: "GET" or "POST".
+            path: Route and query.
+            body: Data for JSON.
+            optional: Older servers do not have the route. The answer is then {}.
+        """
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self._url + path, data=data, headers=self._headers, method=method)
         try:
@@ -139,18 +156,26 @@ class HttpEngine(Handle):
 
 
 class CallableEngine(Handle):
-    """Any object that forwards vLLM's calls, e.g. around a Ray actor: synchronous methods by vLLM's names, plain
-    arguments.
+    """Any object that forwards vLLM's calls, e.g. around a Ray actor: synchronous methods by vLLM's names, plain arguments.
 
-    Needed on `obj`, or given here: init_weight_transfer_engine, start_weight_update, update_weights,
-    finish_weight_update (vLLM's weight-sync client), pause_generation, resume_generation, reset_prefix_cache. Used if
-    there: is_paused (without it every refit ends a pause that somebody else began), update_weight_version,
-    get_weight_version, reset_encoder_cache, and for an engine with a drafter supports_draft_weight_updates
-    (a list, one answer per worker) and start_draft_weight_update. `workers`: how many workers the four calls reach; asked
-    of `obj.get_world_size()` when not given. An object with data-parallel ranks under load should be paused by its owner
-    while it joins: nothing here tells.
+    Required methods: init_weight_transfer_engine, start_weight_update, update_weights, finish_weight_update (vLLM's
+    weight-sync client), pause_generation, resume_generation, reset_prefix_cache. Optional methods: is_paused (without it
+    every refit ends a pause that another party began), update_weight_version, get_weight_version, reset_encoder_cache, and
+    for an engine with a drafter supports_draft_weight_updates (a list, one answer per worker) and
+    start_draft_weight_update. The owner of an object with data-parallel ranks under load should pause it while it joins:
+    this handle cannot detect such ranks.
 
-    Unsupported lists what is missing: an engine that cannot be paused, or keeps its caches, would answer with old work.
+    Args:
+        obj: The object.
+        workers: Number of workers that the four weight-sync calls reach. Default: `obj.get_world_size()`.
+        pause: Used in place of `obj.pause_generation`.
+        resume: Used in place of `obj.resume_generation`.
+        reset_prefix_cache: Used in place of `obj.reset_prefix_cache`.
+        name: Its name in errors and logs. Default: the name of its class.
+
+    Raises:
+        Unsupported: Lists the missing methods. An engine that cannot pause or reset its caches would go on serving results
+            of old weights.
     """
 
     _METHODS = {
@@ -204,12 +229,13 @@ class CallableEngine(Handle):
     def engine(self) -> Any:
         return self._engine
 
-    def _send(self, call: str, info: dict[str, Any] | None = None, text: str = "") -> Future:
+    def _send(self, call: str, **args: Any) -> Future:
+        return self._thread.submit(lambda: self._now(call, **args))
+
+    def _now(self, call: str, info: dict[str, Any] | None = None, text: str = "") -> Any:
         method = self._calls[call]
         if method is None:
-            return self._thread.submit(lambda: None)
-        if call == "init":
-            return self._thread.submit(lambda: method({"init_info": info}))
-        if call == "update":
-            return self._thread.submit(lambda: method({"update_info": info}))
-        return self._thread.submit(lambda: method(text)) if call == "set_version" else self._thread.submit(method)
+            return None
+        if call in ("init", "update"):
+            return method({f"{call}_info": info})
+        return method(text) if call == "set_version" else method()

@@ -1,5 +1,6 @@
-"""Settings of a vLLM with which a refit would end well and the engine would still compute with old weights, told from its
-configuration, before anything of a model is read. Both routes ask. Not here: what is told from a live model (processed.py).
+"""Refuses settings of vLLM with which a refit would succeed and the engine would still compute with old weights.
+
+Both routes check the configuration before they read the model. processed.py checks the live model.
 """
 
 from __future__ import annotations
@@ -12,13 +13,22 @@ from xfer.engines.offload import refuse_offloaded
 from xfer.errors import Unsupported
 
 TRUSTED = "XFER_TRUST_CONNECTORS"
-"""In an engine's environment: class names, with commas, of connectors whose caches the engine's owner answers for."""
+"""Variable in an engine's environment: comma-separated class names of connectors whose caches the engine's owner resets, or
+which keep nothing."""
 
 
 def refuse_settings(vllm_config: Any, workers: int = 0) -> None:
-    """Unsupported, naming settings; see each. `workers`: of the replica, as its controller counts them; 0: unknown."""
+    """Refuse settings that the functions below describe.
+
+    Args:
+        vllm_config: The engine's configuration.
+        workers: Number of workers of the replica, as its controller counts them; 0: unknown.
+
+    Raises:
+        Unsupported: It names the settings.
+    """
     parallel = getattr(vllm_config, "parallel_config", None)
-    # In the workers of a dense model vLLM hides how many data-parallel ranks there are; behind a hybrid balancer nothing tells then.
+    # The workers of a dense model see data_parallel_size=1. With a hybrid load balancer they cannot find the true number.
     if workers and (_external(parallel) or getattr(parallel, "data_parallel_size", 1) > 1):
         refuse_unreached(parallel, workers)
     refuse_offloaded(vllm_config)
@@ -28,8 +38,11 @@ def refuse_settings(vllm_config: Any, workers: int = 0) -> None:
 
 
 def refuse_unreached(parallel_config: Any, workers: int) -> None:
-    """`workers` where vLLM's client, which is behind a load balancer of data-parallel ranks, reaches its own host's only, or its
-    own rank's: the others would be waited for."""
+    """Refuse a vLLM client that reaches fewer than `workers` workers.
+
+    Behind a load balancer of data-parallel ranks, a client reaches only the ranks of its host, or only its own rank. A refit
+    would wait for the others until its deadline.
+    """
     if not getattr(parallel_config, "local_engines_only", False):
         return
     ranks = 1 if _external(parallel_config) else max(1, parallel_config.data_parallel_size_local)
@@ -44,10 +57,10 @@ def refuse_unreached(parallel_config: Any, workers: int) -> None:
 
 
 def refuse_part(vllm_config: Any) -> None:
-    """Unsupported for an engine of several processes, each with one worker and an `LLM`.
+    """Refuse an engine of several processes, each with one worker and an `LLM`.
 
-    A refit pauses an engine between two batches. Here every process has its own batches and its own pause, so one could wait in an
-    all-reduce for another that is paused already.
+    A refit pauses an engine between two batches. Each of these processes has batches and a pause of its own, so one could wait
+    in an all-reduce for another that is already paused.
     """
     parallel: Any = getattr(vllm_config, "parallel_config", None)
     if getattr(parallel, "distributed_executor_backend", None) == "external_launcher" and parallel.world_size > 1:
@@ -68,8 +81,11 @@ def _external(parallel_config: Any) -> bool:
 
 
 def refuse_shared_weights(vllm_config: Any) -> None:
-    """Weights mapped from a daemon of vLLM's that other engines map, too, also one that is not paused, and that a restarted engine
-    takes for the checkpoint. Also where the loader may have read the disk instead, which its setting does not say."""
+    """Refuse weights that vLLM maps from the memory of a daemon.
+
+    Other engines map the same memory, even while they serve, and a restarted engine takes it for the checkpoint. The loader
+    may have read the disk instead; its setting does not tell, so such engines are refused too.
+    """
     configs = {"load_format": getattr(vllm_config, "load_config", None)}
     spec = getattr(vllm_config, "speculative_config", None)
     configs["draft_load_config"] = getattr(
@@ -79,7 +95,8 @@ def refuse_shared_weights(vllm_config: Any) -> None:
         f'{name}: ipc_cache maps a daemon\'s memory into this engine; set "mode": "copy" in its model_loader_extra_config, or load '
         "otherwise"
         for name, config in configs.items()
-        if getattr(config, "load_format", "") == "ipc_cache"
+        if config is not None
+        and getattr(config, "load_format", "") == "ipc_cache"
         and (config.model_loader_extra_config or {}).get("mode", "zero_copy") != "copy"
     ]
     if bad:
@@ -87,8 +104,10 @@ def refuse_shared_weights(vllm_config: Any) -> None:
 
 
 def refuse_calculated_scales(cache_config: Any) -> None:
-    """vLLM before 0.32 takes scales of a quantized KV cache from the first forward and then keeps them: from the weights of that day,
-    be they the random ones of load_format="dummy"."""
+    """Refuse scales of a quantized KV cache that vLLM before 0.32 computes in the first forward and then keeps.
+
+    They come from the weights of that moment, which may be the random ones of load_format="dummy".
+    """
     kind = getattr(cache_config, "cache_dtype", "auto")
     if getattr(cache_config, "calculate_kv_scales", False) and kind not in ("auto", "bfloat16", "float16", "float32"):
         raise Unsupported(
@@ -98,11 +117,11 @@ def refuse_calculated_scales(cache_config: Any) -> None:
 
 
 def refuse_kept_results(vllm_config: Any) -> None:
-    """KV and encoder connectors that keep what old weights computed where no reset of vLLM's reaches it.
+    """Refuse KV and encoder connectors that keep results of old weights and that vLLM does not reset.
 
-    Its scheduler takes a connector that has no `reset_cache` for one that was reset, and keys of such caches carry no version
-    of weights. So the class is asked whether it has one. A connector's own word that it did not work is another matter: that
-    fails the refit (Handle.reset_caches).
+    vLLM's scheduler reports success for a connector without `reset_cache`, and the keys of such caches carry no version of
+    the weights. So this checks whether the class has that method. If a connector's own reset fails, the refit fails
+    (Handle.reset_caches).
     """
     trusted = {name.strip() for name in os.environ.get(TRUSTED, "").split(",")}
     bad: list[str] = []
@@ -124,7 +143,7 @@ def refuse_kept_results(vllm_config: Any) -> None:
 
 
 def _unreset(kv: Any) -> Iterator[tuple[str, str]]:
-    """(class, why) of a connector, or of each in one that has several."""
+    """Yield (class, reason) of each connector that vLLM does not reset."""
     from vllm.config import KVTransferConfig
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1

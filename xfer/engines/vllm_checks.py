@@ -1,4 +1,4 @@
-"""What both routes ask of a vLLM worker: which checkpoint tensors it takes, and whether its ranks agree."""
+"""Checks of a vLLM worker that both routes use: which checkpoint tensors it takes, and whether its ranks agree."""
 
 from __future__ import annotations
 
@@ -15,10 +15,20 @@ from xfer.trace.fragment import TensorSpec
 def refuse_other_family(
     given: Sequence[TensorSpec], expected: Sequence[TensorSpec], model: str, *, may_lack: bool = False
 ) -> list[str]:
-    """LayoutError with both sides' names when the trainers' checkpoint is not one of the engine's model.
+    """Refuse a trainers' checkpoint that is not one of the engine's model.
 
-    `may_lack`: parts of the model may be frozen, so a tensor that the trainers lack is no error by itself; whether it is
-    needed is told by the bytes that nothing writes. Returns the names of those.
+    Args:
+        given: The trainers' checkpoint tensors.
+        expected: Those of the engine's model.
+        model: Name of the engine's model, for the error.
+        may_lack: Parts of the model may be frozen. A missing tensor is then no error here; `read_layout` refuses bytes that
+            nothing writes.
+
+    Returns:
+        Names of the tensors that the trainers do not have.
+
+    Raises:
+        LayoutError: It lists the names of both sides.
     """
     ours, theirs = {s.name: s.shape for s in expected}, {s.name: s.shape for s in given}
     lines = [
@@ -42,9 +52,10 @@ def matches(name: str, patterns: Sequence[str]) -> bool:
 
 
 def all_agree(verdict: bool, about: str) -> bool:
-    """And over all ranks that take part in this rank's forward: its tensor-parallel and data-parallel groups.
+    """Return whether all ranks of this rank's forward pass True. Collective over its tensor- and data-parallel groups.
 
-    XferError, on all of them alike, when they are not asking about the same thing.
+    Raises:
+        XferError: `about` differs between ranks. All of them raise it.
     """
     from vllm.distributed.parallel_state import get_dp_group, get_tp_group
 

@@ -1,18 +1,20 @@
-"""Keeps the weights of vLLM's CPU engine in their parameters. For tests on machines without a GPU, and for nothing
-else.
+"""Keeps the weights of vLLM's CPU engine in their parameters, for tests on machines without a GPU only.
 
 After loading, vLLM's CPU worker packs every linear weight into a oneDNN or SGL kernel object and leaves an *empty*
-parameter behind, and replaces expert weights by packed ones of, at times, the same shape. What a refit writes into such
-parameters is never read: the engine would go on serving the old weights with every checksum green. Unquantised GPU
-engines do neither, so to test on CPU what happens on GPUs, the weights must stay where the loader put them and be read
-from there at each call.
+parameter behind. It also replaces expert weights by packed ones, sometimes of the same shape. No kernel reads what a refit
+writes to such parameters: the engine would go on serving the old weights while every checksum is right. Unquantised GPU
+engines do neither. To test on the CPU what happens on GPUs, the weights must stay in their parameters, and every call
+must read them there.
 
-`install` swaps the two places where vLLM packs. Outputs are those of other kernels then (F.linear, a loop over
-experts): slower, and equal bit for bit only to another engine that runs resident too. It is off unless
-XFER_CPU_RESIDENT=1.
+`install` replaces the functions by which vLLM packs. Other kernels then compute the outputs (F.linear, a loop over
+experts): they are slower, and equal bit for bit only to those of another engine with resident weights. This is off
+unless XFER_CPU_RESIDENT=1.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -23,20 +25,20 @@ _installed = False
 
 
 def installed() -> bool:
-    """Whether CPU weights of this process stay in their parameters."""
+    """Return whether CPU weights of this process stay in their parameters."""
     return _installed
 
 
 def install() -> None:
-    """Idempotent. Must run before a model is built; models built before keep their packed weights.
+    """Replace the functions by which vLLM packs weights. Idempotent. Models that were built before stay packed.
 
-    Raises Unsupported when this vLLM does not have the functions that are swapped, rather than leaving half of them
-    packed.
+    Raises:
+        Unsupported: This vLLM does not have all of these functions. None is replaced.
     """
     global _installed
     if _installed:
         return
-    import vllm._custom_ops  # noqa: F401  (chooses its library by what the CPU can do: before that is denied below)
+    import vllm._custom_ops  # noqa: F401  (chooses its library by the CPU's features, which must happen before they are denied below)
     from vllm.model_executor.layers import utils
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
@@ -44,10 +46,10 @@ def install() -> None:
         (utils, "dispatch_cpu_unquantized_gemm", _leave_in_parameter),  # its callers import it by name at call time
         (CPUUnquantizedExperts, "process_weights_after_loading", lambda self, layer: None),
         (CPUUnquantizedExperts, "apply", _apply_experts),
-        # With AMX, MLA packs kv_b_proj inside its attention backend. vLLM asks torch whether the CPU has it; say no, so
-        # that it takes the backend that reads the parameter, whatever machine the tests run on.
+        # With AMX, MLA packs kv_b_proj inside its attention backend. Deny AMX, so that vLLM chooses the backend that reads
+        # the parameter on every machine.
         (torch.cpu, "_is_amx_tile_supported", lambda: False),
-        # Likewise for the packed weights of causal convolutions, which gated delta nets read where the CPU has bf16.
+        # With bf16, gated delta nets read packed weights of causal convolutions. Deny that too.
         (torch.cpu, "_is_avx512_bf16_supported", lambda: False),
     ]
     missing = [f"{getattr(owner, '__name__', owner)}.{name}" for owner, name, _ in swaps if not hasattr(owner, name)]
@@ -58,9 +60,17 @@ def install() -> None:
     _installed = True
 
 
-def _leave_in_parameter(layer: torch.nn.Module, remove_weight: bool) -> None:
-    """Stands in for the packing of one linear or embedding layer: its `cpu_linear(x, weight, bias)` reads what it is
-    given. Causal convolutions come here too, and are read from their weight anyhow."""
+class _CpuLayer(Protocol):
+    """A layer of vLLM's CPU engine. It computes its output by `cpu_linear(x, weight, bias)`."""
+
+    cpu_linear: Callable[..., torch.Tensor]
+
+
+def _leave_in_parameter(layer: _CpuLayer, remove_weight: bool) -> None:
+    """Replaces the packing of one linear or embedding layer: its `cpu_linear(x, weight, bias)` reads the parameter.
+
+    vLLM also calls this for causal convolutions, whose kernels read the parameter in any case.
+    """
     del remove_weight
     layer.cpu_linear = F.linear
 
@@ -68,12 +78,13 @@ def _leave_in_parameter(layer: torch.nn.Module, remove_weight: bool) -> None:
 def _apply_experts(
     self, output, hidden_states, w1, w2, topk_weights, topk_ids, activation, global_num_experts, expert_map, *_, **__
 ) -> None:
-    """The experts of this rank, one at a time, straight from the live weights; the signature is vLLM's.
+    """Compute the experts of this rank one by one from the live weights. The signature is vLLM's.
 
     hidden_states [T, H]; w1 [E, 2I, H] gate above up; w2 [E, H, I]; topk_* [T, K]; output [T, H] = sum over the local
     experts of weight * w2 @ (act(gate) * up). Sums are kept in float32, in expert order, so that runs repeat exactly.
     """
-    act = {"silu": F.silu, "gelu": F.gelu}.get(activation.value)
+    known: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"silu": F.silu, "gelu": F.gelu}
+    act = known.get(activation.value)
     if act is None:
         raise Unsupported(f"resident CPU experts do not know the activation {activation.value!r}")
     local = topk_ids.long()

@@ -1,9 +1,10 @@
 """The engine-side reader for vLLM: one worker's live model as a layout, without patching vLLM and without real weights.
 
-The model class's own `load_weights` is traced on a twin of the model on the meta device, built inside the worker, so
-that vLLM's own groups say which shard is whose (meta_model.py, trace/loader.py). layout.py carries the trace over to
-the live storages; lock.py chooses the tensor that holds NaN while a refit is open. Here is what those need of vLLM: the
-twin, what names the checkpoint should have, and how to run a forward. What is refused: settings.py, processed.py, copies.py.
+The model class's own `load_weights` is traced on a twin of the model on the meta device. The twin is built inside the
+worker, so that vLLM's own groups determine the shards (meta_model.py, trace/loader.py). layout.py maps the trace to the
+live storages; lock.py chooses the tensor that holds NaN while a refit is open. This module supplies what they need from
+vLLM: the twin, the expected names of the checkpoint, and a forward. settings.py, processed.py and copies.py refuse
+engines that cannot be refitted.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from xfer.engines.asleep import LeftAlone, refuse_asleep
-from xfer.engines.copies import Copies, attributes, tensors_in
+from xfer.engines.copies import Copies, Tree, attributes, tensors_in
 from xfer.engines.layout import (
     EngineLayout,
     joined,
@@ -44,41 +45,54 @@ from xfer.trace.watch import Watch
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+    from xfer.engines.meta_model import VllmModel
     from xfer.trace.catalog import Catalog
 
 logger = logging.getLogger("xfer")
 
 DUMMY_TOKENS = 16
-"""Tokens of the forward that tests a lock; more than any tensor-parallel group divides them into in practice."""
+"""Tokens of the forward that tests a lock. At least the size of any tensor-parallel group that is used in practice."""
 
 
 class EngineModel:
-    """One worker's model, seen by a session.
+    """One worker's model, as a session uses it.
 
-    `keep`: globs over the engine's tensor names that refits leave alone (a frozen tower). `drop`: globs over checkpoint
-    names that this engine ignores. All workers of a replica call `read` and `choose_lock` in step: the latter runs the
-    model's own collectives. Not thread-safe; errors are XferErrors that name tensors, and leave the live model as it was.
+    All workers of a replica call `read` and `choose_lock` together: `choose_lock` runs the model's own collectives. Not
+    thread-safe. Errors are XferErrors that name tensors; the live model is then unchanged.
+
+    Args:
+        vllm_config: The configuration of the engine.
+        model: The live model.
+        device: Its device.
+        keep: Globs over the engine's tensor names. Refits leave these tensors alone (a frozen tower).
+        drop: Globs over the names of checkpoint tensors that this engine ignores.
+
+    Attributes:
+        version: Label of the last refit that was installed.
+        workers: Number of workers of the replica, as its controller counts them.
+        draft: The drafter, the second model of speculative decoding, if it was handed over.
     """
 
     def __init__(
         self,
         vllm_config: VllmConfig,
-        model: torch.nn.Module,
+        model: VllmModel,
         device: torch.device,
         *,
         keep: Sequence[str] = (),
         drop: Sequence[str] = (),
     ):
         self.vllm_config, self.model, self.device = vllm_config, model, device
-        self.keep, self.drop, self.version = tuple(keep), tuple(drop), None
-        self.workers = 0  # of the replica, as its controller counts them
-        self.draft: torch.nn.Module | None = None  # the second model of speculative decoding, if it was handed over
+        self.keep, self.drop = tuple(keep), tuple(drop)
+        self.version: int | str | None = None
+        self.workers = 0
+        self.draft: torch.nn.Module | None = None
         self._live: LiveStorages | None = None
         self._copies: Copies | None = None
         self._layout: EngineLayout | None = None
         self._tensors: Mapping[str, torch.Tensor] = {}
         self._lock: Lock | None = None
-        self._kept: LeftAlone | None = None  # of an engine that may sleep
+        self._kept: LeftAlone | None = None  # None unless the engine may sleep
         dummy = getattr(vllm_config.load_config, "load_format", "auto") == "dummy"
         self._holds: Literal["whole", "mix", "nothing"] = "nothing" if dummy else "whole"
 
@@ -86,11 +100,13 @@ class EngineModel:
 
     @one_line_per_kind("vllm")
     def read(self, catalog: Catalog) -> EngineLayout:
-        """Trace the loader over the catalog's tensors and carry the result over to the live storages.
+        """Trace the loader over the catalog's tensors and map the result to the live storages.
 
-        LayoutError: the trainers' tensors are not those of this model, the live model is not laid out as its class
-        builds it, or bytes would stay as they are; Unsupported: a quantized model, settings with which old weights would
-        live on (settings.py), or post-load processing that moves bytes.
+        Raises:
+            LayoutError: The trainers' tensors are not those of this model, the live model is not laid out as its class
+                builds it, or a refit would leave bytes as they are.
+            Unsupported: The model is quantized, processing after the load moves bytes, or a setting would keep results
+                of old weights (settings.py).
         """
         if self.vllm_config.parallel_config.enable_eplb:
             raise Unsupported("this engine moves experts between workers while it serves", ["start vLLM without EPLB"])
@@ -108,7 +124,7 @@ class EngineModel:
         copies.look()
         specs = tuple(s for s in catalog.specs if not matches(s.name, self.drop))
         drafted = self._drafted(drafter, specs, live, built)
-        drafters = set(drafted.reads) - {s.name for s in expected or ()}  # both models may read the embedding
+        drafters = set(drafted.reads) - {s.name for s in expected or ()}  # without those that both models read
         mine = tuple(s for s in specs if s.name not in drafters)
         head = self._untied_head(twin, mine, expected or ())
         absent: list[str] = []
@@ -132,7 +148,7 @@ class EngineModel:
         self._live, self._layout, self._copies = live, layout, copies
         self._kept = LeftAlone(live, layout.kept, self._constants(copies)) if self._may_sleep() else None
         if self._lock is not None and any(s == self._lock.slot for s in candidates(layout, live)):
-            # Read again: the tensor that was found by test before is still what it was, engaged or not.
+            # The layout is read again and the lock still qualifies. It keeps its state, engaged or not.
             self._lock.moved_to(live.tensors[self._lock.root])
             self._layout = layout = replace(layout, tensors=self._lock.bound(layout.tensors))
         else:
@@ -143,35 +159,53 @@ class EngineModel:
     @property
     def layout(self) -> EngineLayout:
         if self._layout is None:
-            raise XferError("the engine's layout has not been read yet")
+            raise _not_read()
         return self._layout
 
     @property
+    def live(self) -> LiveStorages:
+        """The storages that the layout was read from, at the addresses of the last `rebind`."""
+        if self._live is None:
+            raise _not_read()
+        return self._live
+
+    @property
     def tensors(self) -> Mapping[str, torch.Tensor]:
-        """The binding table: root name -> flat uint8 tensor, scratch in place of the locked storage."""
+        """The binding table: root name -> flat uint8 tensor, with scratch in place of the locked storage."""
         return self._tensors
 
     def check(self) -> Literal["same", "moved", "changed"]:
-        """Whether the bindings still hold. "moved": call `rebind`; "changed": read and plan again. Costs microseconds.
-        Unsupported while the engine sleeps, when that cost it parameters that it was to keep, and when a forward has made
-        tensors where no refit reaches them.
+        """Tell whether the bindings still hold. Costs microseconds.
+
+        Returns:
+            "same"; "moved": call `rebind`; "changed": read and plan again.
+
+        Raises:
+            Unsupported: The engine sleeps, has lost kept parameters while it slept, or has made tensors in a forward that
+                no refit reaches.
         """
-        state = self._live.check() if self._live is not None else "changed"
-        if self._live is not None:
-            self._refuse_asleep(self._live)
-            if self._kept is not None:
-                self._kept.check(self._live)
+        if self._live is None or self._copies is None:
+            return "changed"
+        state = self._live.check()
+        self._refuse_asleep(self._live)
+        if self._kept is not None:
+            self._kept.check(self._live)
         if state != "changed":
             self._copies.check()
         return state
 
     def rebind(self) -> Mapping[str, torch.Tensor]:
-        """The binding table at the present addresses. RebindError, naming each difference, if the layout is another
-        one."""
+        """Return the binding table at the present addresses.
+
+        Raises:
+            RebindError: The layout has changed. It names each difference.
+        """
         layout = self.layout
-        self._live = self._live.rebound()
-        self._copies.look()  # again, since it holds what lies in those storages
-        tensors = {r.name: self._live.tensors.get(r.name, layout.tensors[r.name]) for r in layout.roots}
+        if self._copies is None:
+            raise _not_read()
+        self._live = live = self.live.rebound()
+        self._copies.look()  # it compares with the storages, which are new
+        tensors = {r.name: live.tensors.get(r.name, layout.tensors[r.name]) for r in layout.roots}
         if self._lock is not None:
             self._lock.moved_to(tensors[self._lock.root])
             tensors = self._lock.bound(tensors)
@@ -191,20 +225,24 @@ class EngineModel:
         return make_meta_drafter(self.vllm_config, watch)
 
     def _made_since(self, twin: torch.nn.Module, drafter: torch.nn.Module | None) -> Copies:
-        """`twin`, `drafter`: as they were built; what their loaders compute they may keep as well."""
+        """The tensors that the live model keeps outside its storages and that the new twins do not have.
+
+        `twin` and `drafter` must not have loaded yet, since a loader may keep tensors that it computes.
+        """
         layers = getattr(getattr(self.vllm_config, "compilation_config", None), "static_forward_context", {})
 
-        def kv_caches() -> list[int]:  # vLLM binds them to the layers that it knows by name
+        def kv_caches() -> list[int]:  # vLLM binds them to the layers of `static_forward_context`
             bound = (getattr(layer, "kv_cache", None) for layer in layers.values())
             return [t.untyped_storage()._cdata for cache in bound for _, t in tensors_in("", cache)]
 
-        live, built = [("", self.model)], [("", twin)]
-        if drafter is not None:
+        live: list[Tree] = [("", self.model)]
+        built: list[Tree] = [("", twin)]
+        if drafter is not None and self.draft is not None:
             live, built = [*live, (DRAFT, self.draft)], [*built, (DRAFT, drafter)]
         return Copies(live, attributes(built), wraps=self._wraps(), keep=self.keep, exempt=kv_caches)
 
     def _wraps(self) -> Callable[[torch.nn.Module], str]:
-        """With `enable_lora`, vLLM puts a layer of its own around most linear ones after it has loaded them."""
+        """Name the child that a module wraps: with `enable_lora`, vLLM wraps most linear layers after it has loaded them."""
         if getattr(self.vllm_config, "lora_config", None) is None:
             return lambda module: ""
         from vllm.lora.layers import BaseLayerWithLoRA
@@ -212,7 +250,7 @@ class EngineModel:
         return lambda module: "base_layer" if isinstance(module, BaseLayerWithLoRA) else ""
 
     def _constants(self, copies: Copies) -> dict[str, torch.Tensor]:
-        """Those that a sleep can take: it leaves the host's memory alone."""
+        """The constants on this device. Sleep mode leaves the host's memory alone."""
         return {name: t for name, t in copies.constants().items() if t.device.type == self.device.type}
 
     def _may_sleep(self) -> bool:
@@ -237,17 +275,17 @@ class EngineModel:
     def _drafted(
         self, twin: torch.nn.Module | None, specs: Sequence[TensorSpec], live: LiveStorages, built: Watch
     ) -> Traced:
-        """Where the drafter's own loader puts the checkpoint's tensors.
+        """Trace the drafter's own loader over the checkpoint's tensors.
 
-        A drafter loads tensors of its own and then shares the served model's embedding or head, whatever it had
-        loaded there: what lies in a storage of the served model is written by that model's loader alone.
+        A drafter loads tensors of its own and afterwards shares the embedding or the head of the served model. Storages of
+        the served model are therefore left out: only that model's loader writes them.
         """
         if twin is None:
             return Traced((), ())
         try:
             traced = renamed(trace_loader(twin, specs, built=built), DRAFT)
         except (LayoutError, Unsupported) as e:
-            if matches(DRAFT, self.keep):  # it has a checkpoint of its own, of which nothing is to be written
+            if matches(DRAFT, self.keep):  # the drafter came from a checkpoint of its own and is kept
                 return Traced((), ())
             raise LayoutError(
                 f"the loader of this engine's drafter does not take what the trainers export: {e.message}",
@@ -258,7 +296,7 @@ class EngineModel:
         return without_roots(traced, shared)
 
     def _expected(self) -> tuple[TensorSpec, ...] | None:
-        """Canonical tensors by the engine's own HF config, which the trainer had no part in; None where unknown."""
+        """The checkpoint tensors according to the engine's own HF config, independent of the trainer; None if unknown."""
         from xfer.engines.hf_spec import canonical_specs
 
         config = self.vllm_config.model_config.hf_config
@@ -274,8 +312,10 @@ class EngineModel:
     def _untied_head(
         self, twin: torch.nn.Module, specs: Sequence[TensorSpec], expected: Sequence[TensorSpec]
     ) -> _Head | None:
-        """vLLM unties a head whose checkpoint on disk has a tensor for it; a trainer that ties them sends only the
-        embedding."""
+        """The head that takes the embedding, if there is one.
+
+        vLLM unties a head if the checkpoint on disk has a tensor for it. A trainer that ties both sends only the embedding.
+        """
         if not getattr(self.vllm_config.model_config, "word_embeddings_untied_by_checkpoint", False):
             return None
         from vllm.model_executor.model_loader.weight_tying import _get_untied_lm_head
@@ -288,7 +328,7 @@ class EngineModel:
         return _Head(missing[0], pair.lm_head.weight, pair.embed_tokens.weight) if len(missing) == 1 else None
 
     def loader(self):
-        """The same model for the packed route, which loads whole tensors and reads no layout."""
+        """Return the same model for the packed route, which loads whole tensors and reads no layout."""
         from xfer.engines.vllm_loader import PackedModel
 
         return PackedModel(self)
@@ -296,16 +336,22 @@ class EngineModel:
     # ---- the lock
 
     def choose_lock(self) -> str:
-        """Name of the storage that will hold NaN while a refit is open, found by test; "" on pipeline stages before the
-        last, which every token leaves for the one that has the lock. XferError when no tensor qualifies."""
+        """Find the storage that holds NaN while a refit is open. Collective over the workers of a replica.
+
+        Returns:
+            Its name; "" on pipeline stages before the last, since every token passes the lock on the last stage.
+
+        Raises:
+            XferError: No tensor qualifies.
+        """
         if self._lock is not None:
             return self._lock.root
         from vllm.distributed.parallel_state import get_pp_group
 
         if not get_pp_group().is_last_rank:
             return ""
-        with torch.no_grad():  # not inference_mode: what it makes could not be written outside
-            lock = choose(self.layout, self._live, self.forward, all_agree)
+        with torch.no_grad():  # tensors made in inference_mode could not be written outside it
+            lock = choose(self.layout, self.live, self.forward, all_agree)
         if lock is None:
             raise XferError(
                 "no small tensor of this model turns every output NaN, so a torn engine could not be told from another",
@@ -318,28 +364,33 @@ class EngineModel:
 
     @property
     def holds(self) -> Literal["whole", "mix", "nothing"]:
-        """Weights of one version (a checkpoint's, or a committed refit's); of two, when a refit has begun to write and
-        none has committed since; or only the random ones of `load_format="dummy"`, which are not worth serving."""
+        """Which weights the model holds.
+
+        "whole": one version, of a checkpoint or a committed refit. "mix": a refit has begun to write and none has committed
+        since. "nothing": the random weights of `load_format="dummy"`.
+        """
         return self._holds
 
     def engage_lock(self) -> None:
-        """Before the first byte is written: whoever resumes the engine now gets NaN."""
+        """Fill the lock with NaN, before the first byte is written: an engine that is resumed now answers NaN."""
         self._holds = "mix"
         if self._lock is not None:
             self._lock.engage()
 
     def release_lock(self) -> None:
-        """At the commit: install the tensor's new bytes."""
+        """Install the new bytes of the lock, at the commit."""
         if self._lock is not None:
             self._lock.release()
         self._holds = "whole"
 
     @torch.no_grad()
     def forward(self) -> list[torch.Tensor]:
-        """A dummy forward on a few tokens without attention metadata, as vLLM profiles memory: no KV cache is touched.
+        """Run a dummy forward on a few tokens without attention metadata, as vLLM does to profile memory.
 
-        All ranks that share layers call it together. Returns the hidden states [tokens, width], or those of a pipeline
-        stage before the last.
+        It does not touch the KV cache. Collective over the ranks that share layers.
+
+        Returns:
+            The hidden states [tokens, width]; on pipeline stages before the last, their intermediate tensors.
         """
         from vllm.config import set_current_vllm_config
         from vllm.distributed.parallel_state import get_pp_group
@@ -359,13 +410,16 @@ class EngineModel:
         context = set_forward_context(None, config, num_tokens=n, skip_compiled=True)
         with set_current_vllm_config(config), context, EmptyIsZero():
             out = self.model(input_ids=tokens, positions=positions, intermediate_tensors=before, inputs_embeds=None)
-        if isinstance(out, tuple):  # models that also give hidden states to a drafter
+        if isinstance(out, tuple):  # some models also return hidden states for a drafter
             out = out[0]
         return [out] if isinstance(out, torch.Tensor) else list(out.tensors.values())
 
     def _no_adapter(self, tokens: int) -> None:
-        """Tell vLLM's wrappers that no token of the next forward has an adapter; until the first batch of an engine they
-        hold uninitialised indices. The next real batch says anew what it wants, since its mapping is another one."""
+        """Tell vLLM's wrappers that no token of the next forward has an adapter.
+
+        Before the first batch of an engine their indices are uninitialised. The next real batch has another mapping and
+        therefore sets it anew.
+        """
         manager = getattr(self.model, "lora_manager", None)
         if manager is None:
             return
@@ -376,20 +430,24 @@ class EngineModel:
     # ---- around the wire
 
     def run_recipes(self) -> None:
-        """What the loader computes, from what the wire brought to scratch."""
+        """Compute what the loader computes, from the checkpoint tensors that arrived in scratch."""
         run_recipes(self.layout, self._tensors)
 
     def synchronize(self) -> None:
-        """Nothing that was queued on the device is still to come."""
+        """Wait until the device has done all queued work."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
 
-class EmptyIsZero(TorchFunctionMode):
-    """Inside, memory that torch hands out uninitialised is zero.
+def _not_read() -> XferError:
+    return XferError("the engine's layout has not been read yet")
 
-    Without attention metadata vLLM's CPU attention returns its output as it was allocated. Old bytes there may be NaN,
-    and a forward that is NaN by chance chooses the wrong lock or none.
+
+class EmptyIsZero(TorchFunctionMode):
+    """Inside this mode, torch's uninitialised tensors are zero.
+
+    Without attention metadata, vLLM's CPU attention returns its output uninitialised. Old bytes there may be NaN, and a
+    forward that is NaN by chance would choose a wrong lock or none.
     """
 
     _MAKERS = (torch.empty, torch.empty_like, torch.Tensor.new_empty)
@@ -404,15 +462,25 @@ class EmptyIsZero(TorchFunctionMode):
 
 @dataclass(frozen=True)
 class _Head:
-    """An output head that takes the embedding: the checkpoint tensor that its loader wants, its parameter and the other's."""
+    """An untied output head that takes the embedding.
+
+    Attributes:
+        spec: The checkpoint tensor that the loader expects for it.
+        weight: Its parameter.
+        embedding: The parameter of the embedding.
+    """
 
     spec: TensorSpec
     weight: torch.nn.Parameter
     embedding: torch.nn.Parameter
 
+    def tied(self) -> bool:
+        """Whether both parameters lie in one storage."""
+        return self.weight.untyped_storage()._cdata == self.embedding.untyped_storage()._cdata
+
 
 def _trace_with_head(twin: torch.nn.Module, specs: Sequence[TensorSpec], head: _Head, built: Watch) -> Traced:
-    """As if the checkpoint had the head's tensor, and then with the embedding's name in its place."""
+    """Trace the loader as if the checkpoint had the head's tensor, then replace that tensor by the embedding's."""
     traced = trace_loader(twin, tuple(sorted((*specs, head.spec))), built=built)
     places = {name for name, p in twin.named_parameters(remove_duplicate=False) if p is head.embedding}
     sources = sorted({f.tensor for f in traced.fragments if f.root in places and f.tensor != head.spec.name})

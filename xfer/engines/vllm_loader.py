@@ -1,9 +1,9 @@
-"""The model of one vLLM worker as the packed route sees it: loaded by its own `load_weights`, bucket by bucket.
+"""The model of one vLLM worker on the packed route: its own `load_weights` loads it, bucket by bucket.
 
-Nothing is traced. A model whose live weights lie as they were loaded takes tensors in place; one that vLLM processed after
-loading (quantized, experts laid out anew, packed for the CPU) goes through vLLM's own layer-wise reload, which loads and
-processes each layer again and copies it to where it was. Which weights the model holds, its version and its NaN lock are
-shared with the direct route's view of it (engines/vllm_layout.py), so either route repairs what the other left torn.
+Nothing is traced. If the live weights have the layout in which they were loaded, the loader writes them in place. If vLLM
+processed them after loading (quantized, experts laid out anew, packed for the CPU), vLLM's own layer-wise reload loads
+and processes each layer again and copies it to its old place. Both routes share the state of the weights, the version and
+the NaN lock (engines/vllm_layout.py), so either route repairs a model that the other left torn.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class PackedModel:
             set()
         )  # engine parameters that its loader said it had loaded; None: it does not say
         self._as_loaded: frozenset[str] | None = None  # parameters that a layer-wise reload loads; None: the live ones
-        self._plain_scales: frozenset[str] | None = None  # of attention; looked at when first needed
+        self._plain_scales: frozenset[str] | None = None  # of attention; found at the first layer-wise reload
         self._live: LiveStorages | None = None
 
     # ---- what is shared with the direct route
@@ -71,8 +71,15 @@ class PackedModel:
     # ---- joining
 
     def accept(self, catalog: Catalog) -> None:
-        """Whether this engine can take what the trainers export. LayoutError with every name that only one side has,
-        where transformers knows the engine's config; Unsupported for what whole tensors cannot do."""
+        """Check that this engine can take what the trainers export.
+
+        Args:
+            catalog: The trainers' checkpoint tensors.
+
+        Raises:
+            LayoutError: The names of both sides differ. This is checked if transformers knows the engine's config.
+            Unsupported: The packed route cannot refit this engine.
+        """
         from xfer.engines.processed import refuse_processed
 
         engine = self.engine
@@ -96,7 +103,7 @@ class PackedModel:
             head = engine._untied_head(engine.model, specs, expected)
             ours = [s for s in expected if head is None or s != head.spec]
             refuse_other_family(specs, ours, engine.vllm_config.model_config.model)
-            if head is not None and not torch._C._is_alias_of(head.weight, head.embedding):
+            if head is not None and not head.tied():
                 raise LayoutError(
                     "this engine's checkpoint has a head of its own, which loaders fill from no other tensor",
                     [
@@ -110,8 +117,13 @@ class PackedModel:
         except Unsupported:
             self._layerwise = True
 
+    def _accepted(self) -> LiveStorages:
+        if self._live is None:
+            raise XferError("this engine has not accepted the trainers' catalog yet")
+        return self._live
+
     def check(self) -> str:
-        """No address is kept from one refit to the next. Unsupported while the engine sleeps."""
+        """Return "same", since no address is kept between refits. Raise Unsupported while the engine sleeps."""
         if self._live is not None:
             self.engine._refuse_asleep(self._live)
         return "same"
@@ -125,14 +137,14 @@ class PackedModel:
     # ---- the lock
 
     def choose_lock(self) -> str:
-        """See EngineModel.choose_lock. Any small vector will do, since a refit that leaves one out does not commit."""
+        """See EngineModel.choose_lock. Every small vector is a candidate, since a refit that leaves one out does not commit."""
         from vllm.distributed.parallel_state import get_pp_group
 
         engine = self.engine
         if engine._lock is None and get_pp_group().is_last_rank:
-            vectors = [s for s in alone(self._live) if s.is_parameter]
+            vectors = [s for s in alone(self._accepted()) if s.is_parameter]
             with torch.no_grad():
-                engine._lock = try_locks(vectors, self._live, engine.forward, all_agree)
+                engine._lock = try_locks(vectors, self._accepted(), engine.forward, all_agree)
             if engine._lock is None:
                 raise XferError(
                     "no small tensor of this model turns every output NaN, so a torn engine could not be told from another",
@@ -155,7 +167,7 @@ class PackedModel:
         self._dropped = {s.name for s in specs} - {s.name for s in self._wanted(specs)}
         if (
             self._open
-        ):  # an earlier refit ended in the middle of one: its layers have to be whole before they are opened
+        ):  # an earlier refit failed inside a reload, whose layers must be closed before they are opened again
             self._close_layers()
         if self._layerwise:
             from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
@@ -165,12 +177,17 @@ class PackedModel:
             with self._inside():
                 self._open = True
                 initialize_layerwise_reload(self.engine.model)
-            # Processing may make others (scales), which no loader knows.
+            # Processing may add parameters (scales) that no loader knows.
             parameters = self.engine.model.named_parameters(remove_duplicate=False)
             self._as_loaded = frozenset(n for n, _ in parameters) - self._plain_scales
 
     def load(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
-        """LayoutError naming the bucket's tensors, when the engine's loader refuses one; what memory raises as it is."""
+        """Load one bucket of tensors.
+
+        Raises:
+            LayoutError: The engine's loader refuses a tensor. It names the tensors of the bucket. An error for lack of memory
+                passes unchanged.
+        """
         given = [(n, t.clone() if self._layerwise else t) for n, t in tensors if n not in self._dropped]
         if not given:
             return
@@ -189,7 +206,11 @@ class PackedModel:
             self._loaded |= set(loaded)
 
     def finish(self) -> None:
-        """LayoutError, naming them, when parameters were left as they were: then nothing is committed."""
+        """Finish loading, before the commit.
+
+        Raises:
+            LayoutError: The trainers' tensors did not reach all parameters. It names them.
+        """
         if self._open:
             self._close_layers()
         self._refuse_left_out()
@@ -198,7 +219,7 @@ class PackedModel:
             lock.capture()
 
     def abandon(self) -> None:
-        """What was loaded may have taken the NaN out of the lock; layers that wait for more get back what they held."""
+        """Restore incomplete layers after a failed refit and engage the lock, whose NaN the loader may have overwritten."""
         try:
             if self._open:
                 self._close_layers()
@@ -219,7 +240,7 @@ class PackedModel:
         slots = dict(LiveStorages(self.engine.model).slots)
         if self._as_loaded is not None:
             slots = {n: s for n, s in slots.items() if not s.is_parameter or n in self._as_loaded}
-            for name in self._as_loaded - slots.keys():  # processing has put something else in its place
+            for name in self._as_loaded - slots.keys():  # processing has replaced it
                 slots[name] = LiveSlot(name, True, f"{name}, as it was loaded", 0, (), (), torch.uint8)
         reached = reached_by(self._loaded, slots)
         left = [
@@ -232,14 +253,14 @@ class PackedModel:
 
     @contextlib.contextmanager
     def _inside(self):
-        """What vLLM's own calls have around a load: its configuration, and no check that one call brings everything."""
+        """Set vLLM's configuration, as its own calls do, and disable its check that one call loads everything."""
         from vllm.config import set_current_vllm_config
 
         with contextlib.ExitStack() as inside:
             inside.enter_context(set_current_vllm_config(self.engine.vllm_config))
             try:
                 from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
-            except ImportError:  # vLLM before it checked
+            except ImportError:  # an older vLLM without that check
                 pass
             else:
                 inside.enter_context(disable_mtp_completeness_check())
@@ -247,9 +268,12 @@ class PackedModel:
 
 
 def _plain_scales(model: torch.nn.Module) -> frozenset[str]:
-    """Names under which attention layers take scales while a checkpoint is loaded, in case that it has any: vLLM keeps each in a buffer
-    of that name behind an underscore, and leaves that as it was where none comes. So it may be left out where it is 1, as in a
-    fresh engine; one that an earlier checkpoint brought would stay."""
+    """Names of the attention scales that a checkpoint may leave out.
+
+    While a checkpoint is loaded, attention layers have parameters for scales. vLLM keeps each scale in a buffer of the same name
+    with an underscore, and leaves the buffer alone if the checkpoint has no such scale. A buffer that is 1, as in a fresh
+    engine, may stay; a scale from an earlier checkpoint would be stale.
+    """
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
     layers = ((n, m) for n, m in model.named_modules() if isinstance(m, AttentionLayerBase))
@@ -258,9 +282,15 @@ def _plain_scales(model: torch.nn.Module) -> frozenset[str]:
 
 
 def reached_by(loaded: Iterable[str], slots: Mapping[str, LiveSlot]) -> set[str]:
-    """Storages of the parameters that a loader says it has loaded. A module may answer for one that it holds and leave out
-    that part of the name, as vLLM 0.25's runner of experts does ("experts.w13_weight" of "experts.routed_experts.w13_weight"):
-    such an answer counts where there is one parameter only that it can mean."""
+    """Return the storages of the parameters that a loader reports as loaded.
+
+    A module may report a parameter of a child without the child's name, as vLLM 0.25's runner of experts does
+    ("experts.w13_weight" for "experts.routed_experts.w13_weight"). Such a name counts if it can mean one parameter only.
+
+    Args:
+        loaded: Names that the loader reports.
+        slots: Live tensors by name.
+    """
     parts: dict[tuple[str, str], list[str]] = {}  # (a module, the last part of a name anywhere below it) -> storages
     for name, slot in slots.items():
         above, _, last = name.rpartition(".")

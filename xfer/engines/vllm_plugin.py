@@ -3,8 +3,8 @@
 vLLM calls `register` in the front end, the engine core and every worker, before a model is built, sometimes twice in
 one process. So it is idempotent and cheap: the backend is registered by module path and imported by the workers alone.
 
-vLLM logs and skips a plug-in that raises, and the user then meets "Invalid weight transfer backend: xfer" much later;
-whatever can fail here is therefore left to the moment that needs it.
+vLLM logs and skips a plug-in that raises, and the user then sees "Invalid weight transfer backend: xfer" much later.
+Code that can fail therefore runs later, when it is needed.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """xfer inside a vLLM worker: the weight-transfer engine that vLLM creates and calls, one per worker.
 
-It translates vLLM's calls into those of a WorkerSession and does nothing else; layouts are read in vllm_layout.py,
-bytes and decisions are the session's. vLLM's view of one refit: start_weight_update, update_weights (blocks until the
-session has its decision), finish_weight_update.
+It only translates vLLM's calls to those of a WorkerSession; vllm_layout.py reads layouts, and the session moves bytes
+and receives decisions. For vLLM, one refit is start_weight_update, update_weights (which blocks until the session has a
+decision) and finish_weight_update.
 
-Nothing here raises once the engine is connected. vLLM's executor reads the workers' replies in rank order and stops at
-the first failure; the replies of later workers stay in their queues, and every later call gets the reply to the one
-before. So errors travel on xfer's own channel, where each names its worker, and vLLM sees calls that succeed.
+No call raises once the engine is connected. vLLM's executor reads the workers' replies in rank order and stops at the
+first failure; the replies of later workers stay in their queues, and every later call gets the reply to the call before
+it. Errors therefore use xfer's own channel, where each names its worker, and vLLM sees calls that succeed.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ logger = logging.getLogger("xfer")
 
 @dataclass
 class XferInitInfo(WeightTransferInitInfo):
-    """What a controller sends with `init`. `token` authenticates; it is never logged."""
+    """Arguments of a controller's `init`. `token` authenticates the worker and is never logged."""
 
     rendezvous: str
     token: str = field(repr=False)
     replica: int = 0
-    workers: int = 0  # of the replica, over all its data-parallel ranks; 0: as vLLM's configuration says
+    workers: int = 0  # number of workers of the replica, over all data-parallel ranks; 0: as vLLM's configuration says
     deadline_s: float = 300.0
     keep: list[str] = field(default_factory=list)  # globs over the engine's own tensor names
     drop: list[str] = field(default_factory=list)  # globs over checkpoint names that this engine need not take
@@ -42,7 +42,7 @@ class XferInitInfo(WeightTransferInitInfo):
 
 @dataclass
 class XferUpdateInfo(WeightTransferUpdateInfo):
-    """What a controller sends with `update`: which attempt, and how long it may take."""
+    """Arguments of a controller's `update`: the number of the attempt, and its deadline in seconds."""
 
     attempt: int
     deadline_s: float
@@ -52,31 +52,31 @@ class XferWeightTransferEngine(WeightTransferEngine[XferInitInfo, XferUpdateInfo
     init_info_cls = XferInitInfo
     update_info_cls = XferUpdateInfo
     supports_draft_weight_update = True
-    """A controller opens and finishes one empty draft update before it connects: by that the worker hands its drafter
-    over. From then on refits bring both models at once, in ordinary updates."""
+    """The worker gets its drafter in one empty draft update, which a controller opens and finishes before it connects. Later
+    refits write both models in ordinary updates."""
 
     def __init__(self, config, vllm_config, device, model):
         super().__init__(config, vllm_config, device, model)
         self.session: WorkerSession | None = None
         self.layout: EngineModel | None = None
-        self.session_open = False  # vLLM's own update session; a new controller asks for it when it joins
+        self.session_open = False  # vLLM's own update session; a new controller learns this when the worker joins
         self.draft: torch.nn.Module | None = None
-        self.workers = 0  # of the replica, as its controller counts them
+        self.workers = 0  # number of workers of the replica, as its controller counts them
 
     def set_weight_update_target(self, model, model_config) -> None:
         super().set_weight_update_target(model, model_config)
         self.draft = model
 
     def init_transfer_engine(self, init_info: XferInitInfo) -> None:
-        """Read nothing yet, only join: the layout needs the trainers' catalog, which the session brings."""
+        """Join the session. The layout is read later, when the session has the trainers' catalog."""
         self._quietly("join", self._join, init_info)
 
     def start_weight_update(self) -> None:
         self.session_open = True
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        # Overridden because the base class raises on a malformed dict and synchronizes the device once more; the
-        # session has done so before it answered.
+        # Overridden because the base class raises on a malformed dict and synchronizes the device once more, which the
+        # session has already done.
         self._quietly("update", lambda: self.receive_weights(self.parse_update_info(update_info)))
 
     def receive_weights(self, update_info: XferUpdateInfo) -> None:
@@ -95,13 +95,15 @@ class XferWeightTransferEngine(WeightTransferEngine[XferInitInfo, XferUpdateInfo
 
     @staticmethod
     def trainer_send_weights(iterator, trainer_args) -> None:
-        """vLLM 0.25 asks every engine for a trainer's half; xfer's is `xfer.connect`."""
+        """Raise: vLLM 0.25 requires a trainer's side of every engine, and xfer's is `xfer.connect`."""
         raise NotImplementedError("trainers call xfer.connect() and xfer.nccl_xfer_refit()")
 
     def worker_rank(self) -> int:
-        """Rank in the replica: workers of data-parallel rank 0 first, in vLLM's own order within each. An `LLM` that is one
-        of several data-parallel processes reaches its own workers only, and they are the replica. Under an external launcher
-        vLLM's rank is that of torchrun, which counts the workers of all engines."""
+        """Return the rank in the replica: workers of data-parallel rank 0 first, in vLLM's own order within each rank.
+
+        An `LLM` that is one of several data-parallel processes reaches only its own workers, which are then the replica. Under
+        an external launcher, vLLM's rank is torchrun's, which counts the workers of all engines.
+        """
         from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
 
         p = self.parallel_config
@@ -118,7 +120,7 @@ class XferWeightTransferEngine(WeightTransferEngine[XferInitInfo, XferUpdateInfo
         self.shutdown()
         p = self.parallel_config
         self.workers = info.workers or p.world_size_across_dp
-        # One for all connections: an engine that an earlier one left torn holds NaN, and only its lock can undo that.
+        # One model for all connections: only the lock of a connection that left the engine torn can undo its NaN.
         if self.layout is None:
             self.layout = EngineModel(self.vllm_config, self.model, self.device)
         self.layout.draft, self.layout.workers = self.draft, info.workers
@@ -138,10 +140,10 @@ class XferWeightTransferEngine(WeightTransferEngine[XferInitInfo, XferUpdateInfo
         self.session.join()
 
     def _quietly(self, what: str, call, *args: Any) -> None:
-        """Run `call`; an error ends here, in the worker's log. The session has told its peers, or they see it gone.
+        """Run `call` and log its error. The session has told its peers of the error, or they see its connection close.
 
-        The thread keeps the worker's device. Where the worker is in the process of its `LLM`, the thread is one of xfer's, whose device
-        was cuda:0, and vLLM's own calls follow in it.
+        This sets the thread's device to the worker's. If the worker is in the process of its `LLM`, the thread is one of xfer's,
+        whose device was cuda:0, and vLLM's own calls follow in it.
         """
         try:
             if self.device.type == "cuda":

@@ -191,7 +191,7 @@ def _with_dim(p: Placement, dim: int) -> Placement:
     return p
 
 
-def from_torch(placements: Iterable[TorchPlacement]) -> tuple[Placement, ...]:
+def from_torch(placements: Iterable[Placement | TorchPlacement]) -> tuple[Placement, ...]:
     """torch's DTensor placements as xfer's. xfer's own pass through, so that a caller may mix them.
 
     Raises Unsupported naming each one that is a pending reduction (`Partial` and its kin) or unknown.

@@ -47,7 +47,9 @@ class FragmentSource(Protocol):
 
     rank: int
     world: int
-    device: torch.device
+
+    @property
+    def device(self) -> torch.device: ...
 
     def drain(self) -> None: ...
     def read(self): ...
@@ -88,6 +90,7 @@ class TensorStream:
 
     everywhere = True
     writes = True
+    programs: int | None
 
     def __init__(self, source: FragmentSource):
         self.source = source

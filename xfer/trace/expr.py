@@ -12,11 +12,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from hashlib import blake2b
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from xfer.trace.view import Region
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 Lookup = Callable[[str], torch.Tensor]
 Peers = Callable[["Gathered"], "Sequence[torch.Tensor]"]
@@ -37,7 +40,7 @@ class Gathered:
     point of the same code, so that it can be run again."""
 
     mine: Operand
-    group: object  # a ProcessGroup; only its size is part of what is computed
+    group: ProcessGroup  # only its size is part of what is computed
     size: int
 
     def text(self) -> str:

@@ -1,21 +1,22 @@
-"""Megatron-Bridge's own export, run for one rank alone: conversion tasks built anew, answered without any peer.
+"""Runs Megatron-Bridge's own export for one rank alone, without peers.
 
 Bridge exports a parameter by collectives: objects over PP (types, specs, QKV's config), a broadcast over PP, gathers
-over TP and EP. A rank that traces only the parameters it owns needs none of them: it is the PP source of each, and
-knows all objects. So object collectives are answered with what this rank knows, tensor collectives symbolically (both
-in xfer.trace.collectives). Which fragments follow from an export: megatron.py. What its operators mean: xfer.trace.
+over TP and EP. A rank that traces only its own parameters needs none of them: it is the PP source of each and knows all
+objects. Object collectives are therefore answered with this rank's objects, and tensor collectives symbolically (both
+in xfer.trace.collectives). megatron.py derives fragments from an export, xfer.trace follows its operators.
 
-Adapters (LoRA) are merged by Bridge while it exports: it has tasks of its own for their factors, which it builds inside
-the export from the live modules. Here those tasks too are given twins.
+Bridge merges adapters (LoRA) while it exports. It builds tasks for their factors inside the export, from the live
+modules; here these tasks get twins too.
 
-Tasks are never kept. Bridge's tasks hold Parameter objects and PP caches that go stale without a word when a framework
-replaces a parameter or a dtype; new tasks cost a fraction of a second, and only when the layout is read.
+Tasks are never kept. Bridge's tasks hold Parameter objects and PP caches, which become stale unnoticed when a framework
+replaces a parameter or a dtype. New tasks cost a fraction of a second, and only when the layout is read.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
+from typing import Protocol
 from unittest import mock
 
 import torch
@@ -24,9 +25,9 @@ from xfer.errors import LayoutError, RebindError
 
 
 class CheckpointNames(dict):
-    """Stands for the checkpoint: all that Bridge asks of it while exporting is the names and the config.
+    """The checkpoint's names and config, which is all that an export reads of a checkpoint.
 
-    A dict (the values mean nothing) because Bridge asks `in` once per parameter, which on its own list takes seconds.
+    It is a dict with meaningless values, since Bridge uses `in` once per parameter, which takes seconds on its own list.
     """
 
     def __init__(self, names: Iterable[str], config: object):
@@ -38,21 +39,40 @@ class CheckpointNames(dict):
         return self
 
 
-def model_bridge_of(bridge):
-    """The converter of an AutoBridge's family, new at each call, given the config as Bridge's own dispatch gives it."""
+class ModelBridge(Protocol):
+    """Bridge's converter of one model family, as far as an export uses it."""
+
+    def build_conversion_tasks(self, hf_pretrained: CheckpointNames, megatron_model: list[torch.nn.Module]) -> list: ...
+
+    def stream_weights_megatron_to_hf(
+        self,
+        megatron_model: list[torch.nn.Module],
+        hf_pretrained: CheckpointNames,
+        *,
+        cpu: bool,
+        show_progress: bool,
+        conversion_tasks: list,
+    ) -> Iterable[tuple[str, torch.Tensor]]: ...
+
+
+def model_bridge_of(bridge) -> ModelBridge:
+    """Return a new converter of an AutoBridge's family, with the config that Bridge's own dispatch sets."""
     made = bridge._model_bridge
     made.hf_config = hf_config(bridge)
     return made
 
 
 def hf_config(bridge):
-    """What the AutoBridge was made from, or the config in it."""
+    """Return the config of an AutoBridge, which was made from a config or from a checkpoint."""
     return getattr(bridge.hf_pretrained, "config", bridge.hf_pretrained)
 
 
 def process_groups() -> list[object]:
-    """What Bridge's mappings take from Megatron when they are made, and what a trace of an export has of them. RebindError while there
-    are none: frameworks destroy them to free what NCCL holds."""
+    """Return Megatron's groups that Bridge's mappings keep.
+
+    Raises:
+        RebindError: There are none. Frameworks destroy them to free NCCL's memory.
+    """
     from megatron.core import parallel_state
 
     if not parallel_state.is_initialized():
@@ -68,18 +88,20 @@ def process_groups() -> list[object]:
 
 
 def owned_tasks(model_bridge, chunks: Sequence[torch.nn.Module], names: CheckpointNames) -> list:
-    """New conversion tasks of the parameters and persistent buffers that this rank holds. Call inside
-    `xfer.trace.collectives.objects_stay_home()`."""
+    """Return new conversion tasks of this rank's parameters and persistent buffers.
+
+    Call it inside `xfer.trace.collectives.objects_stay_home()`.
+    """
     forget_names(model_bridge)
     try:
         tasks = model_bridge.build_conversion_tasks(names, list(chunks))
         return [t for t in tasks if t is not None and t.param_weight is not None]
     finally:
-        forget_names(model_bridge)  # it now knows this rank's names only
+        forget_names(model_bridge)  # its cache has only this rank's names now
 
 
 def forget_names(model_bridge) -> None:
-    """Bridge keeps the names of parameters and adapters of all stages for as long as it lives."""
+    """Clear Bridge's cache of the names of parameters and adapters of all stages, which it keeps for good."""
     for cache in ("_cached_param_names", "_cached_param_objects_adapter"):
         vars(model_bridge).pop(cache, None)
 
@@ -89,8 +111,8 @@ AdapterTasks = dict[str, list]
 
 
 def owned_adapters(model_bridge, chunks: Sequence[torch.nn.Module]) -> AdapterTasks:
-    """New tasks of the adapters that this rank holds; none where the model has none. Call as `owned_tasks`."""
-    if not hasattr(model_bridge, "build_adapter_conversion_tasks"):  # Bridge before it knew adapters
+    """Return new tasks of this rank's adapters, if there are any. Call it as `owned_tasks`."""
+    if not hasattr(model_bridge, "build_adapter_conversion_tasks"):  # an older Bridge without adapters
         return {}
     forget_names(model_bridge)
     try:
@@ -100,13 +122,12 @@ def owned_adapters(model_bridge, chunks: Sequence[torch.nn.Module]) -> AdapterTa
 
 
 def factor_tasks(adapters: AdapterTasks) -> list:
-    """The conversion tasks of the adapters' factors, in a fixed order."""
+    """Return the conversion tasks of the adapters' factors, in a fixed order."""
     return [t for tasks in adapters.values() for a in tasks for t in (a.linear_in_task, a.linear_out_task)]
 
 
 class Scales:
-    """The two numbers of each adapter of this rank by which Bridge scales a merge, as they were when tasks were built: tasks and
-    recipes have them as constants."""
+    """The two numbers per adapter of this rank by which Bridge scales a merge. Tasks and recipes contain them as constants."""
 
     def __init__(self, chunks: Sequence[torch.nn.Module] = (), adapters: AdapterTasks | None = None):
         inner = {id(t.megatron_module) for t in factor_tasks(adapters or {})}
@@ -115,11 +136,12 @@ class Scales:
         self._was = [(m, m.alpha, m.dim) for m in outer.values()]
 
     def hold(self) -> bool:
+        """Return whether the numbers are unchanged."""
         return all((m.alpha, m.dim) == (alpha, dim) for m, alpha, dim in self._was)
 
 
 def with_factors(adapters: AdapterTasks, weights: Iterable[torch.Tensor]) -> AdapterTasks:
-    """The same tasks with other weights, given in the order of `factor_tasks`."""
+    """Return the same tasks with other weights, in the order of `factor_tasks`."""
     given = iter(weights)
 
     def task(t):
@@ -135,7 +157,7 @@ def with_factors(adapters: AdapterTasks, weights: Iterable[torch.Tensor]) -> Ada
 
 
 class Cursor(list):
-    """A task list that remembers which of its tasks is running: what Bridge yields meanwhile is that task's."""
+    """A list of tasks that records the running one, to which the tensor belongs that Bridge yields."""
 
     at = -1
 
@@ -150,10 +172,15 @@ class Cursor(list):
 
 
 class BridgeExport:
-    """Iterates (task, checkpoint tensor name, tensor) over `stream_weights_megatron_to_hf` (so that the families' hooks
-    run) with each task's weight replaced by `weights[i]`, and adapters as `adapters` has them. A task that raises is
-    noted in `failed` (global parameter name -> what it raised) and skipped, so that in the end all the names that
-    cannot be exported are known, not the first."""
+    """Iterates over an export as (task, name of the checkpoint tensor, tensor).
+
+    It runs `stream_weights_megatron_to_hf`, so that the hooks of a model family run, with each task's weight replaced by
+    `weights[i]` and with the adapters of `adapters`. A task that raises is skipped, so that all names that cannot be
+    exported are found.
+
+    Attributes:
+        failed: Global parameter name -> error.
+    """
 
     def __init__(
         self,
@@ -171,7 +198,7 @@ class BridgeExport:
 
     def __iter__(self):
         if hasattr(self._bridge, "build_adapter_conversion_tasks"):
-            # Bridge asks itself for these tasks in the middle of the export; on this one object, it is answered.
+            # Bridge builds these tasks in the middle of the export. Replace that method on this object.
             with mock.patch.object(self._bridge, "build_adapter_conversion_tasks", lambda chunks: self._adapters):
                 yield from self._stream()
         else:
@@ -190,7 +217,7 @@ class BridgeExport:
             except GeneratorExit:
                 raise
             except Exception as e:  # Bridge raises anything: ValueError, AssertionError, int('')
-                if cursor.at < 0:  # not a task's fault: skipping tasks would not help
+                if cursor.at < 0:  # no task was running, so skipping tasks would not help
                     raise LayoutError(f"Bridge cannot export this model: {type(e).__name__}: {e}") from e
                 self.failed[cursor.running.global_param_name] = f"{type(e).__name__}: {e}"
             todo = todo[cursor.at + 1 :]

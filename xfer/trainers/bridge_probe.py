@@ -1,10 +1,9 @@
-"""Provenance by numbers through Megatron-Bridge's real conversion: for tasks whose export cannot be followed
-symbolically.
+"""Finds fragments by Megatron-Bridge's real conversion, for tasks whose export cannot be followed symbolically.
 
-Every rank takes part, once, at connect: parameters are replaced by digits of their own element numbers, sent through
-Bridge's real collectives, and decoded from what comes out. Exact for whatever moves elements; what computes is noticed
-(each digit travels beside its complement) and refused. Costs a real export per digit of the tasks probed, in their own
-dtype and size.
+All ranks take part once, at connect. Parameters are replaced by digits of their own element numbers, Bridge exports them
+by its real collectives, and the result is decoded. This is exact for conversions that move elements. Conversions that
+compute are detected, since each digit travels with its complement, and refused. The cost is one real export of the
+probed tasks per digit, in their own dtype and size.
 """
 
 from __future__ import annotations
@@ -29,7 +28,8 @@ T = TypeVar("T")
 
 @dataclass
 class Probed:
-    """`fragments` relative to slots, `specs` as exported, `errors` one line per tensor that is not moved."""
+    """The result of a probe: `fragments` relative to slots, `specs` as exported, one line in `errors` per tensor that is not
+    moved."""
 
     fragments: list[Fragment] = field(default_factory=list)
     specs: list[TensorSpec] = field(default_factory=list)
@@ -46,10 +46,17 @@ def probe_export(
     failing: Collection[str] | None,
     device: torch.device,
 ) -> Probed:
-    """Collective over the world. `failing`: global parameter names that this rank cannot follow (None: all tasks of all
-    ranks). `device`: one that the world's backend gathers from.
+    """Probe tasks. Collective over the world.
 
-    Task lists are parallel over ranks: the tasks at every position at which some rank fails are probed, on all ranks.
+    Task lists have the same positions on all ranks. A position is probed on all ranks if some rank fails there.
+
+    Args:
+        model_bridge: Bridge's converter.
+        chunks: This rank's model.
+        names: Names of the checkpoint's tensors.
+        slot_of: Slots by id of the parameter.
+        failing: Global parameter names that this rank cannot follow; None: all tasks of all ranks.
+        device: A device from which the world's backend gathers.
     """
     forget_names(model_bridge)
     tasks = model_bridge.build_conversion_tasks(names, list(chunks))
@@ -97,8 +104,8 @@ def probe_export(
 
 
 def _of_all_ranks(value: T, kind: type[T], device: torch.device) -> list[T]:
-    """`value` of every rank, in rank order. By msgpack, decoded to exactly `kind`: torch's object collectives unpickle
-    what comes out of sockets."""
+    """Gather `value` of every rank, in rank order. Uses msgpack and decodes to exactly `kind`, since torch's object collectives
+    unpickle bytes from sockets."""
     data = torch.frombuffer(bytearray(msgspec.msgpack.encode(value)), dtype=torch.uint8)
     lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size())]
     dist.all_gather(lengths, torch.tensor([len(data)], device=device))
@@ -111,7 +118,7 @@ def _of_all_ranks(value: T, kind: type[T], device: torch.device) -> list[T]:
 
 
 def _agree(weights: Sequence[torch.Tensor], positions: int, device: torch.device) -> Digits:
-    """Digits that suit the parameters of all ranks, the same on every one of them."""
+    """Return digits that fit the parameters of all ranks, equal on all of them."""
     kinds = sorted({_dtype(w) for w in weights})
     largest = max((w.numel() for w in weights), default=1)
     every = _of_all_ranks((kinds, largest), tuple[list[str], int], device)

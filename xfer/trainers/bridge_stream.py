@@ -1,17 +1,17 @@
 """Megatron-Core trainers of the packed route: Megatron-Bridge's own export, a bucket of conversion tasks at a time.
 
-Bridge's tasks and mappings remember parameter objects, dtypes and shapes of all pipeline stages, and nobody clears that;
-when a framework replaces a parameter, flips a dtype or offloads, kept tasks give wrong weights without a word. So they are
-kept only while nothing has changed: `check` compares every parameter object, address, dtype, shape, stride and the module
-tree with what the tasks were made from, and Megatron's process groups, which mappings keep too; `build` makes new ones on all ranks.
+Bridge's tasks and mappings keep parameter objects, dtypes and shapes of all pipeline stages, and nothing clears them.
+After a framework replaces a parameter, changes a dtype or offloads, kept tasks export wrong weights unnoticed. They are
+therefore kept only while nothing has changed: `check` compares every parameter object, address, dtype, shape, stride, the
+module tree and Megatron's process groups with those at `build`, which makes new tasks on all ranks.
 
-What each task exports is read on twins without bytes (bridge_export.py), so buckets can be planned before, or without,
-an export. Not here: which tasks form a bucket (plan.py), the copying (buffer.py).
+The tensors of each task are read on twins without bytes (bridge_export.py), so buckets can be planned before an export.
+Not here: the tasks of a bucket (packed/plan.py), the copying (packed/buffer.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from operator import is_
 from unittest import mock
 
@@ -31,6 +31,7 @@ from xfer.trace.fragment import TensorSpec
 from xfer.trace.slots import Slot, Slots, walk
 from xfer.trainers.bridge_export import (
     BridgeExport,
+    ModelBridge,
     Scales,
     factor_tasks,
     forget_names,
@@ -48,11 +49,15 @@ _Task = tuple[int, list[_Row], str | None]
 
 
 class BridgeStream:
-    """See source.Stream. `together`: the collectives of a group's tasks run as a few large ones (lockstep.py) instead
-    of one by one, as Bridge does by itself."""
+    """A trainer's stream of exported tensors; see packed.source.Stream.
+
+    Args:
+        trainer: The adapter.
+        together: Run the collectives of a group's tasks as a few large ones (lockstep.py). Bridge itself runs them one by one.
+    """
 
     everywhere = True
-    """Every rank has every tensor whole: ranks on other GPUs can export them to workers there."""
+    """Every rank has every tensor whole, so each can send it to workers."""
 
     def __init__(self, trainer: MegatronTrainer, *, together: bool = True):
         self.trainer, self.together = trainer, together
@@ -62,7 +67,7 @@ class BridgeStream:
         self._exports: dict[str, tuple[TensorSpec, ...]] = {}  # by the task's global parameter name, of owned tasks
         self._keys: dict[str, str] = {}  # by the same name: tasks with equal ones are exported in one call
         self._rows: dict[str, int] = {}  # of tensors whose first dim is the vocabulary, padded by Megatron
-        self._model_bridge = None
+        self._model_bridge: ModelBridge | None = None
         self._tasks: list = []
         self._adapters: dict[str, list] = {}
         self._groups: list[object] = []  # that mappings of these tasks hold
@@ -90,7 +95,8 @@ class BridgeStream:
             )
             theirs = with_factors(adapters, twins[len(tasks) :])
             export = BridgeExport(bridge, t.chunks, names, tasks, twins[: len(tasks)], theirs)
-            seen, found, merged = _Followed(t.chunks), {}, _Merged(watch, tasks, slot_of)
+            found: dict[str, dict[str, TensorSpec]] = {}
+            seen, merged = _Followed(t.chunks), _Merged(watch, tasks, slot_of)
             with watch:
                 for task, name, tensor in export:
                     merged.look(task, name, tensor)
@@ -133,13 +139,13 @@ class BridgeStream:
         return self._merged(agree.of_all_ranks(self._rebuilt, list[_Task], self.device))
 
     def _rebuilt(self) -> list[_Task]:
-        """Collective in Bridge: it gathers the names of all stages. This rank's tasks, and what they export."""
+        """Build new tasks and return this rank's with their tensors. Collective: Bridge gathers the names of all stages."""
         t = self.trainer
         bridge, (names, _) = model_bridge_of(t.bridge), t._checkpoint()
         forget_names(bridge)
-        self._groups = process_groups()  # before mappings look: what is replaced meanwhile is seen later
+        self._groups = process_groups()  # before mappings read them, so that a later change is noticed
         self._tasks = bridge.build_conversion_tasks(names, list(t.chunks))
-        make = getattr(bridge, "build_adapter_conversion_tasks", None)  # Bridge before it knew adapters has none
+        make = getattr(bridge, "build_adapter_conversion_tasks", None)  # an older Bridge has no adapters
         self._adapters = make(list(t.chunks)) if make is not None else {}
         self._model_bridge, self._names = bridge, names
         mine: list[_Task] = []
@@ -151,7 +157,7 @@ class BridgeStream:
         return mine
 
     def _merged(self, said: list[list[_Task]]) -> tuple[TaskSize, ...]:
-        """One list of what all ranks said of the tasks that they own. PlanMismatch, on all ranks, where they differ."""
+        """Merge the tasks of all ranks. Raises PlanMismatch on all ranks if they differ."""
         tasks: dict[int, tuple[int, list[_Row], str | None]] = {}
         bad: list[str] = []
         for rank, theirs in enumerate(said):
@@ -179,18 +185,18 @@ class BridgeStream:
             names = {s.name for s in group.tensors}
             for name, tensor in found:
                 if name not in names:
-                    continue  # a tied head: the embedding once more, of which one is enough
+                    continue  # a tied head, which is the embedding a second time
                 rows = self._wanted.get(name)
                 yield name, tensor[:rows] if rows is not None and tensor.shape[0] > rows else tensor
 
     def _in_lockstep(self, group: GatherGroup, tasks: list) -> Iterator[tuple[str, torch.Tensor]]:
-        """In rounds of a bounded size, since all tensors of a round exist at once beside the buffers they come through."""
+        """Export in rounds of a bounded size, since all tensors of a round exist at once beside their buffers."""
         planned = [self._by_position[i] for i in group.positions]
         sizes = [sum(map(nbytes_of, p.tensors)) for p in planned]
         self.collectives = 0
         for units in _rounds(tasks, sizes, [p.key for p in planned]):
             lockstep = Lockstep(self.device)
-            streams = lockstep.run([lambda unit=unit: list(self._exported(unit)) for unit in units])
+            streams = lockstep.run([self._export_of(unit) for unit in units])
             self.collectives += lockstep.collectives
             for stream in streams:
                 yield from stream
@@ -198,7 +204,12 @@ class BridgeStream:
     def _given(self, chunks) -> dict[str, list]:
         return self._adapters
 
+    def _export_of(self, tasks: list) -> Callable[[], list[tuple[str, torch.Tensor]]]:
+        return lambda: list(self._exported(tasks))
+
     def _exported(self, tasks) -> Iterator[tuple[str, torch.Tensor]]:
+        if self._model_bridge is None:
+            raise RebindError("tensors() before build()")
         stream = self._model_bridge.stream_weights_megatron_to_hf(
             list(self.trainer.chunks), self._names, cpu=False, show_progress=False, conversion_tasks=tasks
         )
@@ -206,8 +217,10 @@ class BridgeStream:
 
 
 def _refuse_empty(slots: Iterable[Slot]) -> None:
-    """RebindError naming parameters that an offloader has emptied: Bridge would export them as tensors of no elements on
-    their own stage, and as uninitialised memory on all others."""
+    """Raise RebindError that names parameters without bytes, which an offloader has emptied.
+
+    Bridge would export them as tensors without elements on their own stage, and as uninitialised memory on all others.
+    """
     bad = [
         f"{slot.name}: has no bytes (offloaded?): bring the parameters back before the refit"
         for slot in slots
@@ -220,11 +233,10 @@ def _refuse_empty(slots: Iterable[Slot]) -> None:
 ROUND_BYTES = 64 << 20
 
 
-def _rounds(tasks: list, sizes: list[int], keys: list[str | None]) -> list[list[list]]:
-    """Tasks that may be exported one by one are a unit each, those of one key together; units by rounds of about
-    ROUND_BYTES."""
+def _rounds(tasks: list, sizes: list[int], keys: Sequence[Hashable]) -> list[list[list]]:
+    """Group tasks by units, and units by rounds of about ROUND_BYTES. Tasks with the same key form one unit."""
     rounds: list[list[list]] = [[]]
-    keyed: dict[str, list] = {}
+    keyed: dict[Hashable, list] = {}
     used = 0
     for task, size, key in zip(tasks, sizes, keys, strict=True):
         if key in keyed:
@@ -242,9 +254,11 @@ def _rounds(tasks: list, sizes: list[int], keys: list[str | None]) -> list[list[
 
 
 class _Merged:
-    """Which tasks' parameters come out in one tensor, which Bridge yields when it has seen the last of them: experts that
-    the checkpoint has fused. Told by following the export where a task before it gave nothing; that such tensors are few
-    keeps reading cheap for all other models."""
+    """Finds tasks whose parameters are exported in one tensor, such as experts that the checkpoint fuses.
+
+    Bridge yields such a tensor when it has seen the last of its tasks. The export is followed only after a task that yielded
+    nothing, so reading stays cheap for all other models.
+    """
 
     def __init__(self, watch: ExportWatch, tasks: list, slot_of: dict[int, Slot]):
         self._watch = watch
@@ -258,7 +272,7 @@ class _Merged:
             self._watch.note_export(name, tensor)
 
     def keys(self) -> dict[str, str]:
-        """By a task's global parameter name; tasks that are alone have none."""
+        """Return the common key of such tasks by global parameter name. Other tasks have none."""
         traced = self._watch.result(strict=False)
         of: dict[str, set[str]] = {}
         for f in traced.fragments:
@@ -269,7 +283,7 @@ class _Merged:
 
 
 def _key(task) -> str | None:
-    """What Bridge wants exported in one call: fused experts come out only when all of their tasks have been seen."""
+    """The key of tasks that Bridge must export in one call: it yields fused experts after the last of their tasks."""
     if not getattr(task.mapping, "is_grouped_export", False):
         return None
     return str(getattr(task.mapping, "group_key", task.global_param_name))

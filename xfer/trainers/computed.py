@@ -1,9 +1,9 @@
-"""What a trainer's export computes instead of only moving (a merged LoRA): run again before each refit, into scratch.
+"""Tensors that a trainer's export computes (a merged LoRA). They are computed again in scratch before each refit.
 
-The recipes were read from the framework's own export (xfer.trace), so they are its own operators on its own parameters,
-in its order and dtypes; the planner then sees ordinary fragments, which happen to lie in scratch. Ranks that computed
-something together (factors cut over tensor-parallel ranks) gather again what they gathered then, and nothing more: a
-rank computes only the elements that it answers for (trace/owned.py). Plain torch; no framework is known here.
+The recipes come from a trace of the framework's own export (xfer.trace): its own operators on its own parameters, in its
+order and dtypes. For the planner they are ordinary fragments in scratch. If the export gathered something (factors cut
+over tensor-parallel ranks), the ranks gather the same again and nothing more; a rank computes only the elements that it
+owns (trace/owned.py). This module uses plain torch and knows no framework.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -23,23 +24,26 @@ from xfer.trace.fragment import Root
 from xfer.trace.traced import Recipe, Traced
 from xfer.trace.view import Region, contiguous
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
 ALIGN = 512
 """Each computed piece begins at a multiple of this many bytes, like torch's own allocations."""
 
-Gather = Callable[[object, torch.Tensor], Sequence[torch.Tensor]]
-"""(process group, what this rank gives: flat uint8) -> what each rank of the group gave, in its order."""
+Gather = Callable[["ProcessGroup", torch.Tensor], Sequence[torch.Tensor]]
+"""(process group, bytes of this rank: flat uint8) -> bytes of each rank of the group, in its order."""
 
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """The gathers of one process group that a recipe of some rank may need the results of, each once, in order."""
+    """The gathers of one process group that recipes may need, each once, in order."""
 
-    group: object
+    group: ProcessGroup
     gathers: tuple[Gathered, ...]
     needed: tuple[int, ...]  # by this rank, positions in `gathers`
 
     def digest(self) -> str:
-        """Equal on all ranks of the group, or they must not gather: they would wait for each other, or mix tensors."""
+        """Return a digest of the gathers. If it differs between ranks, they must not gather: they would block or mix tensors."""
         return hashlib.blake2b("\n\n".join(g.text() for g in self.gathers).encode(), digest_size=16).hexdigest()
 
 
@@ -51,11 +55,20 @@ class _RecipeStep:
 
 
 class Computed:
-    """`traced.recipes` of one rank, with the storage that their results go to.
+    """The recipes of one rank and the storage of their results.
 
-    limit: most bytes of scratch, None for any number; Unsupported, with the bytes needed, beyond it. `nbytes` are held
-    for good; while it runs, also `gathered_bytes` and what the operators of one recipe allocate (for a merge about
-    three times the largest merged tensor). `fragments`: the results as part of canonical tensors, in `root`.
+    Args:
+        traced: The trace with the recipes.
+        device: Where to allocate the storage.
+        limit: Most bytes of scratch; None: no limit.
+
+    Attributes:
+        nbytes: Bytes of the storage, held for good. While it runs, it also needs `gathered_bytes` and the memory that the
+            operators of one recipe allocate (for a merge about three times the largest merged tensor).
+        fragments: The results as parts of checkpoint tensors, in `root`.
+
+    Raises:
+        Unsupported: More scratch than `limit` is needed. It tells how much.
     """
 
     def __init__(self, traced: Traced, device: torch.device, limit: int | None = None):
@@ -87,10 +100,17 @@ class Computed:
 
     @torch.no_grad()
     def run(self, parameter: Callable[[str], torch.Tensor], gather: Gather) -> None:
-        """Compute everything from the parameters' present values. `parameter`: source name -> live tensor.
+        """Compute everything from the parameters' present values.
 
-        Collective over the groups of `exchanges`, in their order, whatever this rank needs itself: another may need
-        what it has. LayoutError, on all ranks of a group, if one of them has to give what it does not have.
+        Collective over the groups of `exchanges`, in their order, even if this rank needs nothing, since another rank may need
+        its bytes.
+
+        Args:
+            parameter: Source name -> live tensor.
+            gather: See Gather.
+
+        Raises:
+            LayoutError: A rank needs bytes that another rank cannot compute alone. All ranks of the group raise it.
         """
         slots: dict[str, list[torch.Tensor]] = {}
         for x in self.exchanges:
@@ -104,8 +124,10 @@ class Computed:
             to.view(value.shape).copy_(value)
 
     def _wanted(self, x: Exchange, gather: Gather) -> list[int]:
-        """Which gathers some rank of the group needs; few ranks know that of each other."""
-        mine = torch.zeros(2, len(x.gathers), dtype=torch.uint8)  # whether I need it; whether I cannot give it
+        """The gathers that some rank of the group needs. Ranks have to exchange this."""
+        mine = torch.zeros(
+            2, len(x.gathers), dtype=torch.uint8
+        )  # row 0: this rank needs it; row 1: this rank cannot compute its part
         mine[0, list(x.needed)] = 1
         mine[1] = torch.tensor([any(peers_needed(g.mine)) for g in x.gathers])
         every = torch.stack([t.cpu() for t in gather(x.group, mine.reshape(-1).to(self._device))]).view(-1, *mine.shape)
@@ -120,13 +142,13 @@ class Computed:
 
 
 def _exchanges(traced: Traced) -> tuple[tuple[Exchange, ...], dict[int, str]]:
-    """The gathers by group, equal ones once (all experts of a layer share their adapter), and the key of each."""
-    groups: dict[str, object] = {}
+    """Return the gathers by group, without duplicates (all experts of a layer share their adapter), and the key of each."""
+    groups: dict[str, ProcessGroup] = {}
     first: dict[str, dict[str, Gathered]] = {}
     key: dict[int, str] = {}
     for g in traced.gathers:
         if g.size == 1:
-            continue  # all of it was this rank's
+            continue  # a group of one rank has nothing to gather
         group = getattr(g.group, "group_name", "")
         text = key[id(g)] = f"{group}\n{g.text()}"
         groups.setdefault(group, g.group)

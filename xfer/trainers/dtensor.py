@@ -1,10 +1,10 @@
 """Trainers whose parameters carry checkpoint names: FSDP2, HSDP and tensor-parallel modules (DTensors), replicated ones
 (DDP, one process), and plain tensors whose layout the caller declares.
 
-Layouts are stated, not traced: a DTensor says by its mesh and placements which box of the checkpoint's tensor it holds,
-`Declared` says it for a plain tensor, and a plain tensor that nobody speaks for holds all of it. `rename` turns a
-parameter's name into the checkpoint's where they differ. A fused parameter is given as views of it, one per checkpoint
-tensor; what the checkpoint computes needs a traced adapter instead (see megatron.py).
+Layouts are stated, not traced: the mesh and placements of a DTensor give the part of the checkpoint tensor that it holds,
+`Declared` gives it for a plain tensor, and a plain tensor without a declaration holds all of it. `rename` maps a
+parameter's name to the checkpoint's. Give a fused parameter as views, one per checkpoint tensor. Tensors that the export
+computes need a traced adapter instead (see megatron.py).
 """
 
 from __future__ import annotations
@@ -39,10 +39,12 @@ WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
 @dataclass(frozen=True, slots=True)
 class Declared:
-    """What a plain local tensor is part of: a tensor of `shape` (in elements), cut by one placement per axis of `mesh`.
+    """The checkpoint tensor that a plain local tensor is a part of.
 
-    mesh: a MeshInfo or DeviceMesh over torch's global ranks (the trainer's own where torch.distributed is not in use).
-    placements: xfer's or torch's.
+    Attributes:
+        shape: Elements per dim of the whole tensor.
+        mesh: A MeshInfo or DeviceMesh over torch's global ranks (over the trainers' ranks without torch.distributed).
+        placements: xfer's or torch's placements, one per axis of `mesh`.
     """
 
     shape: Sequence[int]
@@ -51,7 +53,7 @@ class Declared:
 
 
 def checkpoint_name(parameter: str) -> str:
-    """A parameter's dotted name without what DDP, torch.compile, activation checkpointing and FSDP put into it."""
+    """Return a parameter's name without the parts that DDP, torch.compile, activation checkpointing and FSDP add."""
     parts = [p for p in parameter.split(".") if p not in WRAPPERS]
     while parts[0] == "module" and len(parts) > 1:
         parts = parts[1:]
@@ -59,20 +61,20 @@ def checkpoint_name(parameter: str) -> str:
 
 
 class TensorTrainer:
-    """Source adapter for `xfer.connect`: one trainer rank, and how its tensors lie.
+    """Source adapter for `xfer.connect`: one trainer rank whose parameters have checkpoint names.
 
-    parameters: a module, whose parameters and persistent buffers are taken, tied ones once and under their first name;
-    or a callable that returns {name: tensor or DTensor} afresh at every call, so that replaced tensors are seen. It may make
-    other tensor objects over the same bytes each time (views, `state_dict()`): those have not moved. It is called
-    before gathers of a layer-wise optimizer are finished, which says what it reads, and again after.
-    declared: layouts of plain tensors, by checkpoint name; those of DTensors are known, all others are whole on every
-    rank. rename: from a name in `parameters` to the checkpoint's. rank, world: default torch.distributed's, 0 and 1
-    without it.
+    A tensor counts as trained if it has `requires_grad`. If connect's `drop=` names all of these, refits would change nothing
+    and connect refuses. A checkpoint tensor has the dtype in which the trainer holds it. If that is wider than the engine's
+    (fp32 masters of a bf16 model), `xfer.Direct(narrow=...)` must allow the cast.
 
-    What trains is what has `requires_grad`: if all of that is named by connect's `drop=`, refits would change nothing and connect refuses.
-
-    A checkpoint tensor gets the dtype that the trainer holds it in. Where that is wider than the engine's (fp32 masters
-    of a bf16 model) `xfer.Direct(narrow=...)` must allow the cast.
+    Args:
+        parameters: A module, of which parameters and persistent buffers are taken, tied ones once under their first name. Or
+            a callable that returns {name: tensor or DTensor}; it is called anew each time, so that replaced tensors are
+            noticed. It may return new tensor objects over the same bytes (views, `state_dict()`), which do not count as
+            moved. It is called before gathers of a layer-wise optimizer are finished, to find the gathers, and again after.
+        declared: Layouts of plain tensors, by checkpoint name. Other plain tensors are whole on every rank.
+        rename: Maps a name in `parameters` to the checkpoint's.
+        rank, world: Default: torch.distributed's; 0 and 1 without it.
     """
 
     reads_together = False
@@ -98,19 +100,19 @@ class TensorTrainer:
         live = d.is_available() and d.is_initialized()
         self.rank = rank if rank is not None else d.get_rank() if live else 0
         self.world = world if world is not None else d.get_world_size() if live else 1
-        self._me = d.get_rank() if live else self.rank  # in meshes, which know nothing of a rank given here
+        self._me = d.get_rank() if live else self.rank  # this rank in meshes, which use torch's ranks
         self._given: dict[str, torch.Tensor | None] = {}
-        self._names: set[str] = set()  # of what was given when the layout was read
+        self._names: set[str] = set()  # given names when the layout was read
         self._slots: Slots | None = None
         self._specs: list[object] = []
         self._device: torch.device | None = None  # when the layout was first read
-        for _ in self._walk():  # of names that clash the caller hears now
+        for _ in self._walk():  # raises if names clash
             pass
         self.let_go()
 
     @property
     def device(self) -> torch.device:
-        """Where this rank's tensors were when their layout was first read; before that, where they are."""
+        """The device of this rank's tensors when their layout was first read; before that, their present one."""
         if self._device is not None:
             return self._device
         found = device_of(t for s in self._walk() if (t := local(s.get())) is not None)
@@ -118,7 +120,7 @@ class TensorTrainer:
         return found
 
     def stream(self) -> TensorStream:
-        """For the packed route: whole checkpoint tensors, put together from shards."""
+        """Return the source of the packed route, which assembles whole checkpoint tensors from shards."""
         from xfer.packed.tensors import TensorStream
 
         return TensorStream(self)
@@ -130,9 +132,11 @@ class TensorTrainer:
             torch.cuda.synchronize(self.device)
 
     def finish_gathers(self) -> None:
-        """Back to shards: FSDP2 leaves whole parameters in a module that ran without a backward, and in a root after its
-        forward; the optimizer writes shards. Gathers of a layer-wise optimizer over these tensors are finished, for what the
-        current stream does next."""
+        """Reshard modules and finish gathers before further work on the current stream.
+
+        FSDP2 leaves whole parameters in a module that ran without a backward, and in a root after its forward, but the optimizer
+        writes shards. Gathers of a layer-wise optimizer over these tensors are finished too.
+        """
         if self._module is not None:
             from torch.distributed.fsdp import FSDPModule
 
@@ -142,9 +146,13 @@ class TensorTrainer:
         drain_over(self._tensors())
 
     def read(self) -> TrainerLayout:
-        """Raises, with every violation of this rank: LayoutError where a tensor is not what its layout says, Unsupported
-        for pending sums and for tensors that hide their bytes, RebindError for tensors without bytes, whose memory is paused, or on
-        another device."""
+        """Read the layout. Errors list every violation of this rank.
+
+        Raises:
+            LayoutError: A tensor does not match its layout.
+            Unsupported: A tensor is a pending sum or hides its bytes.
+            RebindError: Tensors have no bytes, lie in paused memory, or are on another device.
+        """
         device, found = self.device, list(self._walk())
         self._refuse_hidden(found)
         slots = Slots([self._module] if self._module is not None else [], found, unmapped=unmapped)
@@ -173,7 +181,7 @@ class TensorTrainer:
         return TrainerLayout(Traced(tuple(sorted(specs)), tuple(fragments)), bound.roots, bound.tensors, trained)
 
     def check(self) -> str:
-        """ "same", "moved" or "changed"; see session.trainer.Source. RebindError as `read`."""
+        """Return "same", "moved" or "changed"; see participants.trainer.Source. Raise RebindError as `read` does."""
         if self._slots is None:
             return "changed"
         if self._get is not None:
@@ -186,11 +194,11 @@ class TensorTrainer:
             if any(slot.get() is None for slot in self._slots.slots):
                 return "changed"  # the model has fewer tensors; if others have no bytes, `read` says so
             raise
-        # A DTensor's own part may be as before although it is another part now.
+        # A DTensor may be another part of the whole although its local tensor is the same.
         return state if self._specs == _specs(self._slots.slots) else "changed"
 
     def rebind(self) -> Mapping[str, torch.Tensor]:
-        """Root name -> flat uint8 view of the storage at today's address; only after `check` said "moved"."""
+        """Return root name -> flat uint8 view of the storage at its present address, after `check` returned "moved"."""
         if self._slots is None:
             raise RebindError("rebind() before read()")
         if self._get is not None and not self._given:  # they were let go of
@@ -198,14 +206,19 @@ class TensorTrainer:
         return self._slots.bind().tensors
 
     def let_go(self) -> None:
-        """Hold nothing that a callable gave: it may lie in memory that the trainer is about to free. The next look asks anew."""
+        """Drop the tensors that the callable returned, since the trainer may be about to free their memory."""
         self._given.clear()
 
     # ---- details
 
     def _refresh(self) -> None:
-        """What is given anew for the same place changes nothing: the old object stays, by which slots tell that nothing moved. It
-        held its memory meanwhile, so this is no other memory at an old address."""
+        """Call the callable, if there is one.
+
+        A new tensor object at the same place does not replace the old one, so that slots do not count it as moved. The old object
+        has kept its memory alive, so the address cannot belong to new memory.
+        """
+        if self._get is None:
+            return
         now = dict(self._get())  # before the old ones go: the callable may read them
         for name, t in now.items():
             old = self._given.get(name)
@@ -215,12 +228,12 @@ class TensorTrainer:
         self._given.update(now)
 
     def _tensors(self) -> Iterator[torch.Tensor]:
-        """Of this process. Not those in slots, which another thread may let go of."""
+        """Local tensors of this process. They do not come from slots, since another thread may drop those."""
         given = (s.get() for s in self._walk()) if self._get is None else self._get().values()
         yield from (local(t) for t in given if t is not None)
 
     def _walk(self) -> Iterator[Slot]:
-        """Slots by checkpoint name. LayoutError when two tensors would get one name."""
+        """Slots by checkpoint name. Raises LayoutError if two tensors would get one name."""
         if self._module is not None:
             named = [(f"{at}.{key}" if at else key, table, key) for at, table, key in tensors_of(self._module, set())]
         else:
@@ -256,9 +269,11 @@ class TensorTrainer:
             raise Unsupported(f"trainer {self.rank}: tensors that cannot be read", bad)
 
     def _fragments(self, slot: Slot, place: SlotPlace) -> tuple[TensorSpec, tuple[Fragment, ...]]:
+        from torch.distributed.tensor import DTensor
+
         tensor, declared = slot.tensor(), self._declared.get(slot.name)
         placements: tuple[Placement, ...]
-        if _specs([slot])[0] is not None:
+        if isinstance(tensor, DTensor):
             if declared is not None:
                 raise LayoutError("a layout is declared for it, but it is a DTensor, which has its own")
             shape, (mesh, placements) = tuple(tensor.shape), from_dtensor(tensor)
@@ -272,7 +287,7 @@ class TensorTrainer:
         held = prod(place.shape) > 0
         if want is None and held:
             raise LayoutError(f"rank {self._me} holds {place.shape} and is not in {mesh!r}")
-        if want is not None and want != place.shape and (held or prod(want)):
+        if want is not None and want != place.shape and (held or prod(want) > 0):
             raise LayoutError(
                 f"rank {self._me} holds {place.shape}, expected {want} of {shape}: {placements} on {mesh!r}"
             )
@@ -285,7 +300,7 @@ class TensorTrainer:
 
 
 def _same_place(old: torch.Tensor, new: torch.Tensor) -> bool:
-    """Whether two tensors are the same bytes in the same form, part of the same whole."""
+    """Whether two tensors are the same bytes in the same form and the same part of a DTensor."""
     a, b = local(old), local(new)
     return (
         type(old) is type(new)
@@ -300,6 +315,6 @@ def _same_place(old: torch.Tensor, new: torch.Tensor) -> bool:
 
 
 def _specs(slots: Sequence[Slot]) -> list[object | None]:
-    """Mesh, placements and global shape of each DTensor, in torch's own word for them; None for any other tensor. Without a
-    call of Python for each slot: it runs in every refit."""
+    """torch's spec (mesh, placements, global shape) of each DTensor; None for any other tensor. It runs in every refit,
+    so it makes no Python call per slot."""
     return [getattr(s.table.get(s.key), "_spec", None) for s in slots]

@@ -1,5 +1,4 @@
-"""Names, shapes and dtypes of a Hugging Face checkpoint on disk, from the headers of its safetensors files. Reads no
-weight."""
+"""Reads names, shapes and dtypes of a Hugging Face checkpoint from the headers of its safetensors files. Reads no weight."""
 
 from __future__ import annotations
 
@@ -15,10 +14,16 @@ _MAX_HEADER = 100 << 20
 
 
 def read_headers(folder: Path, files: Mapping[str, str]) -> dict[str, TensorSpec]:
-    """Specs of the tensors in `files` (tensor name -> file name in `folder`), as far as the files are there.
+    """Return the specs of a checkpoint's tensors, without those in missing files.
 
-    A tensor whose dtype is none that trainers hold (a quantized checkpoint) is left out: what the trainer exports then
-    says what it is. LayoutError for a file that is no safetensors file.
+    Tensors in a dtype that trainers do not hold (a quantized checkpoint) are left out; the export then decides.
+
+    Args:
+        folder: The checkpoint.
+        files: Tensor name -> file name.
+
+    Raises:
+        LayoutError: A file is no safetensors file.
     """
     specs: dict[str, TensorSpec] = {}
     for file in sorted(set(files.values())):

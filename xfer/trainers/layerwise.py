@@ -1,8 +1,7 @@
-"""Refits of a model that a layer-wise optimizer trains: straight from the owners, or from everybody after a drain.
+"""Refits of a model that a layer-wise optimizer trains: from the owners of parameters, or from all ranks after a drain.
 
-`LayerWiseTrainer` wraps the adapter of the framework (MegatronTrainer, TensorTrainer) and only decides which of the
-fragments that it reads are offered as sources, and what has to be finished first. Layouts are read there, owners are
-chosen in xfer.layerwise.
+`LayerWiseTrainer` wraps the adapter of the framework (MegatronTrainer, TensorTrainer), which reads layouts. It decides
+which fragments are offered as sources and what has to finish first. xfer.layerwise chooses the owners.
 """
 
 from __future__ import annotations
@@ -26,25 +25,28 @@ if TYPE_CHECKING:
 
     class Base(Source, Protocol):
         def finish_gathers(self) -> None:
-            """What `drain` does, without the wait for the device: for what the current stream does next."""
+            """Do the same as `drain` without the wait for the device, before further work on the current stream."""
 
 
 Meet = Callable[[tuple[int, ...], str], None]
 
 
 class LayerWiseTrainer:
-    """Source adapter for `xfer.connect`: `base` is the framework's own, `optimizer` the layer-wise one over the same
-    modules, built before.
+    """Source adapter for `xfer.connect` over the framework's own adapter.
 
-    sources: "owners" offers each trained parameter on its owner only (per tensor-parallel part and pipeline stage, as always).
-    Nothing is gathered first, so call `nccl_xfer_refit` right after `step()`: bytes of other ranks are not read, and
-    the trainer's own gather runs at the same time, since both only read what owners have. What has no owner (frozen
-    parameters, buffers) is offered by every rank; it was written on the stream that the caller is on, or before. "all"
-    finishes the gather first, and then every rank is a source.
+    Args:
+        base: The framework's adapter.
+        optimizer: The layer-wise optimizer over the same modules, built before.
+        sources: "owners" or "all". With "owners", only its owner offers a trained parameter (per tensor-parallel part and
+            pipeline stage). Nothing is gathered first, so call `nccl_xfer_refit` right after `step()`: the trainer's own
+            gather runs at the same time, since both read only the owners' bytes. Every rank offers tensors without an owner
+            (frozen parameters, buffers), which were written on the caller's stream or earlier. With "all", the gather is
+            finished first and every rank is a source.
 
-    Unsupported with "owners" where `base` cannot finish gathers without a wait for the device, where one tensor spans parameters
-    of several owners, where tensors are computed while exporting (adapters), or by a callable of `base` (copies in another
-    dtype): those need all their inputs here, and nothing says who owns them.
+    Raises:
+        Unsupported: With "owners", if `base` cannot finish gathers without a wait for the device. `read` raises it if one
+            tensor spans parameters of several owners, or if tensors are computed while exporting (adapters) or by a callable
+            of `base` (copies in another dtype): these need all their inputs on this rank and have no known owner.
     """
 
     def __init__(self, base: Base, optimizer: LayerWiseOptimizer, sources: Literal["owners", "all"] = "owners"):
@@ -67,8 +69,11 @@ class LayerWiseTrainer:
         return self.base.device
 
     def drain(self) -> None:
-        """ "all": finish the gather, collectively, and wait for the device. "owners": wait for the last step's own writes, and for the
-        current stream; never for the device, where the gather's copies may be under way."""
+        """Wait until this rank's sources may be read.
+
+        With "all", finish the gather, collectively, and wait for the device. With "owners", wait for the writes of the last step
+        and for the current stream only, since the gather's copies may still run on the device.
+        """
         if self.sources == "all":
             self.optimizer.drain(to_write=False)
             with left_alone(self.optimizer.hooks):
@@ -86,7 +91,7 @@ class LayerWiseTrainer:
             torch.cuda.current_stream(self.device).synchronize()
 
     def read(self) -> TrainerLayout:
-        """As the base's; with "owners" without the fragments of parameters that other ranks own."""
+        """Return the base's layout; with "owners", without the fragments of parameters that other ranks own."""
         layout = self.base.read()
         if self.sources == "all":
             return layout
@@ -105,7 +110,7 @@ class LayerWiseTrainer:
         return replace(layout, traced=replace(traced, fragments=fragments), roots=roots, tensors=tensors)
 
     def _offered(self, traced: Traced, owners: _Owners) -> tuple[Fragment, ...]:
-        """What no other rank owns."""
+        """The fragments that no other rank owns."""
         of = [owners.of(f) for f in traced.fragments]
         bad = dict.fromkeys(f.tensor for f, met in zip(traced.fragments, of, strict=True) if len(met) > 1)
         if bad:
@@ -116,7 +121,7 @@ class LayerWiseTrainer:
         return tuple(f for f, met in zip(traced.fragments, of, strict=True) if all(mine for mine, _, _ in met))
 
     def _refuse_copies(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        # By name: `buffers` of Megatron's DDP are its own, not a module's.
+        # named_buffers(), since `buffers` of Megatron's DDP are not the module's buffers.
         held = (t for m in self.optimizer.modules for _, t in (*m.named_parameters(), *m.named_buffers()))
         memory = {local(t).untyped_storage().data_ptr() for t in held}
         bad = [name for name, t in tensors.items() if t.untyped_storage().data_ptr() not in memory]
@@ -141,11 +146,15 @@ class LayerWiseTrainer:
             self.base.let_go()
 
     def compute(self, meet: Meet = lambda ranks, digest: None) -> None:
+        if not hasattr(self.base, "compute"):
+            raise Unsupported(
+                f"trainer {self.rank}: {type(self.base).__name__} reads tensors that are computed and has no compute()"
+            )
         self.base.compute(meet)
 
 
 class _Owners:
-    """Who owns which bytes, by address. Parameters share none (`shares.overlapping`)."""
+    """Owners of bytes, by address. Parameters share no bytes (`shares.overlapping`)."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], optimizer: LayerWiseOptimizer):
         self._base = {name: t.data_ptr() for name, t in tensors.items()}
@@ -161,14 +170,16 @@ class _Owners:
         self._who = [who for _, _, who in spans]
 
     def of(self, f: Fragment) -> set[tuple[bool, int, int]]:
-        """The owners of a fragment's bytes: (whether this rank, its peers, the rank among them). None for what has none, which is the
-        same everywhere."""
+        """Return the owners of a fragment's bytes as (whether it is this rank, its peers, the rank among them).
+
+        The set is empty for bytes without an owner, which are equal on all ranks.
+        """
         size = getattr(torch, f.dtype).itemsize
         first = self._base[f.root] + f.offset
         reach = [(e - 1) * s for e, s in zip(f.extent, f.strides)]
         low, high = first + sum(r for r in reach if r < 0), first + sum(r for r in reach if r > 0) + size
         met = self._between(np.array([low]), np.array([high]))
-        if met and not self._in_one(low, high):  # or they only own what lies between its elements
+        if met and not self._in_one(low, high):  # an owner's bytes may lie between the fragment's elements
             starts, length = _runs(f, low, size)
             met = self._between(starts, starts + length)
         return met
@@ -186,7 +197,7 @@ class _Owners:
 
 
 def _runs(f: Fragment, low: int, size: int) -> tuple[np.ndarray, int]:
-    """Where a fragment's runs of bytes begin, and how long each is."""
+    """The starts of a fragment's runs of bytes, and the length of each run."""
     starts, length = np.array([low], np.int64), size
     for stride, extent in sorted(zip(map(abs, f.strides), f.extent)):
         if len(starts) == 1 and stride == length:

@@ -1,9 +1,9 @@
-"""The Megatron-Core side of a refit: which box of which checkpoint tensor lies where in this rank's live storages.
+"""The Megatron-Core side of a refit: the place of each part of a checkpoint tensor in this rank's live storages.
 
-`MegatronTrainer` is what `xfer.connect` talks to on each trainer rank. It reads the layout by running Megatron-Bridge's
-own export on meta twins (bridge_export.py, xfer.trace), checks cheaply that storages are where they were (slots.py),
-and finishes parameter gathers in flight before a refit may read. It moves no bytes and copies no parameter. What Bridge
-computes while exporting (adapters merged into weights) is computed again before each refit, into scratch (computed.py).
+`xfer.connect` takes a `MegatronTrainer` on each trainer rank. It reads the layout by running Megatron-Bridge's own export
+on meta twins (bridge_export.py, xfer.trace), checks cheaply whether storages have moved (slots.py), and finishes parameter
+gathers in flight before a refit reads. It moves no bytes and copies no parameter. Tensors that Bridge computes while it
+exports (adapters merged into weights) are computed again in scratch before each refit (computed.py).
 """
 
 from __future__ import annotations
@@ -51,24 +51,24 @@ Meet = Callable[[tuple[int, ...], str], None]
 
 
 class MegatronTrainer:
-    """One trainer rank: `model_chunks` (one per virtual pipeline stage, wrapped or not) and the AutoBridge they belong
-    to.
+    """Source adapter for `xfer.connect`: one Megatron-Core trainer rank.
 
-    `hf_names`: names of the checkpoint's tensors, needed only when the bridge was made from a config without a
-    checkpoint. `probe`: let a parameter whose export cannot be followed symbolically be probed with the real
-    conversion. Probing is collective: give it on every rank or on none. "all" probes every parameter, as a second
-    opinion at toy sizes.
+    Checkpoint tensors have the shapes and dtypes of the checkpoint's safetensors headers. Without headers they have those of
+    the exported tensors, cut to the config's vocab_size if the vocabulary is padded. A fragment has the live parameter's own
+    dtype: for a trainer in fp32 and a bf16 checkpoint the plan contains a cast, and an fp32 router bias stays fp32.
 
-    Canonical shapes and dtypes are the checkpoint's, read from its safetensors headers; without them, those of the
-    exported tensors, cut to the config's vocab_size where the vocabulary is padded. A fragment carries the live
-    parameter's own dtype: a trainer in fp32 for a bf16 checkpoint is a cast in the plan, and an fp32 router bias stays
-    fp32.
+    Args:
+        model_chunks: One module per virtual pipeline stage, wrapped or not.
+        bridge: The AutoBridge of the model.
+        hf_names: Names of the checkpoint's tensors. Needed only if the bridge was made from a config without a checkpoint.
+        probe: Probe parameters with the real conversion if their export cannot be followed symbolically. Probing is
+            collective: pass it on all ranks or on none. "all" probes every parameter, as a cross-check at toy sizes.
+        scratch_bytes: Most bytes of this rank for computed tensors; None: no limit. A merged LoRA needs this rank's share of
+            every weight with an adapter, and the adapters' factors of its tensor-parallel group.
 
-    `scratch_bytes`: most bytes of this rank that computed tensors may take (a merged LoRA: this rank's share of every
-    weight that has an adapter, and the adapters' factors of its tensor-parallel group); None for as many as they need.
-
-    Raises Unsupported, with everything that is wrong, for arguments that are no chunks or no AutoBridge, before the process groups
-    exist, and where Megatron-Core or Megatron-Bridge is not installed.
+    Raises:
+        Unsupported: The arguments are no chunks or no AutoBridge, the process groups do not exist yet, or Megatron-Core or
+            Megatron-Bridge is not installed. It lists everything that is wrong.
     """
 
     def __init__(
@@ -97,13 +97,13 @@ class MegatronTrainer:
 
     @property
     def device(self) -> torch.device:
-        """Where this rank's parameters were when their layout was first read; before that, where they are."""
+        """The device of this rank's parameters when their layout was first read; before that, their present one."""
         return self._device or device_of(p for chunk in self.chunks for p in chunk.parameters())
 
     # -- before bytes move --------------------------------------------------------------------------------------------
 
     def stream(self) -> TracedStream:
-        """For the packed route: whole checkpoint tensors, put together from what the export was traced to."""
+        """Return the source of the packed route, which assembles whole checkpoint tensors."""
         from xfer.trainers.traced_stream import TracedStream
 
         return TracedStream(self)
@@ -115,18 +115,19 @@ class MegatronTrainer:
             torch.cuda.synchronize(self.device)
 
     def finish_gathers(self) -> None:
-        """Finish every parameter gather of this rank, for what its current stream does next. Collective over data-parallel groups
-        when the distributed optimizer overlaps its gathers; call it after `optimizer.step()`, on all ranks.
+        """Finish every parameter gather of this rank before further work on its current stream.
 
-        With `overlap_param_gather`, `step()` only updates this rank's shard: other shards arrive in pre-hooks of the
-        next forward. Here each bucket group is brought to just the state that those hooks leave, so they find nothing
-        to do: not dispatched yet -> dispatched and waited for; in flight -> waited for; done -> nothing (a second refit
-        is free). Dispatching all before waiting for the first lets the gathers overlap each other.
+        Call it after `optimizer.step()`, on all ranks: it is collective over data-parallel groups if the distributed optimizer
+        overlaps its gathers.
 
-        Gathers of a layer-wise optimizer over these chunks (xfer.layerwise) are finished too.
+        With `overlap_param_gather`, `step()` updates only this rank's shard; pre-hooks of the next forward gather the others.
+        This brings each bucket group to the state that those hooks leave: it dispatches gathers that have not started and
+        waits for all of them. A group that is done needs nothing, so a second refit is free. All gathers are dispatched before
+        the first wait, so that they overlap. Gathers of a layer-wise optimizer over these chunks (xfer.layerwise) are finished
+        too.
 
-        Never between backward and `step()`: like a forward there, it would gather the old values and leave Megatron
-        believing that the new ones had been.
+        Do not call it between backward and `step()`: as a forward would, it gathers the old values there, and Megatron then
+        skips the gather of the new ones.
         """
         groups = [g for chunk in self.chunks for g in _bucket_groups(chunk)]
         self._refuse_paused([b for g in groups if not g.param_gather_dispatched for b in g.buckets])
@@ -138,7 +139,7 @@ class MegatronTrainer:
         drain_over(p for chunk in self.chunks for p in chunk.parameters())
 
     def _refuse_paused(self, buckets: Sequence) -> None:
-        """RebindError where a gather would write to memory that is paused."""
+        """Raise RebindError if a gather would write to paused memory."""
         if gone := unmapped([b.param_data for b in buckets])():
             names = {id(slot.get()): slot.name for slot in walk(self.chunks)}
             some = ", ".join(names[id(p)] for p in buckets[gone[0]].params_list[:3])
@@ -152,9 +153,12 @@ class MegatronTrainer:
     # -- layout -------------------------------------------------------------------------------------------------------
 
     def read(self) -> TrainerLayout:
-        """Trace this rank's half of the map, alone: no collective, no byte of a parameter (except with `probe`).
+        """Trace the export of this rank. Without `probe` it uses no collective and reads no byte of a parameter.
 
-        Unsupported, LayoutError or RebindError, listing every violation of this rank, before anything has moved.
+        Raises:
+            Unsupported: A setting of the model or the kind of a tensor is not supported.
+            LayoutError: Bridge's export of some tensors cannot be followed, or they do not match the checkpoint.
+            RebindError: Parameters have no bytes, or are on another device.
         """
         self._refuse_unsupported()
         device, model_bridge = self.device, model_bridge_of(self.bridge)
@@ -186,10 +190,15 @@ class MegatronTrainer:
         return TrainerLayout(traced, (*bound.roots, computed.root), self._with_scratch(bound.tensors), trained)
 
     def check(self) -> str:
-        """Is every storage where `read` or `rebind` found it, and do adapters have the scales that they had? Are the groups that
-        `compute` gathers over still Megatron's? "same", "moved" (call `rebind`) or "changed" (call `read`).
+        """Compare storages, scales of adapters and the groups of `compute` with the last `read` or `rebind`.
 
-        RebindError lists parameters without bytes, whose memory is paused, or on another device. Cheap enough to run while bytes move.
+        It is cheap enough to run while bytes move.
+
+        Returns:
+            "same", "moved" (call `rebind`) or "changed" (call `read`).
+
+        Raises:
+            RebindError: Parameters have no bytes, lie in paused memory, or are on another device. It lists them.
         """
         state = self._slots.check() if self._slots else "changed"
         if self._groups and not all(map(is_, self._groups, process_groups())):
@@ -197,7 +206,7 @@ class MegatronTrainer:
         return state if self._scales.hold() else "changed"
 
     def rebind(self) -> Mapping[str, torch.Tensor]:
-        """Root name -> flat uint8 view of the storage, at today's addresses. Only after `check` said "same" or "moved".
+        """Return root name -> flat uint8 view of the storage at its present address, after `check` returned "same" or "moved".
 
         The views keep the storages alive: drop them before a trainer frees or offloads its weights.
         """
@@ -212,23 +221,28 @@ class MegatronTrainer:
     # -- what is computed ---------------------------------------------------------------------------------------------
 
     def parameter(self, name: str) -> torch.Tensor:
-        """The live tensor of a slot, for recipes: `recipe.evaluate(trainer.parameter)`. KeyError for an unknown
-        name."""
+        """Return the live tensor of a slot, for recipes: `recipe.evaluate(trainer.parameter)`.
+
+        Raises:
+            KeyError: The name is unknown.
+        """
         if self._slots is None:
             raise KeyError(name)
         return self._slots.by_name[name].tensor().detach()
 
     @property
     def computed(self) -> Computed | None:
-        """What this rank has to compute before each refit; None for nothing."""
+        """The tensors that this rank computes before each refit; None if there are none."""
         return self._computed
 
     def compute(self, meet: Meet = lambda ranks, digest: None) -> None:
-        """Bring the scratch up to date with the parameters, bit for bit as Bridge would export them now.
+        """Compute the scratch from the present parameters, bit for bit as Bridge would export them.
 
-        Gathers over Megatron's own groups what Bridge gathers, adapters' factors above all. `meet(ranks, digest)` is
-        called before a group's first gather and returns when all its ranks are about to gather, with equal digests:
-        a gather that one rank does not join cannot be taken back on the others.
+        It gathers the same tensors over Megatron's own groups as Bridge does, mainly the factors of adapters.
+
+        Args:
+            meet: `meet(ranks, digest)` is called before the first gather of a group. It returns when all its ranks are about
+                to gather with equal digests, since a gather that one rank does not join would block the others.
         """
         if self._computed is None:
             return
@@ -239,7 +253,7 @@ class MegatronTrainer:
     # -- details ------------------------------------------------------------------------------------------------------
 
     def _checkpoint(self) -> tuple[CheckpointNames, dict[str, TensorSpec]]:
-        """The names that the checkpoint has, and the specs of those whose headers are at hand."""
+        """The names of the checkpoint's tensors, and the specs of those whose headers are on disk."""
         source = getattr(getattr(self.bridge.hf_pretrained, "state", None), "source", None)
         if self._hf_names is not None:
             return CheckpointNames(self._hf_names, hf_config(self.bridge)), {}
@@ -310,14 +324,13 @@ class MegatronTrainer:
             raise Unsupported(f"trainer {self.rank}: not supported", bad)
 
     def _refuse_unmapped(self, tasks, slot_of: Mapping[int, Slot]) -> None:
-        """Bridge only logs a parameter that it will not export, and exports neither gate nor up when one of them is
-        missing."""
+        """Refuse parameters that Bridge does not export. Bridge only logs them, and drops both gate and up if one is missing."""
         mapped = {id(t.param_weight) for t in tasks}
         tied = _tied(self.chunks)
         bad = [
             f"{slot.name}: Bridge has no conversion for it: no mapping, or the checkpoint lacks one of its tensors"
             for key, slot in slot_of.items()
-            # The last stage's copy of a tied embedding: kept equal to the embedding, which is exported.
+            # The last stage's copy of a tied embedding is equal to the embedding, which is exported.
             if key not in mapped and not (tied and getattr(slot.get(), "shared_embedding", False))
         ]
         if bad:
@@ -325,7 +338,7 @@ class MegatronTrainer:
 
 
 def _wrong_installation() -> list[str]:
-    """What this process lacks: packages and process groups."""
+    """One line per package and process group that is missing."""
     missing = [name for name in ("megatron.core", "megatron.bridge") if not _installed(name)]
     bad = []
     if missing:
@@ -352,7 +365,7 @@ def _wrong_installation() -> list[str]:
 def _installed(module: str) -> bool:
     try:
         return find_spec(module) is not None
-    except ModuleNotFoundError:  # not even the package that it is in
+    except ModuleNotFoundError:  # the parent package is missing
         return False
 
 
@@ -370,7 +383,7 @@ def _wrong_chunks(given: object) -> list[str]:
 
 
 def _wrong_bridge(given: object) -> list[str]:
-    """By what is used of it: importing Bridge only to compare classes would take seconds."""
+    """Check the attributes that are used. An import of Bridge, to compare classes, would take seconds."""
     if hasattr(type(given), "_model_bridge") and hasattr(given, "hf_pretrained"):
         return []
     write = "give a megatron.bridge.AutoBridge: bridge = megatron.bridge.AutoBridge.from_hf_pretrained(folder of the checkpoint)"
@@ -388,8 +401,13 @@ def _described(x: object) -> str:
 
 
 class _Followed:
-    """What following the export gave. `failed`: global parameter name -> why; `vocab`: names whose first dim is the
-    vocabulary, the one dim that Megatron pads."""
+    """The result of following an export.
+
+    Attributes:
+        traced: Fragments, recipes and specs.
+        failed: Global parameter name -> reason.
+        vocab: Names of tensors whose first dim is the vocabulary, the only dim that Megatron pads.
+    """
 
     traced: Traced
 
@@ -401,22 +419,23 @@ class _Followed:
         self.vocab: set[str] = set()
         self._refused: list[str] = []
         self._tied = _tied(chunks)
-        self._first: dict[str, str] = {}  # tied: parameter -> the one name that stands for it
-        self._embedding = VocabParallelEmbedding  # told by module, not by name
+        self._first: dict[str, str] = {}  # tied parameter -> the one name that is kept for it
+        self._embedding = VocabParallelEmbedding
         self._heads = {id(getattr(unwrap_model(chunk), "output_layer", None)) for chunk in chunks} - {id(None)}
 
     def admits(self, task, name: str) -> bool:
-        """Whether an exported name is a canonical tensor of its own. Bridge yields a tied embedding once more as the
-        output layer if the checkpoint lists that; one tensor is enough, an engine that untied it has two takers of the
-        embedding."""
+        """Whether an exported name is a checkpoint tensor of its own.
+
+        Bridge yields a tied embedding a second time as the output layer if the checkpoint lists it. One tensor is enough: an
+        engine that unties them loads the embedding into both.
+        """
         if isinstance(task.megatron_module, self._embedding) or id(task.megatron_module) in self._heads:
             self.vocab.add(name)
             return not self._tied or self._first.setdefault(task.param_name, name) == name
         return True
 
     def replace(self, probed: Probed) -> None:
-        """Take the probed tasks' fragments instead of the followed ones; a task probed because of another rank is as
-        good."""
+        """Replace the fragments of the probed tasks, also of those that were probed because another rank failed."""
         admitted = {name for name, task in probed.tasks.items() if self.admits(task, name)}
         mine = {slot.name for slot in probed.slots}
         self.failed, self._refused = {}, probed.errors  # every failing task was probed
@@ -442,14 +461,14 @@ class _Followed:
 
 
 def _all_gather(group: dist.ProcessGroup, mine: torch.Tensor) -> list[torch.Tensor]:
-    """What each rank of Megatron's `group` gives; all give as many bytes."""
+    """Gather the bytes of each rank of Megatron's `group`, equally many per rank."""
     slots = [torch.empty_like(mine) for _ in range(group.size())]
     group.allgather([slots], [mine]).wait()
     return slots
 
 
 def _bucket_groups(chunk: Any) -> list:
-    """Megatron's bucket groups whose gathers may be pending; none unless the distributed optimizer overlaps them."""
+    """Megatron's bucket groups with gathers that may be pending; none unless the distributed optimizer overlaps them."""
     while chunk is not None and not hasattr(chunk, "bucket_groups"):
         chunk = getattr(chunk, "module", None)
     config = getattr(chunk, "ddp_config", None)
@@ -459,7 +478,7 @@ def _bucket_groups(chunk: Any) -> list:
 
 
 def _tied(chunks: Sequence[torch.nn.Module]) -> bool:
-    """By the flag of the config, as Bridge reads it: never by who happens to own an output layer."""
+    """Whether embeddings are tied: the config's flag, as Bridge reads it. The presence of an output layer does not tell."""
     from megatron.core.utils import get_model_config, unwrap_model
 
     fallback = getattr(unwrap_model(chunks[0]), "share_embeddings_and_output_weights", False)
@@ -467,9 +486,9 @@ def _tied(chunks: Sequence[torch.nn.Module]) -> bool:
 
 
 def _canonical(traced: Traced, index: Mapping[str, TensorSpec], rows: Mapping[str, int], rank: int) -> Traced:
-    """Specs as the checkpoint has them, and fragments cut to them where the vocabulary is padded.
+    """Return the trace with the checkpoint's specs, and with fragments cut to them if the vocabulary is padded.
 
-    `index`: what the checkpoint's headers say; `rows`: vocab_size, for the tensors whose first dim is the vocabulary.
+    `index`: specs from the checkpoint's headers. `rows`: vocab_size, for the tensors whose first dim is the vocabulary.
     """
     specs, bad = {}, []
     for spec in traced.specs:
@@ -496,7 +515,7 @@ def _canonical(traced: Traced, index: Mapping[str, TensorSpec], rows: Mapping[st
 
 
 def _cut(f: Fragment, shape: tuple[int, ...]) -> Fragment | None:
-    """The part of `f` inside a canonical tensor of `shape`; None when all of it is padding."""
+    """The part of `f` inside a checkpoint tensor of `shape`; None if all of it is padding."""
     if not shape or f.index[0].stop <= shape[0]:
         return f
     n = len(range(f.origin[0], shape[0], f.index[0].step))
@@ -506,14 +525,16 @@ def _cut(f: Fragment, shape: tuple[int, ...]) -> Fragment | None:
 
 
 def _trained(traced: Traced, slots: Iterable[Slot]) -> frozenset[str]:
-    """Exported tensors that lie in, or are computed from, a parameter that requires grad."""
+    """Names of exported tensors that lie in, or are computed from, a parameter that requires grad."""
     grad = {slot.name for slot in slots if slot.tensor().requires_grad}
     held = {f.tensor for f in traced.fragments if f.root in grad}
     return frozenset(held | {r.target for r in traced.recipes if not grad.isdisjoint(r.sources)})
 
 
 def _relocate(traced: Traced, bound: Binding) -> Traced:
-    """Fragments by storage instead of by parameter: a twin begins at byte 0 of its own storage, its parameter somewhere
-    in one that it may share with others."""
+    """Return the trace with fragments by storage instead of by parameter.
+
+    A twin begins at byte 0 of its own storage; its parameter may lie anywhere in a shared one.
+    """
     places = {name: (place.root, place.offset) for name, place in bound.places.items()}
     return replace(traced, fragments=tuple(relocate(traced.fragments, places)))

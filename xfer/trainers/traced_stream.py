@@ -1,9 +1,9 @@
-"""Megatron-Core trainers of the packed route whose export only moves bytes: messages are put together from the boxes that a
-trace of Megatron-Bridge's export found (tensors.py), without running that export.
+"""Megatron-Core trainers of the packed route whose export only moves bytes.
 
-Tracing tells for every exported tensor where its elements lie in this rank's storages, or that they are computed. When all
-ranks can tell all of it, there is nothing left for Bridge to do in a refit; when one cannot (merged adapters, conversions of
-values), all of them let Bridge export (megatron.py). Either way the same tensors come, bit for bit. Not here: the tracing.
+A trace of Megatron-Bridge's export gives, for every exported tensor, the place of its elements in this rank's storages,
+or that they are computed. If no rank computes any, messages are assembled from these places (packed/tensors.py) and a
+refit does not run Bridge. If one rank does (merged adapters, conversions of values), Bridge exports on all ranks
+(bridge_stream.py). The tensors are the same, bit for bit. megatron.py has the tracing.
 """
 
 from __future__ import annotations
@@ -27,8 +27,11 @@ from xfer.trainers.megatron import MegatronTrainer, _canonical, _relocate, _trai
 
 
 class TracedParameters:
-    """See tensors.FragmentSource: one rank's parameters by what Bridge exports of them, in the dtypes in which it does.
-    `state`: what the next `check` says; who owns this has looked."""
+    """One rank's parameters as Bridge exports them, in the exported dtypes; see packed.tensors.FragmentSource.
+
+    Attributes:
+        state: Result of the next `check`. The owner of this object sets it.
+    """
 
     def __init__(self, trainer: MegatronTrainer):
         self.trainer, self.state = trainer, "changed"
@@ -39,7 +42,7 @@ class TracedParameters:
         self.trainer.drain()
 
     def read(self) -> TrainerLayout:
-        """LayoutError or Unsupported, naming tensors, where the export does more than move bytes."""
+        """Read the layout. Raises LayoutError or Unsupported that names tensors if the export does more than move bytes."""
         t = self.trainer
         bridge, (names, _) = model_bridge_of(t.bridge), t._checkpoint()
         slot_of = {id(slot.get()): slot for slot in walk(t.chunks)}
@@ -54,7 +57,7 @@ class TracedParameters:
         bound = self._slots.bind()
         try:
             refuse_elsewhere(self._slots.slots, self.device, f"trainer {self.rank}")
-        except RebindError as e:  # Bridge's export may bring them together
+        except RebindError as e:  # Bridge's own export may still work
             raise LayoutError(e.message, e.violations) from e
         self.state = "same"
         trained = _trained(traced, self._slots.slots)
@@ -80,12 +83,16 @@ def _refuse_computed(traced: Traced) -> None:
 
 
 class TracedStream:
-    """See source.WritingStream. `why`: why this rank cannot do without Bridge's export; "" when it can. `writes`: since the
-    last `build`, whether messages are put together from boxes; the same on all ranks."""
+    """A stream that assembles messages from storages if all ranks can; see packed.source.WritingStream.
+
+    Attributes:
+        why: The reason for which this rank needs Bridge's export; "" if it does not.
+        writes: Whether messages are assembled from storages, since the last `build`. Equal on all ranks.
+    """
 
     everywhere = True
     whole_everywhere = True
-    """Who uses this without a session finds whole tensors on every rank, as after Bridge's own export."""
+    """Without a session every rank gets whole tensors, as from Bridge's own export."""
 
     def __init__(self, trainer: MegatronTrainer):
         self.export, self._source = BridgeStream(trainer), TracedParameters(trainer)
@@ -142,12 +149,11 @@ class TracedStream:
             return specs
         if some := sorted(s.name for s in {*traced} - {*specs}):
             self.why = f"the trace and the export tell different tensors: {some[:8]}"
-        self.parts.expect(specs)  # what this rank holds nothing of (experts), some other must hold
+        self.parts.expect(specs)  # another rank must hold the tensors of which this rank holds nothing (experts)
         return specs
 
     def check(self) -> str:
-        """The export's look serves for both: it is at the same parameters. Parts that are not written from have let go of
-        them, which is nothing new."""
+        """Return the state of the export, whose parameters are the same. If parts do not write, they hold no tensors to check."""
         state = self.export.check()
         if state == "changed" or self.why:
             return state
@@ -168,7 +174,7 @@ class TracedStream:
         if self.writes:
             try:
                 return self.parts.build()
-            except LayoutError:  # on all ranks alike: what they hold together is not everything
+            except LayoutError:  # on all ranks: together they do not hold every tensor whole
                 self.writes = False
         self.parts.forget()
         return self.export.build()

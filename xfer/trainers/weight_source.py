@@ -5,10 +5,9 @@ engine is an unmodified vLLM with `weight_transfer_config={"backend": "nccl"}` (
     engine = WeightTransferTrainerFactory.trainer_init(NCCLTrainerInitInfo(...), client=client, source=source)
     engine.send_weights()                                     # on every trainer rank, after every optimizer step
 
-What is gained over vLLM's own sources: buckets are gathered together, conversion tasks are checked on all ranks at every
-sync, and what is declared is what comes. What is not: versions, commit, coverage and deadlines are xfer's session's and
-vLLM's backends have none. Needs vLLM where the trainer runs, 0.26 or later: before that its trainers hand over bare
-iterators, and there is no `WeightSource`.
+Over vLLM's own sources this adds: buckets are gathered together, conversion tasks are checked on all ranks at every sync,
+and the tensors match their declaration. Versions, commit, coverage and deadlines belong to xfer's session; vLLM's
+backends have none. vLLM 0.26 or later must be installed where the trainer runs: earlier versions have no `WeightSource`.
 """
 
 from __future__ import annotations
@@ -23,11 +22,17 @@ from xfer.packed.source import PackedSource, packed_source
 
 
 def weight_source(trainer: object, bucket_bytes: int = BUCKET_BYTES):
-    """A `WeightSource` of vLLM over `trainer` (MegatronTrainer, TensorTrainer or a packed.source.Stream).
+    """Return a `WeightSource` of vLLM.
 
-    Every trainer rank makes one and iterates it in step; `metadata` is collective too. On ranks other than 0 a
-    TensorTrainer's tensors are None, which the nccl backend never looks at; ipc, which needs them, is for Megatron only.
-    Unsupported where the vLLM of this environment has no such sources.
+    Every trainer rank makes one, and all iterate it together; `metadata` is collective too. On ranks other than 0 a
+    TensorTrainer's tensors are None. The nccl backend never reads them; the ipc backend does, so it works with Megatron only.
+
+    Args:
+        trainer: A MegatronTrainer, a TensorTrainer or a packed.source.Stream.
+        bucket_bytes: Bytes of a bucket.
+
+    Raises:
+        Unsupported: The installed vLLM has no such sources.
     """
     try:
         from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
@@ -53,7 +58,7 @@ def weight_source(trainer: object, bucket_bytes: int = BUCKET_BYTES):
                     yield from self.source.tensors(group)
 
         def _begin(self):
-            """Parameters made whole, and what is stale rebuilt; twice in a row it costs two small collectives."""
+            """Finish gathers and rebuild stale tasks. A second call in a row costs two small collectives."""
             self.source.drain()
             if self.source.check() == "changed" or not self._read:
                 self.source.read()

@@ -65,7 +65,8 @@ class TracedRank(msgspec.Struct, array_like=True):
 
 
 def main(argv: Sequence[str]) -> int:
-    path, told = Path(argv[0]), Queue()
+    path = Path(argv[0])
+    told: Queue[dict[str, Any]] = Queue()
     say = _take_stdout()
     Thread(target=_listen, args=(told,), daemon=True).start()
     task = msgspec.msgpack.decode(path.read_bytes(), type=TraceTask)

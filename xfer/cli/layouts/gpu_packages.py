@@ -21,6 +21,7 @@ import importlib.util
 import sys
 import types
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -29,7 +30,7 @@ TE_VERSION = "2.9.0"
 
 
 class _LinearBase(torch.nn.Module):
-    """What linear layers have in common: sizes of one rank, and marks of parameters.
+    """Common part of linear layers: sizes of one rank, and marks of parameters.
 
     TransformerEngine marks every weight as cut over ranks: along dim 1 in a row-parallel layer, else along dim 0, even
     if the layer is not parallel.
@@ -63,22 +64,28 @@ class _LinearBase(torch.nn.Module):
             if self.parallel_mode == "column":
                 _mark_cut(bias, 0)
             elif self.parallel_mode == "row":
-                bias.sequence_parallel = self.sequence_parallel
+                _mark(bias, sequence_parallel=self.sequence_parallel)
             self.register_parameter(f"bias{suffix}", bias)
 
     def _add_norm(self, name: str) -> None:
-        self.register_parameter(name, torch.nn.Parameter(self._new(self.in_features)))
-        getattr(self, name).sequence_parallel = self.sequence_parallel
+        parameter = torch.nn.Parameter(self._new(self.in_features))
+        _mark(parameter, sequence_parallel=self.sequence_parallel)
+        self.register_parameter(name, parameter)
+
+
+def _mark(parameter: torch.nn.Parameter, **marks: bool | int) -> None:
+    """Sets attributes of a parameter that Megatron reads."""
+    vars(parameter).update(marks)
 
 
 def _mark_cut(parameter: torch.nn.Parameter, dim: int) -> None:
-    parameter.tensor_model_parallel, parameter.partition_dim, parameter.partition_stride = True, dim, 1
+    _mark(parameter, tensor_model_parallel=True, partition_dim=dim, partition_stride=1)
 
 
 class Linear(_LinearBase):
     """Parameters `weight` [out, in] and, with `bias`, `bias` [out]."""
 
-    def __init__(self, *sizes: int, **options: object):
+    def __init__(self, *sizes: int, **options: Any):
         super().__init__(*sizes, **options)
         self._add_weight()
 
@@ -86,7 +93,7 @@ class Linear(_LinearBase):
 class LayerNormLinear(Linear):
     """A linear layer with the norm before it: `layer_norm_weight` [in] and, for LayerNorm, `layer_norm_bias` [in]."""
 
-    def __init__(self, *sizes: int, normalization: str = "LayerNorm", **options: object):
+    def __init__(self, *sizes: int, normalization: str = "LayerNorm", **options: Any):
         super().__init__(*sizes, **options)
         self._add_norm("layer_norm_weight")
         if normalization == "LayerNorm":
@@ -96,7 +103,7 @@ class LayerNormLinear(Linear):
 class GroupedLinear(_LinearBase):
     """One `weight{i}` [out, in] and, with `bias`, one `bias{i}` [out] for each expert."""
 
-    def __init__(self, num_gemms: int, *sizes: int, **options: object):
+    def __init__(self, num_gemms: int, *sizes: int, **options: Any):
         super().__init__(*sizes, **options)
         self.num_gemms = num_gemms
         for i in range(num_gemms):
@@ -128,7 +135,7 @@ class RMSNorm(torch.nn.Module):
         super().__init__()
         for name in self._names:
             parameter = torch.nn.Parameter(torch.empty(hidden_size, dtype=params_dtype or dtype, device=device))
-            parameter.sequence_parallel = sequence_parallel
+            _mark(parameter, sequence_parallel=sequence_parallel)
             self.register_parameter(name, parameter)
 
     _names: tuple[str, ...] = ("weight",)

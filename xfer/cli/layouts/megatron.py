@@ -15,6 +15,7 @@ import contextlib
 import functools
 import os
 from collections.abc import Iterator, Mapping
+from typing import Any
 from unittest import mock
 
 import torch
@@ -36,14 +37,14 @@ def import_bridge() -> type:
     return AutoBridge
 
 
-def is_known(config: Mapping[str, object]) -> bool:
+def is_known(config: Mapping[str, Any]) -> bool:
     """Whether the installed transformers has the family of this config."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
     return config.get("model_type", "") in CONFIG_MAPPING_NAMES
 
 
-def make_known(config: Mapping[str, object]) -> None:
+def make_known(config: Mapping[str, Any]) -> None:
     """Lets AutoConfig read the config of a family that the installed transformers does not have.
 
     The code of such a family comes with its checkpoints. Bridge only asks what the config's class is called, so none of

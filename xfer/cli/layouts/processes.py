@@ -71,6 +71,8 @@ ASKED_S = 120.0
 KEPT_BYTES = 2 << 30
 SUFFIX = ".xferside"
 _MAGIC = b"xferside\x02"
+Line = tuple[int, dict[str, Any] | None]
+"""Number of a process, and the fields of a line that it wrote; None when the process has ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +119,7 @@ class Tracer:
         Raises:
             XferError: names each side that has none.
         """
-        bad = []
+        bad: list[str] = []
         for side in FRAMEWORKS:
             try:
                 self._found[side] = _python(side, self._given.get(side))
@@ -173,7 +175,8 @@ class Tracer:
 
     def _traced(self, of: _Processes, catalog: Catalog | None) -> tuple[Catalog, list[Inventory]]:
         """Reads one side's layouts. The first of its processes has checked the description already."""
-        side, firsts, done, names = of.task.side, of.firsts, 0, []
+        side, firsts, done = of.task.side, of.firsts, 0
+        names: list[str] = []
         children = of.start_all()
         if catalog is not None:
             of.say_catalog(catalog)
@@ -187,7 +190,7 @@ class Tracer:
             if line is None:
                 if number in waiting:
                     raise children[number].ended()
-                continue  # one that is done may end before the others
+                continue  # a process that is done may end before the others
             if "unnamed" in line:
                 names = names or self._names(of.task, of.work)
                 children[number].say(names=names)
@@ -207,7 +210,7 @@ class Tracer:
 
     def _names(self, task: TraceTask, work: Path) -> list[str]:
         """Names of the checkpoint's tensors, by the engine's transformers, which is newer than the trainer's."""
-        said: Queue = Queue()
+        said: Queue[Line] = Queue()
         child = _Child(self._found["engine"], msgspec.structs.replace(task, side=NAMES), work, said)
         try:
             while True:
@@ -276,7 +279,8 @@ class _Processes(AbstractContextManager):
     def __init__(self, python: str, task: TraceTask, class_of: list[int], jobs: int):
         self.python, self.task, self.class_of = python, task, class_of
         self.firsts = [class_of.index(c) for c in range(max(class_of) + 1)]
-        self._jobs, self._said, self._ends = jobs, Queue(), ExitStack()
+        self._jobs, self._ends = jobs, ExitStack()
+        self._said: Queue[Line] = Queue()
         self._children: list[_Child] = []
         self.checked = False
         self.work = Path(self._ends.enter_context(tempfile.TemporaryDirectory(prefix="xfer-trace-")))
@@ -310,7 +314,7 @@ class _Processes(AbstractContextManager):
                 self.checked = True
                 return
 
-    def hear(self, what: str, state: str) -> tuple[int, dict[str, Any] | None]:
+    def hear(self, what: str, state: str) -> Line:
         return _heard(self._said, what, state)
 
     def say_catalog(self, catalog: Catalog) -> None:
@@ -320,7 +324,7 @@ class _Processes(AbstractContextManager):
 
 
 def _check(sides: Sequence[_Processes]) -> None:
-    """Both frameworks check at the same time, since they take seconds to import. Raises what they refuse together."""
+    """Lets both frameworks check at the same time, since they take seconds to import. Raises the errors of both together."""
     for side in sides:
         side.start_one()
     refused = []
@@ -339,7 +343,7 @@ def _check(sides: Sequence[_Processes]) -> None:
 class _Child:
     """One process. Its lines arrive in `said` as (number, line), and as (number, None) when the process has ended."""
 
-    def __init__(self, python: str, task: TraceTask, work: Path, said: Queue):
+    def __init__(self, python: str, task: TraceTask, work: Path, said: Queue[Line]):
         self.ready, self._task = False, task
         job, self._log = work / f"{task.side}{task.number}.job", work / f"{task.side}{task.number}.log"
         job.write_bytes(msgspec.msgpack.encode(task))
@@ -350,7 +354,7 @@ class _Child:
             )  # fmt: skip
 
         def read() -> None:
-            for line in self._process.stdout:
+            for line in self._process.stdout or ():
                 with suppress(ValueError):
                     said.put((task.number, json.loads(line)))
             said.put((task.number, None))
@@ -359,12 +363,14 @@ class _Child:
         self._reader.start()
 
     def say(self, **fields: Any) -> None:
-        with suppress(OSError):  # if it is gone, its end says so
-            self._process.stdin.write(json.dumps(fields) + "\n")
-            self._process.stdin.flush()
+        pipe = self._process.stdin
+        with suppress(OSError):  # a process that is gone reports its end by itself
+            if pipe is not None:
+                pipe.write(json.dumps(fields) + "\n")
+                pipe.flush()
 
     def ended(self) -> XferError:
-        with suppress(subprocess.TimeoutExpired):  # it has closed its voice, and so is as good as gone
+        with suppress(subprocess.TimeoutExpired):  # it has closed its output, so it is about to end
             self._process.wait(10)
         code = self._process.poll()
         tail = self._log.read_text(errors="replace").splitlines()[-12:]
@@ -374,13 +380,14 @@ class _Child:
         )
 
     def stop(self) -> None:
-        """Kills the process. Its results are on disk, or not wanted any more."""
+        """Kills the process. Its results are on disk or no longer needed."""
         self._process.kill()
         self._process.wait()
         self._reader.join(5)
         for pipe in (self._process.stdin, self._process.stdout):
             with suppress(OSError):
-                pipe.close()
+                if pipe is not None:
+                    pipe.close()
 
 
 def _environment(side: str) -> dict[str, str]:
@@ -389,7 +396,7 @@ def _environment(side: str) -> dict[str, str]:
     return {**os.environ, **ENVIRONMENT, **hidden}
 
 
-def _heard(said: Queue, what: str, state: str) -> tuple[int, dict[str, Any] | None]:
+def _heard(said: Queue[Line], what: str, state: str) -> Line:
     """Returns a child's next line as (number, line); line is None when the child has ended.
 
     Raises:
@@ -417,7 +424,7 @@ def _union(work: Path, children: int) -> Catalog:
 
 
 def _python(side: str, given: str | None) -> str:
-    """XferError says what to pass."""
+    """Finds a side's interpreter. Raises XferError that tells which option to pass."""
     if given is not None:
         found = shutil.which(given)
         if found is None:
