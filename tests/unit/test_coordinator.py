@@ -20,7 +20,7 @@ from pathlib import Path
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tests.support.cluster_model import DEADLINE_S, Controller, Job, Process, Trainer, Worker
 from xfer.coordinator import messages as m
@@ -52,6 +52,14 @@ class Cluster(RuleBasedStateMachine):
         self.job = Job(trainers, replicas, workers, seed, relay, in_step, holds)
         self.hung: set[Process] = set()
         self.excused: set[Trainer] = set()  # stopped at some time in their call: they may give up
+
+    @invariant()
+    def trainers_hear_at_once_that_nobody_reads_them(self) -> None:
+        """Calls with `wait="sources"` return by that. Trainers heard it late of a replica behind another one, if engines had armed
+        before the trainers were ready."""
+        refit = self.job.coordinator.refit if hasattr(self, "job") else None
+        for part in refit.parts.values() if refit is not None and refit.called else ():
+            assert part.drained or part.readers or part.phase is Phase.ARMING, part.replica.index
 
     def pick(self, n: int, *kinds: type) -> Process | None:
         some = [p for p in self.job.processes if p.alive and p.connected and isinstance(p, kinds)]

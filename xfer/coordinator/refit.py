@@ -88,6 +88,7 @@ class Refit:
         """A replica changed its phase."""
         self.arming.pop(part.replica.index, None)
         self.open -= part.over
+        self.coordinator.soon(lambda: self._note_drained(part))  # not now: trainers hear Go first
 
     def arm(self, replica: Replica) -> None:
         """Arm a replica if nothing is in the way, unless trainers are expected to need longer to be ready than its engine to arm."""
@@ -122,6 +123,8 @@ class Refit:
             self.deadline_s = min(msg.deadline_s, armed_until - self.began)
             self._set_deadline(self.deadline_s)
             co.at(co.now + logs.EVERY_S, self._log_waiting, of=self)
+            for part in self.parts.values():  # a replica of a prepared refit may be over by now
+                self._note_drained(part)
         self.entered[client.hello.index] = msg
         if len(self.entered) == co.options.trainers:
             if odd := differences(self.entered):
@@ -324,7 +327,13 @@ class Refit:
 
     def _note_drained(self, part: ReplicaRefit) -> None:
         """Tell trainers when no worker of a replica reads their storages, nor will. An arming replica may, however late it joins."""
-        if not self.called or part.drained or part.phase is Phase.ARMING or part.readers:
+        if (
+            not self.called
+            or part.drained
+            or part.phase is Phase.ARMING
+            or part.readers
+            or self.coordinator.refit is not self
+        ):
             return
         co, part.drained = self.coordinator, True
         self._undrained -= 1
