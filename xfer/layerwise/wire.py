@@ -20,6 +20,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
+from xfer.agreement import Agreement
 from xfer.background import BackgroundCall
 from xfer.errors import DeadlineExceeded, PeerLost, Unsupported, XferError
 from xfer.layerwise.shares import NAN_BYTE
@@ -99,6 +100,11 @@ class Wire:
             link = open_group(store, rank, size, deadline_s, device, labels, over, blocking=True, max_ctas=max_ctas)
             if isinstance(link, nccl.NcclLink):
                 link.host_call(lambda: _load(link), "not all ranks took part in the first collectives", over)
+            try:  # or a rank that raises next would close connections that another one is still making
+                Agreement(store, "opened", rank, range(size), lambda r: labels[r]).meet(until)
+            except XferError:
+                link.close()
+                raise
         except (DeadlineExceeded, PeerLost) as e:
             kind = DeadlineExceeded if over() else type(e)
             raise kind(late, [f"{advice} ({e.message[:160]})"], where=who) from e
