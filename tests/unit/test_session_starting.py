@@ -1,6 +1,8 @@
 """A thread that is only being started cannot be joined; who ends a session must not come upon one."""
 
 import socket
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -94,3 +96,18 @@ def test_routes_that_are_closed_late(held, monkeypatch):
             thread.join(5.0)
 
     held("xfer-late", lambda: late.close_later(Never(), "trainer 0", 0, torch.device("cpu")), end)
+
+
+def test_an_exiting_process_ends_the_threads_that_close_late():
+    """The script registers its check first, so it runs after the handler of `late`."""
+    script = """
+import atexit, threading, torch
+atexit.register(lambda: print([t.name for t in threading.enumerate() if t.name == "xfer-late"]))
+from xfer.direct import late
+class Never:
+    def close(self): return False
+    def stop(self): pass
+late.close_later(Never(), "trainer 0", 0, torch.device("cpu"))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "[]\n"

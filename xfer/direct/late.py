@@ -5,11 +5,13 @@ This module holds them after their lane has ended. Each has a thread that closes
 
 from __future__ import annotations
 
+import atexit
 import logging
 import threading
 
 import torch
 
+from xfer.ending import wait_for_all
 from xfer.transport import routes
 
 logger = logging.getLogger("xfer")
@@ -39,6 +41,12 @@ def stop() -> list[threading.Thread]:
     """
     _exiting.set()
     return [thread for _, thread in list(_held.values()) if thread.is_alive()]
+
+
+@atexit.register
+def _stop_all() -> None:
+    """End the threads of a process that exits while a kernel still uses its routes."""
+    wait_for_all(thread.join for thread in stop())
 
 
 def _close(routed: routes.Routed, device: torch.device) -> None:
