@@ -23,7 +23,9 @@ UNITS = (16, 8, 4, 2, 1)
 """Bytes that one thread moves at once; a plain move uses the largest that divides all its offsets, strides and runs."""
 
 SMALL_TILE, LARGE_TILE = 64 << 10, 128 << 10
-_LARGE_FROM = 24 << 30
+LARGE_FROM, LARGE_FROM_BESIDE_WIRE = 24 << 30, 128 << 20
+"""Bytes of a call from which its tiles are large, so that its table stays small. Packs and unpacks have few programs, each of which
+has enough large tiles sooner."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +48,9 @@ class End:
     aligned: Sequence[int]
 
 
-def plain_tables(moves: Sequence[StridedCopy], left: End, right: End, *, backwards: bool) -> list[Table]:
+def plain_tables(
+    moves: Sequence[StridedCopy], left: End, right: End, *, backwards: bool, large_from: int = LARGE_FROM
+) -> list[Table]:
     """Tables of moves whose two dtypes are equal, one per unit. backwards: right to left (unpacking)."""
     if not moves:
         return []
@@ -77,7 +81,7 @@ def plain_tables(moves: Sequence[StridedCopy], left: End, right: End, *, backwar
     for d in range(dims.shape[1] - 1):
         steps = np.where(dims[:, d, :1] > 1, dims[:, d, 1:], 0)
         common = np.gcd(common, np.gcd(steps[:, 0], steps[:, 1]))
-    total = int(dims[:, :, 0].prod(axis=1).sum())
+    tile = _tile_bytes(int(dims[:, :, 0].prod(axis=1).sum()), large_from)
     out = []
     for unit in UNITS:
         mine = common == unit
@@ -86,11 +90,13 @@ def plain_tables(moves: Sequence[StridedCopy], left: End, right: End, *, backwar
             some[:, -1, 0] //= unit
             some[:, :-1, 1:] //= unit
             some[:, -1, 1:] = 1
-            out.append(_table(some, roots[mine], offsets[mine], unit, unit, unit, None, _tile_bytes(total), backwards))
+            out.append(_table(some, roots[mine], offsets[mine], unit, unit, unit, None, tile, backwards))
     return out
 
 
-def cast_tables(moves: Sequence[StridedCopy], items: dict[str, int], *, backwards: bool) -> list[Table]:
+def cast_tables(
+    moves: Sequence[StridedCopy], items: dict[str, int], *, backwards: bool, large_from: int = LARGE_FROM
+) -> list[Table]:
     """Tables of moves that convert, one per pair of dtypes. Every value has to lie at a multiple of its own size."""
     kinds: dict[tuple[str, str], list[StridedCopy]] = {}
     for m in moves:
@@ -110,11 +116,11 @@ def cast_tables(moves: Sequence[StridedCopy], items: dict[str, int], *, backward
         dims[:, :, 1] //= items[left]
         dims[:, :, 2] //= items[right]
         roots = np.array([(m.left_root, max(m.right_root, 0)) for m in some], np.int64)
-        total = int(dims[:, :, 0].prod(axis=1).sum()) * items[right]
+        tile = _tile_bytes(int(dims[:, :, 0].prod(axis=1).sum()) * items[right], large_from)
         written = items[left] if backwards else items[right]
         pair = (right, left) if backwards else (left, right)
         steps = (items[left], items[right])
-        out.append(_table(dims, roots, offsets, 0, *steps, pair, _tile_bytes(total), backwards, written))
+        out.append(_table(dims, roots, offsets, 0, *steps, pair, tile, backwards, written))
     return out
 
 
@@ -154,8 +160,8 @@ def interleaved(table: Table, turns: Turns) -> Table:
     return Table(table.unit, table.dtypes, np.ascontiguousarray(table.tiles[order]), table.nbytes[order])
 
 
-def _tile_bytes(total: int) -> int:
-    return LARGE_TILE if total >= _LARGE_FROM else SMALL_TILE
+def _tile_bytes(total: int, large_from: int) -> int:
+    return LARGE_TILE if total >= large_from else SMALL_TILE
 
 
 def _table(dims, roots, offsets, unit, left_step, right_step, dtypes, tile_bytes, backwards, written=None) -> Table:

@@ -22,7 +22,17 @@ import triton.language as tl
 from xfer.kernels import bulk, long_runs
 from xfer.kernels.checksum import Sums
 from xfer.kernels.strided import StridedCopy, moves
-from xfer.kernels.tiles import COLUMNS, End, Table, Turns, cast_tables, interleaved, plain_tables
+from xfer.kernels.tiles import (
+    COLUMNS,
+    LARGE_FROM,
+    LARGE_FROM_BESIDE_WIRE,
+    End,
+    Table,
+    Turns,
+    cast_tables,
+    interleaved,
+    plain_tables,
+)
 from xfer.kernels.torch_impl import TorchRows
 from xfer.kernels.torch_impl import _check as check_rows
 from xfer.plan.program import DTYPES, ITEMSIZE, Op, row_wire_bytes, wire_dtype
@@ -329,8 +339,9 @@ class TritonRows:
         backwards = self.side == "dst"
         plain: list[StridedCopy] = [m for m in self._moves if m.left_dtype == m.right_dtype]
         cast: list[StridedCopy] = [m for m in self._moves if m.left_dtype != m.right_dtype]
-        found = plain_tables(plain, self._left_end, right, backwards=backwards)
-        found += cast_tables(cast, ITEMSIZE, backwards=backwards)
+        large_from = LARGE_FROM if self.side == "local" else LARGE_FROM_BESIDE_WIRE
+        found = plain_tables(plain, self._left_end, right, backwards=backwards, large_from=large_from)
+        found += cast_tables(cast, ITEMSIZE, backwards=backwards, large_from=large_from)
         if self._turns is not None:
             found = [interleaved(t, self._turns) for t in found]
         return found

@@ -33,13 +33,12 @@ WAVE_BYTES = {"cpu": 0, "cuda": 252 << 20}
 """For the plan: most wire bytes of a rank in a wave, so that its two buffers per direction stay under 512 MiB. 0: the planner's
 default."""
 
-DIRECT_BYTES = {"cpu": 128 << 10, "cuda": 240 << 20}
+DIRECT_BYTES = {"cpu": 128 << 10, "cuda": 32 << 20}
 """Shorter dense rows are packed: a message of its own costs more than their copy."""
-
 
 BESIDE_WIRE = 64
 """Programs of a pack or unpack kernel on a GPU: enough to be faster than the wire, and few enough for NCCL's kernel to keep its
-rate."""
+rate. Nothing travels beside the first pack and the last unpack, so these take the whole GPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +106,10 @@ class P2P:
         self._out = _buffers(max((s.send_buffer for s in plan), default=0), link.device)
         self._in = _buffers(max((s.receive_buffer for s in plan), default=0), link.device)
         self._steps = [
-            _BoundStep(s, src_roots, roots, self._out[k % DEPTH], self._in[k % DEPTH]) for k, s in enumerate(plan)
+            _BoundStep(
+                s, src_roots, roots, self._out[k % DEPTH], self._in[k % DEPTH], first=k == 0, last=k == len(plan) - 1
+            )
+            for k, s in enumerate(plan)
         ]
         self._local = bind(program.local(), roots, "local", src_roots=src_roots)
         self._fills = bind(program.fills(), roots, "dst")
@@ -171,15 +173,18 @@ class _BoundStep:
         dst: Sequence[torch.Tensor],
         out: torch.Tensor,
         into: torch.Tensor,
+        *,
+        first: bool,
+        last: bool,
     ):
         self.wave = step.wave
         self.nbytes = sum(p.nbytes for p in (*step.sends, *step.receives))
         self.sends = [m for part in step.sends for m in _messages(part, src, out)]
         self.receives = [_messages(part, dst, into) for part in step.receives]
         self.pack: list[tuple[BoundRows, torch.Tensor]] = [
-            _bound(p, src, "src", out) for p in step.sends if len(p.rows)
+            _bound(p, src, "src", out, first) for p in step.sends if len(p.rows)
         ]
-        self.unpacks = [_bound(p, dst, "dst", into) if len(p.rows) else None for p in step.receives]
+        self.unpacks = [_bound(p, dst, "dst", into, last) if len(p.rows) else None for p in step.receives]
 
     def bound(self) -> list[BoundRows]:
         return [b for b, _ in (*self.pack, *(u for u in self.unpacks if u))]
@@ -359,8 +364,8 @@ def _messages(part: PairExchange, roots: Sequence[torch.Tensor], buffer: torch.T
 
 
 def _bound(
-    part: PairExchange, roots: Sequence[torch.Tensor], side: Side, buffer: torch.Tensor
+    part: PairExchange, roots: Sequence[torch.Tensor], side: Side, buffer: torch.Tensor, whole_gpu: bool
 ) -> tuple[BoundRows, torch.Tensor]:
-    rows = bind(part.rows, roots, side, programs=BESIDE_WIRE)
+    rows = bind(part.rows, roots, side, programs=None if whole_gpu else BESIDE_WIRE)
     rows.prepare(buffer)
     return rows, buffer
