@@ -31,7 +31,7 @@ from xfer.plan.program import ROW, Program
 from xfer.trace.declared import declared_fragments
 from xfer.trace.fragment import Root, TensorSpec
 from xfer.transport.group import wait_for_stream
-from xfer.transport.p2p import WAVE_BYTES
+from xfer.transport.p2p import STEP_BYTES, WAVE_BYTES
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -384,9 +384,9 @@ def _plan(claims: Sequence[Claim], me: int) -> Move:
     # A process that holds what it needs copies it locally; that is worth more than a source on its host.
     overlap = set(source.ranks) & set(destination.ranks)
     hosts = tuple(r if overlap else claims[r].host for r in (*source.ranks, *destination.ranks))
-    wave = WAVE_BYTES[device]  # messages as large as a wave: few large rows travel faster than many small ones
     options = PlanOptions(hosts=hosts, narrow=(NAME,) if claims[0].narrow else ())
-    options = replace(options, bucket_bytes=wave, wave_bytes=wave) if wave else options
+    if device == "cuda":
+        options = replace(options, bucket_bytes=STEP_BYTES[device], wave_bytes=WAVE_BYTES[device])
     plan = plan_replica(catalog, held, wanted, options)
     program = _program(plan, source.ranks, destination.ranks, me)
     return Move(digest(identity, plan.digest.encode()), program, device, peer)

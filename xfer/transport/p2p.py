@@ -37,7 +37,7 @@ DIRECT_BYTES = {"cpu": 128 << 10, "cuda": 32 << 20}
 """Shorter dense rows are packed: a message of its own costs more than their copy."""
 
 BESIDE_WIRE = 64
-"""Programs of a pack or unpack kernel on a GPU: enough to be faster than the wire, and few enough for NCCL's kernel to keep its
+"""Programs of a kernel that copies while messages travel: enough to be faster than the wire, and few enough for NCCL's kernel to keep its
 rate. Nothing travels beside the first pack and the last unpack, so these take the whole GPU."""
 
 
@@ -111,7 +111,8 @@ class P2P:
             )
             for k, s in enumerate(plan)
         ]
-        self._local = bind(program.local(), roots, "local", src_roots=src_roots)
+        beside = BESIDE_WIRE if plan else None
+        self._local = bind(program.local(), roots, "local", src_roots=src_roots, programs=beside)
         self._fills = bind(program.fills(), roots, "dst")
         # A rank whose storages are only read by others has nothing to do here, and a stream would cost it 70 MiB (measured).
         self.idle = not (plan or len(program.local()) or len(program.fills()))

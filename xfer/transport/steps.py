@@ -72,7 +72,8 @@ def steps(program: Program, step_bytes: int, direct_bytes: int) -> list[Step]:
     Args:
         program: The program of the rank.
         step_bytes: Most wire bytes of a pair in a step, which bounds the buffers per peer. One element may exceed it. In the last
-            `LAST_WAVES` waves a step has half of what is left of its pair, but not less than a third of this.
+            `LAST_WAVES` waves a step has half of what is left of its pair, but not less than a third of this; unless the
+            destination has nothing to unpack.
         direct_bytes: Fewest bytes of a row that is a message of its own, from or to the storage, if it is dense on one end.
     """
     if step_bytes < 1 or direct_bytes < 1:
@@ -89,24 +90,33 @@ def steps(program: Program, step_bytes: int, direct_bytes: int) -> list[Step]:
 
 def _by_step(messages: list[WaveMessage], end: str, last: int, step_bytes: int, direct_bytes: int) -> dict:
     """(wave, position) -> (parts, buffer bytes). `end`: "src" or "dst", the end of the rows on this rank. Steps get shorter from
-    wave `last` on."""
+    wave `last` on, where destinations have something to unpack."""
     out: dict[tuple[int, int], tuple[list[PairExchange], int]] = {}
     tags: dict[int, int] = {}
-    left: dict[int, int] = {}  # peer -> wire bytes of the last waves
-    for message in messages:
-        if message.wave >= last:
-            peer = message.dst if end == "src" else message.src
-            left[peer] = left.get(peer, 0) + int(row_wire_bytes(message.rows).sum())
-    for message in messages:
-        peer = message.dst if end == "src" else message.src
-        least = max(1, step_bytes // SHORTEST) if message.wave >= last else step_bytes
-        for position, rows in enumerate(_portions(message.rows, step_bytes, least, left.get(peer, 0))):
+    left: dict[int, int] = {}  # peer -> wire bytes of messages with shorter steps
+    peers = [message.dst if end == "src" else message.src for message in messages]
+    shorter = [m.wave >= last and not _direct(m.rows, direct_bytes)["dst"].all() for m in messages]
+    for peer, message, short in zip(peers, messages, shorter):
+        left[peer] = left.get(peer, 0) + short * int(row_wire_bytes(message.rows).sum())
+    for peer, message, short in zip(peers, messages, shorter):
+        least = max(1, step_bytes // SHORTEST) if short else step_bytes
+        for position, rows in enumerate(_portions(message.rows, step_bytes, least, left[peer])):
             parts, used = out.get((message.wave, position), ([], 0))
             part, used = _part(peer, rows, end, direct_bytes, used, tags)
             out[message.wave, position] = ([*parts, part], used)
-            if message.wave >= last:
-                left[peer] -= part.nbytes
+            left[peer] -= short * part.nbytes
     return out
+
+
+def _direct(rows: np.ndarray, direct_bytes: int) -> dict[str, np.ndarray]:
+    """For each end, which rows travel alone and need no buffer there."""
+    own = {e: ITEM[rows[f"{e}_dtype"]] for e in ("src", "dst")}
+    long = row_wire_bytes(rows) >= direct_bytes
+    # In place only where the wire's dtype is the storage's own: see `wire_dtype`.
+    return {
+        "src": long & contiguous(rows, "src") & (own["src"] <= own["dst"]),
+        "dst": long & contiguous(rows, "dst") & ((own["dst"] < own["src"]) | (rows["src_dtype"] == rows["dst_dtype"])),
+    }
 
 
 def _part(
@@ -114,13 +124,8 @@ def _part(
 ) -> tuple[PairExchange, int]:
     """One message of the short rows, and then one message for each row that is sent alone; in this order on both ends."""
     nbytes = row_wire_bytes(rows)
-    own = {e: ITEM[rows[f"{e}_dtype"]] for e in ("src", "dst")}
-    # In place only where the wire's dtype is the storage's own: see `wire_dtype`.
-    dense = {
-        "src": contiguous(rows, "src") & (own["src"] <= own["dst"]),
-        "dst": contiguous(rows, "dst") & ((own["dst"] < own["src"]) | (rows["src_dtype"] == rows["dst_dtype"])),
-    }
-    alone = (nbytes >= direct_bytes) & (dense["src"] | dense["dst"])
+    direct = _direct(rows, direct_bytes)
+    alone = direct["src"] | direct["dst"]
     tag = tags.get(peer, 0)
     buffered, pieces = [], []
     together = rows[~alone].copy()
@@ -134,7 +139,7 @@ def _part(
         buffered.append(together)
         used, tag = _up(used + total), tag + 1
     for i in np.flatnonzero(alone).tolist():
-        if dense[end][i]:
+        if direct[end][i]:
             pieces.append(StepMessage(tag, int(nbytes[i]), int(rows[f"{end}_root"][i]), int(rows[f"{end}_offset"][i])))
         else:
             row = rows[i : i + 1].copy()
