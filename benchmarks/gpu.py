@@ -262,10 +262,6 @@ class Bench:
                 other = P2P(link, self.program, self.roots, step_bytes=mib << 20, direct_bytes=mib << 20)
                 self.timed(f"p2p, {mib} MiB a step", lambda other=other: other.run(soon()), 5)
                 del other
-            for mib in self.args.direct:
-                other = P2P(link, self.program, self.roots, direct_bytes=mib << 20)
-                self.timed(f"p2p, dense rows from {mib} MiB direct", lambda other=other: other.run(soon()), repeats)
-                del other
             if self.args.packed:
                 bucket = torch.empty(MESSAGE, dtype=torch.uint8, device=self.device)
                 self.checked("packed", lambda: self._packed(link, bucket))
@@ -492,7 +488,6 @@ def parser() -> argparse.ArgumentParser:
         "--bulk", nargs="*", default=[], help="also pull with bulk copies: STAGE bytes x STAGES x AHEAD x blocks"
     )
     p.add_argument("--steps", nargs="*", type=int, default=[], help="also run p2p with these step sizes, MiB")
-    p.add_argument("--direct", nargs="*", type=int, default=[], help="also run p2p with rows from so many MiB direct")
     p.add_argument("--buckets", nargs="*", type=int, default=[], help="also run p2p with these buckets and steps, MiB")
     p.add_argument(
         "--copied", nargs="*", type=float, default=[0.0], help="also pull with at most this share by copy engines"

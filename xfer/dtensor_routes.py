@@ -23,6 +23,7 @@ import torch
 from xfer.dtensor_claims import Claim
 from xfer.errors import DeadlineExceeded, PeerLost, ProtocolError, Unsupported, XferError
 from xfer.kernels import cuda_driver
+from xfer.transport import p2p
 from xfer.transport.routes import NoLink, find_ways, open_link
 
 if TYPE_CHECKING:
@@ -37,6 +38,8 @@ LOOKED_AT = 4
 """Routes of which each call asks, in turn, whether their source is still in use."""
 KEPT_BUFFER_BYTES = 512 << 20
 """Most bytes of message buffers that idle routes of one group keep on a device."""
+DIRECT_BYTES = {**p2p.DIRECT_BYTES, "cuda": 32 << 20}
+"""Shorter dense rows are packed. A single tensor has few rows, so a message for each costs less than their copy (measured)."""
 MAX_SAID_BYTES = 64 << 20
 DRAIN_S = 5.0
 """Longest wait, after a failure, for kernels that still read or write."""
@@ -62,7 +65,8 @@ class Routes:
         if self.routed is None or addresses != self._bound:
             self.routed = None  # frees its buffers before the new ones are made
             source, destination = ([] if t is None else [_borrowed(t)] for t in (src, dst))
-            self.routed = self.ways.over(self.link, destination, src_roots=source)
+            direct = DIRECT_BYTES[self.link.device.type]
+            self.routed = self.ways.over(self.link, destination, src_roots=source, direct_bytes=direct)
             self._bound = addresses
         return self.routed
 

@@ -127,19 +127,6 @@ def dense_rows(n: int, size: int) -> np.ndarray:
     )
 
 
-@pytest.mark.parametrize(
-    "last, want",
-    [(1920, [1920, 1920, 960, 640, 320]), (64, [1920, 960, 640, 320, 64]), (1000, [1920, 1408, 512, 640, 360])],
-)
-def test_steps_get_shorter_towards_the_end(last, want):
-    """Each carries half of what is left, at least a third of a step, and both ends cut alike."""
-    rows = np.concatenate([row((n // 2,), src=0, dst=1, wave=w) for w, n in enumerate([1920, 1920, last])])
-    for program in two(rows, waves=3):
-        for direct_bytes, sizes in ((1 << 20, want), (1, [1920, 1920, last])):  # with 1, nothing is unpacked at the end
-            plan = steps(program, 1920, direct_bytes)
-            assert [part.nbytes for step in plan for part in (*step.sends, *step.receives)] == sizes
-
-
 def test_long_dense_rows_touch_no_buffer_and_short_ones_a_bounded_one():
     links = pair_links()
     src, dst = torch.randint(0, 255, (1 << 20,), dtype=torch.uint8), torch.zeros(1 << 20, dtype=torch.uint8)
