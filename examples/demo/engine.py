@@ -8,6 +8,7 @@ import os
 import sys
 import threading
 
+from examples.common import vllm_cpu
 from examples.demo.events import emit
 
 PROMPTS = [[5, 6, 7, 8], [100, 101, 102, 103], [40, 41, 42, 43, 44]]
@@ -16,6 +17,7 @@ PROMPTS = [[5, 6, 7, 8], [100, 101, 102, 103], [40, 41, 42, 43, 44]]
 def start(model: str, load_format: str):
     from vllm import LLM
 
+    vllm_cpu.fork_workers()  # on GPUs this line does not exist
     return LLM(
         model=model, load_format=load_format, skip_tokenizer_init=True, tensor_parallel_size=2, enforce_eager=True, dtype="bfloat16",
         max_model_len=128, max_num_seqs=8, block_size=32, seed=0, disable_log_stats=True, weight_transfer_config={"backend": "xfer"},

@@ -1,4 +1,4 @@
-"""Starts the demo's processes and draws what they say. Trainer and engine live in different virtual environments.
+"""Starts the demo's processes and shows their events in a table. Trainer and engine live in different virtual environments.
 
     python -m examples.demo.run --trainer-python PY --engine-python PY [--steps 5]        # from the repository's root
 
@@ -7,44 +7,42 @@ exported checkpoint have the same bytes in every parameter and generate the same
 """
 
 import argparse
+import json
 import os
 import queue
 import secrets
 import shutil
 import signal
-import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
+from subprocess import PIPE, Popen, TimeoutExpired
 
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from examples.common import toy
 from examples.common.ports import free_port
 from examples.demo.events import parse
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 TRAINERS = 4
+NUMBERS = ("step", "loss", "serves", "MB moved (broadcast)", "transfer", "outage")
+PHASES = "drain arm pause pack wire unpack verify finish reset_caches resume".split()
 
 
 class Process:
-    """A child whose marked lines become events and whose other output goes to a log."""
+    """One child: its events go to `events`, its other output to a log."""
 
     def __init__(self, name: str, command: list[str], env: dict[str, str], work: Path, events: queue.Queue):
-        self.name, self.log = name, work / f"{name}.log"
-        self._log = open(self.log, "w")
-        self.proc = subprocess.Popen(
-            command,
-            stdout=subprocess.PIPE,
-            stdin=subprocess.PIPE,
-            stderr=self._log,
-            text=True,
-            env=env,
-            cwd=ROOT,
-            start_new_session=True,
+        self.log = work / f"{name}.log"
+        self.name, self._log = name, open(self.log, "w")
+        self.proc = Popen(
+            command, stdout=PIPE, stdin=PIPE, stderr=self._log, text=True, env=env, cwd=ROOT, start_new_session=True
         )
         threading.Thread(target=self._read, args=(events,), daemon=True).start()
 
@@ -63,22 +61,18 @@ class Process:
         self.proc.stdin.flush()
 
     def stop(self) -> None:
-        """End the process and whatever it started: vLLM's workers outlive a parent that is killed."""
+        """Ends the process and all that it started: vLLM's workers outlive a parent that is killed."""
         if self.proc.poll() is None:
             self.proc.terminate()
-            try:
+            with suppress(TimeoutExpired):
                 self.proc.wait(10)
-            except subprocess.TimeoutExpired:
-                pass
-        try:
+        with suppress(ProcessLookupError):
             os.killpg(self.proc.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         self.proc.wait(10)
 
 
 class Show:
-    """The table, and what is going on. Without a terminal, where no table can move, a line for each thing that happens."""
+    """The table and a note of what is going on; without a terminal, which a live table needs, one line per event."""
 
     def __init__(self, console: Console):
         self.console, self.rows, self.note = console, {}, ""
@@ -107,16 +101,8 @@ class Show:
             title_justify="left",
             pad_edge=False,
         )
-        for name, justify in (
-            ("step", "right"),
-            ("loss", "right"),
-            ("serves", "right"),
-            ("MB moved (broadcast)", "right"),
-            ("transfer", "right"),
-            ("outage", "right"),
-            ("verified", "center"),
-            ("5 6 7 8 continues", "left"),
-        ):
+        for name in (*NUMBERS, "verified", "5 6 7 8 continues"):
+            justify = "right" if name in NUMBERS else "center" if name == "verified" else "left"
             t.add_column(name, justify=justify, no_wrap=True)
         for r in self.rows.values():
             s = r.get("scalars", {})
@@ -136,16 +122,12 @@ class Show:
 
 
 def write_model(folder: Path) -> None:
-    import json
-
-    from examples.common import toy
-
-    cfg = json.loads((HERE / "config.json").read_text())
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(cfg))
     from safetensors.torch import save_file
 
-    save_file(toy.tensors(cfg), str(folder / "model.safetensors"), metadata={"format": "pt"})
+    config = json.loads((HERE / "config.json").read_text())
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(toy.tensors(config), str(folder / "model.safetensors"), metadata={"format": "pt"})
 
 
 def main() -> int:
@@ -170,56 +152,24 @@ def main() -> int:
     events: queue.Queue = queue.Queue()
     procs: list[Process] = []
     show = Show(console)
-    show.phase("starting 4 trainer processes and a vLLM engine (imports take a while)")
     truths: list[dict] = []
+
+    def start(name: str, python: str, module: str, *options: object, **env: str) -> Process:
+        command = [python, "-m", f"examples.demo.{module}", *map(str, options)]
+        procs.append(Process(name, command, {**common, **env}, work, events))
+        return procs[-1]
+
+    show.phase("starting 4 trainer processes and a vLLM engine (imports take a while)")
     try:
-        engine = Process(
-            "engine",
-            [
-                args.engine_python,
-                "-m",
-                "examples.demo.engine",
-                "--model",
-                str(work / "model"),
-                "--rendezvous",
-                rendezvous,
-            ],
-            common,
-            work,
-            events,
-        )
-        procs.append(engine)
-        port = str(free_port())
+        model, export = work / "model", work / "export"
+        engine = start("engine", args.engine_python, "engine", "--model", model, "--rendezvous", rendezvous)
+        job = dict(WORLD_SIZE=str(TRAINERS), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
         for rank in range(TRAINERS):
-            env = {
-                **common,
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(TRAINERS),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": port,
-            }
-            procs.append(
-                Process(
-                    f"trainer{rank}",
-                    [
-                        args.trainer_python,
-                        "-m",
-                        "examples.demo.trainer",
-                        "--model",
-                        str(work / "model"),
-                        "--export",
-                        str(work / "export"),
-                        "--rendezvous",
-                        rendezvous,
-                        "--steps",
-                        str(args.steps),
-                    ],
-                    env,
-                    work,
-                    events,
-                )
-            )
+            start(
+                f"trainer{rank}", args.trainer_python, "trainer",
+                "--model", model, "--export", export, "--rendezvous", rendezvous, "--steps", args.steps,
+                RANK=str(rank), LOCAL_RANK=str(rank), **job,
+            )  # fmt: skip
         with Live(console=console, refresh_per_second=4, get_renderable=show.table):
             exported, done = 0, False
             while not done:
@@ -247,22 +197,7 @@ def main() -> int:
                     truths.append(event)
                     if len(truths) == 1:
                         show.phase("starting a fresh vLLM on Bridge's exported checkpoint")
-                        procs.append(
-                            Process(
-                                "fresh",
-                                [
-                                    args.engine_python,
-                                    "-m",
-                                    "examples.demo.engine",
-                                    "--model",
-                                    str(work / "export"),
-                                    "--check",
-                                ],
-                                common,
-                                work,
-                                events,
-                            )
-                        )
+                        start("fresh", args.engine_python, "engine", "--model", export, "--check")
                     else:
                         done = True
                         show.phase("done")
@@ -276,30 +211,15 @@ def main() -> int:
         picture.print(show.table())
         picture.save_svg(args.svg, title="scripts/demo.sh")
     live, fresh = truths
-    wrong = sorted(
-        k
-        for k in live["checksums"].keys() | fresh["checksums"].keys()
-        if live["checksums"].get(k) != fresh["checksums"].get(k)
-    )
+    names = live["checksums"].keys() | fresh["checksums"].keys()
+    wrong = sorted(k for k in names if live["checksums"].get(k) != fresh["checksums"].get(k))
     verified = all(r.get("verified") for r in show.rows.values() if "step" in r)
     same = live["outputs"] == fresh["outputs"]
-    phases = (
-        "drain_s",
-        "arm_s",
-        "pause_s",
-        "pack_s",
-        "wire_s",
-        "unpack_s",
-        "verify_s",
-        "finish_s",
-        "reset_caches_s",
-        "resume_s",
-    )
     refits = [r["scalars"] for r in show.rows.values() if "scalars" in r]
-    middle = {p: 1000 * sorted(r.get(p, 0.0) for r in refits)[len(refits) // 2] for p in phases}
+    middle = {p: 1000 * sorted(r.get(f"{p}_s", 0.0) for r in refits)[len(refits) // 2] for p in PHASES}
     console.print(
         "milliseconds by phase, median of all refits: "
-        + ", ".join(f"{p[:-2].replace('_', ' ')} {t:.1f}" for p, t in middle.items())
+        + ", ".join(f"{p.replace('_', ' ')} {t:.1f}" for p, t in middle.items())
     )
     console.print(f"{args.steps} refits, every one verified: {'yes' if verified else 'NO'}")
     console.print(

@@ -64,6 +64,7 @@ def imports_vllm() -> None:
 IMPORTS = {"torch": imports_torch, "megatron": imports_megatron, "vllm": imports_vllm}
 OF = {
     **dict.fromkeys(("megatron_main", "layerwise_megatron"), "megatron"),
+    **{"trainer": "megatron", "engine": "vllm"},  # of examples.demo
     **dict.fromkeys(("megatron_worker", "megatron_hazards", "megatron_lora", "packed_bridge"), "megatron"),
     **dict.fromkeys(("vllm_main", "refit_engine", "live_main", "resumed_main", "external_main"), "vllm"),
 }
@@ -88,8 +89,14 @@ class Forged:
         return code
 
     def kill(self) -> None:
+        self._send(signal.SIGKILL)
+
+    def terminate(self) -> None:
+        self._send(signal.SIGTERM)
+
+    def _send(self, number: signal.Signals) -> None:
         if self.poll() is None:
-            os.kill(self.pid, signal.SIGKILL)
+            os.kill(self.pid, number)
 
     def _ended(self, seconds: float | None) -> int | None:
         if self.returncode is None and select.select([self._told], [], [], seconds)[0]:

@@ -1,23 +1,6 @@
 """Arguments of the small vLLM engines that tests start in a process: one list for `LLM` and `AsyncLLM`. No engine is made here."""
 
-import os
-from functools import cache
-
-
-@cache
-def fork_workers() -> None:
-    """Before an engine is made, in a process that has no threads yet: its core and workers are forked from here, as vLLM does on
-    GPUs, and so do not each import vLLM anew, which takes longer than all that tests ask of them. vLLM's CPU platform
-    overwrites the setting whenever an engine is configured."""
-    from vllm.platforms.cpu import CpuPlatform
-
-    checked = CpuPlatform.check_and_update_config.__func__
-
-    def check(cls, config) -> None:
-        checked(cls, config)
-        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
-
-    CpuPlatform.check_and_update_config = classmethod(check)
+from examples.common.vllm_cpu import fork_workers as fork_workers
 
 
 def arguments(model: str, **more) -> dict:
