@@ -1,4 +1,4 @@
-"""The `xfer` command as typed: text of others is printed to the letter, options that cannot work are refused at once."""
+"""The `xfer` command as typed: text from elsewhere is printed to the letter, options that cannot work are refused at once."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from xfer.cli.plan import HELP
 from xfer.coordinator import messages as m
 from xfer.errors import HandshakeError, XferError
 from xfer.plan.fabric_file import read_site
-from xfer.rendezvous import client as party
+from xfer.rendezvous import client as rendezvous
 from xfer.routes import default_cache_dir
 
 ROOT = Path(__file__).resolve().parents[2]
 ODD = "[rendezvous] of [/tmp/x] [red]"
-"""What markup would swallow, or stumble over."""
+"""Markup would swallow it, or fail at it."""
 WHERE = "tcp://127.0.0.1:1"
 
 
@@ -35,8 +35,8 @@ def xfer(*arguments: str):
     return done
 
 
-class Hub:
-    """Stands for a connection to one; `end`: what its first word raises."""
+class Client:
+    """A rendezvous client that answers with `reply` or raises `end`."""
 
     def __init__(self, reply=None, end=None):
         self.reply, self.end, self.closed = reply, end, False
@@ -56,31 +56,33 @@ class Hub:
         self.closed = True
 
 
+def status(monkeypatch, *options: str, **client):
+    monkeypatch.setattr(rendezvous, "RendezvousClient", made := Client(**client))
+    return xfer("status", WHERE, *options), made
+
+
 def test_status_prints_what_it_is_told_to_the_letter(monkeypatch):
-    hub = Hub(m.StatusReply(0, ODD, (ODD,), (m.PartyStatus(ODD, ODD, ODD),), ()))
-    monkeypatch.setattr(party, "RendezvousClient", hub)
-    assert xfer("status", WHERE).output.count(ODD) == 5 and hub.closed
-    monkeypatch.setattr(party, "RendezvousClient", Hub(end=HandshakeError(ODD, [ODD], where="rendezvous")))
-    done = xfer("status", WHERE)
+    reply = m.StatusReply(0, ODD, (ODD,), (m.PartyStatus(ODD, ODD, ODD),), ())
+    done, client = status(monkeypatch, reply=reply)
+    assert done.output.count(ODD) == 5 and client.closed
+    done, _ = status(monkeypatch, end=HandshakeError(ODD, [ODD], where="rendezvous"))
     assert done.exit_code == 1 and f"[rendezvous] {ODD}" in done.output and f"- {ODD}" in done.output
 
 
-def test_status_can_be_broken_off_at_any_time(monkeypatch):
+def test_status_can_be_interrupted_at_any_time(monkeypatch):
+    done, client = status(monkeypatch, "--watch", "1", end=KeyboardInterrupt())
+    assert done.exit_code == 0 and client.closed
+
     def interrupted(*a, **k):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(party, "RendezvousClient", interrupted)
+    monkeypatch.setattr(rendezvous, "RendezvousClient", interrupted)
     assert xfer("status", WHERE).exit_code == 130
-    monkeypatch.setattr(party, "RendezvousClient", hub := Hub(end=KeyboardInterrupt()))
-    assert xfer("status", WHERE, "--watch", "1").exit_code == 0 and hub.closed
 
 
-@pytest.mark.parametrize(
-    "odd", ["--timeout=nan", "--timeout=0", "--timeout=-1", "--watch=-1", "--watch=inf", "--watch=nan"]
-)
+@pytest.mark.parametrize("odd", "--timeout=nan --timeout=0 --timeout=-1 --watch=-1 --watch=inf --watch=nan".split())
 def test_seconds_that_are_none_are_refused(monkeypatch, odd):
-    monkeypatch.setattr(party, "RendezvousClient", Hub(end=AssertionError("it was called")))
-    done = xfer("status", WHERE, odd)
+    done, _ = status(monkeypatch, odd, end=AssertionError("it was called"))
     assert done.exit_code == 2 and odd in done.output, done.output
 
 
@@ -112,10 +114,10 @@ def test_a_model_config_in_place_of_a_job_is_one_line():
     assert f"is a model's config; give it as --trainer \"{file} world=" in done.output
 
 
-@pytest.mark.parametrize("option", ["--html", "--json"])
-@pytest.mark.parametrize("path", ["none/x", "."])
-def test_a_file_that_cannot_be_written_is_told_with_the_other_mistakes(tmp_path, option, path):
-    done = xfer("plan", "--trainer", "none world=2", "--engine", "tp=2", option, str(tmp_path / path))
+@pytest.mark.parametrize("output", ["--html=none/x", "--json=."])
+def test_a_file_that_cannot_be_written_is_told_with_the_other_mistakes(tmp_path, monkeypatch, output):
+    monkeypatch.chdir(tmp_path)
+    done = xfer("plan", "--trainer", "none world=2", "--engine", "tp=2", output)
     assert done.exit_code == 2 and "cannot be written" in done.output and "none cannot be read" in done.output
 
 
@@ -168,14 +170,10 @@ def test_a_path_that_leads_nowhere_is_a_mistake_of_the_call(path):
         assert xfer("plan", path).exit_code == 2
 
 
-def test_messages_are_no_larger_than_can_be_added_up(tmp_path):
+def test_other_options_that_cannot_work_are_mistakes_of_the_call():
     refused("1099511627776", f"{CONFIG} world=2", "tp=2", "--bucket-mib", "99999999999999")
-
-
-def test_an_interpreter_that_is_none_is_a_mistake_of_the_call(tmp_path):
-    sides = ("--trainer", "qwen3-4b world=2", "--engine", "tp=2")
-    done = xfer("plan", *sides, "--trainer-python", "/nope", "--engine-python", "/nope")
-    assert done.exit_code == 2 and done.output.count("/nope: there is no such program") == 2, done.output
+    more = ("--trainer-python", "/nope", "--engine-python", "/nope")
+    refused("/nope: there is no such program", f"{CONFIG} world=2", "tp=2", *more)
 
 
 def test_one_variable_says_where_everything_is_kept(tmp_path, monkeypatch):
