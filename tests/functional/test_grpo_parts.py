@@ -1,6 +1,7 @@
 """The example's arithmetic without models: advantages, packing, the loss against finite differences, gate and versions."""
 
 import asyncio
+import contextlib
 import json
 import math
 import os
@@ -21,6 +22,7 @@ from hypothesis import strategies as st
 from examples.common.ports import free_port
 from examples.grpo import gate, grpo, in_flight, summary
 from examples.grpo.client import RolloutClient, ServeClient
+from examples.grpo.replicas import wait_healthy
 from examples.grpo.samples import Sample, Span, require_version
 from examples.grpo.task import SortDigits
 from tests.support.proc import PATIENCE, ROOT
@@ -28,12 +30,8 @@ from xfer.errors import DeadlineExceeded, EngineLost, LayoutError, Unsupported, 
 
 
 def sample(prompt, tokens, logprobs=None, spans=None):
-    return Sample(
-        tuple(prompt),
-        tuple(tokens),
-        tuple(logprobs or [-1.0] * len(tokens)),
-        tuple(spans or [Span("3", 0, len(tokens))]),
-    )
+    logprobs, spans = logprobs or [-1.0] * len(tokens), spans or [Span("3", 0, len(tokens))]
+    return Sample(*map(tuple, (prompt, tokens, logprobs, spans)))
 
 
 def test_a_right_answer_has_reward_one_and_each_place_counts():
@@ -116,40 +114,24 @@ def test_the_gate_fires_above_its_limit_and_on_nan(error, fires):
         gate.Gate(1.05, None).judge(3, seen)
 
 
-def test_the_curve_comes_back_as_it_was_kept(tmp_path):
-    g, rows = (
-        gate.Gate(1.05, tmp_path / "curve"),
-        [gate.Row(i, str(i), 0.5, 1.0 + 1e-7, 1e-14, 1e-6, 0.1, 1.0) for i in range(3)],
-    )
-    for r in rows:
-        g.keep(r)
-    assert gate.read_curve(tmp_path / "curve") == rows
-
-
 def test_the_summary_has_the_share_of_refits_without_the_first_step(tmp_path):
     curve, out = tmp_path / "curve", tmp_path / "out"
-    for i, (error, refit_s, step_s) in enumerate([(1.5, 5.0, 9.0), (1.1, 0.1, 4.0), (1.2, 0.3, 6.0)]):
-        gate.Gate(2, curve).keep(gate.Row(i, str(i), i / 2, error, 0.1 * i, 0.2, refit_s, step_s))
-    command = [
-        sys.executable,
-        "-m",
-        "examples.grpo.summary",
-        curve,
-        "--table",
-        "--out",
-        out,
-        "--note",
-        "device=cpu x=1",
-    ]
-    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=True).stdout
+    times = [(1.5, 5.0, 9.0), (1.1, 0.1, 4.0), (1.2, 0.3, 6.0)]
+    rows = [gate.Row(i, str(i), i / 2, error, 0.1 * i, 0.2, *both) for i, (error, *both) in enumerate(times)]
+    for row in rows:
+        gate.Gate(2, curve).keep(row)
+    assert gate.read_curve(curve) == rows
+    command = [sys.executable, "-m", "examples.grpo.summary"]
+    words = [*command, curve, "--table", "--out", out, "--note", "device=cpu x=1"]
+    said = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=120, check=True).stdout
     whole = json.loads(out.read_text())
     assert whole["notes"] == {"device": "cpu x=1"} and len(whole["rows"]) == 3
     got = whole["totals"]
     assert got["refit-share"] == pytest.approx(0.4 / 10) and got["refit-ms"] == pytest.approx(200)
     assert got["mean(exp|d|)-1"] == pytest.approx(0.5) and got["reward"] == pytest.approx(0.5)
     assert "| 2 | 1.000 | 2.00e-01 |" in said and "refit-share 0.04" in said
-    assert summary.totals(gate.read_curve(curve)[:1])["refit-share"] == pytest.approx(5 / 9)  # one step is all there is
-    none = subprocess.run([*command[:3], tmp_path / "no"], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert summary.totals(rows[:1])["refit-share"] == pytest.approx(5 / 9)  # one step is all there is
+    none = subprocess.run([*command, tmp_path / "no"], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert none.returncode == 1 and "no step was made" in none.stderr
 
 
@@ -186,13 +168,9 @@ def test_each_process_has_gpus_of_its_own_or_none_has_any(tmp_path, serve, train
         (tmp_path / side).chmod(0o755)
         (tmp_path / f"{side}.gpus").write_text(str(gpus))
     env = {k: v for k, v in os.environ.items() if k not in ("CUDA_VISIBLE_DEVICES", "SERVE", "PYTHONPATH")}
-    env |= {
-        "TRAINER_PYTHON": str(tmp_path / "trainer"),
-        "ENGINE_PYTHON": str(tmp_path / "engine"),
-        "WORK": str(tmp_path / "work"),
-    }
+    env |= {f"{side.upper()}_PYTHON": str(tmp_path / side) for side in ("trainer", "engine")}
     env |= {"SERVE": str(serve)} if serve else {}
-    env["STARTS"] = str(1 + (serve or 1))
+    env |= {"WORK": str(tmp_path / "work"), "STARTS": str(1 + (serve or 1))}
     subprocess.run(
         ["examples/grpo/run.sh", "0.6b"], cwd=ROOT, env=env, capture_output=True, timeout=60 * PATIENCE, check=True
     )
@@ -279,32 +257,45 @@ def test_a_sample_whose_parts_do_not_fit_is_refused(broken):
         Sample.read(whole | broken)
 
 
-@pytest.mark.parametrize("code", [500, 503, 403, 404])
-def test_a_replica_that_says_it_failed_is_not_asked_again_and_a_wrong_request_is_an_error(code):
-    good = {"prompt": [1], "tokens": [2], "logprobs": [-1.0], "spans": [["3", 0, 1]]}
+@contextlib.contextmanager
+def serving(*answers, port: int = 0):
+    """URLs of a server for each function, which answers a request's JSON with (code, text)."""
 
-    def handler(fails: bool):
+    def handler(answer):
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self):
-                asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                text = (
-                    b"out of memory" if fails else json.dumps({"groups": [[good] for _ in asked["prompts"]]}).encode()
-                )
-                self.send_response(code if fails else 200)
+                body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+                code, text = answer(json.loads(body or "null"))
+                self.send_response(code)
                 self.send_header("Content-Length", str(len(text)))
                 self.end_headers()
-                self.wfile.write(text)
+                self.wfile.write(text.encode())
+
+            do_GET = do_POST
 
             def log_message(self, *_):
                 pass
 
         return Handler
 
-    servers = [HTTPServer(("127.0.0.1", 0), handler(fails)) for fails in (True, False)]
-    urls = [f"http://127.0.0.1:{s.server_port}" for s in servers]
+    servers = [HTTPServer(("127.0.0.1", port), handler(answer)) for answer in answers]
     for s in servers:
         Thread(target=s.serve_forever, daemon=True).start()
     try:
+        yield [f"http://127.0.0.1:{s.server_port}" for s in servers]
+    finally:
+        for s in servers:
+            s.shutdown()
+            s.server_close()
+
+
+@pytest.mark.parametrize("code", [500, 503, 403, 404])
+def test_a_replica_that_says_it_failed_is_not_asked_again_and_a_wrong_request_is_an_error(code):
+    good = {"prompt": [1], "tokens": [2], "logprobs": [-1.0], "spans": [["3", 0, 1]]}
+    with serving(
+        lambda asked: (code, "out of memory"),
+        lambda asked: (200, json.dumps({"groups": [[good] for _ in asked["prompts"]]})),
+    ) as urls:
         both, first = (RolloutClient(some, "token", 60.0 * PATIENCE) for some in (urls, urls[:1]))
         if code >= 500:
             got = both.sample([[1]] * 4, n=1, tokens=1, seed=0)
@@ -316,62 +307,67 @@ def test_a_replica_that_says_it_failed_is_not_asked_again_and_a_wrong_request_is
             with pytest.raises(XferError, match=f"answered {code}") as e:
                 both.sample([[1]] * 4, n=1, tokens=1, seed=0)
             assert type(e.value) is XferError
-    finally:
-        for s in servers:
-            s.shutdown()
-            s.server_close()
+
+
+class Engine:
+    """AsyncLLM for one request after the other: the chunks of tokens that each yields, and what is done after the first chunk."""
+
+    def __init__(self, *chunks: list[int], then=None, **more):
+        self.chunks, self.then, self.more = chunks, then, more
+
+    async def generate(self, prompt, params, name):
+        for tokens in self.chunks:
+            logprobs = [{t: SimpleNamespace(logprob=-1.0)} for t in tokens]
+            one = SimpleNamespace(token_ids=tokens, logprobs=logprobs, finish_reason="length", **self.more)
+            yield SimpleNamespace(outputs=[one])
+            if self.then is not None:
+                await self.then()
+
+
+def in_flight_of(monkeypatch, engine: Engine, **more) -> in_flight.InFlight:
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=dict))
+    flight = in_flight.InFlight.__new__(in_flight.InFlight)  # its own __init__ serves a real engine
+    flight.engine, flight.under_way, flight.again, flight._names = engine, {}, 0, iter("abc")
+    flight.controller = SimpleNamespace(version="3")
+    vars(flight).update(more)
+    return flight
 
 
 @pytest.mark.parametrize("how", ["ends", "fails", "is cancelled"])
 def test_nothing_is_under_way_once_a_request_has_ended_however_it_did(monkeypatch, how):
-    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=dict))
     begun = asyncio.Event()
 
-    class Engine:
-        async def generate(self, prompt, params, name):
-            one = SimpleNamespace(token_ids=[5], logprobs=[{5: SimpleNamespace(logprob=-1.0)}], finish_reason="length",
-                                  weight_versions=[SimpleNamespace(version="3", start=0, end=1)])  # fmt: skip
-            yield SimpleNamespace(outputs=[one])
-            begun.set()
-            if how == "fails":
-                raise RuntimeError("the engine is dead")
-            if how == "is cancelled":
-                await asyncio.Event().wait()
+    async def then():
+        begun.set()
+        if how == "fails":
+            raise RuntimeError("the engine is dead")
+        if how == "is cancelled":
+            await asyncio.Event().wait()
 
-    one = in_flight.InFlight.__new__(in_flight.InFlight)  # its own __init__ serves a real engine
-    one.engine, one.under_way, one.again, one._names = Engine(), {}, 0, iter("ab")
-    one.controller = SimpleNamespace(version="3")
+    flight = in_flight_of(
+        monkeypatch, Engine([5], then=then, weight_versions=[SimpleNamespace(version="3", start=0, end=1)])
+    )
 
     async def ask():
-        asked = asyncio.ensure_future(one.sample([1], tokens=1))
+        asked = asyncio.ensure_future(flight.sample([1], tokens=1))
         await begun.wait()
         if how == "is cancelled":
             asked.cancel()
         return (await asyncio.gather(asked, return_exceptions=True))[0]
 
     seen = {"ends": Sample, "fails": RuntimeError, "is cancelled": asyncio.CancelledError}[how]
-    assert isinstance(asyncio.run(ask()), seen) and not one.under_way
+    assert isinstance(asyncio.run(ask()), seen) and not flight.under_way
 
 
 @pytest.mark.parametrize("policy", ["drain", "abort", "continue"])
 @pytest.mark.parametrize("changes", [False, True])
 def test_where_vllm_names_no_weights_an_answer_is_of_one_version_or_asked_again(monkeypatch, policy, changes):
-    """As 0.25 does not. The first request meets a refit, if any."""
-    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=dict))
-    made = []
+    """As 0.25 does not. A refit comes during the first request, if `changes`."""
 
-    class Engine:
-        async def generate(self, prompt, params, name):
-            for tokens in ([5], [5, 6]):
-                one = dict(token_ids=tokens, logprobs=[{t: SimpleNamespace(logprob=-1.0)} for t in tokens])
-                yield SimpleNamespace(outputs=[SimpleNamespace(**one, finish_reason="length")])
-                if changes and not made:
-                    made.append(name)
-                    flight.controller.version = "4"
+    async def then():
+        flight.controller.version = "4" if changes else "3"
 
-    flight = in_flight.InFlight.__new__(in_flight.InFlight)
-    flight.engine, flight.under_way, flight.again, flight._names = Engine(), {}, 0, iter("abc")
-    flight.policy, flight.controller = policy, SimpleNamespace(version="3")
+    flight = in_flight_of(monkeypatch, Engine([5], [5, 6], then=then), policy=policy)
     if policy == "continue":
         with pytest.raises(Unsupported, match="which weights made a token"):
             asyncio.run(flight.sample([1], tokens=2))
@@ -382,25 +378,9 @@ def test_where_vllm_names_no_weights_an_answer_is_of_one_version_or_asked_again(
 
 def test_samples_of_a_server_that_names_no_weights_are_of_what_its_controller_serves():
     """It gives one answer, however many are asked for."""
-
-    class Server(BaseHTTPRequestHandler):
-        def do_POST(self):
-            self.rfile.read(int(self.headers["Content-Length"]))
-            one = {"token_ids": [7, 8], "logprobs": {"content": [{"logprob": -1.0}, {"logprob": -2.0}]}}
-            text = json.dumps({"choices": [one]}).encode()
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(text)))
-            self.end_headers()
-            self.wfile.write(text)
-
-        def log_message(self, *_):
-            pass
-
-    servers = [HTTPServer(("127.0.0.1", 0), Server) for _ in range(2)]
-    for s in servers:
-        Thread(target=s.serve_forever, daemon=True).start()
-    try:
-        client = ServeClient([f"http://127.0.0.1:{s.server_port}" for s in servers], "token", 60.0 * PATIENCE)
+    one = {"token_ids": [7, 8], "logprobs": {"content": [{"logprob": -1.0}, {"logprob": -2.0}]}}
+    with serving(*[lambda asked: (200, json.dumps({"choices": [one]}))] * 2) as urls:
+        client = ServeClient(urls, "token", 60.0 * PATIENCE)
         with pytest.raises(XferError, match="cannot be used"):  # nobody says whose they are
             client.sample([[1]], n=1, tokens=2, seed=0)
         client.version_of = ["3", "4"].__getitem__
@@ -408,31 +388,14 @@ def test_samples_of_a_server_that_names_no_weights_are_of_what_its_controller_se
         assert [[s.spans for s in g] for g in got] == [[(Span("3", 0, 2),)], [(Span("4", 0, 2),)]]
         with pytest.raises(XferError, match="1 of 2 answers"):
             client.sample([[1], [2]], n=2, tokens=2, seed=0)
-    finally:
-        for s in servers:
-            s.shutdown()
-            s.server_close()
 
 
 def test_servers_are_waited_for_and_named_when_they_do_not_come():
-    from examples.grpo.replicas import wait_healthy
-
-    class Ok(BaseHTTPRequestHandler):
-        def do_GET(self):
-            self.send_response(200)
-            self.end_headers()
-
-        def log_message(self, *_):
-            pass
-
-    late = free_port()
+    late, never = free_port(), f"http://127.0.0.1:{free_port()}"
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(wait_healthy, [f"http://127.0.0.1:{late}"], 60.0 * PATIENCE)
-        with HTTPServer(("127.0.0.1", late), Ok) as server:
-            Thread(target=server.serve_forever, daemon=True).start()
+        with serving(lambda asked: (200, ""), port=late) as urls:
             waiting.result(90 * PATIENCE)
-            never = f"http://127.0.0.1:{free_port()}"
             with pytest.raises(DeadlineExceeded, match="not all servers answered") as e:
-                wait_healthy([f"http://127.0.0.1:{late}", never], 0.1)
-            server.shutdown()
+                wait_healthy([*urls, never], 0.1)
     assert e.value.violations == (f"{never}/health",)

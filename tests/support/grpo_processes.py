@@ -1,7 +1,8 @@
-"""Whole programs of the example as process groups, with their lines in a queue, for tests that kill and restart them."""
+"""Whole programs of the example as process groups, for tests that kill and restart them."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import re
@@ -15,7 +16,7 @@ from tests.support.proc import PATIENCE, PYTHON, ROOT, environment
 
 
 class Group:
-    """A process, and all that it starts, with its output in a log and its lines in a queue."""
+    """A process and all that it starts. Its output goes to a log and, line by line, to `lines`."""
 
     def __init__(self, name: str, command: list[str], work: Path, **env: str):
         self.log = work / f"{name}.log"
@@ -35,14 +36,30 @@ class Group:
                 self.lines.put(line)
 
     def kill(self) -> None:
-        """The process and all below it, at once: torchrun gives each rank a session of its own."""
+        """Ends the process and all below it at once: torchrun gives each rank a session of its own."""
         for end, pid in [(os.kill, p) for p in _below(self.process.pid)] + [(os.killpg, self.process.pid)]:
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 end(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
         self.process.wait(20)
-        self._reader.join(20)  # until all that it said is in the log
+        self._reader.join(20)  # until all that it printed is in the log
+
+
+class Groups:
+    """Groups with one environment that end together."""
+
+    def __init__(self, work: Path, **env: str):
+        self._work, self._env, self._ends = work, env, contextlib.ExitStack()
+
+    def start(self, name: str, command: list[str]) -> Group:
+        group = Group(name, command, self._work, **self._env)
+        self._ends.callback(group.kill)
+        return group
+
+    def __enter__(self) -> Groups:
+        return self
+
+    def __exit__(self, *error) -> None:
+        self._ends.close()
 
 
 def _below(pid: int) -> list[int]:
