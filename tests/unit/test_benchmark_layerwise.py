@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks import layerwise_gpu
 from benchmarks.lib.layerwise_dead import Dead, Survivor, Use
 from benchmarks.lib.layerwise_launch import keep, run
 from benchmarks.lib.layerwise_net import Timeline, timeline, uncovered
@@ -29,35 +28,40 @@ def test_what_is_uncovered_is_what_counting_points_gives(spans, cover):
     assert uncovered(spans, cover) == len(points(spans) - points(cover))
 
 
-def test_a_gather_is_told_from_reductions_and_other_kernels(tmp_path):
-    kernel = lambda name, ts, dur: {"cat": "kernel", "name": name, "ts": ts, "dur": dur}  # noqa: E731
-    events = [
-        kernel("ncclDevKernel_Broadcast_RING_LL(ncclDevKernelArgsStorage<4096ul>)", 0.0, 1000.0),
-        kernel("gemm", 500.0, 2000.0),
-        kernel("ncclDevKernel_Broadcast_RING_LL(ncclDevKernelArgsStorage<4096ul>)", 2400.0, 600.0),
-        kernel("ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)", 5000.0, 900.0),
-        {"cat": "cpu_op", "name": "nccl:broadcast", "ts": 0.0, "dur": 9000.0},
-    ]
-    (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": events}))
-    seen = timeline(tmp_path / "trace.json")
-    assert (seen.gather_ms, seen.exposed_ms) == (1.6, 1.0)
-    copy = lambda ts, stream, way: dict(  # noqa: E731
-        kernel(f"Memcpy {way} (Device -> Device)", ts, 400.0), cat="gpu_memcpy", args={"stream": stream}
-    )
-    computing = events[1] | {"args": {"stream": 7}}
-    copied = [
-        computing,
-        copy(300.0, 20, "PtoP"),
-        copy(4000.0, 21, "DtoD"),
-        copy(8000.0, 7, "DtoD"),
-        copy(9000.0, 22, "DtoH"),
-    ]
-    (tmp_path / "copied.json").write_text(json.dumps({"traceEvents": copied}))
-    seen = timeline(tmp_path / "copied.json")
-    assert (seen.gather_ms, seen.exposed_ms) == (0.8, 0.6)  # 300 to 500 and 4000 to 4400 are exposed
-    (tmp_path / "none.json").write_text(json.dumps({"traceEvents": events[1:2]}))
-    with pytest.raises(ValueError, match="gemm"):
-        timeline(tmp_path / "none.json")
+GATHER = "ncclDevKernel_Broadcast_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
+REDUCE = "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
+
+
+def kernel(name: str, ts: float, dur: float, stream: int = 7) -> dict:
+    return {"cat": "kernel", "name": name, "ts": ts, "dur": dur, "args": {"stream": stream}}
+
+
+def copy(ts: float, stream: int, way: str) -> dict:
+    return kernel(f"Memcpy {way} (Device -> Device)", ts, 400.0, stream) | {"cat": "gpu_memcpy"}
+
+
+BROADCAST = [
+    kernel(GATHER, 0.0, 1000.0), kernel("gemm", 500.0, 2000.0), kernel(GATHER, 2400.0, 600.0), kernel(REDUCE, 5000.0, 900.0),
+    {"cat": "cpu_op", "name": "nccl:broadcast", "ts": 0.0, "dur": 9000.0},
+]  # fmt: skip
+COPIED = [
+    BROADCAST[1], copy(300.0, 20, "PtoP"), copy(4000.0, 21, "DtoD"), copy(8000.0, 7, "DtoD"), copy(9000.0, 22, "DtoH"),
+]  # fmt: skip
+"""300 to 500 and 4000 to 4400 are exposed."""
+
+
+@pytest.mark.parametrize(
+    "events, gather_ms, exposed_ms", [(BROADCAST, 1.6, 1.0), (COPIED, 0.8, 0.6), ([BROADCAST[1]], None, None)]
+)
+def test_a_gather_is_told_from_reductions_and_other_kernels(tmp_path, events, gather_ms, exposed_ms):
+    trace = tmp_path / "trace.json"
+    trace.write_text(json.dumps({"traceEvents": events}))
+    if gather_ms is None:
+        with pytest.raises(ValueError, match="gemm"):
+            timeline(trace)
+    else:
+        seen = timeline(trace)
+        assert (seen.gather_ms, seen.exposed_ms) == (gather_ms, exposed_ms)
 
 
 def test_one_step_in_which_a_host_stood_still_is_no_figure(monkeypatch):
@@ -103,25 +107,15 @@ def test_what_cannot_run_and_was_asked_for_is_said_before_anything_runs(tmp_path
     (tmp_path / "megatron").mkdir()
     (tmp_path / "megatron" / "__init__.py").write_text(package)
     out = tmp_path / "results.json"
-    command = [sys.executable, "-m", "benchmarks.layerwise_gpu", "--toy", "--ranks", "2", "--out", str(out)]
+    command = "-m benchmarks.layerwise_gpu --toy --ranks 2 --parts exact pull megatron --out"
     done = subprocess.run(
-        [*command, "--parts", "exact", "pull", "megatron"],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+        [sys.executable, *command.split(), str(out)], cwd=ROOT, env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
     assert done.returncode == 2 and said in done.stdout and not out.exists(), done.stdout + done.stderr
-    assert layerwise_gpu.PARTS[-2:] == ("megatron", "dead")
 
 
-LINKS = """GPU 0: NVIDIA H200 (UUID: GPU-1)
-    Link 0: Data Tx: 9 KiB
-    Link 0: Data Rx: 3 KiB
-    Link 17: Data Tx: 9 KiB
-    Link 17: Data Rx: 4 KiB
-"""
+LINKS = "GPU 0: NVIDIA H200 (UUID: GPU-1)\n    Link 0: Data Tx: 9 KiB\n    Link 0: Data Rx: 3 KiB\n    Link 17: Data Rx: 4 KiB\n"
 
 
 @pytest.mark.parametrize("text, found", [(LINKS, 7 * 1024), (LINKS.replace("KiB", "N/A"), None), ("", None)])
@@ -139,9 +133,7 @@ def test_a_plan_of_bytes_is_told_from_what_links_counted(travelled, said):
 
 
 def survivor(rank: int, error: str = "DeadlineExceeded", **more) -> Survivor:
-    facts = dict(
-        freed_s=8.1, loss=float("nan"), uses=(Use("step", error, "text"),), device_computes=True, wrong_bytes=0
-    )
+    facts = dict(freed_s=8.1, loss=math.nan, uses=(Use("step", error, "text"),), device_computes=True, wrong_bytes=0)
     return Survivor(rank, **(facts | more))
 
 
