@@ -224,7 +224,7 @@ def test_samples_are_of_the_version_that_they_are_labelled_with(tmp_path):
         engine.ask("generate", "generating")
         for k in range(12):
             job.refit(k % 3 + 1, version=f"{k}-{k % 3 + 1}", pause=0.15)
-        log = engine.ask("stop generating", "generated")["log"]
+        log = engine.ask("generated", "generated")["log"]
         wrong = [(v, out) for v, out in log if out != truth.get(int(v[-1]) if v[-1].isdigit() else 0)]
         assert not wrong, wrong[:3]
         assert len({v for v, _ in log}) >= 6, "the samples must be of many versions"

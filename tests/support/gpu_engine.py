@@ -1,12 +1,4 @@
-"""A real vLLM engine on GPUs, CUDA graphs and torch.compile as vLLM chooses; does what the test says on standard input.
-
-{"do": "start", "model", "tp", …}  {"do": "serve", "rendezvous", "replica"}  {"do": "ready"}  {"do": "observe"}
-{"do": "wrong", "config", "seed" | "folder"}  {"do": "scramble", "seed"}  {"do": "generate"}  {"do": "stop generating"}
-{"do": "digests"}  {"do": "layerwise"}  {"do": "noop", "times", "took_ms", "pause_ms"}  {"do": "memory"}  {"do": "state"}  {"do": "stop"}
-{"do": "force"}  {"do": "sleep", "level"}  {"do": "wake", "tags"}  {"do": "watch"}  {"do": "unwatch"}  {"do": "deaf"}
-{"do": "profile"}  {"do": "unprofile", "path"}
-{"do": "answer", "prompt", "tokens"}  {"do": "fly", "prompt", "tokens"}  {"do": "flown"}  {"do": "land"}
-"""
+"""A real vLLM engine on GPUs, CUDA graphs and torch.compile as vLLM chooses; commands are `Engine`'s methods."""
 
 from __future__ import annotations
 
@@ -14,11 +6,10 @@ import contextlib
 import os
 import threading
 import time
-import traceback
 from importlib.metadata import entry_points
 
 from tests.support.gpu_async import Ranks
-from tests.support.proc import commands, emit
+from tests.support.proc import emit, methods, obey
 
 PROMPTS = [[5, 6, 7, 8], list(range(10, 60)), [100, 3, 90, 17] * 12]
 
@@ -133,104 +124,130 @@ def noop(llm, handle, times: int, took_ms: float = 0.0, pause_ms: float = 0.0) -
     return out
 
 
-def main() -> None:
-    llm = controller = loop = flight = None
-    emit("up")
-    for c in commands():
-        do = c.pop("do")
-        began = time.monotonic()
-        try:
-            if do == "start":
-                llm = start(**c)
-                emit("started", seconds=time.monotonic() - began)
-            elif do == "serve":
-                import xfer
+class Engine:
+    llm = controller = _loop = _flight = None
 
-                if controller is not None:
-                    controller.close()
-                engine, loop_of = (llm.engine, {"loop": llm.loop}) if isinstance(llm, Ranks) else (llm, {})
-                controller = xfer.serve(engine, token=os.environ["XFER_TOKEN"], deadline_s=120.0, **loop_of, **c)
-                emit("serving")
-            elif do == "ready":
-                controller.wait_ready()
-                emit("is ready")
-            elif do == "observe" and controller is None:
-                emit("observed", version="", outputs=ask(llm))
-            elif do == "observe":
-                with controller.serving():
-                    emit("observed", version=controller.version, outputs=ask(llm))
-            elif do == "answer":
-                with controller.serving():
-                    emit("answered", tokens=ask(llm, [c["prompt"]], c["tokens"])[0][0])
-            elif do == "fly":
-                flight = llm.flight(c["prompt"], greedy(c["tokens"]))
-                emit("flying")
-            elif do == "flown":
-                emit("flown", now=flight.now, ended=len(flight.log))
-            elif do == "land":
-                emit("landed", log=flight.land())
-            elif do == "deaf":
-                with controller.serving():
-                    emit("heard", deaf=deaf(llm))
-            elif do == "force":
-                emit("forced", outputs=ask(llm))  # behind xfer's back
-            elif do == "sleep":
-                with controller.serving():
-                    llm.sleep(level=c["level"])
-                emit("asleep")
-            elif do == "wake":
-                llm.wake_up(tags=c["tags"])
-                emit("awake")
-            elif do == "wrong":
-                with controller.serving():
-                    answers = llm.collective_rpc("xfer_wrong", kwargs=c)
-                emit(
-                    "judged",
-                    wrong=[a[0] for a in answers],
-                    bytes=[a[1] for a in answers],
-                    seconds=time.monotonic() - began,
-                )
-            elif do == "scramble":
-                with controller.serving():
-                    emit("scrambled", kept=llm.collective_rpc("xfer_scramble", args=(c["seed"],)))
-            elif do == "kept":
-                with controller.serving():
-                    emit("kept", kept=llm.collective_rpc("xfer_kept"))
-            elif do == "digests":
-                with controller.serving() if controller is not None else contextlib.nullcontext():
-                    emit("digests", workers=llm.collective_rpc("xfer_digests"))
-            elif do == "layerwise":
-                emit("layerwise", workers=llm.collective_rpc("xfer_layerwise"))
-            elif do == "generate":
-                loop = Loop(controller)
-                emit("generating")
-            elif do == "stop generating":
-                emit("generated", log=loop.stop())
-            elif do == "noop":
-                emit("did nothing", rows=noop(llm, controller.handle, **c))
-            elif do == "memory":
-                emit("memory", workers=llm.collective_rpc("xfer_memory"))
-            elif do == "watch":
-                llm.collective_rpc("xfer_watch")
-                emit("watching")
-            elif do == "unwatch":
-                emit("watched", workers=llm.collective_rpc("xfer_unwatch"))
-            elif do == "profile":
-                llm.collective_rpc("xfer_profile")
-                emit("profiling")
-            elif do == "unprofile":
-                emit("profiled", workers=llm.collective_rpc("xfer_unprofile", args=(c["path"],)))
-            elif do == "state":
-                error, lost = str(controller.error or ""), str(controller.lost or "")
-                emit("state", version=controller.version, error=error, lost=lost)
-            elif do == "stop":
-                if controller is not None:
-                    controller.close()
-                emit("stopped")
-        except Exception as e:
-            traceback.print_exc()
-            emit("raised", type=type(e).__name__, text=str(e), seconds=time.monotonic() - began)
+    def start(self, **how) -> None:
+        began = time.monotonic()
+        self.llm = start(**how)
+        emit("started", seconds=time.monotonic() - began)
+
+    def serve(self, **how) -> None:
+        import xfer
+
+        if self.controller is not None:
+            self.controller.close()
+        engine, loop = (self.llm.engine, {"loop": self.llm.loop}) if isinstance(self.llm, Ranks) else (self.llm, {})
+        self.controller = xfer.serve(engine, token=os.environ["XFER_TOKEN"], deadline_s=120.0, **loop, **how)
+        emit("serving")
+
+    def ready(self) -> None:
+        self.controller.wait_ready()
+        emit("is ready")
+
+    def _serving(self) -> contextlib.AbstractContextManager:
+        return self.controller.serving() if self.controller is not None else contextlib.nullcontext()
+
+    def observe(self) -> None:
+        with self._serving():
+            emit(
+                "observed",
+                version=self.controller.version if self.controller is not None else "",
+                outputs=ask(self.llm),
+            )
+
+    def answer(self, prompt: list[int], tokens: int) -> None:
+        with self._serving():
+            emit("answered", tokens=ask(self.llm, [prompt], tokens)[0][0])
+
+    def fly(self, prompt: list[int], tokens: int) -> None:
+        self._flight = self.llm.flight(prompt, greedy(tokens))
+        emit("flying")
+
+    def flown(self) -> None:
+        emit("flown", now=self._flight.now, ended=len(self._flight.log))
+
+    def land(self) -> None:
+        emit("landed", log=self._flight.land())
+
+    def deaf(self) -> None:
+        with self._serving():
+            emit("heard", deaf=deaf(self.llm))
+
+    def force(self) -> None:
+        """Asks behind xfer's back."""
+        emit("forced", outputs=ask(self.llm))
+
+    def sleep(self, level: int) -> None:
+        with self._serving():
+            self.llm.sleep(level=level)
+        emit("asleep")
+
+    def wake(self, tags: list[str]) -> None:
+        self.llm.wake_up(tags=tags)
+        emit("awake")
+
+    def _workers(self, method: str, *args, **kwargs) -> list:
+        return self.llm.collective_rpc(f"xfer_{method}", args=args, kwargs=kwargs)
+
+    def wrong(self, **what) -> None:
+        began = time.monotonic()
+        with self._serving():
+            answers = self._workers("wrong", **what)
+        wrong, nbytes = zip(*answers)
+        emit("judged", wrong=wrong, bytes=nbytes, seconds=time.monotonic() - began)
+
+    def scramble(self, seed: int) -> None:
+        with self._serving():
+            emit("scrambled", kept=self._workers("scramble", seed))
+
+    def kept(self) -> None:
+        with self._serving():
+            emit("kept", kept=self._workers("kept"))
+
+    def digests(self) -> None:
+        with self._serving():
+            emit("digests", workers=self._workers("digests"))
+
+    def layerwise(self) -> None:
+        emit("layerwise", workers=self._workers("layerwise"))
+
+    def generate(self) -> None:
+        self._loop = Loop(self.controller)
+        emit("generating")
+
+    def generated(self) -> None:
+        emit("generated", log=self._loop.stop())
+
+    def noop(self, **how) -> None:
+        emit("did nothing", rows=noop(self.llm, self.controller.handle, **how))
+
+    def memory(self) -> None:
+        emit("memory", workers=self._workers("memory"))
+
+    def watch(self) -> None:
+        self._workers("watch")
+        emit("watching")
+
+    def unwatch(self) -> None:
+        emit("watched", workers=self._workers("unwatch"))
+
+    def profile(self) -> None:
+        self._workers("profile")
+        emit("profiling")
+
+    def unprofile(self, path: str) -> None:
+        emit("profiled", workers=self._workers("unprofile", path))
+
+    def state(self) -> None:
+        error, lost = str(self.controller.error or ""), str(self.controller.lost or "")
+        emit("state", version=self.controller.version, error=error, lost=lost)
+
+    def stop(self) -> None:
+        if self.controller is not None:
+            self.controller.close()
+        emit("stopped")
 
 
 if __name__ == "__main__":
-    main()
+    obey(*methods(Engine()))

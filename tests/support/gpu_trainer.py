@@ -1,13 +1,4 @@
-"""One trainer rank on a GPU; does what the test says on standard input, each command answered by one line.
-
-    {"do": "plain", "config", "rank", "world", "port"}      DTensors under checkpoint names, cut as `cut` says;
-                                                            with "experts", those are dealt out whole; with "pausable",
-                                                            all in memory that can be paused
-    {"do": "megatron", "folder", "layout", …}               real Megatron-Core through Bridge (RANK, WORLD_SIZE, … set)
-    {"do": "connect", …} {"do": "set", "seed"} {"do": "step"} {"do": "refit", "times", …} {"do": "move"} {"do": "offload"}
-    {"do": "pause"} {"do": "resume"}
-    {"do": "remake", "give_back"} {"do": "export", "folder"} {"do": "memory", "gpu"} {"do": "watch"} {"do": "unwatch"}
-    {"do": "profile"} {"do": "unprofile", "path"} {"do": "close"}
+"""One trainer rank on a GPU, plain or Megatron; commands are `Rank`'s methods.
 
 Which GPU: XFER_GPU (an index). Values of a seed are made on the device (gpu_values.py), so that both sides can make
 models of any size without a checkpoint.
@@ -18,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import time
-import traceback
 from pathlib import Path
 
 import torch
@@ -30,11 +20,12 @@ torch.cuda.set_device(DEVICE)
 
 import torch.distributed as dist  # noqa: E402
 
+import xfer  # noqa: E402
 from tests.support.gpu_profile import Profile  # noqa: E402
 from tests.support.gpu_values import names, value  # noqa: E402
 from tests.support.gpu_watch import Watch  # noqa: E402
 from tests.support.paused_memory import Pausable  # noqa: E402
-from tests.support.proc import commands, emit  # noqa: E402
+from tests.support.proc import emit, methods, obey  # noqa: E402
 from xfer.trace.slots import local as held  # noqa: E402
 
 
@@ -198,103 +189,110 @@ class Megatron:
         return BridgeStream(trainer) if export else trainer
 
 
-def memory(gpu: int | None = None) -> dict:
-    """Bytes: of the device beside torch's allocator, allocated by it, and free. `gpu`: another one than this rank's own."""
-    device = DEVICE if gpu is None else torch.device("cuda", gpu)
-    free, total = torch.cuda.mem_get_info(device)
-    reserved, allocated = torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device)
-    return dict(beside=total - free - reserved, allocated=allocated, free=free)
+class Rank:
+    model = session = None
 
+    def __init__(self):
+        self._watch, self._profile = Watch(DEVICE), Profile(DEVICE)
 
-def told(r, began: float) -> dict:
-    return dict(
-        version=r.version, committed=[o.committed for o in r.outcomes], verified=r.verified, scalars=r.flatten(""),
-        routes=r.routes(), extra=r.extra_bytes, seconds=time.monotonic() - began,
-        phases=[dict(o.phases) for o in r.outcomes], errors=[str(o.error or "") for o in r.outcomes],
-    )  # fmt: skip
+    def plain(self, **how) -> None:
+        """DTensors under checkpoint names; see `Plain`."""
+        self._build(Plain, how)
 
+    def megatron(self, **how) -> None:
+        """Real Megatron-Core through Bridge, in a world that RANK, WORLD_SIZE, … describe."""
+        self._build(Megatron, how)
 
-def main() -> None:
-    import xfer
+    def _build(self, kind: type, how: dict) -> None:
+        self.model = None
+        torch.cuda.empty_cache()
+        self.model = kind(**how)
+        emit("built")
 
-    model = refit = None
-    watch, profiled = Watch(DEVICE), Profile(DEVICE)
-    emit("up")
-    for c in commands():
-        do = c.pop("do")
+    def connect(self, export: bool = False, **how) -> None:
         began = time.monotonic()
-        try:
-            if do in ("plain", "megatron"):
-                model = None
-                torch.cuda.empty_cache()
-                model = (Plain if do == "plain" else Megatron)(**c)
-                emit("built")
-            elif do == "connect":
-                refit = flat_connect(
-                    trainer=model.source(c.pop("export", False)),
-                    cache_dir=None,
-                    **{"token": os.environ["XFER_TOKEN"], "deadline_s": 120.0, **c},
+        options = {"token": os.environ["XFER_TOKEN"], "deadline_s": 120.0, **how}
+        self.session = flat_connect(trainer=self.model.source(export), **options)
+        emit("connected", plan=self.session.explain(), seconds=time.monotonic() - began)
+
+    def set(self, seed: int) -> None:
+        self.model.set(seed)
+        emit("set")
+
+    def step(self) -> None:
+        emit("stepped", loss=self.model.step())
+
+    def export(self, folder: str) -> None:
+        self.model.export(folder)
+        emit("exported")
+
+    def move(self) -> None:
+        self.model.move()
+        emit("moved")
+
+    def offload(self) -> None:
+        self.session.release()
+        nbytes = sum(p.to_local().nbytes for p in self.model.parameters.values())
+        emit("offloaded", back=self.model.offload(), bytes=nbytes)
+
+    def pause(self) -> None:
+        for x in self.model.memory:
+            x.pause()
+        emit("paused")
+
+    def resume(self) -> None:
+        for x in self.model.memory:
+            x.resume()
+        emit("resumed")
+
+    def remake(self, give_back: bool) -> None:
+        if give_back:
+            self.session.release()
+        emit("remade", same=self.model.remake(give_back), of=len(self.model.parameters))
+
+    def refit(self, times: int = 1, pause: float = 0.0, **how) -> None:
+        """times: refits, each after `pause` seconds; the reports of all, and the last one's fields."""
+        reports = []
+        for _ in range(times):
+            time.sleep(pause)
+            began = time.monotonic()
+            r = xfer.nccl_xfer_refit(self.session, **how)
+            reports.append(
+                dict(
+                    version=r.version, committed=[o.committed for o in r.outcomes], verified=r.verified,
+                    scalars=r.flatten(""), routes=r.routes(), extra=r.extra_bytes, seconds=time.monotonic() - began,
+                    phases=[dict(o.phases) for o in r.outcomes], errors=[str(o.error or "") for o in r.outcomes],
                 )
-                emit("connected", plan=refit.explain(), seconds=time.monotonic() - began)
-            elif do == "set":
-                model.set(c["seed"])
-                emit("set")
-            elif do == "step":
-                emit("stepped", loss=model.step())
-            elif do == "export":
-                model.export(c["folder"])
-                emit("exported")
-            elif do == "move":
-                model.move()
-                emit("moved")
-            elif do == "offload":
-                refit.release()
-                emit(
-                    "offloaded", back=model.offload(), bytes=sum(p.to_local().nbytes for p in model.parameters.values())
-                )
-            elif do == "pause":
-                for x in model.memory:
-                    x.pause()
-                emit("paused")
-            elif do == "resume":
-                for x in model.memory:
-                    x.resume()
-                emit("resumed")
-            elif do == "remake":
-                if c["give_back"]:
-                    refit.release()
-                emit("remade", same=model.remake(**c), of=len(model.parameters))
-            elif do == "refit":
-                times = c.pop("times", 1)
-                pause = c.pop("pause", 0.0)
-                reports = []
-                for _ in range(times):
-                    time.sleep(pause)
-                    began = time.monotonic()
-                    reports.append(told(xfer.nccl_xfer_refit(refit, **c), began))
-                emit("refitted", reports=reports, plan=refit.explain(), **reports[-1])
-            elif do == "memory":
-                emit("memory", **memory(**c))
-            elif do == "watch":
-                watch.begin()
-                emit("watching")
-            elif do == "unwatch":
-                emit("watched", **watch.end())
-            elif do == "profile":
-                profiled.begin()
-                emit("profiling")
-            elif do == "unprofile":
-                emit("profiled", **profiled.end(c["path"]))
-            elif do == "close":
-                if refit is not None:
-                    refit.close()
-                refit = None
-                emit("closed")
-        except Exception as e:
-            traceback.print_exc()
-            emit("raised", type=type(e).__name__, text=str(e), seconds=time.monotonic() - began,
-                 drained=getattr(e, "drained", True))  # fmt: skip
+            )  # fmt: skip
+        emit("refitted", reports=reports, plan=self.session.explain(), **reports[-1])
+
+    def memory(self, gpu: int | None = None) -> None:
+        """Bytes: of the device beside torch's allocator, allocated by it, and free. `gpu`: another one than this rank's own."""
+        device = DEVICE if gpu is None else torch.device("cuda", gpu)
+        free, total = torch.cuda.mem_get_info(device)
+        beside = total - free - torch.cuda.memory_reserved(device)
+        emit("memory", beside=beside, allocated=torch.cuda.memory_allocated(device), free=free)
+
+    def watch(self) -> None:
+        self._watch.begin()
+        emit("watching")
+
+    def unwatch(self) -> None:
+        emit("watched", **self._watch.end())
+
+    def profile(self) -> None:
+        self._profile.begin()
+        emit("profiling")
+
+    def unprofile(self, path: str) -> None:
+        emit("profiled", **self._profile.end(path))
+
+    def close(self) -> None:
+        if self.session is not None:
+            self.session.close()
+        self.session = None
+        emit("closed")
 
 
 if __name__ == "__main__":
-    main()
+    obey(*methods(Rank()))

@@ -1,9 +1,4 @@
-"""One rank of a light trainer for functional tests: DTensors under checkpoint names, no framework.
-
-It does what the test says on standard input:
-    {"do": "build", "config", "rank", "world", "port", …}   {"do": "connect", "rendezvous", "otherwise", …}
-    {"do": "set", "seed"}   {"do": "step", "names"}   {"do": "refit", …}   {"do": "replace", "how"}   {"do": "sleep", "seconds"}
-    {"do": "fail", "text"}   {"do": "close"}
+"""One rank of a light trainer for functional tests: DTensors under checkpoint names, no framework; commands are `Rank`'s methods.
 
 The weights of a seed are those of `toy.write_checkpoint` with that seed, so what an engine must hold is known without
 xfer.
@@ -11,7 +6,6 @@ xfer.
 
 import os
 import time
-import traceback
 from fnmatch import fnmatch
 
 import torch
@@ -19,9 +13,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+import xfer
 from examples.common import toy
 from tests.support.connect import flat_connect
-from tests.support.proc import commands, emit
+from tests.support.proc import emit, methods, obey
 from xfer.errors import RebindError, XferError
 from xfer.trace.slots import local as held
 from xfer.trainers.dtensor import TensorTrainer
@@ -115,79 +110,70 @@ class Trainer(TensorTrainer):
         super().drain()
 
 
-def join(rank: int, world: int, port: int) -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
+class Rank:
+    weights = source = session = None
 
+    def build(self, rank: int, world: int, port: int, **weights) -> None:
+        self._close()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
+        self.weights = Weights(**weights)
+        emit("built")
 
-def main() -> None:
-    import xfer
-
-    weights = source = refit = None
-    emit("up")
-    for c in commands():
-        do = c.pop("do")
-        began = time.monotonic()
+    def connect(self, otherwise: dict | None = None, rank: int | None = None, world: int | None = None, **how) -> None:
+        """otherwise: options with which it connects at once if the first connection is refused, as users write it."""
+        self.source = Trainer(lambda w=self.weights: w.parameters, rename=plain_name, rank=rank, world=world)
+        options, failed = {"trainer": self.source, "token": os.environ["XFER_TOKEN"], **how}, ""
         try:
-            if do == "build":
-                if refit is not None:
-                    refit.close()
-                    refit = None
-                join(c.pop("rank"), c.pop("world"), c.pop("port"))
-                weights = Weights(**c)
-                emit("built")
-            elif do == "connect":
-                pretend = {k: c.pop(k) for k in ("rank", "world") if k in c}
-                source = Trainer(lambda w=weights: w.parameters, rename=plain_name, **pretend)
-                where = {"trainer": source, "cache_dir": None, "token": os.environ["XFER_TOKEN"]}
-                failed, otherwise = "", c.pop("otherwise", None)
-                try:
-                    refit = flat_connect(**{**where, **c})
-                except XferError as e:
-                    if otherwise is None:
-                        raise
-                    failed = type(e).__name__
-                    refit = flat_connect(**{**where, **c, **otherwise})  # at once, as users write it
-                emit("connected", plan=refit.explain(), failed=failed)
-            elif do == "set":
-                weights.set(c["seed"])
-                emit("set")
-            elif do == "step":
-                weights.step(c["names"])
-                emit("stepped")
-            elif do == "sleep":
-                time.sleep(c["seconds"])
-                emit("slept", began=began, ended=time.monotonic())
-            elif do == "replace":
-                weights.replace(c["how"])
-                emit("replaced")
-            elif do == "fail":
-                source.fail = c["text"]
-                emit("will fail" if source.fail else "will not fail")
-            elif do == "refit":
-                r = xfer.nccl_xfer_refit(refit, **c)
-                emit(
-                    "refitted",
-                    version=r.version,
-                    verified=r.verified,
-                    seconds=time.monotonic() - began,
-                    committed=[o.committed for o in r.outcomes],
-                    serving=[o.serving for o in r.outcomes],
-                    errors=[f"{type(o.error).__name__}: {o.error}" if o.error else "" for o in r.outcomes],
-                    per_worker=[list(o.bytes_per_worker) for o in r.outcomes],
-                    sent=r.bytes_sent,
-                    text=str(r.outcomes),
-                )
-            elif do == "close":
-                if refit is not None:
-                    refit.close()
-                refit = None
-                emit("closed")
-        except Exception as e:
-            traceback.print_exc()
-            emit("raised", type=type(e).__name__, text=str(e), seconds=time.monotonic() - began)
+            self.session = flat_connect(**options)
+        except XferError as e:
+            if otherwise is None:
+                raise
+            failed = type(e).__name__
+            self.session = flat_connect(**{**options, **otherwise})
+        emit("connected", plan=self.session.explain(), failed=failed)
+
+    def set(self, seed: int) -> None:
+        self.weights.set(seed)
+        emit("set")
+
+    def step(self, names: list[str]) -> None:
+        self.weights.step(names)
+        emit("stepped")
+
+    def sleep(self, seconds: float) -> None:
+        began = time.monotonic()
+        time.sleep(seconds)
+        emit("slept", began=began, ended=time.monotonic())
+
+    def replace(self, how: str) -> None:
+        self.weights.replace(how)
+        emit("replaced")
+
+    def fail(self, text: str) -> None:
+        self.source.fail = text
+        emit("will fail" if text else "will not fail")
+
+    def refit(self, **how) -> None:
+        began = time.monotonic()
+        r = xfer.nccl_xfer_refit(self.session, **how)
+        emit(
+            "refitted", version=r.version, verified=r.verified, seconds=time.monotonic() - began, sent=r.bytes_sent,
+            committed=[o.committed for o in r.outcomes], serving=[o.serving for o in r.outcomes], text=str(r.outcomes),
+            errors=[f"{type(o.error).__name__}: {o.error}" if o.error else "" for o in r.outcomes],
+            per_worker=[list(o.bytes_per_worker) for o in r.outcomes],
+        )  # fmt: skip
+
+    def close(self) -> None:
+        self._close()
+        emit("closed")
+
+    def _close(self) -> None:
+        if self.session is not None:
+            self.session.close()
+        self.session = None
 
 
 if __name__ == "__main__":
-    main()
+    obey(*methods(Rank()))

@@ -27,21 +27,21 @@ PYTHON = {side: str(ROOT / f".venvs/{side}/bin/python") for side in ("trainer", 
 
 
 def emit(kind: str, **fields) -> None:
-    """In a child: say something to the test."""
+    """In a child: reports an event to the test."""
     sys.stdout.write(MARK + json.dumps({"kind": kind, **fields}) + "\n")
     sys.stdout.flush()
 
 
 def commands():
-    """In a child: what the test says, until it closes the pipe."""
+    """In a child: yields the test's commands until it closes the pipe."""
     settle_at_exit()
     for line in sys.stdin:
         yield json.loads(line)
 
 
 def obey(*does: Callable[..., None]) -> None:
-    """In a child, to its end: for every {"do": name, **rest} that the test says, call the function of that name with the
-    rest. An exception is told to the test as "raised" and ends nothing."""
+    """In a child, to its end: for every {"do": name, **rest} from the test, calls the function of that name with the rest.
+    An exception is told to the test as "raised" and ends nothing."""
     words = {f.__name__: f for f in does}
     emit("up")
     for c in commands():
@@ -50,7 +50,13 @@ def obey(*does: Callable[..., None]) -> None:
             words[c.pop("do")](**c)
         except Exception as e:
             traceback.print_exc()
-            emit("raised", type=type(e).__name__, text=str(e), seconds=time.monotonic() - began)
+            took, drained = time.monotonic() - began, getattr(e, "drained", True)
+            emit("raised", type=type(e).__name__, text=str(e), seconds=took, drained=drained)
+
+
+def methods(of: object) -> list[Callable[..., None]]:
+    """Public methods of a child's object, for `obey`."""
+    return [f for n in dir(of) if not n.startswith("_") and callable(f := getattr(of, n))]
 
 
 def environment(**more: str) -> dict[str, str]:
