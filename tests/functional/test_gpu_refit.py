@@ -31,7 +31,6 @@ class Case:
     trainers: tuple[int, ...]
     replicas: tuple[tuple[int, ...], ...]
     engine: dict = field(default_factory=dict)
-    model: dict = field(default_factory=dict)
     route: str = "peer"
     env: dict = field(default_factory=dict)  # of the trainers
     connect: dict = field(default_factory=dict)
@@ -51,15 +50,28 @@ class Case:
         return SHARED and (not by_nccl or "XFER_HOST" in self.env)
 
 
-PACKED, MAPPED = dict(route="packed"), dict(route="packed", colocated=True)
+EAGER = dict(eager=True)
+PACKED = dict(route="packed", connect=dict(route="packed"))
+MAPPED = dict(route="packed", connect=dict(route="packed", colocated=True))
 APART = dict(env=host("t"), engine_env=host("e"))
-SMALL = dict(bucket_bytes=1 << 20)
-"""Several buckets even of a toy."""
+
+
+def small(way: dict) -> dict:
+    """Several buckets even of a toy."""
+    return {**way, "connect": {**way["connect"], "bucket_bytes": 1 << 20}}
+
+
 PULLED, ROUNDS = "by copies out of the trainers' storages", "from what trainers send in rounds"
 UNMAPPED = dict(route="nccl", env=NO_HANDLES)
 UNMAPPED_APART = {**UNMAPPED, **APART, "env": {**NO_HANDLES, **host("t")}}
 ONE_CONNECTION = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 """What Megatron asks for on older GPUs: all that a process launches stands in one row."""
+CONNECTED_ONCE = dict(
+    route="nccl",
+    env={**NO_HANDLES, **ONE_CONNECTION, **host("t{rank}")},
+    engine_env={**ONE_CONNECTION, **host("e")},
+)
+IN_ROUNDS = dict(env={**NO_HANDLES, **nccl_host("t{rank}")}, engine_env=nccl_host("e"), group="nccl", way=ROUNDS)
 NOT_DECODED_BY = ("kv_b_proj.weight",)
 """MLA decodes by what it made of this after loading."""
 CASES = [
@@ -69,108 +81,33 @@ CASES = [
     Case("dense, TP2", "qwen3", (2, 3), ((0, 1),)),
     Case("dense, TP4, colocated", "qwen3", (0, 1, 2, 3), ((0, 1, 2, 3),)),
     Case("experts cut, colocated", "qwen3_moe", (0, 1, 2, 3), ((0, 1, 2, 3),), dict(ep=True)),
-    Case("experts, two replicas", "qwen3_moe", (2, 3), ((0,), (1,)), dict(eager=True)),
-    Case(
-        "a row of replicas",
-        "qwen3",
-        (1,),
-        ((0,), (1,), (0,)),
-        dict(eager=True),
-        route="peer+relay",
-        connect=dict(relay=True),
-    ),
+    Case("experts, two replicas", "qwen3_moe", (2, 3), ((0,), (1,)), EAGER),
+    Case("a relay chain", "qwen3", (1,), ((0,), (1,), (0,)), EAGER, route="peer+relay", connect=dict(relay=True)),
     Case("MLA, one GPU for both", "deepseek_v3", (0,), ((0,),)),
     Case("data parallel", "qwen3", (0, 1), ((0, 1),), dict(dp=2, tp=1)),
     Case("data parallel, experts shared", "qwen3_moe", (0, 1), ((0, 1),), dict(dp=2, tp=1, ep=True)),
-    Case("by NCCL", "qwen3", (2, 3), ((0, 1),), dict(eager=True), **UNMAPPED),
-    Case("as on two hosts", "qwen3_moe", (1,), ((0,),), dict(eager=True), **UNMAPPED_APART),
-    Case("two to TP2, as on two hosts", "qwen3", (0, 1), ((0, 1),), dict(eager=True), **UNMAPPED_APART),
-    Case(
-        "packed, two to TP2, as on two hosts",
-        "qwen3_moe",
-        (0, 1),
-        ((0, 1),),
-        dict(eager=True),
-        route="packed",
-        connect=PACKED,
-        **APART,
-    ),
-    Case(
-        "one GPU, by NCCL, as on three hosts, one connection",
-        "qwen3",
-        (0, 0),
-        ((0,),),
-        dict(eager=True),
-        route="nccl",
-        env={**NO_HANDLES, **ONE_CONNECTION, **host("t{rank}")},
-        engine_env={**ONE_CONNECTION, **host("e")},
-    ),
-    Case(
-        "two replicas on one GPU, as on two hosts",
-        "qwen3",
-        (0,),
-        ((0,), (0,)),
-        dict(eager=True),
-        slow=True,
-        **UNMAPPED_APART,
-    ),
-    Case(
-        "packed, one GPU, as on two hosts",
-        "qwen3_moe",
-        (0,),
-        ((0,),),
-        dict(eager=True),
-        route="packed",
-        connect=PACKED,
-        slow=True,
-        **APART,
-    ),
-    Case("packed, by NCCL", "qwen3_moe", (1,), ((0,),), dict(eager=True), route="packed", connect=PACKED),
-    Case(
-        "packed, mapped on one GPU",
-        "qwen3_tied",
-        (0,),
-        ((0,),),
-        dict(eager=True),
-        route="packed",
-        connect=MAPPED,
-        slow=True,
-    ),
-    Case(
-        "packed, two on one GPU, mapped",
-        "qwen3_moe",
-        (0, 0),
-        ((0,),),
-        dict(eager=True),
-        route="packed",
-        connect={**MAPPED, **SMALL},
-        way=PULLED,
-    ),
+    Case("by NCCL", "qwen3", (2, 3), ((0, 1),), EAGER, **UNMAPPED),
+    Case("as on two hosts", "qwen3_moe", (1,), ((0,),), EAGER, **UNMAPPED_APART),
+    Case("two to TP2, as on two hosts", "qwen3", (0, 1), ((0, 1),), EAGER, **UNMAPPED_APART),
+    Case("one GPU, by NCCL, as on three hosts, one connection", "qwen3", (0, 0), ((0,),), EAGER, **CONNECTED_ONCE),
+    Case("two replicas on one GPU, as on two hosts", "qwen3", (0,), ((0,), (0,)), EAGER, slow=True, **UNMAPPED_APART),
+    Case("packed, by NCCL", "qwen3_moe", (1,), ((0,),), EAGER, **PACKED),
+    Case("packed, two to TP2", "qwen3_moe", (2, 3), ((0, 1),), EAGER, **PACKED),
+    Case("packed, two to TP2, as on two hosts", "qwen3_moe", (0, 1), ((0, 1),), EAGER, **PACKED, **APART),
+    Case("packed, one GPU, as on two hosts", "qwen3_moe", (0,), ((0,),), EAGER, slow=True, **PACKED, **APART),
+    Case("packed, mapped on one GPU", "qwen3_tied", (0,), ((0,),), EAGER, slow=True, **MAPPED),
+    Case("packed, two on one GPU, mapped", "qwen3_moe", (0, 0), ((0,),), EAGER, way=PULLED, **small(MAPPED)),
     Case(
         "packed, two on one GPU, as on two hosts",
         "qwen3_tied",
         (0, 0),
         ((0,),),
-        dict(eager=True),
-        route="packed",
-        connect={**PACKED, **SMALL},
+        EAGER,
         way=PULLED,
+        **small(PACKED),
         **APART,
     ),
-    Case(
-        "packed in rounds, as on three hosts",
-        "qwen3_moe",
-        (0, 0),
-        ((0,),),
-        dict(eager=True),
-        route="packed",
-        connect={**PACKED, **SMALL},
-        env={**NO_HANDLES, **nccl_host("t{rank}")},
-        engine_env=nccl_host("e"),
-        group="nccl",
-        way=ROUNDS,
-    ),
-    Case("packed, two to TP2", "qwen3_moe", (2, 3), ((0, 1),), dict(eager=True), route="packed", connect=PACKED),
+    Case("packed in rounds, as on three hosts", "qwen3_moe", (0, 0), ((0,),), EAGER, **small(PACKED), **IN_ROUNDS),
 ]
 
 
@@ -178,7 +115,7 @@ CASES = [
 def test_refits_are_bit_exact_and_tokens_follow(case: Case, tmp_path):
     if case.needs > GPUS and not case.shares:
         pytest.skip(f"needs {case.needs} GPUs")
-    with Job(tmp_path, config(case.family, **case.model)) as job:
+    with Job(tmp_path, config(case.family)) as job:
         engines = [
             job.engine(f"engine{i}", list(on), env=case.engine_env, **case.engine) for i, on in enumerate(case.replicas)
         ]
@@ -257,11 +194,8 @@ def flew_well(mode: str, log: list, truth: dict[int, list[int]], versions: list[
         assert seen, (mode, tokens, truth)
         old = truth[seen[-1]]
         assert mode != "wait", (mode, seen, tokens, truth)
-        assert (why, len(tokens) < LONG) == (("abort", True) if mode == "abort" else ("length", False)), (
-            mode,
-            why,
-            tokens,
-        )
+        ended = ("abort", True) if mode == "abort" else ("length", False)
+        assert (why, len(tokens) < LONG) == ended, (mode, why, tokens)
         assert tokens[:4] == old[:4] and (mode == "keep" or tokens == old[: len(tokens)]), (mode, seen, tokens, old)
     assert seen == versions and (mode == "wait") == (met == 0), (mode, seen, versions, met)
 
