@@ -155,27 +155,10 @@ assert {t.untyped_storage().data_ptr() for t in layout.tensors.values()} <= poin
 def test_fused_experts_of_an_fsdp2_model_are_given_under_the_checkpoints_names(tmp_path):
     """transformers 5 is the engines' here. Five experts over two ranks, against what transformers itself saves."""
     (tmp_path / "rank.py").write_text(FUSED_EXPERTS)
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        "2",
-        "--master-port",
-        str(free_port()),
-    ]
+    command = f"-m torch.distributed.run --nproc-per-node 2 --master-port {free_port()} {tmp_path}/rank.py"
     env = {
-        **os.environ,
-        "PYTHONPATH": str(ROOT),
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-    }
-    done = subprocess.run(
-        [*command, tmp_path / "rank.py", ROOT / "docs/guide.md", tmp_path / "model"],
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+        **os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""
+    }  # fmt: skip
+    words = [sys.executable, *command.split(), ROOT / "docs/guide.md", tmp_path / "model"]
+    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, "\n".join(x for x in done.stderr.splitlines() if "[rank" in x or "Error" in x)
