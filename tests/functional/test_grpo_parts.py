@@ -114,16 +114,16 @@ def test_the_gate_fires_above_its_limit_and_on_nan(error, fires):
         gate.Gate(1.05, None).judge(3, seen)
 
 
-def test_the_summary_has_the_share_of_refits_without_the_first_step(tmp_path):
+def test_the_summary_has_the_share_of_refits_without_the_first_step(tmp_path, monkeypatch, capsys):
     curve, out = tmp_path / "curve", tmp_path / "out"
     times = [(1.5, 5.0, 9.0), (1.1, 0.1, 4.0), (1.2, 0.3, 6.0)]
     rows = [gate.Row(i, str(i), i / 2, error, 0.1 * i, 0.2, *both) for i, (error, *both) in enumerate(times)]
     for row in rows:
         gate.Gate(2, curve).keep(row)
     assert gate.read_curve(curve) == rows
-    command = [sys.executable, "-m", "examples.grpo.summary"]
-    words = [*command, curve, "--table", "--out", out, "--note", "device=cpu x=1"]
-    said = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=120, check=True).stdout
+    monkeypatch.setattr(sys, "argv", ["summary", str(curve), "--table", "--out", str(out), "--note", "device=cpu x=1"])
+    summary.main()
+    said = capsys.readouterr().out
     whole = json.loads(out.read_text())
     assert whole["notes"] == {"device": "cpu x=1"} and len(whole["rows"]) == 3
     got = whole["totals"]
@@ -131,15 +131,9 @@ def test_the_summary_has_the_share_of_refits_without_the_first_step(tmp_path):
     assert got["mean(exp|d|)-1"] == pytest.approx(0.5) and got["reward"] == pytest.approx(0.5)
     assert "| 2 | 1.000 | 2.00e-01 |" in said and "refit-share 0.04" in said
     assert summary.totals(rows[:1])["refit-share"] == pytest.approx(5 / 9)  # one step is all there is
-    none = subprocess.run([*command, tmp_path / "no"], cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert none.returncode == 1 and "no step was made" in none.stderr
-
-
-def test_gpus_that_are_not_there_are_asked_for_in_vain(tmp_path):
-    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "WORK": str(tmp_path), "TRAINER_PYTHON": sys.executable}
-    command = ["examples/grpo/run.sh", "0.6b", "--device", "cuda"]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 2 and "2 trainer ranks and a vLLM of 2" in done.stderr
+    monkeypatch.setattr(sys, "argv", ["summary", str(tmp_path / "none")])
+    with pytest.raises(SystemExit, match="no step was made"):
+        summary.main()
 
 
 STAND_IN = """#!/usr/bin/env bash
@@ -159,21 +153,30 @@ esac
 """
 
 
-@pytest.mark.parametrize("serve", [None, 2])
-@pytest.mark.parametrize("trainers, engines", [(4, 4), (4, 0), (0, 0), (3, 4)])
-def test_each_process_has_gpus_of_its_own_or_none_has_any(tmp_path, serve, trainers, engines):
-    """Two trainer ranks, and a vLLM of two ranks or servers of one. GPUs are used where both sides' torch can use enough of them."""
+def run_sh(tmp_path: Path, trainers: int, engines: int, *words: str, **more: str) -> subprocess.CompletedProcess:
+    """examples/grpo/run.sh where each side's torch can use so many GPUs. Processes note what they see in `started`."""
     for side, gpus in (("trainer", trainers), ("engine", engines)):
         (tmp_path / side).write_text(STAND_IN)
         (tmp_path / side).chmod(0o755)
         (tmp_path / f"{side}.gpus").write_text(str(gpus))
     env = {k: v for k, v in os.environ.items() if k not in ("CUDA_VISIBLE_DEVICES", "SERVE", "PYTHONPATH")}
     env |= {f"{side.upper()}_PYTHON": str(tmp_path / side) for side in ("trainer", "engine")}
-    env |= {"SERVE": str(serve)} if serve else {}
-    env |= {"WORK": str(tmp_path / "work"), "STARTS": str(1 + (serve or 1))}
-    subprocess.run(
-        ["examples/grpo/run.sh", "0.6b"], cwd=ROOT, env=env, capture_output=True, timeout=60 * PATIENCE, check=True
-    )
+    env |= {"WORK": str(tmp_path / "work"), **more}
+    command = ["examples/grpo/run.sh", "0.6b", *words]
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60 * PATIENCE)
+
+
+def test_gpus_that_are_not_there_are_asked_for_in_vain(tmp_path):
+    done = run_sh(tmp_path, 0, 0, "--device", "cuda")
+    assert done.returncode == 2 and "2 trainer ranks and a vLLM of 2" in done.stderr
+
+
+@pytest.mark.parametrize("serve", [None, 2])
+@pytest.mark.parametrize("trainers, engines", [(4, 4), (4, 0), (0, 0), (3, 4)])
+def test_each_process_has_gpus_of_its_own_or_none_has_any(tmp_path, serve, trainers, engines):
+    """Two trainer ranks, and a vLLM of two ranks or servers of one. GPUs are used where both sides' torch can use enough of them."""
+    done = run_sh(tmp_path, trainers, engines, STARTS=str(1 + (serve or 1)), **({"SERVE": str(serve)} if serve else {}))
+    assert done.returncode == 0, done.stderr
     said = [x.split(" ", 1) for x in (tmp_path / "started").read_text().splitlines()]
     seen = {side: [gpus for who, gpus in said if who.endswith(side)] for side in ("trainer", "engine")}
     assert len(seen["trainer"]) == 1 and len(seen["engine"]) == (serve or 1)

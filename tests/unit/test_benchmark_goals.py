@@ -163,7 +163,7 @@ def test_a_run_goes_on_where_the_last_one_stopped_and_begins_nothing_that_cannot
         "try: time.sleep(60 if what == 'stuck' and not again else 0)\n"
         "except KeyboardInterrupt: raise SystemExit('its engines are ended')\n"
     )
-    seconds = {"a": 30, "bad": 30, "stuck": 8, "long": 900, "b": 30}
+    seconds = {"a": 30, "bad": 30, "stuck": 5, "long": 900, "b": 30}
     steps = tuple(goals.Step(n, 1, s, f"fake {n}") for n, s in seconds.items())
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(goals, "STEPS", steps)
@@ -171,7 +171,7 @@ def test_a_run_goes_on_where_the_last_one_stopped_and_begins_nothing_that_cannot
     assert goals.run(out, 1, minutes=5) == ["long"]
     told = capsys.readouterr().out
     assert "bad: exit code 1" in told and "no such GPU" in told
-    assert "stuck: not over after 8 s" in told and "its engines are ended" in told
+    assert "stuck: not over after 5 s" in told and "its engines are ended" in told
     assert sorted(f.name for f in out.glob("*.json")) == ["a.json", "b.json", "stuck.part.json"]
     assert goals.run(out, 1, minutes=60) == [] and (out / "stuck.json").exists()
     told = capsys.readouterr().out

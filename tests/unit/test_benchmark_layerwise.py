@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
 import sys
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks import layerwise_gpu
 from benchmarks.lib.layerwise_dead import Dead, Survivor, Use
 from benchmarks.lib.layerwise_launch import keep, run
 from benchmarks.lib.layerwise_net import Timeline, timeline, uncovered
@@ -102,17 +101,16 @@ def test_ranks_are_ended_and_what_went_wrong_is_said(code, seconds, may_die, sai
 @pytest.mark.parametrize(
     "package, said", [("", "not importable"), ("raise SystemError('broken')", "could not be asked")]
 )
-def test_what_cannot_run_and_was_asked_for_is_said_before_anything_runs(tmp_path, package, said):
+def test_what_cannot_run_and_was_asked_for_is_said_before_anything_runs(tmp_path, package, said, monkeypatch, capsys):
     """Otherwise device minutes are spent before the row turns out to be missing."""
     (tmp_path / "megatron").mkdir()
     (tmp_path / "megatron" / "__init__.py").write_text(package)
     out = tmp_path / "results.json"
-    command = "-m benchmarks.layerwise_gpu --toy --ranks 2 --parts exact pull megatron --out"
-    done = subprocess.run(
-        [sys.executable, *command.split(), str(out)], cwd=ROOT, env=os.environ | {"PYTHONPATH": str(tmp_path)},
-        capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
-    assert done.returncode == 2 and said in done.stdout and not out.exists(), done.stdout + done.stderr
+    command = "layerwise_gpu --toy --ranks 2 --parts exact pull megatron --out"
+    monkeypatch.setattr(sys, "argv", [*command.split(), str(out)])
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
+    monkeypatch.delenv("RANK", raising=False)
+    assert layerwise_gpu.main() == 2 and said in capsys.readouterr().out and not out.exists()
 
 
 LINKS = "GPU 0: NVIDIA H200 (UUID: GPU-1)\n    Link 0: Data Tx: 9 KiB\n    Link 0: Data Rx: 3 KiB\n    Link 17: Data Rx: 4 KiB\n"
