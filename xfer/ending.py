@@ -1,7 +1,7 @@
-"""The ends of threads: how long they get, together, when a session closes or the interpreter ends.
+"""Waits for threads when a session closes or the interpreter ends.
 
-A thread of ours that comes back from C++ (gloo's, mostly) into an interpreter that is gone ends the process by
-std::terminate; so whoever starts such threads stops them at exit and waits here. How a thread is stopped is its owner's.
+A thread that returns from C++ (mostly gloo's) after the interpreter has ended calls std::terminate. So each module that
+starts such threads stops them at exit, in its own way, and waits for them here.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ EXIT_S = 5.0
 
 
 def wait_for_all(joins: Iterable[Callable[[float], None]], seconds: float = EXIT_S) -> None:
-    """Calls each with the seconds that are left of `seconds`, 0 once there are none."""
+    """Calls each of `joins` with what is left of `seconds`, in seconds; 0 once nothing is left."""
     until = time.monotonic() + seconds
     for join in joins:
         join(max(0.0, until - time.monotonic()))

@@ -1,9 +1,9 @@
-"""Every error that xfer raises on purpose. One class per thing that a caller would do differently.
+"""All errors that xfer raises on purpose, with one class for each reaction of a caller.
 
-An error carries *all* violations found, not the first, and where it happened. A model has thousands of tensors, so violations are
-printed, and sent to other processes, as one line per kind (`by_kind`). An error can cross a control connection: `to_wire` gives
-plain strings, `from_wire` finds the class by name in this module (never by import path) and falls back to `XferError`.
-Errors of programming (a wrong type passed to an internal function) are ordinary TypeErrors and not listed here.
+An error carries *all* violations found, not only the first, and where it happened. A model has thousands of tensors, so violations
+are printed, and sent to other processes, as one line per kind (`by_kind`). Errors cross control connections: `to_wire` gives
+plain strings, `from_wire` finds the class by its name in this module, never by an import path. Programming errors, such as a
+wrong type passed to an internal function, are ordinary TypeErrors.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 
 FEW = 8
-"""So many lines are shown as they are."""
+"""Up to this many lines are shown as they are."""
 KINDS_SHOWN = 40
 EXAMPLES = 3
 EXAMPLE_CHARS = 200
-"""Examples of a kind, those that differ in more than numbers first: at least EXAMPLES, and more while they are this short together
-(ranks, not tensors)."""
+"""A line has at least EXAMPLES subjects of its kind, and more while all together have at most EXAMPLE_CHARS characters. Those
+that differ in more than numbers come first."""
 
 
 class XferError(Exception):
@@ -26,7 +26,7 @@ class XferError(Exception):
     Attributes:
         violations: All violations, one line each: the subject (a tensor, a rank), a colon, what was expected and what to do. An
             error that came from another process has one line per kind instead.
-        where: Who raised it, e.g. "trainer 3" or "engine 0 worker 1"; empty when not known.
+        where: The process that raised it, such as "trainer 3" or "engine 0 worker 1"; empty if unknown.
     """
 
     def __init__(self, message: str, violations: Iterable[str] = (), *, where: str = ""):
@@ -38,7 +38,7 @@ class XferError(Exception):
         return head + "".join(f"\n  - {line}" for line in by_kind(self.violations))
 
     def line(self) -> str:
-        """Its class and message in one line; for logs and reports, which have no room for all violations."""
+        """Class, message and first violation in one line, for logs and reports."""
         more = f" (and {len(self.violations)} more lines)" if len(self.violations) > 1 else ""
         first = f": {self.violations[0]}" if self.violations else ""
         return " ".join(f"{type(self).__name__}: {self.message}{first}{more}".split())
@@ -46,15 +46,15 @@ class XferError(Exception):
     def to_wire(self) -> tuple[str, str, tuple[str, ...], str]:
         known = next(
             c for c in type(self).__mro__ if _BY_NAME.get(c.__name__) is c
-        )  # of a kind that another module adds, its base
+        )  # the base of another module's class
         return known.__name__, self.message, tuple(by_kind(self.violations)), self.where
 
 
 def by_kind(violations: Sequence[str]) -> list[str]:
-    """One line per kind of violation: the first of the kind, how many there are, and a few more of their subjects.
+    """One line per kind of violation: the first of the kind, their number, and a few more of their subjects.
 
-    Violations are of one kind when they say the same of different subjects, i.e. are equal after their first ": ". If more than FEW
-    lines are left, those that differ only in numbers (shapes, offsets) are of one kind, too. A list of FEW lines stays as it is.
+    Violations are of one kind if they are equal after their first ": ". If more than FEW lines are left, those that differ only in
+    numbers (shapes, offsets) are of one kind, too. A list of at most FEW lines stays as it is.
 
     Args:
         violations: As in `XferError.violations`.
@@ -85,9 +85,8 @@ def _one_line(lines: Sequence[str]) -> str:
     if len(lines) == 1:
         return lines[0]
     subjects = [line.partition(": ")[0] for line in lines]
-    unlike = {
-        re.sub(r"\d+", "", subject): subject for subject in reversed(subjects)
-    }  # one tensor of each name, whatever its layer
+    # One tensor of each name, whatever its layer.
+    unlike = {re.sub(r"\d+", "", subject): subject for subject in reversed(subjects)}
     others = list(dict.fromkeys([subjects[0], *reversed(unlike.values()), *subjects]))[1:]
     shown: list[str] = []
     chars = len(subjects[0])
@@ -105,7 +104,7 @@ class LayoutError(XferError):
 
 
 class CoverageError(XferError):
-    """Some destination byte has no writer, two writers, or no class; or a trained tensor has no taker; or nothing that trains is
+    """A destination byte has no writer, two writers or no class; a trained tensor has no destination; or nothing that trains is
     sent."""
 
 
@@ -126,7 +125,7 @@ class ProtocolError(XferError):
 
 
 class PeerLost(XferError):
-    """A process that took part is gone. `drained`: whether its reads and writes of our memory are known to have ended."""
+    """A process of the refit is gone. `drained`: its reads and writes of this process's memory have certainly ended."""
 
     def __init__(self, message: str, violations: Iterable[str] = (), *, where: str = "", drained: bool = True):
         super().__init__(message, violations, where=where)
@@ -151,15 +150,15 @@ class RefitFailed(XferError):
 
 
 class StaleWeights(XferError):
-    """Somebody used, or would have used, parameters of the step before: they are on their owner, and not here yet."""
+    """Parameters of the step before were used, or would have been: the new ones are on their owner and not here yet."""
 
 
 class Unsupported(XferError):
-    """A feature, layout or order of calls that xfer refuses by name rather than getting it wrong."""
+    """A feature, layout or order of calls that xfer does not support."""
 
 
 def out_of_memory(e: BaseException) -> bool:
-    """Whether `e` says that memory ran out: by its type for Python's and torch's, by words for the host's and the driver's."""
+    """Whether memory ran out: known by the type of Python's and torch's errors, by words in the host's and the driver's."""
     typed = any(c.__name__ in ("MemoryError", "OutOfMemoryError") for c in type(e).__mro__)
     words = ("out of memory", "can't allocate memory", "cannot allocate memory")
     return typed or isinstance(e, RuntimeError | OSError) and any(w in str(e).lower() for w in words)
@@ -169,6 +168,6 @@ _BY_NAME = {c.__name__: c for c in list(globals().values()) if isinstance(c, typ
 
 
 def from_wire(kind: str, message: str, violations: Iterable[str], where: str) -> XferError:
-    """The error that `to_wire` described; unknown kinds become a plain XferError whose message keeps the name."""
+    """The error that `to_wire` described; an unknown kind becomes an XferError with the name in its message."""
     cls = _BY_NAME.get(kind)
     return cls(message, violations, where=where) if cls else XferError(f"{kind}: {message}", violations, where=where)

@@ -1,8 +1,8 @@
-"""Shows the lines of the logger "xfer" in processes where nobody else does. No other logger is touched.
+"""Prints the lines of the logger "xfer" in processes that have no handler for them. No other logger is touched.
 
-A library leaves logging to its user. But nobody can configure it in the processes that vLLM starts, where vLLM configures only
-its own logger; and a trainer that configures nothing would be silent for as long as `connect` waits. So `show` adds a handler
-that prints what no other handler would: as soon as "xfer" or the root logger has one, this one does nothing.
+A library leaves logging to its user. But a user cannot configure it in the processes that vLLM starts, where vLLM configures only
+its own logger, and a trainer without any configuration would be silent for as long as `connect` waits. So `show` adds a handler
+that does nothing as soon as "xfer" or the root logger has another one.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ logger = logging.getLogger("xfer")
 
 
 class _Fallback(logging.StreamHandler):
-    """In a process of vLLM's by vLLM's own handlers, so that a line looks like its lines and names the process; else on
-    standard error, with the time."""
+    """Prints through vLLM's handlers where there are any, which name the process; else on standard error, with the time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,8 +49,7 @@ def counted(n: int, noun: str) -> str:
 
 
 def show() -> None:
-    """For every process that takes part: idempotent, and never raises. INFO and above, or what XFER_LOG_LEVEL says; where the user
-    has set a level, or has configured the root logger, that one."""
+    """Adds the handler once; never raises. The level is XFER_LOG_LEVEL, else the user's (of "xfer" or of the root logger), else INFO."""
     if _fallback in logger.handlers:
         return
     logger.addHandler(_fallback)

@@ -1,12 +1,12 @@
 """A relay chain without a session, on the GPUs of one host, for benchmarks: part after part, ordered on the device.
 
-The first taker pulls from the trainers, each other one from the taker before it. Everything is launched at once; no host
-stands between two parts. A taker that has a part writes its number into a word in the next taker's memory; before it pulls
-the part, the next one's stream waits for that word *in its own memory*, so that a stuck taker can be freed by writing it.
+The first destination pulls from the trainers, each other one from the destination before it. Everything is launched at once; no host
+stands between two parts. A destination that has a part writes its number into a word in the next destination's memory; before it pulls
+the part, the next one's stream waits for that word *in its own memory*, so that a stuck destination can be freed by writing it.
 Numbers only grow, over all runs.
 
-The caller makes sure that all takers run together, and that none begins its next run, frees or sleeps before all have ended
-this one, because their storages are being read. If one taker's run raises, no later one has a whole version, and all open
+The caller makes sure that all destinations run together, and that none begins its next run, frees or sleeps before all have ended
+this one, because their storages are being read. If one destination's run raises, no later one has a whole version, and all open
 anew. Sessions relay by transport/relay_place.py.
 """
 
@@ -30,28 +30,32 @@ from xfer.transport.peer import Export, Mapping, Pull, PullStats
 from xfer.transport.routes import Exchange, any_rank
 
 
-def relay(rows: np.ndarray, takers: Sequence[int], parts: int) -> list[Program]:
-    """The programs by which `takers` (joint ranks, one per replica, inventories equal) refit themselves in a row.
+def relay(rows: np.ndarray, destinations: Sequence[int], parts: int) -> list[Program]:
+    """The programs by which `destinations` (joint ranks, one per replica, inventories equal) refit themselves in a row.
 
-    rows: what one taker receives from ranks that are not among `takers`, and its fills; `dst` is one number throughout.
-    Each returned program has only rows of its own taker, in `parts + len(takers) - 1` waves: number j's part p is its wave
+    rows: what one destination receives from ranks that are not among `destinations`, and its fills; `dst` is one number throughout.
+    Each returned program has only rows of its own destination, in `parts + len(destinations) - 1` waves: number j's part p is its wave
     p + j. `wire` is 0, for all of it is pulled. ValueError for less than one part; PlanMismatch for rows that cannot be
     relayed.
     """
     if parts < 1:
         raise ValueError(f"a relay needs at least one part, not {parts}")
     if wrong := sorted({*rows["dst"][rows["dst"] != rows["dst"][:1]].tolist()}):
-        raise PlanMismatch("rows of one taker are relayed, these are of several", [f"also of rank {r}" for r in wrong])
-    if inner := sorted(set(rows["src"].tolist()) & set(takers)):
-        raise PlanMismatch("relayed rows come from outside", [f"rank {r} is both sender and taker" for r in inner])
+        raise PlanMismatch(
+            "rows of one destination are relayed, these are of several", [f"also of rank {r}" for r in wrong]
+        )
+    if inner := sorted(set(rows["src"].tolist()) & set(destinations)):
+        raise PlanMismatch(
+            "relayed rows come from outside", [f"rank {r} is both sender and destination" for r in inner]
+        )
     fills, moved = rows[rows["op"] == Op.FILL], rows[rows["op"] != Op.FILL]
     pieces = in_parts(moved, parts)
     out = []
-    for j, taker in enumerate(takers):
-        mine, constant = handed_on(pieces, takers[j - 1]) if j else pieces.copy(), fills.copy()
-        mine["dst"], constant["dst"] = taker, taker
+    for j, destination in enumerate(destinations):
+        mine, constant = handed_on(pieces, destinations[j - 1]) if j else pieces.copy(), fills.copy()
+        mine["dst"], constant["dst"] = destination, destination
         mine["wave"] += j
-        out.append(Program(taker, parts + len(takers) - 1, np.concatenate([constant, mine])))
+        out.append(Program(destination, parts + len(destinations) - 1, np.concatenate([constant, mine])))
     return out
 
 
@@ -70,7 +74,7 @@ def _word(pointer: int, value: int) -> tuple:
 
 
 class Relay:
-    """One taker's part. Made by `open_relay`. The gate of its own pull."""
+    """One destination's part. Made by `open_relay`. The gate of its own pull."""
 
     def __init__(
         self,
@@ -79,14 +83,18 @@ class Relay:
         export: Export,
         roots: Sequence[torch.Tensor],
         word: torch.Tensor,
-        takers: Sequence[int],
+        destinations: Sequence[int],
         **how,
     ):
         self.mapping, self.export, self.word = mapping, export, word
-        self._place, self._parts, self._runs = takers.index(program.rank), program.waves - len(takers) + 1, 0
+        self._place, self._parts, self._runs = (
+            destinations.index(program.rank),
+            program.waves - len(destinations) + 1,
+            0,
+        )
         self._next = None
-        if self._place + 1 < len(takers):  # its word lies behind its storages in its offer
-            self._next = mapping.roots[takers[self._place + 1]][len(roots)].data_ptr()
+        if self._place + 1 < len(destinations):  # its word lies behind its storages in its offer
+            self._next = mapping.roots[destinations[self._place + 1]][len(roots)].data_ptr()
         self._free = torch.zeros(1, dtype=torch.int32, pin_memory=True)
         moved = program.rows[program.rows["op"] != Op.FILL]
         self._pull = Pull(moved, mapping, roots, gate=self, **{"copied": READ_TOO, **how})
@@ -96,7 +104,7 @@ class Relay:
         return self._pull.extra_bytes + self.word.numel()
 
     def run(self, deadline: float, cancelled: Callable[[], bool] = lambda: False, where: str = "") -> PullStats:
-        """As `Pull.finish`. The other takers have to run too for this to end in time."""
+        """As `Pull.finish`. The other destinations have to run too for this to end in time."""
         self._runs += 1
         self._free.fill_(self._number(self._parts))
         try:
@@ -133,7 +141,7 @@ class Relay:
         self.word.view(torch.int32).copy_(self._free, non_blocking=True)
 
     def _number(self, part: int) -> int:
-        """What says that a taker has this part of this run."""
+        """What says that a destination has this part of this run."""
         return (self._runs - 1) * (self._parts + 1) + part + 1
 
 
@@ -158,24 +166,24 @@ class Sending:
 def open_relay(
     program: Program,
     roots: Sequence[torch.Tensor],
-    takers: Sequence[int],
+    destinations: Sequence[int],
     labels: Sequence[str],
     device: torch.device,
     exchange: Exchange,
     **how,
 ) -> Relay | Sending:
-    """Collective over all ranks, `labels` naming them: takers, and all others as senders.
+    """Collective over all ranks, `labels` naming them: destinations, and all others as senders.
 
-    program: of `relay`; on a sender its rows do not matter. roots: as for `P2P`, equally many on all takers. how: for
+    program: of `relay`; on a sender its rows do not matter. roots: as for `P2P`, equally many on all destinations. how: for
     `TritonRows`.
-    Unsupported, on all ranks, where a taker cannot map something: then bytes have to go by the usual routes.
+    Unsupported, on all ranks, where a destination cannot map something: then bytes have to go by the usual routes.
     """
-    rank, size, taking = program.rank, len(labels), program.rank in takers
-    after = next((b for a, b in pairwise(takers) if a == rank), None)
+    rank, size, receives = program.rank, len(labels), program.rank in destinations
+    after = next((b for a, b in pairwise(destinations) if a == rank), None)
     word = torch.zeros(4, dtype=torch.uint8, device=device)
     torch.cuda.synchronize(device)
-    export = Export(rank, [*roots, word] if taking else roots, device)
-    offers = exchange(export.to_bytes(), range(size) if taking else ())
+    export = Export(rank, [*roots, word] if receives else roots, device)
+    offers = exchange(export.to_bytes(), range(size) if receives else ())
     mapping, missing = Mapping(rank, device), []
     try:
         for other in sorted(set(offers) - {rank}):
@@ -187,11 +195,11 @@ def open_relay(
                     missing.append(f"{labels[rank]} from {labels[other]}: {mapping.why(other)}")
         if any_rank(bool(missing), rank, size, exchange):
             raise Unsupported(
-                "a relay needs every storage mapped by every taker",
+                "a relay needs every storage mapped by every destination",
                 missing or ["another rank says which"],
                 where=labels[rank],
             )
-        return Relay(program, mapping, export, roots, word, takers, **how) if taking else Sending(export)
+        return Relay(program, mapping, export, roots, word, destinations, **how) if receives else Sending(export)
     except BaseException:
         mapping.close()
         raise

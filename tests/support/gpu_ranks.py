@@ -1,4 +1,4 @@
-"""Ranks as processes on GPUs: a small spawn-and-collect, and the parts that each rank of the gpu tests plays."""
+"""Ranks as processes on GPUs: `spawn`, and the functions that it runs on each rank for test_gpu_routes.py."""
 
 from __future__ import annotations
 
@@ -6,48 +6,23 @@ import os
 import threading
 import time
 import traceback
-from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import numpy as np
-import pytest
 import torch
 import torch.multiprocessing as mp
 from torch.distributed import HashStore, TCPStore
 
-from benchmarks.lib.relay import open_relay, relay
 from examples.common.ports import free_port
 from tests.support.row_worlds import apply_world, fresh_sources, random_world, row
 from xfer.errors import XferError
 from xfer.kernels import cuda_driver, long_runs
 from xfer.plan.program import Program
-from xfer.transport.group import Link
 from xfer.transport.links import open_group
 from xfer.transport.p2p import P2P
 from xfer.transport.peer import Export, Mapping, Pull
-from xfer.transport.routes import Exchange, NoLink, exchange_over_store, open_routes
-
-
-def exchange_over_link(link: Link, seconds: float) -> Exchange:
-    """Over a link that is open already, where there is no store: everyone gets everything."""
-
-    def exchange(data: bytes, ranks: Iterable[int] = ()) -> dict[int, bytes]:
-        until = time.monotonic() + seconds
-        out = {}
-        for r in range(link.size):
-            length = torch.tensor([len(data)], dtype=torch.int64).to(link.device)
-            link.broadcast(length, r, until)
-            n = int(length.item())
-            body = torch.empty(n, dtype=torch.uint8)
-            if r == link.rank and n:
-                body = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-            body = body.to(link.device)
-            link.broadcast(body, r, until)
-            out[r] = data if r == link.rank else bytes(body.cpu().numpy())
-        return out
-
-    return exchange
+from xfer.transport.routes import NoLink, exchange_over_store, open_routes
 
 
 def soon(seconds: float = 60.0) -> float:
@@ -124,8 +99,8 @@ def agree(got, want) -> None:
 
 
 def worlds(rank, size, store, device, *, route: str, seeds: list[int], long_bytes: int = 0, batches: bool = True):
-    """Random programs, twice each with new sources. long_bytes: from which on a copy engine takes runs, and boxes of rows. batches:
-    whether the driver knows them. Returns (pulled bytes, p2p bytes, runs and boxes that copy engines were given)."""
+    """Random programs, twice each with new sources. long_bytes: copy engines take runs, and boxes of rows, from this size on.
+    batches: whether the driver knows them. Returns (pulled bytes, p2p bytes, runs and boxes that copy engines were given)."""
     runs, boxes, kind = [], [], cuda_driver.CopyBatch
 
     class Counted(kind):
@@ -146,29 +121,18 @@ def worlds(rank, size, store, device, *, route: str, seeds: list[int], long_byte
         rng = np.random.default_rng(seed)
         programs, storages = random_world(rng, size, 3, 40)
         roots = tensors(storages[rank], device)
-        exchange = (
-            exchange_over_store(store, rank, size, f"s{seed}")
-            if route == "peer" or seed % 2
-            else exchange_over_link(link, 30.0)
-        )
+        exchange = exchange_over_store(store, rank, size, f"s{seed}")
         if route == "p2p":
-            mover = P2P(
-                link,
-                programs[rank],
-                roots,
-                step_bytes=[64, 300, 1 << 20][seed % 3],
-                direct_bytes=[40, 1 << 20][seed % 2],
-            )
+            sizes = {"step_bytes": [64, 300, 1 << 20][seed % 3], "direct_bytes": [40, 1 << 20][seed % 2]}
+            mover = P2P(link, programs[rank], roots, **sizes)
         else:
             mover = open_routes(link, programs[rank], roots, exchange, step_bytes=300, direct_bytes=1 << 20)
             # Ranks may be threads of one process, and none may wait for the device while another records a graph.
             exchange_over_store(store, rank, size, f"bound{seed}")(b"")
         for again in range(2):
             if again:
-                storages = [
-                    fresh_sources(rng, programs[k].rows[programs[k].rows["src"] == k], s)
-                    for k, s in enumerate(storages)
-                ]
+                sent_by = [p.rows[p.rows["src"] == k] for k, p in enumerate(programs)]
+                storages = [fresh_sources(rng, rows, s) for rows, s in zip(sent_by, storages, strict=True)]
                 for t, r in zip(roots, storages[rank]):
                     t.copy_(torch.from_numpy(r))
             torch.cuda.synchronize()
@@ -189,8 +153,8 @@ def worlds(rank, size, store, device, *, route: str, seeds: list[int], long_byte
 
 
 def one_process(rank, size, store, device, *, ranks: int, seeds: list[int]):
-    """`worlds` by pulls of ranks that are threads of this process, spread over the GPUs: whose storages are read as they lie, for a
-    process cannot open its own handles. What each returned."""
+    """`worlds` by pulls, whose ranks are threads of this process, spread over the GPUs. They read storages as they lie, since a
+    process cannot open its own handles. Returns what each rank returned."""
     meeting, gpus = HashStore(), max(1, torch.cuda.device_count())
     meeting.set_timeout(timedelta(seconds=60))
 
@@ -202,54 +166,6 @@ def one_process(rank, size, store, device, *, ranks: int, seeds: list[int]):
 
     with ThreadPoolExecutor(ranks) as pool:
         return list(pool.map(one, range(ranks)))
-
-
-def relayed(rank, size, store, device, *, seeds: list[int], absent: bool = False):
-    """Rank 0 gives, all others take and relay: random rows and one long one, twice with new sources. absent: the first
-    taker does not run at first; what the others then raise, and the bytes after all have opened anew."""
-    meet, takers, n = exchange_over_store(store, rank, size, "meet"), list(range(1, size)), 96 << 20
-    labels, outcome = [f"rank {r}" for r in range(size)], None
-    for seed in seeds:
-        rng = np.random.default_rng(seed)
-        programs, (first, second, *_) = random_world(rng, 2, 1, 60)
-        rows = programs[1].rows
-        rows = rows[(rows["dst"] == 1) & (rows["src"] == 0)]
-        short = len(first)
-        long = row((n,), src_dtype="uint8", src=0, src_root=short, dst=1, dst_root=len(second))
-        rows = np.concatenate([rows, long])
-        plans = dict(zip(takers, relay(rows, takers, int(rng.integers(1, 9)))))
-        mine = plans.get(rank, Program(rank, 0, rows[:0]))
-        storages = [*(second if rank else first), np.zeros(n, np.uint8)]
-        roots = tensors(storages, device)
-        way = None
-        for again in range(2):
-            first = fresh_sources(rng, rows[:-1], first[:short]) + [rng.integers(0, 256, n, dtype=np.uint8)]
-            if rank == 0:
-                for t, r in zip(roots, first, strict=True):
-                    t.copy_(torch.from_numpy(r))
-            torch.cuda.synchronize()
-            exchange = exchange_over_store(store, rank, size, f"open{seed}.{again}")
-            way = way or open_relay(mine, roots, takers, labels, device, exchange)
-            meet(b"")
-            if absent and not again and rank > 1:
-                t0 = time.monotonic()
-                with pytest.raises(XferError) as e:
-                    way.run(time.monotonic() + 2.0)
-                outcome = (type(e.value).__name__, time.monotonic() - t0)
-            elif not (absent and not again):
-                way.run(soon())
-                if rank:
-                    want = apply_world([Program(1, 1, rows[:-1])], [first, second])[1]
-                    agree(roots, [*want, first[-1]])
-            meet(b"")
-            if absent:
-                way.close()
-                way = None
-                meet(b"")
-        if way is not None:
-            way.close()
-            meet(b"")
-    return outcome
 
 
 def absent_peer(rank, size, store, device):

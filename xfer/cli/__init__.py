@@ -56,12 +56,12 @@ def status(
     bad = wrong_seconds("--timeout", timeout) + (wrong_seconds("--watch", watch) if watch else [])
     if bad:
         raise typer.BadParameter("; ".join(bad))
-    console, party = Console(), None
+    console, client = Console(), None
     try:
-        party = RendezvousClient(rendezvous, token, "observer", deadline_s=timeout)
+        client = RendezvousClient(rendezvous, token, "observer", deadline_s=timeout)
         while True:
-            party.send(m.StatusAsk())
-            reply = party.take((m.StatusReply,), time.monotonic() + timeout, "a status")
+            client.send(m.StatusAsk())
+            reply = client.take((m.StatusReply,), time.monotonic() + timeout, "a status")
             if watch:
                 console.clear()
             _print_status(console, reply)
@@ -72,10 +72,10 @@ def status(
         say(console, str(e), "red")
         raise typer.Exit(1) from None
     except KeyboardInterrupt:
-        raise typer.Exit(0 if party is not None else 130) from None  # the usual end of --watch
+        raise typer.Exit(0 if client is not None else 130) from None  # the usual end of --watch
     finally:
-        if party is not None:
-            party.close()
+        if client is not None:
+            client.close()
 
 
 def _print_status(console, reply) -> None:

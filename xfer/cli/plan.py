@@ -137,12 +137,12 @@ def _plan(
         except XferError as e:
             say(err, str(e))
             raise typer.Exit(WRONG) from None
-        sources, takers = tracer.trace(told.trainer, told.engine)
+        sources, destinations = tracer.trace(told.trainer, told.engine)
         planned = bar.add_task("replicas planned", total=told.engine.replicas)
         plans = make_plans(
             sources.catalog,
             sources.ranks,
-            takers.ranks,
+            destinations.ranks,
             told.site,
             bucket_bytes=bucket,
             wave_bytes=max(WAVE_BYTES["cuda"], bucket),  # as sessions on GPUs have it
@@ -156,7 +156,7 @@ def _plan(
         str(told.engine),
         told.fabric,
         (
-            f"Layouts traced by the frameworks' own code: {sources.classes} different trainer ranks, {takers.classes} "
+            f"Layouts traced by the frameworks' own code: {sources.classes} different trainer ranks, {destinations.classes} "
             f"different workers. Messages of at most {bucket >> 20} MiB.",
             PREDICTED,
         ),

@@ -132,7 +132,7 @@ class Report:
 def make_plans(
     catalog: Catalog,
     sources: Sequence[Inventory],
-    takers: Sequence[Inventory],
+    destinations: Sequence[Inventory],
     site: Site,
     *,
     bucket_bytes: int,
@@ -155,7 +155,7 @@ def make_plans(
             bucket_bytes=bucket_bytes, wave_bytes=wave_bytes, rotation=r, rotations=len(site.replicas), site=site,
             replica=r, drop=tuple(drop), narrow=tuple(narrow),
         )  # fmt: skip
-        plans.append(drafts.plan(catalog, sources, takers, options))
+        plans.append(drafts.plan(catalog, sources, destinations, options))
         told(r + 1)
     return plans
 
