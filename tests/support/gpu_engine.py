@@ -8,6 +8,7 @@ import threading
 import time
 from importlib.metadata import entry_points
 
+from benchmarks.lib.gpu_profile import noop
 from tests.support.gpu_async import Ranks
 from tests.support.proc import emit, methods, obey
 
@@ -96,32 +97,6 @@ class Loop:
         self.ended.set()
         self.thread.join(60)
         return self.log
-
-
-def noop(llm, handle, times: int, took_ms: float = 0.0, pause_ms: float = 0.0) -> list[dict]:
-    """vLLM's own round trips of a refit, in the controller's order, with a call that does nothing in place of update.
-    Milliseconds. took_ms: for so long it does nothing, which is not counted. pause_ms: between two."""
-    calls = [
-        ("pause", lambda: handle.pause(30)),
-        ("label", lambda: handle.set_version("noop", 30)),
-        ("start", lambda: handle.start_update(30)),
-        ("update", lambda: llm.collective_rpc("xfer_nothing", args=(took_ms / 1e3,))),
-        ("finish", lambda: handle.finish(None, 30)),
-        ("reset caches", lambda: handle.reset_caches(30)),
-        ("label again", lambda: handle.set_version("noop", 30)),
-        ("resume", lambda: handle.resume(30)),
-    ]
-    out = []
-    for _ in range(times):
-        time.sleep(pause_ms / 1e3)
-        at, asleep = [time.perf_counter()], 0.0
-        for name, call in calls:
-            call()
-            asleep += took_ms / 1e3 if name == "update" else 0.0
-            at.append(time.perf_counter() - asleep)
-        row = {name: (b - a) * 1e3 for (name, _), a, b in zip(calls, at, at[1:])}
-        out.append({**row, "all": (at[-1] - at[0]) * 1e3})
-    return out
 
 
 class Engine:

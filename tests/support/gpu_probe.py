@@ -12,8 +12,8 @@ import time
 
 import torch
 
+from benchmarks.lib.gpu_profile import Profile
 from tests.support import engine_bytes
-from tests.support.gpu_profile import Profile
 from tests.support.gpu_values import names, value
 from tests.support.gpu_watch import Watch
 from xfer.engines.vllm_layout import EngineModel

@@ -21,7 +21,7 @@ torch.cuda.set_device(DEVICE)
 import torch.distributed as dist  # noqa: E402
 
 import xfer  # noqa: E402
-from tests.support.gpu_profile import Profile  # noqa: E402
+from benchmarks.lib.gpu_profile import Profile  # noqa: E402
 from tests.support.gpu_values import names, value  # noqa: E402
 from tests.support.gpu_watch import Watch  # noqa: E402
 from tests.support.paused_memory import Pausable  # noqa: E402
